@@ -143,20 +143,19 @@ def parameters(kind: type, *, without: Collection[str] = (), **defaults: Any) ->
     """The options of a request, its own before those that it has in common with others; with other defaults."""
     every = {name: found for name, found in requests.options(kind).items() if name not in without}
     bases = [requests.options(base) for base in (requests.Loading, requests.Feeding, requests.ModelRequest)]
-    own_first = sorted(every, key=lambda name: sum(name in base for base in bases))
+    own_first = sorted(every.items(), key=lambda pair: sum(pair[0] in base for base in bases))
     return {
-        parameter_of(name, every[name]): (_typed(name, every[name]), defaults.get(name, _default(every[name])))
-        for name in own_first
+        parameter_of(name, found): (
+            _typed(name, found),
+            defaults.get(name, None if found.default == () else found.default),
+        )
+        for name, found in own_first
     }
 
 
 def parameter_of(name: str, found: requests.Option) -> str:
     """The name of an option's parameter, by how it is typed: analyzer for --analyzer, in the place of analyzers."""
     return found.flag.split("/")[0].removeprefix("--").replace("-", "_") or name
-
-
-def _default(found: requests.Option) -> Any:
-    return None if found.default == () else found.default
 
 
 def _typed(name: str, found: requests.Option) -> Any:

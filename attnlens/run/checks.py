@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from pydantic import BaseModel, ConfigDict
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnlens import hooks, models, texts, weights
@@ -74,7 +73,8 @@ def random_weights(loaded: models.Loaded, inputs: Mapping[str, Tensor], measured
     A weight is excused where its module ran and a gradient says that nothing measured depends on it, as BERT's pooler.
     What did not run on these inputs (an expert that no token chose) may run on others.
     """
-    missing = _missing(loaded)
+    lacking, parts = set(loaded.missing_keys), (loaded.model.named_parameters, loaded.model.named_buffers)
+    missing = [name for part in parts for name, _ in part(remove_duplicate=False) if name in lacking]
     if not missing:
         return []
     with _recording(loaded.model, missing) as (leaves, ran):
@@ -86,20 +86,13 @@ def random_weights(loaded: models.Loaded, inputs: Mapping[str, Tensor], measured
     return [name for name in missing if name not in excused]
 
 
-def _missing(loaded: models.Loaded) -> list[str]:
-    """The parameters and buffers of the model that its files lack, in its order."""
-    lacking = set(loaded.missing_keys)
-    parts = (loaded.model.named_parameters, loaded.model.named_buffers)
-    return [name for part in parts for name, _ in part(remove_duplicate=False) if name in lacking]
-
-
 @contextmanager
 def _recording(model: PreTrainedModel, names: list[str]) -> Iterator[tuple[dict[str, Tensor], set[str]]]:
     """Inside, the parameters of these names record gradients, and the paths of their modules are noted as they run."""
     every, ran = dict(model.named_parameters(remove_duplicate=False)), set[str]()
     leaves = {name: every[name].requires_grad_() for name in names if name in every}
     owners = {path: model.get_submodule(path) for path in map(_owner, leaves)}
-    notes = [module.register_forward_hook(_noting(ran, path)) for path, module in owners.items()]
+    notes = [module.register_forward_hook(lambda *_, path=path: ran.add(path)) for path, module in owners.items()]
     try:
         with torch.enable_grad():
             yield leaves, ran
@@ -108,13 +101,6 @@ def _recording(model: PreTrainedModel, names: list[str]) -> Iterator[tuple[dict[
             note.remove()
         for leaf in leaves.values():
             leaf.requires_grad_(False)
-
-
-def _noting(ran: set[str], path: str) -> Callable[[nn.Module, object, object], None]:
-    def note(_module: nn.Module, _arguments: object, _result: object) -> None:
-        ran.add(path)
-
-    return note
 
 
 def _owner(name: str) -> str:
@@ -170,7 +156,17 @@ def _refusing(loaded: models.Loaded, inputs: Mapping[str, Tensor], *, made_up: b
     except FAILURES as error:
         if is_memory(error):
             raise
-        raise _cannot_run(loaded, inputs, error, made_up=made_up) from error
+        missing = [name for name in texts.wanted(loaded.model) if name not in inputs]
+        if missing and made_up:
+            raise ModelError(
+                f"{loaded.info.id} needs {' and '.join(missing)}, which attnlens can't make up.",
+                "Choose a model of text, images or sound alone.",
+            ) from error
+        raise ModelError(
+            f"{loaded.info.id} can't run on {' and '.join(inputs)}: {type(error).__name__}: {models.first_line(error)}",
+            "It needs other inputs than these, or longer ones; "
+            "or its config.json is not the one that it was made with.",
+        ) from error
 
 
 def of_one_token(loaded: models.Loaded, reached: list[Reached], seed: int) -> list[Reached]:
@@ -199,22 +195,6 @@ def text_alone(loaded: models.Loaded, reached: Sequence[Reached], tokens: int, s
     except (ModelError, TextError):  # a model that doesn't run without its image (LXMERT)
         return list(reached)
     return [replace(found.get((one.site.path, one.site.ordinal), one), site=one.site) for one in reached]
-
-
-def _cannot_run(
-    loaded: models.Loaded, inputs: Mapping[str, Tensor], error: Exception, *, made_up: bool = True
-) -> ModelError:
-    """What is missing, where the model names it; else what it says of these inputs."""
-    missing = [name for name in texts.wanted(loaded.model) if name not in inputs]
-    if missing and made_up:
-        return ModelError(
-            f"{loaded.info.id} needs {' and '.join(missing)}, which attnlens can't make up.",
-            "Choose a model of text, images or sound alone.",
-        )
-    return ModelError(
-        f"{loaded.info.id} can't run on {' and '.join(inputs)}: {type(error).__name__}: {models.first_line(error)}",
-        "It needs other inputs than these, or longer ones; or its config.json is not the one that it was made with.",
-    )
 
 
 def reproduced(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> float:
@@ -324,42 +304,22 @@ def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reac
             raise UsageError(f"There is no {what} {wrong[0]}.", f"The model has {what}s 0 to {count - 1}.")
 
 
-class SeenAttention(BaseModel):
-    """What a pass through a model showed of its attention."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    sites: int
-    traced: int
-    """Sites whose modules compute their attention by hand."""
-    added: bool
-    """Whether something is added to the scores."""
-    relative: bool
-    """Whether it depends on contents and positions."""
-    causal: bool
-
-    @classmethod
-    def of(cls, reached: Sequence[Reached]) -> SeenAttention:
-        """Of these sites."""
-        return cls(
-            sites=len(reached),
-            traced=sum(found.site.traced for found in reached),
-            added=any(found.call.bias is not None for found in reached),
-            relative=any(found.call.relative for found in reached),
-            causal=any(found.site.part == "decoder" for found in reached),
-        )
-
-
-def conventions(seen: SeenAttention, read: Sequence[weights.Traits]) -> Conventions:
-    """What a reader must know about the model's attention to understand the numbers."""
-    rotary = any(traits.rotary for traits in read)
-    notes = [TRACED_NOTE.format(f"{seen.traced} of {seen.sites}")] * bool(seen.traced) + [ADDED_NOTE] * seen.added
-    latent = any(traits.latent for traits in read)
-    untested = "absolute" if len(read) == seen.sites else "unknown"
-    added = "content–position" if seen.relative else "bias" if seen.added else untested
+def conventions(reached: Sequence[Reached], read: Sequence[weights.Traits]) -> Conventions:
+    """What a reader must know about the model's attention, as a pass reached it, to understand the numbers."""
+    calls, traced = [one.call for one in reached], sum(one.site.traced for one in reached)
+    biased, causal = any(call.bias is not None for call in calls), any(one.site.part == "decoder" for one in reached)
+    untested = "absolute" if len(read) == len(reached) else "unknown"
+    added = "content–position" if any(call.relative for call in calls) else "bias" if biased else untested
+    notes = [
+        SIGN_NOTE,
+        *[CAUSAL_NOTE] * causal,
+        *[TRACED_NOTE.format(f"{traced} of {len(reached)}")] * bool(traced),
+        *[ADDED_NOTE] * biased,
+        *[LATENT_NOTE] * any(traits.latent for traits in read),
+    ]
     return Conventions(
-        position="rotary" if rotary else added,
+        position="rotary" if any(traits.rotary for traits in read) else added,
         qk_norm=any(traits.qk_norm for traits in read),
         bias="excluded" if any(traits.biased for traits in read) else "none",
-        notes=[SIGN_NOTE, *[CAUSAL_NOTE] * seen.causal, *notes, *[LATENT_NOTE] * latent],
+        notes=notes,
     )

@@ -21,9 +21,7 @@ from attnlens.hooks import Reached
 from attnlens.records import (
     Check,
     Coverage,
-    File,
     Head,
-    ModelInfo,
     QueryKey,
     Report,
     Settings,
@@ -61,44 +59,32 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
         raise UsageError(f"A report of {report.command} has no heads to recompute.", "Name one of attnlens inspect.")
     loading = {name: more.pop(name) for name in list(more) if name in requests.Loading.__annotations__}
     loaded = models.load(model, **{"dtype": report.settings.dtype, **loading})
-    first = [_files(report, loaded.info.files), _model(report, loaded.info)]
+    hashes = [sorted(file.sha256 for file in info.files) for info in (report.model, loaded.info)]
+    kinds = [(info.architecture, info.parameters) for info in (report.model, loaded.info)]
+    shape = f"{report.model.architecture}, {report.model.parameters} parameters"
+    first = [
+        _recomputed("model.files", "the SHA-256 of every file as the report", passed=hashes[0] == hashes[1]),
+        _recomputed("model", shape, passed=kinds[0] == kinds[1]),
+    ]
     if not first[-1].passed:
         return first
     drawn = random.SystemRandom().sample(report.heads, count)
     where = {name: sorted({getattr(head, name[:-1]) for head in drawn}) for name in ("layers", "heads")}
-    again = inspect(loaded, progress=progress, **{**_repeated(report), **more, **where})
-    _refuse_other_text(report, again)
+    settings: dict[str, Any] = {name: getattr(report.settings, name) for name in REPEATED}
+    settings["sequences"] = report.settings.sequences_asked or settings["sequences"]
+    settings = {name: value for name, value in settings.items() if value is not None}
+    again = inspect(loaded, progress=progress, **{**settings, **more, **where})
+    fed = [None if one.settings.text is None else one.settings.text.sha256 for one in (report, again)]
+    if fed[0] != fed[1]:
+        raise UsageError(
+            f"The text is another: settings.text.sha256 is {fed[0]} in the report, and {fed[1]} here.",
+            "Name the report's text with --text.",
+        )
     found = {(head.site, head.head): head for head in again.heads}
     tolerance = torch.finfo(loaded.model.dtype).eps ** 0.5
     pairs = [(head, found.get((head.site, head.head))) for head in drawn]
     names = dict.fromkeys([*report.measure_names(), *again.measure_names()])
     return [*first, *(_measure(name, pairs, tolerance) for name in names)]
-
-
-def _repeated(report: Report) -> dict[str, Any]:
-    """The report's own settings as options; those that say nothing are left out."""
-    found = {name: getattr(report.settings, name) for name in REPEATED}
-    found["sequences"] = report.settings.sequences_asked or found["sequences"]
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _refuse_other_text(report: Report, again: Report) -> None:
-    texts = [None if one.settings.text is None else one.settings.text.sha256 for one in (report, again)]
-    if texts[0] != texts[1]:
-        raise UsageError(
-            f"The text is another: settings.text.sha256 is {texts[0]} in the report, and {texts[1]} here.",
-            "Name the report's text with --text.",
-        )
-
-
-def _files(report: Report, files: Sequence[File]) -> Check:
-    hashes = [sorted(file.sha256 for file in found) for found in (report.model.files, files)]
-    return _recomputed("model.files", "the SHA-256 of every file as the report", passed=hashes[0] == hashes[1])
-
-
-def _model(report: Report, info: ModelInfo) -> Check:
-    same = (info.architecture, info.parameters) == (report.model.architecture, report.model.parameters)
-    return _recomputed("model", f"{report.model.architecture}, {report.model.parameters} parameters", passed=same)
 
 
 def _measure(name: str, pairs: Sequence[tuple[Head, Head | None]], tolerance: float) -> Check:
@@ -158,7 +144,10 @@ def doctor(
     loading: models.Loading = {"dtype": "float64", **feeding.loading_of(more, model)}
     asked = reading.settings(given)
     named = texts.read_each(files := reading.files(given), offline=given["offline"])
-    loaded = _precise(model) if isinstance(model, models.Loaded) else models.load(model, **loading)
+    if isinstance(model, models.Loaded):
+        loaded = replace(model, model=nn.Module.double(copy.deepcopy(model.model)))
+    else:
+        loaded = models.load(model, **loading)
     if loaded.model.dtype == torch.float64:
         hooks.allow_float64(loaded.model)
     feeding.refuse_text(loaded, files, asked.tokens)
@@ -236,11 +225,6 @@ def _verdict(found: Sequence[SiteCheck], identity: float, coverage: Coverage) ->
     if not identity <= TOLERANCE or not all(check.passed for check in found):
         return "differs"
     return "agrees" if coverage.complete else "partly checked"
-
-
-def _precise(loaded: models.Loaded) -> models.Loaded:
-    """The same model in float64, as a copy."""
-    return replace(loaded, model=nn.Module.double(copy.deepcopy(loaded.model)))
 
 
 def check_sites(

@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from os import PathLike
 from pathlib import Path
+from statistics import quantiles
 from typing import Any, Unpack, cast
+
+from pydantic import BaseModel, ConfigDict
 
 from attnlens import models, registry, requests, texts
 from attnlens.arguments import public
 from attnlens.choices import SHOWN
 from attnlens.errors import ModelError, UsageError
+from attnlens.files import sha256
 from attnlens.models.configs import sizes
 from attnlens.models.folders import read_json
 from attnlens.models.locate import DEMO, Location, find
 from attnlens.models.tokenizers import has_tokenizer
-from attnlens.records import Report, Settings
+from attnlens.records import (
+    Coverage,
+    Curve,
+    Experiment,
+    File,
+    Measure,
+    Null,
+    Report,
+    Settings,
+    Skipped,
+    Trajectory,
+)
 from attnlens.registry import Analyzer, Gathering
 from attnlens.requests import reading
 from attnlens.requests.work_options import SharedRequest
@@ -27,11 +43,192 @@ from attnlens.run.checks import no_loss
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.pipeline import Inspection
 from attnlens.run.outcomes.differences import mean_loss
-from attnlens.run.provenance import versions
-from attnlens.run.trajectories import CheckpointReading, content_hash, digest_of, series_report
-from attnlens.runs.progress import Interrupted, Progress, silent, telling
-from attnlens.runs.work import Compute, Store, WorkPlan, run_units
+from attnlens.run.provenance import code_of, report_of, versions
+from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
+from attnlens.runs.work import Compute, Store, WorkPlan, key_of, run_units
+from attnlens.texts import Content, Cut
 from attnlens.texts.targets import feed, task_of
+
+BESIDE = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
+"""What lies beside weights and determines with them what is read: configs, tokenizers, a model's own code."""
+
+
+def digest_of(place: Location) -> str:
+    """A hash of a checkpoint's weights and of what lies beside them."""
+    beside = (path for pattern in BESIDE for path in place.folder.glob(pattern))
+    files = sorted({*place.weights, *beside} if place.form != "gguf" else place.weights)
+    return key_of({path.name: sha256(path) for path in files if path.is_file()})
+
+
+def content_hash(
+    contents: Sequence[Content],
+    cut: Cut,
+    analyzers: Iterable[Analyzer | Gathering],
+    adapter: str | PathLike[str] | None,
+) -> str:
+    """A hash of what is fed, of an adapter's files, and of the analyzers' own code."""
+    named = [*cut.image, *cut.audio]
+    folder = Path(adapter) if adapter is not None else None
+    files = sorted(path for path in folder.glob("*") if path.is_file()) if folder is not None else []
+    facts = {
+        "texts": [(one.name, one.text) for one in contents],
+        "fed": [sha256(path) for path in map(Path, named) if path.is_file()],
+        "adapter": [str(adapter), *map(sha256, files)],
+        "code": [code_of(one).hex() for one in analyzers],
+    }
+    return key_of(facts)
+
+
+def series_report(
+    names: Mapping[str, str],
+    found: Mapping[str, CheckpointReading],
+    timings: Mapping[str, float],
+    missing: Mapping[str, str],
+) -> Report:
+    """Return the report of a series whose units found these readings; the others have a reason, or none yet.
+
+    `names` are those of the checkpoints by unit. Raises ModelError if two of them have not the same heads.
+    """
+    done = list(found.values())
+    every = [{(head.layer, head.head, head.part) for head in one.report.heads} for one in done]
+    for other, its in zip(done, every, strict=True):
+        if its != every[0]:
+            raise ModelError(
+                f"The checkpoints are of different shapes: {done[0].name} has {len(every[0])} heads, "
+                f"{other.name} has {len(its)}.",
+                "Give checkpoints of one model.",
+            )
+    late = [
+        Skipped(site=name, reason=missing.get(unit, INTERRUPTED)) for unit, name in names.items() if unit not in found
+    ]
+    files = [
+        File(name=f"{reading.name}/{file.name}", sha256=file.sha256)
+        for reading in done
+        for file in reading.report.model.files
+    ]
+    last = done[-1].report
+    return report_of(
+        "converge",
+        model=last.model.model_copy(update={"files": files}),
+        settings=last.settings,
+        coverage=_coverage(done, late),
+        experiments=[training(done)],
+        timings=dict(timings),
+    )
+
+
+def _coverage(done: Sequence[CheckpointReading], late: Sequence[Skipped]) -> Coverage:
+    """Heads that were analysed at every checkpoint; what is missing at any; checkpoints that were not read."""
+    found = [reading.report.coverage for reading in done]
+    missing = [entry for reading in done for entry in _missing(reading, found)]
+    distinct = [entry for number, entry in enumerate(missing) if entry not in missing[:number]]
+    sources = dict.fromkeys(source for coverage in found for source in coverage.without)
+    return Coverage(
+        sites=found[-1].sites,
+        heads=found[-1].heads,
+        analysed=min(coverage.analysed for coverage in found),
+        without={source: max(coverage.without.get(source, 0) for coverage in found) for source in sources},
+        skipped=[*distinct, *late],
+    )
+
+
+def _missing(reading: CheckpointReading, every: Sequence[Coverage]) -> Iterator[Skipped]:
+    """What one checkpoint lacks; what others don't lack names it."""
+    for entry in reading.report.coverage.skipped:
+        everywhere = all(entry in coverage.skipped for coverage in every)
+        reason = entry.reason if everywhere else f"in {reading.name}, {entry.reason}"
+        yield entry.model_copy(update={"reason": reason})
+
+
+class CheckpointReading(BaseModel):
+    """What was read of one checkpoint."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    """As a person would call the checkpoint."""
+    step: int | None
+    """The training step that its name tells, None where it tells none."""
+    report: Report
+    """As `inspect` gives it."""
+    loss: float | None
+    """Nats per predicted token on the same text."""
+    no_loss: str | None = None
+    """Why there is none."""
+    complete: bool = True
+    """Whether every part of it could be read."""
+
+
+def training(done: Sequence[CheckpointReading]) -> Experiment:
+    """The readings as one experiment: trajectories head by head, and their medians and quartiles over heads."""
+    by_step = all(reading.step is not None for reading in done)
+    steps = [float(reading.step or 0) if by_step else float(n) for n, reading in enumerate(done)]
+    heads = [{(head.layer, head.head): head for head in reading.report.heads} for reading in done]
+    every = list(dict.fromkeys(name for reading in done for name in reading.report.measure_names()))
+    curves, trajectories = dict[str, Curve](), list[Trajectory]()
+    losses = [reading.loss for reading in done]
+    if any(loss is not None for loss in losses):
+        curves["loss"] = Curve(steps=steps, median=losses, quantity="nats per token")
+    for name in every:
+        columns = [{place: head.measures[name] for place, head in at.items() if name in head.measures} for at in heads]
+        measures = [measure for column in columns for measure in column.values()]
+        numbers = any(measure.value is not None for measure in measures)
+        if numbers and all(measure.label is None for measure in measures):
+            nulls = [reading.report.summary.median_nulls.get(name) for reading in done]
+            curves |= _curves(name, steps, columns, nulls)
+            trajectories += _trajectories(name, columns)
+    final = {name: curve.median[-1] for name, curve in curves.items() if curve.null_of is None}
+    return Experiment(
+        name="training",
+        question="How do the heads change while the model is trained?",
+        settings={"checkpoints": [reading.name for reading in done], "steps": [*steps]},
+        final={"loss": None, **final},
+        reasons={
+            name: (done[-1].no_loss if name == "loss" else None) or "no head has a value at the last checkpoint"
+            for name, value in {"loss": None, **final}.items()
+            if value is None
+        },
+        axis="training step" if by_step else "checkpoint",
+        curves=curves,
+        trajectories=trajectories,
+    )
+
+
+HeadMeasures = dict[tuple[int, int], Measure]
+"""One measure of every head at one checkpoint."""
+
+
+def _curves(
+    name: str, steps: list[float], columns: Sequence[HeadMeasures], nulls: Sequence[Null | None]
+) -> Iterator[tuple[str, Curve]]:
+    """Median and quartiles over heads; and what the median reads by chance, where that is known, ± one sd."""
+    values = [[measure.value for measure in column.values() if measure.value is not None] for column in columns]
+    thirds = [_quartiles(present) for present in values]
+    low, middle, high = (list(column) for column in zip(*thirds, strict=True))
+    yield name, Curve(steps=steps, median=middle, low=low, high=high)
+    if any(null is not None for null in nulls):
+        chance = [
+            (None,) * 3 if null is None else (null.mean - null.sd, null.mean, null.mean + null.sd) for null in nulls
+        ]
+        low, middle, high = (list(column) for column in zip(*chance, strict=True))
+        yield f"{name}: null", Curve(steps=steps, median=middle, low=low, high=high, null_of=name)
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
+    if not values:
+        return None, None, None
+    low, middle, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return low, middle, high
+
+
+def _trajectories(name: str, columns: Sequence[HeadMeasures]) -> Iterator[Trajectory]:
+    for layer, head in sorted({place for column in columns for place in column}):
+        found = [column.get((layer, head)) for column in columns]
+        values = [None if measure is None else measure.value for measure in found]
+        errors = [None if measure is None else measure.se for measure in found]
+        known = any(error is not None for error in errors)
+        yield Trajectory(layer=layer, head=head, measure=name, values=values, se=errors if known else None)
+
 
 STEP = re.compile(r"step[-_=]?(\d+)|(\d+)$", re.IGNORECASE)
 """`step1000-tokens2B`, `checkpoint-500`: the number after «step», else the one at the end."""
@@ -58,34 +255,12 @@ def of_demo() -> list[str]:
     return [*sorted(str(folder) for folder in (DEMO / "checkpoints").iterdir()), "demo"]
 
 
-def named(names: Sequence[str], loading: models.Loading) -> list[Checkpoint]:
-    """Folders, files or hub ids as checkpoints in the order of their steps, or as given where not all have a step.
-
-    Raises UsageError for fewer than two or one that is named twice, ModelError where one is not there.
-    """
-    return _ordered([_checkpoint(name, None, loading) for name in names])
-
-
-def revised(model: str, revisions: Sequence[str], loading: models.Loading) -> list[Checkpoint]:
-    """Revisions of one hub model as checkpoints, in the same order.
-
-    Raises UsageError for fewer than two, one that is named twice, or a model that has no revisions; ModelError where
-    one is not there.
-    """
-    return _ordered([_checkpoint(model, revision, loading) for revision in revisions])
-
-
 def step_of(name: str) -> int | None:
     """The training step that a name tells; None where it tells none."""
     if name == "demo":
         return int(read_json(DEMO / "training.json")["steps"])
     found = STEP.search(Path(name).name)
     return int(found.group(1) or found.group(2)) if found else None
-
-
-def with_tokenizer(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-    """The last one that has a tokenizer, which then reads the text for all; None where none has."""
-    return next((one for one in reversed(checkpoints) if has_tokenizer(one.place)), None)
 
 
 def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
@@ -186,7 +361,12 @@ def prepared(
     one = requests.one_head(head, more.get("layers"), more.get("heads"))
     given = requests.checked(requests.CheckpointsRequest, {**more, **one})
     loading = feeding.loading_of(more, None)
-    wanted = given["analyzers"] or _usual(given["source"])
+    usual = [
+        found.name
+        for found in registry.every_analyzer()
+        if (found.by_default or found.name == SHOWN) and given["source"] in ("both", found.source)
+    ]
+    wanted = given["analyzers"] or list(dict.fromkeys(usual))
     chosen, asked = reading.chosen(reading.settings(given), wanted, given["select"], None)
     reading.refuse_unread(given, asked.source)
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
@@ -200,23 +380,19 @@ def prepared(
     return Series(found, asked, chosen, contents, cut, progress, loading, given, words)
 
 
-def _usual(source: str) -> list[str]:
-    """The analyzers that run where none is named, and selection, as far as they read that source."""
-    every = [found for found in registry.every_analyzer() if found.by_default or found.name == SHOWN]
-    return list(dict.fromkeys(found.name for found in every if source in ("both", found.source)))
-
-
 def _found(names: list[str] | None, revisions: list[str], loading: models.Loading) -> list[Checkpoint]:
+    """The checkpoints in the order of their steps, or as named where not all have a step; none is named twice."""
     if names == []:
         raise UsageError("checkpoints=[] names none.", "Name two or more, or leave it out for those of demo.")
     if not revisions:
-        return named(of_demo() if names is None or names == ["demo"] else names, loading)
+        wanted = of_demo() if names is None or names == ["demo"] else names
+        return _ordered([_checkpoint(name, None, loading) for name in wanted])
     if names is None or len(names) != 1:
         raise UsageError(
             "Revisions belong to one model of the hub.",
             "Name one hub model, as in: attnlens converge MODEL --revisions step1,step2",
         )
-    return revised(names[0], revisions, loading)
+    return _ordered([_checkpoint(names[0], revision, loading) for revision in revisions])
 
 
 Words = tuple[list[str] | None, list[str], tuple[int, int] | str | None, dict[str, Any]]
@@ -298,7 +474,7 @@ class Series:
         """What reads the text for all, in the place of their own tokenizers; or why nothing does."""
         if not self.contents:
             return {}
-        giver = with_tokenizer(self.checkpoints)
+        giver = next((one for one in reversed(self.checkpoints) if has_tokenizer(one.place)), None)
         if giver is None:
             return {"tokenizer": None, "tokenizer_problem": "no checkpoint has tokenizer files"}
         loaded = self._load(giver)

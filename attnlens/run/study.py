@@ -60,16 +60,22 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
     """
     asked = checked(StudyRequest, more)
     names = STUDIES if table(name) == ALL else (name,)
-    work = _work(asked)
+    jobs = asked["jobs"] or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
+    if asked["engine"] == "local" and "-" in map(str, asked["text"]):
+        jobs = 1  # stdin is read by this process alone
+    work = WorkPlan(asked["work"], jobs=jobs, engine=asked["engine"], address=asked["address"])
     work.check(asked["text"])
-    scales = {form: _scale(form, asked) for form in get_args(TaskForm)}
+    usual = {form: scale_of(asked["scale"], form) for form in get_args(TaskForm)}
+    scales = {form: replace(scale, seeds=asked["seeds"] or scale.seeds) for form, scale in usual.items()}
     if asked["save"] is not None:
         check_folder(Path(asked["save"]))
     chosen = _chosen(names, asked)
     start = time.perf_counter()
     make = partial(tasks_of, asked, {cell.task for cells in chosen.values() for cell in cells}, scales)
     tasks = make()
-    _check_names(tasks)
+    called = [task.name for task in tasks]  # by which cells are told apart
+    if twice := [name for name in called if called.count(name) > 1]:
+        raise UsageError(f"Two tasks are called {twice[0]}.", "Give one of the files another name.")
     found: list[StudyTable] = []
     plan = StudyPlan(
         scales, asked["seed"], work, Store(work.root / "study", {"command": "study"}), kept=asked["save"] is not None
@@ -169,24 +175,3 @@ def tasks_of(asked: dict[str, Any], forms: set[TaskForm], scales: Mapping[TaskFo
         read = [(one.name, one.text) for one in texts.read_each(list(asked["text"])) or ()]
         found.append(language(read, **sizes["language"]))
     return found[::-1]
-
-
-def _check_names(tasks: Sequence[StudyTask]) -> None:
-    """Raise UsageError where two tasks have one name, by which their cells are told apart."""
-    names = [task.name for task in tasks]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise UsageError(f"Two tasks are called {twice[0]}.", "Give one of the files another name.")
-
-
-def _scale(form: TaskForm, asked: dict[str, Any]) -> Scale:
-    found = scale_of(asked["scale"], form)
-    return replace(found, seeds=asked["seeds"] or found.seeds)
-
-
-def _work(asked: dict[str, Any]) -> WorkPlan:
-    """Who trains: so many processes as were asked for, else one per core; this process on a GPU, or for stdin."""
-    jobs = asked["jobs"] or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
-    if asked["engine"] == "local" and "-" in map(str, asked["text"]):
-        jobs = 1
-    return WorkPlan(asked["work"], jobs=jobs, engine=asked["engine"], address=asked["address"])

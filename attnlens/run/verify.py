@@ -67,6 +67,7 @@ def finished(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed:
     """The report of experiments that are run one by one and timed; raises Interrupted with those that are done."""
     done: list[Experiment] = []
     timings: dict[str, float] = {}
+    interrupted = False
     try:
         for row in rows:
             start = time.perf_counter()
@@ -77,12 +78,8 @@ def finished(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed:
     except KeyboardInterrupt:
         if not done:
             raise KeyboardInterrupt from None
-        raise Interrupted(_report(command, done, timings, seed, width)) from None
-    return _report(command, done, timings, seed, width)
-
-
-def _report(command: str, done: list[Experiment], timings: dict[str, float], seed: int, width: int) -> Report:
-    return report_of(
+        interrupted = True
+    report = report_of(
         command,
         model=one_layer(width),
         settings=Settings(seed=seed, dtype="float64"),
@@ -90,6 +87,9 @@ def _report(command: str, done: list[Experiment], timings: dict[str, float], see
         experiments=done,
         timings=timings,
     )
+    if interrupted:
+        raise Interrupted(report)
+    return report
 
 
 def one_layer(width: int) -> ModelInfo:
@@ -99,10 +99,6 @@ def one_layer(width: int) -> ModelInfo:
     )
 
 
-ITERATIONS = 2000
-PARAMETERISATIONS = ("W", "KQ")
-
-
 @public
 def converge_head(
     model: str | PathLike[str] | models.Loaded = "demo",
@@ -110,7 +106,7 @@ def converge_head(
     head: tuple[int, int] | str,
     lr: float = 0.1,
     loss: str = "logistic",
-    iterations: int = ITERATIONS,
+    iterations: int = 2000,
     parameterisation: str = "W",
     progress: Progress = silent,
     **more: Unpack[requests.Feeding],
@@ -122,7 +118,7 @@ def converge_head(
     how the softmax hardens when the logits are multiplied by c. Raises ModelError, TextError, and UsageError for words
     that make no sense and for a head whose problem has no solution.
     """
-    checked_name("parameterisation", parameterisation, PARAMETERISATIONS)
+    checked_name("parameterisation", parameterisation, ("W", "KQ"))
     asked_for = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
     descent = requests.checked(DescentRequest, asked_for)
     layer, number = one = requests.head(head)

@@ -39,7 +39,11 @@ def text_of(asked: DatasetRows, *, most: int, offline: bool = False) -> tuple[st
     place = _place(asked.name, offline=offline)
     with quiet(), _refusing(asked.name):
         parts = datasets.load_dataset(place, asked.config, streaming=True)
-        split = _split(asked, list(parts))
+        if (split := asked.split or USUAL) not in parts:
+            raise TextError(
+                f"The dataset {asked.name} has no split {split!r}; it has {', '.join(parts)}.",
+                f"Name one, as in {DATASETS}{asked.name},split={next(iter(parts))}",
+            )
         text = _joined(_values(parts[split], asked), most)
     label = Path(place).name if Path(place).is_absolute() else asked.name
     told = {"config": asked.config, "split": split, "column": asked.column}
@@ -90,15 +94,6 @@ def _refusing(name: str) -> Iterator[None]:
     except (OSError, ValueError, RuntimeError, DatasetsError, HTTPError) as error:
         said = shortened(str(error)) or type(error).__name__
         raise TextError(f"The dataset {name} can't be read: {said.rstrip('.')}.", SAY_NAME) from None
-
-
-def _split(asked: DatasetRows, there: list[str]) -> str:
-    if (wanted := asked.split or USUAL) not in there:
-        raise TextError(
-            f"The dataset {asked.name} has no split {wanted!r}; it has {', '.join(there)}.",
-            f"Name one, as in {DATASETS}{asked.name},split={there[0]}",
-        )
-    return wanted
 
 
 def _values(rows: Iterable[Mapping[str, Any]], asked: DatasetRows) -> Iterator[str]:
@@ -162,7 +157,7 @@ def read(path: str, *, offline: bool = False) -> Content:
     if (asked := dataset_rows(path)) is not None:
         name, text = corpora.text_of(asked, most=LONGEST, offline=offline)
         return Content(text, name)
-    return Content(_decoded(_bytes_of(path), path), _name(path))
+    return Content(_decoded(_bytes_of(path), path), "stdin" if path == "-" else Path(path).name)
 
 
 def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, ...]:
@@ -214,10 +209,6 @@ def _lies_in(path: str, folder: Path) -> bool:
         return Path(path).resolve().is_relative_to(folder)
     except (OSError, ValueError):
         return False
-
-
-def _name(path: str) -> str:
-    return "stdin" if path == "-" else Path(path).name
 
 
 def _bytes_of(path: str) -> bytes:

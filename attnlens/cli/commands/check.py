@@ -12,7 +12,7 @@ import typer
 from attnlens import requests
 from attnlens.arguments import names_report
 from attnlens.cli import parameters as opt
-from attnlens.cli.commands.converge import FAILED, GIVEN
+from attnlens.cli.commands.converge import FAILED, typed
 from attnlens.cli.outputs import (
     STDOUT,
     Failures,
@@ -110,8 +110,7 @@ def check(
 ) -> None:
     """Hold a report, or a model, against rules and a baseline; exit 1 where one fails. Without torch for a report."""
     given = context.params
-    typed = [name for name in given if (source := context.get_parameter_source(name)) and source.name in GIVEN]
-    _refuse_ignored(given, typed)
+    _refuse_ignored(given, typed(context))
     outputs, asked = Outputs.of(given), _rules_of(given)
     kept = _baseline_of(given)
     _check_places(outputs, given, asked)
@@ -128,7 +127,7 @@ def check(
         raise typer.Exit(FAILED)
 
 
-def _refuse_ignored(given: Mapping[str, Any], typed: list[str]) -> None:
+def _refuse_ignored(given: Mapping[str, Any], names: list[str]) -> None:
     """Raise UsageError for what would be ignored: a model's options beside a report, and halves of pairs of options."""
     for name, other in {"model": "recompute", "recompute": "model", "update_baseline": "baseline"}.items():
         if given[name] and not given[other]:
@@ -142,7 +141,7 @@ def _refuse_ignored(given: Mapping[str, Any], typed: list[str]) -> None:
         return
     taken = {opt.parameter_of(name, found) for name, found in requests.options(requests.InspectRequest).items()}
     taken -= RECOMPUTED if given["model"] else set()
-    for name in typed:
+    for name in names:
         if name in taken:
             raise UsageError(
                 f"{option_name(name)} says how a model is read, and {given['subject']} is a report.",

@@ -56,8 +56,6 @@ def study(context: typer.Context, name: Table = "all", **_shared: Any) -> None:
 
 FAILED = 1
 """Exit code where a check that was asked for failed."""
-GIVEN = ("COMMANDLINE",)
-"""Where an option comes from that was asked for in this call, and not for all commands."""
 EVERYWHERE = {"seed", "strict", "quiet", "verbose", "no_progress", "debug", "json", "csv", "png", "html", "markdown"}
 LOADING = set(requests.options(requests.Loading)) - {"revision"}
 TEXT = set(requests.options(requests.Feeding)) - {*LOADING, "revision", "seed"}
@@ -132,7 +130,7 @@ def converge(
     """Does training select tokens as the max-margin solution says? Synthetic, one head, or checkpoints."""
     given = context.params
     kind = kind_of(given)
-    refuse_other(kind, [name for name in given if _source(context, name) in GIVEN])
+    refuse_other(kind, typed(context))
     outputs = Outputs.of(given)
     settings = asked(kind, given)
     if kind != "the synthetic experiments" and not models and not outputs.quiet:
@@ -213,23 +211,18 @@ def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
         return {**kept, **own, "model": models[0] if models else "demo", "head": requests.head(given["head"])}
     check_reading({"select": "argmax", "show": None, **shared})
     where = requests.one_head(given["head"], given["layers"], given["heads"])
-    kept = {name: value for name, value in shared.items() if name in names | {"seed", "analyzers"}}
-    return {**kept, **where, "checkpoints": models or None, "revisions": _revisions(given["revisions"])}
-
-
-def _revisions(words: str | None) -> list[str]:
-    """`step1000,step2000` as a list. Raises UsageError where one is empty."""
-    if words is None:
-        return []
-    found = [word.strip() for word in words.split(",")]
-    if not all(found):
+    revisions = [] if given["revisions"] is None else [word.strip() for word in given["revisions"].split(",")]
+    if not all(revisions):
+        words = given["revisions"]
         raise UsageError(f"--revisions {words!r} has an empty name.", "Write it like step1000,step2000.")
-    return found
+    kept = {name: value for name, value in shared.items() if name in names | {"seed", "analyzers"}}
+    return {**kept, **where, "checkpoints": models or None, "revisions": revisions}
 
 
-def _source(context: typer.Context, name: str) -> str:
-    source = context.get_parameter_source(name)
-    return source.name if source is not None else ""
+def typed(context: typer.Context) -> list[str]:
+    """The parameters that were given in this call, and not for all commands."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 def _run(work: Any, outputs: Outputs) -> Any:

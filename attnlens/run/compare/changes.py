@@ -80,7 +80,7 @@ def relations(pairing: Pairing, forms: Judged | None) -> list[HeadChange]:
                     head=head,
                     kv_head=key_head,
                     part=site.part,
-                    partner=pairing.placed[site].order[head],
+                    partner=pairing.order[site][head],
                     **told,
                 )
             )
@@ -103,7 +103,7 @@ def _relation(pairing: Pairing, pair: tuple[QueryKey, QueryKey], head: int, p: f
         return "identical"
     if p < SURE:
         return "changed"
-    if first.scale == second.scale and not pairing.placed[first.site].moved:
+    if first.scale == second.scale and pairing.order[first.site] == tuple(range(len(first.heads))):
         # what is read of equal weights may differ by rounding
         modules = [side.loaded.model.get_submodule(first.site.path) for side in (pairing.first, pairing.second)]
         own, others = (dict(module.named_parameters()) for module in modules)
@@ -374,18 +374,17 @@ class Changes:
         first, second = self.pairing.first, self.pairing.second
         collector, start = entered(first, self.design), 0
         sites = {other: site for site, other in self.pairing.sites.items()}
-        order = {site: placed.order for site, placed in self.pairing.placed.items()}
         total, moved = self.design.count, list[Tensor]()
         for batch in first.batches:
             self.progress("attention rows", start, total)
             recorded = record(first, batch.inputs, self.blocks[0])
-            passed = {ROWS: beside(recorded, second, sites, batch.inputs, order)}
+            passed = {ROWS: beside(recorded, second, sites, batch.inputs, self.pairing.order)}
             if self.blocks[1]:
-                passed[OWN_ROWS] = beside(recorded, second, sites, batch.inputs, order, self.blocks[1])
+                passed[OWN_ROWS] = beside(recorded, second, sites, batch.inputs, self.pairing.order, self.blocks[1])
                 moved.append(of_blocks(passed[OWN_ROWS].blocks, self.blocks[0], batch))
             for name, found in passed.items():
                 for site, values in found.rows.items():
-                    enter_distances(collector, site, {name: values}, batch, start)
+                    enter_distances(collector, site, name, values, batch, start)
             start += batch.size
         self.progress("attention rows", total, total)
         return by_measure(collector) | ({BLOCKS: torch.cat(moved)} if moved else {})

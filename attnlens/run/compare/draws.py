@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +23,9 @@ from attnlens.run import feeding
 from attnlens.run.compare.sides import Block, ComparedModel, distances
 from attnlens.run.inspect.assembly import by_measure
 from attnlens.run.inspect.collector import PIECE_BYTES, Collector, finite_heads
+from attnlens.run.inspect.reader import sequence_numbers
 from attnlens.runs.progress import Tell
 from attnlens.statistics import Design
-from attnlens.weights import Factors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,19 +71,14 @@ def record(side: ComparedModel, inputs: Mapping[str, Tensor], blocks: Sequence[B
         if site in chosen:
             found.calls[site] = call
 
-    def keep(path: str) -> Any:
-        def hook(block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-            found.states[path] = _states(block, args, given)
+    def keep(path: str, block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        names = _names(block)
+        named = dict(zip(names, args, strict=False)) | given
+        kept = {name: named.get(name) for name in {*names[:1], *STATES}}
+        found.states[path] = {name: state.clone() for name, state in kept.items() if isinstance(state, Tensor)}
 
-        return hook
-
-    handles = [block.register_forward_pre_hook(keep(path), with_kwargs=True) for path, block in blocks]
-    try:
-        with hooks.recorded(blocks) as outputs:
-            _pass(side, inputs, visit)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with _before(blocks, keep), hooks.recorded(blocks) as outputs:
+        _pass(side, inputs, visit)
     found.outputs.update(
         (path, given.clone()) for path, output in outputs.items() if (given := _first(output)) is not None
     )
@@ -113,7 +109,13 @@ def beside(
         pair = (recorded.calls[first], own), (call, other)
         found.rows[first] = divergence(*pair, order[first], first, inputs)
 
-    with _given(blocks, recorded.states), hooks.recorded(blocks) as outputs:
+    def put(path: str, block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any]:
+        names, states = _names(block), recorded.states[path]
+        changed = [_instead(states.get(name), value) for name, value in zip(names, args, strict=False)]
+        named = {name: _instead(states.get(name), value) for name, value in given.items()}
+        return (*changed, *args[len(names) :]), named
+
+    with _before(blocks, put), hooks.recorded(blocks) as outputs:
         _pass(side, inputs, visit)
     for path, own in recorded.outputs.items():
         other = _first(outputs.get(path))
@@ -149,19 +151,9 @@ def _pass(side: ComparedModel, inputs: Mapping[str, Tensor], visit: Callable[[Si
 
 
 @contextmanager
-def _given(blocks: Sequence[Block], states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[None]:
-    """Inside, each of the blocks takes these states in the place of its own."""
-
-    def put(path: str) -> Any:
-        def hook(block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any]:
-            names = _names(block)
-            changed = [_instead(states[path].get(name), value) for name, value in zip(names, args, strict=False)]
-            named = {name: _instead(states[path].get(name), value) for name, value in given.items()}
-            return (*changed, *args[len(names) :]), named
-
-        return hook
-
-    handles = [block.register_forward_pre_hook(put(path), with_kwargs=True) for path, block in blocks]
+def _before(blocks: Sequence[Block], hook: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `hook` is called before each of the blocks: (path, block, arguments, keywords) → other ones, or None."""
+    handles = [block.register_forward_pre_hook(partial(hook, path), with_kwargs=True) for path, block in blocks]
     try:
         yield
     finally:
@@ -179,13 +171,6 @@ def _instead(state: Tensor | None, own: Any) -> Any:
 
 def _names(block: nn.Module) -> list[str]:
     return list(signature(block.forward).parameters)
-
-
-def _states(block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Tensor]:
-    names = _names(block)
-    named = dict(zip(names, args, strict=False)) | given
-    kept = {name: named.get(name) for name in {*names[:1], *STATES}}
-    return {name: state.clone() for name, state in kept.items() if isinstance(state, Tensor)}
 
 
 Rows = Callable[[Call], Tensor]
@@ -249,8 +234,6 @@ FEW = 2
 """Windows on which it is seen what that does to tokens.*."""
 BLOCKS = "compare.block_change"
 """‖o' − o‖/‖o‖ of what each block gives of the first model's states, block by block and not head by head."""
-DrawnChanges = dict[str, list[Tensor]]
-"""Each draw's change at each head, by measure."""
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 """From the widest spacing to the finest."""
 BITS = {
@@ -307,13 +290,6 @@ def rounded(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Genera
             data.put_(places, before)
 
 
-def rounded_factors(factors: Factors, kind: torch.dtype, generator: torch.Generator) -> Factors:
-    """The same maps with their numbers moved in the same way."""
-    maps = factors.maps
-    query, key = (nudged(part, kind, generator) for part in (maps.query, maps.key))
-    return replace(factors, maps=replace(maps, query=query, key=key))
-
-
 def nudged(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
     """The same numbers, one of twelve a spacing of `kind` up or down: mean 0, the variance of rounding."""
     places = _places(tensor, generator)
@@ -336,8 +312,8 @@ def _moved(values: Tensor, kind: torch.dtype, generator: torch.Generator) -> Ten
     return torch.where(values == 0, values, (values.view(whole) + steps).view(values.dtype))
 
 
-def of_weights(side: ComparedModel, generator: torch.Generator) -> DrawnChanges:
-    """What rounding does to the measures of the forms; of those that have none a NaN."""
+def of_weights(side: ComparedModel, generator: torch.Generator) -> dict[str, list[Tensor]]:
+    """What rounding does to the measures of the forms, draw by draw; of those that have none a NaN."""
     places = {(head.layer, head.head): place for place, head in enumerate(side.report.heads)}
     found: dict[str, Tensor] = {}
     for site in side.sites:
@@ -364,7 +340,8 @@ def _of_site(
     before = _scalars(read, own.select(fine)) if read else {}
     drawn: dict[str, list[Tensor]] = defaultdict(list)
     for _ in range(DRAWS):
-        other = rounded_factors(factors, kind, generator).query_key
+        query, key = (nudged(part, kind, generator) for part in (factors.maps.query, factors.maps.key))
+        other = replace(factors, maps=replace(factors.maps, query=query, key=key)).query_key
         for name, values in distances(own, other).items():
             drawn[name].append(values)
         for name, values in (_scalars(read, other.select(fine)) if read else {}).items():
@@ -391,7 +368,7 @@ def of_tokens(
     blocks: Sequence[Block],
     generator: torch.Generator,
     tell: Tell,
-) -> DrawnChanges:
+) -> dict[str, list[Tensor]]:
     """What rounding does to the means of tokens.* over a few windows, and the KL between rows that it makes."""
     few = texts.batches(side.loaded, contents, cut)
     design = feeding.design_of(side.inspection.settings.model_copy(update={"intervals": "windows"}), few)
@@ -446,7 +423,7 @@ def _read(
                 collector.read_tokens(site, query_key.select(finite), analyzers, numbers, len(query_key.heads))
         for name, found in apart.items():
             for site, values in found[number].items():
-                enter_distances(collector, site, {name: values}, batch, start)
+                enter_distances(collector, site, name, values, batch, start)
         start += batch.size
     return by_measure(collector)
 
@@ -455,19 +432,13 @@ def entered(side: ComparedModel, design: Design) -> Collector:
     """A collector of all the heads that the side's report has."""
     collector = Collector(side.inspection.collector.chosen_heads, design=design)
     for found in side.inspection.reached:
-        collector.enter(found.site, [head // found.call.group for head in range(found.call.query.shape[1])])
+        collector.enter(found.site, found.call.key_heads)
     return collector
 
 
 def enter_distances(
-    collector: Collector, site: Site, values: Mapping[str, Tensor], batch: texts.Batch, start: int
+    collector: Collector, site: Site, name: str, values: Tensor, batch: texts.Batch, start: int
 ) -> None:
     """Enter distances of each sequence and head."""
-    for found in values.values():
-        numbers = sequence_numbers(len(found), batch, start)
-        collector.add_tokens(site, numbers, range(found.shape[1]), found.shape[1], dict(values))
-
-
-def sequence_numbers(rows: int, batch: texts.Batch, start: int) -> list[int]:
-    """The sequence of each row; there are more rows where a module cuts a sequence into windows (Swin)."""
-    return [start + row * batch.size // rows for row in range(rows)]
+    numbers = sequence_numbers(len(values), batch, start)
+    collector.add_tokens(site, numbers, range(values.shape[1]), values.shape[1], {name: values})

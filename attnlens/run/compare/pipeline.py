@@ -122,7 +122,7 @@ def compared_reports(first: Report, second: Report, fdr: float) -> Comparison:
     """What two reports have to do with each other. Raises UsageError where they read other windows."""
     refuse_other_settings(first.settings, second.settings)
     if [_place(head) for head in first.heads] != [_place(head) for head in second.heads]:
-        return apart(first, second, fdr, OTHER_HEADS)
+        return apart(first, second, fdr)
     windows = _windows_read(first), _windows_read(second)
     if None not in windows and windows[0] != windows[1]:
         raise UsageError("The two sides list their windows in another order.", AGAIN)
@@ -180,19 +180,15 @@ def _design(report: Report) -> Design:
 OTHER_HEADS = "The models have other sites or heads, so that none corresponds to one: distributions alone."
 
 
-def apart(first: Report, second: Report, fdr: float, why: str) -> Comparison:
-    """A comparison of distributions, and why it is no more."""
-    return Comparison(base=first.model, paired=False, fdr=fdr, shifts=shifts(first, second), notes=[why])
-
-
-def shifts(first: Report, second: Report) -> list[Shift]:
-    """The quartiles of every measure that both have."""
-    found = []
-    for name in first.measure_names():
-        spreads = [_spread(report, name) for report in (first, second)]
-        if spreads[0] is not None and spreads[1] is not None:
-            found.append(Shift(measure=name, before=spreads[0], after=spreads[1]))
-    return found
+def apart(first: Report, second: Report, fdr: float) -> Comparison:
+    """A comparison of the quartiles of every measure that both have, as heads don't correspond."""
+    spreads = {name: (_spread(first, name), _spread(second, name)) for name in first.measure_names()}
+    shifts = [
+        Shift(measure=name, before=before, after=after)
+        for name, (before, after) in spreads.items()
+        if before is not None and after is not None
+    ]
+    return Comparison(base=first.model, paired=False, fdr=fdr, shifts=shifts, notes=[OTHER_HEADS])
 
 
 def _spread(report: Report, name: str) -> Spread | None:
@@ -336,7 +332,7 @@ def _sides(
 def compared(first: ComparedModel, second: ComparedModel, fdr: float, progress: Progress) -> Comparison:
     """What two inspected models have to do with each other."""
     if not correspond(first, second):
-        return apart(first.report, second.report, fdr, OTHER_HEADS)
+        return apart(first.report, second.report, fdr)
     if same_input(first, second):
         return Changes(Pairing.of(first, second), fdr, progress).found(first.report.model)
     pairing = Pairing.of(first.without_text(), second.without_text())

@@ -28,7 +28,7 @@ from attnlens.records import (
     Windows,
 )
 from attnlens.registry import Analyzer, Gathering, MeasureInfo, measure_infos
-from attnlens.run.checks import SeenAttention, conventions
+from attnlens.run.checks import conventions
 from attnlens.run.feeding import LOSS, guess_notes
 from attnlens.run.inspect.collector import ONE_WINDOW, Collector, replay
 from attnlens.run.provenance import report_of, versions
@@ -319,7 +319,7 @@ class Frame:
     @property
     def key_heads(self) -> list[list[int]]:
         """The key head of each of their query heads."""
-        return [[head // one.call.group for head in range(one.call.query.shape[1])] for one in self.reached]
+        return [list(one.call.key_heads) for one in self.reached]
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -379,7 +379,7 @@ def assembled(
         collector.skip(site.name, INTERRUPTED)
     names = [frame.parts[number] for number in finished] if frame.parts else []
     read = frame.weights and any(isinstance(one, Analyzer) and one.source == "weights" for one in frame.analyzers)
-    how = conventions(SeenAttention.of(frame.reached), collector.traits) if read else None
+    how = conventions(frame.reached, collector.traits) if read else None
     report = report_of(
         "inspect",
         model=frame.model.model_copy(update={"conventions": how}),

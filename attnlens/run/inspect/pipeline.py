@@ -216,7 +216,7 @@ class Inspection:
         """Note the sites that are read, and how tokens of text alone reach all."""
         self.reached, seed = reached, self.settings.seed
         for found in reached:
-            self.collector.enter(found.site, [h // found.call.group for h in range(found.call.query.shape[1])])
+            self.collector.enter(found.site, found.call.key_heads)
         source, there = self._source, list(every)
         if self.loaded.shapes is not None:
             there = like(every, of_shapes(source, self._sample(source)).reached, source)
