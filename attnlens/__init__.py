@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from attnlens.run.in_memory import capture as capture
     from attnlens.run.inspect.pipeline import inspect as inspect
     from attnlens.run.series import converge_checkpoints as converge_checkpoints
-    from attnlens.run.study import study as study
     from attnlens.run.swap.pipeline import swap_kernel as swap_kernel
     from attnlens.run.swap.replaced import replaced as replaced
     from attnlens.run.swap.saved import load_swapped as load_swapped
     from attnlens.run.verify import converge_head as converge_head
     from attnlens.run.verify import converge_synthetic as converge_synthetic
+    from attnlens.run.verify import study as study
     from attnlens.run.verify import verify as verify
 
 __version__ = "0.1.0"

@@ -77,6 +77,28 @@ def working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
         yield tell
 
 
+def run_and_deliver(outputs: Outputs, work: Callable[[Any, Any], tuple[Report, Callable[[], None] | None]]) -> Report:
+    """Return the report of one piece of work, delivered; what is finished of an interrupted one too.
+
+    `work` is (attnlens.run, progress) → the report, and what is to be called when it is written.
+    """
+    with interruptible_at_once():
+        from attnlens import run
+
+    stopped, written = False, None
+    with working(outputs) as tell:
+        try:
+            report, written = work(run, tell)
+        except run.Interrupted as stop:
+            report, stopped = stop.report, True
+            if not report.experiments and not any(head.measures for head in report.heads):
+                raise
+    deliver(outputs, report, interrupted=stopped)
+    if written is not None:
+        written()
+    return report
+
+
 def begin_workers(settings: Mapping[str, Any]) -> None:
     """Begin what the processes of --jobs are forked from, which imports what this one imports meanwhile."""
     if settings.get("engine") == "local":
@@ -166,11 +188,6 @@ class Inputs:
         for name in models:
             found._add_model(name, given)
         return found
-
-    @classmethod
-    def of_report(cls, *paths: str) -> Inputs:
-        """Those of a command which reads reports."""
-        return cls({os.path.realpath(path): "the report" for path in paths})
 
     def description(self, output: Path) -> str:
         """Return the description of the input that `output` would replace; empty if there is none."""
@@ -276,11 +293,7 @@ class Outputs:
         }
 
     def check(self, inputs: Inputs) -> None:
-        """Check before the work that every file can be written or drawn, and that none is an input.
-
-        Raises UsageError for a path that names no file, for two options that name the same file and for an output that
-        would replace an input, OutputError for a file that can't be written or drawn.
-        """
+        """Check before the work that every file can be written or drawn, and that none is an input."""
         for option in (*DATA, *PICTURES):
             _check_name(option, getattr(self, option))
         names = {os.path.realpath(os.devnull): ""}

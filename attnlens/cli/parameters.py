@@ -51,11 +51,7 @@ def defaults(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     Every other ATTNLENS_<OPTION> is typer's. Raises UsageError where a file can't be read, is no TOML, or names an
     option that does not exist, is dangerous, names what is read or written, or has a value of another type.
     """
-    return _from_files(folder, known) | _from_environment()
-
-
-def _from_environment() -> dict[str, Any]:
-    found = {}
+    found = _from_files(folder, known)
     for negated, name in NEGATED.items():
         variable = f"ATTNLENS_{negated.upper()}"
         word = os.environ.get(variable, "").lower()
@@ -203,37 +199,35 @@ WindowsCsv = Annotated[
         "--windows-csv", "Write what every window read, one row a window and head (swap-kernel: and kernel), as CSV."
     ),
 ]
-Json = Annotated[str | None, output("--json", "Write the report as JSON (`-`: to stdout).")]
-Csv = Annotated[str | None, output("--csv", "Write one row a head as CSV.")]
 Png = Annotated[
     str | None,
     output("--png", "Write the overview (a `.png`, `.svg` or `.pdf` file) or every picture (a folder).", "FILE|DIR"),
 ]
-Html = Annotated[str | None, output("--html", "Write a self-contained page.")]
 Markdown = Annotated[str | None, output("--markdown", "Write the summary as markdown.")]
 AllHeads = Annotated[bool, option("--all-heads", panel=OUTPUT, help="Show every head, not a summary by layer.")]
 Strict = Annotated[bool, option("--strict", help="Exit with 3 where a part could not be analysed.")]
-Quiet = Annotated[bool, option("-q", "--quiet", panel=OUTPUT, help="Show no table and no progress.")]
 Verbose = Annotated[bool, option("-v", "--verbose", panel=OUTPUT, help="Show conventions and timings too.")]
-NoProgress = Annotated[bool, option("--no-progress", panel=OUTPUT, help="Show no progress.")]
 Debug = Annotated[bool, option("--debug", panel=OUTPUT, help="Show a traceback with an error.")]
 
 
 TOLD: dict[str, tuple[Any, Any]] = {
-    "json": (Json, None),
-    "quiet": (Quiet, False),
-    "no_progress": (NoProgress, False),
+    "json": (Annotated[str | None, output("--json", "Write the report as JSON (`-`: to stdout).")], None),
+    "quiet": (Annotated[bool, option("-q", "--quiet", panel=OUTPUT, help="Show no table and no progress.")], False),
+    "no_progress": (Annotated[bool, option("--no-progress", panel=OUTPUT, help="Show no progress.")], False),
     "debug": (Debug, False),
 }
 """What every command with a report takes."""
 SHOWN = {
     "json": TOLD["json"],
-    "csv": (Csv, None),
+    "csv": (Annotated[str | None, output("--csv", "Write one row a head as CSV.")], None),
     "png": (Png, None),
-    "html": (Html, None),
+    "html": (Annotated[str | None, output("--html", "Write a self-contained page.")], None),
     "markdown": (Markdown, None),
     "quiet": TOLD["quiet"],
-    "verbose": (Verbose, False),
+    "verbose": (
+        Annotated[bool, option("-v", "--verbose", panel=OUTPUT, help="Show conventions and timings too.")],
+        False,
+    ),
     **TOLD,
 }
 """Where the report goes, and what is said meanwhile."""
@@ -299,10 +293,7 @@ def _read(name: str, asked: requests.Option, word: Any) -> Any:
 
 
 def chosen(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The layer and the head that --head names, as layers and heads; empty where it names none.
-
-    Raises UsageError for a head beside other layers or heads, and for something to show without a head.
-    """
+    """The layer and the head that --head names, as layers and heads; empty where it names none."""
     if given["head"] is None and given["show"] == SELECTION:
         raise UsageError(f"--show {given['show']} shows one head, and none is named.", "Name it, as in --head 3.7.")
     return requests.one_head(given["head"], given["layers"], given["heads"])

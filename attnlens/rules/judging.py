@@ -98,15 +98,15 @@ class Move:
     """None where it has no standard error."""
 
     def beyond(self, tolerance: Tolerance) -> bool:
-        """Whether it moved by more than both tolerances; a value that came or went did."""
-        if self.now is None or self.then is None:
-            return self.now is not self.then
-        return abs(self.now - self.then) > max(tolerance.absolute or 0.0, tolerance.relative * abs(self.then))
+        """Whether it moved by more than both tolerances."""
+        return self.size > max(tolerance.absolute or 0.0, tolerance.relative * abs(self.then or 0.0))
 
     @property
     def size(self) -> float:
-        """How far it moved, for the order."""
-        return math.inf if self.now is None or self.then is None else abs(self.now - self.then)
+        """How far it moved: without an end where the value came or went."""
+        if self.now is None or self.then is None:
+            return 0.0 if self.now is self.then else math.inf
+        return abs(self.now - self.then)
 
 
 def _moves(report: Report, name: str, column: BaselineMeasure) -> list[Move]:
@@ -158,11 +158,7 @@ def verdict(
     *,
     allow_partial: bool = False,
 ) -> Report:
-    """The report with its `checks`: one a rule, and one a measure of the baseline, whose file is `file`.
-
-    Raises UsageError for a report that nothing can be concluded from, a rule that matches nothing, and a baseline of
-    another run.
-    """
+    """The report with its `checks`: one a rule, and one a measure of the baseline, whose file is `file`."""
     if report.command == "inspect" and not report.heads:
         raise UsageError("The report has 0 heads, so that no rule could fail.", "Check a report that has some.")
     if not report.coverage.complete and not allow_partial:
@@ -377,10 +373,7 @@ def breach(head: HeadId, value: float | None, base: float | None = None, p: floa
 
 
 def needed(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, Any]:
-    """The options `analyzers` and `source` of a run that measures no more than is checked.
-
-    Raises UsageError, before anything is loaded, for a rule about what no analyzer measures and no report has.
-    """
+    """The options `analyzers` and `source` of a run that measures no more than is checked."""
     if baseline is not None:
         return {"analyzers": baseline.settings.analyzers, "source": baseline.settings.source}
     known = measure_infos()

@@ -136,10 +136,7 @@ def sites(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> list[Reached]:
 
 
 def surveyed(loaded: models.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool = True) -> hooks.Surveyed:
-    """What these inputs show of the model, which attnlens has `made_up` or the user's own code has.
-
-    Raises ModelError where the model can't run them on its own either, and where it has no sites.
-    """
+    """What these inputs show of the model, which attnlens has `made_up` or the user's own code has."""
     try:
         return hooks.surveyed(loaded.model, inputs)
     except FAILURES:
@@ -209,10 +206,7 @@ def reproduced(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> float:
 
 
 def proven(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float | None, str | None]:
-    """By how much the model changes when its own attention is recomputed; or None, and which weight is not finite.
-
-    Raises IdentityError where it changes by more than rounding.
-    """
+    """By how much the model changes when its own attention is recomputed; or None, and which weight is not finite."""
     error = reproduced(loaded, inputs)
     if error <= hooks.IDENTITY_TOLERANCE:
         return error, None

@@ -39,8 +39,6 @@ from attnlens.run.inspect.pipeline import inspect
 from attnlens.run.provenance import report_of
 from attnlens.runs.progress import Progress, silent
 
-REPEATED = ("sequences", "tokens", "pack", "windows", "intervals", "select", "source", "analyzers", "seed")
-"""The settings of a report under which its heads are computed once more."""
 EXACT = 1e-6
 """Relative difference of weights.*, computed in float64 from the same stored numbers; reports carry nine digits."""
 
@@ -70,10 +68,7 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
         return first
     drawn = random.SystemRandom().sample(report.heads, count)
     where = {name: sorted({getattr(head, name[:-1]) for head in drawn}) for name in ("layers", "heads")}
-    settings: dict[str, Any] = {name: getattr(report.settings, name) for name in REPEATED}
-    settings["sequences"] = report.settings.sequences_asked or settings["sequences"]
-    settings = {name: value for name, value in settings.items() if value is not None}
-    again = inspect(loaded, progress=progress, **{**settings, **more, **where})
+    again = inspect(loaded, progress=progress, **{**feeding.recorded(report.settings), **more, **where})
     fed = [None if one.settings.text is None else one.settings.text.sha256 for one in (report, again)]
     if fed[0] != fed[1]:
         raise UsageError(
@@ -334,8 +329,3 @@ def _error(query_key: QueryKey, own: Tensor) -> float:
         seeing = query_key.allowed.any(-1, keepdim=True)
         ours, theirs = ours * seeing, theirs * seeing
     return float((ours - theirs).norm() / theirs.norm())
-
-
-def sound(report: Report) -> bool:
-    """Whether nothing that a doctor's report compared differs, and the model's own outputs were reproduced."""
-    return report.summary.verdict != "differs"

@@ -81,16 +81,24 @@ def guess_notes(
     return told
 
 
+RECORDED = (
+    *("source", "analyzers", "select", "seed", "sequences", "tokens", "pack"),
+    *("windows", "intervals", "layers", "heads"),
+)
+"""Options that a report says, so that a model is read alike once more, or beside it."""
 NOTHING_FED = {"sequences": None, "pack": None, "windows": None, "intervals": None}
 """What the settings of a run without any input say."""
 
 
-def loading_of(given: Mapping[str, Any], model: object) -> Loading:
-    """Those of the options that say how a model is loaded.
+def recorded(settings: Settings) -> Any:
+    """The options by which a report was made, as far as it says them."""
+    found = {name: getattr(settings, name) for name in RECORDED}
+    found["sequences"] = settings.sequences_asked or settings.sequences
+    return {name: value for name, value in found.items() if value is not None}
 
-    Raises UsageError for one of them beside a model that is already loaded, which it can't change, and ModelError for a
-    loaded one without weights.
-    """
+
+def loading_of(given: Mapping[str, Any], model: object) -> Loading:
+    """Those of the options that say how a model is loaded."""
     found = {name: value for name, value in given.items() if name in Loading.__annotations__}
     found |= {name: given[name] for name in SpreadRequest.__annotations__ if given.get(name)}
     if (

@@ -68,10 +68,7 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Tenso
 
 
 def held(model: object, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
-    """A transformers model, with that tokenizer, as `load` would return it; anything else as it is.
-
-    Raises UsageError for a tokenizer beside anything else, and for a model whose attention attnlens answers already.
-    """
+    """A transformers model, with that tokenizer, as `load` would return it; anything else as it is."""
     if isinstance(model, models.Loaded):
         _refuse_answered(model.model)
     if not isinstance(model, PreTrainedModel):

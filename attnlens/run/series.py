@@ -443,10 +443,7 @@ class Series:
         return self.plan.store(self.facts)
 
     def run(self) -> tuple[Report, Callable[[], None]]:
-        """Checkpoint by checkpoint; returns the report, and what removes the finished units once it is written.
-
-        Raises Interrupted, which holds the report of the checkpoints that were finished.
-        """
+        """Checkpoint by checkpoint; returns the report, and what removes the finished units once it is written."""
         plan = self.plan
         count = len(self.units) if plan.shard is None else len(list(self.units)[plan.shard[0] - 1 :: plan.shard[1]])
         more = telling(self.progress, "checkpoints", count)

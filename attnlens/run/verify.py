@@ -1,19 +1,24 @@
-"""Runs the papers' small experiments, synthetic or on one trained head, beside what was published."""
+"""Runs the papers' small experiments, synthetic, on one trained head or on small models, beside what was published."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Unpack
+from pathlib import Path
+from typing import Any, Unpack, get_args
+
+import torch
 
 from attnlens import models, requests, texts
 from attnlens.analyzers.selection.gatherer import Selector
 from attnlens.arguments import public, switch
 from attnlens.attsvm.head import Nearness
-from attnlens.choices import SHOWN, WHERE_POSED, Space
+from attnlens.choices import SHOWN, STUDIES, WHERE_POSED, Space
 from attnlens.errors import UsageError
 from attnlens.experiments import EXPERIMENTS, golden, one_thread, run_experiments
 from attnlens.experiments.binary_kernel import binary_kernel
@@ -21,18 +26,167 @@ from attnlens.experiments.one_head import hardening, trained
 from attnlens.experiments.primal_decay import primal_decay
 from attnlens.experiments.settings import ExperimentSettings
 from attnlens.experiments.trained import depth_decay, ksvd_identities
+from attnlens.files import check_folder
 from attnlens.records import Coverage, Experiment, ModelInfo, Report, Settings, Skipped
+from attnlens.records.studies import StudyTable
 from attnlens.registry import Gatherer, Gathering, GatheringPlace, analyzers, checked_name
 from attnlens.requests import reading
+from attnlens.requests.fields import checked
+from attnlens.requests.study import ALL, StudyRequest, table
 from attnlens.requests.training import DescentRequest, SizesRequest, checked_synthetic
 from attnlens.run import feeding
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.pipeline import Inspection
 from attnlens.run.provenance import report_of
 from attnlens.runs.progress import Interrupted, Progress, silent
+from attnlens.runs.work import Store, WorkPlan
+from attnlens.studies.cells import StudyPlan, trained_cells
+from attnlens.studies.findings import table_of
+from attnlens.studies.saved import save_cells
+from attnlens.studies.scales import Scale, scale_of
+from attnlens.studies.tables import TABLES, PaperCell
+from attnlens.studies.tasks import (
+    Reversal,
+    StudyTask,
+    TaskForm,
+    iwslt,
+    labelled,
+    language,
+    series,
+    translation,
+    wikitext,
+)
+from attnlens.wording import listed
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+
+@public
+def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyRequest]) -> Report:
+    """Train the cells of a table (kernels, positions, order, values, dimension, primal; all) from several seeds.
+
+    Every cell has the same sizes, steps and data; its learning rate is the one of least validation loss in a shorter
+    run; the test set is read once, at the end of each run. Cells are compared over the same seeds (moderated
+    paired t, Holm over a task's pairs), and their order with the published one (Kendall's τ). What is finished
+    lies in the folder `work`, from which the same call goes on, as after an interruption.
+
+    `text` files train language models (none: the King James text), `pairs` translators (none: a built-in task),
+    `series` and `labelled` are classified; at the scale `paper` WikiText-103 and IWSLT'14 stand in for no file.
+    Raises UsageError for words that make no sense and for a table none of whose tasks is given, TextError for data that
+    can't be used or had, OutputError where `work` can't be written.
+    """
+    asked = checked(StudyRequest, more)
+    names = STUDIES if table(name) == ALL else (name,)
+    jobs = asked["jobs"] or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
+    if asked["engine"] == "local" and "-" in map(str, asked["text"]):
+        jobs = 1  # stdin is read by this process alone
+    work = WorkPlan(asked["work"], jobs=jobs, engine=asked["engine"], address=asked["address"])
+    work.check(asked["text"])
+    usual = {form: scale_of(asked["scale"], form) for form in get_args(TaskForm)}
+    scales = {form: replace(scale, seeds=asked["seeds"] or scale.seeds) for form, scale in usual.items()}
+    if asked["save"] is not None:
+        check_folder(Path(asked["save"]))
+    chosen = _chosen(names, asked)
+    start = time.perf_counter()
+    make = partial(tasks_of, asked, {cell.task for cells in chosen.values() for cell in cells}, scales)
+    tasks = make()
+    called = [task.name for task in tasks]  # by which cells are told apart
+    if twice := [name for name in called if called.count(name) > 1]:
+        raise UsageError(f"Two tasks are called {twice[0]}.", "Give one of the files another name.")
+    found: list[StudyTable] = []
+    plan = StudyPlan(
+        scales, asked["seed"], work, Store(work.root / "study", {"command": "study"}), kept=asked["save"] is not None
+    )
+    for each, cells in chosen.items():
+        pairs = [(cell, task) for task in tasks for cell in cells if cell.task == task.form]
+        trained = trained_cells(pairs, make, plan, progress)
+        if plan.kept:
+            save_cells(Path(asked["save"]) / each, trained, plan.store)
+        of = [task for task in tasks if any(one is task for _, one in pairs)]
+        missing = sorted({cell.task for cell in TABLES[each].cells} - _forms(asked))
+        found.append(table_of(TABLES[each], asked["scale"], scales, of, trained, asked["seed"], missing))
+    return _report(found, asked, time.perf_counter() - start)
+
+
+def _report(found: list[StudyTable], asked: dict[str, Any], seconds: float) -> Report:
+    largest = max(cell.parameters for one in found for cell in one.cells)
+    return report_of(
+        "study",
+        model=ModelInfo(
+            id=f"models trained here, {asked['scale']}", architecture="KernelTransformer", parameters=largest
+        ),
+        settings=Settings(seed=asked["seed"], dtype="float32"),
+        coverage=Coverage(sites=0, heads=0, analysed=0),
+        studies=found,
+        timings={"study": seconds},
+    )
+
+
+def _chosen(names: Sequence[str], asked: dict[str, Any]) -> dict[str, list[PaperCell]]:
+    """The cells of each table of which there is data, and that were asked for."""
+    forms = _forms(asked)
+    every = {name: [cell for cell in TABLES[name].cells if cell.task in forms] for name in names}
+    rows = dict.fromkeys(f"{cell.task}/{cell.name}" for cells in every.values() for cell in cells)
+    for pattern in asked["cells"]:
+        if not any(_named(row, [pattern]) for row in rows):
+            without = "" if "classification" in forms else " Those of classification need --series or --labelled."
+            raise UsageError(f"No cell is called {pattern}.", f"There are: {listed(rows, 8, '; ')}.{without}")
+    found = {
+        name: [cell for cell in cells if _named(f"{cell.task}/{cell.name}", asked["cells"])]
+        for name, cells in every.items()
+    }
+    trained = {cell.task for cells in found.values() for cell in cells}
+    for option, form in DATA.items():
+        if asked[option] and form not in trained:
+            raise UsageError(f"No cell is trained on --{option}.", "Leave it out, or ask for other cells.")
+    return {name: cells for name, cells in found.items() if cells}
+
+
+DATA: dict[str, TaskForm] = {
+    "series": "classification",
+    "labelled": "classification",
+    "pairs": "translation",
+    "text": "language",
+}
+"""Option → the form of task that its files are for."""
+
+
+def _forms(asked: dict[str, Any]) -> set[TaskForm]:
+    """The forms of task for which there is data: the user's, or what is built in."""
+    found: set[TaskForm] = {"language", "translation"}
+    return found | {form for option, form in DATA.items() if asked[option]}
+
+
+def _named(row: str, patterns: Sequence[str]) -> bool:
+    """Whether a pattern matches the row with its task, or alone; none matches all."""
+    names = row, row.partition("/")[2]
+    return not patterns or any(fnmatchcase(name, one) for name in names for one in patterns)
+
+
+def tasks_of(asked: dict[str, Any], forms: set[TaskForm], scales: Mapping[TaskForm, Scale]) -> list[StudyTask]:
+    """What is trained on, of the forms that are needed; the user's own files first, so that they are refused early.
+
+    At the scale of the papers their data stand in for files that are not given, elsewhere what is built in.
+    """
+    sizes = {
+        form: {"length": one.length, "vocabulary": one.vocabulary, "evaluated": one.evaluated}
+        for form, one in scales.items()
+    }
+    papers = asked["scale"] == "paper"
+    found: list[StudyTask] = []
+    if "classification" in forms and asked["series"] is not None:
+        found.append(series(*asked["series"]))
+    if "classification" in forms and asked["labelled"] is not None:
+        scale = scales["classification"]
+        found.append(labelled(asked["labelled"], length=scale.length, vocabulary=scale.vocabulary))
+    if "translation" in forms and asked["pairs"] is not None:
+        found.append(translation(asked["pairs"], **sizes["translation"]))
+    elif "translation" in forms:
+        found.append(iwslt(**sizes["translation"]) if papers else Reversal())
+    if "language" in forms and papers and not asked["text"]:
+        found.append(wikitext(**sizes["language"]))
+    elif "language" in forms:
+        read = [(one.name, one.text) for one in texts.read_each(list(asked["text"])) or ()]
+        found.append(language(read, **sizes["language"]))
+    return found[::-1]
 
 
 WIDTH = 10
@@ -81,7 +235,9 @@ def finished(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed:
         interrupted = True
     report = report_of(
         command,
-        model=one_layer(width),
+        model=ModelInfo(
+            id="one-layer attention (synthetic)", architecture="f(X, z) = h(Xᵀ softmax(XWz))", parameters=width**2
+        ),
         settings=Settings(seed=seed, dtype="float64"),
         coverage=Coverage(sites=0, heads=0, analysed=0),
         experiments=done,
@@ -90,13 +246,6 @@ def finished(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed:
     if interrupted:
         raise Interrupted(report)
     return report
-
-
-def one_layer(width: int) -> ModelInfo:
-    """What stands for a model where none was pretrained: one attention layer of d² numbers."""
-    return ModelInfo(
-        id="one-layer attention (synthetic)", architecture="f(X, z) = h(Xᵀ softmax(XWz))", parameters=width**2
-    )
 
 
 @public
@@ -151,10 +300,7 @@ def posed(
     cut: texts.Cut,
     progress: Progress = silent,
 ) -> tuple[Report, Selector, Nearness]:
-    """What `inspect` says of the one head that `settings` ask for, what it gathered, and the head's problem, solved.
-
-    Raises UsageError where there is none.
-    """
+    """What `inspect` says of the one head that `settings` ask for, what it gathered, and the head's problem, solved."""
     selectors: list[Selector] = []
 
     def begin(place: GatheringPlace) -> Gatherer:

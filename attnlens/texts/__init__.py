@@ -13,7 +13,6 @@ from attnlens.texts.batches import (
     shared_share,
 )
 from attnlens.texts.cutting import batches, placeholder, reads_noise, reads_text
-from attnlens.texts.inputs import CHARACTERS, decodes_text, vocabulary, wanted
 from attnlens.texts.media import media_of, plain_ids, standing_ids
-from attnlens.texts.sequences import foreign_notes, window_length
+from attnlens.texts.sequences import CHARACTERS, decodes_text, foreign_notes, vocabulary, wanted, window_length
 from attnlens.texts.sources import Content, read, read_each, sample

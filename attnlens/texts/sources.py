@@ -161,11 +161,7 @@ def read(path: str, *, offline: bool = False) -> Content:
 
 
 def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, ...]:
-    """The texts of those files, as `read` has them, under names of their own; none where no file is named.
-
-    Raises TextError for a file that is missing, unreadable, binary or not in UTF-8, and where one holds nothing but
-    white space, or the same as another: read twice, a text is no sample of two.
-    """
+    """The texts of those files, as `read` has them, under names of their own; none where no file is named."""
     each = [read(path, offline=offline) for path in paths]
     names = [content.name for content in each]
     found = tuple(

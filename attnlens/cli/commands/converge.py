@@ -18,11 +18,10 @@ from attnlens.cli.outputs import (
     begin_workers,
     check_reading,
     checked_model,
-    deliver,
     end_strictly,
-    working,
+    run_and_deliver,
 )
-from attnlens.cli.show import complain, guarded, interruptible_at_once, say
+from attnlens.cli.show import complain, guarded, say
 from attnlens.errors import UnaskedError, UsageError
 from attnlens.requests import CheckpointsRequest
 from attnlens.requests.study import StudyRequest, table
@@ -42,16 +41,15 @@ def study(context: typer.Context, name: Table = "all", **_shared: Any) -> None:
     settings = opt.keywords(StudyRequest, given)
     outputs.check(Inputs.of(given, ()))
     begin_workers({**settings, "jobs": settings["jobs"] or os.cpu_count() or 1})
-    with interruptible_at_once():
-        from attnlens import run
 
-    with working(outputs) as tell:
+    def work(run: Any, tell: Any) -> Any:
         try:
-            report = run.study(name, progress=tell, **settings)
+            return run.study(name, progress=tell, **settings), None
         except KeyboardInterrupt:
             say("What is finished is kept: the same command goes on from there.")
             raise
-    deliver(outputs, report)
+
+    run_and_deliver(outputs, work)
 
 
 FAILED = 1
@@ -137,21 +135,12 @@ def converge(
         say(NO_MODEL)
     outputs.check(Inputs.of(given, models or []))
     begin_workers(settings)
-    with interruptible_at_once():
-        from attnlens import run
 
-    job, written = getattr(run, JOBS[kind]), []
+    def work(run: Any, tell: Any) -> Any:
+        found = getattr(run, JOBS[kind])(progress=tell, **settings)
+        return found if kind == "checkpoints" else (found, None)
 
-    def work(tell: Any) -> Any:
-        found = job(progress=tell, **settings)
-        if kind == "checkpoints":
-            found, clear = found
-            written.append(clear)
-        return found
-
-    report = _run(work, outputs)
-    for clear in written:
-        clear()
+    report = run_and_deliver(outputs, work)
     if strict:
         end_strictly(report)
 
@@ -162,11 +151,9 @@ def verify(context: typer.Context, quick: Quick = False, **_shared: Any) -> None
     """Rerun the papers' small experiments: ours, published, tolerance; exit 1 where one misses."""
     outputs, seed = Outputs.of(context.params), context.params["seed"]
     outputs.check(Inputs())
-    with interruptible_at_once():
-        from attnlens import run
     from attnlens.wording import listed
 
-    report = _run(lambda tell: run.verify(quick=quick, seed=seed, progress=tell), outputs)
+    report = run_and_deliver(outputs, lambda run, tell: (run.verify(quick=quick, seed=seed, progress=tell), None))
     failed = [experiment.name for experiment in report.experiments if experiment.passed is False]
     if failed:
         complain(f"Not as published: {listed(failed, 12)}.", "The table says what was found; --json keeps it whole.")
@@ -223,17 +210,3 @@ def typed(context: typer.Context) -> list[str]:
     """The parameters that were given in this call, and not for all commands."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-
-
-def _run(work: Any, outputs: Outputs) -> Any:
-    """The report of one piece of work, delivered; what is finished of an interrupted one too."""
-    from attnlens import run
-
-    stopped = False
-    with working(outputs) as tell:
-        try:
-            report = work(tell)
-        except run.Interrupted as stop:
-            report, stopped = stop.report, True
-    deliver(outputs, report, interrupted=stopped)
-    return report

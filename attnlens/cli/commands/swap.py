@@ -18,6 +18,7 @@ from attnlens.cli.outputs import (
     deliver,
     end_strictly,
     named_model,
+    run_and_deliver,
     working,
 )
 from attnlens.cli.show import guarded, interruptible_at_once
@@ -50,12 +51,7 @@ def compare(
     check_reading({**settings, "show": None})
     names = [checked_model(name) for name in (first, second)]
     outputs.check(Inputs.of(given, [name for name in names if not name.endswith(".json")]))
-    with interruptible_at_once():
-        from attnlens import run
-
-    with working(outputs) as tell:
-        report = run.compare(names[0], names[1], progress=tell, **settings)
-    deliver(outputs, report)
+    report = run_and_deliver(outputs, lambda run, tell: (run.compare(*names, progress=tell, **settings), None))
     if strict:
         end_strictly(report)
 
@@ -113,10 +109,7 @@ def swap_kernel(
 
 
 def asked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `run.swapped`, checked.
-
-    Raises UsageError for words that make no sense or contradict each other, TextError for a stdin that is not there.
-    """
+    """The arguments of `run.swapped`, checked."""
     found = opt.keywords(SwapRequest, given)
     if given["plan"] is not None and found["budget"] is None and found["ranks"] is None:
         raise UsageError("--plan is given and there is none to write.", "Add --budget, as in --budget loss:1%.")

@@ -25,7 +25,7 @@ from attnlens.records import (
     Relation,
     Site,
 )
-from attnlens.registry.analysis import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS
+from attnlens.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS
 from attnlens.run import checks
 from attnlens.run.checks import predictions, refuse_initialised
 from attnlens.run.compare import draws, significance

@@ -17,8 +17,7 @@ from attnlens import attention, hooks, texts, weights
 from attnlens.hooks.survey import hiding_padding, real_parts
 from attnlens.kernels import OWN
 from attnlens.records import Call, QueryKey, Site
-from attnlens.registry import Analyzer
-from attnlens.registry.analysis import OWN_ROWS, ROWS
+from attnlens.registry import OWN_ROWS, ROWS, Analyzer
 from attnlens.run import feeding
 from attnlens.run.compare.sides import Block, ComparedModel, distances
 from attnlens.run.inspect.assembly import by_measure

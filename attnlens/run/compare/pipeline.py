@@ -22,6 +22,7 @@ from attnlens.errors import UsageError
 from attnlens.files import read_bytes, sha256
 from attnlens.records import Comparison, Head, HeadChange, Report, Settings, Shift, Spread, Windows, read_report
 from attnlens.requests import CompareRequest, Loading
+from attnlens.run import feeding
 from attnlens.run.compare import significance
 from attnlens.run.compare.changes import Changes
 from attnlens.run.compare.sides import ComparedModel, Pairing, correspond, same_input
@@ -48,10 +49,7 @@ AGAIN = "Make both with the same text and options, or give the models themselves
 
 
 def read(path: Path) -> Report:
-    """A report with what each window read, where the file of --windows-csv that it names lies beside it.
-
-    Raises UsageError for what is no report, or has no heads, and for a file of windows that is another one.
-    """
+    """A report with what each window read, where the file of --windows-csv that it names lies beside it."""
     report = read_report(path)
     if not report.heads:
         raise UsageError(f"{path} has no heads.", "Make one with: attnlens inspect MODEL --json FILE.")
@@ -207,11 +205,6 @@ OTHER_INPUT = (
     "The models read other numbers in the same windows (another tokenizer, or none; other lengths of windows or sizes "
     "of images): what reads them is not compared."
 )
-RECORDED = (
-    *("source", "analyzers", "select", "seed", "sequences", "tokens", "pack"),
-    *("windows", "intervals", "layers", "heads"),
-)
-"""Options that a report says, so that a model beside it is read alike."""
 
 
 @public
@@ -282,21 +275,18 @@ def _reports(
     subjects: Sequence[Any], tokenizer: PreTrainedTokenizerBase | None, progress: Progress, options: Mapping[str, Any]
 ) -> tuple[Report, Report]:
     """Both sides as reports, a model read with the settings of the report beside it."""
-    settings = next(side.settings for side in subjects if isinstance(side, Report))
+    like = feeding.recorded(next(side.settings for side in subjects if isinstance(side, Report)))
     first, second = (
         side
         if isinstance(side, Report)
-        else inspect(held(side, tokenizer), progress=progress, **{**_like(settings), **_loading(side, options, number)})
+        else inspect(
+            held(side, tokenizer),
+            progress=progress,
+            **{**like, **_loading(side, options, number)},
+        )
         for number, side in enumerate(subjects)
     )
     return first, second
-
-
-def _like(settings: Settings) -> Any:
-    """The options by which a report was made, as far as it says them."""
-    found = {name: getattr(settings, name) for name in RECORDED}
-    found["sequences"] = settings.sequences_asked or settings.sequences
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def _loading(subject: Any, options: Mapping[str, Any], number: int) -> Any:

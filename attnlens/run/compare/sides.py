@@ -14,8 +14,7 @@ from attnlens import hooks, linalg, texts, weights
 from attnlens.errors import UnreadableError
 from attnlens.models import Loaded
 from attnlens.records import Head, Measure, QueryKey, Report, Site, Windows
-from attnlens.registry import Analyzer, measure_sources
-from attnlens.registry.analysis import FORMS, KEY_ANGLE, QUERY_ANGLE
+from attnlens.registry import FORMS, KEY_ANGLE, QUERY_ANGLE, Analyzer, measure_sources
 from attnlens.run.in_memory import at_rest
 from attnlens.run.inspect.collector import finite_heads
 from attnlens.run.inspect.pipeline import Inspection

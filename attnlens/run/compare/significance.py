@@ -16,7 +16,6 @@ from attnlens.statistics import Design, adjusted, false_discovery, p_values, sta
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-    from torch import Tensor
 
 POWER = 0.8
 """With which probability the least change would have been named."""

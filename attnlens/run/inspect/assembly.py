@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -255,10 +255,6 @@ def _between(texts: Sequence[TextSummary]) -> dict[str, float]:
         for name, present in each.items()
         if len(present) > 1
     }
-
-
-if TYPE_CHECKING:
-    pass
 
 
 GATHERED_TOGETHER = 4

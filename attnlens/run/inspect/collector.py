@@ -11,8 +11,7 @@ from torch import Tensor
 
 from attnlens.hooks.survey import real_parts
 from attnlens.records import AttentionRows, Coverage, Head, Measure, Null, QueryKey, Selection, Site, Skipped
-from attnlens.registry import Analyzer, Answer, Gathering, MeasureInfo, Readings, measure_sources
-from attnlens.registry.analysis import Named
+from attnlens.registry import Analyzer, Answer, Gathering, MeasureInfo, Named, Readings, measure_sources
 from attnlens.statistics import Design, Stream, standard_error, summed
 from attnlens.weights import Traits
 
@@ -81,19 +80,6 @@ class Draft:
         names = [name for name, measure in self.measures.items() if measure.value is not None]
         known = measure_sources()
         return {known.get(name) or name.partition(".")[0] for name in (*names, *self.whole_curves)}
-
-    @property
-    def record(self) -> Head:
-        """The finished record; curves with missing numbers are left out."""
-        return Head(
-            site=self.site.name,
-            layer=self.site.layer,
-            head=self.head,
-            kv_head=self.kv_head,
-            part=self.site.part,
-            measures=self.measures,
-            curves=self.whole_curves,
-        )
 
 
 @dataclass
@@ -301,7 +287,16 @@ class Collector:
     def heads(self) -> list[Head]:
         """The finished records in the order of layer and head."""
         return [
-            draft.record for draft in sorted(self.drafts.values(), key=lambda draft: (draft.site.layer, draft.head))
+            Head(
+                site=draft.site.name,
+                layer=draft.site.layer,
+                head=draft.head,
+                kv_head=draft.kv_head,
+                part=draft.site.part,
+                measures=draft.measures,
+                curves=draft.whole_curves,
+            )
+            for draft in sorted(self.drafts.values(), key=lambda draft: (draft.site.layer, draft.head))
         ]
 
     def coverage(self, sources: Iterable[str]) -> Coverage:

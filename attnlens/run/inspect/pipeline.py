@@ -42,10 +42,7 @@ BY_HAND = "the module computes its attention by hand, which is traced on numbers
 
 
 def of_shapes(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Surveyed:
-    """What these inputs show of a model of shapes, whose attention is all behind transformers' interface.
-
-    Raises ModelError where a forward pass takes numbers (attention written by hand, masks made of hidden states).
-    """
+    """What these inputs show of a model of shapes, whose attention is all behind transformers' interface."""
     try:
         found = hooks.surveyed(loaded.model, inputs)
     except (ModelError, *FAILURES) as error:
@@ -63,10 +60,7 @@ def of_shapes(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Surv
 
 
 def like(reached: Sequence[Reached], shapes: Sequence[Reached], loaded: models.Loaded) -> list[Reached]:
-    """The sites of a model of shapes as those that were `reached` in the same model where it runs.
-
-    Raises ModelError where they are not the same.
-    """
+    """The sites of a model of shapes as those that were `reached` in the same model where it runs."""
     known = {(one.site.path, one.site.ordinal): one for one in shapes}
     wanted = [(one.site.path, one.site.ordinal) for one in reached]
     if list(known) != wanted:

@@ -26,7 +26,6 @@ from attnlens.weights import Factors
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-    from torch import Tensor
 
 
 SIGNS = {"\n": "↵", "\t": "→"}
