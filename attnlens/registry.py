@@ -196,7 +196,9 @@ def refuse_replacing(
 
     A module may define its own functions again, as a notebook does, and a script that is imported too.
     """
-    if _origin(function) == _origin(present) or _file(function) == _file(present):
+    origins = ["attnlens" if is_built_in(one) else one.__module__ for one in (function, present)]
+    files = [getattr(getattr(one, "__code__", None), "co_filename", one) for one in (function, present)]
+    if origins[0] == origins[1] or files[0] == files[1]:
         return
     owner = "built in" if is_built_in(present) else f"defined by {present.__module__}"
     raise UsageError(f"{function.__module__} defines the {what} {name!r}, which is already {owner}.", remedy)
@@ -205,14 +207,6 @@ def refuse_replacing(
 def is_built_in(function: Callable[..., Any]) -> bool:
     """Return whether a function belongs to attnlens itself."""
     return function.__module__.partition(".")[0] == "attnlens"
-
-
-def _origin(function: Callable[..., Any]) -> str:
-    return "attnlens" if is_built_in(function) else function.__module__
-
-
-def _file(function: Callable[..., Any]) -> object:
-    return getattr(getattr(function, "__code__", None), "co_filename", function)
 
 
 NOT_IDENTIFIED = "Not identified: other queries and keys with the same attention read otherwise."

@@ -73,7 +73,7 @@ def working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
     with interruptible_at_once():
         from attnlens.models.quiet import unlogged
 
-    with unlogged(), progress(shown=outputs.moving) as tell:
+    with unlogged(), progress(shown=not (outputs.quiet or outputs.no_progress)) as tell:
         yield tell
 
 
@@ -277,11 +277,6 @@ class Outputs:
     def of(cls, given: Mapping[str, Any]) -> Outputs:
         """Those among a command's parameters."""
         return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
-
-    @property
-    def moving(self) -> bool:
-        """Whether progress is shown."""
-        return not (self.quiet or self.no_progress)
 
     def files(self, *options: str) -> dict[str, Path]:
         """Those of these options that name a file and not stdout, with their paths."""

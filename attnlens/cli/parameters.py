@@ -259,11 +259,6 @@ def also(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None
     return extended
 
 
-def numbers(name: str, words: str | None) -> list[int] | None:
-    """Return `0-3,7` as [0, 1, 2, 3, 7]; None stays None. Raises UsageError for words that list no numbers."""
-    return None if words is None else sorted(listed_numbers(f"--{name}", words))
-
-
 def keywords(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Those among a command's parameters that a run of this kind takes, under its own names, checked.
 
@@ -280,7 +275,7 @@ def keywords(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
 def _read(name: str, asked: requests.Option, word: Any) -> Any:
     """A parameter as Python would give it."""
     if asked.check is requests.numbers:
-        return numbers(name, word)
+        return None if word is None else sorted(listed_numbers(f"--{name}", word))
     if asked.typed == list[Path] | None:
         names = [str(path) for path in word or ()]
         if "." in names:

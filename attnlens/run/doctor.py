@@ -121,10 +121,7 @@ IN_FLOAT32 = "Computed in float32, whose rounding counts as error, since in floa
 
 @public
 def doctor(
-    model: str | PathLike[str] | models.Loaded = "demo",
-    *,
-    progress: Progress = silent,
-    **more: Unpack[ModelRequest],
+    model: str | PathLike[str] | models.Loaded = "demo", *, progress: Progress = silent, **more: Unpack[ModelRequest]
 ) -> Report:
     """Site by site: ‖P − P_model‖/‖P_model‖, P from the captured queries and keys, and from weights × inputs.
 
@@ -180,13 +177,15 @@ def _examined(loaded: models.Loaded, settings: Settings, inputs: dict[str, Tenso
     first = checks.of_one_token(loaded, reached, settings.seed)
     found = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
     coverage = _coverage(found, checks.out_of_reach(loaded, survey))
+    checked: Verdict = "agrees" if coverage.complete else "partly checked"
+    sound = identity <= TOLERANCE and all(check.passed for check in found)
     return report_of(
         "doctor",
         model=loaded.info,
         settings=feeding.seen(settings, loaded, reached),
         coverage=coverage,
         summary=Summary(
-            identity_error=identity if identity == identity else None, verdict=_verdict(found, identity, coverage)
+            identity_error=identity if identity == identity else None, verdict=checked if sound else "differs"
         ),
         doctor=found,
     )
@@ -213,13 +212,6 @@ def _coverage(found: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage
         without={source: count - unchecked for source, count in without.items() if count > unchecked},
         skipped=[*skipped, *missed],
     )
-
-
-def _verdict(found: Sequence[SiteCheck], identity: float, coverage: Coverage) -> Verdict:
-    """Of the model: one of its sites, or its outputs, may differ; it agrees where everything was checked."""
-    if not identity <= TOLERANCE or not all(check.passed for check in found):
-        return "differs"
-    return "agrees" if coverage.complete else "partly checked"
 
 
 def check_sites(

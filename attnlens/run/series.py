@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from os import PathLike
 from pathlib import Path
 from statistics import quantiles
 from typing import Any, Unpack, cast
@@ -23,18 +22,7 @@ from attnlens.models.configs import sizes
 from attnlens.models.folders import read_json
 from attnlens.models.locate import DEMO, Location, find
 from attnlens.models.tokenizers import has_tokenizer
-from attnlens.records import (
-    Coverage,
-    Curve,
-    Experiment,
-    File,
-    Measure,
-    Null,
-    Report,
-    Settings,
-    Skipped,
-    Trajectory,
-)
+from attnlens.records import Coverage, Curve, Experiment, File, Measure, Null, Report, Settings, Skipped, Trajectory
 from attnlens.registry import Analyzer, Gathering
 from attnlens.requests import reading
 from attnlens.requests.work_options import SharedRequest
@@ -46,7 +34,6 @@ from attnlens.run.outcomes.differences import mean_loss
 from attnlens.run.provenance import code_of, report_of, versions
 from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
 from attnlens.runs.work import Compute, Store, WorkPlan, key_of, run_units
-from attnlens.texts import Content, Cut
 from attnlens.texts.targets import feed, task_of
 
 BESIDE = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
@@ -58,25 +45,6 @@ def digest_of(place: Location) -> str:
     beside = (path for pattern in BESIDE for path in place.folder.glob(pattern))
     files = sorted({*place.weights, *beside} if place.form != "gguf" else place.weights)
     return key_of({path.name: sha256(path) for path in files if path.is_file()})
-
-
-def content_hash(
-    contents: Sequence[Content],
-    cut: Cut,
-    analyzers: Iterable[Analyzer | Gathering],
-    adapter: str | PathLike[str] | None,
-) -> str:
-    """A hash of what is fed, of an adapter's files, and of the analyzers' own code."""
-    named = [*cut.image, *cut.audio]
-    folder = Path(adapter) if adapter is not None else None
-    files = sorted(path for path in folder.glob("*") if path.is_file()) if folder is not None else []
-    facts = {
-        "texts": [(one.name, one.text) for one in contents],
-        "fed": [sha256(path) for path in map(Path, named) if path.is_file()],
-        "adapter": [str(adapter), *map(sha256, files)],
-        "code": [code_of(one).hex() for one in analyzers],
-    }
-    return key_of(facts)
 
 
 def series_report(
@@ -120,7 +88,13 @@ def series_report(
 def _coverage(done: Sequence[CheckpointReading], late: Sequence[Skipped]) -> Coverage:
     """Heads that were analysed at every checkpoint; what is missing at any; checkpoints that were not read."""
     found = [reading.report.coverage for reading in done]
-    missing = [entry for reading in done for entry in _missing(reading, found)]
+    missing = [  # what others don't lack names its checkpoint
+        entry
+        if all(entry in coverage.skipped for coverage in found)
+        else entry.model_copy(update={"reason": f"in {reading.name}, {entry.reason}"})
+        for reading in done
+        for entry in reading.report.coverage.skipped
+    ]
     distinct = [entry for number, entry in enumerate(missing) if entry not in missing[:number]]
     sources = dict.fromkeys(source for coverage in found for source in coverage.without)
     return Coverage(
@@ -130,14 +104,6 @@ def _coverage(done: Sequence[CheckpointReading], late: Sequence[Skipped]) -> Cov
         without={source: max(coverage.without.get(source, 0) for coverage in found) for source in sources},
         skipped=[*distinct, *late],
     )
-
-
-def _missing(reading: CheckpointReading, every: Sequence[Coverage]) -> Iterator[Skipped]:
-    """What one checkpoint lacks; what others don't lack names it."""
-    for entry in reading.report.coverage.skipped:
-        everywhere = all(entry in coverage.skipped for coverage in every)
-        reason = entry.reason if everywhere else f"in {reading.name}, {entry.reason}"
-        yield entry.model_copy(update={"reason": reason})
 
 
 class CheckpointReading(BaseModel):
@@ -337,14 +303,10 @@ def converge_checkpoints(
 
 
 def followed(
-    checkpoints: requests.Words | None = None,
-    *,
-    revisions: requests.Words = (),
-    head: tuple[int, int] | str | None = None,
-    progress: Progress = silent,
-    **more: Unpack[requests.CheckpointsRequest],
+    checkpoints: requests.Words | None = None, *, progress: Progress = silent, **more: Any
 ) -> tuple[Report, Callable[[], None]]:
     """The report, and what is to be called when it is written: finished units are not needed any longer then."""
+    revisions, head = more.pop("revisions", ()), more.pop("head", None)
     series = prepared(checkpoints, revisions, head, progress, more)
     series.plan.check(series.given["text"])
     return series.run()
@@ -429,11 +391,20 @@ class Series:
     def facts(self) -> dict[str, Any]:
         """All that determines what the units find."""
         left_out = {*requests.options(SharedRequest), *READ}
+        files, adapter = map(Path, (*self.cut.image, *self.cut.audio)), self.given["adapter"]
+        of_adapter = [] if adapter is None else [path for path in Path(adapter).glob("*") if path.is_file()]
         return {
             "command": "converge",
             "versions": versions(),
             "options": {name: str(value) for name, value in sorted(self.given.items()) if name not in left_out},
-            "content": content_hash(self.contents, self.cut, self.analyzers, self.given["adapter"]),
+            "content": key_of(
+                {
+                    "texts": [(one.name, one.text) for one in self.contents],
+                    "fed": [sha256(path) for path in files if path.is_file()],
+                    "adapter": [str(adapter), *map(sha256, sorted(of_adapter))],
+                    "code": [code_of(one).hex() for one in self.analyzers],
+                }
+            ),
             "checkpoints": list(self.units),
         }
 

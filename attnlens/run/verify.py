@@ -18,7 +18,7 @@ from attnlens import models, requests, texts
 from attnlens.analyzers.selection.gatherer import Selector
 from attnlens.arguments import public, switch
 from attnlens.attsvm.head import Nearness
-from attnlens.choices import SHOWN, STUDIES, WHERE_POSED, Space
+from attnlens.choices import SHOWN, STUDIES, WHERE_POSED
 from attnlens.errors import UsageError
 from attnlens.experiments import EXPERIMENTS, golden, one_thread, run_experiments
 from attnlens.experiments.binary_kernel import binary_kernel
@@ -103,10 +103,6 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
         of = [task for task in tasks if any(one is task for _, one in pairs)]
         missing = sorted({cell.task for cell in TABLES[each].cells} - _forms(asked))
         found.append(table_of(TABLES[each], asked["scale"], scales, of, trained, asked["seed"], missing))
-    return _report(found, asked, time.perf_counter() - start)
-
-
-def _report(found: list[StudyTable], asked: dict[str, Any], seconds: float) -> Report:
     largest = max(cell.parameters for one in found for cell in one.cells)
     return report_of(
         "study",
@@ -116,7 +112,7 @@ def _report(found: list[StudyTable], asked: dict[str, Any], seconds: float) -> R
         settings=Settings(seed=asked["seed"], dtype="float32"),
         coverage=Coverage(sites=0, heads=0, analysed=0),
         studies=found,
-        timings={"study": seconds},
+        timings={"study": time.perf_counter() - start},
     )
 
 
@@ -195,11 +191,7 @@ WIDTH = 10
 
 @public
 def converge_synthetic(
-    experiments: requests.Words = (),
-    *,
-    quick: bool = False,
-    progress: Progress = silent,
-    **more: Unpack[SizesRequest],
+    experiments: requests.Words = (), *, quick: bool = False, progress: Progress = silent, **more: Unpack[SizesRequest]
 ) -> Report:
     """The experiments of Tarzanagh et al. 2023 on f(X, z) = h(Xᵀ softmax(XWz)), with what was published beside them.
 
@@ -283,14 +275,13 @@ def converge_head(
     report, selector, found = posed(loaded, settings, contents, cut, progress)
     start = time.perf_counter()
     meant = hardening(found, selector.scenes(number), selector.softmax[number], one)
-    experiments = [_placed(made, selector.spaces[0]) for made in (trained(found, one, wanted, progress), meant)]
+    where = {"posed": WHERE_POSED[selector.spaces[0]]}  # on the module's inputs where M lives on them
+    experiments = [
+        made.model_copy(update={"settings": where | made.settings})
+        for made in (trained(found, one, wanted, progress), meant)
+    ]
     timings = {**report.timings, "converge": time.perf_counter() - start}
     return report.model_copy(update={"command": "converge", "experiments": experiments, "timings": timings})
-
-
-def _placed(experiment: Experiment, space: Space) -> Experiment:
-    """With the space of its problem: the module's inputs where M lives on them, else queries and keys."""
-    return experiment.model_copy(update={"settings": {"posed": WHERE_POSED[space]} | experiment.settings})
 
 
 def posed(

@@ -270,7 +270,7 @@ class Changes:
 
     def found(self, base: ModelInfo) -> Comparison:
         """Every row, and what is said of heads and models as wholes."""
-        rounding, apart = self._rounding(), self._distances()
+        rounding, apart = self._rounding(), self._of_forms() | (self._of_rows() if self.pairing.first.batches else {})
         judged = self._judged(rounding, apart)
         rows = named_rows(self.heads, judged, self.fdr, draws.UNDRAWN)
         heads = relations(self.pairing, judged.get(FORMS))
@@ -354,11 +354,8 @@ class Changes:
         """Seed of everything random."""
         return self.pairing.first.inspection.settings.seed
 
-    def _distances(self) -> dict[str, Tensor]:
-        """Distances between forms, (heads,), and between rows of attention, (windows, heads)."""
-        return self._of_forms() | (self._of_rows() if self.pairing.first.batches else {})
-
     def _of_forms(self) -> dict[str, Tensor]:
+        """Distances between forms, (heads,)."""
         places = {(head.layer, head.head): place for place, head in enumerate(self.heads[0])}
         found: dict[str, Tensor] = {}
         for site in self.pairing.sites:
@@ -371,6 +368,7 @@ class Changes:
         return found
 
     def _of_rows(self) -> dict[str, Tensor]:
+        """Distances between rows of attention, (windows, heads)."""
         first, second = self.pairing.first, self.pairing.second
         collector, start = entered(first, self.design), 0
         sites = {other: site for site, other in self.pairing.sites.items()}

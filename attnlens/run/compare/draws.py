@@ -200,7 +200,11 @@ def divergence(
 
     `order` is the second's head for each head of the first.
     """
-    sides = [(hiding_padding(_exact(call), inputs), rows) for call, rows in (first, second)]
+    sides = []
+    for call, rows in (first, second):
+        bias = None if call.bias is None else call.bias.double()
+        parts = {name: getattr(call, name).double() for name in ("query", "key", "value")}
+        sides.append((hiding_padding(replace(call, bias=bias, **parts), inputs), rows))
     call = sides[0][0]
     found = call.query.new_full(call.query.shape[:2], torch.nan)
     for batch, queries, keys in real_parts(call.allowed, len(found), site.part):
@@ -213,11 +217,6 @@ def divergence(
             terms = one * (one.clamp(min=FLOOR).log() - other[:, list(order)].clamp(min=FLOOR).log())
             found[[batch[row] for row in some]] = terms.sum(-1).mean(-1).clamp(min=0)
     return found.cpu()
-
-
-def _exact(call: Call) -> Call:
-    bias = None if call.bias is None else call.bias.double()
-    return replace(call, query=call.query.double(), key=call.key.double(), value=call.value.double(), bias=bias)
 
 
 def _whole(rows: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import io
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 UNPAIRED = (
     "Not paired window by window: errors are those of two independent readings, which is too much for readings of the "
     "same windows. Reports whose --windows-csv lies beside them are paired."
+)
+UNROUNDED = (
+    "Reports hold no weights, so that rounding is not taken into account; compare the models themselves to do so."
 )
 NO_ROUNDING = "a report holds no weights, so that nothing says what rounding does"
 SAME = ("seed", "text", "noise", "sequences", "tokens", "pack", "windows", "intervals", "select", "layers", "heads")
@@ -128,6 +131,8 @@ def compared_reports(first: Report, second: Report, fdr: float) -> Comparison:
     judged = {name: _judged(first, second, name) for name in first.measure_names()}
     rows = named_rows(heads, judged, fdr, NO_ROUNDING)
     paired = first.windows is not None and second.windows is not None
+    kinds = [report.settings.dtype for report in (first, second)]
+    otherwise = f"The models were run in {kinds[0]} and {kinds[1]}: every head differs by that rounding alone."
     return Comparison(
         base=first.model,
         paired=paired,
@@ -136,16 +141,8 @@ def compared_reports(first: Report, second: Report, fdr: float) -> Comparison:
         named=sum(row.named for row in rows),
         heads=[HeadChange(**_place(head), partner=head.head, reason=NO_ROUNDING) for head in first.heads],
         rows=rows,
-        notes=[*_of_rounding(first, second), *([] if paired else [UNPAIRED])],
+        notes=[*[otherwise] * (kinds[0] != kinds[1]), UNROUNDED, *[UNPAIRED] * (not paired)],
     )
-
-
-def _of_rounding(first: Report, second: Report) -> Iterator[str]:
-    """That reports say nothing of rounding, and whether these were read in other number types."""
-    kinds = [report.settings.dtype for report in (first, second)]
-    if kinds[0] != kinds[1]:
-        yield f"The models were run in {kinds[0]} and {kinds[1]}: every head differs by that rounding alone."
-    yield "Reports hold no weights, so that rounding is not taken into account; compare the models themselves to do so."
 
 
 def _place(head: Head) -> dict[str, Any]:
@@ -232,9 +229,12 @@ def compare(
         read(Path(side)) if isinstance(side, str | PathLike) and Path(side).suffix == ".json" else side
         for side in (first, second)
     ]
-    named = isinstance(first, str | PathLike)
-    twice = _same_path(first, second) and all(options.get(name) is None for name in SECOND)
-    if twice or (first is second and not named):
+    here = [Path(side).expanduser() for side in (first, second) if isinstance(side, str | PathLike)]
+    twice = first is second
+    if len(here) == 2:
+        same = str(first) == str(second) or (all(path.exists() for path in here) and here[0].samefile(here[1]))
+        twice = same and all(options.get(name) is None for name in SECOND)
+    if twice:
         raise UsageError("Both sides are the same.", "Name another model, or another report.")
     if any(isinstance(side, Report) for side in subjects):
         _refuse_ignored(subjects, options)
@@ -264,13 +264,6 @@ def _refuse_ignored(subjects: Sequence[Any], options: Mapping[str, Any]) -> None
         raise UsageError(f"A report is read as it is, so that {', '.join(ignored)} would be ignored.", "Leave it out.")
 
 
-def _same_path(first: Any, second: Any) -> bool:
-    if not all(isinstance(side, str | PathLike) for side in (first, second)):
-        return False
-    here = [Path(side).expanduser() for side in (first, second)]
-    return str(first) == str(second) or (all(path.exists() for path in here) and here[0].samefile(here[1]))
-
-
 def _reports(
     subjects: Sequence[Any], tokenizer: PreTrainedTokenizerBase | None, progress: Progress, options: Mapping[str, Any]
 ) -> tuple[Report, Report]:
@@ -279,11 +272,7 @@ def _reports(
     first, second = (
         side
         if isinstance(side, Report)
-        else inspect(
-            held(side, tokenizer),
-            progress=progress,
-            **{**like, **_loading(side, options, number)},
-        )
+        else inspect(held(side, tokenizer), progress=progress, **{**like, **_loading(side, options, number)})
         for number, side in enumerate(subjects)
     )
     return first, second

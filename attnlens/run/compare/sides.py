@@ -225,12 +225,11 @@ class Pairing:
 
 def correspond(first: ComparedModel, second: ComparedModel) -> bool:
     """Whether the models have the same sites, with as many heads and key heads at each; what they see may differ."""
-    return _shape(first) == _shape(second)
-
-
-def _shape(side: ComparedModel) -> list[tuple[object, ...]]:
-    found = [(one.site, one.call) for one in side.inspection.reached]
-    return [(site.path, site.ordinal, call.query.shape[1], call.group) for site, call in found]
+    shapes = [
+        [(one.site.path, one.site.ordinal, one.call.query.shape[1], one.call.group) for one in side.inspection.reached]
+        for side in (first, second)
+    ]
+    return shapes[0] == shapes[1]
 
 
 def same_input(first: ComparedModel, second: ComparedModel) -> bool:

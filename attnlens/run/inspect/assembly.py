@@ -360,7 +360,9 @@ def assembled(
 
     `missing` units have a reason. The same units give the same report, whoever read them and in whatever order.
     """
-    finished = _finished(frame, values)
+    read_from = [f"tokens of batch {batch}" in values for batch in range(len(frame.batches))]
+    every = [read for read, size in zip(read_from, frame.batches, strict=True) for _ in range(size)]
+    finished = [number for number, read in enumerate(every) if read]
     design = Design.of(frame.parts or [""] * sum(frame.batches), frame.settings.intervals)
     collector = Collector(frame.settings.heads, design=design)
     for site, groups in zip(frame.sites, frame.key_heads, strict=True):
@@ -407,16 +409,6 @@ def _taken_in(
     notes = _notes(frame, collector, finished) if noted else []
     update: dict[str, Any] = {"notes": [*frame.settings.notes, *notes]}
     return frame.settings.model_copy(update=update if whole else update | {"sequences": len(finished)})
-
-
-def _finished(frame: Frame, values: Mapping[str, object]) -> list[int]:
-    """Return the numbers of the sequences whose batches were read."""
-    numbers: list[int] = []
-    start = 0
-    for batch, size in enumerate(frame.batches):
-        numbers += range(start, start + size) if f"tokens of batch {batch}" in values else []
-        start += size
-    return numbers
 
 
 def _notes(frame: Frame, collector: Collector, finished: Sequence[int]) -> list[str]:

@@ -151,11 +151,6 @@ class Gathered:
     """What was posed, where that is to be shown."""
     _gatherers: dict[Site, list[tuple[Gathering, Gatherer]]] = field(default_factory=dict)
 
-    @property
-    def needs_inputs(self) -> bool:
-        """Whether any of them wants the modules' inputs."""
-        return any(gathering.needs_inputs for gathering in self.gatherings)
-
     @contextmanager
     def watching(self, reached: Sequence[Reached]) -> Iterator[Callable[[Site, Call, Sequence[int]], None]]:
         """Inside, a function that takes in a site's call: (site, call, its rows' numbers of sequences) → None."""
@@ -223,11 +218,6 @@ class Reader:
         plain = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Analyzer)]
         return [analyzer for analyzer in plain if analyzer.source == source]
 
-    @property
-    def gatherings(self) -> list[Gathering]:
-        """The analyzers that pose one question over all sequences of a site."""
-        return [analyzer for analyzer in self.analyzers if isinstance(analyzer, Gathering)]
-
     def weights_of(self, site: Site, sink: Collector) -> None:
         """The weights.* measures of a site, with their nulls."""
         analyzers = self.of_source("weights")
@@ -266,8 +256,9 @@ class Reader:
 
     def gathered_of(self, fed: texts.Batches, sites: Sequence[Site], sink: Collector) -> None:
         """What the gatherers say of these sites, over all sequences."""
-        gathered = Gathered(self.gatherings, sink, self._place)
-        if gathered.needs_inputs:
+        gatherings = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Gathering)]
+        gathered = Gathered(gatherings, sink, self._place)
+        if any(gathering.needs_inputs for gathering in gathered.gatherings):
             for site, (factors, _) in zip(sites, self._factors(sites), strict=True):
                 gathered.forms[site] = self._form(factors)
         start, batch = 0, fed.batches[0]
