@@ -41,15 +41,15 @@ if TYPE_CHECKING:
     from attnlens.rules import check as check
     from attnlens.run.compare.pipeline import compare as compare
     from attnlens.run.doctor import doctor as doctor
-    from attnlens.run.inspect.capture import capture as capture
+    from attnlens.run.in_memory import capture as capture
     from attnlens.run.inspect.pipeline import inspect as inspect
-    from attnlens.run.study import study as study
+    from attnlens.run.series import converge_checkpoints as converge_checkpoints
     from attnlens.run.swap.pipeline import swap_kernel as swap_kernel
     from attnlens.run.swap.saved import load_swapped as load_swapped
     from attnlens.run.swap.sites import replaced as replaced
-    from attnlens.run.training.one_head import converge_head as converge_head
-    from attnlens.run.training.series import converge_checkpoints as converge_checkpoints
-    from attnlens.run.training.synthetic import converge_synthetic as converge_synthetic
+    from attnlens.run.verify import converge_head as converge_head
+    from attnlens.run.verify import converge_synthetic as converge_synthetic
+    from attnlens.run.verify import study as study
     from attnlens.run.verify import verify as verify
 
 __version__ = "0.1.0"

@@ -162,13 +162,10 @@ class Budget(NamedTuple):
 def budget(words: str) -> Budget:
     """`loss:1%` and `ppl:2%`. Raises UsageError for anything else, and for a budget that is not positive."""
     plain = words.replace(" ", "") if isinstance(words, str) else ""
-    found = re.fullmatch(r"(loss|ppl):([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)%", plain)
-    try:
-        share = float(found.group(2)) / 100 if found else math.nan
-    except ValueError:
-        share = math.nan
-    if found is None or math.isnan(share):
+    found = re.fullmatch(r"(loss|ppl):([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)%", plain)
+    if found is None:
         raise UsageError(f"The budget {words!r} can't be read.", "Write it as in --budget loss:1% or --budget ppl:2%.")
+    share = float(found.group(2)) / 100
     if not 0 < share < math.inf:
         limit = "is no limit" if share > 0 else "leaves nothing to spend"
         raise UsageError(f"The budget {words!r} {limit}.", "Give more than 0, as in --budget loss:1%.")

@@ -32,7 +32,7 @@ from attnlens.statistics import (
     standard_error,
     student_interval,
 )
-from attnlens.texts.sampling import chosen
+from attnlens.texts.sequences import chosen
 
 SAMPLE = 32
 MEASURES = ("tokens.entropy", "tokens.effective_rank", "tokens.share_key")

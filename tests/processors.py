@@ -16,7 +16,7 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 
 from attnlens.errors import FAILURES, AttnlensError
 from attnlens.texts import media
-from attnlens.texts.inputs import decodes_text, reads_ids
+from attnlens.texts.sequences import decodes_text, reads_ids
 
 SETTINGS = "processor_config.json"
 NAMES = {

@@ -16,7 +16,7 @@ from reports import synthetic_report
 import attnlens as library
 from attnlens.errors import UsageError
 from attnlens.records import Coverage, Skipped, read_baseline
-from attnlens.rules.baselines import against, baseline_of
+from attnlens.rules.judging import against, baseline_of
 from attnlens.rules.rule import Tolerance
 
 HOLDS, FAILS = "tokens.entropy: max <= 1", "tokens.entropy: min > 0.9"

@@ -19,7 +19,7 @@ from attnlens.render.ci import junit, step_summary, uri, workflow_commands
 from attnlens.render.csv_text import spreadsheet
 from attnlens.render.html import html
 from attnlens.render.markdown import markdown
-from attnlens.rules.baselines import verdict
+from attnlens.rules.judging import verdict
 from attnlens.rules.rule import tabled
 from attnlens.sections import checked
 

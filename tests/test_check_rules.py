@@ -17,7 +17,7 @@ from reports import planted, synthetic_report
 
 import attnlens
 from attnlens.errors import UsageError
-from attnlens.rules.baselines import rejected
+from attnlens.rules.judging import rejected
 from attnlens.rules.rule import condition, read_rules, spelled
 from attnlens.statistics import false_discovery
 

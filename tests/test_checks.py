@@ -10,7 +10,7 @@ from loaded import family, loaded
 from typer.testing import CliRunner
 
 import attnlens
-from attnlens import hooks, run, texts
+from attnlens import hooks, texts
 from attnlens.errors import IdentityError, ModelError, TextError
 from attnlens.kernels import parsed
 from attnlens.run import checks
@@ -124,7 +124,7 @@ def test_doctor_says_of_each_site_and_of_the_model_what_was_checked():
     partly = attnlens.doctor(of_type("hunyuan_v1_dense"), tokens=8)
     assert {check.verdict for check in partly.doctor} == {"partly checked"}
     assert partly.summary.verdict == "partly checked"
-    assert run.sound(partly)
+    assert partly.summary.verdict != "differs"
     assert not partly.coverage.complete
     assert "without weights.*" in partly.coverage.sentence
 
@@ -134,7 +134,7 @@ def test_doctor_calls_nothing_checked_where_the_eager_attention_is_another():
     assert {check.verdict for check in report.doctor} == {"not checked"}
     assert all("eager attention changes" in check.reason for check in report.doctor)
     assert report.summary.identity_error < 1e-5
-    assert run.sound(report)
+    assert report.summary.verdict != "differs"
     assert report.summary.verdict == "partly checked"
 
 

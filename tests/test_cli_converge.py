@@ -154,7 +154,7 @@ def test_an_interruption_keeps_the_finished_checkpoints(tmp_path):
 INTERRUPTING = f"""
 import os, sys
 sys.argv[0] = "attnlens"
-from attnlens.run.training import series
+from attnlens.run import series
 read = series.Series.read_unit
 def interrupted(self, name):
     if "step-00100" in name:

@@ -8,7 +8,7 @@ import pytest
 from program import attnlens, refused, without_torch
 
 from attnlens.cli.commands import app
-from attnlens.cli.defaults import kinds
+from attnlens.cli.parameters import kinds
 
 ONE = ("inspect", "demo", "--source", "tokens", "--layers", "0", "--json", "-", "-q")
 

@@ -20,7 +20,7 @@ from attnlens.errors import AttnlensError, OutputError
 from attnlens.records import Site, read_report
 from attnlens.render.pictures import is_file
 from attnlens.run.inspect.assembly import WorkUnit
-from attnlens.run.inspect.survey import stages
+from attnlens.run.inspect.pipeline import stages
 
 ONE = ("inspect", "demo", "--source", "weights", "--layers", "0", "--heads", "0", "--no-progress")
 LINE = " ".join(ONE)

@@ -16,9 +16,8 @@ import attnlens
 from attnlens import run
 from attnlens.errors import ModelError, UsageError
 from attnlens.records import Experiment
-from attnlens.run.training.checkpoints import of_demo, step_of
-from attnlens.run.training.synthetic import finished
-from attnlens.run.verify import ROWS
+from attnlens.run.series import of_demo, step_of
+from attnlens.run.verify import ROWS, finished
 from attnlens.runs.progress import silent
 
 SMALL = {"sequences": 2, "tokens": 32}

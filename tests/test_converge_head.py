@@ -15,7 +15,7 @@ from attnlens.errors import UsageError
 from attnlens.experiments.one_head import FACTORS, as_instances, hardening, starts, trained
 from attnlens.experiments.settings import ExperimentSettings
 from attnlens.requests import reading
-from attnlens.run.training.one_head import converge_head, posed
+from attnlens.run.verify import converge_head, posed
 
 HEAD = (3, 2)
 

@@ -12,7 +12,7 @@ from attnlens.errors import UsageError
 from attnlens.experiments import EXPERIMENTS, golden, run_experiments
 from attnlens.experiments.synthetic.data import draw, grid, instances, starts
 from attnlens.experiments.synthetic.weights import corpus
-from attnlens.records.experiments import Experiment
+from attnlens.records.studies import Experiment
 from attnlens.requests.experiments import checked_synthetic
 from attnlens.sentences.verdicts import setting, worded
 

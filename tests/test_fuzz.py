@@ -18,7 +18,7 @@ from attnlens import requests
 from attnlens.arguments import budget, selection_share
 from attnlens.cli import parameters
 from attnlens.cli.commands import app
-from attnlens.cli.defaults import defaults, kinds
+from attnlens.cli.parameters import defaults, kinds
 from attnlens.errors import AttnlensError
 from attnlens.kernels import FILTERS, TIES, kernels, parsed
 from attnlens.records import Report, read_plan, read_report

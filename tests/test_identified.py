@@ -15,7 +15,7 @@ from attnlens.analyzers.selection.gatherer import Selector
 from attnlens.plots.captions import full_caption, short_caption
 from attnlens.plots.overview import page_rows
 from attnlens.registry import Analyzer, GatheringPlace
-from attnlens.run.inspect.sink import pieces
+from attnlens.run.inspect.collector import pieces
 from attnlens.sections.layers import layer_rows, reading_help
 from attnlens.shapes import Shapes
 

@@ -19,9 +19,9 @@ from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.records import Coverage, Head, Measure, Skipped, read_report
 from attnlens.registry import MeasureInfo
 from attnlens.run import Interrupted, checks
+from attnlens.run.inspect.assembly import extremes
 from attnlens.run.inspect.collector import scaled_null
-from attnlens.run.inspect.summary import extremes
-from attnlens.run.inspect.survey import Inspection
+from attnlens.run.inspect.pipeline import Inspection
 from attnlens.sentences import reports
 from attnlens.sentences.findings import population
 

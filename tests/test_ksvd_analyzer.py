@@ -290,7 +290,7 @@ def test_inspect_measures_a_model_with_errors_over_its_sequences():
 def grouped(monkeypatch):
     """A curve that asks to be seen by depth, under a name that no analyzer has."""
     infos = measure_infos() | {"any.curve": MeasureInfo("any.curve", "what it is", "c", curve=True, by_depth=True)}
-    monkeypatch.setattr("attnlens.registry.analysis.measure_infos", lambda: infos)
+    monkeypatch.setattr("attnlens.registry.measure_infos", lambda: infos)
 
     def shapes(starts, parts=None):
         curves = [list(np.linspace(start, 1, 9)) for start in starts]
@@ -339,7 +339,7 @@ def test_the_overview_is_the_picture_by_depth_with_maps_below(grouped):
 def test_a_curve_that_does_not_ask_is_drawn_as_before(grouped, monkeypatch):
     shapes = grouped([0.1, 0.2, 0.3])
     silent = measure_infos() | {"any.curve": MeasureInfo("any.curve", "what it is", "c", curve=True)}
-    monkeypatch.setattr("attnlens.registry.analysis.measure_infos", lambda: silent)
+    monkeypatch.setattr("attnlens.registry.measure_infos", lambda: silent)
     assert all(panel.title == "" for row in page_rows(shapes) for panel in row)
 
 

@@ -130,7 +130,7 @@ def test_a_third_party_enters_a_kernel_and_an_analyzer_by_the_exported_names(mon
     from attnlens import KernelParameter, MeasureInfo, QueryKey, analyzer, kernel
 
     registry.every_analyzer()
-    monkeypatch.setattr(registry.analysis, "_ANALYZERS", dict(registry.analysis._ANALYZERS))
+    monkeypatch.setattr(registry, "_ANALYZERS", dict(registry._ANALYZERS))
 
     @analyzer("scale", "tokens", [MeasureInfo("tokens.scale_used", "The scale.", "s")], by_default=False)
     def scale(query_key: QueryKey) -> dict[str, torch.Tensor]:
@@ -176,7 +176,7 @@ def tables(monkeypatch):
     """The registry, as it was before a test entered anything."""
     registry.every_analyzer()
     parsed("rbf")
-    monkeypatch.setattr(registry.analysis, "_ANALYZERS", dict(registry.analysis._ANALYZERS))
+    monkeypatch.setattr(registry, "_ANALYZERS", dict(registry._ANALYZERS))
     before = dict(registry.KERNELS)
     yield
     registry.KERNELS.clear()

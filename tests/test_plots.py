@@ -115,7 +115,7 @@ def test_signed_measures_are_centred_at_zero_by_data_or_by_registry(monkeypatch:
     assert not isinstance(scale(Shapes(planted(positive)).readings["weights.planted"])[1], CenteredNorm)
     info = registry.MeasureInfo("weights.planted", "planted", "f(x)", low=-1, high=1)
     entry = registry.Analyzer("planted", "weights", "?", (info,), lambda _: {})
-    monkeypatch.setitem(registry.analysis._ANALYZERS, ("planted", "weights"), entry)
+    monkeypatch.setitem(registry._ANALYZERS, ("planted", "weights"), entry)
     norm = scale(Shapes(planted(positive)).readings["weights.planted"])[1]
     assert isinstance(norm, CenteredNorm)
     assert norm(0.0) == 0.5
@@ -247,7 +247,7 @@ def test_an_index_counts_from_1_and_a_distance_from_0(
 ) -> None:
     info = registry.MeasureInfo("weights.c", "planted", "f(x)", curve=True, steps=steps)
     entry = registry.Analyzer("planted", "weights", "?", (info,), lambda _: {})
-    monkeypatch.setitem(registry.analysis._ANALYZERS, ("planted", "weights"), entry)
+    monkeypatch.setitem(registry._ANALYZERS, ("planted", "weights"), entry)
     with house_style():
         axes = fan_figure(with_curves([[1.0, 0.5, 0.2]] * 2, name="weights.c"), "weights.c").axes[0]
     assert axes.collections[0].get_segments()[0][:, 0].tolist() == [first, first + 1, first + 2]
@@ -390,7 +390,7 @@ def test_the_caption_says_what_is_possible(
 ) -> None:
     info = registry.MeasureInfo("weights.planted", "planted", "f(x)", low=low, high=high)
     entry = registry.Analyzer("planted", "weights", "?", (info,), lambda _: {})
-    monkeypatch.setitem(registry.analysis._ANALYZERS, ("planted", "weights"), entry)
+    monkeypatch.setitem(registry._ANALYZERS, ("planted", "weights"), entry)
     shapes = Shapes(planted(np.array([[0.0, 0.5], [1.25, 3.0]])))
     assert expected in full_caption(shapes, shapes.readings["weights.planted"], 200).splitlines()
 

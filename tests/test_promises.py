@@ -14,7 +14,7 @@ from attnlens.run.swap.ranks import search as calibration
 from attnlens.run.swap.ranks.bases import Basis
 from attnlens.run.swap.ranks.search import Budgeting, Losses, rise_of
 from attnlens.statistics import Design
-from attnlens.texts.sampling import chosen
+from attnlens.texts.sequences import chosen
 
 SEEDS, WINDOWS, POPULATION, BLOCK, RANKS = 320, 32, 960, 16, 64
 BUDGET = 0.01

@@ -17,7 +17,7 @@ from reports import bytes_of
 
 import attnlens
 from attnlens.errors import ModelError, UsageError
-from attnlens.run.inspect.survey import Inspection
+from attnlens.run.inspect.pipeline import Inspection
 from attnlens.runs import work
 from attnlens.runs.work import Outcome, WorkPlan, run_units
 

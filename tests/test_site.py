@@ -9,7 +9,7 @@ import pytest
 import attnlens
 from attnlens import registry
 from attnlens.kernels import FILTERS, HYBRIDS, TIES, kernels
-from attnlens.registry.measure_info import DISTANCES
+from attnlens.registry import DISTANCES
 
 ROOT = Path(__file__).parent.parent
 SITE = ROOT / "docs" / "site"

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from attnlens.errors import AttnlensError, ModelError, OutputError, TextError, UsageError
-from attnlens.run.inspect.sink import replay
+from attnlens.run.inspect.collector import replay
 from attnlens.runs import work
 from attnlens.runs.work import (
     LOST,

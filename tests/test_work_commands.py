@@ -29,15 +29,15 @@ import attnlens
 from attnlens import run
 from attnlens.errors import ModelError, OutputError, UsageError
 from attnlens.run import provenance
-from attnlens.run.inspect import survey
-from attnlens.run.inspect.survey import Inspection
-from attnlens.run.swap import pipeline as swap_work
+from attnlens.run.inspect import pipeline as survey
+from attnlens.run.inspect.pipeline import Inspection
+from attnlens.run.series import Series
+from attnlens.run.swap import work as swap_work
 from attnlens.run.swap.healing.course import Course
 from attnlens.run.swap.one_kernel import KernelRun
 from attnlens.run.swap.pipeline import prepared
 from attnlens.run.swap.ranks import search
 from attnlens.run.swap.sweep import SweptBatch
-from attnlens.run.training.series import Series
 from attnlens.runs.work import ShardFinished
 
 CHECKPOINTS = Path(attnlens.__file__).parent / "demo" / "checkpoints"

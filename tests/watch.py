@@ -126,7 +126,7 @@ def import_rooms() -> None:
     """Import the rooms with every function and dataclass checked; nothing else may have imported them before."""
     for name in OTHERS:
         import_module(name)
-    for name in attnlens.records.__all__:
+    for name in attnlens.records._HOMES:
         getattr(attnlens.records, name)  # each file is imported by its first use
     for noun in NOUNS:
         vars(sys.modules[noun.__module__]).update(NAMES)

@@ -25,7 +25,6 @@ TypedWrong: Any = typer.BadParameter.__base__
 WIDTHS = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
 WIDEST = 1000
 """Columns or lines beyond which no page is; a table is filled up to them."""
-SAY_DOCSTRINGS = "Leave out -OO, and PYTHONOPTIMIZE=2."
 UNSET_VARIABLE = re.compile(r" \(env var: '(\w+)'\)")
 """What click adds to an option's name, whether or not the variable is set."""
 
@@ -53,12 +52,18 @@ def exit_code(words: Sequence[str] | None = None) -> int:
             complain("stdout is closed.", "Send it somewhere, as in: attnlens list > FILE")
             return UNUSABLE
         if sys.flags.optimize > 1:
-            complain("Python was started with -OO, under which transformers can't be imported.", SAY_DOCSTRINGS)
+            problem = "Python was started with -OO, under which transformers can't be imported."
+            complain(problem, "Leave out -OO, and PYTHONOPTIMIZE=2.")
             return UNUSABLE
         with product():
             return app(words, prog_name="attnlens", standalone_mode=False) or 0
     except TypedWrong as error:
-        return _mistyped(error, sys.argv[1:] if words is None else words)
+        # an option without its value is told without a context, and only within a command
+        first = (sys.argv[1:] if words is None else words)[:1]
+        command = error.ctx.command_path if error.ctx else f"attnlens {first[0]}"
+        problem = UNSET_VARIABLE.sub(lambda found: found[0] * (found[1] in os.environ), error.format_message())
+        complain(problem, f"Run: {command} --help")
+        return UNUSABLE
     except typer.Exit as stop:
         return stop.exit_code
     except SystemExit:  # so does typer itself end where nobody reads its help
@@ -82,12 +87,3 @@ def _prepare() -> None:
             os.environ[name] = given if len(given) <= 3 else str(WIDEST)
     os.environ["MPLBACKEND"] = "agg"  # a notebook exports its own to the programs that it starts
     warnings.simplefilter("ignore")  # other libraries' talk; PYTHONWARNINGS=error would make it end the program
-
-
-def _mistyped(error: Any, words: Sequence[str]) -> int:
-    """Say which words could not be parsed, and where they are explained."""
-    # an option without its value is told without a context, and only within a command
-    command = error.ctx.command_path if error.ctx else f"attnlens {words[0]}"
-    told = UNSET_VARIABLE.sub(lambda found: found[0] * (found[1] in os.environ), error.format_message())
-    complain(told, f"Run: {command} --help")
-    return UNUSABLE

@@ -1,7 +1,8 @@
-"""What a command reads and writes: checks of both before the work, and the delivery of its report."""
+"""What a command reads and writes, its model's name, progress around its work, and its report's delivery."""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -11,14 +12,15 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from attnlens.arguments import MODEL_FILES, dataset_rows
 from attnlens.cli import INTERRUPTED
-from attnlens.cli.show import complain, console, say
-from attnlens.errors import AttnlensError, OutputError, TextError, UsageError
+from attnlens.cli.show import PARTLY, complain, console, interruptible_at_once, progress, say
+from attnlens.errors import AttnlensError, IdentityError, OutputError, TextError, UsageError
 from attnlens.files import (
     OPEN_FILES,
     check_writable,
@@ -28,10 +30,110 @@ from attnlens.files import (
     with_home,
     write_atomically,
 )
+from attnlens.wording import clean, counted, listed
 
 if TYPE_CHECKING:
     from attnlens.records import Report
     from attnlens.sections.section import Document
+
+
+REMEDY = "Trust none of its numbers there; `attnlens doctor {} --json FILE` keeps every site's errors for a bug report."
+NO_MODEL = "No model named: using demo, the small model that ships with attnlens."
+
+
+def named_model(name: str | None, *, quiet: bool) -> str:
+    """The model asked for, or demo, which is said. Raises UsageError for what can be no name."""
+    if name is None and not quiet:
+        say(NO_MODEL)
+    return "demo" if name is None else checked_model(name)
+
+
+def checked_model(name: str) -> str:
+    """The name; UsageError where it is empty, or stands for stdin."""
+    if not name.strip() or "\0" in name:
+        raise UsageError("The model's name is empty.", "Name a folder, a file, a hub id, or `demo`.")
+    if name == "-":
+        raise UsageError("A model can't be read from stdin.", "Name a folder, a file, a hub id, or `demo`.")
+    return name
+
+
+def check_reading(settings: Mapping[str, Any]) -> None:
+    """Raise UsageError for what the source that was asked for does not give."""
+    from attnlens.requests import reading  # late, because it loads the records
+
+    reading.chosen(reading.settings(settings), settings["analyzers"], settings["select"], settings["show"])
+    reading.refuse_unread(settings, settings["source"])
+
+
+@contextmanager
+def working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
+    """Around the one call of a command: progress is shown, and transformers logs nothing."""
+    gc.freeze()  # what was imported stays: no collection need go through it
+    gc.enable()
+    with interruptible_at_once():
+        from attnlens.models.quiet import unlogged
+
+    with unlogged(), progress(shown=not (outputs.quiet or outputs.no_progress)) as tell:
+        yield tell
+
+
+def run_and_deliver(outputs: Outputs, work: Callable[[Any, Any], tuple[Report, Callable[[], None] | None]]) -> Report:
+    """Return the report of one piece of work, delivered; what is finished of an interrupted one too.
+
+    `work` is (attnlens.run, progress) → the report, and what is to be called when it is written.
+    """
+    with interruptible_at_once():
+        from attnlens import run
+
+    stopped, written = False, None
+    with working(outputs) as tell:
+        try:
+            report, written = work(run, tell)
+        except run.Interrupted as stop:
+            report, stopped = stop.report, True
+            if not report.experiments and not any(head.measures for head in report.heads):
+                raise
+    deliver(outputs, report, interrupted=stopped)
+    if written is not None:
+        written()
+    return report
+
+
+def begin_workers(settings: Mapping[str, Any]) -> None:
+    """Begin what the processes of --jobs are forked from, which imports what this one imports meanwhile."""
+    if settings.get("engine") == "local":
+        from attnlens.runs.work import start_server
+
+        start_server(settings["jobs"])
+
+
+def end_strictly(report: Report) -> None:
+    """End with PARTLY if something was not analysed, or the files hold tensors that the model has no place for."""
+    from attnlens.sentences.reports import unexpected
+
+    for sentence in unexpected(report):
+        console(stderr=True).print(clean(sentence), soft_wrap=True, markup=False)
+    partial = not report.coverage.complete
+    if partial:
+        say(report.coverage.sentence)
+    if report.model.unexpected or partial:
+        raise typer.Exit(PARTLY)
+
+
+def failure(report: Report) -> IdentityError:
+    """Return the error of a failed `doctor`: which sites failed, and how far the worst is off."""
+    failed = [check for check in report.doctor if not check.passed]
+    errors = [error for check in failed for error in (check.tokens_error, check.weights_error) if error is not None]
+    if failed:
+        worst = f"worst error {max(errors):.1e}" if errors else failed[0].reason or "without an error to show"
+        sites = counted(len(report.doctor), "site")
+        problem = f"{len(failed)} of {sites} failed, {worst}: {listed(check.site for check in failed)}."
+    elif (error := report.summary.identity_error) is None:
+        problem = "The model's outputs are not finite, or can't be compared, so that nothing is proven."
+    else:
+        problem = f"Attention recomputed by attnlens changes the model's outputs by {error:.1e}."
+    return IdentityError(problem, REMEDY.format(quote(report.model.id)))
+
 
 READER_LEFT = 141
 """Exit code if the reader of stdout closes it early, as `head` does: that of a program ended by SIGPIPE."""
@@ -86,11 +188,6 @@ class Inputs:
         for name in models:
             found._add_model(name, given)
         return found
-
-    @classmethod
-    def of_report(cls, *paths: str) -> Inputs:
-        """Those of a command which reads reports."""
-        return cls({os.path.realpath(path): "the report" for path in paths})
 
     def description(self, output: Path) -> str:
         """Return the description of the input that `output` would replace; empty if there is none."""
@@ -181,11 +278,6 @@ class Outputs:
         """Those among a command's parameters."""
         return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
 
-    @property
-    def moving(self) -> bool:
-        """Whether progress is shown."""
-        return not (self.quiet or self.no_progress)
-
     def files(self, *options: str) -> dict[str, Path]:
         """Those of these options that name a file and not stdout, with their paths."""
         named = {option: getattr(self, option) for option in options}
@@ -196,11 +288,7 @@ class Outputs:
         }
 
     def check(self, inputs: Inputs) -> None:
-        """Check before the work that every file can be written or drawn, and that none is an input.
-
-        Raises UsageError for a path that names no file, for two options that name the same file and for an output that
-        would replace an input, OutputError for a file that can't be written or drawn.
-        """
+        """Check before the work that every file can be written or drawn, and that none is an input."""
         for option in (*DATA, *PICTURES):
             _check_name(option, getattr(self, option))
         names = {os.path.realpath(os.devnull): ""}

@@ -12,7 +12,7 @@ from attnlens.experiments.settings import Progress, Study, setting_of, silent
 from attnlens.experiments.synthetic.data import golden
 from attnlens.experiments.synthetic.tokens import FEASIBILITY, GLOBAL_SELECTION, LOCAL_CONVERGENCE, RANK
 from attnlens.experiments.synthetic.weights import MULTI_TOKEN, NEXT_TOKEN
-from attnlens.records.experiments import Experiment
+from attnlens.records.studies import Experiment
 
 EXPERIMENTS: dict[str, Study] = {
     "local-convergence": LOCAL_CONVERGENCE,

@@ -12,7 +12,7 @@ import torch
 from pydantic import JsonValue
 
 from attnlens.experiments.settings import Figure, Progress, averaged, columns, curve, silent
-from attnlens.records.experiments import Curve, Experiment
+from attnlens.records.studies import Curve, Experiment
 
 if TYPE_CHECKING:
     from jaxtyping import Float

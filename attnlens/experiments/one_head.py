@@ -13,7 +13,7 @@ from attnlens import attsvm
 from attnlens.attsvm.descent import Instances, Scores
 from attnlens.attsvm.head import Nearness, Softmax, log_odds, span
 from attnlens.experiments.settings import CORRELATION, ExperimentSettings, Progress, curve, silent
-from attnlens.records.experiments import Curve, Experiment
+from attnlens.records.studies import Curve, Experiment
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -16,7 +16,7 @@ from attnlens import linalg, primal
 from attnlens.experiments.settings import Figure, Progress, averaged, columns, curve, silent
 from attnlens.experiments.trained import DEMO, SHARE, TEXT, attention_curve, calls, cosine_curve, demo, sample
 from attnlens.ksvd import ETA
-from attnlens.records.experiments import Curve, Experiment
+from attnlens.records.studies import Curve, Experiment
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

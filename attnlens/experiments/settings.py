@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from pydantic import JsonValue
 
 from attnlens.attsvm.descent import Loss
-from attnlens.records.experiments import Bound, Curve, Experiment
+from attnlens.records.studies import Bound, Curve, Experiment
 from attnlens.requests.experiments import USES
 
 if TYPE_CHECKING:

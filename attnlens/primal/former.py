@@ -109,8 +109,8 @@ def _surveyed(model: PreTrainedModel) -> list[Reached]:
 
 def _blank(model: PreTrainedModel) -> dict[str, Tensor]:
     """The least input that the model takes: four tokens for each side that reads them, noise for pixels and sound."""
-    from attnlens.texts.inputs import decodes_text, not_made, reads_ids, text_inputs, wanted
     from attnlens.texts.media import Feed, ids_of, media_of, placed, types_of
+    from attnlens.texts.sequences import decodes_text, not_made, reads_ids, text_inputs, wanted
 
     try:
         media = media_of(model)

@@ -6,169 +6,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attnlens.records.calls import Call
-    from attnlens.records.checks import Baseline, BaselineMeasure, Breach, Check, read_baseline
-    from attnlens.records.comparison import BlockChange, Comparison, HeadChange, MeasureChange, Relation, Shift, Spread
-    from attnlens.records.coverage import Coverage, Skipped
-    from attnlens.records.experiments import Bound, Curve, Experiment, Trajectory
-    from attnlens.records.measures import Head, HeadId, Measure, Null, Record
-    from attnlens.records.plans import FormTried, KeyRank, Plan, PlanStep, Rise, read_plan
-    from attnlens.records.predictions import Prediction, Predictor
-    from attnlens.records.provenance import (
-        AdapterInfo,
-        Conventions,
-        File,
-        FileInParts,
-        ModelInfo,
-        Settings,
-        Text,
-        Tool,
-    )
-    from attnlens.records.report import (
-        Environment,
-        Extreme,
-        Report,
-        SiteCheck,
-        Summary,
-        TextSummary,
-        Verdict,
-        json_schema,
-        read_report,
-    )
-    from attnlens.records.selections import AttentionRows, Pick, Selection, Sentence
-    from attnlens.records.studies import StudyCell, StudyColumn, StudyOrdering, StudyPair, StudyRun, StudyTable
-    from attnlens.records.swaps import (
-        PARTS,
-        Agreement,
-        BeyondWindow,
-        Change,
-        Control,
-        Effect,
-        Healing,
-        HealingControl,
-        HealingRate,
-        HealingStep,
-        HealingTraining,
-        Outcome,
-        Pair,
-        PositionChange,
-        SiteSwap,
-        Stage,
-        Swap,
-        Task,
-        TextChange,
-        TextCosine,
-    )
-    from attnlens.records.tensors import QueryKey, Rotation, Site, Source
-    from attnlens.records.windows import Windows
+    from attnlens.records.comparison import *
+    from attnlens.records.measures import *
+    from attnlens.records.plans import *
+    from attnlens.records.provenance import *
+    from attnlens.records.report import *
+    from attnlens.records.studies import *
+    from attnlens.records.swaps import *
+    from attnlens.records.tensors import *
 
 _NAMES = {
-    "calls": "Call",
-    "checks": "Baseline BaselineMeasure read_baseline Breach Check",
-    "comparison": "BlockChange Comparison HeadChange MeasureChange Relation Shift Spread",
-    "coverage": "Coverage Skipped",
-    "experiments": "Bound Curve Experiment Trajectory",
-    "measures": "Head HeadId Measure Null Record",
+    "comparison": "Baseline BaselineMeasure read_baseline Breach Check BlockChange Comparison HeadChange MeasureChange "
+    "Relation Shift Spread",
+    "measures": "AttentionRows Coverage Head HeadId Measure Null Pick Record Selection Sentence Skipped",
     "plans": "FormTried KeyRank Plan PlanStep Rise read_plan",
-    "predictions": "Prediction Predictor",
     "provenance": "AdapterInfo Conventions File FileInParts ModelInfo Settings Text Tool",
-    "report": "Environment Extreme Report SiteCheck Summary TextSummary Verdict json_schema read_report",
-    "selections": "AttentionRows Pick Selection Sentence",
-    "studies": "StudyCell StudyOrdering StudyPair StudyRun StudyTable StudyColumn",
+    "report": "Environment Extreme Report SiteCheck Summary TextSummary Verdict Windows json_schema read_report",
+    "studies": "Bound Curve Experiment StudyCell StudyOrdering StudyPair StudyRun StudyTable StudyColumn Trajectory",
     "swaps": "PARTS Agreement BeyondWindow Change Control Effect Healing HealingControl HealingRate HealingStep "
-    "HealingTraining Outcome Pair PositionChange SiteSwap Stage Swap Task TextChange TextCosine",
-    "tensors": "QueryKey Rotation Site Source",
-    "windows": "Windows",
+    "HealingTraining Outcome Pair PositionChange Prediction Predictor SiteSwap Stage Swap Task TextChange TextCosine",
+    "tensors": "Call QueryKey Rotation Site Source",
 }
 """Which file each name is in."""
 _HOMES = {name: f"attnlens.records.{file}" for file, names in _NAMES.items() for name in names.split()}
-
-__all__ = [
-    "PARTS",
-    "AdapterInfo",
-    "Agreement",
-    "AttentionRows",
-    "Baseline",
-    "BaselineMeasure",
-    "BeyondWindow",
-    "BlockChange",
-    "Bound",
-    "Breach",
-    "Call",
-    "Change",
-    "Check",
-    "Comparison",
-    "Control",
-    "Conventions",
-    "Coverage",
-    "Curve",
-    "Effect",
-    "Environment",
-    "Experiment",
-    "Extreme",
-    "File",
-    "FileInParts",
-    "FormTried",
-    "Head",
-    "HeadChange",
-    "HeadId",
-    "Healing",
-    "HealingControl",
-    "HealingRate",
-    "HealingStep",
-    "HealingTraining",
-    "KeyRank",
-    "Measure",
-    "MeasureChange",
-    "ModelInfo",
-    "Null",
-    "Outcome",
-    "Pair",
-    "Pick",
-    "Plan",
-    "PlanStep",
-    "PositionChange",
-    "Prediction",
-    "Predictor",
-    "QueryKey",
-    "Record",
-    "Relation",
-    "Report",
-    "Rise",
-    "Rotation",
-    "Selection",
-    "Sentence",
-    "Settings",
-    "Shift",
-    "Site",
-    "SiteCheck",
-    "SiteSwap",
-    "Skipped",
-    "Source",
-    "Spread",
-    "Stage",
-    "StudyCell",
-    "StudyColumn",
-    "StudyOrdering",
-    "StudyPair",
-    "StudyRun",
-    "StudyTable",
-    "Summary",
-    "Swap",
-    "Task",
-    "Text",
-    "TextChange",
-    "TextCosine",
-    "TextSummary",
-    "Tool",
-    "Trajectory",
-    "Verdict",
-    "Windows",
-    "json_schema",
-    "read_baseline",
-    "read_plan",
-    "read_report",
-]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""A Measure: a value with its standard error or null, or the reason why there is none."""
+"""A Measure: a value with its error or null, or why there is none; Coverage; what heads do on tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from attnlens.choices import Part
+from attnlens.choices import Part, Space
 from attnlens.errors import UsageError
 from attnlens.files import local_path, read_bytes, written
 
@@ -149,3 +149,141 @@ class Head(HeadId):
     """Scalars by qualified name (`weights.symmetry`)."""
     curves: dict[str, list[Number]] = {}
     """Curves by qualified name, one number a step."""
+
+
+OPENERS = ("A", "An", "Its", "No", "None", "The", "There", "This")
+"""Words that begin a sentence; any other capital belongs to a name."""
+
+
+def _clause(sentence: str) -> str:
+    """The sentence as it stands behind «because»: without its capital and its period."""
+    first, blank, rest = sentence.strip().rstrip(".").partition(" ")
+    return (first.lower() if first in OPENERS else first) + blank + rest
+
+
+class Skipped(Record):
+    """What was not analysed, and why."""
+
+    site: str
+    """The site's name, or a module's path."""
+    heads: list[Count] = []
+    """Which heads; empty means all."""
+    measure: str | None = None
+    """Which measure or source; None means all."""
+    reason: Annotated[str, AfterValidator(_clause)]
+    """Why, as it stands behind «because»."""
+
+
+class Coverage(Record):
+    """What was analysed and what was not."""
+
+    sites: Count
+    """Sites asked for."""
+    heads: Count
+    """Heads asked for."""
+    analysed: Count
+    """Heads of which at least one value was measured."""
+    without: dict[str, Count] = {}
+    """How many of the analysed heads have no value from a source that was asked for, by source."""
+    skipped: list[Skipped] = []
+    """What is missing, with reasons."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that was asked for was measured."""
+        return self.analysed == self.heads and not self.without and not self.skipped
+
+    @property
+    def sentence(self) -> str:
+        """`COMPLETE: 72 of 72 heads`, or `PARTIAL: 60 of 72 heads, without tokens.*, because …`."""
+        count = f"{self.analysed} of {self.heads} heads"
+        if self.complete:
+            return f"COMPLETE: {count}"
+        lacking = sorted(self.skipped, key=lambda skip: skip.measure not in self.without)  # what heads lack comes first
+        reasons = list(dict.fromkeys(skip.reason for skip in lacking)) or ["this input does not reach them"]
+        more = len(reasons) - 1
+        others = f" (and {more} more reason{'s' if more > 1 else ''})" if more else ""
+        return f"PARTIAL: {count}{self._lacking}, because {reasons[0]}{others}"
+
+    @property
+    def _lacking(self) -> str:
+        """What the analysed heads lack; where they lack nothing, the first place that was left out."""
+        lacking = [
+            f"{'' if count == self.analysed else f'{count} of them '}without {source}.*"
+            for source, count in self.without.items()
+        ]
+        if not lacking and self.analysed == self.heads and self.skipped:
+            more = len({skip.site for skip in self.skipped}) - 1
+            lacking = [f"without {self.skipped[0].site}" + (f" and {more} more" if more else "")]
+        return "".join(f", {words}" for words in lacking)
+
+
+class Pick(Record):
+    """One posed query and what its head selects for it."""
+
+    sequence: Count
+    """The sequence's number among those fed, from 0."""
+    query: Count
+    """The query's place among its sequence's tokens."""
+    selected: list[Count]
+    """The places of the selected tokens: one, or those that hold the share of the weight that was asked for."""
+    support: list[Count]
+    """The places of the support tokens, the rivals whose constraints carry the SVM (λ > 0)."""
+    weight: Number
+    """p_max, the largest attention weight."""
+    margin: Number
+    """The query's least margin over the best possible, 1/‖W_mm‖: 1 or more wherever the head is the SVM."""
+
+
+class Sentence(Record):
+    """The tokens of a sequence that a pick points at."""
+
+    sequence: Count
+    """The sequence's number among those fed."""
+    keys: list[str]
+    """What is selected among, token by token."""
+    queries: list[str] | None = None
+    """What selects, where that is another sequence (cross-attention)."""
+
+
+class Selection(HeadId):
+    """A head's own selection problem, as it was posed and solved."""
+
+    space: Space
+    """Whether it was posed on the module's inputs, or on queries and keys."""
+    picks: list[Pick]
+    """The posed queries, the most decided first."""
+    best: Number
+    """1/‖W_mm‖_F, the largest least margin that any form of unit norm reaches."""
+    null_margins: list[list[Number]] = []
+    """Each null head's margins over its own best, ascending."""
+    sentences: list[Sentence] = []
+    """The sequences of the picks."""
+
+
+class AttentionRows(HeadId):
+    """What each query of one sequence attends to: its largest weights."""
+
+    sequence: Count
+    """The sequence's number among those fed."""
+    keys: list[list[Count]]
+    """For each query the places of the keys with the largest weights, the largest first."""
+    weights: list[list[Number]]
+    """Their weights."""
+    rest: list[Number]
+    """For each query the sum of its other weights."""
+    sentence: Sentence | None = None
+    """The tokens; None where the model reads no text, or its rows are not its tokens."""
+
+    @model_validator(mode="after")
+    def _of_one_size(self) -> AttentionRows:
+        if not len(self.keys) == len(self.weights) == len(self.rest):
+            raise ValueError("keys, weights and rest are of different numbers of queries")
+        if any(len(places) != len(row) for places, row in zip(self.keys, self.weights, strict=True)):
+            raise ValueError("a query has another number of keys than of weights")
+        if self.sentence is not None:
+            queries = self.sentence.keys if self.sentence.queries is None else self.sentence.queries
+            beyond = any(place >= len(self.sentence.keys) for places in self.keys for place in places)
+            if beyond or len(queries) != len(self.keys):
+                raise ValueError("its tokens are not those of its rows")
+        return self

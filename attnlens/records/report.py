@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,21 +15,57 @@ from pydantic import ConfigDict, Field, PrivateAttr
 from attnlens.choices import Part
 from attnlens.errors import UsageError
 from attnlens.files import local_path, write_atomically
-from attnlens.records.checks import Check
-from attnlens.records.comparison import Comparison, changed
-from attnlens.records.coverage import Coverage
-from attnlens.records.experiments import Experiment
-from attnlens.records.measures import Count, Head, HeadId, Null, Number, Record, read_record
+from attnlens.records.comparison import Check, Comparison, changed
+from attnlens.records.measures import (
+    AttentionRows,
+    Count,
+    Coverage,
+    Head,
+    HeadId,
+    Null,
+    Number,
+    Record,
+    Selection,
+    read_record,
+)
 from attnlens.records.plans import Plan
 from attnlens.records.provenance import File, ModelInfo, Settings, Tool
-from attnlens.records.selections import AttentionRows, Selection
-from attnlens.records.studies import StudyTable
+from attnlens.records.studies import Experiment, StudyTable
 from attnlens.records.swaps import Swap
-from attnlens.records.windows import Windows
 from attnlens.wording import clean
 
 if TYPE_CHECKING:
     import pandas
+    from jaxtyping import Float
+    from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """Values of every window, unit by unit: heads (`inspect`), or kernels and stages (`swap-kernel`)."""
+
+    windows: Sequence[tuple[str, int]]
+    """The name of each window's text, and its number there; in the order of the sequences."""
+    units: Sequence[Mapping[str, str | int]]
+    """What is measured in each window, as columns: `layer`, `head`, or `kernel`, `stage`."""
+    values: Mapping[str, Float[Tensor, "windows units"]]
+    """By measure; NaN where there is none."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Windows) and all(one == two for one, two in zip_longest(self.rows(), other.rows()))
+
+    def rows(self) -> Iterator[dict[str, str | int | float]]:
+        """A row a window and unit: text, window, the unit's columns, then the measures that have a value."""
+        read = {name: part.tolist() for name, part in self.values.items()}
+        for place, (text, number) in enumerate(self.windows):
+            for column, unit in enumerate(self.units):
+                found = {name: part[place][column] for name, part in read.items()}
+                yield {
+                    "text": text,
+                    "window": number,
+                    **unit,
+                    **{name: value for name, value in found.items() if value == value},
+                }
 
 
 Verdict = Literal["agrees", "partly checked", "not checked", "differs"]

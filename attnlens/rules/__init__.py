@@ -11,8 +11,6 @@ from attnlens.arguments import public
 if TYPE_CHECKING:
     from attnlens.records import Report
 
-__all__ = ["check"]
-
 
 @public
 def check(
@@ -32,7 +30,7 @@ def check(
     UsageError for a rule that makes no sense or matches nothing, a partial report, and a baseline of another run.
     """
     from attnlens.records import Report, read_baseline, read_report
-    from attnlens.rules.baselines import verdict
+    from attnlens.rules.judging import verdict
     from attnlens.rules.rule import Tolerance, rules_of
 
     subject = report if isinstance(report, Report) else read_report(checked_path("report", report))

@@ -270,10 +270,7 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
 
 
 def rules_of(given: object) -> list[Rule]:
-    """Rules as a caller in Python gives them: a table, a path of a TOML file, a text or several.
-
-    Raises UsageError for anything else, and where there is no rule.
-    """
+    """Rules as a caller in Python gives them: a table, a path of a TOML file, a text or several."""
     found: list[Rule] = []
     if isinstance(given, Mapping):
         found = tabled(given)

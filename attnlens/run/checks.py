@@ -1,22 +1,112 @@
-"""Checks that a model has the sites that were asked for, runs, and is reproduced by recomputing its attention."""
+"""Checks that a model has the sites asked for, runs, lacks no weight, and is reproduced when recomputed."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from attnlens import hooks, models, texts, weights
+from attnlens.attention import attend
 from attnlens.errors import FAILURES, IdentityError, ModelError, TextError, UsageError, is_memory
 from attnlens.hooks import Reached
-from attnlens.records import Conventions, Skipped, Task
-from attnlens.texts.targets import logits_of, of_text, tasks_of
+from attnlens.records import Call, Conventions, Skipped, Task
+from attnlens.texts.targets import asking, logits_of, of_text, states_of, tasks_of
+
+Measured = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]
+"""What is measured of a forward pass on these inputs."""
+
+
+def attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """The queries, keys and values of every attention computation."""
+    found: list[Tensor] = []
+
+    def answer(call: Call) -> Tensor:
+        found.extend((call.query, call.key, call.value))
+        return attend(call, hooks.OWN, "eager")
+
+    with hooks.opened(model, answer):
+        hooks.forward(model, inputs)
+    return found
+
+
+def predictions(task: Task) -> Measured:
+    """The model's predictions, or where it has no head its hidden states."""
+
+    def measured(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        result = hooks.forward(model, inputs, **asking(task))
+        return [states_of(result) if task == "hidden" else logits_of(result)]
+
+    return measured
+
+
+def refuse_initialised(loaded: models.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> None:
+    """Raise ModelError if what is measured rests on a weight that the checkpoint lacks, so that it is random."""
+    if random := random_weights(loaded, inputs, measured):
+        raise ModelError(
+            f"The checkpoint of {loaded.info.id} lacks {_listed(random)}, which would be filled at random.",
+            "Get a complete checkpoint, or load it under the architecture that it was saved from.",
+        )
+
+
+def no_loss(loaded: models.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
+    """Return the module whose random weight the predictions rest on, and why there is no loss; None if there is one."""
+    random = random_weights(loaded, inputs, predictions(task))
+    if not random:
+        return None
+    return _owner(random[0]), f"the checkpoint lacks {_listed(random)}, and so the model has no loss"
+
+
+def _listed(random: list[str]) -> str:
+    return random[0] + (f" and {len(random) - 1} more" if len(random) > 1 else "")
+
+
+def random_weights(loaded: models.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> list[str]:
+    """Return the weights that the checkpoint lacks and on which what is measured rests.
+
+    A weight is excused where its module ran and a gradient says that nothing measured depends on it, as BERT's pooler.
+    What did not run on these inputs (an expert that no token chose) may run on others.
+    """
+    lacking, parts = set(loaded.missing_keys), (loaded.model.named_parameters, loaded.model.named_buffers)
+    missing = [name for part in parts for name, _ in part(remove_duplicate=False) if name in lacking]
+    if not missing:
+        return []
+    with _recording(loaded.model, missing) as (leaves, ran):
+        outputs = [found.sum() for found in measured(loaded.model, inputs) if found.requires_grad]
+        slopes = (
+            torch.autograd.grad(outputs, list(leaves.values()), allow_unused=True) if outputs else [None] * len(leaves)
+        )
+    excused = {name for name, slope in zip(leaves, slopes, strict=True) if slope is None and _owner(name) in ran}
+    return [name for name in missing if name not in excused]
+
+
+@contextmanager
+def _recording(model: PreTrainedModel, names: list[str]) -> Iterator[tuple[dict[str, Tensor], set[str]]]:
+    """Inside, the parameters of these names record gradients, and the paths of their modules are noted as they run."""
+    every, ran = dict(model.named_parameters(remove_duplicate=False)), set[str]()
+    leaves = {name: every[name].requires_grad_() for name in names if name in every}
+    owners = {path: model.get_submodule(path) for path in map(_owner, leaves)}
+    notes = [module.register_forward_hook(lambda *_, path=path: ran.add(path)) for path, module in owners.items()]
+    try:
+        with torch.enable_grad():
+            yield leaves, ran
+    finally:
+        for note in notes:
+            note.remove()
+        for leaf in leaves.values():
+            leaf.requires_grad_(False)
+
+
+def _owner(name: str) -> str:
+    """The path of the module that a parameter is of."""
+    return name.rpartition(".")[0]
+
 
 CAUSAL_NOTE = (
     "Causal heads: no query is compared with a later key, and so the positive, negative and skew shares are not "
@@ -46,10 +136,7 @@ def sites(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> list[Reached]:
 
 
 def surveyed(loaded: models.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool = True) -> hooks.Surveyed:
-    """What these inputs show of the model, which attnlens has `made_up` or the user's own code has.
-
-    Raises ModelError where the model can't run them on its own either, and where it has no sites.
-    """
+    """What these inputs show of the model, which attnlens has `made_up` or the user's own code has."""
     try:
         return hooks.surveyed(loaded.model, inputs)
     except FAILURES:
@@ -66,7 +153,17 @@ def _refusing(loaded: models.Loaded, inputs: Mapping[str, Tensor], *, made_up: b
     except FAILURES as error:
         if is_memory(error):
             raise
-        raise _cannot_run(loaded, inputs, error, made_up=made_up) from error
+        missing = [name for name in texts.wanted(loaded.model) if name not in inputs]
+        if missing and made_up:
+            raise ModelError(
+                f"{loaded.info.id} needs {' and '.join(missing)}, which attnlens can't make up.",
+                "Choose a model of text, images or sound alone.",
+            ) from error
+        raise ModelError(
+            f"{loaded.info.id} can't run on {' and '.join(inputs)}: {type(error).__name__}: {models.first_line(error)}",
+            "It needs other inputs than these, or longer ones; "
+            "or its config.json is not the one that it was made with.",
+        ) from error
 
 
 def of_one_token(loaded: models.Loaded, reached: list[Reached], seed: int) -> list[Reached]:
@@ -97,22 +194,6 @@ def text_alone(loaded: models.Loaded, reached: Sequence[Reached], tokens: int, s
     return [replace(found.get((one.site.path, one.site.ordinal), one), site=one.site) for one in reached]
 
 
-def _cannot_run(
-    loaded: models.Loaded, inputs: Mapping[str, Tensor], error: Exception, *, made_up: bool = True
-) -> ModelError:
-    """What is missing, where the model names it; else what it says of these inputs."""
-    missing = [name for name in texts.wanted(loaded.model) if name not in inputs]
-    if missing and made_up:
-        return ModelError(
-            f"{loaded.info.id} needs {' and '.join(missing)}, which attnlens can't make up.",
-            "Choose a model of text, images or sound alone.",
-        )
-    return ModelError(
-        f"{loaded.info.id} can't run on {' and '.join(inputs)}: {type(error).__name__}: {models.first_line(error)}",
-        "It needs other inputs than these, or longer ones; or its config.json is not the one that it was made with.",
-    )
-
-
 def reproduced(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> float:
     """By how much the model's outputs change when its own attention is recomputed.
 
@@ -125,10 +206,7 @@ def reproduced(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> float:
 
 
 def proven(loaded: models.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float | None, str | None]:
-    """By how much the model changes when its own attention is recomputed; or None, and which weight is not finite.
-
-    Raises IdentityError where it changes by more than rounding.
-    """
+    """By how much the model changes when its own attention is recomputed; or None, and which weight is not finite."""
     error = reproduced(loaded, inputs)
     if error <= hooks.IDENTITY_TOLERANCE:
         return error, None
@@ -220,42 +298,22 @@ def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reac
             raise UsageError(f"There is no {what} {wrong[0]}.", f"The model has {what}s 0 to {count - 1}.")
 
 
-class SeenAttention(BaseModel):
-    """What a pass through a model showed of its attention."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    sites: int
-    traced: int
-    """Sites whose modules compute their attention by hand."""
-    added: bool
-    """Whether something is added to the scores."""
-    relative: bool
-    """Whether it depends on contents and positions."""
-    causal: bool
-
-    @classmethod
-    def of(cls, reached: Sequence[Reached]) -> SeenAttention:
-        """Of these sites."""
-        return cls(
-            sites=len(reached),
-            traced=sum(found.site.traced for found in reached),
-            added=any(found.call.bias is not None for found in reached),
-            relative=any(found.call.relative for found in reached),
-            causal=any(found.site.part == "decoder" for found in reached),
-        )
-
-
-def conventions(seen: SeenAttention, read: Sequence[weights.Traits]) -> Conventions:
-    """What a reader must know about the model's attention to understand the numbers."""
-    rotary = any(traits.rotary for traits in read)
-    notes = [TRACED_NOTE.format(f"{seen.traced} of {seen.sites}")] * bool(seen.traced) + [ADDED_NOTE] * seen.added
-    latent = any(traits.latent for traits in read)
-    untested = "absolute" if len(read) == seen.sites else "unknown"
-    added = "content–position" if seen.relative else "bias" if seen.added else untested
+def conventions(reached: Sequence[Reached], read: Sequence[weights.Traits]) -> Conventions:
+    """What a reader must know about the model's attention, as a pass reached it, to understand the numbers."""
+    calls, traced = [one.call for one in reached], sum(one.site.traced for one in reached)
+    biased, causal = any(call.bias is not None for call in calls), any(one.site.part == "decoder" for one in reached)
+    untested = "absolute" if len(read) == len(reached) else "unknown"
+    added = "content–position" if any(call.relative for call in calls) else "bias" if biased else untested
+    notes = [
+        SIGN_NOTE,
+        *[CAUSAL_NOTE] * causal,
+        *[TRACED_NOTE.format(f"{traced} of {len(reached)}")] * bool(traced),
+        *[ADDED_NOTE] * biased,
+        *[LATENT_NOTE] * any(traits.latent for traits in read),
+    ]
     return Conventions(
-        position="rotary" if rotary else added,
+        position="rotary" if any(traits.rotary for traits in read) else added,
         qk_norm=any(traits.qk_norm for traits in read),
         bias="excluded" if any(traits.biased for traits in read) else "none",
-        notes=[SIGN_NOTE, *[CAUSAL_NOTE] * seen.causal, *notes, *[LATENT_NOTE] * latent],
+        notes=notes,
     )

@@ -1,8 +1,9 @@
-"""Compares rebuilt attention matrices with the model's own, from captured queries and keys and from the weights."""
+"""Compares rebuilt attention matrices with the model's own, and a report's heads with a second computation."""
 
 from __future__ import annotations
 
 import copy
+import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,14 +16,100 @@ from transformers import PreTrainedModel
 
 from attnlens import hooks, models, requests, texts, weights
 from attnlens.arguments import public
-from attnlens.errors import FAILURES, ModelError, UnreadableError
+from attnlens.errors import FAILURES, ModelError, UnreadableError, UsageError
 from attnlens.hooks import Reached
-from attnlens.records import Coverage, QueryKey, Report, Settings, Site, SiteCheck, Skipped, Summary, Verdict
+from attnlens.records import (
+    Check,
+    Coverage,
+    Head,
+    QueryKey,
+    Report,
+    Settings,
+    Site,
+    SiteCheck,
+    Skipped,
+    Summary,
+    Verdict,
+)
 from attnlens.requests import ModelRequest, reading
+from attnlens.rules.judging import breach
 from attnlens.run import checks, feeding
-from attnlens.run.initialised import attention, refuse_initialised
+from attnlens.run.checks import attention, refuse_initialised
+from attnlens.run.inspect.pipeline import inspect
 from attnlens.run.provenance import report_of
 from attnlens.runs.progress import Progress, silent
+
+EXACT = 1e-6
+"""Relative difference of weights.*, computed in float64 from the same stored numbers; reports carry nine digits."""
+
+
+@public
+def recompute(report: Report, model: str, heads: int, *, progress: Progress = silent, **more: Any) -> list[Check]:
+    """Checks that the model's files are the report's, and that so many of its heads read the same, measure by measure.
+
+    The heads are drawn anew each time, so that no forger knows which. tokens.* may differ by √ε of the
+    model's type, weights.* by EXACT, both relative to the larger value. `more` are options of `inspect` that a report
+    does not hold: its text, and how the model is loaded. Raises UsageError for a report without heads, and for another
+    text than the report's.
+    """
+    count = min(requests.whole("recompute", heads, 1), len(report.heads))
+    if report.command != "inspect" or not report.heads:
+        raise UsageError(f"A report of {report.command} has no heads to recompute.", "Name one of attnlens inspect.")
+    loading = {name: more.pop(name) for name in list(more) if name in requests.Loading.__annotations__}
+    loaded = models.load(model, **{"dtype": report.settings.dtype, **loading})
+    hashes = [sorted(file.sha256 for file in info.files) for info in (report.model, loaded.info)]
+    kinds = [(info.architecture, info.parameters) for info in (report.model, loaded.info)]
+    shape = f"{report.model.architecture}, {report.model.parameters} parameters"
+    first = [
+        _recomputed("model.files", "the SHA-256 of every file as the report", passed=hashes[0] == hashes[1]),
+        _recomputed("model", shape, passed=kinds[0] == kinds[1]),
+    ]
+    if not first[-1].passed:
+        return first
+    drawn = random.SystemRandom().sample(report.heads, count)
+    where = {name: sorted({getattr(head, name[:-1]) for head in drawn}) for name in ("layers", "heads")}
+    again = inspect(loaded, progress=progress, **{**feeding.recorded(report.settings), **more, **where})
+    fed = [None if one.settings.text is None else one.settings.text.sha256 for one in (report, again)]
+    if fed[0] != fed[1]:
+        raise UsageError(
+            f"The text is another: settings.text.sha256 is {fed[0]} in the report, and {fed[1]} here.",
+            "Name the report's text with --text.",
+        )
+    found = {(head.site, head.head): head for head in again.heads}
+    tolerance = torch.finfo(loaded.model.dtype).eps ** 0.5
+    pairs = [(head, found.get((head.site, head.head))) for head in drawn]
+    names = dict.fromkeys([*report.measure_names(), *again.measure_names()])
+    return [*first, *(_measure(name, pairs, tolerance) for name in names)]
+
+
+def _measure(name: str, pairs: Sequence[tuple[Head, Head | None]], tolerance: float) -> Check:
+    """Whether one measure reads the same; heads that do not, the furthest off first."""
+    bound = EXACT if name.startswith("weights.") else tolerance
+    found = [(head, *_values(head, again, name)) for head, again in pairs]
+    off = [(_share(said, read), head, said, read) for head, said, read in found]
+    worst = sorted((one for one in off if one[0] > bound), key=lambda one: one[0], reverse=True)
+    breaches = [breach(head, read, said) for _, head, said, read in worst]
+    return _recomputed(name, "as the report", passed=not worst, heads=len(pairs), breaches=breaches)
+
+
+def _recomputed(subject: str, wanted: str, **found: Any) -> Check:
+    said = f"{subject}: recomputed {wanted}"
+    return Check(id=f"recompute: {subject}", rule=said, subject=subject, wanted=wanted, **found)
+
+
+def _values(head: Head, again: Head | None, name: str) -> tuple[float | None, float | None]:
+    """What the report says, and what was read again."""
+    measures = (head.measures.get(name), None if again is None else again.measures.get(name))
+    said, read = (None if measure is None else measure.value for measure in measures)
+    return said, read
+
+
+def _share(said: float | None, read: float | None) -> float:
+    """|a − b| / max(|a|, |b|, 10⁻⁶); 1 where one of the two has no value."""
+    if said is None or read is None:
+        return float(said is not read)
+    return abs(said - read) / max(abs(said), abs(read), 1e-6)
+
 
 TOLERANCE = hooks.IDENTITY_TOLERANCE
 """Largest relative error of an attention matrix."""
@@ -34,10 +121,7 @@ IN_FLOAT32 = "Computed in float32, whose rounding counts as error, since in floa
 
 @public
 def doctor(
-    model: str | PathLike[str] | models.Loaded = "demo",
-    *,
-    progress: Progress = silent,
-    **more: Unpack[ModelRequest],
+    model: str | PathLike[str] | models.Loaded = "demo", *, progress: Progress = silent, **more: Unpack[ModelRequest]
 ) -> Report:
     """Site by site: ‖P − P_model‖/‖P_model‖, P from the captured queries and keys, and from weights × inputs.
 
@@ -52,7 +136,10 @@ def doctor(
     loading: models.Loading = {"dtype": "float64", **feeding.loading_of(more, model)}
     asked = reading.settings(given)
     named = texts.read_each(files := reading.files(given), offline=given["offline"])
-    loaded = _precise(model) if isinstance(model, models.Loaded) else models.load(model, **loading)
+    if isinstance(model, models.Loaded):
+        loaded = replace(model, model=nn.Module.double(copy.deepcopy(model.model)))
+    else:
+        loaded = models.load(model, **loading)
     if loaded.model.dtype == torch.float64:
         hooks.allow_float64(loaded.model)
     feeding.refuse_text(loaded, files, asked.tokens)
@@ -90,13 +177,15 @@ def _examined(loaded: models.Loaded, settings: Settings, inputs: dict[str, Tenso
     first = checks.of_one_token(loaded, reached, settings.seed)
     found = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
     coverage = _coverage(found, checks.out_of_reach(loaded, survey))
+    checked: Verdict = "agrees" if coverage.complete else "partly checked"
+    sound = identity <= TOLERANCE and all(check.passed for check in found)
     return report_of(
         "doctor",
         model=loaded.info,
         settings=feeding.seen(settings, loaded, reached),
         coverage=coverage,
         summary=Summary(
-            identity_error=identity if identity == identity else None, verdict=_verdict(found, identity, coverage)
+            identity_error=identity if identity == identity else None, verdict=checked if sound else "differs"
         ),
         doctor=found,
     )
@@ -123,18 +212,6 @@ def _coverage(found: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage
         without={source: count - unchecked for source, count in without.items() if count > unchecked},
         skipped=[*skipped, *missed],
     )
-
-
-def _verdict(found: Sequence[SiteCheck], identity: float, coverage: Coverage) -> Verdict:
-    """Of the model: one of its sites, or its outputs, may differ; it agrees where everything was checked."""
-    if not identity <= TOLERANCE or not all(check.passed for check in found):
-        return "differs"
-    return "agrees" if coverage.complete else "partly checked"
-
-
-def _precise(loaded: models.Loaded) -> models.Loaded:
-    """The same model in float64, as a copy."""
-    return replace(loaded, model=nn.Module.double(copy.deepcopy(loaded.model)))
 
 
 def check_sites(
@@ -244,8 +321,3 @@ def _error(query_key: QueryKey, own: Tensor) -> float:
         seeing = query_key.allowed.any(-1, keepdim=True)
         ours, theirs = ours * seeing, theirs * seeing
     return float((ours - theirs).norm() / theirs.norm())
-
-
-def sound(report: Report) -> bool:
-    """Whether nothing that a doctor's report compared differs, and the model's own outputs were reproduced."""
-    return report.summary.verdict != "differs"

@@ -1,30 +1,74 @@
-"""Takes a transformers model that is already in memory, and lets it rest while it is looked at."""
+"""Takes a transformers model that is in memory, lets it rest while it is looked at, captures its attention."""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnlens import hooks, models, requests
-from attnlens.arguments import shown
+from attnlens.arguments import public, shown
 from attnlens.errors import UsageError
 from attnlens.models.classes import kind_of
-from attnlens.records import ModelInfo
+from attnlens.records import ModelInfo, QueryKey
 from attnlens.requests.run_options import WorkRequest
+from attnlens.run import checks
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from attnlens.models import Loaded
+
+
+@public
+def capture(model: PreTrainedModel | Loaded, batch: Mapping[str, Any]) -> list[QueryKey]:
+    """softmax(scale · Q Kᵀ + bias + mask) of every site that `batch` reaches, as its QueryKey, in the order of layers.
+
+    `batch` holds tensors under the names of the model's own inputs, as its tokenizer gives them with
+    return_tensors="pt". Each QueryKey has the axes (batch, heads, tokens, head_dim), padding included, the name of its
+    module (`site.path`) and its layer (`site.layer`); `attention` and the analyzers read it. The model runs without
+    dropout and cache and stays as it is. What is captured is proven first: recomputing attention from it must not
+    change the model's outputs. A warning names attention that ran and can't be read, which is missing.
+    Raises UsageError, ModelError where the model can't run or has no attention within reach, IdentityError.
+    """
+    loaded = held_model(model)
+    inputs = tensors(loaded.model, batch)
+    with at_rest(loaded.model):
+        survey = checks.surveyed(loaded, inputs, made_up=False)
+        checks.proven(loaded, inputs)
+        outside = [f"{path}, as {why}" for path, why in survey.missed.items() if why is not None]
+    if outside:
+        more = f"; and {len(outside) - 1} more" if len(outside) > 1 else ""
+        warnings.warn(f"Not captured: {outside[0]}{more}.", stacklevel=3)
+    return [found.call.query_key(found.site) for found in survey.reached]
+
+
+def tensors(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a batch on the model's device. Raises UsageError where it holds anything else, or nothing."""
+    if not isinstance(batch, Mapping) or not batch:
+        raise UsageError(
+            f"batch={shown(batch)} holds no inputs.", "Give the model's inputs by name, as a tokenizer returns them."
+        )
+    for name, value in batch.items():
+        if not isinstance(name, str):
+            raise UsageError(f"batch has {shown(name)} in the place of a name.", "Give the model's inputs by name.")
+        if not isinstance(value, Tensor):
+            raise UsageError(
+                f"batch[{name!r}] is a {type(value).__name__} and no tensor.",
+                'Give tensors, as in tokenizer(texts, padding=True, return_tensors="pt").',
+            )
+        if value.is_meta:
+            raise UsageError(f"batch[{name!r}] is on the meta device, where it has no values.", "Give it with values.")
+    return {name: value.to(models.device_of_inputs(model)) for name, value in batch.items()}
 
 
 def held(model: object, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
-    """A transformers model, with that tokenizer, as `load` would return it; anything else as it is.
-
-    Raises UsageError for a tokenizer beside anything else, and for a model whose attention attnlens answers already.
-    """
+    """A transformers model, with that tokenizer, as `load` would return it; anything else as it is."""
     if isinstance(model, models.Loaded):
         _refuse_answered(model.model)
     if not isinstance(model, PreTrainedModel):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from attnlens.records import Comparison, HeadChange, MeasureChange, Outcome, Report, Shift, Spread
-from attnlens.registry.measure_info import OWN_ROWS
+from attnlens.registry import OWN_ROWS
 from attnlens.sections.section import Cell, Column, Row, Section, Table
 from attnlens.sentences.comparisons import LOCAL, discoveries, effect_sizes, least_changes, worth
 from attnlens.shapes import Shapes

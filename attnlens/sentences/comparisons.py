@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from attnlens.records import Comparison
-from attnlens.registry.measure_info import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS
+from attnlens.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS
 from attnlens.wording import counted, listed, short, source_of
 
 LOCAL = {

@@ -8,9 +8,17 @@ from dataclasses import asdict
 
 import torch
 
-from attnlens.records.experiments import Curve
 from attnlens.records.provenance import File
-from attnlens.records.studies import LEVEL, StudyCell, StudyColumn, StudyOrdering, StudyPair, StudyRun, StudyTable
+from attnlens.records.studies import (
+    LEVEL,
+    Curve,
+    StudyCell,
+    StudyColumn,
+    StudyOrdering,
+    StudyPair,
+    StudyRun,
+    StudyTable,
+)
 from attnlens.statistics.blocks import Blocks, holm, pairs_of
 from attnlens.studies.cells import CellResult
 from attnlens.studies.scales import Scale, ScaleName

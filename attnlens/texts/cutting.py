@@ -13,17 +13,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from attnlens.errors import TextError, UsageError
 from attnlens.records import Text
 from attnlens.texts.batches import Batch, Batches, Cut
-from attnlens.texts.foreign import refuse_foreign, unknown_shares
-from attnlens.texts.inputs import (
-    CHARACTERS,
-    decodes_text,
-    not_made,
-    reads_ids,
-    text_inputs,
-    token_tensors,
-    vocabulary,
-    wanted,
-)
 from attnlens.texts.media import (
     Feed,
     Modality,
@@ -35,8 +24,25 @@ from attnlens.texts.media import (
     types_of,
     without_placeholders,
 )
-from attnlens.texts.sampling import chosen, shares
-from attnlens.texts.sequences import WindowedText, lines, pairs, window_length, windows
+from attnlens.texts.sequences import (
+    CHARACTERS,
+    WindowedText,
+    chosen,
+    decodes_text,
+    lines,
+    not_made,
+    pairs,
+    reads_ids,
+    refuse_foreign,
+    shares,
+    text_inputs,
+    token_tensors,
+    unknown_shares,
+    vocabulary,
+    wanted,
+    window_length,
+    windows,
+)
 from attnlens.texts.sources import Content, thinned
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,10 @@ def tasks_of(model: PreTrainedModel) -> list[Task]:
     """All that the model's class is listed for, the likeliest first (XLM's next and masked tokens); `hidden` last."""
     from transformers.models.auto import modeling_auto as auto
 
+    def added(mapping: str) -> Collection[type]:  # as the classes of `study` are
+        found: dict[Any, type] = getattr(getattr(auto, mapping, None), "_extra_content", {})
+        return found.values()
+
     name = type(model).__name__
     tasks: dict[Task, tuple[str, ...]] = {
         # before the others: transformers lists BART among the masked models too
@@ -82,15 +86,9 @@ def tasks_of(model: PreTrainedModel) -> list[Task]:
         "causal" if task == "seq2seq" and not decodes_text(model) else task
         for task, mappings in tasks.items()
         if any(name in getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").values() for mapping in mappings)
-        or any(type(model) in _registered(getattr(auto, f"MODEL_FOR_{mapping}_MAPPING", None)) for mapping in mappings)
+        or any(type(model) in added(f"MODEL_FOR_{mapping}_MAPPING") for mapping in mappings)
     ]
     return [*dict.fromkeys(found), "hidden"]
-
-
-def _registered(mapping: Any) -> Container[type]:
-    """The classes that were added to one of transformers' mappings, as those of `study` are."""
-    added: dict[Any, type] = getattr(mapping, "_extra_content", {})
-    return added.values()
 
 
 def logits_of(result: Any) -> Float[Tensor, "batch ..."]:

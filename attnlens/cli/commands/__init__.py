@@ -2,26 +2,108 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import attnlens
 from attnlens.cli import parameters as opt
 from attnlens.cli.commands.check import check
-from attnlens.cli.commands.compare import compare
-from attnlens.cli.commands.converge import converge, verify
-from attnlens.cli.commands.reference import explain, list_, report
-from attnlens.cli.commands.study import study
-from attnlens.cli.commands.swap import swap_kernel
-from attnlens.cli.defaults import defaults, kinds
-from attnlens.cli.outputs import Inputs, Outputs, check_place, deliver
-from attnlens.cli.show import PARTLY, UNUSABLE, guarded, interruptible_at_once
-from attnlens.cli.work import begin_workers, check_reading, end_strictly, failure, named_model, working
+from attnlens.cli.commands.converge import converge, study, verify
+from attnlens.cli.commands.swap import compare, swap_kernel
+from attnlens.cli.outputs import (
+    Inputs,
+    Outputs,
+    begin_workers,
+    check_place,
+    check_reading,
+    deliver,
+    end_strictly,
+    failure,
+    named_model,
+    product,
+    run_and_deliver,
+)
+from attnlens.cli.parameters import defaults, kinds
+from attnlens.cli.show import PARTLY, UNUSABLE, console, guarded
 from attnlens.errors import UsageError
+from attnlens.registry import checked_name
 from attnlens.requests import InspectRequest, ModelRequest
+
+if TYPE_CHECKING:
+    from attnlens.sections.section import Section
+
+
+Explained = Annotated[str, typer.Argument(metavar="MEASURE", help="A measure, curve, distance or kernel of `list`.")]
+
+
+@guarded
+def list_(what: opt.Listed = None, markdown: opt.ListedMarkdown = False, debug: opt.Debug = False) -> None:
+    """List kernels, analyzers and measures, or which model types are read, or print the report's JSON Schema."""
+    kind = None if what is None else checked_name("list", what, opt.LISTED)
+    if kind == "schema":
+        from attnlens.records import json_schema
+
+        with product():
+            typer.echo(json_schema(), nl=False)
+        return
+    from attnlens import architectures, kernels, registry
+    from attnlens.sections.reference import lists
+
+    told = []
+    if kind == "architectures":
+        told += lists.architecture_list(*architectures.architectures())
+    if kind in (None, "kernels"):
+        told += lists.kernel_list(
+            kernels.kernels().values(), kernels.TIES.values(), kernels.FILTERS.values(), kernels.HYBRIDS.values()
+        )
+    if kind in (None, "analyzers"):
+        told.append(lists.analyzer_list(registry.every_analyzer()))
+    if kind in (None, "measures"):
+        told.append(lists.measure_list(registry.measure_infos().values()))
+    _show(told, markdown=markdown)
+
+
+@guarded
+def explain(name: Explained, markdown: opt.ListedMarkdown = False, debug: opt.Debug = False) -> None:
+    """Explain a measure or kernel: formula, range, null, errors, source, and what to do with the answer."""
+    from attnlens.sections.reference.explanations import explanation
+
+    _show([explanation(name)], markdown=markdown)
+
+
+def _show(sections: list[Section], *, markdown: bool) -> None:
+    from attnlens.sections.section import Document
+
+    told = Document(None, tuple(sections))
+    with product():
+        if markdown:
+            from attnlens.render.markdown import markdown as as_markdown
+
+            typer.echo(as_markdown(told), nl=False)
+        else:
+            from attnlens.render import terminal
+
+            console().print(terminal.document(told))
+
+
+Saved = Annotated[str, typer.Argument(metavar="REPORT", help="A report from --json.")]
+
+
+@guarded
+@opt.also(opt.SHOWN)
+def report(context: typer.Context, saved: Saved, all_heads: opt.AllHeads = False, **_shared: Any) -> None:
+    """Show a saved report again: its tables, or with --html, --png, --csv and --markdown as files."""
+    outputs = Outputs.of(context.params)
+    from attnlens.records import read_report  # late, because it loads pydantic
+
+    found = read_report(saved)
+    outputs.check(Inputs({os.path.realpath(saved): "the report"}))
+    deliver(outputs, found)
+
 
 NOT_EXAMINED = ("batch_size", "windows", "intervals", "allow_foreign_text")
 """What `doctor` has no use for: it compares two sequences, whatever they say, in one pass."""
@@ -83,19 +165,7 @@ def inspect(
     name = named_model(model, quiet=outputs.quiet)
     outputs.check(Inputs.of(given, [name]))
     begin_workers(settings)
-    with interruptible_at_once():
-        from attnlens import run
-
-    stopped = False
-    with working(outputs) as tell:
-        try:
-            report, written = run.inspected(name, None, tell, settings)
-        except run.Interrupted as stop:
-            if not any(head.measures for head in stop.report.heads):
-                raise
-            report, stopped = stop.report, True
-    deliver(outputs, report, interrupted=stopped)
-    written()
+    report = run_and_deliver(outputs, lambda run, tell: run.inspected(name, None, tell, settings))
     if given["strict"]:
         end_strictly(report)
 
@@ -116,13 +186,8 @@ def doctor(context: typer.Context, model: opt.Model = None, strict: opt.Strict =
     settings = opt.keywords(ModelRequest, context.params)
     name = named_model(model, quiet=outputs.quiet)
     outputs.check(Inputs.of(context.params, [name]))
-    with interruptible_at_once():
-        from attnlens import run
-
-    with working(outputs) as tell:
-        report = run.doctor(name, progress=tell, **settings)
-    deliver(outputs, report)
-    if not run.sound(report):
+    report = run_and_deliver(outputs, lambda run, tell: (run.doctor(name, progress=tell, **settings), None))
+    if report.summary.verdict == "differs":
         raise failure(report)
     if strict and report.summary.verdict != "agrees":
         raise typer.Exit(PARTLY)

@@ -12,11 +12,21 @@ import typer
 from attnlens import requests
 from attnlens.arguments import names_report
 from attnlens.cli import parameters as opt
-from attnlens.cli.commands.converge import FAILED, GIVEN
-from attnlens.cli.defaults import FILES
-from attnlens.cli.outputs import STDOUT, Failures, Inputs, Outputs, option_name, product, show, write_data
+from attnlens.cli.commands.converge import FAILED, typed
+from attnlens.cli.outputs import (
+    STDOUT,
+    Failures,
+    Inputs,
+    Outputs,
+    checked_model,
+    option_name,
+    product,
+    show,
+    working,
+    write_data,
+)
+from attnlens.cli.parameters import FILES
 from attnlens.cli.show import complain, guarded, interruptible_at_once, say
-from attnlens.cli.work import checked_model, working
 from attnlens.errors import OutputError, UsageError
 from attnlens.files import check_writable, local_path, write_atomically
 from attnlens.requests.run_options import BASELINE, JudgingRequest
@@ -101,8 +111,7 @@ def check(
 ) -> None:
     """Hold a report, or a model, against rules and a baseline; exit 1 where one fails. Without torch for a report."""
     given = context.params
-    typed = [name for name in given if (source := context.get_parameter_source(name)) and source.name in GIVEN]
-    _refuse_ignored(given, typed)
+    _refuse_ignored(given, typed(context))
     outputs, asked = Outputs.of(given), _rules_of(given)
     kept = _baseline_of(given)
     _check_places(outputs, given, asked)
@@ -119,7 +128,7 @@ def check(
         raise typer.Exit(FAILED)
 
 
-def _refuse_ignored(given: Mapping[str, Any], typed: list[str]) -> None:
+def _refuse_ignored(given: Mapping[str, Any], names: list[str]) -> None:
     """Raise UsageError for what would be ignored: a model's options beside a report, and halves of pairs of options."""
     for name, other in {"model": "recompute", "recompute": "model", "update_baseline": "baseline"}.items():
         if given[name] and not given[other]:
@@ -133,7 +142,7 @@ def _refuse_ignored(given: Mapping[str, Any], typed: list[str]) -> None:
         return
     taken = {opt.parameter_of(name, found) for name, found in requests.options(requests.InspectRequest).items()}
     taken -= RECOMPUTED if given["model"] else set()
-    for name in typed:
+    for name in names:
         if name in taken:
             raise UsageError(
                 f"{option_name(name)} says how a model is read, and {given['subject']} is a report.",
@@ -209,7 +218,7 @@ def _judged(
     report: Report, given: Mapping[str, Any], outputs: Outputs, rules: list[Rule], kept: Baseline | None
 ) -> Report:
     """The report with its checks; the baseline is written where that is asked for, before anything can fail."""
-    from attnlens.rules import baselines
+    from attnlens.rules import judging as baselines
     from attnlens.rules.rule import Tolerance
 
     asked = opt.keywords(JudgingRequest, given)

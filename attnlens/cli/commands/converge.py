@@ -1,26 +1,58 @@
-"""The commands `converge` and `verify`."""
+"""The commands that train: `converge`, `verify` and `study`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
 from attnlens import requests
+from attnlens.choices import STUDIES
 from attnlens.cli import parameters as opt
-from attnlens.cli.outputs import Inputs, Outputs, deliver
-from attnlens.cli.show import complain, guarded, interruptible_at_once, say
-from attnlens.cli.work import NO_MODEL, begin_workers, check_reading, checked_model, end_strictly, working
+from attnlens.cli.outputs import (
+    NO_MODEL,
+    Inputs,
+    Outputs,
+    begin_workers,
+    check_reading,
+    checked_model,
+    end_strictly,
+    run_and_deliver,
+)
+from attnlens.cli.show import complain, guarded, say
 from attnlens.errors import UnaskedError, UsageError
 from attnlens.requests import CheckpointsRequest
-from attnlens.requests.experiments import DescentRequest, SyntheticRequest, checked_synthetic
+from attnlens.requests.experiments import DescentRequest, StudyRequest, SyntheticRequest, checked_synthetic, table
 from attnlens.requests.run_options import SharedRequest
+
+Table = Annotated[str, typer.Argument(metavar="TABLE", help=f"{', '.join(f'`{name}`' for name in STUDIES)}, or `all`.")]
+
+
+@guarded
+@opt.also(opt.parameters(StudyRequest), opt.SHOWN)
+def study(context: typer.Context, name: Table = "all", **_shared: Any) -> None:
+    """Train small models and rerun the papers' tables: kernels, positions, order, values, dimension, primal."""
+    given = context.params
+    table(name)
+    outputs = Outputs.of(given)
+    settings = opt.keywords(StudyRequest, given)
+    outputs.check(Inputs.of(given, ()))
+    begin_workers({**settings, "jobs": settings["jobs"] or os.cpu_count() or 1})
+
+    def work(run: Any, tell: Any) -> Any:
+        try:
+            return run.study(name, progress=tell, **settings), None
+        except KeyboardInterrupt:
+            say("What is finished is kept: the same command goes on from there.")
+            raise
+
+    run_and_deliver(outputs, work)
+
 
 FAILED = 1
 """Exit code where a check that was asked for failed."""
-GIVEN = ("COMMANDLINE",)
-"""Where an option comes from that was asked for in this call, and not for all commands."""
 EVERYWHERE = {"seed", "strict", "quiet", "verbose", "no_progress", "debug", "json", "csv", "png", "html", "markdown"}
 LOADING = set(requests.options(requests.Loading)) - {"revision"}
 TEXT = set(requests.options(requests.Feeding)) - {*LOADING, "revision", "seed"}
@@ -95,28 +127,19 @@ def converge(
     """Does training select tokens as the max-margin solution says? Synthetic, one head, or checkpoints."""
     given = context.params
     kind = kind_of(given)
-    refuse_other(kind, [name for name in given if _source(context, name) in GIVEN])
+    refuse_other(kind, typed(context))
     outputs = Outputs.of(given)
     settings = asked(kind, given)
     if kind != "the synthetic experiments" and not models and not outputs.quiet:
         say(NO_MODEL)
     outputs.check(Inputs.of(given, models or []))
     begin_workers(settings)
-    with interruptible_at_once():
-        from attnlens import run
 
-    job, written = getattr(run, JOBS[kind]), []
+    def work(run: Any, tell: Any) -> Any:
+        found = getattr(run, JOBS[kind])(progress=tell, **settings)
+        return found if kind == "checkpoints" else (found, None)
 
-    def work(tell: Any) -> Any:
-        found = job(progress=tell, **settings)
-        if kind == "checkpoints":
-            found, clear = found
-            written.append(clear)
-        return found
-
-    report = _run(work, outputs)
-    for clear in written:
-        clear()
+    report = run_and_deliver(outputs, work)
     if strict:
         end_strictly(report)
 
@@ -127,11 +150,9 @@ def verify(context: typer.Context, quick: Quick = False, **_shared: Any) -> None
     """Rerun the papers' small experiments: ours, published, tolerance; exit 1 where one misses."""
     outputs, seed = Outputs.of(context.params), context.params["seed"]
     outputs.check(Inputs())
-    with interruptible_at_once():
-        from attnlens import run
     from attnlens.wording import listed
 
-    report = _run(lambda tell: run.verify(quick=quick, seed=seed, progress=tell), outputs)
+    report = run_and_deliver(outputs, lambda run, tell: (run.verify(quick=quick, seed=seed, progress=tell), None))
     failed = [experiment.name for experiment in report.experiments if experiment.passed is False]
     if failed:
         complain(f"Not as published: {listed(failed, 12)}.", "The table says what was found; --json keeps it whole.")
@@ -176,34 +197,15 @@ def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
         return {**kept, **own, "model": models[0] if models else "demo", "head": requests.head(given["head"])}
     check_reading({"select": "argmax", "show": None, **shared})
     where = requests.one_head(given["head"], given["layers"], given["heads"])
-    kept = {name: value for name, value in shared.items() if name in names | {"seed", "analyzers"}}
-    return {**kept, **where, "checkpoints": models or None, "revisions": _revisions(given["revisions"])}
-
-
-def _revisions(words: str | None) -> list[str]:
-    """`step1000,step2000` as a list. Raises UsageError where one is empty."""
-    if words is None:
-        return []
-    found = [word.strip() for word in words.split(",")]
-    if not all(found):
+    revisions = [] if given["revisions"] is None else [word.strip() for word in given["revisions"].split(",")]
+    if not all(revisions):
+        words = given["revisions"]
         raise UsageError(f"--revisions {words!r} has an empty name.", "Write it like step1000,step2000.")
-    return found
+    kept = {name: value for name, value in shared.items() if name in names | {"seed", "analyzers"}}
+    return {**kept, **where, "checkpoints": models or None, "revisions": revisions}
 
 
-def _source(context: typer.Context, name: str) -> str:
-    source = context.get_parameter_source(name)
-    return source.name if source is not None else ""
-
-
-def _run(work: Any, outputs: Outputs) -> Any:
-    """The report of one piece of work, delivered; what is finished of an interrupted one too."""
-    from attnlens import run
-
-    stopped = False
-    with working(outputs) as tell:
-        try:
-            report = work(tell)
-        except run.Interrupted as stop:
-            report, stopped = stop.report, True
-    deliver(outputs, report, interrupted=stopped)
-    return report
+def typed(context: typer.Context) -> list[str]:
+    """The parameters that were given in this call, and not for all commands."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]

@@ -1,4 +1,4 @@
-"""The command `swap-kernel` and its options."""
+"""The commands `compare` and `swap-kernel` with their options."""
 
 from __future__ import annotations
 
@@ -9,11 +9,52 @@ import typer
 
 from attnlens.choices import KERNEL
 from attnlens.cli import parameters as opt
-from attnlens.cli.outputs import Inputs, Outputs, deliver
+from attnlens.cli.outputs import (
+    Inputs,
+    Outputs,
+    begin_workers,
+    check_reading,
+    checked_model,
+    deliver,
+    end_strictly,
+    named_model,
+    run_and_deliver,
+    working,
+)
 from attnlens.cli.show import guarded, interruptible_at_once
-from attnlens.cli.work import begin_workers, end_strictly, named_model, working
 from attnlens.errors import UsageError
-from attnlens.requests import SwapRequest
+from attnlens.requests import CompareRequest, SwapRequest
+
+NAMES = "hub id, folder, file, `demo`, or a report (`.json`)"
+First = Annotated[
+    str, typer.Argument(metavar="FIRST", help=f"The first model, by which changes are measured: {NAMES}.")
+]
+Second = Annotated[
+    str, typer.Argument(metavar="SECOND", help=f"The second one, of which --adapter and --revision are: {NAMES}.")
+]
+
+
+@guarded
+@opt.also(opt.parameters(CompareRequest, dtype="float32"), opt.SHOWN)
+def compare(
+    context: typer.Context,
+    first: First,
+    second: Second,
+    all_heads: opt.AllHeads = False,
+    strict: opt.Strict = False,
+    **_shared: Any,
+) -> None:
+    """Which heads changed between two models: on the same windows, with errors, p values and a false-discovery rate."""
+    given = context.params
+    outputs = Outputs.of(given)
+    settings = opt.keywords(CompareRequest, given)
+    check_reading({**settings, "show": None})
+    names = [checked_model(name) for name in (first, second)]
+    outputs.check(Inputs.of(given, [name for name in names if not name.endswith(".json")]))
+    report = run_and_deliver(outputs, lambda run, tell: (run.compare(*names, progress=tell, **settings), None))
+    if strict:
+        end_strictly(report)
+
 
 Kernels = Annotated[
     list[str] | None,
@@ -68,10 +109,7 @@ def swap_kernel(
 
 
 def asked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `run.swapped`, checked.
-
-    Raises UsageError for words that make no sense or contradict each other, TextError for a stdin that is not there.
-    """
+    """The arguments of `run.swapped`, checked."""
     found = opt.keywords(SwapRequest, given)
     if given["plan"] is not None and found["budget"] is None and found["ranks"] is None:
         raise UsageError("--plan is given and there is none to write.", "Add --budget, as in --budget loss:1%.")

@@ -15,7 +15,7 @@ import torch
 from attnlens import attsvm
 from attnlens.attsvm.descent import Instances, Linear, PredictionHead, Relu
 from attnlens.experiments.settings import NORMS, Figure, Progress, columns, silent
-from attnlens.records.experiments import Experiment
+from attnlens.records.studies import Experiment
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -26,7 +26,7 @@ from attnlens.experiments.settings import (
     uses,
 )
 from attnlens.experiments.synthetic.data import chunks, directions, draw, grid, starts
-from attnlens.records.experiments import Curve, Experiment
+from attnlens.records.studies import Curve, Experiment
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -25,7 +25,7 @@ from attnlens.experiments.settings import (
     uses,
 )
 from attnlens.experiments.synthetic.data import chunks, draw, grid, starts
-from attnlens.records.experiments import Curve, Experiment
+from attnlens.records.studies import Curve, Experiment
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,29 +1,200 @@
-"""Compares two models on the same windows: which heads changed, by how much, and how sure that is."""
+"""Compares two models, or two saved reports, on the same windows: which heads changed, and how surely."""
 
 from __future__ import annotations
 
+import csv
+import io
+import math
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from attnlens import models, requests
 from attnlens.arguments import public
 from attnlens.errors import UsageError
-from attnlens.records import Comparison, Report, Settings
+from attnlens.files import read_bytes, sha256
+from attnlens.records import Comparison, Head, HeadChange, Report, Settings, Shift, Spread, Windows, read_report
 from attnlens.requests import CompareRequest, Loading
+from attnlens.run import feeding
+from attnlens.run.compare import significance
 from attnlens.run.compare.changes import Changes
-from attnlens.run.compare.saved import OTHER_HEADS, apart, compared_reports, read
 from attnlens.run.compare.sides import ComparedModel, Pairing, correspond, same_input
+from attnlens.run.compare.significance import Judged, change, is_category, named_rows
 from attnlens.run.in_memory import at_rest, held
 from attnlens.run.inspect.pipeline import inspect, prepared
 from attnlens.run.provenance import report_of
 from attnlens.run.swap.saved import restored
 from attnlens.runs.progress import Progress, silent
+from attnlens.statistics import Design
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+UNPAIRED = (
+    "Not paired window by window: errors are those of two independent readings, which is too much for readings of the "
+    "same windows. Reports whose --windows-csv lies beside them are paired."
+)
+UNROUNDED = (
+    "Reports hold no weights, so that rounding is not taken into account; compare the models themselves to do so."
+)
+NO_ROUNDING = "a report holds no weights, so that nothing says what rounding does"
+SAME = ("seed", "text", "noise", "sequences", "tokens", "pack", "windows", "intervals", "select", "layers", "heads")
+"""Settings that must be the same on both sides."""
+AGAIN = "Make both with the same text and options, or give the models themselves."
+
+
+def read(path: Path) -> Report:
+    """A report with what each window read, where the file of --windows-csv that it names lies beside it."""
+    report = read_report(path)
+    if not report.heads:
+        raise UsageError(f"{path} has no heads.", "Make one with: attnlens inspect MODEL --json FILE.")
+    if report.windows_file is None:
+        return report
+    if Path(report.windows_file.name).name != report.windows_file.name:
+        raise UsageError(f"{path} names windows that don't lie beside it.", "Write it again with --windows-csv.")
+    beside = path.parent / report.windows_file.name
+    if not beside.exists():
+        return report
+    if sha256(beside) != report.windows_file.sha256:
+        raise UsageError(
+            f"{beside} is not the file that {path.name} was written with.", "Write both again, or take it away."
+        )
+    try:
+        return report.with_windows(_windows(beside, report))
+    except (KeyError, ValueError, csv.Error):  # UnicodeDecodeError is a ValueError
+        raise UsageError(f"{beside} does not hold the windows of {path.name}.", AGAIN) from None
+
+
+def _windows(path: Path, report: Report) -> Windows:
+    """What --windows-csv wrote of these heads."""
+    content = read_bytes(path, UsageError, "Write it again with --windows-csv.").decode()
+    places = {(head.layer, head.head): place for place, head in enumerate(report.heads)}
+    windows: dict[tuple[str, int], int] = {}
+    values: dict[str, dict[tuple[int, int], float]] = defaultdict(dict)
+    names = report.measure_names()
+    for row in csv.DictReader(io.StringIO(content)):
+        window = windows.setdefault((row["text"], int(row["window"])), len(windows))
+        place = places[int(row["layer"]), int(row["head"])]
+        for name in names:
+            if row.get(name):
+                values[name][window, place] = float(row[name])
+    tables = {name: _table(found, len(windows), len(places)) for name, found in values.items()}
+    return Windows(list(windows), [head.model_dump(include={"layer", "head"}) for head in report.heads], tables)
+
+
+def _table(found: dict[tuple[int, int], float], windows: int, heads: int) -> Tensor:
+    table = torch.full((windows, heads), math.nan, dtype=torch.float64)
+    for place, value in found.items():
+        table[place] = value
+    return table
+
+
+def refuse_other_settings(first: Settings, second: Settings) -> None:
+    """Raise UsageError for the first setting in which two readings differ, so that their difference means nothing."""
+    for name in SAME:
+        one, other = (getattr(side, name) for side in (first, second))
+        one, other = (
+            f"a text of hash {side.sha256[:12]}" if hasattr(side, "sha256") else side for side in (one, other)
+        )
+        if one != other:
+            raise UsageError(f"The two sides read differently: settings.{name} is {one} and {other}.", AGAIN)
+    windows = [[(text.sha256, text.windows) for text in side.texts] for side in (first, second)]
+    if windows[0] != windows[1]:
+        raise UsageError("The two sides read differently: settings.texts are other windows of the text.", AGAIN)
+
+
+def _windows_read(report: Report) -> list[tuple[object, int]] | None:
+    """Return each window as the place of its text among those read, whose name does not count, and its number there."""
+    if report.windows is None:
+        return None
+    places = {text.name: place for place, text in enumerate(report.settings.texts)}
+    return [(places.get(name, name), number) for name, number in report.windows.windows]
+
+
+def compared_reports(first: Report, second: Report, fdr: float) -> Comparison:
+    """What two reports have to do with each other. Raises UsageError where they read other windows."""
+    refuse_other_settings(first.settings, second.settings)
+    if [_place(head) for head in first.heads] != [_place(head) for head in second.heads]:
+        return apart(first, second, fdr)
+    windows = _windows_read(first), _windows_read(second)
+    if None not in windows and windows[0] != windows[1]:
+        raise UsageError("The two sides list their windows in another order.", AGAIN)
+    heads = first.heads, second.heads
+    judged = {name: _judged(first, second, name) for name in first.measure_names()}
+    rows = named_rows(heads, judged, fdr, NO_ROUNDING)
+    paired = first.windows is not None and second.windows is not None
+    kinds = [report.settings.dtype for report in (first, second)]
+    otherwise = f"The models were run in {kinds[0]} and {kinds[1]}: every head differs by that rounding alone."
+    return Comparison(
+        base=first.model,
+        paired=paired,
+        fdr=fdr,
+        tests=sum(row.p is not None for row in rows),
+        named=sum(row.named for row in rows),
+        heads=[HeadChange(**_place(head), partner=head.head, reason=NO_ROUNDING) for head in first.heads],
+        rows=rows,
+        notes=[*[otherwise] * (kinds[0] != kinds[1]), UNROUNDED, *[UNPAIRED] * (not paired)],
+    )
+
+
+def _place(head: Head) -> dict[str, Any]:
+    return head.model_dump(include=set(HeadChange.model_fields) & set(Head.model_fields))
+
+
+def _judged(first: Report, second: Report, name: str) -> Judged | None:
+    """The changes of a measure: paired, or of two readings; None for categories and what no text has part in."""
+    heads = first.heads, second.heads
+    if is_category(heads, name):
+        return None
+    read = [None if report.windows is None else report.windows.values.get(name) for report in (first, second)]
+    if read[0] is not None and read[1] is not None:
+        design = _design(first)
+        return significance.sampled(read[1] - read[0], design, None, first.settings.seed)
+    errors = change(heads, name, "se")
+    if bool(errors[0].isnan().all() | errors[1].isnan().all()):
+        return None
+    before, after = change(heads, name)
+    error = (errors[0].square() + errors[1].square()).sqrt()
+    return significance.independent(after - before, error, _design(first).freedom)
+
+
+def _design(report: Report) -> Design:
+    """How the report's windows were sampled."""
+    names = [text.name for text in report.settings.texts for _ in text.windows]
+    return Design.of(names or [""] * (report.settings.sequences or 0), report.settings.intervals)
+
+
+OTHER_HEADS = "The models have other sites or heads, so that none corresponds to one: distributions alone."
+
+
+def apart(first: Report, second: Report, fdr: float) -> Comparison:
+    """A comparison of the quartiles of every measure that both have, as heads don't correspond."""
+    spreads = {name: (_spread(first, name), _spread(second, name)) for name in first.measure_names()}
+    shifts = [
+        Shift(measure=name, before=before, after=after)
+        for name, (before, after) in spreads.items()
+        if before is not None and after is not None
+    ]
+    return Comparison(base=first.model, paired=False, fdr=fdr, shifts=shifts, notes=[OTHER_HEADS])
+
+
+def _spread(report: Report, name: str) -> Spread | None:
+    """The quartiles over the heads that have a value; None for categories, and where no head has one."""
+    each = [head.measures[name] for head in report.heads if name in head.measures]
+    values = [measure.value for measure in each if measure.value is not None and measure.label is None]
+    if not values:
+        return None
+    low, middle, high = (float(part) for part in np.quantile(values, (0.25, 0.5, 0.75)))
+    return Spread(heads=len(values), quartiles=(low, middle, high), median_se=report.summary.median_errors.get(name))
+
 
 SECOND = ("revision", "adapter")
 """Options that hold for the second model alone."""
@@ -31,11 +202,6 @@ OTHER_INPUT = (
     "The models read other numbers in the same windows (another tokenizer, or none; other lengths of windows or sizes "
     "of images): what reads them is not compared."
 )
-RECORDED = (
-    *("source", "analyzers", "select", "seed", "sequences", "tokens", "pack"),
-    *("windows", "intervals", "layers", "heads"),
-)
-"""Options that a report says, so that a model beside it is read alike."""
 
 
 @public
@@ -63,9 +229,12 @@ def compare(
         read(Path(side)) if isinstance(side, str | PathLike) and Path(side).suffix == ".json" else side
         for side in (first, second)
     ]
-    named = isinstance(first, str | PathLike)
-    twice = _same_path(first, second) and all(options.get(name) is None for name in SECOND)
-    if twice or (first is second and not named):
+    here = [Path(side).expanduser() for side in (first, second) if isinstance(side, str | PathLike)]
+    twice = first is second
+    if len(here) == 2:
+        same = str(first) == str(second) or (all(path.exists() for path in here) and here[0].samefile(here[1]))
+        twice = same and all(options.get(name) is None for name in SECOND)
+    if twice:
         raise UsageError("Both sides are the same.", "Name another model, or another report.")
     if any(isinstance(side, Report) for side in subjects):
         _refuse_ignored(subjects, options)
@@ -95,32 +264,18 @@ def _refuse_ignored(subjects: Sequence[Any], options: Mapping[str, Any]) -> None
         raise UsageError(f"A report is read as it is, so that {', '.join(ignored)} would be ignored.", "Leave it out.")
 
 
-def _same_path(first: Any, second: Any) -> bool:
-    if not all(isinstance(side, str | PathLike) for side in (first, second)):
-        return False
-    here = [Path(side).expanduser() for side in (first, second)]
-    return str(first) == str(second) or (all(path.exists() for path in here) and here[0].samefile(here[1]))
-
-
 def _reports(
     subjects: Sequence[Any], tokenizer: PreTrainedTokenizerBase | None, progress: Progress, options: Mapping[str, Any]
 ) -> tuple[Report, Report]:
     """Both sides as reports, a model read with the settings of the report beside it."""
-    settings = next(side.settings for side in subjects if isinstance(side, Report))
+    like = feeding.recorded(next(side.settings for side in subjects if isinstance(side, Report)))
     first, second = (
         side
         if isinstance(side, Report)
-        else inspect(held(side, tokenizer), progress=progress, **{**_like(settings), **_loading(side, options, number)})
+        else inspect(held(side, tokenizer), progress=progress, **{**like, **_loading(side, options, number)})
         for number, side in enumerate(subjects)
     )
     return first, second
-
-
-def _like(settings: Settings) -> Any:
-    """The options by which a report was made, as far as it says them."""
-    found = {name: getattr(settings, name) for name in RECORDED}
-    found["sequences"] = settings.sequences_asked or settings.sequences
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def _loading(subject: Any, options: Mapping[str, Any], number: int) -> Any:
@@ -156,7 +311,7 @@ def _sides(
 def compared(first: ComparedModel, second: ComparedModel, fdr: float, progress: Progress) -> Comparison:
     """What two inspected models have to do with each other."""
     if not correspond(first, second):
-        return apart(first.report, second.report, fdr, OTHER_HEADS)
+        return apart(first.report, second.report, fdr)
     if same_input(first, second):
         return Changes(Pairing.of(first, second), fdr, progress).found(first.report.model)
     pairing = Pairing.of(first.without_text(), second.without_text())

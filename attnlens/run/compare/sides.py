@@ -14,11 +14,10 @@ from attnlens import hooks, linalg, texts, weights
 from attnlens.errors import UnreadableError
 from attnlens.models import Loaded
 from attnlens.records import Head, Measure, QueryKey, Report, Site, Windows
-from attnlens.registry import Analyzer, measure_sources
-from attnlens.registry.measure_info import FORMS, KEY_ANGLE, QUERY_ANGLE
+from attnlens.registry import FORMS, KEY_ANGLE, QUERY_ANGLE, Analyzer, measure_sources
 from attnlens.run.in_memory import at_rest
-from attnlens.run.inspect.sink import finite_heads
-from attnlens.run.inspect.survey import Inspection
+from attnlens.run.inspect.collector import finite_heads
+from attnlens.run.inspect.pipeline import Inspection
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -30,35 +29,22 @@ ALIKE = 0.5
 """Heads are taken for reordered where each form moved by less than this share of what it differs in its own place."""
 
 
-@dataclass(frozen=True)
-class Placed:
-    """Which head of the second model each head of the first one is compared with, at one site."""
-
-    order: tuple[int, ...]
-    """The second model's head for each of the first one's."""
-
-    @property
-    def moved(self) -> list[int]:
-        """Heads that stand elsewhere in the second model."""
-        return [head for head, other in enumerate(self.order) if head != other]
-
-
-def place(first: QueryKey, second: QueryKey) -> Placed:
-    """The order in which the second model's heads are the first one's, by the distances between forms.
+def place(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
+    """The second model's head for each of the first one's at one site, by the distances between forms.
 
     Another order than their own is taken where every head that it moves is far more like its partner than like the head
     in its own place.
     """
     distances = distances_between(first, second)
     if not bool(distances.isfinite().all()):
-        return Placed(tuple(range(len(distances))))
+        return tuple(range(len(distances)))
     _, order = linear_sum_assignment(distances.numpy())
     own = distances.diagonal()
     best = distances[torch.arange(len(order)), torch.from_numpy(order)]
     moved = torch.from_numpy(order) != torch.arange(len(order))
     if bool((best[moved] < ALIKE * own[moved]).all()) and bool((best[moved] < ALIKE).all()):
-        return Placed(tuple(order.tolist()))
-    return Placed(tuple(range(len(order))))
+        return tuple(order.tolist())
+    return tuple(range(len(order)))
 
 
 def distances_between(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads others"]:
@@ -101,9 +87,9 @@ def distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor, " he
     return found
 
 
-def in_order(second: QueryKey, placed: Placed) -> QueryKey:
+def in_order(second: QueryKey, order: Sequence[int]) -> QueryKey:
     """The second model's heads in the order of the first one's, each with a key head of its own."""
-    return replace(second.select(placed.order), heads=tuple(range(len(placed.order))))
+    return replace(second.select(order), heads=tuple(range(len(order))))
 
 
 OTHER_KERNEL = "its attention is of another kernel, and the measure is of the exponential one"
@@ -191,8 +177,8 @@ class Pairing:
     second: ComparedModel
     sites: dict[Site, Site]
     """The second model's site for each of the first one's."""
-    placed: dict[Site, Placed] = field(default_factory=dict)
-    """The order of its heads."""
+    order: dict[Site, tuple[int, ...]] = field(default_factory=dict)
+    """The second model's head for each of the first one's, by the first one's site."""
     unmoved: list[Site] = field(default_factory=list)
     """Sites whose heads stand in another order and are compared by their numbers, since some alone were asked for."""
 
@@ -203,11 +189,11 @@ class Pairing:
         found = cls(first, second, sites)
         for site in sites:
             forms = found.forms(site)
-            heads = range(len(found.key_of(site)))
-            own, best = Placed(tuple(heads)), place(*forms) if forms else Placed(tuple(heads))
+            own = tuple(range(len(found.key_of(site))))
+            best = place(*forms) if forms else own
             whole = first.inspection.collector.chosen_heads is None
-            found.placed[site] = best if whole else own
-            if best.moved and not whole:
+            found.order[site] = best if whole else own
+            if best != own and not whole:
                 found.unmoved.append(site)
         return found
 
@@ -223,29 +209,27 @@ class Pairing:
     def ordered_forms(self, site: Site) -> tuple[QueryKey, QueryKey] | None:
         """M of both models, head by head compared with its partner."""
         forms = self.forms(site)
-        return None if forms is None else (forms[0], in_order(forms[1], self.placed[site]))
+        return None if forms is None else (forms[0], in_order(forms[1], self.order[site]))
 
     def key_of(self, site: Site) -> list[int]:
         """The key head of each query head of the first model."""
-        call = next(found.call for found in self.first.inspection.reached if found.site == site)
-        return [head // call.group for head in range(call.query.shape[1])]
+        return list(next(found.call for found in self.first.inspection.reached if found.site == site).key_heads)
 
     @property
     def partners(self) -> torch.Tensor:
         """For each head of the first report the place of its partner in the second one."""
         places = {(head.layer, head.head): place for place, head in enumerate(self.second.report.heads)}
-        layers = {site.layer: self.placed[site].order for site in self.sites}
+        layers = {site.layer: self.order[site] for site in self.sites}
         return torch.tensor([places[head.layer, layers[head.layer][head.head]] for head in self.first.report.heads])
 
 
 def correspond(first: ComparedModel, second: ComparedModel) -> bool:
     """Whether the models have the same sites, with as many heads and key heads at each; what they see may differ."""
-    return _shape(first) == _shape(second)
-
-
-def _shape(side: ComparedModel) -> list[tuple[object, ...]]:
-    found = [(one.site, one.call) for one in side.inspection.reached]
-    return [(site.path, site.ordinal, call.query.shape[1], call.group) for site, call in found]
+    shapes = [
+        [(one.site.path, one.site.ordinal, one.call.query.shape[1], one.call.group) for one in side.inspection.reached]
+        for side in (first, second)
+    ]
+    return shapes[0] == shapes[1]
 
 
 def same_input(first: ComparedModel, second: ComparedModel) -> bool:

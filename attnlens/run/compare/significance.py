@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from scipy import stats
@@ -16,7 +16,6 @@ from attnlens.statistics import Design, adjusted, false_discovery, p_values, sta
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-    from torch import Tensor
 
 POWER = 0.8
 """With which probability the least change would have been named."""
@@ -158,17 +157,6 @@ def combined(first: Float[Tensor, "draws heads"], second: Float[Tensor, "draws h
     return Rounding(total if squared else total.sqrt(), min(len(first), len(second)), squared)
 
 
-def row_of(judged: Judged, place: int, row: MeasureChange) -> MeasureChange:
-    """The row with its change, the errors and p; or why there is none."""
-    p, delta = float(judged.p[place]), number_of(judged.delta[place])
-    se = None if judged.se is None else number_of(judged.se[place])
-    rounding = None if judged.rounding is None else number_of(judged.rounding.size[place])
-    reason = row.reason
-    if delta is not None and p != p and reason is None:
-        reason = UNMOVED if judged.se is None else ONE_DRAW
-    return row.model_copy(update={"delta": delta, "se": se, "rounding": rounding, "p": number_of(p), "reason": reason})
-
-
 Heads = tuple[Sequence[Head], Sequence[Head]]
 """The heads of the first model, and the partner of each in the second one."""
 CATEGORY = "a category, of which there is no difference"
@@ -183,7 +171,13 @@ def named_rows(heads: Heads, judged: Mapping[str, Judged | None], fdr: float, un
     for name, one in judged.items():
         for place, row in enumerate(_rows(heads, name)):
             if one is not None:
-                row = row_of(one, place, row)
+                p, delta = float(one.p[place]), number_of(one.delta[place])
+                found: dict[str, Any] = {"delta": delta, "p": number_of(p)}
+                found["se"] = None if one.se is None else number_of(one.se[place])
+                found["rounding"] = None if one.rounding is None else number_of(one.rounding.size[place])
+                if delta is not None and p != p and row.reason is None:
+                    found["reason"] = UNMOVED if one.se is None else ONE_DRAW
+                row = row.model_copy(update=found)
             elif row.reason is None and row.before is not None and row.after is not None:
                 row = row.model_copy(update={"delta": row.after - row.before, "reason": unjudged})
             rows.append(row)

@@ -2,17 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnlens.records import AttentionRows, Coverage, Head, Measure, Null, Selection, Site, Skipped
-from attnlens.registry import Analyzer, Answer, Gathering, MeasureInfo, Readings, measure_sources
-from attnlens.run.inspect.sink import Sink
-from attnlens.statistics import Design, Stream, standard_error
+from attnlens.hooks.survey import real_parts
+from attnlens.records import AttentionRows, Coverage, Head, Measure, Null, QueryKey, Selection, Site, Skipped
+from attnlens.registry import Analyzer, Answer, Gathering, MeasureInfo, Named, Readings, measure_sources
+from attnlens.statistics import Design, Stream, standard_error, summed
 from attnlens.weights import Traits
+
+PIECE_BYTES = 32 * 2**20
+"""Largest (sequences × heads × tokens × tokens) float64 matrix that is analysed at once."""
+
+
+def pieces(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
+    """A batch without its padding, in pieces whose score matrices stay under PIECE_BYTES each, with their sequences.
+
+    A key that no query may see is padding, and in cross-attention a query that may see none. Sequences of one length
+    stay together; long ones are cut by heads.
+    """
+    for batch, queries, keys in real_parts(query_key.allowed, query_key.query.shape[0], query_key.site.part):
+        rest = query_key.sequences(batch, queries, keys)
+        one_head = 8 * rest.query.shape[-2] * rest.key.shape[-2]
+        together = max(1, PIECE_BYTES // (one_head * len(rest.heads)))
+        heads = max(1, min(len(rest.heads), PIECE_BYTES // one_head))
+        for start in range(0, len(batch), together):
+            rows = range(start, min(start + together, len(batch)))
+            some = rest.sequences(rows, slice(None), slice(None))
+            for head in range(0, len(rest.heads), heads):
+                yield [batch[row] for row in rows], some.select(range(head, min(head + heads, len(rest.heads))))
+
+
+def sequences(query_key: QueryKey) -> Iterator[tuple[int, QueryKey]]:
+    """Each sequence of a batch by itself and without its padding, with its number in the batch."""
+    for batch, queries, keys in real_parts(query_key.allowed, query_key.query.shape[0], query_key.site.part):
+        for row in batch:
+            yield row, query_key.sequences([row], queries, keys)
+
+
+def finite_heads(query_key: QueryKey) -> list[int]:
+    """Which heads have finite queries and keys in every sequence, by index."""
+    # a sum is finite where all its terms are, and needs no mask of their size
+    query, key = (part.sum((-1, -2), dtype=torch.float64).isfinite() for part in (query_key.query, query_key.key))
+    fine = query & key[..., list(query_key.key_of)]
+    return fine.reshape(-1, len(query_key.heads)).all(0).nonzero().flatten().tolist()
+
 
 PAST_ONLY = "not identified: the model never compares a query with a later key"
 """Why causal heads lack what only a comparison of all pairs fixes."""
@@ -43,22 +81,9 @@ class Draft:
         known = measure_sources()
         return {known.get(name) or name.partition(".")[0] for name in (*names, *self.whole_curves)}
 
-    @property
-    def record(self) -> Head:
-        """The finished record; curves with missing numbers are left out."""
-        return Head(
-            site=self.site.name,
-            layer=self.site.layer,
-            head=self.head,
-            kv_head=self.kv_head,
-            part=self.site.part,
-            measures=self.measures,
-            curves=self.whole_curves,
-        )
-
 
 @dataclass
-class Collector(Sink):
+class Collector:
     """What has been measured so far."""
 
     chosen_heads: Sequence[int] | None
@@ -85,6 +110,44 @@ class Collector(Sink):
     """Rows of attention that are to be shown."""
     losses: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
     """Of each batch the mean loss of each sequence, over how many tokens, and the size of the vocabulary."""
+
+    def asks(self, head: int) -> bool:
+        """Whether a head was asked for."""
+        return self.chosen_heads is None or head in self.chosen_heads
+
+    def read_tokens(
+        self,
+        site: Site,
+        query_key: QueryKey,
+        analyzers: Iterable[Analyzer],
+        numbers: Sequence[int],
+        total: int,
+        steps: int | None = None,
+    ) -> None:
+        """Take in what analyzers read of a batch, whose rows belong to the sequences with these `numbers`."""
+        for rows, group in pieces(query_key):
+            parts = [numbers[row] for row in rows]
+            for analyzer in analyzers:
+                self.add_tokens(site, parts, group.heads, total, analyzer.function(group), steps)
+
+    def add_tokens(
+        self,
+        site: Site,
+        rows: Sequence[int],
+        heads: Sequence[int],
+        total: int,
+        readings: Readings,
+        steps: int | None = None,
+    ) -> None:
+        """Take in readings of the sequences `rows` and `heads` computed: (sequences, heads), or with steps behind.
+
+        Curves are averaged; cumulative ones of sequences of different lengths are continued to `steps`.
+        """
+        for name, reading in readings.items():
+            if reading.dim() == 3:
+                self.add_curve(site, name, *summed(_continued(reading, heads, total, steps)))
+            else:
+                self.add_values(site, name, list(rows), list(heads), total, reading.double().cpu())
 
     def enter(self, site: Site, key_of: Sequence[int]) -> None:
         """Note a site that was asked for, with the key head of each of its query heads."""
@@ -224,7 +287,16 @@ class Collector(Sink):
     def heads(self) -> list[Head]:
         """The finished records in the order of layer and head."""
         return [
-            draft.record for draft in sorted(self.drafts.values(), key=lambda draft: (draft.site.layer, draft.head))
+            Head(
+                site=draft.site.name,
+                layer=draft.site.layer,
+                head=draft.head,
+                kv_head=draft.kv_head,
+                part=draft.site.part,
+                measures=draft.measures,
+                curves=draft.whole_curves,
+            )
+            for draft in sorted(self.drafts.values(), key=lambda draft: (draft.site.layer, draft.head))
         ]
 
     def coverage(self, sources: Iterable[str]) -> Coverage:
@@ -238,6 +310,84 @@ class Collector(Sink):
             without={source: count for source, count in without.items() if count},
             skipped=self.skipped,
         )
+
+
+def _noted(method: str) -> Callable[..., None]:
+    """A method that notes down its own name and what it is called with."""
+    return lambda record, *given: record.calls.append([method, _plain(given)])
+
+
+class UnitRecord(Collector):
+    """Notes down what one unit of work hands over, as the plain value of the unit: a list of (method, arguments)."""
+
+    def __init__(self, chosen_heads: Sequence[int] | None) -> None:
+        super().__init__(chosen_heads)
+        self.calls: list[Any] = []
+
+    add_values = _noted("add_values")
+    add_curve = _noted("add_curve")
+    add_weights = _noted("add_weights")
+    add_layer = _noted("add_layer")
+    add_answers = _noted("add_answers")
+    add_shown = _noted("add_shown")
+    add_traits = _noted("add_traits")
+    add_losses = _noted("add_losses")
+
+    def skip(self, site: str, reason: str, heads: Sequence[int] = (), measure: str | None = None) -> None:
+        """Note down what is not measured."""
+        self.calls.append(["skip", [site, reason, list(heads), measure]])
+
+
+def replay(value: Any, sink: Collector, analyzers: Iterable[Named]) -> None:
+    """Hand over what a unit of work noted down, in its order."""
+    named: dict[tuple[str, str], Named] = {(one.name, one.source): one for one in analyzers}
+    for method, arguments in value:
+        if method not in NOTED:  # the file may be anybody's
+            raise ValueError(f"No unit notes down {method}.")
+        getattr(sink, method)(*(_made(part, named) for part in arguments))
+
+
+NOTED = {name for name in vars(UnitRecord) if name == "skip" or name.startswith("add_")}
+RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Null, Measure, Selection, AttentionRows)}
+PLAIN: dict[str, Any] = {kind.__name__: kind for kind in (Answer, Site, Traits)}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as lists and dictionaries of tensors and of what JSON holds."""
+    kind = type(value).__name__
+    if kind in RECORDS:
+        return {"kind": kind, "of": value.model_dump()}
+    if kind in PLAIN:
+        return {"kind": kind, "of": {one.name: _plain(getattr(value, one.name)) for one in fields(value)}}
+    if isinstance(value, Named):
+        return {"kind": "analyzer", "of": [value.name, value.source]}
+    if isinstance(value, Mapping):
+        return {"kind": "map", "of": {key: _plain(part) for key, part in value.items()}}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple | range) else value
+
+
+def _made(value: Any, named: Mapping[tuple[str, str], Named]) -> Any:
+    """Return the value of which that is the plain form."""
+    if isinstance(value, list):
+        return [_made(part, named) for part in value]
+    if not isinstance(value, dict):
+        return value
+    kind, of = value["kind"], value["of"]
+    if kind in RECORDS:
+        return RECORDS[kind].model_validate(of)
+    if kind == "analyzer":
+        return named[of[0], of[1]]
+    parts = {key: _made(part, named) for key, part in of.items()}
+    return parts if kind == "map" else PLAIN[kind](**parts)
+
+
+def _continued(reading: Tensor, heads: Sequence[int], total: int, steps: int | None) -> Tensor:
+    """A curve at the places of its heads, NaN for the others; one that has ended early stays where it is."""
+    if steps is not None and reading.shape[2] < steps:
+        reading = torch.cat([reading, reading[..., -1:].expand(-1, -1, steps - reading.shape[2])], -1)
+    full = reading.new_full((reading.shape[0], total, reading.shape[2]), torch.nan)
+    full[:, list(heads)] = reading
+    return full
 
 
 def _measure(

@@ -1,14 +1,14 @@
-"""Reads sites of a model, their weights or what they do with a text, and hands what it finds to a sink."""
+"""Reads sites of a model, their weights or what they do with a text, and hands what it finds to a collector."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnlens import hooks, linalg, models, texts, weights
 from attnlens.arguments import selection_share
@@ -18,16 +18,14 @@ from attnlens.hooks import Reached
 from attnlens.hooks.survey import hiding_padding
 from attnlens.records import AttentionRows, Call, Null, QueryKey, Selection, Sentence, Settings, Site
 from attnlens.registry import Analyzer, Gatherer, Gathering, GatheringPlace
-from attnlens.run.inspect.collector import scaled_null
-from attnlens.run.inspect.sink import Sink, finite_heads, sequences
-from attnlens.run.perplexity import Guesses
+from attnlens.run.feeding import Guesses
+from attnlens.run.inspect.collector import Collector, finite_heads, scaled_null, sequences
 from attnlens.runs.progress import Progress
 from attnlens.statistics import gaussian_null
 from attnlens.weights import Factors
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-    from torch import Tensor
 
 
 SIGNS = {"\n": "↵", "\t": "→"}
@@ -42,34 +40,24 @@ def told(selection: Selection, loaded: models.Loaded, batches: Sequence[texts.Ba
 
 
 def sentence_of(part: Part, loaded: models.Loaded, batches: Sequence[texts.Batch], number: int) -> Sentence | None:
-    """The tokens that this part of the model reads of a sequence; None where it reads no text."""
-    unread = part in ("vision", "audio") or loaded.kind not in ("text", "seq2seq")
-    if unread or loaded.tokenizer is None:
+    """The tokens that this part of the model reads of a sequence, one word each; None where it reads no text."""
+    tokenizer: Any = loaded.tokenizer
+    if part in ("vision", "audio") or loaded.kind not in ("text", "seq2seq") or tokenizer is None:
         return None
     starts = [sum(batch.size for batch in batches[:index]) for index in range(len(batches))]
     index = max(place for place, start in enumerate(starts) if start <= number)
-    return _sentence(part, loaded, batches[index].inputs, number, number - starts[index])
+    inputs, row = batches[index].inputs, number - starts[index]
 
+    def words(prefix: str) -> list[str]:
+        ids, mask = inputs[f"{prefix}input_ids"][row], inputs.get(f"{prefix}attention_mask")
+        real = (ids if mask is None else ids[mask[row].bool()]).tolist()
+        found = [str(tokenizer.decode([id_], clean_up_tokenization_spaces=False)) for id_ in real]
+        return [word.strip() or SIGNS.get(word[:1], "␣") for word in found]
 
-def _sentence(part: Part, loaded: models.Loaded, inputs: dict[str, Tensor], number: int, row: int) -> Sentence:
-    decoder = "decoder_" if part in ("decoder", "cross") and "decoder_input_ids" in inputs else ""
-    queries = _words(loaded, inputs, decoder, row)
+    queries = words("decoder_" if part in ("decoder", "cross") and "decoder_input_ids" in inputs else "")
     if part != "cross":
         return Sentence(sequence=number, keys=queries)
-    return Sentence(sequence=number, keys=_words(loaded, inputs, "", row), queries=queries)
-
-
-def _words(loaded: models.Loaded, inputs: dict[str, Tensor], prefix: str, row: int) -> list[str]:
-    """The real tokens of one sequence, one word each."""
-    ids, mask = inputs[f"{prefix}input_ids"][row], inputs.get(f"{prefix}attention_mask")
-    return [_word(loaded, number) for number in (ids if mask is None else ids[mask[row].bool()]).tolist()]
-
-
-def _word(loaded: models.Loaded, number: int) -> str:
-    word = (
-        "" if loaded.tokenizer is None else str(loaded.tokenizer.decode([number], clean_up_tokenization_spaces=False))
-    )
-    return word.strip() or SIGNS.get(word[:1], "␣")
+    return Sentence(sequence=number, keys=words(""), queries=queries)
 
 
 MOST_TOKENS, MOST_ROWS = 512, 40_000
@@ -118,7 +106,10 @@ def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[Atten
                 sequence=0,
                 keys=[keys[index, row, :count].tolist() for row, count in kept],
                 weights=[shown[index, row, :count].tolist() for row, count in kept],
-                rest=[_rest(attention[index, row], weights[index, row, :count]) for row, count in kept],
+                rest=[
+                    round(max(0.0, float(attention[index, row].sum() - weights[index, row, :count].sum())), 4)
+                    for row, count in kept
+                ],
                 sentence=sentence,
             )
         )
@@ -129,11 +120,6 @@ def _fits(sentence: Sentence, attention: Float[Tensor, "heads queries keys"]) ->
     """Whether rows and columns are its tokens: modules that attend within windows, or to images too, have others."""
     queries = sentence.keys if sentence.queries is None else sentence.queries
     return attention.shape[1:] == (len(queries), len(sentence.keys))
-
-
-def _rest(row: Tensor, kept: Tensor) -> float:
-    """The sum of a row's other weights."""
-    return round(max(0.0, float(row.sum() - kept.sum())), 4)
 
 
 def form_on_inputs(factors: Factors | UnreadableError) -> QueryKey | str:
@@ -155,7 +141,7 @@ class Gathered:
 
     gatherings: Sequence[Gathering]
     """Which analyzers."""
-    collector: Sink
+    collector: Collector
     """Where their answers go."""
     place: Callable[[Site, QueryKey | str], GatheringPlace]
     """The terms on which they work, by site and form."""
@@ -165,11 +151,6 @@ class Gathered:
     """What was posed, where that is to be shown."""
     _gatherers: dict[Site, list[tuple[Gathering, Gatherer]]] = field(default_factory=dict)
 
-    @property
-    def needs_inputs(self) -> bool:
-        """Whether any of them wants the modules' inputs."""
-        return any(gathering.needs_inputs for gathering in self.gatherings)
-
     @contextmanager
     def watching(self, reached: Sequence[Reached]) -> Iterator[Callable[[Site, Call, Sequence[int]], None]]:
         """Inside, a function that takes in a site's call: (site, call, its rows' numbers of sequences) → None."""
@@ -177,7 +158,18 @@ class Gathered:
         with hooks.inputs_of(wanted) as latest:
 
             def visit(site: Site, call: Call, numbers: Sequence[int]) -> None:
-                self._update(site, self._with_inputs(site, call, latest), numbers)
+                query_key = call.query_key(site)
+                form = self.forms.get(site, "no analyzer asks for M on the module's inputs")
+                if isinstance(form, QueryKey) and call.module is not None:
+                    query_key = replace(query_key, inputs=latest[call.module])
+                if site not in self._gatherers:
+                    place = self.place(site, form)
+                    self._gatherers[site] = [(gathering, gathering.begin(place)) for gathering in self.gatherings]
+                for row, one in sequences(query_key):
+                    # heads that are not asked for cost nothing
+                    heads = [head for head in finite_heads(one) if self.collector.asks(head)]
+                    for _, gatherer in self._gatherers[site] if heads else ():
+                        gatherer.update(one.select(heads), numbers[row])
 
             yield visit
 
@@ -191,22 +183,6 @@ class Gathered:
                 self.shown += [answer.shown for answer in answers.values() if answer.shown is not None]
         for gathering in self.gatherings:
             progress(gathering.name, len(self._gatherers), len(self._gatherers))
-
-    def _with_inputs(self, site: Site, call: Call, latest: Mapping[nn.Module, Tensor]) -> QueryKey:
-        query_key = call.query_key(site)
-        if not isinstance(self.forms.get(site), QueryKey) or call.module is None:
-            return query_key
-        return replace(query_key, inputs=latest[call.module])
-
-    def _update(self, site: Site, query_key: QueryKey, numbers: Sequence[int]) -> None:
-        if site not in self._gatherers:
-            place = self.place(site, self.forms.get(site, "no analyzer asks for M on the module's inputs"))
-            self._gatherers[site] = [(gathering, gathering.begin(place)) for gathering in self.gatherings]
-        for row, one in sequences(query_key):
-            # heads that are not asked for cost nothing
-            heads = [head for head in finite_heads(one) if self.collector.asks(head)]
-            for _, gatherer in self._gatherers[site] if heads else ():
-                gatherer.update(one.select(heads), numbers[row])
 
 
 BLIND = "its mask hides every token from every other and from itself"
@@ -242,12 +218,7 @@ class Reader:
         plain = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Analyzer)]
         return [analyzer for analyzer in plain if analyzer.source == source]
 
-    @property
-    def gatherings(self) -> list[Gathering]:
-        """The analyzers that pose one question over all sequences of a site."""
-        return [analyzer for analyzer in self.analyzers if isinstance(analyzer, Gathering)]
-
-    def weights_of(self, site: Site, sink: Sink) -> None:
+    def weights_of(self, site: Site, sink: Collector) -> None:
         """The weights.* measures of a site, with their nulls."""
         analyzers = self.of_source("weights")
         factors, base = next(self._factors([site]))
@@ -261,7 +232,7 @@ class Reader:
         self._analyse_weights(factors, base, analyzers, sink)
         sink.add_traits(factors.traits)
 
-    def tokens_of(self, fed: texts.Batches, number: int, sites: Sequence[Site], sink: Sink) -> None:
+    def tokens_of(self, fed: texts.Batches, number: int, sites: Sequence[Site], sink: Collector) -> None:
         """The tokens.* measures of one batch: each site's queries and keys are analysed and dropped."""
         batch, chosen, analyzers = fed.batches[number], set(sites), self.of_source("tokens")
         start = sum(other.size for other in fed.batches[:number])
@@ -270,7 +241,7 @@ class Reader:
             if site not in chosen:
                 return
             query_key = hiding_padding(call, batch.inputs).query_key(site)
-            self._analyse_tokens(site, query_key, analyzers, _numbers(call, batch, start), sink)
+            self._analyse_tokens(site, query_key, analyzers, sequence_numbers(len(call.query), batch, start), sink)
             if self.show == ATTENTION and number == 0:
                 heads = [head for head in finite_heads(query_key) if sink.asks(head)]
                 sentence = sentence_of(site.part, self.loaded, fed.batches, 0)
@@ -283,10 +254,11 @@ class Reader:
         for means, counts in zip(guesses.means, guesses.counts, strict=True):
             sink.add_losses(means, counts, guesses.vocabulary)
 
-    def gathered_of(self, fed: texts.Batches, sites: Sequence[Site], sink: Sink) -> None:
+    def gathered_of(self, fed: texts.Batches, sites: Sequence[Site], sink: Collector) -> None:
         """What the gatherers say of these sites, over all sequences."""
-        gathered = Gathered(self.gatherings, sink, self._place)
-        if gathered.needs_inputs:
+        gatherings = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Gathering)]
+        gathered = Gathered(gatherings, sink, self._place)
+        if any(gathering.needs_inputs for gathering in gathered.gatherings):
             for site, (factors, _) in zip(sites, self._factors(sites), strict=True):
                 gathered.forms[site] = self._form(factors)
         start, batch = 0, fed.batches[0]
@@ -294,7 +266,7 @@ class Reader:
 
             def visit(site: Site, call: Call) -> None:
                 if site in sites:
-                    gather(site, hiding_padding(call, batch.inputs), _numbers(call, batch, start))
+                    gather(site, hiding_padding(call, batch.inputs), sequence_numbers(len(call.query), batch, start))
 
             with torch.no_grad(), hooks.watch(self.loaded.model, self._sites, visit):
                 for batch in fed.batches:
@@ -342,7 +314,7 @@ class Reader:
         return replace(form, query=form.query.to(own), key=form.key.to(own)) if isinstance(form, QueryKey) else form
 
     def _analyse_weights(
-        self, factors: weights.Factors, base: QueryKey | None, analyzers: Sequence[Analyzer], sink: Sink
+        self, factors: weights.Factors, base: QueryKey | None, analyzers: Sequence[Analyzer], sink: Collector
     ) -> None:
         whole = replace(factors.query_key, base=base)
         finite = finite_heads(whole)
@@ -378,7 +350,7 @@ class Reader:
         return self._nulls[shape][1]
 
     def _analyse_tokens(
-        self, site: Site, query_key: QueryKey, analyzers: Sequence[Analyzer], numbers: Sequence[int], sink: Sink
+        self, site: Site, query_key: QueryKey, analyzers: Sequence[Analyzer], numbers: Sequence[int], sink: Collector
     ) -> None:
         """One batch of a site, whose rows belong to the sequences with these `numbers`."""
         total = len(query_key.heads)
@@ -391,14 +363,13 @@ class Reader:
             steps = self.settings.tokens if self.settings.pack is False else None
             sink.read_tokens(site, query_key.select(finite), analyzers, numbers, total, steps)
 
-    def _skip_nonfinite(self, site: Site, heads: Sequence[int], source: str, sink: Sink) -> None:
+    def _skip_nonfinite(self, site: Site, heads: Sequence[int], source: str, sink: Collector) -> None:
         if heads:
             named = [name for name in self.loaded.nonfinite if name.startswith(site.path)]
             where = f"{named[0]} holds NaN or Inf" if named else "its inputs are NaN or Inf, from a layer below"
             sink.skip(site.name, where, heads=heads, measure=source)
 
 
-def _numbers(call: Call, batch: texts.Batch, start: int) -> list[int]:
+def sequence_numbers(rows: int, batch: texts.Batch, start: int) -> list[int]:
     """The sequence of each row; there are more rows where a module cuts a sequence into windows (Swin)."""
-    rows = call.query.shape[0]
     return [start + row * batch.size // rows for row in range(rows)]

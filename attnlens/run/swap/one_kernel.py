@@ -25,6 +25,7 @@ from attnlens.records import Control, Coverage, Pair, Plan, Report, Settings, Si
 from attnlens.requests.healing import HealOptions
 from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks
+from attnlens.run.checks import predictions, refuse_initialised
 from attnlens.run.differences import (
     Continued,
     Differences,
@@ -35,9 +36,8 @@ from attnlens.run.differences import (
     placed_windows,
     windows_of,
 )
-from attnlens.run.initialised import predictions, refuse_initialised
+from attnlens.run.feeding import guess_notes
 from attnlens.run.outputs import FEWEST, TokenLosses, Variant, enough_memory, peak_of, run, speed, tokens_in
-from attnlens.run.perplexity import guess_notes
 from attnlens.run.provenance import report_of
 from attnlens.run.swap.candidate import (
     Candidate,

@@ -24,8 +24,7 @@ from attnlens.models import Loaded
 from attnlens.records import PARTS, Call, Site, SiteSwap, Skipped
 from attnlens.registry import checked_name
 from attnlens.run import checks
-from attnlens.run.in_memory import at_rest, held_model
-from attnlens.run.inspect.capture import tensors
+from attnlens.run.in_memory import at_rest, held_model, tensors
 from attnlens.run.outputs import Variant
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from attnlens.models import Loaded
 from attnlens.records import Effect, Prediction, Predictor, Settings, Site, Swap, Task
 from attnlens.run import checks
 from attnlens.run.inspect.collector import Collector
-from attnlens.run.inspect.survey import Inspection
+from attnlens.run.inspect.pipeline import Inspection
 from attnlens.run.outputs import divergence, predictions, sequence_losses, sequence_means
 from attnlens.runs.progress import Tell, silent, timed
 from attnlens.runs.work import Keep, keep_nothing

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attnlens.records import AttentionRows, Measure, Report
-from attnlens.registry.measure_info import OWN_ROWS
+from attnlens.registry import OWN_ROWS
 from attnlens.sections.reference.typical import typical_places
 from attnlens.sections.section import Section
 from attnlens.sections.selections import selections

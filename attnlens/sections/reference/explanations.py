@@ -8,6 +8,8 @@ from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, HYBRIDS, TIES, Modifier, kernels
 from attnlens.kernels.spelling import example, far_kernels
 from attnlens.registry import (
+    BETWEEN_FORMS,
+    BETWEEN_ROWS,
     Analyzer,
     Gathering,
     KernelInfo,
@@ -15,7 +17,6 @@ from attnlens.registry import (
     checked_name,
     every_analyzer,
 )
-from attnlens.registry.measure_info import BETWEEN_FORMS, BETWEEN_ROWS
 from attnlens.sections.reference.lists import bounds, fitted, range_of, told_parameters
 from attnlens.sections.section import Section
 from attnlens.sentences.findings import WORDS

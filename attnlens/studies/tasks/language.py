@@ -28,7 +28,7 @@ from attnlens.studies.tasks.task import (
     spread,
 )
 from attnlens.studies.tasks.translation import SentencePairs, sentence_pairs
-from attnlens.texts.corpora import quiet
+from attnlens.texts.sources import quiet
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -21,7 +21,7 @@ from attnlens.run.swap.healing.healer import Healer
 from attnlens.statistics import paired_difference
 from attnlens.statistics.intervals import FEWEST_DRAWS
 from attnlens.texts import Batches
-from attnlens.texts.sampling import chosen
+from attnlens.texts.sequences import chosen
 from attnlens.texts.targets import Fed, feed
 
 SMALLEST = 1e-30

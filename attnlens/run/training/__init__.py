@@ -1,1 +1,0 @@
-"""Compares training with the max-margin solution: synthetic experiments, one head, or checkpoints."""
