@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from attnlens.kernels.lowrank import Latents
-from attnlens.linalg.truncations import nested
+from attnlens.linalg.spectra import nested
 from attnlens.run.swap.ranks import calibration
 from attnlens.run.swap.ranks.bases import Basis
 from attnlens.run.swap.ranks.calibration import Losses, rise_of

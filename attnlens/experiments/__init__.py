@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from attnlens.experiments.settings import Progress, Study, setting_of, silent
-from attnlens.experiments.synthetic.data import golden
-from attnlens.experiments.synthetic.tokens import FEASIBILITY, GLOBAL_SELECTION, LOCAL_CONVERGENCE, RANK
+from attnlens.experiments.synthetic.tokens import FEASIBILITY, GLOBAL_SELECTION, LOCAL_CONVERGENCE, RANK, golden
 from attnlens.experiments.synthetic.weights import MULTI_TOKEN, NEXT_TOKEN
 from attnlens.records.experiments import Experiment
 
@@ -23,8 +22,6 @@ EXPERIMENTS: dict[str, Study] = {
     "next-token": NEXT_TOKEN,
 }
 """Name on the command line → experiment."""
-
-__all__ = ["EXPERIMENTS", "golden", "one_thread", "run_experiments"]
 
 
 def run_experiments(

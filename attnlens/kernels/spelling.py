@@ -13,7 +13,7 @@ from attnlens.kernels.modifiers import FILTERS, HYBRIDS, TIES, KeyFilter, Modifi
 from attnlens.kernels.spec import Kernel
 from attnlens.registry import KERNELS, KernelInfo, KernelParameter, checked_name
 
-for _file in ("products", "distances", "features", "lowrank", "nearest", "primal"):
+for _file in ("products", "features", "lowrank", "nearest"):
     import_module(f"attnlens.kernels.{_file}")
 
 

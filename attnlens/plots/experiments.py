@@ -14,18 +14,24 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import Normalize
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from attnlens.plots.captions import fitted, heading
-from attnlens.plots.fans import DEPTH
-from attnlens.plots.page import FOOT, HEAD, LINE, Panel, head, picture_title
+from attnlens.plots.maps import DEPTH
 from attnlens.plots.style import (
     CATEGORIES,
     CROWD,
+    FOOT,
+    HEAD,
     INK,
+    LINE,
     MUTED,
+    Panel,
     PlainNumbers,
     figure_of,
+    fitted,
+    head,
+    heading,
     legend_above,
     new_figure,
+    picture_title,
     size_in_points,
     tick_positions,
 )

@@ -15,22 +15,29 @@ from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from attnlens.choices import WHERE_POSED
 from attnlens.errors import UsageError
-from attnlens.plots.captions import (
+from attnlens.plots.maps import FORMULA, depths, draw_depth, draw_fan, draw_map
+from attnlens.plots.style import (
+    CATEGORIES,
+    INK,
+    MISSING,
+    MUTED,
+    PART_COLOURS,
     coverage_line,
     fitted,
+    head,
     heading,
+    label_layers,
     layout_line,
+    legend_above,
     model_line,
+    new_figure,
+    picture_title,
     settings_line,
     short_caption,
     short_curve_caption,
     source_heading,
     wrapped,
 )
-from attnlens.plots.fans import FORMULA, depths, draw_depth, draw_fan
-from attnlens.plots.maps import draw_map
-from attnlens.plots.page import head, picture_title
-from attnlens.plots.style import CATEGORIES, INK, MISSING, MUTED, PART_COLOURS, label_layers, legend_above, new_figure
 from attnlens.shapes import MeasureMap, Shapes, group_of
 from attnlens.wording import big, clean, source_of, title_of
 

@@ -13,7 +13,6 @@ from matplotlib.colors import CenteredNorm, Normalize
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from attnlens.plots.captions import fitted, typeset
 from attnlens.plots.maps import hatch, heat_map
 from attnlens.plots.style import (
     CATEGORIES,
@@ -21,9 +20,11 @@ from attnlens.plots.style import (
     MISSING,
     MUTED,
     PlainNumbers,
+    fitted,
     label_layers,
     legend_above,
     size_in_points,
+    typeset,
 )
 from attnlens.records import PARTS
 from attnlens.sentences.swaps.controls import (

@@ -13,10 +13,19 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from attnlens.plots.captions import fitted, typeset
 from attnlens.plots.maps import heat_map
-from attnlens.plots.page import Panel, panels_overview
-from attnlens.plots.style import CATEGORIES, INK, MUTED, PlainNumbers, figure_of, size_in_points
+from attnlens.plots.style import (
+    CATEGORIES,
+    INK,
+    MUTED,
+    Panel,
+    PlainNumbers,
+    figure_of,
+    fitted,
+    panels_overview,
+    size_in_points,
+    typeset,
+)
 from attnlens.plots.swap_effects import (
     draw_kernels,
     draw_lines,

@@ -25,11 +25,8 @@ from attnlens.requests.study import ALL, StudyRequest, table
 from attnlens.run.provenance import report_of
 from attnlens.runs.progress import Progress, silent
 from attnlens.runs.work import Store, WorkPlan
-from attnlens.studies.cells import StudyPlan, trained_cells
-from attnlens.studies.findings import table_of
-from attnlens.studies.saved import save_cells
-from attnlens.studies.scales import Scale, scale_of
-from attnlens.studies.tables import TABLES, PaperCell
+from attnlens.studies.cells import StudyPlan, table_of, trained_cells
+from attnlens.studies.tables import TABLES, PaperCell, Scale, scale_of
 from attnlens.studies.tasks import (
     Reversal,
     StudyTask,
@@ -41,6 +38,7 @@ from attnlens.studies.tasks import (
     translation,
     wikitext,
 )
+from attnlens.studies.units import save_cells
 from attnlens.wording import listed
 
 

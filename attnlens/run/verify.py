@@ -9,8 +9,7 @@ from attnlens import requests
 from attnlens.arguments import public, switch
 from attnlens.experiments import EXPERIMENTS, golden, one_thread, run_experiments
 from attnlens.experiments.binary_kernel import binary_kernel
-from attnlens.experiments.primal_decay import primal_decay
-from attnlens.experiments.trained import depth_decay, ksvd_identities
+from attnlens.experiments.trained import depth_decay, ksvd_identities, primal_decay
 from attnlens.records import Experiment, Report, Skipped
 from attnlens.run.training.synthetic import WIDTH, finished
 from attnlens.runs.progress import Progress, silent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +15,82 @@ from torch import nn
 from attnlens.attention.primal_heads import PrimalHeads, regulariser
 from attnlens.errors import UsageError
 from attnlens.runs.work import Store
-from attnlens.studies.scales import Scale
-from attnlens.studies.states import RunState, restored, save_state
+from attnlens.studies.tables import Scale
 from attnlens.studies.tasks import NOTHING, cross_entropy, mean_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attnlens.studies.tasks import Examples, StudyTask
+
+
+STATE = "state"
+"""The name of the state among the parts of a training run."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """How far a run is."""
+
+    step: int
+    """Steps done."""
+    curve: list[tuple[int, float]]
+    """(step, validation loss)."""
+    best: dict[str, Tensor] = field(repr=False)
+    """The weights of the least validation loss so far."""
+    watched: list[dict[str, float]]
+    """What was read of the model at each step of the curve."""
+    seconds: float = 0.0
+    """In training so far."""
+    tokens: int = 0
+    """That it was trained on so far."""
+    problem: str = ""
+    """Why it did not converge; empty where it did, or is not over."""
+
+    @classmethod
+    def begun(cls, model: nn.Module, loss: float, read: dict[str, float]) -> RunState:
+        """The state before the first step."""
+        return cls(0, [(0, loss)], _copied(model), [read])
+
+    def looked(self, model: nn.Module, loss: float, read: dict[str, float], seconds: float) -> RunState:
+        """The state after a look at the validation loss."""
+        least = min((known for _, known in self.curve[1:]), default=math.inf)
+        best = _copied(model) if loss < least else self.best
+        curve, watched = [*self.curve, (self.step, loss)], [*self.watched, read]
+        return replace(self, curve=curve, best=best, watched=watched, seconds=seconds)
+
+
+def _copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+
+
+def save_state(store: Store, state: RunState, model: nn.Module, optimiser: Any) -> None:
+    """Keep everything that the rest of the run depends on."""
+    value = {
+        "facts": {name: getattr(state, name) for name in ("step", "curve", "watched", "seconds", "tokens")},
+        "random": torch.get_rng_state(),
+        "random of the GPU": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "model": _copied(model),
+        "best": state.best,
+        "moments": optimiser.state_dict()["state"],
+    }
+    store.keep(STATE, value)
+
+
+def restored(store: Store, model: nn.Module, optimiser: Any) -> RunState | None:
+    """Put the kept state in its place, and return how far it is; None if there is none."""
+    value = store.load(STATE)
+    if value is None:
+        return None
+    model.load_state_dict(value["model"])
+    optimiser.load_state_dict({**optimiser.state_dict(), "state": value["moments"]})
+    torch.set_rng_state(value["random"])
+    if value["random of the GPU"] is not None:
+        torch.cuda.set_rng_state(value["random of the GPU"])
+    facts = value["facts"]
+    curve = [(step, loss) for step, loss in facts["curve"]]
+    return RunState(facts["step"], curve, value["best"], facts["watched"], facts["seconds"], facts["tokens"])
+
 
 DECAY, CLIPPED = 0.01, 1.0
 """AdamW's weight decay, and the norm that gradients are clipped to."""

@@ -24,7 +24,7 @@ from attnlens.experiments.settings import (
     curve,
     uses,
 )
-from attnlens.experiments.synthetic.data import chunks, draw, grid, starts
+from attnlens.experiments.synthetic.tokens import chunks, draw, grid, starts
 from attnlens.records.experiments import Curve, Experiment
 
 if TYPE_CHECKING:

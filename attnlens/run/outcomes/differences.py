@@ -28,7 +28,7 @@ from attnlens.run.outcomes.outputs import (
 )
 from attnlens.runs.progress import Tell
 from attnlens.statistics import Design, paired_difference
-from attnlens.statistics.streams import Likeness
+from attnlens.statistics.design import Likeness
 from attnlens.texts.targets import HEADLESS, NO_LOSS, NOTHING, Fed
 
 if TYPE_CHECKING:

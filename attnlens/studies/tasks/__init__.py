@@ -13,28 +13,3 @@ from attnlens.studies.tasks.scores import (
 )
 from attnlens.studies.tasks.task import NOTHING, Examples, Split, TaskForm
 from attnlens.studies.tasks.translation import Reversal, SentencePairs, bag_bound, translation
-
-__all__ = [
-    "NOTHING",
-    "Examples",
-    "Labelled",
-    "NextTokens",
-    "Reversal",
-    "SentencePairs",
-    "Split",
-    "StudyTask",
-    "TaskForm",
-    "TranslationTask",
-    "bag_bound",
-    "beam_search",
-    "bleu_and_chrf",
-    "cross_entropy",
-    "iwslt",
-    "labelled",
-    "language",
-    "mean_loss",
-    "score",
-    "series",
-    "translation",
-    "wikitext",
-]

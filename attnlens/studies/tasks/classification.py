@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from attnlens.errors import TextError
-from attnlens.studies.tasks.files import REMEDY, Recording, read_rows, read_series
 from attnlens.studies.tasks.task import (
     PARTS,
+    REMEDY,
     BytePairs,
     Examples,
+    Recording,
     Split,
     blocks,
     byte_pairs,
@@ -22,6 +23,8 @@ from attnlens.studies.tasks.task import (
     in_order,
     numbers,
     padded,
+    read_rows,
+    read_series,
 )
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ import torch
 
 from attnlens import texts
 from attnlens.errors import TextError, UsageError
-from attnlens.studies.tasks.files import read_whole
 from attnlens.studies.tasks.task import (
     PARTS,
     SHARES,
@@ -25,6 +24,7 @@ from attnlens.studies.tasks.task import (
     byte_pairs,
     endless,
     in_order,
+    read_whole,
     spread,
 )
 from attnlens.studies.tasks.translation import SentencePairs, sentence_pairs

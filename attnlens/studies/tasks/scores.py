@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
 
-    from attnlens.kernel_transformers.models import EncoderDecoder
+    from attnlens.kernel_transformers import EncoderDecoder
 
 TranslationTask: TypeAlias = SentencePairs | Reversal
 """A task of sentences for sentences: ids `begin` and `end` a sentence, `padding` fills up, `written` gives its text."""

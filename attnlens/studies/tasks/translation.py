@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 
 from attnlens.errors import TextError
-from attnlens.studies.tasks.files import TabbedLines, read_rows
 from attnlens.studies.tasks.task import (
     BEGIN,
     END,
@@ -23,12 +22,14 @@ from attnlens.studies.tasks.task import (
     BytePairs,
     Examples,
     Split,
+    TabbedLines,
     blocks,
     byte_pairs,
     endless,
     in_order,
     numbers,
     paired,
+    read_rows,
     spread,
 )
 
