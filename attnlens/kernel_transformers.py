@@ -1,4 +1,4 @@
-"""The small transformers as models of transformers, saved and loaded like any other."""
+"""Small transformers whose attention has any kernel, positions and value function (Tsai et al. 2019)."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     Added = Float[Tensor, "#batch heads queries keys"]
     States = Float[Tensor, "batch tokens d_model"]
     Split = Float[Tensor, "batch heads tokens head_dim"]
+    Unpadded = Bool[Tensor, "batch tokens"] | None
 
 Placing = Literal["none", "sum", "table", "product", "symmetric product"]
 """How attention reads positions t beside features f: not at all; k(f + t, f' + t') (Eq. 4); L(t − t', f)·k(f, f') with
@@ -245,14 +246,6 @@ def _places(features: States) -> Float[Tensor, "tokens d_model"]:
     """t of each token, as large as the features that a layer norm leaves."""
     places = torch.arange(features.shape[1], device=features.device, dtype=features.dtype)
     return sinusoids(places, features.shape[2])
-
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
-    from torch import Tensor
-
-    States = Float[Tensor, "batch tokens d_model"]
-    Unpadded = Bool[Tensor, "batch tokens"] | None
 
 
 class Layer(nn.Module):

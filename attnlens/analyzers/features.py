@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
 from attnlens.registry import MeasureInfo, Readings, analyzer
+
+if TYPE_CHECKING:
+    from attnlens import linalg
+else:
+    linalg = LazyModule("attnlens.linalg")
+
 
 ERROR = 0.1
 """ε: the total variation, in [0, 1], that is allowed between the two attentions of a query, in the mean."""
@@ -94,8 +101,6 @@ def of_tokens(query_key: QueryKey) -> Readings:
     small: n counts those that are in it. The values by chance are of one draw of normal queries and keys for all
     windows.
     """
-    from attnlens import linalg
-
     drawn = linalg.gaussian_like(query_key)
     readings: Readings = {}
     for suffix, given in (("", query_key), ("_by_chance", drawn)):

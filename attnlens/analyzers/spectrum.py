@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
+from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
 from attnlens.registry import MeasureInfo, Readings, analyzer
+
+if TYPE_CHECKING:
+    from attnlens import linalg
+else:
+    linalg = LazyModule("attnlens.linalg")
+
 
 ZERO = "the matrix is zero"
 LONG = "more than 2,048² pairs of queries and keys, of which {}: read fewer --tokens"
@@ -176,8 +184,6 @@ def of_weights(query_key: QueryKey) -> Readings:
     σ are the singular values of M = s·W_Q W_Kᵀ, s the scale, biases left out; at most head_dim of them are not 0. Under
     RoPE they are those of the joint kernel on content and position over the window.
     """
-    from attnlens import linalg
-
     values = linalg.Form(query_key).singular_values
     return {
         "weights.stable_rank": linalg.stable_rank(values),
@@ -195,8 +201,6 @@ def of_tokens(query_key: QueryKey) -> Readings:
     P holds the attention weights of a window, a query a row, and p_ij are its entries; padding is left out. The
     window's length bounds every rank, so that ranks are compared at one length only.
     """
-    from attnlens import linalg
-
     values = linalg.attention_singular_values(query_key)
     beyond = linalg.attention_singular_values(query_key, without_row_sums=True)
     return {

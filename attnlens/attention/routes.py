@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from attnlens.attention.masks import unplaced
 from attnlens.attention.primal_scores import by_primal, refuse_primal
-from attnlens.attention.rows import by_whole, in_tiles, refuse_hidden
+from attnlens.attention.rows import by_whole, in_tiles, refuse_hidden, unplaced
 from attnlens.attention.scores import by_scores
 from attnlens.attention.sums import by_hybrid, by_products, by_sums, reach
 from attnlens.choices import Route

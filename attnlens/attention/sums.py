@@ -1,4 +1,4 @@
-"""Kernels with finitely many features by running sums, in O(tokens) time and memory, and hybrids with a near window."""
+"""Fused attention: SDPA for kernels that are products, running sums for features, hybrids with a near window."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ from attnlens.kernels.spec import Kernel, least, score, wide
 from attnlens.records import Call
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Shaped
+    from jaxtyping import Bool, Float, Int, Shaped
     from torch import Tensor
+
+    Tokens = Float[Tensor, "batch heads tokens head_dim"]
+    Query = Float[Tensor, "batch heads queries head_dim"]
+    Key = Float[Tensor, "batch heads keys head_dim"]
+    Value = Float[Tensor, "batch heads keys value_dim"]
+    Sums = Float[Tensor, "batch heads queries value_dim"]
 
 
 def by_products(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries value_dim"]:
@@ -38,15 +44,13 @@ def by_products(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads querie
     # torch's fast kernels want one head_dim for all three, on a GPU a multiple of 8; zeros change no product
     width = max(query.shape[-1], value.shape[-1])
     width += -width % 8 if query.is_cuda else 0
-    query, key, padded = (_of_width(x, width) for x in (query, key, value))
+    # `pad` copies even what has that width
+    query, key, padded = (
+        (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))) for x in (query, key, value)
+    )
     causal = mask is None and call.causal
     found = scaled_dot_product_attention(query, key, padded, attn_mask=mask, is_causal=causal, scale=scale)
     return found[..., : value.shape[-1]]
-
-
-def _of_width(x: Tensor, width: int) -> Tensor:
-    """The vectors with zeros up to that width; themselves where they have it, since `pad` copies even those."""
-    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
 
 def _mask(call: Call) -> Shaped[Tensor, "#batch #heads queries keys"] | None:
@@ -81,16 +85,6 @@ def as_exponential(
     identity = torch.eye(key.shape[2], dtype=logits.dtype, device=logits.device)
     return logits, identity.expand(*key.shape[:2], -1, -1), 1.0
 
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
-    from torch import Tensor
-
-    Tokens = Float[Tensor, "batch heads tokens head_dim"]
-    Query = Float[Tensor, "batch heads queries head_dim"]
-    Key = Float[Tensor, "batch heads keys head_dim"]
-    Value = Float[Tensor, "batch heads keys value_dim"]
-    Sums = Float[Tensor, "batch heads queries value_dim"]
 
 CHUNK = 64
 """Tokens that meet each other one by one before they enter the sum."""

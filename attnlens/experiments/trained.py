@@ -1,4 +1,4 @@
-"""Queries and keys of the demo model on real text: decay by depth, and the identities of kernel SVD."""
+"""Experiments on the demo model and models of its size: decay by depth and by training, identities of kernel SVD."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from transformers.modeling_utils import AttentionInterface
 
 from attnlens.attention import Route, attend
-from attnlens.attention.masks import split_mask
+from attnlens.attention.rows import split_mask
 from attnlens.errors import ModelError
 from attnlens.kernels import OWN, Kernel
 from attnlens.records import Call, Site

@@ -6,15 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from attnlens.lazy import LazyModule
 from attnlens.registry import MODIFIERS, Fit, KernelParameter
 
 if TYPE_CHECKING:
+    import torch
     from jaxtyping import Bool, Float, Int, Shaped
     from torch import Tensor
 
     from attnlens.records import Call
 
     Pairs = Float[Tensor, "*batch n n"]
+else:
+    torch = LazyModule("torch")
 
 
 def skewless(log_k: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
@@ -45,8 +49,6 @@ def _positive(core: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
 
     NaN where it is not finite; no gradient, as eigenvalues meet at 0 where L has a small rank.
     """
-    import torch
-
     if not bool(core.isfinite().all()):
         return core * torch.nan
     values, vectors = torch.linalg.eigh((core + core.mT) / 2)
@@ -254,8 +256,6 @@ class NearFit:
 
     def solve(self) -> dict[str, Shaped[Tensor, "heads ..."]]:
         """The far part's parameters and `near_log_weight`."""
-        import torch
-
         found = {} if self.own is None else self.own.solve()
         device = next(iter(found.values())).device if found else None
         return found | {NEAR_WEIGHT: torch.zeros(self.heads, device=device)}

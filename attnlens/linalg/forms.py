@@ -1,4 +1,4 @@
-"""The bilinear form M = W_Q W_Kᵀ from its factors alone, its means over rotations, and how far two forms differ."""
+"""The bilinear form M = W_Q W_Kᵀ from its factors: means over rotations, differences, symmetry, directionality."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Singular values and what is read of them, head by head in a pool of threads."""
+"""Singular values head by head in a pool of threads, how many features attention needs, and nested rank plans."""
 
 from __future__ import annotations
 

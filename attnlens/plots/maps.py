@@ -1,4 +1,4 @@
-"""Maps of layers × heads in colours."""
+"""Maps of layers × heads in colours, and fans of one curve per head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of a study: what each cell reached, seed by seed, beside the published, and how it learned."""
+"""Pictures of a study (what each cell reached and how it learned) and of a comparison of two models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Colours, fonts and encoding of pictures, the same bytes in every run."""
+"""Colours, fonts, captions and pages of pictures, the same bytes in every run."""
 
 from __future__ import annotations
 

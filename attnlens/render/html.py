@@ -1,4 +1,4 @@
-"""Sections as one self-contained HTML page, with the heads that its script lets a reader explore."""
+"""Sections as one self-contained HTML page, and pictures as files."""
 
 from __future__ import annotations
 

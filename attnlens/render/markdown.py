@@ -1,4 +1,4 @@
-"""Sections as GitHub markdown, with other people's strings escaped."""
+"""Sections as GitHub markdown and as CSV, and checks for CI systems: JUnit XML, annotations, step summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which measures go with a harm: rank correlations with intervals, permutation tests, split halves."""
+"""Which measures go with a harm: rank correlations, permutation tests, split halves; treatments in shared blocks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from attnlens.lazy import LazyModule
 from attnlens.statistics.design import Design
 from attnlens.statistics.intervals import Interval, tail
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
+
+optimize = LazyModule("scipy.optimize")
+special = LazyModule("scipy.special")
+stats = LazyModule("scipy.stats")
 
 
 LEAST = 1e-5
@@ -50,8 +55,6 @@ class Blocks:
 
     def p_values(self) -> list[float]:
         """Two-sided p of μ_a = μ_b of each of `pairs_of`; NaN where no pair of its kinds has any spread."""
-        from scipy import stats
-
         pairs, wide = pairs_of(len(self.values)), self.values.double().numpy()
         blocks, differences = wide.shape[1], np.array([wide[a] - wide[b] for a, b in pairs])
         variances, found = differences.var(1, ddof=1), np.full(len(pairs), np.nan)
@@ -71,8 +74,6 @@ def _moderated(variances: Any, freedom: int, others: int, counted: float) -> tup
     d₀ and s₀² are those of the scaled χ² that log s² is spread like, d₀ at most what `others` treatments have; of d₀
     the part `counted` counts.
     """
-    from scipy import optimize, special
-
     middle = float(np.median(variances))
     if not middle > 0:
         return np.full(len(variances), np.nan), 0.0
@@ -247,8 +248,6 @@ def over_windows(
     widened by √(n/(n − 1)), and t Student's quantile. A measure with one axis is a property of the weights and stays.
     Heads that lack a value in a sample make it void. NaN where nothing tells how windows differ.
     """
-    from scipy import stats
-
     if design.freedom < 1 or math.isnan(value):
         return Interval(value, math.nan, math.nan)
     times = 1 + (design.draws(draws, seed) - 1) * design.widening

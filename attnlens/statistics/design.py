@@ -1,4 +1,4 @@
-"""How windows were sampled: of which text each is, and whether errors are over windows or over texts."""
+"""How windows were sampled, whether errors are over windows or texts; running means and linear CKA over batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Standard errors, intervals and p-values over windows or texts, and false discoveries."""
+"""Standard errors, intervals, p-values and false discoveries over windows or texts; what measures are by chance."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
 from attnlens.statistics.design import Design
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
+
+stats = LazyModule("scipy.stats")
 
 
 DRAWN_BYTES = 2**26
@@ -117,8 +120,6 @@ def student_interval(value: float, error: float, freedom: int, level: float = 0.
     """value ± t·error, t the quantile of Student's distribution with these degrees of freedom."""
     if freedom < 1 or math.isnan(error):
         return Interval(value, math.nan, math.nan)
-    from scipy import stats
-
     reach = float(stats.t.ppf((1 + level) / 2, freedom)) * error
     return Interval(value, value - reach, value + reach)
 
@@ -131,8 +132,6 @@ def further(values: Sequence[float], level: float = 0.95) -> float:
     """
     if len(values) < 2:
         return math.nan
-    from scipy import stats
-
     every = torch.tensor(values, dtype=torch.float64)
     reach = float(stats.t.ppf(level, len(values) - 1)) * math.sqrt(1 + 1 / len(values))
     return float(every.mean() + reach * every.std())
@@ -140,8 +139,6 @@ def further(values: Sequence[float], level: float = 0.95) -> float:
 
 def tail(level: float, freedom: int) -> float:
     """Student's quantile over the normal one."""
-    from scipy import stats
-
     return float(stats.t.ppf((1 + level) / 2, freedom) / stats.norm.ppf((1 + level) / 2))
 
 
@@ -289,15 +286,11 @@ def _tail(
     scores: Float[Tensor, " units"], met: Float[Tensor, " units"], drawn: Float[Tensor, " units"], freedom: int
 ) -> Float[Tensor, " units"]:
     """P(|t| ≥ score/c), c ≥ 1 such that it is ENOUGH/drawn at the score `met`, the ENOUGHth largest of the samples."""
-    from scipy import stats
-
     reach = torch.from_numpy(stats.t.isf(ENOUGH / (2 * drawn.clamp(min=ENOUGH).numpy()), freedom))
     return _students(scores / (met / reach).clamp(min=1), freedom)
 
 
 def _students(scores: Float[Tensor, " units"], freedom: int) -> Float[Tensor, " units"]:
-    from scipy import stats
-
     return torch.from_numpy(2 * stats.t.sf(scores.numpy(), freedom)) if freedom > 0 else scores * torch.nan
 
 
@@ -306,8 +299,6 @@ def adjusted(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
     NaN stays NaN and doesn't count in n.
     """
-    from scipy import stats
-
     found = torch.full_like(p_values, torch.nan, dtype=torch.float64)
     present = ~p_values.isnan()
     if bool(present.any()):

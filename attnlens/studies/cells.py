@@ -1,4 +1,4 @@
-"""A table's cells: the search for each one's learning rate, its runs over seeds, and its speed."""
+"""A table's cells: learning-rate search, runs over seeds, speed; and the records and comparisons made of them."""
 
 from __future__ import annotations
 

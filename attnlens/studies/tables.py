@@ -1,4 +1,4 @@
-"""The papers' tables: which cells each has, on which tasks, and what was published."""
+"""The papers' tables (cells, tasks, published numbers) and the scales `tiny`, `small` and `paper` of the models."""
 
 from __future__ import annotations
 

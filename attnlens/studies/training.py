@@ -1,4 +1,4 @@
-"""Trains one model of the study: AdamW, warm-up and cosine, resumable, and ended where it diverges."""
+"""Trains one model of the study: AdamW, warm-up and cosine, resumed from its last state, ended where it diverges."""
 
 from __future__ import annotations
 
@@ -221,7 +221,11 @@ def step_of(accelerator: Any, model: nn.Module, optimiser: Any, batch: Examples,
     moved = batch.to(accelerator.device)
     with accelerator.autocast():
         loss = loss_of(model, moved)
-        whole = loss + run.eta * regulariser(model) if run.eta and _is_primal(model) else loss
+        whole = (
+            loss + run.eta * regulariser(model)
+            if run.eta and any(isinstance(part, PrimalHeads) for part in model.modules())
+            else loss
+        )
     accelerator.backward(whole)
     accelerator.clip_grad_norm_(model.parameters(), CLIPPED)
     optimiser.step()
@@ -249,7 +253,3 @@ def count_of(batch: Examples) -> int:
     if batch.targets.dim() > 1:
         return int((batch.targets != NOTHING).sum())
     return int(batch.kept.sum()) if batch.kept is not None else batch.inputs.shape[0] * batch.inputs.shape[1]
-
-
-def _is_primal(model: nn.Module) -> bool:
-    return any(isinstance(part, PrimalHeads) for part in model.modules())

@@ -1,4 +1,4 @@
-"""Training runs as units of work: each is named by what determines it, and its outcome is one file."""
+"""Training runs as units of work: names, outcomes, saved models, and what their heads look like on the way."""
 
 from __future__ import annotations
 

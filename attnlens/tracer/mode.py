@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from attnlens.attention import attend
-from attnlens.attention.masks import split_mask
+from attnlens.attention.rows import split_mask
 from attnlens.errors import ModelError, UnreadableError
 from attnlens.kernels import OWN
 from attnlens.records import Call
@@ -515,11 +515,12 @@ def _content(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """The tensors in a module's arguments that carry what it is about: not its masks, nor positions."""
     names = list(inspect.signature(module.forward).parameters)
     given = dict(zip(names, args, strict=False)) | kwargs
-    return [tensor for name, value in given.items() if not _aside(name) for tensor in tensors(value)]
-
-
-def _aside(name: str) -> bool:
-    return "mask" in name or "position" in name
+    return [
+        tensor
+        for name, value in given.items()
+        if not ("mask" in name or "position" in name)
+        for tensor in tensors(value)
+    ]
 
 
 _plain_multi_head = types.FunctionType(

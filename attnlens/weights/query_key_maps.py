@@ -1,4 +1,4 @@
-"""Factors of each head's matrix M, from the weights of its module."""
+"""Factors of each head's matrix M from the weights of its module, and the rotation of its queries and keys."""
 
 from __future__ import annotations
 

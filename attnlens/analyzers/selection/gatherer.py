@@ -1,4 +1,4 @@
-"""Keeps the sequences that a head reads, poses its selection problem in every space, and solves it with its nulls."""
+"""Keeps the sequences that a head reads, poses and solves its selection problem and nulls, and reads the measures."""
 
 from __future__ import annotations
 
@@ -18,16 +18,22 @@ from attnlens.analyzers.selection import (
     qualified,
 )
 from attnlens.choices import Space
+from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
 from attnlens.registry import Answer, GatheringPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch
     from jaxtyping import Float, Int
     from torch import Tensor
 
+    from attnlens import linalg
     from attnlens.attsvm.head import Chosen, FactoredForm, Nearness, Scene, Softmax
+else:
+    linalg = LazyModule("attnlens.linalg")
+    torch = LazyModule("torch")
 
 
 @dataclass(frozen=True)
@@ -77,8 +83,6 @@ def measured(what: str, own: SelectionReading, draws: Sequence[SelectionReading]
 
 def _null(what: str, draws: Sequence[SelectionReading]) -> records.Null | None:
     """Mean and sd over the draws that have the measure; None for fewer than two."""
-    import torch
-
     values = torch.tensor([draw.values[what] for draw in draws if what in draw.values], dtype=torch.float64)
     return records.Null(mean=float(values.mean()), sd=float(values.std())) if len(values) > 1 else None
 
@@ -171,8 +175,6 @@ class Selector:
 
     def solve(self) -> dict[int, Answer]:
         """Pose and solve every head's problem and its nulls', a worker each."""
-        from attnlens import linalg
-
         if self.biased:
             return {head: self._unposed(head) for head in sorted(self.shares)}
         heads = [head for head in sorted(self.shares) if any(head in kept.place_of for kept in self.kept)]
@@ -196,8 +198,6 @@ class Selector:
 
     def _read(self, query_key: QueryKey, sequence: int) -> Kept:
         """The sequence with what its heads need of it."""
-        import torch
-
         from attnlens.attsvm.head import first_copies
 
         queries, keys = query_key.query.shape[-2], query_key.key.shape[-2]
@@ -303,16 +303,12 @@ class Selector:
 
 def _small(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """In main memory and at most float32, which is what models compute in; float64 stays."""
-    import torch
-
     tensor = tensor.detach().cpu()
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _decided(query_key: QueryKey, copies: Int[Tensor, "queries keys"], sink: float | None) -> float:
     """The share of a sequence's queries with p_max ≥ ½ in one head's own attention."""
-    import torch
-
     from attnlens.attsvm.head import Softmax, log_odds, share_decided
 
     logits, visible = query_key.logits[0, 0].cpu(), copies > 0
@@ -322,8 +318,6 @@ def _decided(query_key: QueryKey, copies: Int[Tensor, "queries keys"], sink: flo
 
 def _unit(size: int, scale: float) -> FactoredForm:
     """s·I between keys and queries."""
-    import torch
-
     from attnlens.attsvm.head import FactoredForm
 
     unit = torch.eye(size, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The experiments in which every input keeps one token: selection, feasibility, convergence and rank."""
+"""Random and golden instances, and the experiments in which every input keeps one token."""
 
 from __future__ import annotations
 

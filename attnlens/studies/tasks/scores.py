@@ -14,9 +14,8 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from attnlens.errors import UsageError
 from attnlens.studies.tasks.classification import Labelled
-from attnlens.studies.tasks.language import NextTokens
+from attnlens.studies.tasks.language import NextTokens, Reversal, SentencePairs
 from attnlens.studies.tasks.task import NOTHING, Examples, Split
-from attnlens.studies.tasks.translation import Reversal, SentencePairs
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

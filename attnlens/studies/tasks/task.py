@@ -1,4 +1,4 @@
-"""What a task is, how its examples are split, batched and encoded."""
+"""What a task is; reads its files, and splits, batches and encodes its examples."""
 
 from __future__ import annotations
 
