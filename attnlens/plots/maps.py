@@ -23,7 +23,6 @@ from attnlens.plots.style import (
     INK,
     MISSING,
     MUTED,
-    Band,
     PlainNumbers,
     bands,
     curve_caption,
@@ -102,33 +101,47 @@ def draw_fan(axes: Axes, shapes: Shapes, name: str, *, part: Part | None = None,
     shown = [band for band in every if part in (None, band.part)]
     found = [(row, curve) for row, curve in shapes.curves[name] if part in (None, shapes.parts[row])]
     depth = Normalize(0, max(1, len(shapes.layers) - 1))
-    draw_lines(axes, found, first, depth)
+    _draw_curves(axes, found, first, depth)
     if len(shown) == 1:
         draw_band(axes, shown[0].quartiles, first)
     else:
-        _draw_medians(axes, shown, first)
+        for band, style in zip(shown, PART_LINES, strict=False):
+            label = f"{'' if band is not shown[0] else 'median: '}{band.part}"
+            _draw_black(axes, first + np.arange(band.steps), band.quartiles[1], style, 1.4, label)
+        legend_above(axes, len(shown), handlelength=2.2)
     limit_values(axes, [curve for _, curve in shapes.curves[name]], [band.quartiles[1] for band in every])
     limit_steps(axes, first, max(len(curve) for _, curve in found))
     axes.set_xlabel("index k" if info.steps == "index" else info.steps, labelpad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
     if bar:
-        show_depths(axes, shapes, depth)
+        show_depths(axes, shapes.layers, depth)
 
 
-def draw_lines(axes: Axes, found: list[tuple[int, Float[np.ndarray, " steps"]]], first: int, depth: Normalize) -> None:
-    """The curves of heads, each in the colour of its layer's row."""
+def draw_lines(
+    axes: Axes, lines: list[tuple[int, Float[np.ndarray, "steps 2"]]], depth: Normalize, opacity: tuple[float, ...]
+) -> None:
+    """Lines through points, each in the colour of its layer; `opacity`: their sum over all lines, least and largest."""
     # in a mixed order, so that the last layers do not cover the first; with a seed, so that the file stays the same
-    curves = [found[index] for index in np.random.default_rng(0).permutation(len(found))]
-    lines = LineCollection(
-        [np.column_stack([first + np.arange(len(curve)), curve]) for _, curve in curves],
-        array=np.array([row for row, _ in curves], dtype=float),
-        cmap=DEPTH,
-        norm=depth,
-        linewidths=0.7,
-        alpha=float(np.clip(60 / len(curves), 0.12, 0.6)),
-        rasterized=len(curves) > CROWD,
+    mixed = [lines[index] for index in np.random.default_rng(0).permutation(len(lines))]
+    total, least, most = opacity
+    axes.add_collection(
+        LineCollection(
+            [points for _, points in mixed],
+            array=np.array([layer for layer, _ in mixed], dtype=float),
+            cmap=DEPTH,
+            norm=depth,
+            linewidths=0.7,
+            alpha=float(np.clip(total / len(mixed), least, most)),
+            rasterized=len(mixed) > CROWD,
+        )
     )
-    axes.add_collection(lines)
+
+
+def _draw_curves(
+    axes: Axes, found: list[tuple[int, Float[np.ndarray, " steps"]]], first: int, depth: Normalize
+) -> None:
+    lines = [(row, np.column_stack([first + np.arange(len(curve)), curve])) for row, curve in found]
+    draw_lines(axes, lines, depth, (60, 0.12, 0.6))
 
 
 def draw_band(axes: Axes, quartiles: Float[np.ndarray, "3 steps"], first: int) -> None:
@@ -136,15 +149,6 @@ def draw_band(axes: Axes, quartiles: Float[np.ndarray, "3 steps"], first: int) -
     steps = first + np.arange(quartiles.shape[1])
     for line, (style, width) in zip(quartiles, (("--", 0.9), ("-", 1.6), ("--", 0.9)), strict=True):
         _draw_black(axes, steps, line, style, width)
-
-
-def _draw_medians(axes: Axes, shown: list[Band], first: int) -> None:
-    for band, style in zip(shown, PART_LINES, strict=False):
-        steps = first + np.arange(band.steps)
-        _draw_black(
-            axes, steps, band.quartiles[1], style, 1.4, f"{'' if band is not shown[0] else 'median: '}{band.part}"
-        )
-    legend_above(axes, len(shown), handlelength=2.2)
 
 
 def _draw_black(
@@ -190,20 +194,19 @@ def falls_far(values: Float[np.ndarray, " all"], medians: list[Float[np.ndarray,
     return bool(falling and values.max() > WIDE_RANGE * min(median[-1] for median in medians))
 
 
-def show_depths(axes: Axes, shapes: Shapes, norm: Normalize) -> None:
+def show_depths(axes: Axes, layers: Sequence[int], norm: Normalize, colour: str = "black") -> None:
     """Which colour is which layer, in a bar beside the axes; one layer needs none."""
-    if len(shapes.layers) == 1:
+    if len(layers) == 1:
         return
-    figure = figure_of(axes)
     wide, high = size_in_points(axes)
     place = axes.inset_axes((1 + 7 / wide, 0, 7 / wide, 1))
-    bar = figure.colorbar(ScalarMappable(norm, DEPTH), cax=place)
+    bar = figure_of(axes).colorbar(ScalarMappable(norm, DEPTH), cax=place)
     bar.outline.set_linewidth(0.4)
-    rows = tick_positions(len(shapes.layers), max(2, int(high / 14)))
-    bar.set_ticks(rows, labels=[str(shapes.layers[row]) for row in rows])
+    rows = tick_positions(len(layers), max(2, int(high / 14)))
+    bar.set_ticks(rows, labels=[str(layers[row]) for row in rows])
     place.invert_yaxis()
     place.tick_params(labelsize=6.5, length=2, pad=1.5)
-    place.set_title("layer", fontsize=6.5, pad=6, loc="left")
+    place.set_title("layer", fontsize=6.5, pad=6, loc="left", color=colour)
 
 
 THIRDS = 3
@@ -258,7 +261,7 @@ def draw_depth(axes: Axes, *, shapes: Shapes, name: str, number: int, bar: bool)
     """
     found, info = depths(shapes, name), shapes.info(name)
     first, depth = first_step(info), Normalize(0, max(1, len(shapes.layers) - 1))
-    draw_lines(axes, found[number].curves, first, depth)
+    _draw_curves(axes, found[number].curves, first, depth)
     for other in (group for group in found if group is not found[number]):
         median = other.quartiles[1]
         colour = DEPTH(depth(float(np.mean(other.rows))))
@@ -280,7 +283,7 @@ def draw_depth(axes: Axes, *, shapes: Shapes, name: str, number: int, bar: bool)
     axes.set_xlabel("index k" if info.steps == "index" else info.steps, labelpad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
     if bar:
-        show_depths(axes, shapes, depth)
+        show_depths(axes, shapes.layers, depth)
 
 
 def _title(shapes: Shapes, rows: list[int]) -> str:

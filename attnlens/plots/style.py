@@ -116,7 +116,9 @@ def short_caption(reading: MeasureMap) -> str:
         return f"null {typeset(reading.null[0], decimals)} ± {typeset(reading.null[1], decimals)} (mean ± sd)"
     said = ["not identified"] if reading.info.identified == "nowhere" else []
     if reading.error is not None:
-        said.append(f"{_counts(reading)} sequences; heads' median se {short(reading.error)}")
+        counts = reading.counts
+        rests_on = listed(counts) if len(counts) < 2 else f"{counts[0]} to {counts[-1]}"
+        said.append(f"{rests_on} sequences; heads' median se {short(reading.error)}")
     return "; ".join(said)
 
 
@@ -186,19 +188,12 @@ def _range(reading: MeasureMap) -> str:
     decimals = decimals_for(present)
     least, most = (typeset(float(bound), decimals) for bound in (present.min(), present.max()))
     found = f"Here {least} to {most}" if present.min() < present.max() else f"Here {least} for every head"
-    return f"{found}{_possible(info)}."
-
-
-def _possible(info: MeasureInfo) -> str:
     low, high = ("" if bound is None else f"{bound:g}".replace("-", "−") for bound in (info.low, info.high))
     if low and high:
-        return f"; possible: {low} to {high}"
-    return f"; possible: at least {low}" if low else f"; possible: at most {high}" if high else ""
-
-
-def _counts(reading: MeasureMap) -> str:
-    counts = reading.counts
-    return listed(counts) if len(counts) < 2 else f"{counts[0]} to {counts[-1]}"
+        return f"{found}; possible: {low} to {high}."
+    return (
+        f"{found}; possible: at least {low}." if low else f"{found}; possible: at most {high}." if high else f"{found}."
+    )
 
 
 HEAD, FOOT = 0.62, 0.3
@@ -271,7 +266,10 @@ def panels_overview(
     panels: list[Panel], title: str, facts: Iterable[str], footnote: Iterable[str], *, crowned: bool = False
 ) -> Figure:
     """All panels on a page: in one row up to three, else two by two; `crowned`: the first over the others."""
-    grid = _grid(panels, crowned=crowned)
+    across = len(panels) if len(panels) <= 3 else 2
+    grid = [panels[start : start + across] for start in range(0, len(panels), across)]
+    if crowned:
+        grid = [row for row in (panels[:1], panels[1:]) if row]
     blocks = [_block(row, alone=len(grid) == 1) for row in grid]
     height = HEAD + sum(blocks) + FOOT
     figure = new_figure(WIDTH, height, dpi=300)
@@ -309,13 +307,6 @@ def panel_figure(report: Report, panel: Panel) -> Figure:
     panel.draw(axes)
     figure.text(0.2 / page, (below - 0.46) / height, caption, fontsize=6.8, va="top", color=MUTED, linespacing=1.35)
     return figure
-
-
-def _grid(found: list[Panel], *, crowned: bool) -> list[list[Panel]]:
-    if crowned:
-        return [row for row in (found[:1], found[1:]) if row]
-    across = len(found) if len(found) <= 3 else 2
-    return [found[start : start + across] for start in range(0, len(found), across)]
 
 
 def _block(row: list[Panel], *, alone: bool) -> float:

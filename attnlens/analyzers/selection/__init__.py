@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from attnlens.choices import WHERE_POSED, Space
 from attnlens.registry import Gatherer, GatheringPlace, MeasureInfo, gathering
@@ -18,84 +19,71 @@ WORDS: dict[Space, dict[str, str]] = {
 }
 """What stands for the names in braces in OF_SPACE."""
 PAPER = "Tarzanagh et al. 2023"
-DECIDED = MeasureInfo(
+selection_measure = partial(MeasureInfo, self_only=False, has_null=False)
+DECIDED = selection_measure(
     "selection.decided",
     "share of the queries whose largest attention weight is at least ½",
     "share of queries with p_max ≥ ½",
     low=0,
     high=1,
-    self_only=False,
     missing="no query may see a key",
-    has_null=False,
     ends="largest",
     series=1,
     use="Read it first: where few queries are decided, an SVM of selections tells little of the head.",
 )
 POSED = (
-    MeasureInfo(
+    selection_measure(
         "selection.queries",
         "queries posed: the most decided ones, over all sequences",
         "|{i: p_max largest}|",
         sized_by="how many windows were read",
         low=0,
         high=MOST_QUERIES,
-        self_only=False,
-        has_null=False,
         use="How much the head's other selection numbers stand on; compare heads of about equal numbers.",
     ),
-    MeasureInfo(
+    selection_measure(
         "selection.least_decided",
         "largest attention weight of the least decided query that was posed",
         "min over posed queries of p_max",
         sized_by="how many windows were read",
         low=0,
         high=1,
-        self_only=False,
-        has_null=False,
         use="Below ½, some of the choices that the SVM is held to were hardly made.",
     ),
 )
 """What was posed: it is chosen once for all spaces."""
 OF_SPACE = (
-    MeasureInfo(
+    selection_measure(
         "margin",
         "least margin {where} of the selected tokens over the others, at unit norm, without W_fin; below 0 only for "
         "top-p",
         "min ({x}_α − {x}_t)ᵀM′{z}/‖ΠM′‖, M′ = {M} − W_fin, Π onto span(U) ⊗ span(Z); W_fin = 0 for sets of one token",
-        self_only=False,
-        has_null=False,
         use="In units of the tokens' own norms: compare it with its null, and across heads take the efficiency.",
         paper=f"{PAPER}, Eq. Att-SVM",
     ),
-    MeasureInfo(
+    selection_measure(
         "efficiency",
         "that margin over the best possible {where}: 1 iff the head is the SVM direction on these tokens",
         "min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin",
         high=1,
-        self_only=False,
-        has_null=False,
         series=4,
         use="One near-tie can bring it to 0: read selection.efficiency_q05 beside it.",
     ),
-    MeasureInfo(
+    selection_measure(
         "efficiency_q05",
         "efficiency {where} where 5 % of the queries may be near-ties",
         "5 % quantile over queries of their least margin, times ‖W_mm‖",
-        self_only=False,
-        has_null=False,
         headline=True,
         ends="largest",
         series=3,
         use="Beyond its null, the head keeps its choices further from the others than chance would.",
     ),
-    MeasureInfo(
+    selection_measure(
         "svm_cosine",
         "cosine between the head and the SVM that selects the same tokens, {where}",
         "⟨M′, W_mm⟩/(‖ΠM′‖‖W_mm‖), M′ = {M} − W_fin",
         low=-1,
         high=1,
-        self_only=False,
-        has_null=False,
         headline=True,
         ends="both",
         series=2,
@@ -103,23 +91,19 @@ OF_SPACE = (
         "same head turned at random. Where training goes, converge --checkpoints follows.",
         paper=f"{PAPER}, Eq. Att-SVM",
     ),
-    MeasureInfo(
+    selection_measure(
         "support",
         "share of the constraints {where} that hold the SVM up (not unique where constraints repeat each other)",
         "share of constraints with λ > 0",
         low=0,
         high=1,
-        self_only=False,
-        has_null=False,
         use="Small: few tokens hold the solution; --show selection marks them in the text.",
     ),
-    MeasureInfo(
+    selection_measure(
         "margins",
         "least margin {where} of each posed query over the best possible, ascending",
         "sorted min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin",
         curve=True,
-        self_only=False,
-        has_null=False,
         steps="posed query; one may exceed 1",
         use="A curve that starts near 0 and soon rises has few near-ties; a flat one near 1 is an SVM's.",
     ),
