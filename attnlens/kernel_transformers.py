@@ -418,8 +418,7 @@ class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
     """What the three small transformers have in common as models of transformers."""
 
     config_class = KernelTransformerConfig
-    stacks: ClassVar[type[nn.Module]]
-    """The module that computes."""
+    stacks: ClassVar[type[nn.Module]]  # the module that computes
 
     def __init__(self, config: KernelTransformerConfig) -> None:
         super().__init__(config)

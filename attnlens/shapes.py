@@ -27,24 +27,15 @@ MOST_FILLED = 1024
 class MeasureMap:
     """One measure of every head: maps with rows as `Shapes.layers`, columns as `Shapes.heads`, NaN where nothing is."""
 
-    name: str
-    """Qualified by source."""
-    info: MeasureInfo
-    """What the registry knows of it; empty texts for a measure it does not know."""
+    name: str  # qualified by source
+    info: MeasureInfo  # what the registry knows of it; empty texts for a measure it does not know
     values: Float[np.ndarray, "layers heads"]
-    """The values."""
-    errors: Float[np.ndarray, "layers heads"]
-    """Their standard errors."""
-    null_means: Float[np.ndarray, "layers heads"]
-    """Means under the null."""
-    null_sds: Float[np.ndarray, "layers heads"]
-    """Standard deviations under the null."""
-    labels: dict[int, str]
-    """Category number → name, where the values are categories."""
-    reasons: dict[str, int]
-    """Why there is no value → for how many heads."""
-    counts: tuple[int, ...]
-    """The different numbers of sequences or matrices that a value rests on, ascending."""
+    errors: Float[np.ndarray, "layers heads"]  # their standard errors
+    null_means: Float[np.ndarray, "layers heads"]  # means under the null
+    null_sds: Float[np.ndarray, "layers heads"]  # standard deviations under the null
+    labels: dict[int, str]  # category number → name, where the values are categories
+    reasons: dict[str, int]  # why there is no value → for how many heads
+    counts: tuple[int, ...]  # the different numbers of sequences or matrices that a value rests on, ascending
 
     @cached_property
     def present(self) -> Float[np.ndarray, " some"]:

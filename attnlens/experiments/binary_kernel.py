@@ -57,8 +57,7 @@ QUICK = FitSize(samples=(8, 16, 32, 64), steps=300)
 class PlantedKernels:
     """One kernel a trial: κ(x, y) = exp(−‖x − R y‖²/2ℓ²) on [−1, 1]² × [−1, 1]², R a rotation."""
 
-    turns: Float[Tensor, "trials 2 2"]
-    """R of each trial, in float64."""
+    turns: Float[Tensor, "trials 2 2"]  # R of each trial, in float64
 
     def __call__(self, x: Float[Tensor, "trials n 2"], y: Float[Tensor, "trials m 2"]) -> Float[Tensor, "trials n m"]:
         """κ of every pair."""

@@ -40,16 +40,11 @@ WARM_UP = 20
 class Training:
     """How both are trained: AdamW on random windows of a text."""
 
-    steps: int = 120
-    """Batches seen."""
-    batch: int = 16
-    """Windows of a batch."""
-    lr: float = 3e-3
-    """The largest learning rate; it rises, then falls linearly to a twentieth."""
-    scores: int = 16
-    """s of the primal layer."""
-    eta: float = ETA
-    """Weight of ΣJ² in the loss of Primal.+, in the paper's convention."""
+    steps: int = 120  # batches seen
+    batch: int = 16  # windows of a batch
+    lr: float = 3e-3  # the largest learning rate; it rises, then falls linearly to a twentieth
+    scores: int = 16  # s of the primal layer
+    eta: float = ETA  # weight of ΣJ² in the loss of Primal.+, in the paper's convention
 
     def rate(self, step: int) -> float:
         """The learning rate of a step."""
@@ -366,12 +361,9 @@ class Case(NamedTuple):
     """One kernel K = Φ_q FᵀF Φ_kᵀ."""
 
     name: str
-    queries: Float[Tensor, "n features"]
-    """Φ_q."""
-    keys: Float[Tensor, "m features"]
-    """Φ_k."""
-    projection: Float[Tensor, "sampled features"] | None
-    """F; None is the identity."""
+    queries: Float[Tensor, "n features"]  # Φ_q
+    keys: Float[Tensor, "m features"]  # Φ_k
+    projection: Float[Tensor, "sampled features"] | None  # F; None is the identity
 
     @property
     def kernel(self) -> Float[Tensor, "n m"]:

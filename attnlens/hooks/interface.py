@@ -249,12 +249,9 @@ def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
 class CallCounter:
     """Counts calls while attention is watched or replaced, so that each is known by its site."""
 
-    sites: Mapping[tuple[str, int], Site]
-    """The sites to expect, by path and ordinal."""
-    names: Mapping[nn.Module, str]
-    """Module → dotted path."""
-    calls: Counter[str] = field(default_factory=Counter)
-    """How often each path was called so far."""
+    sites: Mapping[tuple[str, int], Site]  # the sites to expect, by path and ordinal
+    names: Mapping[nn.Module, str]  # module → dotted path
+    calls: Counter[str] = field(default_factory=Counter)  # how often each path was called so far
 
     def site(self, module: nn.Module) -> Site:
         """The site of the module's next call; passes follow each other, so ordinals repeat from 0."""
@@ -281,10 +278,8 @@ class CallCounter:
 class Replacement:
     """Which kernel takes the place of a site's own, and in which heads."""
 
-    kernel: Kernel
-    """The new one; its fitted parameters are those of `heads`, in their order."""
-    heads: tuple[int, ...] | None = None
-    """Query heads; None means all."""
+    kernel: Kernel  # the new one; its fitted parameters are those of `heads`, in their order
+    heads: tuple[int, ...] | None = None  # query heads; None means all
 
 
 Swaps = Mapping[Site, Replacement]

@@ -64,13 +64,9 @@ class Reached:
     """A site that a forward pass reached, with what its module was called with."""
 
     site: Site
-    """Where."""
     module: nn.Module
-    """The attention module."""
-    arguments: dict[str, Any]
-    """The arguments of the module's call, by parameter name."""
-    call: Call
-    """What the module asked for."""
+    arguments: dict[str, Any]  # the arguments of the module's call, by parameter name
+    call: Call  # what the module asked for
 
     @property
     def input_name(self) -> str:
@@ -102,13 +98,9 @@ class Surveyed:
     """What one forward pass showed of a model's attention."""
 
     model: PreTrainedModel
-    """The model."""
-    reached: list[Reached]
-    """The sites, in the order of their calls."""
-    ran: set[nn.Module]
-    """The modules that ran."""
-    refused: Refused
-    """Those whose hand-written attention can't be read, and why."""
+    reached: list[Reached]  # the sites, in the order of their calls
+    ran: set[nn.Module]  # the modules that ran
+    refused: Refused  # those whose hand-written attention can't be read, and why
 
     @property
     def missed(self) -> dict[str, str | None]:

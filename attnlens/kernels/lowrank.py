@@ -39,10 +39,8 @@ class Turn:
     Su et al. 2021 (RoFormer), Eq. 16; of a pair that turns by θ the first coordinate has ω = −θ, the second θ.
     """
 
-    frequency: Float[Tensor, " head_dim"]
-    """ω; 0 for a coordinate that stands still."""
-    partner: Int[Tensor, " head_dim"]
-    """π, the coordinate that each turns with; itself where it stands still."""
+    frequency: Float[Tensor, " head_dim"]  # ω; 0 for a coordinate that stands still
+    partner: Int[Tensor, " head_dim"]  # π, the coordinate that each turns with; itself where it stands still
 
     def turned(self, x: Tokens, places: Int[Tensor, "#batch tokens"], *, back: bool = False) -> Tokens:
         """x at position 0 turned to its place, or `back` from it."""

@@ -94,9 +94,7 @@ class KeyFilter:
     """A filter with its parameters: the set M(x_q, S) of Tsai et al. 2019, section 2.2.4."""
 
     modifier: Modifier
-    """Which."""
     parameters: Mapping[str, int]
-    """Its numbers."""
 
     def keeps(self, queries: Int[Tensor, "*batch q"], keys: Int[Tensor, "*batch k"]) -> Bool[Tensor, "*batch q k"]:
         """Which keys at positions `keys` a query at `queries` keeps; causality is the mask's business."""

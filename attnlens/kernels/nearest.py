@@ -280,14 +280,10 @@ STRENGTHS = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 class Moments:
     """Sums over tokens of z = [Fφ(q); Fφ(k); 1] and of the head's own output y, in float64."""
 
-    gram: Float[Tensor, "heads size size"]
-    """Σ z zᵀ."""
-    cross: Float[Tensor, "heads size value_dim"]
-    """Σ z yᵀ."""
-    energy: Float[Tensor, " heads"]
-    """Σ ‖y‖²."""
+    gram: Float[Tensor, "heads size size"]  # Σ z zᵀ
+    cross: Float[Tensor, "heads size value_dim"]  # Σ z yᵀ
+    energy: Float[Tensor, " heads"]  # Σ ‖y‖²
     sequences: int
-    """How many."""
 
     def __add__(self, other: Moments) -> Moments:
         """The moments of both."""

@@ -246,14 +246,11 @@ SINKS, WIDTH = 4, 64
 class HeadShape:
     """What the state of a site's heads depends on."""
 
-    heads: int
-    """How many of its query heads have the kernel."""
+    heads: int  # how many of its query heads have the kernel
     head_dim: int
     value_dim: int
-    tokens: int
-    """How many keys the last query meets."""
-    causal: bool
-    """Whether no query sees a key behind it."""
+    tokens: int  # how many keys the last query meets
+    causal: bool  # whether no query sees a key behind it
 
     @property
     def token(self) -> int:

@@ -134,14 +134,10 @@ class Anatomy:
     means of L. Softmax ignores what depends on the query alone, so it sees only LJ.
     """
 
-    positive: Float[Tensor, "*batch heads"]
-    """Σμ₊²/‖LJ‖²: a positive definite kernel."""
-    negative: Float[Tensor, "*batch heads"]
-    """Σμ₋²/‖LJ‖²: the negative part of the symmetric kernel."""
-    skew: Float[Tensor, "*batch heads"]
-    """‖JAJ‖²/‖LJ‖²: asymmetry that no gate on queries or keys removes."""
-    key: Float[Tensor, "*batch heads"]
-    """n‖c‖²/‖LJ‖²: key salience, the same for every query."""
+    positive: Float[Tensor, "*batch heads"]  # Σμ₊²/‖LJ‖²: a positive definite kernel
+    negative: Float[Tensor, "*batch heads"]  # Σμ₋²/‖LJ‖²: the negative part of the symmetric kernel
+    skew: Float[Tensor, "*batch heads"]  # ‖JAJ‖²/‖LJ‖²: asymmetry that no gate on queries or keys removes
+    key: Float[Tensor, "*batch heads"]  # n‖c‖²/‖LJ‖²: key salience, the same for every query
 
 
 def anatomy(query_key: QueryKey) -> Anatomy:

@@ -285,7 +285,6 @@ class Form:
     """
 
     query_key: QueryKey
-    """The factors."""
 
     @property
     def rotation(self) -> Rotation | None:

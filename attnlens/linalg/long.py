@@ -106,14 +106,10 @@ class TiledMatrix:
 class Ritz:
     """Ritz pairs of A, descending: Σ_{l≤k} values ≤ Σ_{l≤k} λ_l(A) (Ky Fan)."""
 
-    values: Float[Tensor, " basis"]
-    """VᵀAV = diag(values)."""
-    residuals: Float[Tensor, " basis"]
-    """‖A v_i − values_i v_i‖."""
-    basis: Float[Tensor, "m basis"]
-    """Orthonormal vectors that `turn` turns into V."""
-    turn: Float[Tensor, "basis basis"]
-    """V = basis · turn."""
+    values: Float[Tensor, " basis"]  # VᵀAV = diag(values)
+    residuals: Float[Tensor, " basis"]  # ‖A v_i − values_i v_i‖
+    basis: Float[Tensor, "m basis"]  # orthonormal vectors that `turn` turns into V
+    turn: Float[Tensor, "basis basis"]  # V = basis · turn
 
     def most(self, rank: int, pairs: int, rest: float) -> float:
         """A bound on Σ_{l≤rank} λ_l(A), where A without its first `pairs` vectors has at most the norm `rest`.

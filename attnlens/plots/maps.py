@@ -216,12 +216,9 @@ THIRDS = 3
 class Depth:
     """The heads of some neighbouring layers and their curves."""
 
-    title: str
-    """`layers 0–3`, or the part where the model has several."""
-    rows: tuple[int, ...]
-    """The layers' rows in `Shapes.layers`."""
-    curves: list[tuple[int, Float[np.ndarray, " steps"]]]
-    """For each head its row and its numbers."""
+    title: str  # `layers 0–3`, or the part where the model has several
+    rows: tuple[int, ...]  # the layers' rows in `Shapes.layers`
+    curves: list[tuple[int, Float[np.ndarray, " steps"]]]  # for each head its row and its numbers
 
     @property
     def quartiles(self) -> Float[np.ndarray, "3 steps"]:
@@ -348,15 +345,10 @@ class Palette:
     """The colours of a map, for what draws it without matplotlib."""
 
     name: str
-    """The colour map's."""
-    colours: tuple[str, ...]
-    """From its low end to its high end, evenly spaced; of categories, each one's."""
-    low: float
-    """What its low end stands for."""
-    high: float
-    """What its high end stands for."""
-    cut: str
-    """Which ends stand for all that is beyond, too: neither, min, max, both."""
+    colours: tuple[str, ...]  # from its low end to its high end, evenly spaced; of categories, each one's
+    low: float  # what its low end stands for
+    high: float  # what its high end stands for
+    cut: str  # which ends stand for all that is beyond, too: neither, min, max, both
 
 
 def map_figure(shapes: Shapes, name: str) -> Figure:

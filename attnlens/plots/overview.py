@@ -161,18 +161,12 @@ RIGHT = 0.968
 class MeasurePanel:
     """A panel of the overview: one measure, curve or whole."""
 
-    name: str
-    """The measure, curve or whole that it shows."""
-    note: str
-    """The line under its title: null or error."""
-    draw: Callable[..., None]
-    """Draws it into axes; `named` says whether the layers' axis is named."""
-    hatched: bool = False
-    """Whether some of its cells have no value."""
-    title: str = ""
-    """What stands over it; empty: its name."""
-    section: str = ""
-    """What stands over its row; empty: where its numbers come from."""
+    name: str  # the measure, curve or whole that it shows
+    note: str  # the line under its title: null or error
+    draw: Callable[..., None]  # draws it into axes; `named` says whether the layers' axis is named
+    hatched: bool = False  # whether some of its cells have no value
+    title: str = ""  # what stands over it; empty: its name
+    section: str = ""  # what stands over its row; empty: where its numbers come from
 
 
 def overview_figure(shapes: Shapes) -> Figure:

@@ -36,14 +36,10 @@ if TYPE_CHECKING:
 class Band:
     """Median and quartiles of one curve over the heads of one part; every step rests on the same heads."""
 
-    part: Part
-    """encoder, decoder or cross."""
-    quartiles: Float[np.ndarray, "3 steps"]
-    """Lower quartile, median, upper quartile."""
-    counted: int
-    """The heads whose lines are long enough, and which it rests on."""
-    heads: int
-    """All heads of the part that have the curve."""
+    part: Part  # encoder, decoder or cross
+    quartiles: Float[np.ndarray, "3 steps"]  # lower quartile, median, upper quartile
+    counted: int  # the heads whose lines are long enough, and which it rests on
+    heads: int  # all heads of the part that have the curve
 
     @property
     def steps(self) -> int:
@@ -208,26 +204,16 @@ TITLE, FACTS, FOOTNOTE = 80, 155, 170
 class Panel:
     """One picture."""
 
-    stem: str
-    """Its file's name, without the ending."""
-    title: str
-    """What it shows."""
-    note: str
-    """The line under the title; empty where a legend stands there."""
-    caption: str
-    """What a reader must know, in a file of its own."""
+    stem: str  # its file's name, without the ending
+    title: str  # what it shows
+    note: str  # the line under the title; empty where a legend stands there
+    caption: str  # what a reader must know, in a file of its own
     draw: Callable[[Axes], None]
-    """Draws it."""
-    rows: int = 12
-    """About how many rows it has."""
-    left: float = 0.42
-    """Inches that the names beside it take."""
-    wide: float = 4.6
-    """Inches that it takes on a page of its own."""
-    bar: bool = False
-    """Whether a colour bar stands beside it."""
-    legend: int = 1
-    """Lines between the title and the axes."""
+    rows: int = 12  # about how many rows it has
+    left: float = 0.42  # inches that the names beside it take
+    wide: float = 4.6  # inches that it takes on a page of its own
+    bar: bool = False  # whether a colour bar stands beside it
+    legend: int = 1  # lines between the title and the axes
 
 
 def head(

@@ -175,10 +175,8 @@ ROUNDING = 1e-9
 class Tested(NamedTuple):
     """What permutations of heads say of each measure."""
 
-    p_value: Float[Tensor, " measures"]
-    """Two-sided, of this measure alone."""
-    corrected: Float[Tensor, " measures"]
-    """Corrected for the number of measures."""
+    p_value: Float[Tensor, " measures"]  # two-sided, of this measure alone
+    corrected: Float[Tensor, " measures"]  # corrected for the number of measures
 
 
 def ranked(values: Float[Tensor, "*batch heads"]) -> Float[Tensor, "*batch heads"]:

@@ -106,10 +106,8 @@ class Design:
     1977, chapters 5 and 9A).
     """
 
-    texts: tuple[int, ...]
-    """The number of the text that each window is of."""
-    over: Literal["windows", "texts"] = "windows"
-    """What was drawn."""
+    texts: tuple[int, ...]  # the number of the text that each window is of
+    over: Literal["windows", "texts"] = "windows"  # what was drawn
 
     @classmethod
     def of(cls, names: Sequence[object], over: Literal["windows", "texts"] | None = None) -> Design:

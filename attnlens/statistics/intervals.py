@@ -109,11 +109,8 @@ class Interval(NamedTuple):
     """A number with the ends of its interval; NaN where there is none."""
 
     value: float
-    """The estimate."""
     low: float
-    """Lower end."""
     high: float
-    """Upper end."""
 
 
 def student_interval(value: float, error: float, freedom: int, level: float = 0.95) -> Interval:

@@ -261,16 +261,11 @@ MakeTasks = Callable[[], Sequence[StudyTask]]
 class StudyPlan:
     """How every cell is trained, and where."""
 
-    scales: Mapping[TaskForm, Scale]
-    """Of each form of task sizes, steps, rates and the number of seeds."""
-    seed: int
-    """The first seed."""
-    work: WorkPlan
-    """Who trains."""
-    store: Store
-    """Where outcomes are kept."""
-    kept: bool
-    """Whether the first seed's model is kept at every look."""
+    scales: Mapping[TaskForm, Scale]  # of each form of task sizes, steps, rates and the number of seeds
+    seed: int  # the first seed
+    work: WorkPlan  # who trains
+    store: Store  # where outcomes are kept
+    kept: bool  # whether the first seed's model is kept at every look
 
 
 @dataclass(frozen=True)

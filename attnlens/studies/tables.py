@@ -17,36 +17,21 @@ ScaleName = Literal["tiny", "small", "paper"]
 class Scale:
     """One size of everything: the same for every cell of a task."""
 
-    layers: int
-    """Of each stack."""
-    d_model: int
-    """Width of the features."""
-    heads: int
-    """Of each layer."""
-    d_forward: int
-    """Width inside the pointwise networks."""
-    vocabulary: int
-    """Pairs of the byte-level BPE, bytes included."""
-    length: int
-    """Most tokens of a sequence."""
-    batch: int
-    """Sequences of a step."""
-    steps: int
-    """Of a training run."""
-    search_steps: int
-    """Of each run that the learning rate is chosen by."""
-    rates: tuple[float, ...]
-    """Learning rates to choose from."""
-    seeds: int
-    """Training runs of each cell."""
-    evaluated: int
-    """Most held-out sequences, spread evenly over what is held out."""
-    dropout: float
-    """Of residual branches."""
-    warmup: float = 0.1
-    """Share of the steps in which the rate rises."""
-    looks: int = 6
-    """How often the validation loss is read in a run."""
+    layers: int  # of each stack
+    d_model: int  # width of the features
+    heads: int  # of each layer
+    d_forward: int  # width inside the pointwise networks
+    vocabulary: int  # pairs of the byte-level BPE, bytes included
+    length: int  # most tokens of a sequence
+    batch: int  # sequences of a step
+    steps: int  # of a training run
+    search_steps: int  # of each run that the learning rate is chosen by
+    rates: tuple[float, ...]  # learning rates to choose from
+    seeds: int  # training runs of each cell
+    evaluated: int  # most held-out sequences, spread evenly over what is held out
+    dropout: float  # of residual branches
+    warmup: float = 0.1  # share of the steps in which the rate rises
+    looks: int = 6  # how often the validation loss is read in a run
 
 
 SCALES: dict[str, Scale] = {

@@ -33,19 +33,12 @@ class RunState:
     """How far a run is."""
 
     step: int
-    """Steps done."""
-    curve: list[tuple[int, float]]
-    """(step, validation loss)."""
-    best: dict[str, Tensor] = field(repr=False)
-    """The weights of the least validation loss so far."""
-    watched: list[dict[str, float]]
-    """What was read of the model at each step of the curve."""
-    seconds: float = 0.0
-    """In training so far."""
-    tokens: int = 0
-    """That it was trained on so far."""
-    problem: str = ""
-    """Why it did not converge; empty where it did, or is not over."""
+    curve: list[tuple[int, float]]  # (step, validation loss)
+    best: dict[str, Tensor] = field(repr=False)  # the weights of the least validation loss so far
+    watched: list[dict[str, float]]  # what was read of the model at each step of the curve
+    seconds: float = 0.0  # in training so far
+    tokens: int = 0  # that it was trained on so far
+    problem: str = ""  # why it did not converge; empty where it did, or is not over
 
     @classmethod
     def begun(cls, model: nn.Module, loss: float, read: dict[str, float]) -> RunState:
@@ -102,30 +95,21 @@ LAST = 0.05
 class Run:
     """One training run: what determines it, beside the model and the task."""
 
-    rate: float
-    """The largest learning rate."""
+    rate: float  # the largest learning rate
     steps: int
-    """How many."""
-    seed: int
-    """Of the weights, the order of the data, and dropout."""
-    eta: float = 0.0
-    """Weight of the primal layers' regulariser."""
+    seed: int  # of the weights, the order of the data, and dropout
+    eta: float = 0.0  # weight of the primal layers' regulariser
 
 
 @dataclass(frozen=True)
 class TrainedRun:
     """What came of a run."""
 
-    curve: tuple[tuple[int, float], ...]
-    """(step, validation loss in nats), the first before any step."""
-    watched: tuple[dict[str, float], ...]
-    """What was read of the model at each of these steps."""
-    problem: str
-    """Why it did not converge; empty where it did."""
-    seconds: float
-    """In training steps alone."""
-    tokens: int
-    """Predicted or read in training."""
+    curve: tuple[tuple[int, float], ...]  # (step, validation loss in nats), the first before any step
+    watched: tuple[dict[str, float], ...]  # what was read of the model at each of these steps
+    problem: str  # why it did not converge; empty where it did
+    seconds: float  # in training steps alone
+    tokens: int  # predicted or read in training
 
     @property
     def loss(self) -> float:

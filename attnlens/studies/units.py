@@ -194,19 +194,12 @@ class TrainingUnit:
     """One training run of one form on one task."""
 
     task: str
-    """The task's name."""
     form: AttentionForm
-    """Its attention."""
     scale: Scale
-    """Its sizes."""
-    run: Run
-    """Rate, steps, seed."""
-    tested: bool
-    """Whether it is judged on the test set; runs that a rate is chosen by are not."""
-    watched: bool = False
-    """Whether its heads are looked at while it is trained."""
-    kept: bool = False
-    """Whether its model is kept at every look."""
+    run: Run  # rate, steps, seed
+    tested: bool  # whether it is judged on the test set; runs that a rate is chosen by are not
+    watched: bool = False  # whether its heads are looked at while it is trained
+    kept: bool = False  # whether its model is kept at every look
 
     def name(self, digest: str) -> str:
         """Return the name of its unit of work, with a hash of what determines it; `digest` is of the task's data."""

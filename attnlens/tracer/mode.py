@@ -32,12 +32,9 @@ TOLERANCE = 1e-4
 class TracedSoftmax:
     """A softmax over keys, and the products that reach it."""
 
-    logits: Tensor
-    """Its argument."""
-    carried: Mapping[TracedScores, Standins]
-    """The products in it."""
-    used: bool = False
-    """Whether its weights have summed up values."""
+    logits: Tensor  # its argument
+    carried: Mapping[TracedScores, Standins]  # the products in it
+    used: bool = False  # whether its weights have summed up values
 
     def scores(self) -> TracedScores:
         """The one product of queries and keys in it.
@@ -68,12 +65,9 @@ class Affine:
     The softmax does not see such a term.
     """
 
-    factor: Tensor
-    """(heads,): what multiplies the product."""
-    allowed: Tensor | None
-    """Which keys a query may see; None means all."""
-    bias: Tensor | None
-    """What is added; None where nothing is."""
+    factor: Tensor  # (heads,): what multiplies the product
+    allowed: Tensor | None  # which keys a query may see; None means all
+    bias: Tensor | None  # what is added; None where nothing is
 
 
 def affine(signs: Tensor, zero: Tensor, scores: Tensor) -> Affine:
@@ -137,11 +131,8 @@ class Lead:
     """The leading axes of queries, keys and scores; heads are one of them, or the inner part of the only one."""
 
     shape: tuple[int, ...]
-    """Their sizes."""
-    axis: int
-    """The axis of the heads, where the only one counts as (sequences, heads)."""
+    axis: int  # the axis of the heads, where the only one counts as (sequences, heads)
     heads: int
-    """How many heads there are."""
 
     @property
     def _whole(self) -> tuple[int, ...]:

@@ -196,12 +196,9 @@ class TracedScores:
 class Standins:
     """What a tensor would be if the product were another one."""
 
-    zero: Tensor
-    """If the product were 0: what is added to it."""
-    signs: Tensor
-    """If the product were `TracedScores.signs`."""
-    moved: Tensor | None
-    """If the product were that of `TracedScores.moved`."""
+    zero: Tensor  # if the product were 0: what is added to it
+    signs: Tensor  # if the product were `TracedScores.signs`.
+    moved: Tensor | None  # if the product were that of `TracedScores.moved`.
 
     def map(self, change: Callable[[str], Any]) -> list[Any]:
         """`change` of each stand-in's name, None for one that there is not."""

@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 class Mixture:
     """Tokens that are linear combinations of a few."""
 
-    few: Float[Tensor, "few d_model"]
-    """These."""
-    shares: Float[Tensor, "*tokens few"]
-    """How much of each is in every token."""
+    few: Float[Tensor, "few d_model"]  # these
+    shares: Float[Tensor, "*tokens few"]  # how much of each is in every token
 
     @cached_property
     def tokens(self) -> Float[Tensor, "*tokens d_model"]:

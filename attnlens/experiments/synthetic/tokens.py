@@ -41,8 +41,7 @@ class Drawn:
     """Random instances of one size, and what is still to be drawn for them."""
 
     instances: Instances
-    generators: list[torch.Generator]
-    """One a trial, behind its data."""
+    generators: list[torch.Generator]  # one a trial, behind its data
 
     @property
     def best(self) -> Int[Tensor, "trials n"]:

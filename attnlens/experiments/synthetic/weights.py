@@ -163,14 +163,10 @@ SAME = 1e-9
 class Corpus(NamedTuple):
     """Sequences as features φ_t = vec(x_t zᵀ), each split into its part off and in the cyclic subspace."""
 
-    features: Float[Tensor, "n T twice"]
-    """[off, in]."""
-    reads: Float[Tensor, "n T"]
-    """c_yᵀ x_t: 1 at the label's copies, 0 elsewhere."""
-    component: Bool[Tensor, "n T"]
-    """Whether a token is in the label's strongly connected component."""
-    W: Float[Tensor, " square"]
-    """The graph's SVM."""
+    features: Float[Tensor, "n T twice"]  # [off, in]
+    reads: Float[Tensor, "n T"]  # c_yᵀ x_t: 1 at the label's copies, 0 elsewhere
+    component: Bool[Tensor, "n T"]  # whether a token is in the label's strongly connected component
+    W: Float[Tensor, " square"]  # the graph's SVM
 
 
 TO_SVM: Published = {"published": 1.0, "tolerance": 1e-3}

@@ -36,10 +36,8 @@ if TYPE_CHECKING:
 class Cases:
     """The sequences of one part and their classes."""
 
-    rows: Sequence[Tensor]
-    """Ids (tokens,), int64, or a series (steps, channels), float32."""
+    rows: Sequence[Tensor]  # ids (tokens,), int64, or a series (steps, channels), float32
     labels: Int[Tensor, " cases"]
-    """Class numbers."""
 
     def batch(self, chosen: Sequence[int]) -> Examples:
         """Those of some numbers, padded with zeros."""

@@ -208,13 +208,9 @@ class Reversal:
     """
 
     letters: int = 8
-    """How many letters there are."""
-    shortest: int = 4
-    """The fewest letters of a source."""
-    longest: int = 8
-    """The most."""
-    evaluated: int = 256
-    """Pairs of validation and of test."""
+    shortest: int = 4  # the fewest letters of a source
+    longest: int = 8  # the most
+    evaluated: int = 256  # pairs of validation and of test
     name: str = field(default="planted reversal", init=False)
     form: Literal["translation"] = field(default="translation", init=False)
     channels: int = field(default=0, init=False)

@@ -98,18 +98,12 @@ REMEDY = "Give a file in the .ts format of the UEA archive, with class labels an
 class Recording:
     """The cases of one file."""
 
-    name: str
-    """The file's name without its folder."""
-    sha256: str
-    """Of the file as it lies there."""
-    problem: str
-    """What `@problemName` says, or the file's name."""
-    classes: tuple[str, ...]
-    """The labels that `@classLabel` lists; empty where it lists none."""
-    cases: list[Float[Tensor, "steps channels"]]
-    """Of each case its series, float64, which may differ in steps."""
-    labels: list[str]
-    """Of each case its label."""
+    name: str  # the file's name without its folder
+    sha256: str  # of the file as it lies there
+    problem: str  # what `@problemName` says, or the file's name
+    classes: tuple[str, ...]  # the labels that `@classLabel` lists; empty where it lists none
+    cases: list[Float[Tensor, "steps channels"]]  # of each case its series, float64, which may differ in steps
+    labels: list[str]  # of each case its label
 
 
 def read_series(path: str | Path) -> Recording:
@@ -295,10 +289,8 @@ BYTES = 256
 class BytePairs:
     """Ids for text and back without loss: any text has ids, since every byte has one (Radford et al. 2019, 2.2)."""
 
-    tokenizer: Tokenizer
-    """As the tokenizers library has it; its special tokens, if any, have the first ids."""
-    specials: int
-    """How many special tokens there are, which stand for no text."""
+    tokenizer: Tokenizer  # as the tokenizers library has it; its special tokens, if any, have the first ids
+    specials: int  # how many special tokens there are, which stand for no text
 
     @property
     def size(self) -> int:
