@@ -75,8 +75,7 @@ class AttentionForm:
         return self.symmetric or self.positions == "symmetric product"
 
 
-FURTHEST = 16
-"""The distance from which on a table knows no difference (Shaw et al. 2018)."""
+FURTHEST = 16  # the distance from which on a table knows no difference (Shaw et al. 2018).
 WAVELENGTH = 10_000.0
 
 

@@ -16,8 +16,7 @@ else:
 
 ERROR = 0.1
 """ε: the total variation, in [0, 1], that is allowed between the two attentions of a query, in the mean."""
-LARGEST = 64
-"""The last order that the kernel taylor:N takes."""
+LARGEST = 64  # the last order that the kernel taylor:N takes
 WITHIN = f"within {ERROR} of its own, in total variation"
 CHOICE = "no query sees two keys"
 BEYOND = f"no order up to {LARGEST} is within {ERROR} in any window, or {CHOICE}"

@@ -204,8 +204,7 @@ def _hides(call: Call) -> bool:
     return bool((real[..., None] & real[..., None, :] & ~call.allowed).any())
 
 
-TILE_BYTES = 4 << 20
-"""How large one tile of scores may be, in float32; about four such tensors live at a time."""
+TILE_BYTES = 4 << 20  # how large one tile of scores may be, in float32; about four such tensors live at a time
 
 
 def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tensor, "batch heads rows keys"]:

@@ -86,8 +86,7 @@ def as_exponential(
     return logits, identity.expand(*key.shape[:2], -1, -1), 1.0
 
 
-CHUNK = 64
-"""Tokens that meet each other one by one before they enter the sum."""
+CHUNK = 64  # tokens that meet each other one by one before they enter the sum
 
 
 @dataclass(frozen=True)

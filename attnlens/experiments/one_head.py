@@ -23,12 +23,10 @@ if TYPE_CHECKING:
     from attnlens.attsvm.head import Scene
     from attnlens.attsvm.problem import Problem
 
-FACTORS = tuple(2.0**power for power in range(-4, 7))
-"""c, by which the head's logits are multiplied."""
+FACTORS = tuple(2.0**power for power in range(-4, 7))  # c, by which the head's logits are multiplied
 SMALL = 0.01
 """‖K‖_F and ‖Q‖_F of the small random start, against the square root of ‖W_mm‖: at zero, K and Q have no gradient."""
-NORM = "‖W‖ / ‖W_mm‖"
-"""How the norm is written."""
+NORM = "‖W‖ / ‖W_mm‖"  # how the norm is written
 SHOWN = ("parameterisation", "loss", "lr", "iterations", "seed")
 
 

@@ -27,13 +27,10 @@ if TYPE_CHECKING:
     from attnlens.records import Call, QueryKey
 
 
-DEMO, TEXT = "demo", "King James passages"
-"""What experiments on a trained model read, as their records name it."""
-SHARE = "share of Σσ"
-"""What their curves show."""
+DEMO, TEXT = "demo", "King James passages"  # what experiments on a trained model read, as their records name it
+SHARE = "share of Σσ"  # what their curves show
 CANONICAL, PRIMAL = WAYS = ("canonical", "primal")
-WARM_UP = 20
-"""Steps over which the learning rate rises."""
+WARM_UP = 20  # steps over which the learning rate rises
 
 
 @dataclass(frozen=True)
@@ -97,12 +94,9 @@ TOKENS = 64
 """Of a window: all that is changed of demo's config, which has 256, so that training takes a minute and not an hour."""
 MODEL = f"models of {DEMO}'s size, trained here"
 """How the record names what is trained: it shares demo's config and tokenizer, and none of its weights."""
-SEEDS = 3
-"""Each gives a pair of models."""
-EVERY = 8
-"""Of the built-in text's windows, every eighth is kept for evaluation."""
-ALL = 10_000
-"""More windows than that text has."""
+SEEDS = 3  # each gives a pair of models
+EVERY = 8  # of the built-in text's windows, every eighth is kept for evaluation
+ALL = 10_000  # more windows than that text has
 MATRICES = ("attention", "cosine", "running_cosine")
 SOURCE = (
     "Chen et al. 2023, Figure 1: σ₁/Σσ of the last layer is 0.77 in DeiT-S and 0.93 in Primal.+ on images; other "
@@ -263,8 +257,7 @@ def cosine_curve(call: Call, *, averaged: bool = False) -> Float[Tensor, "sequen
 DEPTH_TOKENS = 128
 WINDOWS, FEW = 32, 8
 """Windows of the built-in text, in full and quick."""
-THIRDS = ("first", "middle", "last")
-"""Thirds of the layers, as even as their number allows."""
+THIRDS = ("first", "middle", "last")  # thirds of the layers, as even as their number allows
 DEPTH_SOURCE = (
     "Chen et al. 2023, Figure 1: σ₁/Σσ of DeiT-S on images is 0.16, 0.39 and 0.62 in its first, middle and last third; "
     "another model, data and mask than demo's, so that nothing is judged here. The claim holds (1, else 0) where "
@@ -341,17 +334,13 @@ def _depth_curve(values: Float[Tensor, "windows heads steps"], kernel: str, thir
     return curve(range(1, heads.shape[-1] + 1), heads.mT, SHARE, bounded=True, picture=kernel, label=third)
 
 
-LAYER, HEAD, HEAD_TOKENS = 1, 3, 128
-"""Whose queries and keys, and on how much of the built-in text."""
+LAYER, HEAD, HEAD_TOKENS = 1, 3, 128  # whose queries and keys, and on how much of the built-in text
 SCORES, ROWS, RANDOM = 4, 10, 64
 """s, the sampled rows X', and the random features of a token."""
 KERNELS = f"cosine and random features of head {LAYER}.{HEAD} of demo, Gaussian features"
-NOISE = 0.1
-"""Standard deviation of what H_e is perturbed by, for the control."""
-CONTROL = "J_perturbed"
-"""The figure that must not be 0."""
-LIMIT, MOVED = 1e-10, 0.1
-"""How large an identity's error may be, and how large the control's J must be."""
+NOISE = 0.1  # standard deviation of what H_e is perturbed by, for the control
+CONTROL = "J_perturbed"  # the figure that must not be 0
+LIMIT, MOVED = 1e-10, 0.1  # how large an identity's error may be, and how large the control's J must be
 LABELS = {"primal_minus_dual": "primal − dual", "rank_s_error": "rank-s error"}
 """How an identity is written, where its name is not that."""
 IDENTITIES_SOURCE = "Chen et al. 2023, Theorem 3.2 and Eq. 6: equalities, here to rounding; J is in K's unit"

@@ -114,8 +114,7 @@ def _unused(call: Call) -> Tensor:
 IDENTITY_TOLERANCE = 1e-5
 """Largest relative difference between a model's outputs and those under attention recomputed by attnlens."""
 
-PART = 2**22
-"""Numbers of outputs that are compared at once."""
+PART = 2**22  # numbers of outputs that are compared at once
 
 Precise = Callable[[Reached], AbstractContextManager[tuple[PreTrainedModel, nn.Module]]]
 """A site → a context in which its module, and the model that this is part of, compute in float64."""

@@ -174,8 +174,7 @@ def _causal_without_mask(module: nn.Module, query: Tensor, is_causal: bool | Non
     return query.shape[2] > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
-NAMES = "attnlens_"
-"""How the names begin under which transformers knows attnlens' answers."""
+NAMES = "attnlens_"  # how the names begin under which transformers knows attnlens' answers
 
 _door_numbers = count()
 _answering: WeakSet[nn.Module] = WeakSet()

@@ -101,10 +101,8 @@ def factored(basis: Square, form: Square) -> tuple[Float[Tensor, "heads size ran
     return factor[..., :width].contiguous(), signs[..., :width].contiguous()
 
 
-SYMMETRIC, POSITIVE, NO_KEY, NO_SKEW = range(4)
-"""What of the logits is kept."""
-FITTED, ORACLE = 0, 1
-"""A form fitted to calibration text, or the parts of the evaluated text's own logits."""
+SYMMETRIC, POSITIVE, NO_KEY, NO_SKEW = range(4)  # what of the logits is kept
+FITTED, ORACLE = 0, 1  # a form fitted to calibration text, or the parts of the evaluated text's own logits
 TIES_OF = {SYMMETRIC: "skewless", POSITIVE: "mercer", NO_KEY: "keyless", NO_SKEW: "skewless"}
 """The tie that is each part exactly."""
 
@@ -270,10 +268,8 @@ def nearest(score: Float[Tensor, "*scores"], **_form: object) -> Float[Tensor, "
     return score
 
 
-HELD_OUT = 4
-"""One sequence in so many is kept back from the least squares, to choose how strong its ridge is."""
-STRENGTHS = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-"""Ridges that are tried, for scores of unit variance."""
+HELD_OUT = 4  # one sequence in so many is kept back from the least squares, to choose how strong its ridge is
+STRENGTHS = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # ridges that are tried, for scores of unit variance
 
 
 @dataclass

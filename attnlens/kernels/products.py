@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 else:
     torch = LazyModule("torch")
 
-A_DECADE = 16
-"""Offsets tried from c to 10c."""
+A_DECADE = 16  # offsets tried from c to 10c
 
 LARGEST_NARROW_ORDER = 8
 """Order above which the alternating sum, whose terms are e^{2|x|} times their sum, wants float64."""

@@ -30,8 +30,7 @@ def _load_offered() -> None:
         entry.load()
 
 
-EXAMPLES = {"sinks": 4, "width": 64, "stride": 8}
-"""Numbers of filters and hybrids for an example."""
+EXAMPLES = {"sinks": 4, "width": 64, "stride": 8}  # numbers of filters and hybrids for an example
 
 
 def parsed(words: str, *, allow_signed: bool = False) -> Kernel:

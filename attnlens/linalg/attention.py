@@ -189,8 +189,7 @@ def _shares(core: Tensor, salience: Tensor, whole: Tensor, uncentred: Tensor, n:
 
 
 EPS = torch.finfo(torch.float64).eps
-GLANCE = 128
-"""Tokens of the leading block that is searched for a witness before the whole matrix is."""
+GLANCE = 128  # tokens of the leading block that is searched for a witness before the whole matrix is
 FACTORED = 8192
 """Tokens of the largest long kernel that is formed and factored whole, where no tile has a witness: three matrices of
 0.5 GB."""

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from attnlens.records import QueryKey, Rotation
 
 
-PANELS = 4
-"""In how many panels a symmetric product is multiplied out: 5/8 of the whole."""
+PANELS = 4  # in how many panels a symmetric product is multiplied out: 5/8 of the whole
 ROWS = 512
 """Rows of a factor that are multiplied at once: with their products they stay in the second-level cache."""
 

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 LONG = 2048**2
 """A head with more pairs of queries and keys is long: its matrices are read in tiles, and its spectra not whole. At
 2,048 tokens the full spectra of a head take 7 s on one core, at 8,192 tokens 64 times as much."""
-TILE = 1 << 22
-"""Numbers in one tile: 32 MB of float64, of which about five live at a time."""
+TILE = 1 << 22  # numbers in one tile: 32 MB of float64, of which about five live at a time
 
 
 def is_long(query_key: QueryKey) -> bool:
@@ -63,18 +62,13 @@ def _with_batch(query_key: QueryKey) -> QueryKey:
     return replace(batched, value=None, inputs=None)
 
 
-BLOCK = 64
-"""Vectors that are multiplied at once."""
-SMALL = 1024
-"""Columns of a matrix that is decomposed as a whole."""
-LARGEST_BASIS = 1024
-"""Vectors of the Krylov space; a rank is proven up to about a quarter of it."""
-POWERS = 8
-"""Powers of what is left, at most, by which its norm is bounded."""
+BLOCK = 64  # vectors that are multiplied at once
+SMALL = 1024  # columns of a matrix that is decomposed as a whole
+LARGEST_BASIS = 1024  # vectors of the Krylov space; a rank is proven up to about a quarter of it
+POWERS = 8  # powers of what is left, at most, by which its norm is bounded
 SLACK = 1.3
 """How far above the next Ritz value that bound is expected; what it turned out to be, once it was computed."""
-ROUNDING = 1e-10
-"""Two energies nearer than this share of the whole are a tie, and decide nothing."""
+ROUNDING = 1e-10  # two energies nearer than this share of the whole are a tie, and decide nothing
 FACTOR = 10 ** (16 / BLOCK) * math.sqrt(2 / math.pi)
 """‖B‖ ≤ FACTOR · max_i ‖Bω_i‖ for BLOCK Gaussian ω_i but for one draw in 10^16 (Halko et al. 2011, Lemma 4.1)."""
 
@@ -207,8 +201,7 @@ def _gaussian(matrix: TiledMatrix, draw: torch.Generator) -> Float[Tensor, "m so
 RESIDUAL = 1e-10
 """Where conjugate gradients stop, relative to the right side. What is explained is then short of the whole by less than
 RESIDUAL² times the condition number of the scaled normal equations: by rounding, for any number that float64 allows."""
-STEPS = 1000
-"""Steps of conjugate gradients at most; real masks take 6 to 20."""
+STEPS = 1000  # steps of conjugate gradients at most; real masks take 6 to 20
 
 
 @dataclass(frozen=True)

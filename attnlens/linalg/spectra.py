@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from attnlens.records import QueryKey
 
 
-STEPS = 20
-"""Of each iteration; on demo three times as many find up to a sixth fewer features."""
+STEPS = 20  # of each iteration; on demo three times as many find up to a sixth fewer features
 RIDGE, BOUND = 1e-9, 3.0
 """What keeps Newton's equations regular, for each query, and how far a step may go."""
 
@@ -198,8 +197,7 @@ def _error(
     return mean
 
 
-Step = tuple[int, int]
-"""A key head, counted over all sites, and its next smaller rank."""
+Step = tuple[int, int]  # a key head, counted over all sites, and its next smaller rank
 
 
 def nested(costs: Float[Tensor, "kv_heads ranks"]) -> list[Step]:
@@ -235,8 +233,7 @@ def _above(cost: Sequence[float], first: int, middle: int, last: int) -> bool:
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-PIECE = 1 << 18
-"""Numbers in one worker's piece: 2 MB of float64 stay in the second-level cache."""
+PIECE = 1 << 18  # numbers in one worker's piece: 2 MB of float64 stay in the second-level cache
 
 
 def over_heads(function: Callable[..., Tensor], *stacks: Tensor, workers: int | None = None) -> Tensor:

@@ -39,14 +39,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDE = 20.0
-"""How far the last step must lie above the first one that is not 0 for the axis to be logarithmic."""
-DIGIT, BETWEEN = 4.8, 5.0
-"""Points that a digit of a step's number takes, and that two numbers keep between them."""
-ROOM = 0.05
-"""The part of their range that an axis is wider than its values, at each end."""
-NARROW = 0.35
-"""The part of a decade that the stretch from 0 to the first step takes."""
+WIDE = 20.0  # how far the last step must lie above the first one that is not 0 for the axis to be logarithmic
+DIGIT, BETWEEN = 4.8, 5.0  # points that a digit of a step's number takes, and that two numbers keep between them
+ROOM = 0.05  # the part of their range that an axis is wider than its values, at each end
+NARROW = 0.35  # the part of a decade that the stretch from 0 to the first step takes
 
 
 def scale_steps(axes: Axes, steps: Sequence[float], name: str) -> None:
@@ -107,11 +103,9 @@ def _named(axes: Axes, steps: list[float]) -> list[float]:
 
 BAND = "#dcdcdc"
 """The colour of a null, mean ± sd."""
-TRAJECTORY_RANGE = 30.0
-"""How many times its least value a median must reach for its axis to be logarithmic."""
+TRAJECTORY_RANGE = 30.0  # how many times its least value a median must reach for its axis to be logarithmic
 
-STRAY = 2.0
-"""How many times the range of all but one value in a hundred the others may widen the axis to."""
+STRAY = 2.0  # how many times the range of all but one value in a hundred the others may widen the axis to
 
 
 def trajectory_panels(experiment: Experiment) -> list[Panel]:
@@ -216,28 +210,20 @@ def _beyond(experiment: Experiment, name: str) -> int:
     return sum(bool(np.any((row < low - room) | (row > high + room))) for row in rows)
 
 
-COLOURS = tuple(CATEGORIES[number] for number in (0, 2, 4, 5, 1, 6))
-"""Lines that can be told apart on white."""
-MARKED = 12
-"""Steps up to which each is marked."""
-LOG_RANGE = 100.0
-"""How many times their least value above 0 curves must reach for their axis to be logarithmic."""
+COLOURS = tuple(CATEGORIES[number] for number in (0, 2, 4, 5, 1, 6))  # lines that can be told apart on white
+MARKED = 12  # steps up to which each is marked
+LOG_RANGE = 100.0  # how many times their least value above 0 curves must reach for their axis to be logarithmic
 DEEPEST = 1e-16
 """The part of the largest value below which a logarithmic axis shows nothing: float64 tells no smaller ones apart."""
-EXACT = 0.03
-"""Half the width, in tolerances, of the line where nothing but the published value is allowed."""
-FARTHEST = 3.0
-"""Tolerances beyond which a figure stands at the edge."""
+EXACT = 0.03  # half the width, in tolerances, of the line where nothing but the published value is allowed
+FARTHEST = 3.0  # tolerances beyond which a figure stands at the edge
 MOST_ROWS = 80
 """Figures that one picture compares; of more, those that are farthest off, and the picture says so."""
-NAME = 44
-"""Characters of a figure's name beside its row."""
-BESIDE = 0.6
-"""Inches that an axis' numbers and quantity take."""
+NAME = 44  # characters of a figure's name beside its row
+BESIDE = 0.6  # inches that an axis' numbers and quantity take
 BELOW = " Not shown: 0 and what is under 1e−16 of the largest value."
 """What a reader of a logarithmic axis must know where it does not show all."""
-LEGEND = 46
-"""Characters of names that fit side by side above a picture."""
+LEGEND = 46  # characters of names that fit side by side above a picture
 
 
 def experiment_panels(report: Report) -> list[Panel]:
@@ -421,25 +407,17 @@ def _numbers(values: list[float | None]) -> np.ndarray:
 
 WIDTH = 10.0
 """Inches of the page."""
-LEFT, RIGHT = 0.2, 9.8
-"""Where the first column's numbers begin and the last panel ends, in inches."""
+LEFT, RIGHT = 0.2, 9.8  # where the first column's numbers begin and the last panel ends, in inches
 OVER, UNDER, NUMBERS, GAP = 0.5, 0.42, 0.42, 0.22
 """Inches over a panel for its title, under and beside it for its axes, and between two."""
-ACROSS, TALL = 3, 1.9
-"""Panels in a row, and how tall one is, in inches."""
-MANY, FLAT = 4, 1.35
-"""The same where heads are followed."""
-NAMED = 0.16
-"""Inches of the quantity beside an axis' numbers."""
-ROW_WIDE, BAR = 4.6, 0.45
-"""Inches of the picture that has a row for itself, and of the layers' colours."""
+ACROSS, TALL = 3, 1.9  # panels in a row, and how tall one is, in inches
+MANY, FLAT = 4, 1.35  # the same where heads are followed
+NAMED = 0.16  # inches of the quantity beside an axis' numbers
+ROW_WIDE, BAR = 4.6, 0.45  # inches of the picture that has a row for itself, and of the layers' colours
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-MOST = 12
-"""Measures that are followed on one page."""
-SHORTEST = 8
-"""Characters of an experiment's name that still tell which it is."""
-NOTE = 42
-"""Characters that fit over a panel."""
+MOST = 12  # measures that are followed on one page
+SHORTEST = 8  # characters of an experiment's name that still tell which it is
+NOTE = 42  # characters that fit over a panel
 
 
 def experiment_overview(report: Report) -> Figure:

@@ -57,8 +57,7 @@ FORMULA, ASIDE = 24, 40
 WIDE_RANGE = 20.0
 """How far the largest number must lie above the end of a falling median curve for the axis to be logarithmic."""
 
-PART_LINES = ("-", "--", ":")
-"""The medians of encoder, decoder and cross where they share axes."""
+PART_LINES = ("-", "--", ":")  # the medians of encoder, decoder and cross where they share axes
 
 
 def fan_figure(shapes: Shapes, name: str) -> Figure:
@@ -330,14 +329,11 @@ def hatch(axes: Axes, cells: Bool[np.ndarray, "layers heads"], pattern: str) -> 
             start += length
 
 
-CELL = 0.42
-"""Side of a cell in inches, where the page has room for it."""
+CELL = 0.42  # side of a cell in inches, where the page has room for it
 
-SAME = 1e-6
-"""Relative spread up to which all heads have one colour."""
+SAME = 1e-6  # relative spread up to which all heads have one colour
 
-STEPS = 64
-"""Colours by which a page that draws its own maps is told a colour map."""
+STEPS = 64  # colours by which a page that draws its own maps is told a colour map
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,7 @@ if TYPE_CHECKING:
 
     from attnlens.records import Report, Selection
 
-CROWDED = 24
-"""Layers beyond which they touch: the gaps between thinner ones would be all that one sees."""
+CROWDED = 24  # layers beyond which they touch: the gaps between thinner ones would be all that one sees
 
 
 def draw_shares(axes: Axes, shapes: Shapes, whole: str, *, named: bool = True) -> None:
@@ -150,11 +149,9 @@ def _sorted(margins: list[float]) -> tuple[np.ndarray, np.ndarray]:
 
 
 ACROSS = 3
-NOTE = 54
-"""Characters that fit into the line under a panel's title."""
+NOTE = 54  # characters that fit into the line under a panel's title
 WIDTH, HEIGHT = 10.0, 7.2
-RIGHT = 0.968
-"""Where the last column's colour bar, with its numbers, ends."""
+RIGHT = 0.968  # where the last column's colour bar, with its numbers, ends
 
 
 @dataclass(frozen=True)

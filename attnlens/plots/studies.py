@@ -34,10 +34,8 @@ if TYPE_CHECKING:
     from attnlens.records import Comparison, Report
 
 
-LEAST_Q = 1e-20
-"""What is surer stands at the top of the picture."""
-WHOLE_RANGE = 1e6
-"""From the largest distance down: what is smaller has the last colour."""
+LEAST_Q = 1e-20  # what is surer stands at the top of the picture
+WHOLE_RANGE = 1e6  # from the largest distance down: what is smaller has the last colour
 
 
 def comparison_overview(report: Report) -> Figure:
@@ -120,11 +118,9 @@ def _draw_volcano(axes: Axes, found: Comparison) -> None:
     legend_above(axes, 4)
 
 
-NAME, LETTER = 34, 0.055
-"""Most characters of a row's name, and inches of one."""
+NAME, LETTER = 34, 0.055  # most characters of a row's name, and inches of one
 OWN, OTHER = CATEGORIES[0], CATEGORIES[2]
-WIDE = 3
-"""Times the least perplexity, from which on the axis is logarithmic."""
+WIDE = 3  # times the least perplexity, from which on the axis is logarithmic
 DASHES = ("-", "--", ":", "-.")
 
 

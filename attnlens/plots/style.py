@@ -244,8 +244,7 @@ LEFT, RIGHT = 0.35, 9.68
 """Where the first column of panels begins and the last one ends, in inches."""
 OVER, UNDER, BAR = 0.56, 0.42, 0.62
 """Inches over a panel for its title, under it for its axis, beside it for a colour bar."""
-HIGHEST = 30
-"""Rows of a panel beyond which a page grows no more."""
+HIGHEST = 30  # rows of a panel beyond which a page grows no more
 
 
 def panels_overview(
@@ -340,8 +339,7 @@ PART_COLOURS = dict(zip(PARTS_OF_SCORES, CATEGORIES, strict=False))
 DPI = 200
 """Dots per inch of a map or fan; the overview, which goes on paper, has 300."""
 
-RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-"""Digits as exponents."""
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")  # digits as exponents
 CROWD = 400
 """Lines beyond which a vector picture holds them as pixels, to stay of a size that a page can carry."""
 

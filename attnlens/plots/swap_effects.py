@@ -49,16 +49,12 @@ if TYPE_CHECKING:
 OF_PART = dict.fromkeys(PARTS, CATEGORIES[0]) | {"cross": CATEGORIES[6]}
 """Self-attention in one colour, cross-attention in another; the parts' names stand beside the layers."""
 LINES = (CATEGORIES[0], CATEGORIES[2], CATEGORIES[4], CATEGORIES[5], CATEGORIES[6], CATEGORIES[1], "#222222", "#999999")
-MARKERS = "osD^vPX*"
-"""Kernels differ in mark as well as in colour."""
-CROWDED = 24
-"""Layers beyond which bars touch."""
-LEGEND_WIDTH = 66
-"""Characters of all names in a line of the legend."""
+MARKERS = "osD^vPX*"  # kernels differ in mark as well as in colour
+CROWDED = 24  # layers beyond which bars touch
+LEGEND_WIDTH = 66  # characters of all names in a line of the legend
 PARAMETERS = re.compile(r":(?:[^+]|(?<=\d[eE])\+)*")
 """The numbers of a kernel or filter; the plus of 1e+06 ends none."""
-LEGEND_NAME = 22
-"""Characters of a kernel's name in a legend."""
+LEGEND_NAME = 22  # characters of a kernel's name in a legend
 
 
 def draw_sites(axes: Axes, swap: Swap, *, named: bool = True) -> None:
@@ -139,10 +135,8 @@ OF_HYBRIDS: dict[ControlRole, str] = {"filter alone": "window alone", "without f
 """The same of hybrids."""
 WIDE = 30.0
 """How many times as large as the smallest effect the largest must be for the axis to become logarithmic."""
-FINEST = 1e-3
-"""Effects below are drawn on the straight part of a logarithmic axis."""
-KERNEL_NAME = 40
-"""Characters of a kernel's name."""
+FINEST = 1e-3  # effects below are drawn on the straight part of a logarithmic axis
+KERNEL_NAME = 40  # characters of a kernel's name
 
 
 def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
@@ -237,8 +231,7 @@ def _scale(axes: Axes, effects: Sequence[float]) -> None:
     axes.set_xlim(low, high)
 
 
-CONTROL_NAME = 30
-"""Characters of a control's name."""
+CONTROL_NAME = 30  # characters of a control's name
 BLUE, ORANGE = CATEGORIES[0], CATEGORIES[2]
 
 

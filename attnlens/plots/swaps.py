@@ -54,8 +54,7 @@ if TYPE_CHECKING:
 
     from attnlens.records import Predictor
 
-LEGIBLE = 11.0
-"""Points that a cell needs on both sides for its number to be read."""
+LEGIBLE = 11.0  # points that a cell needs on both sides for its number to be read
 
 
 def draw_ranks(axes: Axes, plan: Plan, *, named: bool = True) -> None:
@@ -79,14 +78,10 @@ def draw_ranks(axes: Axes, plan: Plan, *, named: bool = True) -> None:
             axes.text(column, row, f"{values[row, column]:.0f}", ha="center", va="center", fontsize=6, color=ink)
 
 
-GAP = 0.08
-"""Share of the height that lies between the two axes."""
-LABEL = 36
-"""Points between an axis and its name, so that the two names stand in one line."""
-THOUSANDS = 20_000
-"""From where on numbers are written in thousands."""
-APART = 0.17
-"""Share of the width that lies between two named places at least."""
+GAP = 0.08  # share of the height that lies between the two axes
+LABEL = 36  # points between an axis and its name, so that the two names stand in one line
+THOUSANDS = 20_000  # from where on numbers are written in thousands
+APART = 0.17  # share of the width that lies between two named places at least
 
 
 def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
@@ -161,8 +156,7 @@ def named_steps(last: int) -> list[int]:
 
 ASKED = ("tokens.share_positive", "tokens.share_skew", "tokens.share_key", "ksvd.rank90", "tokens.entropy")
 """The measures that are drawn where the model has them."""
-PICTURES, ACROSS = 6, 3
-"""How many are drawn; the strongest others take the places that are left."""
+PICTURES, ACROSS = 6, 3  # how many are drawn; the strongest others take the places that are left
 LAYERS = "viridis"
 SQUASHED = 30.0
 """How many times as large as the middle effect the largest must be for the axis of effects to be drawn as asinh."""

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "Drawing", "embedded_picture", "encoded_picture", "figure", "file_names", "files_of", "is_file"]
 
-LARGEST_VECTOR = 400_000
-"""Bytes of a picture in vectors beyond which a page holds it as pixels."""
+LARGEST_VECTOR = 400_000  # bytes of a picture in vectors beyond which a page holds it as pixels
 Drawing = Callable[[], bytes]
 """Draws one picture; the bytes of its file."""
 

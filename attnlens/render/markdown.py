@@ -47,8 +47,7 @@ def _written(cell: Cell) -> str:
     return f"{cell:.9g}" if isinstance(cell, float) else harmless(str(cell)) if isinstance(cell, str) else str(cell)
 
 
-MOST_HEADS = 100
-"""Heads that a failure names; more would hide the rest of a pipeline's page."""
+MOST_HEADS = 100  # heads that a failure names; more would hide the rest of a pipeline's page
 
 
 def junit(report: Report) -> str:
@@ -75,8 +74,7 @@ def _testcase(suite: ElementTree.Element, check: Check) -> None:
         failure.text = "\n".join([checked.told(check), *lines, *([f"and {more} more"] if more > 0 else [])])
 
 
-MOST_ANNOTATIONS = 10
-"""Annotations of one kind that GitHub shows of a step."""
+MOST_ANNOTATIONS = 10  # annotations of one kind that GitHub shows of a step
 IN_MESSAGES = {ord("%"): "%25", ord("\r"): "%0D", ord("\n"): "%0A"}
 IN_PROPERTIES = IN_MESSAGES | {ord(":"): "%3A", ord(","): "%2C"}
 

@@ -28,8 +28,7 @@ LEAST = 1e-5
 """Of the median variance: no variance counts as smaller, so that equal values by chance are no certainty."""
 COUNTED = 0.5
 """Of the degrees of freedom that other pairs add: pairs that share a treatment tell of the same noise."""
-FEWEST = 3
-"""Variances that say how variances are spread; fewer leave each by itself."""
+FEWEST = 3  # variances that say how variances are spread; fewer leave each by itself
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,7 @@ def pairs_of(count: int) -> list[tuple[int, int]]:
     return list(itertools.combinations(range(count), 2))
 
 
-NEAR_ONE = 1 - 1e-12
-"""Largest |ρ| whose artanh is taken."""
+NEAR_ONE = 1 - 1e-12  # largest |ρ| whose artanh is taken
 
 
 def rank_correlation(
@@ -164,12 +162,9 @@ def _correlations(
 
 PERMUTATIONS = 10_000
 """Permutations of heads behind a p-value."""
-DRAWS = 1000
-"""Bootstrap samples of windows behind an interval."""
-SPLITS = 100
-"""Random halvings of the windows."""
-ROUNDING = 1e-9
-"""By how much a permutation's score may fall short of one that is equal to it."""
+DRAWS = 1000  # bootstrap samples of windows behind an interval
+SPLITS = 100  # random halvings of the windows
+ROUNDING = 1e-9  # by how much a permutation's score may fall short of one that is equal to it
 
 
 class Tested(NamedTuple):

@@ -23,8 +23,7 @@ stats = LazyModule("scipy.stats")
 
 DRAWN_BYTES = 2**26
 """Of random factors that are read at once; those of all draws together are larger than a layer of a large model."""
-MEDIAN_DRAWS = 2000
-"""Draws of all heads behind the null of a median."""
+MEDIAN_DRAWS = 2000  # draws of all heads behind the null of a median
 
 
 def gaussian_null(
@@ -199,8 +198,7 @@ def _contrast(
     return means_of[1] - means_of[0], design.variance(residuals, times).sqrt()
 
 
-MEDIAN_ERROR_DRAWS = 1000
-"""Bootstrap samples behind the standard error of a median."""
+MEDIAN_ERROR_DRAWS = 1000  # bootstrap samples behind the standard error of a median
 
 
 def standard_error(values: Float[Tensor, "windows ..."], design: Design) -> Float[Tensor, "*rest"]:
@@ -239,12 +237,10 @@ def median_error(
 
 DRAWS = 20_000
 """Bootstrap samples behind a p-value: of 300 heads the smallest has to be below 0.05/300 to be named."""
-MOST_WINDOWS = 256
-"""From which on Student's t is as good: what skewness does to it falls with √windows."""
+MOST_WINDOWS = 256  # from which on Student's t is as good: what skewness does to it falls with √windows
 ENOUGH = 50
 """Samples beyond a unit's own score after which its p-value is known well enough (Besag & Clifford 1991)."""
-PIECE = 500
-"""Samples computed at once."""
+PIECE = 500  # samples computed at once
 
 
 def p_values(

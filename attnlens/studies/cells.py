@@ -202,10 +202,8 @@ def _ordering(
     )
 
 
-ROUNDS = 12
-"""Steps that are timed, after one that is not."""
-STANDARD = AttentionForm(positions="sum", in_value=True)
-"""The transformer of Vaswani et al. 2017."""
+ROUNDS = 12  # steps that are timed, after one that is not
+STANDARD = AttentionForm(positions="sum", in_value=True)  # the transformer of Vaswani et al. 2017.
 
 
 @dataclass(frozen=True)
@@ -247,8 +245,7 @@ def _stepper(
     return step
 
 
-SEARCH_SEED = 1_000_003
-"""Of the runs that a rate is chosen by: none of those that are reported."""
+SEARCH_SEED = 1_000_003  # of the runs that a rate is chosen by: none of those that are reported
 AGAIN = "Run the same command again, with fewer --jobs if memory was short: what is finished is kept."
 Tell = Callable[[str, int, int], None]
 

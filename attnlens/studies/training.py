@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from attnlens.studies.tasks import Examples, StudyTask
 
 
-STATE = "state"
-"""The name of the state among the parts of a training run."""
+STATE = "state"  # the name of the state among the parts of a training run
 
 
 @dataclass(frozen=True)
@@ -85,10 +84,8 @@ def restored(store: Store, model: nn.Module, optimiser: Any) -> RunState | None:
     return RunState(facts["step"], curve, value["best"], facts["watched"], facts["seconds"], facts["tokens"])
 
 
-DECAY, CLIPPED = 0.01, 1.0
-"""AdamW's weight decay, and the norm that gradients are clipped to."""
-LAST = 0.05
-"""Share of the learning rate that the cosine ends at."""
+DECAY, CLIPPED = 0.01, 1.0  # AdamW's weight decay, and the norm that gradients are clipped to
+LAST = 0.05  # share of the learning rate that the cosine ends at
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from attnlens.studies.cells import CellResult
 
 
-STEP = "step-{:06d}"
-"""The name of a step's folder, which `converge --checkpoints` reads the step of."""
+STEP = "step-{:06d}"  # the name of a step's folder, which `converge --checkpoints` reads the step of
 
 
 def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int) -> None:
@@ -92,8 +91,7 @@ MEASURES = (
 """Symmetry, definiteness, spectrum and how peaked rows are: of W_Q W_Kᵀ, and of log k on held-out sequences."""
 DECIDED, COSINE = "selection.decided", "selection.projected_svm_cosine"
 """Selection: the share of decided queries, and the cosine between a head and the SVM of its own choices."""
-SEQUENCES = 8
-"""That tokens.* are read on."""
+SEQUENCES = 8  # that tokens.* are read on
 
 
 def medians(model: KernelTransformer, batch: Examples) -> dict[str, float]:

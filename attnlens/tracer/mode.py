@@ -24,8 +24,7 @@ from attnlens.kernels import OWN
 from attnlens.records import Call
 from attnlens.tracer.scores import Provenance, Standins, TracedScores, begun, operands, product, tensors, weighted_sum
 
-TOLERANCE = 1e-4
-"""Largest relative difference between what was predicted and what the model's own steps give."""
+TOLERANCE = 1e-4  # largest relative difference between what was predicted and what the model's own steps give
 
 
 @dataclass(eq=False)

@@ -42,14 +42,12 @@ if TYPE_CHECKING:
 
 ROWS = 16
 """Queries and keys from which pairs are told: a wrong partner explains a share of about 1/ROWS, the right one all."""
-POSITIONS = 32
-"""How many positions are looked at to tell the pairs."""
+POSITIONS = 32  # how many positions are looked at to tell the pairs
 STILL = 1e-5
 """Relative change below which a coordinate stands still: above the rounding of cos and sin in float32."""
 ANGLE = 1e-3
 """Largest error of an angle, root mean square over the pairs; positions times frequencies are float32."""
-EQUAL = 1e-6
-"""Difference of angles below which two rotations are one: far below what any measure shows."""
+EQUAL = 1e-6  # difference of angles below which two rotations are one: far below what any measure shows
 SINGLE = torch.finfo(torch.float32).eps
 """Relative rounding of cos and sin in a model that is not in half precision."""
 DIRECTION = "position changes more than the direction of queries and keys"
@@ -278,12 +276,9 @@ def _same(one: Rotation, other: Rotation) -> bool:
     return alike and bool((_wrapped(one.angles - other.angles).abs() < EQUAL).all())
 
 
-Sides = tuple[Tensor, Tensor]
-"""Queries and keys."""
-Groups = tuple[Tensor, ...]
-"""Coordinates of a head that are normalised together."""
-CHUNK = 512
-"""How many probe tokens go through a module at once."""
+Sides = tuple[Tensor, Tensor]  # queries and keys
+Groups = tuple[Tensor, ...]  # coordinates of a head that are normalised together
+CHUNK = 512  # how many probe tokens go through a module at once
 
 
 def factors(

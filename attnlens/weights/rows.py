@@ -193,10 +193,8 @@ DRAWS = 8
 """Random inputs: what is no multiple of a row passes for one at all of them with probability about SAME ** DRAWS."""
 SAME = 1e-10
 """Largest relative difference between a coordinate and the row that it is said to be, both in float64."""
-ONE = 1e-13
-"""Relative rounding of a coordinate's factor: one so close to 1 is 1."""
-AT_ONCE = 512
-"""Coordinates that are compared with all rows, or multiplied out, at once."""
+ONE = 1e-13  # relative rounding of a coordinate's factor: one so close to 1 is 1
+AT_ONCE = 512  # coordinates that are compared with all rows, or multiplied out, at once
 
 
 class Given(NamedTuple):

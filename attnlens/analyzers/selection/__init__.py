@@ -8,8 +8,7 @@ from functools import partial
 from attnlens.choices import WHERE_POSED, Space
 from attnlens.registry import Gatherer, GatheringPlace, MeasureInfo, gathering
 
-MOST_QUERIES = 64
-"""How many of a head's queries are posed at most."""
+MOST_QUERIES = 64  # how many of a head's queries are posed at most
 SPACES: tuple[Space, ...] = ("input", "projected")
 """On the module's inputs x and z, with the head's M; and on its k and q (after rotation), with the unit matrix times s.
 These are two questions about one selection, and their answers are not compared with each other."""

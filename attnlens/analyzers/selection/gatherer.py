@@ -52,8 +52,7 @@ class SelectionReading:
     """What was posed, where that is to be shown."""
 
 
-BySpace = dict[Space, SelectionReading]
-"""What the problems of one form read, space by space."""
+BySpace = dict[Space, SelectionReading]  # what the problems of one form read, space by space
 
 
 def reading_of(chosen: Chosen, found: Nearness | str, numbers: Sequence[int] | None) -> SelectionReading:
@@ -106,8 +105,7 @@ def _picks(found: Nearness, numbers: Sequence[int]) -> list[records.Pick]:
 
 MOST_TOKENS = 4096
 """Tokens of text that a problem may draw its queries from: 32 windows of 128; the first sequences fed are taken."""
-NULL_DRAWS = 8
-"""Random heads behind each head's null."""
+NULL_DRAWS = 8  # random heads behind each head's null
 BIASED = "a position bias is added to the scores, so that the selection is not the form's alone"
 
 

@@ -117,8 +117,7 @@ def grid(iterations: int) -> list[int]:
 
 
 TOLERANCE = 1e-6
-GOLDEN_GAP = 1e-9
-"""The relative gap to which both problems are solved, so that the tolerance is met with room."""
+GOLDEN_GAP = 1e-9  # the relative gap to which both problems are solved, so that the tolerance is met with room
 SOURCE = "Tarzanagh et al. 2023 and Max-margin token selection; solved with cvxpy and Clarabel"
 PROMPTS: dict[str, tuple[list[list[list[float]]], list[int], float]] = {
     "prompt_a": ([[[-0.1, 1.0], [1.0, 0.0], [0.0, 0.0]]], [0], 0.5 / 1.01),
@@ -127,8 +126,7 @@ PROMPTS: dict[str, tuple[list[list[list[float]]], list[int], float]] = {
 }
 """Name → tokens, chosen, ½‖p‖²."""
 PROMPT_D = 0.3131888
-WRITTEN = {**NORMS, "half_square": "½‖p‖²", "rank": "rank"}
-"""How each figure is written."""
+WRITTEN = {**NORMS, "half_square": "½‖p‖²", "rank": "rank"}  # how each figure is written
 LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6354791607992585)}
 """Seed → Frobenius and nuclear norm of the local-convergence instance, for its best tokens."""
 
@@ -201,8 +199,7 @@ def _solved(name: str, problem: attsvm.Problem, known: dict[str, float]) -> dict
     }
 
 
-SIZES = ((5, 5), (10, 5), (5, 10))
-"""(n, T)."""
+SIZES = ((5, 5), (10, 5), (5, 10))  # (n, T)
 FEASIBLE_SHARES = {
     (5, 5): {1: 0.0, 2: 0.15, 3: 0.97, 4: 1.0},
     (10, 5): {3: 0.12, 4: 0.92, 5: 1.0},

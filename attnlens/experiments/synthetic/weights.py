@@ -154,10 +154,8 @@ MULTI_QUICK = replace(MULTI_FULL, trials=150, d=(4, 6))
 MULTI_TOKEN = Study(multi_token, MULTI_FULL, MULTI_QUICK, uses("multi-token"))
 
 
-TRIES = 200
-"""Random corpora drawn for one that poses a problem, before the sizes are refused."""
-SAME = 1e-9
-"""Tokens nearer than this off the cyclic subspace are of one component; others are ≥ 1/√d apart."""
+TRIES = 200  # random corpora drawn for one that poses a problem, before the sizes are refused
+SAME = 1e-9  # tokens nearer than this off the cyclic subspace are of one component; others are ≥ 1/√d apart
 
 
 class Corpus(NamedTuple):

@@ -90,10 +90,8 @@ class Labelled:
         return in_order([len(row) for row in part.rows], size, part.batch)
 
 
-HEADER = ("text", "label")
-"""The columns of a first line that is no case."""
-SHARES = (0.1, 0.1)
-"""Shares of validation and test of each class."""
+HEADER = ("text", "label")  # the columns of a first line that is no case
+SHARES = (0.1, 0.1)  # shares of validation and test of each class
 TEXT_REMEDY = "Give lines of a text and its label, in UTF-8 with a tab between them."
 
 
@@ -152,8 +150,7 @@ def _parts(path: str, texts: list[tuple[str, str]], classes: list[str]) -> dict[
     return {part: sorted(chosen) for part, chosen in parts.items()}
 
 
-EVERY = 5
-"""Of each class of the training file every fifth case is validation."""
+EVERY = 5  # of each class of the training file every fifth case is validation
 
 
 def series(train: str | Path, test: str | Path) -> Labelled:

@@ -49,8 +49,7 @@ if TYPE_CHECKING:
 
 HELD_BOOKS = {"validation": ("Eccl", "Esth", "Lam", "Titus"), "test": ("Job", "Ruth", "Jonah", "Phlm")}
 """Books of the Bible without parallel passages in others; the gospels, or Kings and Chronicles, repeat each other."""
-VERSE = re.compile(r"(\w+)\.\d+\.\d+")
-"""An id that names a book, a chapter and a verse."""
+VERSE = re.compile(r"(\w+)\.\d+\.\d+")  # an id that names a book, a chapter and a verse
 REMEDY = "Give lines of a source and a target, or of an id, a source and a target, in UTF-8 with tabs between them."
 
 
@@ -289,8 +288,7 @@ BOOK = Path(__file__).parents[3] / "training" / "kjv.txt.gz"
 """The whole King James Bible, which lies in a checkout and not in an installed package."""
 BLOCK_CHARACTERS = 2000
 """Characters that a held-out block should have; a shorter text is cut into fewer stretches."""
-LINE_CHARACTERS = 1000
-"""How far behind a cut the end of a line is looked for."""
+LINE_CHARACTERS = 1000  # how far behind a cut the end of a line is looked for
 
 
 @dataclass(frozen=True, eq=False)
@@ -425,8 +423,7 @@ WIKITEXT = ("Salesforce/wikitext", "wikitext-103-raw-v1")
 """Merity et al. 2017, as it was written: with its capitals and rare words, which byte pairs can spell."""
 IWSLT = ("bbaaaa/iwslt14-de-en",)
 """160,239 pairs from German and English talks (Cettolo et al. 2014), 7,283 for validation, 6,750 for test."""
-LINES = 5_000
-"""Of a block, so that no list of ids is as long as the whole text."""
+LINES = 5_000  # of a block, so that no list of ids is as long as the whole text
 
 
 def wikitext(*, length: int, vocabulary: int, evaluated: int | None) -> NextTokens:

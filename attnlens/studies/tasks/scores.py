@@ -31,8 +31,7 @@ StudyTask: TypeAlias = NextTokens | Labelled | TranslationTask
 `form` is what a model is to do, `metric` the name in `score`'s result by which models are compared; ids of inputs are
 below `vocabulary` (0: a series of `channels`), targets below `outputs`; no sequence is longer than `length`.
 """
-WIDTH = 4
-"""Beams, as in the papers' translation tables."""
+WIDTH = 4  # Beams, as in the papers' translation tables
 
 
 def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[str, float]:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-LARGEST_CONTENT = 2**30
-"""Bytes of the largest file that is read, as it lies there and unpacked."""
+LARGEST_CONTENT = 2**30  # bytes of the largest file that is read, as it lies there and unpacked
 
 
 def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
