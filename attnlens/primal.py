@@ -73,7 +73,11 @@ def build(
     from attnlens import hooks
 
     model = base if isinstance(base, nn.Module) else _made(base)
-    reached = _surveyed(model)
+    training = model.training
+    try:  # the sites of one pass over blank input
+        reached = hooks.survey(cast("PreTrainedModel", model.train(False)), _blank(model))
+    finally:
+        model.train(training)
     chosen = _chosen(reached, layers)
     for found in chosen:
         _check(found, samples)
@@ -87,12 +91,6 @@ def build(
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.use_cache = False
     hooks.install(model, NAME, _answer)
-    _record(model, reached)
-    return model
-
-
-def _record(model: PreTrainedModel, reached: list[Reached]) -> None:
-    """Note in the config, and so in a saved config.json, what the model is."""
     owned = {found.site.layer: getattr(found.module, "primal", None) for found in reached}
     model.config.attnlens_primal = [
         {"layer": layer, "scores": heads.log_multipliers.shape[-1], "samples": heads.samples}
@@ -100,6 +98,7 @@ def _record(model: PreTrainedModel, reached: list[Reached]) -> None:
         if isinstance(heads, PrimalHeads)
     ]
     model.config.attn_implementation = ONLY_BY
+    return model
 
 
 def _made(config: PreTrainedConfig) -> PreTrainedModel:
@@ -113,17 +112,6 @@ def _made(config: PreTrainedConfig) -> PreTrainedModel:
     if made is not None:
         return cast("PreTrainedModel", made(config))
     return cast("PreTrainedModel", transformers.AutoModel.from_config(config))  # type: ignore[no-untyped-call]
-
-
-def _surveyed(model: PreTrainedModel) -> list[Reached]:
-    """The sites of one pass over blank input; the model's mode is kept."""
-    from attnlens import hooks
-
-    training = model.training
-    try:
-        return hooks.survey(cast("PreTrainedModel", model.train(False)), _blank(model))
-    finally:
-        model.train(training)
 
 
 def _blank(model: PreTrainedModel) -> dict[str, Tensor]:

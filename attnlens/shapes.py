@@ -128,6 +128,10 @@ class Shapes:
         The registry knows the wholes of its measures; others are tried by their stem (`other.share_…`). What most heads
         have comes first, then what has more parts.
         """
+
+        def heads_with(names: list[str]) -> int:
+            return int((~np.isnan(sum(self.readings[name].values for name in names))).sum())
+
         sets: dict[str, list[str]] = {}
         for name in self.report.measure_names():
             source, title = name.rpartition(".")[::2]
@@ -135,11 +139,7 @@ class Shapes:
                 if name in self.readings and whole:
                     sets.setdefault(f"{source}.{whole}", []).append(name)
         found = {whole: names for whole, names in sets.items() if len(names) > 1 and self._sum_to_one(names)}
-        return dict(sorted(found.items(), key=lambda item: (-self._heads_with(item[1]), -len(item[1]))))
-
-    def _heads_with(self, names: list[str]) -> int:
-        """How many heads have all of these measures."""
-        return int((~np.isnan(sum(self.readings[name].values for name in names))).sum())
+        return dict(sorted(found.items(), key=lambda item: (-heads_with(item[1]), -len(item[1]))))
 
     def _sum_to_one(self, names: list[str]) -> bool:
         stack = np.stack([self.readings[name].values for name in names])

@@ -159,11 +159,14 @@ def of_tokens(query_key: QueryKey) -> Readings:
     solution = ksvd.dual(queries, keys, s=keys.shape[-1])
     centred = ksvd.dual(queries, ksvd.centred(keys), s=keys.shape[-1])
     rank = linalg.rank_at(solution.values, SHARE)
+    asymmetry = rank * float("nan")
+    if query_key.site.part != "cross":  # K's leading singular spaces are of the same tokens
+        asymmetry = ksvd.mean_angle(solution.left, solution.right, rank.nan_to_num(0.0))
     return {
         "ksvd.first_share": attention[..., 0] / attention.sum(-1),
         "ksvd.rank90": rank,
         **_alignment(query_key, centred),
-        "ksvd.asymmetry": _asymmetry(query_key, solution, rank),
+        "ksvd.asymmetry": asymmetry,
         "ksvd.residual": ksvd.residual(solution, queries, keys),
         "ksvd.objective": _objective(solution, queries, keys),
         **_cumulated("attention", attention),
@@ -186,15 +189,6 @@ def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
     if value is not None:
         share = ksvd.share_inside(value, centred.right, rank.nan_to_num(0.0)).where(rank.isfinite(), share)
     return {"ksvd.centred_rank90": rank, "ksvd.value_alignment": share}
-
-
-def _asymmetry(
-    query_key: QueryKey, solution: Dual, rank: Float[Tensor, "*batch heads"]
-) -> Float[Tensor, "*batch heads"]:
-    """The mean angle between K's leading singular spaces; NaN where they are not of the same tokens."""
-    if query_key.site.part == "cross":
-        return rank * float("nan")
-    return ksvd.mean_angle(solution.left, solution.right, rank.nan_to_num(0.0))
 
 
 def _objective(

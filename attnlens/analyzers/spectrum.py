@@ -136,11 +136,7 @@ TOKENS = (
         use="Below head_dim, fewer dimensions of queries and keys would give nearly these scores.",
         sized_by="head_dim",
     ),
-    share_in_largest(
-        "tokens.singular_values",
-        "share of P's singular values in its k largest",
-        "(σ₁ + … + σₖ)/Σσ",
-    ),
+    share_in_largest("tokens.singular_values", "share of P's singular values in its k largest", "(σ₁ + … + σₖ)/Σσ"),
     share_in_largest(
         "tokens.singular_values_energy",
         "share of P's squared singular values in its k largest",

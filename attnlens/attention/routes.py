@@ -58,8 +58,7 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
         return "row tiles"
     reason = next(filter(None, obstacles), f"{kernel.info.name} is computed in row tiles")
     raise UsageError(
-        f"{kernel.spelling} has no fused path here: {reason}.",
-        "Use --path auto or --path eager; both are exact.",
+        f"{kernel.spelling} has no fused path here: {reason}.", "Use --path auto or --path eager; both are exact."
     )
 
 
@@ -112,10 +111,6 @@ def _of_products(call: Call, kernel: Kernel) -> str | None:
     return _of_linear(call, kernel, "mask that SDPA computes by itself") or _of_any(call, kernel)
 
 
-def _of_sums(call: Call, kernel: Kernel) -> str | None:
-    return "" if kernel.near is not None else _of_features(call, kernel)
-
-
 def _of_hybrids(call: Call, kernel: Kernel) -> str | None:
     if kernel.near is None:
         return ""
@@ -165,7 +160,7 @@ def _of_bands(call: Call, kernel: Kernel) -> str | None:
 
 _OBSTACLES: dict[str, Callable[[Call, Kernel], str | None]] = {
     "sdpa": _of_products,
-    "running sums": _of_sums,
+    "running sums": lambda call, kernel: "" if kernel.near is not None else _of_features(call, kernel),
     "window and running sums": _of_hybrids,
     "flex attention": _of_scores,
     "banded tiles": _of_bands,

@@ -166,7 +166,9 @@ def refuse_hidden(call: Call, kernel: Kernel) -> None:
             f"{name} leaves query-only terms out, and this model's attention sinks compete with them.",
             "Choose another kernel for this model.",
         )
-    if _hides(call):
+    real = _real(call)[:, None]
+    hidden = call.causal if call.allowed is None else (real[..., None] & real[..., None, :] & ~call.allowed).any()
+    if bool(hidden):
         instead = "; or leave out oracle: the fitted form runs under any mask" if kernel.oracle else ""
         raise UsageError(
             f"{name} needs every pair of tokens, and a mask hides some here (causal, or a window): the parts of log k "
@@ -194,14 +196,6 @@ def _real(call: Call) -> Bool[Tensor, "batch tokens"]:
     if call.allowed is None:
         return torch.ones(batch, tokens, dtype=torch.bool, device=call.query.device)
     return call.allowed.any(dim=1).any(dim=1).expand(batch, -1)
-
-
-def _hides(call: Call) -> bool:
-    """Whether some real token may not see another."""
-    if call.allowed is None:
-        return call.causal
-    real = _real(call)[:, None]
-    return bool((real[..., None] & real[..., None, :] & ~call.allowed).any())
 
 
 TILE_BYTES = 4 << 20  # how large one tile of scores may be, in float32; about four such tensors live at a time
@@ -290,18 +284,6 @@ def _columns(call: Call, where: Positions | None, reach: int | None, rows: slice
     return slice(start, stop)
 
 
-def _seen(
-    call: Call, kernel: Kernel, where: Positions | None, rows: slice, columns: slice
-) -> Bool[Tensor, "#batch #heads rows columns"] | None:
-    """Which keys the mask and the filter allow; None means all."""
-    seen = call.visible(rows)
-    seen = None if seen is None else seen[..., columns]
-    if kernel.filter is None or where is None:
-        return seen
-    kept = where.kept(kernel.filter, rows, columns)
-    return kept if seen is None else seen & kept
-
-
 def _weights(
     call: Call,
     kernel: Kernel,
@@ -314,7 +296,11 @@ def _weights(
     log_k = log_k.to(torch.promote_types(log_k.dtype, torch.float32))
     if call.bias is not None:
         log_k = log_k + call.bias[..., rows, columns]
-    seen = _seen(call, kernel, where, rows, columns)
+    seen = call.visible(rows)
+    seen = None if seen is None else seen[..., columns]
+    if kernel.filter is not None and where is not None:
+        kept = where.kept(kernel.filter, rows, columns)
+        seen = kept if seen is None else seen & kept
     sign, sinks = None, None if call.sinks is None else call.sinks.view(1, -1, 1, 1)
     if kernel.near is not None and where is not None:
         near = where.kept(kernel.near, rows, columns)

@@ -42,10 +42,6 @@ class ExperimentSettings:
     attention: Literal["cross", "self"] = "cross"  # whether z is drawn, or is the input's own first token
     start: Literal["random", "zero"] = "random"  # where W begins; K and Q always begin at random
 
-    def same_but_for_trials(self, other: ExperimentSettings) -> bool:
-        """Whether it asks the same, but for the seed and for at least as many trials."""
-        return replace(self, seed=other.seed, trials=other.trials) == other and self.trials >= other.trials
-
 
 @dataclass(frozen=True)
 class Study:
@@ -71,7 +67,9 @@ class Study:
             name: (value,) if name == "d" else value for name, value in overrides.items() if name in self.uses
         }
         settings = replace(standard, **used)
-        published = settings.same_but_for_trials(replace(standard, trials=self.quick.trials))
+        asked = replace(standard, trials=self.quick.trials)
+        same = replace(settings, seed=asked.seed, trials=asked.trials) == asked
+        published = same and settings.trials >= asked.trials
         found = self.function(settings, published, progress)
         shown = {name: value for name, value in asdict(settings).items() if name in self.uses and value is not None}
         wide = {name: _plain(value) for name, value in shown.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -145,7 +144,11 @@ def compared(
     total, done = len(seeds) * len(WAYS) * training.steps, 0
     for seed in seeds:
         for way, model in pair(config, training.scores, seed).items():
-            fit(model, windows, training, seed, partial(_tell, progress, done, total))
+
+            def told(step: int, done: int = done) -> None:
+                progress("decay by training", done + step, total)
+
+            fit(model, windows, training, seed, told)
             done += training.steps
             found[way].append(read(model, held))
     settings = {"seeds": list(seeds), "layers": config.n_layer, "heads": config.n_head, "d_model": config.n_embd}
@@ -159,10 +162,6 @@ def compared(
         curves={f"{_words(matrix)}: {way}": _curve(found[way], matrix, way) for matrix in MATRICES for way in WAYS},
         **columns(_rows(found)),
     )
-
-
-def _tell(progress: Progress, done: int, total: int, step: int) -> None:
-    progress("decay by training", done + step, total)
 
 
 def read(model: PreTrainedModel, held: Int[Tensor, "kept tokens"]) -> HeldOutReading:
@@ -414,6 +413,8 @@ def errors(case: Case, seed: int) -> dict[str, float]:
     e, r = weights.e_scores(case.queries), weights.r_scores(case.keys)
     sigma, top = solution.values, float(solution.values[0])
     rest = torch.linalg.svdvals(kernel)[len(sigma) :].norm()
+    noise = torch.randn(solution.left.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    perturbed = replace(solution, left=solution.left + NOISE * noise)  # no kernel SVD any more
     return {
         "eigen_residual": float(ksvd.matrix_residual(solution, kernel)),
         "primal_minus_dual": _largest(e - solution.e, r - solution.r) / top,
@@ -421,15 +422,8 @@ def errors(case: Case, seed: int) -> dict[str, float]:
         "J": _objective(case, solution),
         "Σe² − σ²": _largest(e.square().sum(0) - sigma.square()) / top**2,
         "rank_s_error": float((torch.linalg.matrix_norm(kernel - e @ solution.right.mT) - rest).abs() / kernel.norm()),
-        CONTROL: _objective(case, _perturbed(solution, seed)),
+        CONTROL: _objective(case, perturbed),
     }
-
-
-def _perturbed(solution: ksvd.Dual, seed: int) -> ksvd.Dual:
-    """The same with noise on H_e: no kernel SVD any more."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(solution.left.shape, generator=generator, dtype=torch.float64)
-    return replace(solution, left=solution.left + NOISE * noise)
 
 
 def _objective(case: Case, solution: ksvd.Dual) -> float:

@@ -131,14 +131,15 @@ def read_call(
     bias = more.get("position_bias")
     if bias is not None and added is not None:
         bias = bias + added
-    places = more.get("position_ids")
+    places, own = more.get("position_ids"), more.get("is_causal")
     call = Call(
         query=query,
         key=key,
         value=value,
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         allowed=allowed,
-        causal=mask is None and _causal_without_mask(module, query, more.get("is_causal")),
+        # transformers' own rule for a missing mask (its SDPA function)
+        causal=mask is None and query.shape[2] > 1 and bool(getattr(module, "is_causal", True) if own is None else own),
         bias=added if bias is None else bias,
         softcap=more.get("softcap"),
         sinks=more.get("s_aux"),
@@ -167,11 +168,6 @@ def _narrowed(call: Call, more: dict[str, Any]) -> Call:
         chosen = indexer.build_block_mask(blocks, ~chosen, keys, query.dtype, query.device, None) == 0
     seen = call.visible()
     return changed(call, allowed=chosen if seen is None else chosen & seen, causal=False)
-
-
-def _causal_without_mask(module: nn.Module, query: Tensor, is_causal: bool | None) -> bool:
-    """transformers' own rule for a missing mask (its SDPA function)."""
-    return query.shape[2] > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 NAMES = "attnlens_"  # how the names begin under which transformers knows attnlens' answers

@@ -36,10 +36,7 @@ SUMMED: dict[str, Any] = {
 
 
 @kernel(
-    "elu",
-    formula="log⟨φ(q), φ(k)⟩, φ(x) = elu(x√s) + 1",
-    source="Katharopoulos et al. 2020, Eq. 7 (s = 1)",
-    **SUMMED,
+    "elu", formula="log⟨φ(q), φ(k)⟩, φ(x) = elu(x√s) + 1", source="Katharopoulos et al. 2020, Eq. 7 (s = 1)", **SUMMED
 )
 def elu(x: Tokens, scale: float, side: str) -> Tokens:
     """Linear attention with positive features: x + 1 above 0, eˣ below."""
@@ -88,13 +85,7 @@ def random_features(
     return bounded.exp() / math.sqrt(count)
 
 
-@kernel(
-    "uniform",
-    formula="0",
-    source="the floor of every comparison",
-    **SUMMED,
-    reads=False,
-)
+@kernel("uniform", formula="0", source="the floor of every comparison", **SUMMED, reads=False)
 def uniform(x: Tokens, scale: float, side: str) -> Float[Tensor, "batch heads tokens 1"]:
     """Every visible key alike, φ = 1: attention is the mean of the values, whatever queries and keys say."""
     return wide(x).new_ones(*x.shape[:-1], 1)
@@ -108,7 +99,6 @@ class LearnedStart:
     """
 
     def __init__(self, count: int) -> None:
-        """`count` stays as typed."""
         self.typed: dict[str, float] = {}
         self.count = count
         self.weight: Tensor | None = None

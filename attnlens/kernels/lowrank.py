@@ -113,7 +113,7 @@ class Grams:
     """The key head of each swapped query head, counted likewise."""
     turn: Turn | None = None
     """How keys are turned back to position 0 first; None: they are taken as they are."""
-    queries: Tensor = field(default_factory=lambda: _nothing())
+    queries: Tensor = field(default_factory=lambda: torch.zeros(()))
     """C_q, (kv_heads, head_dim, head_dim)."""
     keys: list[Tensor] = field(default_factory=list)
     """C_k of each latent, (size, size); before the rotation Σ_j w_j k_j k_jᵀ."""
@@ -315,10 +315,6 @@ def roots(gram: Gram) -> tuple[Gram, Gram]:
     return (vectors * root[..., None, :]) @ vectors.mT, (vectors * inverse[..., None, :]) @ vectors.mT
 
 
-def _nothing() -> Tensor:
-    return torch.zeros(())
-
-
 ALL = 65536
 """More key heads than any site has: all of them share one latent."""
 AFTER, BEFORE = 0, 1
@@ -338,7 +334,6 @@ class MapsFit:
     """
 
     def __init__(self, rank: int, group: int = 1, rotation: int = AFTER, metric: int = ATTENTION) -> None:
-        """All stay as typed."""
         self.typed: dict[str, float] = {}
         self.rank, self.group = rank, group
         self.before, self.by_output = rotation == BEFORE, metric == OUTPUT

@@ -240,7 +240,6 @@ class NearFit:
     """log γ of a hybrid, at first 0, beside what the fit of its far part chooses."""
 
     def __init__(self, own: Fit | None) -> None:
-        """`own` is the far part's fit; None: it has none."""
         self.own = own
         needed = own is not None and not own.typed
         self.typed = {} if needed else {NEAR_WEIGHT: 0.0} | (own.typed if own is not None else {})

@@ -117,7 +117,6 @@ class NearestFit:
     """
 
     def __init__(self, part: int, how: int = FITTED) -> None:
-        """All stay as typed."""
         self.typed: dict[str, float] = {}
         self.part = part
         self.count: Tensor | float = 0.0
@@ -307,7 +306,6 @@ class PrimalFit:
     """
 
     def __init__(self, scores: int, samples: int) -> None:
-        """Both stay as typed."""
         self.typed: dict[str, float] = {}
         self.scores = scores
         self.seen = 0

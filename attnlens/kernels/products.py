@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnlens.kernels.spec import (
     centred_keys,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 else:
     torch = LazyModule("torch")
 
+PAIR: dict[str, Any] = {"positive": True, "symmetric": True, "features": "infinite", "form": "pair"}
 A_DECADE = 16  # offsets tried from c to 10c
 
 LARGEST_NARROW_ORDER = 8
@@ -60,7 +61,6 @@ class OffsetFit:
     """
 
     def __init__(self, degree: int, offset: float) -> None:
-        """`offset` is what the fit replaces."""
         self.typed = {"offset_of_head": offset}
         self.degree = degree
         grid = [degree * 10 ** (step / A_DECADE) for step in range(-A_DECADE, 2 * A_DECADE + 1)]
@@ -198,7 +198,6 @@ class OriginFit:
     """
 
     def __init__(self, gamma: float) -> None:
-        """`gamma` stays as typed."""
         self.typed = {"origin": 0.0}
         self.ratio = (1 - 2 * gamma) / (2 * gamma)
         self.scatter = self.target = torch.zeros(())
@@ -245,10 +244,7 @@ def _rbf_dot(
     "rbf",
     formula="−γ·s‖q + b − k‖², b = 0 unless fitted",
     source="Tsai et al. 2019, T. 2 (γ = 1); Wright & Gonzalez 2021",
-    positive=True,
-    symmetric=True,
-    features="infinite",
-    form="pair",
+    **PAIR,
     parameters=(KernelParameter("gamma", "the inverse width γ", float, default=0.5, above=0.0),),
     dot=_rbf_dot,
     fused="SDPA with one more head dimension, two in half precision",
@@ -274,10 +270,7 @@ def rbf(
     "laplacian",
     formula="−γ·s‖q − k‖₁",
     source="Rahimi & Recht 2007",
-    positive=True,
-    symmetric=True,
-    features="infinite",
-    form="pair",
+    **PAIR,
     parameters=(KernelParameter("gamma", "the inverse width γ", float, default=1.0, above=0.0),),
 )
 def laplacian(query: Query, key: Key, scale: float, gamma: float) -> Log:
@@ -289,10 +282,7 @@ def laplacian(query: Query, key: Key, scale: float, gamma: float) -> Log:
     "intersection",
     formula="s·Σ_l min(q_l, k_l)",
     source="Wright & Gonzalez 2021 (EI, with the model's scale)",
-    positive=True,
-    symmetric=True,
-    features="infinite",
-    form="pair",
+    **PAIR,
 )
 def intersection(query: Query, key: Key, scale: float) -> Log:
     """The exponential intersection kernel: Σ min(q, k) = −½‖q − k‖₁ + ½Σq + ½Σk."""
@@ -326,7 +316,6 @@ class BetaFit:
     """
 
     def __init__(self, beta: float) -> None:
-        """`beta` is what the fit replaces."""
         self.typed = {"beta_of_head": beta}
         self.product = self.square = torch.zeros(())
 
@@ -366,10 +355,7 @@ def _cosine_dot(
     "cosine",
     formula="β·cos(q, k)",
     source="Henry et al. 2020 (query-key normalisation)",
-    positive=True,
-    symmetric=True,
-    features="infinite",
-    form="pair",
+    **PAIR,
     # With ‖q‖ = ‖k‖ = √head_dim, entries of unit variance, s⟨q, k⟩ is √head_dim·cos: 8 for the usual 64.
     parameters=(KernelParameter("beta", "the inverse temperature β", float, default=8.0, above=0.0),),
     dot=_cosine_dot,

@@ -97,11 +97,8 @@ def _first_weights(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n"]
 
 
 def _long_rank(head: QueryKey, share: float) -> float:
-    return least_rank(TiledMatrix(partial(_attention_tiles, head), head.key.shape[-2]), share)
-
-
-def _attention_tiles(head: QueryKey) -> Iterator[Float[Tensor, "rows some_keys"]]:
-    return (tile.attention[0, 0] for _, tile in tiles(head))
+    matrix = TiledMatrix(lambda: (tile.attention[0, 0] for _, tile in tiles(head)), head.key.shape[-2])
+    return least_rank(matrix, share)
 
 
 def _allowed_keys(query_key: QueryKey) -> Float[Tensor, "*batch heads n"]:

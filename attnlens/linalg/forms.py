@@ -487,25 +487,17 @@ def _difference_singular_values(query_key: QueryKey, base: QueryKey) -> Float[Te
     before, key_before = base.query.double(), base.paired_key.double()
     left = over_heads(_balanced_root, query - before, before, key, key - key_before)
     right = over_heads(_balanced_root, key, key - key_before, query - before, before)
-    values: Tensor = over_heads(_product_singular_values, left, right)
+    values: Tensor = over_heads(_core_singular_values, left, right)
     return values * abs(query_key.scale)
 
 
 def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_partner: Tensor) -> Tensor:
     """R of [a·first b·second] by QR; a and b make each block as long as its partner, and leave the product as it is."""
-    scaled = [part * _ratio(partner, part) for part, partner in ((first, first_partner), (second, second_partner))]
+    scaled = []
+    for part, partner in ((first, first_partner), (second, second_partner)):
+        own, other = (torch.linalg.matrix_norm(side, keepdim=True) for side in (part, partner))
+        scaled.append(part * torch.where(own > 0, other / own, 0.0).sqrt())
     return factor_root(torch.cat(scaled, -1))
-
-
-def _ratio(partner: Tensor, part: Tensor) -> Tensor:
-    """√(‖partner‖/‖part‖), or 0 where either is 0 and so is their product."""
-    lengths = torch.linalg.matrix_norm(partner, keepdim=True), torch.linalg.matrix_norm(part, keepdim=True)
-    return torch.where(lengths[1] > 0, lengths[0] / lengths[1], 0.0).sqrt()
-
-
-def _product_singular_values(left: Tensor, right: Tensor) -> Tensor:
-    values: Tensor = torch.linalg.svdvals(left @ right.mT)
-    return values
 
 
 def largest_angle(

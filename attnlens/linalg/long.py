@@ -44,7 +44,12 @@ def each_head(
 ) -> Float[Tensor, "*shape"]:
     """`function` of every head on every sequence, one after another, as batches of one sequence and one head."""
     lead = query_key.query.shape[:-2]
-    flat = query_key if len(lead) == 2 else _with_batch(query_key)
+    flat = query_key
+    if len(lead) == 1:  # one sequence without a batch axis
+        allowed, bias = (None if mask is None else mask[None] for mask in (flat.allowed, flat.bias))
+        flat = replace(
+            flat, query=flat.query[None], key=flat.key[None], allowed=allowed, bias=bias, value=None, inputs=None
+        )
     found = [
         function(flat.sequences([number], slice(None), slice(None)).select([head]))
         for number in range(flat.query.shape[0])
@@ -52,14 +57,6 @@ def each_head(
     ]
     values = torch.tensor(found, dtype=torch.float64, device=query_key.query.device)
     return values.reshape(*lead, *values.shape[1:])
-
-
-def _with_batch(query_key: QueryKey) -> QueryKey:
-    """One sequence without a batch axis, as a batch of one."""
-    masks = query_key.allowed, query_key.bias
-    allowed, bias = (None if mask is None else mask[None] for mask in masks)
-    batched = replace(query_key, query=query_key.query[None], key=query_key.key[None], allowed=allowed, bias=bias)
-    return replace(batched, value=None, inputs=None)
 
 
 BLOCK = 64  # vectors that are multiplied at once
@@ -126,8 +123,10 @@ def least_rank(matrix: TiledMatrix, share: float, seed: int = 0) -> float:
     draw = torch.Generator().manual_seed(seed)
     goal, slack = share * float(energy := matrix.energy()), SLACK
     tie = ROUNDING * float(energy)
-    if matrix.size <= SMALL:
-        return _whole_rank(matrix, goal, tie) if energy > 0 else math.nan
+    if matrix.size <= SMALL and energy > 0:
+        whole = torch.eye(matrix.size, dtype=torch.float64, device=next(iter(matrix.tiles())).device)
+        sums = torch.linalg.eigvalsh(matrix.gram(whole)).flip(0).clamp(min=0).cumsum(0)
+        return math.nan if bool(((sums - goal).abs() <= tie).any()) else 1.0 + float((sums < goal).sum())
     for ritz in _lanczos(matrix, draw) if energy > 0 else ():
         rank = 1 + int((ritz.values.cumsum(0) < goal + tie).sum())
         if rank >= len(ritz.values):
@@ -143,13 +142,6 @@ def least_rank(matrix: TiledMatrix, share: float, seed: int = 0) -> float:
                     return float(rank)
             slack = max(slack, rest / following) if following else slack
     return math.nan
-
-
-def _whole_rank(matrix: TiledMatrix, goal: float, tie: float) -> float:
-    """The least k with Σ_{l≤k} λ_l(A) ≥ goal, from all eigenvalues; NaN where a sum is within `tie` of it."""
-    whole = torch.eye(matrix.size, dtype=torch.float64, device=next(iter(matrix.tiles())).device)
-    sums = torch.linalg.eigvalsh(matrix.gram(whole)).flip(0).clamp(min=0).cumsum(0)
-    return math.nan if bool(((sums - goal).abs() <= tie).any()) else 1.0 + float((sums < goal).sum())
 
 
 def _lanczos(matrix: TiledMatrix, draw: torch.Generator) -> Iterator[Ritz]:

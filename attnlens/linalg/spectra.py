@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
@@ -210,24 +211,16 @@ def nested(costs: Float[Tensor, "kv_heads ranks"]) -> list[Step]:
     steps: list[tuple[float, int, int]] = []
     for head, row in enumerate(costs.tolist()):
         cost = [c for c in row if math.isfinite(c)]
-        for low, high in reversed(list(pairwise(_hull(cost)))):
+        hull: list[int] = []  # ranks on the lower convex hull, from the smallest on
+        for rank in range(len(cost)):
+            while len(hull) > 1 and (cost[hull[-1]] - cost[hull[-2]]) * (rank - hull[-2]) >= (
+                cost[rank] - cost[hull[-2]]
+            ) * (hull[-1] - hull[-2]):
+                hull.pop()
+            hull.append(rank)
+        for low, high in reversed(list(pairwise(hull))):
             steps.append(((cost[low] - cost[high]) / (high - low), head, low))
     return [(head, rank) for _, head, rank in sorted(steps, key=lambda step: step[0])]
-
-
-def _hull(cost: Sequence[float]) -> list[int]:
-    """The ranks on the lower convex hull of the costs, the smallest first."""
-    hull: list[int] = []
-    for rank in range(len(cost)):
-        while len(hull) > 1 and _above(cost, hull[-2], hull[-1], rank):
-            hull.pop()
-        hull.append(rank)
-    return hull
-
-
-def _above(cost: Sequence[float], first: int, middle: int, last: int) -> bool:
-    """Whether the middle point lies on or above the line from the first to the last."""
-    return (cost[middle] - cost[first]) * (last - first) >= (cost[last] - cost[first]) * (middle - first)
 
 
 Item = TypeVar("Item")
@@ -295,6 +288,17 @@ def _pool(workers: int) -> ThreadPoolExecutor:
 def _one_thread() -> None:
     torch.get_num_threads()  # a thread takes the start value at its first use, and would take it after the next line
     torch.set_num_threads(1)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: threads that share small matrices mostly wait, and outcomes depend on their number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked process has the pool, but not its threads

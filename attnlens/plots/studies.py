@@ -180,19 +180,12 @@ def _reached(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
     """A row a cell; of those that did not converge the words alone."""
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
+    where = axes.get_yaxis_transform()
     factor = 100.0 if task.metric == "accuracy" else 1.0
     for row, cell in enumerate(cells):
         values = [run.scores[task.metric] * factor for run in cell.runs if task.metric in run.scores]
         if cell.mean is None:
-            axes.text(
-                0.02,
-                row,
-                "did not converge",
-                transform=axes.get_yaxis_transform(),
-                color=OTHER,
-                va="center",
-                fontsize=6.5,
-            )
+            axes.text(0.02, row, "did not converge", transform=where, color=OTHER, va="center", fontsize=6.5)
             continue
         axes.scatter(values, [row] * len(values), s=9, color=OWN, alpha=0.55, linewidths=0, zorder=3)
         error = None if cell.se is None else cell.se * factor
@@ -211,7 +204,6 @@ def _reached(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
     known = {row: f"{cell.published:g}" for row, cell in enumerate(cells) if cell.published is not None}
     known |= {row: "none: diverged" for row, cell in enumerate(cells) if cell.published_diverged}
     for row, said in ({-1: "published"} | known if known else {}).items():
-        where = axes.get_yaxis_transform()
         axes.text(1.02, row, said, transform=where, color=OTHER, va="center", fontsize=6, clip_on=False)
 
 

@@ -452,23 +452,7 @@ def label_layers(axes: Axes, layers: Sequence[int], parts: Sequence[str], *, nam
         axes.set_ylabel("layer")
         return
     # name the side axis over its numbers, where the parts' names take the usual place
-    axes.annotate(
-        "layer",
-        xy=(0, 1),
-        xycoords="axes fraction",
-        xytext=(-4, 3),
-        textcoords="offset points",
-        fontsize=6.5,
-        ha="right",
-    )
+    axes.annotate("layer", (0, 1), (-4, 3), "axes fraction", textcoords="offset points", fontsize=6.5, ha="right")
     for part, members in groups:
-        axes.annotate(
-            part,
-            xy=(0, (members[0] + members[-1]) / 2),
-            xycoords=("axes fraction", "data"),
-            xytext=(-24, 0),
-            textcoords="offset points",
-            rotation=90,
-            ha="center",
-            va="center",
-        )
+        at, place = (0, (members[0] + members[-1]) / 2), ("axes fraction", "data")
+        axes.annotate(part, at, (-24, 0), place, "offset points", rotation=90, ha="center", va="center")

@@ -17,7 +17,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from attnlens.errors import OutputError
 from attnlens.plots.style import DPI, FORMATS, crowded, encoded, house_style
-from attnlens.sections.page.explorer import Explorer
 from attnlens.sections.section import Column, Document, Picture, grouped
 from attnlens.wording import clean
 
@@ -96,7 +95,10 @@ def html(told: Document) -> str:
     there is nothing to draw.
     """
     style, script = _file("page.css"), "\n".join(_file(f"{name}.js") for name in SCRIPTS)
-    data = "" if told.explorer is None else _embedded(told.explorer)
+    data = ""
+    if told.explorer is not None:  # as JSON that no HTML parser can leave: no `<`, and letters beyond ASCII as escapes
+        data = json.dumps(told.explorer, default=vars, separators=(",", ":"), allow_nan=False)
+        data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     policy = (
         f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
         "base-uri 'none'; form-action 'none'"
@@ -121,12 +123,6 @@ def _file(name: str) -> str:
 def _hash(text: str) -> str:
     """A script's or style's source, as a policy names it."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def _embedded(explorer: Explorer) -> str:
-    """The explorer as JSON that no HTML parser can leave: no `<`, and letters beyond ASCII as escapes."""
-    text = json.dumps(explorer, default=vars, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _cleaned(value: Any) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import quote
 from xml.etree import ElementTree
 
-from attnlens.records import Check, Report
+from attnlens.records import Report
 from attnlens.sections.checked import document, worst
 from attnlens.sections.section import Cell, Document, Heading, Section, Sheet, Table
 from attnlens.sentences import checked
@@ -58,20 +58,16 @@ def junit(report: Report) -> str:
     name = clean(f"attnlens check {report.model.id}")
     suite = ElementTree.SubElement(suites, "testsuite", {"name": name} | counts)
     for check in report.checks:
-        _testcase(suite, check)
+        place = {} if check.file is None else {"file": clean(check.file)}
+        named = {"classname": clean(f"attnlens.{check.subject}"), "name": clean(check.rule)}
+        case = ElementTree.SubElement(suite, "testcase", named | place | {"time": "0"})
+        if not check.passed:
+            failure = ElementTree.SubElement(case, "failure", message=checked.told(check), type="rule")
+            lines = [checked.accusation(check, breach) for breach in check.breaches[:MOST_HEADS]]
+            more = len(check.breaches) - MOST_HEADS
+            failure.text = "\n".join([checked.told(check), *lines, *([f"and {more} more"] if more > 0 else [])])
     ElementTree.indent(suites, " ")
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(suites, encoding="unicode") + "\n"
-
-
-def _testcase(suite: ElementTree.Element, check: Check) -> None:
-    place = {} if check.file is None else {"file": clean(check.file)}
-    named = {"classname": clean(f"attnlens.{check.subject}"), "name": clean(check.rule)}
-    case = ElementTree.SubElement(suite, "testcase", named | place | {"time": "0"})
-    if not check.passed:
-        failure = ElementTree.SubElement(case, "failure", message=checked.told(check), type="rule")
-        lines = [checked.accusation(check, breach) for breach in check.breaches[:MOST_HEADS]]
-        more = len(check.breaches) - MOST_HEADS
-        failure.text = "\n".join([checked.told(check), *lines, *([f"and {more} more"] if more > 0 else [])])
 
 
 MOST_ANNOTATIONS = 10  # annotations of one kind that GitHub shows of a step

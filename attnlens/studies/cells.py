@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 
@@ -13,6 +12,7 @@ import torch
 
 from attnlens.errors import ModelError
 from attnlens.kernel_transformers import AttentionForm
+from attnlens.linalg.spectra import one_thread
 from attnlens.records.experiments import Curve
 from attnlens.records.provenance import File
 from attnlens.records.studies import LEVEL, StudyCell, StudyColumn, StudyOrdering, StudyPair, StudyRun, StudyTable
@@ -35,7 +35,11 @@ def table_of(
 ) -> StudyTable:
     """What was found, with the paper's numbers beside it; `not_trained` for want of data."""
     cells = [_cell(one, next(task for task in tasks if task.name == one.task), seed) for one in found]
-    pairs = _corrected([pair for task in tasks for pair in _pairs(cells, task)])
+    compared = [pair for task in tasks for pair in _pairs(cells, task)]
+    # p for as many comparisons as there are in the table
+    corrected = holm([math.nan if pair.p is None else pair.p for pair in compared])
+    holms = [{"p_holm": None if math.isnan(p) else p} for p in corrected]
+    pairs = [pair.model_copy(update=update) for pair, update in zip(compared, holms, strict=True)]
     by = [(task, measure) for task in tasks for measure in measures_of(task)]
     return StudyTable(
         name=table.name,
@@ -156,14 +160,6 @@ def _pairs(cells: Sequence[StudyCell], task: StudyTask) -> Iterator[StudyPair]:
                 p_holm=None,
                 agrees=_agrees(sign * difference, of[a], of[b]),
             )
-
-
-def _corrected(pairs: Sequence[StudyPair]) -> list[StudyPair]:
-    """The same with p for as many comparisons as there are in the table."""
-    every = holm([math.nan if pair.p is None else pair.p for pair in pairs])
-    return [
-        pair.model_copy(update={"p_holm": None if math.isnan(p) else p}) for pair, p in zip(pairs, every, strict=True)
-    ]
 
 
 def _agrees(difference: float, first: StudyCell, second: StudyCell) -> bool | None:
@@ -351,17 +347,6 @@ def trainer(units: Mapping[str, TrainingUnit], tasks: Sequence[StudyTask], store
 def opened(make: MakeTasks, units: Mapping[str, TrainingUnit], store: Store) -> tuple[Mapping[str, object], Compute]:
     """Prepare the same training runs in another process: its facts, and what trains its units."""
     return store.facts, trainer(units, make(), store)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with one thread, as other processes do, because outcomes depend on it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _search_units(cell: PaperCell, task: StudyTask, scale: Scale) -> list[TrainingUnit]:

@@ -196,14 +196,7 @@ def _dimension() -> PaperTable:
         "l2": (19.45, 76.78),
         "polynomial": (29.56, 76.24),
     }
-    approximate = (
-        "taylor:2",
-        "taylor:4",
-        "taylor:8",
-        "random-features:16",
-        "random-features:64",
-        "random-features:256",
-    )
+    approximate = [f"taylor:{order}" for order in (2, 4, 8)] + [f"random-features:{count}" for count in (16, 64, 256)]
     published |= dict.fromkeys(approximate)
     names = {"polynomial": "quadratic", "rbf:gamma=1": "rbf"}
     cells = []

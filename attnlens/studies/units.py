@@ -293,12 +293,6 @@ def model_of(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
 
 def digest_of(task: StudyTask) -> str:
     """What stands for a task's data: its files' hashes, or its name where it is built in, and its sizes."""
-    facts: list[Any] = [
-        task.name,
-        sorted(task.files.items()),
-        task.vocabulary,
-        task.outputs,
-        task.channels,
-        task.length,
-    ]
+    sizes = task.vocabulary, task.outputs, task.channels, task.length
+    facts: list[Any] = [task.name, sorted(task.files.items()), *sizes]
     return sha256(json.dumps(facts).encode()).hexdigest()

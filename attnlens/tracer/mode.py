@@ -346,7 +346,7 @@ class _Tracer(TorchFunctionMode):
         if function is F.multi_head_attention_forward:
             with self:  # its steps are traced as those of any other module
                 return _plain_multi_head(*args, **kwargs)
-        if not self._looked_at():
+        if self.modules is not None and not any(module in self.modules for module, _ in self.running):
             return self.known.call(function, args, kwargs)
         if function is F.scaled_dot_product_attention:
             return self._fused(args, kwargs)
@@ -359,9 +359,6 @@ class _Tracer(TorchFunctionMode):
         if weighing is not None:
             return self._sum(function, args, kwargs, weighing)
         return self._product(function, args, kwargs, pair)
-
-    def _looked_at(self) -> bool:
-        return self.modules is None or any(module in self.modules for module, _ in self.running)
 
     def _product(self, function: Any, args: Any, kwargs: Any, pair: tuple[Tensor, Tensor]) -> Tensor:
         """A product, which is the beginning of scores unless one side is a weight of the model."""
@@ -422,7 +419,10 @@ class _Tracer(TorchFunctionMode):
         def read(module: nn.Module, tokens: Tokens) -> tuple[Call, Lead]:
             call, lead = fused_call(given, tokens, module)
             if self.shown is not None:
-                self.shown(module, _fused_weights(lead, given))
+                # its output for the identity matrix as values
+                key = given["key"]
+                unit = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
+                self.shown(module, lead.split(F.scaled_dot_product_attention(**{**given, "value": unit})))
             return call, lead
 
         own = partial(F.scaled_dot_product_attention, **given)
@@ -472,13 +472,6 @@ class _Tracer(TorchFunctionMode):
             return own()
         self.answer(call)
         return result
-
-
-def _fused_weights(lead: Lead, given: dict[str, Any]) -> Tensor:
-    """The attention weights of torch's own function: its output for the identity matrix as values."""
-    key = given["key"]
-    unit = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
-    return lead.split(F.scaled_dot_product_attention(**{**given, "value": unit}))
 
 
 def _same(output: Tensor) -> Tensor:

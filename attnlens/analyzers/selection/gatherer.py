@@ -8,15 +8,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from attnlens import records
-from attnlens.analyzers.selection import (
-    DECIDED,
-    MEASURES,
-    MOST_QUERIES,
-    OF_SPACE,
-    POSED,
-    SPACES,
-    qualified,
-)
+from attnlens.analyzers.selection import DECIDED, MEASURES, MOST_QUERIES, OF_SPACE, POSED, SPACES, qualified
 from attnlens.choices import Space
 from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
@@ -174,7 +166,10 @@ class Selector:
     def solve(self) -> dict[int, Answer]:
         """Pose and solve every head's problem and its nulls', a worker each."""
         if self.biased:
-            return {head: self._unposed(head) for head in sorted(self.shares)}
+            nothing = records.Measure(value=None, reason=BIASED)
+            names = [info.name for info in MEASURES if not info.curve and info is not DECIDED]
+            windows = {head: {DECIDED.name: self.shares[head]} for head in sorted(self.shares)}
+            return {head: Answer(dict.fromkeys(names, nothing), decided) for head, decided in windows.items()}
         heads = [head for head in sorted(self.shares) if any(head in kept.place_of for kept in self.kept)]
         tasks = [(head, draw) for head in heads for draw in (None, *range(NULL_DRAWS))]
         found = linalg.in_pool(self._readings, tasks)
@@ -261,28 +256,19 @@ class Selector:
     def _answer(self, head: int, own: BySpace, draws: Sequence[BySpace]) -> Answer:
         first = own[self.spaces[0]]
         measures = {info.name: measured(info.name.partition(".")[2], first) for info in POSED}
+        kinds = [info.name for info in OF_SPACE if not info.curve]
+        # why the head has no such space
+        nothing = records.Measure(value=None, reason=self.place.form if isinstance(self.place.form, str) else None)
         for space in SPACES:
-            measures |= self._of_space(space, own, draws)
+            nulls = [draw[space] for draw in draws if space in own]
+            for kind in kinds:
+                measures[qualified(kind, space)] = measured(kind, own[space], nulls) if space in own else nothing
         return Answer(
             measures=measures,
             windows={DECIDED.name: self.shares[head]},
             curves={qualified("margins", space): found.margins for space, found in own.items() if found.margins},
             shown=self._selection(head, first, draws) if first.picks else None,
         )
-
-    def _of_space(self, space: Space, own: BySpace, draws: Sequence[BySpace]) -> dict[str, records.Measure]:
-        """What the problem of one space reads beside its null; where the head has no such space, why not."""
-        kinds = [info.name for info in OF_SPACE if not info.curve]
-        if space not in own:
-            nothing = records.Measure(value=None, reason=str(self.place.form))
-            return {qualified(what, space): nothing for what in kinds}
-        return {qualified(what, space): measured(what, own[space], [draw[space] for draw in draws]) for what in kinds}
-
-    def _unposed(self, head: int) -> Answer:
-        """What stands where a position bias forbids the problem."""
-        nothing = records.Measure(value=None, reason=BIASED)
-        names = [info.name for info in MEASURES if not info.curve and info is not DECIDED]
-        return Answer(dict.fromkeys(names, nothing), {DECIDED.name: self.shares[head]})
 
     def _selection(self, head: int, own: SelectionReading, draws: Sequence[BySpace]) -> records.Selection:
         site, space = self.place.site, self.spaces[0]

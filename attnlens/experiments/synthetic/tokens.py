@@ -263,17 +263,8 @@ FEASIBILITY = Study(feasibility, FEASIBLE, replace(FEASIBLE, trials=30), uses("f
 
 
 SELECTED_SHARES = {
-    2: 0.12,
-    3: 0.28,
-    4: 0.35,
-    6: 0.49,
-    8: 0.62,
-    10: 0.67,
-    15: 0.85,
-    20: 0.82,
-    30: 0.91,
-    50: 0.96,
-    100: 0.955,
+    **{2: 0.12, 3: 0.28, 4: 0.35, 6: 0.49, 8: 0.62, 10: 0.67},
+    **{15: 0.85, 20: 0.82, 30: 0.91, 50: 0.96, 100: 0.955},
 }
 SELECTED_TRIALS = 200
 SELECTED_SOURCE = "Tarzanagh et al. 2023, section 3, by a reimplementation (200 runs)"

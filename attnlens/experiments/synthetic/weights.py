@@ -41,14 +41,9 @@ FLOOR = 2.2e-16
 """What the published code adds to ‖∇‖: training stops where it vanishes. Without it, it goes on along what is left: the
 inputs whose ReLUs are not all off, which then decide alone, and 1 − correlation ends at 0.08 where d = 4."""
 DISTANCES = {
-    "svm_equivalent_d4": 0.034,
-    "svm_equivalent_d6": 0.017,
-    "svm_equivalent_d8": 0.011,
-    "svm_equivalent_d10": 0.0056,
-    "W_mm_d4": 0.07,
-    "W_mm_d6": 0.043,
-    "W_mm_d8": 0.015,
-    "W_mm_d10": 0.0087,
+    f"{name}_d{d}": distance
+    for name, found in (("svm_equivalent", (0.034, 0.017, 0.011, 0.0056)), ("W_mm", (0.07, 0.043, 0.015, 0.0087)))
+    for d, distance in zip((4, 6, 8, 10), found, strict=True)
 }
 READING = 0.3
 """How far a figure read off a logarithmic axis may be off, of itself, beside three standard errors of ours."""
