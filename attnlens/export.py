@@ -12,14 +12,13 @@ from attnlens import arguments
 from attnlens.errors import OutputError, UsageError
 from attnlens.files import local_path, write_atomically
 from attnlens.records import Report
-from attnlens.render.csv_text import spreadsheet
-from attnlens.render.markdown import markdown
+from attnlens.render.markdown import markdown, spreadsheet
 from attnlens.sections import documents
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from attnlens.render.pictures import Drawing
+    from attnlens.render.html import Drawing
 
 
 def _plan(report: Report) -> str:
@@ -50,7 +49,7 @@ FRAME = '<iframe sandbox srcdoc="{}" style="width: 100%; height: 44rem; border: 
 
 def save(report: Report, path: str | Path) -> None:
     """Write the report: the ending of the path says as what. Raises OutputError for an ending that means nothing."""
-    from attnlens.render.pictures import FORMATS, encoded_picture
+    from attnlens.render.html import FORMATS, encoded_picture
 
     target = local_path(arguments.path("path", path))
     suffix = target.suffix.lower()
@@ -67,7 +66,7 @@ def save(report: Report, path: str | Path) -> None:
 
 def plot(report: Report) -> Figure:
     """The overview, which `save` writes as a picture."""
-    from attnlens.render.pictures import figure
+    from attnlens.render.html import figure
 
     return figure(documents.overview(report))
 
@@ -87,7 +86,7 @@ def drawings(report: Report, target: Path) -> dict[Path, Drawing]:
     .svg or .pdf the overview alone, or the margins of the one head whose selection is shown. Raises UsageError where
     the report has nothing to draw, OutputError where the target names another kind of picture.
     """
-    from attnlens.render.pictures import encoded_picture, files_of, is_file
+    from attnlens.render.html import encoded_picture, files_of, is_file
 
     if is_file(target):
         return {target: partial(encoded_picture, documents.overview(report), target.suffix.lower())}

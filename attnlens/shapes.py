@@ -27,24 +27,15 @@ MOST_FILLED = 1024
 class MeasureMap:
     """One measure of every head: maps with rows as `Shapes.layers`, columns as `Shapes.heads`, NaN where nothing is."""
 
-    name: str
-    """Qualified by source."""
-    info: MeasureInfo
-    """What the registry knows of it; empty texts for a measure it does not know."""
+    name: str  # qualified by source
+    info: MeasureInfo  # what the registry knows of it; empty texts for a measure it does not know
     values: Float[np.ndarray, "layers heads"]
-    """The values."""
-    errors: Float[np.ndarray, "layers heads"]
-    """Their standard errors."""
-    null_means: Float[np.ndarray, "layers heads"]
-    """Means under the null."""
-    null_sds: Float[np.ndarray, "layers heads"]
-    """Standard deviations under the null."""
-    labels: dict[int, str]
-    """Category number → name, where the values are categories."""
-    reasons: dict[str, int]
-    """Why there is no value → for how many heads."""
-    counts: tuple[int, ...]
-    """The different numbers of sequences or matrices that a value rests on, ascending."""
+    errors: Float[np.ndarray, "layers heads"]  # their standard errors
+    null_means: Float[np.ndarray, "layers heads"]  # means under the null
+    null_sds: Float[np.ndarray, "layers heads"]  # standard deviations under the null
+    labels: dict[int, str]  # category number → name, where the values are categories
+    reasons: dict[str, int]  # why there is no value → for how many heads
+    counts: tuple[int, ...]  # the different numbers of sequences or matrices that a value rests on, ascending
 
     @cached_property
     def present(self) -> Float[np.ndarray, " some"]:
@@ -137,6 +128,10 @@ class Shapes:
         The registry knows the wholes of its measures; others are tried by their stem (`other.share_…`). What most heads
         have comes first, then what has more parts.
         """
+
+        def heads_with(names: list[str]) -> int:
+            return int((~np.isnan(sum(self.readings[name].values for name in names))).sum())
+
         sets: dict[str, list[str]] = {}
         for name in self.report.measure_names():
             source, title = name.rpartition(".")[::2]
@@ -144,11 +139,7 @@ class Shapes:
                 if name in self.readings and whole:
                     sets.setdefault(f"{source}.{whole}", []).append(name)
         found = {whole: names for whole, names in sets.items() if len(names) > 1 and self._sum_to_one(names)}
-        return dict(sorted(found.items(), key=lambda item: (-self._heads_with(item[1]), -len(item[1]))))
-
-    def _heads_with(self, names: list[str]) -> int:
-        """How many heads have all of these measures."""
-        return int((~np.isnan(sum(self.readings[name].values for name in names))).sum())
+        return dict(sorted(found.items(), key=lambda item: (-heads_with(item[1]), -len(item[1]))))
 
     def _sum_to_one(self, names: list[str]) -> bool:
         stack = np.stack([self.readings[name].values for name in names])

@@ -21,7 +21,7 @@ from attnlens import arguments, hooks, texts
 from attnlens.arguments import Budget
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
-from attnlens.linalg.truncations import nested
+from attnlens.linalg.spectra import nested
 from attnlens.plots.swaps import _kept
 from attnlens.records import Pair, Plan, Rise, read_plan, read_report
 from attnlens.run.swap.pipeline import swap_kernel

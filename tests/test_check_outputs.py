@@ -9,17 +9,15 @@ from io import StringIO
 import numpy as np
 import pytest
 import views
+from attnlens.rules.baselines import verdict
 from junitparser import Failure, JUnitXml
 from reports import planted, synthetic_report
 from test_html import HOSTILE, STEERING, Tags
 
 import attnlens
 from attnlens.records import Report
-from attnlens.render.ci import junit, step_summary, uri, workflow_commands
-from attnlens.render.csv_text import spreadsheet
-from attnlens.render.html import html
-from attnlens.render.markdown import markdown
-from attnlens.rules.judging import verdict
+from attnlens.render.markdown import html, markdown, spreadsheet
+from attnlens.render.terminal import junit, step_summary, uri, workflow_commands
 from attnlens.rules.rule import tabled
 from attnlens.sections import checked
 

@@ -18,7 +18,7 @@ from attnlens.cli import outputs, show
 from attnlens.cli.outputs import Inputs, Outputs, deliver
 from attnlens.errors import AttnlensError, OutputError
 from attnlens.records import Site, read_report
-from attnlens.render.pictures import is_file
+from attnlens.render.html import is_file
 from attnlens.run.inspect.assembly import WorkUnit
 from attnlens.run.inspect.pipeline import stages
 

@@ -12,7 +12,7 @@ from attnlens import attsvm
 from attnlens.attsvm import Instances, Linear, Relu, Scores, descend
 from attnlens.attsvm.descent import gradient
 from attnlens.errors import UsageError
-from attnlens.experiments.synthetic.data import draw, starts
+from attnlens.experiments.synthetic.tokens import draw, starts
 
 GOLDEN = json.loads(files("attnlens.experiments.synthetic").joinpath("golden.json").read_text())
 # ⟨W, W_svm⟩/(‖W‖‖W_svm‖) and the mean largest weight of descent from zero, lr 0.1, logistic loss: an autograd loop's.

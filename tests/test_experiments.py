@@ -10,7 +10,7 @@ from experiment_words import assert_in_words
 from attnlens import attsvm
 from attnlens.errors import UsageError
 from attnlens.experiments import EXPERIMENTS, golden, run_experiments
-from attnlens.experiments.synthetic.data import draw, grid, instances, starts
+from attnlens.experiments.synthetic.tokens import draw, grid, instances, starts
 from attnlens.experiments.synthetic.weights import corpus
 from attnlens.records.studies import Experiment
 from attnlens.requests.experiments import checked_synthetic

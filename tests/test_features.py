@@ -213,7 +213,7 @@ def test_the_rank_is_near_what_a_longer_search_finds(mask):
 
 
 def test_the_error_behind_the_rank_is_the_one_of_loops():
-    from attnlens.linalg import truncations
+    from attnlens.linalg import spectra as truncations
 
     given = heads("causal", size=2.0)
     for head in range(3):

@@ -12,8 +12,8 @@ import attnlens
 from attnlens import hooks, linalg, models, registry, texts
 from attnlens.analyzers import extended, symmetry
 from attnlens.analyzers.selection.gatherer import Selector
-from attnlens.plots.captions import full_caption, short_caption
 from attnlens.plots.overview import page_rows
+from attnlens.plots.style import full_caption, short_caption
 from attnlens.registry import Analyzer, GatheringPlace
 from attnlens.run.inspect.collector import pieces
 from attnlens.sections.layers import layer_rows, reading_help

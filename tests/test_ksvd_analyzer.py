@@ -17,7 +17,7 @@ from attnlens import hooks, models, texts
 from attnlens.analyzers import spectrum
 from attnlens.analyzers.ksvd import TOKENS, of_tokens
 from attnlens.plots import overview_figure
-from attnlens.plots.fans import DEPTH, depths
+from attnlens.plots.maps import DEPTH, depths
 from attnlens.plots.overview import page_rows
 from attnlens.plots.style import house_style
 from attnlens.records import Call, Report, Site

@@ -116,10 +116,15 @@ def names_used(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("room", MATHS)
 def test_what_a_room_exports_is_used_by_the_package_or_shown_in_its_examples(room):
-    init = PACKAGE / room / "__init__.py"
+    module = getattr(attnlens, room)
+    init = Path(module.__file__)
     used = set().union(*(names_used(path) for path in PACKAGE.rglob("*.py") if path != init))
-    shown = "\n".join(re.findall(r"^>>> (.*)$", ast.get_docstring(ast.parse(init.read_text())) or "", re.MULTILINE))
-    exported = getattr(attnlens, room).__all__
+    shown = "\n".join(re.findall(r"^>>> (.*)$", module.__doc__ or "", re.MULTILINE))
+    tree = ast.parse(init.read_text())
+    imported = [
+        node for node in tree.body if isinstance(node, ast.ImportFrom) and f"attnlens.{room}." in str(node.module)
+    ]
+    exported = getattr(module, "__all__", [alias.name for node in imported for alias in node.names])
     assert [name for name in exported if name not in used and not re.search(rf"\b{name}\b", shown)] == []
 
 

@@ -19,10 +19,9 @@ from attnlens import registry
 from attnlens.choices import Part
 from attnlens.errors import OutputError, UsageError
 from attnlens.plots import fan_figure, map_figure, overview_figure
-from attnlens.plots.captions import bands, full_caption, long_enough, short_curve_caption
 from attnlens.plots.maps import null_mark, scale
 from attnlens.plots.overview import page_rows
-from attnlens.plots.style import house_style, tick_positions
+from attnlens.plots.style import bands, full_caption, house_style, long_enough, short_curve_caption, tick_positions
 from attnlens.records import Measure, Null
 from attnlens.shapes import Shapes
 

@@ -12,7 +12,7 @@ from attnlens.attention import attend, route, weights
 from attnlens.attention.primal_scores import features
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
-from attnlens.kernels.primal import STRENGTHS, PrimalFit, _assembled, _moments, lost, regression, singular_maps
+from attnlens.kernels.nearest import STRENGTHS, PrimalFit, _assembled, _moments, lost, regression, singular_maps
 from attnlens.records import Call
 from attnlens.registry import Fit, OutputFit
 from attnlens.run.swap.fit import fit

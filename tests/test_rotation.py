@@ -15,7 +15,7 @@ from attnlens import hooks, linalg, weights
 from attnlens.errors import UnreadableError
 from attnlens.records import Rotation
 from attnlens.registry import analyzers
-from attnlens.weights.rope import fitted
+from attnlens.weights.query_key_maps import fitted
 
 EXACT = torch.finfo(torch.float64).eps
 POSITIONS, SIZE = 9, 12

@@ -12,8 +12,8 @@ from heads import query_key, random
 
 import attnlens
 from attnlens import hooks, registry, texts, weights
+from attnlens.analyzers.selection import MEASURES, SPACES, qualified
 from attnlens.analyzers.selection.gatherer import BIASED, NULL_DRAWS, Selector
-from attnlens.analyzers.selection.measures import MEASURES, SPACES, qualified
 from attnlens.attsvm.head import FactoredForm, Scene, Softmax, choose, first_copies, nearness, pose, projected_norm
 from attnlens.errors import UsageError
 from attnlens.plots.overview import page_rows

@@ -17,10 +17,8 @@ from program import environment_with, python
 from attnlens.kernel_transformers import AttentionForm
 from attnlens.records import read_report
 from attnlens.runs.work import NOTHING_KEPT, Store, WorkPlan, run_units
-from attnlens.studies.cells import CellResult, Speed, opened, trainer
-from attnlens.studies.findings import table_of
-from attnlens.studies.scales import SCALES
-from attnlens.studies.tables import TABLES, PaperCell, PaperTable
+from attnlens.studies.cells import CellResult, Speed, opened, table_of, trainer
+from attnlens.studies.tables import SCALES, TABLES, PaperCell, PaperTable
 from attnlens.studies.tasks import Reversal, score, translation
 from attnlens.studies.training import Run, train
 from attnlens.studies.units import RunOutcome, TrainingUnit, digest_of, model_of
@@ -329,7 +327,7 @@ def test_a_saved_translator_is_opened_again_by_inspect_and_by_transformers(tmp_p
 
     import attnlens
     from attnlens.errors import ModelError
-    from attnlens.studies.saved import save_step
+    from attnlens.studies.units import save_step
 
     lines = [f"{n}\tzahl {n} und {n % 7}\tnumber {n} and {n % 7}\n" for n in range(120)]
     (tmp_path / "pairs.tsv").write_text("".join(lines))

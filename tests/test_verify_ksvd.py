@@ -15,8 +15,22 @@ from attnlens import ksvd, primal
 from attnlens.experiments import primal_decay as training
 from attnlens.experiments import trained as depth
 from attnlens.experiments import trained as identities
-from attnlens.experiments.primal_decay import CANONICAL, MATRICES, PRIMAL, Training, compared, fit, nats, pair, read
-from attnlens.experiments.trained import attention_curve, calls, cosine_curve, demo, sample
+from attnlens.experiments.trained import (
+    CANONICAL,
+    MATRICES,
+    PRIMAL,
+    Training,
+    attention_curve,
+    calls,
+    compared,
+    cosine_curve,
+    demo,
+    fit,
+    nats,
+    pair,
+    read,
+    sample,
+)
 from attnlens.run.verify import ROWS
 from attnlens.runs.progress import silent
 

@@ -19,7 +19,7 @@ from attnlens.analyzers.symmetry import of_weights
 from attnlens.errors import UnreadableError
 from attnlens.records import Rotation
 from attnlens.run.doctor import check_sites
-from attnlens.weights.rope import fitted
+from attnlens.weights.query_key_maps import fitted
 
 TOKENS = 7
 

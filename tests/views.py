@@ -14,7 +14,7 @@ from attnlens import export
 from attnlens.files import make_folder, write_atomically
 from attnlens.records import Report
 from attnlens.render import terminal
-from attnlens.render.pictures import is_file
+from attnlens.render.html import is_file
 from attnlens.sections import documents
 from attnlens.sections.every_head import head_tables
 from attnlens.sections.section import Document, Section

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int, jaxtyped
 import attnlens.records
 from attnlens.records.tensors import Rotation
 
-FILES = ("masks", "primal_scores", "products", "routes", "rows", "sums")
+FILES = ("primal_scores", "routes", "rows", "sums")
 """Those of attnlens.attention but `scores`, since FlexAttention counts the parameters of its functions, which checks
 hide, and `primal_heads`, whose warnings name the line of their caller."""
 ROOMS = ("analyzers", *(f"attention.{file}" for file in FILES), "attsvm", "kernels", "ksvd", "linalg", "statistics")

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from train_demo import BATCH, LEARNING_RATE, WINDOW, split_text
 
-from attnlens.experiments.primal_decay import Training, compared
-from attnlens.experiments.trained import demo
+from attnlens.experiments.trained import Training, compared, demo
 
 
 def windows(tokenizer, text: str) -> torch.Tensor:

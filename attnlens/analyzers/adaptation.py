@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
 from attnlens.registry import MeasureInfo, Readings, analyzer
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnlens import linalg
+else:
+    linalg = LazyModule("attnlens.linalg")
+    torch = LazyModule("torch")
+
 
 NO_ADAPTER = "no adapter was given, or the matrix is zero without it"
 MEASURES = (
@@ -38,10 +50,6 @@ def of_weights(query_key: QueryKey) -> Readings:
 
     M = s·W_Q W_Kᵀ of the base and M' with the adapter (LoRA of rank r) merged; σ are singular values.
     """
-    import torch
-
-    from attnlens import linalg
-
     if query_key.base is None:
         nothing = torch.full(query_key.query.shape[:-2], torch.nan, dtype=torch.float64)
         return {info.name: nothing for info in MEASURES}

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
 from attnlens.registry import MeasureInfo, Readings, analyzer
+
+if TYPE_CHECKING:
+    from attnlens import linalg
+else:
+    linalg = LazyModule("attnlens.linalg")
+
 
 NOTHING_LEFT = "the scores of all pairs depend on the query alone"
 EXTENDED = "of the bilinear form extended to pairs that the model never compares"
@@ -41,8 +50,6 @@ def of_tokens(query_key: QueryKey) -> Readings:
     L holds s⟨q_i, k_j⟩ of all pairs of a window's tokens, also those that the mask hides; J = I − 11ᵀ/n takes out row
     means, and S and A are the symmetric and skew part of L.
     """
-    from attnlens import linalg
-
     if query_key.site.part == "cross":
         return {}
     parts = linalg.anatomy(query_key.content)

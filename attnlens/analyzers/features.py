@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
 from attnlens.registry import MeasureInfo, Readings, analyzer
 
+if TYPE_CHECKING:
+    from attnlens import linalg
+else:
+    linalg = LazyModule("attnlens.linalg")
+
+
 ERROR = 0.1
 """ε: the total variation, in [0, 1], that is allowed between the two attentions of a query, in the mean."""
-LARGEST = 64
-"""The last order that the kernel taylor:N takes."""
+LARGEST = 64  # the last order that the kernel taylor:N takes
 WITHIN = f"within {ERROR} of its own, in total variation"
 CHOICE = "no query sees two keys"
 BEYOND = f"no order up to {LARGEST} is within {ERROR} in any window, or {CHOICE}"
@@ -94,8 +100,6 @@ def of_tokens(query_key: QueryKey) -> Readings:
     small: n counts those that are in it. The values by chance are of one draw of normal queries and keys for all
     windows.
     """
-    from attnlens import linalg
-
     drawn = linalg.gaussian_like(query_key)
     readings: Readings = {}
     for suffix, given in (("", query_key), ("_by_chance", drawn)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
 from attnlens.registry import MeasureInfo, Readings, analyzer
 
@@ -11,7 +12,11 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
+    from attnlens import ksvd, linalg
     from attnlens.ksvd import Dual
+else:
+    ksvd = LazyModule("attnlens.ksvd")
+    linalg = LazyModule("attnlens.linalg")
 
 SHARE = 0.9
 """Share of a kernel's squared size that its s leading components hold at least: rank90, head by head."""
@@ -136,8 +141,6 @@ TOKENS = (
 
 def rank_alone(query_key: QueryKey) -> Readings:
     """`ksvd.rank90` without the other measures, at a fraction of their cost."""
-    from attnlens import ksvd, linalg
-
     queries, keys = (ksvd.cosine_features(side) for side in (query_key.query, query_key.paired_key))
     return {"ksvd.rank90": linalg.rank_at(ksvd.dual(queries, keys, s=keys.shape[-1]).values, SHARE)}
 
@@ -150,19 +153,20 @@ def of_tokens(query_key: QueryKey) -> Readings:
     of attention, and not what the head computes. Its SVD is K = H_e Σ H_rᵀ; W_e, W_r and Λ are the primal weights and
     multipliers, e_i and r_j the projections of queries and keys. K(I − 11ᵀ/n) is K without its row-sum mode.
     """
-    from attnlens import ksvd, linalg
-
     attention = linalg.attention_singular_values(query_key)
     beyond = linalg.attention_singular_values(query_key, without_row_sums=True)
     queries, keys = (ksvd.cosine_features(side) for side in (query_key.query, query_key.paired_key))
     solution = ksvd.dual(queries, keys, s=keys.shape[-1])
     centred = ksvd.dual(queries, ksvd.centred(keys), s=keys.shape[-1])
     rank = linalg.rank_at(solution.values, SHARE)
+    asymmetry = rank * float("nan")
+    if query_key.site.part != "cross":  # K's leading singular spaces are of the same tokens
+        asymmetry = ksvd.mean_angle(solution.left, solution.right, rank.nan_to_num(0.0))
     return {
         "ksvd.first_share": attention[..., 0] / attention.sum(-1),
         "ksvd.rank90": rank,
         **_alignment(query_key, centred),
-        "ksvd.asymmetry": _asymmetry(query_key, solution, rank),
+        "ksvd.asymmetry": asymmetry,
         "ksvd.residual": ksvd.residual(solution, queries, keys),
         "ksvd.objective": _objective(solution, queries, keys),
         **_cumulated("attention", attention),
@@ -180,24 +184,11 @@ def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
     centred value has anything: the share was 0 by construction, and s/n not its chance. Centring K over keys, as the
     values are, leaves both in the n − 1 dimensions orthogonal to 1, so that random values have s/(n − 1) on average.
     """
-    from attnlens import ksvd, linalg
-
     rank = linalg.rank_at(centred.values, SHARE)
     value, share = query_key.paired_value, rank * float("nan")
     if value is not None:
         share = ksvd.share_inside(value, centred.right, rank.nan_to_num(0.0)).where(rank.isfinite(), share)
     return {"ksvd.centred_rank90": rank, "ksvd.value_alignment": share}
-
-
-def _asymmetry(
-    query_key: QueryKey, solution: Dual, rank: Float[Tensor, "*batch heads"]
-) -> Float[Tensor, "*batch heads"]:
-    """The mean angle between K's leading singular spaces; NaN where they are not of the same tokens."""
-    from attnlens import ksvd
-
-    if query_key.site.part == "cross":
-        return rank * float("nan")
-    return ksvd.mean_angle(solution.left, solution.right, rank.nan_to_num(0.0))
 
 
 def _objective(
@@ -206,8 +197,6 @@ def _objective(
     keys: Float[Tensor, "*batch heads keys head_dim"],
 ) -> Float[Tensor, "*batch heads"]:
     """|J|/Σσ at the primal solution."""
-    from attnlens import ksvd
-
     found = ksvd.primal(solution, queries, keys)
     e, r = found.e_scores(queries), found.r_scores(keys)
     objective = ksvd.objective(e, r, found.query_weight, found.key_weight, found.multipliers)
@@ -216,8 +205,6 @@ def _objective(
 
 def _cumulated(matrix: str, values: Float[Tensor, "*batch heads steps"]) -> Readings:
     """The two curves of a matrix."""
-    from attnlens import linalg
-
     return {
         f"ksvd.{matrix}_spectrum": linalg.cumulative(values),
         f"ksvd.{matrix}_energy": linalg.cumulative(values.square()),

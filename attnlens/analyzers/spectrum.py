@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
+from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
 from attnlens.registry import MeasureInfo, Readings, analyzer
+
+if TYPE_CHECKING:
+    from attnlens import linalg
+else:
+    linalg = LazyModule("attnlens.linalg")
+
 
 ZERO = "the matrix is zero"
 LONG = "more than 2,048² pairs of queries and keys, of which {}: read fewer --tokens"
 """What a long head lacks, and why; the number is that of attnlens.linalg.long."""
 WHOLE = LONG.format("not all singular values are computed")
 LEADING = LONG.format("this rank is not among the leading ones that are proven, about 250")
+form_measure = partial(MeasureInfo, self_only=False)
 WEIGHTS = (
-    MeasureInfo(
+    form_measure(
         "weights.stable_rank",
         "how many directions carry M's size",
         "‖M‖_F²/‖M‖₂²",
         low=1,
-        self_only=False,
         missing=ZERO,
         use="Far below weights.effective_rank, a single direction is most of the head's size.",
         paper="Rudelson & Vershynin 2007, numerical rank",
         sized_by="head_dim",
     ),
-    MeasureInfo(
+    form_measure(
         "weights.effective_rank",
         "how many directions M uses, by entropy",
         "exp(−Σ p log p), p = σ/Σσ",
         low=1,
-        self_only=False,
         missing=ZERO,
         sized_by="head_dim",
         ends="both",
@@ -38,127 +45,98 @@ WEIGHTS = (
         "swap-kernel --kernel rank --budget loss:1% measures.",
         paper="Roy & Vetterli 2007",
     ),
-    MeasureInfo(
+    form_measure(
         "weights.rank90",
         "rank that keeps 90 % of M's squared size",
         "least k with Σ_{l≤k}σ² ≥ 0.9·Σσ²",
         low=1,
-        self_only=False,
         missing=ZERO,
         use="A first guess at a rank; what cutting at 8 costs, swap-kernel --kernel rank:8 measures.",
         sized_by="head_dim",
     ),
-    MeasureInfo(
+    form_measure(
         "weights.decay",
         "rate at which M's singular values fall; those of random factors fall too",
         "b of the least-squares line log σ_l ≈ a − b·l",
         low=0,
-        self_only=False,
         missing="fewer than two singular values are above rounding",
         use="Read it beside its null: above it, the spectrum falls faster than chance.",
         sized_by="head_dim",
     ),
-    MeasureInfo(
+    form_measure(
         "weights.singular_values",
         "singular values of M, descending; under RoPE of the joint kernel on content and position, per position",
         "σ(M)",
         low=0,
         curve=True,
-        self_only=False,
         matrix="M",
         use="Look for a step: the directions behind it carry little of M.",
     ),
 )
 
+attention_rank = partial(MeasureInfo, low=1, self_only=False, has_null=False)
+attention_share = partial(MeasureInfo, low=0, high=1, self_only=False, has_null=False)
 share_in_largest = partial(
-    MeasureInfo,
-    low=0,
-    high=1,
+    attention_share,
     curve=True,
-    self_only=False,
-    has_null=False,
     matrix="P",
     use="The sooner it nears 1, the lower the rank that does; ksvd.first_share is its first value.",
     paper="Chen et al. 2023, Figure 1",
 )
 UNIFORM = "attention is even: nothing is left of it once centred"
 TOKENS = (
-    MeasureInfo(
+    attention_share(
         "tokens.entropy",
         "how spread out attention is: 0 on one key, 1 on all allowed keys alike (a sink counts as a key)",
         "mean over queries of −Σ p log p/log(allowed keys)",
-        low=0,
-        high=1,
-        self_only=False,
         missing="no query may choose between keys",
-        has_null=False,
         headline=True,
         ends="both",
         series=10,
         use="Near 0 a head picks single keys, near 1 it averages all of them; followed over checkpoints, a fall to 0 "
         "in many heads at once is a warning.",
     ),
-    MeasureInfo(
+    attention_share(
         "tokens.max_weight",
         "largest attention weight of a query, on average",
         "mean over queries of max_j p_ij",
-        low=0,
-        high=1,
-        self_only=False,
         missing="no query may see a key",
-        has_null=False,
         use="Where it is large, ask what is selected: inspect --analyzer selection.",
     ),
-    MeasureInfo(
+    attention_rank(
         "tokens.effective_rank",
         "how many directions the attention matrix P uses, by entropy",
         "exp(−Σ p log p), p = σ(P)/Σσ(P)",
-        low=1,
-        self_only=False,
         missing=f"{ZERO}, or has {WHOLE}",
-        has_null=False,
         headline=True,
         ends="both",
         series=9,
         use="Near 1 all queries attend alike; tokens.centred_effective_rank says what is left without even attention.",
         paper="Roy & Vetterli 2007",
     ),
-    MeasureInfo(
+    attention_rank(
         "tokens.rank90",
         "rank that keeps 90 % of P's squared size",
         "least k with Σ_{l≤k}σ² ≥ 0.9·Σσ²",
-        low=1,
-        self_only=False,
         missing=f"{ZERO}, or has {LEADING}",
-        has_null=False,
         use="Small beside the window's length, attention of low rank could stand in; it grows with --tokens.",
     ),
-    MeasureInfo(
+    attention_rank(
         "tokens.centred_effective_rank",
         "effective rank of P times the centring, which takes away even attention",
         "effective rank of P(I − 11ᵀ/n) = P − 11ᵀ/n",
-        low=1,
-        self_only=False,
         missing=f"{UNIFORM}, or it has {WHOLE}",
-        has_null=False,
         use="Compare it with tokens.effective_rank, which one even direction can hold near 1.",
     ),
-    MeasureInfo(
+    attention_rank(
         "tokens.logit_rank90",
         "rank that keeps 90 % of the squared size of what softmax sees of the logits",
         "least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of the visible logits less their row means, 0 where the mask hides",
-        low=1,
-        self_only=False,
         missing=f"the logits depend on the query alone, which softmax ignores, or have {LEADING}",
-        has_null=False,
         use="Below head_dim, fewer dimensions of queries and keys would give nearly these scores.",
         sized_by="head_dim",
     ),
-    share_in_largest(
-        "tokens.singular_values",
-        "share of P's singular values in its k largest",
-        "(σ₁ + … + σₖ)/Σσ",
-    ),
+    share_in_largest("tokens.singular_values", "share of P's singular values in its k largest", "(σ₁ + … + σₖ)/Σσ"),
     share_in_largest(
         "tokens.singular_values_energy",
         "share of P's squared singular values in its k largest",
@@ -176,8 +154,6 @@ def of_weights(query_key: QueryKey) -> Readings:
     σ are the singular values of M = s·W_Q W_Kᵀ, s the scale, biases left out; at most head_dim of them are not 0. Under
     RoPE they are those of the joint kernel on content and position over the window.
     """
-    from attnlens import linalg
-
     values = linalg.Form(query_key).singular_values
     return {
         "weights.stable_rank": linalg.stable_rank(values),
@@ -195,8 +171,6 @@ def of_tokens(query_key: QueryKey) -> Readings:
     P holds the attention weights of a window, a query a row, and p_ij are its entries; padding is left out. The
     window's length bounds every rank, so that ranks are compared at one length only.
     """
-    from attnlens import linalg
-
     values = linalg.attention_singular_values(query_key)
     beyond = linalg.attention_singular_values(query_key, without_row_sums=True)
     return {

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
 from attnlens.registry import MeasureInfo, Readings, analyzer
+
+if TYPE_CHECKING:
+    from attnlens import linalg
+else:
+    linalg = LazyModule("attnlens.linalg")
+
 
 INERTIA = (
     "It is head_dim in nearly every head, and then says nothing; fewer means directions that the head does not use."
@@ -214,8 +221,6 @@ def of_weights(query_key: QueryKey) -> Readings:
     and all but symmetry are those of the joint kernel on content and position over the window. Cross-attention, whose
     queries and keys are of two domains, has its size alone.
     """
-    from attnlens import linalg
-
     form = linalg.Form(query_key)
     if query_key.site.part == "cross":
         return {"weights.norm": form.norm}
@@ -242,8 +247,6 @@ def of_tokens(query_key: QueryKey) -> Readings:
     so all is measured on L less its row means: LJ with J = I − 11ᵀ/n where all pairs are seen, L = S + A with S
     symmetric and A skew; where a mask hides pairs, least-squares fits on the visible ones, R their squared residuals.
     """
-    from attnlens import linalg
-
     shares = linalg.visible_shares(query_key.content)
     readings = {
         "tokens.share_key": shares.key,
@@ -259,8 +262,6 @@ def of_tokens(query_key: QueryKey) -> Readings:
 
 def _of_all_pairs(query_key: QueryKey) -> Readings:
     """What only heads have whose mask hides no pair; NaN for others."""
-    from attnlens import linalg
-
     names = ("share_positive", "share_negative", "share_skew", "definite")
     compared = linalg.compares_all(query_key)
     if not compared.any():

@@ -45,7 +45,10 @@ class PrimalHeads(nn.Module):
                 raise UsageError(f"{name} must be 1 at least, not {count}.", "Give a larger number.")
         if samples < 0:
             raise UsageError(f"samples must not be negative, but is {samples}.", "Give 0 for F = I.")
-        _say_bounded(scores, head_dim, samples)
+        bound, what = min((head_dim, "head_dim"), (samples or head_dim, "the number of samples"))
+        if scores > bound:
+            text = f"{scores} scores were asked for; {what} bounds their rank at {bound}, and more add none."
+            warnings.warn(text, UserWarning, stacklevel=_callers_level())
         self.samples = samples
         size = (heads, samples or head_dim, scores)
         self.query_map = nn.Parameter(nn.init.orthogonal_(torch.empty(size)))
@@ -117,17 +120,6 @@ class PrimalHeads(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry no scores: they belong to a graph."""
         return {**self.__dict__, "last": None}
-
-
-def _say_bounded(scores: int, head_dim: int, samples: int) -> None:
-    """Warn where more scores are asked for than K's rank can be."""
-    bound, what = min((head_dim, "head_dim"), (samples or head_dim, "the number of samples"))
-    if scores > bound:
-        warnings.warn(
-            f"{scores} scores were asked for; {what} bounds their rank at {bound}, and more add none.",
-            UserWarning,
-            stacklevel=_callers_level(),
-        )
 
 
 def _callers_level() -> int:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from attnlens.attention.masks import unplaced
 from attnlens.attention.primal_scores import by_primal, refuse_primal
-from attnlens.attention.products import by_products
-from attnlens.attention.rows import by_whole, in_tiles, refuse_hidden
+from attnlens.attention.rows import by_whole, in_tiles, refuse_hidden, unplaced
 from attnlens.attention.scores import by_scores
-from attnlens.attention.sums import by_hybrid, by_sums, reach
+from attnlens.attention.sums import by_hybrid, by_products, by_sums, reach
 from attnlens.choices import Route
 from attnlens.errors import UsageError
 from attnlens.kernels.spec import Kernel
@@ -60,8 +58,7 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
         return "row tiles"
     reason = next(filter(None, obstacles), f"{kernel.info.name} is computed in row tiles")
     raise UsageError(
-        f"{kernel.spelling} has no fused path here: {reason}.",
-        "Use --path auto or --path eager; both are exact.",
+        f"{kernel.spelling} has no fused path here: {reason}.", "Use --path auto or --path eager; both are exact."
     )
 
 
@@ -114,10 +111,6 @@ def _of_products(call: Call, kernel: Kernel) -> str | None:
     return _of_linear(call, kernel, "mask that SDPA computes by itself") or _of_any(call, kernel)
 
 
-def _of_sums(call: Call, kernel: Kernel) -> str | None:
-    return "" if kernel.near is not None else _of_features(call, kernel)
-
-
 def _of_hybrids(call: Call, kernel: Kernel) -> str | None:
     if kernel.near is None:
         return ""
@@ -167,7 +160,7 @@ def _of_bands(call: Call, kernel: Kernel) -> str | None:
 
 _OBSTACLES: dict[str, Callable[[Call, Kernel], str | None]] = {
     "sdpa": _of_products,
-    "running sums": _of_sums,
+    "running sums": lambda call, kernel: "" if kernel.near is not None else _of_features(call, kernel),
     "window and running sums": _of_hybrids,
     "flex attention": _of_scores,
     "banded tiles": _of_bands,

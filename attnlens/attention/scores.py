@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from attnlens.attention.masks import positions
+from attnlens.attention.rows import positions
 from attnlens.kernels.spec import Kernel
 from attnlens.records import Call
 

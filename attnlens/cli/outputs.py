@@ -310,7 +310,7 @@ class Outputs:
 
             logging.getLogger("matplotlib").setLevel(logging.ERROR)  # which tells where it keeps its cache
         if self.png is not None:
-            from attnlens.render.pictures import is_file
+            from attnlens.render.html import is_file
 
             if not is_file(target := Path(self.png)) and target.exists() and not target.is_dir():
                 raise OutputError(

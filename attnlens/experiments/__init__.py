@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from attnlens.experiments.settings import Progress, Study, setting_of, silent
-from attnlens.experiments.synthetic.data import golden
-from attnlens.experiments.synthetic.tokens import FEASIBILITY, GLOBAL_SELECTION, LOCAL_CONVERGENCE, RANK
+from attnlens.experiments.synthetic.tokens import FEASIBILITY, GLOBAL_SELECTION, LOCAL_CONVERGENCE, RANK, golden
 from attnlens.experiments.synthetic.weights import MULTI_TOKEN, NEXT_TOKEN
+from attnlens.linalg.spectra import one_thread
 from attnlens.records.studies import Experiment
 
 EXPERIMENTS: dict[str, Study] = {
@@ -23,8 +23,6 @@ EXPERIMENTS: dict[str, Study] = {
     "next-token": NEXT_TOKEN,
 }
 """Name on the command line → experiment."""
-
-__all__ = ["EXPERIMENTS", "golden", "one_thread", "run_experiments"]
 
 
 def run_experiments(
@@ -38,14 +36,3 @@ def run_experiments(
     overrides = {setting_of(name): value for name, value in overrides.items()}
     with one_thread():
         return [EXPERIMENTS[name].run(overrides, quick, progress) for name in chosen]
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Threads that share matrices of this size mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

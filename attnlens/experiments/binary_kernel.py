@@ -18,16 +18,12 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-WIDTHS = (2, 4, 8, 16, 32)
-"""m, the features of a pair: κ(x, y) ≈ ⟨φ_X(x), φ_Y(y)⟩ in R^m."""
-HIDDEN = 48
-"""Width of a network's two hidden layers of tanh; m stands behind them."""
-LENGTH = 0.7
-"""ℓ of the planted kernel."""
+WIDTHS = (2, 4, 8, 16, 32)  # m, the features of a pair: κ(x, y) ≈ ⟨φ_X(x), φ_Y(y)⟩ in R^m
+HIDDEN = 48  # width of a network's two hidden layers of tanh; m stands behind them
+LENGTH = 0.7  # ℓ of the planted kernel
 TURN = 60.0, 120.0
 """Degrees between which its rotation is drawn: near 90° its symmetric part is the least definite."""
-GRID = 16
-"""Held-out points of each domain are a grid of GRID × GRID points of [−1, 1]²."""
+GRID = 16  # Held-out points of each domain are a grid of GRID × GRID points of [−1, 1]²
 LR = 1e-2
 QUANTITY = "relative L2 error"
 SOURCE = (
@@ -57,8 +53,7 @@ QUICK = FitSize(samples=(8, 16, 32, 64), steps=300)
 class PlantedKernels:
     """One kernel a trial: κ(x, y) = exp(−‖x − R y‖²/2ℓ²) on [−1, 1]² × [−1, 1]², R a rotation."""
 
-    turns: Float[Tensor, "trials 2 2"]
-    """R of each trial, in float64."""
+    turns: Float[Tensor, "trials 2 2"]  # R of each trial, in float64
 
     def __call__(self, x: Float[Tensor, "trials n 2"], y: Float[Tensor, "trials m 2"]) -> Float[Tensor, "trials n m"]:
         """κ of every pair."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,12 +22,10 @@ if TYPE_CHECKING:
     from attnlens.attsvm.head import Scene
     from attnlens.attsvm.problem import Problem
 
-FACTORS = tuple(2.0**power for power in range(-4, 7))
-"""c, by which the head's logits are multiplied."""
+FACTORS = tuple(2.0**power for power in range(-4, 7))  # c, by which the head's logits are multiplied
 SMALL = 0.01
 """‖K‖_F and ‖Q‖_F of the small random start, against the square root of ‖W_mm‖: at zero, K and Q have no gradient."""
-NORM = "‖W‖ / ‖W_mm‖"
-"""How the norm is written."""
+NORM = "‖W‖ / ‖W_mm‖"  # how the norm is written
 SHOWN = ("parameterisation", "loss", "lr", "iterations", "seed")
 
 
@@ -46,7 +43,10 @@ def trained(found: Nearness, head: tuple[int, int], s: ExperimentSettings, progr
     curves: dict[str, Curve] = {}
     begun = starts(found, s.parameterisation == "W", unit, s.seed)
     for number, (name, start) in enumerate(begun.items()):
-        told = partial(_told, progress, number, len(begun))
+
+        def told(done: int, total: int, number: int = number) -> None:
+            progress("converge", number * total + done, len(begun) * total)
+
         descent = attsvm.descend(
             as_instances(problem), start, s.iterations, lr=lr, loss=s.loss, record=read_at(s.iterations), progress=told
         )
@@ -134,10 +134,6 @@ def starts(found: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, 
         return small[None]
 
     return {"small random factors": (drawn(left), drawn(right)), "the head": (left[None], right[None])}
-
-
-def _told(progress: Progress, number: int, several: int, done: int, total: int) -> None:
-    progress("converge", number * total + done, several * total)
 
 
 def _read(descent: Descent, goal: Tensor, unit: float, start: str) -> dict[str, Curve]:

@@ -28,36 +28,19 @@ NAMES = {"t": "T", "head_function": "head"}
 class ExperimentSettings:
     """The settings of the experiments; each uses some of them. The defaults are those of Tarzanagh et al. 2023."""
 
-    trials: int
-    """Random instances; of each size, where there are several."""
-    seed: int = 0
-    """Trial i draws from seed + i."""
-    n: int = 6
-    """Inputs (sequences) of an instance."""
-    T: int = 8
-    """Tokens of an input."""
-    d: tuple[int, ...] = (10,)
-    """Dimension of a token; several: one point of the curve each."""
-    m: int | None = None
-    """Columns of K and Q; None: d."""
-    lr: float = 0.1
-    """Length of a step."""
-    loss: Loss = "logistic"
-    """Of Y·f."""
-    head: Literal["linear", "relu"] = "linear"
-    """vᵀa, or 1ᵀrelu(Va)."""
-    parameterisation: Literal["both", "W", "KQ"] = "both"
-    """What is trained."""
-    iterations: int = 1000
-    """Steps of gradient descent."""
-    attention: Literal["cross", "self"] = "cross"
-    """Whether z is drawn, or is the input's own first token."""
-    start: Literal["random", "zero"] = "random"
-    """Where W begins; K and Q always begin at random."""
-
-    def same_but_for_trials(self, other: ExperimentSettings) -> bool:
-        """Whether it asks the same, but for the seed and for at least as many trials."""
-        return replace(self, seed=other.seed, trials=other.trials) == other and self.trials >= other.trials
+    trials: int  # random instances; of each size, where there are several
+    seed: int = 0  # trial i draws from seed + i
+    n: int = 6  # inputs (sequences) of an instance
+    T: int = 8  # tokens of an input
+    d: tuple[int, ...] = (10,)  # dimension of a token; several: one point of the curve each
+    m: int | None = None  # columns of K and Q; None: d
+    lr: float = 0.1  # length of a step
+    loss: Loss = "logistic"  # of Y·f
+    head: Literal["linear", "relu"] = "linear"  # vᵀa, or 1ᵀrelu(Va)
+    parameterisation: Literal["both", "W", "KQ"] = "both"  # what is trained
+    iterations: int = 1000  # steps of gradient descent
+    attention: Literal["cross", "self"] = "cross"  # whether z is drawn, or is the input's own first token
+    start: Literal["random", "zero"] = "random"  # where W begins; K and Q always begin at random
 
 
 @dataclass(frozen=True)
@@ -84,7 +67,9 @@ class Study:
             name: (value,) if name == "d" else value for name, value in overrides.items() if name in self.uses
         }
         settings = replace(standard, **used)
-        published = settings.same_but_for_trials(replace(standard, trials=self.quick.trials))
+        asked = replace(standard, trials=self.quick.trials)
+        same = replace(settings, seed=asked.seed, trials=asked.trials) == asked
+        published = same and settings.trials >= asked.trials
         found = self.function(settings, published, progress)
         shown = {name: value for name, value in asdict(settings).items() if name in self.uses and value is not None}
         wide = {name: _plain(value) for name, value in shown.items()}
@@ -120,8 +105,7 @@ class Published(TypedDict, total=False):
     """What a figure is judged by; empty where nothing was published."""
 
     published: float | None
-    tolerance: float | None
-    """How far the figure may be from it; None: not at all."""
+    tolerance: float | None  # how far the figure may be from it; None: not at all
     bound: Bound
 
 

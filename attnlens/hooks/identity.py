@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -61,16 +62,12 @@ def resumed(found: Sequence[tuple[str, nn.Module]], given: Mapping[str, Any], si
     holding = [index for index, (path, _) in enumerate(found) if site.path.startswith(f"{path}.")]
     before = found[: holding[0]] if holding else []
     for path, block in before:
-        block.forward = _answer(given[path])
+        block.forward = lambda *_args, _given=given[path], **_kwargs: _given
     try:
         yield
     finally:
         for _, block in before:
             del block.forward  # the class's own method is seen again
-
-
-def _answer(given: Any) -> Any:
-    return lambda *_args, **_kwargs: given
 
 
 @contextmanager
@@ -102,20 +99,15 @@ def handed_out(model: PreTrainedModel, reached: Sequence[Reached], found: dict[S
         return hook
 
     handles = [one.module.register_forward_hook(remember(one.site.path)) for one in reached if one.site.ordinal == 0]
-    with hooked(handles), implementation(model, "eager"), tracing(model, _unused, prove=True, shown=shown):
+    unused = attrgetter("value")  # the model does not go on with the answer
+    with hooked(handles), implementation(model, "eager"), tracing(model, unused, prove=True, shown=shown):
         yield
-
-
-def _unused(call: Call) -> Tensor:
-    """An answer that the model does not go on with."""
-    return call.value
 
 
 IDENTITY_TOLERANCE = 1e-5
 """Largest relative difference between a model's outputs and those under attention recomputed by attnlens."""
 
-PART = 2**22
-"""Numbers of outputs that are compared at once."""
+PART = 2**22  # numbers of outputs that are compared at once
 
 Precise = Callable[[Reached], AbstractContextManager[tuple[PreTrainedModel, nn.Module]]]
 """A site → a context in which its module, and the model that this is part of, compute in float64."""

@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from transformers.modeling_utils import AttentionInterface
 
 from attnlens.attention import Route, attend
-from attnlens.attention.masks import split_mask
+from attnlens.attention.rows import split_mask
 from attnlens.errors import ModelError
 from attnlens.kernels import OWN, Kernel
 from attnlens.records import Call, Site
@@ -131,14 +131,15 @@ def read_call(
     bias = more.get("position_bias")
     if bias is not None and added is not None:
         bias = bias + added
-    places = more.get("position_ids")
+    places, own = more.get("position_ids"), more.get("is_causal")
     call = Call(
         query=query,
         key=key,
         value=value,
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         allowed=allowed,
-        causal=mask is None and _causal_without_mask(module, query, more.get("is_causal")),
+        # transformers' own rule for a missing mask (its SDPA function)
+        causal=mask is None and query.shape[2] > 1 and bool(getattr(module, "is_causal", True) if own is None else own),
         bias=added if bias is None else bias,
         softcap=more.get("softcap"),
         sinks=more.get("s_aux"),
@@ -169,13 +170,7 @@ def _narrowed(call: Call, more: dict[str, Any]) -> Call:
     return changed(call, allowed=chosen if seen is None else chosen & seen, causal=False)
 
 
-def _causal_without_mask(module: nn.Module, query: Tensor, is_causal: bool | None) -> bool:
-    """transformers' own rule for a missing mask (its SDPA function)."""
-    return query.shape[2] > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-
-
-NAMES = "attnlens_"
-"""How the names begin under which transformers knows attnlens' answers."""
+NAMES = "attnlens_"  # how the names begin under which transformers knows attnlens' answers
 
 _door_numbers = count()
 _answering: WeakSet[nn.Module] = WeakSet()
@@ -249,12 +244,9 @@ def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
 class CallCounter:
     """Counts calls while attention is watched or replaced, so that each is known by its site."""
 
-    sites: Mapping[tuple[str, int], Site]
-    """The sites to expect, by path and ordinal."""
-    names: Mapping[nn.Module, str]
-    """Module → dotted path."""
-    calls: Counter[str] = field(default_factory=Counter)
-    """How often each path was called so far."""
+    sites: Mapping[tuple[str, int], Site]  # the sites to expect, by path and ordinal
+    names: Mapping[nn.Module, str]  # module → dotted path
+    calls: Counter[str] = field(default_factory=Counter)  # how often each path was called so far
 
     def site(self, module: nn.Module) -> Site:
         """The site of the module's next call; passes follow each other, so ordinals repeat from 0."""
@@ -281,10 +273,8 @@ class CallCounter:
 class Replacement:
     """Which kernel takes the place of a site's own, and in which heads."""
 
-    kernel: Kernel
-    """The new one; its fitted parameters are those of `heads`, in their order."""
-    heads: tuple[int, ...] | None = None
-    """Query heads; None means all."""
+    kernel: Kernel  # the new one; its fitted parameters are those of `heads`, in their order
+    heads: tuple[int, ...] | None = None  # query heads; None means all
 
 
 Swaps = Mapping[Site, Replacement]

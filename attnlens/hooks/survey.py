@@ -64,13 +64,9 @@ class Reached:
     """A site that a forward pass reached, with what its module was called with."""
 
     site: Site
-    """Where."""
     module: nn.Module
-    """The attention module."""
-    arguments: dict[str, Any]
-    """The arguments of the module's call, by parameter name."""
-    call: Call
-    """What the module asked for."""
+    arguments: dict[str, Any]  # the arguments of the module's call, by parameter name
+    call: Call  # what the module asked for
 
     @property
     def input_name(self) -> str:
@@ -85,7 +81,13 @@ class Reached:
     @property
     def layout(self) -> tuple[int, ...]:
         """The axes of its inputs in the order (batch, tokens, …, d_model); XLNet has the tokens first."""
-        return _layout(self.arguments[self.input_name], self.call.query)
+        given, query = self.arguments[self.input_name], self.call.query
+        usual = tuple(range(given.dim()))
+        for axes in (usual, (1, 0, *usual[2:]), (0, *usual[2:], 1)) if given.dim() > 2 else ():
+            batch, *tokens, _ = (given.shape[axis] for axis in axes)
+            if (batch, math.prod(tokens)) == (query.shape[0], query.shape[2]):
+                return axes
+        return usual
 
     def sequences(self, given: Tensor) -> Tensor:
         """Inputs of the module as (batch, tokens, …, d_model)."""
@@ -102,13 +104,9 @@ class Surveyed:
     """What one forward pass showed of a model's attention."""
 
     model: PreTrainedModel
-    """The model."""
-    reached: list[Reached]
-    """The sites, in the order of their calls."""
-    ran: set[nn.Module]
-    """The modules that ran."""
-    refused: Refused
-    """Those whose hand-written attention can't be read, and why."""
+    reached: list[Reached]  # the sites, in the order of their calls
+    ran: set[nn.Module]  # the modules that ran
+    refused: Refused  # those whose hand-written attention can't be read, and why
 
     @property
     def missed(self) -> dict[str, str | None]:
@@ -273,16 +271,6 @@ def _other(arguments: dict[str, Any]) -> str | None:
     named = [name for name in CROSS_INPUTS if arguments.get(name) is not None]
     between = isinstance(query, Tensor) and isinstance(key, Tensor) and query is not key
     return next(iter([*named, *["key"] * between]), None)
-
-
-def _layout(given: Tensor, query: Tensor) -> tuple[int, ...]:
-    """How the axes of a module's input are permuted, told by batch and tokens of its queries; as given if none fits."""
-    usual = tuple(range(given.dim()))
-    for axes in (usual, (1, 0, *usual[2:]), (0, *usual[2:], 1)) if given.dim() > 2 else ():
-        batch, *tokens, _ = (given.shape[axis] for axis in axes)
-        if (batch, math.prod(tokens)) == (query.shape[0], query.shape[2]):
-            return axes
-    return usual
 
 
 def _part(call: Call, arguments: dict[str, Any]) -> Part:

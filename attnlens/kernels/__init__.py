@@ -4,7 +4,6 @@ from attnlens.kernels.modifiers import FILTERS, HYBRIDS, TIES, Modifier
 from attnlens.kernels.spec import Kernel
 from attnlens.kernels.spelling import kernels, parsed
 
-OWN = Kernel(kernels()["exponential"])
-"""The models' own kernel."""
+OWN = Kernel(kernels()["exponential"])  # the models' own kernel
 
 __all__ = ["FILTERS", "HYBRIDS", "OWN", "TIES", "Kernel", "Modifier", "kernels", "parsed"]

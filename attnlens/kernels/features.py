@@ -6,15 +6,19 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from attnlens.kernels.spec import wide
+from attnlens.lazy import LazyModule
 from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:
+    import torch
     from jaxtyping import Float
     from torch import Tensor
 
     from attnlens.records import Call
 
     Tokens = Float[Tensor, "batch heads tokens head_dim"]
+else:
+    torch = LazyModule("torch")
 
 RELU_FLOOR = 1e-3
 """What Performer's code adds to every feature (kernel_epsilon), without which a row of attention can be 0/0."""
@@ -32,10 +36,7 @@ SUMMED: dict[str, Any] = {
 
 
 @kernel(
-    "elu",
-    formula="log⟨φ(q), φ(k)⟩, φ(x) = elu(x√s) + 1",
-    source="Katharopoulos et al. 2020, Eq. 7 (s = 1)",
-    **SUMMED,
+    "elu", formula="log⟨φ(q), φ(k)⟩, φ(x) = elu(x√s) + 1", source="Katharopoulos et al. 2020, Eq. 7 (s = 1)", **SUMMED
 )
 def elu(x: Tokens, scale: float, side: str) -> Tokens:
     """Linear attention with positive features: x + 1 above 0, eˣ below."""
@@ -84,13 +85,7 @@ def random_features(
     return bounded.exp() / math.sqrt(count)
 
 
-@kernel(
-    "uniform",
-    formula="0",
-    source="the floor of every comparison",
-    **SUMMED,
-    reads=False,
-)
+@kernel("uniform", formula="0", source="the floor of every comparison", **SUMMED, reads=False)
 def uniform(x: Tokens, scale: float, side: str) -> Float[Tensor, "batch heads tokens 1"]:
     """Every visible key alike, φ = 1: attention is the mean of the values, whatever queries and keys say."""
     return wide(x).new_ones(*x.shape[:-1], 1)
@@ -104,7 +99,6 @@ class LearnedStart:
     """
 
     def __init__(self, count: int) -> None:
-        """`count` stays as typed."""
         self.typed: dict[str, float] = {}
         self.count = count
         self.weight: Tensor | None = None
@@ -146,8 +140,6 @@ def learned_features(
 
     The features of each sign sum to 1, so that k lies between 0 and 2. --heal trains the maps by attention transfer.
     """
-    import torch
-
     x = wide(x) * scale**0.5
     weight = query_weight if side == "query" else key_weight
     projected = x @ weight.to(x).mT

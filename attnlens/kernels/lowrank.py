@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import UsageError
 from attnlens.kernels.spec import output_weighted, pairs_weighted, wide
+from attnlens.lazy import LazyModule
 from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:
+    import torch
     from jaxtyping import Float, Int
     from torch import Tensor
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     Key = Float[Tensor, "batch heads keys head_dim"]
     Map = Float[Tensor, "heads head_dim rank"]
     Low = tuple[Float[Tensor, "batch heads queries rank"], Float[Tensor, "batch heads keys rank"], float]
+else:
+    torch = LazyModule("torch")
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,8 @@ class Turn:
     Su et al. 2021 (RoFormer), Eq. 16; of a pair that turns by θ the first coordinate has ω = −θ, the second θ.
     """
 
-    frequency: Float[Tensor, " head_dim"]
-    """ω; 0 for a coordinate that stands still."""
-    partner: Int[Tensor, " head_dim"]
-    """π, the coordinate that each turns with; itself where it stands still."""
+    frequency: Float[Tensor, " head_dim"]  # ω; 0 for a coordinate that stands still
+    partner: Int[Tensor, " head_dim"]  # π, the coordinate that each turns with; itself where it stands still
 
     def turned(self, x: Tokens, places: Int[Tensor, "#batch tokens"], *, back: bool = False) -> Tokens:
         """x at position 0 turned to its place, or `back` from it."""
@@ -62,8 +64,6 @@ def shared_keys(
     z = Σ_m k_m B_m of the latent's `members`, each named by a query head that reads it. Where the latent is of keys
     before the rotation (`frequency` is given), the keys are made of it again, and turned to their places.
     """
-    import torch
-
     query, key = wide(call.query), wide(call.paired_key)
     turn = Turn(frequency[0], partner[0]) if frequency is not None and partner is not None else None
     if turn is not None:
@@ -85,8 +85,6 @@ def placed(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#bat
 
     Raises UsageError where the model does not tell them.
     """
-    import torch
-
     own = call.places
     if own is None or own.shape[-1] != call.query.shape[2] or call.cross:
         raise UsageError(
@@ -115,7 +113,7 @@ class Grams:
     """The key head of each swapped query head, counted likewise."""
     turn: Turn | None = None
     """How keys are turned back to position 0 first; None: they are taken as they are."""
-    queries: Tensor = field(default_factory=lambda: _nothing())
+    queries: Tensor = field(default_factory=lambda: torch.zeros(()))
     """C_q, (kv_heads, head_dim, head_dim)."""
     keys: list[Tensor] = field(default_factory=list)
     """C_k of each latent, (size, size); before the rotation Σ_j w_j k_j k_jᵀ."""
@@ -144,8 +142,6 @@ class Grams:
 
     def _summed(self, each: Tensor) -> Tensor:
         """The sum over the query heads of each key head."""
-        import torch
-
         places = torch.tensor(self.key_of, device=each.device)
         return each.new_zeros(len(set(self.key_of)), *each.shape[1:]).index_add(0, places, each)
 
@@ -153,8 +149,6 @@ class Grams:
         self, group: tuple[int, ...], key: Tensor, weight: Weight, rows: Tensor, *, sinks: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """C_k, Σ w k and Σ w of one latent."""
-        import torch
-
         heads = [head for head, own in enumerate(self.key_of) if own in group]
         stack = torch.cat([key[:, self.key_of.index(own)] for own in group], -1)
         by_key = weight[:, heads].sum((1, 2))[..., None]
@@ -182,7 +176,6 @@ class Grams:
 
     def latents(self) -> Latents:
         """The directions of every latent, the leading ones first: A and B of C_q^½ C_k^½ = UΣVᵀ."""
-        import torch
         from torch.nn.functional import pad
 
         size, maps = self.queries.shape[-1], []
@@ -205,8 +198,6 @@ def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
 
     B is one for all readers of a latent, A and the offset for those of a key head.
     """
-    import torch
-
     if "key_head" not in fitted:
         return {}
     latent = torch.unique(fitted["members"], dim=0, return_inverse=True)[1]
@@ -260,8 +251,6 @@ class Latents:
 
         They are as wide as the largest latent, with zeros beyond a smaller one; the identity where a latent keeps all.
         """
-        import torch
-
         width, device = max(1, *ranks), self.key_map.device
         kept = torch.arange(self.key_map.shape[-1], device=device) < torch.tensor(ranks, device=device)[:, None]
         whole = torch.tensor([rank >= size for rank, size in zip(ranks, self.sizes, strict=True)], device=device)
@@ -278,8 +267,6 @@ class Latents:
 
     def _shared(self, query_map: Tensor, key_map: Tensor) -> dict[str, Tensor]:
         """The parameters of `shared_keys`, head by head."""
-        import torch
-
         size, most = self.head_dim, max(map(len, self.groups))
         names = "query_map", "key_map", "members", "key_head", "offset"
         found: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -310,8 +297,6 @@ def directions(
 
     The first r columns of both are the best maps of rank r, so that the logits of all ranks are nested.
     """
-    import torch
-
     query_root, query_inverse = roots(queries)
     key_root, key_inverse = roots(keys)
     left, values, right = torch.linalg.svd(query_root @ key_root)
@@ -321,8 +306,6 @@ def directions(
 
 def roots(gram: Gram) -> tuple[Gram, Gram]:
     """C^½ and the pseudo-inverse C^{−½} of Gram matrices; eigenvalues up to eps · size · largest count as zero."""
-    import torch
-
     values, vectors = torch.linalg.eigh(gram)
     border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]
     # Strict: a zero matrix has border 0 and keeps nothing.
@@ -330,12 +313,6 @@ def roots(gram: Gram) -> tuple[Gram, Gram]:
     root = torch.where(kept, values, 0.0).sqrt()
     inverse = torch.where(kept, torch.where(kept, values, 1.0).rsqrt(), 0.0)
     return (vectors * root[..., None, :]) @ vectors.mT, (vectors * inverse[..., None, :]) @ vectors.mT
-
-
-def _nothing() -> Tensor:
-    import torch
-
-    return torch.zeros(())
 
 
 ALL = 65536
@@ -357,7 +334,6 @@ class MapsFit:
     """
 
     def __init__(self, rank: int, group: int = 1, rotation: int = AFTER, metric: int = ATTENTION) -> None:
-        """All stay as typed."""
         self.typed: dict[str, float] = {}
         self.rank, self.group = rank, group
         self.before, self.by_output = rotation == BEFORE, metric == OUTPUT

@@ -6,15 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from attnlens.lazy import LazyModule
 from attnlens.registry import MODIFIERS, Fit, KernelParameter
 
 if TYPE_CHECKING:
+    import torch
     from jaxtyping import Bool, Float, Int, Shaped
     from torch import Tensor
 
     from attnlens.records import Call
 
     Pairs = Float[Tensor, "*batch n n"]
+else:
+    torch = LazyModule("torch")
 
 
 def skewless(log_k: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
@@ -45,8 +49,6 @@ def _positive(core: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
 
     NaN where it is not finite; no gradient, as eigenvalues meet at 0 where L has a small rank.
     """
-    import torch
-
     if not bool(core.isfinite().all()):
         return core * torch.nan
     values, vectors = torch.linalg.eigh((core + core.mT) / 2)
@@ -92,9 +94,7 @@ class KeyFilter:
     """A filter with its parameters: the set M(x_q, S) of Tsai et al. 2019, section 2.2.4."""
 
     modifier: Modifier
-    """Which."""
     parameters: Mapping[str, int]
-    """Its numbers."""
 
     def keeps(self, queries: Int[Tensor, "*batch q"], keys: Int[Tensor, "*batch k"]) -> Bool[Tensor, "*batch q k"]:
         """Which keys at positions `keys` a query at `queries` keeps; causality is the mask's business."""
@@ -240,7 +240,6 @@ class NearFit:
     """log γ of a hybrid, at first 0, beside what the fit of its far part chooses."""
 
     def __init__(self, own: Fit | None) -> None:
-        """`own` is the far part's fit; None: it has none."""
         self.own = own
         needed = own is not None and not own.typed
         self.typed = {} if needed else {NEAR_WEIGHT: 0.0} | (own.typed if own is not None else {})
@@ -254,8 +253,6 @@ class NearFit:
 
     def solve(self) -> dict[str, Shaped[Tensor, "heads ..."]]:
         """The far part's parameters and `near_log_weight`."""
-        import torch
-
         found = {} if self.own is None else self.own.solve()
         device = next(iter(found.values())).device if found else None
         return found | {NEAR_WEIGHT: torch.zeros(self.heads, device=device)}

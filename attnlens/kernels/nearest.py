@@ -1,24 +1,32 @@
-"""Nearest forms: logits made symmetric or positive definite, or rid of their key gate; entered as a kernel."""
+"""Kernels fitted in closed form to a head: the nearest symmetric or positive form, and Primal-Attention by KSVD."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from attnlens.errors import UsageError
+from attnlens.errors import TextError, UsageError
 from attnlens.kernels.lowrank import roots
 from attnlens.kernels.spec import own_attention, wide
+from attnlens.lazy import LazyModule
 from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    import torch
+    from jaxtyping import Bool, Float
     from torch import Tensor
 
-    Square = Float[Tensor, "*heads size size"]
     from attnlens.records import Call
 
+    Square = Float[Tensor, "*heads size size"]
     Query = Float[Tensor, "batch heads queries head_dim"]
     Key = Float[Tensor, "batch heads keys head_dim"]
+    Side = Float[Tensor, "batch heads tokens features"]
+    Map = Float[Tensor, "heads features scores"]
+    OutputMap = Float[Tensor, "heads both value_dim"]
+    Offset = Float[Tensor, "heads value_dim"]
+else:
+    torch = LazyModule("torch")
 
 STEPS, ENOUGH = 500, 1e-9
 """Steps towards the nearest positive form at most, and the relative change at which they end."""
@@ -26,8 +34,6 @@ STEPS, ENOUGH = 500, 1e-9
 
 def own_form(like: Float[Tensor, "heads size"]) -> Float[Tensor, "heads size size"]:
     """N₀ = [[0, I], [0, 0]] of each head: uᵀN₀u' = ⟨q, k'⟩."""
-    import torch
-
     size = like.shape[-1] // 2
     return torch.diag(like.new_ones(size), size).expand(len(like), -1, -1)
 
@@ -41,8 +47,6 @@ def nearest_symmetric(
     X_ab = (λ_a X₀_ab + λ_b X₀_ba)/(λ_a+λ_b); off the span of the tokens X is 0. Where C_q = C_k = C, N = C^{−½} sym(C^½
     N₀ C^½) C^{−½}. The weights are (λ_a+λ_b)/2: the error of another X' is that of X and Σ weights (X'−X)².
     """
-    import torch
-
     root, inverse = roots(queries + keys)
     values, vectors = torch.linalg.eigh(inverse @ queries @ inverse)
     # of C_q + C_k, shares of both: queries have `share` of a direction, keys the rest
@@ -60,8 +64,6 @@ def nearest_positive(form: Square, weights: Float[Tensor, "*heads size size"]) -
 
     Of equal weights it is [X]₊, the first step. Beck & Teboulle 2009 (FISTA); restarts of O'Donoghue & Candès 2015.
     """
-    import torch
-
     step = weights / weights.amax((-2, -1), keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     border = ENOUGH * form.norm(dim=(-2, -1))
     found = ahead = positive_part(form)
@@ -80,8 +82,6 @@ def nearest_positive(form: Square, weights: Float[Tensor, "*heads size size"]) -
 
 def positive_part(form: Square) -> Square:
     """[X]₊: X with its negative eigenvalues put to 0."""
-    import torch
-
     values, vectors = torch.linalg.eigh(form)
     found: Tensor = (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT
     return found
@@ -89,8 +89,6 @@ def positive_part(form: Square) -> Square:
 
 def factored(basis: Square, form: Square) -> tuple[Float[Tensor, "heads size rank"], Float[Tensor, "heads rank"]]:
     """F and signs with F diag(signs) Fᵀ = PXPᵀ, the largest eigenvalues of X first; zeros beyond a head's rank."""
-    import torch
-
     values, vectors = torch.linalg.eigh(form)
     order = values.abs().argsort(-1, descending=True)
     values = values.gather(-1, order)
@@ -103,10 +101,8 @@ def factored(basis: Square, form: Square) -> tuple[Float[Tensor, "heads size ran
     return factor[..., :width].contiguous(), signs[..., :width].contiguous()
 
 
-SYMMETRIC, POSITIVE, NO_KEY, NO_SKEW = range(4)
-"""What of the logits is kept."""
-FITTED, ORACLE = 0, 1
-"""A form fitted to calibration text, or the parts of the evaluated text's own logits."""
+SYMMETRIC, POSITIVE, NO_KEY, NO_SKEW = range(4)  # what of the logits is kept
+FITTED, ORACLE = 0, 1  # a form fitted to calibration text, or the parts of the evaluated text's own logits
 TIES_OF = {SYMMETRIC: "skewless", POSITIVE: "mercer", NO_KEY: "keyless", NO_SKEW: "skewless"}
 """The tie that is each part exactly."""
 
@@ -121,7 +117,6 @@ class NearestFit:
     """
 
     def __init__(self, part: int, how: int = FITTED) -> None:
-        """All stay as typed."""
         self.typed: dict[str, float] = {}
         self.part = part
         self.count: Tensor | float = 0.0
@@ -149,8 +144,6 @@ class NearestFit:
 
         N = F diag(signs) Fᵀ, factor F (heads, 2·head_dim, r), signs ±1 (0 beyond a head's own rank).
         """
-        import torch
-
         total, count = torch.as_tensor(self.total), torch.as_tensor(self.count)
         centre = total / count.clamp_min(1)
         if self.part == NO_KEY:
@@ -167,8 +160,6 @@ class NearestFit:
 
 def joined(query: Query, key: Key) -> Float[Tensor, "batch heads tokens size"]:
     """u = [q; k] of each token and query head."""
-    import torch
-
     return torch.cat((query, key), -1)
 
 
@@ -202,8 +193,6 @@ def nearest_call(
 
     Without g_i under no-skew, which softmax can't tell; no-key: s⟨q_i−q̄, k_j⟩.
     """
-    import torch
-
     if centre is None:
         raise UsageError("nearest is nothing before it is fitted to a head.", "Add some calibration text.")
     refuse(call)
@@ -276,3 +265,189 @@ def tie_of(part: float, how: float) -> str | None:
 def nearest(score: Float[Tensor, "*scores"], **_form: object) -> Float[Tensor, "*scores"]:
     """The exponential kernel with chosen parts of its logits alone: symmetric, Mercer, or without its key gate."""
     return score
+
+
+HELD_OUT = 4  # one sequence in so many is kept back from the least squares, to choose how strong its ridge is
+STRENGTHS = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # ridges that are tried, for scores of unit variance
+
+
+@dataclass
+class Moments:
+    """Sums over tokens of z = [Fφ(q); Fφ(k); 1] and of the head's own output y, in float64."""
+
+    gram: Float[Tensor, "heads size size"]  # Σ z zᵀ
+    cross: Float[Tensor, "heads size value_dim"]  # Σ z yᵀ
+    energy: Float[Tensor, " heads"]  # Σ ‖y‖²
+    sequences: int
+
+    def __add__(self, other: Moments) -> Moments:
+        """The moments of both."""
+        sums = self.gram + other.gram, self.cross + other.cross, self.energy + other.energy
+        return Moments(*sums, self.sequences + other.sequences)
+
+    @property
+    def tokens(self) -> Float[Tensor, " heads"]:
+        """How many tokens there were."""
+        return self.gram[..., -1, -1]
+
+    def of_scores(self, maps: Float[Tensor, "heads size columns"]) -> Moments:
+        """The same sums for [e; r; 1], `maps` making them of z."""
+        return Moments(maps.mT @ self.gram @ maps, maps.mT @ self.cross, self.energy, self.sequences)
+
+
+class PrimalFit:
+    """the scores' maps by KSVD and the output's by least squares: C_q^½ C_k^½ = UΣVᵀ, W_e = C_k^½V, W_r = C_q^½U.
+
+    C_q = mean Fφ(q)φ(q)ᵀFᵀ and C_k over the calibration tokens: e and r are the leading left and right singular vectors
+    of those tokens' K = Φ_qΦ_kᵀ (Chen et al. 2023, Thm. 3.2 and Eq. 6) times Σ, up to a factor that W_c takes up. Λ is
+    (nΣ)⁻¹ with n the mean length of a sequence, so that the mean over those sequences of J is 0. W_c and b map [e; r]
+    to the head's own output by ridge regression; its strength is chosen on a part of the calibration text that the
+    regression does not see.
+    """
+
+    def __init__(self, scores: int, samples: int) -> None:
+        self.typed: dict[str, float] = {}
+        self.scores = scores
+        self.seen = 0
+        self.parts: list[Moments | None] = [None, None]
+
+    def observe(
+        self,
+        query: Side,
+        key: Side,
+        kept: Bool[Tensor, "#batch #heads tokens"] | None,
+        output: Float[Tensor, "batch heads tokens value_dim"],
+    ) -> None:
+        """Take in a batch's features, which tokens are real, and the head's own output."""
+        z = torch.cat([query, key, torch.ones_like(query[..., :1])], -1).double()
+        y = output.double()
+        if kept is not None:
+            z, y = z.masked_fill(~kept[..., None], 0.0), y.masked_fill(~kept[..., None], 0.0)
+        held = (torch.arange(self.seen, self.seen + len(z), device=z.device) % HELD_OUT) == 1
+        self.seen += len(z)
+        for part, chosen in enumerate((~held, held)):
+            if bool(chosen.any()):
+                found = _moments(z[chosen], y[chosen])
+                before = self.parts[part]
+                self.parts[part] = found if before is None else before + found
+
+    def solve(self) -> dict[str, Float[Tensor, "heads ..."]]:
+        """`query_map`, `key_map` (heads, features, s'), `log_multipliers` (heads, s'), `output_map` (heads, 2s',
+        value_dim), `offset` (heads, value_dim) and `tokens` (heads,), the mean length of a calibration sequence.
+
+        s' = min(s, features); scores beyond the rank of K are zero.
+
+        Raises TextError for fewer than two sequences, and fewer tokens than scores.
+        """
+        train, held = self.parts
+        if train is None or held is None:
+            raise TextError("primal needs two calibration sequences at least.", "Give a longer --calibration text.")
+        every = train + held
+        if int(every.tokens.min()) < self.scores:
+            raise TextError(
+                f"primal with {self.scores} scores needs as many tokens of calibration text; "
+                f"there are {int(every.tokens.min())}.",
+                "Give a longer --calibration text, or fewer scores.",
+            )
+        query_map, key_map, log_multipliers = singular_maps(every, self.scores)
+        maps = _assembled(query_map, key_map)
+        parts = [moments.of_scores(maps) for moments in (train, held, every)]
+        errors = torch.stack([lost(parts[1], *regression(parts[0], parts[0].tokens * 0 + s)) for s in STRENGTHS])
+        best = torch.tensor(STRENGTHS).to(errors)[errors.argmin(0)]
+        output_map, offset = regression(parts[2], best)
+        return {
+            "query_map": query_map,
+            "key_map": key_map,
+            "log_multipliers": log_multipliers,
+            "output_map": output_map,
+            "offset": offset,
+            "tokens": every.tokens / every.sequences,
+        }
+
+
+def _moments(z: Float[Tensor, "batch heads tokens size"], y: Float[Tensor, "batch heads tokens value_dim"]) -> Moments:
+    return Moments((z.mT @ z).sum(0), (z.mT @ y).sum(0), y.square().sum((0, 2, 3)), len(z))
+
+
+def singular_maps(moments: Moments, scores: int) -> tuple[Map, Map, Float[Tensor, "heads scores"]]:
+    """W_e, W_r and log Λ; columns beyond the rank of K are zero."""
+    size = (moments.gram.shape[-1] - 1) // 2
+    grams = moments.gram / moments.tokens[:, None, None]
+    query_root, key_root = roots(grams[..., :size, :size])[0], roots(grams[..., size:-1, size:-1])[0]
+    left, values, right = torch.linalg.svd(query_root @ key_root)
+    left, values, right = left[..., :scores], values[..., :scores], right.mT[..., :scores]
+    # Strict: where K is zero all are.
+    alive = values > torch.finfo(values.dtype).eps * size * values[..., :1]
+    length = (moments.tokens / moments.sequences)[:, None]
+    log_multipliers = -(length * torch.where(alive, values, 1.0)).log()
+    return key_root @ right * alive[..., None, :], query_root @ left * alive[..., None, :], log_multipliers
+
+
+def _assembled(query_map: Map, key_map: Map) -> Float[Tensor, "heads size columns"]:
+    """The block diagonal map of [Fφ(q); Fφ(k); 1] to [e; r; 1]."""
+    heads, size, scores = query_map.shape
+    maps = query_map.new_zeros(heads, 2 * size + 1, 2 * scores + 1)
+    maps[:, :size, :scores], maps[:, size:-1, scores:-1], maps[:, -1, -1] = query_map, key_map, 1.0
+    return maps
+
+
+def regression(moments: Moments, strength: Float[Tensor, " heads"]) -> tuple[OutputMap, Offset]:
+    """W_c and b that minimise Σ‖y − W_cᵀz − b‖²/n + strength·‖DW_c‖², D the scores' standard deviations."""
+    count = moments.tokens[:, None, None]
+    mean, own = moments.gram[:, :-1, -1:] / count, moments.cross[:, -1:] / count
+    spread = moments.gram[:, :-1, :-1] / count - mean @ mean.mT
+    shared = moments.cross[:, :-1] / count - mean @ own
+    deviation = spread.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt()[..., None]
+    # A score that never changes says nothing; dividing by its rounding would.
+    alive = deviation > torch.finfo(spread.dtype).eps ** 0.5 * mean.abs()
+    scale = torch.where(alive, deviation, 1.0)
+    values, vectors = torch.linalg.eigh(torch.where(alive & alive.mT, spread / (scale * scale.mT), 0.0))
+    shrunk = (vectors.mT @ torch.where(alive, shared / scale, 0.0)) / (values.clamp_min(0.0) + strength[:, None])[
+        ..., None
+    ]
+    output_map = torch.where(alive, vectors @ shrunk / scale, 0.0)
+    return output_map, (own - mean.mT @ output_map)[:, 0]
+
+
+def lost(moments: Moments, output_map: OutputMap, offset: Offset) -> Float[Tensor, " heads"]:
+    """Σ‖y − W_cᵀz − b‖² of every head."""
+    whole = torch.cat([output_map, offset[:, None]], -2)
+    quadratic = (whole * (moments.gram @ whole)).sum((-2, -1))
+    return moments.energy - 2 * (whole * moments.cross).sum((-2, -1)) + quadratic
+
+
+@kernel(
+    "primal",
+    formula="output = W_c[e; r] + b, no k(q, k); e = W_eᵀFφ(q), r = W_rᵀFφ(k), φ(x) = x/‖x‖",
+    source="Chen et al. 2023, Eq. 6; closed form of attnlens",
+    positive=True,
+    symmetric=False,
+    features="finite",
+    form="output",
+    parameters=(
+        KernelParameter("scores", "how many scores s of each kind a token has", int, low=1, high=65536),
+        KernelParameter("samples", "rows of F, evenly spaced tokens; 0: F = I", int, default=0, low=0, high=65536),
+    ),
+    fused="scores, O(tokens)",
+    fit=PrimalFit,
+    trainable=("query_map", "key_map", "log_multipliers", "output_map", "offset"),
+    needs_fit=True,
+)
+def primal(
+    query: Side,
+    key: Side,
+    scores: int,
+    samples: int,
+    query_map: Map,
+    key_map: Map,
+    log_multipliers: Float[Tensor, "heads scores"],
+    output_map: OutputMap,
+    offset: Offset,
+    tokens: Float[Tensor, " heads"],
+) -> Float[Tensor, "batch heads tokens value_dim"]:
+    """Primal-Attention from KSVD scores, which reads no values and no other token (but running means where causal)."""
+    kept = query_map.shape[-1]
+    e, r = query @ query_map.to(query), key @ key_map.to(key)
+    to_output = output_map.to(query)
+    output: Tensor = e @ to_output[:, :kept] + r @ to_output[:, kept:] + offset.to(query)[:, None]
+    return output

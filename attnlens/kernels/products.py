@@ -1,22 +1,37 @@
-"""Kernels of the score s⟨q, k⟩ alone."""
+"""Kernels of the score s⟨q, k⟩ alone, and of a distance, an overlap or an angle between query and key."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from attnlens.kernels.spec import log_magnitude, some_rows, squared_error, wide
+from attnlens.kernels.spec import (
+    centred_keys,
+    log_magnitude,
+    pairs_weighted,
+    row_centred,
+    some_rows,
+    squared_error,
+    wide,
+)
+from attnlens.lazy import LazyModule
 from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:
+    import torch
     from jaxtyping import Float
     from torch import Tensor
 
     from attnlens.records import Call
 
     Score = Float[Tensor, "*scores"]
+    Query = Float[Tensor, "batch heads queries head_dim"]
+    Key = Float[Tensor, "batch heads keys head_dim"]
+    Log = Float[Tensor, "batch heads queries keys"]
+else:
+    torch = LazyModule("torch")
 
-A_DECADE = 16
-"""Offsets tried from c to 10c."""
+PAIR: dict[str, Any] = {"positive": True, "symmetric": True, "features": "infinite", "form": "pair"}
+A_DECADE = 16  # offsets tried from c to 10c
 
 LARGEST_NARROW_ORDER = 8
 """Order above which the alternating sum, whose terms are e^{2|x|} times their sum, wants float64."""
@@ -46,9 +61,6 @@ class OffsetFit:
     """
 
     def __init__(self, degree: int, offset: float) -> None:
-        """`offset` is what the fit replaces."""
-        import torch
-
         self.typed = {"offset_of_head": offset}
         self.degree = degree
         grid = [degree * 10 ** (step / A_DECADE) for step in range(-A_DECADE, 2 * A_DECADE + 1)]
@@ -57,8 +69,6 @@ class OffsetFit:
 
     def update(self, call: Call) -> None:
         """Add every offset's squared error on this batch."""
-        import torch
-
         query, seen = some_rows(call)
         score = query @ call.paired_key.double().mT * call.scale
         batch = [
@@ -69,8 +79,6 @@ class OffsetFit:
 
     def solve(self) -> dict[str, Float[Tensor, " heads"]]:
         """`offset_of_head`."""
-        import torch
-
         errors = self.errors
         offsets = errors.new_tensor(self.offsets)
         best = errors.argmin(0)
@@ -179,3 +187,185 @@ def linear(score: Score) -> Score:
 def hard(score: Score) -> Score:
     """One-hot attention to the key of the largest score."""
     return score
+
+
+class OriginFit:
+    """the origin b of each head, so that distances are ‖q + b − k‖: least squares of s⟨q, k⟩ − log k, row-centred.
+
+    Pairs are weighted half by attention, half evenly. That is linear in b: with γ as typed, the regression of
+    ½‖k‖² + (1 − 2γ)/(2γ)·⟨q, k⟩ on k, both row-centred. A term linear in k cannot take −γs‖k‖² back, so that the kernel
+    stays an RBF, except where all keys lie on a sphere.
+    """
+
+    def __init__(self, gamma: float) -> None:
+        self.typed = {"origin": 0.0}
+        self.ratio = (1 - 2 * gamma) / (2 * gamma)
+        self.scatter = self.target = torch.zeros(())
+
+    def update(self, call: Call) -> None:
+        """Add this batch's normal equations; z_ij = ½‖k_j‖² + (1 − 2γ)/(2γ)·⟨q_i, k_j⟩ is never written out."""
+        seen, query, key = pairs_weighted(call), call.query.double(), call.paired_key
+        half = key.double().square().sum(-1, keepdim=True) / 2
+        key, mean, scatter = centred_keys(key, seen)
+        by_key = seen.sum(-2)[..., None] * half + self.ratio * ((seen.mT @ query) * key).sum(-1, keepdim=True)
+        inner = seen.sum(-1)[..., None] * (query * mean).sum(-1, keepdim=True)
+        by_query = seen @ half + self.ratio * inner
+        self.scatter = self.scatter + scatter
+        self.target = self.target + (key * by_key).sum((0, 2)) - (mean * by_query).sum((0, 2))
+
+    def solve(self) -> dict[str, Float[Tensor, "heads head_dim"]]:
+        """`origin`."""
+        rtol = torch.finfo(self.scatter.dtype).eps * self.scatter.shape[-1]
+        inverse = torch.linalg.pinv(self.scatter, rtol=rtol, hermitian=True)
+        return {"origin": (inverse @ self.target[..., None])[..., 0]}
+
+
+def _key_term(key: Key, origin: Float[Tensor, "heads head_dim"] | None) -> Float[Tensor, "batch heads keys"]:
+    """⟨b, k⟩ − ½‖k‖²."""
+    key = wide(key)
+    term = -key.square().sum(-1) / 2
+    return term if origin is None else term + (key * origin.to(key)[:, None]).sum(-1)
+
+
+def _rbf_dot(
+    query: Query, key: Key, scale: float, gamma: float, origin: Float[Tensor, "heads head_dim"] | None = None
+) -> tuple[Float[Tensor, "batch heads queries wider"], Float[Tensor, "batch heads keys wider"], float]:
+    """2γs⟨[q, 1], [k, ⟨b,k⟩ − ½‖k‖²]⟩ = log k + γs‖q + b‖²; in half precision the last entry is two, high + low."""
+    term = _key_term(key, origin)[..., None]
+    parts = [term.to(key)]
+    if term.dtype != key.dtype:
+        # bf16 keeps 8 bits of ‖k‖²/2; two dimensions keep 16.
+        parts.append((term - parts[0]).to(key))
+    ones = query.new_ones(*query.shape[:-1], len(parts))
+    return torch.cat((query, ones), -1), torch.cat((key, *parts), -1), 2 * gamma * scale
+
+
+@kernel(
+    "rbf",
+    formula="−γ·s‖q + b − k‖², b = 0 unless fitted",
+    source="Tsai et al. 2019, T. 2 (γ = 1); Wright & Gonzalez 2021",
+    **PAIR,
+    parameters=(KernelParameter("gamma", "the inverse width γ", float, default=0.5, above=0.0),),
+    dot=_rbf_dot,
+    fused="SDPA with one more head dimension, two in half precision",
+    equal_lengths="the exponential kernel with a scale of 2γs",
+    fit=OriginFit,
+    trainable=("origin",),
+)
+def rbf(
+    query: Query, key: Key, scale: float, gamma: float, origin: Float[Tensor, "heads head_dim"] | None = None
+) -> Log:
+    """The Gaussian kernel; at γ = ½ the exponential one times e^{−s‖k‖²/2}, and the same where all ‖k‖ are equal.
+
+    −γs‖q + b − k‖² with the fitted `origin` b, which a row's softmax sees in its key term 2γs⟨b, k⟩ alone; the
+    query's −γs‖q + b‖² counts where rows are mixed or measured against a sink.
+    """
+    query = wide(query)
+    shifted = query if origin is None else query + origin.to(query)[:, None]
+    length = shifted.square().sum(-1)[..., None] / 2
+    return 2 * gamma * scale * (query @ wide(key).mT - length + _key_term(key, origin)[..., None, :])
+
+
+@kernel(
+    "laplacian",
+    formula="−γ·s‖q − k‖₁",
+    source="Rahimi & Recht 2007",
+    **PAIR,
+    parameters=(KernelParameter("gamma", "the inverse width γ", float, default=1.0, above=0.0),),
+)
+def laplacian(query: Query, key: Key, scale: float, gamma: float) -> Log:
+    """The exponential of the city-block distance."""
+    return -gamma * scale * _distance(query, key, 1)
+
+
+@kernel(
+    "intersection",
+    formula="s·Σ_l min(q_l, k_l)",
+    source="Wright & Gonzalez 2021 (EI, with the model's scale)",
+    **PAIR,
+)
+def intersection(query: Query, key: Key, scale: float) -> Log:
+    """The exponential intersection kernel: Σ min(q, k) = −½‖q − k‖₁ + ½Σq + ½Σk."""
+    sums = wide(query).sum(-1)[..., :, None] + wide(key).sum(-1)[..., None, :]
+    return scale / 2 * (sums - _distance(query, key, 1))
+
+
+@kernel(
+    "l2",
+    formula="log(σ·s‖q − k‖), σ = 1: any other cancels",
+    source="Wright & Gonzalez 2021",
+    positive=True,
+    symmetric=True,
+    features="none",
+    form="pair",
+)
+def l2(query: Query, key: Key, scale: float) -> Log:
+    """The distance itself: attends to what is unlike; a row of zeros is uniform."""
+    return log_magnitude(scale * _distance(query, key, 2))
+
+
+def _distance(query: Query, key: Key, norm: int) -> Log:
+    """‖q − k‖, without the cancellation of ‖q‖² + ‖k‖² − 2⟨q, k⟩."""
+    return torch.cdist(wide(query), wide(key), norm, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+class BetaFit:
+    """the β of each head: the slope of s⟨q, k⟩ on cos(q, k), both row-centred, and at least 0.
+
+    The cosine has no lengths left, so that no β makes it the exponential kernel unless all ‖q‖‖k‖ are equal.
+    """
+
+    def __init__(self, beta: float) -> None:
+        self.typed = {"beta_of_head": beta}
+        self.product = self.square = torch.zeros(())
+
+    def update(self, call: Call) -> None:
+        """Add this batch's two sums."""
+        query, seen = some_rows(call)
+        key = call.paired_key.double()
+        logits, cosine = (
+            row_centred(scores, seen) for scores in (query @ key.mT * call.scale, _unit(query) @ _unit(key).mT)
+        )
+        self.product = self.product + (logits * cosine).sum((0, 2, 3))
+        self.square = self.square + cosine.square().sum((0, 2, 3))
+
+    def solve(self) -> dict[str, Float[Tensor, " heads"]]:
+        """`beta_of_head`."""
+        tiny = torch.finfo(self.square.dtype).tiny
+        return {"beta_of_head": (self.product / self.square.clamp_min(tiny)).clamp_min(0.0)}
+
+
+def _unit(x: Float[Tensor, "batch heads tokens head_dim"]) -> Float[Tensor, "batch heads tokens head_dim"]:
+    """x/‖x‖, in float32 at least; 0 stays 0."""
+    from attnlens.ksvd.features import unit
+
+    return unit(wide(x))
+
+
+def _cosine_dot(
+    query: Query, key: Key, scale: float, beta: float, beta_of_head: Float[Tensor, " heads"] | None = None
+) -> tuple[Query, Key, float]:
+    if beta_of_head is None:
+        return _unit(query).to(query), _unit(key).to(key), beta
+    unit = _unit(query)
+    return (unit * beta_of_head.to(unit)[:, None, None]).to(query), _unit(key).to(key), 1.0
+
+
+@kernel(
+    "cosine",
+    formula="β·cos(q, k)",
+    source="Henry et al. 2020 (query-key normalisation)",
+    **PAIR,
+    # With ‖q‖ = ‖k‖ = √head_dim, entries of unit variance, s⟨q, k⟩ is √head_dim·cos: 8 for the usual 64.
+    parameters=(KernelParameter("beta", "the inverse temperature β", float, default=8.0, above=0.0),),
+    dot=_cosine_dot,
+    fused="SDPA on normalised queries and keys",
+    fit=BetaFit,
+    trainable=("beta_of_head",),
+)
+def cosine(
+    query: Query, key: Key, scale: float, beta: float, beta_of_head: Float[Tensor, " heads"] | None = None
+) -> Log:
+    """The exponential of the angle's cosine: lengths don't count, and nor does the model's scale."""
+    query, key, factor = _cosine_dot(wide(query), wide(key), scale, beta, beta_of_head)
+    return factor * (query @ key.mT)

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
 from attnlens.kernels.modifiers import NEAR_WEIGHT, TIES, KeyFilter, NearFit
+from attnlens.lazy import LazyModule
 from attnlens.registry import KERNELS, Fit, KernelInfo, OutputFit
 
 if TYPE_CHECKING:
+    import torch
     from jaxtyping import Float, Shaped
     from torch import Tensor, dtype
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     Cap = float | None
     from jaxtyping import Bool, Float
     from torch import Tensor
+else:
+    torch = LazyModule("torch")
 
 ALL = slice(None)
 
@@ -260,8 +264,6 @@ def wide(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 def log_magnitude(value: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """log|x|, in float32 at least, no lower than that of the smallest normal number: a row of zeros stays uniform."""
-    import torch
-
     value = wide(value)
     return value.abs().clamp_min(torch.finfo(value.dtype).tiny).log()
 
@@ -271,8 +273,6 @@ def least(of: dtype) -> float:
 
     The smallest normal number over eps: what is as small is a sum of normal numbers still, and 1/k has a gradient.
     """
-    import torch
-
     return torch.finfo(of).tiny / torch.finfo(of).eps
 
 
@@ -345,8 +345,6 @@ def _attention(
     call: Call, seen: Float[Tensor, "#batch #heads queries keys"]
 ) -> Float[Tensor, "batch heads queries keys"]:
     """The head's own attention over the pairs seen, less what a sink takes; 0 for a query without a choice."""
-    import torch
-
     query, key = call.query.double(), call.paired_key.double()
     scores = score(query, key, call.scale, call.softcap)
     scores = (scores if call.bias is None else scores + call.bias).masked_fill(seen == 0, -1e30)

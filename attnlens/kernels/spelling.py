@@ -13,7 +13,7 @@ from attnlens.kernels.modifiers import FILTERS, HYBRIDS, TIES, KeyFilter, Modifi
 from attnlens.kernels.spec import Kernel
 from attnlens.registry import KERNELS, KernelInfo, KernelParameter, checked_name
 
-for _file in ("products", "distances", "features", "lowrank", "nearest", "primal"):
+for _file in ("products", "features", "lowrank", "nearest"):
     import_module(f"attnlens.kernels.{_file}")
 
 
@@ -30,8 +30,7 @@ def _load_offered() -> None:
         entry.load()
 
 
-EXAMPLES = {"sinks": 4, "width": 64, "stride": 8}
-"""Numbers of filters and hybrids for an example."""
+EXAMPLES = {"sinks": 4, "width": 64, "stride": 8}  # numbers of filters and hybrids for an example
 
 
 def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
@@ -246,14 +245,11 @@ SINKS, WIDTH = 4, 64
 class HeadShape:
     """What the state of a site's heads depends on."""
 
-    heads: int
-    """How many of its query heads have the kernel."""
+    heads: int  # how many of its query heads have the kernel
     head_dim: int
     value_dim: int
-    tokens: int
-    """How many keys the last query meets."""
-    causal: bool
-    """Whether no query sees a key behind it."""
+    tokens: int  # how many keys the last query meets
+    causal: bool  # whether no query sees a key behind it
 
     @property
     def token(self) -> int:

@@ -97,11 +97,8 @@ def _first_weights(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n"]
 
 
 def _long_rank(head: QueryKey, share: float) -> float:
-    return least_rank(TiledMatrix(partial(_attention_tiles, head), head.key.shape[-2]), share)
-
-
-def _attention_tiles(head: QueryKey) -> Iterator[Float[Tensor, "rows some_keys"]]:
-    return (tile.attention[0, 0] for _, tile in tiles(head))
+    matrix = TiledMatrix(lambda: (tile.attention[0, 0] for _, tile in tiles(head)), head.key.shape[-2])
+    return least_rank(matrix, share)
 
 
 def _allowed_keys(query_key: QueryKey) -> Float[Tensor, "*batch heads n"]:
@@ -134,14 +131,10 @@ class Anatomy:
     means of L. Softmax ignores what depends on the query alone, so it sees only LJ.
     """
 
-    positive: Float[Tensor, "*batch heads"]
-    """Σμ₊²/‖LJ‖²: a positive definite kernel."""
-    negative: Float[Tensor, "*batch heads"]
-    """Σμ₋²/‖LJ‖²: the negative part of the symmetric kernel."""
-    skew: Float[Tensor, "*batch heads"]
-    """‖JAJ‖²/‖LJ‖²: asymmetry that no gate on queries or keys removes."""
-    key: Float[Tensor, "*batch heads"]
-    """n‖c‖²/‖LJ‖²: key salience, the same for every query."""
+    positive: Float[Tensor, "*batch heads"]  # Σμ₊²/‖LJ‖²: a positive definite kernel
+    negative: Float[Tensor, "*batch heads"]  # Σμ₋²/‖LJ‖²: the negative part of the symmetric kernel
+    skew: Float[Tensor, "*batch heads"]  # ‖JAJ‖²/‖LJ‖²: asymmetry that no gate on queries or keys removes
+    key: Float[Tensor, "*batch heads"]  # n‖c‖²/‖LJ‖²: key salience, the same for every query
 
 
 def anatomy(query_key: QueryKey) -> Anatomy:
@@ -193,8 +186,7 @@ def _shares(core: Tensor, salience: Tensor, whole: Tensor, uncentred: Tensor, n:
 
 
 EPS = torch.finfo(torch.float64).eps
-GLANCE = 128
-"""Tokens of the leading block that is searched for a witness before the whole matrix is."""
+GLANCE = 128  # tokens of the leading block that is searched for a witness before the whole matrix is
 FACTORED = 8192
 """Tokens of the largest long kernel that is formed and factored whole, where no tile has a witness: three matrices of
 0.5 GB."""

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 LONG = 2048**2
 """A head with more pairs of queries and keys is long: its matrices are read in tiles, and its spectra not whole. At
 2,048 tokens the full spectra of a head take 7 s on one core, at 8,192 tokens 64 times as much."""
-TILE = 1 << 22
-"""Numbers in one tile: 32 MB of float64, of which about five live at a time."""
+TILE = 1 << 22  # numbers in one tile: 32 MB of float64, of which about five live at a time
 
 
 def is_long(query_key: QueryKey) -> bool:
@@ -45,7 +44,12 @@ def each_head(
 ) -> Float[Tensor, "*shape"]:
     """`function` of every head on every sequence, one after another, as batches of one sequence and one head."""
     lead = query_key.query.shape[:-2]
-    flat = query_key if len(lead) == 2 else _with_batch(query_key)
+    flat = query_key
+    if len(lead) == 1:  # one sequence without a batch axis
+        allowed, bias = (None if mask is None else mask[None] for mask in (flat.allowed, flat.bias))
+        flat = replace(
+            flat, query=flat.query[None], key=flat.key[None], allowed=allowed, bias=bias, value=None, inputs=None
+        )
     found = [
         function(flat.sequences([number], slice(None), slice(None)).select([head]))
         for number in range(flat.query.shape[0])
@@ -55,26 +59,13 @@ def each_head(
     return values.reshape(*lead, *values.shape[1:])
 
 
-def _with_batch(query_key: QueryKey) -> QueryKey:
-    """One sequence without a batch axis, as a batch of one."""
-    masks = query_key.allowed, query_key.bias
-    allowed, bias = (None if mask is None else mask[None] for mask in masks)
-    batched = replace(query_key, query=query_key.query[None], key=query_key.key[None], allowed=allowed, bias=bias)
-    return replace(batched, value=None, inputs=None)
-
-
-BLOCK = 64
-"""Vectors that are multiplied at once."""
-SMALL = 1024
-"""Columns of a matrix that is decomposed as a whole."""
-LARGEST_BASIS = 1024
-"""Vectors of the Krylov space; a rank is proven up to about a quarter of it."""
-POWERS = 8
-"""Powers of what is left, at most, by which its norm is bounded."""
+BLOCK = 64  # vectors that are multiplied at once
+SMALL = 1024  # columns of a matrix that is decomposed as a whole
+LARGEST_BASIS = 1024  # vectors of the Krylov space; a rank is proven up to about a quarter of it
+POWERS = 8  # powers of what is left, at most, by which its norm is bounded
 SLACK = 1.3
 """How far above the next Ritz value that bound is expected; what it turned out to be, once it was computed."""
-ROUNDING = 1e-10
-"""Two energies nearer than this share of the whole are a tie, and decide nothing."""
+ROUNDING = 1e-10  # two energies nearer than this share of the whole are a tie, and decide nothing
 FACTOR = 10 ** (16 / BLOCK) * math.sqrt(2 / math.pi)
 """‖B‖ ≤ FACTOR · max_i ‖Bω_i‖ for BLOCK Gaussian ω_i but for one draw in 10^16 (Halko et al. 2011, Lemma 4.1)."""
 
@@ -106,14 +97,10 @@ class TiledMatrix:
 class Ritz:
     """Ritz pairs of A, descending: Σ_{l≤k} values ≤ Σ_{l≤k} λ_l(A) (Ky Fan)."""
 
-    values: Float[Tensor, " basis"]
-    """VᵀAV = diag(values)."""
-    residuals: Float[Tensor, " basis"]
-    """‖A v_i − values_i v_i‖."""
-    basis: Float[Tensor, "m basis"]
-    """Orthonormal vectors that `turn` turns into V."""
-    turn: Float[Tensor, "basis basis"]
-    """V = basis · turn."""
+    values: Float[Tensor, " basis"]  # VᵀAV = diag(values)
+    residuals: Float[Tensor, " basis"]  # ‖A v_i − values_i v_i‖
+    basis: Float[Tensor, "m basis"]  # orthonormal vectors that `turn` turns into V
+    turn: Float[Tensor, "basis basis"]  # V = basis · turn
 
     def most(self, rank: int, pairs: int, rest: float) -> float:
         """A bound on Σ_{l≤rank} λ_l(A), where A without its first `pairs` vectors has at most the norm `rest`.
@@ -136,8 +123,10 @@ def least_rank(matrix: TiledMatrix, share: float, seed: int = 0) -> float:
     draw = torch.Generator().manual_seed(seed)
     goal, slack = share * float(energy := matrix.energy()), SLACK
     tie = ROUNDING * float(energy)
-    if matrix.size <= SMALL:
-        return _whole_rank(matrix, goal, tie) if energy > 0 else math.nan
+    if matrix.size <= SMALL and energy > 0:
+        whole = torch.eye(matrix.size, dtype=torch.float64, device=next(iter(matrix.tiles())).device)
+        sums = torch.linalg.eigvalsh(matrix.gram(whole)).flip(0).clamp(min=0).cumsum(0)
+        return math.nan if bool(((sums - goal).abs() <= tie).any()) else 1.0 + float((sums < goal).sum())
     for ritz in _lanczos(matrix, draw) if energy > 0 else ():
         rank = 1 + int((ritz.values.cumsum(0) < goal + tie).sum())
         if rank >= len(ritz.values):
@@ -153,13 +142,6 @@ def least_rank(matrix: TiledMatrix, share: float, seed: int = 0) -> float:
                     return float(rank)
             slack = max(slack, rest / following) if following else slack
     return math.nan
-
-
-def _whole_rank(matrix: TiledMatrix, goal: float, tie: float) -> float:
-    """The least k with Σ_{l≤k} λ_l(A) ≥ goal, from all eigenvalues; NaN where a sum is within `tie` of it."""
-    whole = torch.eye(matrix.size, dtype=torch.float64, device=next(iter(matrix.tiles())).device)
-    sums = torch.linalg.eigvalsh(matrix.gram(whole)).flip(0).clamp(min=0).cumsum(0)
-    return math.nan if bool(((sums - goal).abs() <= tie).any()) else 1.0 + float((sums < goal).sum())
 
 
 def _lanczos(matrix: TiledMatrix, draw: torch.Generator) -> Iterator[Ritz]:
@@ -211,8 +193,7 @@ def _gaussian(matrix: TiledMatrix, draw: torch.Generator) -> Float[Tensor, "m so
 RESIDUAL = 1e-10
 """Where conjugate gradients stop, relative to the right side. What is explained is then short of the whole by less than
 RESIDUAL² times the condition number of the scaled normal equations: by rounding, for any number that float64 allows."""
-STEPS = 1000
-"""Steps of conjugate gradients at most; real masks take 6 to 20."""
+STEPS = 1000  # steps of conjugate gradients at most; real masks take 6 to 20
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,9 @@ REFINEMENTS = 2
 class Solver(NamedTuple):
     """N⁺g for g in the range of N, a singular positive semidefinite matrix, by Cholesky of N + RIDGE and refinement."""
 
-    matrix: Float[Tensor, "size size"]
-    """N between its scales."""
-    factor: Float[Tensor, "size size"]
-    """The Cholesky factor of that plus RIDGE."""
-    scale: Float[Tensor, " size"]
-    """What brings N's diagonal before any elimination to 1."""
+    matrix: Float[Tensor, "size size"]  # N between its scales
+    factor: Float[Tensor, "size size"]  # the Cholesky factor of that plus RIDGE
+    scale: Float[Tensor, " size"]  # what brings N's diagonal before any elimination to 1
 
     def __call__(self, right: Float[Tensor, "some size"]) -> Float[Tensor, "some size"]:
         """A solution of N x = g for every row g."""
@@ -51,7 +48,6 @@ class Even:
     """The same for the keys where all pairs are visible: N = n(I − 11ᵀ/m), and g sums to 0."""
 
     queries: int
-    """n."""
 
     def __call__(self, right: Float[Tensor, "some keys"]) -> Float[Tensor, "some keys"]:
         """g/n for every row g."""
@@ -160,12 +156,9 @@ class VisibleShares:
     [0, 1], and they sum to 1. Cross-attention has no distances: its interaction is all that b leaves.
     """
 
-    key: Float[Tensor, "*batch heads"]
-    """What b_j explains: the same keys whatever the query."""
-    distance: Float[Tensor, "*batch heads"]
-    """What c_{i−j} explains beyond b; NaN for cross-attention."""
+    key: Float[Tensor, "*batch heads"]  # what b_j explains: the same keys whatever the query
+    distance: Float[Tensor, "*batch heads"]  # what c_{i−j} explains beyond b; NaN for cross-attention
     interaction: Float[Tensor, "*batch heads"]
-    """The rest."""
 
 
 def visible_shares(query_key: QueryKey) -> VisibleShares:

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.cm import ScalarMappable
-from matplotlib.collections import LineCollection
 from matplotlib.colors import Normalize
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from attnlens.plots.captions import fitted, heading
-from attnlens.plots.fans import DEPTH
-from attnlens.plots.page import FOOT, HEAD, LINE, Panel, head, picture_title
+from attnlens.plots.maps import draw_lines, show_depths
 from attnlens.plots.style import (
     CATEGORIES,
-    CROWD,
+    FOOT,
+    HEAD,
     INK,
+    LINE,
     MUTED,
+    Panel,
     PlainNumbers,
-    figure_of,
+    fitted,
+    head,
+    heading,
     legend_above,
     new_figure,
+    picture_title,
     size_in_points,
-    tick_positions,
 )
 from attnlens.records import Curve, Experiment, Report, Trajectory
 from attnlens.registry import info_of
@@ -36,18 +36,13 @@ from attnlens.sentences.verdicts import judgement, measures_of, outcome, setting
 from attnlens.wording import big, clean, counted, source_of
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDE = 20.0
-"""How far the last step must lie above the first one that is not 0 for the axis to be logarithmic."""
-DIGIT, BETWEEN = 4.8, 5.0
-"""Points that a digit of a step's number takes, and that two numbers keep between them."""
-ROOM = 0.05
-"""The part of their range that an axis is wider than its values, at each end."""
-NARROW = 0.35
-"""The part of a decade that the stretch from 0 to the first step takes."""
+WIDE = 20.0  # how far the last step must lie above the first one that is not 0 for the axis to be logarithmic
+DIGIT, BETWEEN = 4.8, 5.0  # points that a digit of a step's number takes, and that two numbers keep between them
+ROOM = 0.05  # the part of their range that an axis is wider than its values, at each end
+NARROW = 0.35  # the part of a decade that the stretch from 0 to the first step takes
 
 
 def scale_steps(axes: Axes, steps: Sequence[float], name: str) -> None:
@@ -108,11 +103,9 @@ def _named(axes: Axes, steps: list[float]) -> list[float]:
 
 BAND = "#dcdcdc"
 """The colour of a null, mean ± sd."""
-TRAJECTORY_RANGE = 30.0
-"""How many times its least value a median must reach for its axis to be logarithmic."""
+TRAJECTORY_RANGE = 30.0  # how many times its least value a median must reach for its axis to be logarithmic
 
-STRAY = 2.0
-"""How many times the range of all but one value in a hundred the others may widen the axis to."""
+STRAY = 2.0  # how many times the range of all but one value in a hundred the others may widen the axis to
 
 
 def trajectory_panels(experiment: Experiment) -> list[Panel]:
@@ -155,7 +148,8 @@ def draw_trajectories(axes: Axes, *, experiment: Experiment, name: str, bar: boo
         axes.fill_between(steps, _numbers(null.low), _numbers(null.high), color=BAND, linewidth=0, zorder=0)
         axes.plot(steps, _numbers(null.median), color=MUTED, linewidth=0.7, linestyle=(0, (4, 2)), zorder=1)
     if len(lines) > 1:
-        _draw_heads(axes, steps, lines, depth(experiment))
+        points = [(found.layer, np.column_stack([steps, _numbers(found.values)])) for found in lines]
+        draw_lines(axes, points, depth(experiment), (40, 0.25, 0.75))
     middle = _numbers(curve.median)
     dots = "o" if len(steps) <= 12 else ""
     axes.plot(steps, middle, color="white", linewidth=2.9, zorder=3)
@@ -167,44 +161,13 @@ def draw_trajectories(axes: Axes, *, experiment: Experiment, name: str, bar: boo
         scale_values(axes, low, high, logarithmic=logarithmic)
     axes.spines[["top", "right"]].set_visible(False)
     if bar and lines and _deep(experiment):
-        depth_bar(axes, experiment)
+        norm = depth(experiment)
+        show_depths(axes, range(int(norm.vmax or 0) + 1), norm, INK)
 
 
 def depth(experiment: Experiment) -> Normalize:
     """The layers' colours, dark is the first."""
     return Normalize(0, max(1, max((found.layer for found in experiment.trajectories), default=0)))
-
-
-def depth_bar(axes: Axes, experiment: Experiment) -> None:
-    """Which colour is which layer, to the right of the axes."""
-    wide, high = size_in_points(axes)
-    place = axes.inset_axes((1 + 7 / wide, 0, 7 / wide, 1))
-    norm = depth(experiment)
-    bar = figure_of(axes).colorbar(ScalarMappable(norm, DEPTH), cax=place)
-    bar.outline.set_linewidth(0.4)
-    bar.set_ticks(tick_positions(int(norm.vmax or 0) + 1, max(2, int(high / 14))))
-    place.invert_yaxis()
-    place.tick_params(labelsize=6.5, length=2, pad=1.5)
-    place.set_title("layer", fontsize=6.5, pad=6, loc="left", color=INK)
-
-
-def _draw_heads(axes: Axes, steps: Float[np.ndarray, " steps"], lines: list[Trajectory], colours: Normalize) -> None:
-    if not lines:
-        return
-    # in a mixed order, so that the last layers do not cover the first; with a seed, so that the file stays the same
-    mixed = [lines[index] for index in np.random.default_rng(0).permutation(len(lines))]
-    axes.add_collection(
-        LineCollection(
-            [np.column_stack([steps, _numbers(found.values)]) for found in mixed],
-            array=np.array([found.layer for found in mixed], dtype=float),
-            cmap=DEPTH,
-            norm=colours,
-            linewidths=0.7,
-            alpha=float(np.clip(40 / len(mixed), 0.25, 0.75)),
-            rasterized=len(mixed) > CROWD,
-            zorder=2,
-        )
-    )
 
 
 def _lines(experiment: Experiment, name: str) -> list[Trajectory]:
@@ -247,28 +210,20 @@ def _beyond(experiment: Experiment, name: str) -> int:
     return sum(bool(np.any((row < low - room) | (row > high + room))) for row in rows)
 
 
-COLOURS = tuple(CATEGORIES[number] for number in (0, 2, 4, 5, 1, 6))
-"""Lines that can be told apart on white."""
-MARKED = 12
-"""Steps up to which each is marked."""
-LOG_RANGE = 100.0
-"""How many times their least value above 0 curves must reach for their axis to be logarithmic."""
+COLOURS = tuple(CATEGORIES[number] for number in (0, 2, 4, 5, 1, 6))  # lines that can be told apart on white
+MARKED = 12  # steps up to which each is marked
+LOG_RANGE = 100.0  # how many times their least value above 0 curves must reach for their axis to be logarithmic
 DEEPEST = 1e-16
 """The part of the largest value below which a logarithmic axis shows nothing: float64 tells no smaller ones apart."""
-EXACT = 0.03
-"""Half the width, in tolerances, of the line where nothing but the published value is allowed."""
-FARTHEST = 3.0
-"""Tolerances beyond which a figure stands at the edge."""
+EXACT = 0.03  # half the width, in tolerances, of the line where nothing but the published value is allowed
+FARTHEST = 3.0  # tolerances beyond which a figure stands at the edge
 MOST_ROWS = 80
 """Figures that one picture compares; of more, those that are farthest off, and the picture says so."""
-NAME = 44
-"""Characters of a figure's name beside its row."""
-BESIDE = 0.6
-"""Inches that an axis' numbers and quantity take."""
+NAME = 44  # characters of a figure's name beside its row
+BESIDE = 0.6  # inches that an axis' numbers and quantity take
 BELOW = " Not shown: 0 and what is under 1e−16 of the largest value."
 """What a reader of a logarithmic axis must know where it does not show all."""
-LEGEND = 46
-"""Characters of names that fit side by side above a picture."""
+LEGEND = 46  # characters of names that fit side by side above a picture
 
 
 def experiment_panels(report: Report) -> list[Panel]:
@@ -379,7 +334,8 @@ def _curve_panels(experiment: Experiment) -> Iterator[Panel]:
         bands = any(curve.low is not None for curve in curves.values())
         note = "" if len(curves) > 1 else "median, quartiles" if bands else ""
         said = "Lines: median, bands: first to third quartile." if bands else ""
-        said += BELOW if _some_below(list(curves.values())) else ""
+        floor = _floor(list(curves.values()))
+        said += BELOW if floor is not None and _every(list(curves.values())).min() < floor else ""
         facts = ", ".join(setting(experiment, name) for name, value in experiment.settings.items() if value is not None)
         caption = " ".join(part for part in (experiment.question, said.strip(), f"({facts})" if facts else "") if part)
         draw = partial(draw_curves, experiment=experiment, curves=curves)
@@ -428,11 +384,6 @@ def _scale_values(axes: Axes, curves: list[Curve]) -> None:
         line.set_clip_on(least < floor)
 
 
-def _some_below(curves: list[Curve]) -> bool:
-    floor = _floor(curves)
-    return floor is not None and bool(_every(curves).min() < floor)
-
-
 def _floor(curves: list[Curve]) -> float | None:
     """The least value that a logarithmic axis shows; None where the axis is linear."""
     values = _every(curves)
@@ -456,80 +407,55 @@ def _numbers(values: list[float | None]) -> np.ndarray:
 
 WIDTH = 10.0
 """Inches of the page."""
-LEFT, RIGHT = 0.2, 9.8
-"""Where the first column's numbers begin and the last panel ends, in inches."""
+LEFT, RIGHT = 0.2, 9.8  # where the first column's numbers begin and the last panel ends, in inches
 OVER, UNDER, NUMBERS, GAP = 0.5, 0.42, 0.42, 0.22
 """Inches over a panel for its title, under and beside it for its axes, and between two."""
-ACROSS, TALL = 3, 1.9
-"""Panels in a row, and how tall one is, in inches."""
-MANY, FLAT = 4, 1.35
-"""The same where heads are followed."""
-NAMED = 0.16
-"""Inches of the quantity beside an axis' numbers."""
-ROW_WIDE, BAR = 4.6, 0.45
-"""Inches of the picture that has a row for itself, and of the layers' colours."""
+ACROSS, TALL = 3, 1.9  # panels in a row, and how tall one is, in inches
+MANY, FLAT = 4, 1.35  # the same where heads are followed
+NAMED = 0.16  # inches of the quantity beside an axis' numbers
+ROW_WIDE, BAR = 4.6, 0.45  # inches of the picture that has a row for itself, and of the layers' colours
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-MOST = 12
-"""Measures that are followed on one page."""
-SHORTEST = 8
-"""Characters of an experiment's name that still tell which it is."""
-NOTE = 42
-"""Characters that fit over a panel."""
+MOST = 12  # measures that are followed on one page
+SHORTEST = 8  # characters of an experiment's name that still tell which it is
+NOTE = 42  # characters that fit over a panel
 
 
 def experiment_overview(report: Report) -> Figure:
     """All panels on a page, three in a row; where heads are followed, four in a row and the layers' colours beside."""
     found = experiment_panels(report)
     followed = any(experiment.trajectories for experiment in report.experiments)
-    across = MANY if followed else ACROSS
     plain = [panel for panel in found if not _alone(panel)][: MOST if followed else None]
-    across = max(1, min(across, len(plain)))
+    across = max(1, min(MANY if followed else ACROSS, len(plain)))
     rows = [plain[start : start + across] for start in range(0, len(plain), across)]
-    grid = Grid(rows + [[panel] for panel in found if _alone(panel)], across, followed)
-    talls = [grid.tall(row) for row in grid.rows]
+    rows += [[panel] for panel in found if _alone(panel)]
+    # as tall as its names need where it has names
+    talls = [max(0.5, 0.15 * row[0].rows) if _alone(row[0]) else FLAT if followed else TALL for row in rows]
+    cell, beside = (RIGHT - BAR * followed - LEFT) / across, NUMBERS if followed else NUMBERS + NAMED
     blocks = [
         tall + OVER + UNDER + LINE * (max(panel.legend for panel in row) - 1)
-        for row, tall in zip(grid.rows, talls, strict=True)
+        for row, tall in zip(rows, talls, strict=True)
     ]
     height = HEAD + sum(blocks) + FOOT
     figure = new_figure(WIDTH, height, dpi=300)
-    _head(figure, report)
-    count = 0
-    for number, row in enumerate(grid.rows):
+    model = report.model
+    facts = [clean(model.architecture), f"{big(model.parameters)} parameters", outcome(report)[0]]
+    steps = [len(curve.steps) for e in report.experiments if e.trajectories for curve in e.curves.values()]
+    facts += [counted(max(steps), "checkpoint")] if steps else []
+    made = f"{clean(report.tool.name)} {clean(report.tool.version)} · seed {report.settings.seed}"
+    head(figure, title(report), facts, (ran_on(report), clean(report.settings.fed), made), left=LEFT, right=RIGHT)
+    letters = cycle(LETTERS)
+    for number, row in enumerate(rows):
         bottom = height - HEAD - sum(blocks[: number + 1]) + UNDER
-        for (left, wide), panel in zip(grid.places(row), row, strict=True):
+        for column, panel in enumerate(row):
+            left, wide = LEFT + column * cell + beside, cell - beside - GAP
+            if _alone(panel):
+                left, wide = LEFT + panel.left, ROW_WIDE
             axes = figure.add_axes((left / WIDTH, bottom / height, wide / WIDTH, talls[number] / height))
-            letter, name = LETTERS[count % len(LETTERS)], _shortened(panel.title, int(wide * 14))
-            picture_title(axes, f"{letter}  {name}", fitted(panel.note, NOTE), panel.legend)
-            count += 1
+            name = _shortened(panel.title, int(wide * 14))
+            picture_title(axes, f"{next(letters)}  {name}", fitted(panel.note, NOTE), panel.legend)
             last = number == 0 and panel is row[-1]
             panel.draw(axes, **({"bar": last} if panel.bar else {}))
     return figure
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Which panels stand in which row."""
-
-    rows: list[list[Panel]]
-    across: int
-    """Columns."""
-    followed: bool
-    """Whether they are trajectories, whose layers' colours take room at the right, and whose titles are quantities."""
-
-    def places(self, row: list[Panel]) -> list[tuple[float, float]]:
-        """Where each panel's axes begin and how wide they are, in inches."""
-        if _alone(row[0]):
-            return [(LEFT + row[0].left, ROW_WIDE)]
-        cell = (RIGHT - BAR * self.followed - LEFT) / self.across
-        beside = NUMBERS if self.followed else NUMBERS + NAMED
-        return [(LEFT + column * cell + beside, cell - beside - GAP) for column in range(len(row))]
-
-    def tall(self, row: list[Panel]) -> float:
-        """Inches of a row's axes: as many as its names need where it has names."""
-        if _alone(row[0]):
-            return max(0.5, 0.15 * row[0].rows)
-        return FLAT if self.followed else TALL
 
 
 def _alone(panel: Panel) -> bool:
@@ -541,17 +467,5 @@ def _shortened(title: str, width: int) -> str:
     """The title, or where it is too long less of the experiment's name before the colon, as far as that suffices."""
     name, _, quantity = title.rpartition(": ")
     room = width - len(quantity) - 2
-    return (
-        f"{fitted(name, room)}: {quantity}"
-        if len(title) > width and name and room >= SHORTEST
-        else fitted(title, width)
-    )
-
-
-def _head(figure: Figure, report: Report) -> None:
-    model = report.model
-    facts = [clean(model.architecture), f"{big(model.parameters)} parameters", outcome(report)[0]]
-    steps = [len(curve.steps) for e in report.experiments if e.trajectories for curve in e.curves.values()]
-    facts += [counted(max(steps), "checkpoint")] if steps else []
-    made = f"{clean(report.tool.name)} {clean(report.tool.version)} · seed {report.settings.seed}"
-    head(figure, title(report), facts, (ran_on(report), clean(report.settings.fed), made), left=LEFT, right=RIGHT)
+    short = len(title) > width and name and room >= SHORTEST
+    return f"{fitted(name, room)}: {quantity}" if short else fitted(title, width)

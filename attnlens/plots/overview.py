@@ -15,22 +15,29 @@ from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from attnlens.choices import WHERE_POSED
 from attnlens.errors import UsageError
-from attnlens.plots.captions import (
+from attnlens.plots.maps import FORMULA, depths, draw_depth, draw_fan, draw_map
+from attnlens.plots.style import (
+    CATEGORIES,
+    INK,
+    MISSING,
+    MUTED,
+    PART_COLOURS,
     coverage_line,
     fitted,
+    head,
     heading,
+    label_layers,
     layout_line,
+    legend_above,
     model_line,
+    new_figure,
+    picture_title,
     settings_line,
     short_caption,
     short_curve_caption,
     source_heading,
     wrapped,
 )
-from attnlens.plots.fans import FORMULA, depths, draw_depth, draw_fan
-from attnlens.plots.maps import draw_map
-from attnlens.plots.page import head, picture_title
-from attnlens.plots.style import CATEGORIES, INK, MISSING, MUTED, PART_COLOURS, label_layers, legend_above, new_figure
 from attnlens.shapes import MeasureMap, Shapes, group_of
 from attnlens.wording import big, clean, source_of, title_of
 
@@ -41,8 +48,7 @@ if TYPE_CHECKING:
 
     from attnlens.records import Report, Selection
 
-CROWDED = 24
-"""Layers beyond which they touch: the gaps between thinner ones would be all that one sees."""
+CROWDED = 24  # layers beyond which they touch: the gaps between thinner ones would be all that one sees
 
 
 def draw_shares(axes: Axes, shapes: Shapes, whole: str, *, named: bool = True) -> None:
@@ -143,29 +149,21 @@ def _sorted(margins: list[float]) -> tuple[np.ndarray, np.ndarray]:
 
 
 ACROSS = 3
-NOTE = 54
-"""Characters that fit into the line under a panel's title."""
+NOTE = 54  # characters that fit into the line under a panel's title
 WIDTH, HEIGHT = 10.0, 7.2
-RIGHT = 0.968
-"""Where the last column's colour bar, with its numbers, ends."""
+RIGHT = 0.968  # where the last column's colour bar, with its numbers, ends
 
 
 @dataclass(frozen=True)
 class MeasurePanel:
     """A panel of the overview: one measure, curve or whole."""
 
-    name: str
-    """The measure, curve or whole that it shows."""
-    note: str
-    """The line under its title: null or error."""
-    draw: Callable[..., None]
-    """Draws it into axes; `named` says whether the layers' axis is named."""
-    hatched: bool = False
-    """Whether some of its cells have no value."""
-    title: str = ""
-    """What stands over it; empty: its name."""
-    section: str = ""
-    """What stands over its row; empty: where its numbers come from."""
+    name: str  # the measure, curve or whole that it shows
+    note: str  # the line under its title: null or error
+    draw: Callable[..., None]  # draws it into axes; `named` says whether the layers' axis is named
+    hatched: bool = False  # whether some of its cells have no value
+    title: str = ""  # what stands over it; empty: its name
+    section: str = ""  # what stands over its row; empty: where its numbers come from
 
 
 def overview_figure(shapes: Shapes) -> Figure:
@@ -175,7 +173,12 @@ def overview_figure(shapes: Shapes) -> Figure:
         raise UsageError("No measure differs between heads: there is nothing to draw.", "Use --json or --csv.")
     height = HEIGHT if len(rows) > 1 else 0.57 * HEIGHT
     figure = new_figure(WIDTH, height, dpi=300)
-    _head(figure, shapes, height, any(panel.hatched for row in rows for panel in row))
+    model = shapes.report.model
+    size = f"{big(model.parameters)} parameters"
+    facts = (clean(model.architecture), size, layout_line(shapes), coverage_line(shapes))
+    head(figure, model.title, facts, [settings_line(shapes)], left=0.055 * WIDTH, right=RIGHT * WIDTH)
+    if any(panel.hatched for row in rows for panel in row):
+        figure.text(0.055, 0.13 / height, "hatched: no value", fontsize=6.5, color=MUTED, va="center")
     block = (height - 0.75 - 0.25) / len(rows)
     letters = iter("abcdef")
     for number, row in enumerate(rows):
@@ -183,15 +186,9 @@ def overview_figure(shapes: Shapes) -> Figure:
         before = "" if number == 0 else group_of(shapes.info(rows[number - 1][0].name))
         if group_of(shapes.info(row[0].name)) != before:
             # what the row below rests on, over a hairline
-            figure.text(
-                0.055,
-                (ceiling - 0.13) / height,
-                fitted(row[0].section or source_heading(shapes, row[0].name), 120),
-                fontsize=8.5,
-                color=MUTED,
-                style="italic",
-                va="center",
-            )
+            rests_on = fitted(row[0].section or source_heading(shapes, row[0].name), 120)
+            place = 0.055, (ceiling - 0.13) / height
+            figure.text(*place, rests_on, fontsize=8.5, color=MUTED, style="italic", va="center")
             figure.add_artist(Line2D([0.055, RIGHT], [ceiling / height] * 2, color=MUTED, linewidth=0.4))
         for column, panel in enumerate(row):
             bottom, tall = ceiling - block + 0.45, block - 0.45 - 0.66
@@ -244,7 +241,9 @@ def _panels(shapes: Shapes, names: list[str], room: int) -> list[MeasurePanel]:
         *(_shares_panel(shapes, whole) for whole in wholes),
         *(_map_panel(shapes, of_source[name]) for name in maps),
         *(
-            MeasurePanel(name, short_curve_caption(shapes, name), partial(_fan, shapes=shapes, name=name))
+            MeasurePanel(
+                name, short_curve_caption(shapes, name), partial(_draw_curves, draw=draw_fan, shapes=shapes, name=name)
+            )
             for name in curves
         ),
     ]
@@ -257,7 +256,9 @@ def _depth_panels(shapes: Shapes, name: str) -> list[MeasurePanel]:
         MeasurePanel(
             name,
             group.note,
-            partial(_depth, shapes=shapes, name=name, number=number, bar=number == len(found) - 1),
+            partial(
+                _draw_curves, draw=partial(draw_depth, number=number, bar=group is found[-1]), shapes=shapes, name=name
+            ),
             title=group.title,
             section=section,
         )
@@ -280,36 +281,13 @@ def _shares_panel(shapes: Shapes, whole: str) -> MeasurePanel:
 
 def _map_panel(shapes: Shapes, reading: MeasureMap) -> MeasurePanel:
     note = short_caption(reading) or fitted(reading.info.meaning, NOTE)
-    return MeasurePanel(reading.name, note, partial(_map, shapes=shapes, name=reading.name), not reading.full)
+    return MeasurePanel(reading.name, note, partial(draw_map, shapes=shapes, reading=reading), not reading.full)
 
 
-def _map(axes: Axes, *, shapes: Shapes, name: str, named: bool) -> None:
-    draw_map(axes, shapes, shapes.readings[name], named=named)
-
-
-def _depth(axes: Axes, *, shapes: Shapes, name: str, number: int, bar: bool, named: bool) -> None:
-    draw_depth(axes, shapes=shapes, name=name, number=number, bar=bar)
-    _name_formula(axes, shapes, name)
-
-
-def _fan(axes: Axes, *, shapes: Shapes, name: str, named: bool) -> None:
-    draw_fan(axes, shapes, name)
-    _name_formula(axes, shapes, name)
-
-
-def _name_formula(axes: Axes, shapes: Shapes, name: str) -> None:
-    # not along the side, where the colour bar of the picture beside it stands
+def _draw_curves(axes: Axes, *, draw: Callable[..., None], shapes: Shapes, name: str, named: bool) -> None:
+    """Draw, and name the values not along the side, where the colour bar of the picture beside it stands."""
+    draw(axes, shapes=shapes, name=name)
     info = shapes.info(name)
-    value = (
-        formula if 0 < len(formula := clean(info.formula)) <= FORMULA else heading(info).removeprefix(f"{info.space} ")
-    )
+    formula = clean(info.formula)
+    value = formula if 0 < len(formula) <= FORMULA else heading(info).removeprefix(f"{info.space} ")
     axes.set_xlabel(f"{value} over {axes.get_xlabel()}", labelpad=1.5)
-
-
-def _head(figure: Figure, shapes: Shapes, height: float, hatched: bool) -> None:
-    model = shapes.report.model
-    size = f"{big(model.parameters)} parameters"
-    facts = (clean(model.architecture), size, layout_line(shapes), coverage_line(shapes))
-    head(figure, model.title, facts, [settings_line(shapes)], left=0.055 * WIDTH, right=RIGHT * WIDTH)
-    if hatched:
-        figure.text(0.055, 0.13 / height, "hatched: no value", fontsize=6.5, color=MUTED, va="center")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib import colormaps
@@ -13,7 +13,6 @@ from matplotlib.colors import CenteredNorm, Normalize
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from attnlens.plots.captions import fitted, typeset
 from attnlens.plots.maps import hatch, heat_map
 from attnlens.plots.style import (
     CATEGORIES,
@@ -21,9 +20,11 @@ from attnlens.plots.style import (
     MISSING,
     MUTED,
     PlainNumbers,
+    fitted,
     label_layers,
     legend_above,
     size_in_points,
+    typeset,
 )
 from attnlens.records import PARTS
 from attnlens.sentences.swaps.controls import (
@@ -48,16 +49,12 @@ if TYPE_CHECKING:
 OF_PART = dict.fromkeys(PARTS, CATEGORIES[0]) | {"cross": CATEGORIES[6]}
 """Self-attention in one colour, cross-attention in another; the parts' names stand beside the layers."""
 LINES = (CATEGORIES[0], CATEGORIES[2], CATEGORIES[4], CATEGORIES[5], CATEGORIES[6], CATEGORIES[1], "#222222", "#999999")
-MARKERS = "osD^vPX*"
-"""Kernels differ in mark as well as in colour."""
-CROWDED = 24
-"""Layers beyond which bars touch."""
-LEGEND_WIDTH = 66
-"""Characters of all names in a line of the legend."""
+MARKERS = "osD^vPX*"  # kernels differ in mark as well as in colour
+CROWDED = 24  # layers beyond which bars touch
+LEGEND_WIDTH = 66  # characters of all names in a line of the legend
 PARAMETERS = re.compile(r":(?:[^+]|(?<=\d[eE])\+)*")
 """The numbers of a kernel or filter; the plus of 1e+06 ends none."""
-LEGEND_NAME = 22
-"""Characters of a kernel's name in a legend."""
+LEGEND_NAME = 22  # characters of a kernel's name in a legend
 
 
 def draw_sites(axes: Axes, swap: Swap, *, named: bool = True) -> None:
@@ -79,8 +76,12 @@ def draw_sites(axes: Axes, swap: Swap, *, named: bool = True) -> None:
     label_layers(axes, [site.layer for site in sites], [site.part for site in sites], named=named)
 
 
-def draw_lines(axes: Axes, lines: Sequence[tuple[str, Float[np.ndarray, " layers"]]], label: str) -> None:
-    """A line a kernel over the layers; gaps where there is no value."""
+def draw_lines(
+    axes: Axes, lines: Sequence[tuple[str, Float[np.ndarray, " layers"]]], label: str, *, zero: bool = False
+) -> None:
+    """A line a kernel over the layers, gaps where there is no value; `zero` draws a line at 0."""
+    if zero:
+        axes.axhline(0, color="#999999", linewidth=0.6, zorder=0)
     labels = short_names([name for name, _ in lines])
     for number, (_, values) in enumerate(lines):
         colour, mark = LINES[number % len(LINES)], MARKERS[number % len(MARKERS)]
@@ -134,10 +135,8 @@ OF_HYBRIDS: dict[ControlRole, str] = {"filter alone": "window alone", "without f
 """The same of hybrids."""
 WIDE = 30.0
 """How many times as large as the smallest effect the largest must be for the axis to become logarithmic."""
-FINEST = 1e-3
-"""Effects below are drawn on the straight part of a logarithmic axis."""
-KERNEL_NAME = 40
-"""Characters of a kernel's name."""
+FINEST = 1e-3  # effects below are drawn on the straight part of a logarithmic axis
+KERNEL_NAME = 40  # characters of a kernel's name
 
 
 def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
@@ -201,21 +200,17 @@ def ends_of(swap: Swap) -> tuple[float, float] | None:
 def _draw_kernel(axes: Axes, swap: Swap, row: int) -> None:
     effect = effect_of(swap)
     if effect is None:
-        axes.annotate(
-            "diverged" if swap.diverged else "no value",
-            (0.99, row),
-            xycoords=("axes fraction", "data"),
-            ha="right",
-            va="center",
-            fontsize=6.5,
-            color=COLOUR,
-            style="italic",
-        )
+        _say_in_row(axes, 0.99, row, "diverged" if swap.diverged else "no value", COLOUR, ha="right", fontsize=6.5)
         return
     ends = ends_of(swap)
     if ends is not None:
         axes.plot(ends, [row, row], color=COLOUR, linewidth=1.4, alpha=0.6, solid_capstyle="butt")
     axes.plot([effect], [row], "o", color=COLOUR, markersize=4.5, linestyle="none")
+
+
+def _say_in_row(axes: Axes, x: float, row: int, text: str, colour: str, **more: Any) -> None:
+    place = ("axes fraction", "data")
+    axes.annotate(text, (x, row), xycoords=place, va="center", color=colour, style="italic", **more)
 
 
 def _scale(axes: Axes, effects: Sequence[float]) -> None:
@@ -236,8 +231,7 @@ def _scale(axes: Axes, effects: Sequence[float]) -> None:
     axes.set_xlim(low, high)
 
 
-CONTROL_NAME = 30
-"""Characters of a control's name."""
+CONTROL_NAME = 30  # characters of a control's name
 BLUE, ORANGE = CATEGORIES[0], CATEGORIES[2]
 
 
@@ -245,7 +239,9 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     """The loss of original, swapped, fitted, healed, and in grey of its controls; without a loss, their distance."""
     controls = drawn_controls(swap)
     names = names_of(swap)
-    own = _original(swap)
+    own = (
+        next((stage.loss.before for stage in swap.stages if stage.loss is not None), None) if draws_loss(swap) else 0.0
+    )
     if own is not None:
         axes.axvline(own, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
         axes.plot([own], [0], "o", color=INK, markersize=5)
@@ -298,17 +294,10 @@ def draws_loss(swap: Swap) -> bool:
     return swap.judged_by == "loss"
 
 
-def _original(swap: Swap) -> float | None:
-    if not draws_loss(swap):
-        return 0.0
-    return next((stage.loss.before for stage in swap.stages if stage.loss is not None), None)
-
-
 def _draw_stage(axes: Axes, swap: Swap, stage: Outcome, row: int, colour: str = BLUE) -> None:
     place = _place(swap, stage)
     if place is None:
-        text = "diverged" if stage.diverged else "no value"
-        axes.annotate(text, (0.03, row), xycoords=("axes fraction", "data"), va="center", color=ORANGE, style="italic")
+        _say_in_row(axes, 0.03, row, "diverged" if stage.diverged else "no value", ORANGE)
         return
     ends = _ends(swap, stage)
     if ends is not None:
@@ -416,16 +405,7 @@ def _draw_layers(axes: Axes, swap: Swap, *, named: bool) -> None:
     mark = 4.5 if len(effects) <= 16 else 3.2
     for row, effect in enumerate(effects):
         if effect.delta is None:
-            axes.annotate(
-                "diverged",
-                (0.98, row),
-                xycoords=("axes fraction", "data"),
-                ha="right",
-                va="center",
-                fontsize=6.5,
-                color=CATEGORIES[2],
-                style="italic",
-            )
+            _say_in_row(axes, 0.98, row, "diverged", CATEGORIES[2], ha="right", fontsize=6.5)
             continue
         colour = MUTED if _unsure(effect) else CATEGORIES[0]
         if effect.ci95 is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,19 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from attnlens.plots.captions import fitted, typeset
 from attnlens.plots.maps import heat_map
-from attnlens.plots.page import Panel, panels_overview
-from attnlens.plots.style import CATEGORIES, INK, MUTED, PlainNumbers, figure_of, size_in_points
+from attnlens.plots.style import (
+    CATEGORIES,
+    INK,
+    MUTED,
+    Panel,
+    PlainNumbers,
+    figure_of,
+    fitted,
+    panels_overview,
+    size_in_points,
+    typeset,
+)
 from attnlens.plots.swap_effects import (
     draw_kernels,
     draw_lines,
@@ -45,8 +54,7 @@ if TYPE_CHECKING:
 
     from attnlens.records import Predictor
 
-LEGIBLE = 11.0
-"""Points that a cell needs on both sides for its number to be read."""
+LEGIBLE = 11.0  # points that a cell needs on both sides for its number to be read
 
 
 def draw_ranks(axes: Axes, plan: Plan, *, named: bool = True) -> None:
@@ -70,14 +78,10 @@ def draw_ranks(axes: Axes, plan: Plan, *, named: bool = True) -> None:
             axes.text(column, row, f"{values[row, column]:.0f}", ha="center", va="center", fontsize=6, color=ink)
 
 
-GAP = 0.08
-"""Share of the height that lies between the two axes."""
-LABEL = 36
-"""Points between an axis and its name, so that the two names stand in one line."""
-THOUSANDS = 20_000
-"""From where on numbers are written in thousands."""
-APART = 0.17
-"""Share of the width that lies between two named places at least."""
+GAP = 0.08  # share of the height that lies between the two axes
+LABEL = 36  # points between an axis and its name, so that the two names stand in one line
+THOUSANDS = 20_000  # from where on numbers are written in thousands
+APART = 0.17  # share of the width that lies between two named places at least
 
 
 def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
@@ -91,14 +95,20 @@ def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
     transfer = {at[step.step] for step in healing.curve if step.stage == "transfer"}
     losses = [(at[step.step], math.exp(step.loss)) for step in healing.curve if step.loss is not None]
     distances = [(at[step.step], step.validation) for step in healing.curve if step.validation is not None]
-    places = _halves(axes) if losses and distances else [axes]
+    places = [axes]
+    if losses and distances:
+        axes.set(xticks=[], yticks=[], facecolor="none")
+        axes.spines[:].set_visible(False)
+        tall = (1 - GAP) / 2
+        places = [axes.inset_axes((0, bottom, 1, tall)) for bottom in (1 - tall, 0)]
     if losses:
         _draw(places[0], losses, "perplexity", CATEGORIES[0], transfer)
         own = next((stage.loss.before for stage in swap.stages if stage.loss is not None), None)
         if own is not None:
             places[0].axhline(math.exp(own), color=INK, linewidth=0.9, linestyle=(0, (4, 2)))
     if distances:
-        _draw(places[-1], distances, _distance_name(swap, healing), CATEGORIES[2], transfer)
+        name = "loss, kept back" if healing.goal == "text" else "1 − cosine" if swap.task == "hidden" else "KL, nats"
+        _draw(places[-1], distances, name, CATEGORIES[2], transfer)
     last = max(at.values(), default=healing.steps) or 1
     wide, _ = size_in_points(axes)
     for place in places:
@@ -113,19 +123,6 @@ def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
     for place in places[:-1]:
         place.tick_params(labelbottom=False)
     places[-1].set_xlabel(f"{'tokens trained on' if by_tokens else 'optimiser step'}, √ scale", labelpad=1.5)
-
-
-def _distance_name(swap: Swap, healing: Healing) -> str:
-    if healing.goal == "text":
-        return "loss, kept back"
-    return "1 − cosine" if swap.task == "hidden" else "KL, nats"
-
-
-def _halves(axes: Axes) -> list[Axes]:
-    axes.set(xticks=[], yticks=[], facecolor="none")
-    axes.spines[:].set_visible(False)
-    tall = (1 - GAP) / 2
-    return [axes.inset_axes((0, bottom, 1, tall)) for bottom in (1 - tall, 0)]
 
 
 def _draw(axes: Axes, points: Sequence[tuple[int, float]], name: str, colour: str, hollow: Collection[int]) -> None:
@@ -159,8 +156,7 @@ def named_steps(last: int) -> list[int]:
 
 ASKED = ("tokens.share_positive", "tokens.share_skew", "tokens.share_key", "ksvd.rank90", "tokens.entropy")
 """The measures that are drawn where the model has them."""
-PICTURES, ACROSS = 6, 3
-"""How many are drawn; the strongest others take the places that are left."""
+PICTURES, ACROSS = 6, 3  # how many are drawn; the strongest others take the places that are left
 LAYERS = "viridis"
 SQUASHED = 30.0
 """How many times as large as the middle effect the largest must be for the axis of effects to be drawn as asinh."""
@@ -221,9 +217,7 @@ def _said(one: Predictor) -> str:
 
 def _scatter(axes: Axes, swap: Swap, one: Predictor, size: float) -> None:
     """A dot a head; heads without the measure, or that diverged, are not there."""
-    nothing = float("nan")
-    x = np.array([nothing if value is None else value for value in one.values])
-    y = np.array([nothing if effect.delta is None else effect.delta for effect in swap.sweep])
+    x, y = _numbers(one.values), _numbers(effect.delta for effect in swap.sweep)
     layers = np.array([effect.layer for effect in swap.sweep])
     usual = float(np.nanmedian(np.abs(y))) if np.isfinite(y).any() else 0.0
     if usual > 0 and float(np.nanmax(np.abs(y))) > SQUASHED * usual:
@@ -316,10 +310,19 @@ def _several(report: Report) -> Iterator[Panel]:
     left = 0.25 + 0.062 * max(len(line) for swap in swaps for line in name_of(swap).splitlines())
     note = legend_of(swaps) if any(effect_of(swap) is not None for swap in swaps) else "no kernel has a value"
     yield Panel("kernels", what, note, caption, partial(draw_kernels, swaps=swaps), 2 * len(swaps) + 2, left)
-    yield Panel("sites", "output error by layer", "", f"{ERROR}.", partial(_site_lines, swaps=swaps), 12, legend=lines)
+    errors = [(swap.kernel, _numbers(site.output_error for site in swap.sites)) for swap in swaps]
+    draw = partial(draw_lines, lines=errors, label="‖new − own‖ / ‖own‖")
+    yield Panel("sites", "output error by layer", "", f"{ERROR}.", draw, 12, legend=lines)
     swept = [swap for swap in report.swaps if swap.sweep]
     if swept and not any(map(of_heads, swept)):
-        yield Panel("sweep", "each layer alone", "", "", partial(_sweep_lines, swaps=swaps), 12, legend=lines)
+        by_layer = [(swap.kernel, sorted(swap.sweep, key=lambda effect: effect.layer)) for swap in swaps]
+        harms = [(kernel, _numbers(effect.delta for effect in effects)) for kernel, effects in by_layer]
+        draw = partial(draw_lines, lines=harms, label=f"Δ of the {effect_name(swaps[0])}", zero=True)
+        yield Panel("sweep", "each layer alone", "", "", draw, 12, legend=lines)
+
+
+def _numbers(values: Iterable[float | None]) -> np.ndarray:
+    return np.array([np.nan if value is None else value for value in values])
 
 
 def _sweep(swap: Swap, stem: str) -> Panel:
@@ -329,7 +332,7 @@ def _sweep(swap: Swap, stem: str) -> Panel:
     note = f"Δ of the {EFFECTS[swap.judged_by]}"
     note += f"; {quiet}: not significant at FDR 5 %" * tested
     lost = " Crossed: diverged." if heads and any(effect.delta is None for effect in swap.sweep) else ""
-    beyond = heads and limit(np.array([np.nan if e.delta is None else e.delta for e in swap.sweep]))[1] != "neither"
+    beyond = heads and limit(_numbers(effect.delta for effect in swap.sweep))[1] != "neither"
     lost += " A number: an effect beyond the last colour." * beyond
     unit = "head" if heads else "layer"
     caption = (
@@ -389,18 +392,15 @@ def _healing(swap: Swap, healing: Healing) -> Panel:
     hollow = (
         " Hollow: attention transfer." if any(one.stage == "transfer" and one.steps for one in healing.stages) else ""
     )
+    goal = " on the text" if healing.goal == "text" else " towards the original model"
     note = "hollow: transfer" if hollow else "dotted: step kept"
     note = f"dashed: the original; {note}" if swap.judged_by == "loss" else note
     caption = (
-        f"{clean(swap.kernel)}. {healing.parameters:,} numbers of these heads trained{_goal(healing)}. "
+        f"{clean(swap.kernel)}. {healing.parameters:,} numbers of these heads trained{goal}. "
         f"{_healed_by(swap)}. Step {healing.best} was kept.{hollow}"
     )
     draw = partial(draw_healing, swap=swap, healing=healing)
     return Panel("healing", "healing", note, caption, draw, 14, left=0.62)
-
-
-def _goal(healing: Healing) -> str:
-    return " on the text" if healing.goal == "text" else " towards the original model"
 
 
 def _healed_by(swap: Swap) -> str:
@@ -411,21 +411,3 @@ def _healed_by(swap: Swap) -> str:
     if swap.healing is not None and swap.healing.goal == "text":
         return f"{loss}Loss: on calibration text kept back from training, in {UNITS[swap.task]}"
     return f"{loss}KL: to the original, on calibration text kept back from training, in {UNITS[swap.task]}"
-
-
-def _site_lines(axes: Axes, *, swaps: list[Swap]) -> None:
-    lines = []
-    for swap in swaps:
-        values = [np.nan if site.output_error is None else site.output_error for site in swap.sites]
-        lines.append((swap.kernel, np.array(values)))
-    draw_lines(axes, lines, "‖new − own‖ / ‖own‖")
-
-
-def _sweep_lines(axes: Axes, *, swaps: list[Swap]) -> None:
-    lines = []
-    for swap in swaps:
-        effects = sorted(swap.sweep, key=lambda effect: effect.layer)
-        values = [np.nan if effect.delta is None else effect.delta for effect in effects]
-        lines.append((swap.kernel, np.array(values)))
-    axes.axhline(0, color="#999999", linewidth=0.6, zorder=0)
-    draw_lines(axes, lines, f"Δ of the {effect_name(swaps[0])}")

@@ -22,10 +22,8 @@ from rich.text import Text
 from attnlens.sections.section import Column, Document, Heading, Passage, Section, Table, grouped
 from attnlens.wording import clean, visible
 
-FILLING = re.compile(" +$", re.MULTILINE)
-"""Blanks before the end of a line."""
-PIPED = 100
-"""Width of the page where the output is no terminal and COLUMNS says nothing."""
+FILLING = re.compile(" +$", re.MULTILINE)  # blanks before the end of a line
+PIPED = 100  # width of the page where the output is no terminal and COLUMNS says nothing
 
 
 class _Page(Console):
@@ -60,10 +58,8 @@ def console(*, stderr: bool = False) -> Console:
     return _Page(stderr=stderr, highlight=False, width=width or PIPED, height=25)
 
 
-GAP = 2
-"""Blanks between columns."""
-BETWEEN = 3
-"""The same where cells have several lines."""
+GAP = 2  # blanks between columns
+BETWEEN = 3  # the same where cells have several lines
 MARKS = {"selected": "bold blue", "support": "yellow", "query": "bold underline"}
 """How marked tokens look where there is colour; their signs are in the text."""
 HIDDEN = "{shown} of {all} columns fit on this page; a wider terminal shows more."
@@ -121,8 +117,7 @@ def _passage(passage: Passage) -> Iterator[RenderableType]:
     yield Padding(text, (0, 0, 0, 2))
 
 
-Line = tuple[str, str]
-"""A line of a cell, and its style."""
+Line = tuple[str, str]  # a line of a cell, and its style
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from attnlens.run.outputs import (
 )
 from attnlens.runs.progress import Tell
 from attnlens.statistics import Design, paired_difference
-from attnlens.statistics.streams import Likeness
+from attnlens.statistics.design import Likeness
 from attnlens.texts.sequences import position_limit
 from attnlens.texts.targets import HEADLESS, NO_LOSS, NOTHING, Fed
 

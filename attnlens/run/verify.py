@@ -23,9 +23,8 @@ from attnlens.errors import UsageError
 from attnlens.experiments import EXPERIMENTS, golden, one_thread, run_experiments
 from attnlens.experiments.binary_kernel import binary_kernel
 from attnlens.experiments.one_head import hardening, trained
-from attnlens.experiments.primal_decay import primal_decay
 from attnlens.experiments.settings import ExperimentSettings
-from attnlens.experiments.trained import depth_decay, ksvd_identities
+from attnlens.experiments.trained import depth_decay, ksvd_identities, primal_decay
 from attnlens.files import check_folder
 from attnlens.records import Coverage, Experiment, ModelInfo, Report, Settings, Skipped
 from attnlens.records.studies import StudyTable
@@ -39,11 +38,8 @@ from attnlens.run.inspect.pipeline import Inspection
 from attnlens.run.provenance import report_of
 from attnlens.runs.progress import Interrupted, Progress, silent
 from attnlens.runs.work import Store, WorkPlan
-from attnlens.studies.cells import StudyPlan, trained_cells
-from attnlens.studies.findings import table_of
-from attnlens.studies.saved import save_cells
-from attnlens.studies.scales import Scale, scale_of
-from attnlens.studies.tables import TABLES, PaperCell
+from attnlens.studies.cells import StudyPlan, table_of, trained_cells
+from attnlens.studies.tables import TABLES, PaperCell, Scale, scale_of
 from attnlens.studies.tasks import (
     Reversal,
     StudyTask,
@@ -55,6 +51,7 @@ from attnlens.studies.tasks import (
     translation,
     wikitext,
 )
+from attnlens.studies.units import save_cells
 from attnlens.wording import listed
 
 

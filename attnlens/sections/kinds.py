@@ -34,7 +34,7 @@ from attnlens.shapes import Shapes
 from attnlens.wording import clean
 
 if TYPE_CHECKING:
-    from attnlens.plots.page import Panel
+    from attnlens.plots.style import Panel
 
 MOST_CELLS = 16_000
 """Heads times measures up to which a page has a table of them for readers without scripts."""

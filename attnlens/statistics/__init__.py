@@ -13,37 +13,19 @@ True
 """
 
 from attnlens.statistics.associations import rank_correlation
-from attnlens.statistics.design import Design
+from attnlens.statistics.design import Design, Stream, summed
 from attnlens.statistics.intervals import (
     Interval,
     adjusted,
     false_discovery,
     further,
+    gaussian_null,
     median_error,
+    null_of_median,
     p_values,
     paired_difference,
+    robust_z,
     standard_error,
     student_interval,
+    z_scores,
 )
-from attnlens.statistics.nulls import gaussian_null, null_of_median, robust_z, z_scores
-from attnlens.statistics.streams import Stream, summed
-
-__all__ = [
-    "Design",
-    "Interval",
-    "Stream",
-    "adjusted",
-    "false_discovery",
-    "further",
-    "gaussian_null",
-    "median_error",
-    "null_of_median",
-    "p_values",
-    "paired_difference",
-    "rank_correlation",
-    "robust_z",
-    "standard_error",
-    "student_interval",
-    "summed",
-    "z_scores",
-]

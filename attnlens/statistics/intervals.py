@@ -1,18 +1,103 @@
-"""Standard errors, intervals and p-values over windows or texts, and false discoveries."""
+"""Standard errors, intervals, p-values and false discoveries over windows or texts; what measures are by chance."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
+from attnlens.lazy import LazyModule
+from attnlens.records import QueryKey
 from attnlens.statistics.design import Design
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
+
+stats = LazyModule("scipy.stats")
+
+
+DRAWN_BYTES = 2**26
+"""Of random factors that are read at once; those of all draws together are larger than a layer of a large model."""
+MEDIAN_DRAWS = 2000  # draws of all heads behind the null of a median
+
+
+def gaussian_null(
+    analyzers: Sequence[Any], like: QueryKey, draws: int = 32, seed: int = 0
+) -> dict[str, tuple[float, float]]:
+    """Mean and sd of each scalar measure over independent Gaussian factors of the shapes, scale and rotation of `like`.
+
+    Analyzers are registry.Analyzer or alike: a `function` of a QueryKey, and `measures` with `name`, `curve` and
+    `has_null`. All read the same draws. Each factor has unit Frobenius norm: a measure that is proportional to
+    ‖W_Q‖‖W_K‖ is to be rescaled by the caller. Draws without a value don't count; a measure with fewer than two values
+    is left out.
+    """
+    generator = np.random.default_rng(seed)  # draws normal numbers in half the time that torch takes
+    size = 8 * (like.query[..., 0, :, :].numel() + like.key[..., 0, :, :].numel())
+    at_once = max(1, min(draws, DRAWN_BYTES // size))
+    found: dict[str, list[Tensor]] = {}
+    for start in range(0, draws, at_once):
+        drawn = _drawn(like, min(at_once, draws - start), generator)
+        for analyzer in analyzers:
+            readings = analyzer.function(drawn)
+            for measure in analyzer.measures:
+                if measure.has_null and not measure.curve and measure.name in readings:
+                    found.setdefault(measure.name, []).append(readings[measure.name].double())
+    null = {}
+    for name, parts in found.items():
+        values = torch.cat(parts)
+        values = values[~values.isnan()]
+        if len(values) > 1:
+            null[name] = (float(values.mean()), float(values.std()))
+    return null
+
+
+def _drawn(like: QueryKey, count: int, generator: np.random.Generator) -> QueryKey:
+    """So many random heads of unit norm in the place of those that it has."""
+
+    def factor(shape: torch.Size) -> Tensor:
+        drawn = torch.from_numpy(generator.standard_normal((count, *shape[-2:])))
+        drawn /= torch.linalg.matrix_norm(drawn, keepdim=True)
+        return drawn.to(like.query.device)
+
+    heads = tuple(range(count))
+    return replace(like, query=factor(like.query.shape), key=factor(like.key.shape), heads=heads, key_of=heads)
+
+
+def null_of_median(means: Float[Tensor, " heads"], sds: Float[Tensor, " heads"], seed: int = 0) -> tuple[float, float]:
+    """Mean and sd of the median over heads whose values are independent draws of their own normal nulls.
+
+    The sd of one head's null says nothing of a median over many: of n equal normals it is about 1.25 sd/√n.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(MEDIAN_DRAWS, len(means), generator=generator, dtype=torch.float64)
+    medians = (means.double() + sds.double() * drawn).quantile(0.5, dim=1)
+    return float(medians.mean()), float(medians.std())
+
+
+def z_scores(
+    values: Float[Tensor, "*shape"], mean: float | Float[Tensor, "*shape"], sd: float | Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """(value − mean)/sd; NaN where sd is 0."""
+    spread = torch.as_tensor(sd, dtype=torch.float64)
+    scores: Tensor = (values.double() - mean) / torch.where(spread > 0, spread, torch.nan)
+    return scores
+
+
+def robust_z(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """(value − median)/(1.4826 · MAD), the median absolute deviation in units of a normal sd; NaN where MAD is 0.
+
+    NaN values don't count and stay NaN (Iglewicz & Hoaglin 1993).
+    """
+    there = values.double()
+    median = there.nanquantile(0.5) if len(there) else there.sum()
+    apart = (there - median).abs()
+    return z_scores(there, float(median), 1.4826 * float(apart.nanquantile(0.5) if len(apart) else 0.0))
+
 
 FEWEST_DRAWS = 8
 """Draws (windows of each text, or texts) from which an interval is bootstrapped; below, Student's t says more of the
@@ -23,19 +108,14 @@ class Interval(NamedTuple):
     """A number with the ends of its interval; NaN where there is none."""
 
     value: float
-    """The estimate."""
     low: float
-    """Lower end."""
     high: float
-    """Upper end."""
 
 
 def student_interval(value: float, error: float, freedom: int, level: float = 0.95) -> Interval:
     """value ± t·error, t the quantile of Student's distribution with these degrees of freedom."""
     if freedom < 1 or math.isnan(error):
         return Interval(value, math.nan, math.nan)
-    from scipy import stats
-
     reach = float(stats.t.ppf((1 + level) / 2, freedom)) * error
     return Interval(value, value - reach, value + reach)
 
@@ -48,8 +128,6 @@ def further(values: Sequence[float], level: float = 0.95) -> float:
     """
     if len(values) < 2:
         return math.nan
-    from scipy import stats
-
     every = torch.tensor(values, dtype=torch.float64)
     reach = float(stats.t.ppf(level, len(values) - 1)) * math.sqrt(1 + 1 / len(values))
     return float(every.mean() + reach * every.std())
@@ -57,8 +135,6 @@ def further(values: Sequence[float], level: float = 0.95) -> float:
 
 def tail(level: float, freedom: int) -> float:
     """Student's quantile over the normal one."""
-    from scipy import stats
-
     return float(stats.t.ppf((1 + level) / 2, freedom) / stats.norm.ppf((1 + level) / 2))
 
 
@@ -122,8 +198,7 @@ def _contrast(
     return means_of[1] - means_of[0], design.variance(residuals, times).sqrt()
 
 
-MEDIAN_ERROR_DRAWS = 1000
-"""Bootstrap samples behind the standard error of a median."""
+MEDIAN_ERROR_DRAWS = 1000  # bootstrap samples behind the standard error of a median
 
 
 def standard_error(values: Float[Tensor, "windows ..."], design: Design) -> Float[Tensor, "*rest"]:
@@ -162,12 +237,10 @@ def median_error(
 
 DRAWS = 20_000
 """Bootstrap samples behind a p-value: of 300 heads the smallest has to be below 0.05/300 to be named."""
-MOST_WINDOWS = 256
-"""From which on Student's t is as good: what skewness does to it falls with √windows."""
+MOST_WINDOWS = 256  # from which on Student's t is as good: what skewness does to it falls with √windows
 ENOUGH = 50
 """Samples beyond a unit's own score after which its p-value is known well enough (Besag & Clifford 1991)."""
-PIECE = 500
-"""Samples computed at once."""
+PIECE = 500  # samples computed at once
 
 
 def p_values(
@@ -206,15 +279,11 @@ def _tail(
     scores: Float[Tensor, " units"], met: Float[Tensor, " units"], drawn: Float[Tensor, " units"], freedom: int
 ) -> Float[Tensor, " units"]:
     """P(|t| ≥ score/c), c ≥ 1 such that it is ENOUGH/drawn at the score `met`, the ENOUGHth largest of the samples."""
-    from scipy import stats
-
     reach = torch.from_numpy(stats.t.isf(ENOUGH / (2 * drawn.clamp(min=ENOUGH).numpy()), freedom))
     return _students(scores / (met / reach).clamp(min=1), freedom)
 
 
 def _students(scores: Float[Tensor, " units"], freedom: int) -> Float[Tensor, " units"]:
-    from scipy import stats
-
     return torch.from_numpy(2 * stats.t.sf(scores.numpy(), freedom)) if freedom > 0 else scores * torch.nan
 
 
@@ -223,8 +292,6 @@ def adjusted(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
     NaN stays NaN and doesn't count in n.
     """
-    from scipy import stats
-
     found = torch.full_like(p_values, torch.nan, dtype=torch.float64)
     present = ~p_values.isnan()
     if bool(present.any()):

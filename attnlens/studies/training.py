@@ -1,11 +1,11 @@
-"""Trains one model of the study: AdamW, warm-up and cosine, resumable, and ended where it diverges."""
+"""Trains one model of the study: AdamW, warm-up and cosine, resumed from its last state, ended where it diverges."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,7 @@ from torch import nn
 from attnlens.attention.primal_heads import PrimalHeads, regulariser
 from attnlens.errors import UsageError
 from attnlens.runs.work import Store
-from attnlens.studies.scales import Scale
-from attnlens.studies.states import RunState, restored, save_state
+from attnlens.studies.tables import Scale
 from attnlens.studies.tasks import NOTHING, cross_entropy, mean_loss
 
 if TYPE_CHECKING:
@@ -24,40 +23,90 @@ if TYPE_CHECKING:
 
     from attnlens.studies.tasks import Examples, StudyTask
 
-DECAY, CLIPPED = 0.01, 1.0
-"""AdamW's weight decay, and the norm that gradients are clipped to."""
-LAST = 0.05
-"""Share of the learning rate that the cosine ends at."""
+
+STATE = "state"  # the name of the state among the parts of a training run
+
+
+@dataclass(frozen=True)
+class RunState:
+    """How far a run is."""
+
+    step: int
+    curve: list[tuple[int, float]]  # (step, validation loss)
+    best: dict[str, Tensor] = field(repr=False)  # the weights of the least validation loss so far
+    watched: list[dict[str, float]]  # what was read of the model at each step of the curve
+    seconds: float = 0.0  # in training so far
+    tokens: int = 0  # that it was trained on so far
+    problem: str = ""  # why it did not converge; empty where it did, or is not over
+
+    @classmethod
+    def begun(cls, model: nn.Module, loss: float, read: dict[str, float]) -> RunState:
+        """The state before the first step."""
+        return cls(0, [(0, loss)], _copied(model), [read])
+
+    def looked(self, model: nn.Module, loss: float, read: dict[str, float], seconds: float) -> RunState:
+        """The state after a look at the validation loss."""
+        least = min((known for _, known in self.curve[1:]), default=math.inf)
+        best = _copied(model) if loss < least else self.best
+        curve, watched = [*self.curve, (self.step, loss)], [*self.watched, read]
+        return replace(self, curve=curve, best=best, watched=watched, seconds=seconds)
+
+
+def _copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+
+
+def save_state(store: Store, state: RunState, model: nn.Module, optimiser: Any) -> None:
+    """Keep everything that the rest of the run depends on."""
+    value = {
+        "facts": {name: getattr(state, name) for name in ("step", "curve", "watched", "seconds", "tokens")},
+        "random": torch.get_rng_state(),
+        "random of the GPU": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "model": _copied(model),
+        "best": state.best,
+        "moments": optimiser.state_dict()["state"],
+    }
+    store.keep(STATE, value)
+
+
+def restored(store: Store, model: nn.Module, optimiser: Any) -> RunState | None:
+    """Put the kept state in its place, and return how far it is; None if there is none."""
+    value = store.load(STATE)
+    if value is None:
+        return None
+    model.load_state_dict(value["model"])
+    optimiser.load_state_dict({**optimiser.state_dict(), "state": value["moments"]})
+    torch.set_rng_state(value["random"])
+    if value["random of the GPU"] is not None:
+        torch.cuda.set_rng_state(value["random of the GPU"])
+    facts = value["facts"]
+    curve = [(step, loss) for step, loss in facts["curve"]]
+    return RunState(facts["step"], curve, value["best"], facts["watched"], facts["seconds"], facts["tokens"])
+
+
+DECAY, CLIPPED = 0.01, 1.0  # AdamW's weight decay, and the norm that gradients are clipped to
+LAST = 0.05  # share of the learning rate that the cosine ends at
 
 
 @dataclass(frozen=True)
 class Run:
     """One training run: what determines it, beside the model and the task."""
 
-    rate: float
-    """The largest learning rate."""
+    rate: float  # the largest learning rate
     steps: int
-    """How many."""
-    seed: int
-    """Of the weights, the order of the data, and dropout."""
-    eta: float = 0.0
-    """Weight of the primal layers' regulariser."""
+    seed: int  # of the weights, the order of the data, and dropout
+    eta: float = 0.0  # weight of the primal layers' regulariser
 
 
 @dataclass(frozen=True)
 class TrainedRun:
     """What came of a run."""
 
-    curve: tuple[tuple[int, float], ...]
-    """(step, validation loss in nats), the first before any step."""
-    watched: tuple[dict[str, float], ...]
-    """What was read of the model at each of these steps."""
-    problem: str
-    """Why it did not converge; empty where it did."""
-    seconds: float
-    """In training steps alone."""
-    tokens: int
-    """Predicted or read in training."""
+    curve: tuple[tuple[int, float], ...]  # (step, validation loss in nats), the first before any step
+    watched: tuple[dict[str, float], ...]  # what was read of the model at each of these steps
+    problem: str  # why it did not converge; empty where it did
+    seconds: float  # in training steps alone
+    tokens: int  # predicted or read in training
 
     @property
     def loss(self) -> float:
@@ -153,7 +202,11 @@ def step_of(accelerator: Any, model: nn.Module, optimiser: Any, batch: Examples,
     moved = batch.to(accelerator.device)
     with accelerator.autocast():
         loss = loss_of(model, moved)
-        whole = loss + run.eta * regulariser(model) if run.eta and _is_primal(model) else loss
+        whole = (
+            loss + run.eta * regulariser(model)
+            if run.eta and any(isinstance(part, PrimalHeads) for part in model.modules())
+            else loss
+        )
     accelerator.backward(whole)
     accelerator.clip_grad_norm_(model.parameters(), CLIPPED)
     optimiser.step()
@@ -181,7 +234,3 @@ def count_of(batch: Examples) -> int:
     if batch.targets.dim() > 1:
         return int((batch.targets != NOTHING).sum())
     return int(batch.kept.sum()) if batch.kept is not None else batch.inputs.shape[0] * batch.inputs.shape[1]
-
-
-def _is_primal(model: nn.Module) -> bool:
-    return any(isinstance(part, PrimalHeads) for part in model.modules())

@@ -1,5 +1,3 @@
 """Finds attention that a model computes by hand: from each softmax back to its queries, keys and values."""
 
 from attnlens.tracer.mode import Refused, hooked, tracing
-
-__all__ = ["Refused", "hooked", "tracing"]

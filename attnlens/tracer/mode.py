@@ -18,26 +18,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from attnlens.attention import attend
-from attnlens.attention.masks import split_mask
+from attnlens.attention.rows import split_mask
 from attnlens.errors import ModelError, UnreadableError
 from attnlens.kernels import OWN
 from attnlens.records import Call
 from attnlens.tracer.scores import Provenance, Standins, TracedScores, begun, operands, product, tensors, weighted_sum
 
-TOLERANCE = 1e-4
-"""Largest relative difference between what was predicted and what the model's own steps give."""
+TOLERANCE = 1e-4  # largest relative difference between what was predicted and what the model's own steps give
 
 
 @dataclass(eq=False)
 class TracedSoftmax:
     """A softmax over keys, and the products that reach it."""
 
-    logits: Tensor
-    """Its argument."""
-    carried: Mapping[TracedScores, Standins]
-    """The products in it."""
-    used: bool = False
-    """Whether its weights have summed up values."""
+    logits: Tensor  # its argument
+    carried: Mapping[TracedScores, Standins]  # the products in it
+    used: bool = False  # whether its weights have summed up values
 
     def scores(self) -> TracedScores:
         """The one product of queries and keys in it.
@@ -68,12 +64,9 @@ class Affine:
     The softmax does not see such a term.
     """
 
-    factor: Tensor
-    """(heads,): what multiplies the product."""
-    allowed: Tensor | None
-    """Which keys a query may see; None means all."""
-    bias: Tensor | None
-    """What is added; None where nothing is."""
+    factor: Tensor  # (heads,): what multiplies the product
+    allowed: Tensor | None  # which keys a query may see; None means all
+    bias: Tensor | None  # what is added; None where nothing is
 
 
 def affine(signs: Tensor, zero: Tensor, scores: Tensor) -> Affine:
@@ -137,11 +130,8 @@ class Lead:
     """The leading axes of queries, keys and scores; heads are one of them, or the inner part of the only one."""
 
     shape: tuple[int, ...]
-    """Their sizes."""
-    axis: int
-    """The axis of the heads, where the only one counts as (sequences, heads)."""
+    axis: int  # the axis of the heads, where the only one counts as (sequences, heads)
     heads: int
-    """How many heads there are."""
 
     @property
     def _whole(self) -> tuple[int, ...]:
@@ -356,7 +346,7 @@ class _Tracer(TorchFunctionMode):
         if function is F.multi_head_attention_forward:
             with self:  # its steps are traced as those of any other module
                 return _plain_multi_head(*args, **kwargs)
-        if not self._looked_at():
+        if self.modules is not None and not any(module in self.modules for module, _ in self.running):
             return self.known.call(function, args, kwargs)
         if function is F.scaled_dot_product_attention:
             return self._fused(args, kwargs)
@@ -369,9 +359,6 @@ class _Tracer(TorchFunctionMode):
         if weighing is not None:
             return self._sum(function, args, kwargs, weighing)
         return self._product(function, args, kwargs, pair)
-
-    def _looked_at(self) -> bool:
-        return self.modules is None or any(module in self.modules for module, _ in self.running)
 
     def _product(self, function: Any, args: Any, kwargs: Any, pair: tuple[Tensor, Tensor]) -> Tensor:
         """A product, which is the beginning of scores unless one side is a weight of the model."""
@@ -432,7 +419,10 @@ class _Tracer(TorchFunctionMode):
         def read(module: nn.Module, tokens: Tokens) -> tuple[Call, Lead]:
             call, lead = fused_call(given, tokens, module)
             if self.shown is not None:
-                self.shown(module, _fused_weights(lead, given))
+                # its output for the identity matrix as values
+                key = given["key"]
+                unit = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
+                self.shown(module, lead.split(F.scaled_dot_product_attention(**{**given, "value": unit})))
             return call, lead
 
         own = partial(F.scaled_dot_product_attention, **given)
@@ -484,13 +474,6 @@ class _Tracer(TorchFunctionMode):
         return result
 
 
-def _fused_weights(lead: Lead, given: dict[str, Any]) -> Tensor:
-    """The attention weights of torch's own function: its output for the identity matrix as values."""
-    key = given["key"]
-    unit = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
-    return lead.split(F.scaled_dot_product_attention(**{**given, "value": unit}))
-
-
 def _same(output: Tensor) -> Tensor:
     return output
 
@@ -515,11 +498,12 @@ def _content(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """The tensors in a module's arguments that carry what it is about: not its masks, nor positions."""
     names = list(inspect.signature(module.forward).parameters)
     given = dict(zip(names, args, strict=False)) | kwargs
-    return [tensor for name, value in given.items() if not _aside(name) for tensor in tensors(value)]
-
-
-def _aside(name: str) -> bool:
-    return "mask" in name or "position" in name
+    return [
+        tensor
+        for name, value in given.items()
+        if not ("mask" in name or "position" in name)
+        for tensor in tensors(value)
+    ]
 
 
 _plain_multi_head = types.FunctionType(

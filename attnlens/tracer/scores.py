@@ -196,12 +196,9 @@ class TracedScores:
 class Standins:
     """What a tensor would be if the product were another one."""
 
-    zero: Tensor
-    """If the product were 0: what is added to it."""
-    signs: Tensor
-    """If the product were `TracedScores.signs`."""
-    moved: Tensor | None
-    """If the product were that of `TracedScores.moved`."""
+    zero: Tensor  # if the product were 0: what is added to it
+    signs: Tensor  # if the product were `TracedScores.signs`.
+    moved: Tensor | None  # if the product were that of `TracedScores.moved`.
 
     def map(self, change: Callable[[str], Any]) -> list[Any]:
         """`change` of each stand-in's name, None for one that there is not."""
@@ -286,7 +283,9 @@ class Provenance:
         target = args[0] if function is Tensor.__setitem__ else result
         for scores, standins in steps.items():
             self._keep(scores, standins, target)
-        dependent = any(tensor in self.inputs for tensor in given) and not _shape_alone(function)
+        name = getattr(function, "__name__", "")
+        shape_alone = name.endswith("_like") or name.startswith("new_")  # `zeros_like`, `new_ones`
+        dependent = any(tensor in self.inputs for tensor in given) and not shape_alone
         weighing = next((self.weights[tensor] for tensor in given if tensor in self.weights), None)
         for tensor in tensors(target):
             if dependent and tensor.dtype != torch.bool:
@@ -354,9 +353,3 @@ def _in_place(function: Any) -> bool:
     """Whether a function of torch changes its first argument: `add_`, `__iadd__`, `__setitem__`."""
     name = getattr(function, "__name__", "")
     return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-
-
-def _shape_alone(function: Any) -> bool:
-    """Whether a function looks at nothing but its argument's shape: `zeros_like`, `new_ones`."""
-    name = getattr(function, "__name__", "")
-    return name.endswith("_like") or name.startswith("new_")

@@ -1,6 +1,5 @@
 """W_Q and W_K of each head, whatever the layout."""
 
 from attnlens.weights.probe import nothing_to_read, used_weights
-from attnlens.weights.query_key_maps import factors, rebuilt
-from attnlens.weights.rope import Turns, frequencies, rotations
+from attnlens.weights.query_key_maps import Turns, factors, frequencies, rebuilt, rotations
 from attnlens.weights.rows import Factors, Traits

@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 class Mixture:
     """Tokens that are linear combinations of a few."""
 
-    few: Float[Tensor, "few d_model"]
-    """These."""
-    shares: Float[Tensor, "*tokens few"]
-    """How much of each is in every token."""
+    few: Float[Tensor, "few d_model"]  # these
+    shares: Float[Tensor, "*tokens few"]  # how much of each is in every token
 
     @cached_property
     def tokens(self) -> Float[Tensor, "*tokens d_model"]:
@@ -282,10 +280,8 @@ def used_weights(model: PreTrainedModel, reached: Reached, layout: tuple[int, ..
     return [name for name, slope in zip(floating, slopes, strict=bool(outputs)) if slope is not None] + list(buffers)
 
 
-ALIKE = 4
-"""Seed of the tokens that are the same at every position."""
-MIXED = 16
-"""Of how many random tokens those at all positions are mixtures."""
+ALIKE = 4  # seed of the tokens that are the same at every position
+MIXED = 16  # of how many random tokens those at all positions are mixtures
 ODD = 7
 """How many sequences are tried at first: a power of two may fit by accident what was made for another number."""
 

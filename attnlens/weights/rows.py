@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 class LatentMap:
     """W_h = D U_h, as latent attention makes its keys."""
 
-    up: Float[Tensor, "heads rank head_dim"]
-    """U_h; NaN in the coordinates that are made in another way."""
-    down: Float[Tensor, "d_model rank"]
-    """D, one for all heads."""
+    up: Float[Tensor, "heads rank head_dim"]  # U_h; NaN in the coordinates that are made in another way
+    down: Float[Tensor, "d_model rank"]  # D, one for all heads
 
 
 @dataclass(frozen=True)
@@ -53,14 +51,10 @@ class Maps:
 class Traits:
     """What a reader must know of a site's weights, without the weights."""
 
-    rotary: bool
-    """Whether queries and keys are turned with their position."""
-    qk_norm: bool
-    """Whether they are normalised per token."""
-    latent: bool
-    """Whether one part of the keys is normalised and the other is not."""
-    biased: bool
-    """Whether a bias is added to queries or keys, which the form leaves out."""
+    rotary: bool  # whether queries and keys are turned with their position
+    qk_norm: bool  # whether they are normalised per token
+    latent: bool  # whether one part of the keys is normalised and the other is not
+    biased: bool  # whether a bias is added to queries or keys, which the form leaves out
 
 
 @dataclass(frozen=True)
@@ -199,19 +193,15 @@ DRAWS = 8
 """Random inputs: what is no multiple of a row passes for one at all of them with probability about SAME ** DRAWS."""
 SAME = 1e-10
 """Largest relative difference between a coordinate and the row that it is said to be, both in float64."""
-ONE = 1e-13
-"""Relative rounding of a coordinate's factor: one so close to 1 is 1."""
-AT_ONCE = 512
-"""Coordinates that are compared with all rows, or multiplied out, at once."""
+ONE = 1e-13  # relative rounding of a coordinate's factor: one so close to 1 is 1
+AT_ONCE = 512  # coordinates that are compared with all rows, or multiplied out, at once
 
 
 class Given(NamedTuple):
     """What a matrix may be multiplied by: the inputs x, or what lies between two linear layers, z = x Dᵀ."""
 
-    seen: Float[Tensor, "draws rank"]
-    """Its values at the random inputs."""
-    down: Float[Tensor, "rank d_model"] | None = None
-    """D; None: x itself."""
+    seen: Float[Tensor, "draws rank"]  # its values at the random inputs
+    down: Float[Tensor, "rank d_model"] | None = None  # D; None: x itself
 
 
 class FoundColumns(NamedTuple):

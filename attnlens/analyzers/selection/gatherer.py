@@ -1,39 +1,103 @@
-"""Keeps the sequences that a head reads, poses its selection problem in every space, and solves it with its nulls."""
+"""Keeps the sequences that a head reads, poses and solves its selection problem and nulls, and reads the measures."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from attnlens import records
-from attnlens.analyzers.selection.measures import (
-    DECIDED,
-    MEASURES,
-    MOST_QUERIES,
-    OF_SPACE,
-    POSED,
-    SPACES,
-    qualified,
-)
-from attnlens.analyzers.selection.readings import BySpace, SelectionReading, measured, reading_of
+from attnlens.analyzers.selection import DECIDED, MEASURES, MOST_QUERIES, OF_SPACE, POSED, SPACES, qualified
 from attnlens.choices import Space
+from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
 from attnlens.registry import Answer, GatheringPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch
     from jaxtyping import Float, Int
     from torch import Tensor
 
+    from attnlens import linalg
     from attnlens.attsvm.head import Chosen, FactoredForm, Nearness, Scene, Softmax
+else:
+    linalg = LazyModule("attnlens.linalg")
+    torch = LazyModule("torch")
+
+
+@dataclass(frozen=True)
+class SelectionReading:
+    """What one problem read, without its tensors."""
+
+    values: dict[str, float]
+    """By measure, without what says in which space."""
+    reason: str | None
+    """Why there are no more of them."""
+    margins: list[float] = field(default_factory=list)
+    """Least margin of each query over the best possible, ascending."""
+    best: float = 0.0
+    """1/‖W_mm‖."""
+    picks: list[records.Pick] = field(default_factory=list)
+    """What was posed, where that is to be shown."""
+
+
+BySpace = dict[Space, SelectionReading]  # what the problems of one form read, space by space
+
+
+def reading_of(chosen: Chosen, found: Nearness | str, numbers: Sequence[int] | None) -> SelectionReading:
+    """A solved problem without its tensors; with its picks where the sequences' `numbers` are given."""
+    posed = {"queries": float(len(chosen.sets))}
+    if chosen.sets:
+        posed["least_decided"] = float(chosen.log_odds.min().sigmoid())
+    if isinstance(found, str):
+        return SelectionReading(posed, found)
+    values = {
+        "margin": float(found.margins.min()),
+        "efficiency": float(found.shares.min()),
+        "efficiency_q05": float(found.shares.quantile(0.05)),
+        "svm_cosine": found.svm_cosine,
+        "support": float(found.solution.support.double().mean()),
+    }
+    picks = [] if numbers is None else _picks(found, numbers)
+    return SelectionReading(posed | values, None, found.shares.sort().values.tolist(), found.best, picks)
+
+
+def measured(what: str, own: SelectionReading, draws: Sequence[SelectionReading] = ()) -> records.Measure:
+    """A problem's reading with the null that its draws make, where there are any."""
+    if what not in own.values:
+        return records.Measure(value=None, reason=own.reason)
+    return records.Measure(value=own.values[what], n=round(own.values["queries"]), null=_null(what, draws))
+
+
+def _null(what: str, draws: Sequence[SelectionReading]) -> records.Null | None:
+    """Mean and sd over the draws that have the measure; None for fewer than two."""
+    values = torch.tensor([draw.values[what] for draw in draws if what in draw.values], dtype=torch.float64)
+    return records.Null(mean=float(values.mean()), sd=float(values.std())) if len(values) > 1 else None
+
+
+def _picks(found: Nearness, numbers: Sequence[int]) -> list[records.Pick]:
+    """Every posed query, with the places of what it selects and of its support."""
+    problem, solution = found.posed.problem, found.solution
+    carrying = solution.support & ~problem.equal
+    return [
+        records.Pick(
+            sequence=numbers[number],
+            query=position,
+            selected=chosen.nonzero().flatten().tolist(),
+            support=sorted(found.posed.token_of[carrying & (problem.query_of == row)].tolist()),
+            weight=float(found.chosen.log_odds[row].sigmoid()),
+            margin=float(found.shares[row]),
+        )
+        for row, (number, position, chosen) in enumerate(found.chosen.rows)
+    ]
+
 
 MOST_TOKENS = 4096
 """Tokens of text that a problem may draw its queries from: 32 windows of 128; the first sequences fed are taken."""
-NULL_DRAWS = 8
-"""Random heads behind each head's null."""
+NULL_DRAWS = 8  # random heads behind each head's null
 BIASED = "a position bias is added to the scores, so that the selection is not the form's alone"
 
 
@@ -101,10 +165,11 @@ class Selector:
 
     def solve(self) -> dict[int, Answer]:
         """Pose and solve every head's problem and its nulls', a worker each."""
-        from attnlens import linalg
-
         if self.biased:
-            return {head: self._unposed(head) for head in sorted(self.shares)}
+            nothing = records.Measure(value=None, reason=BIASED)
+            names = [info.name for info in MEASURES if not info.curve and info is not DECIDED]
+            windows = {head: {DECIDED.name: self.shares[head]} for head in sorted(self.shares)}
+            return {head: Answer(dict.fromkeys(names, nothing), decided) for head, decided in windows.items()}
         heads = [head for head in sorted(self.shares) if any(head in kept.place_of for kept in self.kept)]
         tasks = [(head, draw) for head in heads for draw in (None, *range(NULL_DRAWS))]
         found = linalg.in_pool(self._readings, tasks)
@@ -126,8 +191,6 @@ class Selector:
 
     def _read(self, query_key: QueryKey, sequence: int) -> Kept:
         """The sequence with what its heads need of it."""
-        import torch
-
         from attnlens.attsvm.head import first_copies
 
         queries, keys = query_key.query.shape[-2], query_key.key.shape[-2]
@@ -193,28 +256,19 @@ class Selector:
     def _answer(self, head: int, own: BySpace, draws: Sequence[BySpace]) -> Answer:
         first = own[self.spaces[0]]
         measures = {info.name: measured(info.name.partition(".")[2], first) for info in POSED}
+        kinds = [info.name for info in OF_SPACE if not info.curve]
+        # why the head has no such space
+        nothing = records.Measure(value=None, reason=self.place.form if isinstance(self.place.form, str) else None)
         for space in SPACES:
-            measures |= self._of_space(space, own, draws)
+            nulls = [draw[space] for draw in draws if space in own]
+            for kind in kinds:
+                measures[qualified(kind, space)] = measured(kind, own[space], nulls) if space in own else nothing
         return Answer(
             measures=measures,
             windows={DECIDED.name: self.shares[head]},
             curves={qualified("margins", space): found.margins for space, found in own.items() if found.margins},
             shown=self._selection(head, first, draws) if first.picks else None,
         )
-
-    def _of_space(self, space: Space, own: BySpace, draws: Sequence[BySpace]) -> dict[str, records.Measure]:
-        """What the problem of one space reads beside its null; where the head has no such space, why not."""
-        kinds = [info.name for info in OF_SPACE if not info.curve]
-        if space not in own:
-            nothing = records.Measure(value=None, reason=str(self.place.form))
-            return {qualified(what, space): nothing for what in kinds}
-        return {qualified(what, space): measured(what, own[space], [draw[space] for draw in draws]) for what in kinds}
-
-    def _unposed(self, head: int) -> Answer:
-        """What stands where a position bias forbids the problem."""
-        nothing = records.Measure(value=None, reason=BIASED)
-        names = [info.name for info in MEASURES if not info.curve and info is not DECIDED]
-        return Answer(dict.fromkeys(names, nothing), {DECIDED.name: self.shares[head]})
 
     def _selection(self, head: int, own: SelectionReading, draws: Sequence[BySpace]) -> records.Selection:
         site, space = self.place.site, self.spaces[0]
@@ -233,16 +287,12 @@ class Selector:
 
 def _small(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """In main memory and at most float32, which is what models compute in; float64 stays."""
-    import torch
-
     tensor = tensor.detach().cpu()
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _decided(query_key: QueryKey, copies: Int[Tensor, "queries keys"], sink: float | None) -> float:
     """The share of a sequence's queries with p_max ≥ ½ in one head's own attention."""
-    import torch
-
     from attnlens.attsvm.head import Softmax, log_odds, share_decided
 
     logits, visible = query_key.logits[0, 0].cpu(), copies > 0
@@ -252,8 +302,6 @@ def _decided(query_key: QueryKey, copies: Int[Tensor, "queries keys"], sink: flo
 
 def _unit(size: int, scale: float) -> FactoredForm:
     """s·I between keys and queries."""
-    import torch
-
     from attnlens.attsvm.head import FactoredForm
 
     unit = torch.eye(size, dtype=torch.float64)

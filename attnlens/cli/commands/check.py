@@ -247,9 +247,7 @@ def _deliver(outputs: Outputs, report: Report, given: Mapping[str, Any]) -> None
     """Write the data, show the table, annotate; what fails is raised when the rest is done."""
     failures = Failures()
     written: list[str] = []
-    from attnlens.render.ci import junit
-    from attnlens.render.csv_text import spreadsheet
-    from attnlens.render.markdown import markdown
+    from attnlens.render.markdown import junit, markdown, spreadsheet
     from attnlens.sections import checked
 
     writers: dict[str, Callable[[Report], str]] = {
@@ -271,7 +269,7 @@ def _deliver(outputs: Outputs, report: Report, given: Mapping[str, Any]) -> None
 
 def _annotate(report: Report, *, stderr: bool) -> None:
     """Print workflow commands, and add the verdict to the step's summary where there is one."""
-    from attnlens.render.ci import step_summary, workflow_commands
+    from attnlens.render.markdown import step_summary, workflow_commands
 
     with product():
         for line in workflow_commands(report):

@@ -24,7 +24,7 @@ from attnlens.experiments.settings import (
     curve,
     uses,
 )
-from attnlens.experiments.synthetic.data import chunks, draw, grid, starts
+from attnlens.experiments.synthetic.tokens import chunks, draw, grid, starts
 from attnlens.records.studies import Curve, Experiment
 
 if TYPE_CHECKING:
@@ -41,14 +41,9 @@ FLOOR = 2.2e-16
 """What the published code adds to ‖∇‖: training stops where it vanishes. Without it, it goes on along what is left: the
 inputs whose ReLUs are not all off, which then decide alone, and 1 − correlation ends at 0.08 where d = 4."""
 DISTANCES = {
-    "svm_equivalent_d4": 0.034,
-    "svm_equivalent_d6": 0.017,
-    "svm_equivalent_d8": 0.011,
-    "svm_equivalent_d10": 0.0056,
-    "W_mm_d4": 0.07,
-    "W_mm_d6": 0.043,
-    "W_mm_d8": 0.015,
-    "W_mm_d10": 0.0087,
+    f"{name}_d{d}": distance
+    for name, found in (("svm_equivalent", (0.034, 0.017, 0.011, 0.0056)), ("W_mm", (0.07, 0.043, 0.015, 0.0087)))
+    for d, distance in zip((4, 6, 8, 10), found, strict=True)
 }
 READING = 0.3
 """How far a figure read off a logarithmic axis may be off, of itself, beside three standard errors of ours."""
@@ -154,23 +149,17 @@ MULTI_QUICK = replace(MULTI_FULL, trials=150, d=(4, 6))
 MULTI_TOKEN = Study(multi_token, MULTI_FULL, MULTI_QUICK, uses("multi-token"))
 
 
-TRIES = 200
-"""Random corpora drawn for one that poses a problem, before the sizes are refused."""
-SAME = 1e-9
-"""Tokens nearer than this off the cyclic subspace are of one component; others are ≥ 1/√d apart."""
+TRIES = 200  # random corpora drawn for one that poses a problem, before the sizes are refused
+SAME = 1e-9  # tokens nearer than this off the cyclic subspace are of one component; others are ≥ 1/√d apart
 
 
 class Corpus(NamedTuple):
     """Sequences as features φ_t = vec(x_t zᵀ), each split into its part off and in the cyclic subspace."""
 
-    features: Float[Tensor, "n T twice"]
-    """[off, in]."""
-    reads: Float[Tensor, "n T"]
-    """c_yᵀ x_t: 1 at the label's copies, 0 elsewhere."""
-    component: Bool[Tensor, "n T"]
-    """Whether a token is in the label's strongly connected component."""
-    W: Float[Tensor, " square"]
-    """The graph's SVM."""
+    features: Float[Tensor, "n T twice"]  # [off, in]
+    reads: Float[Tensor, "n T"]  # c_yᵀ x_t: 1 at the label's copies, 0 elsewhere
+    component: Bool[Tensor, "n T"]  # whether a token is in the label's strongly connected component
+    W: Float[Tensor, " square"]  # the graph's SVM
 
 
 TO_SVM: Published = {"published": 1.0, "tolerance": 1e-3}

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from attnlens import hooks
 from attnlens.attention import attend, weights
-from attnlens.attention.masks import positions
 from attnlens.attention.primal_scores import features
+from attnlens.attention.rows import positions
 from attnlens.hooks.survey import unpadded
 from attnlens.kernels import Kernel
 from attnlens.kernels.lowrank import MapsFit

@@ -206,7 +206,7 @@ def _unless_empty(numbers: Numbers) -> Numbers:
 
 def _curve(shapes: Shapes, name: str) -> ExploredCurve:
     from attnlens import plots
-    from attnlens.plots.captions import bands, first_step
+    from attnlens.plots.style import bands, first_step
 
     info, found = shapes.info(name), shapes.curves[name]
     length = max(len(curve) for _, curve in found)

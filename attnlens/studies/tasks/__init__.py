@@ -1,7 +1,16 @@
 """What the study's small models are trained and judged on: batches of examples, and scores."""
 
 from attnlens.studies.tasks.classification import Labelled, labelled, series
-from attnlens.studies.tasks.language import NextTokens, iwslt, language, wikitext
+from attnlens.studies.tasks.language import (
+    NextTokens,
+    Reversal,
+    SentencePairs,
+    bag_bound,
+    iwslt,
+    language,
+    translation,
+    wikitext,
+)
 from attnlens.studies.tasks.scores import (
     StudyTask,
     TranslationTask,
@@ -12,29 +21,3 @@ from attnlens.studies.tasks.scores import (
     score,
 )
 from attnlens.studies.tasks.task import NOTHING, Examples, Split, TaskForm
-from attnlens.studies.tasks.translation import Reversal, SentencePairs, bag_bound, translation
-
-__all__ = [
-    "NOTHING",
-    "Examples",
-    "Labelled",
-    "NextTokens",
-    "Reversal",
-    "SentencePairs",
-    "Split",
-    "StudyTask",
-    "TaskForm",
-    "TranslationTask",
-    "bag_bound",
-    "beam_search",
-    "bleu_and_chrf",
-    "cross_entropy",
-    "iwslt",
-    "labelled",
-    "language",
-    "mean_loss",
-    "score",
-    "series",
-    "translation",
-    "wikitext",
-]

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from attnlens.errors import TextError
-from attnlens.studies.tasks.files import REMEDY, Recording, read_rows, read_series
 from attnlens.studies.tasks.task import (
     PARTS,
+    REMEDY,
     BytePairs,
     Examples,
+    Recording,
     Split,
     blocks,
     byte_pairs,
@@ -22,6 +23,8 @@ from attnlens.studies.tasks.task import (
     in_order,
     numbers,
     padded,
+    read_rows,
+    read_series,
 )
 
 if TYPE_CHECKING:
@@ -33,10 +36,8 @@ if TYPE_CHECKING:
 class Cases:
     """The sequences of one part and their classes."""
 
-    rows: Sequence[Tensor]
-    """Ids (tokens,), int64, or a series (steps, channels), float32."""
+    rows: Sequence[Tensor]  # ids (tokens,), int64, or a series (steps, channels), float32
     labels: Int[Tensor, " cases"]
-    """Class numbers."""
 
     def batch(self, chosen: Sequence[int]) -> Examples:
         """Those of some numbers, padded with zeros."""
@@ -89,10 +90,8 @@ class Labelled:
         return in_order([len(row) for row in part.rows], size, part.batch)
 
 
-HEADER = ("text", "label")
-"""The columns of a first line that is no case."""
-SHARES = (0.1, 0.1)
-"""Shares of validation and test of each class."""
+HEADER = ("text", "label")  # the columns of a first line that is no case
+SHARES = (0.1, 0.1)  # shares of validation and test of each class
 TEXT_REMEDY = "Give lines of a text and its label, in UTF-8 with a tab between them."
 
 
@@ -151,8 +150,7 @@ def _parts(path: str, texts: list[tuple[str, str]], classes: list[str]) -> dict[
     return {part: sorted(chosen) for part, chosen in parts.items()}
 
 
-EVERY = 5
-"""Of each class of the training file every fifth case is validation."""
+EVERY = 5  # of each class of the training file every fifth case is validation
 
 
 def series(train: str | Path, test: str | Path) -> Labelled:

@@ -14,15 +14,14 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from attnlens.errors import UsageError
 from attnlens.studies.tasks.classification import Labelled
-from attnlens.studies.tasks.language import NextTokens
+from attnlens.studies.tasks.language import NextTokens, Reversal, SentencePairs
 from attnlens.studies.tasks.task import NOTHING, Examples, Split
-from attnlens.studies.tasks.translation import Reversal, SentencePairs
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
 
-    from attnlens.kernel_transformers.models import EncoderDecoder
+    from attnlens.kernel_transformers import EncoderDecoder
 
 TranslationTask: TypeAlias = SentencePairs | Reversal
 """A task of sentences for sentences: ids `begin` and `end` a sentence, `padding` fills up, `written` gives its text."""
@@ -32,8 +31,7 @@ StudyTask: TypeAlias = NextTokens | Labelled | TranslationTask
 `form` is what a model is to do, `metric` the name in `score`'s result by which models are compared; ids of inputs are
 below `vocabulary` (0: a series of `channels`), targets below `outputs`; no sequence is longer than `length`.
 """
-WIDTH = 4
-"""Beams, as in the papers' translation tables."""
+WIDTH = 4  # Beams, as in the papers' translation tables
 
 
 def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[str, float]:

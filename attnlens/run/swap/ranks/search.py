@@ -18,7 +18,7 @@ from attnlens.attention import Route
 from attnlens.choices import Intervals, Unit
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import Kernel
-from attnlens.linalg.truncations import nested
+from attnlens.linalg.spectra import nested
 from attnlens.models import Loaded
 from attnlens.records import FormTried, PlanStep, Rise, Site, Task, Text
 from attnlens.run.differences import Differences

@@ -1,4 +1,21 @@
-"""Transformers whose layers, all or the last, attend by Primal-Attention: PrimalFormer and Primal.+."""
+"""Trains with Primal-Attention: a torch module, its loss, and whole transformers that own it.
+
+>>> import torch
+>>> from transformers import BertConfig
+>>> from attnlens import primal
+>>> sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+>>> config = BertConfig(vocab_size=50, max_position_embeddings=16, architectures=["BertForMaskedLM"], **sizes)
+>>> model = primal.build(config, layers="last", scores=8)  # Primal.+: canonical attention but in the last layer
+>>> words = torch.arange(10)[None]
+>>> loss = model.train()(input_ids=words, labels=words).loss + 0.1 * primal.regulariser(model)
+>>> loss.backward()
+
+`PrimalAttention` is the layer alone, for models of your own:
+
+>>> layer = primal.PrimalAttention(d_model=32, heads=2, scores=8)
+>>> layer(torch.randn(1, 10, 32)).shape
+torch.Size([1, 10, 32])
+"""
 
 from __future__ import annotations
 
@@ -10,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from attnlens.attention import attend
-from attnlens.attention.primal_heads import PrimalHeads
+from attnlens.attention.primal_heads import PrimalAttention, PrimalHeads, regulariser
 from attnlens.attention.primal_scores import whole_reach
 from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.records import Call
@@ -19,6 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from attnlens.hooks import Reached
+
+__all__ = ["PrimalAttention", "PrimalHeads", "build", "regulariser"]
 
 NAME = "attnlens_primal"
 """Under which transformers knows the attention of the models built here."""
@@ -54,7 +73,11 @@ def build(
     from attnlens import hooks
 
     model = base if isinstance(base, nn.Module) else _made(base)
-    reached = _surveyed(model)
+    training = model.training
+    try:  # the sites of one pass over blank input
+        reached = hooks.survey(cast("PreTrainedModel", model.train(False)), _blank(model))
+    finally:
+        model.train(training)
     chosen = _chosen(reached, layers)
     for found in chosen:
         _check(found, samples)
@@ -68,12 +91,6 @@ def build(
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.use_cache = False
     hooks.install(model, NAME, _answer)
-    _record(model, reached)
-    return model
-
-
-def _record(model: PreTrainedModel, reached: list[Reached]) -> None:
-    """Note in the config, and so in a saved config.json, what the model is."""
     owned = {found.site.layer: getattr(found.module, "primal", None) for found in reached}
     model.config.attnlens_primal = [
         {"layer": layer, "scores": heads.log_multipliers.shape[-1], "samples": heads.samples}
@@ -81,6 +98,7 @@ def _record(model: PreTrainedModel, reached: list[Reached]) -> None:
         if isinstance(heads, PrimalHeads)
     ]
     model.config.attn_implementation = ONLY_BY
+    return model
 
 
 def _made(config: PreTrainedConfig) -> PreTrainedModel:
@@ -94,17 +112,6 @@ def _made(config: PreTrainedConfig) -> PreTrainedModel:
     if made is not None:
         return cast("PreTrainedModel", made(config))
     return cast("PreTrainedModel", transformers.AutoModel.from_config(config))  # type: ignore[no-untyped-call]
-
-
-def _surveyed(model: PreTrainedModel) -> list[Reached]:
-    """The sites of one pass over blank input; the model's mode is kept."""
-    from attnlens import hooks
-
-    training = model.training
-    try:
-        return hooks.survey(cast("PreTrainedModel", model.train(False)), _blank(model))
-    finally:
-        model.train(training)
 
 
 def _blank(model: PreTrainedModel) -> dict[str, Tensor]:
