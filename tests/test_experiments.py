@@ -14,7 +14,7 @@ from attnlens.experiments.synthetic.data import draw, grid, instances, starts
 from attnlens.experiments.synthetic.weights import corpus
 from attnlens.records.experiments import Experiment
 from attnlens.requests.training import checked_synthetic
-from attnlens.sentences.verdicts import setting, worded
+from attnlens.sentences.reports import setting, worded
 
 SMALL = {"trials": 3, "iterations": 30}
 

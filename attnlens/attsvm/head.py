@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnlens.attsvm.builders import posed
-from attnlens.attsvm.problem import Problem
+from attnlens.attsvm.problem import Problem, posed
 from attnlens.attsvm.solvers.frobenius import solve
 from attnlens.errors import UnposedError
 

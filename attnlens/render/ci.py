@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 
 from attnlens.records import Check, Report
 from attnlens.render.markdown import markdown
+from attnlens.sections import checked
 from attnlens.sections.checked import document, worst
-from attnlens.sentences import checked
 from attnlens.wording import clean
 
 MOST_HEADS = 100

@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from attnlens.render.pictures import embedded_picture
-from attnlens.sections.page.explorer import Explorer
+from attnlens.sections.explorer import Explorer
 from attnlens.sections.section import Column, Document, Picture, grouped
 from attnlens.wording import clean
 

@@ -4,25 +4,119 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from attnlens.records import Effect, Report, Swap
-from attnlens.sections.section import Section
-from attnlens.sections.swaps.outcomes import (
+from attnlens.records import Effect, Predictor, Report, Swap
+from attnlens.sections.section import Column, Section, Table
+from attnlens.sections.swap_tables import (
     BESIDE,
+    MARK,
     cosine_rows,
     kernel_rows,
     measured,
+    place,
     place_rows,
+    plan_rows,
+    site_rows,
     stage_rows,
+    sweep_rows,
+    sweeps_rows,
+    tested,
     text_rows,
 )
-from attnlens.sections.swaps.predictors import prediction_section
-from attnlens.sections.swaps.tables import MARK, place, plan_rows, site_rows, sweep_rows, sweeps_rows, tested
-from attnlens.sentences.findings import no_errors, population
-from attnlens.sentences.swaps import controls, effects
-from attnlens.sentences.swaps.controls import UNITS, effect_name
-from attnlens.sentences.swaps.healing import healing
-from attnlens.sentences.swaps.plans import explained, plan_lines
-from attnlens.wording import clean, counted, listed
+from attnlens.sentences import swaps as words
+from attnlens.sentences.plans import explained, healing, plan_lines
+from attnlens.sentences.reports import no_errors, population
+from attnlens.sentences.swaps import UNITS, effect_name, interval
+from attnlens.wording import NO_VALUE, clean, counted, listed, written
+
+NAMED = 8
+"""Heads, or measures, that a sentence names."""
+
+
+def found_sentence(swap: Swap) -> str:
+    """Which measure goes with the harm of a kernel, or that none does."""
+    prediction = swap.prediction
+    if prediction is None or not swap.predictors:
+        return f"{clean(swap.kernel)}: no measure can be set against the harm: none differs, or the harm has no value."
+    holding = [one for one in swap.predictors if one.holds]
+    first = max(holding or swap.predictors, key=lambda one: abs(one.rho))
+    looked = f"{counted(prediction.measures, 'measure')} over {counted(first.heads, 'head')}"
+    if holding:
+        others = f"; so do {len(holding) - 1} more" if len(holding) > 1 else ""
+        return f"{clean(swap.kernel)}: of {looked}, {strength(first)} goes with the harm{others}."
+    return f"{clean(swap.kernel)}: of {looked}, none holds over heads and layers; the strongest is {strength(first)}."
+
+
+def strength(one: Predictor) -> str:
+    """`tokens.entropy (ρ −0.84, over layers −0.92 to 0.08, p 0.0001)`."""
+    layers = "" if one.layers_ci95 is None else f", over layers {interval(one.layers_ci95, 2)}"
+    return f"{clean(one.measure)} (ρ {written(one.rho, 2)}{layers}, p {p_value(one.p_corrected)})"
+
+
+def prediction_help(swaps: Sequence[Swap]) -> str:
+    """How the table is to be read, and what it does not say."""
+    said = (
+        "ρ: Spearman's, over heads, of a measure of the original model on the same windows with Δ. 95 % intervals: "
+        "bootstrap of heads, of whole layers, and of windows (or texts). p: permutations of heads, corrected for all "
+        "measures (maxT). *: p < 0.05, and the interval over layers lies on one side of 0. A correlation is no cause"
+    )
+    found = [swap.prediction for swap in swaps if swap.prediction is not None]
+    ceilings = [written(one.ceiling, 2) for one in found if one.ceiling is not None]
+    if ceilings:
+        least = " and ".join(dict.fromkeys(ceilings))
+        said += f"; of a measure that told the harm but for the windows' noise, ρ ≈ {least} is expected (split halves)"
+    lost = sum(one.diverged for one in found)
+    return said + (f"; {counted(lost, 'diverged head')} left out." if lost else ".")
+
+
+def left_out_sentence(swaps: Sequence[Swap]) -> str:
+    """Measures that were not compared, by their reasons."""
+    first = swaps[0].prediction
+    why: dict[str, list[str]] = {}
+    for name, reason in (first.left_out if first is not None else {}).items():
+        why.setdefault(reason, []).append(name)
+    told = [f"{listed([clean(name) for name in names], NAMED)} ({clean(reason)})" for reason, names in why.items()]
+    return f"Not compared: {'; '.join(told)}." if told else ""
+
+
+def p_value(number: float | None) -> str:
+    """A p-value in two figures."""
+    return NO_VALUE if number is None else f"{number:.2g}"
+
+
+MOST_PREDICTORS, FEW_PREDICTORS = 8, 3
+"""Measures shown of one kernel, and of each of several."""
+
+
+def prediction_section(swaps: Sequence[Swap]) -> Section:
+    """What predicts the harm of each kernel; the strongest measures in a table."""
+    lines = [found_sentence(swap) for swap in swaps]
+    ranked = [(swap, sorted(swap.predictors, key=lambda one: -abs(one.rho))) for swap in swaps]
+    rows = [
+        (swap, one) for swap, found in ranked for one in found[: MOST_PREDICTORS if len(swaps) == 1 else FEW_PREDICTORS]
+    ]
+    notes = (prediction_help(swaps), left_out_sentence(swaps))
+    table = _predictor_table(rows, named=len(swaps) > 1) if rows else None
+    return Section("What predicts harm", lines=tuple(lines), table=table, notes=tuple(filter(None, notes)))
+
+
+def _predictor_table(rows: Sequence[tuple[Swap, Predictor]], *, named: bool) -> Table:
+    """A row a measure."""
+    found = [one for _, one in rows]
+    names = [Column("", "measure", tuple(clean(one.measure) for one in found), words=True)]
+    if named:
+        names.insert(0, Column("", "kernel", tuple(clean(swap.kernel) for swap, _ in rows), words=True))
+    columns = [
+        Column("", "ρ", tuple(written(one.rho, 2) for one in found)),
+        Column("", "over heads", tuple(interval(one.heads_ci95, 2) for one in found)),
+        Column("", "over layers", tuple(interval(one.layers_ci95, 2) for one in found)),
+        Column("", "over windows", tuple(interval(one.sequences_ci95, 2) for one in found)),
+        Column("", "p", tuple(p_value(one.p_corrected) for one in found)),
+        Column("", "holds", tuple("*" if one.holds else "" for one in found), words=True),
+    ]
+    if len({one.heads for one in found}) > 1:
+        columns.append(Column("", "heads", tuple(str(one.heads) for one in found)))
+    return Table(tuple(names), tuple(columns))
+
 
 MOST = 10
 """Most and least harmful units that are shown of one kernel."""
@@ -37,7 +131,7 @@ def swap_sections(report: Report, swap: Swap) -> Iterator[Section]:
     predicted = [swap for swap in swept if swap.prediction is not None]
     if predicted:
         yield prediction_section(predicted)
-    for title, lines in (("Notes", effects.notes(report.swaps)), ("No value", effects.without_value(report.swaps))):
+    for title, lines in (("Notes", words.notes(report.swaps)), ("No value", words.without_value(report.swaps))):
         if lines:
             yield Section(title, items=tuple(lines))
 
@@ -57,16 +151,16 @@ def site_sections(report: Report) -> Iterator[Section]:
 
 def _one(report: Report, swap: Swap) -> Iterator[Section]:
     unit = UNITS[swap.task]
-    yield Section(lines=_said(effects.kernel(swap), effects.reach(report), _calibration(report)))
+    yield Section(lines=_said(words.kernel(swap), words.reach(report), _calibration(report)))
     help_ = () if swap.diverged else (_reading_help(swap, report),)
-    lines = _said(effects.verdict(swap), effects.stages_sentence(swap), controls.beside(swap), controls.greedy(swap))
-    lines += _said(controls.beyond(swap), _texts(swap, report))
+    lines = _said(words.verdict(swap), words.stages_sentence(swap), words.beside(swap), words.greedy(swap))
+    lines += _said(words.beyond(swap), _texts(swap, report))
     yield Section("What it does", lines=lines, table=stage_rows(swap), notes=help_)
     yield from _by_text([swap])
     if report.plan is not None:
         plan = report.plan
         yield Section("Ranks", items=tuple(plan_lines(plan)), table=plan_rows(plan), notes=(explained(plan),))
-    more = (effects.proof([swap]), effects.cost(swap), effects.off_simplex(swap), effects.site_errors(swap))
+    more = (words.proof([swap]), words.cost(swap), words.off_simplex(swap), words.site_errors(swap))
     yield Section("Checks and cost", items=_said(*more))
     if swap.healing is not None:
         yield Section("Healing", items=tuple(healing(swap.healing, unit)))
@@ -74,22 +168,20 @@ def _one(report: Report, swap: Swap) -> Iterator[Section]:
 
 def _several(report: Report) -> Iterator[Section]:
     first = report.swaps[0]
-    yield Section(lines=_said(effects.reach(report), _calibration(report)))
-    lines = _said(effects.ranking(report.swaps) or effects.verdict(first), *map(controls.beside_size, report.swaps))
-    lines += _said(
-        *(f"{clean(swap.kernel)}: {controls.worst_text(swap)}" for swap in report.swaps if swap.loss_by_text)
-    )
+    yield Section(lines=_said(words.reach(report), _calibration(report)))
+    lines = _said(words.ranking(report.swaps) or words.verdict(first), *map(words.beside_size, report.swaps))
+    lines += _said(*(f"{clean(swap.kernel)}: {words.worst_text(swap)}" for swap in report.swaps if swap.loss_by_text))
     lines += _said(_texts(first, report) if not first.loss_by_text else "")
     table, notes = kernel_rows(report.swaps), (_reading_help(first, report),)
     yield Section("What they do", lines=lines, table=table, notes=notes)
     yield from _by_text(report.swaps)
-    yield Section("Kernels", items=tuple(map(effects.kernel, report.swaps)))
-    yield Section("Checks", items=(effects.proof(report.swaps),))
+    yield Section("Kernels", items=tuple(map(words.kernel, report.swaps)))
+    yield Section("Checks", items=(words.proof(report.swaps),))
 
 
 def _texts(swap: Swap, report: Report) -> str:
     """Which text costs most, or that there was one alone."""
-    return controls.worst_text(swap) or controls.one_text(swap, [text.name for text in report.settings.texts])
+    return words.worst_text(swap) or words.one_text(swap, [text.name for text in report.settings.texts])
 
 
 def _said(*sentences: str) -> tuple[str, ...]:
@@ -137,7 +229,7 @@ def _reading_help(swap: Swap, report: Report) -> str:
 def _beside_help(swaps: Sequence[Swap]) -> str:
     """What the rows of controls and the columns of places and generated tokens are."""
     rows = [row for swap in swaps for row in (swap, *swap.stages, *measured(swap))]
-    beside, beyond = controls.legend(swaps), controls.beyond_legend(rows)
+    beside, beyond = words.legend(swaps), words.beyond_legend(rows)
     told = f" {BESIDE}: {beside}" if beside else ""
     told += f" {beyond}" if beyond else ""
     if any(row.agreement for row in rows):
