@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -41,14 +40,6 @@ from attnlens.sentences.reports import outcome, told_of
 from attnlens.shapes import Shapes
 from attnlens.wording import clean, listed
 
-if TYPE_CHECKING:
-    from attnlens.plots.page import Panel
-
-
-def details(report: Report) -> Section:
-    """What a reader needs to repeat the run: tool, environment, settings, files with checksums, seconds, memory."""
-    return Section("Details", items=tuple(_facts(report)))
-
 
 def provenance(report: Report) -> Section:
     """What is needed to know a run again: versions, seed, text and files with checksums."""
@@ -76,6 +67,7 @@ def glossary(infos: Iterable[MeasureInfo]) -> Iterator[Section]:
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    """What a reader needs to repeat the run: tool, environment, settings, files with checksums, seconds, memory."""
     versions, settings = report.environment, report.settings
     yield "tool", f"{report.tool.name} {report.tool.version}"
     yield "python", f"{versions.python}, torch {versions.torch}, transformers {versions.transformers}"
@@ -98,7 +90,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
 
 
 MOST_CELLS = 16_000
-"""Heads times measures up to which a page has a table of them for readers without scripts."""
+"""Heads times measures up to which a page has a table of them beside the numbers that its script draws."""
 TOO_MANY = Section(
     "Every head", lines=("There are too many heads for a table without scripts: --csv writes them all.",), instead=True
 )
@@ -166,17 +158,9 @@ def _head_summary(shapes: Shapes, whole: bool) -> Iterator[Section]:
 def _head_page(shapes: Shapes) -> Iterator[Section]:
     yield from adapter_sections(shapes.report)
     if shapes.report.heads:
-        yield replace(head_table(shapes), instead=True) if _tabled(shapes) else TOO_MANY
+        few = len(shapes.report.heads) * len(shapes.readings) <= MOST_CELLS
+        yield replace(head_table(shapes), instead=True) if few else TOO_MANY
         yield from layer_tables(shapes)
-
-
-def _tabled(shapes: Shapes) -> bool:
-    """Whether a table of all heads is small enough to stand on a page beside the numbers that its script draws."""
-    return len(shapes.report.heads) * len(shapes.readings) <= MOST_CELLS
-
-
-def _head_rows(report: Report) -> list[Row]:
-    return [_head_row(head) for head in report.heads]
 
 
 def _head_row(head: Head) -> dict[str, Cell]:
@@ -192,7 +176,14 @@ def _head_row(head: Head) -> dict[str, Cell]:
 def _head_pictures(shapes: Shapes) -> list[Picture]:
     from attnlens import plots  # late here and below: it loads matplotlib
 
-    _refuse_undrawable(shapes)
+    if not shapes.readings and not shapes.curves:
+        raise UsageError("The report has no measures to draw.", "Make one with: attnlens inspect MODEL --json FILE.")
+    curves = {name: np.concatenate([curve for _, curve in found]) for name, found in shapes.curves.items()}
+    for name, values in ({name: reading.present for name, reading in shapes.readings.items()} | curves).items():
+        if np.any(np.abs(values) > FURTHEST):
+            raise UsageError(
+                f"{clean(name)} has values beyond {FURTHEST:g}, which no picture can show.", "Write them with --csv."
+            )
     shows = "maps of layers by heads, shares and curves"
     found = [Picture("overview", partial(plots.overview_figure, shapes), shows)]
     found += [Picture(name, partial(plots.map_figure, shapes, name)) for name in shapes.readings]
@@ -210,57 +201,24 @@ def _margins(shapes: Shapes) -> list[Picture]:
     ]
 
 
-def _lone_margins(shapes: Shapes) -> Picture | None:
-    return _margins(shapes)[0] if len(shapes.report.selections) == 1 else None
-
-
-def _refuse_undrawable(shapes: Shapes) -> None:
-    """Raise UsageError where there is nothing to draw, or numbers whose differences no axis can hold."""
-    if not shapes.readings and not shapes.curves:
-        raise UsageError("The report has no measures to draw.", "Make one with: attnlens inspect MODEL --json FILE.")
-    curves = {name: np.concatenate([curve for _, curve in found]) for name, found in shapes.curves.items()}
-    for name, values in ({name: reading.present for name, reading in shapes.readings.items()} | curves).items():
-        if np.any(np.abs(values) > FURTHEST):
-            raise UsageError(
-                f"{clean(name)} has values beyond {FURTHEST:g}, which no picture can show.", "Write them with --csv."
-            )
-
-
 def _head_measures(shapes: Shapes) -> list[str]:
     return [*shapes.readings, *shapes.curves]
 
 
-def _swap_summary(shapes: Shapes, _whole: bool) -> Iterator[Section]:
-    report = shapes.report
-    assert report.swap is not None  # noqa: S101
-    return swap_sections(report, report.swap)
+def _panelled(kind: str, shows: str) -> Callable[[Shapes], list[Picture]]:
+    """The pictures of a report whose `{kind}_overview` and `{kind}_panels` are in plots."""
 
+    def pictures(shapes: Shapes) -> list[Picture]:
+        from attnlens import plots
 
-def _swap_page(shapes: Shapes) -> Iterator[Section]:
-    yield from _swap_summary(shapes, True)
-    yield from site_sections(shapes.report)
+        report, overview = shapes.report, getattr(plots, f"{kind}_overview")
+        panels = getattr(plots, f"{kind}_panels")(report)
+        if not panels and kind == "experiment":
+            raise UsageError("The experiments have no curves to draw.", "Leave out --png and --html.")
+        drawn = (Picture(panel.stem, partial(plots.panel_figure, report, panel)) for panel in panels)
+        return [Picture("overview", partial(overview, report), shows), *drawn]
 
-
-def _swap_pictures(shapes: Shapes) -> list[Picture]:
-    from attnlens import plots
-
-    report = shapes.report
-    overview = Picture("overview", partial(plots.swap_overview, report), "what the kernel does")
-    return [overview, *_of_panels(report, plots.swap_panels(report))]
-
-
-def _of_panels(report: Report, panels: Iterable[Panel]) -> Iterator[Picture]:
-    from attnlens import plots
-
-    yield from (Picture(panel.stem, partial(plots.panel_figure, report, panel)) for panel in panels)
-
-
-def _comparison_pictures(shapes: Shapes) -> list[Picture]:
-    from attnlens import plots
-
-    report = shapes.report
-    overview = Picture("overview", partial(plots.comparison_overview, report), "which heads changed, and how surely")
-    return [overview, *_of_panels(report, plots.comparison_panels(report))]
+    return pictures
 
 
 def _experiment_summary(shapes: Shapes, whole: bool) -> Iterator[Section]:
@@ -269,33 +227,9 @@ def _experiment_summary(shapes: Shapes, whole: bool) -> Iterator[Section]:
     yield from experiment_sections(shapes.report, whole=whole)
 
 
-def _experiment_page(shapes: Shapes) -> Iterator[Section]:
-    yield from experiment_sections(shapes.report, whole=True)
-    yield from _head_page(shapes)
-
-
 def _experiment_rows(report: Report) -> list[Row]:
     followed: list[Row] = [row for experiment in report.experiments for row in step_cells(experiment)]
     return followed or [row for experiment in report.experiments for row in figure_cells(experiment)]
-
-
-def _experiment_pictures(shapes: Shapes) -> list[Picture]:
-    from attnlens import plots
-
-    report = shapes.report
-    panels = plots.experiment_panels(report)
-    if not panels:
-        raise UsageError("The experiments have no curves to draw.", "Leave out --png and --html.")
-    overview = Picture("overview", partial(plots.experiment_overview, report), "curves of the experiments")
-    return [overview, *_of_panels(report, panels)]
-
-
-def _study_pictures(shapes: Shapes) -> list[Picture]:
-    from attnlens import plots
-
-    report = shapes.report
-    overview = Picture("overview", partial(plots.study_overview, report), "what each cell reached, and how it learned")
-    return [overview, *_of_panels(report, plots.study_panels(report))]
 
 
 def _experiment_measures(shapes: Shapes) -> list[str]:
@@ -306,32 +240,32 @@ def _experiment_measures(shapes: Shapes) -> list[str]:
 HEADS = Kind(
     summary=_head_summary,
     page=_head_page,
-    rows=_head_rows,
+    rows=lambda report: list(map(_head_row, report.heads)),
     pictures=_head_pictures,
-    alone=_lone_margins,
+    alone=lambda shapes: _margins(shapes)[0] if len(shapes.report.selections) == 1 else None,
     measured=_head_measures,
 )
 SWAP = Kind(
-    summary=_swap_summary,
-    page=_swap_page,
+    summary=lambda shapes, _whole: swap_sections(shapes.report),
+    page=lambda shapes: [*swap_sections(shapes.report), *site_sections(shapes.report)],
     rows=lambda report: swap_rows(report.swaps),
-    pictures=_swap_pictures,
+    pictures=_panelled("swap", "what the kernel does"),
     more=site_sections,
 )
 COMPARISON = Kind(
     summary=lambda shapes, whole: comparison_sections(shapes.report, all_heads=whole),
     page=lambda shapes: comparison_sections(shapes.report, all_heads=True, opened=True),
     rows=comparison_rows,
-    pictures=_comparison_pictures,
+    pictures=_panelled("comparison", "which heads changed, and how surely"),
     title=compared_models,
     opening=comparison_opening,
     explored=Report.with_changes,
 )
 EXPERIMENTS = Kind(
     summary=_experiment_summary,
-    page=_experiment_page,
+    page=lambda shapes: [*experiment_sections(shapes.report, whole=True), *_head_page(shapes)],
     rows=_experiment_rows,
-    pictures=_experiment_pictures,
+    pictures=_panelled("experiment", "curves of the experiments"),
     measured=_experiment_measures,
     standing=outcome,
     more=series_sections,
@@ -340,7 +274,7 @@ STUDIES = Kind(
     summary=lambda shapes, _whole: study_sections(shapes.report),
     page=lambda shapes: study_sections(shapes.report),
     rows=lambda report: list(study_rows(report)),
-    pictures=_study_pictures,
+    pictures=_panelled("study", "what each cell reached, and how it learned"),
     standing=studies.standing,
     title=studies.title,
     opening=lambda _shapes: (),
@@ -366,7 +300,7 @@ def summary(report: Report, *, whole: bool = False, all_heads: bool = False, ver
     if all_heads:
         told += head_tables(shapes)
     if verbose and kind.headed:
-        told += [*kind.more(report), details(report)]
+        told += [*kind.more(report), Section("Details", items=tuple(_facts(report)))]
     return Document(_head(report, whole) if kind.headed else None, tuple(told))
 
 

@@ -122,9 +122,9 @@ MOST = 10
 """Most and least harmful units that are shown of one kernel."""
 
 
-def swap_sections(report: Report, swap: Swap) -> Iterator[Section]:
+def swap_sections(report: Report) -> Iterator[Section]:
     """All that a summary of `swap-kernel` says below the model and its coverage."""
-    yield from _several(report) if report.more_swaps else _one(report, swap)
+    yield from _several(report) if report.more_swaps else _one(report, report.swaps[0])
     swept = [swap for swap in report.swaps if swap.sweep]
     if swept:
         yield _sweeps(swept) if len(swept) > 1 else _sweep(swept[0], report)
