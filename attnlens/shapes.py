@@ -14,13 +14,10 @@ import numpy as np
 from attnlens.choices import Part
 from attnlens.records import Report
 from attnlens.registry import MeasureInfo, info_of
-from attnlens.wording import source_of
+from attnlens.wording import gathered, source_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-
-MOST_FILLED = 1024
-"""Layers or heads up to which missing numbers are filled in; beyond, only those that are there are shown."""
 
 
 @dataclass(frozen=True)
@@ -143,19 +140,18 @@ class Shapes:
             for whole in self.info(name).wholes or [title.rpartition("_")[0]]:
                 if name in self.readings and whole:
                     sets.setdefault(f"{source}.{whole}", []).append(name)
-        found = {whole: names for whole, names in sets.items() if len(names) > 1 and self._sum_to_one(names)}
-        return dict(sorted(found.items(), key=lambda item: (-self._heads_with(item[1]), -len(item[1]))))
+        heads = {whole: self._summing_to_one(names) for whole, names in sets.items() if len(names) > 1}
+        found = [(whole, sets[whole]) for whole, count in heads.items() if count]
+        return dict(sorted(found, key=lambda item: (-heads[item[0]], -len(item[1]))))
 
-    def _heads_with(self, names: list[str]) -> int:
-        """How many heads have all of these measures."""
-        return int((~np.isnan(sum(self.readings[name].values for name in names))).sum())
-
-    def _sum_to_one(self, names: list[str]) -> bool:
+    def _summing_to_one(self, names: list[str]) -> int:
+        """In how many heads these measures are ≥ 0 and sum to 1; 0 unless they do so in all that have every one."""
         stack = np.stack([self.readings[name].values for name in names])
         total = stack.sum(axis=0)
         whole = ~np.isnan(total)
         # nine significant digits are kept in a report, so a sum of a few shares is exact to about 1e-9
-        return bool(whole.any() and np.nanmin(stack) >= 0 and np.all(np.abs(total[whole] - 1) < 1e-6))
+        shares = bool(whole.any() and np.nanmin(stack) >= 0 and np.all(np.abs(total[whole] - 1) < 1e-6))
+        return int(whole.sum()) if shares else 0
 
     def _reading(self, name: str) -> MeasureMap:
         maps = np.full((4, len(self.layers), len(self.heads)), np.nan)
@@ -177,17 +173,8 @@ class Shapes:
             if measure.n is not None:
                 counts.add(measure.n)
         values, errors, null_means, null_sds = maps
-        return MeasureMap(
-            name=name,
-            info=self.info(name),
-            values=values,
-            errors=errors,
-            null_means=null_means,
-            null_sds=null_sds,
-            labels=labels,
-            reasons=dict(reasons),
-            counts=tuple(sorted(counts)),
-        )
+        info, ascending = self.info(name), tuple(sorted(counts))
+        return MeasureMap(name, info, values, errors, null_means, null_sds, labels, dict(reasons), ascending)
 
 
 def group_of(info: MeasureInfo) -> str:
@@ -204,9 +191,7 @@ def middle(values: Float[np.ndarray, "layers heads"]) -> float:
 
 def by_turns(names: Iterable[str]) -> list[str]:
     """The names with their sources taking turns, each source in its own order: the first of each, the second, …"""
-    sources: dict[str, list[str]] = {}
-    for name in names:
-        sources.setdefault(source_of(name), []).append(name)
+    sources = gathered((source_of(name), name) for name in names)
     return [name for turn in zip_longest(*sources.values()) for name in turn if name is not None]
 
 
@@ -223,7 +208,7 @@ def _background(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool, int]
 
 
 def _numbers(present: Iterable[int], expected: int, fill: bool) -> tuple[int, ...]:
-    """The numbers that are there; with `fill`, also those missing in between and up to `expected`."""
+    """The numbers that are there; with `fill`, up to 1024, also those missing in between and up to `expected`."""
     numbers = sorted(set(present))
     size = max([expected, *(number + 1 for number in numbers)])
-    return tuple(range(size)) if fill and numbers and size <= MOST_FILLED else tuple(numbers)
+    return tuple(range(size)) if fill and numbers and size <= 1024 else tuple(numbers)

@@ -47,7 +47,7 @@ def _table(heads: Sequence[Head], names: Sequence[str]) -> Table:
         places.append(Column("", "part", tuple(head.part for head in heads), words=True))
     columns = [Column("", title_of(name), _cells([_value(head, name) for head in heads])) for name in names]
     for name in dict.fromkeys(name for head in heads for name in head.measures):
-        pairs = [(_base(head, name), _value(head, name)) for head in heads]
+        pairs = [(getattr(head.measures.get(name), "base", None), _value(head, name)) for head in heads]
         if not info_of(name).headline or all(base is None for base, _ in pairs):
             continue
         differences = [None if base is None or value is None else value - base for base, value in pairs]
@@ -64,10 +64,6 @@ def _cells(values: Sequence[float | None]) -> tuple[str, ...]:
 
 def _value(head: Head, name: str) -> float | None:
     return head.measures[name].value if name in head.measures else None
-
-
-def _base(head: Head, name: str) -> float | None:
-    return head.measures[name].base if name in head.measures else None
 
 
 EXPLAINED = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +14,7 @@ from attnlens.registry.measure_info import OWN_ROWS
 from attnlens.sections.layers import typical_places
 from attnlens.sections.section import Passage, Section
 from attnlens.shapes import MeasureMap, Shapes, group_of
-from attnlens.wording import clean, counted, decimals_with_error, listed, short, source_of, title_of
+from attnlens.wording import clean, counted, decimals_with_error, gathered, listed, short, source_of, title_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -59,11 +58,8 @@ def _passages(found: Selection) -> Iterator[Passage]:
 
 def _one_a_sequence(picks: list[Pick]) -> list[Pick]:
     """The most decided query of each sequence, then the others."""
-    first: dict[int, Pick] = {}
-    for pick in picks:
-        first.setdefault(pick.sequence, pick)
-    leading = list(first.values())
-    return leading + [pick for pick in picks if pick not in leading]
+    first = {pick.sequence: pick for pick in reversed(picks)}
+    return sorted(picks, key=lambda pick: pick is not first[pick.sequence])
 
 
 Piece = tuple[str, tuple[str, ...]]
@@ -84,12 +80,9 @@ def _pieces(pick: Pick, sentence: Sentence | None) -> Iterator[Piece]:
 
 def _kinds(pick: Pick, *, among_keys: bool | None) -> dict[int, list[str]]:
     """Place → kinds of mark. `among_keys`: whether the query stands among the keys; None: keys alone."""
-    kinds: dict[int, list[str]] = {}
     marked = {"selected": pick.selected, "support": pick.support} if among_keys is not False else {}
-    for kind, places in (marked | ({"query": [pick.query]} if among_keys is not None else {})).items():
-        for place in places:
-            kinds.setdefault(place, []).append(kind)
-    return kinds
+    marked |= {"query": [pick.query]} if among_keys is not None else {}
+    return gathered((place, kind) for kind, places in marked.items() for place in places)
 
 
 def _marked(tokens: list[str], kinds: dict[int, list[str]]) -> Iterator[Piece]:
@@ -242,6 +235,8 @@ def explorer(shapes: Shapes) -> Explorer | None:
     if not shapes.readings:
         return None
     places = [shapes.cell(head.layer, head.head) for head in report.heads]
+    measures = (_measure(shapes, reading) for reading in shapes.readings.values())
+    told = zip(report.selections, selections(report), strict=True)
     return Explorer(
         layers=list(shapes.layers),
         parts=list(shapes.parts),
@@ -249,10 +244,10 @@ def explorer(shapes: Shapes) -> Explorer | None:
         places=places,
         key_heads=[head.kv_head for head in report.heads],
         sites={row: clean(head.site) for head, (row, _) in zip(report.heads, places, strict=True)},
-        measures=sorted(map(partial(_measure, shapes), shapes.readings.values()), key=_behind),
+        measures=sorted(measures, key=lambda one: (one.name != OWN_ROWS, one.name.split(".")[0] not in COMPARED)),
         curves=[_curve(shapes, name) for name in shapes.curves],
         wholes=[_whole(shapes, whole, names) for whole, names in shapes.shares.items()],
-        selections=_selections(report),
+        selections={f"{found.layer}.{found.head}": section for found, section in told},
         attention={f"{found.layer}.{found.head}": _rows(found) for found in report.attention},
     )
 
@@ -281,10 +276,6 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> ExploredMeasure:
         labels={number: clean(label) for number, label in reading.labels.items()},
         palette=plots.palette(reading),
     )
-
-
-def _behind(found: ExploredMeasure) -> tuple[bool, bool]:
-    return found.name != OWN_ROWS, found.name.partition(".")[0] not in COMPARED
 
 
 def _reason(found: Measure | None) -> str:
@@ -358,9 +349,3 @@ def _rows(found: AttentionRows) -> ExploredRows:
         weights=[[round(1000 * weight) for weight in row] for row in found.weights],
         rest=[round(1000 * weight) for weight in found.rest],
     )
-
-
-def _selections(report: Report) -> dict[str, Section]:
-    """What each head selects that was to be shown, by layer and head."""
-    told = zip(report.selections, selections(report), strict=True)
-    return {f"{found.layer}.{found.head}": section for found, section in told}

@@ -9,7 +9,7 @@ from attnlens.records import Curve, Experiment, Report
 from attnlens.registry import info_of
 from attnlens.sections.section import Cell, Column, Row, Section, Table
 from attnlens.sentences.reports import asked_for, heads_of, judgement, null_words, setting, told_of, worded
-from attnlens.wording import NO_VALUE, SCIENTIFIC, clean, counted, decimals_for, listed, short, written
+from attnlens.wording import NO_VALUE, SCIENTIFIC, clean, counted, decimals_for, gathered, listed, short, written
 
 MOST_STEPS = 8
 """Checkpoints up to which each has its column."""
@@ -82,26 +82,17 @@ def step_cells(experiment: Experiment) -> Iterator[dict[str, Cell]]:
     for found in experiment.trajectories:
         steps = experiment.curves[found.measure].steps if found.measure in experiment.curves else []
         errors = found.se or [None] * len(found.values)
+        where: dict[str, Cell] = {"layer": found.layer, "head": found.head, "measure": found.measure}
         for step, value, error in zip(steps, found.values, errors, strict=False):
-            yield {
-                "layer": found.layer,
-                "head": found.head,
-                "measure": found.measure,
-                experiment.axis: step,
-                "value": value,
-                "se": error,
-            }
+            yield where | {experiment.axis: step, "value": value, "se": error}
 
 
 def _loss(experiment: Experiment) -> Iterator[str]:
-    losses = [value for value in experiment.curves["loss"].median if value is not None] if _has_loss(experiment) else []
+    curve = experiment.curves.get("loss")
+    losses = [value for value in curve.median if value is not None] if curve else []
     if len(losses) > 1:
         way = "falls" if losses[-1] < losses[0] else "rises"
         yield f"The loss on this text {way} from {losses[0]:.3f} to {losses[-1]:.3f} nats per token."
-
-
-def _has_loss(experiment: Experiment) -> bool:
-    return "loss" in experiment.curves
 
 
 def _spread(count: int) -> list[int]:
@@ -112,8 +103,7 @@ def _spread(count: int) -> list[int]:
 
 
 def _decimals_of(curve: Curve) -> int:
-    numbers = [value for value in curve.median if value is not None]
-    return decimals_for(numbers)
+    return decimals_for([value for value in curve.median if value is not None])
 
 
 def _quartiles(curve: Curve, at: int, decimals: int) -> str:
@@ -151,14 +141,11 @@ def experiment_sections(report: Report, *, whole: bool) -> Iterator[Section]:
 def figure_rows(experiments: Sequence[Experiment]) -> Table:
     """A row a figure: ours ± error, published, tolerance, verdict."""
     every = [(experiment, figure) for experiment in experiments for figure in experiment.final]
-    first = [figure == next(iter(experiment.final)) for experiment, figure in every]
+    titles = tuple(
+        clean(experiment.name) if figure == next(iter(experiment.final)) else "" for experiment, figure in every
+    )
     names = (
-        Column(
-            "",
-            "experiment",
-            tuple(clean(e.name) if head else "" for (e, _), head in zip(every, first, strict=True)),
-            words=True,
-        ),
+        Column("", "experiment", titles, words=True),
         Column("", "figure", tuple(worded(*row) for row in every), words=True),
     )
     columns = [Column("", "ours", tuple(_ours(*row) for row in every))]
@@ -199,10 +186,9 @@ def _published(experiment: Experiment, figure: str) -> str:
 
 
 def _tolerance(experiment: Experiment, figure: str) -> str:
-    if (experiment.published or {}).get(figure) is None:
-        return NO_VALUE
     slack = (experiment.tolerance or {}).get(figure, 0.0)
-    return "exact" if not slack else short(slack)
+    known = (experiment.published or {}).get(figure) is not None
+    return NO_VALUE if not known else short(slack) if slack else "exact"
 
 
 def _figure_help(experiments: Sequence[Experiment]) -> Iterator[str]:
@@ -230,23 +216,22 @@ def _asked(experiment: Experiment, report: Report) -> str:
 
 
 def _missing(experiment: Experiment) -> Iterator[str]:
-    reasons: dict[str, list[str]] = {}
-    for figure, reason in experiment.reasons.items():
-        reasons.setdefault(reason, []).append(worded(experiment, figure))
+    reasons = gathered((reason, worded(experiment, figure)) for figure, reason in experiment.reasons.items())
     for reason, figures in reasons.items():
         yield f"{clean(experiment.name)}: {listed(figures, 5)}, because {clean(reason)}"
 
 
 def figure_cells(experiment: Experiment) -> Iterator[Row]:
     """A row a figure, for a spreadsheet."""
+    published = experiment.published or {}
     for figure, value in experiment.final.items():
-        met, known = experiment.meets(figure), figure in (experiment.published or {})
+        met, known = experiment.meets(figure), figure in published
         yield {
             "experiment": experiment.name,
             "figure": figure,
             "ours": value,
             "error": experiment.errors.get(figure),
-            "published": (experiment.published or {}).get(figure),
+            "published": published.get(figure),
             "bound": experiment.bounds.get(figure, "within") if known else None,
             "tolerance": (experiment.tolerance or {}).get(figure),
             "verdict": None if met is None else "pass" if met else "fail",

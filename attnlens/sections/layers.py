@@ -22,6 +22,7 @@ from attnlens.wording import (
     clean,
     decimals_for,
     decimals_with_error,
+    gathered,
     listed,
     short,
     source_of,
@@ -50,19 +51,14 @@ class MedianHead:
         words = (part, "median", name, _numbers([self.median])[0], place(self.reference, self.median))
         return " ".join(filter(None, words))
 
-    @property
-    def medians(self) -> str:
-        """`MiniLM 0.07, rxnmapper 0.12`: what the median heads of those models read."""
-        numbers = _numbers([spread.median for spread in self.reference.spreads])
-        return listed((f"{m.name} {n}" for m, n in zip(self.reference.models, numbers, strict=True)), len(numbers))
-
 
 def median_heads(shapes: Shapes) -> Iterator[MedianHead]:
     """Each headline measure that varies, part by part, where the atlas has heads to compare its median with.
 
-    None where some heads were left out: the median of those that were read is not the model's.
+    None where heads are trained anew, or changes, or where some were left out: their median is not the model's.
     """
-    if shapes.report.settings.layers is not None or shapes.report.settings.heads is not None:
+    settings = shapes.report.settings
+    if shapes.report.command != "inspect" or settings.layers is not None or settings.heads is not None:
         return
     parts = list(dict.fromkeys(shapes.parts))
     subjects = {part: atlas.subject_of(shapes.report, part) for part in parts}
@@ -73,16 +69,6 @@ def median_heads(shapes: Shapes) -> Iterator[MedianHead]:
             median = middle(reading.values[rows])
             if reference.models and median == median:  # NaN where no head of the part has a value
                 yield MedianHead(reading, median, reference, part, len(parts) > 1)
-
-
-def beside(shapes: Shapes) -> str:
-    """One line: a headline of the weights and one of the tokens beside other trained models; empty where none is."""
-    first: dict[str, MedianHead] = {}
-    for one in median_heads(shapes):
-        first.setdefault(source_of(one.reading.name), one)
-    chosen = [first[source] for source in ("weights", "tokens") if source in first]
-    told = "; ".join(one.told(title_of(one.reading.name)) for one in chosen)
-    return f"Beside trained models (a description, no test): {told}." if told else ""
 
 
 def place(reference: Reference, value: float) -> str:
@@ -114,22 +100,28 @@ READ_AS = (
 
 
 def typical_line(shapes: Shapes) -> Iterator[Section]:
-    """One line of the terminal's summary."""
-    if _compared(shapes.report) and (line := beside(shapes)):
-        yield Section(notes=(line,))
+    """One line: a headline of the weights and one of the tokens beside other trained models; nothing where none is."""
+    found = gathered((source_of(one.reading.name), one) for one in median_heads(shapes))
+    chosen = [found[source][0] for source in ("weights", "tokens") if source in found]
+    told = "; ".join(one.told(title_of(one.reading.name)) for one in chosen)
+    if told:
+        yield Section(notes=(f"Beside trained models (a description, no test): {told}.",))
 
 
 def typical_list(shapes: Shapes) -> Iterator[Section]:
     """The medians of the headline measures beside those of each model, and how to read that."""
-    found = tuple(median_heads(shapes)) if _compared(shapes.report) else ()
-    items = tuple((clean(one.reading.name), f"{one.told()}; medians there: {one.medians}") for one in found)
+    items = []
+    for one in median_heads(shapes):
+        numbers = _numbers([spread.median for spread in one.reference.spreads])
+        medians = ", ".join(f"{m.name} {n}" for m, n in zip(one.reference.models, numbers, strict=True))
+        items.append((clean(one.reading.name), f"{one.told()}; medians there: {medians}"))
     if items:
-        yield Section("Beside other trained models", items=items, notes=(READ_AS,))
+        yield Section("Beside other trained models", items=tuple(items), notes=(READ_AS,))
 
 
 def typical_places(report: Report, measure: str) -> list[float | None]:
     """For each head the percentage of heads of its part and depth below it; none where nothing can be compared."""
-    if not _compared(report):
+    if report.command != "inspect":  # elsewhere its heads are trained anew, or changes
         return []
     depths, parts = atlas.depths(report), {head.part for head in report.heads}
     subjects = {part: atlas.subject_of(report, part) for part in parts}
@@ -145,11 +137,6 @@ def _place(head: Head, measure: str, depth: Third, subject: Subject) -> float | 
         depth = "all"
     place = atlas.reference(measure, depth, subject).percentile(one.value)
     return None if place is None else round(place)
-
-
-def _compared(report: Report) -> bool:
-    """Whether its heads are a model's own; elsewhere they are trained anew, or changes."""
-    return report.command == "inspect"
 
 
 def found_sections(shapes: Shapes) -> Iterator[Section]:
@@ -202,14 +189,8 @@ def head_table(shapes: Shapes) -> Section:
     places = (f"{head.layer} · {head.head}" for head in heads)
     cells = tuple(f"{head.part} {place}" if several else place for head, place in zip(heads, places, strict=True))
     nulls = any(reading.null for reading in shapes.readings.values())
-    name = Column(
-        "",
-        "part layer · head" if several else "layer · head",
-        cells,
-        ("null, mean ± sd",) * nulls,
-        words=True,
-        hints=tuple(head.site for head in heads),
-    )
+    title, sites = "part " * several + "layer · head", tuple(head.site for head in heads)
+    name = Column("", title, cells, ("null, mean ± sd",) * nulls, words=True, hints=sites)
     about = population(shapes.report)
     said = no_errors(shapes.report) or (about and f"±: standard error; {about}")
     columns = tuple(_head_column(shapes, reading, nulls=nulls) for reading in shapes.readings.values())
@@ -304,7 +285,8 @@ def layer_rows(shapes: Shapes) -> LayerRows:
 
 def name_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
     """The layers' numbers and, where there are several, their parts; below them what the foot's rows are."""
-    numbers = tuple(_span(shapes, group) for group in rows.groups)
+    ends = ((shapes.layers[group[0]], shapes.layers[group[-1]]) for group in rows.groups)
+    numbers = tuple(str(first) if first == last else f"{first}–{last}" for first, last in ends)
     foot = _foot_names(shapes, rows)
     layer = Column("", "layer", numbers, foot)
     if len(set(shapes.parts)) == 1:
@@ -371,11 +353,6 @@ def constants(shapes: Shapes) -> str:
     return f"The same for every head: {listed(same, 8)}." if same else ""
 
 
-def _span(shapes: Shapes, group: tuple[int, ...]) -> str:
-    first, last = shapes.layers[group[0]], shapes.layers[group[-1]]
-    return str(first) if first == last else f"{first}–{last}"
-
-
 def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:
     title, over = title_of(reading.name), group_of(reading.info)
     everything = tuple(range(len(reading.values)))
@@ -427,11 +404,8 @@ def _commonest(reading: MeasureMap, group: tuple[int, ...]) -> str:
 
 def _summed(shapes: Shapes, rows: LayerRows) -> Iterator[Column]:
     summary = shapes.report.summary
-    known = {
-        layer: value
-        for layer, value in zip(summary.layer_numbers, summary.layer_symmetry, strict=False)
-        if value is not None
-    }
+    pairs = zip(summary.layer_numbers, summary.layer_symmetry, strict=False)
+    known = {layer: value for layer, value in pairs if value is not None}
     if not known:
         return
     values = np.array([known.get(layer, np.nan) for layer in shapes.layers])

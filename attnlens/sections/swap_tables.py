@@ -9,7 +9,7 @@ from statistics import median
 from attnlens.records import Change, Control, Effect, KeyRank, Outcome, Plan, Swap, TextChange, TextCosine
 from attnlens.sections.section import Cell, Column, Table
 from attnlens.sentences.swaps import agreed, figures, interval, loss_decimals, percent, ratio, rise_interval, rise_words
-from attnlens.wording import NO_VALUE, clean, decimals_for, written
+from attnlens.wording import NO_VALUE, clean, decimals_for, gathered, written
 
 DIVERGED = "diverged"
 SHARED = ("one key", "floor")
@@ -20,27 +20,13 @@ BESIDE = "vs"
 
 def stage_rows(swap: Swap) -> Table:
     """The original, a row a stage, a row a control; a column for what any of them has."""
-    losses = [stage.loss for stage in swap.stages if stage.loss is not None]
-    decimals = loss_decimals(losses)
-    before = losses[0] if losses else None
-    powers = [stage.perplexity for stage in swap.stages if stage.perplexity is not None]
+    loss, original = _loss(swap.stages)
     rows: list[Outcome] = [*swap.stages, *measured(swap)]
-    found: list[tuple[str, str, Callable[[Outcome], str]]] = [
-        (
-            "loss",
-            "" if before is None else written(before.before, decimals),
-            lambda o: _change(o.loss, decimals, "after"),
-        ),
-        ("Δ", "", lambda o: _change(o.loss, decimals)),
-        ("95 % interval", "", lambda o: _interval(o.loss, decimals)),
-        ("perplexity", figures(powers[0].before) if powers else "", lambda o: _figures(o.perplexity)),
-        *((title, "", tell) for title, tell in (*RISES, *_predictions(swap), *_states(swap), *_placed(rows))),
-    ]
     columns = []
-    for title, original, tell in found:
+    for title, tell in (*loss, *_predictions(swap), *_states(swap), *_placed(rows)):
         cells = [tell(row) for row in rows]
         if set(cells) != {NO_VALUE}:
-            columns.append(Column("", title, (original, *cells)))
+            columns.append(Column("", title, (original.get(title, ""), *cells)))
     if any(row.diverged for row in rows):
         cells = [DIVERGED if row.diverged else "" for row in rows]
         columns.insert(0, Column("", "outcome", ("", *cells), words=True))
@@ -119,26 +105,15 @@ def place_rows(swap: Swap) -> Table:
 
 def kernel_rows(swaps: Sequence[Swap]) -> Table:
     """A row a kernel with its controls below it, the original first; what is every kernel's control stands last."""
-    losses = [swap.loss for swap in swaps if swap.loss is not None]
-    decimals = loss_decimals(losses)
-    powers = [swap.perplexity for swap in swaps if swap.perplexity is not None]
-    loss: Cells = (
-        ("loss", lambda swap: _change(swap.loss, decimals, "after")),
-        ("Δ", lambda swap: _change(swap.loss, decimals)),
-        ("95 % interval", lambda swap: _interval(swap.loss, decimals)),
-        ("perplexity", lambda swap: _figures(swap.perplexity)),
-        *RISES,
-    )
+    loss, original = _loss(swaps)
     rows, predictions, states = _rows(swaps), _predictions(swaps[0]), _states(swaps[0])
     (first, tell), *others = {
         "loss": (*loss, *predictions, *_placed([row for _, row in rows])),
         "kl": (*predictions, *states),
         "hidden": states,
     }[swaps[0].judged_by]
-    original = {first: written(losses[0].before, decimals) if losses else ""}
-    original["perplexity"] = figures(powers[0].before) if powers else ""
     outcomes = (DIVERGED if row.diverged else tell(row) for _, row in rows)
-    columns = [Column("", first, (original[first], *outcomes))]
+    columns = [Column("", first, (original.get(first, ""), *outcomes))]
     columns += [Column("", title, (original.get(title, ""), *(told(row) for _, row in rows))) for title, told in others]
     times = [ratio(row.tokens_per_second) if isinstance(row, Swap) else math.nan for _, row in rows]
     speeds = (NO_VALUE if time is None else "" if math.isnan(time) else f"× {written(time, 2)}" for time in times)
@@ -205,6 +180,22 @@ RISES: Cells = (
 """By how much the perplexity rises."""
 
 
+def _loss(outcomes: Sequence[Outcome]) -> tuple[Cells, dict[str, str]]:
+    """The columns of loss and perplexity, and what stands in them for the original."""
+    losses = [one.loss for one in outcomes if one.loss is not None]
+    powers = [one.perplexity for one in outcomes if one.perplexity is not None]
+    decimals = loss_decimals(losses)
+    columns: Cells = (
+        ("loss", lambda found: _change(found.loss, decimals, "after")),
+        ("Δ", lambda found: _change(found.loss, decimals)),
+        ("95 % interval", lambda found: _interval(found.loss, decimals)),
+        ("perplexity", lambda found: _figures(found.perplexity)),
+        *RISES,
+    )
+    original = {"loss": written(losses[0].before, decimals)} if losses else {}
+    return columns, original | ({"perplexity": figures(powers[0].before)} if powers else {})
+
+
 def _placed(rows: Sequence[Outcome]) -> Cells:
     """What is lost beyond a window, named where rows differ in it, and for how long texts are the original's."""
     there = [row.beyond_window for row in rows if row.beyond_window is not None]
@@ -241,8 +232,6 @@ def _states(swap: Swap) -> Cells:
     return (("hidden cosine", lambda found: written(found.hidden_cosine, 3)), *more, *cka)
 
 
-GAP = "…"
-"""What stands in a row for units that are left out."""
 MARK = "*"
 """What stands beside a significant effect."""
 
@@ -303,10 +292,8 @@ def sweeps_rows(swaps: Sequence[Swap]) -> Table:
     for group, index in (("most harmful", 0), ("least harmful", -1)):
         found = [swap.sweep[index] for swap in swaps]
         deltas = (DIVERGED if effect.delta is None else written(effect.delta, decimals) for effect in found)
-        columns += [
-            Column(group, "where", tuple(map(place, found)), words=True),
-            Column(group, "Δ", tuple(deltas)),
-        ]
+        columns.append(Column(group, "where", tuple(map(place, found)), words=True))
+        columns.append(Column(group, "Δ", tuple(deltas)))
         if index == 0:
             columns.append(Column(group, "95 % interval", tuple(interval(e.ci95, decimals) for e in found)))
     return Table((Column("", "kernel", tuple(clean(swap.kernel) for swap in swaps), words=True),), tuple(columns))
@@ -314,21 +301,15 @@ def sweeps_rows(swaps: Sequence[Swap]) -> Table:
 
 def plan_rows(plan: Plan) -> Table:
     """A row a layer: the mean of its ranks, the ranks key head by key head."""
-    layers: dict[int, list[KeyRank]] = {}
-    for key in plan.ranks:
-        layers.setdefault(key.layer, []).append(key)
-    rows, shared = list(layers.values()), any(key.kv_heads for key in plan.ranks)
+    rows = gathered((key.layer, key) for key in plan.ranks).values()
+    shared = any(key.kv_heads for key in plan.ranks)
+    ranks = (numbers_kept(keys) if shared else " ".join(str(key.rank) for key in keys) for keys in rows)
     means = (sum(k.rank / k.keys * len(k.heads) for k in keys) / sum(len(k.heads) for k in keys) for keys in rows)
     names = (Column("", "layer", tuple(str(keys[0].layer) for keys in rows)),)
     columns = (
         Column("", "mean rank", tuple(f"{mean:.1f}" for mean in means)),
         Column("", "of", tuple(str(keys[0].head_dim // keys[0].keys) for keys in rows)),
-        Column(
-            "",
-            "numbers kept" if shared else "rank by key head",
-            tuple(numbers_kept(keys) if shared else " ".join(str(key.rank) for key in keys) for keys in rows),
-            words=True,
-        ),
+        Column("", "numbers kept" if shared else "rank by key head", tuple(ranks), words=True),
     )
     return Table(names, columns)
 
@@ -359,7 +340,8 @@ def spans(numbers: Sequence[int]) -> str:
 
 
 def _units(title: str, shown: Sequence[Effect | None], tell: Callable[[Effect], str], *, words: bool = False) -> Column:
-    return Column("", title, tuple(GAP if effect is None else tell(effect) for effect in shown), words=words)
+    """A cell a unit; … stands for those that are left out."""
+    return Column("", title, tuple("…" if effect is None else tell(effect) for effect in shown), words=words)
 
 
 def _decimals(effects: Sequence[Effect]) -> int:
@@ -371,16 +353,6 @@ def _decimals(effects: Sequence[Effect]) -> int:
 
 def _p_value(number: float | None) -> str:
     return NO_VALUE if number is None else "<0.0001" if number < 1e-4 else f"{number:.2g}"
-
-
-COSTS = (
-    "off_simplex",
-    "tokens_per_second.before",
-    "tokens_per_second.after",
-    "peak_memory_bytes.before",
-    "peak_memory_bytes.after",
-)
-"""Columns of what a kernel costs beside the loss."""
 
 
 def swap_rows(swaps: list[Swap]) -> list[dict[str, Cell]]:
@@ -396,17 +368,13 @@ def swap_rows(swaps: list[Swap]) -> list[dict[str, Cell]]:
 
 def _outcome(swap: Swap, stage: str, control: str, state: float | None, found: Outcome) -> dict[str, Cell]:
     """A stage of a kernel, or one of its controls, which has neither speed nor memory of its own."""
-    costs: dict[str, Cell] = dict.fromkeys(COSTS)
-    if not control:
-        speed, memory = swap.tokens_per_second, swap.peak_memory_bytes
-        values = (swap.off_simplex, speed.before, speed.after, memory.before, memory.after)
-        costs = dict(zip(COSTS, values, strict=True))
+    costs: dict[str, Cell] = {"off_simplex": None if control else swap.off_simplex}
+    for name in ("tokens_per_second", "peak_memory_bytes"):
+        pair = getattr(swap, name)
+        costs |= {f"{name}.{when}": None if control else getattr(pair, when) for when in ("before", "after")}
     beyond, agreement = found.beyond_window, found.agreement
     return {
-        "kernel": swap.kernel,
-        "stage": stage,
-        "control": control,
-        "state": state,
+        **{"kernel": swap.kernel, "stage": stage, "control": control, "state": state},
         **_change_cells("loss", found.loss),
         **_change_cells("perplexity", found.perplexity),
         "kl": found.kl,

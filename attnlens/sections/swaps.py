@@ -26,10 +26,7 @@ from attnlens.sentences import swaps as words
 from attnlens.sentences.plans import explained, healing, plan_lines
 from attnlens.sentences.reports import no_errors, population
 from attnlens.sentences.swaps import UNITS, effect_name, interval
-from attnlens.wording import NO_VALUE, clean, counted, listed, written
-
-NAMED = 8
-"""Heads, or measures, that a sentence names."""
+from attnlens.wording import NO_VALUE, clean, counted, gathered, listed, written
 
 
 def found_sentence(swap: Swap) -> str:
@@ -71,10 +68,8 @@ def prediction_help(swaps: Sequence[Swap]) -> str:
 def left_out_sentence(swaps: Sequence[Swap]) -> str:
     """Measures that were not compared, by their reasons."""
     first = swaps[0].prediction
-    why: dict[str, list[str]] = {}
-    for name, reason in (first.left_out if first is not None else {}).items():
-        why.setdefault(reason, []).append(name)
-    told = [f"{listed([clean(name) for name in names], NAMED)} ({clean(reason)})" for reason, names in why.items()]
+    why = gathered((reason, clean(name)) for name, reason in (first.left_out if first else {}).items())
+    told = [f"{listed(names, 8)} ({clean(reason)})" for reason, names in why.items()]
     return f"Not compared: {'; '.join(told)}." if told else ""
 
 
@@ -127,7 +122,7 @@ def swap_sections(report: Report) -> Iterator[Section]:
     yield from _several(report) if report.more_swaps else _one(report, report.swaps[0])
     swept = [swap for swap in report.swaps if swap.sweep]
     if swept:
-        yield _sweeps(swept) if len(swept) > 1 else _sweep(swept[0], report)
+        yield _sweep(swept, report)
     predicted = [swap for swap in swept if swap.prediction is not None]
     if predicted:
         yield prediction_section(predicted)
@@ -237,30 +232,19 @@ def _beside_help(swaps: Sequence[Swap]) -> str:
     return told
 
 
-def _sweep(swap: Swap, report: Report) -> Section:
-    found, noun = swap.sweep, _noun(swap)
-    title, table = f"Each {noun} alone", sweep_rows(swap, MOST)
-    cut = f" Shown are the {MOST} most and the {MOST} least harmful." if len(found) > 2 * MOST else ""
-    if not tested(swap):
-        return Section(title, table=table, notes=(f"{_effect_help(swap)}{cut}",))
-    note = f"{_effect_help(swap)}; {MARK} significant at a false discovery rate of 5 %.{cut}"
-    said = _significant(found, noun, report.settings.sequences or 0)
-    return Section(title, lines=(said,), table=table, notes=(note,))
-
-
-def _sweeps(swaps: list[Swap]) -> Section:
-    note = _effect_help(swaps[0])
-    note += "; FDR 5 %: how many matter at a false discovery rate of 5 %." if tested(swaps[0]) else ""
-    return Section(f"Each {_noun(swaps[0])} alone", table=sweeps_rows(swaps), notes=(note,))
-
-
-def _noun(swap: Swap) -> str:
-    return "head" if any(effect.head is not None for effect in swap.sweep) else "layer"
-
-
-def _effect_help(swap: Swap) -> str:
-    untested = "" if tested(swap) else ", a distance: it is never negative, and nothing is tested."
-    return f"Δ of the {effect_name(swap)}{untested}"
+def _sweep(swaps: list[Swap], report: Report) -> Section:
+    """Each unit alone: the most and the least harmful of one kernel, or a row a kernel of several."""
+    first = swaps[0]
+    noun = "head" if any(effect.head is not None for effect in first.sweep) else "layer"
+    title, note = f"Each {noun} alone", f"Δ of the {effect_name(first)}"
+    note += "" if tested(first) else ", a distance: it is never negative, and nothing is tested."
+    if len(swaps) > 1:
+        note += "; FDR 5 %: how many matter at a false discovery rate of 5 %." if tested(first) else ""
+        return Section(title, table=sweeps_rows(swaps), notes=(note,))
+    note += f"; {MARK} significant at a false discovery rate of 5 %." if tested(first) else ""
+    note += f" Shown are the {MOST} most and the {MOST} least harmful." if len(first.sweep) > 2 * MOST else ""
+    lines = (_significant(first.sweep, noun, report.settings.sequences or 0),) if tested(first) else ()
+    return Section(title, lines=lines, table=sweep_rows(first, MOST), notes=(note,))
 
 
 def _significant(every: list[Effect], noun: str, windows: int) -> str:
@@ -268,13 +252,13 @@ def _significant(every: list[Effect], noun: str, windows: int) -> str:
     if all(effect.ci95 is None for effect in every if effect.delta is not None):
         return "One window has no spread: nothing is tested."
     found = [effect for effect in every if effect.significant and effect.delta is not None]
-    harm = sum(effect.delta > 0 for effect in found if effect.delta is not None)
-    help_ = len(found) - harm
-    verb = "matters" if len(found) == 1 else "matter"
-    none = f"no {noun} could be shown to matter with {counted(windows, 'window')} (false discovery rate 5 %)"
-    verdict = (
-        none if not found else f"{len(found)} of {counted(len(every), noun)} {verb} at a false discovery rate of 5 %"
-    )
-    split = f": {harm} harm, {help_} help" if found else ""
+    verdict = f"no {noun} could be shown to matter with {counted(windows, 'window')} (false discovery rate 5 %)"
+    if found:
+        harm, verb = (
+            sum(effect.delta > 0 for effect in found if effect.delta),
+            "matters" if len(found) == 1 else "matter",
+        )
+        verdict = f"{len(found)} of {counted(len(every), noun)} {verb} at a false discovery rate of 5 %"
+        verdict += f": {harm} harm, {len(found) - harm} help"
     lost = [place(effect) for effect in every if effect.delta is None]
-    return f"{verdict}{split}.{f' Diverged: {listed(lost, 8)}.' if lost else ''}"
+    return f"{verdict}.{f' Diverged: {listed(lost, 8)}.' if lost else ''}"

@@ -17,6 +17,7 @@ from attnlens.wording import (
     clean,
     counted,
     decimals_with_error,
+    gathered,
     listed,
     model_name,
     source_of,
@@ -215,9 +216,7 @@ def title(report: Report) -> str:
 
 def ran_on(report: Report) -> str:
     """Which experiments ran on which model; empty where all ran on the report's own."""
-    found: dict[str | None, list[str]] = {}
-    for experiment in report.experiments:
-        found.setdefault(experiment.model, []).append(clean(experiment.name))
+    found = gathered((experiment.model, clean(experiment.name)) for experiment in report.experiments)
     rest = found.pop(None, [])
     said = [f"{listed(names, 5)}: {clean(model or '')}" for model, names in found.items()]
     return "; ".join([*said, f"all others: {model_name(report.model.id)}"] if said and rest else said)
@@ -318,17 +317,13 @@ def skipped(entries: Iterable[Skipped]) -> list[str]:
 
 def without_value(shapes: Shapes) -> list[str]:
     """Which measures have no value for which number of heads, one line a reason."""
-    groups: dict[tuple[str, int], list[str]] = {}
-    for reading in shapes.readings.values():
-        for reason, count in reading.reasons.items():
-            groups.setdefault((reason, count), []).append(reading.name)
-    lines = [
-        f"{listed(names, 5)}: {counted(count, 'head')}, because {clean(reason)}"
-        for (reason, count), names in groups.items()
+    pairs = [
+        ((reason, counted(count, "head")), reading.name)
+        for reading in shapes.readings.values()
+        for reason, count in reading.reasons.items()
     ]
-    reasons: dict[str, list[str]] = {}
     for name in (name for name in shapes.report.measure_names() if name not in shapes.readings):  # no head has it
         first = next(head.measures[name] for head in shapes.report.heads if name in head.measures)
-        reasons.setdefault(first.reason or "", []).append(name)
-    nowhere = (f"{listed(found, 5)}: all heads, because {clean(reason)}" for reason, found in reasons.items())
-    return [*lines, *nowhere]
+        pairs.append(((first.reason or "", "all heads"), name))
+    groups = gathered(pairs).items()
+    return [f"{listed(names, 5)}: {heads}, because {clean(reason)}" for (reason, heads), names in groups]

@@ -8,7 +8,7 @@ from statistics import median
 
 from attnlens.kernels import HYBRIDS, TIES
 from attnlens.records import Agreement, Change, Outcome, Pair, Report, Stage, Swap
-from attnlens.wording import NO_VALUE, clean, counted, decimals_for, listed, written
+from attnlens.wording import NO_VALUE, clean, counted, decimals_for, gathered, listed, written
 
 LEGEND = {
     "same size": "a sink-window that keeps as much as the kernel (64 tokens and the first 4 where it keeps all)",
@@ -248,8 +248,6 @@ PARAMETERS = {
     "gate": "gates",
 }
 """Fitted parameters whose name in words is not their own."""
-TRIFLE = 5e-4
-"""Share off the simplex below which a signed kernel is as good as positive."""
 
 
 def verdict(swap: Swap) -> str:
@@ -349,13 +347,12 @@ def formula(swap: Swap) -> str:
 
 def proof(swaps: Sequence[Swap]) -> str:
     """The errors that vouch for the numbers, the worst over the kernels."""
-    errors: dict[str, list[float | None]] = {
-        "identity": [swap.identity_error for swap in swaps],
-        "causality": [swap.causality_error for swap in swaps],
-        "mask": [swap.mask_error for swap in swaps],
-    }
-    found = ", ".join(f"{name} error {_worst(values)}" for name, values in errors.items())
-    return f"Proof: {found}{' (worst of all kernels)' if len(swaps) > 1 else ''}"
+    told = []
+    for name in ("identity", "causality", "mask"):
+        errors = (getattr(swap, f"{name}_error") for swap in swaps)
+        worst: float | None = max((error for error in errors if error is not None), default=None)
+        told.append(f"{name} error {NO_VALUE if worst is None else f'{worst:.1e}' if worst else '0'}")
+    return f"Proof: {', '.join(told)}{' (worst of all kernels)' if len(swaps) > 1 else ''}"
 
 
 def cost(swap: Swap) -> str:
@@ -374,7 +371,7 @@ def off_simplex(swap: Swap) -> str:
     """The share of attention that is negative; empty where there is none."""
     if not swap.off_simplex:
         return ""
-    share = percent(swap.off_simplex, 1) if swap.off_simplex >= TRIFLE else "Less than 0.1 %"
+    share = percent(swap.off_simplex, 1) if swap.off_simplex >= 5e-4 else "Less than 0.1 %"
     return f"{share} of the attention's mass is negative, outside the simplex."
 
 
@@ -395,11 +392,9 @@ def site_errors(swap: Swap) -> str:
 
 def notes(swaps: Sequence[Swap]) -> list[str]:
     """What a reader must know, once; with the kernels that it is about where it is not about all."""
-    about: dict[str, list[str]] = {}
-    for swap in swaps:
-        for note in (*swap.notes, off_simplex(swap) if len(swaps) > 1 else ""):
-            if note:
-                about.setdefault(clean(note), []).append(swap.kernel)
+    several = len(swaps) > 1
+    told = ((note, swap.kernel) for swap in swaps for note in (*swap.notes, off_simplex(swap) * several))
+    about = gathered((clean(note), kernel) for note, kernel in told if note)
     return [note if len(kernels) == len(swaps) else f"{listed(kernels, 8)}: {note}" for note, kernels in about.items()]
 
 
@@ -408,11 +403,11 @@ def without_value(swaps: Sequence[Swap]) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for swap in swaps:
         for place, reasons in _reasons(swap):
-            by_reason: dict[str, list[str]] = {}
-            for name, reason in reasons.items():
-                if name.endswith("_ci95") and reasons.get(name.removesuffix("_ci95")) == reason:
-                    continue  # where there is no number, nobody looks for its interval
-                by_reason.setdefault(reason, []).append(WORDS.get(name, name.replace("_", " ")))
+            by_reason = gathered(
+                (reason, WORDS.get(name, name.replace("_", " ")))
+                for name, reason in reasons.items()  # where there is no number, nobody looks for its interval
+                if not (name.endswith("_ci95") and reasons.get(name.removesuffix("_ci95")) == reason)
+            )
             label = " ".join([swap.kernel] * (len(swaps) > 1) + [place] * bool(place))
             for reason, names in by_reason.items():
                 groups.setdefault((listed(names, 8), reason), []).append(label)
@@ -460,11 +455,6 @@ def _unchanged(loss: Change) -> bool:
     return loss.delta == 0 or (loss.ci95 is not None and loss.ci95[0] <= 0 <= loss.ci95[1])
 
 
-def _worst(errors: Sequence[float | None]) -> str:
-    present = [error for error in errors if error is not None]
-    return NO_VALUE if not present else "0" if max(present) == 0 else f"{max(present):.1e}"
-
-
 def _pair(pair: Pair, size: float, unit: str) -> str:
     both = [NO_VALUE if number is None else f"{number / size:,.0f}" for number in (pair.before, pair.after)]
     times = ratio(pair)
@@ -473,9 +463,7 @@ def _pair(pair: Pair, size: float, unit: str) -> str:
 
 def _reasons(swap: Swap) -> Iterator[tuple[str, dict[str, str]]]:
     """Of each stage its own, then what the swap lacks beside them."""
-    several = len(swap.stages) > 1
-    of_stages: set[str] = set()
     for stage in swap.stages:
-        yield stage.name if several else "", stage.reasons
-        of_stages |= set(Stage.model_fields)
+        yield stage.name if len(swap.stages) > 1 else "", stage.reasons
+    of_stages = Stage.model_fields if swap.stages else {}
     yield "", {name: reason for name, reason in swap.reasons.items() if name.partition(".")[0] not in of_stages}
