@@ -418,18 +418,12 @@ def certified(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iter
     multipliers = torch.where(free, multipliers.double(), multipliers.double().clamp(min=0.0))
     W = problem.form(multipliers)
     norm, value = float(W.norm()), float(multipliers @ bounds)
-    reach = lengths(problem)
+    reach: Each = problem.differences.norm(dim=-1) * problem.paired_queries.norm(dim=-1)  # ‖u zᵀ‖
     weight = float(multipliers.abs() @ reach)
     if value > PROOF * float(multipliers.abs() @ bounds.abs()) and norm <= PROOF * weight:
         return refuted(multipliers, free, norm, iterations)
     factor = value / norm**2 if value > 0.0 and norm > 0.0 else 0.0
     return judged(problem, multipliers * factor, W * factor, reach, tolerance, iterations)
-
-
-def lengths(problem: Problem) -> Each:
-    """‖u zᵀ‖ of every constraint."""
-    reach: Each = problem.differences.norm(dim=-1) * problem.paired_queries.norm(dim=-1)
-    return reach
 
 
 def refuted(multipliers: Each, free: Bool[Tensor, " constraints"], norm: float, iterations: int) -> Solution:

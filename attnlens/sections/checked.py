@@ -23,14 +23,11 @@ def outcome(report: Report) -> tuple[str, bool]:
 def told(check: Check) -> str:
     """What was found and what was wanted, how many heads break it and the worst of them."""
     found = "" if check.value is None else f"found {number(check.value)}, "
-    blamed = f"; {broken(check)}" if check.breaches else ""
+    blamed = ""
+    if check.breaches:
+        most = check.breaches[0]
+        blamed = f"; {len(check.breaches)} of {counted(check.heads or 0, 'head')}, worst {place(most)}: {reads(most)}"
     return clean(f"{check.subject}: {found}wanted {check.wanted}{blamed}")
-
-
-def broken(check: Check) -> str:
-    """`3 of 72 heads, worst layer 3 head 7: 0.031`."""
-    worst = check.breaches[0]
-    return f"{len(check.breaches)} of {counted(check.heads or 0, 'head')}, worst {place(worst)}: {reads(worst)}"
 
 
 def place(breach: Breach) -> str:
@@ -65,20 +62,14 @@ def site_checks(report: Report) -> Iterator[Section]:
     """Every site: its route, both errors (relative, worst), and the verdict in words."""
     rows = report.doctor
     names = [clean(row.site) for row in rows]
-    shared = _shared_path(names)
+    shared, differing = _shared_path(names), tuple(row.verdict == "differs" for row in rows)
     columns = (
         Column("", "part", tuple(row.part for row in rows), words=True),
         Column("", "heads", tuple(str(row.heads) for row in rows)),
         Column("", "route", tuple(row.route for row in rows), words=True),
         Column("", "q·k logits", tuple(_error(row.tokens_error) for row in rows)),
         Column("", "weights × inputs", tuple(_error(row.weights_error) for row in rows)),
-        Column(
-            "",
-            "verdict",
-            tuple(map(_verdict, rows)),
-            words=True,
-            alarms=tuple(row.verdict == "differs" for row in rows),
-        ),
+        Column("", "verdict", tuple(map(_verdict, rows)), words=True, alarms=differing),
     )
     sites = Column("", "site", tuple(f"{'…' * bool(shared)}{name.removeprefix(shared)}" for name in names), words=True)
     notes = (*((f"… stands for {shared}",) if shared else ()), *report.settings.notes)
@@ -127,17 +118,12 @@ def sections(report: Report) -> Iterator[Section]:
     checks = report.checks
     if not checks:
         return
+    failed = tuple(not check.passed for check in checks)
     names = Column("", "rule", tuple(clean(check.rule) for check in checks), words=True)
     columns = (
-        Column("", "found", tuple(_found(check) for check in checks)),
+        Column("", "found", tuple(NO_VALUE if check.value is None else number(check.value) for check in checks)),
         Column("", "heads", tuple(_heads(check) for check in checks)),
-        Column(
-            "",
-            "verdict",
-            tuple("holds" if check.passed else "FAILS" for check in checks),
-            words=True,
-            alarms=tuple(not check.passed for check in checks),
-        ),
+        Column("", "verdict", tuple("FAILS" if bad else "holds" for bad in failed), words=True, alarms=failed),
     )
     yield Section("Rules", table=Table((names,), columns, fit="folded"))
     blamed = worst(checks)
@@ -160,23 +146,11 @@ def rows(report: Report) -> Sheet:
     """One row a head that breaks a rule, and one for every rule that none breaks alone."""
     found: list[dict[str, Cell]] = []
     for check in report.checks:
-        own: dict[str, Cell] = {
-            **{"rule": check.rule, "passed": check.passed, "found": check.value, "heads": check.heads},
-            "file": check.file,
-        }
-        blamed: list[dict[str, Cell]] = [
-            {
-                **{"site": breach.site, "layer": breach.layer, "head": breach.head, "part": breach.part},
-                **{"value": breach.value, "base": breach.base, "p": breach.p},
-            }
-            for breach in check.breaches
-        ]
-        found += [own | row for row in blamed] or [own]
+        own: dict[str, Cell] = {"rule": check.rule, "passed": check.passed, "found": check.value, "heads": check.heads}
+        own["file"] = check.file
+        names = ("site", "layer", "head", "part", "value", "base", "p")
+        found += [own | {name: getattr(breach, name) for name in names} for breach in check.breaches] or [own]
     return sheet(found)
-
-
-def _found(check: Check) -> str:
-    return NO_VALUE if check.value is None else number(check.value)
 
 
 def _heads(check: Check) -> str:

@@ -70,8 +70,6 @@ EXPLAINED = (
     "own KL: each block of the second model takes the hidden states that the first one's took: what differs is of that "
     "block. KL as run holds what the blocks before it changed, too."
 )
-LEADING = 3
-"""Distances that stand before the other columns."""
 SHOWN_HEADS = 16
 """Heads that a page of a terminal has room for."""
 
@@ -148,7 +146,7 @@ def _head_section(changed: Sequence[Compared], found: Comparison, total: int) ->
     for name, title in distances.items():
         hints = tuple(_hint(one, name) for one in changed)
         columns.append(Column("", title, tuple(_distance(one, name) for one in changed), hints=hints))
-    columns[LEADING:LEADING] = [
+    columns[3:3] = [  # after the first three distances
         Column("", "named", tuple(str(len(one.named)) for one in changed)),
         Column("", "largest change of a measure", tuple(_largest(one, sizes) for one in changed), words=True),
     ]
@@ -230,13 +228,13 @@ def comparison_rows(report: Report) -> list[Row]:
     if found.shifts:
         return [_shift_row(one) for one in found.shifts]
     partners = {(head.layer, head.head): head for head in found.heads}
-    return [_change_row(row, partners[row.layer, row.head]) for row in found.rows]
-
-
-def _change_row(row: MeasureChange, head: HeadChange) -> dict[str, Cell]:
-    where: dict[str, Cell] = {"site": head.site, "layer": row.layer, "head": row.head, "partner": head.partner}
-    read = {name: getattr(row, name) for name in MeasureChange.model_fields if name not in where}
-    return where | {"relation": head.relation} | read
+    rows: list[Row] = []
+    for row in found.rows:
+        head = partners[row.layer, row.head]
+        where: dict[str, Cell] = {"site": head.site, "layer": row.layer, "head": row.head, "partner": head.partner}
+        read = {name: getattr(row, name) for name in MeasureChange.model_fields if name not in where}
+        rows.append(where | {"relation": head.relation} | read)
+    return rows
 
 
 def _shift_row(one: Shift) -> dict[str, Cell]:

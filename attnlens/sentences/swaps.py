@@ -230,7 +230,6 @@ WORDS = {
     "kl_ci95": "interval of KL",
     "hidden_cosine_ci95": "interval of the hidden cosine",
     "top1_agreement": "top-1",
-    "hidden_cosine": "hidden cosine",
     "hidden_cka": "CKA",
     "off_simplex": "off-simplex share",
     "beyond_window": "loss beyond a window",
