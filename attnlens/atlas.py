@@ -13,14 +13,12 @@ from typing import Any, Literal
 
 from attnlens.records import Head, Report
 from attnlens.registry import info_of
-from attnlens.wording import source_of
+from attnlens.wording import gathered, source_of
 
 FILE = Path(__file__).with_name("atlas.json")
 LEVELS = (0, 1, 2.5, 5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95, 97.5, 99, 100)
 """Percentages of heads whose values the file holds."""
 Third = Literal["first", "middle", "last", "all"]
-DIGITS = 4
-"""Significant digits of these values."""
 SAME, ENOUGH, ABOUT = 0.25, 3, 0.05
 """A model is that of the atlas if the median over at least ENOUGH measures of their quantiles' mean difference, in
 interquartile ranges, is less than SAME: 0.1 between a model and its fine-tuning, at least 0.38 between lineages. If
@@ -109,15 +107,14 @@ class Reference:
 
     def percentile(self, value: float) -> float | None:
         """Percentage of heads below the value, where every lineage counts once, and each of its models alike."""
-        found: dict[str, list[float]] = {}
-        for model, spread in zip(self.models, self.spreads, strict=True):
-            found.setdefault(model.lineage, []).append(spread.below(value))
+        pairs = zip(self.models, self.spreads, strict=True)
+        found = gathered((model.lineage, spread.below(value)) for model, spread in pairs)
         return fmean(map(fmean, found.values())) if found else None
 
 
 def rounded(value: float) -> float:
-    """As the quantiles are, so that what is equal stays so."""
-    return float(f"{value:.{DIGITS}g}")
+    """Four significant digits, as the quantiles have, so that what is equal stays so."""
+    return float(f"{value:.4g}")
 
 
 @cache
@@ -227,16 +224,13 @@ def quantiles(values: Sequence[float]) -> list[float]:
 
 def depths(report: Report) -> dict[int, Third]:
     """The third of its part in which each layer lies; `all` for each where not all layers were asked for."""
-    layers: dict[str, set[int]] = {}
-    for head in report.heads:
-        layers.setdefault(head.part, set()).add(head.layer)
     if report.settings.layers is not None:
-        return {layer: "all" for found in layers.values() for layer in found}
-    return {layer: depth for found in layers.values() for layer, depth in _thirds(sorted(found))}
-
-
-def _thirds(layers: Sequence[int]) -> list[tuple[int, Third]]:
-    return [(layer, DEPTHS[len(DEPTHS) * place // len(layers)]) for place, layer in enumerate(layers)]
+        return {head.layer: "all" for head in report.heads}
+    found: dict[int, Third] = {}
+    for heads in gathered((head.part, head.layer) for head in report.heads).values():
+        layers = sorted(set(heads))
+        found |= {layer: DEPTHS[len(DEPTHS) * place // len(layers)] for place, layer in enumerate(layers)}
+    return found
 
 
 def shares_weights(head: Head) -> bool:

@@ -41,7 +41,7 @@ def assert_attention(
     """
     __tracebackhide__ = True
     import attnlens
-    from attnlens.sentences.checked import told
+    from attnlens.sections.checked import told
 
     report = _report(model_or_report, options, rules if baseline is None else None)
     found = attnlens.check(report, rules, baseline=baseline, allow_partial=allow_partial)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TypeVar
 
+K = TypeVar("K")
+V = TypeVar("V")
 NO_VALUE = "–"
 """What stands where there is no value."""
 
@@ -110,3 +113,11 @@ def big(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g} {letter}"
     return str(number)
+
+
+def gathered(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Each first of the pairs with all its seconds, in the order in which they come."""
+    found: dict[K, list[V]] = {}
+    for first, second in pairs:
+        found.setdefault(first, []).append(second)
+    return found

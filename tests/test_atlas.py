@@ -17,8 +17,8 @@ import attnlens
 from attnlens import atlas, registry
 from attnlens.atlas import DEPTHS, LEVELS, Distribution, Reference, Subject, TrainedModel
 from attnlens.records import Report, read_report
-from attnlens.sections.page.explorer import explorer
-from attnlens.sections.reference import typical
+from attnlens.sections import layers as typical
+from attnlens.sections.explorer import explorer
 from attnlens.shapes import Shapes
 
 PACKAGE = Path(atlas.__file__).parent

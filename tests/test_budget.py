@@ -31,8 +31,8 @@ from attnlens.run.swap.ranks import search as room
 from attnlens.run.swap.ranks.bases import _between, gathered, levels, output_metrics, sensitivities
 from attnlens.run.swap.ranks.plans import LatentSizes, SiteSizes, costs, keys_to_gain, saving, sizes
 from attnlens.run.swap.ranks.search import Losses, Sample, by_text, losses, rise_of
-from attnlens.sections.swaps.tables import numbers_kept, plan_rows
-from attnlens.sentences.swaps.plans import plan_lines
+from attnlens.sections.swap_tables import numbers_kept, plan_rows
+from attnlens.sentences.plans import plan_lines
 from attnlens.statistics import Design
 from attnlens.texts import Cut
 from attnlens.texts.targets import feed

@@ -13,7 +13,7 @@ import attnlens
 from attnlens import hooks, weights
 from attnlens.errors import ModelError, UsageError
 from attnlens.run.doctor import TOLERANCE, check_sites
-from attnlens.sections.doctor import site_checks
+from attnlens.sections.checked import site_checks
 from attnlens.weights import rebuilt
 
 REACHED = families.REACHED

@@ -20,7 +20,7 @@ from attnlens.records import Curve, Experiment, Report
 from attnlens.render import terminal
 from attnlens.render.terminal import console
 from attnlens.sections import documents
-from attnlens.sentences.verdicts import setting, worded
+from attnlens.sentences.reports import setting, worded
 
 
 def of_curves(curves: dict[str, list[float]], **shown: Any) -> Experiment:

@@ -21,7 +21,7 @@ from attnlens.plots.experiments import deviation, draw_trajectories, experiment_
 from attnlens.plots.style import house_style, new_figure
 from attnlens.records import Experiment, Report, read_report
 from attnlens.sentences import reports
-from attnlens.sentences.verdicts import measures_of, told_of
+from attnlens.sentences.reports import measures_of, told_of
 
 HOSTILE = "=x\x1b[2J <script>alert(1)</script> \u202egnp [red]b[/red] | `c`"
 STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")

@@ -27,7 +27,7 @@ from attnlens.run.swap.healing.course import Distances, HeldOut, adamw, descend,
 from attnlens.run.swap.healing.descent import heal
 from attnlens.run.swap.healing.healer import Healer, LowRankChange, Trained
 from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.sentences.swaps.healing import healing as healing_sentences
+from attnlens.sentences.plans import healing as healing_sentences
 from attnlens.texts.targets import Fed
 
 READ = {"sequences": 4, "tokens": 24, "batch_size": 4} | BARE

@@ -23,7 +23,7 @@ from attnlens.records import Call, Swap
 from attnlens.run import swap_kernel
 from attnlens.run.swap.fit import NearShares, unfitted
 from attnlens.run.swap.saved import load_swapped
-from attnlens.sections.reference.explanations import explanation
+from attnlens.sections.reference import explanation
 from attnlens.texts import placeholder
 
 HEADS, DIM = 2, 4

@@ -23,7 +23,7 @@ from attnlens.run.inspect.assembly import extremes
 from attnlens.run.inspect.collector import scaled_null
 from attnlens.run.inspect.pipeline import Inspection
 from attnlens.sentences import reports
-from attnlens.sentences.findings import population
+from attnlens.sentences.reports import population
 
 SMALL = {"sequences": 4, "tokens": 32}
 

@@ -20,7 +20,7 @@ from attnlens.records import Call
 from attnlens.run.swap.fit import fit
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.ranks.search import losses
-from attnlens.sentences.swaps.effects import formula
+from attnlens.sentences.swaps import formula
 from attnlens.statistics import Design
 from attnlens.texts import Cut
 from attnlens.texts.targets import feed

@@ -17,7 +17,7 @@ from attnlens.records import Plan
 from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.run.swap.ranks import search as calibration
 from attnlens.run.swap.ranks import search as room
-from attnlens.sentences.swaps.plans import plan_lines
+from attnlens.sentences.plans import plan_lines
 
 READ = {"sequences": 8, "tokens": 32, "batch_size": 4} | BARE
 

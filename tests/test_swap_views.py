@@ -35,10 +35,10 @@ from attnlens.plots.swap_effects import GREY, draw_kernels, draw_stages, draw_sw
 from attnlens.plots.swaps import draw_healing, named_steps
 from attnlens.records import Coverage, Effect, HealingRate, HealingTraining, Pair, Plan, Report, Rise, Text, TextCosine
 from attnlens.requests.healing import Amount
-from attnlens.sentences.swaps import effects
-from attnlens.sentences.swaps.controls import distance
-from attnlens.sentences.swaps.healing import healing as sentences
-from attnlens.sentences.swaps.plans import plan_lines
+from attnlens.sentences import swaps as effects
+from attnlens.sentences.plans import healing as sentences
+from attnlens.sentences.plans import plan_lines
+from attnlens.sentences.swaps import distance
 
 HOSTILE = "=x\x1b[2J <script>alert(1)</script> \u202egnp [red]b[/red] | `c`"
 STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")

@@ -23,8 +23,8 @@ from attnlens.registry import Analyzer, KernelInfo, MeasureInfo
 from attnlens.render import terminal
 from attnlens.render.markdown import escaped
 from attnlens.sections import documents
-from attnlens.sections.doctor import site_checks
-from attnlens.sections.reference import lists
+from attnlens.sections import reference as lists
+from attnlens.sections.checked import site_checks
 from attnlens.wording import spread
 
 HOSTILE = "=cmd|' /C calc'!A0 <script>x</script> [red]b[/red] `c` | d\x1b[2J\u202e\n# e @team www.evil.example"

@@ -16,7 +16,7 @@ from attnlens.records import Report
 from attnlens.render import terminal
 from attnlens.render.html import is_file
 from attnlens.sections import documents
-from attnlens.sections.every_head import head_tables
+from attnlens.sections.layers import head_tables
 from attnlens.sections.section import Document, Section
 from attnlens.shapes import Shapes
 

@@ -26,9 +26,19 @@ constraint's slack.
 '0.07 of the constraints fall short by 1.0 in all'
 """
 
-from attnlens.attsvm.builders import causal, finite_part, next_token, prompt, selection, selection_sets
 from attnlens.attsvm.descent import Descent, Instances, Linear, Loss, Normaliser, Relu, Scores, descend
-from attnlens.attsvm.problem import Problem, Solution, Status, certified
+from attnlens.attsvm.problem import (
+    Problem,
+    Solution,
+    Status,
+    causal,
+    certified,
+    finite_part,
+    next_token,
+    prompt,
+    selection,
+    selection_sets,
+)
 from attnlens.attsvm.solvers.frobenius import Separability, separable, solve
 from attnlens.attsvm.solvers.nuclear import certified_nuclear, nuclear_rank, solve_nuclear
 from attnlens.attsvm.solvers.soft import SoftMargin, soft_margin

@@ -214,32 +214,20 @@ def gradient(
     The textbook's Σ_t s_t (γ_t − f) x_t holds the same terms and α's own, which cancels them all: it has no digit left
     once 1 − s_α < 1e-16. Logarithms keep the direction where every s_t underflows, and D's coefficients are ≤ 1.
     """
-    pull, scale = coefficients(instances, seen, log_weights, loss)
-    along = (pull[..., None, :] @ seen.differences).squeeze(-2)
-    return along.mT @ instances.queries, scale
-
-
-def coefficients(
-    instances: Instances, seen: Anchored, log_weights: Float[Tensor, "trials n T"], loss: Loss
-) -> tuple[Float[Tensor, "trials n T"], Float[Tensor, " trials"]]:
-    """(C, c) with C e^c = ℓ'_i s_it (γ_it − γ̄_i)/n off α; the largest |C| of a trial is 1, or 0 where nothing pulls."""
     output, rises = instances.head.read(log_weights.exp(), seen)
     margin = instances.labels * output
     # γ_t − γ̄ from differences to γ_α alone, so that it is exact to its last digit where s_α rounds to 1.
     apart = rises - (log_weights.exp() * rises).sum(-1, keepdim=True)
-    logs = log_weights + _log_slope(margin, loss)[..., None] + apart.abs().log()
+    # log |ℓ'(Yf)|: of logistic, σ(−Yf); of exponential, e^(−Yf); of log, 1/(Yf)
+    slope = logsigmoid(-margin) if loss == "logistic" else -margin if loss == "exponential" else -margin.log()
+    logs = log_weights + slope[..., None] + apart.abs().log()
     logs = logs.masked_fill(~seen.rest, -math.inf)
     top = logs.flatten(1).amax(-1)
     scale = torch.where(top.isfinite(), top, 0.0)
+    # Off α ℓ'_i s_it (γ_it − γ̄_i)/n; the largest of a trial is 1, or 0 where nothing pulls.
     pull = -instances.labels[..., None] * apart.sign() * (logs - scale[:, None, None]).exp()
-    return pull, scale - math.log(instances.labels.shape[1])
-
-
-def _log_slope(margin: Float[Tensor, "trials n"], loss: Loss) -> Float[Tensor, "trials n"]:
-    """log |ℓ'(Yf)|: of logistic, σ(−Yf); of exponential, e^(−Yf); of log, 1/(Yf)."""
-    if loss == "logistic":
-        return logsigmoid(-margin)
-    return -margin if loss == "exponential" else -margin.log()
+    along = (pull[..., None, :] @ seen.differences).squeeze(-2)
+    return along.mT @ instances.queries, scale - math.log(instances.labels.shape[1])
 
 
 def _stepped(

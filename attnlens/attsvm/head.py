@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnlens.attsvm.builders import posed
-from attnlens.attsvm.problem import Problem
+from attnlens.attsvm.problem import Problem, posed
 from attnlens.attsvm.solvers.frobenius import solve
 from attnlens.errors import UnposedError
 
@@ -23,7 +22,6 @@ TIE = 1e-6
 """Scores nearer than this share of a query's largest |score| are equal: about ten roundings of a float32 model."""
 MOST_CONSTRAINTS = 2**15
 """Constraints beyond which fewer queries are posed: 100 MB of differences of 384 numbers."""
-
 MOST_EQUALITIES = 2**11
 """Equalities beyond which fewer queries are posed: their factor is 32 MB and takes a fraction of a second."""
 
@@ -163,7 +161,9 @@ def choose(
         places += [(number, position) for position in found.tolist()]
         sets += list(chosen[found])
     every = torch.cat(odds)
-    order = _solvable(every.argsort(descending=True, stable=True)[:most], sets)
+    order = every.argsort(descending=True, stable=True)[:most]
+    equalities = torch.tensor([int(sets[index].sum()) - 1 for index in order.tolist()]).cumsum(0)
+    order = order[: max(1, int((equalities <= MOST_EQUALITIES).sum()))]
     kept = torch.tensor(places, dtype=torch.long).reshape(-1, 2)[order]
     whole = tuple(sets[index] for index in order.tolist())
     return Chosen(
@@ -226,12 +226,6 @@ def query_basis(queries: Float[Tensor, "queries d_query"]) -> Float[Tensor, "d_q
     border = torch.finfo(torch.float64).eps * max(queries.shape) * values[:1]
     basis: Tensor = vectors[values > border].mT  # strict: queries that are zero span nothing
     return basis
-
-
-def _solvable(order: Int[Tensor, " queries"], sets: Sequence[Bool[Tensor, " keys"]]) -> Int[Tensor, " fewer"]:
-    """The first queries whose sets O_i pose at most MOST_EQUALITIES together, |O_i| − 1 each; at least one query."""
-    equalities = torch.tensor([int(sets[index].sum()) - 1 for index in order.tolist()]).cumsum(0)
-    return order[: max(1, int((equalities <= MOST_EQUALITIES).sum()))]
 
 
 def _turned(factor: Float[Tensor, "d rank"], generator: torch.Generator) -> Float[Tensor, "d rank"]:
@@ -326,7 +320,9 @@ def judged(chosen: Chosen, posed: Posed, solution: Solution) -> Nearness | str:
     gaps, whole = score_gaps(problem, form), projected_norm(problem, form)
     squared = whole**2
     if bool(problem.equal.any()):
-        finite = solve(_inside(problem, gaps), tolerance=TOLERANCE)
+        equal = problem.equal  # alone, to be met as the head meets them: u W z = u M z
+        u, q = problem.differences[equal], problem.query_of[equal]
+        finite = solve(Problem(u, problem.queries, q, gaps[equal], equal[equal]), tolerance=TOLERANCE)
         if finite.W is None:
             return "no form has the head's own score differences among the selected tokens"
         gaps = gaps - problem.scores(finite.W)
@@ -358,9 +354,3 @@ def span(rows: Float[Tensor, "rows d"]) -> Float[Tensor, "d rank"]:
     values, vectors = torch.linalg.eigh(torch.from_numpy(numbers.T @ numbers))
     basis: Tensor = vectors[:, values > SPAN**2 * values[-1:]]  # strict: tokens that don't differ span nothing
     return basis
-
-
-def _inside(problem: Problem, gaps: Float[Tensor, " constraints"]) -> Problem:
-    """The equalities alone, to be met as the head meets them: u W z = u M z."""
-    equal = problem.equal
-    return Problem(problem.differences[equal], problem.queries, problem.query_of[equal], gaps[equal], equal[equal])

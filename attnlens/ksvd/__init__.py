@@ -38,14 +38,19 @@ from attnlens.ksvd.dual import (
     Dual,
     Nystrom,
     SparseSolver,
+    centred,
+    cosine_features,
     dual,
+    evenly_spaced,
     matrix_dual,
     matrix_residual,
     nystrom,
+    random_features,
     residual,
+    sampled_rows,
     truncated,
+    unit,
 )
-from attnlens.ksvd.features import centred, cosine_features, evenly_spaced, random_features, sampled_rows, unit
 from attnlens.ksvd.primal import Primal, mean_angle, objective, primal, principal_angles, regulariser, share_inside
 
 __all__ = [

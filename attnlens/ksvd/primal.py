@@ -9,8 +9,7 @@ import torch
 
 from attnlens.choices import Convention
 from attnlens.errors import UsageError
-from attnlens.ksvd.dual import Dual
-from attnlens.ksvd.features import centred
+from attnlens.ksvd.dual import Dual, centred
 from attnlens.linalg import singular_values
 
 if TYPE_CHECKING:

@@ -31,8 +31,7 @@ from attnlens.plots.style import (
 )
 from attnlens.records import Curve, Experiment, Report, Trajectory
 from attnlens.registry import info_of
-from attnlens.sentences.reports import ran_on, title
-from attnlens.sentences.verdicts import judgement, measures_of, outcome, setting, told_of, worded
+from attnlens.sentences.reports import judgement, measures_of, outcome, ran_on, setting, title, told_of, worded
 from attnlens.wording import big, clean, counted, source_of
 
 if TYPE_CHECKING:

@@ -27,16 +27,17 @@ from attnlens.plots.style import (
     typeset,
 )
 from attnlens.records import PARTS
-from attnlens.sentences.swaps.controls import (
+from attnlens.sentences.swaps import (
     EFFECTS,
     distance,
     distance_ci95,
     effect_name,
+    figures,
     is_hybrid,
+    loss_decimals,
     rise_interval,
     rise_words,
 )
-from attnlens.sentences.swaps.effects import figures, loss_decimals
 from attnlens.wording import clean, decimals_for
 
 if TYPE_CHECKING:

@@ -42,10 +42,9 @@ from attnlens.plots.swap_effects import (
     of_heads,
 )
 from attnlens.records import PARTS, Healing, Plan, Report, Swap
-from attnlens.sentences.swaps.controls import EFFECTS, UNITS, effect_name
-from attnlens.sentences.swaps.effects import cautions, formula
-from attnlens.sentences.swaps.plans import UNITS as UNITS_OF
-from attnlens.sentences.swaps.plans import share
+from attnlens.sentences.plans import UNITS as UNITS_OF
+from attnlens.sentences.plans import share
+from attnlens.sentences.swaps import EFFECTS, UNITS, cautions, effect_name, formula
 from attnlens.wording import big, clean
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What `compare` found, as sections: the heads that changed, worst first; what the models as wholes have to do."""
+"""What `compare` found: the heads that changed, worst first; how the models differ as wholes; what an adapter did."""
 
 from __future__ import annotations
 
@@ -6,19 +6,69 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from attnlens.records import Comparison, HeadChange, MeasureChange, Outcome, Report, Shift, Spread
-from attnlens.registry import OWN_ROWS
+import numpy as np
+
+from attnlens.records import Comparison, Head, HeadChange, MeasureChange, Outcome, Report, Shift, Spread
+from attnlens.registry import OWN_ROWS, comparing, info_of
 from attnlens.sections.section import Cell, Column, Row, Section, Table
 from attnlens.sentences.comparisons import LOCAL, discoveries, effect_sizes, least_changes, worth
+from attnlens.sentences.reports import adapter
 from attnlens.shapes import Shapes
-from attnlens.wording import NO_VALUE, clean, counted, short
+from attnlens.wording import NO_VALUE, clean, counted, decimals_for, short, title_of, written
+
+MOST_HEADS = 12
+"""Heads that are shown, those moved furthest first."""
+
+
+def adapter_sections(report: Report) -> Iterator[Section]:
+    """The adapter in a sentence, how far it moved the heads, and those that it moved furthest; nothing without one."""
+    if report.model.adapter is None:
+        return
+    first, *others = (info.name for found in comparing("weights") for info in found.measures)
+    known = [head for head in report.heads if _value(head, first) is not None]
+    ranked = sorted(known, key=lambda head: -(_value(head, first) or 0.0))
+    lines = [adapter(report)]
+    if ranked:
+        sizes = [_value(head, first) or 0.0 for head in ranked]
+        moved, median = sum(size > 0 for size in sizes), float(np.median(sizes))
+        lines.append(
+            f"It moved M in {moved} of {counted(len(ranked), 'head')}; ‖M' − M‖/‖M‖: median {short(median)}, "
+            f"largest {short(sizes[0])}."
+        )
+    top = [head for head in ranked[:MOST_HEADS] if _value(head, first)]
+    yield Section("Adapter", lines=tuple(lines), table=_table(top, (first, *others)) if top else None)
+
+
+def _table(heads: Sequence[Head], names: Sequence[str]) -> Table:
+    """A row a head: how far it was moved; each headline measure without the adapter, with it, and the difference."""
+    places = [Column("", name, tuple(str(getattr(head, name)) for head in heads)) for name in ("layer", "head")]
+    if len({head.part for head in heads}) > 1:
+        places.append(Column("", "part", tuple(head.part for head in heads), words=True))
+    columns = [Column("", title_of(name), _cells([_value(head, name) for head in heads])) for name in names]
+    for name in dict.fromkeys(name for head in heads for name in head.measures):
+        pairs = [(getattr(head.measures.get(name), "base", None), _value(head, name)) for head in heads]
+        if not info_of(name).headline or all(base is None for base, _ in pairs):
+            continue
+        differences = [None if base is None or value is None else value - base for base, value in pairs]
+        for title, values in (("base", [base for base, _ in pairs]), ("adapted", [value for _, value in pairs])):
+            columns.append(Column(title_of(name), title, _cells(values)))
+        columns.append(Column(title_of(name), "difference", _cells(differences)))
+    return Table(tuple(places), tuple(columns))
+
+
+def _cells(values: Sequence[float | None]) -> tuple[str, ...]:
+    decimals = decimals_for([value for value in values if value is not None])
+    return tuple(written(value, decimals) for value in values)
+
+
+def _value(head: Head, name: str) -> float | None:
+    return head.measures[name].value if name in head.measures else None
+
 
 EXPLAINED = (
     "own KL: each block of the second model takes the hidden states that the first one's took: what differs is of that "
     "block. KL as run holds what the blocks before it changed, too."
 )
-LEADING = 3
-"""Distances that stand before the other columns."""
 SHOWN_HEADS = 16
 """Heads that a page of a terminal has room for."""
 
@@ -95,7 +145,7 @@ def _head_section(changed: Sequence[Compared], found: Comparison, total: int) ->
     for name, title in distances.items():
         hints = tuple(_hint(one, name) for one in changed)
         columns.append(Column("", title, tuple(_distance(one, name) for one in changed), hints=hints))
-    columns[LEADING:LEADING] = [
+    columns[3:3] = [  # after the first three distances
         Column("", "named", tuple(str(len(one.named)) for one in changed)),
         Column("", "largest change of a measure", tuple(_largest(one, sizes) for one in changed), words=True),
     ]
@@ -177,13 +227,13 @@ def comparison_rows(report: Report) -> list[Row]:
     if found.shifts:
         return [_shift_row(one) for one in found.shifts]
     partners = {(head.layer, head.head): head for head in found.heads}
-    return [_change_row(row, partners[row.layer, row.head]) for row in found.rows]
-
-
-def _change_row(row: MeasureChange, head: HeadChange) -> dict[str, Cell]:
-    where: dict[str, Cell] = {"site": head.site, "layer": row.layer, "head": row.head, "partner": head.partner}
-    read = {name: getattr(row, name) for name in MeasureChange.model_fields if name not in where}
-    return where | {"relation": head.relation} | read
+    rows: list[Row] = []
+    for row in found.rows:
+        head = partners[row.layer, row.head]
+        where: dict[str, Cell] = {"site": head.site, "layer": row.layer, "head": row.head, "partner": head.partner}
+        read = {name: getattr(row, name) for name in MeasureChange.model_fields if name not in where}
+        rows.append(where | {"relation": head.relation} | read)
+    return rows
 
 
 def _shift_row(one: Shift) -> dict[str, Cell]:

@@ -1,15 +1,125 @@
-"""Experiments as tables: ours beside the published."""
+"""Experiments as tables: ours beside the published; a series of checkpoints, every measure by training step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from attnlens.records import Experiment, Report
-from attnlens.sections.checkpoints import told
-from attnlens.sections.section import Column, Row, Section, Table
-from attnlens.sentences.verdicts import judgement, setting, worded
-from attnlens.wording import NO_VALUE, SCIENTIFIC, clean, decimals_for, listed, short, written
+from attnlens.records import Curve, Experiment, Report
+from attnlens.registry import info_of
+from attnlens.sections.section import Cell, Column, Row, Section, Table
+from attnlens.sentences.reports import asked_for, heads_of, judgement, null_words, setting, told_of, worded
+from attnlens.wording import NO_VALUE, SCIENTIFIC, clean, counted, decimals_for, gathered, listed, short, written
+
+MOST_STEPS = 8
+"""Checkpoints up to which each has its column."""
+
+
+def told(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
+    """A series of checkpoints: the measures that it is about, or, `whole`, every one with its quartiles."""
+    heads = heads_of(experiment)
+    count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
+    lines = [f"{counted(count, 'checkpoint')}, {counted(heads, 'head')}.", *_loss(experiment)]
+    every = told_of(experiment)
+    shown = every if whole else [name for name in every if asked_for(name)] or every
+    help_ = "Medians over heads; quartiles over heads at the last checkpoint" if heads > 1 else "One head's values"
+    help_ += f"; {len(_spread(count))} of {count} checkpoints are shown" if count > MOST_STEPS else ""
+    nulls = [info_of(name) for name in shown if experiment.null(name) is not None]
+    help_ += f"; null: {null_words(nulls)}, mean ± sd." if nulls else "."
+    more = [] if len(shown) == len(every) else [f"{len(shown)} of {len(every)} measures; --verbose shows all."]
+    yield Section(experiment.question, lines=tuple(lines), table=series_rows(experiment, shown), notes=(help_, *more))
+    if whole and heads > 1:
+        yield Section("Quartiles over heads", table=quartile_rows(experiment))
+
+
+def series_sections(report: Report) -> Iterator[Section]:
+    """Every measure of a series of checkpoints, medians and quartiles."""
+    for experiment in report.experiments:
+        if experiment.trajectories:
+            several = heads_of(experiment) > 1
+            notes = ("Medians over heads." if several else "One head's values.",)
+            yield Section("Every measure", table=series_rows(experiment, told_of(experiment)), notes=notes)
+            if several:
+                yield Section("Quartiles over heads", table=quartile_rows(experiment))
+
+
+def series_rows(experiment: Experiment, measures: Sequence[str]) -> Table:
+    """A row a measure: its median over heads, a column a checkpoint (about eight of many), last quartiles, null."""
+    columns = _by_step(experiment, measures, lambda curve, at, decimals: written(curve.median[at], decimals))
+    if heads_of(experiment) > 1:
+        curves = [experiment.curves[name] for name in measures]
+        quartiles = tuple(_quartiles(curve, -1, _decimals_of(curve)) for curve in curves)
+        columns.append(Column("last", "quartiles", quartiles))
+    nulls = [experiment.null(name) for name in measures]
+    if any(nulls):
+        columns.append(Column("chance", "null", tuple(map(_null, nulls))))
+    return Table((Column("", "measure", tuple(map(clean, measures)), words=True),), tuple(columns))
+
+
+def quartile_rows(experiment: Experiment) -> Table:
+    """The first and third quartile over heads of every measure, a column a checkpoint."""
+    measures = [name for name in told_of(experiment) if experiment.curves[name].low is not None]
+    names = (Column("", "measure", tuple(map(clean, measures)), words=True),)
+    return Table(names, tuple(_by_step(experiment, measures, _quartiles)))
+
+
+def _by_step(experiment: Experiment, measures: Sequence[str], tell: Callable[[Curve, int, int], str]) -> list[Column]:
+    """A column a checkpoint (about eight of many), a cell a measure: (curve, which checkpoint, decimals) → text."""
+    curves = [(experiment.curves[name], _decimals_of(experiment.curves[name])) for name in measures]
+    steps = curves[0][0].steps if curves else []
+    return [
+        Column(
+            clean(experiment.axis),
+            written(steps[at], decimals_for(steps)),
+            tuple(tell(curve, at, decimals) for curve, decimals in curves),
+        )
+        for at in _spread(len(steps))
+    ]
+
+
+def step_cells(experiment: Experiment) -> Iterator[dict[str, Cell]]:
+    """A row per head, measure and step, for a spreadsheet."""
+    for found in experiment.trajectories:
+        steps = experiment.curves[found.measure].steps if found.measure in experiment.curves else []
+        errors = found.se or [None] * len(found.values)
+        where: dict[str, Cell] = {"layer": found.layer, "head": found.head, "measure": found.measure}
+        for step, value, error in zip(steps, found.values, errors, strict=False):
+            yield where | {experiment.axis: step, "value": value, "se": error}
+
+
+def _loss(experiment: Experiment) -> Iterator[str]:
+    curve = experiment.curves.get("loss")
+    losses = [value for value in curve.median if value is not None] if curve else []
+    if len(losses) > 1:
+        way = "falls" if losses[-1] < losses[0] else "rises"
+        yield f"The loss on this text {way} from {losses[0]:.3f} to {losses[-1]:.3f} nats per token."
+
+
+def _spread(count: int) -> list[int]:
+    """Which of so many columns are shown: all, or about eight, the first and the last among them."""
+    if count <= MOST_STEPS:
+        return list(range(count))
+    return sorted({round(place * (count - 1) / (MOST_STEPS - 1)) for place in range(MOST_STEPS)})
+
+
+def _decimals_of(curve: Curve) -> int:
+    return decimals_for([value for value in curve.median if value is not None])
+
+
+def _quartiles(curve: Curve, at: int, decimals: int) -> str:
+    if curve.low is None or curve.high is None or curve.low[at] is None:
+        return NO_VALUE
+    return f"{written(curve.low[at], decimals)} … {written(curve.high[at], decimals)}"
+
+
+def _null(null: Curve | None) -> str:
+    """Mean ± sd with two figures of the sd."""
+    if null is None or null.median[-1] is None or null.high is None or null.high[-1] is None:
+        return ""
+    mean, sd = null.median[-1], null.high[-1] - null.median[-1]
+    decimals = decimals_for([sd or mean], figures=2)
+    return f"{written(mean, decimals)} ± {written(sd, decimals)}"
+
 
 SIGNS = {"within": "", "at least": "≥ ", "at most": "≤ "}
 
@@ -31,14 +141,11 @@ def experiment_sections(report: Report, *, whole: bool) -> Iterator[Section]:
 def figure_rows(experiments: Sequence[Experiment]) -> Table:
     """A row a figure: ours ± error, published, tolerance, verdict."""
     every = [(experiment, figure) for experiment in experiments for figure in experiment.final]
-    first = [figure == next(iter(experiment.final)) for experiment, figure in every]
+    titles = tuple(
+        clean(experiment.name) if figure == next(iter(experiment.final)) else "" for experiment, figure in every
+    )
     names = (
-        Column(
-            "",
-            "experiment",
-            tuple(clean(e.name) if head else "" for (e, _), head in zip(every, first, strict=True)),
-            words=True,
-        ),
+        Column("", "experiment", titles, words=True),
         Column("", "figure", tuple(worded(*row) for row in every), words=True),
     )
     columns = [Column("", "ours", tuple(_ours(*row) for row in every))]
@@ -79,10 +186,9 @@ def _published(experiment: Experiment, figure: str) -> str:
 
 
 def _tolerance(experiment: Experiment, figure: str) -> str:
-    if (experiment.published or {}).get(figure) is None:
-        return NO_VALUE
     slack = (experiment.tolerance or {}).get(figure, 0.0)
-    return "exact" if not slack else short(slack)
+    known = (experiment.published or {}).get(figure) is not None
+    return NO_VALUE if not known else short(slack) if slack else "exact"
 
 
 def _figure_help(experiments: Sequence[Experiment]) -> Iterator[str]:
@@ -110,23 +216,22 @@ def _asked(experiment: Experiment, report: Report) -> str:
 
 
 def _missing(experiment: Experiment) -> Iterator[str]:
-    reasons: dict[str, list[str]] = {}
-    for figure, reason in experiment.reasons.items():
-        reasons.setdefault(reason, []).append(worded(experiment, figure))
+    reasons = gathered((reason, worded(experiment, figure)) for figure, reason in experiment.reasons.items())
     for reason, figures in reasons.items():
         yield f"{clean(experiment.name)}: {listed(figures, 5)}, because {clean(reason)}"
 
 
 def figure_cells(experiment: Experiment) -> Iterator[Row]:
     """A row a figure, for a spreadsheet."""
+    published = experiment.published or {}
     for figure, value in experiment.final.items():
-        met, known = experiment.meets(figure), figure in (experiment.published or {})
+        met, known = experiment.meets(figure), figure in published
         yield {
             "experiment": experiment.name,
             "figure": figure,
             "ours": value,
             "error": experiment.errors.get(figure),
-            "published": (experiment.published or {}).get(figure),
+            "published": published.get(figure),
             "bound": experiment.bounds.get(figure, "within") if known else None,
             "tolerance": (experiment.tolerance or {}).get(figure),
             "verdict": None if met is None else "pass" if met else "fail",

@@ -1,4 +1,4 @@
-"""What each layer reads: medians over its heads, with their errors, as columns of finished text."""
+"""What the heads read: medians by layer, every head, what was found, and how they stand beside trained models."""
 
 from __future__ import annotations
 
@@ -9,21 +9,230 @@ from itertools import groupby
 
 import numpy as np
 
+from attnlens import atlas
+from attnlens.atlas import Reference, Subject, Third
+from attnlens.records import Head, Report
 from attnlens.registry import NOT_IDENTIFIED
 from attnlens.sections.section import Column, Section, Table
-from attnlens.sentences.findings import no_errors, null_words, population
+from attnlens.sentences import reports
+from attnlens.sentences.reports import findings, no_errors, null_words, population
 from attnlens.shapes import MeasureMap, Shapes, by_turns, group_of, middle
 from attnlens.wording import (
     NO_VALUE,
     clean,
     decimals_for,
     decimals_with_error,
+    gathered,
     listed,
     short,
+    source_of,
     spread,
     title_of,
     written,
 )
+
+SUFFIXES = {1: "st", 2: "nd", 3: "rd"}
+
+
+@dataclass(frozen=True)
+class MedianHead:
+    """The median over one part's heads, and the heads of other models that it is compared with."""
+
+    reading: MeasureMap
+    median: float
+    reference: Reference
+    part: str
+    several: bool
+    """Whether the model has other parts."""
+
+    def told(self, name: str = "") -> str:
+        """`median symmetry 0.07 at the 63rd percentile of 80 heads of 2 trained encoders`; `name` is the measure's."""
+        part = self.part if self.several else ""
+        words = (part, "median", name, _numbers([self.median])[0], place(self.reference, self.median))
+        return " ".join(filter(None, words))
+
+
+def median_heads(shapes: Shapes) -> Iterator[MedianHead]:
+    """Each headline measure that varies, part by part, where the atlas has heads to compare its median with.
+
+    None where heads are trained anew, or changes, or where some were left out: their median is not the model's.
+    """
+    settings = shapes.report.settings
+    if shapes.report.command != "inspect" or settings.layers is not None or settings.heads is not None:
+        return
+    parts = list(dict.fromkeys(shapes.parts))
+    subjects = {part: atlas.subject_of(shapes.report, part) for part in parts}
+    for reading in shapes.readings.values():
+        for part in parts if reading.info.headline and not reading.constant else ():
+            rows = [row for row, of in enumerate(shapes.parts) if of == part]
+            reference = atlas.reference(reading.name, "all", subjects[part])
+            median = middle(reading.values[rows])
+            if reference.models and median == median:  # NaN where no head of the part has a value
+                yield MedianHead(reading, median, reference, part, len(parts) > 1)
+
+
+def place(reference: Reference, value: float) -> str:
+    """`at the 63rd percentile of 80 heads of 2 trained encoders`, or `above all …`."""
+    models = reference.models
+    named = f"of {len(models)} trained {models[0].part}s" if len(models) > 1 else f"of {models[0].name}"
+    heads = f"{reference.heads} heads {named}"
+    percentage = reference.percentile(value) or 0.0
+    if percentage in (0.0, 100.0):
+        return f"{'below' if percentage == 0 else 'above'} all {heads}"
+    return f"at the {ordinal(min(99, max(1, round(percentage))))} percentile of {heads}"
+
+
+def ordinal(number: int) -> str:
+    """`1st`, `22nd`, `13th`."""
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else SUFFIXES.get(number % 10, 'th')}"
+
+
+def _numbers(values: list[float]) -> list[str]:
+    decimals = decimals_for(values, 2)
+    return [written(value, decimals).replace("-", "−") for value in values]
+
+
+READ_AS = (
+    "A percentile describes, and tests nothing: it is among the heads of a few models, of which each lineage (a model "
+    "and its fine-tunings) counts once, and never the model's own. Models are compared within one part (encoder, "
+    "decoder); weights.* within one kind of form, tokens.* at one length of windows, each model on its own text."
+)
+
+
+def typical_line(shapes: Shapes) -> Iterator[Section]:
+    """One line: a headline of the weights and one of the tokens beside other trained models; nothing where none is."""
+    found = gathered((source_of(one.reading.name), one) for one in median_heads(shapes))
+    chosen = [found[source][0] for source in ("weights", "tokens") if source in found]
+    told = "; ".join(one.told(title_of(one.reading.name)) for one in chosen)
+    if told:
+        yield Section(notes=(f"Beside trained models (a description, no test): {told}.",))
+
+
+def typical_list(shapes: Shapes) -> Iterator[Section]:
+    """The medians of the headline measures beside those of each model, and how to read that."""
+    items = []
+    for one in median_heads(shapes):
+        numbers = _numbers([spread.median for spread in one.reference.spreads])
+        medians = ", ".join(f"{m.name} {n}" for m, n in zip(one.reference.models, numbers, strict=True))
+        items.append((clean(one.reading.name), f"{one.told()}; medians there: {medians}"))
+    if items:
+        yield Section("Beside other trained models", items=tuple(items), notes=(READ_AS,))
+
+
+def typical_places(report: Report, measure: str) -> list[float | None]:
+    """For each head the percentage of heads of its part and depth below it; none where nothing can be compared."""
+    if report.command != "inspect":  # elsewhere its heads are trained anew, or changes
+        return []
+    depths, parts = atlas.depths(report), {head.part for head in report.heads}
+    subjects = {part: atlas.subject_of(report, part) for part in parts}
+    found = [_place(head, measure, depths[head.layer], subjects[head.part]) for head in report.heads]
+    return found if any(place is not None for place in found) else []
+
+
+def _place(head: Head, measure: str, depth: Third, subject: Subject) -> float | None:
+    one = head.measures.get(measure)
+    if one is None or one.value is None:
+        return None
+    if source_of(measure) == "weights" and atlas.shares_weights(head):
+        depth = "all"
+    place = atlas.reference(measure, depth, subject).percentile(one.value)
+    return None if place is None else round(place)
+
+
+def found_sections(shapes: Shapes) -> Iterator[Section]:
+    """The headline measures in words, with what their errors and nulls are, and the most extreme heads."""
+    if shapes.readings:
+        yield Section("What was found", items=tuple(findings(shapes)), notes=tuple(_how_sure(shapes)))
+    yield from typical_list(shapes)
+    yield from extreme_heads(shapes.report)
+
+
+def _how_sure(shapes: Shapes) -> Iterator[str]:
+    """What the errors are over, or why there are none; what chance is; which numbers have neither."""
+    about = population(shapes.report)
+    if shapes.report.summary.median_errors:
+        yield f"± is the standard error of the median{f' ({about})' if about else ''}."
+    elif no_errors(shapes.report):
+        yield f"{no_errors(shapes.report).capitalize()}."
+    nulls = [reading.info for reading in shapes.readings.values() if reading.null]
+    if nulls:
+        yield f"Chance is {null_words(nulls)}."
+
+
+def extreme_heads(report: Report) -> Iterator[Section]:
+    """The heads at the ends of the measures."""
+    found = tuple(map(reports.extreme, report.summary.extremes))
+    if found:
+        yield Section("Most extreme heads (ranks, not tests)", items=found)
+
+
+def layer_tables(shapes: Shapes) -> Iterator[Section]:
+    """The terminal's table of the layers' medians."""
+    yield from (replace(section, title="By layer") for section in layer_sections(shapes, whole=False) if section.table)
+
+
+def head_tables(shapes: Shapes) -> Iterator[Section]:
+    """Every head with every scalar measure: a table per source.
+
+    `value±se` where a standard error exists; `–` where there is no value, for which the summary says why.
+    """
+    for source in dict.fromkeys(source_of(name) for name in shapes.readings):
+        columns = [
+            _head_column(shapes, reading) for name, reading in shapes.readings.items() if source_of(name) == source
+        ]
+        yield Section(table=Table(_place_columns(shapes), tuple(columns)))
+
+
+def head_table(shapes: Shapes) -> Section:
+    """The same as one table, with its nulls, and with the reasons of what has no value beside it."""
+    heads, several = shapes.report.heads, len(set(shapes.parts)) > 1
+    places = (f"{head.layer} · {head.head}" for head in heads)
+    cells = tuple(f"{head.part} {place}" if several else place for head, place in zip(heads, places, strict=True))
+    nulls = any(reading.null for reading in shapes.readings.values())
+    title, sites = "part " * several + "layer · head", tuple(head.site for head in heads)
+    name = Column("", title, cells, ("null, mean ± sd",) * nulls, words=True, hints=sites)
+    about = population(shapes.report)
+    said = no_errors(shapes.report) or (about and f"±: standard error; {about}")
+    columns = tuple(_head_column(shapes, reading, nulls=nulls) for reading in shapes.readings.values())
+    return Section("Every head", table=Table((name,), columns), notes=(f"{said}.",) if said else ())
+
+
+def _place_columns(shapes: Shapes) -> tuple[Column, ...]:
+    heads = shapes.report.heads
+    columns = [
+        Column("", "layer", tuple(str(head.layer) for head in heads)),
+        Column("", "head", tuple(str(head.head) for head in heads)),
+    ]
+    if len(set(shapes.parts)) > 1:
+        columns.append(Column("", "part", tuple(head.part for head in heads), words=True))
+    return tuple(columns)
+
+
+def _head_column(shapes: Shapes, reading: MeasureMap, *, nulls: bool = False) -> Column:
+    heads = shapes.report.heads
+    decimals = decimals_with_error(reading.present.tolist(), reading.error)
+    cells = tuple(_head_cell(reading, shapes.cell(head.layer, head.head), decimals) for head in heads)
+    found = (head.measures.get(reading.name) for head in heads)
+    reasons = tuple("not measured" if measure is None else measure.reason or "" for measure in found)
+    return Column(group_of(reading.info), title_of(reading.name), cells, (_null(reading),) * nulls, hints=reasons)
+
+
+def _head_cell(reading: MeasureMap, at: tuple[int, int], decimals: int) -> str:
+    value, error = reading.values[at], reading.errors[at]
+    if np.isnan(value):
+        return NO_VALUE
+    if reading.labels:
+        return clean(reading.labels[round(value)])
+    return written(value, decimals) if np.isnan(error) else f"{written(value, decimals)}±{written(error, decimals)}"
+
+
+def _null(reading: MeasureMap) -> str:
+    if reading.null is None:
+        return ""
+    mean, sd = reading.null
+    decimals = decimals_for([sd or mean], figures=2)
+    return f"{written(mean, decimals)} ± {written(sd, decimals)}"
+
 
 MOST_ROWS = 48
 """Layers up to which each has its row."""
@@ -76,7 +285,8 @@ def layer_rows(shapes: Shapes) -> LayerRows:
 
 def name_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
     """The layers' numbers and, where there are several, their parts; below them what the foot's rows are."""
-    numbers = tuple(_span(shapes, group) for group in rows.groups)
+    ends = ((shapes.layers[group[0]], shapes.layers[group[-1]]) for group in rows.groups)
+    numbers = tuple(str(first) if first == last else f"{first}–{last}" for first, last in ends)
     foot = _foot_names(shapes, rows)
     layer = Column("", "layer", numbers, foot)
     if len(set(shapes.parts)) == 1:
@@ -143,11 +353,6 @@ def constants(shapes: Shapes) -> str:
     return f"The same for every head: {listed(same, 8)}." if same else ""
 
 
-def _span(shapes: Shapes, group: tuple[int, ...]) -> str:
-    first, last = shapes.layers[group[0]], shapes.layers[group[-1]]
-    return str(first) if first == last else f"{first}–{last}"
-
-
 def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:
     title, over = title_of(reading.name), group_of(reading.info)
     everything = tuple(range(len(reading.values)))
@@ -199,11 +404,8 @@ def _commonest(reading: MeasureMap, group: tuple[int, ...]) -> str:
 
 def _summed(shapes: Shapes, rows: LayerRows) -> Iterator[Column]:
     summary = shapes.report.summary
-    known = {
-        layer: value
-        for layer, value in zip(summary.layer_numbers, summary.layer_symmetry, strict=False)
-        if value is not None
-    }
+    pairs = zip(summary.layer_numbers, summary.layer_symmetry, strict=False)
+    known = {layer: value for layer, value in pairs if value is not None}
     if not known:
         return
     values = np.array([known.get(layer, np.nan) for layer in shapes.layers])

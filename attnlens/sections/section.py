@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from attnlens.sections.page.explorer import Explorer
+    from attnlens.sections.explorer import Explorer
 
 Cell = str | int | float | bool | None
 """What stands in a sheet; None: nothing."""

@@ -8,17 +8,7 @@ from statistics import mean, stdev
 from attnlens.records import Report, StudyCell, StudyColumn
 from attnlens.sections.section import Column, Row, Section, Table
 from attnlens.sentences.studies import agreement, at_the_edge, how_trained, left_out, not_trained, told_apart
-from attnlens.wording import (
-    NO_VALUE,
-    big,
-    clean,
-    decimals_with_error,
-    short,
-    source_of,
-    spread,
-    title_of,
-    written,
-)
+from attnlens.wording import NO_VALUE, big, clean, decimals_with_error, short, source_of, spread, title_of, written
 
 UNITS = {"perplexity": "perplexity", "BLEU": "BLEU", "accuracy": "accuracy, %"}
 SPEED = "× SDPA: training steps beside those of a standard transformer (Eq. 4) with torch's attention, in one loop."
@@ -39,19 +29,16 @@ def study_sections(report: Report) -> Iterator[Section]:
             cells = [cell for cell in study.cells if cell.task == task.name]
             notes = tuple(f"{clean(c.name)}: {clean(c.problem)}." for c in cells if c.problem)
             told = (*agreement(study, task), *told_apart(study, task), *at_the_edge(study, task))
+            kind = "" if task.form in task.name else f" ({task.form})"
+            order = "more" if task.higher_is_better else "less"
             yield Section(
-                _heading(task),
+                clean(f"{task.name}{kind}, {UNITS[task.metric]}, {order} is better"),
                 lines=(how_trained(study, task), *told, *left_out(task)),
                 table=_table(task, cells),
                 notes=(*notes, *_notes(task, cells)),
             )
             if any(cell.heads for cell in cells):
                 yield Section(f"{clean(task.name)}: heads", table=_heads(cells), notes=(HEADS,))
-
-
-def _heading(task: StudyColumn) -> str:
-    kind = "" if task.form in task.name else f" ({task.form})"
-    return clean(f"{task.name}{kind}, {UNITS[task.metric]}, {'more' if task.higher_is_better else 'less'} is better")
 
 
 def _notes(task: StudyColumn, cells: list[StudyCell]) -> Iterator[str]:
@@ -69,13 +56,15 @@ def _table(task: StudyColumn, cells: list[StudyCell]) -> Table:
     beside = ("loss", "chrF") if task.form == "translation" else ()
     known = [f"{cell.published:g}" for cell in cells if cell.published is not None]
     decimals = max((len(number.partition(".")[2]) for number in known), default=0)
+    sizes = (f"{big(cell.parameters)} ({big(cell.kernel_parameters)})" for cell in cells)
+    speeds = (f"{big(round(cell.tokens_per_second))} ({cell.beside_sdpa:.2f})" for cell in cells)
     columns = [
         Column("", "ours", tuple(_ours(task, cell) for cell in cells)),
         Column("", "published", tuple(_published(cell, decimals) for cell in cells)),
         *(Column("", name, tuple(_score(cell, name) for cell in cells)) for name in beside),
         Column("", "rate", tuple(f"{cell.rate:g}" for cell in cells)),
-        Column("", "parameters\n(of kernels)", tuple(_sizes(cell) for cell in cells)),
-        Column("", "tokens/s\n(× SDPA)", tuple(_speed(cell) for cell in cells)),
+        Column("", "parameters\n(of kernels)", tuple(sizes)),
+        Column("", "tokens/s\n(× SDPA)", tuple(speeds)),
     ]
     if any(cell.features for cell in cells):
         columns.append(Column("", "feature\ndimension", tuple(cell.features or NO_VALUE for cell in cells)))
@@ -97,14 +86,6 @@ def _moved(cell: StudyCell, name: str) -> str:
     looks = cell.heads[name].median if name in cell.heads else []
     ends = [looks[0], looks[cell.tested_look]] if cell.tested_look < len(looks) else []
     return " → ".join(NO_VALUE if value is None else short(value) for value in ends) or NO_VALUE
-
-
-def _sizes(cell: StudyCell) -> str:
-    return f"{big(cell.parameters)} ({big(cell.kernel_parameters)})"
-
-
-def _speed(cell: StudyCell) -> str:
-    return f"{big(round(cell.tokens_per_second))} ({cell.beside_sdpa:.2f})"
 
 
 def _ours(task: StudyColumn, cell: StudyCell) -> str:
@@ -139,17 +120,9 @@ def study_rows(report: Report) -> Iterator[Row]:
         for cell in study.cells:
             for run in cell.runs:
                 yield {
-                    "table": study.name,
-                    "task": cell.task,
-                    "cell": cell.name,
-                    "seed": run.seed,
-                    "rate": cell.rate,
+                    **{"table": study.name, "task": cell.task, "cell": cell.name, "seed": run.seed, "rate": cell.rate},
                     **run.scores,
-                    "validation_loss": min(run.losses, default=None),
-                    "problem": run.problem,
-                    "parameters": cell.parameters,
-                    "kernel_parameters": cell.kernel_parameters,
-                    "tokens": cell.tokens,
-                    "seconds": run.seconds,
-                    "published": cell.published,
+                    **{"validation_loss": min(run.losses, default=None), "problem": run.problem},
+                    **{"parameters": cell.parameters, "kernel_parameters": cell.kernel_parameters},
+                    **{"tokens": cell.tokens, "seconds": run.seconds, "published": cell.published},
                 }

@@ -1,12 +1,211 @@
-"""Sentences of a report: its subject, what is missing, the most extreme heads."""
+"""Sentences of a report: its subject, what it found, what is missing, whether experiments meet what was published."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
-from attnlens.records import Extreme, Report, Skipped
-from attnlens.shapes import Shapes
-from attnlens.wording import big, clean, counted, listed, model_name
+import numpy as np
+
+from attnlens.records import Experiment, Extreme, Report, Skipped, Text
+from attnlens.registry import MeasureInfo, info_of
+from attnlens.shapes import MeasureMap, Shapes, by_turns, middle
+from attnlens.wording import (
+    NO_VALUE,
+    big,
+    clean,
+    counted,
+    decimals_with_error,
+    gathered,
+    listed,
+    model_name,
+    source_of,
+    spread,
+    written,
+)
+
+
+def worded(experiment: Experiment, name: str) -> str:
+    """How a figure, a setting or a curve is written: its label, else its name, an identifier's with blanks."""
+    return clean(experiment.labels.get(name) or (name.replace("_", " ") if name.isidentifier() else name))
+
+
+def setting(experiment: Experiment, name: str) -> str:
+    """A setting in words: `lr 0.1`, `d 2 4 10`, `accepted, d = 4: 0.2`."""
+    words = worded(experiment, name)
+    return f"{words}{':' * (' = ' in words)} {_value(experiment.settings[name])}"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_value, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+PASS, FAIL = "pass", "FAIL"
+
+
+def outcome(report: Report) -> tuple[str, bool]:
+    """Whether the experiments meet what was published, or, where they read a model, how much of it was read."""
+    return standing(report) if report.coverage.heads else (verdict(report), passed(report))
+
+
+def verdict(report: Report) -> str:
+    """`All 5 experiments meet what was published.`, or which miss it, and how many have nothing to meet."""
+    judged = [experiment for experiment in report.experiments if experiment.passed is not None]
+    failed = [clean(experiment.name) for experiment in judged if not experiment.passed]
+    every = counted(len(report.experiments), "experiment")
+    if not judged:
+        return f"{every}; nothing published to compare with."
+    some = f"{len(judged)} of {every} {'has' if len(judged) == 1 else 'have'} published figures to meet"
+    partly = len(judged) < len(report.experiments)
+    if failed:
+        verb = "misses" if len(failed) == 1 else "miss"
+        if partly:
+            return f"{some}, and {len(failed)} of these {verb} them: {listed(failed)}."
+        return f"{len(failed)} of {every} {verb} what was published: {listed(failed)}."
+    if partly:
+        return f"{some}, and {'meets' if len(judged) == 1 else 'meet'} them."
+    if len(judged) == 1:
+        return "The experiment meets what was published."
+    return f"All {counted(len(judged), 'experiment')} meet what was published."
+
+
+def passed(report: Report) -> bool:
+    """Whether no experiment misses what was published."""
+    return all(experiment.passed is not False for experiment in report.experiments)
+
+
+def judgement(experiment: Experiment, figure: str) -> str:
+    """`pass`, `FAIL`, or – where nothing was published."""
+    met = experiment.meets(figure)
+    return NO_VALUE if met is None else PASS if met else FAIL
+
+
+def heads_of(experiment: Experiment) -> int:
+    """How many heads are followed."""
+    return len({(found.layer, found.head) for found in experiment.trajectories})
+
+
+def asked_for(name: str) -> bool:
+    """Whether a measure is among those that a series of checkpoints is about."""
+    return _place(name) < math.inf
+
+
+def measures_of(experiment: Experiment) -> list[str]:
+    """The measures of a series in the order in which they are shown: what was asked first, then by turns of sources."""
+    names = [name for name, curve in experiment.curves.items() if curve.null_of is None]
+    asked = sorted(filter(asked_for, names), key=_place)
+    return [*asked, *by_turns(name for name in names if name not in asked)]
+
+
+def told_of(experiment: Experiment) -> list[str]:
+    """Those of the measures that change from one checkpoint to the next."""
+    return [name for name in measures_of(experiment) if len(set(experiment.curves[name].median)) > 1]
+
+
+def _place(name: str) -> float:
+    """Where it stands, the loss, which is no measure of heads, first; ∞ for what a series is not about."""
+    return 0 if name == "loss" else info_of(name).series or math.inf
+
+
+FAR = 3
+"""Standard deviations of the null beyond which a head is counted as unlike chance."""
+
+
+def findings(shapes: Shapes) -> Iterator[tuple[str, str]]:
+    """Each headline measure that differs between heads, and what it reads; the first measure where there is none."""
+    varying = [reading for reading in shapes.readings.values() if not reading.constant]
+    headlines = [reading for reading in varying if reading.info.headline] or varying[:1]
+    yield from ((clean(reading.name), finding(reading, shapes)) for reading in headlines)
+
+
+def finding(reading: MeasureMap, shapes: Shapes) -> str:
+    """`median 0.0155 over 32 heads, from −0.0087 to 0.0784; chance reads 0.010 ± 0.012: 6 heads above it by …`."""
+    if reading.labels:
+        names = Counter(reading.labels[round(value)] for value in reading.present.tolist())
+        return listed((f"{name}: {counted(count, 'head')}" for name, count in names.most_common()), 5)
+    error = shapes.report.summary.median_errors.get(reading.name)
+    decimals = decimals_with_error(reading.present.tolist(), error)
+    low, median, high = (written(float(f(reading.present)), decimals) for f in (np.min, np.median, np.max))
+    sure = f" ± {spread(error, decimals)}" if error is not None else ""
+    number = counted(reading.present.size, "head")
+    over = f" over {number}, from {low} to {high}" if reading.present.size > 1 else ""
+    return f"{'median ' * bool(over)}{median}{sure}{over}{_chance(reading)}".replace("-", "−")
+
+
+def _chance(reading: MeasureMap) -> str:
+    """How many heads lie further than three standard deviations from what chance reads, and on which side."""
+    if reading.null is None:
+        return ""
+    known = ~np.isnan(reading.values) & ~np.isnan(reading.null_means)
+    away = (reading.values - reading.null_means)[known]
+    reach = FAR * reading.null_sds[known]
+    above, below = int((away > reach).sum()), int((away < -reach).sum())
+    mean, sd = middle(reading.null_means), middle(reading.null_sds)
+    decimals = decimals_with_error([mean], sd)
+    sides = [f"{counted(number, 'head')} {side}" for number, side in ((above, "above"), (below, "below")) if number]
+    told = f"{listed(sides)} it by more than {FAR} sd" if sides else f"no head lies more than {FAR} sd from it"
+    return f"; chance reads {written(mean, decimals)} ± {spread(sd, decimals)}: {told}"
+
+
+WORDS = {
+    "factors": "what independent random factors read",
+    "rotations": "what the head reads turned by random rotations",
+}
+
+
+def null_words(measures: Iterable[MeasureInfo]) -> str:
+    """What the nulls of these measures read; where they differ, of which sources those are that turn the head's M."""
+    kinds = {source_of(info.name): info.null for info in measures}
+    if len(set(kinds.values())) < 2:
+        return WORDS[next(iter(kinds.values()), "factors")]
+    turned = listed(f"{source}.*" for source, kind in kinds.items() if kind == "rotations")
+    return f"{WORDS['factors']}, of {turned} {WORDS['rotations']}"
+
+
+def no_errors(report: Report) -> str:
+    """Why there are no errors and intervals, where one window was all that was read; else empty."""
+    return f"one {_unit(report)} has no spread: no errors" if report.settings.sequences == 1 else ""
+
+
+def population(report: Report, counted: str = "") -> str:
+    """What the errors are about: windows of the texts named, or texts like them; empty where no text was fed.
+
+    Windows in a row from the beginning stand for no others of their text. Several texts are weighted by their windows,
+    or by what is `counted` instead.
+    """
+    settings = report.settings
+    texts, what = _read(report), f"{_unit(report)}s"
+    if not texts:
+        return f"errors are over the {len(settings.texts)} files and hold for files like them" if settings.texts else ""
+    first, names = settings.windows == "first", listed([text.name for text in texts], 4)
+    counts = [len(text.windows) for text in texts]
+    weights = (
+        f"; every {counted or _unit(report)} counts once, and the texts gave {listed(counts)} {what}"
+        if len(texts) > 1
+        else ""
+    )
+    if len(texts) < len(settings.texts) and settings.noise is None:
+        weights += "; what reads no text varies by what stands beside it alone"
+    if settings.intervals == "texts":
+        return f"errors are over {len(texts)} texts and hold for {'beginnings of ' * first}texts like these{weights}"
+    if first:
+        about = f"over the first {sum(counts)} {what} and hold for {what} like these, not for all of {names}"
+    else:
+        about = f"over {what} and hold for the {sum(text.available or 0 for text in texts)} {what} of {names}"
+    return f"errors are {about}{weights}"
+
+
+def _unit(report: Report) -> str:
+    """A window, a line, or where no text was fed an input."""
+    return "input" if not _read(report) else "line" if report.settings.pack is False else "window"
+
+
+def _read(report: Report) -> list[Text]:
+    """The texts that were cut; images and sounds, of files or noise, may stand beside them."""
+    return [text for text in report.settings.texts if text.available is not None]
 
 
 def title(report: Report) -> str:
@@ -17,9 +216,7 @@ def title(report: Report) -> str:
 
 def ran_on(report: Report) -> str:
     """Which experiments ran on which model; empty where all ran on the report's own."""
-    found: dict[str | None, list[str]] = {}
-    for experiment in report.experiments:
-        found.setdefault(experiment.model, []).append(clean(experiment.name))
+    found = gathered((experiment.model, clean(experiment.name)) for experiment in report.experiments)
     rest = found.pop(None, [])
     said = [f"{listed(names, 5)}: {clean(model or '')}" for model, names in found.items()]
     return "; ".join([*said, f"all others: {model_name(report.model.id)}"] if said and rest else said)
@@ -120,17 +317,13 @@ def skipped(entries: Iterable[Skipped]) -> list[str]:
 
 def without_value(shapes: Shapes) -> list[str]:
     """Which measures have no value for which number of heads, one line a reason."""
-    groups: dict[tuple[str, int], list[str]] = {}
-    for reading in shapes.readings.values():
-        for reason, count in reading.reasons.items():
-            groups.setdefault((reason, count), []).append(reading.name)
-    lines = [
-        f"{listed(names, 5)}: {counted(count, 'head')}, because {clean(reason)}"
-        for (reason, count), names in groups.items()
+    pairs = [
+        ((reason, counted(count, "head")), reading.name)
+        for reading in shapes.readings.values()
+        for reason, count in reading.reasons.items()
     ]
-    reasons: dict[str, list[str]] = {}
     for name in (name for name in shapes.report.measure_names() if name not in shapes.readings):  # no head has it
         first = next(head.measures[name] for head in shapes.report.heads if name in head.measures)
-        reasons.setdefault(first.reason or "", []).append(name)
-    nowhere = (f"{listed(found, 5)}: all heads, because {clean(reason)}" for reason, found in reasons.items())
-    return [*lines, *nowhere]
+        pairs.append(((first.reason or "", "all heads"), name))
+    groups = gathered(pairs).items()
+    return [f"{listed(names, 5)}: {heads}, because {clean(reason)}" for (reason, heads), names in groups]

@@ -13,7 +13,7 @@ from typer.main import get_command
 import attnlens
 from attnlens.cli.commands import app
 from attnlens.render.markdown import escaped
-from attnlens.sections.reference.explanations import kernel_pages, measure_pages
+from attnlens.sections.reference import kernel_pages, measure_pages
 from attnlens.sections.section import Section
 
 ROOT = Path(__file__).parents[2]

@@ -48,8 +48,7 @@ class UnitConstraints:
         self.scale = safe
         grouped = bool((np.diff(self.query_of) >= 0).all())
         self.order = np.arange(len(u)) if grouped else np.argsort(self.query_of, kind="stable")
-        if not grouped:
-            self._sorted = self.u[self.order]
+        self.ordered = self.u if grouped else self.u[self.order]  # query after query
 
     @cached_property
     def blocks(self) -> list[tuple[int, slice]]:
@@ -63,11 +62,6 @@ class UnitConstraints:
         """The first constraint that no W meets because its length is 0, each of which proves that there is none."""
         wanted = np.where(self.free, self.bounds != 0.0, self.bounds > 0.0)
         return np.flatnonzero(wanted & (self.lengths == 0.0))[:1]
-
-    @property
-    def ordered(self) -> Float[ndarray, "constraints d"]:
-        """u, query after query."""
-        return getattr(self, "_sorted", self.u)
 
     def gram(self, rows: Int[ndarray, " rows"], columns: Int[ndarray, " columns"]) -> Float[ndarray, "rows columns"]:
         """⟨a_c, a_e⟩ for c in rows and e in columns."""

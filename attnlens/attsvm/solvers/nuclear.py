@@ -78,17 +78,10 @@ class Constraints:
 
 @dataclass(frozen=True)
 class Point:
-    """X ≻ 0 and s > 0 (primal), λ > 0 and S ≻ 0 (dual, exactly feasible); s is 0 at equalities, where λ is free."""
+    """X ≻ 0 and s > 0 (primal), λ > 0 and S ≻ 0 (dual, exactly feasible); s is 0 at equalities, where λ is free.
 
-    X: Block
-    s: Each
-    multipliers: Each
-    S: Block
-
-
-@dataclass(frozen=True)
-class Direction:
-    """By how much a Newton step changes the Point."""
+    A direction is a Point too: by how much a Newton step changes each of them.
+    """
 
     X: Block
     s: Each
@@ -114,7 +107,12 @@ def interior_point(constraints: Constraints, size: float, tolerance: float, limi
     found, upper, lower = Found(constraints.corner(point.X), point.multipliers, 0), np.inf, 0.0
     for step in range(1, limit + 1):
         try:
-            point = stepped(constraints, point)
+            newton = Newton(constraints, point)
+            affine = newton.direction(0.0, None)
+            # Mehrotra's centring: the further the affine step gets, the less centring is needed
+            left = mean_product(constraints, newton.moved(affine, 1.0)) / newton.mean
+            centring = min(1.0, max(1e-6, left) ** 3) * newton.mean
+            point = newton.moved(newton.direction(centring, affine), INSIDE)
         except np.linalg.LinAlgError:  # the border is reached within rounding: the best so far stands
             break
         P, D = bounds(constraints, point, tolerance)
@@ -150,16 +148,6 @@ def bounds(constraints: Constraints, point: Point, tolerance: float) -> tuple[fl
     return P, float(constraints.b @ point.multipliers) / max(size, EPS)
 
 
-def stepped(constraints: Constraints, point: Point) -> Point:
-    """The next point: the affine direction says how far to centre, and corrects for the second order."""
-    newton = Newton(constraints, point)
-    affine = newton.direction(0.0, None)
-    near = newton.moved(affine, 1.0)
-    # Mehrotra's centring: the further the affine step gets, the less centring is needed
-    share = min(1.0, max(1e-6, mean_product(constraints, near) / newton.mean) ** 3)
-    return newton.moved(newton.direction(share * newton.mean, affine), INSIDE)
-
-
 def mean_product(constraints: Constraints, point: Point) -> float:
     """μ = (⟨X, S⟩ + sᵀλ) / how many products these are; 0 at the optimum."""
     count = len(point.X) + int((~constraints.equal).sum())
@@ -185,7 +173,7 @@ class Newton:
         system[np.diag_indices_from(system)] += self.ratio + EPS * len(system) * system.diagonal().max()
         self.system = cho_factor(system, lower=True, overwrite_a=True, check_finite=False)
 
-    def direction(self, mean: float, affine: Direction | None) -> Direction:
+    def direction(self, mean: float, affine: Point | None) -> Point:
         """Towards X S = mean · I and s λ = mean, corrected for the affine direction's second order."""
         constraints, point, inverse = self.constraints, self.point, self.inverse
         fixed, slack = mean * inverse, mean * self.reciprocal
@@ -196,9 +184,9 @@ class Newton:
         change = cho_solve(self.system, missing, check_finite=False)
         block = constraints.block(change)
         moved = symmetric(point.X @ block @ inverse) + fixed - point.X
-        return Direction(moved, slack - point.s - self.ratio * change, change, -block)
+        return Point(moved, slack - point.s - self.ratio * change, change, -block)
 
-    def moved(self, direction: Direction, share: float) -> Point:
+    def moved(self, direction: Point, share: float) -> Point:
         """The point after the longest step inside the cones, at most 1, times `share` where a border is met."""
         point = self.point
         primal = min(to_border(self.whiteners[0], direction.X, share), to_zero(point.s, direction.s, share))
@@ -340,26 +328,16 @@ def solve_reduced(problem: Problem, frobenius: Solution, tolerance: float, limit
         steps += found.iterations
         W = torch.from_numpy(found.W)
         answer = certified_nuclear(problem, multipliers, W, tolerance, steps)
-        if answer.gap is not None and answer.gap <= POLISHED:
-            answer = better(answer, polished(problem, answer, tolerance))
+        if answer.W is not None and answer.gap is not None and answer.gap <= POLISHED:
+            landed = on_face(problem, answer.multipliers, answer.W, answer.support | problem.equal)
+            polished = answer if landed is None else certified_nuclear(problem, *landed, tolerance, steps)
+            answer = polished if polished.gap is not None and polished.gap < answer.gap else answer
         broken = violated(problem, working, W)
         if answer.status == "optimal" or steps >= limit or (goal <= tolerance / 2 and not len(broken)):
             return answer
         working = torch.cat([working, broken])
         floor = max(tolerance / 2, NEAR if goal > NEAR else 0.0)
         goal = max(floor, goal / 10) if len(broken) else floor
-
-
-def polished(problem: Problem, found: Solution, tolerance: float) -> Solution:
-    """The answer on the face that `found` has shown; `found` where it shows none."""
-    landed = None if found.W is None else on_face(problem, found.multipliers, found.W, found.support | problem.equal)
-    return found if landed is None else certified_nuclear(problem, *landed, tolerance, found.iterations)
-
-
-def better(one: Solution, other: Solution) -> Solution:
-    """The one with the smaller gap."""
-    gaps = [math.inf if found.gap is None else found.gap for found in (one, other)]
-    return other if gaps[1] < gaps[0] else one
 
 
 def certified_nuclear(

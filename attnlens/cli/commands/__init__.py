@@ -51,7 +51,7 @@ def list_(what: opt.Listed = None, markdown: opt.ListedMarkdown = False, debug: 
             typer.echo(json_schema(), nl=False)
         return
     from attnlens import architectures, kernels, registry
-    from attnlens.sections.reference import lists
+    from attnlens.sections import reference as lists
 
     told = []
     if kind == "architectures":
@@ -70,7 +70,7 @@ def list_(what: opt.Listed = None, markdown: opt.ListedMarkdown = False, debug: 
 @guarded
 def explain(name: Explained, markdown: opt.ListedMarkdown = False, debug: opt.Debug = False) -> None:
     """Explain a measure or kernel: formula, range, null, errors, source, and what to do with the answer."""
-    from attnlens.sections.reference.explanations import explanation
+    from attnlens.sections.reference import explanation
 
     _show([explanation(name)], markdown=markdown)
 

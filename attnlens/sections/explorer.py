@@ -1,26 +1,111 @@
-"""What a page lets its reader explore head by head: measures, curves, parts of wholes, selections, as plain data."""
+"""What a page lets its reader explore head by head, as plain data; what single heads select in their sentences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from attnlens.records import AttentionRows, Measure, Report
+from attnlens.choices import WHERE_POSED
+from attnlens.records import AttentionRows, Measure, Pick, Report, Selection, Sentence
 from attnlens.registry import OWN_ROWS
-from attnlens.sections.reference.typical import typical_places
-from attnlens.sections.section import Section
-from attnlens.sections.selections import selections
+from attnlens.sections.layers import typical_places
+from attnlens.sections.section import Passage, Section
 from attnlens.shapes import MeasureMap, Shapes, group_of
-from attnlens.wording import clean, decimals_with_error, source_of, title_of
+from attnlens.wording import clean, counted, decimals_with_error, gathered, listed, short, source_of, title_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
     from attnlens.plots.maps import Palette
+
+
+MOST_SHOWN = 5
+"""Sentences of a head that are printed; the report's JSON holds all."""
+AROUND = 3
+"""Unmarked tokens that stay on each side of a marked one."""
+SIGNS = {"selected": ("[", "]"), "support": ("{", "}"), "query": ("<", ">")}
+"""Signs around a token; several may hold for one token."""
+LEGEND = "<query> [selected] {support}: rivals whose constraints hold the SVM up; … unmarked tokens"
+
+
+def selections(report: Report) -> Iterator[Section]:
+    """For every head that is to be shown: a few of its sentences with query, selected and support tokens marked.
+
+    The marks are signs, and kinds that a page may colour. Tokens are a stranger's: cleaned, and never read as markup.
+    """
+    for found in report.selections:
+        posed = f"{counted(len(found.picks), 'query')} posed".replace("querys", "queries")
+        yield Section(
+            f"What layer {found.layer} head {found.head} selects",
+            notes=(
+                f"{posed} {WHERE_POSED[found.space]}; margins are over the best least margin, 1/‖W_mm‖:",
+                "no head's least exceeds 1, a single query's may",
+                LEGEND,
+            ),
+            passages=tuple(_passages(found)),
+        )
+
+
+def _passages(found: Selection) -> Iterator[Passage]:
+    sentences = {sentence.sequence: sentence for sentence in found.sentences}
+    for pick in _one_a_sequence(found.picks)[:MOST_SHOWN]:
+        fact = f"sequence {pick.sequence}, token {pick.query}: weight {short(pick.weight)}, margin {short(pick.margin)}"
+        yield fact, tuple(_pieces(pick, sentences.get(pick.sequence)))
+
+
+def _one_a_sequence(picks: list[Pick]) -> list[Pick]:
+    """The most decided query of each sequence, then the others."""
+    first = {pick.sequence: pick for pick in reversed(picks)}
+    return sorted(picks, key=lambda pick: pick is not first[pick.sequence])
+
+
+Piece = tuple[str, tuple[str, ...]]
+"""A text, and the kinds of its marks."""
+
+
+def _pieces(pick: Pick, sentence: Sentence | None) -> Iterator[Piece]:
+    """The sentence with its marks; places alone where the model reads no text."""
+    if sentence is None:
+        yield f"token {pick.query} selects {listed(pick.selected)}; support: {listed(pick.support, 20)}", ()
+    elif sentence.queries is None:
+        yield from _marked(sentence.keys, _kinds(pick, among_keys=True))
+    else:
+        yield from _marked(sentence.queries, _kinds(pick, among_keys=False))
+        yield "\n", ()
+        yield from _marked(sentence.keys, _kinds(pick, among_keys=None))
+
+
+def _kinds(pick: Pick, *, among_keys: bool | None) -> dict[int, list[str]]:
+    """Place → kinds of mark. `among_keys`: whether the query stands among the keys; None: keys alone."""
+    marked = {"selected": pick.selected, "support": pick.support} if among_keys is not False else {}
+    marked |= {"query": [pick.query]} if among_keys is not None else {}
+    return gathered((place, kind) for kind, places in marked.items() for place in places)
+
+
+def _marked(tokens: list[str], kinds: dict[int, list[str]]) -> Iterator[Piece]:
+    near = {place + step for place in kinds for step in range(-AROUND, AROUND + 1)}
+    before = ""
+    for place, token in enumerate(tokens):
+        if place not in near:
+            before = before if before.endswith("… ") else f"{before}… "
+            continue
+        yield before, ()
+        yield _token(token, kinds.get(place, []))
+        before = " "
+    if before.endswith("… "):
+        yield before.rstrip(), ()
+
+
+def _token(token: str, kinds: list[str]) -> Piece:
+    text = clean(token)
+    for kind in kinds:
+        left, right = SIGNS[kind]
+        text = f"{left}{text}{right}"
+    return text, tuple(kinds)
+
 
 MOST_STEPS = 400_000
 """Numbers of curves that a page holds; where there are more, every head keeps the same evenly spaced steps."""
@@ -150,6 +235,8 @@ def explorer(shapes: Shapes) -> Explorer | None:
     if not shapes.readings:
         return None
     places = [shapes.cell(head.layer, head.head) for head in report.heads]
+    measures = (_measure(shapes, reading) for reading in shapes.readings.values())
+    told = zip(report.selections, selections(report), strict=True)
     return Explorer(
         layers=list(shapes.layers),
         parts=list(shapes.parts),
@@ -157,10 +244,10 @@ def explorer(shapes: Shapes) -> Explorer | None:
         places=places,
         key_heads=[head.kv_head for head in report.heads],
         sites={row: clean(head.site) for head, (row, _) in zip(report.heads, places, strict=True)},
-        measures=sorted(map(partial(_measure, shapes), shapes.readings.values()), key=_behind),
+        measures=sorted(measures, key=lambda one: (one.name != OWN_ROWS, one.name.split(".")[0] not in COMPARED)),
         curves=[_curve(shapes, name) for name in shapes.curves],
         wholes=[_whole(shapes, whole, names) for whole, names in shapes.shares.items()],
-        selections=_selections(report),
+        selections={f"{found.layer}.{found.head}": section for found, section in told},
         attention={f"{found.layer}.{found.head}": _rows(found) for found in report.attention},
     )
 
@@ -189,10 +276,6 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> ExploredMeasure:
         labels={number: clean(label) for number, label in reading.labels.items()},
         palette=plots.palette(reading),
     )
-
-
-def _behind(found: ExploredMeasure) -> tuple[bool, bool]:
-    return found.name != OWN_ROWS, found.name.partition(".")[0] not in COMPARED
 
 
 def _reason(found: Measure | None) -> str:
@@ -266,9 +349,3 @@ def _rows(found: AttentionRows) -> ExploredRows:
         weights=[[round(1000 * weight) for weight in row] for row in found.weights],
         rest=[round(1000 * weight) for weight in found.rest],
     )
-
-
-def _selections(report: Report) -> dict[str, Section]:
-    """What each head selects that was to be shown, by layer and head."""
-    told = zip(report.selections, selections(report), strict=True)
-    return {f"{found.layer}.{found.head}": section for found, section in told}

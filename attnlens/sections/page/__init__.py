@@ -1,1 +1,0 @@
-"""What a page says first, and what it lets its reader explore."""

@@ -1,1 +1,0 @@
-"""What a swap and its plan of ranks found, in words."""
