@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Any
 from attnlens import arguments
 from attnlens.errors import ModelError, UsageError
 from attnlens.models.adapters import Adapted, AdapterFiles, find_adapter, merge
-from attnlens.models.building import bounded, built, checked_files, config_of, gguf_files, info_of
-from attnlens.models.classes import InputKind, kind_of
-from attnlens.models.configs import drop_settings
-from attnlens.models.folders import names_in
+from attnlens.models.building import bounded, built, checked_files, config_of, gguf_files, info_of, no_kernels, quiet
+from attnlens.models.configs import InputKind, drop_settings, kind_of, load_tokenizer
 from attnlens.models.gguf import read_once
 from attnlens.models.hub import first_line
-from attnlens.models.integrity import check_loaded, nonfinite_tensors
-from attnlens.models.locate import Location, find
+from attnlens.models.locate import Location, find, names_in
 from attnlens.models.placement import (
     device_of,
     device_of_inputs,
@@ -30,8 +27,7 @@ from attnlens.models.placement import (
     spread_over_devices,
 )
 from attnlens.models.quantised import method_of
-from attnlens.models.quiet import no_kernels, quiet
-from attnlens.models.tokenizers import load_tokenizer
+from attnlens.models.stored import check_loaded, nonfinite_tensors
 from attnlens.records import ModelInfo
 from attnlens.requests import Loading, checked
 
@@ -163,7 +159,7 @@ def _loaded(
     import torch
 
     from attnlens.models.deferred import files_of, read_all
-    from attnlens.models.memory import refuse_too_large
+    from attnlens.models.placement import refuse_too_large
 
     beside = adapter is not None and adapter.folder.samefile(place.folder)
     stored = checked_files(place, trust_remote_code, adapter_too=beside)

@@ -30,14 +30,12 @@ from transformers import PreTrainedModel
 
 from attnlens.errors import ModelError
 from attnlens.files import shortened
-from attnlens.models.building import gguf_files
-from attnlens.models.folders import WatchedFile
+from attnlens.models.building import gguf_files, quiet
 from attnlens.models.gguf import SAY_LOAD, GgufFiles
 from attnlens.models.hub import first_line
-from attnlens.models.locate import Location
-from attnlens.models.memory import give_back
+from attnlens.models.locate import Location, WatchedFile
+from attnlens.models.placement import give_back
 from attnlens.models.quantised import CodedWeight, coded_weights, method_of
-from attnlens.models.quiet import quiet
 from attnlens.models.stored import Stored, safetensors_header
 from attnlens.records import FileInParts
 

@@ -24,7 +24,7 @@ import numpy
 
 from attnlens.errors import ModelError
 from attnlens.files import shortened, written
-from attnlens.models.folders import WatchedFile
+from attnlens.models.locate import WatchedFile
 from attnlens.records import FileInParts
 
 if TYPE_CHECKING:

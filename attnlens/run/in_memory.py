@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from attnlens import hooks, models, requests
 from attnlens.arguments import shown
 from attnlens.errors import UsageError
-from attnlens.models.classes import kind_of
+from attnlens.models.configs import kind_of
 from attnlens.records import ModelInfo
 from attnlens.requests.work_options import WorkRequest
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from attnlens.files import make_folder, unwritten_folder
 from attnlens.kernel_transformers import KernelTransformer
-from attnlens.models.quiet import quiet
+from attnlens.models.building import quiet
 from attnlens.runs import work
 from attnlens.runs.work import Store
 from attnlens.studies.tasks import StudyTask

@@ -8,7 +8,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import TextError
-from attnlens.models.classes import text_config
+from attnlens.models.configs import text_config
 from attnlens.models.placement import device_of_inputs
 
 if TYPE_CHECKING:

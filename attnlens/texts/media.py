@@ -19,8 +19,8 @@ from huggingface_hub.errors import StrictDataclassError
 
 from attnlens.errors import FAILURES, ModelError, TextError, UsageError, is_memory
 from attnlens.files import read_bytes, shortened, with_home
-from attnlens.models.folders import read_json
 from attnlens.models.hub import first_line
+from attnlens.models.locate import read_json
 from attnlens.models.placement import device_of_inputs
 from attnlens.records import Text
 from attnlens.texts.batches import PACKED

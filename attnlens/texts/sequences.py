@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnlens.errors import TextError, UsageError
-from attnlens.models.classes import text_config
-from attnlens.models.tokenizers import foreign
+from attnlens.models.configs import foreign, text_config
 from attnlens.texts.sources import Content
 
 if TYPE_CHECKING:

@@ -10,10 +10,8 @@ from typing import cast
 
 from attnlens import models
 from attnlens.errors import ModelError, UsageError
-from attnlens.models.configs import sizes
-from attnlens.models.folders import read_json
-from attnlens.models.locate import DEMO, Location, find
-from attnlens.models.tokenizers import has_tokenizer
+from attnlens.models.configs import has_tokenizer, sizes
+from attnlens.models.locate import DEMO, Location, find, read_json
 
 STEP = re.compile(r"step[-_=]?(\d+)|(\d+)$", re.IGNORECASE)
 """`step1000-tokens2B`, `checkpoint-500`: the number after «step», else the one at the end."""
