@@ -17,7 +17,7 @@ import regex  # Python's own re can't be stopped, and the expressions come from 
 
 from attnlens.errors import ModelError
 from attnlens.files import sha256, shortened, with_home, written
-from attnlens.models.building import foreign
+from attnlens.models.configs import foreign
 from attnlens.models.hub import OFFLINE, Hub
 from attnlens.models.locate import ADAPTER_CONFIG, CONFIG, is_there, looks_like_path, names_in, read_json, weight_file
 from attnlens.models.stored import Stored, named, names_in_model, safetensors_header

@@ -12,19 +12,19 @@ from threading import get_ident
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from attnlens.errors import AttnlensError, ModelError, is_memory
+from attnlens.errors import ModelError
 from attnlens.files import sha256, shortened, written
 from attnlens.models.configs import (
     check_config,
     check_counts,
     fields,
+    foreign,
     model_class,
     own_models,
     refuse_own_code,
     take_choices,
 )
 from attnlens.models.gguf import GgufFiles, Settings, read_header
-from attnlens.models.hub import first_line
 from attnlens.models.locate import CONFIG, Location, check_small, names_in, refuse_other_forms
 from attnlens.models.stored import Stored, numbers_in, tensors_in
 from attnlens.records import File, FileInParts, ModelInfo
@@ -254,18 +254,3 @@ def built(
             **options,
         )
     return model, found
-
-
-@contextmanager
-def foreign(problem: str, remedy: str) -> Iterator[None]:
-    """Inside, whatever transformers raises becomes a ModelError; no list of what it raises for such files is whole."""
-    try:
-        yield
-    except AttnlensError:
-        raise
-    except ImportError as error:
-        raise ModelError(f"{problem}: {first_line(error)}", "Install the package that it asks for.") from error
-    except Exception as error:
-        if is_memory(error):
-            raise ModelError(f"{problem}: there is not enough memory.", "Take a smaller model.") from error
-        raise ModelError(f"{problem}: {first_line(error)}", remedy) from error

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from attnlens.choices import KERNEL_TRANSFORMER
-from attnlens.errors import ModelError, TextError
+from attnlens.errors import AttnlensError, ModelError, TextError, is_memory
 from attnlens.files import shortened, written
 from attnlens.models.hub import first_line
 from attnlens.models.locate import CONFIG, TOKENIZERS, Location
@@ -84,12 +84,9 @@ def kind_of(model: PreTrainedModel) -> InputKind:
     main = model.main_input_name
     if not isinstance(main, str) or main not in signature(model.forward).parameters:
         return "other"
-    if main == "pixel_values":
-        return "pixels"
-    if main in ("input_features", "input_values"):
-        return "audio"
     if main != "input_ids":
-        return "other"
+        others: dict[str, InputKind] = {"pixel_values": "pixels", "input_features": "audio", "input_values": "audio"}
+        return others.get(main, "other")
     if hasattr(model, "get_image_features") and hasattr(model, "get_text_features"):
         return "pixels+text"
     return "seq2seq" if model.config.is_encoder_decoder else "text"
@@ -115,7 +112,7 @@ def load_tokenizer(place: Location, config: PreTrainedConfig, *, trust_remote_co
     if not has_tokenizer(place):
         return None, f"{place.folder} has no tokenizer files"
     try:
-        with foreign("the tokenizer can't be loaded", "Use --source weights."):
+        with foreign("the tokenizer can't be loaded", "Use --source weights.", TextError):
             tokenizer = AutoTokenizer.from_pretrained(
                 place.folder, trust_remote_code=trust_remote_code, local_files_only=True, **place.gguf
             )
@@ -124,27 +121,31 @@ def load_tokenizer(place: Location, config: PreTrainedConfig, *, trust_remote_co
         return None, error.problem
     wanted = getattr(text_config(config), "vocab_size", None) or 0
     if known * TINY < wanted:
-        return (
-            None,
-            f"the tokenizer has {known} tokens and the model {wanted}: its files are missing or of another kind",
-        )
+        problem = f"the tokenizer has {known} tokens and the model {wanted}: its files are missing or of another kind"
+        return None, problem
     return tokenizer, ""
 
 
 @contextmanager
-def foreign(problem: str, remedy: str) -> Iterator[None]:
-    """Inside, whatever a tokenizer raises becomes a TextError: its files may come from anybody.
+def foreign(problem: str, remedy: str, kind: type[AttnlensError] = ModelError) -> Iterator[None]:
+    """Inside, whatever transformers or a tokenizer raises becomes an error of that kind, but for a lack of memory.
 
-    The package tokenizers raises bare Exception, and a panic of its Rust, which is no Exception, for some files.
+    No list of what they raise for a stranger's files is whole. The package tokenizers raises bare Exception, and a
+    panic of its Rust, which is no Exception.
     """
     try:
         yield
-    except MemoryError:
+    except AttnlensError:
         raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise TextError(f"{problem}: {first_line(error)}", remedy) from None
+        if is_memory(error):
+            raise ModelError(f"{problem}: there is not enough memory.", "Take a smaller model.") from error
+        needed = isinstance(error, ImportError)
+        raise kind(
+            f"{problem}: {first_line(error)}", "Install the package that it asks for." if needed else remedy
+        ) from error
 
 
 SIZES = {
@@ -255,12 +256,12 @@ def refuse_mismatch(place: Location, mismatched: Sequence[tuple[str, Sequence[in
         return
     name, stored, wanted = sorted(mismatched)[0]
     more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
+    has, asks = (" × ".join(map(str, shape)) for shape in (stored, wanted))
     differing = {want for have, want in zip(stored, wanted, strict=False) if have != want}
     said = [f"{shortened(path)} = {value}" for path, value in sizes(place.config) if value in differing]
     because = f" ({', '.join(said)})" if said else ""
     raise ModelError(
-        f"{place.folder / place.file} can't be loaded: {name}{more} is {_times(stored)} there and {_times(wanted)} by "
-        f"config.json{because}.",
+        f"{place.folder / place.file} can't be loaded: {name}{more} is {has} there and {asks} by config.json{because}.",
         "Give the weights their own config.",
     )
 
@@ -282,7 +283,3 @@ def fields(config: dict[str, Any], above: str = "") -> Iterator[tuple[str, objec
         yield f"{above}{name}", value
         if isinstance(value, dict):
             yield from fields(value, f"{above}{name}.")
-
-
-def _times(shape: Sequence[int]) -> str:
-    return " × ".join(map(str, shape))

@@ -179,4 +179,5 @@ def _told(content: Content) -> AbstractContextManager[None]:
     return foreign(
         f"The tokenizer fails on the text ({content.name})",
         "Put its own tokenizer files beside the model, or use --source weights.",
+        TextError,
     )
