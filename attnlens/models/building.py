@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from logging import CRITICAL, getLogger
@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import ModelError
-from attnlens.files import sha256, shortened, written
+from attnlens.files import shortened, written
 from attnlens.models.configs import (
     check_config,
     check_counts,
@@ -26,8 +26,7 @@ from attnlens.models.configs import (
 )
 from attnlens.models.gguf import GgufFiles, Settings, read_header
 from attnlens.models.locate import CONFIG, Location, check_small, names_in, refuse_other_forms
-from attnlens.models.stored import Stored, numbers_in, tensors_in
-from attnlens.records import File, FileInParts, ModelInfo
+from attnlens.models.stored import Stored, check_loaded, numbers_in, tensors_in
 
 if TYPE_CHECKING:
     import torch
@@ -163,21 +162,6 @@ def checked_files(place: Location, trust_remote_code: bool, *, adapter_too: bool
     return stored
 
 
-def info_of(
-    place: Location, model: PreTrainedModel, unused: tuple[str, ...], in_parts: list[FileInParts] | None = None
-) -> ModelInfo:
-    """What a report says of the model; `in_parts`: its files, where single tensors are read of them."""
-    return ModelInfo(
-        id=place.id,
-        revision=place.revision,
-        architecture=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        files=[] if in_parts else [File(name=file.name, sha256=sha256(file)) for file in place.weights],
-        files_in_parts=in_parts or [],
-        unexpected=list(unused),
-    )
-
-
 def config_of(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
     """Its configuration. Raises ModelError where it can't be read."""
     from transformers import AutoConfig
@@ -213,12 +197,15 @@ def built(
     config: PreTrainedConfig,
     dtype: torch.dtype | str,
     trust_remote_code: bool,
-    weights: Mapping[str, Any] | None,
+    stored: Mapping[str, Stored],
+    weights: Mapping[str, Any] | None = None,
+    ignored: Iterable[str] = (),
     spread: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """The model, and what transformers tells of its loading; from `weights`, where they had to be decoded.
+    """The model, checked against its files, and what transformers tells of its loading.
 
-    `spread` are the options of transformers that say over which devices.
+    It is built from `weights` where they had to be decoded, which left the tensors `ignored` out; `spread` are the
+    options of transformers that say over which devices.
     """
     from transformers import GenerationConfig
 
@@ -253,4 +240,6 @@ def built(
             **spread,
             **options,
         )
+    found = {**found, "unexpected_keys": {*found["unexpected_keys"], *ignored}}
+    check_loaded(place, model, stored, found)
     return model, found
