@@ -232,7 +232,7 @@ def _unread(place: Location, dtype: str, trust_remote_code: bool, adapter: objec
         if method is not None:
             drop_settings(config)
         with bounded(place, stored), one_thread():
-            shapes = announced(files.shapes, torch.float32)
+            shapes = announced(files.shapes)
             ignored = getattr(files, "ignored", ())
             model, found = built(place, config, torch.float32, trust_remote_code, stored, shapes, ignored)
     # its tables of positions are those of a model in float32; its weights are read as float64, which loses nothing

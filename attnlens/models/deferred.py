@@ -182,18 +182,20 @@ class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch doe
 class Announced:
     """A tensor of a file as transformers takes it from there: its shape is known, its numbers are not read."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, mode: FakeTensorMode) -> None:
-        self.shape, self.dtype, self.mode = shape, dtype, mode
+    dtype = torch.float32
+
+    def __init__(self, shape: tuple[int, ...], mode: FakeTensorMode) -> None:
+        self.shape, self.mode = shape, mode
 
     def __getitem__(self, _: object) -> Tensor:
         with self.mode:
             return torch.empty(self.shape, dtype=self.dtype)
 
 
-def announced(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Any]:
+def announced(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Tensors of these shapes by name, which take part in computations as shapes."""
     mode = ShapesAlone(allow_non_fake_inputs=True)
-    return {name: Announced(shape, dtype, mode) for name, shape in shapes.items()}
+    return {name: Announced(shape, mode) for name, shape in shapes.items()}
 
 
 def is_announced(tensor: Tensor) -> bool:
@@ -360,26 +362,19 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-@dataclass
 class RemoteFile:
-    """A safetensors file of a hub's repository at one commit, of which ranges are read.
+    """A safetensors file of a hub's repository at one commit, of which ranges are read; its stamp names its content.
 
     huggingface_hub's own readers of ranges hold an answer of any length in memory, also of a server that sends the
     whole file, and ask for all of a range again where the connection drops.
     """
 
-    name: str
-    url: str
-    size: int = field(init=False)
-    stamp: str = field(init=False)
-    """The hub's name of its content."""
-    header: bytes = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, name: str, url: str) -> None:
         from huggingface_hub import get_hf_file_metadata
         from huggingface_hub.errors import HfHubHTTPError
         from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]
 
+        self.name, self.url = name, url
         try:
             found = get_hf_file_metadata(self.url)
         except (HfHubHTTPError, ConnectionFailure) as error:
@@ -523,12 +518,9 @@ class CodedFiles:
         found: dict[str, Tensor] = {}
         for name in names:
             parts = self.files.read(self._stored(name))
-            weight = self.coded.get(name)
-            found |= (
-                parts
-                if weight is None
-                else {name: weight.decoded({part: parts[own] for part, own in weight.parts.items()})}
-            )
+            if weight := self.coded.get(name):
+                parts = {name: weight.decoded({part: parts[own] for part, own in weight.parts.items()})}
+            found |= parts
         return found
 
     def _part(self, weight: CodedWeight, part: str) -> Tensor:

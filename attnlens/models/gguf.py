@@ -102,8 +102,7 @@ def read_header(path: Path) -> Header:
         except (struct.error, UnicodeDecodeError) as error:
             what = "is cut off in its header" if isinstance(error, struct.error) else "has names that are no UTF-8"
             raise ModelError(f"{path} {what}.", SAY_AGAIN) from None
-        _check_layers(path, header)
-        _check_data(path, header, len(data))
+        _check(path, header, len(data))
     return header
 
 
@@ -197,27 +196,20 @@ class _Reader:
         return Entry(name, tuple(reversed(shape)), kind, offset)
 
 
-def _check_layers(path: Path, header: Header) -> None:
-    """Raise ModelError for more layers than tensors: the config's lists grow with the layers."""
+def _check(path: Path, header: Header, size: int) -> None:
+    """Raise ModelError for more layers than tensors (the config's lists grow with them), and for data not all there."""
+    count = len(header.tensors)
     for name, number in header.fields.items():
-        if name.endswith(".block_count") and isinstance(number, int) and number > len(header.tensors):
-            raise ModelError(
-                f"{path} says {shortened(name)} = {number}, and has {len(header.tensors)} tensors.", SAY_AGAIN
-            )
-
-
-def _check_data(path: Path, header: Header, size: int) -> None:
-    """Raise ModelError where a tensor's data are not all there, or can't be of its shape."""
+        if name.endswith(".block_count") and isinstance(number, int) and number > count:
+            raise ModelError(f"{path} says {shortened(name)} = {number}, and has {count} tensors.", SAY_AGAIN)
     blocks: dict[int, tuple[int, int]] = import_module("gguf").GGML_QUANT_SIZES
     for entry in header.tensors:
         if entry.type not in blocks or prod(entry.shape) % blocks[entry.type][0]:
             raise ModelError(f"{path} has {shortened(entry.name)}, stored in an unknown way.", "Convert it again.")
         last = header.data + entry.offset + _bytes(entry)
         if last > size:
-            raise ModelError(
-                f"{path} is cut off: the data of {shortened(entry.name)} end at byte {last}, and the file has {size}.",
-                SAY_AGAIN,
-            )
+            problem = f"the data of {shortened(entry.name)} end at byte {last}, and the file has {size}"
+            raise ModelError(f"{path} is cut off: {problem}.", SAY_AGAIN)
 
 
 def _bytes(entry: Entry) -> int:
@@ -334,9 +326,8 @@ class Settings:
         pattern, kinds = self.fields[name], getattr(config, "layer_types", None) or []
         if isinstance(pattern, int) and pattern > 0:
             pattern = [layer % pattern < pattern - 1 for layer in range(len(kinds))]
-        if pattern and [bool(slides) for slides in pattern][: len(kinds)] != [
-            kind == "sliding_attention" for kind in kinds
-        ]:
+        own = [kind == "sliding_attention" for kind in kinds]
+        if pattern and [bool(slides) for slides in pattern][: len(kinds)] != own:
             raise self.refusal(name)
 
     # --- rotation
@@ -381,11 +372,10 @@ class Settings:
         return {} if kind == "none" else own
 
     def _apply_rotation(self, config: PreTrainedConfig) -> None:
-        sections = (
-            "dimension_sections" if self.header.architecture.startswith("qwen35") else ""
-        )  # which transformers takes
+        takes_sections = self.header.architecture.startswith("qwen35")
+        known = (*ROTATION, *["dimension_sections"] * takes_sections)
         for name, value in self.fields.items():
-            if name.startswith("rope.") and value and name.removeprefix("rope.") not in (*ROTATION, sections):
+            if name.startswith("rope.") and value and name.removeprefix("rope.") not in known:
                 raise self.refusal(name)
         every = getattr(config, "rope_parameters", None)
         if not every:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -40,6 +41,8 @@ ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
 DISTRIBUTED = "shard-[0-9]*-model-*"
 """Names by which transformers recognises a distributed checkpoint, which it reads in the place of any other file."""
 SAY_AGAIN = "Download the model again."
+SAY_READABLE = "Make the file readable."
+SAY_PATH = "Give the path of a folder with config.json and weights, of a .gguf file, a hub id, or `demo`."
 SAY_UNCHANGED = "Run it again when nothing writes to the file any more."
 
 
@@ -61,20 +64,34 @@ class WatchedFile:
             raise ModelError(f"{self.path} changed while it was read.", SAY_UNCHANGED)
 
     def _stamp(self) -> tuple[int, int, int]:
-        try:
+        with readable(self.path):
             found = self.path.stat()
-        except OSError as error:
-            problem = f"{self.path} can't be read: {error.strerror or error}."
-            raise ModelError(problem, "Make the file readable.") from None
         return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+@contextmanager
+def readable(path: Path, remedy: str = SAY_READABLE) -> Iterator[None]:
+    """Inside, ModelError is raised where the system does not let that file or folder be read."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(f"{shortened(str(path))} can't be read: {error.strerror or error}.", remedy) from None
+
+
+def is_there(path: Path, remedy: str = SAY_PATH) -> bool:
+    """Whether there is something at that path; raises ModelError where that can't be told."""
+    with readable(path, remedy):
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # a name with a NUL in it
+            return False
+        return True
 
 
 def names_in(folder: Path) -> set[str]:
     """The names of what lies in a folder; raises ModelError where it can't be looked into."""
-    try:
+    with readable(folder, "Make the folder readable."):
         return set(os.listdir(folder))  # noqa: PTH208  # names alone are wanted
-    except OSError as error:
-        raise ModelError(f"{folder} can't be read: {error.strerror}.", "Make the folder readable.") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -106,15 +123,11 @@ def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
     Raises ModelError where it is missing, no file or unreadable, or leads out of the folder and must not.
     """
     path = folder / name
-    try:
-        found = path.stat()
-        refuse_other_kinds(found, shortened(str(path)), ModelError, SAY_AGAIN)
+    if not is_there(path, SAY_READABLE):
+        raise ModelError(f"The weight file {shortened(str(path))} is missing.", SAY_AGAIN)
+    with readable(path):
+        refuse_other_kinds(path.stat(), shortened(str(path)), ModelError, SAY_AGAIN)
         path.open("rb").close()
-    except (FileNotFoundError, NotADirectoryError):
-        raise ModelError(f"The weight file {shortened(str(path))} is missing.", SAY_AGAIN) from None
-    except OSError as error:
-        problem = f"{shortened(str(path))} can't be read: {error.strerror}."
-        raise ModelError(problem, "Make the file readable.") from None
     if not may_lead_out:
         refuse_outside(folder, path)
     return path
@@ -133,10 +146,12 @@ def check_small(folder: Path, names: Iterable[str]) -> None:
         read = any(fnmatch(name, pattern) for pattern in READ)
         if not (read or name.endswith(SMALL_FILES)) or os.path.isdir(path):  # noqa: PTH112  # which never raises
             continue
-        size = _size(path)
+        found = path.stat() if is_there(path, SAY_READABLE) else None  # a link to nothing
+        if found:
+            refuse_other_kinds(found, str(path), ModelError, SAY_AGAIN)
         if read:
             refuse_outside(folder, path)
-        if read and size > LARGEST:
+        if read and found and found.st_size > LARGEST:
             raise ModelError(f"{path} holds more than {LARGEST // 2**20} MiB.", SAY_AGAIN)
         if name == "generation_config.json":  # which transformers reads without a word on what is wrong in it
             read_json(path)
@@ -160,18 +175,6 @@ def refuse_other_forms(folder: Path, names: Iterable[str], *, adapter_too: bool 
             )
 
 
-def _size(path: Path) -> int:
-    """Bytes of a small file; raises ModelError for what is none, but not for a link to nothing."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return 0
-    except OSError as error:
-        raise ModelError(f"{path} can't be read: {error.strerror}.", "Make the file readable.") from None
-    refuse_other_kinds(found, str(path), ModelError, SAY_AGAIN)
-    return found.st_size
-
-
 def refuse_outside(folder: Path, path: Path) -> None:
     """Raise ModelError where links lead out of the folder; the hub's cache keeps the files themselves in `blobs`."""
     real = Path(os.path.realpath(path))
@@ -191,7 +194,6 @@ CONFIG = "config.json"
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 SUFFIXES: dict[Storage, str] = {"safetensors": ".safetensors", "pickle": ".bin", "gguf": ".gguf"}
-SAY_PATH = "Give the path of a folder with config.json and weights, of a .gguf file, a hub id, or `demo`."
 
 
 @dataclass(frozen=True)
@@ -255,17 +257,6 @@ def find(
     return _in_folder(name, path, allow_pickle) if path.is_dir() else _in_file(name, path)
 
 
-def is_there(path: Path) -> bool:
-    """Whether there is something at that path; raises ModelError where that can't be told."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # a name with a NUL in it
-        return False
-    except OSError as error:
-        raise ModelError(f"{shortened(str(path))} can't be read: {error.strerror}.", SAY_PATH) from None
-    return True
-
-
 def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None = None) -> Location:
     names = names_in(folder)
     if _is_adapter(names):
@@ -308,6 +299,8 @@ def commit_of(name: str, revision: str | None, *, offline: bool) -> str | None:
 
 
 def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: bool, leave_weights: bool) -> Location:
+    from huggingface_hub import hf_hub_url
+
     hub = _hub(name, revision)
     id_ = hub.id
 
@@ -325,9 +318,15 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
         return [*small, file, *shards]
 
     folder = hub.cached(OFFLINE) if offline else hub.fetched(wanted)
-    if leave_weights and not offline and not _has_weights(folder):
-        return _left_in_hub(id_, folder)
-    return _in_folder(id_, folder, allow_pickle, revision=folder.name)
+    index, here = folder / SHARDED, names_in(folder)
+    shards = shards_in(index, SUFFIXES["safetensors"]) if leave_weights and index.is_file() else ()
+    has_weights = any(name.endswith(tuple(SUFFIXES.values())) for name in here)
+    if shards:
+        has_weights = all((folder / name).is_file() for name in shards)
+    if offline or not leave_weights or has_weights:
+        return _in_folder(id_, folder, allow_pickle, revision=folder.name)
+    urls = tuple((name, hf_hub_url(id_, name, revision=folder.name)) for name in shards or (SINGLE,))
+    return Location(id_, folder, "safetensors", SHARDED if shards else SINGLE, folder.name, urls=urls)
 
 
 def _hub(name: str, revision: str | None) -> Hub:
@@ -343,32 +342,10 @@ def _hub(name: str, revision: str | None) -> Hub:
     return Hub(id_, revision or after or None)
 
 
-def _has_weights(folder: Path) -> bool:
-    """Whether weights were downloaded before: all that an index names, or a file."""
-    index = folder / SHARDED
-    names = shards_in(index, SUFFIXES["safetensors"]) if index.is_file() else []
-    found = [(folder / name).is_file() for name in names]
-    return all(found) if found else any(name.endswith((".safetensors", ".gguf", ".bin")) for name in names_in(folder))
-
-
-def _left_in_hub(id_: str, folder: Path) -> Location:
-    """A hub model whose safetensors files are read where they lie."""
-    from huggingface_hub import hf_hub_url
-
-    index = folder / SHARDED
-    file, names = (SHARDED, shards_in(index, SUFFIXES["safetensors"])) if index.is_file() else (SINGLE, [SINGLE])
-    urls = tuple((name, hf_hub_url(id_, name, revision=folder.name)) for name in names)
-    return Location(id_, folder, "safetensors", file, folder.name, urls=urls)
-
-
 def looks_like_path(name: str) -> bool:
     """Whether it can be no hub id."""
-    return (
-        name.startswith((".", "/", "~"))
-        or name.count("/") > 1
-        or "\\" in name
-        or name.endswith(("/", ".gguf", ".safetensors"))
-    )  # fmt: skip
+    starts, ends = (".", "/", "~"), ("/", ".gguf", ".safetensors")
+    return name.startswith(starts) or name.endswith(ends) or "\\" in name or name.count("/") > 1
 
 
 def _weights_among(names: Collection[str], where: str, allow_pickle: bool) -> tuple[Storage, str]:

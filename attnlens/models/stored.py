@@ -13,7 +13,7 @@ from attnlens.errors import ModelError
 from attnlens.files import shortened
 from attnlens.models.configs import refuse_mismatch
 from attnlens.models.gguf import OF_ATTENTION, SAY_SAFETENSORS, Settings, read_header
-from attnlens.models.locate import Location
+from attnlens.models.locate import Location, readable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,10 +61,8 @@ def check_loaded(
     if twice := _twice(model, stored, set(found["unexpected_keys"])):
         raise ModelError(f"{where} holds both {twice[0]} and {twice[1]}, which are one tensor of the model.", SAY_ONCE)
     if len(found["missing_keys"]) >= len(list(model.parameters())):
-        raise ModelError(
-            f"None of the weights in {place.file} belongs to a {type(model).__name__}.",
-            "Check the model's config.json.",
-        )
+        problem = f"None of the weights in {place.file} belongs to a {type(model).__name__}."
+        raise ModelError(problem, "Check the model's config.json.")
 
 
 def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
@@ -162,10 +160,8 @@ def tensors_in(place: Location) -> dict[str, Stored]:
     reading = {"safetensors": safetensors_header, "pickle": pickled_header, "gguf": _gguf}[place.form]
     found: dict[str, Stored] = {}
     for file in place.weights:
-        try:
+        with readable(file):
             content = reading(file)
-        except OSError as error:
-            raise ModelError(f"{file} can't be read: {error.strerror or error}.", "Make the file readable.") from None
         if twice := sorted(found.keys() & content.keys()):
             raise ModelError(f"{file} holds {named(twice)}, and so does another of the weight files.", SAY_ONCE)
         found |= content
@@ -207,21 +203,14 @@ def pickled_header(file: Path) -> dict[str, Stored]:
         raise ModelError(
             f"{file} is cut off or no pickle of torch: {shortened(str(error))}.", "Download it again."
         ) from None
+    names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
     if not isinstance(content, Mapping):
         raise ModelError(f"{file} holds no table of tensors.", "Save the model's state_dict.")
     return {
-        str(name): Stored(tuple(value.shape), type_of(value.dtype))
+        str(name): Stored(tuple(value.shape), names.get(value.dtype, str(value.dtype).removeprefix("torch.")))
         for name, value in content.items()
         if isinstance(value, torch.Tensor)
     }
-
-
-def type_of(dtype: object) -> str:
-    """torch's type in safetensors' spelling, as far as FLOATS has it."""
-    import torch
-
-    names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-    return names.get(dtype, str(dtype).removeprefix("torch."))  # type: ignore[call-overload,no-any-return]
 
 
 def _gguf(file: Path) -> dict[str, Stored]:

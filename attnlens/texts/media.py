@@ -150,8 +150,7 @@ def _find_media(model: PreTrainedModel, folder: Path | None) -> Media:
 
 def modalities(model: PreTrainedModel) -> list[Modality]:
     """Return what the model reads besides text, by the parameters of its forward pass."""
-    names = _parameters(model)
-    return [modality for modality, inputs in INPUTS.items() if any(name in names for name in inputs)]
+    return [modality for modality, inputs in INPUTS.items() if not _parameters(model).keys().isdisjoint(inputs)]
 
 
 def without_placeholders(media: Media) -> Media:
@@ -180,17 +179,16 @@ class Feed:
 
     def placeholders(self, number: int) -> Standing:
         """Return the placeholders before the text of a sequence."""
-        made = tuple(one for one in self.media.before if one[0] not in self.files)
-        return made + tuple(self._file_placeholders(modality, number) for modality in self.files)
-
-    def _file_placeholders(self, modality: Modality, number: int) -> tuple[Modality, int, int]:
-        try:
-            return modality, *_count_parts(self._model, modality, self.files[modality][number])
-        except FAILURES as error:
-            if is_memory(error):
-                raise
-            problem = f"The {modality} can't be fed: {_failure(error)}."
-            raise ModelError(problem, f"Leave out --{modality}.") from error
+        found = [one for one in self.media.before if one[0] not in self.files]
+        for modality, inputs in self.files.items():
+            try:
+                found.append((modality, *_count_parts(self._model, modality, inputs[number])))
+            except FAILURES as error:
+                if is_memory(error):
+                    raise
+                problem = f"The {modality} can't be fed: {_failure(error)}."
+                raise ModelError(problem, f"Leave out --{modality}.") from error
+        return tuple(found)
 
     def take(self, numbers: Iterable[int]) -> dict[str, Tensor]:
         """Return the inputs of these sequences."""
