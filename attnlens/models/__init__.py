@@ -24,6 +24,7 @@ from attnlens.models.placement import (
     dtype_of,
     places_of,
     refuse_beside_map,
+    refuse_too_large,
     removed_with,
     spread_over_devices,
 )
@@ -142,7 +143,6 @@ def _loaded(
     import torch
 
     from attnlens.models.deferred import files_of, read_all
-    from attnlens.models.placement import refuse_too_large
 
     beside = adapter is not None and adapter.folder.samefile(place.folder)
     stored = checked_files(place, trust_remote_code, adapter_too=beside)

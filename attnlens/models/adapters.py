@@ -161,7 +161,14 @@ def merge(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
         base = settings.get("base_model_name_or_path")
         say_base = f"Give its base as MODEL: {shortened(base or 'the model it was trained over')}."
         named_by_settings = _expanded(settings, settings_file, model, modules, say_base)
-        _refuse_tied(model, {*whole, *(f"{path}.weight" for path in modules)})
+        changed = {*whole, *(f"{path}.weight" for path in modules)}
+        shared: dict[nn.Parameter, list[str]] = defaultdict(list)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            shared[parameter].append(name)
+        for names in shared.values():
+            if len(names) > 1 and not changed.isdisjoint(names):
+                first, second = sorted(names, key=lambda name: name not in changed)[:2]
+                raise ModelError(f"The adapter changes {first}, which the model shares with {second}.", SAY_MERGE)
         biases = {f"{path}.bias" for path in modules if getattr(model.get_submodule(path), "bias", None) is not None}
         if settings.get("bias", "none") != "none" and (lost := sorted(biases - whole.keys())):
             raise ModelError(f"{settings_file} says that biases were trained, and {named(lost)} is missing.", SAY_AGAIN)
@@ -190,7 +197,13 @@ def merge(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
         for name, parameter in parameters.items():
             parameter.data = tensors[name].to(parameter)
         for path, layer in layers.items():
-            _merge_layer(path, layer)
+            base_layer, magnitudes = layer.get_base_layer(), list(layer.lora_magnitude_vector.parameters())
+            dtype = base_layer.weight.dtype
+            layer.double()
+            layer.merge()
+            if magnitudes and not (magnitudes[0].all() and base_layer.weight.isfinite().all()):  # unmerging divides
+                raise ModelError(f"DoRA's magnitudes of {path}, or its rows, are 0 or not finite.", SAY_AGAIN)
+            base_layer.to(dtype)
         tuner.unload()
         for layer in layers.values():
             layer.base_layer = deepcopy(layer.base_layer).to("meta")
@@ -206,17 +219,6 @@ def merge(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
             files=[File(name=file.name, sha256=sha256(file)) for file in (settings_file, tensors_file)],
         )
         return Adapted(info, layers, originals, unplaced)
-
-
-def _merge_layer(path: str, layer: Any) -> None:
-    """Merge one of peft's layers in float64. Raises ModelError if unmerging it would divide by 0."""
-    base, magnitudes = layer.get_base_layer(), list(layer.lora_magnitude_vector.parameters())
-    dtype = base.weight.dtype
-    layer.double()
-    layer.merge()
-    if magnitudes and not (magnitudes[0].all() and base.weight.isfinite().all()):
-        raise ModelError(f"DoRA's magnitudes of {path}, or its rows, are 0 or not finite.", SAY_AGAIN)
-    base.to(dtype)
 
 
 def _read_settings(file: Path) -> dict[str, Any]:
@@ -318,17 +320,6 @@ def _expanded(
             f"{file} and the adapter's tensors disagree on whether {named(differing)} is adapted.", SAY_AGAIN
         )
     return values
-
-
-def _refuse_tied(model: PreTrainedModel, changed: set[str]) -> None:
-    """Raise ModelError if another parameter is the same tensor as one that the adapter changes."""
-    shared: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        shared[parameter].append(name)
-    for names in shared.values():
-        if len(names) > 1 and not changed.isdisjoint(names):
-            first, second = sorted(names, key=lambda name: name not in changed)[:2]
-            raise ModelError(f"The adapter changes {first}, which the model shares with {second}.", SAY_MERGE)
 
 
 def _check_tensors(

@@ -86,9 +86,8 @@ class DeferredWeights:
 
     def needed(self, module: nn.Module, wanted: Collection[str]) -> list[str]:
         """The tensors of the files that these parameters of the module are made of."""
-        path = self._paths[module]
-        targets = {f"{path}.{name}" for name in wanted}
-        inside = f"{path}."
+        inside = f"{self._paths[module]}."
+        targets = {inside + name for name in wanted}
         return [
             name
             for name, (target, converted) in self._targets.items()
@@ -98,11 +97,9 @@ class DeferredWeights:
 
     def sample(self, modules: Iterable[nn.Module]) -> bytes:
         """Some bytes of each tensor of these modules, as their files have them."""
-        wanted = {
-            name: None
-            for module in dict.fromkeys(modules)
-            for name in self.needed(module, [name for name, _ in module.named_parameters()])
-        }
+        wanted = dict[str, None]()
+        for module in dict.fromkeys(modules):
+            wanted |= dict.fromkeys(self.needed(module, [name for name, _ in module.named_parameters()]))
         return self.files.sample(wanted)
 
     def _place(self, module: nn.Module, wanted: Collection[str]) -> None:
@@ -113,7 +110,10 @@ class DeferredWeights:
         give_back()  # what the module before left
         names = self.needed(module, wanted)
         self.bytes_read += self.files.size(names)
-        tensors = {name: _as(tensor, self.rounded_to) for name, tensor in self.files.read(names).items()}
+        tensors, dtype = self.files.read(names), self.rounded_to
+        for name, tensor in tensors.items():
+            exact = dtype is None or (tensor.is_floating_point() and torch.promote_types(tensor.dtype, dtype) == dtype)
+            tensors[name] = tensor if exact else tensor.to(dtype)  # what the type holds exactly is widened once
         settings = LoadStateDictConfig(dtype=self.model.dtype, weight_mapping=self._mapping)
         with one_thread(), quiet():
             found, _ = convert_and_load_state_dict_in_model(self.model, tensors, settings)
@@ -150,14 +150,6 @@ class DeferredWeights:
                 target, pattern = rename_source_key(name, [], [], prefix, state)
             found[name] = target, pattern is not None
         return found
-
-
-def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The tensor as that type would hold it; one that the type holds exactly stays, to be widened once."""
-    if dtype is None:
-        return tensor
-    exact = tensor.is_floating_point() and torch.promote_types(tensor.dtype, dtype) == dtype
-    return tensor if exact else tensor.to(dtype)
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
@@ -206,15 +198,13 @@ def is_announced(tensor: Tensor) -> bool:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Inside, transformers places tensors one after the other."""
-    before = os.environ.get(ONE_THREAD)
+    before = {name: value for name, value in os.environ.items() if name == ONE_THREAD}
     os.environ[ONE_THREAD] = "1"
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[ONE_THREAD]
-        else:
-            os.environ[ONE_THREAD] = before
+        del os.environ[ONE_THREAD]
+        os.environ.update(before)
 
 
 def without_choices(model: PreTrainedModel) -> None:
@@ -387,10 +377,10 @@ class RemoteFile:
             raise ModelError(f"{self.name} is cut off or no safetensors file.", "Download it again.")
         self.header = bytes(self.read(LENGTH, length))
 
-    def entries(self) -> dict[str, tuple[Stored, int, int]]:
-        """Return each tensor's shape and type, where it begins and ends. Raises ModelError for a header that lies."""
+    def entries(self) -> dict[str, tuple[Stored, int]]:
+        """Return each tensor's shape and type, and where it begins. Raises ModelError for a header that lies."""
         begin = LENGTH + len(self.header)
-        found: dict[str, tuple[Stored, int, int]] = {}
+        found: dict[str, tuple[Stored, int]] = {}
         try:
             for name, entry in json.loads(self.header).items():
                 if name != "__metadata__":
@@ -399,7 +389,7 @@ class RemoteFile:
                     if not begin <= start <= end <= self.size or end - start != stored.bytes:
                         problem = f"{self.name} is cut off, or says another size of {shortened(name)} than it has."
                         raise ModelError(problem, "Download it again.")
-                    found[name] = stored, start, end
+                    found[name] = stored, start
         except (ValueError, TypeError, LookupError, AttributeError):
             raise ModelError(f"{self.name} has no header of a safetensors file.", "Download it again.") from None
         return found
@@ -443,7 +433,7 @@ class RemoteFiles(SafetensorsFiles):
 
     def __init__(self, files: Iterable[RemoteFile]) -> None:
         self.headers = []
-        self._spans: dict[str, tuple[RemoteFile, Stored, int, int]] = {}
+        self._spans: dict[str, tuple[RemoteFile, Stored, int]] = {}
         for file in files:
             self._spans |= {name: (file, *entry) for name, entry in file.entries().items()}
             digest = sha256(file.header).hexdigest()
@@ -458,11 +448,11 @@ class RemoteFiles(SafetensorsFiles):
         """These tensors. Raises ModelError if they can't be had."""
         found: dict[str, Tensor] = {}
         for name in names:
-            file, stored, start, end = self._spans[name]
-            entry = {"dtype": stored.type, "shape": stored.shape, "data_offsets": [0, end - start]}
+            file, stored, start = self._spans[name]
+            entry = {"dtype": stored.type, "shape": stored.shape, "data_offsets": [0, stored.bytes]}
             header = json.dumps({name: entry}).encode()
             try:  # as a file of one tensor, by the library
-                content = len(header).to_bytes(LENGTH, "little") + header + file.read(start, end - start)
+                content = len(header).to_bytes(LENGTH, "little") + header + file.read(start, stored.bytes)
                 found |= load_bytes(bytes(content))
             except (SafetensorError, KeyError):
                 raise ModelError(f"{file.name} holds {shortened(name)} in an unknown type.", "Download it.") from None

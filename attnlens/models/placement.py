@@ -39,7 +39,15 @@ def free_memory() -> int | None:
     for line in MEMINFO.read_text().splitlines() if MEMINFO.is_file() else ():
         if line.startswith("MemAvailable:"):
             found.append(int(line.split()[1]) * 1024)
-    found += [left for group, names in _groups() if (left := _left(group, *names)) is not None]
+    for group, (limit, usage, of_files) in _groups():
+        try:
+            left = int((group / limit).read_text()) - int((group / usage).read_text())
+        except (OSError, ValueError):  # there is none, or it is "max"
+            continue
+        # pages of files are counted as taken, and given back when they are wanted
+        counts = group / "memory.stat"
+        lines = counts.read_text().splitlines() if counts.is_file() else ()
+        found.append(left + sum(int(line.split()[1]) for line in lines if line.startswith(f"{of_files} ")))
     if not found and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min(found, default=None)
@@ -54,25 +62,6 @@ def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
             own = GROUPS / root / path.lstrip("/")
             # a container sees its own group as the root, whatever it is called outside
             yield from ((group, names) for group in (own, *own.parents) if group.is_relative_to(GROUPS / root))
-
-
-def _left(group: Path, limit: str, usage: str, of_files: str) -> int | None:
-    """What a group leaves; pages of files are counted as taken, and given back when they are wanted."""
-    most, taken = _number(group / limit), _number(group / usage)
-    if most is None or taken is None:
-        return None
-    try:
-        lines = (group / "memory.stat").read_text().splitlines()
-    except OSError:
-        lines = []
-    return most - taken + sum(int(line.split()[1]) for line in lines if line.startswith(f"{of_files} "))
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # there is none, or it is "max"
-        return None
 
 
 def give_back() -> None:
@@ -145,7 +134,7 @@ def refuse_beside_map(given: Mapping[str, Any]) -> None:
             raise UsageError("--max-cpu-memory bounds what --device-map takes.", "Add --device-map auto.")
         return
     others = {"device": given["device"] != "auto", "from_files": given["from_files"], "adapter": given["adapter"]}
-    for name in (name for name, asked in others.items() if asked):
+    if name := next((name for name, asked in others.items() if asked), None):
         raise UsageError(f"--{name.replace('_', '-')} makes no sense beside --device-map.", "Leave one of them out.")
 
 
@@ -164,8 +153,6 @@ def spread_over_devices(max_cpu_memory: str | None) -> dict[str, Any]:
 
     Raises UsageError where accelerate is missing.
     """
-    from attnlens.models.placement import free_memory  # late: it loads torch
-
     try:
         from accelerate.utils import convert_file_size_to_int, get_max_memory
     except ImportError:

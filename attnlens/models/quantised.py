@@ -287,10 +287,8 @@ def _transposed(codes: Tensor, zeros: Tensor, scale: Tensor, settings: Settings,
 
 def _three(parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, zeros and scales, of which GPTQ and AWQ have all."""
-    import torch
-
     _matrices({name: tuple(part.shape) for name, part in parts.items()})
-    if parts[""].dtype != torch.int32:
+    if str(parts[""].dtype) != "torch.int32":
         raise CodesError("its codes are no words of 32 bits")
     return parts[""], parts[".qzeros"], parts[".scales"]
 

@@ -41,17 +41,13 @@ def check_loaded(
             f"{where} holds an adapter that is not merged ({named(low_rank)}).",
             "Merge it first, with merge_and_unload of the package peft, and save the merged model.",
         )
+    say_plain = "Get the model unquantised, or as GGUF."
     if codes := _codes(model, stored, set(found["unexpected_keys"])):
-        raise ModelError(
-            f"{where} stores {named(codes)} as {stored[codes[0]].type}, and nothing in config.json says what the codes "
-            "stand for.",
-            "Get the model unquantised, or as GGUF.",
-        )
+        problem = f"{where} stores {named(codes)} as {stored[codes[0]].type}, and nothing in config.json says what the"
+        raise ModelError(f"{problem} codes stand for.", say_plain)
     if left := [name for name in sorted(found["unexpected_keys"]) if _of_codes(name, stored)]:
-        raise ModelError(
-            f"{where} holds {named(left)}, of weights that are stored as codes, and nothing in config.json says how.",
-            "Get the model unquantised, or as GGUF.",
-        )
+        problem = f"{where} holds {named(left)}, of weights that are stored as codes, and nothing in config.json says"
+        raise ModelError(f"{problem} how.", say_plain)
     refuse_mismatch(place, found["mismatched_keys"])
     if place.gguf:
         if ignored := [name for name in sorted(found["unexpected_keys"]) if OF_ATTENTION.search(name)]:
@@ -79,10 +75,8 @@ def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
 
 def _of_codes(name: str, stored: Mapping[str, Stored]) -> bool:
     """Whether a tensor without a place is codes, or the scale or zero of a weight that is stored."""
-    if _leaf(name) in PACKED:
-        return True
     stem = SCALE.sub("", name)
-    return stem != name and (stem in stored or f"{stem}.weight" in stored)
+    return _leaf(name) in PACKED or (stem != name and (stem in stored or f"{stem}.weight" in stored))
 
 
 def _codes(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set[str]) -> list[str]:
@@ -112,11 +106,10 @@ def _twice(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set
     taken: dict[str, str] = {}
     for name in stored:
         own = next((each for each in names_in_model(name, model.base_model_prefix) if each in parameters), None)
-        if own is None or name in unexpected:
-            continue
-        if own in taken:
-            return taken[own], name
-        taken[own] = name
+        if own is not None and name not in unexpected:
+            if own in taken:
+                return taken[own], name
+            taken[own] = name
     return None
 
 
@@ -195,14 +188,11 @@ def pickled_header(file: Path) -> dict[str, Stored]:
     try:
         content = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError:
-        raise ModelError(
-            f"{file} holds more than tensors, or is no pickle of torch: opening it could run code.",
-            "Get the model as safetensors.",
-        ) from None
+        problem = f"{file} holds more than tensors, or is no pickle of torch: opening it could run code."
+        raise ModelError(problem, "Get the model as safetensors.") from None
     except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"{file} is cut off or no pickle of torch: {shortened(str(error))}.", "Download it again."
-        ) from None
+        problem = f"{file} is cut off or no pickle of torch: {shortened(str(error))}."
+        raise ModelError(problem, "Download it again.") from None
     names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
     if not isinstance(content, Mapping):
         raise ModelError(f"{file} holds no table of tensors.", "Save the model's state_dict.")
