@@ -199,10 +199,8 @@ def _spread(place: Location, dtype: str, max_cpu_memory: str | None, trust_remot
     import torch
 
     if place.form != "safetensors" or method_of(place) is not None:
-        raise ModelError(
-            f"--device-map spreads safetensors files of plain numbers, and those of {place.id} are others.",
-            "Convert the model, or leave --device-map out.",
-        )
+        problem = f"--device-map spreads safetensors files of plain numbers, and those of {place.id} are others."
+        raise ModelError(problem, "Convert the model, or leave --device-map out.")
     shapes = _unread(place, dtype, trust_remote_code, None)
     stored = checked_files(place, trust_remote_code)
     with quiet(), no_kernels():
@@ -243,10 +241,8 @@ def _unread(place: Location, dtype: str, trust_remote_code: bool, adapter: objec
 
 def _refuse_swapped(place: Location) -> None:
     if SWAPPED in names_in(place.folder):
-        raise ModelError(
-            f"{place.folder} holds a model with another kernel, as --save wrote it, which would be left out here.",
-            "Use attnlens.load_swapped in Python.",
-        )
+        problem = f"{place.folder} holds a model with another kernel, as --save wrote it, which would be left out here."
+        raise ModelError(problem, "Use attnlens.load_swapped in Python.")
     if "attnlens_primal" in place.config:
         raise ModelError(
             f"{place.id} is a model with primal layers, which have no attention to look at.",

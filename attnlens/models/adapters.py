@@ -316,9 +316,8 @@ def _expanded(
         values[name] = {f"^(?:{'|'.join(escaped)})": value for value, escaped in by_value.items()}
     config = LoraConfig(**values)
     if differing := sorted({path for path in paths if check_target_module_exists(config, path)} ^ set(modules)):
-        raise ModelError(
-            f"{file} and the adapter's tensors disagree on whether {named(differing)} is adapted.", SAY_AGAIN
-        )
+        problem = f"{file} and the adapter's tensors disagree on whether {named(differing)} is adapted."
+        raise ModelError(problem, SAY_AGAIN)
     return values
 
 

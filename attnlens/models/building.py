@@ -58,15 +58,14 @@ def quiet() -> Iterator[None]:
     """Inside, transformers shows no bars and logs nothing, and nothing warns; for the time that a model is loaded."""
     from transformers.utils import logging
 
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        with unlogged(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        if bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    with ExitStack() as undo:
+        if logging.is_progress_bar_enabled():
+            logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+            undo.callback(logging.enable_progress_bar)
+        undo.enter_context(unlogged())
+        undo.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextmanager

@@ -65,10 +65,8 @@ def refuse_own_code(config: dict[str, Any], where: str) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if config.get("auto_map") and str(config.get("model_type")) not in CONFIG_MAPPING:
-        raise ModelError(
-            f"{where} brings its own code, which would run on this machine.",
-            "Read the code in the folder; if you trust it, add --trust-remote-code.",
-        )
+        problem = f"{where} brings its own code, which would run on this machine."
+        raise ModelError(problem, "Read the code in the folder; if you trust it, add --trust-remote-code.")
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -421,9 +421,8 @@ class RemoteFile:
                 return
             sent = answer.headers.get("Content-Range", "")
             if answer.status_code != 206 or not sent.startswith(f"bytes {first}-"):
-                raise ModelError(
-                    f"The hub answers {answer.status_code} {sent} where a part of {self.name} was asked for.", SAY_LATER
-                )
+                problem = f"The hub answers {answer.status_code} {sent} where a part of {self.name} was asked for."
+                raise ModelError(problem, SAY_LATER)
             for part in answer.iter_raw():
                 data += part[: count - len(data)]
 

@@ -340,9 +340,8 @@ class Settings:
         if kind not in ("none", "linear", "yarn", "longrope"):
             raise self.refusal("rope.scaling.type")
         if self.factors and kind in ("linear", "yarn") and factor != 1:
-            raise ModelError(
-                f"{self.path} has {next(iter(self.factors))} and a rope.scaling.factor of {factor:g}.", SAY_SAFETENSORS
-            )
+            problem = f"{self.path} has {next(iter(self.factors))} and a rope.scaling.factor of {factor:g}."
+            raise ModelError(problem, SAY_SAFETENSORS)
         usual = kind in ("none", "longrope") or factor == 1
         return ("none", 1.0) if usual else (kind, factor)
 

@@ -169,10 +169,8 @@ def refuse_other_forms(folder: Path, names: Iterable[str], *, adapter_too: bool 
                 f"Add --adapter {shlex.quote(str(folder))}, or move the adapter's files into another folder.",
             )
         if fnmatch(name, DISTRIBUTED):
-            raise ModelError(
-                f"{folder} holds a distributed checkpoint ({shortened(name)}), which attnlens does not read.",
-                "Save the model with save_pretrained into another folder.",
-            )
+            problem = f"{folder} holds a distributed checkpoint ({shortened(name)}), which attnlens does not read."
+            raise ModelError(problem, "Save the model with save_pretrained into another folder.")
 
 
 def refuse_outside(folder: Path, path: Path) -> None:
@@ -182,9 +180,8 @@ def refuse_outside(folder: Path, path: Path) -> None:
     if folder.parent.name == "snapshots":
         homes.append(Path(os.path.realpath(folder.parent.parent)) / "blobs")  # itself no link
     if not any(real.is_relative_to(home) for home in homes):
-        raise ModelError(
-            f"{path} leads out of its folder, to {shortened(str(real))}.", "Put the file itself in its place."
-        )
+        problem = f"{path} leads out of its folder, to {shortened(str(real))}."
+        raise ModelError(problem, "Put the file itself in its place.")
 
 
 Storage = Literal["safetensors", "pickle", "gguf"]
@@ -362,10 +359,8 @@ def _weights_among(names: Collection[str], where: str, allow_pickle: bool) -> tu
         if file in names and allow_pickle:
             return "pickle", file
         if file in names:
-            raise ModelError(
-                f"{where} has only a pickled checkpoint ({file}), which can run code when it is opened.",
-                "Convert it to safetensors, or, if you trust it, add --allow-pickle.",
-            )
+            problem = f"{where} has only a pickled checkpoint ({file}), which can run code when it is opened."
+            raise ModelError(problem, "Convert it to safetensors, or, if you trust it, add --allow-pickle.")
     if CONFIG not in names:
         raise ModelError(f"{where} has no config.json.", SAY_PATH)
     others = sorted(name for name in names if name.endswith(SUFFIXES["safetensors"]) and "/" not in name)

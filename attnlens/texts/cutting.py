@@ -125,10 +125,8 @@ def _each(files: Mapping[Modality, Sequence[object]], most: int) -> int | None:
         said = " and ".join(f"{count} of --{modality}" for modality, count in counts.items())
         raise UsageError(f"Each sequence has one file of each kind, and there are {said}.", "Give as many of each.")
     if least > most:
-        raise UsageError(
-            f"Each sequence has a file of its own: {least} are more than --sequences {most}.",
-            f"Give --sequences {least}.",
-        )
+        problem = f"Each sequence has a file of its own: {least} are more than --sequences {most}."
+        raise UsageError(problem, f"Give --sequences {least}.")
     return least
 
 
@@ -211,10 +209,8 @@ def _fed(
         )
     known, largest = vocabulary(loaded.model), max(map(max, rows))
     if known is not None and largest >= known:
-        raise TextError(
-            f"The tokenizer gives token {largest} and the model knows only {known}.",
-            "Tokenizer and weights don't belong together; use --source weights.",
-        )
+        problem = f"The tokenizer gives token {largest} and the model knows only {known}."
+        raise TextError(problem, "Tokenizer and weights don't belong together; use --source weights.")
     return TokenRows(rows, types, tuple(names)), texts
 
 
@@ -225,10 +221,8 @@ def _sequences(loaded: Loaded, content: Content, length: int, cut: Cut) -> Cutti
         known: Cuttings = content.made[way]
         return known
     if loaded.tokenizer is None:
-        raise TextError(
-            f"This model has no usable tokenizer: {loaded.tokenizer_problem}.",
-            "Put its tokenizer files beside its weights, or use --source weights.",
-        )
+        problem = f"This model has no usable tokenizer: {loaded.tokenizer_problem}."
+        raise TextError(problem, "Put its tokenizer files beside its weights, or use --source weights.")
     content.made.clear()  # of a series of checkpoints each has a tokenizer of its own
     read = thinned(content, spread=cut.placement != "first")
     made: Cuttings
