@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from attnlens.models.deferred import DeferredWeights
 
-UNREAD = "the model's weights are read from their files, so that it can't run"
-"""Why such a model has no tokenizer."""
 SWAPPED = "attnlens.json"
 """What lies beside weights that were saved with another kernel."""
 
@@ -172,7 +170,7 @@ def _described(
     model: PreTrainedModel,
     found: Mapping[str, Any],
     method: str | None = None,
-    tokenizer: tuple[Any, str] = (None, UNREAD),
+    tokenizer: tuple[Any, str] = (None, "the model's weights are read from their files, so that it can't run"),
     adapter: Adapted | None = None,
     deferred: DeferredWeights | None = None,
     shapes: Loaded | None = None,

@@ -46,8 +46,6 @@ WITHOUT_EFFECT = {
     "fan_in_fan_out",  # peft decides it by the layer's class
 }
 """Settings that do not change how the stored tensors are merged."""
-PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
-"""init_lora_weights that leave the base alone; PiSSA, OLoRA, LoftQ … change its weights as well."""
 SAY_FOLDER = f"Give the folder that holds {ADAPTER_CONFIG} and {TENSORS}, or its hub id."
 SAY_MERGE = "Merge it with merge_and_unload of the package peft, save that model, and give its folder as MODEL."
 SAY_AGAIN = "Get the adapter again."
@@ -228,7 +226,8 @@ def _read_settings(file: Path) -> dict[str, Any]:
     settings = {name: value for name, value in read_json(file).items() if value is not None}
     others = [name for name, value in settings.items() if value and name not in {*NAMING, *APPLIED, *WITHOUT_EFFECT}]
     others += [name for name in ("r", "lora_alpha") if not isinstance(settings.get(name, 8), int | float)]
-    if settings.get("init_lora_weights") not in PLAIN_STARTS:
+    # what else it may be (PiSSA, OLoRA, LoftQ …) changes the base's weights as well
+    if settings.get("init_lora_weights") not in (True, False, None, "gaussian", "orthogonal", "eva"):
         others = ["init_lora_weights"]
     if settings.get("peft_type") != "LORA":
         others = ["peft_type"]

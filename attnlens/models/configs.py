@@ -90,10 +90,6 @@ def kind_of(model: PreTrainedModel) -> InputKind:
     return "seq2seq" if model.config.is_encoder_decoder else "text"
 
 
-TINY = 10
-"""A tokenizer that knows less than one in TINY of the model's tokens was made up from nothing."""
-
-
 def has_tokenizer(place: Location) -> bool:
     """Whether a tokenizer's files lie beside the weights, or within them."""
     return bool(place.gguf) or any(path for pattern in TOKENIZERS for path in Path(place.folder).glob(pattern))
@@ -118,7 +114,7 @@ def load_tokenizer(place: Location, config: PreTrainedConfig, *, trust_remote_co
     except TextError as error:
         return None, error.problem
     wanted = getattr(text_config(config), "vocab_size", None) or 0
-    if known * TINY < wanted:
+    if known * 10 < wanted:
         problem = f"the tokenizer has {known} tokens and the model {wanted}: its files are missing or of another kind"
         return None, problem
     return tokenizer, ""

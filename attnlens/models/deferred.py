@@ -156,8 +156,6 @@ class DeferredWeights:
 
 ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 """Under this name transformers is told to place tensors one after the other: its threads would share one mode."""
-EXPERTS = "batched_mm"
-"""The form of a mixture of experts in which no shape depends on which expert a token chose."""
 
 
 class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch does not type it
@@ -208,10 +206,10 @@ def one_thread() -> Iterator[None]:
 
 
 def without_choices(model: PreTrainedModel) -> None:
-    """Let mixtures of experts compute so that no shape depends on numbers."""
+    """Let mixtures of experts compute in the form in which no shape depends on which expert a token chose."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
-            module.set_experts_implementation(EXPERTS)
+            module.set_experts_implementation("batched_mm")
 
 
 def widen(model: PreTrainedModel) -> None:
@@ -244,22 +242,16 @@ def unspoken() -> Iterator[None]:
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
-DECODED_TO = "F32"
-"""The type of a decoded weight, as safetensors calls it."""
 LENGTH = 8
 """Bytes in front of a safetensors header, which say how long it is."""
 LONGEST = 100 * 2**20
 """Bytes of a header beyond which it is refused, as the safetensors library does."""
-BATCH = 64
-"""Tensors that are read in one go where all of a model are."""
 SAMPLE = 4096
 """Numbers at the beginning, in the middle and at the end of a tensor that stand for it, up to a row."""
 ATTEMPTS = 5
 """How often a range is asked for; each time what has arrived already is not asked for again."""
 WAIT = 0.5
 """Seconds before the second attempt, doubled before each later one."""
-BUSY = (429, 500, 502, 503, 504)
-"""Answers after which the same question may be asked again."""
 PATIENCE = 30.0
 """Seconds without a byte after which a connection counts as dropped."""
 SAY_LATER = "Run it again: what is finished is kept."
@@ -284,8 +276,8 @@ def read_all(files: SafetensorsFiles | CodedFiles | GgufFiles, dtype: torch.dtyp
     """Read all tensors, a few at a time; those that were codes become that type, others stay as they lie."""
     names, found = list(files.shapes), dict[str, Tensor]()
     coded = files.coded if isinstance(files, CodedFiles) else files.shapes
-    for start in range(0, len(names), BATCH):
-        for name, tensor in files.read(names[start : start + BATCH]).items():
+    for start in range(0, len(names), 64):
+        for name, tensor in files.read(names[start : start + 64]).items():
             found[name] = tensor.to(dtype) if name in coded else tensor
     return found
 
@@ -417,7 +409,7 @@ class RemoteFile:
         span = {"Range": f"bytes={first}-{start + count - 1}", "Accept-Encoding": "identity"}
         options = {"headers": hub.build_hf_headers() | span, "timeout": PATIENCE, "follow_redirects": True}
         with hub.get_session().stream("GET", self.url, **options) as answer:
-            if answer.status_code in BUSY:
+            if answer.status_code in (429, 500, 502, 503, 504):  # busy: the same question may be asked again
                 return
             sent = answer.headers.get("Content-Range", "")
             if answer.status_code != 206 or not sent.startswith(f"bytes {first}-"):
@@ -480,15 +472,14 @@ class CodedFiles:
         found = {name: shape for name, shape in stored.items() if name not in used}
         for name, weight in self.coded.items():
             shapes = {part: stored[own] for part, own in weight.parts.items()}
-            found[name] = weight.shape(shapes, partial(self._part, weight))
+            found[name] = weight.computed(weight.scheme.shape, shapes, partial(self._part, weight))
         return found
 
     def table(self, stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
         """How the tensors would lie in files that hold them decoded."""
         types = self.files.table(stored)
         return {
-            name: Stored(shape, DECODED_TO) if name in self.coded else types[name]
-            for name, shape in self.shapes.items()
+            name: Stored(shape, "F32") if name in self.coded else types[name] for name, shape in self.shapes.items()
         }
 
     def size(self, names: Iterable[str]) -> int:
@@ -508,7 +499,8 @@ class CodedFiles:
         for name in names:
             parts = self.files.read(self._stored(name))
             if weight := self.coded.get(name):
-                parts = {name: weight.decoded({part: parts[own] for part, own in weight.parts.items()})}
+                codes = {part: parts[own] for part, own in weight.parts.items()}
+                parts = {name: weight.computed(weight.scheme.decode, codes, weight.settings)}
             found |= parts
         return found
 

@@ -36,14 +36,11 @@ MOST_ITEMS = 2**21
 """Fields, tensors, and entries of lists in a header, all together; the largest vocabularies have half of it."""
 LONGEST_VALUE = 4096
 """Bytes of a text, and entries of a list, beyond which a field's value is skipped."""
-MOST_DIMENSIONS = 8
 FORMATS = ("B", "b", "H", "h", "I", "i", "f", "?", "", "", "Q", "q", "d")
 """How the value of a field is packed, by the number of its type; texts and lists have none."""
 TEXT, LIST = 8, 9
 SAMPLE = 4096
 """Bytes at the beginning, in the middle and at the end of a tensor that stand for it."""
-FLOAT32 = 0
-"""ggml's number of plain numbers of 32 bits."""
 SAY_AGAIN = "Download it again."
 SAY_SAFETENSORS = "Get the model as safetensors: this GGUF file can't be read exactly."
 SAY_LOAD = "Leave out --from-files."
@@ -189,7 +186,7 @@ class _Reader:
 
     def entry(self) -> Entry:
         name, (dimensions,) = self.text(), self.unpacked("I")
-        if dimensions > MOST_DIMENSIONS:
+        if dimensions > 8:
             raise ModelError(f"{self.path} has a tensor of {dimensions} dimensions.", SAY_AGAIN)
         shape = self.unpacked(f"{dimensions}Q")
         kind, offset = self.unpacked("IQ")
@@ -249,8 +246,6 @@ LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layers of the size of Gemma whose scale is of the width of the model, and not of a head."""
 OF_ATTENTION = re.compile(r"attn|rope_f")
 """What marks a tensor that changes attention."""
-ALIKE = 1e-5
-"""Relative difference of two frequencies that are the same up to rounding in float32."""
 
 
 class Settings:
@@ -268,7 +263,7 @@ class Settings:
                           "model of it does not compute.", SAY_SAFETENSORS)  # fmt: skip
 
     def _factors(self, entry: Entry) -> list[float]:
-        if entry.type == FLOAT32 and len(entry.shape) == 1:
+        if entry.type == 0 and len(entry.shape) == 1:  # ggml's number of float32
             start = self.header.data + entry.offset
             found = numpy.fromfile(self.path, "<f4", entry.shape[0], offset=start).astype(float)
             if numpy.isfinite(found).all() and (found > 0).all():
@@ -400,7 +395,7 @@ class Settings:
                 continue
             own = table.detach().double().cpu().numpy()
             wanted = self._frequencies(own.size, local="sliding" in name)
-            if wanted.shape != own.shape or not numpy.allclose(own, wanted, rtol=ALIKE, atol=1e-12):
+            if wanted.shape != own.shape or not numpy.allclose(own, wanted, rtol=1e-5, atol=1e-12):
                 said = [f"{name} = {value}" for name, value in self.fields.items() if name.startswith("rope.")]
                 raise ModelError(
                     f"{self.path} says {', '.join([*said, *self.factors]) or 'nothing of its rotation'}, which is not "

@@ -32,18 +32,13 @@ READ = (
     *TOKENIZERS,
 )
 """Names of the small files beside the weights that transformers may open."""
-TEMPLATES = "additional_chat_templates"
-"""A folder in the model's folder, of which transformers reads every template."""
 SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 """How the names of what is downloaded with the weights end."""
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
-DISTRIBUTED = "shard-[0-9]*-model-*"
-"""Names by which transformers recognises a distributed checkpoint, which it reads in the place of any other file."""
 SAY_AGAIN = "Download the model again."
 SAY_READABLE = "Make the file readable."
 SAY_PATH = "Give the path of a folder with config.json and weights, of a .gguf file, a hub id, or `demo`."
-SAY_UNCHANGED = "Run it again when nothing writes to the file any more."
 
 
 class WatchedFile:
@@ -61,7 +56,8 @@ class WatchedFile:
     def check(self) -> None:
         """Raise ModelError if the file is gone or has changed since it was opened."""
         if self._stamp() != self._seen:
-            raise ModelError(f"{self.path} changed while it was read.", SAY_UNCHANGED)
+            problem = f"{self.path} changed while it was read."
+            raise ModelError(problem, "Run it again when nothing writes to the file any more.")
 
     def _stamp(self) -> tuple[int, int, int]:
         with readable(self.path):
@@ -140,7 +136,7 @@ def check_small(folder: Path, names: Iterable[str]) -> None:
     """
     for name in sorted(names):
         path = folder / name
-        if name == TEMPLATES and os.path.isdir(path):  # noqa: PTH112  # which never raises
+        if name == "additional_chat_templates" and os.path.isdir(path):  # noqa: PTH112  # which never raises
             refuse_outside(folder, path)
             check_small(folder, (f"{name}/{inside}" for inside in names_in(path)))
         read = any(fnmatch(name, pattern) for pattern in READ)
@@ -168,7 +164,7 @@ def refuse_other_forms(folder: Path, names: Iterable[str], *, adapter_too: bool 
                 f"{folder} holds an adapter ({name}) beside the weights, and nothing says whether it is to be applied.",
                 f"Add --adapter {shlex.quote(str(folder))}, or move the adapter's files into another folder.",
             )
-        if fnmatch(name, DISTRIBUTED):
+        if fnmatch(name, "shard-[0-9]*-model-*"):  # which transformers reads in the place of any other file
             problem = f"{folder} holds a distributed checkpoint ({shortened(name)}), which attnlens does not read."
             raise ModelError(problem, "Save the model with save_pretrained into another folder.")
 

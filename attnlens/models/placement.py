@@ -85,8 +85,6 @@ def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch
         )
 
 
-CPU_SHARE = 0.75
-"""Of the free memory what the weights of a spread model may take: passes and measures need the rest."""
 NO_SUCH = "Choose --device auto or --device cpu."
 
 
@@ -161,7 +159,8 @@ def spread_over_devices(max_cpu_memory: str | None) -> dict[str, Any]:
         ) from None
     most = get_max_memory()
     free = free_memory() or most["cpu"]
-    most["cpu"] = int(CPU_SHARE * free) if max_cpu_memory is None else convert_file_size_to_int(max_cpu_memory)
+    # passes and measures need the rest
+    most["cpu"] = int(0.75 * free) if max_cpu_memory is None else convert_file_size_to_int(max_cpu_memory)
     return {"device_map": "auto", "max_memory": most, "offload_folder": tempfile.mkdtemp(prefix="attnlens-")}
 
 

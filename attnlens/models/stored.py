@@ -23,8 +23,6 @@ PACKED = ("qweight", "qzeros", "weight_packed", "SCB", "absmax", "quant_map")
 """What quantised checkpoints call their codes, and what these alone have."""
 SCALE = re.compile(r"(_scale|_scale_inv|_scales|_zero_point|\.scales?)$")
 """How the names of scales and zeros end, behind the name of their weight."""
-LOW_RANK = re.compile(r"(^|[._])lora_")
-"""What marks the tensors of an adapter of low rank."""
 
 
 def check_loaded(
@@ -36,7 +34,7 @@ def check_loaded(
     two tensors that stand for one.
     """
     where = place.folder / place.file
-    if low_rank := [name for name in sorted(found["unexpected_keys"]) if LOW_RANK.search(name)]:
+    if low_rank := [name for name in sorted(found["unexpected_keys"]) if re.search(r"(^|[._])lora_", name)]:
         raise ModelError(
             f"{where} holds an adapter that is not merged ({named(low_rank)}).",
             "Merge it first, with merge_and_unload of the package peft, and save the merged model.",

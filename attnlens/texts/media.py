@@ -46,8 +46,6 @@ TOKENS = {"image": ("image_token_id", "image_token_index"), "audio": ("audio_tok
 """Names in the config of the id that holds the place of a part of an image or sound."""
 FEATURES = {"image": "get_image_features", "audio": "get_audio_features"}
 """Methods of a model that return these parts."""
-TYPES = {"image": 1, "audio": 3}
-"""Values of `mm_token_type_ids`; text is 0."""
 MASKS = ("feature_attention_mask", "input_features_mask", "padding_mask")
 """Names of a sound's mask in models that also read text."""
 ALIASES = {
@@ -74,8 +72,6 @@ FRAMES, MOST_FRAMES = 8, 256
 """Frames of a made-up video if the config does not say how many, and the most for a processor."""
 RATE = 16_000
 """Samples per second, and in one made-up sound, if the processor does not say its rate."""
-PROBE = 4
-"""Ids of a text of no meaning."""
 UNPREPARED = (*FAILURES, OSError, ImportError, MemoryError, StrictDataclassError)
 """Errors of processors, whose settings come from the checkpoint."""
 Standing = tuple[tuple[Modality, int, int], ...]
@@ -452,7 +448,7 @@ def _try(model: PreTrainedModel, media: Media) -> None:
     import torch
 
     before = ids_of(media.before)
-    ids = torch.tensor([[*before, *plain_ids(model, PROBE)]])
+    ids = torch.tensor([[*before, *plain_ids(model, 4)]])
     inputs = Feed(model, media, 0).take([0]) | types_of(model, media.before, ids)
     inputs |= text_inputs(model, ids, torch.ones_like(ids), len(before))
     with torch.no_grad():
@@ -488,7 +484,8 @@ def types_of(model: PreTrainedModel, standing: Standing, ids: Tensor) -> dict[st
     if not standing or "mm_token_type_ids" not in signature(model.forward).parameters:
         return {}
     types = ids.new_zeros(ids.shape)
-    known = [TYPES[modality] for modality, _, count in standing for _ in range(count)]
+    numbers = {"image": 1, "audio": 3}  # text is 0
+    known = [numbers[modality] for modality, _, count in standing for _ in range(count)]
     types[:, : len(known)] = types.new_tensor(known)
     return {"mm_token_type_ids": types}
 
