@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from attnlens import hooks, models, texts
 from attnlens.choices import Part
-from attnlens.models.classes import kind_of
+from attnlens.models.configs import kind_of
 from attnlens.records import ModelInfo, Site
 
 BARE: dict[str, Any] = {"controls": False, "generate": 0}

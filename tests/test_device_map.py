@@ -23,7 +23,7 @@ import attnlens
 from attnlens import hooks, models
 from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.hooks import identity
-from attnlens.models import memory, placement
+from attnlens.models import placement
 from attnlens.tracer import mode
 
 ON_DISK: Mapping[str, Any] = {"device_map": "auto", "max_cpu_memory": "1KB"}
@@ -154,15 +154,15 @@ def test_what_a_control_group_or_one_above_it_leaves_is_free(told, group, limit,
     (tmp_path / "own").write_text(f"{told}\n")
     (tmp_path / "groups" / group).mkdir(parents=True)
     for name, place in (("MEMINFO", "meminfo"), ("OWN_GROUPS", "own"), ("GROUPS", "groups")):
-        monkeypatch.setattr(memory, name, tmp_path / place)
-    assert memory.free_memory() == 1000 * 1024
+        monkeypatch.setattr(placement, name, tmp_path / place)
+    assert placement.free_memory() == 1000 * 1024
     for name, content in ((limit, "500000"), (taken, "300000"), ("memory.stat", f"file 7\n{files} 50000\n")):
         (tmp_path / "groups" / group / name).write_text(content)
-    assert memory.free_memory() == 250_000
+    assert placement.free_memory() == 250_000
     (tmp_path / "groups" / group / limit).write_text("max")
-    assert memory.free_memory() == 1000 * 1024
+    assert placement.free_memory() == 1000 * 1024
 
 
 def test_a_part_of_the_free_memory_is_taken_where_nothing_is_said(monkeypatch):
-    monkeypatch.setattr("attnlens.models.memory.free_memory", lambda: 1000)
+    monkeypatch.setattr("attnlens.models.placement.free_memory", lambda: 1000)
     assert placement.spread_over_devices(None)["max_memory"]["cpu"] == 750

@@ -341,14 +341,14 @@ class Answers(BaseHTTPRequestHandler):
     "body", [b"<html>Log in</html>", b"[]", b'{"id": "a", "siblings": 5}', b'{"id": "a"}', b"\xff"]
 )
 def test_what_answers_in_the_place_of_a_hub_is_named(monkeypatch, body):
-    import huggingface_hub
+    from huggingface_hub import constants
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Server", (Answers,), {"body": body}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        api = huggingface_hub.HfApi(endpoint=f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         with pytest.raises(ModelError, match="no model hub"):
-            Hub("org/name", None)._described(api)
+            Hub("org/name", None).commit(offline=False)
     finally:
         server.shutdown()
         server.server_close()

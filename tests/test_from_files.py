@@ -623,8 +623,8 @@ def test_a_layer_that_is_not_turned_is_not_read_as_its_leader_is(tmp_path, monke
 FEW: dict[str, Any] = {"source": "weights", "analyzers": ["symmetry"]}
 LITTLE = """
 import sys
-from attnlens.models.deferred import memory
-memory.free_memory = lambda: 1
+from attnlens.models import placement
+placement.free_memory = lambda: 1
 sys.argv[0] = "attnlens"
 from attnlens.cli import main
 main()
@@ -651,10 +651,10 @@ def test_the_program_leaves_a_model_in_its_files_that_does_not_fit(more: tuple[s
 def test_an_adapter_is_never_left_out_of_a_model_that_is_read_from_its_files(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from attnlens.models.deferred import memory
+    from attnlens.models import placement
 
     refused(ModelError, lambda: models.load(folder, from_files=True, adapter=tmp_path), "not loaded")
-    monkeypatch.setattr(memory, "free_memory", lambda: 1)
+    monkeypatch.setattr(placement, "free_memory", lambda: 1)
     report = attnlens.inspect(folder, **FEW)
     assert "does not fit into memory" in report.settings.notes[0]
     assert report.model.files == []

@@ -18,7 +18,7 @@ import transformers
 
 from attnlens import models, texts
 from attnlens.errors import AttnlensError, TextError, UsageError
-from attnlens.models.classes import kind_of
+from attnlens.models.configs import kind_of
 from attnlens.records import ModelInfo
 from attnlens.texts import cutting
 from attnlens.texts.sequences import position_limit

@@ -71,7 +71,7 @@ def working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
     gc.freeze()  # what was imported stays: no collection need go through it
     gc.enable()
     with interruptible_at_once():
-        from attnlens.models.quiet import unlogged
+        from attnlens.models.building import unlogged
 
     with unlogged(), progress(shown=not (outputs.quiet or outputs.no_progress)) as tell:
         yield tell

@@ -11,28 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 from attnlens import arguments
 from attnlens.errors import ModelError, UsageError
+from attnlens.files import sha256
 from attnlens.models.adapters import Adapted, AdapterFiles, find_adapter, merge
-from attnlens.models.building import bounded, built, checked_files, config_of, gguf_files, info_of
-from attnlens.models.classes import InputKind, kind_of
-from attnlens.models.configs import drop_settings
-from attnlens.models.folders import names_in
+from attnlens.models.building import bounded, built, checked_files, config_of, gguf_files, no_kernels, quiet
+from attnlens.models.configs import InputKind, drop_settings, kind_of, load_tokenizer
 from attnlens.models.gguf import read_once
 from attnlens.models.hub import first_line
-from attnlens.models.integrity import check_loaded, nonfinite_tensors
-from attnlens.models.locate import Location, find
+from attnlens.models.locate import Location, find, names_in
 from attnlens.models.placement import (
     device_of,
     device_of_inputs,
     dtype_of,
     places_of,
     refuse_beside_map,
+    refuse_too_large,
     removed_with,
     spread_over_devices,
 )
 from attnlens.models.quantised import method_of
-from attnlens.models.quiet import no_kernels, quiet
-from attnlens.models.tokenizers import load_tokenizer
-from attnlens.records import ModelInfo
+from attnlens.models.stored import nonfinite_tensors
+from attnlens.records import File, ModelInfo
 from attnlens.requests import Loading, checked
 
 if TYPE_CHECKING:
@@ -41,20 +39,6 @@ if TYPE_CHECKING:
 
     from attnlens.models.deferred import DeferredWeights
 
-__all__ = [
-    "SWAPPED",
-    "Kind",
-    "Loaded",
-    "Loading",
-    "device_of_inputs",
-    "first_line",
-    "load",
-    "nonfinite_tensors",
-    "places_of",
-]
-
-UNREAD = "the model's weights are read from their files, so that it can't run"
-"""Why such a model has no tokenizer."""
 SWAPPED = "attnlens.json"
 """What lies beside weights that were saved with another kernel."""
 
@@ -142,18 +126,12 @@ def load(
     place = find(_written(name), revision, offline=offline, allow_pickle=allow_pickle, leave_weights=from_files)
     if not swapped:
         _refuse_swapped(place)
-    return _opened(place, place_on, given)
-
-
-def _opened(place: Location, device: torch.device, given: Mapping[str, Any]) -> Loaded:
-    """The model at that place, in memory, over devices or in its files, by the arguments of `load`."""
-    dtype, own_code, adapter = given["dtype"], given["trust_remote_code"], given["adapter"]
-    if given["from_files"]:
-        return _unread(place, dtype, own_code, adapter)
-    if given["device_map"] is not None:
-        return _spread(place, dtype, given["max_cpu_memory"], own_code)
-    files = None if adapter is None else find_adapter(_written(adapter), offline=given["offline"])
-    return _loaded(place, files, dtype, device, own_code)
+    if from_files:
+        return _unread(place, dtype, trust_remote_code, adapter)
+    if device_map is not None:
+        return _spread(place, dtype, max_cpu_memory, trust_remote_code)
+    files = None if adapter is None else find_adapter(_written(adapter), offline=offline)
+    return _loaded(place, files, dtype, place_on, trust_remote_code)
 
 
 def _loaded(
@@ -163,7 +141,6 @@ def _loaded(
     import torch
 
     from attnlens.models.deferred import files_of, read_all
-    from attnlens.models.memory import refuse_too_large
 
     beside = adapter is not None and adapter.folder.samefile(place.folder)
     stored = checked_files(place, trust_remote_code, adapter_too=beside)
@@ -180,17 +157,39 @@ def _loaded(
             files = gguf_files(place, config) if place.gguf else files
             own: Any = (config.dtype if method else None) or torch.float32
             weights = None if files is None else read_all(files, own if isinstance(kind, str) else kind)
-            model, found = built(place, config, kind, trust_remote_code, weights)
-        found = {**found, "unexpected_keys": {*found["unexpected_keys"], *getattr(files, "ignored", ())}}
-        check_loaded(place, model, stored, found)
+            ignored = getattr(files, "ignored", ())
+            model, found = built(place, config, kind, trust_remote_code, stored, weights, ignored)
         adapted = None if adapter is None else merge(adapter, model)
-        tokenizer, problem = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
     model.requires_grad_(False).to(device)  # type: ignore[arg-type]  # the decorator of .to hides self
+    return _described(place, model, found, method, tokenizer, adapter=adapted)
+
+
+def _described(
+    place: Location,
+    model: PreTrainedModel,
+    found: Mapping[str, Any],
+    method: str | None = None,
+    tokenizer: tuple[Any, str] = (None, "the model's weights are read from their files, so that it can't run"),
+    adapter: Adapted | None = None,
+    deferred: DeferredWeights | None = None,
+    shapes: Loaded | None = None,
+) -> Loaded:
+    """The model with what is known of it; `found` is what transformers tells of its loading."""
     missing, unused = (tuple(sorted(found[name])) for name in ("missing_keys", "unexpected_keys"))
-    info = info_of(place, model, unused).model_copy(update={"quantised": method})
-    if adapted is not None:
-        info = info.model_copy(update={"adapter": adapted.info, "unexpected": [*unused, *adapted.unplaced]})
-    return Loaded(model, tokenizer, problem, info, kind_of(model), missing, unused, adapted, Path(place.folder))
+    info = ModelInfo(
+        id=place.id,
+        revision=place.revision,
+        architecture=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        files=[] if deferred else [File(name=file.name, sha256=sha256(file)) for file in place.weights],
+        files_in_parts=deferred.files.headers if deferred else [],
+        unexpected=[*unused, *(adapter.unplaced if adapter else ())],
+        quantised=method,
+        adapter=adapter.info if adapter else None,
+    )
+    folder = Path(place.folder)
+    return Loaded(model, *tokenizer, info, kind_of(model), missing, unused, adapter, folder, deferred, shapes)
 
 
 def _spread(place: Location, dtype: str, max_cpu_memory: str | None, trust_remote_code: bool) -> Loaded:
@@ -198,10 +197,8 @@ def _spread(place: Location, dtype: str, max_cpu_memory: str | None, trust_remot
     import torch
 
     if place.form != "safetensors" or method_of(place) is not None:
-        raise ModelError(
-            f"--device-map spreads safetensors files of plain numbers, and those of {place.id} are others.",
-            "Convert the model, or leave --device-map out.",
-        )
+        problem = f"--device-map spreads safetensors files of plain numbers, and those of {place.id} are others."
+        raise ModelError(problem, "Convert the model, or leave --device-map out.")
     shapes = _unread(place, dtype, trust_remote_code, None)
     stored = checked_files(place, trust_remote_code)
     with quiet(), no_kernels():
@@ -209,15 +206,10 @@ def _spread(place: Location, dtype: str, max_cpu_memory: str | None, trust_remot
         spread = spread_over_devices(max_cpu_memory)
         kind = "auto" if dtype == "auto" else getattr(torch, dtype)
         with removed_with(spread["offload_folder"]) as keep, bounded(place, stored):
-            model, found = built(place, config, kind, trust_remote_code, None, spread)
+            model, found = built(place, config, kind, trust_remote_code, stored, spread=spread)
             keep(model)
-        check_loaded(place, model, stored, found)
-        tokenizer, problem = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
-    model.requires_grad_(False)
-    missing, unused = (tuple(sorted(found[name])) for name in ("missing_keys", "unexpected_keys"))
-    info = info_of(place, model, unused)
-    folder = Path(place.folder)
-    return Loaded(model, tokenizer, problem, info, kind_of(model), missing, unused, folder=folder, shapes=shapes)
+        tokenizer = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
+    return _described(place, model.requires_grad_(False), found, None, tokenizer, shapes=shapes)
 
 
 def _unread(place: Location, dtype: str, trust_remote_code: bool, adapter: object) -> Loaded:
@@ -236,25 +228,19 @@ def _unread(place: Location, dtype: str, trust_remote_code: bool, adapter: objec
         if method is not None:
             drop_settings(config)
         with bounded(place, stored), one_thread():
-            shapes = announced(files.shapes, torch.float32)
-            model, found = built(place, config, torch.float32, trust_remote_code, shapes)
-        found = {**found, "unexpected_keys": {*found["unexpected_keys"], *getattr(files, "ignored", ())}}
-        check_loaded(place, model, stored, found)
+            shapes = announced(files.shapes)
+            ignored = getattr(files, "ignored", ())
+            model, found = built(place, config, torch.float32, trust_remote_code, stored, shapes, ignored)
     # its tables of positions are those of a model in float32; its weights are read as float64, which loses nothing
     widen(model.requires_grad_(False))
-    missing, unused = (tuple(sorted(found[name])) for name in ("missing_keys", "unexpected_keys"))
     weights = DeferredWeights(model, files, None if dtype == "auto" else getattr(torch, dtype))
-    info = info_of(place, model, unused, files.headers).model_copy(update={"quantised": method})
-    folder = Path(place.folder)
-    return Loaded(model, None, UNREAD, info, kind_of(model), missing, unused, folder=folder, deferred=weights)
+    return _described(place, model, found, method, deferred=weights)
 
 
 def _refuse_swapped(place: Location) -> None:
     if SWAPPED in names_in(place.folder):
-        raise ModelError(
-            f"{place.folder} holds a model with another kernel, as --save wrote it, which would be left out here.",
-            "Use attnlens.load_swapped in Python.",
-        )
+        problem = f"{place.folder} holds a model with another kernel, as --save wrote it, which would be left out here."
+        raise ModelError(problem, "Use attnlens.load_swapped in Python.")
     if "attnlens_primal" in place.config:
         raise ModelError(
             f"{place.id} is a model with primal layers, which have no attention to look at.",

@@ -17,12 +17,10 @@ import regex  # Python's own re can't be stopped, and the expressions come from 
 
 from attnlens.errors import ModelError
 from attnlens.files import sha256, shortened, with_home, written
-from attnlens.models.building import foreign
-from attnlens.models.folders import ADAPTER_CONFIG, names_in, read_json, weight_file
+from attnlens.models.configs import foreign
 from attnlens.models.hub import OFFLINE, Hub
-from attnlens.models.integrity import names_in_model
-from attnlens.models.locate import CONFIG, is_there, looks_like_path
-from attnlens.models.stored import Stored, named, safetensors_header
+from attnlens.models.locate import ADAPTER_CONFIG, CONFIG, is_there, looks_like_path, names_in, read_json, weight_file
+from attnlens.models.stored import Stored, named, names_in_model, safetensors_header
 from attnlens.records import AdapterInfo, File
 
 if TYPE_CHECKING:
@@ -48,8 +46,6 @@ WITHOUT_EFFECT = {
     "fan_in_fan_out",  # peft decides it by the layer's class
 }
 """Settings that do not change how the stored tensors are merged."""
-PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
-"""init_lora_weights that leave the base alone; PiSSA, OLoRA, LoftQ … change its weights as well."""
 SAY_FOLDER = f"Give the folder that holds {ADAPTER_CONFIG} and {TENSORS}, or its hub id."
 SAY_MERGE = "Merge it with merge_and_unload of the package peft, save that model, and give its folder as MODEL."
 SAY_AGAIN = "Get the adapter again."
@@ -163,7 +159,14 @@ def merge(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
         base = settings.get("base_model_name_or_path")
         say_base = f"Give its base as MODEL: {shortened(base or 'the model it was trained over')}."
         named_by_settings = _expanded(settings, settings_file, model, modules, say_base)
-        _refuse_tied(model, {*whole, *(f"{path}.weight" for path in modules)})
+        changed = {*whole, *(f"{path}.weight" for path in modules)}
+        shared: dict[nn.Parameter, list[str]] = defaultdict(list)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            shared[parameter].append(name)
+        for names in shared.values():
+            if len(names) > 1 and not changed.isdisjoint(names):
+                first, second = sorted(names, key=lambda name: name not in changed)[:2]
+                raise ModelError(f"The adapter changes {first}, which the model shares with {second}.", SAY_MERGE)
         biases = {f"{path}.bias" for path in modules if getattr(model.get_submodule(path), "bias", None) is not None}
         if settings.get("bias", "none") != "none" and (lost := sorted(biases - whole.keys())):
             raise ModelError(f"{settings_file} says that biases were trained, and {named(lost)} is missing.", SAY_AGAIN)
@@ -192,7 +195,13 @@ def merge(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
         for name, parameter in parameters.items():
             parameter.data = tensors[name].to(parameter)
         for path, layer in layers.items():
-            _merge_layer(path, layer)
+            base_layer, magnitudes = layer.get_base_layer(), list(layer.lora_magnitude_vector.parameters())
+            dtype = base_layer.weight.dtype
+            layer.double()
+            layer.merge()
+            if magnitudes and not (magnitudes[0].all() and base_layer.weight.isfinite().all()):  # unmerging divides
+                raise ModelError(f"DoRA's magnitudes of {path}, or its rows, are 0 or not finite.", SAY_AGAIN)
+            base_layer.to(dtype)
         tuner.unload()
         for layer in layers.values():
             layer.base_layer = deepcopy(layer.base_layer).to("meta")
@@ -210,17 +219,6 @@ def merge(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
         return Adapted(info, layers, originals, unplaced)
 
 
-def _merge_layer(path: str, layer: Any) -> None:
-    """Merge one of peft's layers in float64. Raises ModelError if unmerging it would divide by 0."""
-    base, magnitudes = layer.get_base_layer(), list(layer.lora_magnitude_vector.parameters())
-    dtype = base.weight.dtype
-    layer.double()
-    layer.merge()
-    if magnitudes and not (magnitudes[0].all() and base.weight.isfinite().all()):
-        raise ModelError(f"DoRA's magnitudes of {path}, or its rows, are 0 or not finite.", SAY_AGAIN)
-    base.to(dtype)
-
-
 def _read_settings(file: Path) -> dict[str, Any]:
     """Read adapter_config.json. Raises ModelError for settings that attnlens does not apply to the weights."""
     if file.stat().st_size > LARGEST:
@@ -228,7 +226,8 @@ def _read_settings(file: Path) -> dict[str, Any]:
     settings = {name: value for name, value in read_json(file).items() if value is not None}
     others = [name for name, value in settings.items() if value and name not in {*NAMING, *APPLIED, *WITHOUT_EFFECT}]
     others += [name for name in ("r", "lora_alpha") if not isinstance(settings.get(name, 8), int | float)]
-    if settings.get("init_lora_weights") not in PLAIN_STARTS:
+    # what else it may be (PiSSA, OLoRA, LoftQ …) changes the base's weights as well
+    if settings.get("init_lora_weights") not in (True, False, None, "gaussian", "orthogonal", "eva"):
         others = ["init_lora_weights"]
     if settings.get("peft_type") != "LORA":
         others = ["peft_type"]
@@ -316,21 +315,9 @@ def _expanded(
         values[name] = {f"^(?:{'|'.join(escaped)})": value for value, escaped in by_value.items()}
     config = LoraConfig(**values)
     if differing := sorted({path for path in paths if check_target_module_exists(config, path)} ^ set(modules)):
-        raise ModelError(
-            f"{file} and the adapter's tensors disagree on whether {named(differing)} is adapted.", SAY_AGAIN
-        )
+        problem = f"{file} and the adapter's tensors disagree on whether {named(differing)} is adapted."
+        raise ModelError(problem, SAY_AGAIN)
     return values
-
-
-def _refuse_tied(model: PreTrainedModel, changed: set[str]) -> None:
-    """Raise ModelError if another parameter is the same tensor as one that the adapter changes."""
-    shared: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        shared[parameter].append(name)
-    for names in shared.values():
-        if len(names) > 1 and not changed.isdisjoint(names):
-            first, second = sorted(names, key=lambda name: name not in changed)[:2]
-            raise ModelError(f"The adapter changes {first}, which the model shares with {second}.", SAY_MERGE)
 
 
 def _check_tensors(

@@ -1,29 +1,97 @@
-"""Builds a model from its config and its tensors with transformers, within bounds; its errors become ours."""
+"""Builds a model from its config and tensors with transformers, quietly and within bounds; its errors become ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from logging import CRITICAL, getLogger
 from math import prod
 from threading import get_ident
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from attnlens.errors import AttnlensError, ModelError, is_memory
-from attnlens.files import sha256, shortened, written
-from attnlens.models.classes import model_class, own_models, refuse_own_code
-from attnlens.models.configs import check_config, check_counts, fields, take_choices
-from attnlens.models.folders import check_small, names_in, refuse_other_forms
+from attnlens.errors import ModelError
+from attnlens.files import shortened, written
+from attnlens.models.configs import (
+    check_config,
+    check_counts,
+    fields,
+    foreign,
+    model_class,
+    own_models,
+    refuse_own_code,
+    take_choices,
+)
 from attnlens.models.gguf import GgufFiles, Settings, read_header
-from attnlens.models.hub import first_line
-from attnlens.models.locate import CONFIG, Location
-from attnlens.models.stored import Stored, numbers_in, tensors_in
-from attnlens.records import File, FileInParts, ModelInfo
+from attnlens.models.locate import CONFIG, Location, check_small, names_in, refuse_other_forms
+from attnlens.models.stored import Stored, check_loaded, numbers_in, tensors_in
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Inside, transformers and accelerate log nothing that is not critical; what was set is set again at the end.
+
+    Its errors repeat what a config says, control characters and all; what matters of them is raised.
+    Some models log when they are run and not when they are loaded: Mamba tells at its first forward pass which of its
+    kernels are not installed.
+    """
+    from transformers.utils import logging
+
+    with ExitStack() as undo:
+        undo.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity(CRITICAL)
+        spreading = getLogger("accelerate")
+        undo.callback(spreading.setLevel, spreading.level)
+        spreading.setLevel(CRITICAL)
+        yield
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, transformers shows no bars and logs nothing, and nothing warns; for the time that a model is loaded."""
+    from transformers.utils import logging
+
+    with ExitStack() as undo:
+        if logging.is_progress_bar_enabled():
+            logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+            undo.callback(logging.enable_progress_bar)
+        undo.enter_context(unlogged())
+        undo.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def no_kernels() -> Iterator[None]:
+    """Inside, transformers downloads no compiled code from the hub; models compute the same without it.
+
+    A patch, because security needs it and no switch covers it: with the package `kernels`, RWKV, YOSO and MRA
+    call transformers' get_kernel while they are built, and neither use_kernels=False nor USE_HUB_KERNELS (which is read
+    only when transformers is first imported) stops them; HF_HUB_OFFLINE would still run what an earlier program cached.
+    """
+    hub: Any = import_module("transformers.integrations.hub_kernels")
+    own = getattr(hub, "get_kernel_hub", None)
+    if own is None:  # the package is not installed
+        yield
+        return
+
+    def refuse(*_: object, **__: object) -> None:
+        raise FileNotFoundError("attnlens runs no code from the hub")
+
+    package: Any = import_module("kernels")
+    hub.get_kernel_hub = package.get_kernel = refuse
+    try:
+        yield
+    finally:
+        hub.get_kernel_hub = package.get_kernel = own
+
 
 TIMES, PARTS_TIMES = 8, 16
 """A model may have so many times the numbers of its files (tied weights are stored once), and times their tensors."""
@@ -93,21 +161,6 @@ def checked_files(place: Location, trust_remote_code: bool, *, adapter_too: bool
     return stored
 
 
-def info_of(
-    place: Location, model: PreTrainedModel, unused: tuple[str, ...], in_parts: list[FileInParts] | None = None
-) -> ModelInfo:
-    """What a report says of the model; `in_parts`: its files, where single tensors are read of them."""
-    return ModelInfo(
-        id=place.id,
-        revision=place.revision,
-        architecture=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        files=[] if in_parts else [File(name=file.name, sha256=sha256(file)) for file in place.weights],
-        files_in_parts=in_parts or [],
-        unexpected=list(unused),
-    )
-
-
 def config_of(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
     """Its configuration. Raises ModelError where it can't be read."""
     from transformers import AutoConfig
@@ -143,12 +196,15 @@ def built(
     config: PreTrainedConfig,
     dtype: torch.dtype | str,
     trust_remote_code: bool,
-    weights: Mapping[str, Any] | None,
+    stored: Mapping[str, Stored],
+    weights: Mapping[str, Any] | None = None,
+    ignored: Iterable[str] = (),
     spread: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """The model, and what transformers tells of its loading; from `weights`, where they had to be decoded.
+    """The model, checked against its files, and what transformers tells of its loading.
 
-    `spread` are the options of transformers that say over which devices.
+    It is built from `weights` where they had to be decoded, which left the tensors `ignored` out; `spread` are the
+    options of transformers that say over which devices.
     """
     from transformers import GenerationConfig
 
@@ -183,19 +239,6 @@ def built(
             **spread,
             **options,
         )
+    found = {**found, "unexpected_keys": {*found["unexpected_keys"], *ignored}}
+    check_loaded(place, model, stored, found)
     return model, found
-
-
-@contextmanager
-def foreign(problem: str, remedy: str) -> Iterator[None]:
-    """Inside, whatever transformers raises becomes a ModelError; no list of what it raises for such files is whole."""
-    try:
-        yield
-    except AttnlensError:
-        raise
-    except ImportError as error:
-        raise ModelError(f"{problem}: {first_line(error)}", "Install the package that it asks for.") from error
-    except Exception as error:
-        if is_memory(error):
-            raise ModelError(f"{problem}: there is not enough memory.", "Take a smaller model.") from error
-        raise ModelError(f"{problem}: {first_line(error)}", remedy) from error

@@ -1,19 +1,146 @@
-"""Checks config.json before a model is built, and overrides the settings that it may not choose."""
+"""Checks config.json before a model is built, and finds the class and the tokenizer that a checkpoint asks for."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from inspect import signature
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
 
-from attnlens.errors import ModelError
+from attnlens.choices import KERNEL_TRANSFORMER
+from attnlens.errors import AttnlensError, ModelError, TextError, is_memory
 from attnlens.files import shortened, written
-from attnlens.models.locate import CONFIG, Location
+from attnlens.models.hub import first_line
+from attnlens.models.locate import CONFIG, TOKENIZERS, Location
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+InputKind = Literal["text", "seq2seq", "pixels", "pixels+text", "audio", "other"]
+
+AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM")
+"""The heads that predict tokens, for a checkpoint that brings its own code."""
+
+
+def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> Any:
+    """The class named by the config's `architectures` (the right head, or none), else a fitting Auto class.
+
+    A GGUF file names no class; it holds a language model, so it gets that head. Whatever else names no class that
+    transformers knows is loaded without a head.
+    """
+    import transformers
+
+    if own_code:
+        auto_map: dict[str, str] = getattr(config, "auto_map", {})
+        return getattr(transformers, next((name for name in AUTO_CLASSES if name in auto_map), "AutoModel"))
+    known = own_models(config.model_type) or transformers
+    for name in config.architectures or ():
+        named = getattr(known, name, None)
+        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+            return named
+    if gguf and config.is_encoder_decoder:
+        return transformers.AutoModelForSeq2SeqLM
+    if gguf and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModel
+
+
+def own_models(model_type: object) -> ModuleType | None:
+    """The module with the models that `study` saves, which transformers then knows; None for any other type."""
+    if model_type != KERNEL_TRANSFORMER:
+        return None
+    from attnlens import kernel_transformers
+
+    return kernel_transformers
+
+
+def refuse_own_code(config: dict[str, Any], where: str) -> None:
+    """Raise ModelError where the model brings code that transformers does not know itself; never ask on stdin."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if config.get("auto_map") and str(config.get("model_type")) not in CONFIG_MAPPING:
+        problem = f"{where} brings its own code, which would run on this machine."
+        raise ModelError(problem, "Read the code in the folder; if you trust it, add --trust-remote-code.")
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the part that reads text; of two, the encoder's (MusicGen)."""
+    try:
+        return config.get_text_config()
+    except ValueError:  # transformers calls it ambiguous
+        return config.get_text_config(encoder=True)
+
+
+def kind_of(model: PreTrainedModel) -> InputKind:
+    """What the model reads: text, text on both sides (seq2seq), pixels, pixels and text (CLIP), sound, or other."""
+    main = model.main_input_name
+    if not isinstance(main, str) or main not in signature(model.forward).parameters:
+        return "other"
+    if main != "input_ids":
+        others: dict[str, InputKind] = {"pixel_values": "pixels", "input_features": "audio", "input_values": "audio"}
+        return others.get(main, "other")
+    if hasattr(model, "get_image_features") and hasattr(model, "get_text_features"):
+        return "pixels+text"
+    return "seq2seq" if model.config.is_encoder_decoder else "text"
+
+
+def has_tokenizer(place: Location) -> bool:
+    """Whether a tokenizer's files lie beside the weights, or within them."""
+    return bool(place.gguf) or any(path for pattern in TOKENIZERS for path in Path(place.folder).glob(pattern))
+
+
+def load_tokenizer(place: Location, config: PreTrainedConfig, *, trust_remote_code: bool) -> tuple[Any, str]:
+    """The tokenizer and an empty text, or None and why there is none.
+
+    Where files are missing, transformers returns a tokenizer of about five tokens that reads everything as unknown; the
+    size of its vocabulary gives it away.
+    """
+    from transformers import AutoTokenizer
+
+    if not has_tokenizer(place):
+        return None, f"{place.folder} has no tokenizer files"
+    try:
+        with foreign("the tokenizer can't be loaded", "Use --source weights.", TextError):
+            tokenizer = AutoTokenizer.from_pretrained(
+                place.folder, trust_remote_code=trust_remote_code, local_files_only=True, **place.gguf
+            )
+            known = len(tokenizer)
+    except TextError as error:
+        return None, error.problem
+    wanted = getattr(text_config(config), "vocab_size", None) or 0
+    if known * 10 < wanted:
+        problem = f"the tokenizer has {known} tokens and the model {wanted}: its files are missing or of another kind"
+        return None, problem
+    return tokenizer, ""
+
+
+@contextmanager
+def foreign(problem: str, remedy: str, kind: type[AttnlensError] = ModelError) -> Iterator[None]:
+    """Inside, whatever transformers or a tokenizer raises becomes an error of that kind, but for a lack of memory.
+
+    No list of what they raise for a stranger's files is whole. The package tokenizers raises bare Exception, and a
+    panic of its Rust, which is no Exception.
+    """
+    try:
+        yield
+    except AttnlensError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        if is_memory(error):
+            raise ModelError(f"{problem}: there is not enough memory.", "Take a smaller model.") from error
+        needed = isinstance(error, ImportError)
+        raise kind(
+            f"{problem}: {first_line(error)}", "Install the package that it asks for." if needed else remedy
+        ) from error
+
 
 SIZES = {
     *("hidden_size", "n_embd", "d_model", "dim", "head_dim", "d_kv", "vocab_size"),
@@ -123,12 +250,12 @@ def refuse_mismatch(place: Location, mismatched: Sequence[tuple[str, Sequence[in
         return
     name, stored, wanted = sorted(mismatched)[0]
     more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
+    has, asks = (" × ".join(map(str, shape)) for shape in (stored, wanted))
     differing = {want for have, want in zip(stored, wanted, strict=False) if have != want}
     said = [f"{shortened(path)} = {value}" for path, value in sizes(place.config) if value in differing]
     because = f" ({', '.join(said)})" if said else ""
     raise ModelError(
-        f"{place.folder / place.file} can't be loaded: {name}{more} is {_times(stored)} there and {_times(wanted)} by "
-        f"config.json{because}.",
+        f"{place.folder / place.file} can't be loaded: {name}{more} is {has} there and {asks} by config.json{because}.",
         "Give the weights their own config.",
     )
 
@@ -150,7 +277,3 @@ def fields(config: dict[str, Any], above: str = "") -> Iterator[tuple[str, objec
         yield f"{above}{name}", value
         if isinstance(value, dict):
             yield from fields(value, f"{above}{name}.")
-
-
-def _times(shape: Sequence[int]) -> str:
-    return " × ".join(map(str, shape))

@@ -30,14 +30,12 @@ from transformers import PreTrainedModel
 
 from attnlens.errors import ModelError
 from attnlens.files import shortened
-from attnlens.models.building import gguf_files
-from attnlens.models.folders import WatchedFile
+from attnlens.models.building import gguf_files, quiet
 from attnlens.models.gguf import SAY_LOAD, GgufFiles
 from attnlens.models.hub import first_line
-from attnlens.models.locate import Location
-from attnlens.models.memory import give_back
+from attnlens.models.locate import Location, WatchedFile
+from attnlens.models.placement import give_back
 from attnlens.models.quantised import CodedWeight, coded_weights, method_of
-from attnlens.models.quiet import quiet
 from attnlens.models.stored import Stored, safetensors_header
 from attnlens.records import FileInParts
 
@@ -88,9 +86,8 @@ class DeferredWeights:
 
     def needed(self, module: nn.Module, wanted: Collection[str]) -> list[str]:
         """The tensors of the files that these parameters of the module are made of."""
-        path = self._paths[module]
-        targets = {f"{path}.{name}" for name in wanted}
-        inside = f"{path}."
+        inside = f"{self._paths[module]}."
+        targets = {inside + name for name in wanted}
         return [
             name
             for name, (target, converted) in self._targets.items()
@@ -100,11 +97,9 @@ class DeferredWeights:
 
     def sample(self, modules: Iterable[nn.Module]) -> bytes:
         """Some bytes of each tensor of these modules, as their files have them."""
-        wanted = {
-            name: None
-            for module in dict.fromkeys(modules)
-            for name in self.needed(module, [name for name, _ in module.named_parameters()])
-        }
+        wanted = dict[str, None]()
+        for module in dict.fromkeys(modules):
+            wanted |= dict.fromkeys(self.needed(module, [name for name, _ in module.named_parameters()]))
         return self.files.sample(wanted)
 
     def _place(self, module: nn.Module, wanted: Collection[str]) -> None:
@@ -115,7 +110,10 @@ class DeferredWeights:
         give_back()  # what the module before left
         names = self.needed(module, wanted)
         self.bytes_read += self.files.size(names)
-        tensors = {name: _as(tensor, self.rounded_to) for name, tensor in self.files.read(names).items()}
+        tensors, dtype = self.files.read(names), self.rounded_to
+        for name, tensor in tensors.items():
+            exact = dtype is None or (tensor.is_floating_point() and torch.promote_types(tensor.dtype, dtype) == dtype)
+            tensors[name] = tensor if exact else tensor.to(dtype)  # what the type holds exactly is widened once
         settings = LoadStateDictConfig(dtype=self.model.dtype, weight_mapping=self._mapping)
         with one_thread(), quiet():
             found, _ = convert_and_load_state_dict_in_model(self.model, tensors, settings)
@@ -154,20 +152,10 @@ class DeferredWeights:
         return found
 
 
-def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The tensor as that type would hold it; one that the type holds exactly stays, to be widened once."""
-    if dtype is None:
-        return tensor
-    exact = tensor.is_floating_point() and torch.promote_types(tensor.dtype, dtype) == dtype
-    return tensor if exact else tensor.to(dtype)
-
-
 # --- shapes ----------------------------------------------------------------------------------------------------------
 
 ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 """Under this name transformers is told to place tensors one after the other: its threads would share one mode."""
-EXPERTS = "batched_mm"
-"""The form of a mixture of experts in which no shape depends on which expert a token chose."""
 
 
 class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch does not type it
@@ -184,18 +172,20 @@ class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch doe
 class Announced:
     """A tensor of a file as transformers takes it from there: its shape is known, its numbers are not read."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, mode: FakeTensorMode) -> None:
-        self.shape, self.dtype, self.mode = shape, dtype, mode
+    dtype = torch.float32
+
+    def __init__(self, shape: tuple[int, ...], mode: FakeTensorMode) -> None:
+        self.shape, self.mode = shape, mode
 
     def __getitem__(self, _: object) -> Tensor:
         with self.mode:
             return torch.empty(self.shape, dtype=self.dtype)
 
 
-def announced(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Any]:
+def announced(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Tensors of these shapes by name, which take part in computations as shapes."""
     mode = ShapesAlone(allow_non_fake_inputs=True)
-    return {name: Announced(shape, dtype, mode) for name, shape in shapes.items()}
+    return {name: Announced(shape, mode) for name, shape in shapes.items()}
 
 
 def is_announced(tensor: Tensor) -> bool:
@@ -206,22 +196,20 @@ def is_announced(tensor: Tensor) -> bool:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Inside, transformers places tensors one after the other."""
-    before = os.environ.get(ONE_THREAD)
+    before = {name: value for name, value in os.environ.items() if name == ONE_THREAD}
     os.environ[ONE_THREAD] = "1"
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[ONE_THREAD]
-        else:
-            os.environ[ONE_THREAD] = before
+        del os.environ[ONE_THREAD]
+        os.environ.update(before)
 
 
 def without_choices(model: PreTrainedModel) -> None:
-    """Let mixtures of experts compute so that no shape depends on numbers."""
+    """Let mixtures of experts compute in the form in which no shape depends on which expert a token chose."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
-            module.set_experts_implementation(EXPERTS)
+            module.set_experts_implementation("batched_mm")
 
 
 def widen(model: PreTrainedModel) -> None:
@@ -254,22 +242,16 @@ def unspoken() -> Iterator[None]:
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
-DECODED_TO = "F32"
-"""The type of a decoded weight, as safetensors calls it."""
 LENGTH = 8
 """Bytes in front of a safetensors header, which say how long it is."""
 LONGEST = 100 * 2**20
 """Bytes of a header beyond which it is refused, as the safetensors library does."""
-BATCH = 64
-"""Tensors that are read in one go where all of a model are."""
 SAMPLE = 4096
 """Numbers at the beginning, in the middle and at the end of a tensor that stand for it, up to a row."""
 ATTEMPTS = 5
 """How often a range is asked for; each time what has arrived already is not asked for again."""
 WAIT = 0.5
 """Seconds before the second attempt, doubled before each later one."""
-BUSY = (429, 500, 502, 503, 504)
-"""Answers after which the same question may be asked again."""
 PATIENCE = 30.0
 """Seconds without a byte after which a connection counts as dropped."""
 SAY_LATER = "Run it again: what is finished is kept."
@@ -294,8 +276,8 @@ def read_all(files: SafetensorsFiles | CodedFiles | GgufFiles, dtype: torch.dtyp
     """Read all tensors, a few at a time; those that were codes become that type, others stay as they lie."""
     names, found = list(files.shapes), dict[str, Tensor]()
     coded = files.coded if isinstance(files, CodedFiles) else files.shapes
-    for start in range(0, len(names), BATCH):
-        for name, tensor in files.read(names[start : start + BATCH]).items():
+    for start in range(0, len(names), 64):
+        for name, tensor in files.read(names[start : start + 64]).items():
             found[name] = tensor.to(dtype) if name in coded else tensor
     return found
 
@@ -362,26 +344,19 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-@dataclass
 class RemoteFile:
-    """A safetensors file of a hub's repository at one commit, of which ranges are read.
+    """A safetensors file of a hub's repository at one commit, of which ranges are read; its stamp names its content.
 
     huggingface_hub's own readers of ranges hold an answer of any length in memory, also of a server that sends the
     whole file, and ask for all of a range again where the connection drops.
     """
 
-    name: str
-    url: str
-    size: int = field(init=False)
-    stamp: str = field(init=False)
-    """The hub's name of its content."""
-    header: bytes = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, name: str, url: str) -> None:
         from huggingface_hub import get_hf_file_metadata
         from huggingface_hub.errors import HfHubHTTPError
         from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]
 
+        self.name, self.url = name, url
         try:
             found = get_hf_file_metadata(self.url)
         except (HfHubHTTPError, ConnectionFailure) as error:
@@ -394,10 +369,10 @@ class RemoteFile:
             raise ModelError(f"{self.name} is cut off or no safetensors file.", "Download it again.")
         self.header = bytes(self.read(LENGTH, length))
 
-    def entries(self) -> dict[str, tuple[Stored, int, int]]:
-        """Return each tensor's shape and type, where it begins and ends. Raises ModelError for a header that lies."""
+    def entries(self) -> dict[str, tuple[Stored, int]]:
+        """Return each tensor's shape and type, and where it begins. Raises ModelError for a header that lies."""
         begin = LENGTH + len(self.header)
-        found: dict[str, tuple[Stored, int, int]] = {}
+        found: dict[str, tuple[Stored, int]] = {}
         try:
             for name, entry in json.loads(self.header).items():
                 if name != "__metadata__":
@@ -406,7 +381,7 @@ class RemoteFile:
                     if not begin <= start <= end <= self.size or end - start != stored.bytes:
                         problem = f"{self.name} is cut off, or says another size of {shortened(name)} than it has."
                         raise ModelError(problem, "Download it again.")
-                    found[name] = stored, start, end
+                    found[name] = stored, start
         except (ValueError, TypeError, LookupError, AttributeError):
             raise ModelError(f"{self.name} has no header of a safetensors file.", "Download it again.") from None
         return found
@@ -434,13 +409,12 @@ class RemoteFile:
         span = {"Range": f"bytes={first}-{start + count - 1}", "Accept-Encoding": "identity"}
         options = {"headers": hub.build_hf_headers() | span, "timeout": PATIENCE, "follow_redirects": True}
         with hub.get_session().stream("GET", self.url, **options) as answer:
-            if answer.status_code in BUSY:
+            if answer.status_code in (429, 500, 502, 503, 504):  # busy: the same question may be asked again
                 return
             sent = answer.headers.get("Content-Range", "")
             if answer.status_code != 206 or not sent.startswith(f"bytes {first}-"):
-                raise ModelError(
-                    f"The hub answers {answer.status_code} {sent} where a part of {self.name} was asked for.", SAY_LATER
-                )
+                problem = f"The hub answers {answer.status_code} {sent} where a part of {self.name} was asked for."
+                raise ModelError(problem, SAY_LATER)
             for part in answer.iter_raw():
                 data += part[: count - len(data)]
 
@@ -450,7 +424,7 @@ class RemoteFiles(SafetensorsFiles):
 
     def __init__(self, files: Iterable[RemoteFile]) -> None:
         self.headers = []
-        self._spans: dict[str, tuple[RemoteFile, Stored, int, int]] = {}
+        self._spans: dict[str, tuple[RemoteFile, Stored, int]] = {}
         for file in files:
             self._spans |= {name: (file, *entry) for name, entry in file.entries().items()}
             digest = sha256(file.header).hexdigest()
@@ -465,11 +439,11 @@ class RemoteFiles(SafetensorsFiles):
         """These tensors. Raises ModelError if they can't be had."""
         found: dict[str, Tensor] = {}
         for name in names:
-            file, stored, start, end = self._spans[name]
-            entry = {"dtype": stored.type, "shape": stored.shape, "data_offsets": [0, end - start]}
+            file, stored, start = self._spans[name]
+            entry = {"dtype": stored.type, "shape": stored.shape, "data_offsets": [0, stored.bytes]}
             header = json.dumps({name: entry}).encode()
             try:  # as a file of one tensor, by the library
-                content = len(header).to_bytes(LENGTH, "little") + header + file.read(start, end - start)
+                content = len(header).to_bytes(LENGTH, "little") + header + file.read(start, stored.bytes)
                 found |= load_bytes(bytes(content))
             except (SafetensorError, KeyError):
                 raise ModelError(f"{file.name} holds {shortened(name)} in an unknown type.", "Download it.") from None
@@ -498,15 +472,14 @@ class CodedFiles:
         found = {name: shape for name, shape in stored.items() if name not in used}
         for name, weight in self.coded.items():
             shapes = {part: stored[own] for part, own in weight.parts.items()}
-            found[name] = weight.shape(shapes, partial(self._part, weight))
+            found[name] = weight.computed(weight.scheme.shape, shapes, partial(self._part, weight))
         return found
 
     def table(self, stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
         """How the tensors would lie in files that hold them decoded."""
         types = self.files.table(stored)
         return {
-            name: Stored(shape, DECODED_TO) if name in self.coded else types[name]
-            for name, shape in self.shapes.items()
+            name: Stored(shape, "F32") if name in self.coded else types[name] for name, shape in self.shapes.items()
         }
 
     def size(self, names: Iterable[str]) -> int:
@@ -525,12 +498,10 @@ class CodedFiles:
         found: dict[str, Tensor] = {}
         for name in names:
             parts = self.files.read(self._stored(name))
-            weight = self.coded.get(name)
-            found |= (
-                parts
-                if weight is None
-                else {name: weight.decoded({part: parts[own] for part, own in weight.parts.items()})}
-            )
+            if weight := self.coded.get(name):
+                codes = {part: parts[own] for part, own in weight.parts.items()}
+                parts = {name: weight.computed(weight.scheme.decode, codes, weight.settings)}
+            found |= parts
         return found
 
     def _part(self, weight: CodedWeight, part: str) -> Tensor:

@@ -24,7 +24,7 @@ import numpy
 
 from attnlens.errors import ModelError
 from attnlens.files import shortened, written
-from attnlens.models.folders import WatchedFile
+from attnlens.models.locate import WatchedFile
 from attnlens.records import FileInParts
 
 if TYPE_CHECKING:
@@ -36,14 +36,11 @@ MOST_ITEMS = 2**21
 """Fields, tensors, and entries of lists in a header, all together; the largest vocabularies have half of it."""
 LONGEST_VALUE = 4096
 """Bytes of a text, and entries of a list, beyond which a field's value is skipped."""
-MOST_DIMENSIONS = 8
 FORMATS = ("B", "b", "H", "h", "I", "i", "f", "?", "", "", "Q", "q", "d")
 """How the value of a field is packed, by the number of its type; texts and lists have none."""
 TEXT, LIST = 8, 9
 SAMPLE = 4096
 """Bytes at the beginning, in the middle and at the end of a tensor that stand for it."""
-FLOAT32 = 0
-"""ggml's number of plain numbers of 32 bits."""
 SAY_AGAIN = "Download it again."
 SAY_SAFETENSORS = "Get the model as safetensors: this GGUF file can't be read exactly."
 SAY_LOAD = "Leave out --from-files."
@@ -102,8 +99,7 @@ def read_header(path: Path) -> Header:
         except (struct.error, UnicodeDecodeError) as error:
             what = "is cut off in its header" if isinstance(error, struct.error) else "has names that are no UTF-8"
             raise ModelError(f"{path} {what}.", SAY_AGAIN) from None
-        _check_layers(path, header)
-        _check_data(path, header, len(data))
+        _check(path, header, len(data))
     return header
 
 
@@ -190,34 +186,27 @@ class _Reader:
 
     def entry(self) -> Entry:
         name, (dimensions,) = self.text(), self.unpacked("I")
-        if dimensions > MOST_DIMENSIONS:
+        if dimensions > 8:
             raise ModelError(f"{self.path} has a tensor of {dimensions} dimensions.", SAY_AGAIN)
         shape = self.unpacked(f"{dimensions}Q")
         kind, offset = self.unpacked("IQ")
         return Entry(name, tuple(reversed(shape)), kind, offset)
 
 
-def _check_layers(path: Path, header: Header) -> None:
-    """Raise ModelError for more layers than tensors: the config's lists grow with the layers."""
+def _check(path: Path, header: Header, size: int) -> None:
+    """Raise ModelError for more layers than tensors (the config's lists grow with them), and for data not all there."""
+    count = len(header.tensors)
     for name, number in header.fields.items():
-        if name.endswith(".block_count") and isinstance(number, int) and number > len(header.tensors):
-            raise ModelError(
-                f"{path} says {shortened(name)} = {number}, and has {len(header.tensors)} tensors.", SAY_AGAIN
-            )
-
-
-def _check_data(path: Path, header: Header, size: int) -> None:
-    """Raise ModelError where a tensor's data are not all there, or can't be of its shape."""
+        if name.endswith(".block_count") and isinstance(number, int) and number > count:
+            raise ModelError(f"{path} says {shortened(name)} = {number}, and has {count} tensors.", SAY_AGAIN)
     blocks: dict[int, tuple[int, int]] = import_module("gguf").GGML_QUANT_SIZES
     for entry in header.tensors:
         if entry.type not in blocks or prod(entry.shape) % blocks[entry.type][0]:
             raise ModelError(f"{path} has {shortened(entry.name)}, stored in an unknown way.", "Convert it again.")
         last = header.data + entry.offset + _bytes(entry)
         if last > size:
-            raise ModelError(
-                f"{path} is cut off: the data of {shortened(entry.name)} end at byte {last}, and the file has {size}.",
-                SAY_AGAIN,
-            )
+            problem = f"the data of {shortened(entry.name)} end at byte {last}, and the file has {size}"
+            raise ModelError(f"{path} is cut off: {problem}.", SAY_AGAIN)
 
 
 def _bytes(entry: Entry) -> int:
@@ -257,8 +246,6 @@ LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layers of the size of Gemma whose scale is of the width of the model, and not of a head."""
 OF_ATTENTION = re.compile(r"attn|rope_f")
 """What marks a tensor that changes attention."""
-ALIKE = 1e-5
-"""Relative difference of two frequencies that are the same up to rounding in float32."""
 
 
 class Settings:
@@ -276,7 +263,7 @@ class Settings:
                           "model of it does not compute.", SAY_SAFETENSORS)  # fmt: skip
 
     def _factors(self, entry: Entry) -> list[float]:
-        if entry.type == FLOAT32 and len(entry.shape) == 1:
+        if entry.type == 0 and len(entry.shape) == 1:  # ggml's number of float32
             start = self.header.data + entry.offset
             found = numpy.fromfile(self.path, "<f4", entry.shape[0], offset=start).astype(float)
             if numpy.isfinite(found).all() and (found > 0).all():
@@ -334,9 +321,8 @@ class Settings:
         pattern, kinds = self.fields[name], getattr(config, "layer_types", None) or []
         if isinstance(pattern, int) and pattern > 0:
             pattern = [layer % pattern < pattern - 1 for layer in range(len(kinds))]
-        if pattern and [bool(slides) for slides in pattern][: len(kinds)] != [
-            kind == "sliding_attention" for kind in kinds
-        ]:
+        own = [kind == "sliding_attention" for kind in kinds]
+        if pattern and [bool(slides) for slides in pattern][: len(kinds)] != own:
             raise self.refusal(name)
 
     # --- rotation
@@ -349,9 +335,8 @@ class Settings:
         if kind not in ("none", "linear", "yarn", "longrope"):
             raise self.refusal("rope.scaling.type")
         if self.factors and kind in ("linear", "yarn") and factor != 1:
-            raise ModelError(
-                f"{self.path} has {next(iter(self.factors))} and a rope.scaling.factor of {factor:g}.", SAY_SAFETENSORS
-            )
+            problem = f"{self.path} has {next(iter(self.factors))} and a rope.scaling.factor of {factor:g}."
+            raise ModelError(problem, SAY_SAFETENSORS)
         usual = kind in ("none", "longrope") or factor == 1
         return ("none", 1.0) if usual else (kind, factor)
 
@@ -381,11 +366,10 @@ class Settings:
         return {} if kind == "none" else own
 
     def _apply_rotation(self, config: PreTrainedConfig) -> None:
-        sections = (
-            "dimension_sections" if self.header.architecture.startswith("qwen35") else ""
-        )  # which transformers takes
+        takes_sections = self.header.architecture.startswith("qwen35")
+        known = (*ROTATION, *["dimension_sections"] * takes_sections)
         for name, value in self.fields.items():
-            if name.startswith("rope.") and value and name.removeprefix("rope.") not in (*ROTATION, sections):
+            if name.startswith("rope.") and value and name.removeprefix("rope.") not in known:
                 raise self.refusal(name)
         every = getattr(config, "rope_parameters", None)
         if not every:
@@ -411,7 +395,7 @@ class Settings:
                 continue
             own = table.detach().double().cpu().numpy()
             wanted = self._frequencies(own.size, local="sliding" in name)
-            if wanted.shape != own.shape or not numpy.allclose(own, wanted, rtol=ALIKE, atol=1e-12):
+            if wanted.shape != own.shape or not numpy.allclose(own, wanted, rtol=1e-5, atol=1e-12):
                 said = [f"{name} = {value}" for name, value in self.fields.items() if name.startswith("rope.")]
                 raise ModelError(
                     f"{self.path} says {', '.join([*said, *self.factors]) or 'nothing of its rotation'}, which is not "

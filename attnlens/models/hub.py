@@ -16,7 +16,7 @@ from attnlens.errors import ModelError
 from attnlens.files import shortened
 
 if TYPE_CHECKING:
-    from huggingface_hub import HfApi, ModelInfo
+    from huggingface_hub import ModelInfo
 
 PATIENCE = 2.0
 """Seconds within which the hub must accept a connection."""
@@ -57,7 +57,10 @@ class Hub:
         return folder.name
 
     def _answered(self, taken: Callable[[ModelInfo], Path]) -> Path:
-        """What is taken of the hub's answer; without a connection the folder in the local cache."""
+        """What is taken of the hub's answer; without a connection the folder in the local cache.
+
+        Raises ModelError where the hub refuses, or what answers is no hub, as a log-in page.
+        """
         from huggingface_hub import HfApi, constants, is_offline_mode
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -69,28 +72,19 @@ class Hub:
         if not reachable(constants.ENDPOINT):
             return self.cached("the hub can't be reached")
         try:
-            return taken(self._described(HfApi()))
+            found = HfApi().model_info(self.id, revision=self.revision, timeout=ANSWER)
+            if not found.sha:
+                raise ValueError("it names no commit")  # noqa: TRY301  # one refusal for all that is no answer of a hub
+            return taken(found)
         except (HfHubHTTPError, HFValidationError) as error:
             raise self._refusal(error) from error
         except ConnectionFailure:
             return self.cached("the hub can't be reached")
-
-    def _described(self, api: HfApi) -> ModelInfo:
-        """What the hub says of the repository. Raises ModelError where what answers is no hub, as a log-in page."""
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            found = api.model_info(self.id, revision=self.revision, timeout=ANSWER)
-            if not found.sha:
-                raise ValueError("it names no commit")  # noqa: TRY301  # one refusal for all that is no answer of a hub
-        except HFValidationError:
-            raise
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise ModelError(
-                f"What answers at {api.endpoint} is no model hub: {first_line(error)}",
+                f"What answers at {constants.ENDPOINT} is no model hub: {first_line(error)}",
                 "Log in to the network, or mend HF_ENDPOINT; with --offline the local cache is asked.",
             ) from None
-        return found
 
     def cached(self, why: str) -> Path:
         """The folder in the local cache, which alone is asked because of `why`; its name is the commit.
@@ -108,36 +102,25 @@ class Hub:
         except HFValidationError as error:
             raise self._refusal(error) from error
         except LocalEntryNotFoundError:
+            at, option = (f"@{self.revision}", f" --revision {self.revision}") if self.revision else ("", "")
             raise ModelError(
-                f"{self} is no folder here and not in the local cache, and {why}.",
-                f"Where there is a network, run `hf download {self._words}`, or give the path of a folder.",
+                f"{self.id}{at} is no folder here and not in the local cache, and {why}.",
+                f"Where there is a network, run `hf download {self.id}{option}`, or give the path of a folder.",
             ) from None
         return Path(folder)
 
-    def __str__(self) -> str:
-        return self.id if self.revision is None else f"{self.id}@{self.revision}"
-
-    @property
-    def _words(self) -> str:
-        return self.id if self.revision is None else f"{self.id} --revision {self.revision}"
-
     def _refusal(self, error: Exception) -> ModelError:
         """The hub's answer in two lines."""
-        from huggingface_hub.errors import (
-            GatedRepoError,
-            HFValidationError,
-            RepositoryNotFoundError,
-            RevisionNotFoundError,
-        )
+        from huggingface_hub import errors
 
-        if isinstance(error, GatedRepoError):  # a child of RepositoryNotFoundError, so it comes first
+        if isinstance(error, errors.GatedRepoError):  # a child of RepositoryNotFoundError, so it comes first
             return ModelError(
                 f"{self.id} is gated: its owner gives access on request.",
                 f"Ask on the page of {self.id} on the hub, then run `hf auth login`.",
             )
-        if isinstance(error, RevisionNotFoundError):
+        if isinstance(error, errors.RevisionNotFoundError):
             return ModelError(f"{self.id} has no revision {self.revision!r}.", "See its branches and tags on the hub.")
-        if isinstance(error, RepositoryNotFoundError | HFValidationError):
+        if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
             return ModelError(
                 f"{self.id} is neither a folder here nor a model of the hub that you may see.",
                 "Check the spelling; for a private model run `hf auth login`.",

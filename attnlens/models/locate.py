@@ -1,18 +1,184 @@
-"""Finds the files that a model's name means: `demo`, a folder, a GGUF or safetensors file, a hub id."""
+"""Finds the files that a model's name means (`demo`, a folder, a weight file, a hub id), and which may be read."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
 from attnlens.errors import ModelError, UsageError
-from attnlens.files import shortened, with_home
-from attnlens.models.folders import ADAPTER_CONFIG, ADAPTERS, SMALL_FILES, names_in, read_json, shards_in, weight_file
+from attnlens.files import LARGEST, read_object, refuse_other_kinds, shortened, with_home, written
 from attnlens.models.hub import OFFLINE, Hub
+from attnlens.records import FileInParts
+
+TOKENIZERS = (
+    *("tokenizer*", "vocab*", "*vocab.json", "merges*", "dict.txt", "tekken*"),
+    *("*.model", "*.spm", "*.codes", "*.tiktoken"),
+)
+"""Names of the files in which tokenizers are kept."""
+READ = (
+    "config.json",
+    "generation_config.json",
+    "*tokens*.json",
+    "*processor_config.json",
+    "*.index.json",
+    "*.jinja",
+    "normalizer.json",
+    *TOKENIZERS,
+)
+"""Names of the small files beside the weights that transformers may open."""
+SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
+"""How the names of what is downloaded with the weights end."""
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
+SAY_AGAIN = "Download the model again."
+SAY_READABLE = "Make the file readable."
+SAY_PATH = "Give the path of a folder with config.json and weights, of a .gguf file, a hub id, or `demo`."
+
+
+class WatchedFile:
+    """A weight file of which parts are read, and which must stay as it was when it was opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seen = self._stamp()
+
+    def in_report(self, digest: str) -> FileInParts:
+        """Return what stands for the file in a report, with the hash of its header."""
+        changed, size, _ = self._seen
+        return FileInParts(name=self.path.name, bytes=size, header_sha256=digest, stamp=str(changed))
+
+    def check(self) -> None:
+        """Raise ModelError if the file is gone or has changed since it was opened."""
+        if self._stamp() != self._seen:
+            problem = f"{self.path} changed while it was read."
+            raise ModelError(problem, "Run it again when nothing writes to the file any more.")
+
+    def _stamp(self) -> tuple[int, int, int]:
+        with readable(self.path):
+            found = self.path.stat()
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+@contextmanager
+def readable(path: Path, remedy: str = SAY_READABLE) -> Iterator[None]:
+    """Inside, ModelError is raised where the system does not let that file or folder be read."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(f"{shortened(str(path))} can't be read: {error.strerror or error}.", remedy) from None
+
+
+def is_there(path: Path, remedy: str = SAY_PATH) -> bool:
+    """Whether there is something at that path; raises ModelError where that can't be told."""
+    with readable(path, remedy):
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # a name with a NUL in it
+            return False
+        return True
+
+
+def names_in(folder: Path) -> set[str]:
+    """The names of what lies in a folder; raises ModelError where it can't be looked into."""
+    with readable(folder, "Make the folder readable."):
+        return set(os.listdir(folder))  # noqa: PTH208  # names alone are wanted
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a model's file; raises ModelError where it can't be read or holds something else."""
+    return read_object(path, ModelError, SAY_AGAIN)
+
+
+def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
+    """The names of the weight files that an index names.
+
+    Raises ModelError where one is no bare name ending in `suffix`, by which it would be opened as something else.
+    """
+    table = read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise ModelError(f"{index} names no weight files.", SAY_AGAIN)
+    for name in table.values():
+        is_bare = isinstance(name, str) and len(name) <= 255 and not any(sign in name for sign in "/\\\0")
+        if not is_bare or not name.endswith(suffix):
+            raise ModelError(
+                f"{index} names {written(name)} as a weight file, which is no name of a {suffix} file in its folder.",
+                "Get the model from a source that you trust.",
+            )
+    return tuple(sorted(set(table.values())))
+
+
+def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
+    """The weight file of that name in the folder.
+
+    Raises ModelError where it is missing, no file or unreadable, or leads out of the folder and must not.
+    """
+    path = folder / name
+    if not is_there(path, SAY_READABLE):
+        raise ModelError(f"The weight file {shortened(str(path))} is missing.", SAY_AGAIN)
+    with readable(path):
+        refuse_other_kinds(path.stat(), shortened(str(path)), ModelError, SAY_AGAIN)
+        path.open("rb").close()
+    if not may_lead_out:
+        refuse_outside(folder, path)
+    return path
+
+
+def check_small(folder: Path, names: Iterable[str]) -> None:
+    """Raise ModelError for what transformers would open beside the weights, and should not.
+
+    That is what is no file (a named pipe would be waited for), leads out of the folder, or is too large.
+    """
+    for name in sorted(names):
+        path = folder / name
+        if name == "additional_chat_templates" and os.path.isdir(path):  # noqa: PTH112  # which never raises
+            refuse_outside(folder, path)
+            check_small(folder, (f"{name}/{inside}" for inside in names_in(path)))
+        read = any(fnmatch(name, pattern) for pattern in READ)
+        if not (read or name.endswith(SMALL_FILES)) or os.path.isdir(path):  # noqa: PTH112  # which never raises
+            continue
+        found = path.stat() if is_there(path, SAY_READABLE) else None  # a link to nothing
+        if found:
+            refuse_other_kinds(found, str(path), ModelError, SAY_AGAIN)
+        if read:
+            refuse_outside(folder, path)
+        if read and found and found.st_size > LARGEST:
+            raise ModelError(f"{path} holds more than {LARGEST // 2**20} MiB.", SAY_AGAIN)
+        if name == "generation_config.json":  # which transformers reads without a word on what is wrong in it
+            read_json(path)
+
+
+def refuse_other_forms(folder: Path, names: Iterable[str], *, adapter_too: bool = False) -> None:
+    """Raise ModelError where weights lie in the folder of which attnlens would read a part, or something else.
+
+    `adapter_too`: an adapter that lies there is the one that was asked for.
+    """
+    for name in sorted(names):
+        if name in ADAPTERS and not adapter_too:
+            raise ModelError(
+                f"{folder} holds an adapter ({name}) beside the weights, and nothing says whether it is to be applied.",
+                f"Add --adapter {shlex.quote(str(folder))}, or move the adapter's files into another folder.",
+            )
+        if fnmatch(name, "shard-[0-9]*-model-*"):  # which transformers reads in the place of any other file
+            problem = f"{folder} holds a distributed checkpoint ({shortened(name)}), which attnlens does not read."
+            raise ModelError(problem, "Save the model with save_pretrained into another folder.")
+
+
+def refuse_outside(folder: Path, path: Path) -> None:
+    """Raise ModelError where links lead out of the folder; the hub's cache keeps the files themselves in `blobs`."""
+    real = Path(os.path.realpath(path))
+    homes = [Path(os.path.realpath(folder))]
+    if folder.parent.name == "snapshots":
+        homes.append(Path(os.path.realpath(folder.parent.parent)) / "blobs")  # itself no link
+    if not any(real.is_relative_to(home) for home in homes):
+        problem = f"{path} leads out of its folder, to {shortened(str(real))}."
+        raise ModelError(problem, "Put the file itself in its place.")
+
 
 Storage = Literal["safetensors", "pickle", "gguf"]
 
@@ -21,7 +187,6 @@ CONFIG = "config.json"
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 SUFFIXES: dict[Storage, str] = {"safetensors": ".safetensors", "pickle": ".bin", "gguf": ".gguf"}
-SAY_PATH = "Give the path of a folder with config.json and weights, of a .gguf file, a hub id, or `demo`."
 
 
 @dataclass(frozen=True)
@@ -85,17 +250,6 @@ def find(
     return _in_folder(name, path, allow_pickle) if path.is_dir() else _in_file(name, path)
 
 
-def is_there(path: Path) -> bool:
-    """Whether there is something at that path; raises ModelError where that can't be told."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # a name with a NUL in it
-        return False
-    except OSError as error:
-        raise ModelError(f"{shortened(str(path))} can't be read: {error.strerror}.", SAY_PATH) from None
-    return True
-
-
 def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None = None) -> Location:
     names = names_in(folder)
     if _is_adapter(names):
@@ -138,6 +292,8 @@ def commit_of(name: str, revision: str | None, *, offline: bool) -> str | None:
 
 
 def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: bool, leave_weights: bool) -> Location:
+    from huggingface_hub import hf_hub_url
+
     hub = _hub(name, revision)
     id_ = hub.id
 
@@ -155,9 +311,15 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
         return [*small, file, *shards]
 
     folder = hub.cached(OFFLINE) if offline else hub.fetched(wanted)
-    if leave_weights and not offline and not _has_weights(folder):
-        return _left_in_hub(id_, folder)
-    return _in_folder(id_, folder, allow_pickle, revision=folder.name)
+    index, here = folder / SHARDED, names_in(folder)
+    shards = shards_in(index, SUFFIXES["safetensors"]) if leave_weights and index.is_file() else ()
+    has_weights = any(name.endswith(tuple(SUFFIXES.values())) for name in here)
+    if shards:
+        has_weights = all((folder / name).is_file() for name in shards)
+    if offline or not leave_weights or has_weights:
+        return _in_folder(id_, folder, allow_pickle, revision=folder.name)
+    urls = tuple((name, hf_hub_url(id_, name, revision=folder.name)) for name in shards or (SINGLE,))
+    return Location(id_, folder, "safetensors", SHARDED if shards else SINGLE, folder.name, urls=urls)
 
 
 def _hub(name: str, revision: str | None) -> Hub:
@@ -173,32 +335,10 @@ def _hub(name: str, revision: str | None) -> Hub:
     return Hub(id_, revision or after or None)
 
 
-def _has_weights(folder: Path) -> bool:
-    """Whether weights were downloaded before: all that an index names, or a file."""
-    index = folder / SHARDED
-    names = shards_in(index, SUFFIXES["safetensors"]) if index.is_file() else []
-    found = [(folder / name).is_file() for name in names]
-    return all(found) if found else any(name.endswith((".safetensors", ".gguf", ".bin")) for name in names_in(folder))
-
-
-def _left_in_hub(id_: str, folder: Path) -> Location:
-    """A hub model whose safetensors files are read where they lie."""
-    from huggingface_hub import hf_hub_url
-
-    index = folder / SHARDED
-    file, names = (SHARDED, shards_in(index, SUFFIXES["safetensors"])) if index.is_file() else (SINGLE, [SINGLE])
-    urls = tuple((name, hf_hub_url(id_, name, revision=folder.name)) for name in names)
-    return Location(id_, folder, "safetensors", file, folder.name, urls=urls)
-
-
 def looks_like_path(name: str) -> bool:
     """Whether it can be no hub id."""
-    return (
-        name.startswith((".", "/", "~"))
-        or name.count("/") > 1
-        or "\\" in name
-        or name.endswith(("/", ".gguf", ".safetensors"))
-    )  # fmt: skip
+    starts, ends = (".", "/", "~"), ("/", ".gguf", ".safetensors")
+    return name.startswith(starts) or name.endswith(ends) or "\\" in name or name.count("/") > 1
 
 
 def _weights_among(names: Collection[str], where: str, allow_pickle: bool) -> tuple[Storage, str]:
@@ -215,10 +355,8 @@ def _weights_among(names: Collection[str], where: str, allow_pickle: bool) -> tu
         if file in names and allow_pickle:
             return "pickle", file
         if file in names:
-            raise ModelError(
-                f"{where} has only a pickled checkpoint ({file}), which can run code when it is opened.",
-                "Convert it to safetensors, or, if you trust it, add --allow-pickle.",
-            )
+            problem = f"{where} has only a pickled checkpoint ({file}), which can run code when it is opened."
+            raise ModelError(problem, "Convert it to safetensors, or, if you trust it, add --allow-pickle.")
     if CONFIG not in names:
         raise ModelError(f"{where} has no config.json.", SAY_PATH)
     others = sorted(name for name in names if name.endswith(SUFFIXES["safetensors"]) and "/" not in name)

@@ -1,23 +1,90 @@
-"""The device and the number type on which a model runs."""
+"""The device and number type on which a model runs, and the memory that is free for it."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnlens.errors import ModelError, UsageError
+from attnlens.errors import ModelError, TooLargeError, UsageError
+from attnlens.models.locate import Location
+from attnlens.models.stored import Stored, numbers_in
 from attnlens.requests import SpreadRequest, checked
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
-CPU_SHARE = 0.75
-"""Of the free memory what the weights of a spread model may take: passes and measures need the rest."""
+
+MEMINFO = Path("/proc/meminfo")
+OWN_GROUPS = Path("/proc/self/cgroup")
+GROUPS = Path("/sys/fs/cgroup")
+VERSIONS = {
+    "": ("", ("memory.max", "memory.current", "inactive_file")),
+    "memory": ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+}
+"""Controller, as Linux lists it → the folder of its groups, and how a limit and what is taken are called there."""
+GIB = 2**30
+
+
+def free_memory() -> int | None:
+    """Bytes that this process may still take: what the system has, and what its control group leaves; None: unknown."""
+    found = []
+    for line in MEMINFO.read_text().splitlines() if MEMINFO.is_file() else ():
+        if line.startswith("MemAvailable:"):
+            found.append(int(line.split()[1]) * 1024)
+    for group, (limit, usage, of_files) in _groups():
+        try:
+            left = int((group / limit).read_text()) - int((group / usage).read_text())
+        except (OSError, ValueError):  # there is none, or it is "max"
+            continue
+        # pages of files are counted as taken, and given back when they are wanted
+        counts = group / "memory.stat"
+        lines = counts.read_text().splitlines() if counts.is_file() else ()
+        found.append(left + sum(int(line.split()[1]) for line in lines if line.startswith(f"{of_files} ")))
+    if not found and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(found, default=None)
+
+
+def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """The control groups that bound this process's memory: its own, and those that hold that one; a job's is one."""
+    for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        for controller in {*controllers.split(",")} & VERSIONS.keys():
+            root, names = VERSIONS[controller]
+            own = GROUPS / root / path.lstrip("/")
+            # a container sees its own group as the root, whatever it is called outside
+            yield from ((group, names) for group in (own, *own.parents) if group.is_relative_to(GROUPS / root))
+
+
+def give_back() -> None:
+    """Give what was freed back to the system, of which glibc keeps the pieces between those that are in use.
+
+    What it keeps grows from layer to layer: 0.1 to 0.2 GB after 36 of an 8 B model.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
+
+
+def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch.dtype) -> None:
+    """Raise TooLargeError where the tensors, as that type, are larger than the memory that is free."""
+    needed, free = numbers_in(stored) * dtype.itemsize, free_memory()
+    if free is not None and needed > free:
+        raise TooLargeError(
+            f"{place.id} takes {needed / GIB:.1f} GiB of memory as {str(dtype).removeprefix('torch.')}, and "
+            f"{free / GIB:.1f} GiB are free.",
+            "Read weights from their files (--source weights --from-files), or run it from disk (--device-map auto).",
+        )
+
+
 NO_SUCH = "Choose --device auto or --device cpu."
 
 
@@ -65,7 +132,7 @@ def refuse_beside_map(given: Mapping[str, Any]) -> None:
             raise UsageError("--max-cpu-memory bounds what --device-map takes.", "Add --device-map auto.")
         return
     others = {"device": given["device"] != "auto", "from_files": given["from_files"], "adapter": given["adapter"]}
-    for name in (name for name, asked in others.items() if asked):
+    if name := next((name for name, asked in others.items() if asked), None):
         raise UsageError(f"--{name.replace('_', '-')} makes no sense beside --device-map.", "Leave one of them out.")
 
 
@@ -84,8 +151,6 @@ def spread_over_devices(max_cpu_memory: str | None) -> dict[str, Any]:
 
     Raises UsageError where accelerate is missing.
     """
-    from attnlens.models.memory import free_memory  # late: it loads torch
-
     try:
         from accelerate.utils import convert_file_size_to_int, get_max_memory
     except ImportError:
@@ -94,7 +159,8 @@ def spread_over_devices(max_cpu_memory: str | None) -> dict[str, Any]:
         ) from None
     most = get_max_memory()
     free = free_memory() or most["cpu"]
-    most["cpu"] = int(CPU_SHARE * free) if max_cpu_memory is None else convert_file_size_to_int(max_cpu_memory)
+    # passes and measures need the rest
+    most["cpu"] = int(0.75 * free) if max_cpu_memory is None else convert_file_size_to_int(max_cpu_memory)
     return {"device_map": "auto", "max_memory": most, "offload_folder": tempfile.mkdtemp(prefix="attnlens-")}
 
 

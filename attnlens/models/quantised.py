@@ -33,8 +33,6 @@ SAY_UNQUANTISED = "Get the model unquantised, or as GGUF."
 FLOAT8 = ("torch.float8_e4m3fn", "torch.float8_e5m2")
 SCALES = ("_scale_inv", "_scale", ".scale", ".qscale_weight")
 """How the names of scales of float8 end, two behind the weight's name and two behind its module's."""
-FP8_BLOCK = [128, 128]
-"""The block of fp8 that transformers assumes if the config says nothing."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which of the eight codes in a word of AWQ belongs to which of eight neighbouring columns."""
 COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
@@ -91,18 +89,8 @@ class CodedWeight:
     where: str
     """The method and the place, for errors."""
 
-    def decoded(self, parts: Parts) -> Tensor:
-        """Compute the weight in float32, from the tensors by the ends of their names. Raises ModelError on failure."""
-        return self._tried(self.scheme.decode, parts, self.settings)
-
-    def shape(self, shapes: PartShapes, read: Callable[[str], Tensor]) -> tuple[int, ...]:
-        """Return its shape, by those of its parts; `read` gives one of the tensors, by the end of its name.
-
-        Raises ModelError if they don't determine it.
-        """
-        return self._tried(self.scheme.shape, shapes, read)
-
-    def _tried(self, function: Callable[..., Returned], *arguments: object) -> Returned:
+    def computed(self, function: Callable[..., Returned], *arguments: object) -> Returned:
+        """Return what its scheme computes of its parts. Raises ModelError if they don't determine it."""
         try:
             return function(*arguments)
         except CodesError as error:
@@ -145,7 +133,7 @@ def float8(parts: Parts, settings: Settings) -> Tensor:
     scale, said = _scale(parts), settings.get("weight_block_size")
     if said and scale.numel() == 1 and any(size > side for size, side in zip(parts[""].shape, said, strict=False)):
         raise CodesError(f"it has one scale, and weight_block_size is {said}")
-    return parts[""].float() * _spread(scale, parts[""].shape, said or FP8_BLOCK)
+    return parts[""].float() * _spread(scale, parts[""].shape, said or [128, 128])  # as transformers assumes
 
 
 def compressed(parts: Parts, settings: Settings) -> Tensor:
@@ -287,10 +275,8 @@ def _transposed(codes: Tensor, zeros: Tensor, scale: Tensor, settings: Settings,
 
 def _three(parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, zeros and scales, of which GPTQ and AWQ have all."""
-    import torch
-
     _matrices({name: tuple(part.shape) for name, part in parts.items()})
-    if parts[""].dtype != torch.int32:
+    if str(parts[""].dtype) != "torch.int32":
         raise CodesError("its codes are no words of 32 bits")
     return parts[""], parts[".qzeros"], parts[".scales"]
 

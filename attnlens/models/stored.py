@@ -1,4 +1,4 @@
-"""Lists the tensors in weight files by their headers alone: names, shapes, and how their numbers are stored."""
+"""Lists the tensors in weight files by their headers alone, and checks that a loaded model has their numbers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,114 @@ import re
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnlens.errors import ModelError
 from attnlens.files import shortened
-from attnlens.models.gguf import read_header
+from attnlens.models.configs import refuse_mismatch
+from attnlens.models.gguf import OF_ATTENTION, SAY_SAFETENSORS, Settings, read_header
+from attnlens.models.locate import Location, readable
 
 if TYPE_CHECKING:
-    from attnlens.models.locate import Location
+    from transformers import PreTrainedModel
+
+
+PACKED = ("qweight", "qzeros", "weight_packed", "SCB", "absmax", "quant_map")
+"""What quantised checkpoints call their codes, and what these alone have."""
+SCALE = re.compile(r"(_scale|_scale_inv|_scales|_zero_point|\.scales?)$")
+"""How the names of scales and zeros end, behind the name of their weight."""
+
+
+def check_loaded(
+    place: Location, model: PreTrainedModel, stored: Mapping[str, Stored], found: Mapping[str, Any]
+) -> None:
+    """Raise ModelError where transformers loaded a model that its files don't hold, as `found` tells of the loading.
+
+    It leaves an adapter's tensors out, takes codes for numbers, fills at random what does not fit, and takes either of
+    two tensors that stand for one.
+    """
+    where = place.folder / place.file
+    if low_rank := [name for name in sorted(found["unexpected_keys"]) if re.search(r"(^|[._])lora_", name)]:
+        raise ModelError(
+            f"{where} holds an adapter that is not merged ({named(low_rank)}).",
+            "Merge it first, with merge_and_unload of the package peft, and save the merged model.",
+        )
+    say_plain = "Get the model unquantised, or as GGUF."
+    if codes := _codes(model, stored, set(found["unexpected_keys"])):
+        problem = f"{where} stores {named(codes)} as {stored[codes[0]].type}, and nothing in config.json says what the"
+        raise ModelError(f"{problem} codes stand for.", say_plain)
+    if left := [name for name in sorted(found["unexpected_keys"]) if _of_codes(name, stored)]:
+        problem = f"{where} holds {named(left)}, of weights that are stored as codes, and nothing in config.json says"
+        raise ModelError(f"{problem} how.", say_plain)
+    refuse_mismatch(place, found["mismatched_keys"])
+    if place.gguf:
+        if ignored := [name for name in sorted(found["unexpected_keys"]) if OF_ATTENTION.search(name)]:
+            problem = f"{where} holds {named(ignored)}, which changes attention and has no place in the model."
+            raise ModelError(problem, SAY_SAFETENSORS)
+        Settings(where, read_header(where)).check_rotation(model)
+    if twice := _twice(model, stored, set(found["unexpected_keys"])):
+        raise ModelError(f"{where} holds both {twice[0]} and {twice[1]}, which are one tensor of the model.", SAY_ONCE)
+    if len(found["missing_keys"]) >= len(list(model.parameters())):
+        problem = f"None of the weights in {place.file} belongs to a {type(model).__name__}."
+        raise ModelError(problem, "Check the model's config.json.")
+
+
+def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
+    """Names of the parameters with NaN or Inf in them, in the model's order; those on disk are read one by one."""
+    from transformers.integrations.accelerate import load_offloaded_parameter
+
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point()
+        and not bool((load_offloaded_parameter(model, name) if parameter.is_meta else parameter).isfinite().all())
+    ]
+
+
+def _of_codes(name: str, stored: Mapping[str, Stored]) -> bool:
+    """Whether a tensor without a place is codes, or the scale or zero of a weight that is stored."""
+    stem = SCALE.sub("", name)
+    return _leaf(name) in PACKED or (stem != name and (stem in stored or f"{stem}.weight" in stored))
+
+
+def _codes(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set[str]) -> list[str]:
+    """The tensors whose codes were taken for numbers: all that are no buffers, and are not left out."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    others = {name for name, _ in model.named_buffers()} | unexpected
+    # transformers may store a buffer under another path; its own name stays
+    counters = {_leaf(name) for name, buffer in model.named_buffers() if not buffer.is_floating_point()}
+    counters -= set(map(_leaf, parameters))
+    ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ["(?!)"]))
+
+    def taken(name: str) -> bool:
+        names = set(names_in_model(name, model.base_model_prefix))
+        is_apart = bool(names & others) or _leaf(name) in counters or ignored.search(name) is not None
+        return bool(names & parameters) or not is_apart
+
+    return [name for name, tensor in stored.items() if tensor.encoded and taken(name)]
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _twice(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set[str]) -> tuple[str, str] | None:
+    """The first two tensors that are the same parameter, one with and one without the name of the model within."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    taken: dict[str, str] = {}
+    for name in stored:
+        own = next((each for each in names_in_model(name, model.base_model_prefix) if each in parameters), None)
+        if own is not None and name not in unexpected:
+            if own in taken:
+                return taken[own], name
+            taken[own] = name
+    return None
+
+
+def names_in_model(name: str, prefix: str) -> tuple[str, ...]:
+    """What a tensor may be called in the model: as it is, with and without the name of the model within the model."""
+    return name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")
+
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """safetensors' names of the types in which a number is stored as itself."""
@@ -51,10 +151,8 @@ def tensors_in(place: Location) -> dict[str, Stored]:
     reading = {"safetensors": safetensors_header, "pickle": pickled_header, "gguf": _gguf}[place.form]
     found: dict[str, Stored] = {}
     for file in place.weights:
-        try:
+        with readable(file):
             content = reading(file)
-        except OSError as error:
-            raise ModelError(f"{file} can't be read: {error.strerror or error}.", "Make the file readable.") from None
         if twice := sorted(found.keys() & content.keys()):
             raise ModelError(f"{file} holds {named(twice)}, and so does another of the weight files.", SAY_ONCE)
         found |= content
@@ -88,29 +186,19 @@ def pickled_header(file: Path) -> dict[str, Stored]:
     try:
         content = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError:
-        raise ModelError(
-            f"{file} holds more than tensors, or is no pickle of torch: opening it could run code.",
-            "Get the model as safetensors.",
-        ) from None
+        problem = f"{file} holds more than tensors, or is no pickle of torch: opening it could run code."
+        raise ModelError(problem, "Get the model as safetensors.") from None
     except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"{file} is cut off or no pickle of torch: {shortened(str(error))}.", "Download it again."
-        ) from None
+        problem = f"{file} is cut off or no pickle of torch: {shortened(str(error))}."
+        raise ModelError(problem, "Download it again.") from None
+    names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
     if not isinstance(content, Mapping):
         raise ModelError(f"{file} holds no table of tensors.", "Save the model's state_dict.")
     return {
-        str(name): Stored(tuple(value.shape), type_of(value.dtype))
+        str(name): Stored(tuple(value.shape), names.get(value.dtype, str(value.dtype).removeprefix("torch.")))
         for name, value in content.items()
         if isinstance(value, torch.Tensor)
     }
-
-
-def type_of(dtype: object) -> str:
-    """torch's type in safetensors' spelling, as far as FLOATS has it."""
-    import torch
-
-    names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-    return names.get(dtype, str(dtype).removeprefix("torch."))  # type: ignore[call-overload,no-any-return]
 
 
 def _gguf(file: Path) -> dict[str, Stored]:

@@ -12,9 +12,9 @@ from urllib.parse import quote
 from xml.etree import ElementTree
 
 from attnlens.records import Report
+from attnlens.sections import checked
 from attnlens.sections.checked import document, worst
 from attnlens.sections.section import Cell, Document, Heading, Section, Sheet, Table
-from attnlens.sections import checked
 from attnlens.wording import clean
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "|", "%")

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from attnlens import hooks, models, requests
 from attnlens.arguments import public, shown
 from attnlens.errors import UsageError
-from attnlens.models.classes import kind_of
+from attnlens.models.configs import kind_of
 from attnlens.records import ModelInfo, QueryKey
 from attnlens.requests.run_options import WorkRequest
 from attnlens.run import checks

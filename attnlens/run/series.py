@@ -18,10 +18,8 @@ from attnlens.arguments import public
 from attnlens.choices import SHOWN
 from attnlens.errors import ModelError, UsageError
 from attnlens.files import sha256
-from attnlens.models.configs import sizes
-from attnlens.models.folders import read_json
-from attnlens.models.locate import DEMO, Location, find
-from attnlens.models.tokenizers import has_tokenizer
+from attnlens.models.configs import has_tokenizer, sizes
+from attnlens.models.locate import DEMO, Location, find, read_json
 from attnlens.records import Coverage, Curve, Experiment, File, Measure, Null, Report, Settings, Skipped, Trajectory
 from attnlens.registry import Analyzer, Gathering
 from attnlens.requests import reading

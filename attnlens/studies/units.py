@@ -29,7 +29,7 @@ from attnlens.kernel_transformers import (
     KernelTransformerConfig,
     made,
 )
-from attnlens.models.quiet import quiet
+from attnlens.models.building import quiet
 from attnlens.records import Call, QueryKey, Site
 from attnlens.runs import work
 from attnlens.runs.work import Store, key_of

@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from inspect import signature
+from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -86,8 +87,15 @@ def batches(
     CLIP's text side, the texts). Raises TextError where a text is too short or foreign to the model, or there is no
     usable tokenizer; UsageError for numbers that make no sense, or more tokens than the model has positions.
     """
-    _check(loaded, cut.sequences, cut.batch_size)
-    files, records = _files(loaded, cut)
+    for option, number in (("sequences", cut.sequences), ("batch-size", cut.batch_size)):
+        if number < 1:
+            raise UsageError(f"--{option} {number} is none at all.", f"Give at least --{option} 1.")
+    _check_kind(loaded)
+    files, records = dict[Modality, list[dict[str, "Tensor"]]](), list[list[Text]]()
+    asked: dict[Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
+    for modality in (modality for modality, paths in asked.items() if paths):
+        files[modality], read = read_files(loaded, modality, asked[modality])
+        records.append(read)
     each = _each(files, cut.sequences)
     taken = apart_from.taken if apart_from else {}
     cuts, texts = _fed(loaded, contents, replace(cut, sequences=each or cut.sequences), taken)
@@ -123,10 +131,8 @@ def _each(files: Mapping[Modality, Sequence[object]], most: int) -> int | None:
         said = " and ".join(f"{count} of --{modality}" for modality, count in counts.items())
         raise UsageError(f"Each sequence has one file of each kind, and there are {said}.", "Give as many of each.")
     if least > most:
-        raise UsageError(
-            f"Each sequence has a file of its own: {least} are more than --sequences {most}.",
-            f"Give --sequences {least}.",
-        )
+        problem = f"Each sequence has a file of its own: {least} are more than --sequences {most}."
+        raise UsageError(problem, f"Give --sequences {least}.")
     return least
 
 
@@ -143,19 +149,10 @@ def _short(count: int, files: int | None, cut: Cut, texts: Sequence[Text]) -> It
         yield f"The text has {count} {what} of the {cut.sequences} asked for."
 
 
-def _check(loaded: Loaded, sequences: int, batch_size: int) -> None:
-    """Raise UsageError or TextError where there is nothing to cut, or nothing to cut it for."""
-    for option, number in (("sequences", sequences), ("batch-size", batch_size)):
-        if number < 1:
-            raise UsageError(f"--{option} {number} is none at all.", f"Give at least --{option} 1.")
-    _check_kind(loaded)
-
-
 def _check_kind(loaded: Loaded) -> None:
     """Raise TextError for a model whose inputs can't be made up."""
     made = (*media_of(loaded.model, loaded.folder).names, *IDS * reads_text(loaded))
-    missing = [name for name in wanted(loaded.model) if name not in made]
-    if missing:
+    if missing := [name for name in wanted(loaded.model) if name not in made]:
         raise TextError(*not_made(loaded.model, missing))
 
 
@@ -182,17 +179,14 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, b
         draws = Random(seed)  # noqa: S311  # no secret
         known = vocabulary(loaded.model) or CHARACTERS
         standing = standing_ids(loaded.model)
-        rows = [[_drawn(draws, known, standing) for _ in range(tokens)] for _ in range(sequences)]
+        # none stands for a part of an image
+        usable = filter(lambda number: number not in standing, iter(lambda: draws.randrange(known), None))
+        rows = [list(islice(usable, tokens)) for _ in range(sequences)]
     media = media_of(loaded.model, loaded.folder)
     feed = Feed(loaded.model, without_placeholders(media) if bare else media, seed)
     named = [Text(name="random tokens", sha256=sha256(repr(rows).encode()).hexdigest())] * bool(rows)
     made = _in_batches(loaded, feed, TokenRows(rows), sequences, sequences)
     return Batches(made, sequences, tokens * bool(rows), (*named, *feed.texts), {})
-
-
-def _drawn(draws: Random, known: int, standing: AbstractSet[int]) -> int:
-    """A random id; none that stands for a part of an image."""
-    return next(number for number in iter(lambda: draws.randrange(known), None) if number not in standing)
 
 
 def _fed(
@@ -219,54 +213,33 @@ def _fed(
             f"The text ({', '.join(content.name for content in contents)}) has nothing left beside what is evaluated.",
             "Give a longer text, another one with --calibration, or fewer --sequences.",
         )
-    _check_known(loaded, rows)
+    known, largest = vocabulary(loaded.model), max(map(max, rows))
+    if known is not None and largest >= known:
+        problem = f"The tokenizer gives token {largest} and the model knows only {known}."
+        raise TextError(problem, "Tokenizer and weights don't belong together; use --source weights.")
     return TokenRows(rows, types, tuple(names)), texts
 
 
 def _sequences(loaded: Loaded, content: Content, length: int, cut: Cut) -> Cuttings:
     """All windows, lines or pairs of a text, with the token types of pairs; cut anew only in another way than last."""
     way = (loaded.tokenizer, length, cut.pairs, cut.pack, cut.placement != "first")
-    if way not in content.made:
-        content.made.clear()  # of a series of checkpoints each has a tokenizer of its own
-        content.made[way] = _cut(loaded, content, length, cut)
-    made: Cuttings = content.made[way]
-    return made
-
-
-def _cut(loaded: Loaded, content: Content, length: int, cut: Cut) -> Cuttings:
-    """The same without looking at what was cut last."""
+    if way in content.made:
+        known: Cuttings = content.made[way]
+        return known
     if loaded.tokenizer is None:
-        raise TextError(
-            f"This model has no usable tokenizer: {loaded.tokenizer_problem}.",
-            "Put its tokenizer files beside its weights, or use --source weights.",
-        )
+        problem = f"This model has no usable tokenizer: {loaded.tokenizer_problem}."
+        raise TextError(problem, "Put its tokenizer files beside its weights, or use --source weights.")
+    content.made.clear()  # of a series of checkpoints each has a tokenizer of its own
     read = thinned(content, spread=cut.placement != "first")
+    made: Cuttings
     if cut.pairs:
-        return pairs(loaded.tokenizer, read, tokens=length)
-    if cut.pack:
-        return windows(loaded.tokenizer, read, tokens=length)
-    return [(ids, []) for ids in lines(loaded.tokenizer, read, tokens=length)]
-
-
-def _check_known(loaded: Loaded, rows: Sequence[Sequence[int]]) -> None:
-    """Raise TextError where the tokenizer gives ids that the model has no embedding for."""
-    known, largest = vocabulary(loaded.model), max(map(max, rows))
-    if known is not None and largest >= known:
-        raise TextError(
-            f"The tokenizer gives token {largest} and the model knows only {known}.",
-            "Tokenizer and weights don't belong together; use --source weights.",
-        )
-
-
-def _files(loaded: Loaded, cut: Cut) -> tuple[dict[Modality, list[dict[str, Tensor]]], list[list[Text]]]:
-    """The inputs that are made of the files of each modality, and what these files are."""
-    found, said = dict[Modality, list[dict[str, "Tensor"]]](), list[list[Text]]()
-    asked: dict[Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
-    for modality, paths in asked.items():
-        if paths:
-            found[modality], named = read_files(loaded, modality, paths)
-            said.append(named)
-    return found, said
+        made = pairs(loaded.tokenizer, read, tokens=length)
+    elif cut.pack:
+        made = windows(loaded.tokenizer, read, tokens=length)
+    else:
+        made = [(ids, []) for ids in lines(loaded.tokenizer, read, tokens=length)]
+    content.made[way] = made
+    return made
 
 
 def _in_batches(loaded: Loaded, feed: Feed, rows: TokenRows, count: int, size: int) -> tuple[Batch, ...]:
@@ -283,14 +256,10 @@ def _batch(loaded: Loaded, feed: Feed, rows: TokenRows, numbers: range) -> Batch
     whole = [[*before, *row] for row in part.ids]
     inputs = feed.take(numbers)
     if part.ids:
-        ids, mask = token_tensors(whole, _padding(loaded))
+        choices = (getattr(loaded.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+        padding = next((choice for choice in choices if choice is not None), 0)  # which the mask hides
+        ids, mask = token_tensors(whole, padding)
         inputs |= text_inputs(model, ids, mask, len(before)) | types_of(model, standing, ids)
     if part.types and "token_type_ids" in signature(model.forward).parameters:
         inputs["token_type_ids"] = token_tensors([[*[0] * len(before), *row] for row in part.types], 0)[0]
     return Batch(placed(model, inputs), tuple(map(len, whole)), part.names, len(before))
-
-
-def _padding(loaded: Loaded) -> int:
-    """The id that stands for nothing; any id would do, since the mask hides it."""
-    choices = (getattr(loaded.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
-    return next((choice for choice in choices if choice is not None), 0)

@@ -19,8 +19,8 @@ from huggingface_hub.errors import StrictDataclassError
 
 from attnlens.errors import FAILURES, ModelError, TextError, UsageError, is_memory
 from attnlens.files import read_bytes, shortened, with_home
-from attnlens.models.folders import read_json
 from attnlens.models.hub import first_line
+from attnlens.models.locate import read_json
 from attnlens.models.placement import device_of_inputs
 from attnlens.records import Text
 from attnlens.texts.batches import PACKED
@@ -46,8 +46,6 @@ TOKENS = {"image": ("image_token_id", "image_token_index"), "audio": ("audio_tok
 """Names in the config of the id that holds the place of a part of an image or sound."""
 FEATURES = {"image": "get_image_features", "audio": "get_audio_features"}
 """Methods of a model that return these parts."""
-TYPES = {"image": 1, "audio": 3}
-"""Values of `mm_token_type_ids`; text is 0."""
 MASKS = ("feature_attention_mask", "input_features_mask", "padding_mask")
 """Names of a sound's mask in models that also read text."""
 ALIASES = {
@@ -74,8 +72,6 @@ FRAMES, MOST_FRAMES = 8, 256
 """Frames of a made-up video if the config does not say how many, and the most for a processor."""
 RATE = 16_000
 """Samples per second, and in one made-up sound, if the processor does not say its rate."""
-PROBE = 4
-"""Ids of a text of no meaning."""
 UNPREPARED = (*FAILURES, OSError, ImportError, MemoryError, StrictDataclassError)
 """Errors of processors, whose settings come from the checkpoint."""
 Standing = tuple[tuple[Modality, int, int], ...]
@@ -139,19 +135,14 @@ def _find_media(model: PreTrainedModel, folder: Path | None) -> Media:
             one = replace(one, before=())
         if problem:
             notes.append(f"Each {modality} is random numbers of the shape in config.json. No processor: {problem}")
-        found = Media(
-            {**found.readers, **one.readers},
-            found.names | one.names,
-            found.before + one.before,
-            alone=found.alone or one.alone,
-        )
+        names, before = found.names | one.names, found.before + one.before
+        found = Media({**found.readers, **one.readers}, names, before, alone=found.alone or one.alone)
     return replace(found, notes=tuple(notes))
 
 
 def modalities(model: PreTrainedModel) -> list[Modality]:
     """Return what the model reads besides text, by the parameters of its forward pass."""
-    names = _parameters(model)
-    return [modality for modality, inputs in INPUTS.items() if any(name in names for name in inputs)]
+    return [modality for modality, inputs in INPUTS.items() if not _parameters(model).keys().isdisjoint(inputs)]
 
 
 def without_placeholders(media: Media) -> Media:
@@ -180,17 +171,16 @@ class Feed:
 
     def placeholders(self, number: int) -> Standing:
         """Return the placeholders before the text of a sequence."""
-        made = tuple(one for one in self.media.before if one[0] not in self.files)
-        return made + tuple(self._file_placeholders(modality, number) for modality in self.files)
-
-    def _file_placeholders(self, modality: Modality, number: int) -> tuple[Modality, int, int]:
-        try:
-            return modality, *_count_parts(self._model, modality, self.files[modality][number])
-        except FAILURES as error:
-            if is_memory(error):
-                raise
-            problem = f"The {modality} can't be fed: {_failure(error)}."
-            raise ModelError(problem, f"Leave out --{modality}.") from error
+        found = [one for one in self.media.before if one[0] not in self.files]
+        for modality, inputs in self.files.items():
+            try:
+                found.append((modality, *_count_parts(self._model, modality, inputs[number])))
+            except FAILURES as error:
+                if is_memory(error):
+                    raise
+                problem = f"The {modality} can't be fed: {_failure(error)}."
+                raise ModelError(problem, f"Leave out --{modality}.") from error
+        return tuple(found)
 
     def take(self, numbers: Iterable[int]) -> dict[str, Tensor]:
         """Return the inputs of these sequences."""
@@ -222,9 +212,8 @@ def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tupl
     the checkpoint has no processor, or one that fails.
     """
     if modality not in modalities(loaded.model):
-        raise UsageError(
-            f"{loaded.info.id} reads no {modality}, so that --{modality} would be ignored.", f"Leave out --{modality}."
-        )
+        problem = f"{loaded.info.id} reads no {modality}, so that --{modality} would be ignored."
+        raise UsageError(problem, f"Leave out --{modality}.")
     reader = load_processor(loaded.model, modality, loaded.folder)
     inputs, records = list[dict[str, "Tensor"]](), list[Text]()
     for path in paths:
@@ -250,24 +239,18 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
         found = [cached_file(str(place), name, revision=revision, **options) for name in SETTINGS if place]
         files = [path for path in found if path]
     if not files:
-        raise ModelError(
-            f"{place or type(model).__name__} has no {SETTINGS[1]}, which says how an {modality} is prepared.",
-            "Put it beside the weights, or give the prepared inputs to attnlens.capture.",
-        )
+        problem = f"{place or type(model).__name__} has no {SETTINGS[1]}, which says how an {modality} is prepared."
+        raise ModelError(problem, "Put it beside the weights, or give the prepared inputs to attnlens.capture.")
     if any("auto_map" in read_json(Path(file)) for file in files):
-        raise ModelError(
-            f"The processor of {place} is code of its own, which attnlens does not run.",
-            f"Prepare the {modality}s yourself, and give them to attnlens.capture in Python.",
-        )
+        problem = f"The processor of {place} is code of its own, which attnlens does not run."
+        raise ModelError(problem, f"Prepare the {modality}s yourself, and give them to attnlens.capture in Python.")
     kind: Any = AutoImageProcessor if modality == "image" else AutoFeatureExtractor
     try:
         with _bounded_memory():
             return kind.from_pretrained(Path(files[0]).parent, local_files_only=True, trust_remote_code=False)
     except UNPREPARED as error:
-        raise ModelError(
-            f"{place} has no processor for {modality} input that can be loaded: {first_line(error)}",
-            f"Mend {files[0]}, or leave out --{modality}.",
-        ) from error
+        problem = f"{place} has no processor for {modality} input that can be loaded: {first_line(error)}"
+        raise ModelError(problem, f"Mend {files[0]}, or leave out --{modality}.") from error
 
 
 def _make_up(model: PreTrainedModel, modality: Modality, reader: Any, seed: int, number: int) -> dict[str, Tensor]:
@@ -317,10 +300,8 @@ def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
         raise TextError(*not_made(model, [name]))
     if not all(isinstance(side, int) and side > 0 for side in shape) or prod(shape) > LARGEST_INPUT:
         asked = " × ".join(shortened(str(side)) for side in shape)
-        raise TextError(
-            f"The config asks for {name} of {asked} numbers, which attnlens does not make up.",
-            "Mend its sizes in config.json.",
-        )
+        problem = f"The config asks for {name} of {asked} numbers, which attnlens does not make up."
+        raise TextError(problem, "Mend its sizes in config.json.")
     return shape
 
 
@@ -330,10 +311,9 @@ def _picture(path: str, content: bytes) -> Any:
     try:
         with Image.open(BytesIO(content)) as image:
             return image.convert("RGB")
-    except UnidentifiedImageError:
-        raise TextError(f"{path} can't be read as an image: its format is not known.", SAY["image"]) from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise TextError(f"{path} can't be read as an image: {first_line(error)}", SAY["image"]) from None
+        why = "its format is not known." if isinstance(error, UnidentifiedImageError) else first_line(error)
+        raise TextError(f"{path} can't be read as an image: {why}", SAY["image"]) from None
 
 
 def _samples(path: str, content: bytes, expected: int) -> Float[np.ndarray, " samples"]:
@@ -348,10 +328,8 @@ def _samples(path: str, content: bytes, expected: int) -> Float[np.ndarray, " sa
     except (*FAILURES, EOFError, struct.error) as error:
         raise TextError(f"{path} can't be read as a sound: {first_line(error)}", SAY["audio"]) from None
     if rate != expected:
-        raise TextError(
-            f"{path} has {rate} samples a second, and the model hears {expected}.",
-            f"Convert it first, as with: ffmpeg -i {path} -ar {expected} -ac 1 converted.wav",
-        )
+        problem = f"{path} has {rate} samples a second, and the model hears {expected}."
+        raise TextError(problem, f"Convert it first, as with: ffmpeg -i {path} -ar {expected} -ac 1 converted.wav")
     if not len(values) or len(values) > LARGEST_INPUT:
         raise TextError(f"{path} holds {len(values)} samples.", "Give a sound of a few seconds.")
     if values.dtype == np.uint8:  # 8-bit samples count from 128, longer ones from 0
@@ -382,15 +360,12 @@ def _process(model: PreTrainedModel, modality: Modality, reader: Any, raw: Any, 
                     options["return_attention_mask"] = True
                 result = dict(reader(raw, **options))
     except UNPREPARED as error:
-        raise ModelError(
-            f"The model's processor fails on {name}: {first_line(error)}", "Give another file, or leave it out."
-        ) from error
+        problem = f"The model's processor fails on {name}: {first_line(error)}"
+        raise ModelError(problem, "Give another file, or leave it out.") from error
     inputs = {names[name]: value for name, value in result.items() if name in names and isinstance(value, torch.Tensor)}
     if not any(names.get(name) in inputs for name in INPUTS[modality]):
-        raise ModelError(
-            f"The model's processor makes {', '.join(result)}, and {type(model).__name__} takes none of them.",
-            f"Leave out --{modality}.",
-        )
+        problem = f"The model's processor makes {', '.join(result)}, and {type(model).__name__} takes none of them."
+        raise ModelError(problem, f"Leave out --{modality}.")
     return inputs
 
 
@@ -473,7 +448,7 @@ def _try(model: PreTrainedModel, media: Media) -> None:
     import torch
 
     before = ids_of(media.before)
-    ids = torch.tensor([[*before, *plain_ids(model, PROBE)]])
+    ids = torch.tensor([[*before, *plain_ids(model, 4)]])
     inputs = Feed(model, media, 0).take([0]) | types_of(model, media.before, ids)
     inputs |= text_inputs(model, ids, torch.ones_like(ids), len(before))
     with torch.no_grad():
@@ -509,7 +484,8 @@ def types_of(model: PreTrainedModel, standing: Standing, ids: Tensor) -> dict[st
     if not standing or "mm_token_type_ids" not in signature(model.forward).parameters:
         return {}
     types = ids.new_zeros(ids.shape)
-    known = [TYPES[modality] for modality, _, count in standing for _ in range(count)]
+    numbers = {"image": 1, "audio": 3}  # text is 0
+    known = [numbers[modality] for modality, _, count in standing for _ in range(count)]
     types[:, : len(known)] = types.new_tensor(known)
     return {"mm_token_type_ids": types}
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from attnlens.choices import Placement
 from attnlens.errors import TextError, UsageError
-from attnlens.models.classes import text_config
+from attnlens.models.configs import foreign, text_config
 from attnlens.models.placement import device_of_inputs
-from attnlens.models.tokenizers import foreign
 from attnlens.texts.sources import Content
 
 if TYPE_CHECKING:
@@ -342,4 +341,5 @@ def _told(content: Content) -> AbstractContextManager[None]:
     return foreign(
         f"The tokenizer fails on the text ({content.name})",
         "Put its own tokenizer files beside the model, or use --source weights.",
+        TextError,
     )

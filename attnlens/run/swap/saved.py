@@ -23,8 +23,8 @@ from attnlens.errors import FAILURES, AttnlensError, ModelError, OutputError, Us
 from attnlens.files import make_folder, opened, read_object, sha256, unwritten_folder
 from attnlens.kernels import parsed
 from attnlens.models import SWAPPED, Loaded, Loading, first_line, load
-from attnlens.models.folders import refuse_outside, weight_file
-from attnlens.models.quiet import quiet
+from attnlens.models.building import quiet
+from attnlens.models.locate import refuse_outside, weight_file
 from attnlens.records import Record, Report, Site
 from attnlens.requests import checked
 
