@@ -28,7 +28,6 @@ from safetensors.torch import load, save
 import attnlens
 from attnlens import run
 from attnlens.errors import ModelError, OutputError, UsageError
-from attnlens.run import provenance
 from attnlens.run.inspect import pipeline as survey
 from attnlens.run.inspect.pipeline import Inspection
 from attnlens.run.series import Series
@@ -38,6 +37,7 @@ from attnlens.run.swap.one_kernel import KernelRun
 from attnlens.run.swap.pipeline import prepared
 from attnlens.run.swap.ranks import search
 from attnlens.run.swap.sweep import SweptBatch
+from attnlens.runs import work
 from attnlens.runs.work import ShardFinished
 
 CHECKPOINTS = Path(attnlens.__file__).parent / "demo" / "checkpoints"
@@ -389,12 +389,12 @@ def test_a_run_of_other_settings_models_and_code_does_not_resume_from_it(read, t
     monkeypatch.setattr(attnlens, "__version__", "99.0")
     computes(4)
     (tmp_path / "attnlens" / "linalg").mkdir(parents=True)
-    monkeypatch.setattr(provenance, "PACKAGE", tmp_path / "attnlens")
+    monkeypatch.setattr(work, "PACKAGE", tmp_path / "attnlens")
     for content, count in (("first", 4), ("first", 0), ("other", 4)):
         (tmp_path / "attnlens" / "linalg" / "spectra.py").write_text(content)
-        provenance.own_code.cache_clear()
+        work.own_code.cache_clear()
         computes(count)
-    provenance.own_code.cache_clear()
+    work.own_code.cache_clear()
 
 
 def other_weights(place: Path) -> None:

@@ -165,7 +165,7 @@ class Inputs:
         """
         found = cls()
         lone = {name: [given[name]] for name in ("prompts", "pairs", "labelled") if given.get(name) is not None}
-        several = {name: given.get(name) or () for name in ("text", "calibration", "series")}
+        several = {name: given.get(name) or () for name in ("text", "calibration", "series", "image", "audio")}
         for option, named in (lone | several).items():
             for path in map(Path, named):
                 asked = dataset_rows(str(path)) if option in TEXTS else None
@@ -187,6 +187,9 @@ class Inputs:
             check_endpoint()
         for name in models:
             found._add_model(name, given)
+        if given.get("adapter") is not None:
+            folder = Path(os.path.realpath(os.path.expanduser(given["adapter"])))  # noqa: PTH111  # never raises
+            found.folders[folder] = "a file of the adapter"
         return found
 
     def description(self, output: Path) -> str:

@@ -382,7 +382,7 @@ class RemoteFile:
                         problem = f"{self.name} is cut off, or says another size of {shortened(name)} than it has."
                         raise ModelError(problem, "Download it again.")
                     found[name] = stored, start
-        except (ValueError, TypeError, LookupError, AttributeError):
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             raise ModelError(f"{self.name} has no header of a safetensors file.", "Download it again.") from None
         return found
 

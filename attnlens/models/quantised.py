@@ -226,8 +226,8 @@ def gptq(parts: Parts, settings: Settings) -> Tensor:
     """Compute ((codes − zero) · scale)ᵀ, packed along inputs; zeros are stored less 1, but in the format gptq_v2."""
     words, zero_words, scale = _three(parts)
     bits = _bits(zero_words.shape[1], scale.shape[1])
-    if settings.get("dynamic"):  # each module has its own, by patterns
-        settings = {"checkpoint_format": settings.get("checkpoint_format")}
+    overridden = {name for own in (settings.get("dynamic") or {}).values() for name in own or {}}
+    settings = {name: value for name, value in settings.items() if name not in overridden}  # modules have their own
     if settings.get("bits", bits) != bits:
         raise CodesError(f"its codes have {bits} bits, and bits is {settings['bits']}")
     codes = _unpacked(words.mT, bits).mT

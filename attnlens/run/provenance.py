@@ -8,7 +8,6 @@ import platform
 import resource
 import sys
 from collections.abc import Iterable
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,27 +21,6 @@ from attnlens.hooks import Reached
 from attnlens.models import Loaded
 from attnlens.records import Environment, Report, Tool
 from attnlens.registry import Analyzer, Gathering, KernelInfo
-
-PACKAGE = Path(__file__).parents[1]
-
-
-def versions() -> dict[str, str]:
-    """Of the programs whose arithmetic the readings are; of attnlens its code too, which changes between releases."""
-    return {
-        "attnlens": attnlens.__version__,
-        "code": own_code(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-@cache
-def own_code() -> str:
-    """A hash of the modules of attnlens, by their paths and contents."""
-    found = sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        found.update(f"{path.relative_to(PACKAGE).as_posix()}\0".encode() + sha256(path.read_bytes()).digest())
-    return found.hexdigest()[:16]
 
 
 def content_of(
@@ -73,7 +51,10 @@ def code_of(one: Analyzer | Gathering | KernelInfo) -> bytes:
     """The file that an analyzer or a kernel stands in: another package may change its own with no new version here."""
     own: Any = inspect.unwrap(one.begin if isinstance(one, Gathering) else one.function)
     source = inspect.getsourcefile(own) if inspect.isfunction(own) or inspect.isclass(own) else None
-    return Path(source).read_bytes() if source is not None and Path(source).is_file() else b""
+    if source is not None and Path(source).is_file():
+        return Path(source).read_bytes()
+    code = getattr(own, "__code__", None)  # of a function that was typed into a notebook
+    return repr(code and (code.co_code, code.co_consts, code.co_names)).encode()
 
 
 STATUS = Path("/proc/self/status")

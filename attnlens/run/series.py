@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +18,11 @@ from attnlens import models, registry, requests, texts
 from attnlens.arguments import public
 from attnlens.choices import SHOWN
 from attnlens.errors import ModelError, UsageError
-from attnlens.files import sha256
+from attnlens.files import sha256, with_home
+from attnlens.models.adapters import find_adapter
 from attnlens.models.configs import has_tokenizer, sizes
 from attnlens.models.locate import DEMO, Location, find, read_json
+from attnlens.models.placement import device_of
 from attnlens.records import Coverage, Curve, Experiment, File, Measure, Null, Report, Settings, Skipped, Trajectory
 from attnlens.registry import Analyzer, Gathering
 from attnlens.requests import reading
@@ -29,9 +32,9 @@ from attnlens.run.checks import no_loss
 from attnlens.run.differences import mean_loss
 from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.pipeline import Inspection
-from attnlens.run.provenance import code_of, report_of, versions
+from attnlens.run.provenance import code_of, report_of
 from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
-from attnlens.runs.work import Compute, Store, WorkPlan, key_of, run_units
+from attnlens.runs.work import Compute, Store, WorkPlan, key_of, run_units, versions
 from attnlens.texts.targets import feed, task_of
 
 BESIDE = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
@@ -389,8 +392,10 @@ class Series:
     def facts(self) -> dict[str, Any]:
         """All that determines what the units find."""
         left_out = {*requests.options(SharedRequest), *READ}
-        files, adapter = map(Path, (*self.cut.image, *self.cut.audio)), self.given["adapter"]
-        of_adapter = [] if adapter is None else [path for path in Path(adapter).glob("*") if path.is_file()]
+        files = [with_home(os.fspath(path)) for path in (*self.cut.image, *self.cut.audio)]
+        adapter, offline = self.given["adapter"], self.given["offline"]
+        found = None if adapter is None else find_adapter(os.fspath(adapter), offline=offline)
+        of_adapter = [] if found is None else [path for path in found.folder.glob("*") if path.is_file()]
         return {
             "command": "converge",
             "versions": versions(),
@@ -399,7 +404,8 @@ class Series:
                 {
                     "texts": [(one.name, one.text) for one in self.contents],
                     "fed": [sha256(path) for path in files if path.is_file()],
-                    "adapter": [str(adapter), *map(sha256, sorted(of_adapter))],
+                    "adapter": [None if found is None else found.revision, *map(sha256, sorted(of_adapter))],
+                    "device": str(device_of(self.given["device"])),
                     "code": [code_of(one).hex() for one in self.analyzers],
                 }
             ),

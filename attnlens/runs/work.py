@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import re
 import signal
 import socket
@@ -19,9 +20,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -191,6 +192,31 @@ class WorkPlan:
         if self.work is None and self._unwritable():
             return None
         return Store(self.root / key_of(facts), facts, resume=self.resume)
+
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of what computes the units; of attnlens its code too, which changes between releases."""
+    libraries = ("attnlens", "torch", "transformers", "peft", "gguf")
+    return {"code": own_code()} | {name: _version(name) for name in libraries}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def own_code() -> str:
+    """Return a hash of the modules of attnlens, by their paths and contents."""
+    digest = sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(f"{path.relative_to(PACKAGE).as_posix()}\0".encode() + sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
 
 
 NOTHING_KEPT = WorkPlan()
@@ -469,7 +495,7 @@ def run_units(
         stopped = True
     missing = {name: failures[name].reason for name in names if name in failures}
     if plan.shard is not None and store is not None and not stopped:
-        remaining = [name for name in names if name not in values and not store.path(name).exists()]
+        remaining = [name for name in names if name not in values and store.load(name) is None]
         raise ShardFinished(len(names) - len(remaining), len(names), remaining, missing)
     if failures and not values and not stopped:
         name, first = next(iter(failures.items()))
@@ -552,19 +578,19 @@ def reason_of(error: BaseException) -> str:
 
 
 _prepared: dict[str, tuple[Mapping[str, Any], Compute]] = {}
-"""In a worker: the run whose units it computes."""
+"""In a worker: the run whose units it computes, by a hash of how it was prepared."""
 
 
 def _compute_in_worker(opener: Opener, arguments: tuple[Any, ...], store: Store, name: str) -> Failure | None:
     """Compute a unit in another process and write its file. Returns why that failed, in a form that can be pickled."""
 
     def compute(name: str) -> None:
-        key = key_of(store.facts)
-        if key not in _prepared:
+        call = sha256(pickle.dumps((opener, arguments))).hexdigest()
+        if call not in _prepared:
             _prepared.clear()
-            _prepared[key] = opener(*arguments)
-        facts, make = _prepared[key]
-        if key_of(facts) != key:
+            _prepared[call] = opener(*arguments)
+        facts, make = _prepared[call]
+        if key_of(facts) != key_of(store.facts):
             raise ModelError(
                 f"A worker has other inputs than the run that it works for: {difference(facts, store.facts)}.",
                 "Give all workers the same files, texts and versions.",
@@ -674,6 +700,8 @@ def _begin_worker() -> None:
     """Prepare a process for units: one thread, no interruptions, and an end with the process that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(dict.fromkeys(THREADS, "1"))
+    if (torch := sys.modules.get("torch")) is not None:  # the main script has imported it already
+        torch.set_num_threads(1)
 
     def end_with_parent() -> None:
         if (parent := parent_process()) is not None:

@@ -61,9 +61,11 @@ def discoveries(found: Comparison) -> Iterator[str]:
     if lone:
         which = listed([f"{row.measure} of {row.layer}.{row.head}" for row in lone])
         yield f"{counted(len(lone), 'measure')} of a head with a value in one model alone: {which}."
-    inherited = named[ROWS] - own - named[FORMS]
-    if inherited and any(row.measure == OWN_ROWS for row in found.rows):
-        yield f"{counted(len(inherited), 'head')} attend otherwise only because of what changed before them."
+    alike = {(row.layer, row.head) for row in found.rows if row.measure == OWN_ROWS and row.beyond_rounding is False}
+    inherited = (named[ROWS] & alike) - own - named[FORMS]
+    if inherited:
+        attend = "attends" if len(inherited) == 1 else "attend"
+        yield f"{counted(len(inherited), 'head')} {attend} otherwise only because of what changed before them."
 
 
 def _named(found: Comparison, measure: str) -> set[tuple[int, int]]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
-import attnlens
 from attnlens import hooks, registry
 from attnlens.analyzers.selection.gatherer import Selector
 from attnlens.attention import attend
@@ -202,7 +201,7 @@ class TrainingUnit:
     def name(self, digest: str) -> str:
         """Return the name of its unit of work, with a hash of what determines it; `digest` is of the task's data."""
         facts = {
-            "version": attnlens.__version__,
+            "versions": work.versions(),
             "data": digest,
             "form": asdict(self.form),
             "sizes": {name: value for name, value in asdict(self.scale).items() if name not in SEARCHED},

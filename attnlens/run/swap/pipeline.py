@@ -22,13 +22,13 @@ from attnlens.requests.swap import SwapOptions
 from attnlens.run import checks, feeding
 from attnlens.run.differences import of_file, prompts_of
 from attnlens.run.in_memory import refuse_work
-from attnlens.run.provenance import code_of, content_of, versions
+from attnlens.run.provenance import code_of, content_of
 from attnlens.run.swap.candidate import Candidate
 from attnlens.run.swap.one_kernel import KernelInterrupted, KernelRun, Swapping, swap_report
 from attnlens.run.swap.ranks import search
 from attnlens.run.swap.saved import UnsavedError
 from attnlens.runs.progress import Interrupted, Progress, silent, telling
-from attnlens.runs.work import Compute, Stopped, Store, WorkPlan, key_of, run_units
+from attnlens.runs.work import Compute, Stopped, Store, WorkPlan, key_of, run_units, versions
 from attnlens.texts.targets import check_input, feed
 
 APART = ("text", "pairs", "image", "audio", "adapter", "calibration", "prompts", "ranks", "save")
