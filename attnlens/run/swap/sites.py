@@ -31,9 +31,6 @@ from attnlens.run.outputs import Variant
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from attnlens.models import Loaded
-
-
 TOLERANCE = hooks.IDENTITY_TOLERANCE
 PADDING = 4
 """Tokens of padding that are changed."""

@@ -42,8 +42,6 @@ from attnlens.texts.targets import HEADLESS, NOTHING, Fed, feed
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-    from torch import Tensor
-
 
 SEQUENCES = 192
 """Windows of calibration text that a budget asks for, over all texts and parts."""
