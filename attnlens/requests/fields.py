@@ -25,10 +25,7 @@ DEVICES = re.compile(r"auto|cpu|mps|cuda(:[0-9]{1,4})?")
 
 
 def words(what: str, given: Words) -> list[str]:
-    """Several names or paths as strings; a plain one means itself and not its letters.
-
-    Raises UsageError where one of them is neither a string nor a path, or an empty one.
-    """
+    """Return several names or paths as strings, a plain one alone; raises UsageError for other types and empty ones."""
     alone = isinstance(given, str | bytes | os.PathLike) or not isinstance(given, Iterable)
     found: list[Any] = [given] if alone else several(what, cast("Iterable[Any]", given))
     for one in found:
@@ -47,10 +44,7 @@ def whole(what: str, given: Any, least: int, most: int = LARGEST) -> int:
 
 
 def numbers(what: str, given: Any) -> list[int] | None:
-    """Numbers of layers or heads, each once; None means all.
-
-    Raises UsageError for a string, an empty list, and whatever is no whole number from 0 on.
-    """
+    """Return layer or head numbers, each once (None: all); raises UsageError for an empty list and non-integers."""
     if given is None:
         return None
     say = f"Give a list of whole numbers, such as {what}=[0, 1], or leave it out for all."
@@ -80,10 +74,7 @@ def head(given: Any) -> tuple[int, int]:
 
 
 def one_head(given: Any, layers: object, heads: object) -> dict[str, list[int]]:
-    """The head that is named as the layers and heads to look at; nothing where none is.
-
-    Raises UsageError where layers or heads are named beside it.
-    """
+    """Return the head as layers and heads, {} for None; raises UsageError if layers or heads are named beside it."""
     if given is None:
         return {}
     if layers is not None or heads is not None:
@@ -221,10 +212,7 @@ def _check_of(plain: Any, option: Option) -> Callable[[str, Any], Any]:
 
 
 def checked(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked for of a kind of run, every option with its value or its default.
-
-    Raises UsageError for an option that does not exist (did you mean), and for values that make no sense.
-    """
+    """Return every option of `kind` with its value or default; raises UsageError for unknown names and wrong values."""
     known = options(kind)
     for name in given:
         checked_name("option", name, known)

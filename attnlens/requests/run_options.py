@@ -39,10 +39,7 @@ def shard(name: str, given: Any) -> str:
 
 
 def _of_environment() -> str:
-    """The shard of a task of Slurm's array, or of a process of torchrun.
-
-    Raises UsageError where there is neither, or the array's tasks are not evenly spaced.
-    """
+    """Return the shard of a task of an evenly spaced Slurm array, or of a process of torchrun; raises UsageError."""
     slurm = {name: os.environ.get(ARRAY + name, "") for name in ("ID", "COUNT", "MIN", "MAX", "STEP")}
     said = {name: int(value) for name, value in slurm.items() if value.isdecimal()}
     if "ID" in said and "COUNT" in said:

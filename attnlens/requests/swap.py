@@ -189,10 +189,7 @@ def _ranks(asked: Mapping[str, Any]) -> Plan | None:
 
 
 def _without_rank(kernels: list[str], plan: Plan | None) -> str:
-    """The spelling that stands for `rank` until the ranks are chosen; raises UsageError for any other kernel.
-
-    The form of the latents may be named (`rank:group=all`), or is the plan's.
-    """
+    """Return the spelling until ranks are chosen, its form as typed or the plan's; raises UsageError for others."""
     name, _, form = kernels[0].partition(":") if len(kernels) == 1 else ("", "", "")
     unranked = _unranked(form)
     if name != BUDGETED or unranked is None:

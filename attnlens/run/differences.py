@@ -96,10 +96,7 @@ def _silent(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> str:
 
 
 def of_windows(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> Prompts | str:
-    """The first halves of evaluated windows, spread evenly over them, all of one length; or why there are none.
-
-    Of lines, of those that are no shorter than the middle one, half of that one's length.
-    """
+    """Return equally long first halves of windows or of lines above the middle length; or why there are none."""
     if why := _silent(model, fed, task):
         return why
     rows: list[Tensor] = []
@@ -114,11 +111,7 @@ def of_windows(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> Prompt
 
 
 def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
-    """The lines of a file, padded on the left.
-
-    Raises TextError where there are none, or one leaves no room in the model's context to continue it, and UsageError
-    where the model has no tokenizer.
-    """
+    """Return lines padded on the left; raises TextError for none or too long, UsageError without tokenizer."""
     lines = [line for line in content.text.splitlines() if line.strip()]
     if not lines:
         raise TextError(f"{content.name} holds no prompt.", "Give a file with one prompt a line.")
@@ -176,10 +169,7 @@ def continued(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continue
 
 
 def agreement(model: PreTrainedModel, own: Continued, variant: Variant) -> Agreement | str:
-    """For how long the changed model's continuations are the original's, in lockstep; or why it has none.
-
-    Both choose their likeliest token. A prompt whose texts end alike never differs.
-    """
+    """Count tokens until both models' likeliest tokens differ, in lockstep; or say why there is no count."""
     try:
         with torch.no_grad(), variant():
             every = zip(own.prompts.parts(), torch.split(own.tokens, MOST, 1), strict=True)
@@ -207,10 +197,7 @@ def agreement(model: PreTrainedModel, own: Continued, variant: Variant) -> Agree
 def _common(
     theirs: Int[Tensor, "steps prompts"], ends: Int[Tensor, " ids"], chosen: Iterator[Int[Tensor, " prompts"]]
 ) -> Int[Tensor, " prompts"]:
-    """Of each prompt, how many tokens both have in common from the first on; all where both texts end alike.
-
-    No step is taken once all prompts differ or have ended.
-    """
+    """Count common first tokens of each prompt, all if both texts end alike; stop once all differ or have ended."""
     alive = torch.ones_like(theirs[0], dtype=torch.bool)
     found = torch.zeros_like(theirs[0])
     for own, new in zip(theirs, chosen, strict=False):
@@ -336,10 +323,7 @@ class Differences:
         self.likeness.add(own, new)
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str | None = None) -> dict[str, Any]:
-        """The fields of an Outcome; `texts` are the names of the texts that the sequences are of.
-
-        `window`: beyond how many keys some tokens' evidence lies, or why there is no such number; None: not asked.
-        """
+        """Return the fields of an Outcome; `window`: beyond which width evidence lies, or why unknown."""
         predicted, states = self._predicted(seed, texts), self._states(seed, texts)
         placed: dict[str, Any] = {"reasons": {}}
         if window is not None:

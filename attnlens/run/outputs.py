@@ -56,10 +56,7 @@ def peak_of(model: PreTrainedModel, work: Callable[[], object]) -> int | None:
 
 @contextmanager
 def enough_memory(model: PreTrainedModel, inputs: dict[str, Tensor], variant: Variant | None) -> Iterator[None]:
-    """Turn running out of memory into a ModelError that says which batch size would fit, by trying it.
-
-    `variant` is None where a forward pass takes less than what ran out: then nothing is tried.
-    """
+    """Raise ModelError if memory runs out, with a batch size that fits; with no `variant` none is tried."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -199,10 +196,7 @@ def paired_change(
     seed: int,
     of: Callable[[Tensor], Tensor] = lambda mean: mean,
 ) -> Change:
-    """`of` the mean loss over tokens of both, and its difference with its 95 % interval; NaN pairs don't count.
-
-    `before` and `after` are means over the `counts` tokens of each sequence.
-    """
+    """Compare `of` the mean loss over `counts` tokens per sequence, with a 95 % interval; NaN pairs don't count."""
     delta, low, high = paired_difference(before, after, design, weights=counts, of=of, seed=seed)
     there = ~(after - before).isnan()
     first, second = (float(of((part[there] * counts[there]).sum() / counts[there].sum())) for part in (before, after))

@@ -163,10 +163,7 @@ def fit(
 
 
 def unfitted(loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batches: Iterable[Batch]) -> hooks.Swaps:
-    """The same swaps with the free parameters that can be trained written out per head, at their typed values.
-
-    A fit knows their shapes; it needs some text to tell them.
-    """
+    """Write out trainable free parameters per head at their typed values, in shapes that a fit finds from some text."""
     bare = {s: swap for s, swap in swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
     found = dict(swaps)
     fits = _fits(bare)

@@ -103,10 +103,7 @@ class Swapping:
     """Read for the first kernel whose heads are swept, and the same for all."""
 
     def survey(self) -> None:
-        """Find the sites, prove that recomputing attention changes nothing, choose the sites.
-
-        Raises UsageError for a kernel that has no meaning in a chosen cross-attention.
-        """
+        """Find, prove and choose the sites; raises UsageError for a kernel without meaning in cross-attention."""
         with timed(self.timings, "survey"), enough_memory(self.loaded.model, self.probe, nullcontext):
             survey = checks.surveyed(self.loaded, self.probe)
             reached = survey.reached

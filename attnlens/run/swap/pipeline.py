@@ -95,10 +95,7 @@ class SwapWork:
         return None if self.words[0] is None else WorkPlan.of(self.given).store(self.facts)
 
     def run(self) -> tuple[Report, Callable[[], None]]:
-        """Return the report, and what removes the finished units once it is written.
-
-        Raises Interrupted or UnsavedError, which hold the report of what was finished.
-        """
+        """Return the report, and what removes finished units; Interrupted and UnsavedError hold what was finished."""
         plan, count = WorkPlan.of(self.given), len(self.names)
         more = telling(self.session.progress, "kernels", count) if count > 1 and plan.shard is None else None
         # a kernel that is to be saved is computed again: the model that it makes is not in its unit

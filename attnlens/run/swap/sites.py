@@ -30,9 +30,6 @@ from attnlens.run.outputs import Variant
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from attnlens.models import Loaded
-
-
 TOLERANCE = hooks.IDENTITY_TOLERANCE
 PADDING = 4
 """Tokens of padding that are changed."""
@@ -45,10 +42,7 @@ MASKS = {"decoder_input_ids": "decoder_attention_mask", "input_ids": "attention_
 def leaks(
     loaded: Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor], variant: Variant, seed: int
 ) -> dict[str, Any]:
-    """The causality and mask errors of a swapped model, with the `reasons` why one does not apply.
-
-    Raises IdentityError where one exceeds 1e-5 that does not in the model itself.
-    """
+    """Measure causality and mask errors, with the `reasons` why one does not apply; raises IdentityError."""
     decodes = any(site.part == "decoder" for site in sites)
     found: dict[str, float | str] = {"causality_error": EVERY}
     if decodes and any(name in inputs for name in IDS):
@@ -99,10 +93,7 @@ def mask_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, s
 
 
 def _judged(measure: Callable[[Variant], float | None], variant: Variant, when: str, remedy: str) -> float | str:
-    """The error under the new kernel, or why there is none; it is no fault of a kernel's that the model has by itself.
-
-    Raises IdentityError where it is.
-    """
+    """Return the error, or why there is none; raises IdentityError above 1e-5 unless the model itself has it."""
     error = measure(variant)
     if error is None:
         return NO_ROWS
@@ -157,10 +148,7 @@ def _difference(
 
 
 def _tensors(result: ModelOutput) -> Iterator[Tensor]:
-    """The tensors of numbers in an output, those of its parts (CLIP's text side), and the last hidden states.
-
-    The first with one row a token is the logits, or the last hidden states; a seq2seq model's decoder's.
-    """
+    """Yield floating outputs and those of parts (CLIP's text side): first logits or states, a decoder's if seq2seq."""
     for name, value in result.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             yield value
@@ -237,10 +225,7 @@ def replaced(
 def chosen_sites(
     reached: Sequence[Reached], layers: Sequence[int] | None, heads: Sequence[int] | None, part: Part | None
 ) -> dict[Site, tuple[int, ...] | None]:
-    """The sites of these layers and this part, each with those of the heads asked for that it has; None means all.
-
-    Raises UsageError for a layer or head that the model does not have, and where no site is left.
-    """
+    """Return these sites, each with its chosen heads (None: all); raises UsageError for missing ones or no site."""
     heads_of = {found.site: found.call.query.shape[1] for found in reached}
     checks.check_chosen(layers, heads, reached)
     sites = [site for site in heads_of if layers is None or site.layer in layers]
@@ -257,10 +242,7 @@ def chosen_sites(
 
 
 def idle_sites(survey: hooks.Surveyed, layers: Sequence[int] | None) -> list[Skipped]:
-    """Attention that the inputs do not run.
-
-    Raises ModelError where all layers are to be swapped and one's can't be read.
-    """
+    """Return attention that the inputs skip; raises ModelError if all layers are swapped and one is out of reach."""
     missed = survey.missed
     outside = [(path, why) for path, why in missed.items() if why is not None]
     if outside and layers is None:

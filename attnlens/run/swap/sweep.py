@@ -117,10 +117,7 @@ def head_measures(
 
 
 def predicted_by(alone: Alone, measures: SweptMeasures, seed: int) -> tuple[list[Predictor], Prediction]:
-    """Return each measure's rank correlation with the harm of these heads, the surest first, and what was looked at.
-
-    Heads that diverged have no harm, and are left out.
-    """
+    """Correlate each measure with the harm of these heads, the surest first; heads that diverged are left out."""
     harm, rises = alone.harms, alone.changed - alone.own
     names, left_out = list(measures.values), dict(measures.reasons)
     table = torch.stack(list(measures.values.values())) if names else torch.zeros(0, len(harm), dtype=torch.float64)
@@ -256,10 +253,7 @@ def sweep(
     progress: Tell,
     keep: Keep = keep_nothing,
 ) -> Alone:
-    """What each unit alone does to each sequence; blocks before it are not computed again.
-
-    `keep` may know what an earlier run found of a batch and a site.
-    """
+    """Swap each unit alone and skip the blocks before it; `keep` may know what an earlier run found."""
     blocks = hooks.blocks(loaded.model, batches[0].inputs)
     before: list[Tensor] = []
     after: dict[Unit, list[Tensor]] = defaultdict(list)

@@ -164,10 +164,7 @@ class Distances:
         return math.isfinite(float(self.each.sum()))
 
     def falls_from(self, before: Distances) -> bool:
-        """Whether it is lower than `before`, with its paired 95 % interval over the sequences.
-
-        Of fewer than FEWEST_DRAWS sequences, whose interval says too little, whether it is lower at all.
-        """
+        """Whether the paired 95 % interval is below `before`; the mean alone with fewer than FEWEST_DRAWS."""
         if not (self.finite and before.finite):
             return self.finite
         value, _, high = paired_difference(before.each, self.each, weights=self.counts)
@@ -201,10 +198,7 @@ def put_back(leaves: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
 
 
 def split(healer: Healer, batches: Batches, seed: int, trained: float = math.inf) -> tuple[list[Fed], list[Fed]]:
-    """Training batches, and those kept back, which are spread over the texts; `trained`: how many are trained on.
-
-    Raises TextError for fewer than two.
-    """
+    """Split into training batches and those kept back, spread over the texts; raises TextError for fewer than two."""
     if len(batches) < 2:
         raise TextError(
             "Healing needs two batches of calibration text at least: one to train, one to choose the best step.",
@@ -219,10 +213,7 @@ def split(healer: Healer, batches: Batches, seed: int, trained: float = math.inf
 
 
 def parts_of(fed: Sequence[Fed], size: int | None) -> tuple[list[Fed], int]:
-    """The batches cut into parts of at most `size` sequences, and how many of them make a step of so many.
-
-    A step of more sequences than a batch holds takes several batches, one after another.
-    """
+    """Cut batches into parts of at most `size` sequences; also return how many parts make a step of `size`."""
     whole = texts.sequences_in(fed[0].inputs)
     if size is None or size == whole:
         return list(fed), 1

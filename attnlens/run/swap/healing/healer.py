@@ -98,10 +98,7 @@ def _gradients(parts: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[st
 
 @dataclass
 class Trained:
-    """A number that is trained: a part of a weight, or a kernel's parameter; its change is kept in float32.
-
-    Steps below the spacing of bfloat16 or float16 are lost in the weight itself, and add up in its change.
-    """
+    """A part of a weight or a kernel's parameter; its change is float32, so that small steps in bfloat16 add up."""
 
     start: Tensor
     """Its value before."""
@@ -194,10 +191,7 @@ def changed_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> Ite
 
 @contextmanager
 def standing_in(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside the block these tensors, with their gradients, stand in the place of the model's parameters.
-
-    As torch.func.functional_call does for one call; a block that is computed again on the way back meets them too.
-    """
+    """Put these tensors, with gradients, in the parameters' place, for blocks that are computed again too."""
     named = dict(model.named_parameters())
     stands = {id(named[name]): value for name, value in values.items()}
     before: list[tuple[dict[str, Any], str, nn.Parameter]] = []
@@ -306,10 +300,7 @@ class Healer:
         }
 
     def descend(self, inputs: Mapping[str, Tensor], targets: Tensor | None, weight: float) -> None:
-        """Add `weight` times the gradient of the loss to the leaves'.
-
-        The model stays the student on the way back: blocks that are computed again need its kernels and weights.
-        """
+        """Add `weight` times the loss's gradient to the leaves; the model stays the student on the way back."""
         penalties: list[Tensor] = []
         with torch.enable_grad(), ExitStack() as back:
             each, _ = self._each(inputs, targets, penalties, back)

@@ -74,10 +74,7 @@ SEQUENCES = 16
 
 
 def give_rotations(loaded: Loaded, swaps: hooks.Swaps, fits: Iterable[tuple[Site, MapsFit]]) -> None:
-    """Give each fit of keys before the rotation how they are turned back.
-
-    Raises UsageError at a site whose keys are not rotated by distance, or whose attention is not told the positions.
-    """
+    """Set how keys are turned back before the rotation; raises UsageError at a site where that is unknown."""
     before = [(site, fit) for site, fit in fits if fit.before]
     found = turns(loaded, list(swaps)) if before else {}
     for site, fit in before:
@@ -98,10 +95,7 @@ def give_metrics(
     task: Task,
     seed: int,
 ) -> None:
-    """Give each fit that weighs pairs by the output the metric of these batches, which should be what it reads.
-
-    Raises UsageError for a model without predictions, ModelError where the loss has no gradient.
-    """
+    """Set the metric of these batches for fits by output; raises UsageError or ModelError without a loss gradient."""
     by_output = [(site, fit) for site, fit in fits if fit.by_output]
     if not by_output:
         return
@@ -172,10 +166,7 @@ def output_metrics(
 
 
 def possible_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
-    """Every form there is at these sites, that of the kernel first.
-
-    Key heads share a latent where there are several, and keys are taken before their rotation where that can be undone.
-    """
+    """Return every form at these sites, the kernel's own first: shared latents, keys before the rotation."""
     named = next(iter(swaps.values())).kernel
     inputs = texts.placeholder(loaded, 2, 0).batches[0].inputs
     reached = [found for found in hooks.survey(loaded.model, inputs) if found.site in swaps]

@@ -222,10 +222,7 @@ def _latents(choice: Choice, site: Site) -> list[LatentSizes]:
 
 
 def keys_to_gain(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> tuple[float | None, str | None]:
-    """How many keys a query must see before the maps cost fewer operations than they save, or why there is no number.
-
-    Neither where operations fall from the first key on, and where nothing is cut.
-    """
+    """Return from how many keys per query on operations fall, or why there is no number; neither if always or uncut."""
     unknown = _unknown_size(found)
     if unknown is not None:
         return None, unknown
@@ -320,10 +317,7 @@ def _ranked(choice: Choice) -> dict[str, Any]:
 
 
 def check_fits(plan: Plan, reached: Sequence[Reached]) -> None:
-    """Raise UsageError where the sites, key heads, query heads or head_dim of a plan are not this model's.
-
-    The first one that differs is named; so is the first key head of this model that the plan should have and has not.
-    """
+    """Raise UsageError for the first site, key head, query head or head_dim that plan and model do not share."""
     here = {(found.site.name, head): found for found in reached for head in range(found.call.key.shape[1])}
     problem = next(filter(None, (_mismatch(key, here.get((key.site, key.kv_head))) for key in plan.ranks)), None)
     named = {(key.site, head) for key in plan.ranks for head in key.kv_heads or [key.kv_head]}

@@ -42,8 +42,6 @@ from attnlens.texts.targets import HEADLESS, NOTHING, Fed, feed
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-    from torch import Tensor
-
 
 SEQUENCES = 192
 """Windows of calibration text that a budget asks for, over all texts and parts."""
@@ -313,10 +311,7 @@ class Budgeting:
         )
 
     def _formed(self, fitted: Sequence[tuple[str, Fed]], trial: Trial) -> list[FormTried]:
-        """Fit every form there is, and keep that of least rise at half of the numbers; those tried, if several.
-
-        Pairs are weighted by the output in the best of them alone.
-        """
+        """Fit every form and keep the best at half of the numbers, then weighted by the output; return those tried."""
         own = next(iter(self.swaps.values())).kernel
         asked = [own] if self.form_named else possible_forms(self.loaded, self.swaps)
         read = self.gather(fitted, asked)
