@@ -45,9 +45,9 @@ def own_models(model_type: object) -> ModuleType | None:
     """The module with the models that `study` saves, which transformers then knows; None for any other type."""
     if model_type != KERNEL_TRANSFORMER:
         return None
-    from attnlens.kernel_transformers import models
+    from attnlens import kernel_transformers
 
-    return models
+    return kernel_transformers
 
 
 def refuse_own_code(config: dict[str, Any], where: str) -> None:
