@@ -16,8 +16,8 @@ from test_html import HOSTILE, STEERING, Tags
 
 import attnlens
 from attnlens.records import Report
-from attnlens.render.markdown import html, markdown, spreadsheet
-from attnlens.render.terminal import junit, step_summary, uri, workflow_commands
+from attnlens.render.html import html
+from attnlens.render.markdown import junit, markdown, spreadsheet, step_summary, uri, workflow_commands
 from attnlens.rules.rule import tabled
 from attnlens.sections import checked
 

@@ -213,13 +213,13 @@ def test_the_rank_is_near_what_a_longer_search_finds(mask):
 
 
 def test_the_error_behind_the_rank_is_the_one_of_loops():
-    from attnlens.linalg import spectra as truncations
+    from attnlens.linalg import spectra
 
     given = heads("causal", size=2.0)
     for head in range(3):
         kernel = (given.attention[head] + 0.2 * random(N, N, seed=head)).double()
         visible = CAUSAL[0].double()
-        ours = truncations._apart(kernel, given.attention[head], visible)
+        ours = spectra._apart(kernel, given.attention[head], visible)
         assert ours == pytest.approx(naive_apart(kernel, given, head), abs=1e-12)
         assert ours > 0.01
 

@@ -37,7 +37,7 @@ from attnlens.models import deferred
 from attnlens.models.deferred import LENGTH, RemoteFile, is_announced
 from attnlens.records import Head, Report
 from attnlens.runs.work import ShardFinished
-from attnlens.weights import query_key_maps, rope, rows
+from attnlens.weights import query_key_maps, rows
 from attnlens.weights.probe import Probe, alone, float64_weights, linear, norms_inside
 
 ALIKE = 1e-6
@@ -615,7 +615,7 @@ def test_a_layer_that_is_not_turned_is_not_read_as_its_leader_is(tmp_path, monke
     place = deep(tmp_path, "smollm3", **DEEP["smollm3"])
     asked = {"source": "weights", "from_files": True, "layers": [3]}
     assert attnlens.inspect(place, **asked).coverage.complete
-    monkeypatch.setattr(rope, "_holds", lambda *_: True)
+    monkeypatch.setattr(query_key_maps, "_holds", lambda *_: True)
     with pytest.raises(ModelError, match="No head could be analysed"):
         attnlens.inspect(place, **asked)
 

@@ -12,9 +12,9 @@ from experiment_words import assert_in_words
 
 import attnlens
 from attnlens import ksvd, primal
-from attnlens.experiments import primal_decay as training
 from attnlens.experiments import trained as depth
 from attnlens.experiments import trained as identities
+from attnlens.experiments import trained as training
 from attnlens.experiments.trained import (
     CANONICAL,
     MATRICES,
