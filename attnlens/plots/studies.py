@@ -11,7 +11,7 @@ import numpy as np
 from attnlens.plots.page import Panel, panels_overview
 from attnlens.plots.style import CATEGORIES, INK
 from attnlens.records import Report, StudyCell, StudyColumn
-from attnlens.sentences.studies import title
+from attnlens.sentences.comparisons import title
 from attnlens.wording import clean, counted, shortened
 
 if TYPE_CHECKING:

@@ -19,6 +19,8 @@ from attnlens.sections.comparisons import (
     comparison_opening,
     comparison_rows,
     comparison_sections,
+    study_rows,
+    study_sections,
 )
 from attnlens.sections.explorer import explorer, selections
 from attnlens.sections.figures import experiment_sections, figure_cells, series_sections, step_cells
@@ -32,10 +34,10 @@ from attnlens.sections.layers import (
     typical_line,
 )
 from attnlens.sections.section import Cell, Column, Document, Heading, Picture, Row, Section, Sheet, Table, sheet
-from attnlens.sections.studies import study_rows, study_sections
 from attnlens.sections.swap_tables import swap_rows
 from attnlens.sections.swaps import site_sections, swap_sections
-from attnlens.sentences import reports, studies
+from attnlens.sentences import comparisons as studies
+from attnlens.sentences import reports
 from attnlens.sentences.reports import outcome, told_of
 from attnlens.shapes import Shapes
 from attnlens.wording import clean, listed
