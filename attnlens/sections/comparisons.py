@@ -24,19 +24,7 @@ from attnlens.records import (
 from attnlens.registry import comparing, info_of
 from attnlens.registry.measure_info import OWN_ROWS
 from attnlens.sections.section import Cell, Column, Row, Section, Table
-from attnlens.sentences.comparisons import (
-    LOCAL,
-    agreement,
-    at_the_edge,
-    discoveries,
-    effect_sizes,
-    how_trained,
-    least_changes,
-    left_out,
-    not_trained,
-    told_apart,
-    worth,
-)
+from attnlens.sentences import comparisons as words
 from attnlens.sentences.reports import adapter
 from attnlens.shapes import Shapes
 from attnlens.wording import (
@@ -67,16 +55,16 @@ HEADS = (
 def study_sections(report: Report) -> Iterator[Section]:
     """All tables, each task by itself."""
     for study in report.studies:
-        yield Section(f"{clean(study.name)}: {clean(study.question)}", lines=tuple(not_trained(study)))
+        yield Section(f"{clean(study.name)}: {clean(study.question)}", lines=tuple(words.not_trained(study)))
         for task in study.tasks:
             cells = [cell for cell in study.cells if cell.task == task.name]
             notes = tuple(f"{clean(c.name)}: {clean(c.problem)}." for c in cells if c.problem)
-            told = (*agreement(study, task), *told_apart(study, task), *at_the_edge(study, task))
+            told = (*words.agreement(study, task), *words.told_apart(study, task), *words.at_the_edge(study, task))
             kind = "" if task.form in task.name else f" ({task.form})"
             order = "more" if task.higher_is_better else "less"
             yield Section(
                 clean(f"{task.name}{kind}, {UNITS[task.metric]}, {order} is better"),
-                lines=(how_trained(study, task), *told, *left_out(task)),
+                lines=(words.how_trained(study, task), *told, *words.left_out(task)),
                 table=_cell_table(task, cells),
                 notes=(*notes, *_notes(task, cells)),
             )
@@ -265,13 +253,13 @@ def comparison_sections(report: Report, *, all_heads: bool, opened: bool = False
     changed = ranked if all_heads else ranked[:16]  # what a page of a terminal has room for
     if changed:
         yield _head_section(changed, found, len(ranked))
-    least = tuple(least_changes(found))
+    least = tuple(words.least_changes(found))
     if least:
         yield Section("Smallest changes that would have been named (median over heads)", items=least)
 
 
 def _of_heads(found: Comparison) -> list[str]:
-    return [] if found.shifts else [*discoveries(found), *_predictions(found.outcome)]
+    return [] if found.shifts else [*words.discoveries(found), *_predictions(found.outcome)]
 
 
 def worst_first(found: Comparison) -> list[Compared]:
@@ -280,16 +268,18 @@ def worst_first(found: Comparison) -> list[Compared]:
     for row in found.rows:
         rows[row.layer, row.head][row.measure] = row
     every = [Compared(head, rows[head.layer, head.head]) for head in found.heads]
-    return sorted(every, key=lambda one: [-(one.delta(name) or 0.0) if one.named else 1.0 for name in worth(found)])
+    return sorted(
+        every, key=lambda one: [-(one.delta(name) or 0.0) if one.named else 1.0 for name in words.worth(found)]
+    )
 
 
 def _head_section(changed: Sequence[Compared], found: Comparison, total: int) -> Section:
-    sizes = effect_sizes(found)
+    sizes = words.effect_sizes(found)
     names = (
         Column("", "layer", tuple(str(one.head.layer) for one in changed)),
         Column("", "head", tuple(_place(one.head) for one in changed), words=True),
     )
-    distances = {name: title for name, title in LOCAL.items() if any(name in one.rows for one in changed)}
+    distances = {name: title for name, title in words.LOCAL.items() if any(name in one.rows for one in changed)}
     columns = []
     for name, title in distances.items():
         hints = tuple(_hint(one, name) for one in changed)
