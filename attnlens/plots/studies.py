@@ -23,8 +23,7 @@ from attnlens.plots.style import (
     size_in_points,
 )
 from attnlens.records import PARTS, Report, StudyCell, StudyColumn
-from attnlens.sentences.comparisons import LOCAL, effect_sizes, worth
-from attnlens.sentences.studies import title
+from attnlens.sentences.comparisons import LOCAL, effect_sizes, title, worth
 from attnlens.wording import clean, counted, shortened, source_of
 
 if TYPE_CHECKING:

@@ -54,10 +54,6 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.4g}"
 
 
-WIDEST_SITE = 24
-"""Characters of a site's path that a terminal of 100 columns shows on one line."""
-
-
 def site_checks(report: Report) -> Iterator[Section]:
     """Every site: its route, both errors (relative, worst), and the verdict in words."""
     rows = report.doctor
@@ -83,7 +79,7 @@ def _verdict(row: SiteCheck) -> str:
 
 def _shared_path(sites: Sequence[str]) -> str:
     """What all paths begin with, up to a dot, where they are too long for their column; else nothing."""
-    if len(sites) < 2 or max(map(len, sites)) <= WIDEST_SITE:
+    if len(sites) < 2 or max(map(len, sites)) <= 24:  # what a terminal of 100 columns shows on one line
         return ""
     shared = os.path.commonprefix(list(sites))  # noqa: RUF071  # dotted paths, compared character by character
     return shared[: shared.rfind(".") + 1]

@@ -1,23 +1,161 @@
-"""What `compare` found: the heads that changed, worst first; how the models differ as wholes; what an adapter did."""
+"""What changed between two models, and what an adapter did, as sections; a study, which compares trained kernels."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import mean, stdev
 
 import numpy as np
 
-from attnlens.records import Comparison, Head, HeadChange, MeasureChange, Outcome, Report, Shift, Spread
+from attnlens.records import (
+    Comparison,
+    Head,
+    HeadChange,
+    MeasureChange,
+    Outcome,
+    Report,
+    Shift,
+    Spread,
+    StudyCell,
+    StudyColumn,
+)
 from attnlens.registry import OWN_ROWS, comparing, info_of
 from attnlens.sections.section import Cell, Column, Row, Section, Table
-from attnlens.sentences.comparisons import LOCAL, discoveries, effect_sizes, least_changes, worth
+from attnlens.sentences import comparisons as words
 from attnlens.sentences.reports import adapter
 from attnlens.shapes import Shapes
-from attnlens.wording import NO_VALUE, clean, counted, decimals_for, short, title_of, written
+from attnlens.wording import (
+    NO_VALUE,
+    big,
+    clean,
+    counted,
+    decimals_for,
+    decimals_with_error,
+    short,
+    source_of,
+    spread,
+    title_of,
+    written,
+)
 
-MOST_HEADS = 12
-"""Heads that are shown, those moved furthest first."""
+UNITS = {"perplexity": "perplexity", "BLEU": "BLEU", "accuracy": "accuracy, %"}
+SPEED = "× SDPA: training steps beside those of a standard transformer (Eq. 4) with torch's attention, in one loop."
+ERRORS = "±, p: over seeds, on the same test examples; p: paired by seed, corrected for all pairs of the table (Holm)."
+PUBLISHED = "published: {}; other data and far larger models: orders are compared, not values."
+HEADS = (
+    "medians over heads, before training → as tested, of the first seed's run; tokens.* and selection.* of log k on 8 "
+    "held-out sequences, weights.* of s W_Q W_Kᵀ; – has no value: shares of causal heads, the SVM of kernels that are "
+    "no functions of products or have a position bias, kernels that can be negative, primal layers."
+)
+
+
+def study_sections(report: Report) -> Iterator[Section]:
+    """All tables, each task by itself."""
+    for study in report.studies:
+        yield Section(f"{clean(study.name)}: {clean(study.question)}", lines=tuple(words.not_trained(study)))
+        for task in study.tasks:
+            cells = [cell for cell in study.cells if cell.task == task.name]
+            notes = tuple(f"{clean(c.name)}: {clean(c.problem)}." for c in cells if c.problem)
+            told = (*words.agreement(study, task), *words.told_apart(study, task), *words.at_the_edge(study, task))
+            kind = "" if task.form in task.name else f" ({task.form})"
+            order = "more" if task.higher_is_better else "less"
+            yield Section(
+                clean(f"{task.name}{kind}, {UNITS[task.metric]}, {order} is better"),
+                lines=(words.how_trained(study, task), *told, *words.left_out(task)),
+                table=_cell_table(task, cells),
+                notes=(*notes, *_notes(task, cells)),
+            )
+            if any(cell.heads for cell in cells):
+                yield Section(f"{clean(task.name)}: heads", table=_heads(cells), notes=(HEADS,))
+
+
+def _notes(task: StudyColumn, cells: list[StudyCell]) -> Iterator[str]:
+    """What the columns mean, of those that there are."""
+    if any(cell.se is not None for cell in cells):
+        yield ERRORS
+    yield SPEED
+    if task.published and any(cell.published is not None or cell.published_diverged for cell in cells):
+        yield PUBLISHED.format(clean(task.published))
+
+
+def _cell_table(task: StudyColumn, cells: list[StudyCell]) -> Table:
+    """A row a cell, as the paper has them."""
+    names = (Column("", "cell", tuple(clean(cell.name) for cell in cells), words=True),)
+    beside = ("loss", "chrF") if task.form == "translation" else ()
+    known = [f"{cell.published:g}" for cell in cells if cell.published is not None]
+    decimals = max((len(number.partition(".")[2]) for number in known), default=0)
+    sizes = (f"{big(cell.parameters)} ({big(cell.kernel_parameters)})" for cell in cells)
+    speeds = (f"{big(round(cell.tokens_per_second))} ({cell.beside_sdpa:.2f})" for cell in cells)
+    columns = [
+        Column("", "ours", tuple(_ours(task, cell) for cell in cells)),
+        Column("", "published", tuple(_published(cell, decimals) for cell in cells)),
+        *(Column("", name, tuple(_score(cell, name) for cell in cells)) for name in beside),
+        Column("", "rate", tuple(f"{cell.rate:g}" for cell in cells)),
+        Column("", "parameters\n(of kernels)", tuple(sizes)),
+        Column("", "tokens/s\n(× SDPA)", tuple(speeds)),
+    ]
+    if any(cell.features for cell in cells):
+        columns.append(Column("", "feature\ndimension", tuple(cell.features or NO_VALUE for cell in cells)))
+    if all(cell.published is None and not cell.published_diverged for cell in cells):
+        del columns[1]
+    return Table(names, tuple(columns))
+
+
+def _heads(cells: list[StudyCell]) -> Table:
+    """A row a cell: each measure before training → after."""
+    names = list(dict.fromkeys(name for cell in cells for name in cell.heads))
+    rows = Column("", "cell", tuple(clean(cell.name) for cell in cells), words=True)
+    return Table(
+        (rows,), tuple(Column(source_of(name), title_of(name), tuple(_moved(c, name) for c in cells)) for name in names)
+    )
+
+
+def _moved(cell: StudyCell, name: str) -> str:
+    looks = cell.heads[name].median if name in cell.heads else []
+    ends = [looks[0], looks[cell.tested_look]] if cell.tested_look < len(looks) else []
+    return " → ".join(NO_VALUE if value is None else short(value) for value in ends) or NO_VALUE
+
+
+def _ours(task: StudyColumn, cell: StudyCell) -> str:
+    if cell.mean is None:
+        return "did not converge"
+    factor = 100 if task.metric == "accuracy" else 1
+    return _with_error(cell.mean * factor, None if cell.se is None else cell.se * factor)
+
+
+def _score(cell: StudyCell, name: str) -> str:
+    """The mean of another score over seeds, with its error."""
+    values = [run.scores[name] for run in cell.runs if name in run.scores]
+    if not values or cell.mean is None:
+        return NO_VALUE
+    return _with_error(mean(values), stdev(values) / len(values) ** 0.5 if len(values) > 1 else None)
+
+
+def _with_error(value: float, error: float | None) -> str:
+    decimals = decimals_with_error([value], error)
+    return written(value, decimals) + ("" if error is None else f" ± {spread(error, decimals)}")
+
+
+def _published(cell: StudyCell, decimals: int) -> str:
+    if cell.published_diverged:
+        return "did not converge"
+    return NO_VALUE if cell.published is None else written(cell.published, decimals)
+
+
+def study_rows(report: Report) -> Iterator[Row]:
+    """A row a training run, for a spreadsheet."""
+    for study in report.studies:
+        for cell in study.cells:
+            for run in cell.runs:
+                yield {
+                    **{"table": study.name, "task": cell.task, "cell": cell.name, "seed": run.seed, "rate": cell.rate},
+                    **run.scores,
+                    **{"validation_loss": min(run.losses, default=None), "problem": run.problem},
+                    **{"parameters": cell.parameters, "kernel_parameters": cell.kernel_parameters},
+                    **{"tokens": cell.tokens, "seconds": run.seconds, "published": cell.published},
+                }
 
 
 def adapter_sections(report: Report) -> Iterator[Section]:
@@ -35,7 +173,7 @@ def adapter_sections(report: Report) -> Iterator[Section]:
             f"It moved M in {moved} of {counted(len(ranked), 'head')}; ‖M' − M‖/‖M‖: median {short(median)}, "
             f"largest {short(sizes[0])}."
         )
-    top = [head for head in ranked[:MOST_HEADS] if _value(head, first)]
+    top = [head for head in ranked[:12] if _value(head, first)]
     yield Section("Adapter", lines=tuple(lines), table=_table(top, (first, *others)) if top else None)
 
 
@@ -69,8 +207,6 @@ EXPLAINED = (
     "own KL: each block of the second model takes the hidden states that the first one's took: what differs is of that "
     "block. KL as run holds what the blocks before it changed, too."
 )
-SHOWN_HEADS = 16
-"""Heads that a page of a terminal has room for."""
 
 
 @dataclass(frozen=True)
@@ -113,16 +249,16 @@ def comparison_sections(report: Report, *, all_heads: bool, opened: bool = False
         yield _shift_section(found.shifts)
         return
     ranked = [one for one in worst_first(found) if one.named]
-    changed = ranked if all_heads else ranked[:SHOWN_HEADS]
+    changed = ranked if all_heads else ranked[:16]  # what a page of a terminal has room for
     if changed:
         yield _head_section(changed, found, len(ranked))
-    least = tuple(least_changes(found))
+    least = tuple(words.least_changes(found))
     if least:
         yield Section("Smallest changes that would have been named (median over heads)", items=least)
 
 
 def _of_heads(found: Comparison) -> list[str]:
-    return [] if found.shifts else [*discoveries(found), *_predictions(found.outcome)]
+    return [] if found.shifts else [*words.discoveries(found), *_predictions(found.outcome)]
 
 
 def worst_first(found: Comparison) -> list[Compared]:
@@ -131,16 +267,18 @@ def worst_first(found: Comparison) -> list[Compared]:
     for row in found.rows:
         rows[row.layer, row.head][row.measure] = row
     every = [Compared(head, rows[head.layer, head.head]) for head in found.heads]
-    return sorted(every, key=lambda one: [-(one.delta(name) or 0.0) if one.named else 1.0 for name in worth(found)])
+    return sorted(
+        every, key=lambda one: [-(one.delta(name) or 0.0) if one.named else 1.0 for name in words.worth(found)]
+    )
 
 
 def _head_section(changed: Sequence[Compared], found: Comparison, total: int) -> Section:
-    sizes = effect_sizes(found)
+    sizes = words.effect_sizes(found)
     names = (
         Column("", "layer", tuple(str(one.head.layer) for one in changed)),
         Column("", "head", tuple(_place(one.head) for one in changed), words=True),
     )
-    distances = {name: title for name, title in LOCAL.items() if any(name in one.rows for one in changed)}
+    distances = {name: title for name, title in words.LOCAL.items() if any(name in one.rows for one in changed)}
     columns = []
     for name, title in distances.items():
         hints = tuple(_hint(one, name) for one in changed)

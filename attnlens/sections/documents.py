@@ -11,31 +11,15 @@ import numpy as np
 from attnlens.errors import UsageError
 from attnlens.records import Head, HeadId, Report
 from attnlens.registry import MeasureInfo
-from attnlens.sections import checked
+from attnlens.sections import checked, comparisons, layers
 from attnlens.sections.checked import site_checks
-from attnlens.sections.comparisons import (
-    adapter_sections,
-    compared_models,
-    comparison_opening,
-    comparison_rows,
-    comparison_sections,
-)
 from attnlens.sections.explorer import explorer, selections
 from attnlens.sections.figures import experiment_sections, figure_cells, series_sections, step_cells
-from attnlens.sections.layers import (
-    extreme_heads,
-    found_sections,
-    head_table,
-    head_tables,
-    layer_sections,
-    layer_tables,
-    typical_line,
-)
 from attnlens.sections.section import Cell, Column, Document, Heading, Picture, Row, Section, Sheet, Table, sheet
-from attnlens.sections.studies import study_rows, study_sections
 from attnlens.sections.swap_tables import swap_rows
 from attnlens.sections.swaps import site_sections, swap_sections
-from attnlens.sentences import reports, studies
+from attnlens.sentences import comparisons as studies
+from attnlens.sentences import reports
 from attnlens.sentences.reports import outcome, told_of
 from attnlens.shapes import Shapes
 from attnlens.wording import clean, listed
@@ -120,7 +104,7 @@ class Kind:
     """What else --verbose shows."""
     title: Callable[[Report], str] = reports.title
     """Of what the report is."""
-    opening: Callable[[Shapes], Iterable[Section]] = found_sections
+    opening: Callable[[Shapes], Iterable[Section]] = layers.found_sections
     """What a page says first."""
     explored: Callable[[Report], Report] = lambda report: report
     """The report whose heads a page lets its reader explore."""
@@ -149,18 +133,18 @@ def kind_of(report: Report) -> Kind:
 
 
 def _head_summary(shapes: Shapes, whole: bool) -> Iterator[Section]:
-    yield from layer_sections(shapes, whole=whole)
-    yield from typical_line(shapes)
-    yield from adapter_sections(shapes.report)
-    yield from extreme_heads(shapes.report)
+    yield from layers.layer_sections(shapes, whole=whole)
+    yield from layers.typical_line(shapes)
+    yield from comparisons.adapter_sections(shapes.report)
+    yield from layers.extreme_heads(shapes.report)
 
 
 def _head_page(shapes: Shapes) -> Iterator[Section]:
-    yield from adapter_sections(shapes.report)
+    yield from comparisons.adapter_sections(shapes.report)
     if shapes.report.heads:
         few = len(shapes.report.heads) * len(shapes.readings) <= MOST_CELLS
-        yield replace(head_table(shapes), instead=True) if few else TOO_MANY
-        yield from layer_tables(shapes)
+        yield replace(layers.head_table(shapes), instead=True) if few else TOO_MANY
+        yield from layers.layer_tables(shapes)
 
 
 def _head_row(head: Head) -> dict[str, Cell]:
@@ -253,12 +237,12 @@ SWAP = Kind(
     more=site_sections,
 )
 COMPARISON = Kind(
-    summary=lambda shapes, whole: comparison_sections(shapes.report, all_heads=whole),
-    page=lambda shapes: comparison_sections(shapes.report, all_heads=True, opened=True),
-    rows=comparison_rows,
+    summary=lambda shapes, whole: comparisons.comparison_sections(shapes.report, all_heads=whole),
+    page=lambda shapes: comparisons.comparison_sections(shapes.report, all_heads=True, opened=True),
+    rows=comparisons.comparison_rows,
     pictures=_panelled("comparison", "which heads changed, and how surely"),
-    title=compared_models,
-    opening=comparison_opening,
+    title=comparisons.compared_models,
+    opening=comparisons.comparison_opening,
     explored=Report.with_changes,
 )
 EXPERIMENTS = Kind(
@@ -271,9 +255,9 @@ EXPERIMENTS = Kind(
     more=series_sections,
 )
 STUDIES = Kind(
-    summary=lambda shapes, _whole: study_sections(shapes.report),
-    page=lambda shapes: study_sections(shapes.report),
-    rows=lambda report: list(study_rows(report)),
+    summary=lambda shapes, _whole: comparisons.study_sections(shapes.report),
+    page=lambda shapes: comparisons.study_sections(shapes.report),
+    rows=lambda report: list(comparisons.study_rows(report)),
     pictures=_panelled("study", "what each cell reached, and how it learned"),
     standing=studies.standing,
     title=studies.title,
@@ -298,7 +282,7 @@ def summary(report: Report, *, whole: bool = False, all_heads: bool = False, ver
     if not whole:
         told += selections(report)
     if all_heads:
-        told += head_tables(shapes)
+        told += layers.head_tables(shapes)
     if verbose and kind.headed:
         told += [*kind.more(report), Section("Details", items=tuple(_facts(report)))]
     return Document(_head(report, whole) if kind.headed else None, tuple(told))

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from attnlens.plots.maps import Palette
 
 
-MOST_SHOWN = 5
-"""Sentences of a head that are printed; the report's JSON holds all."""
 AROUND = 3
 """Unmarked tokens that stay on each side of a marked one."""
 SIGNS = {"selected": ("[", "]"), "support": ("{", "}"), "query": ("<", ">")}
@@ -50,8 +48,9 @@ def selections(report: Report) -> Iterator[Section]:
 
 
 def _passages(found: Selection) -> Iterator[Passage]:
+    """The marked sentences of five queries; the report's JSON holds all."""
     sentences = {sentence.sequence: sentence for sentence in found.sentences}
-    for pick in _one_a_sequence(found.picks)[:MOST_SHOWN]:
+    for pick in _one_a_sequence(found.picks)[:5]:
         fact = f"sequence {pick.sequence}, token {pick.query}: weight {short(pick.weight)}, margin {short(pick.margin)}"
         yield fact, tuple(_pieces(pick, sentences.get(pick.sequence)))
 
@@ -109,8 +108,6 @@ def _token(token: str, kinds: list[str]) -> Piece:
 
 MOST_STEPS = 400_000
 """Numbers of curves that a page holds; where there are more, every head keeps the same evenly spaced steps."""
-FEWEST_STEPS = 24
-"""Steps of a curve that are always kept."""
 VALUE_DIGITS, ERROR_DIGITS, CURVE_DIGITS = 5, 3, 4
 """Significant digits on the page; the report's own numbers have nine."""
 Numbers = list[float | None]
@@ -312,8 +309,8 @@ def _curve(shapes: Shapes, name: str) -> ExploredCurve:
 
 
 def _kept(length: int, most: int) -> Sequence[int]:
-    """All of 0 … length−1, or about `most` of them, evenly spaced from the first to the last."""
-    return sorted({round(step) for step in np.linspace(0, length - 1, min(length, max(FEWEST_STEPS, most))).tolist()})
+    """All of 0 … length−1, or about `most` of them and at least 24, evenly spaced from the first to the last."""
+    return sorted({round(step) for step in np.linspace(0, length - 1, min(length, max(24, most))).tolist()})
 
 
 def _line(curve: list[float], kept: Iterable[int]) -> Numbers:

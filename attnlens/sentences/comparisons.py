@@ -1,15 +1,135 @@
-"""What there is to say of a comparison of two models: how much was named, and what could have been."""
+"""What there is to say of a comparison of two models, and of a study, which compares kernels trained anew."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
-from attnlens.records import Comparison
+from attnlens.records import Comparison, Report, StudyCell, StudyColumn, StudyPair, StudyTable
+from attnlens.records.studies import LEVEL
 from attnlens.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS
-from attnlens.wording import counted, listed, short, source_of
+from attnlens.wording import big, clean, counted, listed, short, source_of
+
+FEW_WORDS = 5
+"""BLEU below which a translation shares no more than single words with its reference."""
+
+
+def how_trained(study: StudyTable, task: StudyColumn) -> str:
+    """Sizes, steps and seeds: the same for all cells of a task."""
+    cells = [cell for cell in study.cells if cell.task == task.name]
+    sizes, seeds = task.sizes, max(len(cell.runs) for cell in cells)
+    rates = sizes["rates"]
+    count = len(rates) if isinstance(rates, list) else 1
+    several = [f"{cell.name} the best of {cell.forms}" for cell in cells if cell.forms > 1]
+    more = f"; of forms, {listed(several, between='; ')}" if several else ""
+    return clean(
+        f"Each cell: {sizes['layers']} layers of width {sizes['d_model']}, {sizes['steps']} steps of {sizes['batch']} "
+        f"sequences, {counted(seeds, 'seed')}; the learning rate is the best of {count} by validation loss after "
+        f"{sizes['search_steps']} steps{more}; {big(max(cell.tokens for cell in cells))} tokens a run. "
+        f"Scale: {study.scale}."
+    )
+
+
+def at_the_edge(study: StudyTable, task: StudyColumn) -> Iterator[str]:
+    """Cells for which a rate beyond those that were tried may be better; and that one seed tells nothing apart."""
+    rates = task.sizes["rates"]
+    ends = (min(rates), max(rates)) if isinstance(rates, list) and len(rates) > 1 else ()  # type: ignore[type-var]
+    cells = [cell for cell in study.cells if cell.task == task.name]
+    found = [cell.name for cell in cells if cell.rate in ends]
+    if found:
+        yield f"At the end of the rates that were tried, so that others may be better: {listed(found, 6, '; ')}."
+    if max(len(cell.runs) for cell in cells) < 2:
+        yield "One seed has no error: nothing is compared."
+
+
+def standing(report: Report) -> tuple[str, bool]:
+    """How many cells were trained, and which did not converge; whether that is what the papers say."""
+    cells = [cell for study in report.studies for cell in study.cells]
+    failed = [cell for cell in cells if cell.problem]
+    said = f"{counted(len(cells), 'cell')} trained, {sum(len(cell.runs) for cell in cells)} runs"
+    if not failed:
+        return f"{said}; all converged.", True
+    as_told = all(cell.published_diverged for cell in failed)
+    return f"{said}; did not converge: {listed((cell.name for cell in failed), between='; ')}.", as_told
+
+
+def title(report: Report) -> str:
+    """Which tables."""
+    return clean("kernel study: " + ", ".join(study.name for study in report.studies))
+
+
+def agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
+    """How many pairs are decided as in the paper, and τ with its interval; what can't be told."""
+    for found in study.orderings:
+        if found.task != task.name:
+            continue
+        total = found.agree + found.disagree + found.undecided
+        yield clean(
+            f"By {found.measure}, against {study.source} ({task.published}): of {counted(total, 'pair')}, "
+            f"{found.agree} decided as published, {found.disagree} the other way, {found.undecided} not told apart by "
+            f"these seeds; Kendall's τ {found.tau:.2f} (95 % {found.low:.2f} to {found.high:.2f})."
+        )
+        against = [pair for pair in decided(study, task, found.measure) if pair.agrees is False]
+        if against:
+            yield f"Not as published: {listed(map(_better, against), 4, '; ')}."
+
+
+def told_apart(study: StudyTable, task: StudyColumn) -> Iterator[str]:
+    """Which cell is best by each measure, and which are not told apart from it."""
+    cells = [cell for cell in study.cells if cell.task == task.name and cell.mean is not None]
+    for measure in dict.fromkeys(pair.measure for pair in study.pairs if pair.task == task.name):
+        best = min(cells, key=partial(_cost, measure=measure))
+        beaten = [pair for pair in decided(study, task, measure) if best.name in (pair.first, pair.second)]
+        behind = {pair.second if pair.first == best.name else pair.first for pair in beaten}
+        level = [cell.name for cell in cells if cell.name not in behind and cell.name != best.name]
+        largest = max((pair.p_holm or 0.0 for pair in beaten), default=0.0)
+        others = f"not told apart from it: {listed(level, 4, '; ')}"
+        said = others if level else f"better than every other (p ≤ {largest:.2g})"
+        yield f"Best by {measure}: {clean(best.name)}; {said}."
+    if task.metric == "BLEU" and cells and max(cell.mean or 0.0 for cell in cells) < FEW_WORDS:
+        yield f"BLEU below {FEW_WORDS} says that hardly a phrase is translated: the loss is the surer measure here."
+
+
+def not_trained(study: StudyTable) -> Iterator[str]:
+    """Columns that there were no data for."""
+    if study.not_trained:
+        given = {"classification": "classification (--series or --labelled)"}
+        yield f"Not trained, as no data was given: {listed(given.get(form, form) for form in study.not_trained)}."
+
+
+def left_out(task: StudyColumn) -> Iterator[str]:
+    """What of the data is not as the files have it."""
+    if task.form == "translation" and task.left_out:
+        counts = listed(f"{count} of {part}" for part, count in task.left_out.items())
+        yield f"Left out, as a side has more than {task.length} tokens: pairs, {counts}."
+    elif task.left_out:
+        yield f"Texts: {listed(f'{count} {what}' for what, count in task.left_out.items())}."
+    if task.repeated:
+        yield f"Left out of training, as they are held out too: {counted(task.repeated, 'pair')}."
+
+
+def decided(study: StudyTable, task: StudyColumn, measure: str) -> Sequence[StudyPair]:
+    """The pairs that these seeds tell apart by that measure."""
+    of = [pair for pair in study.pairs if (pair.task, pair.measure) == (task.name, measure)]
+    return [pair for pair in of if pair.p_holm is not None and pair.p_holm <= LEVEL]
+
+
+def _cost(cell: StudyCell, measure: str) -> float:
+    """The mean of a measure over seeds, turned so that less is better."""
+    mean = sum(run.scores[measure] for run in cell.runs) / len(cell.runs)
+    return mean if measure == "loss" else -mean
+
+
+def _better(pair: StudyPair) -> str:
+    """`a better than b (p 0.01)`."""
+    first, second = pair.first, pair.second
+    if (pair.difference < 0) != (pair.measure == "loss"):
+        first, second = second, first
+    return f"{first} better than {second} (p {pair.p_holm:.2g})"
+
 
 LOCAL = {
     OWN_ROWS: "own KL",

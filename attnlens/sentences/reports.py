@@ -110,10 +110,6 @@ def _place(name: str) -> float:
     return 0 if name == "loss" else info_of(name).series or math.inf
 
 
-FAR = 3
-"""Standard deviations of the null beyond which a head is counted as unlike chance."""
-
-
 def findings(shapes: Shapes) -> Iterator[tuple[str, str]]:
     """Each headline measure that differs between heads, and what it reads; the first measure where there is none."""
     varying = [reading for reading in shapes.readings.values() if not reading.constant]
@@ -141,12 +137,12 @@ def _chance(reading: MeasureMap) -> str:
         return ""
     known = ~np.isnan(reading.values) & ~np.isnan(reading.null_means)
     away = (reading.values - reading.null_means)[known]
-    reach = FAR * reading.null_sds[known]
+    reach = 3 * reading.null_sds[known]
     above, below = int((away > reach).sum()), int((away < -reach).sum())
     mean, sd = middle(reading.null_means), middle(reading.null_sds)
     decimals = decimals_with_error([mean], sd)
     sides = [f"{counted(number, 'head')} {side}" for number, side in ((above, "above"), (below, "below")) if number]
-    told = f"{listed(sides)} it by more than {FAR} sd" if sides else f"no head lies more than {FAR} sd from it"
+    told = f"{listed(sides)} it by more than 3 sd" if sides else "no head lies more than 3 sd from it"
     return f"; chance reads {written(mean, decimals)} ± {spread(sd, decimals)}: {told}"
 
 
@@ -182,11 +178,8 @@ def population(report: Report, counted: str = "") -> str:
         return f"errors are over the {len(settings.texts)} files and hold for files like them" if settings.texts else ""
     first, names = settings.windows == "first", listed([text.name for text in texts], 4)
     counts = [len(text.windows) for text in texts]
-    weights = (
-        f"; every {counted or _unit(report)} counts once, and the texts gave {listed(counts)} {what}"
-        if len(texts) > 1
-        else ""
-    )
+    weights = f"; every {counted or _unit(report)} counts once, and the texts gave {listed(counts)} {what}"
+    weights *= len(texts) > 1
     if len(texts) < len(settings.texts) and settings.noise is None:
         weights += "; what reads no text varies by what stands beside it alone"
     if settings.intervals == "texts":
@@ -307,12 +300,11 @@ def extreme(found: Extreme) -> tuple[str, str]:
 
 def skipped(entries: Iterable[Skipped]) -> list[str]:
     """What was skipped, one line a reason, with the sites and heads."""
-    reasons: dict[str, list[str]] = {}
+    places = []
     for entry in entries:
         heads = f" {'head' if len(entry.heads) == 1 else 'heads'} {listed(entry.heads, 12)}" if entry.heads else ""
-        what = f" ({entry.measure})" if entry.measure else ""
-        reasons.setdefault(entry.reason, []).append(f"{entry.site}{heads}{what}")
-    return [f"{clean(reason)}: {listed(places, 4)}" for reason, places in reasons.items()]
+        places.append((entry.reason, f"{entry.site}{heads}{f' ({entry.measure})' if entry.measure else ''}"))
+    return [f"{clean(reason)}: {listed(found, 4)}" for reason, found in gathered(places).items()]
 
 
 def without_value(shapes: Shapes) -> list[str]:
