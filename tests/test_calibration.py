@@ -12,7 +12,7 @@ from test_heal import watched
 from attnlens import texts
 from attnlens.errors import TextError, UsageError
 from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.ranks import calibration
+from attnlens.run.swap.ranks import search as calibration
 from attnlens.texts import batches as overlap
 
 READ = {"sequences": 8, "tokens": 64, "batch_size": 4, "windows": "first"} | BARE

@@ -9,7 +9,6 @@ from io import StringIO
 import numpy as np
 import pytest
 import views
-from attnlens.rules.baselines import verdict
 from junitparser import Failure, JUnitXml
 from reports import planted, synthetic_report
 from test_html import HOSTILE, STEERING, Tags
@@ -18,6 +17,7 @@ import attnlens
 from attnlens.records import Report
 from attnlens.render.html import html
 from attnlens.render.markdown import junit, markdown, spreadsheet, step_summary, uri, workflow_commands
+from attnlens.rules.judging import verdict
 from attnlens.rules.rule import tabled
 from attnlens.sections import checked
 

@@ -12,7 +12,7 @@ from attnlens import texts
 from attnlens.arguments import DatasetRows, dataset_rows
 from attnlens.errors import AttnlensError, TextError, UsageError
 from attnlens.runs.work import ShardFinished
-from attnlens.texts import corpora, sources
+from attnlens.texts import sources
 
 BOOK = [line for line in texts.sample("demo")[0].text.splitlines() if line.strip()]
 FEW = {"source": "tokens", "layers": [0], "sequences": 4, "tokens": 32}
@@ -109,7 +109,7 @@ def test_a_dataset_of_the_hub_is_not_asked_for_where_it_can_not_be_had(monkeypat
     refused(attnlens("inspect", "demo", *SMALL, "--text", "datasets:a/b"), "a/b", "can't be read", "folder")
     refused(attnlens("inspect", "demo", *SMALL, "--text", "datasets:a/b", "--offline"), "--offline", "Leave it out")
     monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
-    monkeypatch.setattr(corpora, "reachable", lambda endpoint: False)
+    monkeypatch.setattr(sources, "reachable", lambda endpoint: False)
     with pytest.raises(TextError, match=r"a/b is no folder here, and the hub can't be reached\.\nGo online"):
         texts.read("datasets:a/b")
 

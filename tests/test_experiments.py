@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from attnlens.sentences.verdicts import setting, worded
 from experiment_words import assert_in_words
 
 from attnlens import attsvm
@@ -15,6 +14,7 @@ from attnlens.experiments.synthetic.tokens import draw, grid, instances, starts
 from attnlens.experiments.synthetic.weights import corpus
 from attnlens.records.studies import Experiment
 from attnlens.requests.experiments import checked_synthetic
+from attnlens.sentences.reports import setting, worded
 
 SMALL = {"trials": 3, "iterations": 30}
 

@@ -10,7 +10,7 @@ from scipy import stats
 
 from attnlens.kernels.lowrank import Latents
 from attnlens.linalg.spectra import nested
-from attnlens.run.swap.ranks import calibration
+from attnlens.run.swap.ranks import search as calibration
 from attnlens.run.swap.ranks.bases import Basis
 from attnlens.run.swap.ranks.search import Budgeting, Losses, rise_of
 from attnlens.statistics import Design

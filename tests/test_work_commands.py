@@ -31,7 +31,7 @@ from attnlens.errors import ModelError, OutputError, UsageError
 from attnlens.run.inspect import pipeline as survey
 from attnlens.run.inspect.pipeline import Inspection
 from attnlens.run.series import Series
-from attnlens.run.swap import work as swap_work
+from attnlens.run.swap import pipeline as swap_work
 from attnlens.run.swap.healing.course import Course
 from attnlens.run.swap.one_kernel import KernelRun
 from attnlens.run.swap.pipeline import prepared
