@@ -424,6 +424,11 @@ class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
         self.core = self.stacks(config, config.attention_form)
         self.post_init()  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        """Tell so, as transformers guesses it from names in a model's file, and would miss `KernelAttention`."""
+        return True
+
     def attentions(self) -> list[KernelAttention]:
         """Its attention modules, in the order in which they run."""
         return [module for module in self.modules() if isinstance(module, KernelAttention)]
