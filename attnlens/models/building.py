@@ -150,10 +150,8 @@ def checked_files(place: Location, trust_remote_code: bool, *, adapter_too: bool
     if not trust_remote_code:
         refuse_own_code(place.config, place.id)
     if place.gguf and not (is_gguf_available() and is_accelerate_available()):
-        raise ModelError(
-            f"{place.file} needs the packages gguf and accelerate, which are not both installed.",
-            'Run: pip install "attnlens[gguf]"',
-        )
+        problem = f"{place.file} needs the packages gguf and accelerate, which are not both installed."
+        raise ModelError(problem, 'Run: pip install "attnlens[gguf]"')
     if place.urls:  # whose headers are read where the files lie
         return {}
     stored = tensors_in(place)

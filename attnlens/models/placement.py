@@ -154,9 +154,8 @@ def spread_over_devices(max_cpu_memory: str | None) -> dict[str, Any]:
     try:
         from accelerate.utils import convert_file_size_to_int, get_max_memory
     except ImportError:
-        raise UsageError(
-            "--device-map needs accelerate, which is not installed.", 'Run: pip install "attnlens[big]"'
-        ) from None
+        problem = "--device-map needs accelerate, which is not installed."
+        raise UsageError(problem, 'Run: pip install "attnlens[big]"') from None
     most = get_max_memory()
     free = free_memory() or most["cpu"]
     # passes and measures need the rest

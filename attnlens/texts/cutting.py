@@ -68,10 +68,6 @@ class TokenRows:
     names: tuple[str, ...] = ()
     """The text that each sequence is of."""
 
-    def of(self, part: slice) -> TokenRows:
-        """Those of some sequences."""
-        return TokenRows(self.ids[part], self.types[part], self.names[part])
-
 
 def batches(
     loaded: Loaded,
@@ -250,7 +246,8 @@ def _in_batches(loaded: Loaded, feed: Feed, rows: TokenRows, count: int, size: i
 
 def _batch(loaded: Loaded, feed: Feed, rows: TokenRows, numbers: range) -> Batch:
     """Sequences that stand behind equally many ids for an image or a sound."""
-    model, part = loaded.model, rows.of(slice(numbers.start, numbers.stop))
+    model, of = loaded.model, slice(numbers.start, numbers.stop)
+    part = TokenRows(rows.ids[of], rows.types[of], rows.names[of])
     standing = feed.placeholders(numbers.start)
     before = ids_of(standing) if part.ids else []
     whole = [[*before, *row] for row in part.ids]

@@ -411,10 +411,9 @@ def setting(model: PreTrainedModel, *names: str) -> Any:
     """Return the first of these settings in the model's config or a config inside it, the outermost first, or None."""
     level: list[Any] = [model.config]
     while level:
-        for config in level:
-            for name in names:
-                if (value := getattr(config, name, None)) is not None:
-                    return value
+        values = [value for config in level for name in names if (value := getattr(config, name, None)) is not None]
+        if values:
+            return values[0]
         level = [getattr(config, name, None) for config in level for name in getattr(config, "sub_configs", ())]
     return None
 
@@ -492,5 +491,7 @@ def types_of(model: PreTrainedModel, standing: Standing, ids: Tensor) -> dict[st
 
 def placed(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Move inputs to the model's device, floating-point numbers to its type."""
-    dtypes = {name: model.dtype if value.is_floating_point() else value.dtype for name, value in inputs.items()}
-    return {name: value.to(device_of_inputs(model), dtypes[name]) for name, value in inputs.items()}
+    device = device_of_inputs(model)
+    return {
+        name: value.to(device, model.dtype if value.is_floating_point() else None) for name, value in inputs.items()
+    }
