@@ -27,10 +27,7 @@ import attnlens
 
 TASK = "attnlens_verses"
 QUESTIONS = (
-    (
-        "In the beginning God created the",
-        ["heaven and the earth.", "waters, and all that is in them.", "man."],
-    ),
+    ("In the beginning God created the", ["heaven and the earth.", "waters, and all that is in them.", "man."]),
     ("And God said, Let there be", ["light: and there was light.", "bread.", "a king over this people for ever."]),
     ("And he said unto them,", ["Go ye into all the world.", "The.", "Whosoever shall ask of the way, let him go."]),
     ("Blessed are the meek: for they", ["shall inherit the earth.", "said.", "went up into the house of the LORD."]),

@@ -45,7 +45,7 @@ FIGURES = {
         *("floor of one network", "two networks / floor, largest"),
     ],
     "KSVD identities": [
-        *("eigen residual", "primal − dual", "Λe − h", "J", "Σe² − σ²", "rank-s error", "J perturbed, the control"),
+        *("eigen residual", "primal − dual", "Λe − h", "J", "Σe² − σ²", "rank-s error", "J perturbed, the control")
     ],
     "decay by depth": [
         *(f"{name}, {what}" for name in ("attention", "cosine") for what in (*THIRDS, "last − first")),
@@ -65,9 +65,7 @@ FIGURES = {
 }
 """Experiment → its figures as they are written, in their order."""
 PICTURES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
-    "local convergence": {
-        "": ("correlation", ("W to Frobenius", "W to nuclear", "KQ to Frobenius", "KQ to nuclear")),
-    },
+    "local convergence": {"": ("correlation", ("W to Frobenius", "W to nuclear", "KQ to Frobenius", "KQ to nuclear"))},
     "global selection": {"": ("share of trials", ("all best tokens selected",))},
     "feasibility": {"": ("share separable", ("n=5, T=5", "n=10, T=5", "n=5, T=10"))},
     "rank": {"": ("rank", ("nuclear", "Frobenius"))},
@@ -77,7 +75,7 @@ PICTURES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         "cyclic, finite part": ("distance", ("cyclic, finite part",)),
     },
     "binary kernel by width": {
-        "": ("relative L2 error", ("two networks", "one network", "best rank", "floor of one network")),
+        "": ("relative L2 error", ("two networks", "one network", "best rank", "floor of one network"))
     },
     "binary kernel by samples": {"": ("relative L2 error", ("two networks", "floor of one network"))},
     "decay by depth": dict.fromkeys(("attention", "cosine"), ("share of Σσ", THIRDS)),

@@ -118,12 +118,7 @@ def _t5() -> Any:
 
 
 def _bart() -> Any:
-    return tf.BartConfig(
-        **SEQ2SEQ,
-        max_position_embeddings=64,
-        decoder_start_token_id=2,
-        forced_eos_token_id=None,
-    )
+    return tf.BartConfig(**SEQ2SEQ, max_position_embeddings=64, decoder_start_token_id=2, forced_eos_token_id=None)
 
 
 def _whisper() -> Any:

@@ -92,10 +92,7 @@ FEW_BLOCKS = {"index_block_size": 4, "index_topk_blocks": 2, "layer_types": ["fu
 FEW_FILTERS = {"num_filters": 4}
 CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(listed("qwen2_vl_text qwen2_5_vl_text glm4v_text glm_image_text glm_ocr_text"), THREE_AXES),
-    **dict.fromkeys(
-        listed("qwen2_vl qwen2_5_vl glm46v glm4v glm_image glm_ocr paddleocr_vl"),
-        THREE_AXES_INSIDE,
-    ),
+    **dict.fromkeys(listed("qwen2_vl qwen2_5_vl glm46v glm4v glm_image glm_ocr paddleocr_vl"), THREE_AXES_INSIDE),
     **dict.fromkeys(listed("informer autoformer time_series_transformer"), SERIES),
     **dict.fromkeys(listed("longt5 t5 pop2piano switch_transformers"), STARTS),
     **dict.fromkeys(listed("siglip siglip2"), PROJECTED),
@@ -232,7 +229,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "sam3_tracker": PROMPTED
     | {
         "vision_config": {"fpn_hidden_size": 32, "backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]]}
-        | {"backbone_config": {"image_size": 64, "window_size": 4, "global_attn_indexes": [1]}},
+        | {"backbone_config": {"image_size": 64, "window_size": 4, "global_attn_indexes": [1]}}
     },
     "autoformer": SERIES | {"label_length": 4},
     "bailing_hybrid": {"num_expert_group": 1},

@@ -233,13 +233,7 @@ def _without_stages(config: dict[str, Any]) -> None:
 
 
 def _smaller(
-    name: str,
-    value: Any,
-    config: dict[str, Any],
-    way: frozenset[str],
-    kinds: list[str],
-    pattern: list[str],
-    depth: int,
+    name: str, value: Any, config: dict[str, Any], way: frozenset[str], kinds: list[str], pattern: list[str], depth: int
 ) -> Any:
     """One entry of a configuration."""
     if isinstance(value, dict):

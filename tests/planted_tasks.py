@@ -46,13 +46,7 @@ def majority(tokens: int = 11) -> Labelled:
 
 
 def drawn(
-    name: str,
-    classes: tuple[str, str],
-    draw,
-    sizes: dict[str, int],
-    *,
-    vocabulary: int = 0,
-    channels: int = 0,
+    name: str, classes: tuple[str, str], draw, sizes: dict[str, int], *, vocabulary: int = 0, channels: int = 0
 ) -> Labelled:
     """A task of cases drawn with fixed seeds: `draw` gives so many sequences and their classes."""
     cases = {}

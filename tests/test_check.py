@@ -48,18 +48,7 @@ def test_the_exit_code_says_whether_every_rule_holds_and_torch_is_not_imported(s
     assert (green.returncode, green.stderr) == (0, "")
     assert "PASSED: 1 of 1 rule" in green.stdout
     red = without_torch(
-        *(
-            "check",
-            saved,
-            "--rule",
-            HOLDS,
-            "--rule",
-            FAILS,
-            "--json",
-            "j.json",
-            "--junit",
-            "j.xml",
-        ),
+        *("check", saved, "--rule", HOLDS, "--rule", FAILS, "--json", "j.json", "--junit", "j.xml"),
         *("--csv", "c.csv", "--markdown", "m.md", "--annotations"),
         cwd=tmp_path,
     )

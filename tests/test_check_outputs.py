@@ -21,10 +21,7 @@ from attnlens.rules.judging import verdict
 from attnlens.rules.rule import tabled
 from attnlens.sections import checked
 
-RULES = {
-    "weights.planted": ["min > 0.15", "median < 0.05", "count == 4"],
-    "model.parameters": ["value > 1"],
-}
+RULES = {"weights.planted": ["min > 0.15", "median < 0.05", "count == 4"], "model.parameters": ["value > 1"]}
 
 
 def report_of(rules=RULES, values=((0.1, 0.2), (0.3, 0.05)), file="attnlens.toml") -> Report:

@@ -227,10 +227,7 @@ def test_reports_without_their_windows_have_wider_errors_and_say_so(reports, tmp
         attnlens.compare(tmp_path / "a.json", tmp_path / "b.json")
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("seed", 7), ("sequences", 5), ("tokens", 31), ("windows", "first")],
-)
+@pytest.mark.parametrize(("field", "value"), [("seed", 7), ("sequences", 5), ("tokens", 31), ("windows", "first")])
 def test_reports_of_other_windows_are_refused_by_the_field(reports, tmp_path, field, value):
     changed = json.loads((reports / "b.json").read_text())
     changed["settings"][field] = value

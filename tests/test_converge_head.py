@@ -178,10 +178,7 @@ def test_a_head_without_a_form_on_inputs_is_trained_on_its_queries_and_keys() ->
 def test_the_report_carries_the_head_and_both_experiments() -> None:
     report = converge_head("demo", head=HEAD, sequences=2, tokens=16, iterations=50)
     assert report.command == "converge"
-    assert [experiment.name for experiment in report.experiments] == [
-        "head 3.2",
-        "head 3.2, hardening",
-    ]
+    assert [experiment.name for experiment in report.experiments] == ["head 3.2", "head 3.2, hardening"]
     for experiment in report.experiments:
         assert_in_words(experiment)
     assert {experiment.settings["posed"] for experiment in report.experiments} == {"on the module's inputs"}

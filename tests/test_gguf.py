@@ -134,20 +134,13 @@ def scaled(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0} | more}
 
 
-YARN: Fields = {
-    "rope.scaling.type": "yarn",
-    "rope.scaling.factor": 4.0,
-    "rope.scaling.original_context_length": 64,
-}
+YARN: Fields = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
 SCALING: dict[str, tuple[Fields, dict[str, Any]]] = {
     "linear": ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, scaled("linear")),
     "without a type": ({"rope.scaling.factor": 4.0}, scaled("linear")),
     "of old": ({"rope.scale_linear": 4.0}, scaled("linear")),
     "none": ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {}),
-    "yarn": (
-        YARN,
-        scaled("yarn", original_max_position_embeddings=64),
-    ),
+    "yarn": (YARN, scaled("yarn", original_max_position_embeddings=64)),
     "another base": ({"rope.freq_base": 500.0}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
 }
 

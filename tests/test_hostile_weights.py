@@ -164,9 +164,7 @@ def test_mxfp4_is_decoded(tmp_path: Path) -> None:
     assert files.coverage.complete
 
 
-def test_tensors_without_a_place_are_named_and_strict_sees_them(
-    folder: Path,
-) -> None:
+def test_tensors_without_a_place_are_named_and_strict_sees_them(folder: Path) -> None:
     words = (
         "inspect",
         folder,

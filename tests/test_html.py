@@ -24,9 +24,7 @@ def hostile() -> Report:
     )
     environment = report.environment.model_copy(update=dict.fromkeys(("python", "torch", "platform"), HOSTILE))
     skipped = [Skipped(site=HOSTILE, heads=[0], measure=HOSTILE, reason=HOSTILE)]
-    extremes = [
-        Extreme(layer=0, head=0, measure=HOSTILE, value=4, rank=1, of=4, percentile=99, text=HOSTILE),
-    ]
+    extremes = [Extreme(layer=0, head=0, measure=HOSTILE, value=4, rank=1, of=4, percentile=99, text=HOSTILE)]
     texts = [TextSummary(name=HOSTILE, sequences=2)]
     conventions = report.model.conventions.model_copy(update={"notes": [HOSTILE]}) if report.model.conventions else None
     return report.model_copy(

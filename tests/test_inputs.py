@@ -53,11 +53,7 @@ def changed(folder: Path, settings: dict[str, Any]) -> None:
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "vit": {"pixel_values": (2, 3, 32, 32)},
     "videomae": {"pixel_values": (2, 16, 3, 32, 32)},
-    "siglip2_vision_model": {
-        "pixel_values": (2, 256, 192),
-        "pixel_attention_mask": (2, 256),
-        "spatial_shapes": (2, 2),
-    },
+    "siglip2_vision_model": {"pixel_values": (2, 256, 192), "pixel_attention_mask": (2, 256), "spatial_shapes": (2, 2)},
     "clap": {"input_features": (2, 1, 1001, 64), "is_longer": (2, 1)},
     "audio-spectrogram-transformer": {"input_values": (2, 64, 16)},
     "parakeet_encoder": {"input_features": (2, 101, 80), "attention_mask": (2, 101)},

@@ -171,11 +171,7 @@ def test_a_tables_order_is_set_beside_the_published_one():
     ]
     cells.append(PaperCell("d", "language", AttentionForm(kernel="linear"), diverged=True))
     unit = TrainingUnit("words", AttentionForm(), SMALL, Run(1e-2, 10, 0), tested=True)
-    runs = {
-        "a": [1.0, 1.01, 0.99],
-        "b": [2.0, 2.02, 2.01],
-        "c": [3.0, 2.99, 3.01],
-    }
+    runs = {"a": [1.0, 1.01, 0.99], "b": [2.0, 2.02, 2.01], "c": [3.0, 2.99, 3.01]}
     found = [
         CellResult(cell, "words", unit, tuple(outcome(loss) for loss in runs[cell.name]), "key", ((1e-2, 1.0),), FAST)
         for cell in cells[:3]

@@ -382,10 +382,7 @@ def of_images():
     return loaded(model)
 
 
-NOISY = {
-    "whisper": ("seq2seq", lambda: family("whisper")),
-    "vit": ("classification", of_images),
-}
+NOISY = {"whisper": ("seq2seq", lambda: family("whisper")), "vit": ("classification", of_images)}
 
 
 @pytest.mark.parametrize("name", NOISY)

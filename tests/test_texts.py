@@ -100,11 +100,7 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_built_in_sample_is_of_three_kinds_and_for_demo_of_its_own() -> None:
     every = texts.sample("bert-base-uncased")
-    assert [found.name for found in every] == [
-        "King James passages",
-        "attnlens documentation",
-        "attnlens source code",
-    ]
+    assert [found.name for found in every] == ["King James passages", "attnlens documentation", "attnlens source code"]
     assert all(len(found.text.encode()) >= 30_000 for found in every)
     assert texts.sample("demo") == every[:1]
     assert texts.sample(str(DEMO / "checkpoints" / "step-00030")) == every[:1]

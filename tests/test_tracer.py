@@ -283,10 +283,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
         lambda self, q, k, x: product(q, k) * torch.rand(TOKENS, TOKENS),
         "the factor of its scores is not the same for all pairs",
     ),
-    "a cap": (
-        lambda self, q, k, x: 2 * torch.tanh(product(q, k) / 2),
-        "its scores are no multiple of ⟨query, key⟩",
-    ),
+    "a cap": (lambda self, q, k, x: 2 * torch.tanh(product(q, k) / 2), "its scores are no multiple of ⟨query, key⟩"),
     "transposed": (
         lambda self, q, k, x: product(q, k).mT.contiguous(),
         "the factor of its scores is not the same for all pairs",
@@ -295,10 +292,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
         lambda self, q, k, x: product(q, k) + 0 * torch.inf,
         "what is added to its scores is not a number",
     ),
-    "a column more": (
-        lambda self, q, k, x: torch.cat([product(q, k), q[..., :1]], -1),
-        "its softmax has the axes",
-    ),
+    "a column more": (lambda self, q, k, x: torch.cat([product(q, k), q[..., :1]], -1), "its softmax has the axes"),
 }
 
 

@@ -279,10 +279,7 @@ def laplacian(query: Query, key: Key, scale: float, gamma: float) -> Log:
 
 
 @kernel(
-    "intersection",
-    formula="s·Σ_l min(q_l, k_l)",
-    source="Wright & Gonzalez 2021 (EI, with the model's scale)",
-    **PAIR,
+    "intersection", formula="s·Σ_l min(q_l, k_l)", source="Wright & Gonzalez 2021 (EI, with the model's scale)", **PAIR
 )
 def intersection(query: Query, key: Key, scale: float) -> Log:
     """The exponential intersection kernel: Σ min(q, k) = −½‖q − k‖₁ + ½Σq + ½Σk."""

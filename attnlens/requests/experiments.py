@@ -83,12 +83,10 @@ class StudyRequest(EngineRequest, total=False):
         int | None, Option("Models that are trained at once.", least=1, most=256, shown="one a core; on a GPU 1")
     ]
     save: Annotated[
-        Place,
-        new_folder("Write each cell's model, of the first seed, at every look, into this new folder."),
+        Place, new_folder("Write each cell's model, of the first seed, at every look, into this new folder.")
     ]
     work: Annotated[
-        Place,
-        new_folder("Keep what is finished here; the same command goes on from there.", "in the user's cache"),
+        Place, new_folder("Keep what is finished here; the same command goes on from there.", "in the user's cache")
     ]
 
 

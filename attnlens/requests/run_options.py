@@ -460,7 +460,4 @@ class SwapRequest(ModelRequest, HealingRequest, SharedRequest, total=False):
             "the evaluated text that are not evaluated."
         ),
     ]
-    save: Annotated[
-        Place,
-        new_folder("Write the changed model to this folder."),
-    ]
+    save: Annotated[Place, new_folder("Write the changed model to this folder.")]

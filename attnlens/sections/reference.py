@@ -177,10 +177,7 @@ def bounds(info: MeasureInfo) -> str:
     return f"{low} to {high}"
 
 
-READ = {
-    "weights": "the weights alone",
-    "tokens": "queries and keys of forward passes over text",
-}
+READ = {"weights": "the weights alone", "tokens": "queries and keys of forward passes over text"}
 EXACT = "none: weights are read once, and there is nothing to sample"
 SAMPLED = "standard error of the mean over windows; with five texts or more, over texts like these (--intervals)"
 OWN_REASON = "for the reason that stands in its place"

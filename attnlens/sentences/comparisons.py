@@ -131,13 +131,7 @@ def _better(pair: StudyPair) -> str:
     return f"{first} better than {second} (p {pair.p_holm:.2g})"
 
 
-LOCAL = {
-    OWN_ROWS: "own KL",
-    ROWS: "KL as run",
-    FORMS: "‖ΔM‖/‖M‖",
-    QUERY_ANGLE: "angle W_Q°",
-    KEY_ANGLE: "angle W_K°",
-}
+LOCAL = {OWN_ROWS: "own KL", ROWS: "KL as run", FORMS: "‖ΔM‖/‖M‖", QUERY_ANGLE: "angle W_Q°", KEY_ANGLE: "angle W_K°"}
 """Distances between corresponding heads, and how a column of them is headed."""
 ENOUGH_HEADS = 4
 """Heads from which a measure's spread over heads says how large a change is."""

@@ -48,11 +48,7 @@ FEATURES = {"image": "get_image_features", "audio": "get_audio_features"}
 """Methods of a model that return these parts."""
 MASKS = ("feature_attention_mask", "input_features_mask", "padding_mask")
 """Names of a sound's mask in models that also read text."""
-ALIASES = {
-    "grid_thw": "image_grid_thw",
-    "merge_sizes": "image_merge_sizes",
-    "pixel_position_ids": "image_position_ids",
-}
+ALIASES = {"grid_thw": "image_grid_thw", "merge_sizes": "image_merge_sizes", "pixel_position_ids": "image_position_ids"}
 """Names that vision towers by themselves give to what processors call otherwise."""
 SETTINGS = ("processor_config.json", "preprocessor_config.json")
 """Files in which transformers looks for the settings of a processor."""
