@@ -42,32 +42,3 @@ from attnlens.attsvm.problem import (
 from attnlens.attsvm.solvers.frobenius import Separability, separable, solve
 from attnlens.attsvm.solvers.nuclear import certified_nuclear, nuclear_rank, solve_nuclear
 from attnlens.attsvm.solvers.soft import SoftMargin, soft_margin
-
-__all__ = [
-    "Descent",
-    "Instances",
-    "Linear",
-    "Loss",
-    "Normaliser",
-    "Problem",
-    "Relu",
-    "Scores",
-    "Separability",
-    "SoftMargin",
-    "Solution",
-    "Status",
-    "causal",
-    "certified",
-    "certified_nuclear",
-    "descend",
-    "finite_part",
-    "next_token",
-    "nuclear_rank",
-    "prompt",
-    "selection",
-    "selection_sets",
-    "separable",
-    "soft_margin",
-    "solve",
-    "solve_nuclear",
-]

@@ -52,30 +52,3 @@ from attnlens.ksvd.dual import (
     unit,
 )
 from attnlens.ksvd.primal import Primal, mean_angle, objective, primal, principal_angles, regulariser, share_inside
-
-__all__ = [
-    "ETA",
-    "Convention",
-    "Dual",
-    "Nystrom",
-    "Primal",
-    "SparseSolver",
-    "centred",
-    "cosine_features",
-    "dual",
-    "evenly_spaced",
-    "matrix_dual",
-    "matrix_residual",
-    "mean_angle",
-    "nystrom",
-    "objective",
-    "primal",
-    "principal_angles",
-    "random_features",
-    "regulariser",
-    "residual",
-    "sampled_rows",
-    "share_inside",
-    "truncated",
-    "unit",
-]

@@ -53,10 +53,8 @@ class Prompts:
     """What is continued, as one batch."""
 
     ids: Int[Tensor, "prompts tokens"]
-    mask: Int[Tensor, "prompts tokens"]
-    """0 at padding, which stands on the left."""
-    source: str
-    """`windows`, or the name of a file."""
+    mask: Int[Tensor, "prompts tokens"]  # 0 at padding, which stands on the left
+    source: str  # `windows`, or the name of a file
 
     def parts(self) -> Iterator[Prompts]:
         """As batches of bounded size, so that many lines need no more memory than few."""
@@ -70,8 +68,7 @@ class Continued:
 
     prompts: Prompts
     tokens: Int[Tensor, "steps prompts"]
-    ends: Int[Tensor, " ids"]
-    """The ids that end a text."""
+    ends: Int[Tensor, " ids"]  # the ids that end a text
 
 
 def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, given: Prompts | None) -> Prompts | str:
@@ -246,38 +243,25 @@ DIVERGED = "it diverged: the changed model's predictions are not finite"
 class Differences:
     """Differences of one variant to the original, gathered batch by batch."""
 
-    task: Task
-    """What is predicted."""
-    noise: bool
-    """Whether the input is noise, so that predictions are compared and have no loss."""
-    design: Design
-    """How the sequences were sampled."""
+    task: Task  # what is predicted
+    noise: bool  # whether the input is noise, so that predictions are compared and have no loss
+    design: Design  # how the sequences were sampled
     before: list[Tensor] = field(default_factory=list)
     """Mean loss of each sequence under the original, one tensor a batch."""
-    after: list[Tensor] = field(default_factory=list)
-    """The same under the variant."""
-    counts: list[Tensor] = field(default_factory=list)
-    """How many tokens of each sequence are predicted."""
+    after: list[Tensor] = field(default_factory=list)  # the same under the variant
+    counts: list[Tensor] = field(default_factory=list)  # how many tokens of each sequence are predicted
     kept: list[Tensor] = field(default_factory=list)
     """Whether each sequence has anything to predict; those that have none are in none of the three above."""
-    divergences: list[Tensor] = field(default_factory=list)
-    """Mean KL(original ‖ variant) of each of them."""
+    divergences: list[Tensor] = field(default_factory=list)  # mean KL(original ‖ variant) of each of them
     agreeing: float = 0.0
-    cosines: list[Tensor] = field(default_factory=list)
-    """Mean cosine of each sequence's hidden states."""
-    real: list[Tensor] = field(default_factory=list)
-    """How many real tokens of each sequence were compared by these."""
-    by_token: TokenLosses = field(default_factory=TokenLosses)
-    """The loss of each predicted token, of causal models."""
-    directionless: bool = False
-    """Whether a hidden state is zero, so that no angle is formed with it."""
+    cosines: list[Tensor] = field(default_factory=list)  # mean cosine of each sequence's hidden states
+    real: list[Tensor] = field(default_factory=list)  # how many real tokens of each sequence were compared by these
+    by_token: TokenLosses = field(default_factory=TokenLosses)  # the loss of each predicted token, of causal models
+    directionless: bool = False  # whether a hidden state is zero, so that no angle is formed with it
     likeness: Likeness | None = None
-    seconds: list[float] = field(default_factory=list)
-    """Of each of the variant's forward passes."""
-    own_seconds: list[float] = field(default_factory=list)
-    """Of each of the original's."""
-    sizes: list[int] = field(default_factory=list)
-    """Tokens of each pass."""
+    seconds: list[float] = field(default_factory=list)  # of each of the variant's forward passes
+    own_seconds: list[float] = field(default_factory=list)  # of each of the original's
+    sizes: list[int] = field(default_factory=list)  # tokens of each pass
 
     def add(
         self, own: PassOutputs, new: PassOutputs, targets: Tensor | None, sizes: int, ids: Tensor | None = None

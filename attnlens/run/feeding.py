@@ -38,14 +38,10 @@ def predicts_text(loaded: Loaded) -> bool:
 class Guesses:
     """The loss of a causal language model on each sequence that it reads; of any other model nothing."""
 
-    targets: list[Tensor]
-    """The next tokens of each batch; empty for any other model."""
-    means: list[Tensor] = field(default_factory=list)
-    """Mean loss of each sequence read so far."""
-    counts: list[Tensor] = field(default_factory=list)
-    """How many tokens of it are predicted."""
-    vocabulary: int = 0
-    """Among how many tokens it guesses."""
+    targets: list[Tensor]  # the next tokens of each batch; empty for any other model
+    means: list[Tensor] = field(default_factory=list)  # mean loss of each sequence read so far
+    counts: list[Tensor] = field(default_factory=list)  # how many tokens of it are predicted
+    vocabulary: int = 0  # among how many tokens it guesses
 
     @classmethod
     def of(cls, loaded: Loaded, batches: Batches) -> Guesses:

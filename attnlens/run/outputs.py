@@ -91,14 +91,10 @@ def _runs(model: PreTrainedModel, inputs: dict[str, Tensor], size: int, variant:
 class PassOutputs:
     """What one forward pass gives."""
 
-    logits: Float[Tensor, "predicted classes"] | None
-    """At the predicted positions only."""
-    hidden: Float[Tensor, "tokens d_model"] | None
-    """Last hidden states of real tokens."""
-    owners: Int[Tensor, " tokens"] | None
-    """The sequence of the batch that each of these tokens is of."""
-    seconds: float
-    """How long it took."""
+    logits: Float[Tensor, "predicted classes"] | None  # at the predicted positions only
+    hidden: Float[Tensor, "tokens d_model"] | None  # last hidden states of real tokens
+    owners: Int[Tensor, " tokens"] | None  # the sequence of the batch that each of these tokens is of
+    seconds: float  # how long it took
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Float[Tensor, " predicted"]:
@@ -215,8 +211,7 @@ class TokenLosses:
 
     before: list[Float[Tensor, "sequences places"]] = field(default_factory=list)
     """A row a sequence, its predicted tokens from the front; NaN behind them."""
-    after: list[Float[Tensor, "sequences places"]] = field(default_factory=list)
-    """The same under the changed model."""
+    after: list[Float[Tensor, "sequences places"]] = field(default_factory=list)  # the same under the changed model
     back: list[Int[Tensor, "sequences places"]] = field(default_factory=list)
     """How far back each token's evidence lies: see `evidence`."""
 

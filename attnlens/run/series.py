@@ -205,16 +205,11 @@ STEP = re.compile(r"step[-_=]?(\d+)|(\d+)$", re.IGNORECASE)
 class Checkpoint:
     """One model of a series."""
 
-    name: str
-    """As a person would call it: the folder's own name, or the revision."""
-    model: str
-    """As `load` takes it."""
-    revision: str | None
-    """Of a hub model."""
-    place: Location
-    """Where it lies."""
-    step: int | None
-    """The training step that its name tells, None where it tells none."""
+    name: str  # as a person would call it: the folder's own name, or the revision
+    model: str  # as `load` takes it
+    revision: str | None  # of a hub model
+    place: Location  # where it lies
+    step: int | None  # the training step that its name tells, None where it tells none
 
 
 def of_demo() -> list[str]:
@@ -373,8 +368,7 @@ class Series:
     cut: texts.Cut
     progress: Progress
     loading: models.Loading
-    given: Mapping[str, Any]
-    """The options, checked."""
+    given: Mapping[str, Any]  # the options, checked
     words: Words
     timings: dict[str, float] = field(default_factory=dict)
 

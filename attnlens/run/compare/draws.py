@@ -41,12 +41,10 @@ class Recorded:
     """One pass of the first model."""
 
     side: ComparedModel
-    calls: dict[Site, Call] = field(default_factory=dict)
-    """What each site was asked for."""
+    calls: dict[Site, Call] = field(default_factory=dict)  # what each site was asked for
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """The states that each block took, by the block's path and the input's name."""
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-    """The states that each block gave."""
+    outputs: dict[str, Tensor] = field(default_factory=dict)  # the states that each block gave
 
 
 @dataclass

@@ -103,10 +103,8 @@ class ComparedModel:
 
     inspection: Inspection
     report: Report
-    contents: Sequence[texts.Content]
-    """The texts."""
-    cut: texts.Cut
-    """How they were cut."""
+    contents: Sequence[texts.Content]  # the texts
+    cut: texts.Cut  # how they were cut
     swaps: hooks.Swaps = field(default_factory=dict)
     """The other kernel of a model that was saved with one, by its sites."""
 
@@ -175,8 +173,7 @@ class Pairing:
 
     first: ComparedModel
     second: ComparedModel
-    sites: dict[Site, Site]
-    """The second model's site for each of the first one's."""
+    sites: dict[Site, Site]  # the second model's site for each of the first one's
     order: dict[Site, tuple[int, ...]] = field(default_factory=dict)
     """The second model's head for each of the first one's, by the first one's site."""
     unmoved: list[Site] = field(default_factory=list)

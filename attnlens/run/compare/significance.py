@@ -29,10 +29,8 @@ class Rounding:
 
     size: Float[Tensor, " heads"]
     """Root mean square of the changes; of a divergence its mean, since that grows with the square of what moves it."""
-    freedom: int
-    """How many draws of each model there were."""
-    squared: bool = False
-    """Whether it is a divergence."""
+    freedom: int  # how many draws of each model there were
+    squared: bool = False  # whether it is a divergence
 
 
 @dataclass(frozen=True)
@@ -41,10 +39,8 @@ class Judged:
 
     delta: Float[Tensor, " heads"]
     p: Float[Tensor, " heads"]
-    se: Float[Tensor, " heads"] | None = None
-    """Over windows."""
-    freedom: int = 0
-    """Its degrees of freedom."""
+    se: Float[Tensor, " heads"] | None = None  # over windows
+    freedom: int = 0  # its degrees of freedom
     rounding: Rounding | None = None
 
     def least(self, level: float) -> Float[Tensor, " heads"]:

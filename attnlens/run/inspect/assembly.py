@@ -267,12 +267,9 @@ would hold the tokens of all."""
 class WorkUnit:
     """A part of an inspection that is read by itself, whatever else is."""
 
-    stage: Literal["weights", "tokens", "gathered"]
-    """What it reads."""
-    sites: tuple[Site, ...]
-    """Of which sites."""
-    batch: int | None = None
-    """Of which batch; None if it reads weights, or all batches."""
+    stage: Literal["weights", "tokens", "gathered"]  # what it reads
+    sites: tuple[Site, ...]  # of which sites
+    batch: int | None = None  # of which batch; None if it reads weights, or all batches
 
     @property
     def name(self) -> str:
@@ -287,26 +284,19 @@ class WorkUnit:
 class Frame:
     """What is known of an inspection before its units are read: all that a report needs beside them."""
 
-    reached: Sequence[Reached]
-    """The sites that were asked for."""
+    reached: Sequence[Reached]  # the sites that were asked for
     content: str
     """A hash of what else determines the readings: the model's config, all that is fed, the analyzers' own code."""
-    show: str | None
-    """What is to be shown."""
+    show: str | None  # what is to be shown
     model: ModelInfo
     settings: Settings
     analyzers: Sequence[Analyzer | Gathering]
-    parts: list[str]
-    """The text of every sequence."""
-    batches: list[int]
-    """How many sequences each batch has."""
-    skipped: list[Skipped]
-    """What the survey found that is not read."""
+    parts: list[str]  # the text of every sequence
+    batches: list[int]  # how many sequences each batch has
+    skipped: list[Skipped]  # what the survey found that is not read
     identity_error: float | None
-    from_files: bool
-    """Whether the model was never loaded, so that it was not run either."""
-    weights: bool
-    """Whether weights are read."""
+    from_files: bool  # whether the model was never loaded, so that it was not run either
+    weights: bool  # whether weights are read
 
     @property
     def sites(self) -> list[Site]:

@@ -86,28 +86,22 @@ class Draft:
 class Collector:
     """What has been measured so far."""
 
-    chosen_heads: Sequence[int] | None
-    """Heads asked for; None means all."""
-    drafts: dict[tuple[Site, int], Draft] = field(default_factory=dict)
-    """The heads asked for."""
+    chosen_heads: Sequence[int] | None  # heads asked for; None means all
+    drafts: dict[tuple[Site, int], Draft] = field(default_factory=dict)  # the heads asked for
     design: Design = field(default_factory=lambda: Design(()))
     """How the sequences were sampled; none before a text is cut."""
     windows: dict[tuple[Site, str], Tensor] = field(default_factory=dict)
     """Each scalar of each sequence and head, (sequences, heads), NaN where there is none."""
     sums: dict[tuple[Site, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Sum and number of what each sequence's parts read: a module may cut a sequence into windows of its own (Swin)."""
-    curves: dict[tuple[Site, str], Stream] = field(default_factory=dict)
-    """Running means of curves over sequences."""
-    skipped: list[Skipped] = field(default_factory=list)
-    """What could not be measured."""
+    curves: dict[tuple[Site, str], Stream] = field(default_factory=dict)  # running means of curves over sequences
+    skipped: list[Skipped] = field(default_factory=list)  # what could not be measured
     layer_symmetry: dict[int, float | None] = field(default_factory=dict)
     """Symmetry of the heads' summed matrix by layer."""
     traits: list[Traits] = field(default_factory=list)
     """What a reader must know of the weights of each site that was read."""
-    shown: list[Selection] = field(default_factory=list)
-    """The problems that were posed, where they are to be shown."""
-    rows: list[AttentionRows] = field(default_factory=list)
-    """Rows of attention that are to be shown."""
+    shown: list[Selection] = field(default_factory=list)  # the problems that were posed, where they are to be shown
+    rows: list[AttentionRows] = field(default_factory=list)  # rows of attention that are to be shown
     losses: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
     """Of each batch the mean loss of each sequence, over how many tokens, and the size of the vocabulary."""
 

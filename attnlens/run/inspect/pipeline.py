@@ -117,8 +117,7 @@ class Inspection:
     """What was read of each site's weights, where somebody wants to keep it."""
     show: str | None = None
     reader: Reader = field(init=False)
-    complete: bool = field(default=True, init=False)
-    """Whether every unit has a value."""
+    complete: bool = field(default=True, init=False)  # whether every unit has a value
 
     def run(self, contents: Sequence[texts.Content], cut: texts.Cut) -> Report:
         """Survey, weights, tokens, report."""

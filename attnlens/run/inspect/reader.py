@@ -139,16 +139,12 @@ def form_on_inputs(factors: Factors | UnreadableError) -> QueryKey | str:
 class Gathered:
     """The gatherers of a run: one for each site and each analyzer that gathers."""
 
-    gatherings: Sequence[Gathering]
-    """Which analyzers."""
-    collector: Collector
-    """Where their answers go."""
-    place: Callable[[Site, QueryKey | str], GatheringPlace]
-    """The terms on which they work, by site and form."""
+    gatherings: Sequence[Gathering]  # which analyzers
+    collector: Collector  # where their answers go
+    place: Callable[[Site, QueryKey | str], GatheringPlace]  # the terms on which they work, by site and form
     forms: dict[Site, QueryKey | str] = field(default_factory=dict)
     """M on (x, 1), or why the logits are not bilinear in the module's inputs x; filled before the first sequence."""
-    shown: list[Selection] = field(default_factory=list)
-    """What was posed, where that is to be shown."""
+    shown: list[Selection] = field(default_factory=list)  # what was posed, where that is to be shown
     _gatherers: dict[Site, list[tuple[Gathering, Gatherer]]] = field(default_factory=dict)
 
     @contextmanager
@@ -195,17 +191,13 @@ class Reader:
     """Reads a model that was surveyed."""
 
     loaded: models.Loaded
-    source: models.Loaded
-    """The same model, from which weights are read."""
+    source: models.Loaded  # the same model, from which weights are read
     settings: Settings
     analyzers: Sequence[Analyzer | Gathering]
     show: str | None
-    every: Sequence[Reached]
-    """All sites of the model."""
-    first: Sequence[Reached]
-    """The same as one token of text alone reaches them."""
-    window: Sequence[Reached]
-    """The same as a window of text alone reaches them."""
+    every: Sequence[Reached]  # all sites of the model
+    first: Sequence[Reached]  # the same as one token of text alone reaches them
+    window: Sequence[Reached]  # the same as a window of text alone reaches them
     progress: Progress
     factors: dict[Site, weights.Factors | UnreadableError] | None = None
     """What was read of each site's weights, where somebody wants to keep it."""

@@ -57,14 +57,10 @@ class Alternative:
     """A control of one kernel, before it is measured."""
 
     role: ControlRole
-    swaps: hooks.Swaps
-    """The kernel at each site; empty where there is none."""
-    state: float | None = None
-    """Numbers that a head keeps, mean over sites."""
-    reason: str = ""
-    """Why there is none."""
-    weights: Mapping[str, Tensor] = field(default_factory=dict)
-    """Healed weights by name, of the one that is trained."""
+    swaps: hooks.Swaps  # the kernel at each site; empty where there is none
+    state: float | None = None  # numbers that a head keeps, mean over sites
+    reason: str = ""  # why there is none
+    weights: Mapping[str, Tensor] = field(default_factory=dict)  # healed weights by name, of the one that is trained
     agreement: dict[str, Any] = field(default_factory=dict)
     """For how long its greedy continuations are the original's, or why that is not known."""
 
@@ -198,23 +194,15 @@ class Candidate:
     """One kernel and how far it has come."""
 
     kernel: Kernel
-    stages: dict[str, hooks.Swaps]
-    """The swap at each stage: swapped, fitted, healed."""
-    found: dict[str, Differences] = field(default_factory=dict)
-    """What was measured at each stage."""
+    stages: dict[str, hooks.Swaps]  # the swap at each stage: swapped, fitted, healed
+    found: dict[str, Differences] = field(default_factory=dict)  # what was measured at each stage
     healing: Healing | None = None
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    """Healed weights by name."""
-    choice: Choice | None = None
-    """The ranks that a budget allows."""
-    controls: list[Alternative] = field(default_factory=list)
-    """The simple alternatives to it."""
-    measured: dict[object, Differences] = field(default_factory=dict)
-    """What was measured of them, by their keys."""
-    window: int | str = ""
-    """Beyond how many keys evidence may lie, or why there is no such number."""
-    state: float | None = None
-    """Numbers that a swapped head keeps."""
+    weights: dict[str, Tensor] = field(default_factory=dict)  # healed weights by name
+    choice: Choice | None = None  # the ranks that a budget allows
+    controls: list[Alternative] = field(default_factory=list)  # the simple alternatives to it
+    measured: dict[object, Differences] = field(default_factory=dict)  # what was measured of them, by their keys
+    window: int | str = ""  # beyond how many keys evidence may lie, or why there is no such number
+    state: float | None = None  # numbers that a swapped head keeps
     agreements: dict[str, dict[str, Any]] = field(default_factory=dict)
     """How long each stage's greedy continuations are the original's, as fields of an Outcome."""
 

@@ -41,12 +41,10 @@ class NearShares:
     Queries that see near keys alone count for nothing.
     """
 
-    kernel: Kernel
-    """The hybrid with all that is fitted, and γ = 1."""
+    kernel: Kernel  # the hybrid with all that is fitted, and γ = 1
     own: list[Float[Tensor, "heads queries"]] = field(default_factory=list)
     """The share of near keys in the model itself, batch by batch."""
-    odds: list[Float[Tensor, "heads queries"]] = field(default_factory=list)
-    """log N/F."""
+    odds: list[Float[Tensor, "heads queries"]] = field(default_factory=list)  # log N/F
 
     def update(self, call: Call) -> None:
         """Take in a batch."""
@@ -88,14 +86,10 @@ class Search:
     be further in the second, which is KL(own ‖ new) of the attention's rows, the share of a sink included.
     """
 
-    kernel: Kernel
-    """The kernel as typed."""
-    typed: dict[str, float]
-    """Its parameters before the fit."""
-    fitted: dict[str, Tensor]
-    """And after."""
-    divergence: Tensor = field(default_factory=lambda: torch.zeros(()))
-    """Σ KL by share and head."""
+    kernel: Kernel  # the kernel as typed
+    typed: dict[str, float]  # its parameters before the fit
+    fitted: dict[str, Tensor]  # and after
+    divergence: Tensor = field(default_factory=lambda: torch.zeros(()))  # Σ KL by share and head
 
     def update(self, call: Call) -> None:
         """Take in a batch."""

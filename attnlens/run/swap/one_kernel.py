@@ -70,37 +70,28 @@ class Swapping:
     options: SwapOptions
     settings: Settings
     task: Task
-    evaluated: texts.Batches
-    """What is evaluated on, as it was cut."""
-    fed: list[Fed]
-    """The same with what is to be predicted."""
-    design: Design
-    """How the evaluated sequences were sampled."""
-    calibrated: texts.Batches | None
-    """What kernels are fitted on, and weights healed."""
+    evaluated: texts.Batches  # what is evaluated on, as it was cut
+    fed: list[Fed]  # the same with what is to be predicted
+    design: Design  # how the evaluated sequences were sampled
+    calibrated: texts.Batches | None  # what kernels are fitted on, and weights healed
     samples: tuple[Sample, ...]
     """What a budget fits on, chooses by and promises from; the first of them where its ranks are given."""
     progress: Progress
-    prompts: Prompts | str = "nothing is generated"
-    """What is continued greedily, or why nothing is."""
-    shared: float = 0.0
-    """Share of the evaluated tokens that stand in the calibration text too."""
+    prompts: Prompts | str = "nothing is generated"  # what is continued greedily, or why nothing is
+    shared: float = 0.0  # share of the evaluated tokens that stand in the calibration text too
     sites: tuple[Site, ...] = ()
     heads_of: dict[Site, int] = field(default_factory=dict)
     chosen: dict[Site, tuple[int, ...] | None] = field(default_factory=dict)
     """Where the kernel is swapped, and in which heads; None means all."""
-    shapes: dict[Site, HeadShape] = field(default_factory=dict)
-    """What the state of the chosen heads depends on."""
-    idle: list[Skipped] = field(default_factory=list)
-    """Attention that the evaluated input does not run."""
+    shapes: dict[Site, HeadShape] = field(default_factory=dict)  # what the state of the chosen heads depends on
+    idle: list[Skipped] = field(default_factory=list)  # attention that the evaluated input does not run
     identity_error: float = 0.0
     controls: dict[object, Differences] = field(default_factory=dict)
     """What was measured of controls, by their keys: several kernels may have one in common."""
     agreements: dict[object, dict[str, Any]] = field(default_factory=dict)
     """For how long their greedy continuations are the original's."""
     timings: dict[str, float] = field(default_factory=dict)
-    measures: SweptMeasures | None = None
-    """Read for the first kernel whose heads are swept, and the same for all."""
+    measures: SweptMeasures | None = None  # read for the first kernel whose heads are swept, and the same for all
 
     def survey(self) -> None:
         """Find, prove and choose the sites; raises UsageError for a kernel without meaning in cross-attention."""
@@ -176,10 +167,8 @@ class KernelReading:
     """What was found of one kernel."""
 
     facts: KernelFacts
-    losses: dict[str, TokenLosses]
-    """The losses of each predicted token, by stage, and by the number of a control."""
-    windows: dict[str, Tensor]
-    """What each window read, a column a stage."""
+    losses: dict[str, TokenLosses]  # the losses of each predicted token, by stage, and by the number of a control
+    windows: dict[str, Tensor]  # what each window read, a column a stage
 
     @property
     def value(self) -> dict[str, Any]:
@@ -271,13 +260,11 @@ class KernelRun:
 
     session: Swapping
     candidate: Candidate
-    parts: Store | None = None
-    """Where parts of what takes long are kept."""
+    parts: Store | None = None  # where parts of what takes long are kept
     notes: list[str] = field(default_factory=list)
     plan: Plan | None = None
     interrupted: bool = False
-    unsaved: OutputError | None = None
-    """Why the changed model could not be saved."""
+    unsaved: OutputError | None = None  # why the changed model could not be saved
 
     def read(self) -> KernelReading:
         """Gates, fit, comparison, healing, sweep. Raises KernelInterrupted where the user ended one of the last two."""

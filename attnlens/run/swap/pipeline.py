@@ -42,12 +42,9 @@ class SwapWork:
     """The kernels of one run."""
 
     session: Swapping
-    words: CallWords
-    """What was asked for."""
-    start: float
-    """When the run began."""
-    unsaved: OutputError | None = None
-    """Why the changed model could not be saved."""
+    words: CallWords  # what was asked for
+    start: float  # when the run began
+    unsaved: OutputError | None = None  # why the changed model could not be saved
 
     @cached_property
     def facts(self) -> dict[str, Any]:

@@ -164,14 +164,10 @@ SAVED, WRITTEN = "Give a folder that --save wrote.", "Give a folder that --save 
 class Swapped:
     """A model whose attention is computed with another kernel, until it is closed."""
 
-    model: PreTrainedModel
-    """Ready for any tool that runs a transformers model."""
-    tokenizer: PreTrainedTokenizerBase | None
-    """Its tokenizer, where it has one."""
-    kernel: str
-    """The kernel's spelling."""
-    replacing: ExitStack
-    """Holds the kernel in its place."""
+    model: PreTrainedModel  # ready for any tool that runs a transformers model
+    tokenizer: PreTrainedTokenizerBase | None  # its tokenizer, where it has one
+    kernel: str  # the kernel's spelling
+    replacing: ExitStack  # holds the kernel in its place
 
     def close(self) -> None:
         """Give the model its own kernel back."""

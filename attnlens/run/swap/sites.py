@@ -284,15 +284,12 @@ CONSTANT = 1e-4
 class Local:
     """What one forward pass of the original model shows about a swap, site by site."""
 
-    sites: list[SiteSwap] = field(default_factory=list)
-    """In the order of execution."""
+    sites: list[SiteSwap] = field(default_factory=list)  # in the order of execution
     capped: int = 0
     biased: int = 0
     sinking: int = 0
-    constant: int = 0
-    """At how many sites scores are capped, biased, compete with a sink, or keys have one length."""
-    bounded: int = 0
-    """At how many sites there are fewer scores than asked for."""
+    constant: int = 0  # at how many sites scores are capped, biased, compete with a sink, or keys have one length
+    bounded: int = 0  # at how many sites there are fewer scores than asked for
     left: list[int] = field(default_factory=list)
     """How many key heads the last latent has, at each site where these are fewer than the others have."""
     beyond: list[int] = field(default_factory=list)

@@ -47,12 +47,10 @@ CONSTANT = "the same in every head"
 class SweptMeasures:
     """The scalar measures of some heads."""
 
-    values: dict[str, Float[Tensor, " units"]]
-    """By name; NaN in heads without a value."""
+    values: dict[str, Float[Tensor, " units"]]  # by name; NaN in heads without a value
     windows: dict[str, Float[Tensor, "windows units"]]
     """The same sequence by sequence, of those that are means over them."""
-    reasons: dict[str, str]
-    """Why a measure is in neither: no head has a value, or all have the same."""
+    reasons: dict[str, str]  # why a measure is in neither: no head has a value, or all have the same
 
 
 def swept(
@@ -193,20 +191,13 @@ def units(swaps: hooks.Swaps, what: str, heads_of: Mapping[Site, int]) -> list[U
 class Alone:
     """What each of some units does by itself, sequence by sequence of those in which anything is predicted."""
 
-    units: list[Unit]
-    """What was swapped alone."""
-    own: Float[Tensor, " windows"]
-    """The original's loss, or its distance from itself."""
-    changed: Float[Tensor, "units windows"]
-    """The same with each unit swapped."""
-    sizes: Float[Tensor, " windows"]
-    """What each sequence weighs in the mean."""
-    kept: list[int]
-    """The numbers of these sequences among those fed."""
-    design: Design
-    """How they were sampled."""
-    tested: bool
-    """Whether differences can be tested; distances are never negative."""
+    units: list[Unit]  # what was swapped alone
+    own: Float[Tensor, " windows"]  # the original's loss, or its distance from itself
+    changed: Float[Tensor, "units windows"]  # the same with each unit swapped
+    sizes: Float[Tensor, " windows"]  # what each sequence weighs in the mean
+    kept: list[int]  # the numbers of these sequences among those fed
+    design: Design  # how they were sampled
+    tested: bool  # whether differences can be tested; distances are never negative
 
     @property
     def harms(self) -> Float[Tensor, " units"]:
@@ -283,8 +274,7 @@ class SweptBatch:
     fed: Fed
     task: Task
     path: Route
-    blocks: list[tuple[str, nn.Module]]
-    """Of the model, in the order of execution."""
+    blocks: list[tuple[str, nn.Module]]  # of the model, in the order of execution
 
     @cached_property
     def original(self) -> tuple[dict[str, Any], Tensor, Tensor]:

@@ -146,10 +146,8 @@ class HeldOut:
 class Distances:
     """Distances sequence by sequence."""
 
-    each: Tensor
-    """Their means over tokens, float64."""
-    counts: Tensor
-    """Over how many tokens."""
+    each: Tensor  # their means over tokens, float64
+    counts: Tensor  # over how many tokens
 
     @property
     def mean(self) -> float:
@@ -249,31 +247,21 @@ class Course:
     """How far a healing has come, and how it goes on."""
 
     healer: Healer
-    train: Sequence[Fed]
-    """What is trained on, in parts that are run at once."""
-    per_step: int
-    """How many of them make a step."""
-    amount: Amount
-    """How long it trains."""
-    generator: torch.Generator
-    """Draws the order of the text."""
-    order: list[int] = field(default_factory=list)
-    """What is left of this round through the text, last first."""
+    train: Sequence[Fed]  # what is trained on, in parts that are run at once
+    per_step: int  # how many of them make a step
+    amount: Amount  # how long it trains
+    generator: torch.Generator  # draws the order of the text
+    order: list[int] = field(default_factory=list)  # what is left of this round through the text, last first
     stage: HealingStage = "transfer"
-    begun: float = 0.0
-    """Share of all work at which the stage began."""
+    begun: float = 0.0  # share of all work at which the stage began
     step: int = 0
     tokens: int = 0
-    spent: float = 0.0
-    """Seconds of the sessions before this one."""
-    within: int = 0
-    """Steps of this stage at this rate."""
+    spent: float = 0.0  # seconds of the sessions before this one
+    within: int = 0  # steps of this stage at this rate
     rate: float = 0.0
     optimiser: torch.optim.AdamW | None = None
-    step_tokens: float = 0.0
-    """Tokens of a step, about."""
-    start: float = field(default_factory=time.monotonic)
-    """When this session began."""
+    step_tokens: float = 0.0  # tokens of a step, about
+    start: float = field(default_factory=time.monotonic)  # when this session began
 
     def __post_init__(self) -> None:
         """Count the tokens of a step."""

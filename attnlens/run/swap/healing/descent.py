@@ -193,19 +193,15 @@ class Work:
     held: HeldOut
     evaluate: Evaluate
     progress: Tell
-    state: tuple[Store, str] | None
-    """Where the state is kept at each check, and under which name."""
+    state: tuple[Store, str] | None  # where the state is kept at each check, and under which name
     best: Best = field(default_factory=Best)
     curve: list[HealingStep] = field(default_factory=list)
-    trainings: list[HealingTraining] = field(default_factory=list)
-    """One for each stage that has begun."""
+    trainings: list[HealingTraining] = field(default_factory=list)  # one for each stage that has begun
     seen: list[tuple[float, Distances]] = field(default_factory=list)
     """The checks of this stage, and at which share of all work they were."""
     resumed: bool = False
-    ended: bool = False
-    """Whether the stage is over."""
-    patient: bool = False
-    """Whether no stage ends early or is left out: what is compared is trained equally long."""
+    ended: bool = False  # whether the stage is over
+    patient: bool = False  # whether no stage ends early or is left out: what is compared is trained equally long
     told: int = 0
 
     def begin(self, saved: dict[str, Any] | None) -> None:

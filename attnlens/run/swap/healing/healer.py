@@ -100,10 +100,8 @@ def _gradients(parts: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[st
 class Trained:
     """A part of a weight or a kernel's parameter; its change is float32, so that small steps in bfloat16 add up."""
 
-    start: Tensor
-    """Its value before."""
-    change: Tensor
-    """What is added to it, float32 and a leaf."""
+    start: Tensor  # its value before
+    change: Tensor  # what is added to it, float32 and a leaf
     mask: Tensor | None = None
     """1 where a weight belongs to W_Q or W_K of the swapped heads, or how long its steps are; None: 1 everywhere."""
     rows: Tensor | None = None
@@ -216,24 +214,17 @@ class Healer:
     swaps: hooks.Swaps
     task: Task
     path: Route
-    eta: float | None = None
-    """Weight of the KSVD regulariser, for kernels that have one; None for the others."""
-    convention: Convention = "paper"
-    """How its objective J is counted."""
-    goal: HealingGoal = "teacher"
-    """What it learns: the original model's predictions, or the text."""
-    rank: int | None = None
-    """Rank of each weight's change; None where it is free."""
-    seed: int = 0
-    """What changes of low rank are drawn by, together with the names of their weights."""
+    eta: float | None = None  # weight of the KSVD regulariser, for kernels that have one; None for the others
+    convention: Convention = "paper"  # how its objective J is counted
+    goal: HealingGoal = "teacher"  # what it learns: the original model's predictions, or the text
+    rank: int | None = None  # rank of each weight's change; None where it is free
+    seed: int = 0  # what changes of low rank are drawn by, together with the names of their weights
     weights: dict[str, Trained] = field(default_factory=dict)
     parameters: dict[Site, dict[str, Trained]] = field(default_factory=dict)
     recompute: bool = False
     """Whether activations inside the model's blocks are computed again on the way back, and not kept."""
-    blocks: list[nn.Module] = field(default_factory=list)
-    """These blocks."""
-    interrupted: bool = False
-    """Whether the user ended it early."""
+    blocks: list[nn.Module] = field(default_factory=list)  # these blocks
+    interrupted: bool = False  # whether the user ended it early
 
     def prepare(self, batch: Batch) -> None:
         """Find what is trained: the entries of weights that make queries and keys of swapped heads and nothing else,

@@ -199,12 +199,9 @@ Fits = dict[Site, MapsFit]
 class Basis:
     """The latents of one site, and the heads that read them."""
 
-    heads: tuple[int, ...]
-    """The query heads swapped, those of one key head side by side."""
-    kv_heads: tuple[int, ...]
-    """Their key heads."""
-    latents: Latents
-    """The directions of each latent."""
+    heads: tuple[int, ...]  # the query heads swapped, those of one key head side by side
+    kv_heads: tuple[int, ...]  # their key heads
+    latents: Latents  # the directions of each latent
 
     @property
     def sizes(self) -> list[int]:
@@ -235,12 +232,9 @@ class Basis:
 class FormsRead:
     """What was read of the calibration texts, form by form and text by text."""
 
-    heads: dict[Site, tuple[int, ...]]
-    """The query heads swapped at each site."""
-    kv_heads: dict[Site, tuple[int, ...]]
-    """Their key heads."""
-    fits: dict[str, dict[str, Fits]]
-    """Of each form of latents, by its spelling, the fits by text and site."""
+    heads: dict[Site, tuple[int, ...]]  # the query heads swapped at each site
+    kv_heads: dict[Site, tuple[int, ...]]  # their key heads
+    fits: dict[str, dict[str, Fits]]  # of each form of latents, by its spelling, the fits by text and site
 
     def bases(self, form: str, without: str | None = None) -> dict[Site, Basis]:
         """The directions of every site, fitted to all texts, or to all but one."""

@@ -27,42 +27,28 @@ from attnlens.weights import Factors
 class SiteSizes:
     """What one site's queries and keys are made of."""
 
-    query_width: int
-    """d_model: entries of an input of the queries."""
-    key_width: int
-    """The same of the keys."""
+    query_width: int  # d_model: entries of an input of the queries
+    key_width: int  # the same of the keys
     head_dim: int
-    value_dim: int
-    """Entries of a key, and of a value."""
+    value_dim: int  # entries of a key, and of a value
     query_bias: bool
-    key_bias: bool
-    """Whether there are biases."""
-    folds: bool
-    """Whether maps can be multiplied into W_Q and W_K: no rotation and no norm stands between."""
-    folds_before: bool
-    """Whether maps of keys before the rotation can be multiplied into W_K: no norm stands between."""
-    keys_seen: float
-    """Keys that a query sees, mean over the sequence."""
-    keys_a_query: float
-    """Keys made for each query that is made: 1, but in cross-attention."""
-    number_bytes: int
-    """Bytes of a cached number."""
-    cached: bool
-    """Whether a key-value cache keeps a key for every token: in a decoder's self-attention."""
+    key_bias: bool  # whether there are biases
+    folds: bool  # whether maps can be multiplied into W_Q and W_K: no rotation and no norm stands between
+    folds_before: bool  # whether maps of keys before the rotation can be multiplied into W_K: no norm stands between
+    keys_seen: float  # keys that a query sees, mean over the sequence
+    keys_a_query: float  # keys made for each query that is made: 1, but in cross-attention
+    number_bytes: int  # bytes of a cached number
+    cached: bool  # whether a key-value cache keeps a key for every token: in a decoder's self-attention
 
 
 @dataclass(frozen=True)
 class LatentSizes:
     """What one latent is read and written by."""
 
-    heads: int
-    """Query heads that read it."""
-    keys: int
-    """Key heads that share it."""
-    rank: int
-    """Numbers that it keeps of a token."""
-    before: bool = False
-    """Whether it is of keys before the rotation, which are made of it again."""
+    heads: int  # query heads that read it
+    keys: int  # key heads that share it
+    rank: int  # numbers that it keeps of a token
+    before: bool = False  # whether it is of keys before the rotation, which are made of it again
 
 
 @dataclass(frozen=True)
@@ -70,12 +56,9 @@ class Costs:
     """What a latent's key heads and their query heads take."""
 
     parameters: float
-    flops: float
-    """For each query's token."""
-    cache: float
-    """Bytes of a token."""
-    rebuilding: float = 0.0
-    """Operations that make the keys of one cached token again of the latent."""
+    flops: float  # for each query's token
+    cache: float  # bytes of a token
+    rebuilding: float = 0.0  # operations that make the keys of one cached token again of the latent
 
 
 def costs(size: SiteSizes, latent: LatentSizes) -> Costs:

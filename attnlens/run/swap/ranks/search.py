@@ -54,10 +54,8 @@ LEAST = 4
 class Sample(NamedTuple):
     """A part of the calibration text."""
 
-    batches: Batches
-    """Its windows."""
-    design: Design
-    """Of which text each of them is, and over what intervals are."""
+    batches: Batches  # its windows
+    design: Design  # of which text each of them is, and over what intervals are
 
 
 def wanted(contents: Sequence[Content]) -> int:
@@ -137,12 +135,9 @@ UNITS: dict[Unit, Callable[[Tensor], Tensor]] = {"loss": torch.log, "ppl": lambd
 class Losses(NamedTuple):
     """Of the sequences that have anything to predict."""
 
-    means: Float[Tensor, " some"]
-    """Nats per prediction."""
-    counts: Float[Tensor, " some"]
-    """How many predictions each has."""
-    design: Design
-    """How they were sampled."""
+    means: Float[Tensor, " some"]  # nats per prediction
+    counts: Float[Tensor, " some"]  # how many predictions each has
+    design: Design  # how they were sampled
 
     @property
     def mean(self) -> float:
@@ -227,24 +222,17 @@ def check_task(task: Task) -> None:
 class Choice:
     """The cheapest plan that was found."""
 
-    bases: dict[Site, Basis]
-    """The directions of every site."""
-    ranks: dict[Site, list[int]]
-    """The numbers that every latent keeps."""
-    swaps: hooks.Swaps
-    """The swap that has them."""
-    estimated: Rise | None
-    """On the calibration text that chose it; None where the ranks were given."""
+    bases: dict[Site, Basis]  # the directions of every site
+    ranks: dict[Site, list[int]]  # the numbers that every latent keeps
+    swaps: hooks.Swaps  # the swap that has them
+    estimated: Rise | None  # on the calibration text that chose it; None where the ranks were given
     promised: Rise | None
     """On calibration text that neither fitted nor chose; None where it diverges, or where the ranks were given."""
-    steps: list[PlanStep]
-    """The nested plans that were measured, the largest ranks first."""
-    reason: str | None
-    """Why no direction could be spared."""
+    steps: list[PlanStep]  # the nested plans that were measured, the largest ranks first
+    reason: str | None  # why no direction could be spared
     forms: list[FormTried] = field(default_factory=list)
     """The forms of latents that were compared, at half of the numbers."""
-    held_out: bool = False
-    """Whether each text was judged by maps fitted to the others alone."""
+    held_out: bool = False  # whether each text was judged by maps fitted to the others alone
 
 
 @dataclass
@@ -258,16 +246,12 @@ class Budgeting:
     path: Route
     seed: int
     progress: Tell
-    form_named: bool = False
-    """Whether the form of the latents is that of the kernel, and none is chosen."""
-    margin: float = MARGIN
-    """Half-widths of the estimate's interval that have to fit below the budget."""
-    found: dict[Site, Basis] = field(default_factory=dict)
-    """The directions of every site."""
+    form_named: bool = False  # whether the form of the latents is that of the kernel, and none is chosen
+    margin: float = MARGIN  # half-widths of the estimate's interval that have to fit below the budget
+    found: dict[Site, Basis] = field(default_factory=dict)  # the directions of every site
     left_out: dict[str, dict[Site, Basis]] = field(default_factory=dict)
     """Those fitted to all texts but one, by that text's name."""
-    unit: Unit = "loss"
-    """What a rise is a share of."""
+    unit: Unit = "loss"  # what a rise is a share of
     keep: Keep = keep_nothing
     """Keeps the losses of the plans that were measured, from which an interrupted search resumes."""
 
@@ -430,10 +414,8 @@ class Trial:
 
     search: Budgeting
     part: Sample
-    fed: list[Fed]
-    """The part with its targets."""
-    own: Losses
-    """Of the model as it is."""
+    fed: list[Fed]  # the part with its targets
+    own: Losses  # of the model as it is
 
     @classmethod
     def of(cls, search: Budgeting, part: Sample) -> Trial:
