@@ -327,7 +327,7 @@ def test_the_parts_of_several_texts_are_disjoint_however_they_are_cut(demo, pack
         assert len(frozenset().union(*taken)) == sum(map(len, taken))
         assert [len(part) for part in taken] == [10, 10, 10, 8]
     assert [part.design.count for part in parts] == [20, 20, 20]
-    assert parts[2].names == [text.name for text in contents]
+    assert list(dict.fromkeys(parts[2].batches.parts)) == [text.name for text in contents]
 
 
 def test_the_promise_is_the_rise_on_its_own_windows_by_a_loop_over_them(demo, report):
@@ -866,10 +866,11 @@ def test_maps_of_other_texts_have_not_read_a_text_by_its_gradients_either(demo, 
     sites = sites_of(demo.model, batches.batches[0].inputs)
     swaps = dict.fromkeys(sites, hooks.Replacement(form))
     found = gathered(demo, sites, swaps, [form], fed, "causal", 0, lambda _: None)
-    assert len(part.names) == len(read) > 1
-    for name, rows in zip(part.names, read, strict=True):
+    names = list(dict.fromkeys(batches.parts))
+    assert len(names) == len(read) > 1
+    for name, rows in zip(names, read, strict=True):
         assert rows == [row for text, one in fed if text == name for row in one.inputs["input_ids"].tolist()]
-    without = found.bases(form.spelling, part.names[0])[sites[0]].latents.key_map
+    without = found.bases(form.spelling, names[0])[sites[0]].latents.key_map
     assert not torch.equal(without, found.bases(form.spelling)[sites[0]].latents.key_map), "the control"
 
 

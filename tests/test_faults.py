@@ -466,15 +466,15 @@ CONFIGS = {
     "control characters in a name of transformers' own": ({"sub_configs": "\x1b]0;x\x07"}, "sub_configs"),
     "a share of rotary dimensions of millions": ({"rope_parameters": {"partial_rotary_factor": 3e7}}, "at most 16"),
     "one position": ({"n_positions": 1}, "1 × 24 by config.json"),
-    "no heads": ({"n_head": 0}, "config.json can't be loaded"),
-    "heads below zero": ({"n_head": -2}, "can't run"),
-    "no layers": ({"n_layer": 0}, "no softmax attention"),
-    "layers below zero": ({"n_layer": -1}, "no softmax attention"),
-    "no width": ({"n_embd": 0}, "config.json can't be loaded"),
-    "a width below zero": ({"n_embd": -4}, "negative dimension -4"),
+    "no heads": ({"n_head": 0}, "n_head = 0, which must be at least 1"),
+    "heads below zero": ({"n_head": -2}, "n_head = -2"),
+    "no layers": ({"n_layer": 0}, "n_layer = 0"),
+    "layers below zero": ({"n_layer": -1}, "n_layer = -1"),
+    "no width": ({"n_embd": 0}, "n_embd = 0"),
+    "a width below zero": ({"n_embd": -4}, "n_embd = -4"),
     "no words": ({"vocab_size": 0}, "vocab_size = 0"),
-    "a type of model that is no word": ({"model_type": ["gpt2"], "auto_map": {"a": "b"}}, "brings its own code"),
-    "a class that is no word": ({"architectures": [3]}, "must be string"),
+    "a type of model that is no word": ({"model_type": ["gpt2"], "auto_map": {"a": "b"}}, "which must be a string"),
+    "a class that is no word": ({"architectures": [3]}, "which must be a list of strings"),
 }
 
 

@@ -697,17 +697,12 @@ def test_a_run_that_clears_what_a_worker_has_written_costs_no_unit(tmp_path, sto
 
 
 def test_a_worker_prepares_a_run_once_and_writes_units_that_this_process_reads(store, tmp_path):
-    opened: list[int] = []
-
-    def opener(seed: int) -> tuple[Any, Any]:
-        opened.append(seed)
-        return work_units.opened(str(tmp_path), seed)
-
+    arguments = (str(tmp_path), 0)
     for name in ("a", "b"):
-        assert work._compute_in_worker(opener, (0,), store, name) is None
+        assert work._compute_in_worker(work_units.opened, arguments, store, name) is None
         assert store.load(name)["name"] == name
-    assert opened == [0]
-    failure = work._compute_in_worker(opener, (0,), store, "failing always")
+    assert (tmp_path / "opened").read_text() == "0\n"
+    failure = work._compute_in_worker(work_units.opened, arguments, store, "failing always")
     assert failure == Failure("ZeroDivisionError: no such luck")
     assert pickle.loads(pickle.dumps(failure)) == failure  # noqa: S301
     work._prepared.clear()

@@ -230,7 +230,8 @@ def test_a_command_that_is_killed_at_any_moment_resumes_to_the_same_report(case,
     resumed = 0
     for number in range(case.times):
         folder = tmp_path / str(number)
-        count = 0 if number == 2 else moments.randint(1, max(1, total - 1))
+        most = 1 if name == "heal" else max(1, total - 1)  # healing writes a single file again and again
+        count = 0 if number == 2 else moments.randint(1, most)
         process = started(*case.words, "--work", folder)
         awaited(lambda count=count, folder=folder: len(list(folder.glob(case.pieces))) >= count, process)
         time.sleep(moments.uniform(0, 0.05 if count else 1.5))
@@ -386,7 +387,7 @@ def test_a_run_of_other_settings_models_and_code_does_not_resume_from_it(read, t
         computes(4, **other)
     computes(2, str(saved(tmp_path / "other")))
     computes(0)
-    monkeypatch.setattr(attnlens, "__version__", "99.0")
+    monkeypatch.setattr(work, "_version", lambda name: "99.0")
     computes(4)
     (tmp_path / "attnlens" / "linalg").mkdir(parents=True)
     monkeypatch.setattr(work, "PACKAGE", tmp_path / "attnlens")

@@ -39,5 +39,7 @@ def compute_in(folder: str, name: str) -> Any:
 
 
 def opened(folder: str, seed: int = 0) -> tuple[Mapping[str, Any], Callable[[str], Any]]:
-    """Prepare a run in another process."""
+    """Prepare a run in another process, and note down that it was prepared."""
+    with (Path(folder) / "opened").open("a") as file:
+        file.write(f"{seed}\n")
     return FACTS | {"settings": {"seed": seed}}, lambda name: compute_in(folder, name)

@@ -168,11 +168,20 @@ SAY_MEND = "Mend the config, or download the model again."
 
 
 def check_config(place: Location) -> None:
-    """Raise ModelError for weights in codes that attnlens does not decode, and for tables of rotations without end.
+    """Raise ModelError for what transformers would take or divide by, and weights in codes that are not decoded.
 
-    transformers checks all other fields itself when it builds the model.
+    That are sizes below 1, names that are not names, and tables of rotations without end; transformers checks the rest.
     """
     file = place.folder / CONFIG
+    for path, size in sizes(place.config):
+        if size < 1:
+            raise ModelError(f"{file} says {shortened(path)} = {written(size)}, which must be at least 1.", SAY_MEND)
+    kinds = (("model_type", str, "a string"), ("architectures", list, "a list of strings"), ("auto_map", dict, "a map"))
+    for name, kind, words in kinds:
+        value = place.config.get(name)
+        inside = value if isinstance(value, list) else []
+        if value is not None and (not isinstance(value, kind) or not all(isinstance(one, str) for one in inside)):
+            raise ModelError(f"{file} says {name} = {written(value)}, which must be {words}.", SAY_MEND)
     for path, value in fields(place.config):
         if path.endswith("partial_rotary_factor") and isinstance(value, int | float) and not 0 < value <= LARGEST_SHARE:
             problem = f"{shortened(path)} = {written(value)}, which must be above 0 and at most {LARGEST_SHARE}"
