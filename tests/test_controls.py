@@ -127,9 +127,10 @@ def test_a_control_that_differs_by_layer_is_spelled_with_its_range() -> None:
     sites = [Site(f"layer.{layer}", 0, layer, "decoder") for layer in range(3)]
     shapes = dict.fromkeys(sites, CAUSAL)
 
-    def same_size(*ranks: int) -> str | None:
+    def same_size(*ranks: int) -> str:
         swaps = {site: Replacement(ranked(rank)) for site, rank in zip(sites, ranks, strict=True)}
-        return next(one for one in alternatives(swaps, shapes) if one.role == "same size").spelling
+        found = next(one for one in alternatives(swaps, shapes) if one.role == "same size")
+        return spelled(swap.kernel for swap in found.swaps.values())
 
     assert same_size(4, 4, 4) == "sink-window:4,76", "the control"
     assert same_size(4, 4, 6) == "sink-window:4,76–84 by layer"

@@ -85,13 +85,11 @@ class ShardFinished(Exception):  # noqa: N818  # it ends a run as asked
         self.finished, self.total, self.remaining, self.failed = finished, total, remaining, failed
 
     def __str__(self) -> str:
-        """Return what is finished and what remains, and why units failed."""
-        lines = [f"{name} failed: {reason}" for name, reason in self.failed.items()]
+        """Return what is finished and what remains."""
         if not self.remaining:
-            return "\n".join([*lines, f"All {self.total} units are finished: run it without --shard for the report."])
+            return f"All {self.total} units are finished: run it without --shard for the report."
         more = f" and {len(self.remaining) - 1} more" if len(self.remaining) > 1 else ""
-        lines.append(f"{self.finished} of {self.total} units are finished; {self.remaining[0]}{more} remain.")
-        return "\n".join(lines)
+        return f"{self.finished} of {self.total} units are finished; {self.remaining[0]}{more} remain."
 
 
 @dataclass(frozen=True)

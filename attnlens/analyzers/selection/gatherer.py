@@ -257,12 +257,13 @@ class Selector:
         first = own[self.spaces[0]]
         measures = {info.name: measured(info.name.partition(".")[2], first) for info in POSED}
         kinds = [info.name for info in OF_SPACE if not info.curve]
-        # why the head has no such space
-        nothing = records.Measure(value=None, reason=self.place.form if isinstance(self.place.form, str) else None)
         for space in SPACES:
-            nulls = [draw[space] for draw in draws if space in own]
-            for kind in kinds:
-                measures[qualified(kind, space)] = measured(kind, own[space], nulls) if space in own else nothing
+            if space in own:
+                nulls = [draw[space] for draw in draws]
+                measures |= {qualified(kind, space): measured(kind, own[space], nulls) for kind in kinds}
+            else:  # the place of the form says why there is none
+                nothing = records.Measure(value=None, reason=str(self.place.form))
+                measures |= dict.fromkeys((qualified(kind, space) for kind in kinds), nothing)
         return Answer(
             measures=measures,
             windows={DECIDED.name: self.shares[head]},
