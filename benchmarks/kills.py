@@ -46,7 +46,7 @@ def main() -> None:
     wanted = parser.parse_args()
     moments, names = (1, ["inspect"]) if wanted.quick else (wanted.moments, wanted.only or list(COMMANDS))
     broken = 0
-    print(f"{'command':22} moments   old   new  resumed  equal")
+    print(f"{'command':22} moments   old   new  resumed  equal  ratio")
     for name in names:
         draw = random.Random(wanted.seed)  # noqa: S311  # no secret
         with tempfile.TemporaryDirectory() as folder:
@@ -56,7 +56,10 @@ def main() -> None:
         rows = [_killed(COMMANDS[name], draw.uniform(0, length), whole) for _ in range(moments)]
         counts = [sum(row[field] for row in rows) for field in ("old", "new", "resumed", "equal")]
         broken += 2 * moments - counts[0] - counts[1] - counts[3]
-        print(f"{name:22} {moments:7} {counts[0]:5} {counts[1]:5} {counts[2]:8} {counts[3]:6}", flush=True)
+        print(
+            f"{name:22} {moments:7} {counts[0]:5} {counts[1]:5} {counts[2]:8} {counts[3]:6} {counts[3] / moments:7.2f}",
+            flush=True,
+        )
     sys.exit(bool(broken))
 
 

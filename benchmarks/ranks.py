@@ -98,7 +98,7 @@ class Subject:
     def evaluated(self, name: str, batches: texts.Batches) -> Evaluated:
         """With the loss of the model as it is."""
         fed, sample = feed(self.loaded, batches, TASK, 0), self.sample(batches)
-        return Evaluated(name, fed, sample.names, losses(self.loaded, fed, TASK, sample.design))
+        return Evaluated(name, fed, list(dict.fromkeys(batches.parts)), losses(self.loaded, fed, TASK, sample.design))
 
     def ways(self, wanted: Sequence[str]) -> dict[str, dict[Site, Basis]]:
         """The directions of every peer and of every form of ours that is wanted, fitted to the calibration windows."""

@@ -28,7 +28,7 @@ def main() -> None:
         bare = _milliseconds(lambda: [save_file(tensors, plain) for _ in names], len(names))
         for what in ("computed and written", "loaded"):
             spent = _milliseconds(lambda: run_units(names, lambda _: tensors, NOTHING_KEPT, store), len(names))
-            print(f"{what:22} {spent:6.2f} ms per unit, {spent / bare:5.1f} × save_file")
+            print(f"{what:22} {spent:6.2f} ms per unit, ratio to save_file {spent / bare:.1f}")
 
 
 def _milliseconds(call: Callable[[], object], count: int) -> float:

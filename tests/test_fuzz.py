@@ -15,8 +15,7 @@ from reports import synthetic_report
 from swap_reports import planned
 
 from attnlens import requests
-from attnlens.arguments import budget, selection_share
-from attnlens.cli import parameters
+from attnlens.arguments import budget, listed_numbers, selection_share
 from attnlens.cli.commands import app
 from attnlens.cli.parameters import defaults, kinds
 from attnlens.errors import AttnlensError
@@ -89,7 +88,7 @@ def test_kernels_are_spelled_or_refused(words, signed):
 @fuzzed
 @given(NUMBERS)
 def test_lists_of_layers_and_heads_are_read_or_refused(words):
-    family(lambda: parameters.numbers("layers", words))
+    family(lambda: listed_numbers("layers", words))
     family(lambda: requests.head(words))
     family(lambda: selection_share(words))
     family(lambda: budget(words))

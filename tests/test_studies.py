@@ -202,9 +202,9 @@ def shrunk(tmp_path_factory):
     """An environment in which `tiny` is smaller still, for the program in a process of its own."""
     folder = tmp_path_factory.mktemp("shrunk")
     (folder / "run.py").write_text(
-        "import sys\nfrom dataclasses import replace\nfrom attnlens.studies import scales\n"
-        "tiny = scales.SCALES['tiny']\n"
-        "scales.SCALES['tiny'] = replace(tiny, layers=1, d_model=32, d_forward=32, heads=2, steps=30, search_steps=6, "
+        "import sys\nfrom dataclasses import replace\nfrom attnlens.studies import tables\n"
+        "tiny = tables.SCALES['tiny']\n"
+        "tables.SCALES['tiny'] = replace(tiny, layers=1, d_model=32, d_forward=32, heads=2, steps=30, search_steps=6, "
         "rates=(1e-2, 2e-2), seeds=2, looks=3, length=24, vocabulary=270, evaluated=16)\n"
         "if __name__ == '__main__':\n    from attnlens.cli import main\n    main()\n"
     )

@@ -141,7 +141,9 @@ def test_a_control_that_changes_nothing_fails(monkeypatch):
 @pytest.mark.parametrize("number", range(6))
 def test_the_controls_objective_is_its_written_out_sum(number):
     case = list(identities.cases(0))[number]
-    moved = identities._perturbed(ksvd.dual(case.queries, case.keys, 4, case.projection), 0)
+    solution = ksvd.dual(case.queries, case.keys, 4, case.projection)
+    noise = torch.randn(solution.left.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    moved = replace(solution, left=solution.left + 0.1 * noise)
     projection = torch.eye(case.queries.shape[1]).double() if case.projection is None else case.projection
     kernel = torch.stack([torch.stack([(projection @ q) @ (projection @ k) for k in case.keys]) for q in case.queries])
     torch.testing.assert_close(case.kernel, kernel)

@@ -91,8 +91,6 @@ def run_and_deliver(outputs: Outputs, work: Callable[[Any, Any], tuple[Report, C
             report, written = work(run, tell)
         except run.Interrupted as stop:
             report, stopped = stop.report, True
-            if not report.experiments and not any(head.measures for head in report.heads):
-                raise
     deliver(outputs, report, interrupted=stopped)
     if written is not None:
         written()

@@ -166,11 +166,13 @@ class Inspection:
             frame, outcome.values, self.timings, outcome.missing, interrupted=outcome.stopped
         )
         self.settings = report.settings
-        if outcome.stopped:
-            raise Interrupted(report)
         if not any(draft.measures for draft in self.collector.drafts.values()):
+            if outcome.stopped:
+                raise KeyboardInterrupt
             reason = self.collector.skipped[0].reason
             raise ModelError(f"No head could be analysed: {reason}.", "Choose another model, source or layers.")
+        if outcome.stopped:
+            raise Interrupted(report)
         return report
 
     def read_unit(self, unit: WorkUnit) -> list[Any]:
