@@ -285,12 +285,6 @@ def _in_file(name: str, path: Path) -> Location:
     return Location(name, path.parent, "safetensors", path.name, named=True)
 
 
-def commit_of(name: str, revision: str | None, *, offline: bool) -> str | None:
-    """The commit that a hub id stands for now; None for a model of this machine. Raises ModelError as `find` does."""
-    here = name == "demo" or is_there(with_home(name))
-    return None if here else _hub(name, revision).commit(offline=offline)
-
-
 def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: bool, leave_weights: bool) -> Location:
     from huggingface_hub import hf_hub_url
 

@@ -1,6 +1,10 @@
 """What a model is fed with: windows or lines of texts, and images and sounds, from files or random."""
 
-from attnlens.texts.batches import (
+from attnlens.texts.cutting import batches, placeholder, reads_noise, reads_text
+from attnlens.texts.media import media_of, plain_ids, standing_ids
+from attnlens.texts.sequences import CHARACTERS, decodes_text, foreign_notes, vocabulary, wanted, window_length
+from attnlens.texts.sources import Content, read, read_each, sample
+from attnlens.texts.windows import (
     MOST_SHARED,
     RUN,
     Batch,
@@ -12,7 +16,3 @@ from attnlens.texts.batches import (
     sequences_in,
     shared_share,
 )
-from attnlens.texts.cutting import batches, placeholder, reads_noise, reads_text
-from attnlens.texts.media import media_of, plain_ids, standing_ids
-from attnlens.texts.sequences import CHARACTERS, decodes_text, foreign_notes, vocabulary, wanted, window_length
-from attnlens.texts.sources import Content, read, read_each, sample

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from attnlens.errors import TextError, UsageError
 from attnlens.records import Text
-from attnlens.texts.batches import Batch, Batches, Cut
 from attnlens.texts.media import (
     Feed,
     Modality,
@@ -45,6 +44,7 @@ from attnlens.texts.sequences import (
     windows,
 )
 from attnlens.texts.sources import Content, thinned
+from attnlens.texts.windows import Batch, Batches, Cut
 
 if TYPE_CHECKING:
     from torch import Tensor

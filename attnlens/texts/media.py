@@ -23,8 +23,8 @@ from attnlens.models.hub import first_line
 from attnlens.models.locate import read_json
 from attnlens.models.placement import device_of_inputs
 from attnlens.records import Text
-from attnlens.texts.batches import PACKED
 from attnlens.texts.sequences import not_made, reads_ids, text_inputs, wanted
+from attnlens.texts.windows import PACKED
 
 if TYPE_CHECKING:
     import numpy as np
