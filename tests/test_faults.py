@@ -348,7 +348,7 @@ def test_what_answers_in_the_place_of_a_hub_is_named(monkeypatch, body):
     try:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         with pytest.raises(ModelError, match="no model hub"):
-            Hub("org/name", None).commit(offline=False)
+            Hub("org/name", None).fetched(lambda _names: [])
     finally:
         server.shutdown()
         server.server_close()

@@ -16,7 +16,7 @@ from attnlens.errors import ModelError
 from attnlens.files import shortened
 
 if TYPE_CHECKING:
-    from huggingface_hub import ModelInfo
+    pass
 
 PATIENCE = 2.0
 """Seconds within which the hub must accept a connection."""
@@ -37,31 +37,10 @@ class Hub:
     def fetched(self, wanted: Callable[[Collection[str]], list[str]]) -> Path:
         """The folder that holds `wanted(names of all files)`, downloaded if need be; its name is the commit.
 
-        Without a connection the local cache answers. Raises ModelError where the model is unknown, gated or not
-        reachable, or the revision does not exist.
+        Without a connection the local cache answers. Raises ModelError if the model is unknown, gated or not
+        reachable, the revision does not exist, or what answers is no hub, such as a log-in page.
         """
-        from huggingface_hub import snapshot_download
-
-        def download(found: ModelInfo) -> Path:
-            names = [sibling.rfilename for sibling in found.siblings or []]
-            return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=wanted(names)))
-
-        return self._answered(download)
-
-    def commit(self, *, offline: bool) -> str:
-        """The commit that the revision stands for now; `offline`, or without a connection, the one that is cached.
-
-        Raises ModelError as `fetched` does.
-        """
-        folder = self.cached(OFFLINE) if offline else self._answered(lambda found: Path(str(found.sha)))
-        return folder.name
-
-    def _answered(self, taken: Callable[[ModelInfo], Path]) -> Path:
-        """What is taken of the hub's answer; without a connection the folder in the local cache.
-
-        Raises ModelError where the hub refuses, or what answers is no hub, as a log-in page.
-        """
-        from huggingface_hub import HfApi, constants, is_offline_mode
+        from huggingface_hub import HfApi, constants, is_offline_mode, snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
         # httpx's or httpx2's, whichever the hub's client is built on
@@ -75,7 +54,8 @@ class Hub:
             found = HfApi().model_info(self.id, revision=self.revision, timeout=ANSWER)
             if not found.sha:
                 raise ValueError("it names no commit")  # noqa: TRY301  # one refusal for all that is no answer of a hub
-            return taken(found)
+            names = [sibling.rfilename for sibling in found.siblings or []]
+            return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=wanted(names)))
         except (HfHubHTTPError, HFValidationError) as error:
             raise self._refusal(error) from error
         except ConnectionFailure:
