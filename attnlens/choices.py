@@ -46,3 +46,5 @@ STUDIES = ("kernels", "positions", "order", "values", "dimension", "primal")
 """The papers' tables that a study trains again, in this order where all are asked for."""
 KERNEL_TRANSFORMER = "attnlens_kernel_transformer"
 """The model type of what `study` saves."""
+CHANGE = "change."
+"""Prefix of a measure's name in a comparison: the change of that measure."""

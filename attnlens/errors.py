@@ -11,6 +11,10 @@ AttnlensError
 └── UnposedError      an Att-SVM problem has no constraint, so no direction is asked for
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
 REFUSALS = (
     *("not enough memory", "allocate memory", "out of memory", "failed to map segment", "new thread"),
     "error return without exception set",
@@ -84,6 +88,21 @@ class UnposedError(AttnlensError):
     """An Att-SVM problem has no constraint, so that no direction is asked for; callers turn it into a missing value."""
 
 
+class ShardFinished(Exception):  # noqa: N818  # it ends a run as requested
+    """A shard has computed its units; the same call without `shard` computes what is missing and makes the report."""
+
+    def __init__(self, finished: int, total: int, remaining: Sequence[str], failed: Mapping[str, str]) -> None:
+        super().__init__()
+        self.finished, self.total, self.remaining, self.failed = finished, total, remaining, failed
+
+    def __str__(self) -> str:
+        """Return what is finished and what remains."""
+        if not self.remaining:
+            return f"All {self.total} units are finished: run it without --shard for the report."
+        more = f" and {len(self.remaining) - 1} more" if len(self.remaining) > 1 else ""
+        return f"{self.finished} of {self.total} units are finished; {self.remaining[0]}{more} remain."
+
+
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
 """What models raise in a forward pass that they can't do."""
 
@@ -92,3 +111,9 @@ def is_memory(error: BaseException) -> bool:
     """Whether memory did not suffice: Python says so by type, torch's CPU allocator in a plain RuntimeError."""
     said = str(error).lower() if isinstance(error, RuntimeError | OSError | ImportError | SystemError) else ""
     return isinstance(error, MemoryError) or any(words in said for words in REFUSALS)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an exception on one line: its name and the first line of its message."""
+    message = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return message if message == type(error).__name__ else f"{type(error).__name__}: {message}"

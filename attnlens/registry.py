@@ -9,9 +9,8 @@ from importlib import import_module, metadata
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from attnlens.choices import Sources
+from attnlens.choices import CHANGE, Sources
 from attnlens.errors import UsageError
-from attnlens.records.comparison import CHANGE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -210,6 +209,13 @@ def is_built_in(function: Callable[..., Any]) -> bool:
 
 
 NOT_IDENTIFIED = "Not identified: other queries and keys with the same attention read otherwise."
+
+
+NULLS = {
+    "factors": "what independent random factors read",
+    "rotations": "what the head reads turned by random rotations",
+}
+"""What the value of a null is, by its kind."""
 
 
 @dataclass(frozen=True)

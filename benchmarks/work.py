@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from attnlens.runs.work import NOTHING_KEPT, Store, run_units
+from attnlens.runs.store import Store
+from attnlens.runs.work import NOTHING_KEPT, run_units
 
 
 def main() -> None:

@@ -10,8 +10,7 @@ from program import SMALL, attnlens, refused
 import attnlens as library
 from attnlens import texts
 from attnlens.arguments import DatasetRows, dataset_rows
-from attnlens.errors import AttnlensError, TextError, UsageError
-from attnlens.runs.work import ShardFinished
+from attnlens.errors import AttnlensError, ShardFinished, TextError, UsageError
 from attnlens.texts import sources
 
 BOOK = [line for line in texts.sample("demo")[0].text.splitlines() if line.strip()]

@@ -32,11 +32,10 @@ from test_quantised import quantised
 
 import attnlens
 from attnlens import hooks, models
-from attnlens.errors import ModelError, TextError, TooLargeError
+from attnlens.errors import ModelError, ShardFinished, TextError, TooLargeError
 from attnlens.models import deferred
 from attnlens.models.deferred import LENGTH, RemoteFile, is_announced
 from attnlens.records import Head, Report
-from attnlens.runs.work import ShardFinished
 from attnlens.weights import query_key_maps, rows
 from attnlens.weights.probe import Probe, alone, float64_weights, linear, norms_inside
 

@@ -16,7 +16,8 @@ from program import environment_with, python
 
 from attnlens.kernel_transformers import AttentionForm
 from attnlens.records import read_report
-from attnlens.runs.work import NOTHING_KEPT, Store, WorkPlan, run_units
+from attnlens.runs.store import Store
+from attnlens.runs.work import NOTHING_KEPT, WorkPlan, run_units
 from attnlens.studies.cells import CellResult, Speed, opened, table_of, trainer
 from attnlens.studies.tables import SCALES, TABLES, PaperCell, PaperTable
 from attnlens.studies.tasks import Reversal, score, translation

@@ -1,4 +1,4 @@
-"""Tests of runs/work: units are kept whole, used again, shared out, and lost by nothing that happens to their files."""
+"""Tests of runs/work and runs/store: units are kept whole, used again and shared out, and survive damage."""
 
 from __future__ import annotations
 
@@ -23,24 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from attnlens.errors import AttnlensError, ModelError, OutputError, TextError, UsageError
+from attnlens.errors import AttnlensError, ModelError, OutputError, ShardFinished, TextError, UsageError
 from attnlens.run.inspect.collector import replay
+from attnlens.runs import store as store_module
 from attnlens.runs import work
-from attnlens.runs.work import (
-    LOST,
-    NOTHING_KEPT,
-    RUN,
-    Failure,
-    ShardFinished,
-    Stopped,
-    Store,
-    WorkPlan,
-    difference,
-    key_of,
-    run_units,
-    slug,
-    tried,
-)
+from attnlens.runs.store import RUN, Store, difference, file_stem, key_of
+from attnlens.runs.work import LOST, NOTHING_KEPT, Failure, Stopped, WorkPlan, run_units, tried
 
 FACTS = work_units.FACTS
 NAMES = ["weights of layer 0", "weights of layer 1", "tokens of batch 0"]
@@ -124,7 +112,7 @@ NESTED = st.recursive(LEAVES, lambda part: st.lists(part, max_size=3) | st.dicti
 @given(NESTED)
 @settings(max_examples=60, deadline=None)
 def test_any_nested_value_comes_back_as_it_was(value):
-    assert same(work._parsed(work._serialised(value, "stamp"), "stamp"), value)
+    assert same(store_module._parsed(store_module._serialised(value, "stamp"), "stamp"), value)
 
 
 def test_a_value_shares_no_memory_with_what_was_kept_and_has_no_gradient(store):
@@ -163,8 +151,8 @@ def test_the_same_unit_has_the_same_bytes_and_another_name_another_file(store):
     store.save("a", VALUES)
     assert store.path("a").read_bytes() == content
     names = ["a", "a ", "A", "a/../b", "a" * 1000, "a" * 1001, "é", "", ".", "/"]
-    assert len({slug(name).lower() for name in names}) == len(names), "also where case is ignored"
-    assert all(len(slug(name)) < 100 and "/" not in slug(name) for name in names)
+    assert len({file_stem(name).lower() for name in names}) == len(names), "also where case is ignored"
+    assert all(len(file_stem(name)) < 100 and "/" not in file_stem(name) for name in names)
 
 
 def test_a_unit_that_is_not_complete_is_computed_again_with_what_is_kept_of_its_parts(plan, store):
@@ -198,7 +186,7 @@ def flipped(content: bytes) -> bytes:
 def stamped(value: Any, store: Store) -> bytes:
     """A file as anybody could write it, with a hash that fits."""
     text = json.dumps({"stamp": store._stamp(NAMES[1]), "value": value}) if not isinstance(value, str) else value
-    return save({}, {"attnlens": f"{work._digest(text, {})} {text}"})
+    return save({}, {"attnlens": f"{store_module._digest(text, {})} {text}"})
 
 
 DAMAGE: dict[str, Callable[[bytes, Store], bytes]] = {
@@ -211,7 +199,7 @@ DAMAGE: dict[str, Callable[[bytes, Store], bytes]] = {
     "another program's": lambda *_: save({"a": torch.ones(2)}),
     "a pickle": lambda *_: pickle.dumps(print),
     "another unit's": lambda _, store: store.path(NAMES[0]).read_bytes(),
-    "another run's": lambda _, store: work._serialised(VALUES[NAMES[1]], f"{key_of('other')} {NAMES[1]}"),
+    "another run's": lambda _, store: store_module._serialised(VALUES[NAMES[1]], f"{key_of('other')} {NAMES[1]}"),
     "another version's": lambda *_: save({}, {"attnlens": "{}"}),
     "no metadata": lambda *_: b"\2\0\0\0\0\0\0\0{}",
     "deeply nested": lambda _, store: stamped("[" * 100_000 + "]" * 100_000, store),
@@ -250,8 +238,8 @@ def test_every_flipped_byte_of_a_file_is_noticed(store):
     for place in range(0, len(content), 7):
         harmed = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
         with pytest.raises(ValueError, match=r".*"):
-            work._parsed(harmed, store._stamp("a"))
-    assert same(work._parsed(content, store._stamp("a")), VALUES), "a control"
+            store_module._parsed(harmed, store._stamp("a"))
+    assert same(store_module._parsed(content, store._stamp("a")), VALUES), "a control"
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
@@ -361,7 +349,7 @@ def test_two_runs_share_a_folder_and_one_may_clear_it_in_the_middle_of_the_other
 
 
 def test_a_folder_that_is_removed_while_a_file_is_written_is_made_again(store, monkeypatch):
-    honest, tries = work.write_atomically, []
+    honest, tries = store_module.write_atomically, []
 
     def write(path: Path, content: bytes) -> None:
         tries.append(path)
@@ -369,7 +357,7 @@ def test_a_folder_that_is_removed_while_a_file_is_written_is_made_again(store, m
             path.parent.rmdir()
         honest(path, content)
 
-    monkeypatch.setattr(work, "write_atomically", write)
+    monkeypatch.setattr(store_module, "write_atomically", write)
     store.save("a", 1)
     assert store.load("a") == 1
     assert len(tries) == 3, "twice, and the description of the run"
@@ -384,7 +372,7 @@ def full(path: Path, _content: bytes) -> None:
 
 def test_a_full_disk_is_named_and_the_run_goes_on_but_a_shard_ends(plan, store, compute, computed, monkeypatch, caplog):
     run_units(NAMES[:1], compute, plan, store)
-    monkeypatch.setattr(work, "write_atomically", full)
+    monkeypatch.setattr(store_module, "write_atomically", full)
     assert same(run_units(NAMES, compute, plan, store).values, VALUES)
     assert [message.split(" is not kept")[0] for message in caplog.messages] == NAMES[1:]
     assert "No space left on device" in caplog.messages[0]
@@ -462,12 +450,12 @@ def test_units_are_kept_at_an_address_as_in_a_folder(memory, compute, computed, 
     run_units(NAMES, compute, plan, store)
     assert computed == [*NAMES[::2], NAMES[1]]
     store.inside(NAMES[0]).save("part", 1)
-    path = f"/units/work/{store.folder.name}/{slug(NAMES[1])}.safetensors"
+    path = f"/units/work/{store.folder.name}/{file_stem(NAMES[1])}.safetensors"
     memory.pipe_file(path, memory.cat_file(path)[:-1])
     computed.clear()
     assert same(run_units(NAMES, compute, plan, store).values, VALUES)
     assert computed == NAMES[1:2]
-    assert f"it is kept as {slug(NAMES[1])}.safetensors.damaged" in caplog.text
+    assert f"it is kept as {file_stem(NAMES[1])}.safetensors.damaged" in caplog.text
     other = plan.store(FACTS | {"settings": {"seed": 1}})
     run_units(NAMES[:1], compute, plan, other)
     assert "settings.seed is 1 here and 0 there" in caplog.text

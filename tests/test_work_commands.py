@@ -27,7 +27,7 @@ from safetensors.torch import load, save
 
 import attnlens
 from attnlens import run
-from attnlens.errors import ModelError, OutputError, UsageError
+from attnlens.errors import ModelError, OutputError, ShardFinished, UsageError
 from attnlens.run.inspect import pipeline as survey
 from attnlens.run.inspect.pipeline import Inspection
 from attnlens.run.series import Series
@@ -37,8 +37,7 @@ from attnlens.run.swap.one_kernel import KernelRun
 from attnlens.run.swap.pipeline import prepared
 from attnlens.run.swap.ranks import search
 from attnlens.run.swap.sweep import SweptBatch
-from attnlens.runs import work
-from attnlens.runs.work import ShardFinished
+from attnlens.runs import store as store_module
 
 CHECKPOINTS = Path(attnlens.__file__).parent / "demo" / "checkpoints"
 INSPECTED: dict[str, Any] = {"tokens": 16, "sequences": 12, "batch_size": 1, "analyzers": ["symmetry"]}
@@ -387,15 +386,15 @@ def test_a_run_of_other_settings_models_and_code_does_not_resume_from_it(read, t
         computes(4, **other)
     computes(2, str(saved(tmp_path / "other")))
     computes(0)
-    monkeypatch.setattr(work, "_version", lambda name: "99.0")
+    monkeypatch.setattr(store_module, "_version", lambda name: "99.0")
     computes(4)
     (tmp_path / "attnlens" / "linalg").mkdir(parents=True)
-    monkeypatch.setattr(work, "PACKAGE", tmp_path / "attnlens")
+    monkeypatch.setattr(store_module, "PACKAGE", tmp_path / "attnlens")
     for content, count in (("first", 4), ("first", 0), ("other", 4)):
         (tmp_path / "attnlens" / "linalg" / "spectra.py").write_text(content)
-        work.own_code.cache_clear()
+        store_module.own_code.cache_clear()
         computes(count)
-    work.own_code.cache_clear()
+    store_module.own_code.cache_clear()
 
 
 def other_weights(place: Path) -> None:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from attnlens.cli import INTERRUPTED, leave
-from attnlens.errors import AttnlensError, is_memory
-from attnlens.runs.work import ShardFinished
+from attnlens.errors import AttnlensError, ShardFinished, is_memory
 from attnlens.wording import clean, shortened
 
 if TYPE_CHECKING:

@@ -160,13 +160,7 @@ def merge(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
         say_base = f"Give its base as MODEL: {shortened(base or 'the model it was trained over')}."
         named_by_settings = _expanded(settings, settings_file, model, modules, say_base)
         changed = {*whole, *(f"{path}.weight" for path in modules)}
-        shared: dict[nn.Parameter, list[str]] = defaultdict(list)
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            shared[parameter].append(name)
-        for names in shared.values():
-            if len(names) > 1 and not changed.isdisjoint(names):
-                first, second = sorted(names, key=lambda name: name not in changed)[:2]
-                raise ModelError(f"The adapter changes {first}, which the model shares with {second}.", SAY_MERGE)
+        _check_shared(model, changed)
         biases = {f"{path}.bias" for path in modules if getattr(model.get_submodule(path), "bias", None) is not None}
         if settings.get("bias", "none") != "none" and (lost := sorted(biases - whole.keys())):
             raise ModelError(f"{settings_file} says that biases were trained, and {named(lost)} is missing.", SAY_AGAIN)
@@ -195,13 +189,7 @@ def merge(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
         for name, parameter in parameters.items():
             parameter.data = tensors[name].to(parameter)
         for path, layer in layers.items():
-            base_layer, magnitudes = layer.get_base_layer(), list(layer.lora_magnitude_vector.parameters())
-            dtype = base_layer.weight.dtype
-            layer.double()
-            layer.merge()
-            if magnitudes and not (magnitudes[0].all() and base_layer.weight.isfinite().all()):  # unmerging divides
-                raise ModelError(f"DoRA's magnitudes of {path}, or its rows, are 0 or not finite.", SAY_AGAIN)
-            base_layer.to(dtype)
+            _merge_layer(path, layer)
         tuner.unload()
         for layer in layers.values():
             layer.base_layer = deepcopy(layer.base_layer).to("meta")
@@ -217,6 +205,31 @@ def merge(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
             files=[File(name=file.name, sha256=sha256(file)) for file in (settings_file, tensors_file)],
         )
         return Adapted(info, layers, originals, unplaced)
+
+
+def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:
+    """Raise ModelError if a changed parameter is also another one of the model, which would change with it."""
+    shared: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared[parameter].append(name)
+    for names in shared.values():
+        if len(names) > 1 and any(name in changed for name in names):
+            first, second = sorted(names, key=lambda name: name not in changed)[:2]
+            raise ModelError(f"The adapter changes {first}, which the model shares with {second}.", SAY_MERGE)
+
+
+def _merge_layer(path: str, layer: Any) -> None:
+    """Add a peft layer's update to its base weight in float64, and round the sum to the weight's own type.
+
+    Raises ModelError if DoRA's magnitudes cannot be divided out again.
+    """
+    base_layer, magnitudes = layer.get_base_layer(), list(layer.lora_magnitude_vector.parameters())
+    dtype = base_layer.weight.dtype
+    layer.double()
+    layer.merge()
+    if magnitudes and not (magnitudes[0].all() and base_layer.weight.isfinite().all()):
+        raise ModelError(f"DoRA's magnitudes of {path}, or its rows, are 0 or not finite.", SAY_AGAIN)
+    base_layer.to(dtype)
 
 
 def _read_settings(file: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from attnlens.choices import Part
+from attnlens.choices import CHANGE, Part
 from attnlens.records.measures import Count, Head, HeadId, Measure, Number, Record, read_record
 from attnlens.records.provenance import ModelInfo, Settings
 from attnlens.records.swaps import Outcome
@@ -99,8 +99,6 @@ def read_baseline(path: str | Path) -> Baseline:
     )
 
 
-CHANGE = "change."
-"""Before a measure's name where its change stands in its place."""
 DISTANCE = "compare."
 """Before the names of distances, which are changes already."""
 SURELY = 47.2

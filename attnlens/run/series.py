@@ -34,7 +34,8 @@ from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.pipeline import Inspection
 from attnlens.run.provenance import code_of, report_of
 from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
-from attnlens.runs.work import Compute, Store, WorkPlan, key_of, run_units, versions
+from attnlens.runs.store import Store, key_of, versions
+from attnlens.runs.work import Compute, WorkPlan, run_units
 from attnlens.texts.targets import feed, task_of
 
 BESIDE = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")

@@ -37,7 +37,8 @@ from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.pipeline import Inspection
 from attnlens.run.provenance import report_of
 from attnlens.runs.progress import Interrupted, Progress, silent
-from attnlens.runs.work import Store, WorkPlan
+from attnlens.runs.store import Store
+from attnlens.runs.work import WorkPlan
 from attnlens.studies.cells import StudyPlan, table_of, trained_cells
 from attnlens.studies.tables import TABLES, PaperCell, Scale, scale_of
 from attnlens.studies.tasks import (

@@ -1,18 +1,13 @@
-"""Compute the named units of a run, keep each in one file, resume after an interruption, and share units out.
+"""Compute the named units of a run, resume after an interruption, and distribute units over processes and machines.
 
-A unit is computed by a function `name → value`; a value is a nested list or dictionary of tensors and of what JSON
-holds. It is kept as one safetensors file `<work>/<key>/<name>.safetensors`, written under another name and renamed. The
-key hashes the facts that determine the run's numbers, so that the same command finds the file again and no other does.
-torch is imported late, because the command line imports this module before it needs torch.
+A unit is computed by a function `name → value`, and kept by `attnlens.runs.store`.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import pickle
-import re
 import signal
 import socket
 import sys
@@ -20,9 +15,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from hashlib import sha256
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -32,28 +27,30 @@ from typing import TYPE_CHECKING, Any
 
 from platformdirs import user_cache_path
 
-from attnlens.errors import FAILURES, AttnlensError, ModelError, OutputError, TextError, UsageError
-from attnlens.files import with_home, write_atomically
-from attnlens.wording import clean, counted
+from attnlens.errors import (
+    FAILURES,
+    AttnlensError,
+    ModelError,
+    OutputError,
+    ShardFinished,
+    TextError,
+    UsageError,
+    reason_of,
+)
+from attnlens.files import with_home
+from attnlens.runs.store import OTHER_WORK, Store, difference, key_of, output_errors
+from attnlens.wording import clean
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 LOG = logging.getLogger("attnlens")
 Compute = Callable[[str], Any]
 """Computes the unit of a name."""
 Opener = Callable[..., tuple[Mapping[str, Any], Compute]]
 """Prepares a run in another process: arguments that can be pickled → the run's facts, and what computes its units."""
-Keep = Callable[[str, Callable[[], Any]], Any]
-"""Returns what is kept of a part of that name, or else what the function computes, which is then kept."""
-RUN = "run.json"
-"""The file in a run's folder with the facts that its key hashes."""
-SUFFIX = ".safetensors"
-OWN_NAME = re.compile(r".*-[0-9a-f]{8}(\.safetensors)?")
-"""The names of units' files, and of the folders with their parts."""
 RETRIED = (*FAILURES, OSError, ImportError, MemoryError, EOFError)
 """What a unit may raise that can be different at a second try."""
-OTHER_WORK = "Name another folder with --work."
 LOST = (
     "its process ended twice before it did: killed, perhaps for lack of memory, or started by a script that calls "
     "attnlens outside of `if __name__ == '__main__':`"
@@ -75,21 +72,6 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, name: str, value: Any) -> None:
         super().__init__()
         self.name, self.value = name, value
-
-
-class ShardFinished(Exception):  # noqa: N818  # it ends a run as asked
-    """A shard has computed its units; the same call without `shard` computes what is missing and makes the report."""
-
-    def __init__(self, finished: int, total: int, remaining: Sequence[str], failed: Mapping[str, str]) -> None:
-        super().__init__()
-        self.finished, self.total, self.remaining, self.failed = finished, total, remaining, failed
-
-    def __str__(self) -> str:
-        """Return what is finished and what remains."""
-        if not self.remaining:
-            return f"All {self.total} units are finished: run it without --shard for the report."
-        more = f" and {len(self.remaining) - 1} more" if len(self.remaining) > 1 else ""
-        return f"{self.finished} of {self.total} units are finished; {self.remaining[0]}{more} remain."
 
 
 @dataclass(frozen=True)
@@ -179,7 +161,7 @@ class WorkPlan:
     def _unwritable(self) -> str:
         root = self.root
         try:
-            with _output_errors(root, "made"):
+            with output_errors(root, "made"):
                 root.mkdir(parents=True, exist_ok=True)
         except (OSError, OutputError) as error:
             return getattr(error, "strerror", None) or str(error).splitlines()[0].rstrip(".")
@@ -192,264 +174,8 @@ class WorkPlan:
         return Store(self.root / key_of(facts), facts, resume=self.resume)
 
 
-PACKAGE = Path(__file__).parents[1]
-
-
-def versions() -> dict[str, str | None]:
-    """Return the versions of what computes the units; of attnlens its code too, which changes between releases."""
-    libraries = ("attnlens", "torch", "transformers", "peft", "gguf")
-    return {"code": own_code()} | {name: _version(name) for name in libraries}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-@cache
-def own_code() -> str:
-    """Return a hash of the modules of attnlens, by their paths and contents."""
-    digest = sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(f"{path.relative_to(PACKAGE).as_posix()}\0".encode() + sha256(path.read_bytes()).digest())
-    return digest.hexdigest()[:16]
-
-
 NOTHING_KEPT = WorkPlan()
 """The plan of a run in this process."""
-
-
-def keep_nothing(_name: str, make: Callable[[], Any]) -> Any:
-    """Compute a part that is not kept."""
-    return make()
-
-
-def key_of(facts: Any) -> str:
-    """Return a name for what these facts determine: 32 hex digits of their SHA-256."""
-    return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-@dataclass(frozen=True)
-class Store:
-    """The files of one run, which any number of processes and machines may share."""
-
-    folder: Any
-    """A path, or a `UPath`."""
-    facts: Mapping[str, Any]
-    """What determines the numbers of the run, as JSON."""
-    resume: bool = True
-    """Whether files of an earlier run are used."""
-
-    def path(self, name: str) -> Any:
-        """Return the path of a unit's file."""
-        return self.folder / (slug(name) + SUFFIX)
-
-    def inside(self, name: str) -> Store:
-        """Return a store for the parts of a unit that takes long, in a folder beside its file."""
-        return Store(self.folder / slug(name), {"run": key_of(self.facts), "unit": name}, self.resume)
-
-    def load(self, name: str) -> Any:
-        """Return what a unit found, or None if it is not finished.
-
-        A file that is damaged, cut off or of another unit is reported, set aside under another name, and not used.
-        Raises OutputError if a file cannot be read.
-        """
-        path = self.path(name)
-        try:
-            if isinstance(path, Path) and path.exists() and not path.is_file():
-                raise ValueError(name)  # noqa: TRY301  # a folder, or a pipe, of which reading may never end
-            with _output_errors(path, "read"):
-                return _parsed(path.read_bytes(), self._stamp(name))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except ValueError:
-            self._set_aside(name)
-            return None
-
-    def _set_aside(self, name: str) -> None:
-        """Rename what is under a unit's name and not its file, and log that."""
-        path = self.path(name)
-        aside = path.with_name(path.name + ".damaged")
-        try:
-            path.rename(aside)
-        except FileNotFoundError:  # another process has set it aside
-            return
-        except OSError as error:
-            what = f"it cannot be set aside: {error.strerror or error}"
-        else:
-            what = f"it is kept as {aside.name}"
-        LOG.warning("%s is damaged or not the unit %s: %s.", path, clean(name), what)
-
-    def save(self, name: str, value: Any) -> None:
-        """Write what a unit found, whole or not at all. Raises OutputError if it cannot be written."""
-        self._write(self.path(name), _serialised(value, self._stamp(name)))
-        self.begin()
-
-    def begin(self) -> None:
-        """Write what the run is, unless it is written. Raises OutputError if nothing can be written here."""
-        with _output_errors(self.folder / RUN, "read"):
-            known = (self.folder / RUN).exists()
-        if not known:
-            self._write(self.folder / RUN, json.dumps(self.facts, indent=1).encode())
-
-    @staticmethod
-    def _write(path: Any, content: bytes) -> None:
-        for attempt in range(8):  # another run that has written its report may remove the folder in between
-            try:
-                with _output_errors(path, "written"):
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    if isinstance(path, Path):
-                        write_atomically(path, content)
-                    else:  # an object store puts an object whole
-                        path.write_bytes(content)
-            except (OutputError, FileNotFoundError) as error:
-                if attempt < 7 and isinstance(path, Path) and not path.parent.exists():
-                    continue
-                if isinstance(error, OutputError):
-                    raise
-                raise OutputError(f"{path} cannot be written: {error.strerror}.", OTHER_WORK) from None
-            else:
-                return
-
-    def compute(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return what a unit found before, or what `make` finds now, which is then kept."""
-        value = self.load(name) if self.resume else None
-        if value is None:
-            value = make()
-            self.keep(name, value)
-        return value
-
-    def keep(self, name: str, value: Any) -> None:
-        """Write what a unit found; if that is not possible, log a warning, because the run can go on."""
-        try:
-            self.save(name, value)
-        except OutputError as error:
-            LOG.warning("%s is not kept. %s", clean(name), error.problem)
-
-    def clear(self) -> None:
-        """Remove the run's files, because its report is written; files of anybody else stay."""
-        with suppress(OSError):  # another process may clear it at the same time
-            for path in list(self.folder.iterdir()):
-                if path.name != RUN and not OWN_NAME.fullmatch(path.name):
-                    continue
-                if path.is_dir() and not path.is_symlink():
-                    Store(path, {}).clear()
-                else:
-                    path.unlink(missing_ok=True)
-            if isinstance(self.folder, Path):  # `UPath.rmdir` removes what is inside
-                self.folder.rmdir()
-
-    def report_others(self) -> None:
-        """Log which other runs of the same kind have units in the same folder, and the first fact that differs."""
-        places: list[Any] = []
-        with suppress(OSError):
-            places = sorted(self.folder.parent.iterdir())
-        for path in places:
-            with suppress(OSError, ValueError, AttributeError, RecursionError):  # it is anybody's file
-                facts = json.loads((path / RUN).read_text())
-                reason = difference(self.facts, facts)
-                if facts.get("command") == self.facts.get("command") and reason:
-                    count = counted(sum(file.name.endswith(SUFFIX) for file in path.iterdir()), "finished unit")
-                    LOG.warning("%s holds %s of a run that differs: %s.", path, count, clean(reason))
-
-    def _stamp(self, name: str) -> str:
-        return f"{key_of(self.facts)} {name}"
-
-
-@contextmanager
-def _output_errors(path: Any, what: str) -> Iterator[None]:
-    """Turn what the system refuses into an OutputError; of a remote store also what its library raises."""
-    try:
-        yield
-    except (AttnlensError, FileNotFoundError, NotADirectoryError, ValueError):
-        raise
-    except Exception as error:
-        if isinstance(path, Path) and not isinstance(error, OSError):
-            raise
-        message = getattr(error, "strerror", None) or reason_of(error)
-        raise OutputError(f"{path} cannot be {what}: {message}.", OTHER_WORK) from None
-
-
-def slug(name: str) -> str:
-    """Return a readable file name that no other unit has."""
-    readable = re.sub(r"[^A-Za-z0-9.=]+", "-", name)[:80].strip("-.")
-    return f"{readable}-{sha256(name.encode()).hexdigest()[:8]}"
-
-
-def difference(first: Any, second: Any, where: str = "") -> str | None:
-    """Return the first place at which two contents differ, with both values; None if they are equal."""
-    if isinstance(first, dict) and isinstance(second, dict):
-        inner = (difference(first.get(name), second.get(name), f"{where}.{name}") for name in {**first, **second})
-        return next((found for found in inner if found is not None), None)
-    if isinstance(first, list | tuple) and isinstance(second, list | tuple) and len(first) == len(second):
-        return difference(dict(enumerate(first)), dict(enumerate(second)), where)
-    if first == second:
-        return None
-    return f"{where.removeprefix('.')} is {str(first)[:60]} here and {str(second)[:60]} there"
-
-
-def _serialised(value: Any, stamp: str) -> bytes:
-    """Return a value as a safetensors file: its tensors, and the rest as JSON in the metadata, with a hash of both."""
-    from safetensors.torch import save
-
-    tensors: dict[str, Tensor] = {}
-    text = json.dumps({"stamp": stamp, "value": _plain(value, tensors)})
-    return save(tensors, {"attnlens": f"{_digest(text, tensors)} {text}"})  # one entry: safetensors orders none
-
-
-def _parsed(content: bytes, stamp: str) -> Any:
-    """Return the value in a file. Raises ValueError if it is cut off, damaged or another unit's."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    try:
-        tensors = load(content)
-        metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-        digest, _, text = metadata["attnlens"].partition(" ")
-        whole = json.loads(text)
-        if digest != _digest(text, tensors) or whole["stamp"] != stamp:
-            raise ValueError(stamp)
-        return _restored(whole["value"], tensors)
-    except (SafetensorError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(stamp) from error
-
-
-def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
-    import torch
-
-    digest = sha256(text.encode())
-    for name in sorted(tensors):
-        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
-        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _plain(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return a value as JSON and move its tensors into `tensors`; dictionaries become pairs, for keys of any type."""
-    if isinstance(value, Mapping):
-        return {"pairs": [[_plain(key, tensors), _plain(part, tensors)] for key, part in value.items()]}
-    if isinstance(value, list | tuple | range):
-        return [_plain(part, tensors) for part in value]
-    if value is None or isinstance(value, str | int | float):
-        return value
-    tensors[str(len(tensors))] = value.detach().cpu().contiguous().clone()
-    return {"tensor": str(len(tensors) - 1)}
-
-
-def _restored(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_restored(part, tensors) for part in value]
-    if not isinstance(value, dict):
-        return value
-    if "tensor" in value:
-        return tensors[value["tensor"]]
-    return {_hashable(_restored(key, tensors)): _restored(part, tensors) for key, part in value["pairs"]}
-
-
-def _hashable(key: Any) -> Any:
-    return tuple(map(_hashable, key)) if isinstance(key, list) else key
 
 
 def run_units(
@@ -567,12 +293,6 @@ def tried(compute: Compute, name: str) -> Any:
             clear_frames(error.__traceback__)  # which would hold the memory that the unit took
             failure = Failure(reason_of(error), error)
     return failure
-
-
-def reason_of(error: BaseException) -> str:
-    """Return an exception on one line: its name and the first line of its message."""
-    message = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return message if message == type(error).__name__ else f"{type(error).__name__}: {message}"
 
 
 _prepared: dict[str, tuple[Mapping[str, Any], Compute]] = {}

@@ -13,6 +13,7 @@ from attnlens.kernels.spelling import default_of, example, far_kernels
 from attnlens.registry import (
     BETWEEN_FORMS,
     BETWEEN_ROWS,
+    NULLS,
     Analyzer,
     Gathering,
     KernelInfo,
@@ -22,7 +23,6 @@ from attnlens.registry import (
     every_analyzer,
 )
 from attnlens.sections.section import Column, Section, Table
-from attnlens.sentences.reports import WORDS
 from attnlens.wording import NO_VALUE, clean
 
 
@@ -270,7 +270,7 @@ def _ends(info: MeasureInfo) -> dict[str, str]:
 def _null(info: MeasureInfo, source: str) -> str:
     if info.curve or not (info.null == "rotations" or (source == "weights" and info.has_null)):
         return "none"
-    return WORDS[info.null]
+    return NULLS[info.null]
 
 
 def _kernel(info: KernelInfo) -> Section:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from attnlens.records import Experiment, Extreme, Report, Skipped, Text
-from attnlens.registry import MeasureInfo, info_of
+from attnlens.registry import NULLS, MeasureInfo, info_of
 from attnlens.shapes import MeasureMap, Shapes, by_turns, middle
 from attnlens.wording import (
     NO_VALUE,
@@ -146,19 +146,13 @@ def _chance(reading: MeasureMap) -> str:
     return f"; chance reads {written(mean, decimals)} ± {spread(sd, decimals)}: {told}"
 
 
-WORDS = {
-    "factors": "what independent random factors read",
-    "rotations": "what the head reads turned by random rotations",
-}
-
-
 def null_words(measures: Iterable[MeasureInfo]) -> str:
     """What the nulls of these measures read; where they differ, of which sources those are that turn the head's M."""
     kinds = {source_of(info.name): info.null for info in measures}
     if len(set(kinds.values())) < 2:
-        return WORDS[next(iter(kinds.values()), "factors")]
+        return NULLS[next(iter(kinds.values()), "factors")]
     turned = listed(f"{source}.*" for source, kind in kinds.items() if kind == "rotations")
-    return f"{WORDS['factors']}, of {turned} {WORDS['rotations']}"
+    return f"{NULLS['factors']}, of {turned} {NULLS['rotations']}"
 
 
 def no_errors(report: Report) -> str:

@@ -24,7 +24,8 @@ from attnlens.records.studies import (
     StudyRun,
     StudyTable,
 )
-from attnlens.runs.work import Compute, Store, WorkPlan, run_units
+from attnlens.runs.store import Store
+from attnlens.runs.work import Compute, WorkPlan, run_units
 from attnlens.statistics.associations import Blocks, holm, pairs_of
 from attnlens.studies.tables import PaperCell, PaperTable, Scale, ScaleName, features_of
 from attnlens.studies.tasks import Examples, StudyTask, TaskForm

@@ -14,7 +14,7 @@ from torch import nn
 
 from attnlens.attention.primal_heads import PrimalHeads, regulariser
 from attnlens.errors import UsageError
-from attnlens.runs.work import Store
+from attnlens.runs.store import Store
 from attnlens.studies.tables import Scale
 from attnlens.studies.tasks import NOTHING, cross_entropy, mean_loss
 

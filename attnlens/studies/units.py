@@ -30,8 +30,7 @@ from attnlens.kernel_transformers import (
 )
 from attnlens.models.building import quiet
 from attnlens.records import Call, QueryKey, Site
-from attnlens.runs import work
-from attnlens.runs.work import Store, key_of
+from attnlens.runs.store import Store, file_stem, key_of, versions
 from attnlens.studies.tables import Scale
 from attnlens.studies.tasks import Examples, StudyTask, score
 from attnlens.studies.training import Run, train
@@ -75,7 +74,7 @@ def save_cells(folder: Path, found: Sequence[CellResult], store: Store) -> None:
 
 def models_of(store: Store, name: str) -> Path:
     """Return the folder in which the models of a unit are kept."""
-    return Path(store.folder) / "models" / work.slug(name)
+    return Path(store.folder) / "models" / file_stem(name)
 
 
 def slug(name: str) -> str:
@@ -201,7 +200,7 @@ class TrainingUnit:
     def name(self, digest: str) -> str:
         """Return the name of its unit of work, with a hash of what determines it; `digest` is of the task's data."""
         facts = {
-            "versions": work.versions(),
+            "versions": versions(),
             "data": digest,
             "form": asdict(self.form),
             "sizes": {name: value for name, value in asdict(self.scale).items() if name not in SEARCHED},

@@ -33,7 +33,7 @@ from attnlens.run.feeding import LOSS, guess_notes
 from attnlens.run.inspect.collector import ONE_WINDOW, Collector, replay
 from attnlens.run.provenance import report_of
 from attnlens.runs.progress import INTERRUPTED
-from attnlens.runs.work import versions
+from attnlens.runs.store import versions
 from attnlens.statistics import Design, median_error, null_of_median, robust_z
 
 FEWEST_HEADS = 12

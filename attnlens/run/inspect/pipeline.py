@@ -31,7 +31,8 @@ from attnlens.run.inspect.collector import Collector, UnitRecord
 from attnlens.run.inspect.reader import Reader, refuse_many_rows
 from attnlens.run.provenance import content_of
 from attnlens.runs.progress import Interrupted, Progress, silent, timed
-from attnlens.runs.work import NOTHING_KEPT, Compute, Opener, Stopped, Store, WorkPlan, run_units
+from attnlens.runs.store import Store
+from attnlens.runs.work import NOTHING_KEPT, Compute, Opener, Stopped, WorkPlan, run_units
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

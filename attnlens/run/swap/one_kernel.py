@@ -57,7 +57,7 @@ from attnlens.run.swap.saved import save_swapped
 from attnlens.run.swap.sites import Local, chosen_sites, idle_sites, leaks, locally, refuse_crossing
 from attnlens.run.swap.sweep import SweptMeasures, swept
 from attnlens.runs.progress import INTERRUPTED, Progress, Tell, telling, telling_at_most, timed
-from attnlens.runs.work import Keep, Store, keep_nothing, key_of
+from attnlens.runs.store import Keep, Store, keep_nothing, key_of
 from attnlens.statistics import Design
 from attnlens.texts.targets import Fed, meanings
 

@@ -28,7 +28,8 @@ from attnlens.run.swap.one_kernel import KernelInterrupted, KernelRun, Swapping,
 from attnlens.run.swap.ranks import search
 from attnlens.run.swap.saved import UnsavedError
 from attnlens.runs.progress import Interrupted, Progress, silent, telling
-from attnlens.runs.work import Compute, Stopped, Store, WorkPlan, key_of, run_units, versions
+from attnlens.runs.store import Store, key_of, versions
+from attnlens.runs.work import Compute, Stopped, WorkPlan, run_units
 from attnlens.texts.targets import check_input, feed
 
 APART = ("text", "pairs", "image", "audio", "adapter", "calibration", "prompts", "ranks", "save")

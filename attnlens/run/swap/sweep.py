@@ -21,7 +21,7 @@ from attnlens.run.inspect.collector import Collector
 from attnlens.run.inspect.pipeline import Inspection
 from attnlens.run.outputs import divergence, predictions, sequence_losses, sequence_means
 from attnlens.runs.progress import Tell, silent, timed
-from attnlens.runs.work import Keep, keep_nothing
+from attnlens.runs.store import Keep, keep_nothing
 from attnlens.statistics import Design, Interval, false_discovery, p_values, paired_difference, rank_correlation
 from attnlens.statistics.associations import PERMUTATIONS, over_windows, permutation_tests, split_half
 from attnlens.texts import Batches

@@ -38,7 +38,7 @@ from attnlens.run.swap.healing.course import (
 )
 from attnlens.run.swap.healing.healer import Healer, changed_weights
 from attnlens.runs.progress import Tell
-from attnlens.runs.work import Store, key_of
+from attnlens.runs.store import Store, key_of
 from attnlens.statistics import paired_difference
 from attnlens.texts import Batches, sequences_in
 

@@ -34,7 +34,7 @@ from attnlens.run.swap.ranks.bases import (
     sensitivities,
 )
 from attnlens.runs.progress import Tell
-from attnlens.runs.work import Keep, keep_nothing, key_of
+from attnlens.runs.store import Keep, keep_nothing, key_of
 from attnlens.statistics import Design, further, paired_difference
 from attnlens.statistics.design import FEWEST_TEXTS
 from attnlens.texts import MOST_SHARED, Batches, Content, Cut, shared_share
