@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from attnlens.choices import Unit
 from attnlens.errors import UsageError
 from attnlens.files import OPEN_FILES
-from attnlens.registry import checked_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,6 +37,19 @@ SAY_DATASETS = (
 _ONE_AT_A_TIME = RLock()
 """Held while a model is loaded or used: attention is exchanged in the model itself, and torch's forward-mode
 differentiation knows one level in the whole process."""
+
+
+def checked_name(what: str, name: str, known: Iterable[str]) -> str:
+    """`name`, if it is known; else UsageError with «did you mean»."""
+    options = list(known)
+    if name in options:
+        return name
+    import difflib
+
+    written = name[:60] if isinstance(name, str) else f"of type {type(name).__name__}"
+    near = difflib.get_close_matches(written, options, n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    raise UsageError(f"There is no {what} {written!r}.", f"{hint}There are: {', '.join(options)}.")
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:

@@ -48,3 +48,5 @@ KERNEL_TRANSFORMER = "attnlens_kernel_transformer"
 """The model type of what `study` saves."""
 CHANGE = "change."
 """Prefix of a measure's name in a comparison: the change of that measure."""
+RELATIVE, FDR = 0.05, 0.05
+"""Defaults of `check`: how far a head may be from its baseline as a share of it, and the false discovery rate."""

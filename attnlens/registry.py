@@ -9,6 +9,7 @@ from importlib import import_module, metadata
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from attnlens.arguments import checked_name
 from attnlens.choices import CHANGE, Sources
 from attnlens.errors import UsageError
 
@@ -169,19 +170,6 @@ def kernel(
         return function
 
     return enter
-
-
-def checked_name(what: str, name: str, known: Iterable[str]) -> str:
-    """`name`, if it is known; else UsageError with «did you mean»."""
-    options = list(known)
-    if name in options:
-        return name
-    import difflib
-
-    written = name[:60] if isinstance(name, str) else f"of type {type(name).__name__}"
-    near = difflib.get_close_matches(written, options, n=1)
-    hint = f"Did you mean {near[0]!r}? " if near else ""
-    raise UsageError(f"There is no {what} {written!r}.", f"{hint}There are: {', '.join(options)}.")
 
 
 def refuse_replacing(

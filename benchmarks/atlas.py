@@ -4,7 +4,8 @@ python benchmarks/atlas.py [--reports FOLDER] [--models NAME ...] [--write] [--q
 
 Every model is read by `inspect` with all analyzers, the default windows and seed 0: language models on the built-in
 texts, chemistry models on the reactions of reactions.py, a line each. Reports are kept in FOLDER and not made again.
-`--write` writes attnlens/atlas.json and the pictures of docs/atlas.md. Beside the sizes stands by how much a percentile
+`--write` writes attnlens/report/atlas.json and the pictures of docs/atlas.md. Beside the sizes stands how much a
+percentile
 read from the quantiles that are kept is off, over all heads, measures and depths.
 """
 
@@ -24,11 +25,11 @@ import subjects
 import torch
 
 import attnlens
-from attnlens import atlas
-from attnlens.atlas import Third
 from attnlens.files import write_atomically
 from attnlens.records import Report, read_report
 from attnlens.registry import info_of
+from attnlens.report import atlas
+from attnlens.report.atlas import Third
 
 ANALYZERS = ("symmetry", "spectrum", "selection", "ksvd")
 LINEAGES = {"demo": "demo", "SmolLM2": "SmolLM2", "MiniLM": "MiniLM"} | {

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from attnlens.atlas import DEPTHS, LEVELS, Distribution, TrainedModel
-from attnlens.plots import style
+from attnlens.report.atlas import DEPTHS, LEVELS, Distribution, TrainedModel
+from attnlens.report.pictures import style
 from attnlens.wording import title_of
 
 SHOWN = (

@@ -28,7 +28,7 @@ import subjects
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnlens.attsvm import Problem
+    from attnlens.maths.attsvm import Problem
 
 PEERS = {"sklearn": "scikit-learn", "cvxpy": "cvxpy"}
 
@@ -52,7 +52,7 @@ def main() -> None:
     import torch
     from threadpoolctl import threadpool_limits
 
-    import attnlens.attsvm  # noqa: F401  # its scipy brings a BLAS of its own, which must be there to be limited
+    import attnlens.maths.attsvm  # noqa: F401  # its scipy brings a BLAS of its own, which must be there to be limited
 
     torch.set_num_threads(1)
     threadpool_limits(1)
@@ -99,7 +99,7 @@ def frobenius(name: str, model: str, megabytes: float, *, quick: bool) -> None:
         "\nEvery other constraint is given to SVC as −u with the label −1; its intercept can't be switched off, so that"
         "\nits norm may be a little smaller: the ratio of norms says how much"
     )
-    from attnlens.attsvm import solve
+    from attnlens.maths.attsvm import solve
 
     for label, (problem, target) in cases.items():
         print(f"  {label}: {len(problem.margins)} constraints (target ≥ {target})")
@@ -117,9 +117,9 @@ def frobenius(name: str, model: str, megabytes: float, *, quick: bool) -> None:
 
 def heads(name: str, model: str, *, quick: bool) -> Iterator[tuple[str, Problem]]:
     """One head in each of three layers: its own argmax at its 64 most decided queries among 128 tokens."""
-    from attnlens import hooks, models
+    from attnlens.models import hooks, loading
 
-    loaded = models.load(model)
+    loaded = loading.load(model)
     batch = next(iter(subjects.batches(loaded, 32 if quick else 128, 1)))
     reached = hooks.survey(loaded.model, batch.inputs)
     for layer in [0] if quick else [0, len(reached) // 2, len(reached) - 1]:
@@ -132,7 +132,7 @@ def own_problem(tokens: Tensor, logits: Tensor) -> Problem:
     """A head's own selection: u from the module's inputs, z the query's input with a 1 for the bias."""
     import torch
 
-    from attnlens.attsvm import selection
+    from attnlens.maths.attsvm import selection
 
     decided = logits.softmax(-1).amax(-1).topk(min(64, len(tokens))).indices
     queries = torch.cat([tokens, torch.ones(len(tokens), 1, dtype=tokens.dtype)], dim=1)[decided]
@@ -162,8 +162,8 @@ def svc(problem: Problem, tolerance: float) -> tuple[float, float]:
 
 def extra(model: str) -> int:
     """By how many bytes solving one head's problem raises this process's peak memory, the problem being there."""
-    from attnlens.attsvm import solve
-    from attnlens.run.provenance import peak_memory
+    from attnlens.maths.attsvm import solve
+    from attnlens.runs.provenance import peak_memory
 
     problem = next(heads("", model, quick=model == "demo"))[1]
     solve(random_problem(4, 4, 6))
@@ -176,7 +176,7 @@ def random_problem(n: int, tokens: int, d: int, seed: int = 0) -> Problem:
     """What a random form selects among random tokens."""
     import torch
 
-    from attnlens.attsvm import selection
+    from attnlens.maths.attsvm import selection
 
     x, z, form = normal(n, tokens, d, seed=seed), normal(n, d, seed=seed + 1), normal(d, d, seed=seed + 2)
     return selection(x, z, torch.einsum("ntd,de,ne->nt", x, form, z).argmax(-1))
@@ -196,7 +196,7 @@ def separability(count: int) -> None:
     """The verdict by the min-norm point against a linear program's, where both verdicts are common."""
     import torch
 
-    from attnlens.attsvm import selection, separable
+    from attnlens.maths.attsvm import selection, separable
 
     problems = []
     for seed in range(count):
@@ -230,7 +230,7 @@ def feasible(problem: Problem) -> bool:
 
 def nuclear(sizes: tuple[tuple[int, int, int], ...], rounds: int) -> None:
     """Gap 1e-4, against cvxpy with SCS on the same reduced problem, at the eps that comes within that gap."""
-    from attnlens.attsvm import solve_nuclear
+    from attnlens.maths.attsvm import solve_nuclear
 
     print("\nleast nuclear norm at gap 1e-4, peer cvxpy + SCS on the same reduced problem")
     print("  (eps 1e-5: with 1e-4 its norm, made feasible, is up to 1e-3 off)")
@@ -248,7 +248,7 @@ def scs(problem: Problem) -> float:
     import cvxpy
     import numpy as np
 
-    from attnlens.attsvm.solvers.nuclear import row_basis
+    from attnlens.maths.attsvm.solvers.nuclear import row_basis
 
     u = (problem.differences @ row_basis(problem.differences)).numpy()
     z = (problem.paired_queries @ row_basis(problem.queries)).numpy()
@@ -268,7 +268,7 @@ def convergence(trials: int, iterations: int, rounds: int) -> None:
     """Batched descent against the published loop, which takes one trial at a time."""
     import torch
 
-    from attnlens.attsvm.descent import Instances, Linear, descend
+    from attnlens.maths.attsvm.descent import Instances, Linear, descend
 
     n, tokens, d, few = 6, 8, 10, 3
     x, z, v = unit(normal(trials, n, tokens, d, seed=0)), unit(normal(trials, n, d, seed=1)), normal(trials, d, seed=2)
@@ -313,8 +313,8 @@ def accuracy(trials: int, iterations: int) -> None:
     """Median correlation of the trained W with the SVM of the tokens that it has selected."""
     import torch
 
-    from attnlens.attsvm import selection, solve
-    from attnlens.attsvm.descent import Instances, Linear, descend
+    from attnlens.maths.attsvm import selection, solve
+    from attnlens.maths.attsvm.descent import Instances, Linear, descend
 
     x, z = unit(normal(trials, 6, 8, 10, seed=0)), unit(normal(trials, 6, 10, seed=1))
     instances = Instances(x, z, torch.ones(trials, 6).double(), Linear(unit(normal(trials, 10, seed=2))))

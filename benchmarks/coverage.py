@@ -22,8 +22,8 @@ from scipy import stats
 from subjects import machine
 from torch import Tensor
 
-from attnlens import models, run, texts
-from attnlens.statistics import (
+import attnlens
+from attnlens.maths.statistics import (
     Design,
     false_discovery,
     median_error,
@@ -32,7 +32,8 @@ from attnlens.statistics import (
     standard_error,
     student_interval,
 )
-from attnlens.texts.sequences import chosen
+from attnlens.models import loading, texts
+from attnlens.models.texts.sequences import chosen
 
 SAMPLE = 32
 MEASURES = ("tokens.entropy", "tokens.effective_rank", "tokens.share_key")
@@ -49,7 +50,7 @@ def main() -> None:
     parser.add_argument("--json")
     given = parser.parse_args()
     print(machine())
-    loaded = models.load(given.model)
+    loaded = loading.load(given.model)
     contents = texts.read_each(given.text) or texts.sample(given.model)
     tokens, samples, most = (16, 5, 64) if given.quick else (128, given.samples, 1024)
     found = []
@@ -71,12 +72,12 @@ def said(name: str) -> float:
 
 
 def population(
-    loaded: models.Loaded, content: texts.Content, tokens: int, most: int
+    loaded: loading.Loaded, content: texts.Content, tokens: int, most: int
 ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
     """Each measure of each window and head, and each window's loss under the model's own kernel and under RBF."""
     options = {"tokens": tokens, "sequences": most, "windows": "first", "text": [written(content)]}
-    report = run.inspect(loaded, source="tokens", analyzers=("symmetry", "spectrum"), **options)
-    swap = run.swap_kernel(loaded, "rbf", **options)
+    report = attnlens.inspect(loaded, source="tokens", analyzers=("symmetry", "spectrum"), **options)
+    swap = attnlens.swap_kernel(loaded, "rbf", **options)
     assert report.windows is not None
     assert swap.windows is not None
     losses = swap.windows.values["loss.before"][:, 0], swap.windows.values["loss.after"][:, 0]

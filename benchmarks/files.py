@@ -163,7 +163,7 @@ def plain_reads(folder: Path, layers: range) -> float:
 ARITHMETIC = """
 import sys, time
 import torch
-from attnlens.linalg.spectra import over_heads
+from attnlens.maths.linalg.spectra import over_heads
 kind, (heads, kv, d, k) = sys.argv[1], map(int, sys.argv[2:])
 draw = lambda *shape: torch.randn(*shape, dtype=torch.float64)
 query, key = draw(heads, k, d).mT, draw(kv, k, d).mT

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnlens.attention import attend, route, weights
 from attnlens.kernels import Kernel, parsed
+from attnlens.kernels.attention import attend, route, weights
 from attnlens.records import Call
 
 HEADS, HEAD_DIM, CHECKED = 16, 64, 256

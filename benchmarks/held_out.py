@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 
 from scipy import stats
 
-from attnlens import hooks, models, texts
 from attnlens.arguments import Budget
 from attnlens.kernels import parsed
+from attnlens.maths.statistics import Design
+from attnlens.models import hooks, loading, texts
+from attnlens.models.texts import Batches, Content, Cut
+from attnlens.models.texts.targets import feed, task_of
 from attnlens.records import Rise, Site
-from attnlens.run.swap.ranks.search import MARGIN, Budgeting, Choice, Trial, losses, samples
-from attnlens.statistics import Design
-from attnlens.texts import Batches, Content, Cut
-from attnlens.texts.targets import feed, task_of
+from attnlens.runs.swap.ranks.search import MARGIN, Budgeting, Choice, Trial, losses, samples
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,11 @@ class Found:
 
 
 def found(
-    loaded: models.Loaded, calibration: Sequence[Content], held: Sequence[tuple[str, Content]], cut: Cut, budget: Budget
+    loaded: loading.Loaded,
+    calibration: Sequence[Content],
+    held: Sequence[tuple[str, Content]],
+    cut: Cut,
+    budget: Budget,
 ) -> Found:
     """Choose a plan on the calibration texts, and measure it on pieces of the others; prints what it finds."""
     task, nothing = task_of(loaded.model), Batches((), 0, 0, (), 0.0)
@@ -108,7 +112,7 @@ def shown(rise: Rise) -> str:
 
 
 def pieces(
-    loaded: models.Loaded,
+    loaded: loading.Loaded,
     sites: tuple[Site, ...],
     choice: Choice,
     kind: str,

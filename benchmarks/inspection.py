@@ -18,10 +18,11 @@ import subjects
 import torch
 from spectra import by_eigenvalues, row
 
-from attnlens import hooks, linalg, models
-from attnlens.models import Loaded
+from attnlens.maths import linalg
+from attnlens.models import hooks, loading
+from attnlens.models.loading import Loaded
+from attnlens.models.texts import Batches
 from attnlens.records import Report
-from attnlens.texts import Batches
 
 TARGETS = {"without spectra": 3, "all analyzers": 10}
 
@@ -30,7 +31,7 @@ def main() -> None:
     """Print every row."""
     quick = subjects.started(__doc__)
     name, model = subjects.main_model(quick=quick)
-    loaded = models.load(model)
+    loaded = loading.load(model)
     tokens, sequences = (32, 4) if quick else (128, 32)
     against_forward(loaded, name, tokens, sequences, rounds=1 if quick else 5)
     most = 64 if quick else min(512, loaded.model.config.max_position_embeddings)

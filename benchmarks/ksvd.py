@@ -14,9 +14,10 @@ from functools import partial
 import subjects
 from inspection import medians
 
-from attnlens import hooks, models, run
+import attnlens
 from attnlens.analyzers import ksvd, spectrum
-from attnlens.models import Loaded
+from attnlens.models import hooks, loading
+from attnlens.models.loading import Loaded
 from attnlens.records import Call, QueryKey, Site
 from attnlens.registry import Readings
 
@@ -27,7 +28,7 @@ def main() -> None:
     """Print both rows."""
     quick = subjects.started(__doc__)
     name, model = subjects.main_model(quick=quick)
-    loaded = models.load(model)
+    loaded = loading.load(model)
     tokens, sequences, rounds = (32, 4, 1) if quick else (128, 32, 5)
     sites = captured(loaded, tokens, sequences)
     heads = sum(call.query.shape[1] for call in dict(sites).values())
@@ -58,7 +59,7 @@ def analysed(analyzer: Callable[[QueryKey], Readings], sites: list[tuple[Site, C
 def inspected(loaded: Loaded, analyzer: str, tokens: int, sequences: int) -> None:
     """tokens.* or ksvd.* of all heads."""
     size = {"tokens": tokens, "sequences": sequences, "batch_size": 8}
-    run.inspect(loaded, source="tokens", analyzers=(analyzer,), **size)
+    attnlens.inspect(loaded, source="tokens", analyzers=(analyzer,), **size)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from attnlens import export
 from attnlens.records import (
     AttentionRows,
     Coverage,
@@ -35,6 +34,7 @@ from attnlens.records import (
     Settings,
     Tool,
 )
+from attnlens.report import export
 
 SHAPES = {(12, 12): 2_000_000, (80, 64): 8_000_000}
 """Layers and heads, and the bytes that the page may have."""

@@ -86,7 +86,7 @@ def way_of(name: str, tokens: int, device: str = "cpu") -> Callable[[], object]:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    from attnlens.primal import PrimalHeads
+    from attnlens.lab.primal import PrimalHeads
 
     torch.set_num_threads(1)
     draw, shape = torch.Generator(device).manual_seed(0), (1, HEADS, tokens, HEAD_DIM)
@@ -138,7 +138,7 @@ def megabytes(way: str, tokens: int) -> float:
 
 def extra(way: str, tokens: int) -> int:
     """The same in bytes, in this process, after a small pass."""
-    from attnlens.run.provenance import peak_memory
+    from attnlens.runs.provenance import peak_memory
 
     way_of(way, 256)()
     work = way_of(way, tokens)

@@ -81,10 +81,10 @@ def finished(*arguments: str) -> str:
 
 def peak(task: str, model: str, sequences: int) -> int:
     """Load the model, do the task, and say how much memory the process has held at most, in bytes."""
-    from attnlens import models
-    from attnlens.run.provenance import peak_memory
+    from attnlens.models import loading
+    from attnlens.runs.provenance import peak_memory
 
-    loaded = models.load(model)
+    loaded = loading.load(model)
     if task == "forward":
         subjects.forward(loaded, subjects.batches(loaded, 128, sequences))
     else:

@@ -30,17 +30,17 @@ import subjects
 import torch
 from scipy import stats
 
-from attnlens import hooks, models, texts
 from attnlens.arguments import Budget
 from attnlens.arguments import budget as read_budget
 from attnlens.choices import Placement
 from attnlens.files import write_atomically
 from attnlens.kernels import parsed
+from attnlens.maths.statistics import Design
+from attnlens.models import hooks, loading, texts
+from attnlens.models.texts import Batches, Content, Cut
+from attnlens.models.texts.targets import Fed, feed, task_of
 from attnlens.records import Rise, Site
-from attnlens.run.swap.ranks.search import Budgeting, Choice, Losses, Sample, losses, samples
-from attnlens.statistics import Design
-from attnlens.texts import Batches, Content, Cut
-from attnlens.texts.targets import Fed, feed, task_of
+from attnlens.runs.swap.ranks.search import Budgeting, Choice, Losses, Sample, losses, samples
 
 PROMISED, ESTIMATED, CONSECUTIVE = "promised", "estimated", "windows in a row"
 ALL_DIRECTIONS = "rank:65536"
@@ -66,7 +66,7 @@ class Outcome:
 class Population:
     """One text with the loss of each of its windows."""
 
-    def __init__(self, loaded: models.Loaded, content: Content, cut: Cut) -> None:
+    def __init__(self, loaded: loading.Loaded, content: Content, cut: Cut) -> None:
         self.loaded, self.content, self.cut, self.task = loaded, content, cut, task_of(loaded.model)
         every = texts.batches(loaded, [content], replace(cut, sequences=10**9, placement="first"))
         self.fed = feed(loaded, every, self.task, 0)
@@ -111,7 +111,7 @@ def main() -> None:
     asked = parser.parse_args()
     print(subjects.machine())
     torch.set_num_threads(1)
-    loaded = models.load(asked.model)
+    loaded = loading.load(asked.model)
     cut = Cut(asked.tokens, asked.sequences, placement=asked.windows, allow_foreign=True)
     if asked.held_out:
         held_to(loaded, asked, cut)
@@ -130,7 +130,7 @@ def main() -> None:
         write(Path(asked.json), found, vars(asked), contents)
 
 
-def held_to(loaded: models.Loaded, asked: argparse.Namespace, cut: Cut) -> None:
+def held_to(loaded: loading.Loaded, asked: argparse.Namespace, cut: Cut) -> None:
     """One plan, and pieces of texts that it did not read."""
     calibration = list(texts.read_each(asked.text) or texts.sample(loaded.info.id))
     kinds = [one.split("=", 1) for one in asked.held_out]

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attnlens import hooks, texts, weights
 from attnlens.kernels.lowrank import Latents, Turn, directions, placed
-from attnlens.models import Loaded
+from attnlens.models import hooks, texts, weights
+from attnlens.models.loading import Loaded
+from attnlens.models.texts.targets import Fed
+from attnlens.models.weights.rows import Maps
 from attnlens.records import Call, Site
-from attnlens.run.swap.ranks.bases import Basis, turns
-from attnlens.texts.targets import Fed
-from attnlens.weights.rows import Maps
+from attnlens.runs.swap.ranks.bases import Basis, turns
 
 Sides = tuple[Tensor, Tensor]
 """A and B, each (latents, size, size), the leading directions first."""

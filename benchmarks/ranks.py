@@ -24,15 +24,15 @@ import rank_peers
 import subjects
 import torch
 
-from attnlens import hooks, models, texts
 from attnlens.files import write_atomically
 from attnlens.kernels import Kernel, parsed
+from attnlens.maths.statistics import Design
+from attnlens.models import hooks, loading, texts
+from attnlens.models.texts import Content, Cut
+from attnlens.models.texts.targets import Fed, feed
 from attnlens.records import Rise, Site
-from attnlens.run.swap.ranks.bases import Basis, by_output, form_name, possible_forms
-from attnlens.run.swap.ranks.search import Budgeting, Losses, Sample, Trial, by_text, losses, rise_of
-from attnlens.statistics import Design
-from attnlens.texts import Content, Cut
-from attnlens.texts.targets import Fed, feed
+from attnlens.runs.swap.ranks.bases import Basis, by_output, form_name, possible_forms
+from attnlens.runs.swap.ranks.search import Budgeting, Losses, Sample, Trial, by_text, losses, rise_of
 
 MODELS = ("demo", "SmolLM2")
 KEPT = {"50 %": 1 / 2, "25 %": 1 / 4, "33 %": 1 / 3, "75 %": 3 / 4}
@@ -77,7 +77,7 @@ class Subject:
     """One model with its calibration and evaluation windows."""
 
     def __init__(self, name: str, place: str, other: Sequence[Content], cut: Cut, evaluated: int) -> None:
-        self.name, self.loaded = name, models.load(place)
+        self.name, self.loaded = name, loading.load(place)
         self.contents = texts.sample(self.loaded.info.id)
         shown = texts.batches(self.loaded, self.contents, replace(cut, sequences=evaluated))
         self.fitting, self.choosing = (

@@ -20,7 +20,7 @@ import subjects
 import torch
 from torch import Tensor
 
-from attnlens import linalg
+from attnlens.maths import linalg
 from attnlens.records import QueryKey, Site
 
 try:

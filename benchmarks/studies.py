@@ -13,12 +13,13 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from attnlens import hooks, models, run, texts
+import attnlens
 from attnlens.kernels import parsed
-from attnlens.run.swap.sweep import sweep, units
-from attnlens.statistics import Design, rank_correlation
-from attnlens.statistics.design import FEWEST_TEXTS
-from attnlens.texts.targets import feed, task_of
+from attnlens.maths.statistics import Design, rank_correlation
+from attnlens.maths.statistics.design import FEWEST_TEXTS
+from attnlens.models import hooks, loading, texts
+from attnlens.models.texts.targets import feed, task_of
+from attnlens.runs.swap.sweep import sweep, units
 
 if TYPE_CHECKING:
     from attnlens.records import Report
@@ -53,7 +54,7 @@ def write(path: str, found: dict[str, Any]) -> None:
     Path(path).write_text(json.dumps(short(found)) + "\n", encoding="utf-8")
 
 
-def blocks_of(loaded: models.Loaded, contents: Sequence[texts.Content], cut: texts.Cut) -> texts.Batches:
+def blocks_of(loaded: loading.Loaded, contents: Sequence[texts.Content], cut: texts.Cut) -> texts.Batches:
     """The windows in blocks that each lie within one text."""
     made = texts.batches(loaded, contents, cut)
     assert all(len(set(batch.parts)) == 1 for batch in made)
@@ -69,14 +70,14 @@ def in_blocks(report: Report, made: texts.Batches, name: str) -> Tensor:
     return torch.stack([part.nanmean(0) for part in parts])
 
 
-def inspected(loaded: models.Loaded, files: Sequence[str], cut: texts.Cut, source: str = "tokens") -> Report:
+def inspected(loaded: loading.Loaded, files: Sequence[str], cut: texts.Cut, source: str = "tokens") -> Report:
     """Every measure of the same windows."""
     size = {"tokens": cut.tokens, "sequences": cut.sequences, "batch_size": cut.batch_size, "pack": cut.pack}
     analyzers = ("symmetry",) if source == "tokens" else ("symmetry", "spectrum")
-    return run.inspect(loaded, source=source, analyzers=analyzers, text=files, **size)
+    return attnlens.inspect(loaded, source=source, analyzers=analyzers, text=files, **size)
 
 
-def harms(loaded: models.Loaded, made: texts.Batches, words: str) -> tuple[Tensor, list[int], list[object]]:
+def harms(loaded: loading.Loaded, made: texts.Batches, words: str) -> tuple[Tensor, list[int], list[object]]:
     """What each block loses by the swap of each head alone, (blocks, heads); each head's layer, and its weights.
 
     The rise of the loss in nats; of a headless model 1 − cosine of its last hidden states. Layers that share a module

@@ -26,8 +26,8 @@ from scipy import stats
 from subjects import machine
 from subjects import models as installed
 
-from attnlens import models, texts
-from attnlens.plots import style
+from attnlens.models import loading, texts
+from attnlens.report.pictures import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,7 +81,7 @@ def subjects(folder: Path, *, quick: bool) -> Iterator[tuple[str, str, list[str]
 def study(name: str, place: str, files: list[str], cut: texts.Cut) -> dict[str, Any]:
     """Both parts of one model."""
     start = time.perf_counter()
-    loaded = models.load(place, allow_pickle=True)
+    loaded = loading.load(place, allow_pickle=True)
     made = studies.blocks_of(loaded, texts.read_each(files) or texts.sample(place), cut)
     report = studies.inspected(loaded, files, cut)
     names = [batch.parts[0] for batch in made]

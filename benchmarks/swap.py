@@ -24,9 +24,9 @@ import subjects
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnlens.hooks import Replacement
     from attnlens.kernels import Kernel
-    from attnlens.models import Loaded
+    from attnlens.models.hooks import Replacement
+    from attnlens.models.loading import Loaded
     from attnlens.records import Call, Site
 
 HEADS, HEAD_DIM = 8, 64
@@ -66,8 +66,8 @@ def row(words: str, tokens: int, rounds: int) -> None:
     """One kernel's time and error against its dense computation."""
     import torch
 
-    from attnlens.attention import attend, route
     from attnlens.kernels import parsed
+    from attnlens.kernels.attention import attend, route
 
     torch.set_num_threads(1)
     kernel, asked = parsed(words), call(tokens)
@@ -128,9 +128,9 @@ def extra(words: str, tokens: int) -> int:
     """By how many bytes one attention raises this process's peak memory, after a small one."""
     import torch
 
-    from attnlens.attention import attend
     from attnlens.kernels import parsed
-    from attnlens.run.provenance import peak_memory
+    from attnlens.kernels.attention import attend
+    from attnlens.runs.provenance import peak_memory
 
     torch.set_num_threads(1)
     kernel, asked = parsed(words), call(tokens)
@@ -152,10 +152,10 @@ def whole_model(name: str, place: str, rounds: int) -> None:
     """Tokens per second with every head's kernel exchanged for RBF, against the model as it is."""
     import torch
 
-    from attnlens import hooks, models
     from attnlens.kernels import parsed
+    from attnlens.models import hooks, loading
 
-    loaded = models.load(place)
+    loaded = loading.load(place)
     batch = next(iter(subjects.batches(loaded, 512 if rounds > 1 else 64, 8)))
     sites = tuple(found.site for found in hooks.survey(loaded.model, batch.inputs))
     swaps = {site: hooks.Replacement(parsed("rbf")) for site in sites}
@@ -180,11 +180,11 @@ def swept(loaded: Loaded, sites: tuple[Site, ...], swaps: dict[Site, Replacement
     """A sweep over the layers, which resumes each pass at the swapped one, against as many whole passes."""
     import torch
 
-    from attnlens import hooks
-    from attnlens.run.swap.sweep import sweep, units
-    from attnlens.statistics import Design
-    from attnlens.texts import Batch, Batches
-    from attnlens.texts.targets import feed, task_of
+    from attnlens.maths.statistics import Design
+    from attnlens.models import hooks
+    from attnlens.models.texts import Batch, Batches
+    from attnlens.models.texts.targets import feed, task_of
+    from attnlens.runs.swap.sweep import sweep, units
 
     task = task_of(loaded.model)
     short = {name: value[:2, :128] for name, value in inputs.items()}

@@ -4,7 +4,7 @@ python benchmarks/sweep.py [--quick] [--only TYPE ...] [--csv FILE] [--before FI
 
 Each type, with the settings of its processor beside it, goes through load, inspect, doctor and swap-kernel (exponential
 and RBF); what is captured is held against every softmax of the model's own eager pass, RBF attention against a naive
-one, and planted weights W_Q = ±W_K are read. A row a type is written (`--csv attnlens/architectures.csv` is what
+one, and planted weights W_Q = ±W_K are read. A row a type is written (`--csv attnlens/models/architectures.csv` is what
 `attnlens list architectures` shows); with --before, what changed since an earlier table is printed. No network
 is used; the builders are tests/model_types.py and tests/processors.py. About 40 minutes for all on one core.
 """
@@ -38,9 +38,10 @@ import processors
 import tiny
 
 import attnlens
-from attnlens import hooks, run, texts
 from attnlens.errors import AttnlensError
+from attnlens.models import hooks, texts
 from attnlens.records import Site
+from attnlens.runs.progress import Interrupted
 
 QUICK = ("llama", "bert", "qwen3_vl", "detr", "mamba", "bloom")
 SLOWEST = 60
@@ -171,7 +172,7 @@ def tried(work: Callable[[], Any]) -> tuple[str, Any]:
             return "done", work()
     except TooSlowError:
         return "too slow", f"more than {SLOWEST} s"
-    except run.Interrupted:
+    except Interrupted:
         raise
     except AttnlensError as error:
         return "refused", error.problem

@@ -20,11 +20,11 @@ watch.import_rooms()  # before any other import of attnlens
 import fake_hub  # noqa: E402
 import hostile  # noqa: E402
 
-from attnlens import models  # noqa: E402
-from attnlens.texts import sequences  # noqa: E402
-from attnlens.texts.sources import SAMPLE_NAMES, Content  # noqa: E402
+from attnlens.models import loading  # noqa: E402
+from attnlens.models.texts import sequences  # noqa: E402
+from attnlens.models.texts.sources import SAMPLE_NAMES, Content  # noqa: E402
 
-# Two BLAS threads on a small matrix mostly wait for each other; the pools of attnlens.linalg set their own.
+# Two BLAS threads on a small matrix mostly wait for each other; the pools of attnlens.maths.linalg set their own.
 torch.set_num_threads(1)
 threadpool_limits(1, user_api="blas")  # numpy's and scipy's, which wait by counting
 gc.freeze()  # what was imported stays: a full collection need not go through it again
@@ -84,9 +84,9 @@ def _tokenized_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def demo() -> models.Loaded:
+def demo() -> loading.Loaded:
     """The demo model, for tests that leave it as it is."""
-    return models.load("demo")
+    return loading.load("demo")
 
 
 @pytest.fixture(scope="session")

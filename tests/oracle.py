@@ -22,7 +22,7 @@ from typing import Any
 
 from program import attnlens, python
 
-DEMO = Path(__file__).parent.parent / "attnlens" / "demo"
+DEMO = Path(__file__).parent.parent / "attnlens" / "models" / "demo"
 LOADED = (
     "import attnlens, json, torch; model = attnlens.load_swapped('saved').model; "
     "found = model(torch.arange(24)[None]).logits; json.dump(found.double().sum(-1).tolist(), open('logits.json', 'w'))"
@@ -78,7 +78,7 @@ COMMANDS = {
 }
 DROPPED = {"timings", "environment", "peak_memory_bytes", "tokens_per_second", "seconds", "stamp", "beside_sdpa"}
 """Fields of a report, and beginnings of columns, that are not the same in two runs."""
-PLACE = re.compile(r"(?:/[\w.-]{1,60}){1,8}/attnlens/demo")
+PLACE = re.compile(r"(?:/[\w.-]{1,60}){1,8}/attnlens/(?:models/)?demo")
 """Where the tree lies that runs."""
 COST = re.compile(r"× [0-9.]+|[0-9.,]+ (s|ms|MiB|→|tokens per second)(?= |$|[.,;)<])|(?<=, )[0-9.]+$")
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attnlens import hooks
 from attnlens.errors import FAILURES, ModelError
+from attnlens.models import hooks
 
 SOFTMAXES = (torch.softmax, torch.nn.functional.softmax, Tensor.softmax)
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from attnlens.studies.tasks.classification import Cases, Labelled
-from attnlens.studies.tasks.language import HELD_OUT
+from attnlens.lab.study.tasks.classification import Cases, Labelled
+from attnlens.lab.study.tasks.language import HELD_OUT
 
 SIZES = {"training": 4096, "validation": 256, "test": 256}
 """Cases of each part."""

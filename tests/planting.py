@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnlens import hooks, registry, weights
+from attnlens import registry
 from attnlens.errors import FAILURES, ModelError, UnreadableError
-from attnlens.run import checks
+from attnlens.models import hooks, weights
+from attnlens.runs import checks
 
 PAIRS = (
     *(("q_proj", "k_proj"), ("query", "key"), ("q_lin", "k_lin"), ("q", "k"), ("query_proj", "key_proj")),

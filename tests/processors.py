@@ -15,8 +15,8 @@ from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_M
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
 from attnlens.errors import FAILURES, AttnlensError
-from attnlens.texts import media
-from attnlens.texts.sequences import decodes_text, reads_ids
+from attnlens.models.texts import media
+from attnlens.models.texts.sequences import decodes_text, reads_ids
 
 SETTINGS = "processor_config.json"
 NAMES = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import forkserver
 
-DEMO = Path(__file__).parent.parent / "attnlens" / "demo"
+DEMO = Path(__file__).parent.parent / "attnlens" / "models" / "demo"
 SMALL = ("--sequences", "4", "--tokens", "32", "--no-progress")
 
 

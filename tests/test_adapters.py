@@ -20,9 +20,9 @@ from program import attnlens as program
 from safetensors.torch import save_file
 
 import attnlens
-from attnlens import hooks, models
 from attnlens.errors import ModelError
 from attnlens.kernels import parsed
+from attnlens.models import hooks, loading
 from attnlens.records import Report, read_report
 
 RANK, ALPHA = 2, 6
@@ -112,15 +112,15 @@ def test_an_adapter_is_what_is_merged_by_hand(family: Any, kind: str, tmp_path: 
         limits = {"target_modules": r"model\.layers\.(0\.self_attn\.[qk]_proj|1\.self_attn\.q_proj)"}
     tensors = write(tmp_path / "adapter", base, paths, **limits, **settings)
     twin = by_hand(base, tmp_path / "twin", tensors, dict.fromkeys(paths, scale), family is gpt2)
-    loaded, expected = models.load(base, adapter=tmp_path / "adapter"), models.load(twin)
+    loaded, expected = loading.load(base, adapter=tmp_path / "adapter"), loading.load(twin)
     assert loaded.info.adapter is not None
     assert (loaded.info.adapter.kind, loaded.info.adapter.modules) == (kind, len(paths))
     for name, parameter in expected.model.named_parameters():
         assert torch.equal(loaded.model.get_parameter(name), parameter), name
     unscaled = by_hand(base, tmp_path / "control", tensors, dict.fromkeys(paths, 1.0), family is gpt2)
     name = f"{paths[0]}.weight"
-    assert not torch.allclose(models.load(unscaled).model.get_parameter(name), loaded.model.get_parameter(name))
-    adapted, plain, before = (attnlens.inspect(m, source="weights") for m in (loaded, expected, models.load(base)))
+    assert not torch.allclose(loading.load(unscaled).model.get_parameter(name), loaded.model.get_parameter(name))
+    adapted, plain, before = (attnlens.inspect(m, source="weights") for m in (loaded, expected, loading.load(base)))
     for measure in plain.measure_names():
         if plain.heads[0].measures[measure].value is not None:
             assert torch.equal(values(adapted, measure), values(plain, measure)), measure
@@ -148,8 +148,8 @@ def test_patterns_give_modules_their_own_rank_and_scale(tmp_path: Path) -> None:
     paths = [Q.format(0), Q.format(1), K.format(0), K.format(1)]
     tensors = write(tmp_path / "adapter", base, paths, **own)
     scales = dict(zip(paths, (5.0, ALPHA / RANK, 1 / 3, 1 / 3), strict=True))
-    twin = models.load(by_hand(base, tmp_path / "twin", tensors, scales, across=False))
-    loaded = models.load(base, adapter=tmp_path / "adapter")
+    twin = loading.load(by_hand(base, tmp_path / "twin", tensors, scales, across=False))
+    loaded = loading.load(base, adapter=tmp_path / "adapter")
     for name, parameter in twin.model.named_parameters():
         assert torch.equal(loaded.model.get_parameter(name), parameter), name
 
@@ -159,7 +159,7 @@ def test_a_saved_swap_takes_an_adapter_too(tmp_path: Path) -> None:
     tiny.tokenizer("llama").save_pretrained(base)
     write(tmp_path / "adapter", base, [Q.format(0), Q.format(1)])
     attnlens.swap_kernel(base, "rbf", sequences=2, tokens=8, allow_foreign_text=True, save=tmp_path / "saved")
-    adapted = models.load(base, adapter=tmp_path / "adapter").model
+    adapted = loading.load(base, adapter=tmp_path / "adapter").model
     ids = {"input_ids": torch.arange(10, 18)[None]}
     sites = tuple(found.site for found in hooks.survey(adapted, ids))
     with torch.no_grad():
@@ -167,8 +167,8 @@ def test_a_saved_swap_takes_an_adapter_too(tmp_path: Path) -> None:
         with hooks.replace(adapted, sites, dict.fromkeys(sites, swap)):
             expected = adapted(**ids).logits
         found = {}
-        for name, loading in (("adapted", {"adapter": tmp_path / "adapter"}), ("plain", {})):
-            swapped = attnlens.load_swapped(tmp_path / "saved", **loading)
+        for name, options in (("adapted", {"adapter": tmp_path / "adapter"}), ("plain", {})):
+            swapped = attnlens.load_swapped(tmp_path / "saved", **options)
             found[name] = swapped.model(**ids).logits
             swapped.close()
     torch.testing.assert_close(found["adapted"], expected)
@@ -223,7 +223,7 @@ def test_peft_merges_the_same(tmp_path: Path) -> None:
                 parameter.data += 0.1 * torch.rand_like(parameter)
         model.save_pretrained(tmp_path / f"adapter{number}")
         merged = model.merge_and_unload().state_dict()
-        loaded = models.load(base, adapter=tmp_path / f"adapter{number}")
+        loaded = loading.load(base, adapter=tmp_path / f"adapter{number}")
         for name, parameter in loaded.model.named_parameters():
             assert torch.allclose(parameter, merged[name], rtol=1e-6, atol=1e-7), name
 
@@ -235,7 +235,7 @@ def test_modules_that_are_stored_whole_replace_the_base_s_or_are_named(tmp_path:
     head = torch.ones(64, 32)
     more = {"base_model.model.lm_head.weight": head, "base_model.model.score.weight": torch.ones(2, 32)}
     stored(tmp_path / "adapter", _tensors(tmp_path / "adapter") | more, file)
-    loaded = models.load(base, adapter=tmp_path / "adapter")
+    loaded = loading.load(base, adapter=tmp_path / "adapter")
     assert torch.equal(loaded.model.lm_head.weight, head)
     assert loaded.info.adapter is not None
     assert loaded.info.adapter.replaced == ["lm_head.weight"]
@@ -246,10 +246,10 @@ def test_an_adapter_beside_weights_is_merged_once_and_its_base_is_not_followed(t
     base = llama(tmp_path / "base")
     edited(base / "config.json", architectures=None)  # so that an Auto class loads it
     write(tmp_path / "adapter", base, [Q.format(0), Q.format(1)])
-    expected = models.load(base, adapter=tmp_path / "adapter").model.state_dict()
+    expected = loading.load(base, adapter=tmp_path / "adapter").model.state_dict()
     write(base, base, [Q.format(0), Q.format(1)], base_model_name_or_path=str(tmp_path / "other"))
-    refused(ModelError, lambda: models.load(base), "beside the weights", f"--adapter {base}")
-    loaded = models.load(base, adapter=base)
+    refused(ModelError, lambda: loading.load(base), "beside the weights", f"--adapter {base}")
+    loaded = loading.load(base, adapter=base)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.model.state_dict().items())
 
 
@@ -257,9 +257,9 @@ def test_an_adapter_beside_weights_is_merged_once_and_its_base_is_not_followed(t
 def test_a_merge_is_rounded_once_and_draws_no_random_numbers(dtype: torch.dtype, tmp_path: Path) -> None:
     base, path = llama(tmp_path / "base"), Q.format(1)
     tensors = write(tmp_path / "adapter", base, [path], layers_to_transform=1)
-    before = models.load(base, dtype=str(dtype).removeprefix("torch.")).model.get_parameter(f"{path}.weight").double()
+    before = loading.load(base, dtype=str(dtype).removeprefix("torch.")).model.get_parameter(f"{path}.weight").double()
     state = torch.random.get_rng_state()
-    loaded = models.load(base, dtype=str(dtype).removeprefix("torch."), adapter=tmp_path / "adapter")
+    loaded = loading.load(base, dtype=str(dtype).removeprefix("torch."), adapter=tmp_path / "adapter")
     assert torch.equal(torch.random.get_rng_state(), state)
     change = ALPHA / RANK * (tensors[f"{path}.lora_B.weight"].double() @ tensors[f"{path}.lora_A.weight"].double())
     weight = loaded.model.get_parameter(f"{path}.weight")
@@ -282,7 +282,7 @@ def test_trained_biases_and_embeddings_are_merged_as_peft_does(tmp_path: Path) -
             parameter.data += 0.1 * torch.rand_like(parameter)
     model.save_pretrained(tmp_path / "adapter")
     merged = model.merge_and_unload().state_dict()
-    loaded = models.load(base, adapter=tmp_path / "adapter")
+    loaded = loading.load(base, adapter=tmp_path / "adapter")
     for name, parameter in loaded.model.named_parameters():
         assert torch.allclose(parameter, merged[name], rtol=1e-5, atol=1e-6), name
     bias = loaded.model.get_parameter("transformer.h.0.attn.c_attn.bias")
@@ -293,7 +293,7 @@ def test_trained_biases_and_embeddings_are_merged_as_peft_does(tmp_path: Path) -
         assert torch.equal(bias, before.double())
     stored(tmp_path / "adapter", {n: t for n, t in _tensors(tmp_path / "adapter").items() if "bias" not in n},
            "adapter_model.safetensors")  # fmt: skip
-    refused(ModelError, lambda: models.load(base, adapter=tmp_path / "adapter"), "biases were trained", "c_attn.bias")
+    refused(ModelError, lambda: loading.load(base, adapter=tmp_path / "adapter"), "biases were trained", "c_attn.bias")
 
 
 def test_magnitudes_of_0_are_refused_since_no_base_is_left(tmp_path: Path) -> None:
@@ -301,12 +301,12 @@ def test_magnitudes_of_0_are_refused_since_no_base_is_left(tmp_path: Path) -> No
     write(tmp_path / "adapter", base, [Q.format(0), Q.format(1)], use_dora=True)
     zeros = {name: tensor * ("magnitude" not in name) for name, tensor in _tensors(tmp_path / "adapter").items()}
     stored(tmp_path / "adapter", zeros, "adapter_model.safetensors")
-    refused(ModelError, lambda: models.load(base, adapter=tmp_path / "adapter"), "DoRA's magnitudes", Q.format(0))
+    refused(ModelError, lambda: loading.load(base, adapter=tmp_path / "adapter"), "DoRA's magnitudes", Q.format(0))
 
 
 def test_without_peft_an_adapter_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    refused(ModelError, lambda: models.load("demo", adapter=tmp_path), "peft", "pip install 'attnlens[adapters]'")
+    refused(ModelError, lambda: loading.load("demo", adapter=tmp_path), "peft", "pip install 'attnlens[adapters]'")
 
 
 def _tensors(place: Path) -> dict[str, torch.Tensor]:
@@ -381,14 +381,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_adapter_that_can_not_be_merged_is_refused(
     fault: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attnlens.models import adapters
+    from attnlens.models.loading import adapters
 
     if fault == "endless expression":
         monkeypatch.setattr(adapters, "SECONDS", 0)
     write(tmp_path / "adapter", base, [Q.format(0), Q.format(1)])
     edit, words = FAULTS[fault]
     edit(tmp_path / "adapter")
-    refused(ModelError, lambda: models.load(base, adapter=tmp_path / "adapter"), *words)
+    refused(ModelError, lambda: loading.load(base, adapter=tmp_path / "adapter"), *words)
 
 
 def test_a_pickled_adapter_is_never_opened(base: Path, tmp_path: Path) -> None:
@@ -396,7 +396,7 @@ def test_a_pickled_adapter_is_never_opened(base: Path, tmp_path: Path) -> None:
     write(place, base, [Q.format(0), Q.format(1)])
     torch.save(_tensors(place), place / "adapter_model.bin")
     (place / "adapter_model.safetensors").unlink()
-    refused(ModelError, lambda: models.load(base, adapter=place, allow_pickle=True), "pickled adapter", "safetensors")
+    refused(ModelError, lambda: loading.load(base, adapter=place, allow_pickle=True), "pickled adapter", "safetensors")
 
 
 def test_tied_weights_and_wrong_names_are_refused(base: Path, tmp_path: Path) -> None:
@@ -404,11 +404,11 @@ def test_tied_weights_and_wrong_names_are_refused(base: Path, tmp_path: Path) ->
     tied.save_pretrained(tmp_path / "tied")
     write(tmp_path / "adapter", tmp_path / "tied", ["transformer.wte"])
     refused(
-        ModelError, lambda: models.load(tmp_path / "tied", adapter=tmp_path / "adapter"), "shares with lm_head.weight"
+        ModelError, lambda: loading.load(tmp_path / "tied", adapter=tmp_path / "adapter"), "shares with lm_head.weight"
     )
-    refused(ModelError, lambda: models.load(base, adapter=tmp_path / "none"), "no such folder")
-    refused(ModelError, lambda: models.load(base, adapter=base), "is a model, not an adapter")
-    refused(ModelError, lambda: models.load(base, adapter=base / "config.json"), "not an adapter's folder")
+    refused(ModelError, lambda: loading.load(base, adapter=tmp_path / "none"), "no such folder")
+    refused(ModelError, lambda: loading.load(base, adapter=base), "is a model, not an adapter")
+    refused(ModelError, lambda: loading.load(base, adapter=base / "config.json"), "not an adapter's folder")
 
 
 def test_an_adapter_in_the_place_of_a_model_says_how_it_is_run(
@@ -417,14 +417,14 @@ def test_an_adapter_in_the_place_of_a_model_says_how_it_is_run(
     place = tmp_path / "my adapter"
     write(place, base, [Q.format(0), Q.format(1)])
     command = f"attnlens inspect {base} --adapter '{place}'"
-    refused(ModelError, lambda: models.load(place), f"adapter of {base}, and no model", command)
+    refused(ModelError, lambda: loading.load(place), f"adapter of {base}, and no model", command)
     for file in list(folder.iterdir()):
         file.unlink()
     for file in place.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    refused(ModelError, lambda: models.load(fake_hub.OPEN), f"attnlens inspect {base} --adapter {fake_hub.OPEN}")
+    refused(ModelError, lambda: loading.load(fake_hub.OPEN), f"attnlens inspect {base} --adapter {fake_hub.OPEN}")
     assert not any(path.endswith("adapter_model.safetensors") for path in hub)
-    loaded = models.load(base, adapter=fake_hub.OPEN)
+    loaded = loading.load(base, adapter=fake_hub.OPEN)
     assert loaded.info.adapter is not None
     assert loaded.info.adapter.revision
 

@@ -14,21 +14,21 @@ from program import attnlens as program
 from program import refused
 from torch import Tensor
 
-from attnlens import hooks, models
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
-from attnlens.run import differences as room
-from attnlens.run import swap_kernel
-from attnlens.run.differences import Prompts, agreement, continued, of_file, of_windows
-from attnlens.texts import Content
-from attnlens.texts.targets import Fed
+from attnlens.models import hooks, loading
+from attnlens.models.texts import Content
+from attnlens.models.texts.targets import Fed
+from attnlens.runs import differences as room
+from attnlens.runs.differences import Prompts, agreement, continued, of_file, of_windows
+from attnlens.runs.swap.pipeline import swap_kernel
 
 READ: dict[str, Any] = {"sequences": 4, "tokens": 48, "controls": False}
 
 
 @pytest.fixture(scope="module")
-def demo() -> models.Loaded:
-    return models.load("demo")
+def demo() -> loading.Loaded:
+    return loading.load("demo")
 
 
 def prompts(model: Any, count: int = 3, length: int = 20, seed: int = 0) -> Prompts:
@@ -50,7 +50,7 @@ def naive(first: list[int], second: list[int]) -> int:
 
 
 @pytest.mark.parametrize("words", ["rbf", "rbf:gamma=0.52", "elu", "window:9", "sink-window:2,20", "polynomial"])
-def test_the_count_is_that_of_whole_texts_without_a_cache(demo: models.Loaded, words: str) -> None:
+def test_the_count_is_that_of_whole_texts_without_a_cache(demo: loading.Loaded, words: str) -> None:
     model = demo.model.double()
     try:
         asked, own = prompts(model), None
@@ -70,7 +70,7 @@ def test_the_count_is_that_of_whole_texts_without_a_cache(demo: models.Loaded, w
     assert (found.prompts, found.tokens, found.prompt_tokens) == (3, 10, 20)
 
 
-def test_a_model_agrees_with_itself_to_the_end(demo: models.Loaded) -> None:
+def test_a_model_agrees_with_itself_to_the_end(demo: loading.Loaded) -> None:
     same = swap_kernel(demo, "exponential", **READ).swap.agreement
     assert same.until == [64] * 4
     assert (same.median, same.never, same.quartiles) == (64, 4, (64, 64))
@@ -107,7 +107,7 @@ def test_no_step_is_taken_when_all_prompts_differ() -> None:
     assert len(list(steps)) == 1
 
 
-def test_the_median_is_the_lower_one_and_counts_what_never_differs(demo: models.Loaded) -> None:
+def test_the_median_is_the_lower_one_and_counts_what_never_differs(demo: loading.Loaded) -> None:
     asked = prompts(demo.model, 4)
     own = continued(demo.model, asked, 6)
     assert not isinstance(own, str)
@@ -120,7 +120,7 @@ def test_the_median_is_the_lower_one_and_counts_what_never_differs(demo: models.
     assert (found.median, found.quartiles, found.never) == (2, (0, 6), 2)
 
 
-def test_padding_on_the_left_changes_nothing(demo: models.Loaded) -> None:
+def test_padding_on_the_left_changes_nothing(demo: loading.Loaded) -> None:
     """A prompt alone, and beside one that is longer."""
     model = demo.model
     long, short = prompts(model, 1, 24).ids[0], prompts(model, 1, 9, seed=1).ids[0]
@@ -132,7 +132,7 @@ def test_padding_on_the_left_changes_nothing(demo: models.Loaded) -> None:
     assert both.tokens.T.tolist() == [greedily(model, ids, 8) for ids in (long, short)]
 
 
-def test_prompts_are_first_halves_spread_over_the_windows(demo: models.Loaded) -> None:
+def test_prompts_are_first_halves_spread_over_the_windows(demo: loading.Loaded) -> None:
     ids = torch.arange(40 * 10).reshape(40, 10)
     found = of_windows(demo.model, [Fed({"input_ids": ids[:30]}, None), Fed({"input_ids": ids[30:]}, None)], "causal")
     assert not isinstance(found, str)
@@ -145,7 +145,7 @@ def test_prompts_are_first_halves_spread_over_the_windows(demo: models.Loaded) -
     assert lines.ids.tolist() == ids[1:4, :5].tolist(), "a line that is too short is left out"
 
 
-def test_what_can_t_be_continued_is_said(demo: models.Loaded) -> None:
+def test_what_can_t_be_continued_is_said(demo: loading.Loaded) -> None:
     fed = [Fed({"input_ids": torch.ones(2, 8, dtype=torch.long)}, None)]
     assert "next token alone" in of_windows(demo.model, fed, "masked")
     assert "more than text" in of_windows(
@@ -161,14 +161,14 @@ def test_what_can_t_be_continued_is_said(demo: models.Loaded) -> None:
     assert "sliding window" in swap.reasons["agreement"]
 
 
-def test_fewer_tokens_are_generated_where_the_context_ends(demo: models.Loaded) -> None:
+def test_fewer_tokens_are_generated_where_the_context_ends(demo: loading.Loaded) -> None:
     report = swap_kernel(demo, "rbf", **READ | {"sequences": 2, "tokens": 256, "generate": 200})
     assert report.swap.agreement.tokens == 128
     assert "Greedy continuations are of 128 tokens, not 200: the model reads no more." in report.settings.notes
     assert not any("Greedy" in note for note in swap_kernel(demo, "rbf", **READ).settings.notes)
 
 
-def test_prompts_come_from_a_file(demo: models.Loaded, tmp_path: Path) -> None:
+def test_prompts_come_from_a_file(demo: loading.Loaded, tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("And God said\n\nLet there be light: and there was light.\n", encoding="utf-8")
     found = swap_kernel(demo, "exponential", prompts=str(path), generate=5, **READ).swap.agreement
@@ -181,7 +181,7 @@ def test_prompts_come_from_a_file(demo: models.Loaded, tmp_path: Path) -> None:
         of_file(demo, Content(" \n", "blank.txt"))
 
 
-def test_a_prompt_as_long_as_the_context_is_refused(demo: models.Loaded, tmp_path: Path) -> None:
+def test_a_prompt_as_long_as_the_context_is_refused(demo: loading.Loaded, tmp_path: Path) -> None:
     path, word = tmp_path / "long.txt", " the"
     limit = demo.model.config.n_positions
     path.write_text("short\n" + word * (limit - 1) + "\n", encoding="utf-8")

@@ -14,14 +14,15 @@ from safetensors.torch import load_file, save_file
 from views import page, summary
 
 import attnlens
-from attnlens import atlas, registry
-from attnlens.atlas import DEPTHS, LEVELS, Distribution, Reference, Subject, TrainedModel
+from attnlens import registry
 from attnlens.records import Report, read_report
-from attnlens.sections import layers as typical
-from attnlens.sections.explorer import explorer
-from attnlens.shapes import Shapes
+from attnlens.report import atlas
+from attnlens.report.atlas import DEPTHS, LEVELS, Distribution, Reference, Subject, TrainedModel
+from attnlens.report.sections import layers as typical
+from attnlens.report.sections.explorer import explorer
+from attnlens.report.shapes import Shapes
 
-PACKAGE = Path(atlas.__file__).parent
+DEMO = Path(atlas.__file__).parents[1] / "models" / "demo"
 ENCODER = Subject("encoder", "absolute", 128, pack=True)
 DECODER = Subject("decoder", "rotary", 128, pack=True)
 
@@ -54,7 +55,7 @@ def test_the_file_says_where_it_comes_from_and_is_small():
 
 def test_demo_in_the_atlas_is_the_demo_that_is_shipped_and_reads_the_same(demo):
     told = told_of("demo")
-    weights = (PACKAGE / "demo" / "model.safetensors").read_bytes()
+    weights = (DEMO / "model.safetensors").read_bytes()
     assert [file["sha256"] for file in told["files"]] == [hashlib.sha256(weights).hexdigest()]
     assert [text["sha256"] for text in told["texts"]] == [text.sha256 for text in demo.settings.texts]
     names = [name for name in demo.measure_names() if name in told["measures"]]
@@ -165,8 +166,8 @@ def test_a_copy_is_known_by_what_its_heads_read(demo, tmp_path):
         assert own_of(attnlens.inspect("demo", source=source)) == {"demo"}
     layers = attnlens.inspect("demo", source="weights", layers=[1])
     assert own_of(layers) == {"demo"}
-    weights = load_file(PACKAGE / "demo" / "model.safetensors")
-    shutil.copytree(PACKAGE / "demo", tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints"))
+    weights = load_file(DEMO / "model.safetensors")
+    shutil.copytree(DEMO, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints"))
     coarse = {}
     for name, weight in weights.items():  # to 5 bits, row by row
         step = weight.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 15
@@ -180,8 +181,8 @@ def test_a_copy_is_known_by_what_its_heads_read(demo, tmp_path):
 def test_another_model_is_not_taken_for_one_of_the_atlas(demo, tmp_path):
     """The control: the same shapes with other weights; and the other models of the atlas among each other."""
     torch.manual_seed(0)
-    weights = load_file(PACKAGE / "demo" / "model.safetensors")
-    shutil.copytree(PACKAGE / "demo", tmp_path / "other", ignore=shutil.ignore_patterns("checkpoints"))
+    weights = load_file(DEMO / "model.safetensors")
+    shutil.copytree(DEMO, tmp_path / "other", ignore=shutil.ignore_patterns("checkpoints"))
     other = {
         name: torch.randn_like(weight) * weight.std() if weight.ndim > 1 else weight for name, weight in weights.items()
     }

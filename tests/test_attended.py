@@ -6,14 +6,14 @@ import pytest
 from program import attnlens, refused, without_torch
 
 import attnlens as library
-from attnlens import models
 from attnlens.errors import UsageError
+from attnlens.models import loading
 from attnlens.records import AttentionRows, Report, read_report
-from attnlens.run.inspect import reader as attended
+from attnlens.runs.inspect import reader as attended
 
 
 @pytest.fixture(scope="module")
-def report(demo: models.Loaded) -> Report:
+def report(demo: loading.Loaded) -> Report:
     return library.inspect(demo, show="attention", analyzers="spectrum", heads=[1, 5], sequences=1, tokens=40)
 
 
@@ -36,7 +36,7 @@ def test_a_row_holds_the_largest_weights_first_and_no_later_token(report: Report
             assert weights[-1] >= attended.LEAST
 
 
-def test_the_tokens_stand_beside_the_rows(report: Report, demo: models.Loaded) -> None:
+def test_the_tokens_stand_beside_the_rows(report: Report, demo: loading.Loaded) -> None:
     (words,) = {tuple(rows.sentence.keys) for rows in report.attention if rows.sentence}
     assert len(words) == 40
     assert report.attention[0].sentence is not None
@@ -62,7 +62,7 @@ def test_rows_of_strangers_are_of_one_size(field: str, wrong: object, said: str)
         AttentionRows.model_validate(good | {field: wrong})
 
 
-def test_more_rows_than_a_report_keeps_are_refused_before_the_work(monkeypatch, demo: models.Loaded) -> None:
+def test_more_rows_than_a_report_keeps_are_refused_before_the_work(monkeypatch, demo: loading.Loaded) -> None:
     monkeypatch.setattr(attended, "MOST_ROWS", 100)
     with pytest.raises(UsageError, match="keeps at most 100 rows, and these heads have 512"):
         library.inspect(demo, show="attention", sequences=1, tokens=16)

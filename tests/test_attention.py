@@ -13,10 +13,9 @@ import torch.nn.attention.flex_attention
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnlens import attention
-from attnlens.attention import attend, route, rows, scores, weights
 from attnlens.errors import UsageError
-from attnlens.kernels import Kernel, kernels, parsed
+from attnlens.kernels import Kernel, attention, kernels, parsed
+from attnlens.kernels.attention import attend, route, rows, scores, weights
 from attnlens.records import Call
 
 HEADS, DIM = 4, 8

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from attnlens.attsvm import Problem, certified, prompt, selection, separable, soft_margin, solve
-from attnlens.attsvm.solvers import frobenius
 from attnlens.errors import UnposedError, UsageError
+from attnlens.maths.attsvm import Problem, certified, prompt, selection, separable, soft_margin, solve
+from attnlens.maths.attsvm.solvers import frobenius
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "attsvm_golden.json").read_text())
 

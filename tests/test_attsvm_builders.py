@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from watch import unwatched
 
-from attnlens.attsvm import Problem, causal, finite_part, next_token, prompt, selection, selection_sets, solve
 from attnlens.errors import UnposedError, UsageError
+from attnlens.maths.attsvm import Problem, causal, finite_part, next_token, prompt, selection, selection_sets, solve
 
 TOKENS = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0)).double()
 QUERIES = torch.randn(3, 2, generator=torch.Generator().manual_seed(1)).double()

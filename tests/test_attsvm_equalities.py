@@ -11,7 +11,8 @@ from scipy.optimize import linprog
 from test_attsvm import dense, oracle
 from watch import unwatched
 
-from attnlens.attsvm import (
+from attnlens.errors import UsageError
+from attnlens.maths.attsvm import (
     Problem,
     causal,
     certified,
@@ -25,8 +26,7 @@ from attnlens.attsvm import (
     solve,
     solve_nuclear,
 )
-from attnlens.attsvm.solvers import frobenius
-from attnlens.errors import UsageError
+from attnlens.maths.attsvm.solvers import frobenius
 
 
 def kept_half(seed: int, d: int, n: int = 16, length: int = 24, wide: int = 8) -> Problem:

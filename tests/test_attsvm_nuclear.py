@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnlens import attsvm
-from attnlens.attsvm import Problem, certified_nuclear, nuclear_rank, solve, solve_nuclear
-from attnlens.attsvm.solvers import nuclear
 from attnlens.errors import AttnlensError
+from attnlens.maths import attsvm
+from attnlens.maths.attsvm import Problem, certified_nuclear, nuclear_rank, solve, solve_nuclear
+from attnlens.maths.attsvm.solvers import nuclear
 
 GOLDEN = Path(__file__).parent / "data" / "attsvm_golden.json"
 GOLDENS = json.loads(GOLDEN.read_text())

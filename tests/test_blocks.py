@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from attnlens.statistics.associations import Blocks, _moderated, holm, pairs_of
+from attnlens.maths.statistics.associations import Blocks, _moderated, holm, pairs_of
 
 STUDIES = 600
 NOISE = {

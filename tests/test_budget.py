@@ -17,25 +17,26 @@ from program import attnlens as program
 from program import refused
 
 import attnlens
-from attnlens import arguments, hooks, texts
+from attnlens import arguments
 from attnlens.arguments import Budget
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
-from attnlens.linalg.spectra import nested
-from attnlens.plots.swaps import _kept
+from attnlens.maths.linalg.spectra import nested
+from attnlens.maths.statistics import Design
+from attnlens.models import hooks, texts
+from attnlens.models.texts import Cut
+from attnlens.models.texts.targets import feed
 from attnlens.records import Pair, Plan, Rise, read_plan, read_report
-from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.ranks import bases as bases_module
-from attnlens.run.swap.ranks import plans
-from attnlens.run.swap.ranks import search as room
-from attnlens.run.swap.ranks.bases import _between, gathered, levels, output_metrics, sensitivities
-from attnlens.run.swap.ranks.plans import LatentSizes, SiteSizes, costs, keys_to_gain, saving, sizes
-from attnlens.run.swap.ranks.search import Losses, Sample, by_text, losses, rise_of
-from attnlens.sections.swap_tables import numbers_kept, plan_rows
-from attnlens.sentences.plans import plan_lines
-from attnlens.statistics import Design
-from attnlens.texts import Cut
-from attnlens.texts.targets import feed
+from attnlens.report.pictures.swaps import _kept
+from attnlens.report.sections.swap_tables import numbers_kept, plan_rows
+from attnlens.report.sentences.plans import plan_lines
+from attnlens.runs.swap.pipeline import swap_kernel
+from attnlens.runs.swap.ranks import bases as bases_module
+from attnlens.runs.swap.ranks import plans
+from attnlens.runs.swap.ranks import search as room
+from attnlens.runs.swap.ranks.bases import _between, gathered, levels, output_metrics, sensitivities
+from attnlens.runs.swap.ranks.plans import LatentSizes, SiteSizes, costs, keys_to_gain, saving, sizes
+from attnlens.runs.swap.ranks.search import Losses, Sample, by_text, losses, rise_of
 
 RANK = parsed("rank:65536")
 SHORT = {"sequences": 16, "tokens": 64} | BARE

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from loaded import BARE, family
 from test_heal import watched
 
-from attnlens import texts
 from attnlens.errors import TextError, UsageError
-from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.ranks import search as calibration
-from attnlens.texts import windows as overlap
+from attnlens.models import texts
+from attnlens.models.texts import windows as overlap
+from attnlens.runs.swap.pipeline import swap_kernel
+from attnlens.runs.swap.ranks import search as calibration
 
 READ = {"sequences": 8, "tokens": 64, "batch_size": 4, "windows": "first"} | BARE
 CUT = texts.Cut(tokens=64, sequences=8, batch_size=4, placement="first")

@@ -14,10 +14,10 @@ from program import DEMO, SMALL, attnlens, environment_with, in_shell, refused, 
 from reports import synthetic_report
 
 import attnlens as library
+from attnlens.checks.judging import against, baseline_of
+from attnlens.checks.rule import Tolerance
 from attnlens.errors import UsageError
 from attnlens.records import Coverage, Skipped, read_baseline
-from attnlens.rules.judging import against, baseline_of
-from attnlens.rules.rule import Tolerance
 
 HOLDS, FAILS = "tokens.entropy: max <= 1", "tokens.entropy: min > 0.9"
 

@@ -14,12 +14,12 @@ from reports import planted, synthetic_report
 from test_html import HOSTILE, STEERING, Tags
 
 import attnlens
+from attnlens.checks.judging import verdict
+from attnlens.checks.rule import tabled
 from attnlens.records import Report
-from attnlens.render.html import html
-from attnlens.render.markdown import junit, markdown, spreadsheet, step_summary, uri, workflow_commands
-from attnlens.rules.judging import verdict
-from attnlens.rules.rule import tabled
-from attnlens.sections import checked
+from attnlens.report.render.html import html
+from attnlens.report.render.markdown import junit, markdown, spreadsheet, step_summary, uri, workflow_commands
+from attnlens.report.sections import checked
 
 RULES = {"weights.planted": ["min > 0.15", "median < 0.05", "count == 4"], "model.parameters": ["value > 1"]}
 

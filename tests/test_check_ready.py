@@ -15,7 +15,7 @@ from program import environment_with, in_shell, python
 from reports import synthetic_report
 
 import attnlens
-from attnlens.pytest_plugin import assert_attention
+from attnlens.checks.pytest_plugin import assert_attention
 
 ROOT = Path(__file__).parent.parent
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
@@ -152,7 +152,7 @@ def test_the_plugin_gives_a_fixture_and_an_assertion_and_costs_nothing(place):
         "pytest",
         "-q",
         "-p",
-        "attnlens.pytest_plugin",
+        "attnlens.checks.pytest_plugin",
         "-p",
         "no:cacheprovider",
         "test_it.py",
@@ -169,7 +169,7 @@ def test_the_entry_point_names_the_plugin():
     import tomllib
 
     told = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
-    assert told == {"pytest11": {"attnlens": "attnlens.pytest_plugin"}}
+    assert told == {"pytest11": {"attnlens": "attnlens.checks.pytest_plugin"}}
 
 
 def test_the_assertion_takes_a_model_and_measures_what_its_rules_need(demo, monkeypatch):

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from reports import planted, synthetic_report
 
 import attnlens
+from attnlens.checks.judging import rejected
+from attnlens.checks.rule import condition, read_rules, spelled
 from attnlens.errors import UsageError
-from attnlens.rules.judging import rejected
-from attnlens.rules.rule import condition, read_rules, spelled
-from attnlens.statistics import false_discovery
+from attnlens.maths.statistics import false_discovery
 
 GRID = np.array([[0.1, 0.2, 0.3], [0.4, np.nan, 0.9]])
 """What the heads of two layers read; one has no value."""
@@ -214,7 +214,7 @@ def test_any_subject_is_found_or_our_error(subject, wanted):
 
 def test_no_rule_is_ever_run():
     """Neither is there what could run one, nor does a rule reach what is no field of the report."""
-    for path in Path(attnlens.rules.__path__[0]).glob("*.py"):
+    for path in Path(attnlens.checks.__path__[0]).glob("*.py"):
         called = {
             ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
         }

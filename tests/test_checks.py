@@ -10,13 +10,13 @@ from loaded import family, loaded
 from typer.testing import CliRunner
 
 import attnlens
-from attnlens import hooks, texts
 from attnlens.errors import IdentityError, ModelError, TextError
 from attnlens.kernels import parsed
-from attnlens.run import checks
-from attnlens.run.swap import sites as gates
-from attnlens.texts import sequences
-from attnlens.texts.targets import last_states, task_of
+from attnlens.models import hooks, texts
+from attnlens.models.texts import sequences
+from attnlens.models.texts.targets import last_states, task_of
+from attnlens.runs import checks
+from attnlens.runs.swap import sites as gates
 
 FEW = {"tokens": 12, "sequences": 2}
 

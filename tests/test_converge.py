@@ -13,12 +13,11 @@ from program import DEMO
 from safetensors.torch import load_file, save_file
 
 import attnlens
-from attnlens import run
 from attnlens.errors import ModelError, UsageError
+from attnlens.lab.reproduce import ROWS, finished
 from attnlens.records import Experiment
-from attnlens.run.series import of_demo, step_of
-from attnlens.run.verify import ROWS, finished
-from attnlens.runs.progress import silent
+from attnlens.runs.progress import Interrupted, silent
+from attnlens.runs.series import of_demo, step_of
 
 SMALL = {"sequences": 2, "tokens": 32}
 STEPS = [0, 30, 100, 300, 1000, 3000, 6000]
@@ -255,7 +254,7 @@ def test_an_interrupted_series_keeps_what_is_finished():
         if (stage, done) == ("checkpoints", 2):
             raise KeyboardInterrupt
 
-    with pytest.raises(run.Interrupted) as caught:
+    with pytest.raises(Interrupted) as caught:
         attnlens.converge_checkpoints(source="weights", analyzers=["symmetry"], progress=stop)
     report = caught.value.report
     (experiment,) = report.experiments
@@ -268,7 +267,7 @@ def test_an_interrupted_series_keeps_what_is_finished():
 
     with pytest.raises(KeyboardInterrupt) as nothing:
         attnlens.converge_checkpoints(source="weights", progress=at_once)
-    assert not isinstance(nothing.value, run.Interrupted)
+    assert not isinstance(nothing.value, Interrupted)
 
 
 def test_what_does_not_belong_together_is_refused():
@@ -315,7 +314,7 @@ def test_experiments_are_timed_and_an_interruption_keeps_the_finished():
     def stop():
         raise KeyboardInterrupt
 
-    with pytest.raises(run.Interrupted) as caught:
+    with pytest.raises(Interrupted) as caught:
         finished("verify", [lambda: [experiment("one")], stop], 0, 10)
     assert [found.name for found in caught.value.report.experiments] == ["one"]
 

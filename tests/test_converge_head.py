@@ -8,14 +8,14 @@ import torch
 from experiment_words import assert_in_words
 from loaded import family
 
-from attnlens import attsvm
 from attnlens.analyzers.selection.gatherer import Selector
-from attnlens.attsvm.head import FactoredForm, Nearness, Scene, Softmax, first_copies, nearness, score_gaps
 from attnlens.errors import UsageError
-from attnlens.experiments.one_head import FACTORS, as_instances, hardening, starts, trained
-from attnlens.experiments.settings import ExperimentSettings
+from attnlens.lab.experiments.one_head import FACTORS, as_instances, hardening, starts, trained
+from attnlens.lab.experiments.settings import ExperimentSettings
+from attnlens.lab.reproduce import converge_head, posed
+from attnlens.maths import attsvm
+from attnlens.maths.attsvm.head import FactoredForm, Nearness, Scene, Softmax, first_copies, nearness, score_gaps
 from attnlens.requests import reading
-from attnlens.run.verify import converge_head, posed
 
 HEAD = (3, 2)
 
@@ -23,10 +23,11 @@ HEAD = (3, 2)
 @pytest.fixture(scope="module")
 def gathered() -> tuple[Selector, Nearness]:
     """What a head of the demo sees of a little text, and the problem that it poses there."""
-    from attnlens import models, requests, texts
-    from attnlens.run import feeding
+    from attnlens import requests
+    from attnlens.models import loading, texts
+    from attnlens.runs import feeding
 
-    loaded = models.load("demo")
+    loaded = loading.load("demo")
     read = {"tokens": 64, "sequences": 6, "batch_size": 4, "windows": "first"}
     given = requests.checked(
         requests.InspectRequest, {**read, "source": "tokens", "layers": [HEAD[0]], "heads": [HEAD[1]]}

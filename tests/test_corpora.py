@@ -8,10 +8,10 @@ import pytest
 from program import SMALL, attnlens, refused
 
 import attnlens as library
-from attnlens import texts
 from attnlens.arguments import DatasetRows, dataset_rows
 from attnlens.errors import AttnlensError, ShardFinished, TextError, UsageError
-from attnlens.texts import sources
+from attnlens.models import texts
+from attnlens.models.texts import sources
 
 BOOK = [line for line in texts.sample("demo")[0].text.splitlines() if line.strip()]
 FEW = {"source": "tokens", "layers": [0], "sequences": 4, "tokens": 32}

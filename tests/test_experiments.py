@@ -7,14 +7,14 @@ import pytest
 import torch
 from experiment_words import assert_in_words
 
-from attnlens import attsvm
 from attnlens.errors import UsageError
-from attnlens.experiments import EXPERIMENTS, golden, run_experiments
-from attnlens.experiments.synthetic.tokens import draw, grid, instances, starts
-from attnlens.experiments.synthetic.weights import corpus
+from attnlens.lab.experiments import EXPERIMENTS, golden, run_experiments
+from attnlens.lab.experiments.synthetic.tokens import draw, grid, instances, starts
+from attnlens.lab.experiments.synthetic.weights import corpus
+from attnlens.maths import attsvm
 from attnlens.records.studies import Experiment
+from attnlens.report.sentences.reports import setting, worded
 from attnlens.requests.experiments import checked_synthetic
-from attnlens.sentences.reports import setting, worded
 
 SMALL = {"trials": 3, "iterations": 30}
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 from program import attnlens, refused, without_torch
 
-from attnlens import linalg, registry
+from attnlens import registry
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, HYBRIDS, TIES, kernels, parsed
+from attnlens.maths import linalg
 from attnlens.registry import DISTANCES, GatheringPlace, MeasureInfo
-from attnlens.sections.reference import explanation, kernel_pages, measure_pages
+from attnlens.report.sections.reference import explanation, kernel_pages, measure_pages
 
 INFOS = registry.measure_infos() | {info.name: info for info in DISTANCES}
 SAID = ("formula", "range", "read from", "identified", "no value", "error", "null", "what to do")

@@ -29,7 +29,7 @@ from attnlens.cli import leave, show
 from attnlens.cli.entry import exit_code
 from attnlens.cli.outputs import NO_MODEL, failure
 from attnlens.errors import AttnlensError, ModelError, OutputError, UsageError, is_memory
-from attnlens.models.hub import Hub, reachable
+from attnlens.models.loading.hub import Hub, reachable
 from attnlens.records import Report
 
 HUGE = 10**5000
@@ -242,13 +242,13 @@ class PanicException(BaseException):  # as pyo3 calls it
 )
 @pytest.mark.parametrize("verb", ["inspect", "swap-kernel", "doctor", "converge", "verify"])
 def test_whatever_ends_a_verb_has_its_code(here, capsys, monkeypatch, verb, error, code, said):
-    from attnlens import run
+    from attnlens.cli import analyses
 
     def failing(*_, **__):
         raise error
 
     jobs = {"converge": "converge_synthetic", "inspect": "inspected", "swap-kernel": "swapped"}
-    monkeypatch.setattr(run, jobs.get(verb, verb), failing)
+    monkeypatch.setattr(analyses, jobs.get(verb, verb), failing)
     assert exit_code([verb, "--no-progress"]) == code
     shown = capsys.readouterr()
     assert said in shown.err

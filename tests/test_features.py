@@ -10,10 +10,10 @@ from experiment_words import assert_in_words
 from heads import query_key, random
 
 import attnlens
-from attnlens import linalg
 from attnlens.analyzers import features
-from attnlens.experiments import binary_kernel as binary
-from attnlens.run.verify import ROWS
+from attnlens.lab.experiments import binary_kernel as binary
+from attnlens.lab.reproduce import ROWS
+from attnlens.maths import linalg
 from attnlens.runs.progress import silent
 
 N = 9
@@ -213,7 +213,7 @@ def test_the_rank_is_near_what_a_longer_search_finds(mask):
 
 
 def test_the_error_behind_the_rank_is_the_one_of_loops():
-    from attnlens.linalg import spectra
+    from attnlens.maths.linalg import spectra
 
     given = heads("causal", size=2.0)
     for head in range(3):
@@ -391,7 +391,7 @@ def test_two_networks_fail_as_one_does_and_an_untrained_one_fails(monkeypatch):
 
 
 def test_it_is_a_row_of_verify(monkeypatch):
-    verifying = importlib.import_module("attnlens.run.verify")
+    verifying = importlib.import_module("attnlens.lab.reproduce")
     asked = []
     monkeypatch.setattr(verifying, "binary_kernel", lambda *words: asked.append(words) or [])
     assert verifying.binary_row in ROWS

@@ -5,9 +5,9 @@ import torch
 from heads import random
 from torch import nn
 
-from attnlens import linalg
+from attnlens.maths import linalg
+from attnlens.models.weights.probe import FewTokens, Mixture
 from attnlens.records import QueryKey, Site
-from attnlens.weights.probe import FewTokens, Mixture
 
 
 @pytest.fixture

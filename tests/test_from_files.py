@@ -31,13 +31,13 @@ from safetensors import safe_open
 from test_quantised import quantised
 
 import attnlens
-from attnlens import hooks, models
 from attnlens.errors import ModelError, ShardFinished, TextError, TooLargeError
-from attnlens.models import deferred
-from attnlens.models.deferred import LENGTH, RemoteFile, is_announced
+from attnlens.models import hooks, loading
+from attnlens.models.loading import deferred
+from attnlens.models.loading.deferred import LENGTH, RemoteFile, is_announced
+from attnlens.models.weights import query_key_maps, rows
+from attnlens.models.weights.probe import Probe, alone, float64_weights, linear, norms_inside
 from attnlens.records import Head, Report
-from attnlens.weights import query_key_maps, rows
-from attnlens.weights.probe import Probe, alone, float64_weights, linear, norms_inside
 
 ALIKE = 1e-6
 """Largest relative difference between what is read of a file and of the loaded model."""
@@ -176,7 +176,7 @@ def test_minilm_is_read_from_its_file():
 def test_rxnmapper_is_read_from_its_file_where_that_is_no_pickle(tmp_path):
     """One layer's weights, which twelve calls share."""
     folder = package("rxnmapper") / "models/transformers/albert_heads_8_uspto_all_1310k"
-    models.load(str(folder), allow_pickle=True).model.save_pretrained(tmp_path)
+    loading.load(str(folder), allow_pickle=True).model.save_pretrained(tmp_path)
     loaded, read = both(tmp_path)
     assert read.coverage == loaded.coverage
     assert (read.coverage.sites, len(read.heads)) == (12, 96)
@@ -199,7 +199,7 @@ def test_a_gguf_file_is_read_tensor_by_tensor():
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries keep less, or can't be asked")
 def test_memory_that_was_freed_is_given_back_before_more_is_read(tmp_path):
     """Pieces between others that are in use, which glibc would keep."""
-    given = models.load(saved(tmp_path, "llama"), from_files=True)
+    given = loading.load(saved(tmp_path, "llama"), from_files=True)
     pieces = [bytearray(60_000) for _ in range(4000)]
     for place in range(len(pieces)):
         pieces[place] = b"" if place % 50 else pieces[place]
@@ -246,7 +246,7 @@ def test_queries_and_keys_are_read_and_no_other_tensors(name, tensors_read, tmp_
     place = saved(tmp_path, name)
     lying = weights(place)
     wanted = {tensor for tensor in lying if tensor.endswith(OF_QUERIES_AND_KEYS[name])}
-    given = models.load(place, from_files=True)
+    given = loading.load(place, from_files=True)
     attnlens.inspect(given, source="weights")
     assert set(tensors_read) == wanted
     assert len(tensors_read) == len(wanted), "none is read twice"
@@ -255,7 +255,7 @@ def test_queries_and_keys_are_read_and_no_other_tensors(name, tensors_read, tmp_
 
 
 def test_what_was_read_is_counted(tmp_path):
-    given = models.load(saved(tmp_path, "llama"), from_files=True)
+    given = loading.load(saved(tmp_path, "llama"), from_files=True)
     assert given.deferred.bytes_read == 0
     attnlens.inspect(given, source="weights", layers=[1])
     assert given.deferred.bytes_read == 4 * (64 * 64 + 64 * 64 // 2) * 2, "of layer 0, which leads, and of layer 1"
@@ -457,7 +457,7 @@ def test_a_file_of_the_same_length_put_in_its_place_while_it_is_read_ends_the_ru
 
 
 def test_a_model_of_files_is_not_run(tmp_path):
-    given = models.load(saved(tmp_path, "llama"), from_files=True)
+    given = loading.load(saved(tmp_path, "llama"), from_files=True)
     assert all(is_announced(part) for part in given.model.parameters())
     with pytest.raises(TextError, match="so that it can't run"):
         attnlens.swap_kernel(given, "rbf")
@@ -472,7 +472,7 @@ def test_a_model_of_files_is_not_run(tmp_path):
 
 def probes(name: str) -> list[Probe]:
     """The probe of every site of a tiny model."""
-    loaded = models.Loaded(model_types.build(name), None, "", None, None)  # type: ignore[arg-type]
+    loaded = loading.Loaded(model_types.build(name), None, "", None, None)  # type: ignore[arg-type]
     inputs = model_types.plain_inputs(loaded.model)
     one = {key: part[:1, :1] if part.dim() == 2 else part for key, part in inputs.items()}
     found = hooks.survey(loaded.model, one)
@@ -622,7 +622,7 @@ def test_a_layer_that_is_not_turned_is_not_read_as_its_leader_is(tmp_path, monke
 FEW: dict[str, Any] = {"source": "weights", "analyzers": ["symmetry"]}
 LITTLE = """
 import sys
-from attnlens.models import placement
+from attnlens.models.loading import placement
 placement.free_memory = lambda: 1
 sys.argv[0] = "attnlens"
 from attnlens.cli import main
@@ -650,9 +650,9 @@ def test_the_program_leaves_a_model_in_its_files_that_does_not_fit(more: tuple[s
 def test_an_adapter_is_never_left_out_of_a_model_that_is_read_from_its_files(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from attnlens.models import placement
+    from attnlens.models.loading import placement
 
-    refused(ModelError, lambda: models.load(folder, from_files=True, adapter=tmp_path), "not loaded")
+    refused(ModelError, lambda: loading.load(folder, from_files=True, adapter=tmp_path), "not loaded")
     monkeypatch.setattr(placement, "free_memory", lambda: 1)
     report = attnlens.inspect(folder, **FEW)
     assert "does not fit into memory" in report.settings.notes[0]

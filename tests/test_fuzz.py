@@ -21,8 +21,8 @@ from attnlens.cli.parameters import defaults, kinds
 from attnlens.errors import AttnlensError
 from attnlens.kernels import FILTERS, TIES, kernels, parsed
 from attnlens.records import Report, read_plan, read_report
-from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.saved import load_swapped
+from attnlens.runs.swap.pipeline import swap_kernel
+from attnlens.runs.swap.saved import load_swapped
 
 CASES = 150 * int(os.environ.get("ATTNLENS_FUZZ", "1"))
 fuzzed = settings(

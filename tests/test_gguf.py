@@ -13,8 +13,8 @@ import transformers as tf
 from hostile import refused
 
 import attnlens
-from attnlens import models
 from attnlens.errors import ModelError
+from attnlens.models import loading
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need the package gguf")
 pytest.importorskip("accelerate", reason="GGUF files need the package accelerate")
@@ -100,7 +100,7 @@ def attention(model: tf.PreTrainedModel) -> torch.Tensor:
 
 def same(path: Path, twin: tf.PreTrainedModel, tolerance: float = 1e-6) -> None:
     """Assert that the file's model attends as its twin, and that its weights read from the file give the same."""
-    loaded = models.load(path)
+    loaded = loading.load(path)
     assert (loaded.missing_keys, loaded.unused_keys, loaded.info.unexpected) == ((), (), [])
     assert float((attention(loaded.model) - attention(twin)).abs().max()) <= tolerance
     whole, parts = (attnlens.inspect(path, source="weights", from_files=way) for way in (False, True))
@@ -164,9 +164,9 @@ def test_frequency_factors_are_applied(tmp_path: Path) -> None:
 
 def test_a_rotation_of_a_file_is_saved_with_the_model(tmp_path: Path) -> None:
     written(tmp_path / "m.gguf", {}, {"rope_freqs.weight": llama3_factors()})
-    loaded = models.load(tmp_path / "m.gguf")
+    loaded = loading.load(tmp_path / "m.gguf")
     loaded.model.save_pretrained(tmp_path / "saved")
-    again = models.load(tmp_path / "saved")
+    again = loading.load(tmp_path / "saved")
     ours, theirs = (dict(one.model.named_buffers())["model.rotary_emb.inv_freq"] for one in (loaded, again))
     assert torch.equal(ours, theirs)
     assert float((ours - dict(llama().named_buffers())["model.rotary_emb.inv_freq"]).abs().max()) > 1e-3
@@ -212,7 +212,7 @@ CONTRADICTIONS: dict[str, tuple[Fields, Mapping[str, Any], tuple[str, ...]]] = {
 def test_what_changes_attention_and_can_not_be_applied_is_refused_by_name(case: str, way: bool, tmp_path: Path) -> None:
     fields, extra, words = CONTRADICTIONS[case]
     written(tmp_path / "m.gguf", fields, extra)
-    read: Callable[[], Any] = lambda: models.load(tmp_path / "m.gguf", from_files=way)  # noqa: E731
+    read: Callable[[], Any] = lambda: loading.load(tmp_path / "m.gguf", from_files=way)  # noqa: E731
     refused(ModelError, read, str(tmp_path / "m.gguf"), *words)
 
 
@@ -236,7 +236,7 @@ def test_what_says_the_usual_is_read(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", [False, True], ids=["loaded", "files"])
 def test_a_tensor_without_a_place_is_named(way: bool, tmp_path: Path) -> None:
     written(tmp_path / "m.gguf", {}, {"blk.0.ffn_up.bias": [0.5] * 96})
-    loaded = models.load(tmp_path / "m.gguf", from_files=way)
+    loaded = loading.load(tmp_path / "m.gguf", from_files=way)
     assert loaded.info.unexpected == ["blk.0.ffn_up.bias"]
     assert loaded.unused_keys == ("blk.0.ffn_up.bias",)
 
@@ -284,7 +284,7 @@ def test_gemma_3_scales_its_full_attention_alone_and_its_scores_by_the_width_of_
     """As llama.cpp does; transformers' defaults are those of one size of Gemma."""
     fields = {"rope.freq_base": 5000.0, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
     gemma(tmp_path / "m.gguf", "gemma3", fields)
-    loaded = models.load(tmp_path / "m.gguf")
+    loaded = loading.load(tmp_path / "m.gguf")
     buffers = dict(loaded.model.named_buffers())
     plain = torch.arange(0, 8, 2) / 8
     full, sliding = (
@@ -302,6 +302,6 @@ def test_gemma_3_scales_its_full_attention_alone_and_its_scores_by_the_width_of_
 
 def test_gemma_2_takes_its_caps_and_its_scale_from_the_file(tmp_path: Path) -> None:
     gemma(tmp_path / "m.gguf", "gemma2", {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 7.0})
-    config = models.load(tmp_path / "m.gguf").model.config
+    config = loading.load(tmp_path / "m.gguf").model.config
     assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (20.0, 7.0)
     assert (config.query_pre_attn_scalar, config.sliding_window) == (8, 16)

@@ -12,21 +12,21 @@ from loaded import BARE, apart, family, loaded, outputs, package, sites_of
 from typer.testing import CliRunner
 
 import attnlens
-from attnlens import hooks, texts
-from attnlens.attention import attend
 from attnlens.cli.commands import app
 from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.kernels import parsed
+from attnlens.kernels.attention import attend
+from attnlens.models import hooks, texts
 from attnlens.records import read_report
 from attnlens.requests.healing import Amount, HealOptions
-from attnlens.run.swap import pipeline as entry
-from attnlens.run.swap.fit import SHARES, Search, fit
-from attnlens.run.swap.healing import course
-from attnlens.run.swap.healing import descent as room
-from attnlens.run.swap.healing.course import Course, shape, split
-from attnlens.run.swap.healing.healer import Healer, trainable
-from attnlens.run.swap.pipeline import swap_kernel
 from attnlens.runs.progress import Interrupted
+from attnlens.runs.swap import pipeline as entry
+from attnlens.runs.swap.fit import SHARES, Search, fit
+from attnlens.runs.swap.healing import course
+from attnlens.runs.swap.healing import descent as room
+from attnlens.runs.swap.healing.course import Course, shape, split
+from attnlens.runs.swap.healing.healer import Healer, trainable
+from attnlens.runs.swap.pipeline import swap_kernel
 
 READ = {"sequences": 4, "tokens": 24, "batch_size": 4} | BARE
 

@@ -14,21 +14,21 @@ import torch
 from loaded import BARE, family, sites_of
 from safetensors.torch import load_file
 
-from attnlens import hooks, texts
-from attnlens.attention import attend
 from attnlens.errors import UsageError
-from attnlens.hooks import OWN
 from attnlens.kernels import parsed
+from attnlens.kernels.attention import attend
+from attnlens.models import hooks, texts
+from attnlens.models.hooks import OWN
+from attnlens.models.texts.targets import Fed
 from attnlens.records import HealingRate, read_report
+from attnlens.report.sentences.plans import healing as healing_sentences
 from attnlens.requests.healing import Amount, HealOptions
-from attnlens.run.swap.fit import fit
-from attnlens.run.swap.healing import course, descent
-from attnlens.run.swap.healing.course import Distances, HeldOut, adamw, descend, parts_of, split, transfer, transferred
-from attnlens.run.swap.healing.descent import heal
-from attnlens.run.swap.healing.healer import Healer, LowRankChange, Trained
-from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.sentences.plans import healing as healing_sentences
-from attnlens.texts.targets import Fed
+from attnlens.runs.swap.fit import fit
+from attnlens.runs.swap.healing import course, descent
+from attnlens.runs.swap.healing.course import Distances, HeldOut, adamw, descend, parts_of, split, transfer, transferred
+from attnlens.runs.swap.healing.descent import heal
+from attnlens.runs.swap.healing.healer import Healer, LowRankChange, Trained
+from attnlens.runs.swap.pipeline import swap_kernel
 
 READ = {"sequences": 4, "tokens": 24, "batch_size": 4} | BARE
 

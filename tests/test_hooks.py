@@ -9,11 +9,11 @@ import families
 import pytest
 import torch
 
-from attnlens import hooks
-from attnlens.attention import attend
 from attnlens.errors import ModelError
-from attnlens.hooks import identity
 from attnlens.kernels import parsed
+from attnlens.kernels.attention import attend
+from attnlens.models import hooks
+from attnlens.models.hooks import identity
 
 TOKENS = 12
 RBF = hooks.Replacement(parsed("rbf:gamma=1"))

@@ -22,8 +22,8 @@ import torch
 from hostile import DEEP, edited, refused, stored, weights
 
 import attnlens
-from attnlens import models
 from attnlens.errors import ModelError, UsageError
+from attnlens.models import loading
 
 INDEX = "model.safetensors.index.json"
 Edit = Callable[[Path], Any]
@@ -145,11 +145,11 @@ def test_a_payload_is_never_run(way: str, folder: Path, trace: Path, monkeypatch
     opened, own = [], torch.load
     monkeypatch.setattr(torch, "load", lambda *args, **more: (opened.append(args[0]), own(*args, **more))[1])
     if way in ("tokenizer", "processor", "custom generate"):
-        loaded = models.load(str(folder), **options)
+        loaded = loading.load(str(folder), **options)
         if loaded.tokenizer is not None:
             loaded.tokenizer("a")
     else:
-        refused(ModelError, lambda: models.load(str(folder), **options))
+        refused(ModelError, lambda: loading.load(str(folder), **options))
     assert not trace.exists()
     assert not opened or (options and Path(opened[0]).suffix == ".bin"), "no pickle is even opened but an allowed one"
 
@@ -165,24 +165,24 @@ def test_a_shard_named_by_itself_opens_no_pickle(folder: Path, trace: Path) -> N
     table = dict.fromkeys(tensors, "part.safetensors") | {"x": "evil.model"}
     stored(folder, tensors, "part.safetensors")
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": table}))
-    refused(ModelError, lambda: models.load(str(folder / "part.safetensors")), "'evil.model'")
+    refused(ModelError, lambda: loading.load(str(folder / "part.safetensors")), "'evil.model'")
     assert not trace.exists()
 
 
 @pytest.mark.parametrize("shard", ["w.model", "w.txt", "model.bin"])
 def test_a_payload_on_the_hub_is_never_run(shard: str, folder: Path, trace: Path, hub: list[str]) -> None:
     _named_by_index(folder, Payload(trace), shard)
-    refused(ModelError, lambda: models.load(fake_hub.OPEN), repr(shard))
-    refused(ModelError, lambda: models.load(fake_hub.OPEN, offline=True), repr(shard))
+    refused(ModelError, lambda: loading.load(fake_hub.OPEN), repr(shard))
+    refused(ModelError, lambda: loading.load(fake_hub.OPEN, offline=True), repr(shard))
     assert hub
     assert not trace.exists()
 
 
 def test_the_hubs_cache_whose_files_are_links_is_read(folder: Path, hub: list[str]) -> None:
-    loaded = models.load(fake_hub.OPEN)
+    loaded = loading.load(fake_hub.OPEN)
     (cached,) = [file for file in (folder.parent / "cache").rglob("model.safetensors") if "snapshots" in file.parts]
     assert cached.is_symlink()
-    assert models.load(str(cached.parent)).info.files == loaded.info.files
+    assert loading.load(str(cached.parent)).info.files == loaded.info.files
 
 
 KERNELS = """
@@ -390,34 +390,34 @@ def test_a_folder_that_can_not_be_used_is_refused_at_once(fault: str, folder: Pa
     edit, words = FAULTS[fault]
     edit(folder)
     start = time.monotonic()
-    refused(ModelError, lambda: models.load(str(folder)), *words)
+    refused(ModelError, lambda: loading.load(str(folder)), *words)
     assert time.monotonic() - start < 10, "a promise on hangs, and no measure of speed"
 
 
 def test_a_byte_order_mark_is_named(folder: Path) -> None:
     _json(folder, "config.json", b"\xef\xbb\xbf" + (folder / "config.json").read_bytes())
-    refused(ModelError, lambda: models.load(str(folder)), "begins with a byte order mark", "without one")
+    refused(ModelError, lambda: loading.load(str(folder)), "begins with a byte order mark", "without one")
 
 
 def test_a_link_within_the_folder_and_one_named_by_the_caller_are_followed(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "real.safetensors")
     (folder / "model.safetensors").symlink_to("real.safetensors")
-    assert models.load(str(folder)).missing_keys == ()
+    assert loading.load(str(folder)).missing_keys == ()
     (folder / "real.safetensors").rename(tmp_path / "real.safetensors")
     (folder / "model.safetensors").unlink()
     (folder / "step.safetensors").symlink_to("../real.safetensors")
-    assert models.load(str(folder / "step.safetensors")).missing_keys == ()
+    assert loading.load(str(folder / "step.safetensors")).missing_keys == ()
 
 
 @pytest.mark.parametrize(
     "name", ["chat_template.jinja", "additional_chat_templates/a.jinja", "additional_chat_templates", "source.spm"]
 )
 def test_nothing_outside_the_folder_is_read_as_a_template_or_a_vocabulary(name: str, folder: Path) -> None:
-    models.load(str(folder))
+    loading.load(str(folder))
     (folder.parent / "secret").write_text("secret")
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).symlink_to(folder.parent if name == "additional_chat_templates" else folder.parent / "secret")
-    refused(ModelError, lambda: models.load(str(folder)), "leads out of its folder")
+    refused(ModelError, lambda: loading.load(str(folder)), "leads out of its folder")
 
 
 def test_templates_of_the_hubs_cache_are_links_to_its_blobs_and_are_read(folder: Path, tmp_path: Path) -> None:
@@ -429,13 +429,13 @@ def test_templates_of_the_hubs_cache_are_links_to_its_blobs_and_are_read(folder:
     for number, name in enumerate(("chat_template.jinja", "additional_chat_templates/a.jinja")):
         (blobs / str(number)).write_text("{{ messages }}")
         (snapshot / name).symlink_to(blobs / str(number))
-    assert models.load(str(snapshot)).tokenizer is not None
+    assert loading.load(str(snapshot)).tokenizer is not None
 
 
 def test_a_template_without_an_end_is_refused(folder: Path) -> None:
     with (folder / "chat_template.jinja").open("wb") as file:
         file.truncate(2**28 + 1)
-    refused(ModelError, lambda: models.load(str(folder)), "more than 256 MiB")
+    refused(ModelError, lambda: loading.load(str(folder)), "more than 256 MiB")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -445,7 +445,7 @@ def test_what_may_not_be_read_is_said_to_be_unreadable(name: str, folder: Path) 
     mode = path.stat().st_mode
     path.chmod(0)
     try:
-        refused(ModelError, lambda: models.load(str(folder)), "Permission denied")
+        refused(ModelError, lambda: loading.load(str(folder)), "Permission denied")
     finally:
         path.chmod(mode)
 
@@ -466,7 +466,7 @@ def test_a_file_whose_reading_is_forbidden_is_named(name: str, folder: Path, mon
     for function in ("open", "listdir"):
         monkeypatch.setattr(os, function, refusing(getattr(os, function)))
     monkeypatch.setattr(Path, "open", refusing(Path.open))
-    refused(ModelError, lambda: models.load(str(folder)), forbidden, "Permission denied")
+    refused(ModelError, lambda: loading.load(str(folder)), forbidden, "Permission denied")
 
 
 NOWHERE = ["~nosuchuser/m", "x" * 300, f"some/{'x' * 300}", "a\0b", "x" * 100_000, "", "@", "@main", "a/b/" * 2000]
@@ -475,4 +475,4 @@ NOWHERE = ["~nosuchuser/m", "x" * 300, f"some/{'x' * 300}", "a\0b", "x" * 100_00
 @pytest.mark.parametrize("name", NOWHERE, ids=lambda name: repr(name[:20]))
 def test_names_that_lead_nowhere(name: str) -> None:
     nameless = "\0" in name or not name or name.startswith("@")
-    refused(UsageError if nameless else ModelError, lambda: models.load(name, offline=True))
+    refused(UsageError if nameless else ModelError, lambda: loading.load(name, offline=True))

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from program import attnlens
 from safetensors.torch import save
 
-from attnlens import models
 from attnlens.errors import AttnlensError, ModelError, TextError, UsageError
-from attnlens.models.gguf import read_header
-from attnlens.models.locate import find
-from attnlens.models.stored import tensors_in
+from attnlens.models import loading
+from attnlens.models.loading.gguf import read_header
+from attnlens.models.loading.locate import find
+from attnlens.models.loading.stored import tensors_in
+from attnlens.models.texts import read_each
 from attnlens.records import read_plan, read_report
-from attnlens.texts import read_each
 
 FEW = settings(
     max_examples=int(os.environ.get("HOSTILE_EXAMPLES", "200")),
@@ -77,7 +77,7 @@ def test_a_whole_gguf_file_is_read(gguf_file: Path) -> None:
     header = read_header(gguf_file)
     assert header.fields["llama.block_count"] == 1
     assert {entry.name: entry.shape for entry in header.tensors}["token_embd.weight"] == (8, 32)
-    loaded = models.load(str(gguf_file))
+    loaded = loading.load(str(gguf_file))
     assert (loaded.info.architecture, loaded.missing_keys, loaded.unused_keys) == ("LlamaForCausalLM", (), ())
 
 
@@ -86,7 +86,7 @@ def test_a_gguf_file_cut_anywhere_is_called_cut(gguf_file: Path, gguf_bytes: byt
         gguf_file.write_bytes(gguf_bytes[:size])
         words = ["empty file" if size == 0 else "no GGUF file" if size < 4 else "cut off"]
         refused(ModelError, lambda: read_header(gguf_file), str(gguf_file), *words)
-    refused(ModelError, lambda: models.load(str(gguf_file)), "the data of", "end at byte")
+    refused(ModelError, lambda: loading.load(str(gguf_file)), "the data of", "end at byte")
 
 
 def _field(name: bytes) -> tuple[bytes, int]:
@@ -126,7 +126,7 @@ def test_a_gguf_file_with_an_absurd_header_is_refused(
     pytest.importorskip("accelerate", reason="GGUF files need the package accelerate")
     start = at if isinstance(at, int) else gguf_bytes.index(at[0]) + at[1]
     gguf_file.write_bytes(gguf_bytes[:start] + value + gguf_bytes[start + len(value) :])
-    refused(ModelError, lambda: models.load(str(gguf_file)), words)
+    refused(ModelError, lambda: loading.load(str(gguf_file)), words)
 
 
 # tokenizers
@@ -151,7 +151,7 @@ BROKEN_TOKENIZERS = {
 def test_a_tokenizer_that_can_not_be_loaded_is_a_reason(fault: str, folder: Path) -> None:
     edited(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")  # which adds nothing of its own
     edited(folder / "tokenizer.json", **BROKEN_TOKENIZERS[fault])
-    loaded = models.load(str(folder))
+    loaded = loading.load(str(folder))
     assert loaded.tokenizer is None
     assert "tokenizer" in loaded.tokenizer_problem
     assert "\n" not in loaded.tokenizer_problem
@@ -163,7 +163,7 @@ def test_a_tokenizer_that_can_not_be_loaded_is_a_reason(fault: str, folder: Path
 )
 def test_a_tokenizers_file_of_anything_is_a_reason(name: str, text: str, folder: Path) -> None:
     (folder / name).write_text(text)
-    loaded = models.load(str(folder))
+    loaded = loading.load(str(folder))
     assert (loaded.tokenizer is None) == bool(loaded.tokenizer_problem)
 
 
@@ -210,7 +210,7 @@ def test_texts_that_can_not_be_read(name: str, words: str, tmp_path: Path, monke
     Path("latin").write_bytes(b"\xe9t\xe9")
     Path("blank").write_text(" \n")
     if name == "large":
-        monkeypatch.setattr("attnlens.texts.sources.LARGEST_FILE", 100)
+        monkeypatch.setattr("attnlens.models.texts.sources.LARGEST_FILE", 100)
         Path("large").write_text("word " * 100)
         words = "more than 0 MiB"
     refused(TextError, lambda: read_each([name]), words)
@@ -234,14 +234,14 @@ def test_a_pipe_of_the_shell_is_read() -> None:
 
 
 def test_a_current_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnlens.texts import sample
+    from attnlens.models.texts import sample
 
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert len(sample("m")) == 3
     assert len(sample("demo")) == 1
-    refused(ModelError, lambda: models.load("./m"), "no such folder")
+    refused(ModelError, lambda: loading.load("./m"), "no such folder")
 
 
 # plans and reports
@@ -368,4 +368,4 @@ VALUES = (
 def test_any_config_ends_well(changes: dict[str, Any], folder: Path, original: Path) -> None:
     shutil.copy(original / "config.json", folder / "config.json")
     edited(folder / "config.json", **changes)
-    _attempt(lambda: models.load(str(folder)))
+    _attempt(lambda: loading.load(str(folder)))

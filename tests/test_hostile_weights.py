@@ -12,8 +12,9 @@ import transformers as tf
 from hostile import edited, refused, stored, weights
 from program import attnlens
 
-from attnlens import inspect, models
+from attnlens import inspect
 from attnlens.errors import ModelError
+from attnlens.models import loading
 from attnlens.records import read_report
 
 
@@ -32,24 +33,24 @@ CODES = (torch.int8, torch.uint8, torch.bool, torch.int32, torch.float8_e4m3fn, 
 @pytest.mark.parametrize("kind", CODES, ids=str)
 def test_codes_are_never_read_as_weights(kind: torch.dtype, folder: Path) -> None:
     _codes(folder, kind)
-    refused(ModelError, lambda: models.load(str(folder)), "transformer.h.0.attn.c_attn.weight and 3 more", "codes")
+    refused(ModelError, lambda: loading.load(str(folder)), "transformer.h.0.attn.c_attn.weight and 3 more", "codes")
 
 
 def test_one_tensor_of_codes_is_named_in_a_pickle_too(folder: Path) -> None:
     _codes(folder, torch.int8, ("h.1.attn.c_attn.bias",))
     torch.save(weights(folder), folder / "pytorch_model.bin")
-    refused(ModelError, lambda: models.load(str(folder)), "c_attn.bias as I8")
+    refused(ModelError, lambda: loading.load(str(folder)), "c_attn.bias as I8")
     (folder / "model.safetensors").unlink()
-    refused(ModelError, lambda: models.load(str(folder), allow_pickle=True), "c_attn.bias as int8")
+    refused(ModelError, lambda: loading.load(str(folder), allow_pickle=True), "c_attn.bias as int8")
 
 
 def test_masks_and_positions_of_old_checkpoints_are_no_codes(folder: Path) -> None:
     stored(folder, weights(folder) | {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool)})
-    assert models.load(str(folder)).unused_keys == ()
+    assert loading.load(str(folder)).unused_keys == ()
     bert = families.build("bert")
     bert.save_pretrained(folder)
     stored(folder, weights(folder) | {"bert.embeddings.position_ids": torch.arange(64)[None]})
-    assert models.load(str(folder)).missing_keys == ()
+    assert loading.load(str(folder)).missing_keys == ()
 
 
 @pytest.mark.parametrize(
@@ -76,9 +77,9 @@ def test_masks_and_positions_of_old_checkpoints_are_no_codes(folder: Path) -> No
 )
 def test_quantised_checkpoints_are_refused_by_their_method(settings: Any, words: tuple[str, ...], folder: Path) -> None:
     edited(folder / "config.json", quantization_config=settings)
-    refused(ModelError, lambda: models.load(str(folder)), *words)
+    refused(ModelError, lambda: loading.load(str(folder)), *words)
     edited(folder / "config.json", quantization_config=None, vision_config={"quantization_config": settings})
-    refused(ModelError, lambda: models.load(str(folder)), "vision_config.quantization_config")
+    refused(ModelError, lambda: loading.load(str(folder)), "vision_config.quantization_config")
 
 
 def _in_blocks(weight: torch.Tensor, side: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +107,7 @@ def float8(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 def test_float8_with_its_scales_is_decoded(float8: tuple[Path, dict[str, torch.Tensor]]) -> None:
     place, before = float8
-    loaded = models.load(str(place))
+    loaded = loading.load(str(place))
     assert (loaded.missing_keys, loaded.unused_keys) == ((), ())
     for name, parameter in loaded.model.named_parameters():
         assert parameter.dtype == torch.float32
@@ -121,15 +122,15 @@ def test_float8_that_can_not_be_decoded_is_refused(lacking: str, float8: tuple[P
         stored(place, {other: tensor for other, tensor in weights(place).items() if other != f"{name}_scale_inv"})
     else:
         edited(place / "config.json", quantization_config=None)
-    refused(ModelError, lambda: models.load(str(place)), "F8_E4M3", "q_proj.weight" if lacking == "the scale" else "")
+    refused(ModelError, lambda: loading.load(str(place)), "F8_E4M3", "q_proj.weight" if lacking == "the scale" else "")
 
 
 @pytest.mark.parametrize("mark", ["lora_A.weight", "lora_B.default.weight", "lora_embedding_A"])
 def test_unmerged_adapters_are_refused(mark: str, folder: Path) -> None:
     stored(folder, weights(folder) | {f"base_model.model.transformer.h.0.attn.c_attn.{mark}": torch.ones(2, 2)})
-    refused(ModelError, lambda: models.load(str(folder)), mark, "merge_and_unload")
+    refused(ModelError, lambda: loading.load(str(folder)), mark, "merge_and_unload")
     stored(folder, {f"base_model.model.h.0.{mark}": torch.ones(2, 2)})
-    refused(ModelError, lambda: models.load(str(folder)), mark, "merge_and_unload")
+    refused(ModelError, lambda: loading.load(str(folder)), mark, "merge_and_unload")
 
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -154,7 +155,7 @@ def test_mxfp4_is_decoded(tmp_path: Path) -> None:
     stored(tmp_path, tensors)
     left = ["model.layers.*.self_attn", "lm_head", "model.embed_tokens", "model.layers.*.mlp.router"]
     edited(tmp_path / "config.json", quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": left})
-    loaded = models.load(str(tmp_path))
+    loaded = loading.load(str(tmp_path))
     assert (loaded.missing_keys, loaded.unused_keys, loaded.info.quantised) == ((), (), "mxfp4")
     assert len(expected) == 2
     for name, values in expected.items():

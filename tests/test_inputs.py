@@ -22,11 +22,11 @@ from loaded import loaded
 from PIL import Image
 
 import attnlens
-from attnlens import hooks, texts
 from attnlens.errors import ModelError, TextError, UsageError
-from attnlens.texts import media
-from attnlens.texts.media import Feed
-from attnlens.texts.targets import NOTHING, feed
+from attnlens.models import hooks, texts
+from attnlens.models.texts import media
+from attnlens.models.texts.media import Feed
+from attnlens.models.texts.targets import NOTHING, feed
 
 PROSE = texts.Content("In the beginning God created the heaven and the earth. " * 20, "a text")
 

@@ -14,16 +14,17 @@ import views
 from loaded import family, package
 
 import attnlens
-from attnlens import hooks, models, texts
 from attnlens.errors import IdentityError, ModelError, UsageError
+from attnlens.models import hooks, loading, texts
 from attnlens.records import Coverage, Head, Measure, Skipped, read_report
 from attnlens.registry import MeasureInfo
-from attnlens.run import Interrupted, checks
-from attnlens.run.inspect.assembly import extremes
-from attnlens.run.inspect.collector import scaled_null
-from attnlens.run.inspect.pipeline import Inspection
-from attnlens.sentences import reports
-from attnlens.sentences.reports import population
+from attnlens.report.sentences import reports
+from attnlens.report.sentences.reports import population
+from attnlens.runs import checks
+from attnlens.runs.inspect.assembly import extremes
+from attnlens.runs.inspect.collector import scaled_null
+from attnlens.runs.inspect.pipeline import Inspection
+from attnlens.runs.progress import Interrupted
 
 SMALL = {"sequences": 4, "tokens": 32}
 
@@ -276,7 +277,7 @@ def test_bert_reads_saponatis_published_scores():
 
 def test_loading_refuses_what_is_not_there():
     with pytest.raises(ModelError):
-        models.load("./nowhere")
+        loading.load("./nowhere")
 
 
 @pytest.mark.parametrize(

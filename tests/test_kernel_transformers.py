@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnlens
-from attnlens.kernel_transformers import AttentionForm, KernelAttention, KernelTransformerConfig
+from attnlens.models.kernel_transformers import AttentionForm, KernelAttention, KernelTransformerConfig
 
 WIDTH, HEADS, TOKENS = 8, 2, 5
 POSITIONS = ("none", "sum", "table", "product", "symmetric product")
@@ -116,10 +116,10 @@ def test_padding_is_read_by_nobody(place):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Untrained models of several kernels as --save writes them, and the text that their byte pairs know."""
-    from attnlens.studies.tables import SCALES
-    from attnlens.studies.tasks import language
-    from attnlens.studies.training import Run
-    from attnlens.studies.units import TrainingUnit, model_of, save_step
+    from attnlens.lab.study.tables import SCALES
+    from attnlens.lab.study.tasks import language
+    from attnlens.lab.study.training import Run
+    from attnlens.lab.study.units import TrainingUnit, model_of, save_step
 
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text("In the beginning God created the heaven and the earth.\n" * 300)

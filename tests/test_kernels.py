@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, TIES, Kernel, kernels, parsed
 from attnlens.kernels.spec import pairs_weighted
-from attnlens.ksvd.dual import orthogonal_draws
+from attnlens.maths.ksvd.dual import orthogonal_draws
 from attnlens.records import Call
 from attnlens.registry import Fit
 

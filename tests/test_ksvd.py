@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from watch import unwatched
 
-from attnlens import ksvd
 from attnlens.errors import UsageError
+from attnlens.maths import ksvd
 
 TIGHT = 1e-10
 F_IS = ["identity", "few rows", "many rows"]

@@ -13,16 +13,16 @@ from matplotlib.colors import Normalize
 from reports import planted
 
 import attnlens
-from attnlens import hooks, models, texts
 from attnlens.analyzers import spectrum
 from attnlens.analyzers.ksvd import TOKENS, of_tokens
-from attnlens.plots import overview_figure
-from attnlens.plots.maps import DEPTH, depths
-from attnlens.plots.overview import page_rows
-from attnlens.plots.style import house_style
+from attnlens.models import hooks, loading, texts
 from attnlens.records import Call, Report, Site
 from attnlens.registry import MeasureInfo, analyzers, measure_infos, measure_sources
-from attnlens.shapes import Shapes
+from attnlens.report.pictures import overview_figure
+from attnlens.report.pictures.maps import DEPTH, depths
+from attnlens.report.pictures.overview import page_rows
+from attnlens.report.pictures.style import house_style
+from attnlens.report.shapes import Shapes
 
 CAUSAL = torch.ones(30, 30, dtype=torch.bool).tril()[None]
 SCALARS = [info.name for info in TOKENS if not info.curve]
@@ -93,7 +93,8 @@ def test_the_curves_are_those_of_the_formed_matrices(allowed):
 def test_the_two_analyzers_share_what_they_both_need_and_nobody_elses(monkeypatch):
     found, other, calls = heads(), heads(n=20), []
     monkeypatch.setattr(
-        "attnlens.linalg.attention.singular_values", lambda matrix: calls.append(1) or torch.linalg.svdvals(matrix)
+        "attnlens.maths.linalg.attention.singular_values",
+        lambda matrix: calls.append(1) or torch.linalg.svdvals(matrix),
     )
     first = spectrum.of_tokens(found)
     second = of_tokens(found)
@@ -149,7 +150,7 @@ def test_values_in_the_kernels_own_directions_are_aligned_also_where_its_first_m
 
 
 def test_random_values_have_their_chance_level_on_every_real_head():
-    loaded = models.load("demo")
+    loaded = loading.load("demo")
     batch = texts.batches(loaded, texts.sample("demo"), texts.Cut(tokens=128, sequences=1, batch_size=1)).batches[0]
     ratios, old, ranks = [], [], []
     for reached in hooks.survey(loaded.model, batch.inputs):

@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 from loaded import BARE, apart, family, loaded, outputs, sites_of
 
 import attnlens
-from attnlens import hooks, texts
-from attnlens.attention import attend, route
 from attnlens.errors import UsageError
 from attnlens.kernels import OWN, parsed
+from attnlens.kernels.attention import attend, route
 from attnlens.kernels.lowrank import Grams, MapsFit, directions
 from attnlens.kernels.spec import output_weighted
+from attnlens.maths.statistics import Design
+from attnlens.models import hooks, texts
+from attnlens.models.texts import Cut
+from attnlens.models.texts.targets import feed
 from attnlens.records import Call
-from attnlens.run.swap.fit import fit
-from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.ranks.search import losses
-from attnlens.sentences.swaps import formula
-from attnlens.statistics import Design
-from attnlens.texts import Cut
-from attnlens.texts.targets import feed
+from attnlens.report.sentences.swaps import formula
+from attnlens.runs.swap.fit import fit
+from attnlens.runs.swap.pipeline import swap_kernel
+from attnlens.runs.swap.ranks.search import losses
 
 SMALL = {"sequences": 4, "tokens": 24, "batch_size": 4}
 FORMS = ["group=1", "group=2", "group=all", "group=1,rotation=before", "group=all,rotation=before"]

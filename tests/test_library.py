@@ -23,10 +23,11 @@ from program import DEMO, environment_with, refused
 from reports import synthetic_report, timeless
 
 import attnlens
-from attnlens import hooks, registry
+from attnlens import registry
 from attnlens.errors import ModelError, OutputError, UsageError
-from attnlens.hooks import Replacement
 from attnlens.kernels import parsed
+from attnlens.models import hooks
+from attnlens.models.hooks import Replacement
 
 PACKAGE = Path(attnlens.__file__).parent
 MATHS = ("attsvm", "ksvd", "linalg", "statistics", "primal")
@@ -67,7 +68,7 @@ assert "torch" not in sys.modules, "importing attnlens loads torch"
 of_ours = attnlens.kernel, attnlens.analyzer, attnlens.MeasureInfo, attnlens.KernelParameter
 print(*(one.__name__ for one in of_ours))
 assert "torch" not in sys.modules, "what a third party registers with loads torch"
-print(attnlens.ksvd.dual.__name__, attnlens.primal.build.__name__)
+print(attnlens.maths.ksvd.dual.__name__, attnlens.lab.primal.build.__name__)
 """
 
 
@@ -86,7 +87,7 @@ def test_every_promised_name_resolves(name):
 def test_names_are_listed_once_and_another_is_refused():
     assert sorted(attnlens.__all__) == attnlens.__all__ == dir(attnlens)
     assert set(attnlens._HOMES) | set(attnlens._SUBMODULES) | {"__version__"} == set(attnlens.__all__)
-    assert attnlens.ksvd is import_module("attnlens.ksvd")
+    assert attnlens.maths.ksvd is import_module("attnlens.maths.ksvd")
     with pytest.raises(AttributeError, match="no attribute 'ksdv'"):
         attnlens.ksdv  # noqa: B018
 
@@ -483,7 +484,8 @@ def test_two_kernels_at_once_and_a_model_with_another_kernel_are_refused():
 
 
 def test_a_model_in_memory_reads_as_the_one_that_is_loaded(demo):
-    asked: dict[str, Any] = {"sequences": 2, "tokens": 16, "text": str(PACKAGE / "samples" / "documentation.txt")}
+    text = PACKAGE / "models" / "samples" / "documentation.txt"
+    asked: dict[str, Any] = {"sequences": 2, "tokens": 16, "text": str(text)}
     held, named = attnlens.inspect(demo.model, tokenizer=demo.tokenizer, **asked), attnlens.inspect("demo", **asked)
     assert held.heads == named.heads
     assert held.model.id == f"{DEMO} (in memory)"

@@ -8,8 +8,8 @@ from heads import at_distance, dense, query_key, random, rotary, stacked, turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnlens import linalg
-from attnlens.linalg import forms
+from attnlens.maths import linalg
+from attnlens.maths.linalg import forms
 from attnlens.records import Rotation
 
 SIGMA = torch.tensor([4.0, 2.0, 1.0, 1.0], dtype=torch.float64)

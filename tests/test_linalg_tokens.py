@@ -8,7 +8,7 @@ from heads import query_key, random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnlens import linalg
+from attnlens.maths import linalg
 
 
 def close(ours, theirs, tolerance=1e-11):

@@ -9,10 +9,10 @@ import torch
 from heads import query_key, random
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnlens import linalg
 from attnlens.analyzers import ksvd, spectrum, symmetry
-from attnlens.linalg import long as tiled
-from attnlens.linalg.long import IntervalMask, TiledMatrix, interval_mask, least_rank, tiles
+from attnlens.maths import linalg
+from attnlens.maths.linalg import long as tiled
+from attnlens.maths.linalg.long import IntervalMask, TiledMatrix, interval_mask, least_rank, tiles
 
 T = 240
 ALL = torch.ones(T, T, dtype=torch.bool)
@@ -43,8 +43,8 @@ def long(monkeypatch):
 
     def call(function, *args):
         with monkeypatch.context() as patch:
-            patch.setattr("attnlens.linalg.long.LONG", 0)
-            patch.setattr("attnlens.linalg.long.TILE", 37 * T)
+            patch.setattr("attnlens.maths.linalg.long.LONG", 0)
+            patch.setattr("attnlens.maths.linalg.long.TILE", 37 * T)
             return function(*args)
 
     return call
@@ -134,13 +134,13 @@ def test_conjugate_gradients_that_do_not_arrive_have_no_value(monkeypatch):
     assert isinstance(fit, IntervalMask)
     right = random(T) - random(T).mean()
     assert not np.isnan(fit.explained(right, None)[0])
-    monkeypatch.setattr("attnlens.linalg.long.STEPS", 2)
+    monkeypatch.setattr("attnlens.maths.linalg.long.STEPS", 2)
     assert np.isnan(fit.explained(right, None)[0])
 
 
 @pytest.mark.parametrize("factored", [T, T - 1], ids=["factored", "not factored"])
 def test_verdicts_on_kernels_in_tiles(factored, long, monkeypatch):
-    monkeypatch.setattr(import_module("attnlens.linalg.attention"), "FACTORED", factored)
+    monkeypatch.setattr(import_module("attnlens.maths.linalg.attention"), "FACTORED", factored)
     factor = 0.3 * random(1, T, 6)
     mixed = query_key(factor, 0.3 * random(1, T, 6, seed=1), "tokens")
     assert long(linalg.definite_kernel, mixed).item() == 0
@@ -204,7 +204,7 @@ def test_residuals_bound_the_energies_of_every_ritz_pair():
 def test_without_steps_enough_there_is_no_rank(monkeypatch):
     matrix = fallen(1.0, 600, 600)
     assert least_rank(halves(matrix), 0.95) == 12
-    monkeypatch.setattr("attnlens.linalg.long.LARGEST_BASIS", 64)
+    monkeypatch.setattr("attnlens.maths.linalg.long.LARGEST_BASIS", 64)
     assert np.isnan(least_rank(halves(matrix), 0.95)), "the energy is reached, and nothing is proven of it"
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers as tf
 
-from attnlens import hooks, weights
-from attnlens.attention import attend
-from attnlens.hooks.interface import read_call
 from attnlens.kernels import OWN
+from attnlens.kernels.attention import attend
+from attnlens.models import hooks, weights
+from attnlens.models.hooks.interface import read_call
 from attnlens.records import Call, Site
 from attnlens.registry import analyzers
 
@@ -201,7 +201,7 @@ def test_of_the_keys_under_the_mask_those_are_seen_that_an_indexer_chose():
 
 @pytest.mark.parametrize("kind", ["boolean", "numbers"])
 def test_one_row_of_a_mask_stands_for_all_queries(kind, monkeypatch):
-    monkeypatch.setattr("attnlens.attention.rows.TILE_BYTES", 1)  # tiles of 16 rows
+    monkeypatch.setattr("attnlens.kernels.attention.rows.TILE_BYTES", 1)  # tiles of 16 rows
     query, key, value = torch.randn(3, 2, 3, 40, 4, generator=torch.Generator().manual_seed(0))
     seen = torch.ones(2, 1, 1, 40, dtype=torch.bool)
     seen[1, ..., 30:] = False

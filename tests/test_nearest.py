@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 from test_attention import CASES, HEADS, apart, call
 
 import attnlens
-from attnlens import hooks, texts
-from attnlens.attention import attend, weights
 from attnlens.errors import UsageError
 from attnlens.kernels import TIES as EVERY_TIE
 from attnlens.kernels import Kernel, parsed
+from attnlens.kernels.attention import attend, weights
 from attnlens.kernels.nearest import NearestFit, factored, nearest_positive, nearest_symmetric, own_form
-from attnlens.run.swap.fit import fit
-from attnlens.run.swap.pipeline import swap_kernel
+from attnlens.models import hooks, texts
+from attnlens.runs.swap.fit import fit
+from attnlens.runs.swap.pipeline import swap_kernel
 
 FITTED = ["symmetric", "positive", "no-key", "no-skew"]
 TIES = {"symmetric": "skewless", "no-skew": "skewless", "positive": "mercer", "no-key": "keyless"}

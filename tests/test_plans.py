@@ -14,10 +14,10 @@ from test_budget import grouped
 import attnlens
 from attnlens.errors import UsageError
 from attnlens.records import Plan
-from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.ranks import search as calibration
-from attnlens.run.swap.ranks import search as room
-from attnlens.sentences.plans import plan_lines
+from attnlens.report.sentences.plans import plan_lines
+from attnlens.runs.swap.pipeline import swap_kernel
+from attnlens.runs.swap.ranks import search as calibration
+from attnlens.runs.swap.ranks import search as room
 
 READ = {"sequences": 8, "tokens": 32, "batch_size": 4} | BARE
 

@@ -18,12 +18,19 @@ from reports import KINDS, planted, synthetic_report
 from attnlens import registry
 from attnlens.choices import Part
 from attnlens.errors import OutputError, UsageError
-from attnlens.plots import fan_figure, map_figure, overview_figure
-from attnlens.plots.maps import null_mark, scale
-from attnlens.plots.overview import page_rows
-from attnlens.plots.style import bands, full_caption, house_style, long_enough, short_curve_caption, tick_positions
 from attnlens.records import Measure, Null
-from attnlens.shapes import Shapes
+from attnlens.report.pictures import fan_figure, map_figure, overview_figure
+from attnlens.report.pictures.maps import null_mark, scale
+from attnlens.report.pictures.overview import page_rows
+from attnlens.report.pictures.style import (
+    bands,
+    full_caption,
+    house_style,
+    long_enough,
+    short_curve_caption,
+    tick_positions,
+)
+from attnlens.report.shapes import Shapes
 
 
 def image_of(shapes: Shapes, name: str) -> AxesImage:
@@ -324,7 +331,7 @@ def test_drawing_leaves_matplotlibs_settings_alone_and_needs_no_pyplot(tmp_path:
     before = dict(matplotlib.rcParams)
     views.save_pictures(planted(np.eye(2)), tmp_path / "x.png")
     assert dict(matplotlib.rcParams) == before
-    check = "import sys, attnlens.plots; sys.exit('matplotlib.pyplot' in sys.modules)"
+    check = "import sys, attnlens.report.pictures; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 

@@ -9,9 +9,9 @@ from matplotlib.text import Text
 from reports import planted, synthetic_report
 
 from attnlens.choices import Part
-from attnlens.plots import fan_figure, map_figure, overview_figure
-from attnlens.plots.style import PlainNumbers, house_style
-from attnlens.shapes import Shapes
+from attnlens.report.pictures import fan_figure, map_figure, overview_figure
+from attnlens.report.pictures.style import PlainNumbers, house_style
+from attnlens.report.shapes import Shapes
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ from program import refused
 from scipy.stats import spearmanr
 
 import attnlens
-from attnlens.plots import panel_figure, swap_panels
-from attnlens.plots.style import house_style
+from attnlens.maths.statistics import Design
+from attnlens.maths.statistics.associations import over_windows, permutation_tests, split_half
 from attnlens.records import Site, Swap, read_report
-from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.sweep import CONSTANT, Alone, SweptMeasures, predicted_by
-from attnlens.statistics import Design
-from attnlens.statistics.associations import over_windows, permutation_tests, split_half
+from attnlens.report.pictures import panel_figure, swap_panels
+from attnlens.report.pictures.style import house_style
+from attnlens.runs.swap.pipeline import swap_kernel
+from attnlens.runs.swap.sweep import CONSTANT, Alone, SweptMeasures, predicted_by
 
 READ = {"sequences": 8, "tokens": 32}
 
@@ -219,7 +219,7 @@ def test_the_sweep_itself_is_the_same_with_and_without_the_join(demo, report):
 
 
 def test_a_kernel_that_diverges_everywhere_is_swept_and_has_no_predictor(demo, monkeypatch):
-    from attnlens.run.swap import sweep as room
+    from attnlens.runs.swap import sweep as room
 
     honest = room._losses
     monkeypatch.setattr(

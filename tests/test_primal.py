@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from watch import unwatched
 
 import attnlens
-from attnlens import ksvd, primal
 from attnlens.errors import ModelError, UsageError
-from attnlens.primal import PrimalAttention, PrimalHeads
+from attnlens.lab import primal
+from attnlens.lab.primal import PrimalAttention, PrimalHeads
+from attnlens.maths import ksvd
 
 BATCH, HEADS, TOKENS, DIM, SCORES = 2, 3, 9, 5, 4
 
@@ -581,7 +582,7 @@ def test_an_image_model_is_built():
 
 
 def test_the_module_needs_no_transformers():
-    script = "import sys; from attnlens.primal import PrimalAttention; assert 'transformers' not in sys.modules"
+    script = "import sys; from attnlens.lab.primal import PrimalAttention; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

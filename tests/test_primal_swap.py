@@ -7,18 +7,18 @@ import torch
 from loaded import BARE, SMALL, apart, family, outputs
 from test_heal import READ
 
-from attnlens import hooks, texts
-from attnlens.attention import attend, route, weights
-from attnlens.attention.primal_scores import features
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
+from attnlens.kernels.attention import attend, route, weights
+from attnlens.kernels.attention.primal_scores import features
 from attnlens.kernels.nearest import STRENGTHS, PrimalFit, _assembled, _moments, lost, regression, singular_maps
+from attnlens.models import hooks, texts
 from attnlens.records import Call
 from attnlens.registry import Fit, OutputFit
-from attnlens.run.swap.fit import fit
-from attnlens.run.swap.healing.healer import Healer
-from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.saved import load_swapped
+from attnlens.runs.swap.fit import fit
+from attnlens.runs.swap.healing.healer import Healer
+from attnlens.runs.swap.pipeline import swap_kernel
+from attnlens.runs.swap.saved import load_swapped
 
 HEADS, DIM, TOKENS = 2, 6, 20
 

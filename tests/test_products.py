@@ -15,11 +15,12 @@ from loaded import loaded
 from torch import Tensor, nn
 
 import attnlens
-from attnlens import hooks, linalg, texts, weights
 from attnlens.errors import NotBilinearError
-from attnlens.weights import query_key_maps, rows
-from attnlens.weights.probe import Probe, alone, float64_weights, linear, norms_inside
-from attnlens.weights.rows import Factors, Maps
+from attnlens.maths import linalg
+from attnlens.models import hooks, texts, weights
+from attnlens.models.weights import query_key_maps, rows
+from attnlens.models.weights.probe import Probe, alone, float64_weights, linear, norms_inside
+from attnlens.models.weights.rows import Factors, Maps
 
 ALIKE = 1e-9
 """Largest relative difference between what is read as products and by the Jacobian."""

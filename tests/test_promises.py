@@ -9,12 +9,12 @@ import torch
 from scipy import stats
 
 from attnlens.kernels.lowrank import Latents
-from attnlens.linalg.spectra import nested
-from attnlens.run.swap.ranks import search as calibration
-from attnlens.run.swap.ranks.bases import Basis
-from attnlens.run.swap.ranks.search import Budgeting, Losses, rise_of
-from attnlens.statistics import Design
-from attnlens.texts.sequences import chosen
+from attnlens.maths.linalg.spectra import nested
+from attnlens.maths.statistics import Design
+from attnlens.models.texts.sequences import chosen
+from attnlens.runs.swap.ranks import search as calibration
+from attnlens.runs.swap.ranks.bases import Basis
+from attnlens.runs.swap.ranks.search import Budgeting, Losses, rise_of
 
 SEEDS, WINDOWS, POPULATION, BLOCK, RANKS = 320, 32, 960, 16, 64
 BUDGET = 0.01

@@ -13,8 +13,8 @@ import transformers as tf
 from hostile import edited, refused, stored, weights
 
 import attnlens
-from attnlens import models
 from attnlens.errors import ModelError
+from attnlens.models import loading
 from attnlens.records import Report
 
 Tensors = dict[str, torch.Tensor]
@@ -194,7 +194,7 @@ def quantised(place: Path, method: str) -> Tensors:
 @pytest.mark.parametrize("method", METHODS)
 def test_codes_are_read_as_their_decoded_twin(method: str, tmp_path: Path) -> None:
     plain = quantised(tmp_path / "codes", method)
-    loaded = models.load(tmp_path / "codes")
+    loaded = loading.load(tmp_path / "codes")
     assert (loaded.missing_keys, loaded.unused_keys) == ((), ())
     assert loaded.info.quantised == METHODS[method][1]["quant_method"]
     assert len(plain) > 8
@@ -226,7 +226,7 @@ def test_the_codes_of_queries_and_keys_are_read_and_no_others(method: str, tmp_p
     for name in tensors:
         if name.startswith("model.layers.0.mlp") and not name.endswith(("_shape", "_packed", "state", "nf4")):
             tensors[name] = torch.full_like(tensors[name], 3)
-    loaded = models.load(tmp_path, from_files=True)
+    loaded = loading.load(tmp_path, from_files=True)
     before = attnlens.inspect(loaded, source="weights")
     of_site = {name: part.nbytes for name, part in tensors.items() if f"{Q[:-6]}" in name}
     read = {name: size for name, size in of_site.items() if "v_proj" not in name and "o_proj" not in name}
@@ -281,7 +281,7 @@ def test_codes_that_can_not_be_decoded_are_refused(fault: str, tmp_path: Path) -
     tensors = weights(tmp_path)
     spoil(tensors)
     stored(tmp_path, tensors)
-    refused(ModelError, lambda: models.load(tmp_path), *words)
+    refused(ModelError, lambda: loading.load(tmp_path), *words)
     refused(ModelError, lambda: attnlens.inspect(tmp_path, source="weights", from_files=True), *words[:1])
 
 
@@ -289,18 +289,18 @@ def test_codes_that_can_not_be_decoded_are_refused(fault: str, tmp_path: Path) -
 def test_codes_of_which_the_config_says_nothing_are_refused(method: str, tmp_path: Path) -> None:
     quantised(tmp_path, method)
     edited(tmp_path / "config.json", quantization_config=None)
-    refused(ModelError, lambda: models.load(tmp_path), "codes", "nothing in config.json says", "unquantised")
+    refused(ModelError, lambda: loading.load(tmp_path), "codes", "nothing in config.json says", "unquantised")
 
 
 def test_a_scale_beside_plain_weights_is_not_left_out(tmp_path: Path) -> None:
     stored(tmp_path, saved(tmp_path) | {f"{Q}.weight_scale": torch.tensor(2.0)})
-    refused(ModelError, lambda: models.load(tmp_path), f"{Q}.weight_scale")
+    refused(ModelError, lambda: loading.load(tmp_path), f"{Q}.weight_scale")
 
 
 def test_scales_of_activations_are_named(tmp_path: Path) -> None:
     quantised(tmp_path, "fp8 per tensor")
     stored(tmp_path, weights(tmp_path) | {f"{Q}.input_scale": torch.tensor(2.0)})
-    assert models.load(tmp_path).info.unexpected == [f"{Q}.input_scale"]
+    assert loading.load(tmp_path).info.unexpected == [f"{Q}.input_scale"]
 
 
 # --- settings that contradict the tensors ---------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def symmetric_gptq(place: Path, stored_zero: int, **settings: Any) -> Tensors:
 @pytest.mark.parametrize(("zero", "form"), [(7, "gptq"), (8, "gptq_v2")])
 def test_symmetric_gptq_is_read_in_both_formats(zero: int, form: str, tmp_path: Path) -> None:
     plain = symmetric_gptq(tmp_path, zero, checkpoint_format=form)
-    for name, parameter in models.load(tmp_path).model.named_parameters():
+    for name, parameter in loading.load(tmp_path).model.named_parameters():
         assert torch.allclose(parameter, plain[name], rtol=1e-6, atol=1e-7), name
 
 
@@ -347,13 +347,13 @@ GPTQ_CONTRADICTIONS: dict[str, tuple[int, dict[str, Any], str]] = {
 
 def both_refused(place: Path, *words: str) -> None:
     """Assert that the model is refused with those words, loaded and read from its files."""
-    refused(ModelError, lambda: models.load(place), *words)
+    refused(ModelError, lambda: loading.load(place), *words)
     refused(ModelError, lambda: attnlens.inspect(place, source="weights", from_files=True), *words)
 
 
 def test_settings_that_hold_for_some_modules_alone_contradict_no_tensors(tmp_path: Path) -> None:
     plain = symmetric_gptq(tmp_path, 7, bits=8, group_size=32, dynamic={"+:.*": {"bits": 4, "group_size": GROUP}})
-    loaded = dict(models.load(tmp_path).model.named_parameters())
+    loaded = dict(loading.load(tmp_path).model.named_parameters())
     assert torch.allclose(loaded[f"{Q}.weight"], plain[f"{Q}.weight"], rtol=1e-6, atol=1e-7)
 
 
@@ -381,7 +381,7 @@ def large_fp8(place: Path, side: int, **settings: Any) -> Tensors:
 
 def test_blocks_of_which_the_config_says_nothing_have_the_usual_side(tmp_path: Path) -> None:
     plain = large_fp8(tmp_path, 128)
-    for name, parameter in models.load(tmp_path).model.named_parameters():
+    for name, parameter in loading.load(tmp_path).model.named_parameters():
         assert torch.allclose(parameter, plain[name], rtol=1e-6, atol=1e-7), name
     loaded, parts = (attnlens.inspect(tmp_path, source="weights", from_files=way) for way in (False, True))
     assert alike(parts, loaded, 1e-6, 1e-9)

@@ -9,10 +9,11 @@ import torch
 import transformers as tf
 from loaded import loaded
 
-from attnlens import hooks, models, statistics, texts
 from attnlens.kernels import parsed
 from attnlens.kernels.lowrank import directions
-from attnlens.texts.targets import feed
+from attnlens.maths import statistics
+from attnlens.models import hooks, loading, texts
+from attnlens.models.texts.targets import feed
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import rank_peers
@@ -58,7 +59,7 @@ def test_whitening_keys_as_palu_does_cuts_them_to_their_principal_directions(ran
 @pytest.fixture(scope="module")
 def reads():
     """What the peers are made of at every site of `demo`."""
-    demo = models.load("demo")
+    demo = loading.load("demo")
     batches = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=64, sequences=8))
     fed = feed(demo, batches, "causal", 0)
     sites = tuple(found.site for found in hooks.survey(demo.model, fed[0].inputs))

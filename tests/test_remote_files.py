@@ -7,8 +7,8 @@ import transformers as tf
 from hostile import refused
 
 import attnlens
-from attnlens import models
 from attnlens.errors import ModelError
+from attnlens.models import loading
 
 SHARDS = 3
 
@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory):
 def hub(checkpoint, monkeypatch, tmp_path):
     from huggingface_hub import constants
 
-    from attnlens.models import deferred
+    from attnlens.models.loading import deferred
 
     monkeypatch.setattr(deferred, "WAIT", 0.0)
     with fake_hub.hub(checkpoint) as (address, answers):
@@ -47,7 +47,7 @@ def test_no_more_is_fetched_than_is_needed_and_the_numbers_are_those_of_the_load
     report = inspected(fake_hub.OPEN)
     local = attnlens.inspect(checkpoint, source="weights")
     assert [head.measures for head in report.heads] == [head.measures for head in local.heads]
-    deferred = models.load(checkpoint, from_files=True).deferred
+    deferred = loading.load(checkpoint, from_files=True).deferred
     needed = deferred.files.size(name for name in deferred.files.shapes if "q_proj" in name or "k_proj" in name)
     headers = sum(int.from_bytes(file.read_bytes()[:8], "little") + 8 for file in checkpoint.glob("*.safetensors"))
     ranges = [size for size in hub.sent if size]
@@ -78,7 +78,7 @@ def test_a_hub_that_drops_every_connection_is_told_in_two_lines(hub):
 
 
 def test_weights_that_are_here_already_are_not_asked_for(hub):
-    models.load(fake_hub.OPEN)  # which downloads them
+    loading.load(fake_hub.OPEN)  # which downloads them
     hub.sent.clear()
     hub.drops[:] = [0] * 50
     inspected(fake_hub.OPEN)

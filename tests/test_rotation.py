@@ -11,11 +11,12 @@ from heads import random, stacked, turns
 from test_weights import ROTARY, read
 
 import attnlens
-from attnlens import hooks, linalg, weights
 from attnlens.errors import UnreadableError
+from attnlens.maths import linalg
+from attnlens.models import hooks, weights
+from attnlens.models.weights.query_key_maps import fitted
 from attnlens.records import Rotation
 from attnlens.registry import analyzers
-from attnlens.weights.query_key_maps import fitted
 
 EXACT = torch.finfo(torch.float64).eps
 POSITIONS, SIZE = 9, 12

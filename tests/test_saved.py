@@ -13,16 +13,16 @@ from program import python, refused
 from safetensors.torch import load_file, save_file
 
 import attnlens
-from attnlens import hooks, texts
 from attnlens.errors import ModelError, OutputError, UsageError
 from attnlens.files import check_folder, sha256
 from attnlens.kernels import parsed
-from attnlens.run.swap import saved as room
-from attnlens.run.swap.fit import fit
-from attnlens.run.swap.healing.healer import changed_weights
-from attnlens.run.swap.one_kernel import KernelRun
-from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.saved import UnsavedError, load_swapped, save_swapped
+from attnlens.models import hooks, texts
+from attnlens.runs.swap import saved as room
+from attnlens.runs.swap.fit import fit
+from attnlens.runs.swap.healing.healer import changed_weights
+from attnlens.runs.swap.one_kernel import KernelRun
+from attnlens.runs.swap.pipeline import swap_kernel
+from attnlens.runs.swap.saved import UnsavedError, load_swapped, save_swapped
 
 READ = {"sequences": 4, "tokens": 16, "batch_size": 4} | BARE
 
@@ -157,7 +157,7 @@ def test_a_saved_model_generates(healed):
 
 def test_a_folder_with_something_in_it_is_refused_before_the_work(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine")
-    monkeypatch.setattr(attnlens.models, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(attnlens.models.loading, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     with pytest.raises(OutputError, match="not an empty folder"):
         swap_kernel("demo", "rbf", save=tmp_path)
     with pytest.raises(OutputError, match="not an empty folder"):
@@ -192,7 +192,7 @@ def test_a_run_that_breaks_off_leaves_no_folder_of_that_name(demo, tmp_path, mon
 def test_a_killed_run_leaves_no_folder_of_that_name(tmp_path):
     code = (
         "import os, signal\n"
-        "from attnlens.run.swap import pipeline, saved\n"
+        "from attnlens.runs.swap import pipeline, saved\n"
         "saved.save_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         f"pipeline.swap_kernel('demo', 'rbf', sequences=2, tokens=16, save={str(tmp_path / 'model')!r})\n"
     )
@@ -383,7 +383,7 @@ def test_a_folder_that_is_none_and_a_plain_model_are_refused(demo, tmp_path):
 
 
 def test_a_model_without_a_tokenizer_is_saved_without_one(demo, tmp_path):
-    bare = attnlens.models.Loaded(demo.model, None, "its files are missing", demo.info, demo.kind)
+    bare = attnlens.models.loading.Loaded(demo.model, None, "its files are missing", demo.info, demo.kind)
     fed = {"input_ids": torch.arange(3, 12)[None]}
     sites = sites_of(demo.model, fed)
     save_swapped(tmp_path / "model", bare, sites, dict.fromkeys(sites, hooks.Replacement(parsed("rbf"))))

@@ -11,17 +11,27 @@ import torch
 from heads import query_key, random
 
 import attnlens
-from attnlens import hooks, registry, texts, weights
+from attnlens import registry
 from attnlens.analyzers.selection import MEASURES, SPACES, qualified
 from attnlens.analyzers.selection.gatherer import BIASED, NULL_DRAWS, Selector
-from attnlens.attsvm.head import FactoredForm, Scene, Softmax, choose, first_copies, nearness, pose, projected_norm
 from attnlens.errors import UsageError
-from attnlens.plots.overview import page_rows
+from attnlens.maths.attsvm.head import (
+    FactoredForm,
+    Scene,
+    Softmax,
+    choose,
+    first_copies,
+    nearness,
+    pose,
+    projected_norm,
+)
+from attnlens.models import hooks, texts, weights
 from attnlens.records import Site
 from attnlens.registry import GatheringPlace, measure_sources
-from attnlens.sections.layers import layer_rows, measure_columns, reading_help
-from attnlens.sentences.reports import without_value
-from attnlens.shapes import Shapes
+from attnlens.report.pictures.overview import page_rows
+from attnlens.report.sections.layers import layer_rows, measure_columns, reading_help
+from attnlens.report.sentences.reports import without_value
+from attnlens.report.shapes import Shapes
 
 SITE = Site("attention", 0, 0, "encoder")
 SCALARS = [info.name for info in MEASURES if not info.curve]
@@ -115,8 +125,8 @@ def _whole(near, found, chosen):
 
 
 def _judge_on(found, form, chosen):
-    from attnlens.attsvm import solve
-    from attnlens.attsvm.head import judged as judge
+    from attnlens.maths.attsvm import solve
+    from attnlens.maths.attsvm.head import judged as judge
 
     posed = pose(found, form, chosen)
     return judge(chosen, posed, solve(posed.problem, tolerance=1e-10))
@@ -620,7 +630,7 @@ def test_a_head_of_nan_is_skipped_with_its_reason_and_the_others_stand():
 
 
 def test_an_interruption_keeps_the_sites_that_have_answered():
-    from attnlens.run import Interrupted
+    from attnlens.runs.progress import Interrupted
 
     def stop(stage, done, _total):
         if stage == "selection" and done == 2:

@@ -8,10 +8,10 @@ import numpy as np
 from matplotlib.colors import to_hex
 from reports import planted, synthetic_report
 
-from attnlens.plots.overview import draw_shares, has_all
-from attnlens.plots.style import PART_COLOURS, house_style, new_figure
 from attnlens.records import Null
-from attnlens.shapes import Shapes, by_turns
+from attnlens.report.pictures.overview import draw_shares, has_all
+from attnlens.report.pictures.style import PART_COLOURS, house_style, new_figure
+from attnlens.report.shapes import Shapes, by_turns
 
 
 def test_shares_are_found_by_their_sum_and_not_by_their_name() -> None:

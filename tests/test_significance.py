@@ -15,11 +15,11 @@ import torch
 from scipy import stats
 
 import attnlens
-from attnlens import linalg
-from attnlens.run.compare import significance
-from attnlens.run.compare.draws import nudged, rounded, stored_type, stored_types
-from attnlens.run.compare.significance import Rounding
-from attnlens.statistics import Design, adjusted, false_discovery, p_values
+from attnlens.maths import linalg
+from attnlens.maths.statistics import Design, adjusted, false_discovery, p_values
+from attnlens.runs.compare import significance
+from attnlens.runs.compare.draws import nudged, rounded, stored_type, stored_types
+from attnlens.runs.compare.significance import Rounding
 
 PAIRS, FDR = 200, 0.05
 MOST = float(stats.binom.ppf(0.999, PAIRS, FDR)) / PAIRS

@@ -5,11 +5,11 @@ import torch
 from loaded import apart, cut, outputs, package, sites_of, smollm2
 
 import attnlens
-from attnlens import hooks
 from attnlens.kernels import parsed
-from attnlens.run.differences import Prompts, agreement, continued
-from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.saved import load_swapped
+from attnlens.models import hooks
+from attnlens.runs.differences import Prompts, agreement, continued
+from attnlens.runs.swap.pipeline import swap_kernel
+from attnlens.runs.swap.saved import load_swapped
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("gguf", reason="GGUF files need the package gguf")

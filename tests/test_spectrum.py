@@ -5,8 +5,8 @@ import torch
 from heads import dense, query_key, random, rotary
 
 from attnlens.analyzers.spectrum import TOKENS, WEIGHTS, of_tokens, of_weights
+from attnlens.maths.statistics import gaussian_null
 from attnlens.registry import analyzers
-from attnlens.statistics import gaussian_null
 
 CAUSAL = torch.ones(30, 30, dtype=torch.bool).tril()[None]
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from attnlens.registry import MeasureInfo, analyzers
-from attnlens.statistics import (
+from attnlens.maths.statistics import (
     Design,
     Stream,
     false_discovery,
@@ -27,7 +26,8 @@ from attnlens.statistics import (
     student_interval,
     z_scores,
 )
-from attnlens.statistics.intervals import DRAWS
+from attnlens.maths.statistics.intervals import DRAWS
+from attnlens.registry import MeasureInfo, analyzers
 
 NAN = math.nan
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 from program import environment_with, python
 
-from attnlens.kernel_transformers import AttentionForm
+from attnlens.lab.study.cells import CellResult, Speed, opened, table_of, trainer
+from attnlens.lab.study.tables import SCALES, TABLES, PaperCell, PaperTable
+from attnlens.lab.study.tasks import Reversal, score, translation
+from attnlens.lab.study.training import Run, train
+from attnlens.lab.study.units import RunOutcome, TrainingUnit, digest_of, model_of
+from attnlens.models.kernel_transformers import AttentionForm
 from attnlens.records import read_report
 from attnlens.runs.store import Store
 from attnlens.runs.work import NOTHING_KEPT, WorkPlan, run_units
-from attnlens.studies.cells import CellResult, Speed, opened, table_of, trainer
-from attnlens.studies.tables import SCALES, TABLES, PaperCell, PaperTable
-from attnlens.studies.tasks import Reversal, score, translation
-from attnlens.studies.training import Run, train
-from attnlens.studies.units import RunOutcome, TrainingUnit, digest_of, model_of
 
 SMALL = replace(SCALES["tiny"], layers=1, d_model=32, d_forward=64, heads=2, batch=64, looks=2)
 PLACED = AttentionForm(positions="sum", in_value=True)
@@ -203,7 +203,7 @@ def shrunk(tmp_path_factory):
     """An environment in which `tiny` is smaller still, for the program in a process of its own."""
     folder = tmp_path_factory.mktemp("shrunk")
     (folder / "run.py").write_text(
-        "import sys\nfrom dataclasses import replace\nfrom attnlens.studies import tables\n"
+        "import sys\nfrom dataclasses import replace\nfrom attnlens.lab.study import tables\n"
         "tiny = tables.SCALES['tiny']\n"
         "tables.SCALES['tiny'] = replace(tiny, layers=1, d_model=32, d_forward=32, heads=2, steps=30, search_steps=6, "
         "rates=(1e-2, 2e-2), seeds=2, looks=3, length=24, vocabulary=270, evaluated=16)\n"
@@ -324,7 +324,7 @@ def test_a_saved_translator_is_opened_again_by_inspect_and_by_transformers(tmp_p
 
     import attnlens
     from attnlens.errors import ModelError
-    from attnlens.studies.units import save_step
+    from attnlens.lab.study.units import save_step
 
     lines = [f"{n}\tzahl {n} und {n % 7}\tnumber {n} and {n % 7}\n" for n in range(120)]
     (tmp_path / "pairs.tsv").write_text("".join(lines))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from attnlens.errors import UsageError
-from attnlens.studies.tasks import Examples, Reversal, beam_search, bleu_and_chrf, mean_loss, score
+from attnlens.lab.study.tasks import Examples, Reversal, beam_search, bleu_and_chrf, mean_loss, score
 
 PADDING, BEGIN, END, OUTPUTS, MOST = 0, 1, 2, 5, 4
 IDS = SimpleNamespace(padding=PADDING, begin=BEGIN, end=END)

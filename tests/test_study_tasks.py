@@ -14,11 +14,11 @@ from planted_tasks import angles, before, least_leak, majority, permuted
 from torch import nn
 
 from attnlens.errors import TextError, UsageError
-from attnlens.studies import tasks
-from attnlens.studies.tasks import NOTHING, Reversal, bag_bound
-from attnlens.studies.tasks.task import blocks, byte_pairs, endless, numbers, spread
+from attnlens.lab.study import tasks
+from attnlens.lab.study.tasks import NOTHING, Reversal, bag_bound
+from attnlens.lab.study.tasks.task import blocks, byte_pairs, endless, numbers, spread
 
-language = importlib.import_module("attnlens.studies.tasks.language")  # its function has the same name
+language = importlib.import_module("attnlens.lab.study.tasks.language")  # its function has the same name
 WORDS = ["light", "darkness", "earth", "water", "firmament", "evening", "morning", "heaven"]
 
 

@@ -20,19 +20,19 @@ from reports import timeless
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 import attnlens
-from attnlens import hooks, texts
-from attnlens.attention import attend, weights
 from attnlens.errors import IdentityError, ModelError, OutputError, TextError, UsageError
 from attnlens.kernels import parsed
+from attnlens.kernels.attention import attend, weights
+from attnlens.maths.statistics import Design, paired_difference
+from attnlens.models import hooks, texts
+from attnlens.models.texts.targets import NOTHING, feed, task_of
 from attnlens.records import read_report
 from attnlens.registry import KERNELS, kernel
-from attnlens.run import differences as comparing
-from attnlens.run import outputs as resources
-from attnlens.run.outputs import divergence
-from attnlens.run.swap import sites as gates
-from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.statistics import Design, paired_difference
-from attnlens.texts.targets import NOTHING, feed, task_of
+from attnlens.runs import differences as comparing
+from attnlens.runs import outputs as resources
+from attnlens.runs.outputs import divergence
+from attnlens.runs.swap import sites as gates
+from attnlens.runs.swap.pipeline import swap_kernel
 
 READ = {"sequences": 4, "tokens": 24, "batch_size": 2} | BARE
 
@@ -615,7 +615,7 @@ def test_out_of_memory_names_a_batch_size_that_fits(demo, monkeypatch, error):
             raise error
         return forward(model, inputs, **more)
 
-    monkeypatch.setattr("attnlens.run.swap.one_kernel.run", greedy)
+    monkeypatch.setattr("attnlens.runs.swap.one_kernel.run", greedy)
     monkeypatch.setattr(hooks, "forward", small)
     with pytest.raises(ModelError) as refusal:
         swap_kernel(demo, "rbf", sequences=8, tokens=16, batch_size=8)
@@ -635,7 +635,7 @@ def test_what_torch_really_raises_is_recognised(demo, monkeypatch):
         resources.enough_memory(demo.model, fed, nullcontext),
     ):
         really_failing()
-    monkeypatch.setattr("attnlens.run.swap.one_kernel.run", lambda *_: really_failing())
+    monkeypatch.setattr("attnlens.runs.swap.one_kernel.run", lambda *_: really_failing())
     with pytest.raises(ModelError, match="Not enough memory for 2 sequences") as refusal:
         swap_kernel(demo, "rbf", **READ)
     assert refusal.value.remedy == "Use --batch-size 1, which fits."
@@ -649,7 +649,7 @@ def test_a_survey_without_memory_is_recognised(demo, monkeypatch):
 
 def test_a_healing_without_memory_promises_no_size(demo, monkeypatch):
     """A forward pass that fits says nothing of one that trains."""
-    monkeypatch.setattr("attnlens.run.swap.healing.descent.heal", lambda *_: really_failing())
+    monkeypatch.setattr("attnlens.runs.swap.healing.descent.heal", lambda *_: really_failing())
     with pytest.raises(ModelError, match="to train on 2 sequences") as refusal:
         swap_kernel(demo, "rbf", heal=2, **READ)
     assert refusal.value.remedy == "Use a smaller --batch-size."
@@ -659,7 +659,7 @@ def test_other_errors_are_not_called_memory(demo, monkeypatch):
     def failing(*_):
         raise RuntimeError("sizes do not match")
 
-    monkeypatch.setattr("attnlens.run.swap.one_kernel.run", failing)
+    monkeypatch.setattr("attnlens.runs.swap.one_kernel.run", failing)
     with pytest.raises(RuntimeError, match="sizes do not match"):
         swap_kernel(demo, "rbf", **READ)
 

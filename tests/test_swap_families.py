@@ -9,13 +9,13 @@ import transformers as tf
 from loaded import SMALL, apart, family, loaded, outputs, sites_of
 
 import attnlens
-from attnlens import hooks
-from attnlens.attention import attend
 from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.kernels import parsed
-from attnlens.run.swap import sites as gates
-from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.texts.targets import task_of
+from attnlens.kernels.attention import attend
+from attnlens.models import hooks
+from attnlens.models.texts.targets import task_of
+from attnlens.runs.swap import sites as gates
+from attnlens.runs.swap.pipeline import swap_kernel
 
 DECODERS = families.CAUSAL
 TWO_SIDED = ["t5", "bart", "whisper"]

@@ -29,16 +29,16 @@ from test_plots_layout import overlapping
 
 from attnlens.choices import Part
 from attnlens.kernels import TIES
-from attnlens.plots import panel_figure, swap_overview, swap_panels
-from attnlens.plots.style import house_style, new_figure
-from attnlens.plots.swap_effects import GREY, draw_kernels, draw_stages, draw_sweep, limit
-from attnlens.plots.swaps import draw_healing, named_steps
 from attnlens.records import Coverage, Effect, HealingRate, HealingTraining, Pair, Plan, Report, Rise, Text, TextCosine
+from attnlens.report.pictures import panel_figure, swap_overview, swap_panels
+from attnlens.report.pictures.style import house_style, new_figure
+from attnlens.report.pictures.swap_effects import GREY, draw_kernels, draw_stages, draw_sweep, limit
+from attnlens.report.pictures.swaps import draw_healing, named_steps
+from attnlens.report.sentences import swaps as effects
+from attnlens.report.sentences.plans import healing as sentences
+from attnlens.report.sentences.plans import plan_lines
+from attnlens.report.sentences.swaps import distance
 from attnlens.requests.healing import Amount
-from attnlens.sentences import swaps as effects
-from attnlens.sentences.plans import healing as sentences
-from attnlens.sentences.plans import plan_lines
-from attnlens.sentences.swaps import distance
 
 HOSTILE = "=x\x1b[2J <script>alert(1)</script> \u202egnp [red]b[/red] | `c`"
 STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")

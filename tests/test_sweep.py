@@ -8,15 +8,15 @@ import torch
 from loaded import BARE, apart, family, loaded, sites_of
 
 import attnlens
-from attnlens import hooks, texts
 from attnlens.kernels import parsed
-from attnlens.run.swap import sweep as predictors
-from attnlens.run.swap import sweep as room
-from attnlens.run.swap.pipeline import swap_kernel
-from attnlens.run.swap.sweep import sweep, units
+from attnlens.maths.statistics import Design, false_discovery, paired_difference
+from attnlens.models import hooks, texts
+from attnlens.models.texts.targets import feed, task_of
 from attnlens.runs.progress import Interrupted
-from attnlens.statistics import Design, false_discovery, paired_difference
-from attnlens.texts.targets import feed, task_of
+from attnlens.runs.swap import sweep as predictors
+from attnlens.runs.swap import sweep as room
+from attnlens.runs.swap.pipeline import swap_kernel
+from attnlens.runs.swap.sweep import sweep, units
 
 READ = {"sequences": 4, "tokens": 16, "batch_size": 2} | BARE
 SWEPT = ["gpt2", "llama", "gpt_neox", "gemma2", "gpt_oss", "bert", "albert", "t5", "bart", "whisper"]

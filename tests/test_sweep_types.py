@@ -15,9 +15,9 @@ import tiny
 from loaded import loaded
 
 import attnlens
-from attnlens import texts, weights
-from attnlens.architectures import architectures
 from attnlens.errors import ModelError, TextError
+from attnlens.models import texts, weights
+from attnlens.models.architectures import architectures
 
 TABLE = {one.model_type: one for one in architectures()[1]}
 READ = (

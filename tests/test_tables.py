@@ -20,11 +20,11 @@ from rich.console import Console
 from attnlens.kernels import FILTERS, TIES, kernels
 from attnlens.records import Report, Settings
 from attnlens.registry import Analyzer, KernelInfo, MeasureInfo
-from attnlens.render import terminal
-from attnlens.render.markdown import escaped
-from attnlens.sections import documents
-from attnlens.sections import reference as lists
-from attnlens.sections.checked import site_checks
+from attnlens.report.render import terminal
+from attnlens.report.render.markdown import escaped
+from attnlens.report.sections import documents
+from attnlens.report.sections import reference as lists
+from attnlens.report.sections.checked import site_checks
 from attnlens.wording import spread
 
 HOSTILE = "=cmd|' /C calc'!A0 <script>x</script> [red]b[/red] `c` | d\x1b[2J\u202e\n# e @team www.evil.example"
@@ -167,7 +167,7 @@ def test_a_pipe_is_a_hundred_columns_wide(terminal: str, columns: str | None, ex
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": terminal}
     if columns is not None:
         environment["COLUMNS"] = columns
-    code = "from attnlens.render.terminal import console; console().rule(); console(stderr=True).rule()"
+    code = "from attnlens.report.render.terminal import console; console().rule(); console(stderr=True).rule()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert [len(done.stdout.rstrip()), len(done.stderr.rstrip())] == [int(expected), int(expected)]
 

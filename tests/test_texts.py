@@ -16,13 +16,13 @@ import tokenizers
 import torch
 import transformers
 
-from attnlens import models, texts
 from attnlens.errors import AttnlensError, TextError, UsageError
-from attnlens.models.configs import kind_of
+from attnlens.models import loading, texts
+from attnlens.models.loading.configs import kind_of
+from attnlens.models.texts import cutting
+from attnlens.models.texts.sequences import position_limit
+from attnlens.models.texts.sources import BLOCKS, DEMO, LONGEST, thinned
 from attnlens.records import ModelInfo
-from attnlens.texts import cutting
-from attnlens.texts.sequences import position_limit
-from attnlens.texts.sources import BLOCKS, DEMO, LONGEST, thinned
 
 WRAPPED = ("bert", "roberta", "albert", "t5", "llama", "gpt2")
 PROSE = "the cat sat on the mat, the dog lay by the door.\n\nit was a quiet evening, and no one came.\n" * 20
@@ -31,15 +31,15 @@ WORDS = {"the": 40, "cat": 1, "dog": 40}
 LINES = "a cat\nthe dog lay by the door\n\n   \nhe\r\nand so on and on, no end\n"
 
 
-def loaded(name: str, tokenizer: Any = None, model: Any = None) -> models.Loaded:
+def loaded(name: str, tokenizer: Any = None, model: Any = None) -> loading.Loaded:
     """A tiny model with that tokenizer, as `models.load` would hand it over."""
     model = model if model is not None else families.build(name)
     info = ModelInfo(id=name, architecture=type(model).__name__, parameters=0)
     problem = "" if tokenizer is not None else "its files are missing"
-    return models.Loaded(model, tokenizer, problem, info, kind_of(model))
+    return loading.Loaded(model, tokenizer, problem, info, kind_of(model))
 
 
-def reading(name: str) -> models.Loaded:
+def reading(name: str) -> loading.Loaded:
     """A small GPT-2 (whatever the tokenizer: it takes any ids), or T5 where a text is read twice."""
     if name == "t5":
         return loaded("t5", tiny.tokenizer("t5"))
@@ -51,7 +51,7 @@ def content(text: str) -> texts.Content:
 
 
 def fed(
-    model: models.Loaded, contents: texts.Content | list[texts.Content], *, placement: Any = "first", **options: Any
+    model: loading.Loaded, contents: texts.Content | list[texts.Content], *, placement: Any = "first", **options: Any
 ) -> texts.Batches:
     """The first windows, where the test does not say otherwise; `skip_noise` and `apart_from` are the call's own."""
     own = {name: options.pop(name) for name in ("skip_noise", "apart_from") if name in options}

@@ -10,11 +10,11 @@ import torch
 from loaded import SMALL, family, loaded, sites_of
 from test_attention import CASES, HEADS, apart, bias, call, right_padded, sliding
 
-from attnlens import hooks
-from attnlens.attention import attend, route, weights
 from attnlens.errors import UsageError
 from attnlens.kernels import TIES, parsed
-from attnlens.run.swap.pipeline import swap_kernel
+from attnlens.kernels.attention import attend, route, weights
+from attnlens.models import hooks
+from attnlens.runs.swap.pipeline import swap_kernel
 
 PARTS = [name for name, tie in TIES.items() if tie.part is not None]
 KERNELS = ["exponential", "rbf", "laplacian", "polynomial", "cosine"]

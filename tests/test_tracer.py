@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attnlens import hooks, registry, weights
-from attnlens.attention import attend
+from attnlens import registry
 from attnlens.errors import UnreadableError
+from attnlens.kernels.attention import attend
+from attnlens.models import hooks, weights
+from attnlens.models.trace import tracing
+from attnlens.models.trace.mode import lead_of
 from attnlens.records import Call, Site
 from attnlens.registry import Analyzer
-from attnlens.tracer import tracing
-from attnlens.tracer.mode import lead_of
 
 BOTH = [name for name in families.REACHED if name not in (*families.TRACED, "gpt_oss", "gemma2")]
 """Families of the interface whose eager attention is a softmax of one product."""

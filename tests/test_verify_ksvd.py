@@ -11,11 +11,11 @@ import views
 from experiment_words import assert_in_words
 
 import attnlens
-from attnlens import ksvd, primal
-from attnlens.experiments import trained as depth
-from attnlens.experiments import trained as identities
-from attnlens.experiments import trained as training
-from attnlens.experiments.trained import (
+from attnlens.lab import primal
+from attnlens.lab.experiments import trained as depth
+from attnlens.lab.experiments import trained as identities
+from attnlens.lab.experiments import trained as training
+from attnlens.lab.experiments.trained import (
     CANONICAL,
     MATRICES,
     PRIMAL,
@@ -31,10 +31,11 @@ from attnlens.experiments.trained import (
     read,
     sample,
 )
-from attnlens.run.verify import ROWS
+from attnlens.lab.reproduce import ROWS
+from attnlens.maths import ksvd
 from attnlens.runs.progress import silent
 
-verifying = importlib.import_module("attnlens.run.verify")  # `run.verify` is the function of that name
+verifying = importlib.import_module("attnlens.lab.reproduce")  # `run.verify` is the function of that name
 
 TINY = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_inner": 48, "n_positions": 16}
 FEW = Training(steps=6, batch=4, scores=5)

@@ -9,8 +9,8 @@ from heads import query_key, random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnlens import linalg
-from attnlens.linalg.visible import distance_sums
+from attnlens.maths import linalg
+from attnlens.maths.linalg.visible import distance_sums
 
 N = 14
 ALL = torch.ones(N, N, dtype=torch.bool)

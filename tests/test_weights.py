@@ -6,10 +6,10 @@ import torch
 import transformers
 from heads import turns
 
-from attnlens import hooks, weights
 from attnlens.errors import NotBilinearError
-from attnlens.weights.probe import linear as linear_norms
-from attnlens.weights.probe import norms_inside
+from attnlens.models import hooks, weights
+from attnlens.models.weights.probe import linear as linear_norms
+from attnlens.models.weights.probe import norms_inside
 
 
 def read(model, name=None, inputs=None):

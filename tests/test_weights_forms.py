@@ -14,12 +14,13 @@ from loaded import loaded
 from torch import Tensor, nn
 
 import attnlens
-from attnlens import hooks, linalg, texts, weights
 from attnlens.analyzers.symmetry import of_weights
 from attnlens.errors import UnreadableError
+from attnlens.maths import linalg
+from attnlens.models import hooks, texts, weights
+from attnlens.models.weights.query_key_maps import fitted
 from attnlens.records import Rotation
-from attnlens.run.doctor import check_sites
-from attnlens.weights.query_key_maps import fitted
+from attnlens.runs.doctor import check_sites
 
 TOKENS = 7
 

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from attnlens.errors import AttnlensError, ModelError, OutputError, ShardFinished, TextError, UsageError
-from attnlens.run.inspect.collector import replay
 from attnlens.runs import store as store_module
 from attnlens.runs import work
+from attnlens.runs.inspect.collector import replay
 from attnlens.runs.store import RUN, Store, difference, file_stem, key_of
 from attnlens.runs.work import LOST, NOTHING_KEPT, Failure, Stopped, WorkPlan, run_units, tried
 

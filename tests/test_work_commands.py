@@ -26,20 +26,21 @@ from reports import bytes_of, timeless
 from safetensors.torch import load, save
 
 import attnlens
-from attnlens import run
 from attnlens.errors import ModelError, OutputError, ShardFinished, UsageError
-from attnlens.run.inspect import pipeline as survey
-from attnlens.run.inspect.pipeline import Inspection
-from attnlens.run.series import Series
-from attnlens.run.swap import pipeline as swap_work
-from attnlens.run.swap.healing.course import Course
-from attnlens.run.swap.one_kernel import KernelRun
-from attnlens.run.swap.pipeline import prepared
-from attnlens.run.swap.ranks import search
-from attnlens.run.swap.sweep import SweptBatch
 from attnlens.runs import store as store_module
+from attnlens.runs.inspect import pipeline as survey
+from attnlens.runs.inspect.pipeline import Inspection
+from attnlens.runs.progress import Interrupted
+from attnlens.runs.series import Series
+from attnlens.runs.swap import pipeline as swap_work
+from attnlens.runs.swap.healing.course import Course
+from attnlens.runs.swap.one_kernel import KernelRun
+from attnlens.runs.swap.pipeline import prepared
+from attnlens.runs.swap.ranks import search
+from attnlens.runs.swap.saved import UnsavedError
+from attnlens.runs.swap.sweep import SweptBatch
 
-CHECKPOINTS = Path(attnlens.__file__).parent / "demo" / "checkpoints"
+CHECKPOINTS = Path(attnlens.__file__).parent / "models" / "demo" / "checkpoints"
 INSPECTED: dict[str, Any] = {"tokens": 16, "sequences": 12, "batch_size": 1, "analyzers": ["symmetry"]}
 """Four layers and twelve batches: sixteen units."""
 FEW: dict[str, Any] = {"source": "weights", "analyzers": ["symmetry"]}
@@ -283,14 +284,14 @@ def stopping(at: str, count: int) -> Callable[[str, int, int], None]:
 
 
 def test_an_interrupted_call_carries_the_report_of_what_is_finished(read, tmp_path):
-    with pytest.raises(run.Interrupted) as caught:
+    with pytest.raises(Interrupted) as caught:
         attnlens.inspect("demo", **INSPECTED, work=tmp_path, progress=stopping("tokens", 3))
     assert caught.value.report.settings.sequences == 3, "four layers, three batches"
     assert len(finished(tmp_path)) == 7
 
 
 def test_an_interrupted_series_has_the_checkpoints_that_are_finished(places, tmp_path):
-    with pytest.raises(run.Interrupted) as stopped:
+    with pytest.raises(Interrupted) as stopped:
         attnlens.converge_checkpoints(places, **SERIES, work=tmp_path, progress=stopping("checkpoints", 2))
     assert stopped.value.report.experiments[0].settings["checkpoints"] == ["step-00000", "step-00030"]
     with counted(Series, "read_unit") as calls:
@@ -299,14 +300,14 @@ def test_an_interrupted_series_has_the_checkpoints_that_are_finished(places, tmp
 
 
 def test_an_interrupted_run_reports_the_kernels_that_it_measured(tmp_path):
-    with pytest.raises(run.Interrupted) as stopped:
+    with pytest.raises(Interrupted) as stopped:
         attnlens.swap_kernel("demo", KERNELS, **SMALL, work=tmp_path, progress=stopping("rbf:gamma=0.5, compare", 0))
     report = stopped.value.report
     assert [swap.kernel for swap in report.swaps] == ["window:4", "window:12"]
     assert "without kernel rbf:gamma=0.5, because the run was interrupted" in report.coverage.sentence
     with pytest.raises(KeyboardInterrupt) as nothing:
         attnlens.swap_kernel("demo", KERNELS, **SMALL, work=tmp_path / "b", progress=stopping("compare", 0))
-    assert not isinstance(nothing.value, run.Interrupted)
+    assert not isinstance(nothing.value, Interrupted)
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -321,7 +322,7 @@ def test_a_healing_resumes_from_its_last_check_and_with_no_resume_begins_anew(re
 
     with monkeypatch.context() as patch:
         patch.setattr(Course, "advance", stops)
-        with pytest.raises(run.Interrupted) as stopped:
+        with pytest.raises(Interrupted) as stopped:
             attnlens.swap_kernel("demo", "rbf", **HEALED, work=tmp_path)
     assert stopped.value.report.swap.healing.interrupted
     assert finished(tmp_path) == [], "an interrupted kernel is not a finished one"
@@ -481,11 +482,11 @@ def test_no_kernel_of_another_form_prompt_code_or_fit_is_used(monkeypatch, tmp_p
         assert own != prepared("demo", "rbf", small).store.folder
     options = small | {"sweep": "layers", "fit": True}
     for changed, left in ((False, 1), (True, 4)):
-        with pytest.raises(run.Interrupted):
+        with pytest.raises(Interrupted):
             attnlens.swap_kernel("demo", "rbf", **options, progress=stopping("sweep", 3), resume=False)
         with counted(SweptBatch, "losses") as calls, monkeypatch.context() as patch:
             if changed:  # as on another machine, whose sums are rounded otherwise
-                patch.setattr("attnlens.run.swap.one_kernel.digest_of", lambda _fitted: "another")
+                patch.setattr("attnlens.runs.swap.one_kernel.digest_of", lambda _fitted: "another")
             attnlens.swap_kernel("demo", "rbf", **options)
         assert len(calls) == left
 
@@ -540,8 +541,8 @@ def test_a_model_that_could_not_be_saved_is_not_swept_again(monkeypatch, tmp_pat
 
     options = SMALL | {"sweep": "layers", "work": tmp_path / "work", "save": tmp_path / "model"}
     with monkeypatch.context() as patch, counted(SweptBatch, "losses") as calls:
-        patch.setattr("attnlens.run.swap.one_kernel.save_swapped", full)
-        with pytest.raises(run.UnsavedError):
+        patch.setattr("attnlens.runs.swap.one_kernel.save_swapped", full)
+        with pytest.raises(UnsavedError):
             attnlens.swap_kernel("demo", "rbf", **options)
     assert len(calls) == 4
     with counted(SweptBatch, "losses") as calls:
@@ -876,7 +877,7 @@ def test_a_checkpoint_that_fails_is_missing_with_its_reason(places, tmp_path, mo
 def test_what_the_work_lacks_is_said_before_the_model_is_read(demo, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     with monkeypatch.context() as patch:
-        patch.setattr(attnlens.models, "load", lambda *_, **__: pytest.fail("it was loaded"))
+        patch.setattr(attnlens.models.loading, "load", lambda *_, **__: pytest.fail("it was loaded"))
         for call, options in (
             (attnlens.inspect, FEW),
             (attnlens.swap_kernel, SMALL),

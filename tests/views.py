@@ -10,15 +10,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from attnlens import export
 from attnlens.files import make_folder, write_atomically
 from attnlens.records import Report
-from attnlens.render import terminal
-from attnlens.render.html import is_file
-from attnlens.sections import documents
-from attnlens.sections.layers import head_tables
-from attnlens.sections.section import Document, Section
-from attnlens.shapes import Shapes
+from attnlens.report import export
+from attnlens.report.render import terminal
+from attnlens.report.render.html import is_file
+from attnlens.report.sections import documents
+from attnlens.report.sections.layers import head_tables
+from attnlens.report.sections.section import Document, Section
+from attnlens.report.shapes import Shapes
 
 
 def printed(told: Document, width: int = 100) -> str:

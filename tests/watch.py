@@ -21,10 +21,11 @@ from jaxtyping import Bool, Float, Int, jaxtyped
 import attnlens.records
 from attnlens.records.tensors import Rotation
 
-FILES = ("primal_scores", "routes", "rows", "sums")
-"""Those of attnlens.attention but `scores`, since FlexAttention counts the parameters of its functions, which checks
-hide, and `primal_heads`, whose warnings name the line of their caller."""
-ROOMS = ("analyzers", *(f"attention.{file}" for file in FILES), "attsvm", "kernels", "ksvd", "linalg", "statistics")
+FILES = ("features", "lowrank", "modifiers", "nearest", "products", "spec", "spelling", "attention.primal_scores")
+FILES += ("attention.routes", "attention.rows", "attention.sums")
+"""Those of attnlens.kernels but `attention.scores`, since FlexAttention counts the parameters of its functions, which
+checks hide, and `attention.primal_heads`, whose warnings name the line of their caller."""
+ROOMS = ("analyzers", *(f"kernels.{file}" for file in FILES), "maths")
 OTHERS = ("beartype.door", "numpy.typing", "scipy.optimize", "scipy.sparse.csgraph", "scipy.sparse.linalg")
 """What the rooms and their checks import of other packages, which are not to see the switch below."""
 NOUNS = (Rotation, attnlens.records.QueryKey, attnlens.records.Call)

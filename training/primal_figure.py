@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from train_demo import BATCH, LEARNING_RATE, WINDOW, split_text
 
-from attnlens.experiments.trained import Training, compared, demo
+from attnlens.lab.experiments.trained import Training, compared, demo
 
 
 def windows(tokenizer, text: str) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
     python training/train_demo.py
 
-writes into `attnlens/demo/`: the tokenizer, the final weights, the checkpoints at log-spaced steps, the held-out text,
-and `training.json` with the losses that the README quotes. One thread, one seed: the same machine and torch version
+writes into `attnlens/models/demo/`: the tokenizer, the final weights, the checkpoints at log-spaced steps, the
+held-out text, and `training.json` with the losses that the README quotes. One thread, one seed: the same machine and torch version
 give the same weights. It takes about an hour on one core.
 """
 
@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 HERE = Path(__file__).parent
-OUT = HERE.parent / "attnlens" / "demo"
+OUT = HERE.parent / "attnlens" / "models" / "demo"
 VOCABULARY, WINDOW, BATCH, STEPS, WARMUP, LEARNING_RATE, SEED = 1024, 256, 16, 6000, 200, 3e-3, 0
 CHECKPOINTS = (0, 30, 100, 300, 1000, 3000)
 BLOCKS, BLOCK_BYTES = 8, 6400

@@ -11,9 +11,9 @@ from attnlens.registry import MeasureInfo, Readings, analyzer
 if TYPE_CHECKING:
     import torch
 
-    from attnlens import linalg
+    from attnlens.maths import linalg
 else:
-    linalg = LazyModule("attnlens.linalg")
+    linalg = LazyModule("attnlens.maths.linalg")
     torch = LazyModule("torch")
 
 

@@ -9,9 +9,9 @@ from attnlens.records import QueryKey
 from attnlens.registry import MeasureInfo, Readings, analyzer
 
 if TYPE_CHECKING:
-    from attnlens import linalg
+    from attnlens.maths import linalg
 else:
-    linalg = LazyModule("attnlens.linalg")
+    linalg = LazyModule("attnlens.maths.linalg")
 
 
 ERROR = 0.1

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from attnlens import ksvd, linalg
-    from attnlens.ksvd import Dual
+    from attnlens.maths import ksvd, linalg
+    from attnlens.maths.ksvd import Dual
 else:
-    ksvd = LazyModule("attnlens.ksvd")
-    linalg = LazyModule("attnlens.linalg")
+    ksvd = LazyModule("attnlens.maths.ksvd")
+    linalg = LazyModule("attnlens.maths.linalg")
 
 SHARE = 0.9
 """Share of a kernel's squared size that its s leading components hold at least: rank90, head by head."""

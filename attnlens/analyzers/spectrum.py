@@ -10,14 +10,14 @@ from attnlens.records import QueryKey
 from attnlens.registry import MeasureInfo, Readings, analyzer
 
 if TYPE_CHECKING:
-    from attnlens import linalg
+    from attnlens.maths import linalg
 else:
-    linalg = LazyModule("attnlens.linalg")
+    linalg = LazyModule("attnlens.maths.linalg")
 
 
 ZERO = "the matrix is zero"
 LONG = "more than 2,048² pairs of queries and keys, of which {}: read fewer --tokens"
-"""What a long head lacks, and why; the number is that of attnlens.linalg.long."""
+"""What a long head lacks, and why; the number is that of attnlens.maths.linalg.long."""
 WHOLE = LONG.format("not all singular values are computed")
 LEADING = LONG.format("this rank is not among the leading ones that are proven, about 250")
 form_measure = partial(MeasureInfo, self_only=False)

@@ -9,9 +9,9 @@ from attnlens.records import QueryKey
 from attnlens.registry import MeasureInfo, Readings, analyzer
 
 if TYPE_CHECKING:
-    from attnlens import linalg
+    from attnlens.maths import linalg
 else:
-    linalg = LazyModule("attnlens.linalg")
+    linalg = LazyModule("attnlens.maths.linalg")
 
 
 INERTIA = (
@@ -104,7 +104,7 @@ WEIGHTS = (
 )
 
 LONG = "more than 2,048² pairs and {}: read fewer --tokens"
-"""What a long head lacks, and why; the number is that of attnlens.linalg.long."""
+"""What a long head lacks, and why; the number is that of attnlens.maths.linalg.long."""
 GAPS = LONG.format("a mask with gaps, or no solution by conjugate gradients")
 NOTHING_SEEN = "the logits depend on the query alone, which softmax ignores"
 HIDDEN = "the mask hides pairs, which leaves it open"

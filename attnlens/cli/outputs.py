@@ -34,7 +34,7 @@ from attnlens.wording import clean, counted, listed
 
 if TYPE_CHECKING:
     from attnlens.records import Report
-    from attnlens.sections.section import Document
+    from attnlens.report.sections.section import Document
 
 
 REMEDY = "Trust none of its numbers there; `attnlens doctor {} --json FILE` keeps every site's errors for a bug report."
@@ -71,7 +71,7 @@ def working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
     gc.freeze()  # what was imported stays: no collection need go through it
     gc.enable()
     with interruptible_at_once():
-        from attnlens.models.building import unlogged
+        from attnlens.models.loading.building import unlogged
 
     with unlogged(), progress(shown=not (outputs.quiet or outputs.no_progress)) as tell:
         yield tell
@@ -80,16 +80,16 @@ def working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
 def run_and_deliver(outputs: Outputs, work: Callable[[Any, Any], tuple[Report, Callable[[], None] | None]]) -> Report:
     """Return the report of one piece of work, delivered; what is finished of an interrupted one too.
 
-    `work` is (attnlens.run, progress) → the report, and what is to be called when it is written.
+    `work` is (attnlens.cli.analyses, progress) → the report, and what is to be called when it is written.
     """
     with interruptible_at_once():
-        from attnlens import run
+        from attnlens.cli import analyses
 
     stopped, written = False, None
     with working(outputs) as tell:
         try:
-            report, written = work(run, tell)
-        except run.Interrupted as stop:
+            report, written = work(analyses, tell)
+        except analyses.Interrupted as stop:
             report, stopped = stop.report, True
     deliver(outputs, report, interrupted=stopped)
     if written is not None:
@@ -107,7 +107,7 @@ def begin_workers(settings: Mapping[str, Any]) -> None:
 
 def end_strictly(report: Report) -> None:
     """End with PARTLY if something was not analysed, or the files hold tensors that the model has no place for."""
-    from attnlens.sentences.reports import unexpected
+    from attnlens.report.sentences.reports import unexpected
 
     for sentence in unexpected(report):
         console(stderr=True).print(clean(sentence), soft_wrap=True, markup=False)
@@ -180,7 +180,7 @@ class Inputs:
                 read_plan(plan)
             found._add(plan, "which --ranks reads")
         if models:
-            from attnlens.models.hub import check_endpoint
+            from attnlens.models.loading.hub import check_endpoint
 
             check_endpoint()
         for name in models:
@@ -205,7 +205,7 @@ class Inputs:
         on_hub = HUB.fullmatch(name) and not name.endswith(MODEL_FILES) and name != "demo"
         if on_hub and not os.path.exists(path) and not given["offline"]:  # noqa: PTH110
             return
-        from attnlens.models.locate import find
+        from attnlens.models.loading.locate import find
 
         revision = given.get("revision") if len(given.get("models") or ()) < 2 else None
         place = find(name, revision, offline=given["offline"], allow_pickle=given["allow_pickle"])
@@ -311,7 +311,7 @@ class Outputs:
 
             logging.getLogger("matplotlib").setLevel(logging.ERROR)  # which tells where it keeps its cache
         if self.png is not None:
-            from attnlens.render.html import is_file
+            from attnlens.report.render.html import is_file
 
             if not is_file(target := Path(self.png)) and target.exists() and not target.is_dir():
                 raise OutputError(
@@ -345,8 +345,8 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False, save
     `interrupted`: the report is what was finished, so that the end is Exit with the code of an interruption; `saved` is
     told as written too.
     """
-    from attnlens import export  # late, because it loads the records
-    from attnlens.sections import documents
+    from attnlens.report import export  # late, because it loads the records
+    from attnlens.report.sections import documents
 
     failures = Failures()
     written = [*saved]
@@ -393,8 +393,8 @@ def _naming_windows(outputs: Outputs, report: Report) -> Report:
     files = outputs.files("json", "windows_csv")
     if len(files) < 2 or len({os.path.realpath(file.parent) for file in files.values()}) > 1:
         return report
-    from attnlens.export import WRITERS
     from attnlens.records import File
+    from attnlens.report.export import WRITERS
 
     content = WRITERS["windows_csv"](report).encode()
     found = File(name=files["windows_csv"].name, sha256=sha256(content).hexdigest())
@@ -431,7 +431,7 @@ class Failures:
 
 def show(outputs: Outputs, report: Report, summary: Callable[[Report], Document]) -> None:
     """Print JSON where stdout is to have it, and the summary."""
-    from attnlens.render import terminal
+    from attnlens.report.render import terminal
 
     with product():
         if outputs.json == STDOUT:
@@ -442,7 +442,7 @@ def show(outputs: Outputs, report: Report, summary: Callable[[Report], Document]
 
 def _draw(report: Report, target: Path, failures: Failures) -> list[Path]:
     """Draw and write each picture; which files were made."""
-    from attnlens import export
+    from attnlens.report import export
 
     made: list[Path] = []
     with failures.kept():

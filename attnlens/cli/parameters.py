@@ -14,11 +14,10 @@ import typer
 from typer.models import ArgumentInfo
 
 from attnlens import requests
-from attnlens.arguments import listed_numbers
+from attnlens.arguments import checked_name, listed_numbers
 from attnlens.choices import SHOWN as SELECTION
 from attnlens.errors import TextError, UsageError
 from attnlens.files import read_bytes
-from attnlens.registry import checked_name
 from attnlens.requests import OUTPUT
 from attnlens.requests.fields import CallOnly
 

@@ -36,7 +36,7 @@ LONGEST_LINE = 600
 
 def console(*, stderr: bool = False) -> Console:
     """Where tables and bars go; imported late, so that what needs neither is answered without them."""
-    from attnlens.render.terminal import console
+    from attnlens.report.render.terminal import console
 
     return console(stderr=stderr)
 

@@ -77,7 +77,7 @@ def random_features(
     instead of shifted by a maximum over tokens. In float32 k is lost below e^{−71}, as where s‖x‖² passes about 130:
     attention is even there.
     """
-    from attnlens.ksvd.dual import orthogonal_draws
+    from attnlens.maths.ksvd.dual import orthogonal_draws
 
     x = wide(x) * scale**0.5
     exponent: Tensor = x @ orthogonal_draws(count, x.shape[-1], seed).to(x).mT - x.square().sum(-1, keepdim=True) / 2
@@ -105,7 +105,7 @@ class LearnedStart:
 
     def update(self, call: Call) -> None:
         """Take in the shapes of a batch."""
-        from attnlens.ksvd.dual import orthogonal_draws
+        from attnlens.maths.ksvd.dual import orthogonal_draws
 
         heads, head_dim = call.query.shape[1], call.query.shape[-1]
         weight = orthogonal_draws(self.count // 2, head_dim, 0).to(call.query.device)

@@ -381,7 +381,7 @@ def _low(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Tenso
     if "members" in more:
         raise UsageError(
             "The keys of this rank kernel share a latent: it has no scores of one head alone.",
-            "Compute attention of the whole call with attnlens.attention.attend.",
+            "Compute attention of the whole call with attnlens.kernels.attention.attend.",
         )
     low_query, low_key = wide(query) @ query_map.to(wide(query)), wide(key) @ key_map.to(wide(key))
     return low_query.to(query), low_key.to(key), scale

@@ -217,7 +217,7 @@ def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) ->
         return query, key, scale
     raise UsageError(
         "The nearest form reads both query and key of each token: it has no scores of queries and keys alone.",
-        "Compute attention of the whole call with attnlens.attention.attend.",
+        "Compute attention of the whole call with attnlens.kernels.attention.attend.",
     )
 
 

@@ -334,7 +334,7 @@ class BetaFit:
 
 def _unit(x: Float[Tensor, "batch heads tokens head_dim"]) -> Float[Tensor, "batch heads tokens head_dim"]:
     """x/‖x‖, in float32 at least; 0 stays 0."""
-    from attnlens.ksvd.dual import unit
+    from attnlens.maths.ksvd.dual import unit
 
     return unit(wide(x))
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module, metadata
 
+from attnlens.arguments import checked_name
 from attnlens.errors import UsageError
 from attnlens.kernels.modifiers import FILTERS, HYBRIDS, TIES, KeyFilter, Modifier
 from attnlens.kernels.spec import Kernel
-from attnlens.registry import KERNELS, KernelInfo, KernelParameter, checked_name
+from attnlens.registry import KERNELS, KernelInfo, KernelParameter
 
 for _file in ("products", "features", "lowrank", "nearest"):
     import_module(f"attnlens.kernels.{_file}")

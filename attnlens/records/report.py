@@ -301,7 +301,7 @@ class Report(Record):
 
 def _exports() -> Any:
     """The room that writes and draws reports; it stands above this one, and so is found when it is first asked for."""
-    return import_module("attnlens.export")
+    return import_module("attnlens.report.export")
 
 
 def _row(head: Head) -> dict[str, object]:

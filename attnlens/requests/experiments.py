@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypedDict
 
-from attnlens.arguments import LARGEST, path, shown
+from attnlens.arguments import LARGEST, checked_name, path, shown
 from attnlens.choices import STUDIES
 from attnlens.errors import UsageError
-from attnlens.registry import checked_name
 from attnlens.requests.fields import Option, Words, checked, words
 from attnlens.requests.run_options import INPUT, EngineRequest, Place, new_folder, one_file, several_files
 

@@ -12,10 +12,9 @@ from types import UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from attnlens import arguments, registry
-from attnlens.arguments import LARGEST, path, several, shown, switch, word
+from attnlens.arguments import LARGEST, checked_name, path, several, shown, switch, word
 from attnlens.errors import UsageError
 from attnlens.files import local_path
-from attnlens.registry import checked_name
 
 Words = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 """One name or path, or several."""

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 from attnlens.arguments import LARGEST, path, shown, word
-from attnlens.choices import Convention, Engine, Intervals, Part, Placement, Route, Sources, Sweep
+from attnlens.choices import FDR, RELATIVE, Convention, Engine, Intervals, Part, Placement, Route, Sources, Sweep
 from attnlens.errors import UsageError
 from attnlens.requests import fields
 from attnlens.requests.fields import Numbers, Option, Words
 from attnlens.requests.healing import HealingRequest
-from attnlens.rules.rule import FDR, RELATIVE
 
 WORK = "Work"
 """The panel of these options."""

@@ -1,1 +1,1 @@
-"""How the work of a run is done: named units that are computed once, kept, resumed and shared out."""
+"""The analyses: a model and its options give a Report. Their work is a list of named units, kept and resumed."""

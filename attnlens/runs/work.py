@@ -335,7 +335,7 @@ def start_server(jobs: int) -> None:
         return
     from multiprocessing import forkserver  # Windows lacks it
 
-    forkserver.set_forkserver_preload(["attnlens.run"])
+    forkserver.set_forkserver_preload(["attnlens.runs"])
     before = os.environ.copy()
     os.environ.update(dict.fromkeys(THREADS, "1"))
     with _interruptions_blocked():

@@ -12,9 +12,9 @@ from typer.main import get_command
 
 import attnlens
 from attnlens.cli.commands import app
-from attnlens.render.markdown import escaped
-from attnlens.sections.reference import kernel_pages, measure_pages
-from attnlens.sections.section import Section
+from attnlens.report.render.markdown import escaped
+from attnlens.report.sections.reference import kernel_pages, measure_pages
+from attnlens.report.sections.section import Section
 
 ROOT = Path(__file__).parents[2]
 BESIDE = ("SECURITY.md", "CHANGELOG.md", "LICENSE", "training/train_demo.py")

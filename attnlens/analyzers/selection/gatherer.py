@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
 
-    from attnlens import linalg
-    from attnlens.attsvm.head import Chosen, FactoredForm, Nearness, Scene, Softmax
+    from attnlens.maths import linalg
+    from attnlens.maths.attsvm.head import Chosen, FactoredForm, Nearness, Scene, Softmax
 else:
-    linalg = LazyModule("attnlens.linalg")
+    linalg = LazyModule("attnlens.maths.linalg")
     torch = LazyModule("torch")
 
 
@@ -118,7 +118,7 @@ class Kept:
 
     def scene(self, head: int) -> Scene:
         """The sequence as that head meets it, in float64."""
-        from attnlens.attsvm.head import Scene
+        from attnlens.maths.attsvm.head import Scene
 
         query, key, copies = self.place_of[head]
         return Scene(self.key[key].double(), self.query[query].double(), self.copies[copies].double().log())
@@ -149,7 +149,7 @@ class Selector:
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
         """Count the decided queries of one sequence, and keep it where there is room."""
-        from attnlens.attsvm.head import Softmax
+        from attnlens.maths.attsvm.head import Softmax
 
         kept = self._read(query_key, sequence)
         for index, head in enumerate(query_key.heads):
@@ -191,7 +191,7 @@ class Selector:
 
     def _read(self, query_key: QueryKey, sequence: int) -> Kept:
         """The sequence with what its heads need of it."""
-        from attnlens.attsvm.head import first_copies
+        from attnlens.maths.attsvm.head import first_copies
 
         queries, keys = query_key.query.shape[-2], query_key.key.shape[-2]
         masks = torch.ones(1, queries, keys).bool() if query_key.allowed is None else query_key.allowed[0].cpu()
@@ -218,7 +218,7 @@ class Selector:
 
     def _posed_in(self, space: Space, head: int) -> tuple[list[Scene], FactoredForm]:
         """The sequences and the head's form in one of its spaces; the scores are the same in all."""
-        from attnlens.attsvm.head import FactoredForm
+        from attnlens.maths.attsvm.head import FactoredForm
 
         scenes, form = self.scenes(head), self.place.form
         if isinstance(form, str):
@@ -232,7 +232,7 @@ class Selector:
 
     def _judged(self, head: int, draw: int | None) -> Iterator[tuple[Space, Chosen, Nearness | str]]:
         """Space by space; the head chooses once for all of them, a draw of its null anew in each."""
-        from attnlens.attsvm.head import choose, nearness_of
+        from attnlens.maths.attsvm.head import choose, nearness_of
 
         chosen = None
         for space in self.spaces:
@@ -294,7 +294,7 @@ def _small(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 def _decided(query_key: QueryKey, copies: Int[Tensor, "queries keys"], sink: float | None) -> float:
     """The share of a sequence's queries with p_max ≥ ½ in one head's own attention."""
-    from attnlens.attsvm.head import Softmax, log_odds, share_decided
+    from attnlens.maths.attsvm.head import Softmax, log_odds, share_decided
 
     logits, visible = query_key.logits[0, 0].cpu(), copies > 0
     weights = logits + copies.double().log()
@@ -303,7 +303,7 @@ def _decided(query_key: QueryKey, copies: Int[Tensor, "queries keys"], sink: flo
 
 def _unit(size: int, scale: float) -> FactoredForm:
     """s·I between keys and queries."""
-    from attnlens.attsvm.head import FactoredForm
+    from attnlens.maths.attsvm.head import FactoredForm
 
     unit = torch.eye(size, dtype=torch.float64)
     return FactoredForm(unit, scale * unit)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import attnlens
+from attnlens.arguments import checked_name
 from attnlens.cli import parameters as opt
 from attnlens.cli.commands.check import check
 from attnlens.cli.commands.converge import converge, study, verify
@@ -30,11 +31,10 @@ from attnlens.cli.outputs import (
 from attnlens.cli.parameters import defaults, kinds
 from attnlens.cli.show import PARTLY, UNUSABLE, console, guarded
 from attnlens.errors import UsageError
-from attnlens.registry import checked_name
 from attnlens.requests import InspectRequest, ModelRequest
 
 if TYPE_CHECKING:
-    from attnlens.sections.section import Section
+    from attnlens.report.sections.section import Section
 
 
 Explained = Annotated[str, typer.Argument(metavar="MEASURE", help="A measure, curve, distance or kernel of `list`.")]
@@ -50,8 +50,9 @@ def list_(what: opt.Listed = None, markdown: opt.ListedMarkdown = False, debug: 
         with product():
             typer.echo(json_schema(), nl=False)
         return
-    from attnlens import architectures, kernels, registry
-    from attnlens.sections import reference as lists
+    from attnlens import kernels, registry
+    from attnlens.models import architectures
+    from attnlens.report.sections import reference as lists
 
     told = []
     if kind == "architectures":
@@ -70,22 +71,22 @@ def list_(what: opt.Listed = None, markdown: opt.ListedMarkdown = False, debug: 
 @guarded
 def explain(name: Explained, markdown: opt.ListedMarkdown = False, debug: opt.Debug = False) -> None:
     """Explain a measure or kernel: formula, range, null, errors, source, and what to do with the answer."""
-    from attnlens.sections.reference import explanation
+    from attnlens.report.sections.reference import explanation
 
     _show([explanation(name)], markdown=markdown)
 
 
 def _show(sections: list[Section], *, markdown: bool) -> None:
-    from attnlens.sections.section import Document
+    from attnlens.report.sections.section import Document
 
     told = Document(None, tuple(sections))
     with product():
         if markdown:
-            from attnlens.render.markdown import markdown as as_markdown
+            from attnlens.report.render.markdown import markdown as as_markdown
 
             typer.echo(as_markdown(told), nl=False)
         else:
-            from attnlens.render import terminal
+            from attnlens.report.render import terminal
 
             console().print(terminal.document(told))
 
@@ -165,7 +166,7 @@ def inspect(
     name = named_model(model, quiet=outputs.quiet)
     outputs.check(Inputs.of(given, [name]))
     begin_workers(settings)
-    report = run_and_deliver(outputs, lambda run, tell: run.inspected(name, None, tell, settings))
+    report = run_and_deliver(outputs, lambda analyses, tell: analyses.inspected(name, None, tell, settings))
     if given["strict"]:
         end_strictly(report)
 
@@ -186,7 +187,7 @@ def doctor(context: typer.Context, model: opt.Model = None, strict: opt.Strict =
     settings = opt.keywords(ModelRequest, context.params)
     name = named_model(model, quiet=outputs.quiet)
     outputs.check(Inputs.of(context.params, [name]))
-    report = run_and_deliver(outputs, lambda run, tell: (run.doctor(name, progress=tell, **settings), None))
+    report = run_and_deliver(outputs, lambda analyses, tell: (analyses.doctor(name, progress=tell, **settings), None))
     if report.summary.verdict == "differs":
         raise failure(report)
     if strict and report.summary.verdict != "agrees":

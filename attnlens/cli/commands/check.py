@@ -32,8 +32,8 @@ from attnlens.files import check_writable, local_path, write_atomically
 from attnlens.requests.run_options import BASELINE, JudgingRequest
 
 if TYPE_CHECKING:
+    from attnlens.checks.rule import Rule
     from attnlens.records import Baseline, Check, Report
-    from attnlens.rules.rule import Rule
 
 READING = opt.parameters(requests.InspectRequest, without=("show",))
 """How a model is read."""
@@ -152,7 +152,7 @@ def _refuse_ignored(given: Mapping[str, Any], names: list[str]) -> None:
 
 def _rules_of(given: Mapping[str, Any]) -> list[Rule]:
     """The rules of the call; where it has none, those of the first default file that has any."""
-    from attnlens.rules.rule import read_rules, spelled
+    from attnlens.checks.rule import read_rules, spelled
 
     found = [] if given["rules"] is None else read_rules(Path(given["rules"]))
     found += map(spelled, given["rule"] or ())
@@ -203,23 +203,23 @@ def _report_of(
         from attnlens.records import read_report
 
         return read_report(subject)
-    from attnlens.rules.judging import needed
+    from attnlens.checks.judging import needed
 
     settings = opt.keywords(requests.InspectRequest, given)
     if not settings["analyzers"] and settings["source"] == "both" and not given["update_baseline"]:
         settings |= needed(rules, kept)
     with interruptible_at_once():
-        from attnlens import run
+        from attnlens.cli import analyses
     with working(outputs) as tell:
-        return run.inspect(checked_model(subject), progress=tell, **settings)
+        return analyses.inspect(checked_model(subject), progress=tell, **settings)
 
 
 def _judged(
     report: Report, given: Mapping[str, Any], outputs: Outputs, rules: list[Rule], kept: Baseline | None
 ) -> Report:
     """The report with its checks; the baseline is written where that is asked for, before anything can fail."""
-    from attnlens.rules import judging as baselines
-    from attnlens.rules.rule import Tolerance
+    from attnlens.checks import judging as baselines
+    from attnlens.checks.rule import Tolerance
 
     asked = opt.keywords(JudgingRequest, given)
     tolerance = Tolerance(*(asked.pop(name) for name in ("relative", "absolute", "fdr")))
@@ -238,17 +238,17 @@ def _again(report: Report, given: Mapping[str, Any], outputs: Outputs) -> list[C
     typed = opt.keywords(requests.InspectRequest, given)
     more = {name: typed[name] for name in RECOMPUTED if typed[name] != options[name].default}
     with interruptible_at_once():
-        from attnlens import run
+        from attnlens.cli import analyses
     with working(outputs) as tell:
-        return run.recompute(report, checked_model(given["model"]), given["recompute"], progress=tell, **more)
+        return analyses.recompute(report, checked_model(given["model"]), given["recompute"], progress=tell, **more)
 
 
 def _deliver(outputs: Outputs, report: Report, given: Mapping[str, Any]) -> None:
     """Write the data, show the table, annotate; what fails is raised when the rest is done."""
     failures = Failures()
     written: list[str] = []
-    from attnlens.render.markdown import junit, markdown, spreadsheet
-    from attnlens.sections import checked
+    from attnlens.report.render.markdown import junit, markdown, spreadsheet
+    from attnlens.report.sections import checked
 
     writers: dict[str, Callable[[Report], str]] = {
         "json": lambda report: report.to_json(),
@@ -269,7 +269,7 @@ def _deliver(outputs: Outputs, report: Report, given: Mapping[str, Any]) -> None
 
 def _annotate(report: Report, *, stderr: bool) -> None:
     """Print workflow commands, and add the verdict to the step's summary where there is one."""
-    from attnlens.render.markdown import step_summary, workflow_commands
+    from attnlens.report.render.markdown import step_summary, workflow_commands
 
     with product():
         for line in workflow_commands(report):

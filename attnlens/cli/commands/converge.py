@@ -41,9 +41,9 @@ def study(context: typer.Context, name: Table = "all", **_shared: Any) -> None:
     outputs.check(Inputs.of(given, ()))
     begin_workers({**settings, "jobs": settings["jobs"] or os.cpu_count() or 1})
 
-    def work(run: Any, tell: Any) -> Any:
+    def work(analyses: Any, tell: Any) -> Any:
         try:
-            return run.study(name, progress=tell, **settings), None
+            return analyses.study(name, progress=tell, **settings), None
         except KeyboardInterrupt:
             say("What is finished is kept: the same command goes on from there.")
             raise
@@ -67,7 +67,7 @@ KINDS: dict[str, set[str]] = {
 }
 """Which options each kind of run takes, beside those that all take."""
 JOBS = {"the synthetic experiments": "converge_synthetic", "a head": "converge_head", "checkpoints": "followed"}
-"""The function of `attnlens.run` that each is."""
+"""The function of `analyses` that each is."""
 
 Models = Annotated[
     list[str] | None,
@@ -135,8 +135,8 @@ def converge(
     outputs.check(Inputs.of(given, models or []))
     begin_workers(settings)
 
-    def work(run: Any, tell: Any) -> Any:
-        found = getattr(run, JOBS[kind])(progress=tell, **settings)
+    def work(analyses: Any, tell: Any) -> Any:
+        found = getattr(analyses, JOBS[kind])(progress=tell, **settings)
         return found if kind == "checkpoints" else (found, None)
 
     report = run_and_deliver(outputs, work)
@@ -152,7 +152,9 @@ def verify(context: typer.Context, quick: Quick = False, **_shared: Any) -> None
     outputs.check(Inputs())
     from attnlens.wording import listed
 
-    report = run_and_deliver(outputs, lambda run, tell: (run.verify(quick=quick, seed=seed, progress=tell), None))
+    report = run_and_deliver(
+        outputs, lambda analyses, tell: (analyses.verify(quick=quick, seed=seed, progress=tell), None)
+    )
     failed = [experiment.name for experiment in report.experiments if experiment.passed is False]
     if failed:
         complain(f"Not as published: {listed(failed, 12)}.", "The table says what was found; --json keeps it whole.")

@@ -51,7 +51,9 @@ def compare(
     check_reading({**settings, "show": None})
     names = [checked_model(name) for name in (first, second)]
     outputs.check(Inputs.of(given, [name for name in names if not name.endswith(".json")]))
-    report = run_and_deliver(outputs, lambda run, tell: (run.compare(*names, progress=tell, **settings), None))
+    report = run_and_deliver(
+        outputs, lambda analyses, tell: (analyses.compare(*names, progress=tell, **settings), None)
+    )
     if strict:
         end_strictly(report)
 
@@ -88,15 +90,15 @@ def swap_kernel(
     outputs.check(Inputs.of(given, [name]))
     begin_workers(settings)
     with interruptible_at_once():
-        from attnlens import run
+        from attnlens.cli import analyses
 
     stopped, unsaved, written = False, None, None
     with working(outputs) as tell:
         try:
-            report, written = run.swapped(name, progress=tell, **settings)
-        except run.Interrupted as stop:
+            report, written = analyses.swapped(name, progress=tell, **settings)
+        except analyses.Interrupted as stop:
             report, stopped = stop.report, True
-        except run.UnsavedError as error:
+        except analyses.UnsavedError as error:
             report, unsaved = error.report, error
     saved = [f"the changed model to {given['save']}"] if given["save"] is not None and unsaved is None else []
     deliver(outputs, report, interrupted=stopped, saved=saved)

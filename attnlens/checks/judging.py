@@ -1,0 +1,398 @@
+"""Judges a report by rules and a baseline: finds what each is about, and makes one Check of it."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attnlens.checks.rule import Criterion, Rule, RuleCondition, Tolerance
+from attnlens.errors import UsageError
+from attnlens.files import written
+from attnlens.records import Baseline, BaselineMeasure, Breach, Check, Head, HeadId, Measure, Record, Report
+from attnlens.registry import every_analyzer, info_of, measure_infos
+from attnlens.wording import clean, listed
+
+SAME_TEXT = ("sequences", "tokens", "pack", "windows", "seed", "select", "source")
+"""The settings that a report and its baseline must have in common."""
+
+
+def baseline_of(report: Report) -> Baseline:
+    """What the report's heads read, as a baseline. Raises UsageError where no head has a measure."""
+    names = report.measure_names()
+    if not names:
+        raise UsageError("The report has no measures that a baseline could hold.", "Make one with attnlens inspect.")
+    heads = [HeadId(**{name: getattr(head, name) for name in HeadId.model_fields}) for head in report.heads]
+    measures = {}
+    for name in names:
+        column = [head.measures.get(name) for head in report.heads]
+        values = [None if measure is None else measure.value for measure in column]
+        errors = [None if measure is None else measure.se for measure in column]
+        measures[name] = BaselineMeasure(values=values, errors=errors)
+    return Baseline(model=report.model, settings=report.settings, heads=heads, measures=measures)
+
+
+def refuse_other(report: Report, baseline: Baseline) -> None:
+    """Raise UsageError, which names the field, unless both are of the same heads on the same text.
+
+    Names and paths of models and texts do not count.
+    """
+    for field, ours, theirs in _fields(report, baseline):
+        if ours != theirs:
+            raise UsageError(
+                f"The baseline is of another run: {field} is {written(theirs)} there, and {written(ours)} here.",
+                "Check a report like the baseline's, or accept this one with --update-baseline.",
+            )
+
+
+def _fields(report: Report, baseline: Baseline) -> Iterator[tuple[str, Any, Any]]:
+    """What both must have in common: its name, here, there."""
+    for name in ("architecture", "parameters"):
+        yield f"model.{name}", getattr(report.model, name), getattr(baseline.model, name)
+    for name in ("text", "noise"):
+        fed = [getattr(of.settings, name) for of in (report, baseline)]
+        ours, theirs = (None if one is None else one.sha256 for one in fed)
+        yield f"settings.{name}.sha256", ours, theirs
+    for name in SAME_TEXT:
+        yield f"settings.{name}", getattr(report.settings, name), getattr(baseline.settings, name)
+    here, there = ([(head.site, head.head) for head in of.heads] for of in (report, baseline))
+    yield "the number of heads", len(here), len(there)
+    yield from (("a head", *pair) for pair in zip(here, there, strict=False))
+    known = set(report.measure_names())
+    missing = [name for name in baseline.measures if name not in known]
+    yield "measures", listed(missing) + " missing" if missing else "", ""
+
+
+def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
+    """One check a measure: the heads that moved beyond the tolerance and beyond chance, or lost or gained a value.
+
+    z = (now − then)/√(se² + se²), which takes both runs as independent: of the same windows, that errs to the side of
+    silence (`compare` pairs them). p by the normal distribution; Benjamini–Hochberg over heads × measures. A value
+    without a standard error moves for certain.
+    """
+    moves = {name: _moves(report, name, column) for name, column in baseline.measures.items()}
+    tested = [move for found in moves.values() for move in found if move.p is not None]
+    kept = rejected([move.p for move in tested if move.p is not None], tolerance.fdr)
+    by_chance = {id(move) for move, real in zip(tested, kept, strict=True) if not real}
+    bounds = {name: tolerance.of(info_of(name)) for name in moves}
+    beyond = {
+        name: [move for move in found if move.beyond(bounds[name]) and id(move) not in by_chance]
+        for name, found in moves.items()
+        if any(move.then is not None or move.now is not None for move in found)
+    }
+    return [_moved(name, found, len(moves[name]), bounds[name], file) for name, found in beyond.items()]
+
+
+@dataclass(frozen=True)
+class Move:
+    """One measure of one head, then and now."""
+
+    head: Head
+    now: float | None
+    then: float | None
+    p: float | None
+    """None where it has no standard error."""
+
+    def beyond(self, tolerance: Tolerance) -> bool:
+        """Whether it moved by more than both tolerances."""
+        return self.size > max(tolerance.absolute or 0.0, tolerance.relative * abs(self.then or 0.0))
+
+    @property
+    def size(self) -> float:
+        """How far it moved: without an end where the value came or went."""
+        if self.now is None or self.then is None:
+            return 0.0 if self.now is self.then else math.inf
+        return abs(self.now - self.then)
+
+
+def _moves(report: Report, name: str, column: BaselineMeasure) -> list[Move]:
+    """Compare one measure of every head with the baseline's column."""
+    moves = []
+    for head, then, error in zip(report.heads, column.values, column.errors, strict=True):
+        now, p = head.measures.get(name, Measure(value=None, reason="it was not measured")), None
+        if now.value is not None and then is not None and now.se is not None and error is not None:
+            spread, change = math.hypot(now.se, error), abs(now.value - then)
+            if spread > 0 and math.isfinite(change / spread):  # which it is not of numbers near the largest
+                p = math.erfc(change / spread / 2**0.5)
+        moves.append(Move(head, now.value, then, p))
+    return moves
+
+
+def rejected(p_values: Sequence[float], rate: float) -> list[bool]:
+    """Which hypotheses to reject so that at most `rate` of the rejected are true (Benjamini & Hochberg 1995).
+
+    The k smallest p-values, k the largest with p_(k) ≤ rate · k/n; as `statistics.false_discovery`, without torch.
+    """
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    # not strict: the procedure rejects at equality
+    ranks = [rank for rank, at in enumerate(order, 1) if p_values[at] <= rate * rank / len(p_values)]
+    kept = set(order[: max(ranks, default=0)])
+    return [at in kept for at in range(len(p_values))]
+
+
+def _moved(name: str, beyond: Iterable[Move], heads: int, tolerance: Tolerance, file: str | None) -> Check:
+    worst = sorted(beyond, key=lambda move: move.size, reverse=True)
+    wanted = f"as the baseline ({tolerance})"
+    return Check(
+        id=f"baseline: {name}",
+        rule=f"{name}: {wanted}",
+        subject=name,
+        wanted=wanted,
+        passed=not worst,
+        heads=heads,
+        breaches=[breach(move.head, move.now, move.then, move.p) for move in worst],
+        file=file,
+    )
+
+
+def verdict(
+    report: Report,
+    rules: Sequence[Rule],
+    baseline: Baseline | None = None,
+    tolerance: Tolerance = Tolerance(),  # noqa: B008  # it is frozen
+    file: str | None = None,
+    *,
+    allow_partial: bool = False,
+) -> Report:
+    """The report with its `checks`: one a rule, and one a measure of the baseline, whose file is `file`."""
+    if report.command == "inspect" and not report.heads:
+        raise UsageError("The report has 0 heads, so that no rule could fail.", "Check a report that has some.")
+    if not report.coverage.complete and not allow_partial:
+        raise UsageError(
+            f"The report is not whole. {report.coverage.sentence}.",
+            "Make it whole, or add --allow-partial (allow_partial).",
+        )
+    checks = judged(report, rules)
+    if baseline is not None:
+        refuse_other(report, baseline)
+        checks += against(report, baseline, tolerance, file)
+    return report.model_copy(update={"checks": checks})
+
+
+COLUMNS = ("se", "z", "base", "null")
+"""What else a measure has, behind its name: `tokens.entropy.se`; `null` is the null's mean."""
+FIELDS = ("coverage", "model", "settings", "summary", "swap", "comparison", "doctor", "experiments")
+"""Where a dotted path into the report may begin."""
+KNOWN = ("summary.identity_error", "swap.loss.delta", "swap.kl", "coverage.analysed", "model.parameters")
+"""Paths that are suggested for what comes near."""
+
+
+@dataclass(frozen=True)
+class Matched:
+    """What a rule is about, as numbers."""
+
+    heads: tuple[tuple[Head, float], ...] = ()
+    """The heads that the rule names and that have a value."""
+    without: int = 0
+    """How many that it names have none."""
+    field: float | None = None
+    """The number of a field; None where it is about heads."""
+
+
+def matched(report: Report, rule: Rule) -> Matched:
+    """What the rule is about in this report. Raises UsageError where that is nothing: such a rule would never fail."""
+    subject = stem(rule.subject)
+    name, _, column = subject.rpartition(".")
+    for measure, part in ((subject, "value"), (name, column)):
+        if part in ("value", *COLUMNS) and any(measure in head.measures for head in report.heads):
+            return _of_heads(report, rule, measure, part)
+    return _of_field(report, rule, subject)
+
+
+def absolute(subject: str) -> bool:
+    """Whether numbers are taken without their sign: `|weights.symmetry.z|`."""
+    return len(subject) > 2 and subject[0] == subject[-1] == "|"
+
+
+def stem(subject: str) -> str:
+    """The subject without the bars that take numbers without their sign."""
+    return subject[1:-1].strip() if absolute(subject) else subject
+
+
+def _of_heads(report: Report, rule: Rule, name: str, column: str) -> Matched:
+    kept = rule.condition
+    named = [
+        head
+        for head in report.heads
+        if (kept.layers is None or head.layer in kept.layers)
+        and (kept.heads is None or head.head in kept.heads)
+        and (kept.part is None or head.part == kept.part)
+    ]
+    read = [(head, head.measures.get(name)) for head in named]
+    numbers = [(head, _column(measure, column)) for head, measure in read]
+    sign = abs if absolute(rule.subject) else float
+    present = tuple((head, sign(number)) for head, number in numbers if number is not None)
+    if not present:
+        reasons = [measure.reason for _, measure in read if measure is not None and measure.reason]
+        why = f"{len(named)} heads have no {column}" if named else "no head of the report is among those that it names"
+        raise _nothing(rule, f"{why}{f', because {reasons[0]}' if reasons else ''}")
+    return Matched(present, len(named) - len(present))
+
+
+def _column(measure: Measure | None, column: str) -> float | None:
+    if measure is None or column == "null":
+        return None if measure is None or measure.null is None else measure.null.mean
+    number: float | None = getattr(measure, column)
+    return number
+
+
+def _of_field(report: Report, rule: Rule, name: str) -> Matched:
+    number = _at(report, name) if name.partition(".")[0] in FIELDS else _Missing
+    if number is _Missing:
+        raise _unknown(report, rule, name)
+    if rule.condition.aggregate != "value" or rule.condition.filters:
+        raise UsageError(
+            f"{rule.place}{rule.named} is one number, and {rule.wanted} asks for several.",
+            f'Write "{rule.named}" = ["value {rule.condition.comparison}"].',
+        )
+    if not isinstance(number, bool | int | float) or abs(number) > sys.float_info.max:
+        what = "has no value" if number is None else "is no number"
+        raise _nothing(rule, f"{rule.named} {what} in this report")
+    return Matched(field=float(abs(number) if absolute(rule.subject) else number))
+
+
+def _nothing(rule: Rule, why: str) -> UsageError:
+    return UsageError(
+        f"{rule.place}{rule.spelling} matches nothing: {clean(why)}.",
+        "Mend the rule, or take it out: what matches nothing would never fail.",
+    )
+
+
+class _Missing:
+    """Stands for a field that the report does not have."""
+
+
+def _at(value: Any, path: str) -> Any:
+    """What stands at the dotted path; `_Missing` where nothing does. A key of a map may hold dots itself."""
+    if not path:
+        return value
+    if isinstance(value, Mapping):
+        keys = [key for key in value if path == key or path.startswith(f"{key}.")]
+        return _at(value[max(keys, key=len)], path[len(max(keys, key=len)) + 1 :]) if keys else _Missing
+    name, _, rest = path.partition(".")
+    if isinstance(value, Record) and name in type(value).model_fields:
+        return _at(getattr(value, name), rest)
+    if isinstance(value, Sequence) and not isinstance(value, str) and name.isdecimal() and len(name) < 5:
+        return _at(value[int(name)], rest) if int(name) < len(value) else _Missing
+    named = [one for one in value if getattr(one, "name", None) == name] if isinstance(value, list) else []
+    return _at(named[0], rest) if named else _Missing
+
+
+def _unknown(report: Report, rule: Rule, name: str) -> UsageError:
+    """The error for a subject that is no measure and no field of the report."""
+    near = difflib.get_close_matches(name[:100], [*report.measure_names(), *KNOWN], n=1)
+    hint = f"Did you mean {clean(near[0])!r}? " if near else ""
+    curve = any(name in head.curves for head in report.heads)
+    why = f"{rule.named} is a curve, and rules compare numbers" if curve else f"the report has no {rule.named}"
+    return UsageError(
+        f"{rule.place}{rule.spelling} matches nothing: {why}.",
+        f"{hint}There are: {listed(report.measure_names(), 40) or 'no measures, but fields such as swap.loss.delta'}.",
+    )
+
+
+def judged(report: Report, rules: Iterable[Rule]) -> list[Check]:
+    """Each rule's outcome on the report, in the rules' order; of a comparison its changes are measures too.
+
+    Raises UsageError where a rule matches nothing.
+    """
+    report = report.with_changes()
+    taken: Counter[str] = Counter()
+    checks = []
+    for rule in rules:
+        taken[rule.id] += 1
+        found = matched(report, rule)
+        number = found.field if found.field is not None else aggregated(found, rule.condition)
+        broken = [] if found.field is not None else _broken(found.heads, rule.condition, number)
+        passed = not broken if number is None else rule.condition.comparison.holds(number)
+        checks.append(
+            Check(
+                id=rule.id + (f" #{taken[rule.id]}" if taken[rule.id] > 1 else ""),
+                rule=rule.spelling,
+                subject=rule.subject,
+                wanted=rule.wanted,
+                passed=passed,
+                value=number,
+                heads=None if found.field is not None else len(found.heads),
+                without=found.without,
+                breaches=[] if passed else [breach(head, value) for head, value in broken],
+                file=rule.file,
+            )
+        )
+    return checks
+
+
+def aggregated(found: Matched, asked: RuleCondition) -> float | None:
+    """The aggregate over heads; None for `value`, under which every head stands for itself."""
+    numbers = sorted(value for _, value in found.heads)
+    if asked.quantile is not None:
+        # between the two nearest in proportion (type 7 of Hyndman & Fan 1996, numpy's own), without a difference of
+        # both, which may be beyond all numbers
+        place = asked.quantile * (len(numbers) - 1)
+        below = math.floor(place)
+        above = min(below + 1, len(numbers) - 1)
+        return (1 - (place - below)) * numbers[below] + (place - below) * numbers[above]
+    if asked.share is not None:
+        return sum(map(asked.share.holds, numbers)) / len(numbers)
+    if asked.aggregate == "mean":
+        return math.fsum(number / len(numbers) for number in numbers)
+    return {"min": numbers[0], "max": numbers[-1], "count": float(len(numbers))}.get(asked.aggregate)
+
+
+def _broken(
+    heads: Sequence[tuple[Head, float]], asked: RuleCondition, number: float | None
+) -> list[tuple[Head, float]]:
+    """The heads that are to blame, the worst first; none where only all heads together are."""
+    comparison = asked.comparison
+    if asked.share is not None and number is not None:
+        too_many = comparison.operator in ("<", "<=") or number > comparison.high
+        blamed, by = [(head, value) for head, value in heads if asked.share.holds(value) is too_many], asked.share
+        return sorted(blamed, key=lambda one: by.excess(one[1]), reverse=True)
+    if asked.aggregate not in ("min", "max", "value"):
+        return []
+    blamed = [(head, value) for head, value in heads if not comparison.holds(value) and _at_end(asked, value)]
+    return sorted(blamed, key=lambda one: comparison.excess(one[1]), reverse=True)
+
+
+def _at_end(asked: RuleCondition, value: float) -> bool:
+    """Whether a head that is not as wanted makes the aggregate fail: max > 0.5 fails through no head alone."""
+    comparison: Criterion = asked.comparison
+    if asked.aggregate == "min":
+        return comparison.operator in (">", ">=") or (comparison.operator in ("in", "==") and value < comparison.low)
+    if asked.aggregate == "max":
+        return comparison.operator in ("<", "<=") or (comparison.operator in ("in", "==") and value > comparison.high)
+    return True
+
+
+def breach(head: HeadId, value: float | None, base: float | None = None, p: float | None = None) -> Breach:
+    """A head that breaks a rule, with what it reads."""
+    return Breach(site=head.site, layer=head.layer, head=head.head, part=head.part, value=value, base=base, p=p)
+
+
+def needed(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, Any]:
+    """The options `analyzers` and `source` of a run that measures no more than is checked."""
+    if baseline is not None:
+        return {"analyzers": baseline.settings.analyzers, "source": baseline.settings.source}
+    known = measure_infos()
+    for rule in rules:
+        name = stem(rule.subject)
+        if name.partition(".")[0] not in FIELDS and not any(
+            name == info or name.startswith(f"{info}.") for info in known
+        ):
+            near = difflib.get_close_matches(name[:100], known, n=1)
+            raise UsageError(
+                f"{rule.place}{rule.spelling} matches nothing: no analyzer measures {rule.named}.",
+                f"{f'Did you mean {near[0]!r}? ' if near else ''}`attnlens list measures` names them.",
+            )
+    every = every_analyzer()
+    read = [found for found in every if any(info.name in rule.subject for info in found.measures for rule in rules)]
+    if not read:
+        return {}
+    sources = {found.source for found in read}
+    return {
+        "analyzers": list(dict.fromkeys(found.name for found in read)),
+        "source": sources.pop() if len(sources) == 1 else "both",
+    }

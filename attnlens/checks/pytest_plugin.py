@@ -1,0 +1,72 @@
+"""A pytest plugin: the fixture `attention_report` makes reports, `assert_attention` holds them against rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike, fspath
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from attnlens.records import Report
+
+
+@pytest.fixture(scope="session")
+def attention_report() -> Callable[..., Report]:
+    """A function (path of a report, or model; options of `inspect`) → Report; of each name it is made once a session.
+
+    A model in memory is read anew each time, for it may have changed.
+    """
+    known: dict[str, Report] = {}
+
+    def report_of(subject: Any, **options: Any) -> Report:
+        if not isinstance(subject, str | PathLike):
+            return _report(subject, options)
+        name = repr((fspath(subject), sorted(options.items())))
+        if name not in known:
+            known[name] = _report(subject, options)
+        return known[name]
+
+    return report_of
+
+
+def assert_attention(
+    model_or_report: Any, rules: Any, *, baseline: Any = None, allow_partial: bool = False, **options: Any
+) -> None:
+    """Fail the test where a rule does not hold of a report, a report's path, or a model, which is inspected first.
+
+    `rules` are those of `attnlens.check`; `options` are those of `attnlens.inspect`. Rules that make no sense, or match
+    nothing, raise UsageError.
+    """
+    __tracebackhide__ = True
+    import attnlens
+    from attnlens.report.sections.checked import told
+
+    report = _report(model_or_report, options, rules if baseline is None else None)
+    found = attnlens.check(report, rules, baseline=baseline, allow_partial=allow_partial)
+    failed = [told(check) for check in found.checks if not check.passed]
+    if failed:
+        raise AssertionError("\n".join([f"{len(failed)} of {len(found.checks)} rules failed:", *failed]))
+
+
+@pytest.fixture(name="assert_attention", scope="session")
+def _asserting() -> Callable[..., None]:
+    """The function of that name, for who would rather not import it."""
+    return assert_attention
+
+
+def _report(subject: Any, options: dict[str, Any], rules: Any = None) -> Report:
+    """The report: as it is, read, or made of a model by the analyzers that the rules need."""
+    import attnlens
+    from attnlens.arguments import names_report
+    from attnlens.checks.judging import needed
+    from attnlens.checks.rule import rules_of
+    from attnlens.records import Report, read_report
+
+    if isinstance(subject, Report):
+        return subject
+    if isinstance(subject, str | PathLike) and names_report(fspath(subject)):
+        return read_report(fspath(subject))
+    asked = {} if rules is None or "analyzers" in options else needed(rules_of(rules), None)
+    return attnlens.inspect(subject, **(asked | options))

@@ -1,0 +1,315 @@
+"""Parses rules such as `tokens.entropy: min > 0.05 @layers 0-3` from tables, texts and files; and tolerances."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from attnlens.arguments import listed_numbers
+from attnlens.choices import FDR, RELATIVE, Part
+from attnlens.errors import UsageError
+from attnlens.files import read_bytes, written
+from attnlens.registry import MeasureInfo
+from attnlens.wording import clean
+
+MOST = 1000
+"""Rules beyond which no table goes."""
+DEEPEST = 50
+"""How deep tables of rules may be nested: a path into a report has six parts."""
+LARGEST = 2**20
+"""Bytes of the largest file of rules."""
+TABLES = (("check",), ("tool", "attnlens", "check"))
+"""Where rules stand in attnlens.toml, and in pyproject.toml."""
+EXAMPLE = '"tokens.entropy" = ["min > 0.05"]'
+LONGEST = 200
+"""Characters of a condition; none that a person writes comes near."""
+NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+COMPARISON = re.compile(rf"(<=|>=|==|!=|<|>)\s*({NUMBER})|in\s+({NUMBER})\s*\.\.\s*({NUMBER})")
+CONDITION = re.compile(r"(q[0-9]{1,3}(?:\.[0-9]+)?|[a-z]+)\b\s*(?:\(([^()]*)\))?\s*(\S.*)", re.DOTALL)
+WHOLE = ("min", "max", "mean", "median", "count", "value")
+"""The aggregates that have no number of their own; `value` compares every head, or the one field, by itself."""
+SPELLINGS = "min, max, mean, median, q05, share(> 0.9), count or value"
+OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    **{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
+    **{"==": operator.eq, "!=": operator.ne},
+}
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """What a number is held against: an operator and a bound, or a range with both ends in it."""
+
+    operator: str
+    """<, <=, >, >=, ==, != or in."""
+    low: float
+    """The bound, or the range's lower end."""
+    high: float
+    """The same bound, or the range's upper end."""
+
+    def holds(self, number: float) -> bool:
+        """Whether the number is as wanted."""
+        if self.operator == "in":
+            return self.low <= number <= self.high
+        return OPERATORS[self.operator](number, self.low)
+
+    def excess(self, number: float) -> float:
+        """How far the number is from where it should be; the larger, the worse."""
+        return max(self.low - number, number - self.high) if self.operator in ("in", "==") else abs(number - self.low)
+
+    def __str__(self) -> str:
+        return f"{self.operator} {self.low:g}" + (f"..{self.high:g}" if self.operator == "in" else "")
+
+
+@dataclass(frozen=True)
+class RuleCondition:
+    """An aggregate over heads, what it must be, and which heads are looked at."""
+
+    aggregate: str
+    """One of WHOLE, `share`, or `q05` and the like."""
+    comparison: Criterion
+    """What it must be."""
+    share: Criterion | None = None
+    """What the heads that are counted must be, of a share."""
+    layers: frozenset[int] | None = None
+    """Only these layers; None: all."""
+    heads: frozenset[int] | None = None
+    """Only these heads; None: all."""
+    part: str | None = None
+    """Only this part; None: all."""
+
+    @property
+    def quantile(self) -> float | None:
+        """Which quantile it takes, of `median` and `q05`; None for any other aggregate."""
+        if self.aggregate == "median":
+            return 0.5
+        return float(self.aggregate[1:]) / 100 if self.aggregate[0] == "q" else None
+
+    @property
+    def measured(self) -> str:
+        """What is compared: `share(> 0.9)`."""
+        return self.aggregate if self.share is None else f"{self.aggregate}({self.share})"
+
+    @property
+    def filters(self) -> str:
+        """Which heads, as it is written: ` @layers 0,1,2 @part decoder`; empty where it is all."""
+        numbers = {"layers": self.layers, "heads": self.heads}
+        said = [f" @{name} {','.join(map(str, sorted(found)))}" for name, found in numbers.items() if found is not None]
+        return "".join([*said, f" @part {self.part}" if self.part else ""])
+
+
+def condition(text: object) -> RuleCondition:
+    """The condition that the text says. Raises UsageError for anything else; nothing in it is ever run."""
+    if not isinstance(text, str) or len(text) > LONGEST:
+        raise _unread(text, f"a condition is a text of at most {LONGEST} characters.")
+    first, *filters = text.split("@")
+    found = CONDITION.fullmatch(first.strip())
+    if found is None:
+        raise _unread(text, "an aggregate comes first, and what it must be behind it.")
+    aggregate, inner, rest = found.groups()
+    known = float(aggregate[1:]) <= 100 if aggregate[1:2].isdecimal() else aggregate in (*WHOLE, "share")
+    if not known:
+        raise _unread(text, f"there is no aggregate {aggregate!r}: {SPELLINGS}.")
+    if (aggregate == "share") != (inner is not None):
+        raise _unread(text, "share, and nothing else, has a comparison in brackets, as in share(> 0.9) < 0.1.")
+    share = None if inner is None else _comparison(text, inner)
+    return RuleCondition(aggregate, _comparison(text, rest), share, *_filters(text, filters))
+
+
+def _comparison(text: object, words: str) -> Criterion:
+    found = COMPARISON.fullmatch(words.strip())
+    if found is None:
+        raise _unread(text, f"{written(words.strip())} is none of < <= > >= == != and a number, or in 0.4..0.9.")
+    sign, bound, low, high = found.groups()
+    ends = [float(number) for number in (bound, low, high) if number is not None]
+    if not all(map(math.isfinite, ends)):
+        raise _unread(text, "a number in it is beyond all numbers.")
+    if ends[-1] < ends[0]:
+        raise _unread(text, "its range runs backwards.")
+    return Criterion(sign or "in", ends[0], ends[-1])
+
+
+def _filters(text: object, words: list[str]) -> tuple[frozenset[int] | None, frozenset[int] | None, str | None]:
+    """Layers, heads and part."""
+    numbers: dict[str, frozenset[int]] = {}
+    part: str | None = None
+    for word in words:
+        name, _, what = word.strip().partition(" ")
+        if name in numbers or (name == "part" and part):
+            raise _unread(text, f"@{name} stands in it twice.")
+        if name in ("layers", "heads"):
+            try:
+                numbers[name] = frozenset(listed_numbers(f"@{name}", what))
+            except UsageError as error:
+                raise _unread(text, error.problem) from None
+        elif name == "part" and what.strip() in get_args(Part):
+            part = what.strip()
+        else:
+            raise _unread(text, "behind an @ stand layers 0-3, heads 0,5 or part decoder.")
+    return numbers.get("layers"), numbers.get("heads"), part
+
+
+def _unread(text: object, why: str) -> UsageError:
+    return UsageError(f"The rule {written(text)} can't be read: {why}", 'Write it as in "min > 0.05 @layers 0-3".')
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One condition on one subject."""
+
+    subject: str
+    """`tokens.entropy`, `tokens.entropy.se`, `|weights.symmetry.z|`, `swap.loss.delta`."""
+    condition: RuleCondition
+    """What must hold."""
+    wanted: str
+    """The condition as it is written."""
+    file: str | None = None
+    """The file in which it stands."""
+
+    @property
+    def spelling(self) -> str:
+        """The rule on one line."""
+        return f"{self.named}: {self.wanted}"
+
+    @property
+    def named(self) -> str:
+        """The subject, on one line."""
+        return clean(self.subject)
+
+    @property
+    def place(self) -> str:
+        """The prefix of a sentence about it, `attnlens.toml: `; empty if the rule was passed in the call."""
+        return _place(self.file)
+
+    @property
+    def id(self) -> str:
+        """What stays when its numbers are changed: `tokens.entropy: min > @layers 0,1`."""
+        kept = self.condition
+        return f"{self.named}: {kept.measured} {kept.comparison.operator}{kept.filters}"
+
+
+def rule(subject: str, text: object, file: str | None = None) -> Rule:
+    """The rule; UsageError, which names its place, where it makes no sense."""
+    if not subject.strip("| "):
+        raise UsageError(
+            f"{_place(file)}the rule {written(text)} is about nothing.", f"Name a measure, as in {EXAMPLE}."
+        )
+    try:
+        return Rule(subject.strip(), condition(text), clean(str(text)), file)
+    except UsageError as error:
+        raise UsageError(f"{_place(file)}{error.problem}", error.remedy) from None
+
+
+def _place(file: str | None) -> str:
+    return "" if file is None else f"{clean(file)}: "
+
+
+def spelled(text: str) -> Rule:
+    """The rule of `--rule`, as in `tokens.entropy: min > 0.05`. Raises UsageError for anything else."""
+    subject, colon, wanted = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if not colon:
+        raise UsageError(
+            f"The rule {written(text)} has no colon.", "Write it as in --rule 'tokens.entropy: min > 0.05'."
+        )
+    return rule(subject, wanted.strip())
+
+
+def tabled(table: Mapping[str, Any], file: str | None = None) -> list[Rule]:
+    """The rules of a table subject → condition or conditions; a table in it continues the subject behind a dot."""
+    found: list[Rule] = []
+    for subject, texts in _flat(table, ""):
+        if not isinstance(texts, str | list | tuple) or not texts:
+            raise UsageError(
+                f"{_place(file)}{clean(subject)} has no condition: {written(texts)}.", f"Write it as in {EXAMPLE}."
+            )
+        found += [rule(subject, text, file) for text in ([texts] if isinstance(texts, str) else texts)]
+    if len(found) > MOST:
+        raise UsageError(f"There are {len(found)} rules.", f"Give at most {MOST}.")
+    return found
+
+
+def _flat(table: Mapping[str, Any], before: str) -> Iterable[tuple[str, Any]]:
+    if before.count(".") > DEEPEST:
+        raise UsageError(f"A table of rules is nested more than {DEEPEST} deep.", f"Write it as in {EXAMPLE}.")
+    for name, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
+def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
+    """The rules of a TOML file, from [check] or [tool.attnlens.check].
+
+    `named`: it was asked for, so that a file without rules is an error. Raises UsageError for a file that can't be
+    read, is no TOML, or holds a rule that makes no sense.
+    """
+    import tomllib
+
+    remedy = f"Give a TOML file with a table [check], as in {EXAMPLE}."
+    content = read_bytes(path, UsageError, remedy, most=LARGEST)
+    try:
+        told = tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not valid TOML: {error}.", remedy) from None
+    for names in TABLES:
+        table: Any = told
+        for name in names:
+            table = table.get(name, {}) if isinstance(table, Mapping) else {}
+        if not isinstance(table, Mapping):
+            raise UsageError(f"{path}: {'.'.join(names)} must be a table.", f"Write it as [{'.'.join(names)}].")
+        if table:
+            return tabled(table, str(path))
+    if named:
+        raise UsageError(f"{path} has no rule.", remedy)
+    return []
+
+
+def rules_of(given: object) -> list[Rule]:
+    """Rules as a caller in Python gives them: a table, a path of a TOML file, a text or several."""
+    found: list[Rule] = []
+    if isinstance(given, Mapping):
+        found = tabled(given)
+    elif isinstance(given, Path) or (isinstance(given, str) and given.endswith(".toml")):
+        found = read_rules(Path(given))
+    elif isinstance(given, str):
+        found = [spelled(given)]
+    elif isinstance(given, Iterable):
+        found = [one if isinstance(one, Rule) else spelled(one) for one in given]
+    if not found:
+        raise UsageError(f"rules={written(given)} holds no rule.", 'Write {"tokens.entropy": ["min > 0.05"]}.')
+    return found
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """A head has moved where it is off by more than either bound, and by more than chance."""
+
+    relative: float = RELATIVE
+    """Of the baseline's value."""
+    absolute: float | None = None
+    """In the measure's own unit; None: `relative` of the measure's range, where it has one."""
+    fdr: float = FDR
+    """The share of heads that may be named by chance, of those that are named by a p-value."""
+
+    def __str__(self) -> str:
+        return f"±{100 * self.relative:g} %" + (f", ±{self.absolute:g}" if self.absolute else "")
+
+    def of(self, info: MeasureInfo) -> Tolerance:
+        """The same for one measure: between −1 and 1, 5 % are 0.1, so that what is near 0 may move as what is not."""
+        bounded = info.low is not None and info.high is not None
+        width = info.high - info.low if bounded else 0.0  # type: ignore[operator]  # neither is None
+        return self if self.absolute is not None else replace(self, absolute=self.relative * width)
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for bounds that make no sense."""
+        for name, most in (("relative", math.inf), ("absolute", math.inf), ("fdr", 1.0)):
+            number: Any = getattr(self, name)
+            if name == "absolute" and number is None:
+                continue
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < most:
+                raise UsageError(f"{name}={written(number)} is no tolerance.", "Give a number from 0 on, such as 0.05.")

@@ -1,0 +1,181 @@
+"""Primal-Attention as a torch module: e- and r-scores of every token, a linear map of both, and the loss J."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from attnlens.errors import UsageError
+from attnlens.kernels.attention.primal_scores import objectives, of_layer, running
+from attnlens.kernels.spec import wide
+from attnlens.maths import ksvd
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+    from attnlens.maths.ksvd import Convention
+
+
+class PrimalHeads(nn.Module):
+    """o_i = W_c[e_i; r_i] + b with e_i = W_eᵀFφ(q_i), r_i = W_rᵀFφ(k_i), φ(x) = x/‖x‖ (Chen et al. 2023, Eq. 6).
+
+    For one layer's heads after the projections of queries and keys; there are no values. O(T·s) time and memory. As in
+    the published code, W_c and b are shared by the heads of a layer, and initial values are: W_e and W_r orthogonal
+    between heads (each head's ‖W‖_F is 1; the columns of one head are not orthogonal), Λ uniform in (0, 1), W_c as
+    torch's Linear. Λ is kept as its logarithm, so that it stays positive; the published code keeps it free and squares
+    it. F = I (`samples` = 0) bounds the rank by head_dim: more scores are allowed and add none, with a warning. With
+    F = X', `samples` evenly spaced rows that are handed to `forward`, it is bounded by both.
+    """
+
+    def __init__(self, heads: int, head_dim: int, scores: int, value_dim: int | None = None, samples: int = 0) -> None:
+        """Raises UsageError for a count that is not whole or below 1 (`samples`: below 0); warns of scores beyond the
+        rank's bound.
+        """
+        super().__init__()
+        for name, count in (("heads", heads), ("head_dim", head_dim), ("scores", scores), ("samples", samples)):
+            if not isinstance(count, Integral):
+                raise UsageError(f"{name} must be a whole number, not {count!r}.", "Give an int.")
+            if count < 1 and name != "samples":
+                raise UsageError(f"{name} must be 1 at least, not {count}.", "Give a larger number.")
+        if samples < 0:
+            raise UsageError(f"samples must not be negative, but is {samples}.", "Give 0 for F = I.")
+        bound, what = min((head_dim, "head_dim"), (samples or head_dim, "the number of samples"))
+        if scores > bound:
+            text = f"{scores} scores were asked for; {what} bounds their rank at {bound}, and more add none."
+            warnings.warn(text, UserWarning, stacklevel=_callers_level())
+        self.samples = samples
+        size = (heads, samples or head_dim, scores)
+        self.query_map = nn.Parameter(nn.init.orthogonal_(torch.empty(size)))
+        self.key_map = nn.Parameter(nn.init.orthogonal_(torch.empty(size)))
+        # torch.rand is 0 now and then, whose logarithm is not finite
+        self.log_multipliers = nn.Parameter(torch.rand(heads, scores).clamp_min(1e-4).log())
+        self.output = nn.Linear(2 * scores, value_dim or head_dim)
+        self.last: tuple[Tensor, Tensor, Tensor | None] | None = None
+        """e, r and `kept` of the last forward pass: with their graph in training until `regulariser` has used them, and
+        without one in eval mode, where they stay."""
+
+    def forward(
+        self,
+        query: Float[Tensor, "batch heads tokens head_dim"],
+        key: Float[Tensor, "batch heads tokens head_dim"],
+        *,
+        causal: bool = False,
+        kept: Bool[Tensor, "#batch #heads tokens"] | None = None,
+        rows: Float[Tensor, "batch heads tokens head_dim"] | None = None,
+    ) -> Float[Tensor, "batch heads tokens value_dim"]:
+        """The output; `kept` says which tokens are no padding, `rows` are the inputs that X' is sampled from.
+
+        `causal`: queries and keys are averaged over the tokens 0 … i before they are normalised, as in the published
+        code. Raises UsageError where rows are missing or causal and sampled.
+        """
+        query, key = wide(query), wide(key)
+        if causal:
+            query, key = running(query, kept), running(key, kept)
+        query, key = ksvd.unit(query), ksvd.unit(key)
+        if self.samples:
+            if rows is None or causal:
+                raise UsageError(
+                    "Data-dependent primal attention samples rows of the whole text, which a causal mask forbids."
+                    if causal
+                    else "Data-dependent primal attention needs the inputs that its rows are sampled from.",
+                    "Use samples=0." if causal else "Hand `rows` over.",
+                )
+            chosen = ksvd.evenly_spaced(wide(rows), self.samples, kept)
+            query, key = query @ chosen.mT, key @ chosen.mT
+        e, r = query @ self.query_map.to(query), key @ self.key_map.to(key)
+        self.last = (e, r, kept) if self.training else (e.detach(), r.detach(), kept)
+        return self.output(torch.cat([e, r], -1).to(self.output.weight.dtype))  # type: ignore[no-any-return]
+
+    def objectives(self, convention: Convention = "paper") -> Float[Tensor, "batch heads"]:
+        """J of the last forward pass, by sequence and head.
+
+        Raises UsageError where there was none, where `regulariser` used it up, and where J is to be trained through a
+        pass whose gradients were not recorded: it would lack those through e and r.
+        """
+        if self.last is None:
+            raise UsageError(
+                "J belongs to a forward pass, and there was none yet, or none since the last regulariser.",
+                "Run the model first.",
+            )
+        e, r, kept = self.last
+        if torch.is_grad_enabled() and self.query_map.requires_grad and not e.requires_grad:
+            raise UsageError(
+                "The last forward pass recorded no gradients: eval mode, no_grad, or reentrant checkpointing.",
+                "Run it in training mode without these (use_reentrant=False), or ask under torch.no_grad().",
+            )
+        maps = self.query_map.to(e), self.key_map.to(e), self.log_multipliers.to(e).exp()
+        return objectives(e, r, *maps, kept, convention)
+
+    def release(self) -> None:
+        """Let go of the last forward pass where it holds a graph, and with it the memory of the whole model's."""
+        if self.last is not None and self.last[0].requires_grad:
+            self.last = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies carry no scores: they belong to a graph."""
+        return {**self.__dict__, "last": None}
+
+
+def _callers_level() -> int:
+    """The `stacklevel` at which `warnings.warn` names the line outside attnlens that led here, however deep."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("attnlens."):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+class PrimalAttention(nn.Module):
+    """Multi-head Primal-Attention with its projections of queries, keys and output, for any model.
+
+    `samples` > 0 is the paper's data-dependent F = X': each head's slice of evenly spaced rows of the input. As in the
+    published code there is no data-dependent causal form.
+    """
+
+    def __init__(self, d_model: int, heads: int, scores: int, *, causal: bool = False, samples: int = 0) -> None:
+        """Raises UsageError for numbers that do not go together; warns where head_dim or samples bound the rank."""
+        super().__init__()
+        if heads < 1 or d_model % heads:
+            raise UsageError(f"{d_model} dimensions do not divide into {heads} heads.", "Choose a divisor of d_model.")
+        if causal and samples:
+            raise UsageError("Causal primal attention has no sampled rows: the future would leak.", "Use samples=0.")
+        self.count, self.causal = heads, causal
+        self.query, self.key, self.out = (nn.Linear(d_model, d_model) for _ in range(3))
+        self.heads = PrimalHeads(heads, d_model // heads, scores, samples=samples)
+
+    def forward(
+        self, inputs: Float[Tensor, "batch tokens d_model"], kept: Bool[Tensor, "batch tokens"] | None = None
+    ) -> Float[Tensor, "batch tokens d_model"]:
+        """The layer's output; `kept` is False at padded tokens, whose heads give zero."""
+        rows = self._split(inputs) if self.heads.samples else None
+        mask = None if kept is None else kept[:, None]
+        query, key = self._split(self.query(inputs)), self._split(self.key(inputs))
+        found = self.heads(query, key, causal=self.causal, kept=mask, rows=rows)
+        if mask is not None:
+            found = found.masked_fill(~mask[..., None], 0.0)
+        return self.out(found.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _split(self, x: Float[Tensor, "batch tokens d_model"]) -> Float[Tensor, "batch heads tokens head_dim"]:
+        return x.reshape(*x.shape[:-1], self.count, -1).transpose(1, 2)
+
+
+def regulariser(model: nn.Module, convention: Convention = "paper") -> Float[Tensor, ""]:
+    """What η multiplies in the training loss L + η·ΣJ², for the last forward pass of all primal layers, ≥ 0.
+
+    paper: Σ_layers Σ_heads J², J summed over the tokens of a sequence; code: mean_layers (mean_heads J)², J a mean over
+    tokens with Λ²; both in the mean over the batch's sequences. Differentiable after a pass in training mode, which it
+    uses up, so that no graph outlives the step; after one in eval mode it is a number, to be asked under torch.no_grad.
+    Raises UsageError for a model without primal attention, and where `PrimalHeads.objectives` does.
+    """
+    layers = [part for part in model.modules() if isinstance(part, PrimalHeads)]
+    if not layers:
+        raise UsageError("This model has no primal attention.", "Build one with attnlens.lab.primal.build.")
+    total = torch.stack([of_layer(layer.objectives(convention), convention) for layer in layers])
+    for layer in layers:
+        layer.release()
+    return total.sum() if convention == "paper" else total.mean()

@@ -1,0 +1,141 @@
+"""Primal-Attention from the e- and r-scores of each token, in O(tokens · s), without an attention matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnlens.errors import UsageError
+from attnlens.kernels.attention.sums import Reach, reach
+from attnlens.kernels.spec import Kernel, wide
+from attnlens.maths import ksvd
+from attnlens.records import Call
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+    from attnlens.maths.ksvd import Convention
+
+    TokenScores = Float[Tensor, "batch heads tokens scores"]
+    Map = Float[Tensor, "heads features scores"]
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the scores of every token are linear in: e_i = W_eᵀFφ(q_i), r_j = W_rᵀFφ(k_j) (Chen et al. 2023, Eq. 6)."""
+
+    query: Float[Tensor, "batch heads tokens features"]
+    """Fφ(q), in float32 or better."""
+    key: Float[Tensor, "batch heads tokens features"]
+    """Fφ(k), keys repeated under GQA."""
+    kept: Bool[Tensor, "#batch #heads tokens"] | None = None
+    """Which tokens are no padding; None means all."""
+
+
+def features(call: Call, samples: int = 0) -> Features:
+    """Cosine features of a call's queries and keys, of their running means where the mask is causal.
+
+    The running means are those of the published code for language modelling and reinforcement learning: both queries
+    and keys are averaged over the tokens 0 … i *before* they are normalised (so that the divisor cancels). Without a
+    mask nothing is averaged. F is the identity where `samples` = 0, so that a token's scores depend on it alone; else F
+    holds that many evenly spaced rows of φ(k) (the paper takes rows of the module's input, which a call does not have).
+    Raises UsageError for what has no such scores: cross-attention, a key-value cache, a mask that is neither causal nor
+    one of padding, and samples under a causal mask.
+    """
+    found = whole_reach(call)
+    query, key = wide(call.query), wide(call.paired_key)
+    if found.causal:
+        query, key = running(query, found.kept), running(key, found.kept)
+    query, key = ksvd.unit(query), ksvd.unit(key)
+    if samples:
+        if found.causal:
+            raise UsageError(
+                "samples take rows of the whole text, and this site's mask is causal: the future would leak.",
+                "Leave out samples: causal primal attention is data-independent.",
+            )
+        rows = ksvd.evenly_spaced(key, samples, found.kept)
+        query, key = query @ rows.mT, key @ rows.mT
+    return Features(query, key, found.kept)
+
+
+def whole_reach(call: Call) -> Reach:
+    """Whether the call is causal, and which of its tokens are real; raises UsageError where primal has no meaning."""
+    refuse_primal(call)
+    found = reach(call)
+    if found is None:
+        raise UsageError(
+            "Primal attention averages over all tokens up to a query; this site's mask is neither causal nor one of "
+            "padded tokens alone.",
+            "Leave out such layers.",
+        )
+    return found
+
+
+def refuse_primal(call: Call) -> None:
+    """Raise UsageError where e- and r-scores do not belong to the same tokens."""
+    if call.cross:
+        raise UsageError(
+            "Primal attention puts a token's e-score (of its query) beside its r-score (of its key); in "
+            "cross-attention they live on the tokens of two sequences.",
+            "Choose --part encoder or --part decoder.",
+        )
+    queries, keys = call.query.shape[2], call.key.shape[2]
+    if queries != keys:
+        raise UsageError(
+            f"Primal attention needs the queries of all tokens; here {queries} meet {keys} keys.",
+            "Run without a key-value cache (use_cache=False).",
+        )
+
+
+def by_primal(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries value_dim"]:
+    """W_c[e_i; r_i] + b for every token; the values are not used (Chen et al. 2023, Eq. 6 and section 3.3)."""
+    found = features(call, int(kernel.parameters.get("samples", 0)))
+    output: Tensor = kernel.info.function(found.query, found.key, **kernel.parameters, **kernel.fitted)
+    return output.to(call.query.dtype)
+
+
+def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Tensor, ""]:
+    """What η multiplies, of one layer under a primal kernel: see `of_layer`."""
+    found = features(call, int(kernel.parameters.get("samples", 0)))
+    maps = [kernel.fitted[name].to(found.query) for name in ("query_map", "key_map", "log_multipliers")]
+    return of_layer(
+        objectives(found.query @ maps[0], found.key @ maps[1], maps[0], maps[1], maps[2].exp(), found.kept, convention),
+        convention,
+    )
+
+
+def of_layer(found: Float[Tensor, "batch heads"], convention: Convention) -> Float[Tensor, ""]:
+    """The mean over sequences of one layer's regulariser: Σ_heads J² (paper), (mean_heads J)² (code)."""
+    return ksvd.regulariser(found[:, None], convention).mean()
+
+
+def objectives(
+    e: TokenScores,
+    r: TokenScores,
+    query_map: Map,
+    key_map: Map,
+    multipliers: Float[Tensor, "heads scores"],
+    kept: Bool[Tensor, "#batch #heads tokens"] | None,
+    convention: Convention,
+) -> Float[Tensor, "batch heads"]:
+    """J of every sequence and head (ksvd.objective) over its real tokens: padding enters neither sums nor means."""
+    if kept is not None:
+        # the code's mean divides by all tokens
+        count = kept.sum(-1).clamp_min(1) if convention == "code" else kept.shape[-1]
+        share = (kept * (kept.shape[-1] / torch.as_tensor(count).to(e)[..., None]).sqrt())[..., None]
+        e, r = e * share, r * share
+    return ksvd.objective(e, r, query_map, key_map, multipliers, convention)
+
+
+def running(
+    x: Float[Tensor, "batch heads tokens head_dim"], kept: Bool[Tensor, "#batch #heads tokens"] | None = None
+) -> Float[Tensor, "batch heads tokens head_dim"]:
+    """Row i: the mean of the rows 0 … i that are kept; zero before the first of them."""
+    if kept is None:
+        count = torch.arange(1, x.shape[-2] + 1, device=x.device, dtype=x.dtype)[:, None]
+        return x.cumsum(-2) / count
+    count = kept.to(x.dtype).cumsum(-1).clamp_min(1)[..., None]
+    return x.masked_fill(~kept[..., None], 0.0).cumsum(-2) / count

@@ -1,0 +1,179 @@
+"""Chooses the fastest exact route for a call, and says why a faster one does not apply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from attnlens.choices import Route
+from attnlens.errors import UsageError
+from attnlens.kernels.attention.primal_scores import by_primal, refuse_primal
+from attnlens.kernels.attention.rows import by_whole, in_tiles, refuse_hidden, unplaced
+from attnlens.kernels.attention.scores import by_scores
+from attnlens.kernels.attention.sums import by_hybrid, by_products, by_sums, reach
+from attnlens.kernels.spec import Kernel
+from attnlens.records import Call
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+
+CAPPED = "the model caps its scores (softcap)"
+
+
+def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "batch queries heads value_dim"]:
+    """softmax(log k(q, k) + bias, over the keys allowed) v, for signed kernels Σ k v / Σ k; laid out as models want.
+
+    All paths are exact: each computes this sum over the same keys, cuts nothing off, and differs from the others by the
+    rounding of its numbers' type (half precision: where it rounds to it). Rows that may see nothing are no such sum:
+    uniform in row tiles and bands, zero elsewhere. Raises UsageError where no path can serve: see route.
+    """
+    call, kernel = _prepared(call, kernel)
+    return _COMPUTED[route(call, kernel, path)](call, kernel).transpose(1, 2)
+
+
+def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
+    """How `attend` computes the call: sdpa, running sums, window and running sums, flex attention, banded tiles, row
+    tiles, whole matrices, or primal scores.
+
+    Raises UsageError for a tie, filter or hybrid in cross-attention, for sinks beside a signed kernel, for hidden pairs
+    or sinks under a tie of whole sequences, and with path="fused" where no fused path is exact for this call.
+    """
+    call, kernel = _prepared(call, kernel)
+    _refuse(call, kernel)
+    if kernel.info.form == "output":
+        return "primal scores"
+    if kernel.part is not None and path != "fused":
+        return "whole matrices"
+    if path == "eager":
+        return "row tiles"
+    obstacles = []
+    for name, obstacle in _OBSTACLES.items():
+        found = obstacle(call, kernel)
+        if found is None:
+            return name
+        obstacles.append(found)
+    if path == "auto":
+        return "row tiles"
+    reason = next(filter(None, obstacles), f"{kernel.info.name} is computed in row tiles")
+    raise UsageError(
+        f"{kernel.spelling} has no fused path here: {reason}.", "Use --path auto or --path eager; both are exact."
+    )
+
+
+def _prepared(call: Call, kernel: Kernel) -> tuple[Call, Kernel]:
+    """The call and the kernel that are computed; an analysis is refused by the name that was typed, not by its tie."""
+    if kernel.oracle and not call.cross and call.query.shape[2] == call.key.shape[2]:
+        refuse_hidden(call, kernel)
+    return kernel.prepared(call)
+
+
+def _refuse(call: Call, kernel: Kernel) -> None:
+    """Raise UsageError for what has no meaning."""
+    if kernel.info.form == "output":
+        refuse_primal(call)
+    if call.cross and (kernel.filter is not None or kernel.near is not None):
+        raise unplaced("this site attends to another sequence")
+    if call.cross and kernel.tie is not None:
+        raise UsageError(
+            f"{kernel.tie} needs the queries and keys of the same tokens; this site attends to another sequence.",
+            "Leave out cross-attention with --part.",
+        )
+    kernel.tied(call.query, call.key)
+    if kernel.part is not None:
+        refuse_hidden(call, kernel)
+    if call.sinks is not None and kernel.signed:
+        raise UsageError(
+            f"{kernel.spelling} can be negative, and this model's attention sinks are logits of a softmax.",
+            "Choose a positive kernel for this model.",
+        )
+
+
+def _of_any(call: Call, kernel: Kernel) -> str | None:
+    """What no fused path but the bands can do."""
+    if call.dropout:
+        return "dropout acts on attention weights, which a fused path never writes out"
+    if call.sinks is not None:
+        return "the model has attention sinks, which need the full form"
+    if kernel.part is not None:
+        return f"{kernel.tie} needs log k of the whole sequence at once"
+    if kernel.mirrored:
+        return f"{kernel.tie} needs log k and its transpose"
+    if kernel.info.hard:
+        return f"{kernel.info.name} picks one key and is no sum"
+    return None
+
+
+def _of_products(call: Call, kernel: Kernel) -> str | None:
+    if kernel.info.dot is None:
+        return ""
+    return _of_linear(call, kernel, "mask that SDPA computes by itself") or _of_any(call, kernel)
+
+
+def _of_hybrids(call: Call, kernel: Kernel) -> str | None:
+    if kernel.near is None:
+        return ""
+    if call.query.shape[2] != call.key.shape[2]:
+        return "with a key-value cache a query's row is computed whole"
+    if kernel.near.modifier.from_start and call.allowed is not None and not bool(call.allowed[..., -1, 0].all()):
+        return "sequences padded on the left have their first tokens elsewhere"
+    return _of_features(call, kernel)
+
+
+def _of_features(call: Call, kernel: Kernel) -> str | None:
+    if kernel.info.feature_map is None:
+        return ""
+    found = _of_linear(call, kernel, "running sum")
+    if found is None and call.bias is not None:
+        return "the model adds a bias to its scores, which a running sum can't"
+    found = found or _of_any(call, kernel)
+    if found is None and reach(call) is None:
+        return "the mask is neither causal nor a mask of padded keys alone"
+    return found
+
+
+def _of_linear(call: Call, kernel: Kernel, what: str) -> str | None:
+    """What neither products nor sums can do; `what`: what a filter is not."""
+    if kernel.info.form == "score" and call.softcap is not None:
+        return CAPPED
+    return None if kernel.filter is None else f"the filter {kernel.filter.modifier.name} is no {what}"
+
+
+def _of_scores(call: Call, kernel: Kernel) -> str | None:
+    if kernel.info.form != "score" or kernel.signed:
+        return ""
+    if not call.query.is_cuda:
+        return f"{kernel.info.name} is fused by FlexAttention on a GPU alone"
+    if kernel.fitted:
+        return "its parameters are fitted to each head"
+    return _of_any(call, kernel)
+
+
+def _of_bands(call: Call, kernel: Kernel) -> str | None:
+    if kernel.filter is None:
+        return ""
+    if kernel.filter.reach is None:
+        return f"the filter {kernel.filter.modifier.name} keeps keys at any distance"
+    return None
+
+
+_OBSTACLES: dict[str, Callable[[Call, Kernel], str | None]] = {
+    "sdpa": _of_products,
+    "running sums": lambda call, kernel: "" if kernel.near is not None else _of_features(call, kernel),
+    "window and running sums": _of_hybrids,
+    "flex attention": _of_scores,
+    "banded tiles": _of_bands,
+}
+"""Fused paths, the fastest first, and what keeps a call from them: None is nothing, "" that it is not the kernel's."""
+
+_COMPUTED: dict[str, Callable[[Call, Kernel], Tensor]] = {
+    "sdpa": by_products,
+    "running sums": by_sums,
+    "window and running sums": by_hybrid,
+    "flex attention": by_scores,
+    "banded tiles": lambda call, kernel: in_tiles(call, kernel, banded=True),
+    "whole matrices": by_whole,
+    "row tiles": lambda call, kernel: in_tiles(call, kernel, banded=False),
+    "primal scores": by_primal,
+}

@@ -1,0 +1,337 @@
+"""Attention weights written out for a tile of query rows, or of whole matrices under a tie; masks and positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, one_hot
+from torch.utils.checkpoint import checkpoint
+
+from attnlens.errors import UsageError
+from attnlens.kernels.attention.sums import near_scores
+from attnlens.kernels.modifiers import KeyFilter
+from attnlens.kernels.spec import Kernel
+from attnlens.records import Call
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+
+GAP = -math.log(torch.finfo(torch.float64).eps)
+"""A score that is lower than another by more has no weight beside it: e^−36 is float64's rounding."""
+
+LOST = -1 / torch.finfo(torch.float32).eps
+"""A number beside which a float32 score loses all its decimals: −1e9 and the type's least number are beyond it."""
+
+
+def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Which keys are allowed, and what a mask of numbers adds beside that: a position bias, or None.
+
+    One number for all visible pairs is no bias (EoMT adds 1). A masked pair has the bias that the same head gives it in
+    another sequence (Swin's windows), where all that see it agree; else 0.
+    """
+    if mask is None or mask.dtype == torch.bool:
+        return mask, None
+    allowed = visible_under(mask)
+    most, least = mask.masked_fill(~allowed, -math.inf).amax(0), mask.masked_fill(~allowed, math.inf).amin(0)
+    if bool(most.max() <= least.min()):
+        return allowed, None
+    return allowed, torch.where(allowed, mask, torch.where(most == least, most, 0.0))
+
+
+def visible_under(mask: Tensor) -> Tensor:
+    """Which entries of an added mask leave their pair visible, whatever number stands for a masked one.
+
+    Masked is what is so low that a float32 score beside it is lost; and what lies so far below its row's largest entry
+    that its weight is below rounding, with a gap of that width above it in which its head has no entry. So −100 on top
+    of a position bias is a mask (Swin), and a bias that falls with distance in small steps is none (ALiBi).
+    """
+    masked = mask <= max(torch.finfo(mask.dtype).min / 2, LOST)
+    largest = mask.masked_fill(masked, -math.inf).amax(-1, keepdim=True)
+    below = (mask - largest).masked_fill(masked, -math.inf)
+    others = [axis for axis in range(mask.dim()) if axis != mask.dim() - 3]
+    lowest = torch.zeros_like(below.amin(others, keepdim=True))
+    # Not strict: what lies exactly at the gap's end still has a weight that is not lost.
+    while bool(((reached := below.where(below >= lowest - GAP, 0.0).amin(others, keepdim=True)) < lowest).any()):
+        lowest = reached
+    return below >= lowest
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Places among the keys of a call."""
+
+    own: Int[Tensor, "#batch queries"]
+    """The index, among the keys, of each query's own token."""
+    first: Int[Tensor, "#batch 1"]
+    """The index of the sequence's first token: what stands before it is padding."""
+
+    def kept(self, found: KeyFilter, rows: slice, columns: slice) -> Bool[Tensor, "#batch 1 rows columns"]:
+        """Which of the keys `columns` the filter lets the queries `rows` see; places count from the first token."""
+        keys = torch.arange(columns.start, columns.stop, device=self.own.device) - self.first
+        return found.keeps(self.own[:, rows] - self.first, keys)[:, None]
+
+    def reached(self, distance: int, rows: slice) -> slice:
+        """The keys at most `distance` away from some query of `rows`."""
+        own = self.own[:, rows]
+        return slice(max(0, int(own.min()) - distance), int(own.max()) + distance + 1)
+
+
+def positions(call: Call, found: KeyFilter) -> Positions:
+    """The place of every query among the keys, and of the sequence's start.
+
+    Without a key-value cache query i is key i. With one there are more keys than queries, and a query's own key is the
+    last that it may see. A sequence starts at the first key that any of its queries may see.
+    Raises UsageError for cross-attention, where nothing says which keys are the queries' own, and where a filter counts
+    from the start of the text, which a model's own sliding window hides once there is a cache.
+    """
+    queries, keys = call.query.shape[2], call.key.shape[2]
+    if call.cross:
+        raise unplaced("this site attends to another sequence")
+    seen = None if call.allowed is None else call.allowed.any(dim=1)
+    if found.modifier.from_start and queries != keys and _windowed(call, seen):
+        raise UsageError(
+            f"{found.modifier.name} counts from the start of the text, but with a key-value cache "
+            "this model's own sliding window hides where the text begins.",
+            "Run without a key-value cache, leave out such layers with --layers, or filter with window or strided.",
+        )
+    first = torch.zeros(1, 1, dtype=torch.long, device=call.query.device)
+    if seen is not None:
+        first = seen.any(dim=1).int().argmax(-1, keepdim=True)
+    if queries == keys or call.causal:
+        own = torch.arange(queries, device=call.query.device)[None]
+    elif queries == 1 and seen is None:
+        own = torch.full_like(first, keys - 1)
+    elif seen is None or queries > keys:
+        raise unplaced(f"{queries} queries meet {keys} keys without a mask")
+    else:
+        own = keys - 1 - seen.flip(-1).int().argmax(-1)
+        if queries > 1 and bool((own == own[:, :1]).all()):
+            raise unplaced(f"all of the {queries} queries see the same last key")
+    return Positions(own, first)
+
+
+def _windowed(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> bool:
+    """Whether the module says that it has a sliding window, or its mask shows that it slides."""
+    config = getattr(call.module, "config", None)
+    # a layer's own word first: None in a layer of full attention beside others that slide
+    if getattr(call.module, "sliding_window", getattr(config, "sliding_window", None)) is not None:
+        return True
+    if seen is None:
+        return False
+    starts = seen.int().argmax(-1)
+    some = seen.any(-1)
+    return bool((some & (starts != starts[:, -1:]) & some[:, -1:]).any())
+
+
+def unplaced(reason: str) -> UsageError:
+    """The error for a filter where queries have no place among the keys."""
+    return UsageError(
+        f"A filter or hybrid needs each query's place among the keys, but {reason}.",
+        "Leave out such sites with --part or --layers, or use the kernel without it.",
+    )
+
+
+def by_whole(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries value_dim"]:
+    """softmax(what the tie leaves of log k + bias) v over each sequence's real tokens; rows of padding are zero.
+
+    O(T²) memory, one sequence of the batch at a time; in float64, as means are taken away.
+    """
+    value = call.paired_value
+    found = value.new_zeros(*call.query.shape[:3], value.shape[-1])
+    for index, real, rows in _sequences(call, kernel):
+        found[index][:, real] = dropout(rows.to(value.dtype), call.dropout) @ value[index][:, real]
+    return found
+
+
+def whole_weights(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries keys"]:
+    """The attention matrices of `by_whole`, in float64; rows and columns of padding are zero."""
+    found = call.query.new_zeros(*call.query.shape[:3], call.key.shape[2], dtype=torch.float64)
+    for index, real, rows in _sequences(call, kernel):
+        found[index][:, real[:, None], real] = rows
+    return found
+
+
+def refuse_hidden(call: Call, kernel: Kernel) -> None:
+    """Raise UsageError where the tie's parts are no property of the model: a mask hides pairs, or a sink competes."""
+    name = kernel.tied_by
+    if call.sinks is not None:
+        raise UsageError(
+            f"{name} leaves query-only terms out, and this model's attention sinks compete with them.",
+            "Choose another kernel for this model.",
+        )
+    real = _real(call)[:, None]
+    hidden = call.causal if call.allowed is None else (real[..., None] & real[..., None, :] & ~call.allowed).any()
+    if bool(hidden):
+        instead = "; or leave out oracle: the fitted form runs under any mask" if kernel.oracle else ""
+        raise UsageError(
+            f"{name} needs every pair of tokens, and a mask hides some here (causal, or a window): the parts of log k "
+            "are no property of such a head.",
+            f"Choose the bidirectional sites: --part encoder, or --layers{instead}.",
+        )
+
+
+def _sequences(call: Call, kernel: Kernel) -> Iterator[tuple[int, Int[Tensor, " n"], Float[Tensor, "heads n n"]]]:
+    """Each sequence of the batch: its number, its real tokens' places, their attention matrices."""
+    key, untied, part = call.paired_key, replace(kernel, tie=None), kernel.part
+    assert part is not None  # noqa: S101  # route has seen to it
+    for index, kept in enumerate(_real(call)):
+        one, real = slice(index, index + 1), kept.nonzero()[:, 0]
+        query, its_key = (x[one, :, real].double() for x in (call.query, key))
+        log_k = untied.log(query, its_key, call.scale, softcap=call.softcap)
+        if call.bias is not None:
+            log_k = log_k + call.bias.expand(len(key), -1, -1, -1)[one, :, real][..., real]
+        yield index, real, part(log_k)[0].softmax(-1)
+
+
+def _real(call: Call) -> Bool[Tensor, "batch tokens"]:
+    """Which tokens are no padding: those that some query may see."""
+    batch, _, tokens, _ = call.query.shape
+    if call.allowed is None:
+        return torch.ones(batch, tokens, dtype=torch.bool, device=call.query.device)
+    return call.allowed.any(dim=1).any(dim=1).expand(batch, -1)
+
+
+TILE_BYTES = 4 << 20  # how large one tile of scores may be, in float32; about four such tensors live at a time
+
+
+def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tensor, "batch heads rows keys"]:
+    """softmax(log k(q, k) + bias, over the keys allowed) of the queries `rows`, in float32 or better.
+
+    The share of a sink is left out. A signed kernel gives k · exp(bias) / Σ, not finite where the sum is zero; the hard
+    kernel gives 1 to the largest score, the first of equal ones. A row that may see nothing is uniform, as in
+    transformers' eager attention; under a tie of whole sequences, rows of padding are zero. Raises UsageError for a tie
+    or a filter where queries have no place among the keys.
+    """
+    call, kernel = kernel.prepared(call)
+    if kernel.part is not None:
+        return whole_weights(call, kernel)[..., rows, :]
+    rows = slice(*rows.indices(call.query.shape[2]))
+    where = _places(call, kernel)
+    return _weights(call, kernel, call.paired_key, where, rows, slice(0, call.key.shape[2]))
+
+
+def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Float[Tensor, "batch heads queries value_dim"]:
+    """The output from one tile of rows after another; `banded`: each with the keys alone that its filter can reach.
+
+    Where gradients are asked for, a tile's weights are computed again in the backward pass, so that memory stays
+    O(T · tile) there, too.
+    """
+    value = call.paired_value
+    where = _places(call, kernel)
+    reach = kernel.filter.reach if banded and kernel.filter is not None else None
+    output = partial(_tile, call, kernel, call.paired_key, value, where, reach)
+    tiles = _tiles(call, reach)
+    if len(tiles) == 1:
+        return output(tiles[0])
+    if torch.is_grad_enabled():
+        return torch.cat([checkpoint(output, rows, use_reentrant=False) for rows in tiles], dim=-2)
+    # Written in place, the widest tile first: small results between large scratch tensors would scatter the heap.
+    whole = value.new_empty(*call.query.shape[:3], value.shape[-1])
+    for rows in reversed(tiles):
+        whole[..., rows, :] = output(rows)
+    return whole
+
+
+def _places(call: Call, kernel: Kernel) -> Positions | None:
+    """Places among the keys, where the kernel asks for them."""
+    found = kernel.filter or kernel.near
+    return None if found is None else positions(call, found)
+
+
+def _tile(
+    call: Call,
+    kernel: Kernel,
+    key: Float[Tensor, "batch heads keys head_dim"],
+    value: Float[Tensor, "batch heads keys value_dim"],
+    where: Positions | None,
+    reach: int | None,
+    rows: slice,
+) -> Float[Tensor, "batch heads rows value_dim"]:
+    columns = _columns(call, where, reach, rows)
+    found = _weights(call, kernel, key, where, rows, columns).to(call.query.dtype)
+    return dropout(found, call.dropout) @ value[..., columns, :]
+
+
+def _tiles(call: Call, reach: int | None) -> list[slice]:
+    """Equal slices of the queries within the budget; a band's tiles are about as high as it is wide."""
+    batch, heads, queries = call.query.shape[:3]
+    width = call.key.shape[2] if reach is None else min(call.key.shape[2], 4 * max(reach, 64))
+    height = max(16, TILE_BYTES // (4 * batch * heads * width))
+    if reach is not None:
+        height = min(height, max(reach, 64))
+    return [slice(start, min(start + height, queries)) for start in range(0, queries, height)]
+
+
+def _columns(call: Call, where: Positions | None, reach: int | None, rows: slice) -> slice:
+    """The keys that some query of the tile may see; all of them if one of the queries may see none."""
+    keys = call.key.shape[2]
+    start, stop = 0, min(rows.stop, keys) if call.causal and call.allowed is None else keys
+    if where is not None and reach is not None:
+        band = where.reached(reach, rows)
+        return slice(min(band.start, stop - 1), min(band.stop, stop))
+    if call.allowed is not None:
+        seen = call.allowed[..., rows, :]
+        if bool(seen.any(-1).all()):
+            columns = seen.flatten(0, -2).any(0).nonzero()
+            start, stop = int(columns[0]), int(columns[-1]) + 1
+    return slice(start, stop)
+
+
+def _weights(
+    call: Call,
+    kernel: Kernel,
+    key: Float[Tensor, "batch heads keys head_dim"],
+    where: Positions | None,
+    rows: slice,
+    columns: slice,
+) -> Float[Tensor, "batch heads rows columns"]:
+    log_k = kernel.log(call.query, key, call.scale, softcap=call.softcap, rows=rows, columns=columns)
+    log_k = log_k.to(torch.promote_types(log_k.dtype, torch.float32))
+    if call.bias is not None:
+        log_k = log_k + call.bias[..., rows, columns]
+    seen = call.visible(rows)
+    seen = None if seen is None else seen[..., columns]
+    if kernel.filter is not None and where is not None:
+        kept = where.kept(kernel.filter, rows, columns)
+        seen = kept if seen is None else seen & kept
+    sign, sinks = None, None if call.sinks is None else call.sinks.view(1, -1, 1, 1)
+    if kernel.near is not None and where is not None:
+        near = where.kept(kernel.near, rows, columns)
+        near = near if seen is None else near & seen
+        own, largest = near_scores(call, kernel, key, near, rows, columns)
+        log_k, sinks = torch.where(near, own, log_k), None if sinks is None else sinks - largest
+    if kernel.signed:
+        sign = kernel.sign(call.query, key, call.scale, softcap=call.softcap, rows=rows, columns=columns)
+    if seen is not None:
+        # −∞ and no least number, which would win over log 0 = −∞ of the keys that are allowed; a sink takes blind rows
+        blind = ~seen.any(-1, keepdim=True) & (call.sinks is None)
+        log_k = torch.where(seen, log_k, torch.where(blind, 0.0, -torch.inf).to(log_k.dtype))
+        sign = None if sign is None else torch.where(blind, 1, sign)
+    return _normalised(log_k, sign, sinks, hard=kernel.info.hard)
+
+
+def _normalised(
+    log_k: Float[Tensor, "batch heads rows columns"],
+    sign: Float[Tensor, "batch heads rows columns"] | None,
+    sinks: Float[Tensor, "#batch heads #rows 1"] | None,
+    *,
+    hard: bool,
+) -> Float[Tensor, "batch heads rows columns"]:
+    """The weights of the keys from log|k|, masked with −∞, and the sign of k."""
+    if sign is not None:
+        mass = (log_k - log_k.detach().amax(-1, keepdim=True)).exp() * sign
+        return mass / mass.sum(-1, keepdim=True)
+    keys = log_k.shape[-1]
+    if sinks is not None:
+        column = sinks.expand(*log_k.shape[:3], 1)
+        log_k = torch.cat([log_k, column.to(log_k.dtype)], dim=-1)
+    if hard:
+        return one_hot(log_k.argmax(-1), log_k.shape[-1])[..., :keys].to(log_k.dtype)
+    return log_k.softmax(-1)[..., :keys]

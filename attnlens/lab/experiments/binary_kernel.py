@@ -1,0 +1,267 @@
+"""Two feature maps learned by two networks against a planted asymmetric, indefinite kernel on two domains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import JsonValue
+
+from attnlens.lab.experiments.settings import Figure, Progress, averaged, columns, curve, silent
+from attnlens.records.studies import Curve, Experiment
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+WIDTHS = (2, 4, 8, 16, 32)  # m, the features of a pair: κ(x, y) ≈ ⟨φ_X(x), φ_Y(y)⟩ in R^m
+HIDDEN = 48  # width of a network's two hidden layers of tanh; m stands behind them
+LENGTH = 0.7  # ℓ of the planted kernel
+TURN = 60.0, 120.0
+"""Degrees between which its rotation is drawn: near 90° its symmetric part is the least definite."""
+GRID = 16  # Held-out points of each domain are a grid of GRID × GRID points of [−1, 1]²
+LR = 1e-2
+QUANTITY = "relative L2 error"
+SOURCE = (
+    "Wright & Gonzalez 2021, Theorems 1 and 2 (the functions of a binary kernel machine; two networks come as near as "
+    "wanted to a continuous function of two compact domains), which name no rate: judged are three inequalities. Best: "
+    "Eckart–Young, no m features are nearer; floor: the distance to the positive semidefinite matrices (Higham 1988)"
+)
+
+
+@dataclass(frozen=True)
+class FitSize:
+    """How much is drawn and trained."""
+
+    samples: tuple[int, ...]
+    """Points drawn of each domain; every pair of them is known. The widths are compared at the last."""
+    steps: int
+    """Steps of Adam on all pairs."""
+    trials: int = 3
+    """Rotations, points and initial weights; trial i draws from seed + i."""
+
+
+FULL = FitSize(samples=(8, 16, 32, 64, 128, 256), steps=1000)
+QUICK = FitSize(samples=(8, 16, 32, 64), steps=300)
+
+
+@dataclass(frozen=True)
+class PlantedKernels:
+    """One kernel a trial: κ(x, y) = exp(−‖x − R y‖²/2ℓ²) on [−1, 1]² × [−1, 1]², R a rotation."""
+
+    turns: Float[Tensor, "trials 2 2"]  # R of each trial, in float64
+
+    def __call__(self, x: Float[Tensor, "trials n 2"], y: Float[Tensor, "trials m 2"]) -> Float[Tensor, "trials n m"]:
+        """κ of every pair."""
+        turned = y @ self.turns.mT
+        squares = (x[:, :, None] - turned[:, None]).square().sum(-1)
+        return (-squares / (2 * LENGTH**2)).exp()
+
+
+@dataclass(frozen=True)
+class PosedFits:
+    """The same fit for every trial and width: what is known, from where networks start, and what is held out."""
+
+    initial: list[Tensor]
+    """Weights of each layer of both networks, (trials, 2, widths, in, out)."""
+    widths: tuple[int, ...]
+    """m of each."""
+    points: tuple[Float[Tensor, "trials n 2"], Float[Tensor, "trials n 2"]]
+    """x and y; every pair of them is known."""
+    known: Float[Tensor, "trials n n"]
+    """κ of these pairs."""
+    grid: Float[Tensor, "trials grid 2"]
+    """The held-out points, the same of both domains."""
+    truth: Float[Tensor, "trials grid grid"]
+    """K: κ of the held-out pairs, in float64."""
+
+    def errors(self, steps: int, *, shared: bool) -> Float[Tensor, "trials widths"]:
+        """‖K̂ − K‖/‖K‖ of two networks, or of one that is `shared` by both domains, after that many steps."""
+        sides = _learned(self, steps, 1 if shared else 2)
+        found = _kernel(sides, self.widths, self.grid, self.grid)
+        apart, size = torch.linalg.matrix_norm(found - self.truth[:, None]), torch.linalg.matrix_norm(self.truth)
+        relative: Tensor = apart / size[:, None]
+        return relative
+
+
+def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silent) -> list[Experiment]:
+    """Held-out error of ⟨φ_X(x), φ_Y(y)⟩ against the width m, with one network as the control, and against samples.
+
+    `quick` takes fewer points and steps.
+    """
+    size = QUICK if quick else FULL
+    *fewer, points = size.samples
+    total = 2 + len(fewer)
+    samples = []
+    for done, n in enumerate(fewer):
+        samples.append(posed(size, n, WIDTHS[-1:], seed).errors(size.steps, shared=False))
+        progress("binary kernel", done + 1, total)
+    fits = posed(size, points, WIDTHS, seed)
+    two = fits.errors(size.steps, shared=False)
+    progress("binary kernel", total - 1, total)
+    one = fits.errors(size.steps, shared=True)
+    progress("binary kernel", total, total)
+    by_samples = torch.cat([*samples, two[:, -1:]], 1)
+    return [_of_widths(fits.truth, two, one, size, seed), _of_samples(fits.truth, by_samples, size, seed)]
+
+
+def posed(size: FitSize, points: int, widths: Sequence[int], seed: int) -> PosedFits:
+    """The fits of some of the WIDTHS to all pairs of `points` random points of each domain.
+
+    A trial's rotation and initial weights are the same however many points and widths there are.
+    """
+    generators = [torch.Generator().manual_seed(seed + trial) for trial in range(size.trials)]
+    kernels = PlantedKernels(torch.stack([_rotation(one) for one in generators]))
+    chosen = [WIDTHS.index(m) for m in widths]
+    initial = [torch.stack(both)[:, :, chosen] for both in zip(*map(_weights, generators), strict=True)]
+    x, y = (torch.stack([2 * _uniform(one, points, 2) - 1 for one in generators]) for _ in range(2))
+    place = torch.linspace(-1, 1, GRID, dtype=torch.float64)
+    grid = torch.cartesian_prod(place, place).expand(size.trials, -1, -1)
+    return PosedFits(initial, tuple(widths), (x, y), kernels(x, y), grid, kernels(grid, grid))
+
+
+def best_errors(matrix: Float[Tensor, "*batch n n"], ranks: Sequence[int]) -> Float[Tensor, "*batch ranks"]:
+    """√(Σ_{l>m} σ_l²)/‖K‖ for every rank m (Eckart & Young 1936)."""
+    values = torch.linalg.svdvals(matrix)
+    return torch.stack([values[..., m:].norm(dim=-1) / values.norm(dim=-1) for m in ranks], -1)
+
+
+def definite_floor(matrix: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:
+    """min ‖K − G‖/‖K‖ over symmetric positive semidefinite G: √(‖A‖² + Σ_{μ<0} μ²)/‖K‖ (Higham 1988, Theorem 2.1)."""
+    skew, symmetric = (matrix - matrix.mT) / 2, (matrix + matrix.mT) / 2
+    negative = torch.linalg.eigvalsh(symmetric).clamp(max=0)
+    squares = torch.linalg.matrix_norm(skew).square() + negative.square().sum(-1)
+    relative: Tensor = squares.sqrt() / torch.linalg.matrix_norm(matrix)
+    return relative
+
+
+def _uniform(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+
+def _rotation(generator: torch.Generator) -> Float[Tensor, "2 2"]:
+    low, high = (math.radians(degrees) for degrees in TURN)
+    angle = low + (high - low) * _uniform(generator, 1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack((torch.cat((cos, -sin)), torch.cat((sin, cos))))
+
+
+def _weights(generator: torch.Generator) -> list[Tensor]:
+    """Initial weights of both maps of each width, as (2, widths, in, out): 2 → HIDDEN → HIDDEN → the largest m."""
+    return [
+        torch.randn(2, len(WIDTHS), into, out, generator=generator) / math.sqrt(into)
+        for into, out in pairwise((2, HIDDEN, HIDDEN, max(WIDTHS)))
+    ]
+
+
+def _learned(fits: PosedFits, steps: int, networks: int) -> list[list[Tensor]]:
+    """Weights and biases of each network, in float64, after Adam on the mean squared error of the known pairs.
+
+    All trials and widths are trained side by side in float32; none knows of another.
+    """
+    sides = [_parameters(fits.initial, side) for side in range(networks)]
+    x, y = (side.float() for side in fits.points)
+    goal = fits.known[:, None].float()
+    optimiser = torch.optim.Adam([weight for side in sides for weight in side], lr=LR)
+    rate = torch.optim.lr_scheduler.OneCycleLR(optimiser, LR, total_steps=steps)
+    with torch.enable_grad():
+        for _ in range(steps):
+            optimiser.zero_grad()
+            # The sum over fits: each has the gradient of its own mean alone.
+            loss = (_kernel(sides, fits.widths, x, y) - goal).square().mean((-2, -1)).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            rate.step()
+    return [[weight.detach().double() for weight in side] for side in sides]
+
+
+def _parameters(initial: list[Tensor], side: int) -> list[Tensor]:
+    """Weights and biases of one domain's map in turn, for every trial and width."""
+    weights = [weight[:, side].clone() for weight in initial]
+    biases = [torch.zeros(*weight.shape[:2], 1, weight.shape[-1]) for weight in weights]
+    return [one.requires_grad_() for pair in zip(weights, biases, strict=True) for one in pair]
+
+
+def _kernel(
+    sides: list[list[Tensor]], widths: Sequence[int], x: Float[Tensor, "trials n 2"], y: Float[Tensor, "trials m 2"]
+) -> Float[Tensor, "trials widths n m"]:
+    """⟨φ_X(x), φ_Y(y)⟩/√m over the first m features of each width; φ_Y is φ_X where there is one network."""
+    kept = torch.stack([(torch.arange(max(WIDTHS)) < m) / math.sqrt(m) for m in widths])[:, None]
+    return (_features(sides[0], x) * kept.to(x)) @ _features(sides[-1], y).mT
+
+
+def _features(parameters: list[Tensor], x: Float[Tensor, "trials n 2"]) -> Float[Tensor, "trials widths n features"]:
+    """φ(x): two hidden layers of tanh, and a linear one."""
+    first, first_bias, second, second_bias, last, last_bias = parameters
+    hidden = ((x[:, None] @ first + first_bias).tanh() @ second + second_bias).tanh()
+    return hidden @ last + last_bias
+
+
+def _of_widths(truth: Tensor, two: Tensor, one: Tensor, size: FitSize, seed: int) -> Experiment:
+    best, floor = best_errors(truth, WIDTHS), definite_floor(truth)
+    named = {"two": ("two networks", two), "one": ("one network", one), "best": ("best rank", best)}
+    rows = {
+        f"{name}_m{m}": averaged(values[:, at], f"{label}, m = {m}")
+        for name, (label, values) in named.items()
+        for at, m in enumerate(WIDTHS)
+    }
+    rows["floor"] = averaged(floor, "floor of one network")
+    rows["two_above_best"] = _at_least(two / best, "two networks / best rank, least")
+    rows["two_below_floor"] = _at_most(two[:, -1] / floor, "two networks / floor, largest")
+    rows["one_above_floor"] = _at_least(one / floor[:, None], "one network, the control / floor, least")
+    curves = {name: _curve(WIDTHS, values, label) for name, (label, values) in named.items()}
+    curves["floor"] = _curve(WIDTHS, floor[:, None].expand(-1, len(WIDTHS)), "floor of one network")
+    return Experiment(
+        name="binary kernel by width",
+        question="How near do two networks of m features come to an indefinite kernel that one can't learn?",
+        settings=_settings(size, seed) | {"points": size.samples[-1]},
+        source=SOURCE,
+        axis="features m",
+        curves=curves,
+        **columns(rows),
+    ).judged()
+
+
+def _of_samples(truth: Tensor, two: Tensor, size: FitSize, seed: int) -> Experiment:
+    """The largest width; only with the most points is the floor of one network judged, which says nothing of few."""
+    floor = definite_floor(truth)
+    rows = {f"two_n{n}": averaged(two[:, at], f"two networks, n = {n}") for at, n in enumerate(size.samples)}
+    rows["floor"] = averaged(floor, "floor of one network")
+    rows["two_below_floor"] = _at_most(two[:, -1] / floor, "two networks / floor, largest")
+    curves = {
+        "two": _curve(size.samples, two, "two networks"),
+        "floor": _curve(size.samples, floor[:, None].expand_as(two), "floor of one network"),
+    }
+    return Experiment(
+        name="binary kernel by samples",
+        question="How near do two networks come to it with n points of each domain, all n² pairs known?",
+        settings=_settings(size, seed) | {"m": WIDTHS[-1]},
+        source=SOURCE,
+        axis="points of each domain",
+        curves=curves,
+        **columns(rows),
+    ).judged()
+
+
+def _at_least(ratios: Tensor, label: str) -> Figure:
+    """The least ratio, which must be 1 or more."""
+    return Figure(float(ratios.min()), None, label, published=1.0, bound="at least")
+
+
+def _at_most(ratios: Tensor, label: str) -> Figure:
+    """The largest ratio, which must be 1 or less."""
+    return Figure(float(ratios.max()), None, label, published=1.0, bound="at most")
+
+
+def _settings(size: FitSize, seed: int) -> dict[str, JsonValue]:
+    planted = f"exp(−‖x − Ry‖²/2ℓ²), ℓ = {LENGTH}, R a rotation by {TURN[0]:g}° to {TURN[1]:g}°"
+    trained: dict[str, JsonValue] = {"trials": size.trials, "steps": size.steps, "hidden": HIDDEN, "lr": LR}
+    return {"planted": planted, "seed": seed, **trained, "held_out_points": GRID**2}
+
+
+def _curve(steps: Sequence[int], values: Float[Tensor, "trials steps"], label: str) -> Curve:
+    return curve(steps, values.mT, QUANTITY, label=label)

@@ -1,0 +1,183 @@
+"""Gradient descent on one head's selection problem, and how its softmax hardens, against the SVM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import JsonValue
+
+from attnlens.lab.experiments.settings import CORRELATION, ExperimentSettings, Progress, curve, silent
+from attnlens.maths import attsvm
+from attnlens.maths.attsvm.descent import Instances, Scores
+from attnlens.maths.attsvm.head import Nearness, Softmax, log_odds, span
+from attnlens.records.studies import Curve, Experiment
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    from attnlens.maths.attsvm.descent import BilinearForm, Descent, KeyQueryPair
+    from attnlens.maths.attsvm.head import Scene
+    from attnlens.maths.attsvm.problem import Problem
+
+FACTORS = tuple(2.0**power for power in range(-4, 7))  # c, by which the head's logits are multiplied
+SMALL = 0.01
+"""‖K‖_F and ‖Q‖_F of the small random start, against the square root of ‖W_mm‖: at zero, K and Q have no gradient."""
+NORM = "‖W‖ / ‖W_mm‖"  # how the norm is written
+SHOWN = ("parameterisation", "loss", "lr", "iterations", "seed")
+
+
+def trained(found: Nearness, head: tuple[int, int], s: ExperimentSettings, progress: Progress = silent) -> Experiment:
+    """Descent from zero (K, Q: from small random factors) and from the head's own M, against the SVM of its selection.
+
+    `correlation` is ⟨W, W_mm⟩/(‖W‖‖W_mm‖), with the Frobenius SVM for W and the nuclear one for (K, Q).
+    """
+    problem = found.posed.problem
+    goal = found.solution if s.parameterisation == "W" else attsvm.solve_nuclear(problem)
+    end = problem.form(goal.multipliers) if goal.W is None else goal.W
+    unit = float(end.norm())
+    lr = s.lr * (unit if s.parameterisation == "W" else unit**0.5)
+    final: dict[str, float | None] = {"efficiency": float(found.shares.min()), "gap": goal.gap}
+    curves: dict[str, Curve] = {}
+    begun = starts(found, s.parameterisation == "W", unit, s.seed)
+    for number, (name, start) in enumerate(begun.items()):
+
+        def told(done: int, total: int, number: int = number) -> None:
+            progress("converge", number * total + done, len(begun) * total)
+
+        descent = attsvm.descend(
+            as_instances(problem), start, s.iterations, lr=lr, loss=s.loss, record=read_at(s.iterations), progress=told
+        )
+        read = _read(descent, end, unit, f"from {name}")
+        curves |= read
+        final |= {what: curve.median[-1] for what, curve in read.items()}
+    final["correlation of the head"] = curves["correlation, from the head"].median[0]
+    return Experiment(
+        name=f"head {head[0]}.{head[1]}",
+        question="Does gradient descent on the head's own selection problem end at its SVM, and keep its selection?",
+        settings=size_of(found) | {name: getattr(s, name) for name in SHOWN},
+        labels={f"norm, from {name}": f"{NORM}, from {name}" for name in begun},
+        final=final,
+        curves=curves,
+    )
+
+
+def size_of(found: Nearness) -> dict[str, JsonValue]:
+    """How large a head's problem is, and how decided its least decided query."""
+    return {
+        "queries": len(found.posed.problem.queries),
+        "constraints": len(found.posed.problem.margins),
+        "least_decided": float(found.chosen.log_odds.min().sigmoid()),
+    }
+
+
+def read_at(iterations: int) -> list[int]:
+    """The start, and eight iterations a decade."""
+    return [0, *sorted({round(10 ** (eighth / 8)) for eighth in range(64) if 10 ** (eighth / 8) < iterations})]
+
+
+def hardening(found: Nearness, scenes: Sequence[Scene], softmax: Softmax, head: tuple[int, int]) -> Experiment:
+    """KL(one-hot of the largest ‖ softmax(c · logits)) = −log p_max of the posed queries, against c.
+
+    Logits are what the softmax sees, so that c multiplies the scores behind the softcap, and the sink's logit too;
+    copies of a token are one outcome. At c = 1 it is the head's own p_max. Beside the head stands the SVM that selects
+    the same tokens, at the head's own norm ‖ΠM‖, with the same copies, and without softcap and sink: it knows
+    differences of scores alone, and those two need the scores themselves.
+    """
+    odds = {"the head": _own_odds(found, scenes, softmax), "its SVM at the same norm": _svm_odds(found, scenes)}
+    log_p = torch.nn.functional.logsigmoid
+    curves = {f"KL, {name}": curve(FACTORS, -log_p(each), "KL, nats") for name, each in odds.items()}
+    return Experiment(
+        name=f"head {head[0]}.{head[1]}, hardening",
+        question="How fast does the head's softmax become a selection when its logits are multiplied by c?",
+        settings=size_of(found),
+        final={f"{name}, c = 1": curve.median[FACTORS.index(1.0)] for name, curve in curves.items()},
+        axis="factor c",
+        curves=curves,
+    )
+
+
+def as_instances(problem: Problem) -> Instances:
+    """The problem as one trial of gradient descent: softmax sees differences alone, so that α is 0 and t is −u.
+
+    α has score 1 and the others 0: f = s_α, which training raises.
+    """
+    counts = torch.bincount(problem.query_of, minlength=len(problem.queries))
+    width = 1 + int(counts.max())
+    n, d = len(problem.queries), problem.differences.shape[1]
+    tokens = torch.zeros(n, width, d, dtype=torch.float64)
+    allowed = torch.zeros(n, width, dtype=torch.bool)
+    allowed[:, 0] = True
+    order = problem.query_of.argsort(stable=True)
+    place = torch.cat([torch.arange(1, int(count) + 1) for count in counts])
+    tokens[problem.query_of[order], place] = -problem.differences[order]
+    allowed[problem.query_of[order], place] = True
+    scores = torch.zeros(1, n, width, dtype=torch.float64)
+    scores[..., 0] = 1
+    return Instances(tokens[None], problem.queries[None], torch.ones(1, n).double(), Scores(scores), allowed[None])
+
+
+def starts(found: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, BilinearForm | KeyQueryPair]:
+    """Where training begins: nowhere, and at the head, ΠM: what lies outside the problem's span never moves."""
+    basis = span(found.posed.problem.differences)
+    left, right = basis @ (basis.mT @ found.posed.form.left), found.posed.form.right
+    if as_form:
+        own = (left @ right.mT)[None]
+        return {"zero": torch.zeros_like(own), "the head": own}
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(like: Float[Tensor, "d m"]) -> Float[Tensor, "1 d m"]:
+        factor = torch.randn(like.shape, generator=generator, dtype=torch.float64)
+        small: Tensor = SMALL * unit**0.5 * factor / factor.norm()
+        return small[None]
+
+    return {"small random factors": (drawn(left), drawn(right)), "the head": (left[None], right[None])}
+
+
+def _read(descent: Descent, goal: Tensor, unit: float, start: str) -> dict[str, Curve]:
+    """Correlation, selections kept and norm along one descent."""
+    steps = [float(step) for step in descent.steps]
+
+    def along(picture: str, quantity: str, values: Tensor, bounded: bool = True) -> Curve:
+        median = [None if value != value else value for value in values.tolist()]
+        return Curve(steps=steps, median=median, quantity=quantity, bounded=bounded, picture=picture, label=start)
+
+    kept = (descent.chosen == 0).double().mean(-1)[:, 0]
+    kept = kept.where(descent.norm[:, 0] > 0, torch.nan)  # W = 0 selects nothing
+    read = (
+        along("correlation", CORRELATION, descent.correlation(goal[None])[:, 0]),
+        along("selection kept", "share of queries", kept),
+        along("norm", NORM, descent.norm[:, 0] / unit, bounded=False),
+    )
+    return {f"{found.picture}, {start}": found for found in read}
+
+
+def _own_odds(found: Nearness, scenes: Sequence[Scene], softmax: Softmax) -> Float[Tensor, "factors queries"]:
+    """log p_max/(1 − p_max) of every posed query under softmax(c · logits)."""
+    columns = []
+    for query, (number, position, _) in zip(found.posed.problem.queries, found.chosen.rows, strict=True):
+        scene = scenes[number]
+        scores, copies = found.posed.form.scores(scene.tokens, query[None]), scene.log_copies[[position]]
+        masked, logits = scores.masked_fill(copies == -torch.inf, -torch.inf), softmax.capped(scores)
+        sinks = [None if softmax.sink is None else factor * softmax.sink for factor in FACTORS]
+        odds = [
+            log_odds(masked, factor * logits + copies, Softmax(sink=sink))
+            for factor, sink in zip(FACTORS, sinks, strict=True)
+        ]
+        columns.append(torch.cat(odds))
+    return torch.stack(columns, -1)
+
+
+def _svm_odds(found: Nearness, scenes: Sequence[Scene]) -> Float[Tensor, "factors queries"]:
+    """The same of the SVM's scores, which are differences to the selected token's."""
+    problem = found.posed.problem
+    best = problem.form(found.solution.multipliers)
+    gaps = problem.scores(best) * (found.norm / float(best.norm()))
+    columns = []
+    for row, (number, position, kept) in enumerate(found.chosen.rows):
+        own, copies = problem.query_of == row, scenes[number].log_copies[position]
+        more = copies[found.posed.token_of[own]] - copies[int(kept.int().argmax())]
+        columns.append(-torch.stack([(more - factor * gaps[own]).logsumexp(0) for factor in FACTORS]))
+    return torch.stack(columns, -1)

@@ -1,0 +1,466 @@
+"""Random and golden instances, and the experiments in which every input keeps one token."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnlens.lab.experiments.settings import (
+    CORRELATION,
+    NORMS,
+    ExperimentSettings,
+    Figure,
+    Progress,
+    Published,
+    Study,
+    averaged,
+    columns,
+    curve,
+    share_of,
+    silent,
+    uses,
+)
+from attnlens.maths import attsvm
+from attnlens.maths.attsvm.descent import Descent, Instances, Linear, PredictionHead, Relu, descend, longest
+from attnlens.records.studies import Curve, Experiment
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Random instances of one size, and what is still to be drawn for them."""
+
+    instances: Instances
+    generators: list[torch.Generator]  # one a trial, behind its data
+
+    @property
+    def best(self) -> Int[Tensor, "trials n"]:
+        """argmax_t Y·γ_t of a linear head."""
+        instances = self.instances
+        _, rises = instances.head.read(torch.ones(instances.tokens.shape[:3]).double(), instances.first())
+        return (instances.labels[..., None] * rises).argmax(-1)
+
+
+def draw(n: int, T: int, d: int, trials: int, seed: int, attention: str = "cross", head: str = "linear") -> Drawn:
+    """Rows of X and Z and the head on the unit sphere, Y = ±1; drawn in float32 in the order head, Y, X, Z.
+
+    Trial i has its own torch.Generator(seed + i). Self-attention: z_i = x_i1. The ReLU head has d hidden units,
+    ‖V‖_F = 1 (Tarzanagh et al. 2023, section 4).
+    """
+    generators = [torch.Generator().manual_seed(seed + trial) for trial in range(trials)]
+    parts = [_one(n, T, d, head, generator) for generator in generators]
+    read, labels, tokens, queries = (torch.stack(column).double() for column in zip(*parts, strict=True))
+    made: PredictionHead = Linear(read) if head == "linear" else Relu(read)
+    z = queries if attention == "cross" else tokens[:, :, 0]
+    return Drawn(Instances(tokens, z, labels, made), generators)
+
+
+def chunks(trials: int, seed: int, size: int = 50) -> list[tuple[int, int]]:
+    """(trials, first seed) of pieces that stay in the processor's cache."""
+    return [(min(size, trials - first), seed + first) for first in range(0, trials, size)]
+
+
+def _one(n: int, T: int, d: int, head: str, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    read = torch.randn(d, generator=generator) if head == "linear" else torch.randn(d, d, generator=generator)
+    labels = torch.randn(n, generator=generator).sign()
+    tokens = torch.randn(n, T, d, generator=generator)
+    queries = torch.randn(n, d, generator=generator)
+    unit = (part / part.norm(dim=-1, keepdim=True) for part in (tokens, queries))
+    return read / read.norm(), labels, *unit
+
+
+def starts(
+    drawn: Drawn, m: int, start: str
+) -> tuple[Float[Tensor, "trials d d"], tuple[Float[Tensor, "trials d m"], Float[Tensor, "trials d m"]]]:
+    """(W, (K, Q)): zeros, or uniform in ±1/√d, as torch's linear layers begin; K and Q never begin at 0."""
+    d = drawn.instances.tokens.shape[-1]
+
+    def uniform(columns: int) -> Tensor:
+        rows = [torch.rand(d, columns, generator=generator) for generator in drawn.generators]
+        return (2 * torch.stack(rows).double() - 1) / math.sqrt(d)
+
+    W, K, Q = uniform(d), uniform(m), uniform(m)
+    return (torch.zeros_like(W) if start == "zero" else W), (K, Q)
+
+
+def directions(
+    solve: Callable[[attsvm.Problem], attsvm.Solution],
+    instances: Instances,
+    chosen: Int[Tensor, "trials n"],
+    tick: Callable[[int, int], None],
+) -> Float[Tensor, "trials d d_query"]:
+    """The SVM solution of each trial for the tokens that it has selected; NaN where nothing separates them."""
+    d, d_query = instances.tokens.shape[-1], instances.queries.shape[-1]
+    found = torch.full((len(chosen), d, d_query), torch.nan, dtype=torch.float64)
+    for trial, tokens in enumerate(instances.tokens):
+        W = solve(attsvm.selection(tokens, instances.queries[trial], chosen[trial])).W
+        if W is not None:
+            found[trial] = W
+        tick(trial + 1, len(chosen))
+    return found
+
+
+def grid(iterations: int) -> list[int]:
+    """1, 2, 3, 5, 10, 20, 30, 50, … up to the last iteration."""
+    steps = {factor * 10**power for power in range(len(str(iterations))) for factor in (1, 2, 3, 5)}
+    return sorted({step for step in steps if step < iterations} | {iterations})
+
+
+TOLERANCE = 1e-6
+GOLDEN_GAP = 1e-9  # the relative gap to which both problems are solved, so that the tolerance is met with room
+SOURCE = "Tarzanagh et al. 2023 and Max-margin token selection; solved with cvxpy and Clarabel"
+PROMPTS: dict[str, tuple[list[list[list[float]]], list[int], float]] = {
+    "prompt_a": ([[[-0.1, 1.0], [1.0, 0.0], [0.0, 0.0]]], [0], 0.5 / 1.01),
+    "prompt_b": ([[[-0.1, 1.0], [1.0, 0.0], [0.0, 0.0]]], [1], 0.5),
+    "prompt_c": ([[[0.0, 0.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, -1.0]], [[0.0, 0.0], [0.5, 1.0]]], [1, 1, 1], 17 / 18),
+}
+"""Name → tokens, chosen, ½‖p‖²."""
+PROMPT_D = 0.3131888
+WRITTEN = {**NORMS, "half_square": "½‖p‖²", "rank": "rank"}  # how each figure is written
+LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6354791607992585)}
+"""Seed → Frobenius and nuclear norm of the local-convergence instance, for its best tokens."""
+
+
+def golden(progress: Progress = silent) -> Experiment:
+    """½‖p‖² of the p-version, ‖W‖_F and ‖W‖_* of the instances, and the rank of the nuclear solution: to 1e-6."""
+    rows: dict[str, Figure] = {}
+    posed = instances()
+    for done, (name, (problem, known)) in enumerate(posed.items()):
+        rows |= _solved(name, problem, known)
+        progress("golden instances", done + 1, len(posed))
+    return Experiment(
+        name="golden instances",
+        question="Are the golden instances solved as they were by a general convex solver?",
+        settings={"instances": len(posed), "solver_gap": GOLDEN_GAP},
+        source=SOURCE,
+        **columns(rows, "the solver found no solution"),
+    ).judged()
+
+
+def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
+    """Name → the problem and its known figures: half_square, frobenius, nuclear, rank."""
+    posed = {
+        name: (attsvm.prompt(torch.tensor(tokens).double(), torch.tensor(chosen)), {"half_square": known})
+        for name, (tokens, chosen, known) in PROMPTS.items()
+    }
+    posed["prompt_d"] = (_prompt_d(), {"half_square": PROMPT_D})
+    for name, one in shipped().items():
+        tokens, queries = (torch.tensor(one[part], dtype=torch.float64) for part in ("X", "Z"))
+        posed[name] = (attsvm.selection(tokens, queries, torch.tensor(one["chosen"])), one["known"])
+    for seed, (frobenius, nuclear) in LOCAL.items():
+        drawn = draw(6, 8, 10, 1, seed)
+        problem = attsvm.selection(drawn.instances.tokens[0], drawn.instances.queries[0], drawn.best[0])
+        posed[f"local_{seed}"] = (problem, {"frobenius": frobenius, "nuclear": nuclear})
+    return posed
+
+
+@cache
+def shipped() -> dict[str, Any]:
+    """The instances that are kept as data: tokens X, queries Z, head v, labels Y, chosen tokens, known figures."""
+    text = files("attnlens.lab.experiments.synthetic").joinpath("golden.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _prompt_d() -> attsvm.Problem:
+    """Three inputs of seven tokens around (1, 0), (−1, 1) and (−½, −½), with a score of 1 or ½; the first is chosen."""
+    n, T, d = 3, 7, 3
+    tokens = torch.randn(n, T, d, generator=torch.Generator().manual_seed(0)) * 0.2
+    tokens[:, 0] += torch.tensor([1.0, 0.0, 0.0])
+    tokens[:, 1 : (T + 1) // 2] += torch.tensor([-1.0, 1.0, 0.0])
+    tokens[:, -(T - 1) // 2 :] += torch.tensor([-0.5, -0.5, 0.0])
+    tokens[:, 0, -1], tokens[:, 1:, -1] = 1.0, 0.5
+    return attsvm.prompt(tokens.double(), torch.zeros(n, dtype=torch.long))
+
+
+def _solved(name: str, problem: attsvm.Problem, known: dict[str, float]) -> dict[str, Figure]:
+    frobenius = attsvm.solve(problem)
+    norm = frobenius.norm
+    figures: dict[str, float | None] = {"frobenius": norm, "half_square": None if norm is None else norm**2 / 2}
+    if "nuclear" in known:
+        nuclear = attsvm.solve_nuclear(problem, tolerance=GOLDEN_GAP)
+        figures["nuclear"] = nuclear.norm
+        figures["rank"] = None if nuclear.W is None else attsvm.nuclear_rank(nuclear.W)
+    return {
+        f"{name}_{what}": Figure(
+            figures[what], label=f"{name.replace('_', ' ')} {WRITTEN[what]}", published=value, tolerance=TOLERANCE
+        )
+        for what, value in known.items()
+    }
+
+
+SIZES = ((5, 5), (10, 5), (5, 10))  # (n, T)
+FEASIBLE_SHARES = {
+    (5, 5): {1: 0.0, 2: 0.15, 3: 0.97, 4: 1.0},
+    (10, 5): {3: 0.12, 4: 0.92, 5: 1.0},
+    (5, 10): {2: 0.0, 3: 0.63, 4: 1.0},
+}
+FEASIBLE_TRIALS = 60
+EQUAL = "in one dimension tokens of unit length are ±1, and equal ones can't be separated"
+FEASIBLE_SOURCE = "Tarzanagh et al. 2023, section 3.1, by a reimplementation (60 draws)"
+
+
+def feasibility(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+    """Share of draws for which the SVM of each input's first token (any other is as good) has a solution, by d.
+
+    `sure_n_T` is that share at d = max(T−1, n), where theory puts it at 1 for almost all data; not at d = 1, where
+    tokens of unit length are ±1 and often equal. At another n or T than the default, that size alone. The tolerance is
+    three standard errors of the difference of the two shares.
+    """
+    s = settings
+    sizes = SIZES if (s.n, s.T) == (FEASIBLE.n, FEASIBLE.T) else ((s.n, s.T),)
+    shares = {
+        (n, T): {d: _feasible_share(s, n, T, d, progress) for d in sorted({*s.d, max(T - 1, n)})} for n, T in sizes
+    }
+    known = FEASIBLE_SHARES if published else {}
+    rows = {
+        f"n{n}_T{T}_d{d}": share_of(
+            share, s.trials, f"n = {n}, T = {T}, d = {d}", known.get((n, T), {}).get(d), FEASIBLE_TRIALS
+        )
+        for (n, T), row in shares.items()
+        for d, share in row.items()
+    }
+    for n, T in sizes:
+        share = shares[n, T][d] if (d := max(T - 1, n)) > 1 else None
+        rows[f"sure_n{n}_T{T}"] = Figure(share, label=f"sure, n = {n}, T = {T}", published=1.0 if published else None)
+    return Experiment(
+        name="feasibility",
+        question="For which sizes does any W separate arbitrary tokens of random data?",
+        settings={"sizes": [f"n={n} T={T}" for n, T in sizes]},
+        source=FEASIBLE_SOURCE if published else None,
+        axis="d",
+        curves={
+            f"n={n}, T={T}": Curve(steps=list(row), median=list(row.values()), quantity="share separable", bounded=True)
+            for (n, T), row in shares.items()
+        },
+        **columns(rows, EQUAL),
+    )
+
+
+def _feasible_share(s: ExperimentSettings, n: int, T: int, d: int, progress: Progress) -> float:
+    instances = draw(n, T, d, s.trials, s.seed, s.attention).instances
+    there, first = 0, torch.zeros(n, dtype=torch.long)
+    for trial in range(s.trials):
+        problem = attsvm.selection(instances.tokens[trial], instances.queries[trial], first)
+        # A verdict that the solver leaves open (None) has no proof of separability, and counts as none.
+        there += attsvm.separable(problem).verdict is True
+        progress(f"feasibility, n={n} T={T} d={d}", trial + 1, s.trials)
+    return there / s.trials
+
+
+FEASIBLE = ExperimentSettings(trials=60, n=5, T=5, d=(1, 2, 3, 4, 5))
+FEASIBILITY = Study(feasibility, FEASIBLE, replace(FEASIBLE, trials=30), uses("feasibility"))
+
+
+SELECTED_SHARES = {
+    **{2: 0.12, 3: 0.28, 4: 0.35, 6: 0.49, 8: 0.62, 10: 0.67},
+    **{15: 0.85, 20: 0.82, 30: 0.91, 50: 0.96, 100: 0.955},
+}
+SELECTED_TRIALS = 200
+SELECTED_SOURCE = "Tarzanagh et al. 2023, section 3, by a reimplementation (200 runs)"
+
+
+def global_selection(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+    """Share of trials whose α_i is argmax_t Y_i γ_it for every input i, by d.
+
+    The tolerance is three standard errors of the difference of the two shares.
+    """
+    shares = {d: _selected_share(settings, d, place, progress) for place, d in enumerate(settings.d)}
+    known = SELECTED_SHARES if published else {}
+    rows = {
+        f"d{d}": share_of(share, settings.trials, f"d = {d}", known.get(d), SELECTED_TRIALS)
+        for d, share in shares.items()
+    }
+    shown = Curve(steps=list(shares), median=list(shares.values()), quantity="share of trials", bounded=True)
+    return Experiment(
+        name="global selection",
+        question="How often does descent from zero select the best token of every input?",
+        source=SELECTED_SOURCE if published else None,
+        axis="d",
+        curves={"all best tokens selected": shown},
+        **columns(rows),
+    )
+
+
+def _selected_share(s: ExperimentSettings, d: int, place: int, progress: Progress) -> float:
+    hits, done = 0, 0
+    for trials, seed in chunks(s.trials, s.seed):
+        drawn = draw(s.n, s.T, d, trials, seed, s.attention)
+        first = done
+
+        def tick(step: int, _steps: int, first: int = first, trials: int = trials) -> None:
+            part = (first + trials * step / s.iterations) / s.trials
+            progress("global selection", round(1000 * (place + part)), 1000 * len(s.d))
+
+        W, _ = starts(drawn, 1, s.start)
+        descent = descend(drawn.instances, W, s.iterations, lr=s.lr, loss=s.loss, progress=tick)
+        hits += int((descent.chosen[-1] == drawn.best).all(-1).sum())
+        done += trials
+    return hits / s.trials
+
+
+SELECTED = ExperimentSettings(trials=200, d=(2, 4, 10, 30, 50), start="zero")
+SELECTED_QUICK = replace(SELECTED, trials=50, d=(2, 4, 10))
+GLOBAL_SELECTION = Study(global_selection, SELECTED, SELECTED_QUICK, uses("global-selection"))
+
+
+LONGER = 5
+"""At the published settings W trains on for so many times the iterations, where the textbook's gradient decays."""
+CORRELATIONS: dict[str, Published] = {
+    "W_to_frobenius": {"published": 0.991, "tolerance": 0.01},
+    "W_to_nuclear": {"published": 0.858, "tolerance": 0.03},
+    "KQ_to_nuclear": {"published": 0.996, "tolerance": 0.01},
+    "KQ_to_frobenius": {"published": 0.851, "tolerance": 0.03},
+    "W_to_frobenius_longer": {"published": 0.9998, "tolerance": 0.0001, "bound": "at least"},
+}
+CORRELATIONS_SOURCE = (
+    "Tarzanagh et al. 2023, Fig. 4 (0.99 and 0.86); to three digits by a reimplementation on 100 seeds"
+)
+GOALS: dict[str, Callable[[attsvm.Problem], attsvm.Solution]] = {
+    "frobenius": attsvm.solve,
+    "nuclear": partial(attsvm.solve_nuclear, tolerance=1e-6),
+}
+
+
+def local_convergence(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+    """Mean over trials of ⟨W, W_svm⟩/(‖W‖‖W_svm‖), the SVM posed on the tokens that the trained model selects.
+
+    `W_to_frobenius_longer` is the median after LONGER times the iterations.
+    """
+    s = settings
+    drawn = draw(s.n, s.T, s.d[0], s.trials, s.seed, s.attention, s.head)
+    W, factors = starts(drawn, s.m or s.d[0], s.start)
+    wanted = {name: start for name, start in (("W", W), ("KQ", factors)) if s.parameterisation in ("both", name)}
+    known = CORRELATIONS if published else {}
+    reads = [_trained(drawn.instances, start, s, known, name, progress) for name, start in wanted.items()]
+    rows = {name: row for found, _, _ in reads for name, row in found.items()}
+    longer = {name: row for _, _, found in reads for name, row in found.items()}
+    return Experiment(
+        name="local convergence",
+        question="Does descent end at the max-margin solution for the tokens that it selects?",
+        settings={"m": s.m or s.d[0], "normaliser": _normaliser(s)},
+        source=CORRELATIONS_SOURCE if published else None,
+        curves={name: curve for _, found, _ in reads for name, curve in found.items()},
+        **columns(rows | longer, "no trial's selection is separable"),
+    )
+
+
+def _normaliser(s: ExperimentSettings) -> attsvm.Normaliser:
+    """Both factors by ‖∇_W‖, as the published figures; each by its own norm where that would overflow."""
+    return "form" if s.iterations <= longest(s.lr) else "own"
+
+
+def _trained(
+    instances: Instances,
+    start: Tensor | tuple[Tensor, Tensor],
+    s: ExperimentSettings,
+    known: Mapping[str, Published],
+    name: str,
+    progress: Progress,
+) -> tuple[dict[str, Figure], dict[str, Curve], dict[str, Figure]]:
+    """Figures and curves of one parameterisation's descent, and the figure of longer training, if there is one."""
+    longer = f"{name}_to_frobenius_longer"
+    last = LONGER * s.iterations if longer in known else s.iterations
+    descent = descend(
+        instances,
+        start,
+        last,
+        lr=s.lr,
+        loss=s.loss,
+        normaliser=_normaliser(s),
+        record={*grid(s.iterations), *grid(last)},
+        progress=partial(progress, f"local convergence, {name}"),
+    )
+    at = descent.steps.index(s.iterations) + 1
+    short = replace(descent, **{name: getattr(descent, name)[:at] for name in ("steps", "W", "chosen", "largest")})
+    rows, curves = dict[str, Figure](), dict[str, Curve]()
+    for svm in GOALS:
+        read, words = _correlations(instances, short, name, svm, progress), f"{name} to {NORMS[svm]}"
+        rows[f"{name}_to_{svm}"] = averaged(read[-1], words, **known.get(f"{name}_to_{svm}", {}))
+        curves[f"{name} to {svm}"] = curve(short.steps, read, CORRELATION, bounded=True, label=words)
+    rows[f"{name}_largest_weight"] = averaged(descent.largest[at - 1].mean(-1))
+    if last == s.iterations:
+        return rows, curves, {}
+    end, words = _correlations(instances, descent, name, "frobenius", progress), f"{name} to Frobenius, longer"
+    curves[f"{name} to frobenius, longer"] = curve(descent.steps, end, CORRELATION, bounded=True, label=words)
+    return rows, curves, {longer: Figure(end[-1].nanmedian().item(), label=words, **known[longer])}
+
+
+def _correlations(
+    instances: Instances, descent: Descent, name: str, svm: str, progress: Progress
+) -> Float[Tensor, "steps trials"]:
+    """To the SVM of the tokens that are selected at the last step; NaN where nothing separates them."""
+    tick = partial(progress, f"local convergence, {name}, {svm} SVM")
+    return descent.correlation(directions(GOALS[svm], instances, descent.chosen[-1], tick))
+
+
+CONVERGENCE = ExperimentSettings(trials=100)
+LOCAL_CONVERGENCE = Study(local_convergence, CONVERGENCE, replace(CONVERGENCE, trials=20), uses("local-convergence"))
+
+
+TIGHT = 1e-8
+"""The relative gap to which the nuclear problem is solved, so that a singular value of 0 is below 1e-5·σ₁."""
+SVMS: dict[str, Callable[[attsvm.Problem], attsvm.Solution]] = {
+    "nuclear": partial(attsvm.solve_nuclear, tolerance=TIGHT),
+    "frobenius": attsvm.solve,
+}
+RANKS: dict[str, Published] = {
+    "nuclear_least": {"published": 2.0, "bound": "at least"},
+    "nuclear_most": {"published": 4.0, "bound": "at most"},
+    "beyond_bound": {"published": 0.0, "bound": "at most"},
+}
+RANKS_SOURCE = (
+    "Tarzanagh et al. 2023, Lemma 1: rank ≤ min(n, d); 2 to 4 with a tight solver (the published one reads 5 to 8)"
+)
+
+
+def rank(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+    """Number of σ > 1e-5·σ₁ of the nuclear and Frobenius solutions for the best tokens, by d.
+
+    `nuclear_least` and `nuclear_most` are the least and the largest mean rank over d, `beyond_bound` is the largest
+    rank − min(n, d).
+    """
+    s = settings
+    ranks = {(d, svm): _ranks(s, d, svm, progress) for d in s.d for svm in SVMS}
+    rows = {f"{svm}_d{d}": averaged(found, f"{NORMS[svm]}, d = {d}") for (d, svm), found in ranks.items()}
+    means = [value for d in s.d if (value := rows[f"nuclear_d{d}"].value) is not None]
+    beyond = [found[~found.isnan()] - min(s.n, d) for (d, svm), found in ranks.items() if svm == "nuclear"]
+    most = max((float(row.max()) for row in beyond if len(row)), default=None)
+    for name, value, label in (
+        ("nuclear_least", min(means, default=None), "nuclear, least mean"),
+        ("nuclear_most", max(means, default=None), "nuclear, largest mean"),
+        ("beyond_bound", most, "largest rank − min(n, d)"),
+    ):
+        rows[name] = Figure(value, label=label, **(RANKS[name] if published else {}))
+    return Experiment(
+        name="rank",
+        question="Of which rank is the nuclear solution, and is it at most min(n, d)?",
+        settings={"threshold": 1e-5, "solver_gap": TIGHT},
+        source=RANKS_SOURCE if published else None,
+        axis="d",
+        curves={svm: curve(s.d, torch.stack([ranks[d, svm] for d in s.d]), "rank", label=NORMS[svm]) for svm in SVMS},
+        **columns(rows, "nothing separates the best tokens"),
+    )
+
+
+def _ranks(s: ExperimentSettings, d: int, svm: str, progress: Progress) -> Float[Tensor, " trials"]:
+    """The rank in each trial; NaN where there is no solution."""
+    drawn = draw(s.n, s.T, d, s.trials, s.seed, s.attention)
+    found = directions(SVMS[svm], drawn.instances, drawn.best, partial(progress, f"rank, {svm}, d={d}"))
+    there = [torch.nan if W.isnan().any() else float(attsvm.nuclear_rank(W)) for W in found]
+    return torch.tensor(there, dtype=torch.float64)
+
+
+RANK_SIZES = ExperimentSettings(trials=50, d=(4, 6, 8, 10, 15, 20))
+RANK_QUICK = replace(RANK_SIZES, trials=10, d=(6, 10))
+RANK = Study(rank, RANK_SIZES, RANK_QUICK, uses("rank"))

@@ -1,0 +1,285 @@
+"""The experiments in which several tokens may keep their weight: ReLU heads, and next-token prediction."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from pydantic import JsonValue
+
+from attnlens.errors import UnposedError, UsageError
+from attnlens.lab.experiments.settings import (
+    CORRELATION,
+    ExperimentSettings,
+    Figure,
+    Progress,
+    Published,
+    Study,
+    averaged,
+    columns,
+    curve,
+    uses,
+)
+from attnlens.lab.experiments.synthetic.tokens import chunks, draw, grid, starts
+from attnlens.maths import attsvm
+from attnlens.maths.attsvm.descent import Descent, Instances, Scores, descend, gradient, unit
+from attnlens.records.studies import Curve, Experiment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+GONE, KEPT = 1e-6, 1e-3
+"""A token is let go of below the one and kept above the other; an instance with a weight between them is undecided."""
+DIRECTIONS = {"svm_equivalent": "SVM equivalent", "W_mm": "W_mm", "single_token": "single token"}
+"""How each direction is written."""
+FLOOR = 2.2e-16
+"""What the published code adds to ‖∇‖: training stops where it vanishes. Without it, it goes on along what is left: the
+inputs whose ReLUs are not all off, which then decide alone, and 1 − correlation ends at 0.08 where d = 4."""
+DISTANCES = {
+    f"{name}_d{d}": distance
+    for name, found in (("svm_equivalent", (0.034, 0.017, 0.011, 0.0056)), ("W_mm", (0.07, 0.043, 0.015, 0.0087)))
+    for d, distance in zip((4, 6, 8, 10), found, strict=True)
+}
+READING = 0.3
+"""How far a figure read off a logarithmic axis may be off, of itself, beside three standard errors of ours."""
+DISTANCES_SOURCE = "Tarzanagh et al. 2023, section 5, read off a logarithmic figure: means over 500 accepted runs"
+
+
+def multi_token(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+    """Mean of 1 − correlation of W to W_fin + R·W_mm, to W_mm, and to the single-token SVM, by d.
+
+    Kept instances have a label −1, no weight in (GONE, KEPT], some ≤ GONE, and both SVMs.
+    """
+    s = settings
+    found = {d: _size(s, d, place, progress) for place, d in enumerate(s.d)}
+    known = DISTANCES if published else {}
+    rows = {
+        f"{name}_d{d}": _figure(kept[:, column], f"{DIRECTIONS[name]}, d = {d}", known.get(f"{name}_d{d}"))
+        for d, kept in found.items()
+        for column, name in enumerate(DIRECTIONS)
+    }
+    shares: dict[str, JsonValue] = {f"accepted_d{d}": len(kept) / s.trials for d, kept in found.items()}
+    return Experiment(
+        name="multi-token",
+        question="Where several tokens keep their weight, does descent end at W_fin + R·W_mm of the generalised SVM?",
+        settings={"gone": GONE, "kept": KEPT, "floor": FLOOR, "hidden_units": "d", **shares},
+        source=DISTANCES_SOURCE if published else None,
+        axis="d",
+        curves={
+            name.replace("_", " "): _by_d(found, column, label)
+            for column, (name, label) in enumerate(DIRECTIONS.items())
+        },
+        **columns(rows, "no instance passes the filter", {f"accepted_d{d}": f"accepted, d = {d}" for d in found}),
+    )
+
+
+def _figure(values: Float[Tensor, " kept"], label: str, published: float | None) -> Figure:
+    found = averaged(values, label)
+    if published is None:
+        return found
+    return replace(found, published=published, tolerance=READING * published + 3 * (found.error or 0.0))
+
+
+def _size(s: ExperimentSettings, d: int, place: int, progress: Progress) -> Float[Tensor, "kept 3"]:
+    """1 − correlation to each of DIRECTIONS, of the instances that are kept."""
+    rows: list[list[float]] = []
+    done = 0
+    for trials, seed in chunks(s.trials, s.seed, 250):
+        drawn = draw(s.n, s.T, d, trials, seed, s.attention, s.head)
+
+        def tick(step: int, _steps: int, first: int = done, trials: int = trials) -> None:
+            part = (first + trials * step / s.iterations) / s.trials
+            progress("multi-token", round(1000 * (place + part)), 1000 * len(s.d))
+
+        W, _ = starts(drawn, 1, s.start)
+        descent = descend(drawn.instances, W, s.iterations, lr=s.lr, loss=s.loss, floor=FLOOR, progress=tick)
+        weights = descent.log_weights.exp()
+        for trial in decided(drawn.instances, weights).nonzero().flatten().tolist():
+            if (row := compared(drawn.instances, descent, trial)) is not None:
+                rows.append(row)
+        done += trials
+    return torch.tensor(rows, dtype=torch.float64).reshape(-1, len(DIRECTIONS))
+
+
+def decided(instances: Instances, weights: Float[Tensor, "trials n T"]) -> Bool[Tensor, " trials"]:
+    """The published filter: a label −1, no weight between GONE and KEPT, and some token let go of."""
+    between = ((weights > GONE) & (weights <= KEPT)).flatten(1).any(-1)
+    return (instances.labels < 0).any(-1) & ~between & (weights <= GONE).flatten(1).any(-1)
+
+
+def compared(instances: Instances, descent: Descent, trial: int) -> list[float] | None:
+    """1 − correlation of the trained W to each of DIRECTIONS; None where one of the SVMs has no solution."""
+    tokens, queries, W = instances.tokens[trial], instances.queries[trial], descent.W[-1, trial]
+    weights = descent.log_weights[trial].exp()
+    several = attsvm.solve(attsvm.selection_sets(tokens, queries, weights > KEPT)).W
+    single = attsvm.solve(attsvm.selection(tokens, queries, descent.chosen[-1, trial])).W
+    finite = _finite(tokens, queries, weights, W)
+    if several is None or single is None or finite is None:
+        return None
+    R = float(((W - finite) * several).sum() / several.square().sum())
+    return [
+        1 - float((W * direction).sum() / (W.norm() * direction.norm()))
+        for direction in (finite + R * several, several, single)
+    ]
+
+
+def _finite(tokens: Tensor, queries: Tensor, weights: Tensor, W: Tensor) -> Tensor | None:
+    """W_fin; 0 where every input keeps one token, None where the log-ratios contradict each other."""
+    try:
+        return attsvm.solve(attsvm.finite_part(tokens, queries, weights, weights > KEPT)).W
+    except UnposedError:
+        return torch.zeros_like(W)
+
+
+def _by_d(found: dict[int, Float[Tensor, "kept 3"]], column: int, label: str) -> Curve:
+    """Each size has kept its own number of instances: the shorter columns end in NaN."""
+    columns = [rows[:, column] for rows in found.values()]
+    most = max(1, *(len(column) for column in columns))
+    padded = [torch.nn.functional.pad(column, (0, most - len(column)), value=torch.nan) for column in columns]
+    return curve(list(found), torch.stack(padded), "1 − correlation", label=label)
+
+
+MULTI_FULL = ExperimentSettings(trials=1000, n=3, T=4, d=(4, 6, 8, 10), head="relu", iterations=2001)
+MULTI_QUICK = replace(MULTI_FULL, trials=150, d=(4, 6))
+MULTI_TOKEN = Study(multi_token, MULTI_FULL, MULTI_QUICK, uses("multi-token"))
+
+
+TRIES = 200  # random corpora drawn for one that poses a problem, before the sizes are refused
+SAME = 1e-9  # tokens nearer than this off the cyclic subspace are of one component; others are ≥ 1/√d apart
+
+
+class Corpus(NamedTuple):
+    """Sequences as features φ_t = vec(x_t zᵀ), each split into its part off and in the cyclic subspace."""
+
+    features: Float[Tensor, "n T twice"]  # [off, in]
+    reads: Float[Tensor, "n T"]  # c_yᵀ x_t: 1 at the label's copies, 0 elsewhere
+    component: Bool[Tensor, "n T"]  # whether a token is in the label's strongly connected component
+    W: Float[Tensor, " square"]  # the graph's SVM
+
+
+TO_SVM: Published = {"published": 1.0, "tolerance": 1e-3}
+FINITE: Published = {"published": 0.0, "tolerance": 1e-9}
+"""The theorems' limits, and how near them the last iteration must be."""
+
+
+def next_token(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
+    """Correlation of W's part off the cyclic subspace to the graph SVM, and ‖W_cyc − W_fin‖ (Li et al. 2024).
+
+    d tokens with orthonormal embeddings E; n sequences of T tokens that hold their label y; f = e_yᵀ Xᵀ softmax(X W z),
+    z the last token, loss −log f: convex, so that descent is global. Off the cyclic subspace a step has length lr, in
+    it descent is plain with rate 1: there W stays finite, where steps of one length would never come to rest. W_fin is
+    what the loss alone makes of each label's own component. Acyclic: the label is the first of the sequence's tokens in
+    an order of its last token's own. No number was published, but a limit: correlation 1, distance 0.
+    """
+    acyclic, _, steps, at_end = _kind(settings, False, progress)
+    cyclic, off, _, cyclic_end = _kind(settings, True, progress)
+    to_svm, finite = (TO_SVM, FINITE) if published else (Published(), Published())
+    rows = {
+        "acyclic_to_svm": averaged(acyclic[-1], "acyclic to SVM", **to_svm),
+        "cyclic_to_svm": averaged(cyclic[-1], "cyclic to SVM", **to_svm),
+        "cyclic_finite_distance": averaged(off[-1], **finite),
+        "acyclic_label_weight": averaged(at_end),
+        "cyclic_component_weight": averaged(cyclic_end),
+    }
+    return Experiment(
+        name="next-token",
+        question="Trained to predict the next token, does attention end at the SVM of the token-priority graph?",
+        settings={"vocabulary": settings.d[0], "loss": "log", "embeddings": "orthonormal, tied", "start": "zero"},
+        source="Li et al. 2024, Mechanics of next token prediction with self-attention: the limits of Theorems 1 and 2",
+        curves={
+            "acyclic, to the graph SVM": curve(steps, acyclic, CORRELATION, bounded=True),
+            "cyclic, to the graph SVM": curve(steps, cyclic, CORRELATION, bounded=True),
+            "cyclic, finite part": curve(steps, off, "distance", picture="cyclic, finite part"),
+        },
+        **columns(rows),
+    )
+
+
+def _kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[Tensor, Tensor, list[int], Tensor]:
+    """(correlation, distance of the finite part, both (steps, trials); the steps; the least weight that is to be 1)."""
+    corpora = [corpus(s.n, s.T, s.d[0], s.seed + trial, cyclic) for trial in range(s.trials)]
+    features, reads, inside, W = (
+        torch.stack(column)
+        for column in zip(*((one.features, one.reads, one.component, one.W) for one in corpora), strict=True)
+    )
+    trials, n = features.shape[:2]
+    ones = torch.ones(trials, n, 1, dtype=torch.float64)
+    instances = Instances(features, ones, ones.squeeze(-1), Scores(reads))
+    stage = f"next-token, {'cyclic' if cyclic else 'acyclic'}"
+    steps = grid(s.iterations)
+    path, log_weights = descended(instances, s, steps, partial(progress, stage))
+    off, within = path.chunk(2, dim=-1)
+    restricted = replace(instances, allowed=inside)
+    limit = descended(restricted, s, [s.iterations], partial(progress, f"{stage}, finite part"))[0][-1].chunk(2, -1)[1]
+    apart = (within - limit).norm(dim=-1)
+    weight = (log_weights.exp() * inside).sum(-1).amin(-1)
+    return (off * W).sum(-1) / (off.norm(dim=-1) * W.norm(dim=-1)), apart, steps, weight
+
+
+def descended(
+    instances: Instances, s: ExperimentSettings, steps: list[int], tick: Callable[[int, int], None]
+) -> tuple[Float[Tensor, "steps trials twice"], Float[Tensor, "trials n T"]]:
+    """W at those steps, and the log-weights at the end: normalised off the cyclic subspace, plain in it."""
+    W = torch.zeros(len(instances.tokens), instances.tokens.shape[-1], 1, dtype=torch.float64)
+    seen, read = instances.first(), []
+    for step in range(1, s.iterations + 1):
+        seen, gaps = instances.gaps(W, seen)
+        direction, scale = gradient(instances, seen, gaps.log_softmax(-1), "log")
+        off, within = direction.chunk(2, dim=1)
+        W = W - torch.cat([s.lr * unit(off, torch.zeros_like(scale)), within * scale.exp()[:, None, None]], dim=1)
+        if step in steps:
+            read.append(W.squeeze(-1))
+        tick(step, s.iterations)
+    return torch.stack(read), instances.gaps(W, seen)[1].log_softmax(-1)
+
+
+def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
+    """Random sequences whose graph poses a problem: some order to learn, and some cycle where cycles are asked for.
+
+    Raises UsageError where TRIES random corpora of that size pose none.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64)).Q
+    for _ in range(TRIES):
+        inputs = torch.randint(d, (n, T), generator=generator)
+        order = torch.rand(d, d, generator=generator)
+        first = order[inputs[:, -1:], inputs].argmax(-1)
+        place = torch.randint(T, (n,), generator=generator) if cyclic else first
+        labels = inputs.gather(-1, place[:, None])
+        try:
+            problem = attsvm.next_token(torch.cat([inputs, labels], 1).tolist(), embeddings)
+        except UnposedError:
+            continue
+        W = attsvm.solve(problem).W
+        if W is not None and not problem.equal.all() and bool(problem.equal.any()) == cyclic:
+            return _featured(problem, embeddings[inputs], inputs == labels, W)
+    raise UsageError(
+        f"{TRIES} random corpora of {n} sequences of {T} among {d} tokens pose no such problem.",
+        "Choose a larger d, or more or longer sequences.",
+    )
+
+
+def _featured(
+    problem: attsvm.Problem, tokens: Float[Tensor, "n T d"], hits: Bool[Tensor, "n T"], W: Float[Tensor, "d d"]
+) -> Corpus:
+    whole = (tokens[..., :, None] * tokens[:, -1:, None, :]).flatten(2)
+    equal = problem.equal
+    ties = (problem.differences[equal][:, :, None] * problem.paired_queries[equal][:, None, :]).flatten(1)
+    _, values, basis = torch.linalg.svd(ties, full_matrices=False)
+    basis = basis[values > SAME * values.amax()] if len(values) else basis
+    within = whole @ basis.mT @ basis
+    off = whole - within
+    # One component's tokens differ by rounding off the cyclic subspace, which would outlive weights below 1e-16.
+    same = torch.cdist(off, off) < SAME
+    off = off.gather(1, same.int().argmax(-1)[..., None].expand_as(off))
+    component = same[torch.arange(len(hits)), hits.int().argmax(-1)]
+    return Corpus(torch.cat([off, within], -1), hits.double(), component, W.flatten())
+
+
+NEXT_FULL = ExperimentSettings(trials=50, n=6, T=4, d=(8,), lr=0.1, iterations=3000)
+NEXT_TOKEN = Study(next_token, NEXT_FULL, replace(NEXT_FULL, trials=10), uses("next-token"))

@@ -1,0 +1,199 @@
+"""Trains with Primal-Attention: a torch module, its loss, and whole transformers that own it.
+
+>>> import torch
+>>> from transformers import BertConfig
+>>> from attnlens import primal
+>>> sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+>>> config = BertConfig(vocab_size=50, max_position_embeddings=16, architectures=["BertForMaskedLM"], **sizes)
+>>> model = primal.build(config, layers="last", scores=8)  # Primal.+: canonical attention but in the last layer
+>>> words = torch.arange(10)[None]
+>>> loss = model.train()(input_ids=words, labels=words).loss + 0.1 * primal.regulariser(model)
+>>> loss.backward()
+
+`PrimalAttention` is the layer alone, for models of your own:
+
+>>> layer = primal.PrimalAttention(d_model=32, heads=2, scores=8)
+>>> layer(torch.randn(1, 10, 32)).shape
+torch.Size([1, 10, 32])
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from attnlens.errors import ModelError, TextError, UsageError
+from attnlens.kernels.attention import attend
+from attnlens.kernels.attention.primal_heads import PrimalAttention, PrimalHeads, regulariser
+from attnlens.kernels.attention.primal_scores import whole_reach
+from attnlens.records import Call
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from attnlens.models.hooks import Reached
+
+__all__ = ["PrimalAttention", "PrimalHeads", "build", "regulariser"]
+
+NAME = "attnlens_primal"
+"""Under which transformers knows the attention of the models built here."""
+ONLY_BY = "attnlens.lab.primal.build"
+"""The attention that a saved config.json asks for: of no such name, so that `from_pretrained` refuses what it would
+otherwise load as canonical attention, with no more than a list of unexpected keys."""
+
+
+def build(
+    base: PreTrainedConfig | PreTrainedModel,
+    layers: Literal["all", "last"] | Sequence[int] = "all",
+    scores: int = 30,
+    samples: int = 0,
+) -> PreTrainedModel:
+    """A model whose attention is primal in all layers (PrimalFormer), in the last (Primal.+), or in those numbered.
+
+    A config makes a new model of the class that its `architectures` name, else of AutoModel's; a model is changed in
+    place and keeps its weights. Each chosen attention module gets a `primal` part of its own (PrimalHeads), trained
+    with the others and saved in the state dict; its queries and keys are those of the model, after rotation, and its
+    values have no effect, so that their projection gets no gradient.
+
+    `model.config.attnlens_primal` lists layer, scores and samples of every primal layer, and `save_pretrained` writes
+    it to config.json. `from_pretrained` refuses such a folder
+    (`attn_implementation="attnlens.lab.primal.build"`); load by
+    `model = build(AutoConfig.from_pretrained(folder), …)` with the same numbers, then
+    `safetensors.torch.load_model(model, folder + "/model.safetensors")` or `model.load_state_dict`.
+
+    Training minimises loss + eta * primal.regulariser(model). There is no key-value cache. `scores` is s (30 in the
+    published code), with a warning where head_dim or `samples` bounds their rank; `samples` rows of the module's input
+    make F (0: F = I), in encoders only.
+    Raises ModelError for cross-attention, a bias on the scores (T5's positions), layers called repeatedly, and models
+    out of reach; UsageError for layers or numbers that make no sense.
+    """
+    from attnlens.models import hooks
+
+    model = base if isinstance(base, nn.Module) else _made(base)
+    training = model.training
+    try:  # the sites of one pass over blank input
+        reached = hooks.survey(cast("PreTrainedModel", model.train(False)), _blank(model))
+    finally:
+        model.train(training)
+    chosen = _chosen(reached, layers)
+    for found in chosen:
+        _check(found, samples)
+    for found in chosen:
+        call = found.call
+        heads = PrimalHeads(call.query.shape[1], call.query.shape[-1], scores, call.value.shape[-1], samples)
+        found.module.add_module("primal", heads.to(model.device, model.dtype))
+        if samples:
+            found.module.register_forward_pre_hook(_keep_input, with_kwargs=True)
+    model.config.use_cache = False
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.use_cache = False
+    hooks.install(model, NAME, _answer)
+    owned = {found.site.layer: getattr(found.module, "primal", None) for found in reached}
+    model.config.attnlens_primal = [
+        {"layer": layer, "scores": heads.log_multipliers.shape[-1], "samples": heads.samples}
+        for layer, heads in owned.items()
+        if isinstance(heads, PrimalHeads)
+    ]
+    model.config.attn_implementation = ONLY_BY
+    return model
+
+
+def _made(config: PreTrainedConfig) -> PreTrainedModel:
+    import transformers
+
+    config = copy.deepcopy(config)
+    if config._attn_implementation in (ONLY_BY, NAME):
+        config._attn_implementation = None
+    name = (getattr(config, "architectures", None) or [""])[0]
+    made = getattr(transformers, name, None)
+    if made is not None:
+        return cast("PreTrainedModel", made(config))
+    return cast("PreTrainedModel", transformers.AutoModel.from_config(config))  # type: ignore[no-untyped-call]
+
+
+def _blank(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The least input that the model takes: four tokens for each side that reads them, noise for pixels and sound."""
+    from attnlens.models.texts.media import Feed, ids_of, media_of, placed, types_of
+    from attnlens.models.texts.sequences import decodes_text, not_made, reads_ids, text_inputs, wanted
+
+    try:
+        media = media_of(model)
+        made = Feed(model, media, 0).take([0])
+    except TextError as error:
+        raise ModelError(error.problem, error.remedy) from None
+    before = ids_of(media.before)
+    ids = torch.tensor([[*before, *[1] * 4]])
+    made |= types_of(model, media.before, ids)
+    if reads_ids(model) or decodes_text(model):
+        made |= text_inputs(model, ids, torch.ones_like(ids), len(before))
+    if missing := [name for name in wanted(model) if name not in made]:
+        raise ModelError(*not_made(model, missing))
+    return placed(model, made)
+
+
+def _chosen(reached: list[Reached], layers: Literal["all", "last"] | Sequence[int]) -> list[Reached]:
+    if layers == "all":
+        return reached
+    if layers == "last":
+        return reached[-1:]
+    if isinstance(layers, str):
+        raise UsageError(f"{layers!r} names no layers.", 'Write "all", "last" or numbers.')
+    wrong = [layer for layer in layers if not 0 <= layer < len(reached)]
+    if wrong or not layers:
+        what = f"There is no layer {wrong[0]}." if wrong else "No layer is named."
+        raise UsageError(what, f"The model has layers 0 to {len(reached) - 1}.")
+    return [found for found in reached if found.site.layer in layers]
+
+
+def _check(found: Reached, samples: int) -> None:
+    """Raise where a layer can't be primal."""
+    if found.site.part == "cross":
+        raise ModelError(
+            f"{found.site.path} attends to another sequence: e- and r-scores would live on different tokens.",
+            "Choose an encoder or a decoder alone, or leave such layers out.",
+        )
+    if found.call.bias is not None:
+        raise ModelError(
+            f"{found.site.path} adds a bias to its scores (T5's positions), and primal attention has no scores.",
+            "Choose a model whose positions are in its queries and keys, or leave such layers out.",
+        )
+    if found.site.repeated:
+        raise ModelError(
+            f"{found.site.path} is called more than once in a pass.", "Choose a model without such layers."
+        )
+    if hasattr(found.module, "primal"):
+        raise UsageError(f"{found.site.path} is primal already.", "Build from a model that is not.")
+    if samples and found.site.part == "decoder":
+        raise UsageError("Causal primal attention has no sampled rows: the future would leak.", "Use samples=0.")
+    heads, _, size = found.call.query.shape[1:]
+    if samples and heads * size != found.arguments[found.input_name].shape[-1]:
+        raise UsageError(
+            f"The input of {found.site.path} does not divide into {heads} heads of {size} dimensions.", "Use samples=0."
+        )
+
+
+def _keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Remember the module's input, its first tensor, until its attention is computed."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    object.__setattr__(module, "_primal_input", tensors[0])
+
+
+def _answer(call: Call) -> Tensor:
+    """A primal module's output, any other's own attention: (batch, queries, heads, value_dim)."""
+    from attnlens.models.hooks import OWN
+
+    module = cast("nn.Module", call.module)
+    heads = getattr(module, "primal", None)
+    if heads is None:
+        return attend(call, OWN)
+    found = whole_reach(call)
+    rows = None
+    if heads.samples:
+        inputs = cast("Tensor", module.__dict__.pop("_primal_input"))
+        rows = inputs.reshape(*inputs.shape[:2], call.query.shape[1], -1).transpose(1, 2)
+    output = heads(call.query, call.paired_key, causal=found.causal, kept=found.kept, rows=rows)
+    return cast("Tensor", output.to(call.query.dtype).transpose(1, 2))

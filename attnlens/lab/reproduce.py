@@ -1,0 +1,358 @@
+"""Runs the papers' small experiments, synthetic, on one trained head or on small models, beside what was published."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, Unpack, get_args
+
+import torch
+
+from attnlens import requests
+from attnlens.analyzers.selection.gatherer import Selector
+from attnlens.arguments import checked_name, public, switch
+from attnlens.choices import SHOWN, STUDIES, WHERE_POSED
+from attnlens.errors import UsageError
+from attnlens.files import check_folder
+from attnlens.lab.experiments import EXPERIMENTS, golden, one_thread, run_experiments
+from attnlens.lab.experiments.binary_kernel import binary_kernel
+from attnlens.lab.experiments.one_head import hardening, trained
+from attnlens.lab.experiments.settings import ExperimentSettings
+from attnlens.lab.experiments.trained import depth_decay, ksvd_identities, primal_decay
+from attnlens.lab.study.cells import StudyPlan, table_of, trained_cells
+from attnlens.lab.study.tables import TABLES, PaperCell, Scale, scale_of
+from attnlens.lab.study.tasks import (
+    Reversal,
+    StudyTask,
+    TaskForm,
+    iwslt,
+    labelled,
+    language,
+    series,
+    translation,
+    wikitext,
+)
+from attnlens.lab.study.units import save_cells
+from attnlens.maths.attsvm.head import Nearness
+from attnlens.models import loading, texts
+from attnlens.records import Coverage, Experiment, ModelInfo, Report, Settings, Skipped
+from attnlens.records.studies import StudyTable
+from attnlens.registry import Gatherer, Gathering, GatheringPlace, analyzers
+from attnlens.requests import reading
+from attnlens.requests.experiments import ALL, DescentRequest, SizesRequest, StudyRequest, checked_synthetic, table
+from attnlens.requests.fields import checked
+from attnlens.runs import feeding
+from attnlens.runs.inspect.collector import Collector
+from attnlens.runs.inspect.pipeline import Inspection
+from attnlens.runs.progress import Interrupted, Progress, silent
+from attnlens.runs.provenance import report_of
+from attnlens.runs.store import Store
+from attnlens.runs.work import WorkPlan
+from attnlens.wording import listed
+
+
+@public
+def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyRequest]) -> Report:
+    """Train the cells of a table (kernels, positions, order, values, dimension, primal; all) from several seeds.
+
+    Every cell has the same sizes, steps and data; its learning rate is the one of least validation loss in a shorter
+    run; the test set is read once, at the end of each run. Cells are compared over the same seeds (moderated
+    paired t, Holm over a task's pairs), and their order with the published one (Kendall's τ). What is finished
+    lies in the folder `work`, from which the same call goes on, as after an interruption.
+
+    `text` files train language models (none: the King James text), `pairs` translators (none: a built-in task),
+    `series` and `labelled` are classified; at the scale `paper` WikiText-103 and IWSLT'14 stand in for no file.
+    Raises UsageError for words that make no sense and for a table none of whose tasks is given, TextError for data that
+    can't be used or had, OutputError where `work` can't be written.
+    """
+    asked = checked(StudyRequest, more)
+    names = STUDIES if table(name) == ALL else (name,)
+    jobs = asked["jobs"] or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
+    if asked["engine"] == "local" and "-" in map(str, asked["text"]):
+        jobs = 1  # stdin is read by this process alone
+    work = WorkPlan(asked["work"], jobs=jobs, engine=asked["engine"], address=asked["address"])
+    work.check(asked["text"])
+    usual = {form: scale_of(asked["scale"], form) for form in get_args(TaskForm)}
+    scales = {form: replace(scale, seeds=asked["seeds"] or scale.seeds) for form, scale in usual.items()}
+    if asked["save"] is not None:
+        check_folder(Path(asked["save"]))
+    chosen = _chosen(names, asked)
+    start = time.perf_counter()
+    make = partial(tasks_of, asked, {cell.task for cells in chosen.values() for cell in cells}, scales)
+    tasks = make()
+    called = [task.name for task in tasks]  # by which cells are told apart
+    if twice := [name for name in called if called.count(name) > 1]:
+        raise UsageError(f"Two tasks are called {twice[0]}.", "Give one of the files another name.")
+    found: list[StudyTable] = []
+    plan = StudyPlan(
+        scales, asked["seed"], work, Store(work.root / "study", {"command": "study"}), kept=asked["save"] is not None
+    )
+    for each, cells in chosen.items():
+        pairs = [(cell, task) for task in tasks for cell in cells if cell.task == task.form]
+        trained = trained_cells(pairs, make, plan, progress)
+        if plan.kept:
+            save_cells(Path(asked["save"]) / each, trained, plan.store)
+        of = [task for task in tasks if any(one is task for _, one in pairs)]
+        missing = sorted({cell.task for cell in TABLES[each].cells} - _forms(asked))
+        found.append(table_of(TABLES[each], asked["scale"], scales, of, trained, asked["seed"], missing))
+    largest = max(cell.parameters for one in found for cell in one.cells)
+    return report_of(
+        "study",
+        model=ModelInfo(
+            id=f"models trained here, {asked['scale']}", architecture="KernelTransformer", parameters=largest
+        ),
+        settings=Settings(seed=asked["seed"], dtype="float32"),
+        coverage=Coverage(sites=0, heads=0, analysed=0),
+        studies=found,
+        timings={"study": time.perf_counter() - start},
+    )
+
+
+def _chosen(names: Sequence[str], asked: dict[str, Any]) -> dict[str, list[PaperCell]]:
+    """The cells of each table of which there is data, and that were asked for."""
+    forms = _forms(asked)
+    every = {name: [cell for cell in TABLES[name].cells if cell.task in forms] for name in names}
+    rows = dict.fromkeys(f"{cell.task}/{cell.name}" for cells in every.values() for cell in cells)
+    for pattern in asked["cells"]:
+        if not any(_named(row, [pattern]) for row in rows):
+            without = "" if "classification" in forms else " Those of classification need --series or --labelled."
+            raise UsageError(f"No cell is called {pattern}.", f"There are: {listed(rows, 8, '; ')}.{without}")
+    found = {
+        name: [cell for cell in cells if _named(f"{cell.task}/{cell.name}", asked["cells"])]
+        for name, cells in every.items()
+    }
+    trained = {cell.task for cells in found.values() for cell in cells}
+    for option, form in DATA.items():
+        if asked[option] and form not in trained:
+            raise UsageError(f"No cell is trained on --{option}.", "Leave it out, or ask for other cells.")
+    return {name: cells for name, cells in found.items() if cells}
+
+
+DATA: dict[str, TaskForm] = {
+    "series": "classification",
+    "labelled": "classification",
+    "pairs": "translation",
+    "text": "language",
+}
+"""Option → the form of task that its files are for."""
+
+
+def _forms(asked: dict[str, Any]) -> set[TaskForm]:
+    """The forms of task for which there is data: the user's, or what is built in."""
+    found: set[TaskForm] = {"language", "translation"}
+    return found | {form for option, form in DATA.items() if asked[option]}
+
+
+def _named(row: str, patterns: Sequence[str]) -> bool:
+    """Whether a pattern matches the row with its task, or alone; none matches all."""
+    names = row, row.partition("/")[2]
+    return not patterns or any(fnmatchcase(name, one) for name in names for one in patterns)
+
+
+def tasks_of(asked: dict[str, Any], forms: set[TaskForm], scales: Mapping[TaskForm, Scale]) -> list[StudyTask]:
+    """What is trained on, of the forms that are needed; the user's own files first, so that they are refused early.
+
+    At the scale of the papers their data stand in for files that are not given, elsewhere what is built in.
+    """
+    sizes = {
+        form: {"length": one.length, "vocabulary": one.vocabulary, "evaluated": one.evaluated}
+        for form, one in scales.items()
+    }
+    papers = asked["scale"] == "paper"
+    found: list[StudyTask] = []
+    if "classification" in forms and asked["series"] is not None:
+        found.append(series(*asked["series"]))
+    if "classification" in forms and asked["labelled"] is not None:
+        scale = scales["classification"]
+        found.append(labelled(asked["labelled"], length=scale.length, vocabulary=scale.vocabulary))
+    if "translation" in forms and asked["pairs"] is not None:
+        found.append(translation(asked["pairs"], **sizes["translation"]))
+    elif "translation" in forms:
+        found.append(iwslt(**sizes["translation"]) if papers else Reversal())
+    if "language" in forms and papers and not asked["text"]:
+        found.append(wikitext(**sizes["language"]))
+    elif "language" in forms:
+        read = [(one.name, one.text) for one in texts.read_each(list(asked["text"])) or ()]
+        found.append(language(read, **sizes["language"]))
+    return found[::-1]
+
+
+WIDTH = 10
+"""d of the paper's experiments."""
+
+
+@public
+def converge_synthetic(
+    experiments: requests.Words = (), *, quick: bool = False, progress: Progress = silent, **more: Unpack[SizesRequest]
+) -> Report:
+    """The experiments of Tarzanagh et al. 2023 on f(X, z) = h(Xᵀ softmax(XWz)), with what was published beside them.
+
+    `experiments` are their names (none: all), `more` the other options of `SyntheticRequest`. An experiment
+    has no verdict where one of them changes what is asked. Another seed does not, and neither do other trials, as long
+    as there are at least as many as `verify --quick` takes. Raises UsageError for values that make no sense,
+    Interrupted with the experiments that are finished.
+    """
+    asked = checked_synthetic({**more, "experiments": experiments})
+    chosen = asked.pop("experiments")
+
+    def row(name: str) -> Callable[[], list[Experiment]]:
+        return lambda: run_experiments([name], quick=quick, overrides=asked, progress=progress)
+
+    return finished("converge", [row(name) for name in chosen], asked["seed"], asked.get("d") or WIDTH)
+
+
+def finished(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed: int, width: int) -> Report:
+    """The report of experiments that are run one by one and timed; raises Interrupted with those that are done."""
+    done: list[Experiment] = []
+    timings: dict[str, float] = {}
+    interrupted = False
+    try:
+        for row in rows:
+            start = time.perf_counter()
+            found = row()
+            done += found
+            share = (time.perf_counter() - start) / max(1, len(found))
+            timings |= {experiment.name: share for experiment in found}
+    except KeyboardInterrupt:
+        if not done:
+            raise KeyboardInterrupt from None
+        interrupted = True
+    report = report_of(
+        command,
+        model=ModelInfo(
+            id="one-layer attention (synthetic)", architecture="f(X, z) = h(Xᵀ softmax(XWz))", parameters=width**2
+        ),
+        settings=Settings(seed=seed, dtype="float64"),
+        coverage=Coverage(sites=0, heads=0, analysed=0),
+        experiments=done,
+        timings=timings,
+    )
+    if interrupted:
+        raise Interrupted(report)
+    return report
+
+
+@public
+def converge_head(
+    model: str | PathLike[str] | loading.Loaded = "demo",
+    *,
+    head: tuple[int, int] | str,
+    lr: float = 0.1,
+    loss: str = "logistic",
+    iterations: int = 2000,
+    parameterisation: str = "W",
+    progress: Progress = silent,
+    **more: Unpack[requests.Feeding],
+) -> Report:
+    """Normalised gradient descent on one head's own selection problem, its chosen tokens optimal (score 1, others 0).
+
+    `head` is (layer, head), or `3.7`. Two experiments: training from zero and from the head's own M (correlation to the
+    SVM that selects the same tokens, selections kept, ‖W‖ in units of ‖W_mm‖; a step has the length lr · ‖W_mm‖), and
+    how the softmax hardens when the logits are multiplied by c. Raises ModelError, TextError, and UsageError for words
+    that make no sense and for a head whose problem has no solution.
+    """
+    checked_name("parameterisation", parameterisation, ("W", "KQ"))
+    asked_for = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
+    descent = requests.checked(DescentRequest, asked_for)
+    layer, number = one = requests.head(head)
+    fed = requests.checked(requests.Feeding, more)
+    given = requests.checked(requests.InspectRequest, {**fed, "source": "tokens", "layers": [layer], "heads": [number]})
+    load_options, asked = feeding.loading_of(more, model), reading.settings(given)
+    wanted = ExperimentSettings(trials=1, seed=asked.seed, **descent)
+    named = texts.read_each(reading.files(given), offline=given["offline"])
+    loaded = model if isinstance(model, loading.Loaded) else loading.load(model, **load_options)
+    feeding.refuse_text(loaded, reading.files(given), asked.tokens)
+    contents, settings = feeding.contents(named, loaded), feeding.of_model(asked, loaded)
+    cut = feeding.cut_of(settings, given)
+    report, selector, found = posed(loaded, settings, contents, cut, progress)
+    start = time.perf_counter()
+    meant = hardening(found, selector.scenes(number), selector.softmax[number], one)
+    where = {"posed": WHERE_POSED[selector.spaces[0]]}  # on the module's inputs where M lives on them
+    experiments = [
+        made.model_copy(update={"settings": where | made.settings})
+        for made in (trained(found, one, wanted, progress), meant)
+    ]
+    timings = {**report.timings, "converge": time.perf_counter() - start}
+    return report.model_copy(update={"command": "converge", "experiments": experiments, "timings": timings})
+
+
+def posed(
+    loaded: loading.Loaded,
+    settings: Settings,
+    contents: Sequence[texts.Content],
+    cut: texts.Cut,
+    progress: Progress = silent,
+) -> tuple[Report, Selector, Nearness]:
+    """What `inspect` says of the one head that `settings` ask for, what it gathered, and the head's problem, solved."""
+    selectors: list[Selector] = []
+
+    def begin(place: GatheringPlace) -> Gatherer:
+        selectors.append(Selector(place))
+        return selectors[-1]
+
+    (selection,) = (found for found in analyzers([SHOWN]) if isinstance(found, Gathering))
+    keeping = replace(selection, begin=begin)
+    inspection = Inspection(loaded, settings, [keeping], Collector(settings.heads), progress, timings={})
+    report = inspection.run(contents, cut)
+    (head,) = settings.heads or (0,)
+    found = selectors[0].nearness(head) if selectors else "no token reached it"
+    if isinstance(found, str):
+        raise UsageError(f"Head {head} poses no problem: {found}.", "Choose another head or text.")
+    return report, selectors[0], found
+
+
+Row = Callable[[bool, int, Progress], list[Experiment]]
+"""(quick, seed, progress) → what was found."""
+
+
+def synthetic_row(name: str, quick: bool, seed: int, progress: Progress) -> list[Experiment]:
+    """One synthetic experiment of Att-SVM at the published sizes."""
+    return run_experiments([name], quick=quick, overrides={"seed": seed}, progress=progress)
+
+
+def binary_row(quick: bool, seed: int, progress: Progress) -> list[Experiment]:
+    """Two networks that learn a planted indefinite kernel; quick takes fewer points and steps."""
+    with one_thread():
+        return binary_kernel(quick, seed, progress)
+
+
+def training_row(quick: bool, seed: int, progress: Progress) -> list[Experiment]:
+    """Training with and without Primal-Attention, over a minute, which quick leaves out; without a verdict."""
+    if quick:
+        return []
+    with one_thread():
+        return [primal_decay(seed, progress)]
+
+
+ROWS: list[Row] = [
+    lambda _quick, _seed, _progress: [golden()],  # takes no time, so that quick changes nothing
+    *(partial(synthetic_row, name) for name in EXPERIMENTS),
+    binary_row,
+    lambda _quick, seed, progress: [ksvd_identities(seed, progress)],  # nor does it here
+    lambda quick, _seed, progress: [depth_decay(quick, progress)],  # no verdict: Figure 1 is about another model
+    training_row,
+]
+"""What is verified, in this order; a further claim is a further function."""
+
+LEFT_OUT = Skipped(site="decay by training", reason="training takes longer than quick may")
+"""What a quick report says is missing."""
+
+
+@public
+def verify(*, quick: bool = False, seed: int = 0, progress: Progress = silent) -> Report:
+    """Every row of the papers' small experiments, judged; `passed` of each experiment says how it went.
+
+    `quick` takes fewer trials, and tolerances that are as much wider, and trains no model. Raises UsageError for a seed
+    that is none, and Interrupted with the rows that are finished.
+    """
+    requests.whole("seed", seed, 0)
+    switch("quick", quick)
+    report = finished("verify", [partial(row, quick, seed, progress) for row in ROWS], seed, WIDTH)
+    left_out = report.coverage.model_copy(update={"skipped": [LEFT_OUT] if quick else []})
+    return report.model_copy(update={"coverage": left_out})

@@ -1,0 +1,188 @@
+"""Judges a model on the held-out examples of a task: loss and perplexity, accuracy, BLEU and chrF."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+
+from attnlens.errors import UsageError
+from attnlens.lab.study.tasks.classification import Labelled
+from attnlens.lab.study.tasks.language import NextTokens, Reversal, SentencePairs
+from attnlens.lab.study.tasks.task import NOTHING, Examples, Split
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from torch import Tensor
+
+    from attnlens.models.kernel_transformers import EncoderDecoder
+
+TranslationTask: TypeAlias = SentencePairs | Reversal
+"""A task of sentences for sentences: ids `begin` and `end` a sentence, `padding` fills up, `written` gives its text."""
+StudyTask: TypeAlias = NextTokens | Labelled | TranslationTask
+"""Examples to train on (`training`, a function of the seed alone) and to be judged on (`held_out`).
+
+`form` is what a model is to do, `metric` the name in `score`'s result by which models are compared; ids of inputs are
+below `vocabulary` (0: a series of `channels`), targets below `outputs`; no sequence is longer than `length`.
+"""
+WIDTH = 4  # Beams, as in the papers' translation tables
+
+
+def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[str, float]:
+    """How well `model` does on that part of the task, read `size` examples at a time in evaluation mode.
+
+    All forms: `loss`, nats a target (token or class), the mean over all targets. Language: `perplexity` exp(loss), and
+    where ids are text `bits_per_byte`, which compares models of unlike byte pairs. Classification: `accuracy` in
+    [0, 1]. Translation: `BLEU` and `chrF` in [0, 100] by sacrebleu, of a beam search of 4 on each source; both NaN
+    where the loss is not finite. Raises UsageError where sacrebleu is missing.
+    """
+    with _judged(model) as device:
+        batches = [batch.to(device) for batch in task.held_out(split, size)]
+        if task.form == "language":
+            total, tokens, width = _totals(task.widths, model, batches)
+            loss = total / tokens
+            found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else loss * math.inf}
+            return found | ({} if width is None else {"bits_per_byte": total / math.log(2) / width})
+        if task.form == "classification":
+            total, right, cases = 0.0, 0, 0
+            for batch in batches:
+                logits = _answer(model, batch)
+                total += float(cross_entropy(logits, batch.targets))
+                right += int((logits.argmax(-1) == batch.targets).sum())
+                cases += len(batch.targets)
+            return {"loss": total / cases, "accuracy": right / cases}
+        total, tokens, _ = _totals(None, model, batches)
+        loss = total / tokens
+        if not math.isfinite(loss):  # nothing can be searched where there are no probabilities
+            return {"loss": loss, "BLEU": math.nan, "chrF": math.nan}
+        return {"loss": loss} | bleu_and_chrf(_written(task, model, batches))
+
+
+def mean_loss(task: StudyTask, model: nn.Module, split: Split, size: int) -> float:
+    """The `loss` of `score` alone, without the search that translations take: what settings are chosen by."""
+    with _judged(model) as device:
+        total, targets, _ = _totals(None, model, [batch.to(device) for batch in task.held_out(split, size)])
+    return total / targets
+
+
+def bleu_and_chrf(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
+    """BLEU and chrF2 of translations against one reference each (Post 2018), as sacrebleu computes them by default.
+
+    Raises UsageError where sacrebleu is missing.
+    """
+    try:
+        import sacrebleu
+    except ImportError:
+        raise UsageError(
+            "Translations are judged by sacrebleu, which is not installed.", 'Run: pip install "attnlens[study]"'
+        ) from None
+    written, references = [text for text, _ in pairs], [[text for _, text in pairs]]
+    return {
+        "BLEU": sacrebleu.corpus_bleu(written, references).score,
+        "chrF": sacrebleu.corpus_chrf(written, references).score,
+    }
+
+
+def cross_entropy(logits: Float[Tensor, "*batch outputs"], targets: Int[Tensor, "*batch"]) -> Float[Tensor, ""]:
+    """Σ −log p of the targets, those that are NOTHING left out, in nats."""
+    flat = logits.flatten(0, -2).float()
+    return nn.functional.cross_entropy(flat, targets.flatten(), ignore_index=NOTHING, reduction="sum")
+
+
+@contextmanager
+def _judged(model: nn.Module) -> Iterator[torch.device]:
+    """Inside, the model is in evaluation mode and no gradient is kept; gives the device it stands on."""
+    trained = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    finally:
+        model.train(trained)
+
+
+def _answer(model: nn.Module, batch: Examples) -> Tensor:
+    found: Tensor = model(inputs=batch.inputs, kept=batch.kept, given=batch.given)
+    return found
+
+
+def _totals(
+    widths: Float[Tensor, " vocabulary"] | None, model: nn.Module, batches: Sequence[Examples]
+) -> tuple[float, int, float | None]:
+    """Σ −log p, the number of targets, and the bytes that they stand for."""
+    total, tokens, width = 0.0, 0, 0.0
+    for batch in batches:
+        asked = batch.targets[batch.targets != NOTHING]
+        total += float(cross_entropy(_answer(model, batch), batch.targets))
+        tokens += len(asked)
+        width += 0.0 if widths is None else float(widths[asked.cpu()].sum())
+    return total, tokens, None if widths is None else width
+
+
+def _written(task: TranslationTask, model: nn.Module, batches: Sequence[Examples]) -> list[tuple[str, str]]:
+    pairs = []
+    for batch in batches:
+        found = beam_search(cast("EncoderDecoder", model), batch.inputs, batch.kept, task, most=task.length)
+        for written, target in zip(found, batch.targets.tolist(), strict=True):
+            meant = [number for number in target if number not in (NOTHING, task.end)]
+            pairs.append((task.written(written), task.written(meant)))
+    return pairs
+
+
+class _Generator(PreTrainedModel, GenerationMixin):
+    """An encoder and a decoder as transformers' `generate` calls it."""
+
+    def __init__(self, model: EncoderDecoder, device: torch.device) -> None:
+        super().__init__(PreTrainedConfig(is_encoder_decoder=True))  # type: ignore[no-untyped-call]
+        self._model, self._device = model, device
+
+    @property
+    def device(self) -> torch.device:
+        return self._device  # a model need not have a parameter to ask
+
+    def forward(
+        self, decoder_input_ids: Tensor, encoder_outputs: BaseModelOutput, attention_mask: Tensor, **kwargs: Any
+    ) -> Seq2SeqLMOutput:
+        kept = None if bool(attention_mask.all()) else attention_mask.bool()
+        return Seq2SeqLMOutput(logits=self._model.decode(decoder_input_ids, encoder_outputs[0], kept))
+
+
+@torch.no_grad()
+def beam_search(
+    model: EncoderDecoder, inputs: Tensor, kept: Tensor | None, task: TranslationTask, *, most: int, width: int = WIDTH
+) -> list[list[int]]:
+    """Return for each source the sentence y of at most `most` tokens with the largest log p(y | x)/|y| that is found.
+
+    `most` and |y| count the end; the result has neither beginning nor end nor padding. A source is done when `width`
+    sentences have ended. At token `most` a sentence can only end, and pays for it.
+    """
+
+    def bar(written: Tensor, scores: Tensor) -> Tensor:
+        places = torch.arange(scores.shape[1], device=scores.device)
+        last = written.shape[1] == most
+        barred = places != task.end if last else (places == task.begin) | (places == task.padding)
+        return scores.masked_fill(barred, -torch.inf)
+
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=most,
+        num_beams=width,
+        early_stopping=True,
+        use_cache=False,
+        decoder_start_token_id=task.begin,
+        eos_token_id=task.end,
+        pad_token_id=task.padding,
+    )
+    generator: Any = _Generator(model, inputs.device)
+    found: Tensor = generator.generate(
+        encoder_outputs=BaseModelOutput(model.encode(inputs, kept)),
+        attention_mask=torch.ones_like(inputs) if kept is None else kept,
+        logits_processor=LogitsProcessorList([bar]),
+        generation_config=config,
+    )
+    return [[number for number in row if number not in (task.begin, task.end, task.padding)] for row in found.tolist()]

@@ -1,0 +1,236 @@
+"""Trains one model of the study: AdamW, warm-up and cosine, resumed from its last state, ended where it diverges."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from attnlens.errors import UsageError
+from attnlens.kernels.attention.primal_heads import PrimalHeads, regulariser
+from attnlens.lab.study.tables import Scale
+from attnlens.lab.study.tasks import NOTHING, cross_entropy, mean_loss
+from attnlens.runs.store import Store
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnlens.lab.study.tasks import Examples, StudyTask
+
+
+STATE = "state"  # the name of the state among the parts of a training run
+
+
+@dataclass(frozen=True)
+class RunState:
+    """How far a run is."""
+
+    step: int
+    curve: list[tuple[int, float]]  # (step, validation loss)
+    best: dict[str, Tensor] = field(repr=False)  # the weights of the least validation loss so far
+    watched: list[dict[str, float]]  # what was read of the model at each step of the curve
+    seconds: float = 0.0  # in training so far
+    tokens: int = 0  # that it was trained on so far
+    problem: str = ""  # why it did not converge; empty where it did, or is not over
+
+    @classmethod
+    def begun(cls, model: nn.Module, loss: float, read: dict[str, float]) -> RunState:
+        """The state before the first step."""
+        return cls(0, [(0, loss)], _copied(model), [read])
+
+    def looked(self, model: nn.Module, loss: float, read: dict[str, float], seconds: float) -> RunState:
+        """The state after a look at the validation loss."""
+        least = min((known for _, known in self.curve[1:]), default=math.inf)
+        best = _copied(model) if loss < least else self.best
+        curve, watched = [*self.curve, (self.step, loss)], [*self.watched, read]
+        return replace(self, curve=curve, best=best, watched=watched, seconds=seconds)
+
+
+def _copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+
+
+def save_state(store: Store, state: RunState, model: nn.Module, optimiser: Any) -> None:
+    """Keep everything that the rest of the run depends on."""
+    value = {
+        "facts": {name: getattr(state, name) for name in ("step", "curve", "watched", "seconds", "tokens")},
+        "random": torch.get_rng_state(),
+        "random of the GPU": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "model": _copied(model),
+        "best": state.best,
+        "moments": optimiser.state_dict()["state"],
+    }
+    store.keep(STATE, value)
+
+
+def restored(store: Store, model: nn.Module, optimiser: Any) -> RunState | None:
+    """Put the kept state in its place, and return how far it is; None if there is none."""
+    value = store.load(STATE)
+    if value is None:
+        return None
+    model.load_state_dict(value["model"])
+    optimiser.load_state_dict({**optimiser.state_dict(), "state": value["moments"]})
+    torch.set_rng_state(value["random"])
+    if value["random of the GPU"] is not None:
+        torch.cuda.set_rng_state(value["random of the GPU"])
+    facts = value["facts"]
+    curve = [(step, loss) for step, loss in facts["curve"]]
+    return RunState(facts["step"], curve, value["best"], facts["watched"], facts["seconds"], facts["tokens"])
+
+
+DECAY, CLIPPED = 0.01, 1.0  # AdamW's weight decay, and the norm that gradients are clipped to
+LAST = 0.05  # share of the learning rate that the cosine ends at
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: what determines it, beside the model and the task."""
+
+    rate: float  # the largest learning rate
+    steps: int
+    seed: int  # of the weights, the order of the data, and dropout
+    eta: float = 0.0  # weight of the primal layers' regulariser
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """What came of a run."""
+
+    curve: tuple[tuple[int, float], ...]  # (step, validation loss in nats), the first before any step
+    watched: tuple[dict[str, float], ...]  # what was read of the model at each of these steps
+    problem: str  # why it did not converge; empty where it did
+    seconds: float  # in training steps alone
+    tokens: int  # predicted or read in training
+
+    @property
+    def loss(self) -> float:
+        """The smallest validation loss; infinite where it did not converge."""
+        return math.inf if self.problem else min(loss for _, loss in self.curve)
+
+
+Watcher = Callable[[int], dict[str, float]]
+"""What looks at the model after so many steps; what it reads is kept with the loss."""
+
+
+def train(
+    model: nn.Module,
+    task: StudyTask,
+    scale: Scale,
+    run: Run,
+    state: Store | None = None,
+    watch: Watcher = lambda _step: {},
+) -> TrainedRun:
+    """Minimise the task's loss; `model` ends with the weights of least validation loss.
+
+    Every look's state is kept in the store `state`, from which the same call goes on: the weights, AdamW's moments and
+    the random state, so that a run that was killed equals one that was not. A run ends where its loss is not a finite
+    number, or where it never predicts better than before its first step: "did not converge". Deterministic on a
+    CPU with one thread.
+    """
+    accelerator = accelerator_of()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=DECAY)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(run.seed)
+        found = restored(state, model, optimiser) if state is not None else None
+        if found is None:
+            found = RunState.begun(model, mean_loss(task, model, "validation", scale.batch), watch(0))
+        model, optimiser = accelerator.prepare(model, optimiser)
+        batches = islice(task.training(scale.batch, run.seed), found.step, None)
+        found = _descend(accelerator, model, optimiser, batches, run, scale, task, found, state, watch)
+    model.load_state_dict(found.best)
+    return TrainedRun(tuple(found.curve), tuple(found.watched), found.problem, found.seconds, found.tokens)
+
+
+def accelerator_of() -> Any:
+    """What puts models on their device; raises UsageError where accelerate is missing."""
+    try:
+        from accelerate import Accelerator
+    except ImportError:
+        raise UsageError(
+            "study trains with accelerate, which is not installed.", 'Run: pip install "attnlens[study]"'
+        ) from None
+    return Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
+
+
+def _descend(
+    accelerator: Any,
+    model: nn.Module,
+    optimiser: Any,
+    batches: Iterator[Examples],
+    run: Run,
+    scale: Scale,
+    task: StudyTask,
+    found: RunState,
+    state: Store | None,
+    watch: Watcher,
+) -> RunState:
+    """Steps from the state's own on; the state at the end."""
+    looks = {round(run.steps * (number + 1) / scale.looks) for number in range(scale.looks)}
+    start, before = time.perf_counter(), found.seconds
+    for step in range(found.step + 1, run.steps + 1):
+        for group in optimiser.param_groups:
+            group["lr"] = run.rate * shape(step, run.steps, scale.warmup)
+        loss, tokens = step_of(accelerator, model, optimiser, next(batches), run)
+        found = replace(found, step=step, tokens=found.tokens + tokens)
+        if not math.isfinite(loss):
+            return replace(found, problem=f"its loss was no finite number at step {step}")
+        if step not in looks:
+            continue
+        seconds = before + time.perf_counter() - start
+        reached = mean_loss(task, model, "validation", scale.batch)
+        if not math.isfinite(reached):
+            return replace(found, problem=f"its validation loss was no finite number at step {step}")
+        found = found.looked(model, reached, watch(step), seconds)
+        if state is not None:
+            save_state(state, found, model, optimiser)
+        start, before = time.perf_counter(), found.seconds
+    first, *others = (loss for _, loss in found.curve)
+    if not min(others) < first:
+        found = replace(found, problem="it never predicts better than before its first step")
+    return found
+
+
+def step_of(accelerator: Any, model: nn.Module, optimiser: Any, batch: Examples, run: Run) -> tuple[float, int]:
+    """One step; its loss and how many tokens (of a class: sequences' own) it was trained on."""
+    model.train()
+    moved = batch.to(accelerator.device)
+    with accelerator.autocast():
+        loss = loss_of(model, moved)
+        whole = (
+            loss + run.eta * regulariser(model)
+            if run.eta and any(isinstance(part, PrimalHeads) for part in model.modules())
+            else loss
+        )
+    accelerator.backward(whole)
+    accelerator.clip_grad_norm_(model.parameters(), CLIPPED)
+    optimiser.step()
+    optimiser.zero_grad()
+    return float(loss.detach()), count_of(batch)
+
+
+def shape(step: int, steps: int, warmup: float) -> float:
+    """The share of the learning rate at a step: a straight rise, then half a cosine down to LAST."""
+    rise = max(1, round(warmup * steps))
+    if step <= rise:
+        return step / rise
+    done = (step - rise) / max(1, steps - rise)
+    return LAST + (1 - LAST) * (1 + math.cos(math.pi * done)) / 2
+
+
+def loss_of(model: nn.Module, batch: Examples) -> Tensor:
+    """The mean cross-entropy in nats, over targets that are to be predicted."""
+    logits = model(inputs=batch.inputs, kept=batch.kept, given=batch.given)
+    return cross_entropy(logits, batch.targets) / (batch.targets != NOTHING).sum().clamp_min(1)
+
+
+def count_of(batch: Examples) -> int:
+    """How many tokens a batch is of: targets of a sequence, or the input's where a class is told."""
+    if batch.targets.dim() > 1:
+        return int((batch.targets != NOTHING).sum())
+    return int(batch.kept.sum()) if batch.kept is not None else batch.inputs.shape[0] * batch.inputs.shape[1]

@@ -1,0 +1,297 @@
+"""Training runs as units of work: names, outcomes, saved models, and what their heads look like on the way."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+
+from attnlens import registry
+from attnlens.analyzers.selection.gatherer import Selector
+from attnlens.choices import Part
+from attnlens.files import make_folder, unwritten_folder
+from attnlens.kernels.attention import attend
+from attnlens.lab.study.tables import Scale
+from attnlens.lab.study.tasks import Examples, StudyTask, score
+from attnlens.lab.study.training import Run, train
+from attnlens.maths.attsvm.head import Nearness
+from attnlens.models import hooks
+from attnlens.models.kernel_transformers import (
+    AttentionForm,
+    KernelAttention,
+    KernelTransformer,
+    KernelTransformerConfig,
+    made,
+)
+from attnlens.models.loading.building import quiet
+from attnlens.records import Call, QueryKey, Site
+from attnlens.runs.store import Store, file_stem, key_of, versions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnlens.lab.study.cells import CellResult
+
+
+STEP = "step-{:06d}"  # the name of a step's folder, which `converge --checkpoints` reads the step of
+
+
+def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int) -> None:
+    """Write the model as it is after so many steps, with its tokenizer where it has one."""
+    from transformers import PreTrainedTokenizerFast
+
+    place = folder / STEP.format(step)
+    pairs = getattr(task, "pairs", None)
+    try:
+        with quiet():
+            model.save_pretrained(place)
+            if pairs is not None:
+                tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs.tokenizer)  # type: ignore[no-untyped-call]
+                tokenizer.save_pretrained(place)
+    except (OSError, SafetensorError) as error:
+        raise unwritten_folder(place, getattr(error, "strerror", None) or str(error)) from None
+
+
+def save_cells(folder: Path, found: Sequence[CellResult], store: Store) -> None:
+    """Copy every cell's kept steps to `folder`/task/cell. Raises OutputError where they can't be written."""
+    for one in found:
+        kept = models_of(store, one.first_name)
+        place = folder / slug(one.task) / slug(one.cell.name)
+        make_folder(place.parent)
+        try:
+            shutil.copytree(kept, place)
+        except OSError as error:
+            raise unwritten_folder(place, error.strerror or str(error)) from None
+
+
+def models_of(store: Store, name: str) -> Path:
+    """Return the folder in which the models of a unit are kept."""
+    return Path(store.folder) / "models" / file_stem(name)
+
+
+def slug(name: str) -> str:
+    """The name as a folder is called: small letters, digits and hyphens."""
+    return re.sub(r"[^a-z0-9.+]+", "-", name.lower()).strip("-.") or "unnamed"
+
+
+MEASURES = (
+    *("weights.symmetry", "weights.positivity", "weights.effective_rank"),
+    *("tokens.share_skew", "tokens.share_positive", "tokens.entropy", "tokens.max_weight", "tokens.effective_rank"),
+)
+"""Symmetry, definiteness, spectrum and how peaked rows are: of W_Q W_Kᵀ, and of log k on held-out sequences."""
+DECIDED, COSINE = "selection.decided", "selection.projected_svm_cosine"
+"""Selection: the share of decided queries, and the cosine between a head and the SVM of its own choices."""
+SEQUENCES = 8  # that tokens.* are read on
+
+
+def medians(model: KernelTransformer, batch: Examples) -> dict[str, float]:
+    """The median over all heads of each measure that has a value there; of a causal head shares have none.
+
+    tokens.* are those of `inspect` with log k of the model's own kernel in the place of s⟨q, k⟩, so that they say what
+    its attention does, in the mean over held-out sequences; weights.* are of s W_Q W_Kᵀ, whatever the kernel. A kernel
+    that can be negative has no log k: of it weights.* alone are told, as of primal layers nothing is. The SVM of the
+    selection is that on queries and keys, of kernels that are functions of products alone and without a position bias.
+    """
+    sequences = [batch.single(row) for row in range(min(SEQUENCES, len(batch.inputs)))]
+    tokens = [_tokens(model, one) for one in sequences]
+    read = [_readings(_weights(model)), _selection(model, tokens), *(_readings(one) for one in tokens)]
+    found: dict[str, list[Tensor]] = {}
+    for readings in read:
+        for name, value in readings.items():
+            found.setdefault(name, []).append(value)
+    heads = {name: torch.stack(values).nanmean(0) for name, values in found.items()}
+    return {name: float(value.nanmedian()) for name, value in heads.items() if not bool(value.isnan().all())}
+
+
+def _readings(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
+    """Each measure of all heads, one after another."""
+    found: dict[str, list[Tensor]] = {}
+    for query_key in query_keys:
+        for analyzer in registry.analyzers(("symmetry", "spectrum"), query_key.source):
+            if isinstance(analyzer, registry.Analyzer):
+                for name, value in analyzer.function(query_key).items():
+                    if name in MEASURES:
+                        found.setdefault(name, []).append(value.double().reshape(-1))
+    return {name: torch.cat(values) for name, values in found.items()}
+
+
+def _selection(model: KernelTransformer, tokens: Sequence[Sequence[QueryKey]]) -> dict[str, Tensor]:
+    """How selection stands, of all heads of all modules, over all sequences."""
+    decided: list[float] = []
+    cosines: list[float] = []
+    for module, *queries in zip(_modules(model), *tokens, strict=True) if any(tokens) else ():
+        selector = Selector(registry.GatheringPlace(queries[0].site))
+        for number, query_key in enumerate(queries):
+            selector.update(query_key, number)
+        decided += [sum(shares.values()) / len(shares) for shares in selector.shares.values()]
+        posed = selector.kept and module.kernel.tie is None and module.kernel.info.dot is not None
+        found = [selector.nearness(head) for head in selector.shares] if posed else []
+        cosines += [one.svm_cosine if isinstance(one, Nearness) else math.nan for one in found]
+    return {name: torch.tensor(values) for name, values in ((DECIDED, decided), (COSINE, cosines)) if values}
+
+
+def _weights(model: KernelTransformer) -> Iterator[QueryKey]:
+    """s W_Q W_Kᵀ of every module with a kernel, in float64."""
+    for layer, module in enumerate(_modules(model)):
+        query, key = (_of_heads(part.weight, module.heads) for part in (module.query, module.key or module.query))
+        yield QueryKey(
+            query=query,
+            key=key,
+            scale=query.shape[-1] ** -0.5,
+            source="weights",
+            site=Site(f"layer {layer}", 0, layer, module.part),
+            heads=tuple(range(module.heads)),
+            key_of=tuple(range(module.heads)),
+        )
+
+
+def _of_heads(weight: Tensor, heads: int) -> Tensor:
+    """(outputs, inputs) of a linear map → (heads, inputs, head_dim)."""
+    size = weight.shape[0] // heads
+    return weight.detach().cpu().double().mT.reshape(-1, heads, size).transpose(0, 1)
+
+
+def _tokens(model: KernelTransformer, batch: Examples) -> list[QueryKey]:
+    """log k of every module on one sequence."""
+    if any(module.kernel.signed for module in _modules(model)):
+        return []
+    few = batch.to(next(model.parameters()).device)
+    calls: list[Call] = []
+
+    def answer(call: Call) -> Tensor:
+        calls.append(call)
+        return attend(call, hooks.OWN)
+
+    model.train(False)
+    with torch.no_grad(), hooks.opened(model, answer, modules=()):
+        model.core(few.inputs, few.kept, few.given)
+    return [call.query_key(Site(f"layer {at}", 0, at, _part(call))) for at, call in enumerate(calls)]
+
+
+def _modules(model: KernelTransformer) -> list[KernelAttention]:
+    return [module for module in model.attentions() if module.primal is None]
+
+
+def _part(call: Call) -> Part:
+    assert isinstance(call.module, KernelAttention)  # noqa: S101  # no other module asks
+    return call.module.part
+
+
+@dataclass(frozen=True)
+class TrainingUnit:
+    """One training run of one form on one task."""
+
+    task: str
+    form: AttentionForm
+    scale: Scale
+    run: Run  # rate, steps, seed
+    tested: bool  # whether it is judged on the test set; runs that a rate is chosen by are not
+    watched: bool = False  # whether its heads are looked at while it is trained
+    kept: bool = False  # whether its model is kept at every look
+
+    def name(self, digest: str) -> str:
+        """Return the name of its unit of work, with a hash of what determines it; `digest` is of the task's data."""
+        facts = {
+            "versions": versions(),
+            "data": digest,
+            "form": asdict(self.form),
+            "sizes": {name: value for name, value in asdict(self.scale).items() if name not in SEARCHED},
+            "run": asdict(self.run),
+            "what is done": [self.tested, self.watched, self.kept],
+        } | ({"device": "cuda"} if torch.cuda.is_available() else {})  # which rounds otherwise
+        return f"{self.task} rate {self.run.rate} seed {self.run.seed} {key_of(facts)}"
+
+
+SEARCHED = ("rates", "seeds", "steps", "search_steps")
+"""Fields of a scale that say which runs there are, and nothing of any one of them."""
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """What came of a unit."""
+
+    curve: list[tuple[int, float]]
+    """(step, validation loss in nats)."""
+    watched: list[dict[str, float]]
+    """Medians over heads at these steps, by measure; empty where nothing was looked at."""
+    problem: str
+    """Why it did not converge; empty where it did."""
+    scores: dict[str, float]
+    """On the test set; empty where it was not tested or did not converge."""
+    parameters: int
+    """Of the model."""
+    kernel_parameters: int
+    """Of the projections of queries, keys and positions, of all layers."""
+    tokens: int
+    """That it was trained on."""
+    seconds: float
+    """Of training steps."""
+
+    @property
+    def loss(self) -> float:
+        """The least validation loss; infinite where it did not converge."""
+        return math.inf if self.problem else min(loss for _, loss in self.curve)
+
+
+def trained(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, Any]:
+    """Train a unit, on from its last look if it was killed; returns the fields of its RunOutcome."""
+    name = unit.name(digest_of(task))
+    model = model_of(unit, task)
+    held = task.held_out("validation", SEQUENCES)[0] if unit.watched else None
+
+    def watch(step: int) -> dict[str, float]:
+        if unit.kept:
+            save_step(model, task, models_of(store, name), step)
+        return {} if held is None else medians(model, held)
+
+    found = train(model.core, task, unit.scale, unit.run, store.inside(name), watch)
+    scores = score(task, model.core, "test", unit.scale.batch) if unit.tested and not found.problem else {}
+    finite = all(math.isfinite(value) for value in scores.values())
+    outcome = RunOutcome(
+        list(found.curve),
+        list(found.watched) if unit.watched else [],
+        found.problem if finite else "its loss on the test set is no finite number",
+        scores if finite else {},
+        sum(part.numel() for part in model.parameters()),
+        sum(module.kernel_parameters for module in model.attentions()),
+        found.tokens,
+        found.seconds,
+    )
+    return asdict(outcome)
+
+
+def model_of(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
+    """The model that the unit begins with."""
+    scale = unit.scale
+    config = KernelTransformerConfig(
+        vocab_size=task.vocabulary,
+        hidden_size=scale.d_model,
+        num_hidden_layers=scale.layers,
+        num_attention_heads=scale.heads,
+        intermediate_size=scale.d_forward,
+        max_position_embeddings=task.length,
+        dropout=scale.dropout,
+        channels=task.channels,
+        classes=task.outputs if task.form == "classification" else 0,
+        form=asdict(unit.form),
+        decoder_start_token_id=getattr(task, "begin", None),
+        eos_token_id=getattr(task, "end", None),
+        pad_token_id=getattr(task, "padding", None),
+    )
+    return made(task.form, config, unit.run.seed)
+
+
+def digest_of(task: StudyTask) -> str:
+    """What stands for a task's data: its files' hashes, or its name where it is built in, and its sizes."""
+    sizes = task.vocabulary, task.outputs, task.channels, task.length
+    facts: list[Any] = [task.name, sorted(task.files.items()), *sizes]
+    return sha256(json.dumps(facts).encode()).hexdigest()

@@ -1,0 +1,44 @@
+"""Poses, solves and certifies the problems of Att-SVM: attention as a support vector machine over tokens.
+
+Everything takes plain tensors and works in float64; no model is needed. `selection`, `prompt`, `causal`,
+`selection_sets`, `finite_part` and `next_token` pose a problem; `solve` minimises ‖W‖_F, `solve_nuclear` the nuclear
+norm, and `separable` says whether there is any W.
+
+>>> import torch
+>>> from attnlens import attsvm
+>>> tokens = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
+>>> chosen = torch.tensor([0, 1, 0, 3, 2, 1])
+>>> problem = attsvm.causal(tokens, chosen)
+>>> solution = attsvm.solve(problem)
+>>> solution.status, bool(solution.gap < 1e-9), bool((problem.scores(solution.W) > 1 - 1e-6).all())
+('optimal', True, True)
+
+Where no W separates, as with a copy of a selected token, the soft margin says how nearly one does; C is the price of a
+constraint's slack.
+
+>>> copied = tokens.clone()
+>>> copied[4] = copied[1]
+>>> hopeless = attsvm.causal(copied, chosen)
+>>> attsvm.solve(hopeless).status, attsvm.separable(hopeless).verdict
+('infeasible', False)
+>>> soft = attsvm.soft_margin(hopeless, C=10.0)
+>>> f"{soft.violated:.2f} of the constraints fall short by {soft.slack:.1f} in all"
+'0.07 of the constraints fall short by 1.0 in all'
+"""
+
+from attnlens.maths.attsvm.descent import Descent, Instances, Linear, Loss, Normaliser, Relu, Scores, descend
+from attnlens.maths.attsvm.problem import (
+    Problem,
+    Solution,
+    Status,
+    causal,
+    certified,
+    finite_part,
+    next_token,
+    prompt,
+    selection,
+    selection_sets,
+)
+from attnlens.maths.attsvm.solvers.frobenius import Separability, separable, solve
+from attnlens.maths.attsvm.solvers.nuclear import certified_nuclear, nuclear_rank, solve_nuclear
+from attnlens.maths.attsvm.solvers.soft import SoftMargin, soft_margin

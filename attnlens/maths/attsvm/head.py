@@ -1,0 +1,356 @@
+"""A head's own selection problem, and how near the head is to its SVM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnlens.errors import UnposedError
+from attnlens.maths.attsvm.problem import Problem, posed
+from attnlens.maths.attsvm.solvers.frobenius import solve
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+    from torch import Tensor
+
+    from attnlens.maths.attsvm.problem import Solution
+
+TIE = 1e-6
+"""Scores nearer than this share of a query's largest |score| are equal: about ten roundings of a float32 model."""
+MOST_CONSTRAINTS = 2**15
+"""Constraints beyond which fewer queries are posed: 100 MB of differences of 384 numbers."""
+MOST_EQUALITIES = 2**11
+"""Equalities beyond which fewer queries are posed: their factor is 32 MB and takes a fraction of a second."""
+
+
+@dataclass(frozen=True)
+class FactoredForm:
+    """M = L Rᵀ by its factors: token x has the score xᵀ M z for query z."""
+
+    left: Float[Tensor, "d rank"]
+    """L, the keys' side."""
+    right: Float[Tensor, "d_query rank"]
+    """R, the queries' side, with the scale."""
+
+    def scores(
+        self, tokens: Float[Tensor, "keys d"], queries: Float[Tensor, "queries d_query"]
+    ) -> Float[Tensor, "queries keys"]:
+        """z M x of every query and token."""
+        return (queries @ self.right) @ (tokens @ self.left).mT
+
+    def turned(self, seed: int) -> FactoredForm:
+        """O₁ M O₂ᵀ with O₁, O₂ Haar-random: the same singular values in directions that mean nothing."""
+        generator = torch.Generator().manual_seed(seed)
+        return FactoredForm(_turned(self.left, generator), _turned(self.right, generator))
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One sequence as a head meets it."""
+
+    tokens: Float[Tensor, "keys d"]
+    """x, what is selected among."""
+    queries: Float[Tensor, "queries d_query"]
+    """z, what selects."""
+    log_copies: Float[Tensor, "queries keys"]
+    """Logarithm of how many copies of a token a query may see, at the first of them; −∞ at the others, and where it
+    may not look."""
+
+    @property
+    def visible(self) -> Bool[Tensor, "queries keys"]:
+        """Which tokens a query may select: the first of their copies."""
+        return self.log_copies > -torch.inf
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """What else the head's softmax knows; both leave the order of the tokens as it is."""
+
+    softcap: float | None = None
+    """Scores are bounded by softcap · tanh(score / softcap)."""
+    sink: float | None = None
+    """A logit that takes weight and has no token."""
+
+    def capped(self, scores: Float[Tensor, "queries keys"]) -> Float[Tensor, "queries keys"]:
+        """The scores as the softmax sees them."""
+        return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Queries of several scenes, each with the tokens that its head selects."""
+
+    scene: Int[Tensor, " queries"]
+    """Which scene."""
+    position: Int[Tensor, " queries"]
+    """Which of its queries."""
+    sets: tuple[Bool[Tensor, " keys"], ...]
+    """O_i: which of its tokens are selected."""
+    log_odds: Float[Tensor, " queries"]
+    """log p_max/(1 − p_max), which tells saturated queries apart where p_max is 1."""
+    tied: int
+    """How many queries were left out, because a selected token's score is equal to another's."""
+    decided: float
+    """Share of the queries that see a token with p_max ≥ ½, the mean over scenes; NaN without any."""
+
+    @property
+    def rows(self) -> Iterator[tuple[int, int, Bool[Tensor, " keys"]]]:
+        """Scene, position and O_i of each query."""
+        return zip(self.scene.tolist(), self.position.tolist(), self.sets, strict=True)
+
+
+@dataclass(frozen=True)
+class Posed:
+    """A head's own selection problem, and the head's form in the problem's coordinates."""
+
+    problem: Problem
+    """Queries are coordinates in an orthonormal basis of their span, which loses nothing."""
+    form: FactoredForm
+    """The head in the same coordinates."""
+    token_of: Int[Tensor, " constraints"]
+    """Which token of its scene stands on the lesser side of a constraint."""
+
+
+def first_copies(tokens: Float[Tensor, "keys d"], allowed: Bool[Tensor, "queries keys"]) -> Int[Tensor, "queries keys"]:
+    """How many copies of each token a query may see, at the first of them, 0 elsewhere: equal tokens are one."""
+    if not len(tokens):
+        return allowed.int()
+    kind = torch.unique(tokens, dim=0, return_inverse=True)[1]
+    if int(kind.max()) + 1 == len(tokens):
+        return allowed.int()
+    same, seen = (kind[:, None] == kind).double(), allowed.double()
+    before = seen @ same.triu(1)
+    counts: Tensor = (seen @ same).masked_fill(~allowed | (before > 0), 0.0).int()
+    return counts
+
+
+def choose(
+    scenes: Sequence[Scene], form: FactoredForm, softmax: Softmax, most: int = 64, top_p: float | None = None
+) -> Chosen:
+    """The head's most decided queries (largest p_max), at most `most`, with the tokens that they select.
+
+    That is the token of the largest score, or with `top_p` the fewest tokens that hold that share of the weight. A
+    query that selects all it sees poses nothing, and neither does one that sees less than half of what another of its
+    sequence sees: at the start of a causal sequence p_max is near 1 for want of choice. A query whose least selected
+    and largest other score are equal within TIE is counted and left out. There are fewer queries where constraints
+    would exceed MOST_CONSTRAINTS, or with `top_p` equalities MOST_EQUALITIES.
+    """
+    longest = max((len(scene.tokens) for scene in scenes), default=1)
+    most = max(1, min(most, MOST_CONSTRAINTS // max(longest, 1)))
+    odds, places, sets = [torch.empty(0, dtype=torch.float64)], list[tuple[int, int]](), list["Tensor"]()
+    tied, shares = 0, list[float]()
+    for number, scene in enumerate(scenes):
+        scores = form.scores(scene.tokens, scene.queries)
+        visible = scene.visible
+        seen = visible.sum(-1)
+        log_weights = softmax.capped(scores) + scene.log_copies
+        masked = scores.masked_fill(~visible, -torch.inf)
+        chosen = _largest(masked) if top_p is None else _heaviest(masked, log_weights, softmax, top_p)
+        gap = masked.masked_fill(~chosen, torch.inf).amin(-1) - masked.masked_fill(chosen, -torch.inf).amax(-1)
+        able = gap.isfinite() & (2 * seen >= seen.max())
+        clear = gap > TIE * scores.abs().amax(-1)  # strict: with all scores zero nothing is selected
+        decided = log_odds(masked, log_weights, softmax)
+        found = (able & clear).nonzero().flatten()
+        found = found[decided[found].argsort(descending=True, stable=True)][:most]
+        tied += int((able & ~clear).sum())
+        shares.append(share_decided(decided))
+        odds.append(decided[found])
+        places += [(number, position) for position in found.tolist()]
+        sets += list(chosen[found])
+    every = torch.cat(odds)
+    order = every.argsort(descending=True, stable=True)[:most]
+    equalities = torch.tensor([int(sets[index].sum()) - 1 for index in order.tolist()]).cumsum(0)
+    order = order[: max(1, int((equalities <= MOST_EQUALITIES).sum()))]
+    kept = torch.tensor(places, dtype=torch.long).reshape(-1, 2)[order]
+    whole = tuple(sets[index] for index in order.tolist())
+    return Chosen(
+        kept[:, 0], kept[:, 1], whole, every[order], tied, float(torch.tensor(shares, dtype=torch.float64).nanmean())
+    )
+
+
+def share_decided(odds: Float[Tensor, " queries"]) -> float:
+    """The share of one sequence's queries with p_max ≥ ½; NaN where none sees a token."""
+    seeing = odds[~odds.isnan()]
+    return float((seeing >= 0).double().mean())
+
+
+def log_odds(
+    masked: Float[Tensor, "queries keys"], log_weights: Float[Tensor, "queries keys"], softmax: Softmax
+) -> Float[Tensor, " queries"]:
+    """log p_max/(1 − p_max) of every query, without cancellation: +∞ where there is no other token, NaN without any.
+
+    `masked` are the scores and `log_weights` what the softmax makes of them, with the logarithm of the copies; both −∞
+    where nothing is seen.
+    """
+    best = masked.argmax(-1, keepdim=True)
+    own = log_weights.gather(-1, best).squeeze(-1)
+    others = log_weights.scatter(-1, best, -torch.inf).logsumexp(-1)
+    if softmax.sink is not None:
+        others = others.logaddexp(others.new_tensor(softmax.sink))
+        return torch.where(own == -torch.inf, torch.nan, own - others)
+    return own - others
+
+
+def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Chosen) -> Posed:
+    """The problem whose feasible directions select what the head selects: u W z ≥ 1 from O_i to what is outside.
+
+    Several tokens in one O_i are to have equal scores (Tarzanagh et al. 2023, the generalised SVM).
+    Raises UnposedError where no query was chosen.
+    """
+    differences, others, inside, query_of = list["Tensor"](), list["Tensor"](), list["Tensor"](), list["Tensor"]()
+    queries = []
+    for row, (number, position, kept) in enumerate(chosen.rows):
+        scene = scenes[number]
+        keeper = int(kept.int().argmax())
+        rivals = scene.visible[position]
+        rivals[keeper] = False
+        others.append(rivals.nonzero().flatten())
+        differences.append(scene.tokens[keeper] - scene.tokens[others[-1]])
+        inside.append(kept[others[-1]])
+        query_of.append(torch.full_like(others[-1], row))
+        queries.append(scene.queries[position])
+    if not queries:
+        raise UnposedError("No query selects a token.", "Give sequences of at least two tokens.")
+    basis = query_basis(torch.stack(queries))
+    equal = torch.cat(inside)
+    problem = posed(torch.cat(differences), torch.stack(queries) @ basis, torch.cat(query_of), (~equal).double(), equal)
+    return Posed(problem, FactoredForm(form.left, basis.mT @ form.right), torch.cat(others))
+
+
+def query_basis(queries: Float[Tensor, "queries d_query"]) -> Float[Tensor, "d_query rank"]:
+    """An orthonormal basis of the queries' span, up to eps · size · largest singular value."""
+    _, values, vectors = torch.linalg.svd(queries, full_matrices=False)
+    border = torch.finfo(torch.float64).eps * max(queries.shape) * values[:1]
+    basis: Tensor = vectors[values > border].mT  # strict: queries that are zero span nothing
+    return basis
+
+
+def _turned(factor: Float[Tensor, "d rank"], generator: torch.Generator) -> Float[Tensor, "d rank"]:
+    """The factor with its orthonormal frame replaced by a Haar-random one."""
+    frame, core = torch.linalg.qr(factor)
+    drawn, upper = torch.linalg.qr(torch.randn(frame.shape, generator=generator, dtype=torch.float64))
+    turned: Tensor = (drawn * upper.diagonal().sign()) @ core
+    return turned
+
+
+def _largest(masked: Float[Tensor, "queries keys"]) -> Bool[Tensor, "queries keys"]:
+    """The visible token of the largest score; nothing where none is visible."""
+    best = masked.argmax(-1, keepdim=True)
+    return torch.zeros_like(masked, dtype=torch.bool).scatter(-1, best, True) & (masked > -torch.inf)
+
+
+def _heaviest(
+    masked: Float[Tensor, "queries keys"], log_weights: Float[Tensor, "queries keys"], softmax: Softmax, top_p: float
+) -> Bool[Tensor, "queries keys"]:
+    """The fewest tokens that hold `top_p` of a query's weight."""
+    total = log_weights.logsumexp(-1, keepdim=True)
+    if softmax.sink is not None:
+        total = total.logaddexp(total.new_tensor(softmax.sink))
+    order = masked.argsort(dim=-1, descending=True, stable=True)
+    shares = (log_weights - total).exp().nan_to_num(nan=0.0).gather(-1, order)
+    before = shares.cumsum(-1) - shares
+    kept = torch.zeros_like(masked, dtype=torch.bool).scatter(-1, order, before < top_p)
+    return kept & (masked > -torch.inf)
+
+
+TOLERANCE = 1e-8
+"""Relative duality gap of a head's SVM; its norm is then known to half of that."""
+SPAN = 1e-6
+"""Singular value, against the largest, below which differences of tokens span nothing: rounding of float32 inputs."""
+
+
+@dataclass(frozen=True)
+class Nearness:
+    """A head beside the max-margin form that selects the same tokens; the scale of M matters to none of it."""
+
+    chosen: Chosen
+    """What was posed."""
+    posed: Posed
+    """As a problem."""
+    solution: Solution
+    """Its certified answer W_mm."""
+    best: float
+    """1/‖W_mm‖_F: no form of unit norm has a larger least margin."""
+    norm: float
+    """‖ΠM‖_F; Π projects onto span(U) ⊗ span(Z)."""
+    margins: Float[Tensor, " queries"]
+    """Least (logit_α − logit_t)/‖ΠM‖_F of each query."""
+    svm_cosine: float
+    """⟨M, W_mm⟩/(‖ΠM‖‖W_mm‖) in [−1, 1]."""
+
+    @property
+    def shares(self) -> Float[Tensor, " queries"]:
+        """The margins over the best one; their minimum is the efficiency, ≤ 1, and 1 iff the head is the SVM."""
+        return self.margins / self.best
+
+
+def nearness(
+    scenes: Sequence[Scene], form: FactoredForm, softmax: Softmax, most: int = 64, top_p: float | None = None
+) -> tuple[Chosen, Nearness | str]:
+    """What a head selects, and the head measured against the SVM of its own problem; or the reason why there is none.
+
+    Where sets of several tokens are kept, M stands without its finite part W_fin, the least form with M's own score
+    differences inside the sets: trained forms tend to W_fin + R · W_mm, and only what is left can meet the equalities.
+    """
+    chosen = choose(scenes, form, softmax, most, top_p)
+    return chosen, nearness_of(scenes, form, chosen)
+
+
+def nearness_of(scenes: Sequence[Scene], form: FactoredForm, chosen: Chosen) -> Nearness | str:
+    """The same for what was chosen before, on the same scenes or on others with the same scores."""
+    try:
+        problem = pose(scenes, form, chosen)
+    except UnposedError:
+        if chosen.tied:
+            return f"the largest scores are equal in all {chosen.tied} queries that may choose"
+        return "no query may choose between different tokens"
+    return judged(chosen, problem, solve(problem.problem, tolerance=TOLERANCE))
+
+
+def judged(chosen: Chosen, posed: Posed, solution: Solution) -> Nearness | str:
+    """The head against the solution of its problem."""
+    if solution.status == "infeasible":
+        return "no form separates the selected tokens from the others with equal scores among them"
+    if solution.status == "inaccurate" or solution.norm is None:
+        return f"the SVM was not solved: relative duality gap {solution.gap:.0e}"
+    problem, form = posed.problem, posed.form
+    gaps, whole = score_gaps(problem, form), projected_norm(problem, form)
+    squared = whole**2
+    if bool(problem.equal.any()):
+        equal = problem.equal  # alone, to be met as the head meets them: u W z = u M z
+        u, q = problem.differences[equal], problem.query_of[equal]
+        finite = solve(Problem(u, problem.queries, q, gaps[equal], equal[equal]), tolerance=TOLERANCE)
+        if finite.W is None:
+            return "no form has the head's own score differences among the selected tokens"
+        gaps = gaps - problem.scores(finite.W)
+        squared -= float(finite.W.square().sum())
+    if not squared > (SPAN * whole) ** 2:  # strict: rounding leaves as much of a form that is its finite part
+        return "the head's form tells no token from another here"
+    free, size = ~problem.equal, squared**0.5
+    least = gaps.new_full((len(problem.queries),), torch.inf)
+    least = least.scatter_reduce(0, problem.query_of[free], gaps[free], "amin") / size
+    cosine = float(solution.multipliers[free] @ gaps[free]) / (size * solution.norm)
+    return Nearness(chosen, posed, solution, 1 / solution.norm, size, least, cosine)
+
+
+def score_gaps(problem: Problem, form: FactoredForm) -> Float[Tensor, " constraints"]:
+    """u_cᵀ M z_q(c): how far the head itself scores the kept token above the other."""
+    return problem.along((problem.queries @ form.right) @ form.left.mT)
+
+
+def projected_norm(problem: Problem, form: FactoredForm) -> float:
+    """‖ΠM‖_F, Π the projection onto span(U) ⊗ span(Z); the queries' coordinates span their space already."""
+    left = span(problem.differences).mT @ form.left
+    return float((left @ form.right.mT).norm())
+
+
+def span(rows: Float[Tensor, "rows d"]) -> Float[Tensor, "d rank"]:
+    """An orthonormal basis of the rows' span, from their Gram matrix; directions below SPAN are left out."""
+    numbers = rows.numpy()
+    # numpy knows that a matrix times its own transpose is symmetric, which halves the work.
+    values, vectors = torch.linalg.eigh(torch.from_numpy(numbers.T @ numbers))
+    basis: Tensor = vectors[:, values > SPAN**2 * values[-1:]]  # strict: tokens that don't differ span nothing
+    return basis

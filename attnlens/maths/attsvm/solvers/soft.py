@@ -1,0 +1,191 @@
+"""The soft-margin problem, which has a solution where the hard-margin one has none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from scipy.linalg.lapack import dposv
+
+from attnlens.errors import UnposedError, UsageError
+from attnlens.maths.attsvm.problem import bounded, ordinary
+from attnlens.maths.attsvm.solvers.frobenius import UnitConstraints, solve
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from numpy import ndarray
+    from torch import Tensor
+
+    from attnlens.maths.attsvm.problem import Problem
+
+BETWEEN = 25
+"""Gradient steps between two polishings."""
+POWERS = 50
+"""Products that estimate the largest eigenvalue of G."""
+NEWTON, WIDEST = 30, 1000
+"""Newton steps of one polishing, and the most λ that a step solves for."""
+RIDGES = tuple(10.0**power for power in range(-12, 1, 2))
+"""What is added to the diagonal of G, which is 1: where G is singular, steps would be too long for the walls."""
+ABOVE = 1.1
+"""The step is shorter by this factor than the estimate allows, which is a little low."""
+
+
+@dataclass(frozen=True)
+class SoftMargin:
+    """The W that breaks its constraints least: min ½‖W‖² + C Σ max(0, b − u W z), |b − u W z| at equalities."""
+
+    W: Float[Tensor, "d d_query"]
+    """W(λ), not rescaled."""
+    multipliers: Float[Tensor, " constraints"]
+    """λ in [0, C], in [−C, C] at equalities."""
+    slack: float
+    """Σ max(0, b − u W z), |b − u W z| at equalities: 0 where it is separable and C is large enough."""
+    violated: float
+    """Share of the constraints with slack, beyond rounding; an inequality on the wrong side has slack above b."""
+    gap: float
+    """Relative duality gap (P − D)/P of the objective."""
+    iterations: int
+    """Gradient steps."""
+
+
+def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int = 5000) -> SoftMargin:
+    """max bᵀλ − ½‖W(λ)‖², 0 ≤ λ ≤ C (Cortes and Vapnik 1995), by accelerated projected gradient and Newton on the face.
+
+    Stops at a gap of `tolerance` or after `limit` steps; the gap is in the answer. Raises UsageError unless C is finite
+    and positive, for a tolerance ≤ 0, a limit < 1 and sizes outside [1e-50, 1e50]; UnposedError for a problem without
+    constraints.
+    """
+    bounded(tolerance, limit)
+    ordinary(problem)
+    if not (C > 0.0 and math.isfinite(C)):
+        raise UsageError(f"C is {C}, but must be positive.", "Give a positive number; 1 is a common one.")
+    if not len(problem.margins):
+        raise UnposedError("The problem has no constraint.", "Pose it on sequences of at least two tokens.")
+    constraints = UnitConstraints(problem)
+    every = np.arange(len(constraints.u))
+    # A constraint of length 0 keeps its loss whatever W is, so that its λ is C where b > 0 and matters to nothing else.
+    high = C * constraints.scale
+    low = np.where(constraints.free, -high, 0.0)
+    box = Box(lambda loads: constraints.scores(every, loads), constraints.bounds, low, high)
+    # The hard margin's λ, where it exists and fits into the box, is the answer; cut at the walls it is a start.
+    start = solve(problem).multipliers.numpy() * constraints.scale
+    loads, steps = box.climbed(np.clip(start, low, high), lambda face: constraints.gram(face, face), tolerance, limit)
+    return summed(problem, torch.from_numpy(loads / constraints.scale), C, steps)
+
+
+def summed(problem: Problem, multipliers: Float[Tensor, " constraints"], C: float, steps: int) -> SoftMargin:
+    """The answer of λ, recomputed from it."""
+    multipliers = torch.where(problem.equal, multipliers.clamp(-C, C), multipliers.clamp(0.0, C))
+    W = problem.form(multipliers)
+    scores = problem.scores(W)
+    short = problem.margins - scores
+    slack = torch.where(problem.equal, short.abs(), short.clamp(min=0.0))
+    half = 0.5 * float(W.square().sum())
+    primal, dual = half + C * float(slack.sum()), float(multipliers @ problem.margins) - half
+    noticed = slack > 1e-6 * (problem.margins.abs() + scores.abs())
+    return SoftMargin(
+        W=W,
+        multipliers=multipliers,
+        slack=float(slack.sum()),
+        violated=float(noticed.double().mean()),
+        gap=max(primal - dual, 0.0) / primal if primal > 0.0 else 0.0,
+        iterations=steps,
+    )
+
+
+@dataclass(frozen=True)
+class Box:
+    """max bᵀλ − ½λᵀGλ over low ≤ λ ≤ high."""
+
+    product: Callable[[Float[ndarray, " k"]], Float[ndarray, " k"]]
+    bounds: Float[ndarray, " k"]
+    low: Float[ndarray, " k"]
+    high: Float[ndarray, " k"]
+
+    def closed(self, loads: Float[ndarray, " k"], tolerance: float) -> bool:
+        """Whether the gap P − D, Σ max over the box of ∇·(λ' − λ), is within the tolerance of P."""
+        uphill = self.bounds - self.product(loads)
+        missing = float(np.maximum(uphill * (self.high - loads), uphill * (self.low - loads)).sum())
+        return missing <= tolerance * (missing + 0.5 * float(loads @ (self.bounds + uphill)))
+
+    def climbed(
+        self,
+        loads: Float[ndarray, " k"],
+        gram: Callable[[Int[ndarray, " face"]], Float[ndarray, "face face"]],
+        tolerance: float,
+        limit: int,
+    ) -> tuple[Float[ndarray, " k"], int]:
+        """λ and the steps taken: Nesterov's gradient with restarts, and every BETWEEN steps Newton on the free λ."""
+        if self.closed(loads, tolerance):
+            return loads, 0
+        step = 1.0 / (ABOVE * self.steepest())
+        ahead, momentum, taken = loads, 1.0, 0
+        while taken < limit:
+            if taken % BETWEEN == 0:
+                loads = self.polished(gram, loads)
+                ahead, momentum = loads, 1.0
+                if self.closed(loads, tolerance):
+                    break
+            uphill = self.bounds - self.product(ahead)
+            moved = np.clip(ahead + step * uphill, self.low, self.high)
+            if uphill @ (moved - loads) < 0.0:
+                momentum = 1.0
+            following = 0.5 * (1.0 + math.sqrt(1.0 + 4.0 * momentum**2))
+            ahead = moved + (momentum - 1.0) / following * (moved - loads)
+            loads, momentum, taken = moved, following, taken + 1
+        return loads, taken
+
+    def steepest(self) -> float:
+        """The largest eigenvalue of G, about; 1 for a G of zeros."""
+        direction = np.random.default_rng(0).standard_normal(len(self.bounds))
+        largest = 0.0
+        for _ in range(POWERS):
+            size = float(np.linalg.norm(direction))
+            if size == 0.0:
+                break
+            direction = self.product(direction / size)
+            largest = float(np.linalg.norm(direction))
+        return largest or 1.0
+
+    def polished(
+        self, gram: Callable[[Int[ndarray, " face"]], Float[ndarray, "face face"]], loads: Float[ndarray, " k"]
+    ) -> Float[ndarray, " k"]:
+        """λ after projected Newton steps (Bertsekas 1982) on the λ that no wall stops, while they gain."""
+        uphill = self.bounds - self.product(loads)
+        for _ in range(NEWTON):
+            stopped = ((loads <= self.low) & (uphill <= 0.0)) | ((loads >= self.high) & (uphill >= 0.0))
+            free = np.flatnonzero(~stopped)
+            if not 0 < len(free) <= WIDEST:
+                break
+            better = self.advanced(gram(free), loads, uphill, free)
+            if better is None:
+                break
+            loads, uphill = better
+        return loads
+
+    def advanced(
+        self,
+        curved: Float[ndarray, "face face"],
+        loads: Float[ndarray, " k"],
+        uphill: Float[ndarray, " k"],
+        free: Int[ndarray, " face"],
+    ) -> tuple[Float[ndarray, " k"], Float[ndarray, " k"]] | None:
+        """The best λ of Newton steps with these RIDGES, cut at the walls, and its gradient; None if none gains."""
+        best, most = None, 0.0
+        diagonal = np.diag_indices(len(free))
+        for ridge in RIDGES:
+            curved[diagonal] = 1.0 + ridge
+            move, failed = dposv(curved, uphill[free])[1:]
+            if failed:
+                continue
+            moved = loads.copy()
+            moved[free] = np.clip(loads[free] + move, self.low[free], self.high[free])
+            after = self.bounds - self.product(moved)
+            gain = float((moved - loads) @ (uphill + after))
+            if gain > most:
+                best, most = (moved, after), gain
+        return best

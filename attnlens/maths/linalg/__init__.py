@@ -1,0 +1,41 @@
+"""Factored matrices A Bᵀ in float64, analysed without forming them."""
+
+from attnlens.maths.linalg.attention import (
+    Anatomy,
+    anatomy,
+    attention_rank,
+    attention_singular_values,
+    centred,
+    definite,
+    definite_kernel,
+    entropy,
+    even_weight,
+    first_weight,
+    max_weight,
+)
+from attnlens.maths.linalg.forms import (
+    Form,
+    averaged,
+    change,
+    directionality,
+    largest_angle,
+    layer_symmetry,
+    symmetry,
+    symmetry_by_distance,
+    traces,
+)
+from attnlens.maths.linalg.spectra import (
+    cumulative,
+    decay_rate,
+    effective_rank,
+    feature_rank,
+    gaussian_like,
+    in_pool,
+    over_heads,
+    product_singular_values,
+    rank_at,
+    singular_values,
+    stable_rank,
+    taylor_order,
+)
+from attnlens.maths.linalg.visible import VisibleShares, compares_all, seen, seen_rank, visible_shares

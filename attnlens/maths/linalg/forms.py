@@ -1,0 +1,533 @@
+"""The bilinear form M = W_Q W_Kᵀ from its factors: means over rotations, differences, symmetry, directionality."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import pad
+
+from attnlens.maths.linalg.spectra import over_heads
+from attnlens.records import QueryKey, Rotation
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+    from torch import Tensor
+
+    from attnlens.records import QueryKey, Rotation
+
+
+PANELS = 4  # in how many panels a symmetric product is multiplied out: 5/8 of the whole
+ROWS = 512
+"""Rows of a factor that are multiplied at once: with their products they stay in the second-level cache."""
+
+
+def symmetry(form: Form) -> Float[Tensor, "*batch heads"]:
+    """(‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K) in [−1, 1]: 1 symmetric, −1 skew (Saponati et al. 2025).
+
+    Under rotation Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions; where its angles are no multiples of a
+    distance (images), of the joint kernel on (content, position), every pair of positions once. NaN for a zero matrix.
+    """
+    if not (form.rotation is None or form.rotation.by_distance):
+        return _of_grams(form.query_mean, form.key_mean, form.cross_mean)
+    return _over_distances(*form.distance_traces)
+
+
+def symmetry_by_distance(form: Form) -> Float[Tensor, "*batch heads positions"]:
+    """2 tr(M(Δ)M(−Δ)) / (‖M(Δ)‖² + ‖M(−Δ)‖²) in [−1, 1] for Δ = 0 … positions − 1; 1 iff M(Δ)ᵀ = M(−Δ)."""
+    crossed, squared = form.distance_traces
+    return crossed / squared
+
+
+def layer_symmetry(query_key: QueryKey) -> float | None:
+    """The symmetry of Σ_h M_h, the heads of a site summed (Saponati et al. 2025, their layer score), in [−1, 1].
+
+    The sum is that of the concatenated factors, [W_Q,1 W_Q,2 …][W_K,1 W_K,2 …]ᵀ, each query head with its own key head;
+    under rotation with the distances of `symmetry`. For a QueryKey without batch axes. None for a zero matrix, and in
+    cross-attention.
+    """
+    if query_key.site.part == "cross":
+        return None
+    score = float(_summed_symmetry(query_key))
+    return None if math.isnan(score) else score
+
+
+def _summed_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
+    # Query heads that share a key head share its factor, so their own factors may be summed first.
+    kv_heads, rows, size = query_key.key.shape
+    summed = query_key.query.new_zeros(kv_heads, size, rows, dtype=torch.float64)
+    for head, key_head in enumerate(query_key.key_of):
+        summed[key_head] += query_key.query[head].mT  # as rows of weights lie in memory
+    query, key = _beside(summed.mT), _beside(query_key.key)
+    if query_key.rotation is None:
+        if 3 * query.shape[1] < len(query):  # three Gram matrices take fewer products than the matrix
+            return _of_grams(_gram_trace(query), _gram_trace(key), key.mT @ query)
+        matrix = query @ key.mT
+        return (matrix * matrix.mT).sum() / matrix.square().sum()
+    rotation = query_key.rotation
+    query_gram, key_gram, cross = _gram_trace(query), _gram_trace(key), key.mT @ query
+    if not rotation.by_distance:
+        return _of_grams(*(_blocks_averaged(rotation, gram) for gram in (query_gram, key_gram, cross)))
+    return _over_distances(_block_traces(rotation, cross, cross), _block_traces(rotation, query_gram, key_gram))
+
+
+def directionality(form: Form) -> Float[Tensor, "*batch heads"]:
+    """(r − c)/(r + c) in [−1, 1]; r (c) sums the norms of M's rows (columns) above mean + 2 sd (Saponati et al. 2025).
+
+    The published sign; 0 where no row and no column stands out. Row norms² are diag(W_Q G_K W_Qᵀ). Under rotation a
+    row's norm is pooled over positions: diag(W_Q Σ_i R(i) G_K R(i)ᵀ W_Qᵀ), G_K the Gram matrix of the stacked keys.
+    """
+    query_gram, key_gram = form.query_gram, form.key_gram
+    if form.rotation is not None:
+        query_gram, key_gram = (averaged(form.rotation.transposed, mean) for mean in (form.query_mean, form.key_mean))
+    query, key = form.query_key.query, form.query_key.key
+    rows = _outstanding(over_heads(_row_norms, query, key_gram).squeeze(-2))
+    if form.group is None:
+        columns = _outstanding(over_heads(_row_norms, form.query_key.paired_key, query_gram).squeeze(-2))
+    else:
+        below = query_gram.reshape(*query_gram.shape[:-3], -1, form.group * query_gram.shape[-1], query_gram.shape[-1])
+        columns = _outstanding(over_heads(_row_norms, key, below).flatten(-3, -2))
+    none = rows + columns == 0
+    return torch.where(none, 0.0, (rows - columns) / torch.where(none, 1.0, rows + columns))
+
+
+def _row_norms(factor: Tensor, grams: Tensor) -> Tensor:
+    """Row norms of a factor under several Gram matrices, one below the other; a part of the rows at a time."""
+    found = []
+    for one, gram in zip(factor, grams, strict=True):
+        rows = one.double().mT
+        parts = []
+        for part in rows.split(ROWS, 1):
+            products = (gram @ part).reshape(-1, *part.shape)
+            parts.append(products.mul_(part).sum(1))
+        found.append(torch.cat(parts, 1))
+    # Rounding may leave a zero row's square below zero.
+    return torch.stack(found).clamp(min=0).sqrt()
+
+
+def _outstanding(norms: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
+    """The sum of the norms that exceed mean + 2 sd (unbiased), strictly, as Saponati et al. define it."""
+    border = norms.mean(-1, keepdim=True) + 2 * norms.std(-1, keepdim=True)
+    return torch.where(norms > border, norms, 0.0).sum(-1)
+
+
+def _over_distances(
+    crossed: Float[Tensor, "*batch positions"], squared: Float[Tensor, "*batch positions"]
+) -> Float[Tensor, "*batch"]:
+    """Σ_Δ of the one over Σ_Δ of the other over all |Δ| < positions: every distance but 0 counts twice."""
+    return (2 * crossed.sum(-1) - crossed[..., 0]) / (2 * squared.sum(-1) - squared[..., 0])
+
+
+def _of_grams(
+    query: Float[Tensor, "*batch size size"],
+    key: Float[Tensor, "*batch size size"],
+    cross: Float[Tensor, "*batch size size"],
+) -> Float[Tensor, "*batch"]:
+    """tr(CC)/tr(G_Q G_K)."""
+    return (cross * cross.mT).sum((-2, -1)) / (query * key).sum((-2, -1))
+
+
+def _blocks_averaged(rotation: Rotation, gram: Float[Tensor, "columns columns"]) -> Float[Tensor, "columns columns"]:
+    """The Gram matrix of the stacked factors of all heads, each head turned alike."""
+    heads = len(gram) // rotation.size
+    blocks = gram.reshape(heads, rotation.size, heads, rotation.size).transpose(1, 2)
+    return averaged(rotation, blocks).transpose(1, 2).reshape(gram.shape)
+
+
+def _beside(factor: Float[Tensor, "heads d_model head_dim"]) -> Float[Tensor, "d_model columns"]:
+    """The heads' factors side by side."""
+    return factor.double().mT.flatten(0, 1).mT  # a view of rows of weights, which lie one head after the other
+
+
+def _gram_trace(factor: Float[Tensor, "d_model columns"]) -> Float[Tensor, "columns columns"]:
+    """AᵀA, the half above the diagonal blocks multiplied out and mirrored."""
+    gram, size = factor.new_empty(factor.shape[1], factor.shape[1]), max(1, -(-factor.shape[1] // PANELS))
+    for start in range(0, len(gram), size):
+        rows = slice(start, start + size)
+        gram[rows, start:] = factor[:, rows].mT @ factor[:, start:]
+        gram[start + size :, rows] = gram[rows, start + size :].mT
+    return gram
+
+
+def _block_traces(
+    rotation: Rotation, left: Float[Tensor, "columns columns"], right: Float[Tensor, "columns columns"]
+) -> Float[Tensor, " positions"]:
+    """Σ_{g,h} tr(X_gh R(Δ)ᵀ Y_hg R(Δ)), the mean of Δ and −Δ, over the head_dim blocks of both.
+
+    One row of blocks at a time for memory.
+    """
+    size = rotation.size
+    heads = len(left) // size
+    x, y = (gram.reshape(heads, size, heads, size) for gram in (left, right))
+    rows = [traces(rotation, x[row].transpose(0, 1), y[:, :, row]) for row in range(heads)]
+    return torch.stack(rows).sum(0)
+
+
+LARGEST_CONDITION = 1e5
+"""Condition above which a Cholesky factor of a Gram matrix, whose error grows with its square, gives way."""
+
+
+def cholesky_root(
+    gram: Float[Tensor, "some size size"],
+) -> tuple[Float[Tensor, "some size size"], Bool[Tensor, " some"]]:
+    """R by Cholesky at columns of unit length, and where its condition estimate √size / min diag(R) is at most 1e5.
+
+    Elsewhere R is zero.
+    """
+    lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt()
+    lower, failed = torch.linalg.cholesky_ex(gram / lengths[..., None] / lengths[..., None, :])
+    least = lower.diagonal(dim1=-2, dim2=-1).amin(-1)
+    # A zero column makes NaN, which is not above anything.
+    good = (failed == 0) & (least * LARGEST_CONDITION > gram.shape[-1] ** 0.5)
+    return torch.where(good[:, None, None], lower.mT * lengths[..., None, :], 0.0), good
+
+
+def factor_root(factor: Float[Tensor, "some n size"]) -> Float[Tensor, "some size size"]:
+    """R by QR of A = U R, filled up with rows of zeros where A has fewer rows than columns."""
+    upper: Tensor = torch.linalg.qr(factor.double(), mode="r").R
+    return torch.nn.functional.pad(upper, (0, 0, 0, upper.shape[-1] - upper.shape[-2]))
+
+
+def eigenvalue_root(gram: Float[Tensor, "some size size"]) -> Float[Tensor, "some size size"]:
+    """R by eigenvalues; those up to eps · size · largest, which may be negative by rounding, count as zero.
+
+    For an ill-conditioned B whose A is too long to be had: what is left below 1e-8 of the largest is rounding.
+    """
+    values, vectors = torch.linalg.eigh(gram)
+    border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]
+    # Strict: a zero matrix has border 0 and keeps nothing.
+    kept = torch.where(values > border, values, 0.0).sqrt()
+    root: Tensor = kept[..., None] * vectors.mT
+    return root
+
+
+# Sums over positions are quadratic in the rotation R. A pair of coordinates meets no other in R, so they follow from
+# products of cos and sin of two pairs: of the order of head_dim² at each position, not head_dim³.
+def averaged(
+    rotation: Rotation, matrix: Float[Tensor, "*batch head_dim head_dim"]
+) -> Float[Tensor, "*batch head_dim head_dim"]:
+    """mean_i R(i)ᵀ X R(i).
+
+    With w = x_a + i x_b for a pair, and v for another, each 2 × 2 block is a form Re(P w̄ v + Q w v); turning both pairs
+    multiplies P by e^{i(φ_w − φ_v)} and Q by e^{−i(φ_w + φ_v)}, whose means are taken once for all matrices.
+    """
+    order, angles = _order(rotation), _angles(rotation)
+    waves = torch.polar(torch.ones_like(angles), angles)
+    first, mixed, back_mixed, second = _blocks(matrix, order)
+    against = torch.complex(first + second, back_mixed - mixed) * (waves.T @ waves.conj() / (2 * len(angles)))
+    along = torch.complex(first - second, -mixed - back_mixed) * (waves.T @ waves / (2 * len(angles))).conj()
+    total, difference = against + along, against - along
+    upper = torch.cat((total.real, -total.imag), -1)
+    mean = torch.cat((upper, torch.cat((difference.imag, difference.real), -1)), -2)
+    return _taken(mean, order.argsort()[: rotation.size])
+
+
+def traces(
+    rotation: Rotation,
+    left: Float[Tensor, "*batch terms head_dim head_dim"],
+    right: Float[Tensor, "*batch terms head_dim head_dim"],
+) -> Float[Tensor, "*batch positions"]:
+    """Σ_terms tr(X R(Δ)ᵀ Y R(Δ)), the mean of Δ and −Δ, for each distance Δ = 0 … positions − 1.
+
+    In that mean the products of a cos with a sin cancel.
+    """
+    order, angles = _order(rotation), _angles(rotation)
+    a, b, c, d = _blocks(left.mT, order)
+    first, mixed, back_mixed, second = _blocks(right, order)
+    cosines = (a * first + b * mixed + c * back_mixed + d * second).sum(-3)
+    sines = (a * second - b * back_mixed - c * mixed + d * first).sum(-3)
+    cos, sin = angles.cos(), angles.sin()
+    return (cos @ cosines * cos + sin @ sines * sin).sum(-1)
+
+
+def _order(rotation: Rotation) -> Int[Tensor, " even"]:
+    """The coordinates in an order in which the partner is half the length away: first ones, then second ones.
+
+    Those that stand still are made pairs too; where one is left over, a coordinate of zeros is its partner.
+    """
+    turning = rotation.pairs.flatten()
+    still = torch.ones(rotation.size + rotation.size % 2, dtype=torch.bool, device=turning.device)
+    still[turning] = False
+    return torch.cat((rotation.pairs, still.nonzero().reshape(-1, 2))).T.flatten()
+
+
+def _angles(rotation: Rotation) -> Float[Tensor, "positions half"]:
+    """The angles of all pairs in that order, 0 where coordinates stand still."""
+    return pad(rotation.angles, (0, -(-rotation.size // 2) - len(rotation.pairs)))
+
+
+def _blocks(matrix: Float[Tensor, "*batch head_dim head_dim"], order: Int[Tensor, " even"]) -> list[Tensor]:
+    """The quarters of a matrix in that order: entries of the first of one pair with the first of another, and so on."""
+    missing = len(order) - matrix.shape[-1]
+    ordered = _taken(pad(matrix, (0, missing, 0, missing)) if missing else matrix, order)
+    return [block for rows in ordered.chunk(2, -2) for block in rows.chunk(2, -1)]
+
+
+def _taken(matrix: Float[Tensor, "*batch size size"], order: Int[Tensor, " some"]) -> Float[Tensor, "*batch some some"]:
+    """Rows and columns of a matrix in this order; itself where that is their own (halves turned, as in Llama)."""
+    if torch.equal(order, torch.arange(matrix.shape[-1], device=order.device)):
+        return matrix
+    return matrix[..., order[:, None], order]
+
+
+@dataclass(frozen=True)
+class Form:
+    """The bilinear form M = s · W_Q W_Kᵀ of every head, in float64, never formed.
+
+    Under rotation its norm, eigenvalues and singular values are those of the joint kernel on (content, position): block
+    (i, j) is s · W_Q R(i−j) W_Kᵀ, over the number of positions, so that they compare with those of one matrix. It is
+    again factored, by [W_Q R(i)]_i and [W_K R(j)]_j, whose Gram matrices are averages of rotated ones.
+    """
+
+    query_key: QueryKey
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """How positions turn queries and keys, if they do."""
+        return self.query_key.rotation
+
+    @property
+    def query_gram(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+        """G_Q = W_QᵀW_Q."""
+        return self._shared("query_gram", lambda: _gram(self.query_key.query))
+
+    @property
+    def key_gram(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+        """G_K = W_KᵀW_K of each head's key head, computed once for each key head."""
+        key_of = list(self.query_key.key_of)
+        return self._shared("key_gram", lambda: _gram(self.query_key.key)[..., key_of, :, :])
+
+    @cached_property
+    def cross(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+        """C = W_KᵀW_Q of each head with its own key head, for self-attention."""
+        query = self.query_key.query.double()
+        if self.group is None:
+            return over_heads(_inner, self.query_key.paired_key.double(), query)
+        *lead, heads, rows, size = query.shape
+        beside = query.mT.reshape(*lead, heads // self.group, self.group * size, rows).mT
+        crossed = over_heads(_inner, self.query_key.key.double(), beside)
+        return crossed.reshape(*crossed.shape[:-1], self.group, size).movedim(-2, -3).flatten(-4, -3)
+
+    @property
+    def group(self) -> int | None:
+        """How many query heads in a row share each key head; None where it is not so (some heads of a site)."""
+        key_of, kv_heads = self.query_key.key_of, self.query_key.key.shape[-3]
+        group = len(key_of) // kv_heads
+        return group if group and key_of == tuple(head // group for head in range(group * kv_heads)) else None
+
+    @property
+    def query_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+        """The Gram matrix of the stacked [W_Q R(i)]_i over the number of positions; without rotation G_Q."""
+        return self._shared("query_mean", lambda: self._averaged(self.query_gram))
+
+    @property
+    def key_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+        """The same of the keys."""
+        return self._shared("key_mean", lambda: self._averaged(self.key_gram))
+
+    @cached_property
+    def cross_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
+        """The same of keys with queries, for self-attention."""
+        return self._averaged(self.cross)
+
+    @cached_property
+    def distance_traces(
+        self,
+    ) -> tuple[Float[Tensor, "*batch heads positions"], Float[Tensor, "*batch heads positions"]]:
+        """tr(M(Δ)M(−Δ)) and (‖M(Δ)‖² + ‖M(−Δ)‖²)/2, over s², for Δ = 0 … positions − 1; M(Δ) = s·W_Q R(−Δ) W_Kᵀ.
+
+        Without rotation there is one position: tr(CC) and tr(G_Q G_K).
+        """
+        query, key, cross = self.query_gram, self.key_gram, self.cross
+        if self.rotation is None:
+            return (cross * cross.mT).sum((-2, -1))[..., None], (query * key).sum((-2, -1))[..., None]
+        query, key, cross = (gram.unsqueeze(-3) for gram in (query, key, cross))
+        return traces(self.rotation, cross, cross), traces(self.rotation, query, key)
+
+    @property
+    def norm(self) -> Float[Tensor, "*batch heads"]:
+        """‖M‖_F = s·√tr(G_Q G_K)."""
+        squared = (self.query_mean * self.key_mean).sum((-2, -1))
+        return abs(self.query_key.scale) * squared.clamp(min=0).sqrt()
+
+    @property
+    def singular_values(self) -> Float[Tensor, "*batch heads head_dim"]:
+        """σ(M) = s·σ(R_Q R_Kᵀ), descending, R_Q, R_K roots of G_Q, G_K; those that are always zero are left out."""
+        query, key = self.query_mean, self.key_mean
+        values = over_heads(_singular_values, query, key)
+        bad = values[..., 0].isnan()
+        if bad.any():
+            roots = (
+                self._root(bad, query[bad], self.query_key.query),
+                self._root(bad, key[bad], self.query_key.paired_key),
+            )
+            values[bad] = over_heads(_core_singular_values, *roots)
+        return values * abs(self.query_key.scale)
+
+    @cached_property
+    def symmetric_eigenvalues(self) -> Float[Tensor, "*batch heads twice"]:
+        """μ, the eigenvalues of S = (M + Mᵀ)/2, ascending; those that are always zero are left out.
+
+        With [W_Q W_K] = U [R_Q R_K], UᵀU = 1, they are those of s·(R_Q R_Kᵀ + R_K R_Qᵀ)/2, of size 2·head_dim.
+        """
+        grams = (self.query_mean, self.key_mean, self.cross_mean)
+        values = over_heads(_symmetric_eigenvalues, *grams)
+        bad = values[..., 0].isnan()
+        if bad.any():
+            joint = _joint(*(gram[bad] for gram in grams))
+            factors = self.query_key.query, self.query_key.paired_key
+            values[bad] = over_heads(_core_symmetric_eigenvalues, self._root(bad, joint, *factors))
+        return values * self.query_key.scale
+
+    @property
+    def definiteness(self) -> Float[Tensor, "*batch heads"]:
+        """Σμ / Σ|μ| in [−1, 1]: 1 iff S is positive semidefinite; NaN where S = 0."""
+        return self.symmetric_eigenvalues.sum(-1) / self.symmetric_eigenvalues.abs().sum(-1)
+
+    @property
+    def inertia(self) -> tuple[Float[Tensor, "*batch heads"], Float[Tensor, "*batch heads"]]:
+        """How many μ are above, and how many below, ± eps · size · max|μ|; 0 … head_dim each."""
+        eigenvalues = self.symmetric_eigenvalues
+        border = torch.finfo(eigenvalues.dtype).eps * eigenvalues.shape[-1] * eigenvalues.abs().amax(-1, keepdim=True)
+        # Strict on both sides: an eigenvalue at the border is zero up to rounding, and a zero matrix has none.
+        return (eigenvalues > border).sum(-1).to(eigenvalues), (eigenvalues < -border).sum(-1).to(eigenvalues)
+
+    @property
+    def positivity(self) -> Float[Tensor, "*batch heads"]:
+        """Re Σλ / Σ|λ| in [−1, 1], λ the eigenvalues of C, the non-zero ones of M/s (Elhage et al. 2021)."""
+        eigenvalues = over_heads(torch.linalg.eigvals, self.cross_mean)
+        return eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)
+
+    def _shared(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        """Computed once for a QueryKey, whichever analyzer asks."""
+        shared = self.query_key.shared
+        if name not in shared:
+            shared[name] = compute()
+        return shared[name]
+
+    def _averaged(self, gram: Tensor) -> Tensor:
+        return gram if self.rotation is None else averaged(self.rotation, gram)
+
+    def _root(
+        self, where: Bool[Tensor, "*batch heads"], gram: Float[Tensor, "some size size"], *factors: Tensor
+    ) -> Float[Tensor, "some size size"]:
+        """A root of the ill-conditioned, from their factors; under rotation the stacked ones are too long for QR."""
+        if self.rotation is None:
+            return over_heads(factor_root, torch.cat([factor[where] for factor in factors], -1))
+        return over_heads(eigenvalue_root, gram)
+
+
+def _gram(factor: Tensor) -> Tensor:
+    return over_heads(_inner, factor.double(), factor.double())
+
+
+def _inner(left: Tensor, right: Tensor) -> Tensor:
+    return left.mT @ right
+
+
+def _joint(query: Tensor, key: Tensor, cross: Tensor) -> Tensor:
+    """The Gram matrix of [W_Q W_K]."""
+    return torch.cat((torch.cat((query, cross.mT), -1), torch.cat((cross, key), -1)), -2)
+
+
+def _singular_values(query: Tensor, key: Tensor) -> Tensor:
+    """NaN where a Gram matrix is ill-conditioned."""
+    (query, good_query), (key, good_key) = cholesky_root(query), cholesky_root(key)
+    return torch.where((good_query & good_key)[:, None], _core_singular_values(query, key), torch.nan)
+
+
+def _core_singular_values(query: Tensor, key: Tensor) -> Tensor:
+    values: Tensor = torch.linalg.svdvals(query @ key.mT)
+    return values
+
+
+def _symmetric_eigenvalues(query: Tensor, key: Tensor, cross: Tensor) -> Tensor:
+    """NaN where the joint Gram matrix is ill-conditioned."""
+    both, good = cholesky_root(_joint(query, key, cross))
+    return torch.where(good[:, None], _core_symmetric_eigenvalues(both), torch.nan)
+
+
+def _core_symmetric_eigenvalues(both: Tensor) -> Tensor:
+    size = both.shape[-1] // 2
+    core = both[..., :size] @ both[..., size:].mT
+    values: Tensor = torch.linalg.eigvalsh((core + core.mT) / 2)
+    return values
+
+
+def change(query_key: QueryKey, base: QueryKey) -> tuple[Float[Tensor, "*batch heads"], Float[Tensor, "*batch heads"]]:
+    """‖ΔM‖_F / ‖M‖_F and rank ΔM, for M = s W_Q W_Kᵀ of `base` and ΔM = s (W_Q' W_K'ᵀ − W_Q W_Kᵀ).
+
+    Under RoPE M is that of equal positions. The rank counts the σ of ΔM above eps · n · ‖M‖_F (or ‖ΔM‖_F, where that is
+    more), which is what rounding of W_Q' − W_Q and W_K' − W_K can make; eps is float32's, in which models compute the
+    cos and sin of their rotations. NaN where M = 0.
+    """
+    values = _difference_singular_values(query_key, base)
+    # ‖M‖_F = s·√tr(G_Q G_K) at equal positions
+    query, key = base.query.double(), base.paired_key.double()
+    squared = ((query.mT @ query) * (key.mT @ key)).sum((-2, -1))
+    norm = squared.clamp(min=0).sqrt() * abs(base.scale)
+    size = values.square().sum(-1).sqrt()
+    most = max(query_key.query.shape[-2], query_key.key.shape[-2])
+    border = torch.finfo(torch.float32).eps * most * torch.maximum(norm, size)
+    # Strict: where nothing changed there is nothing above the border, and where M and ΔM are 0 it is 0.
+    rank = (values > border[..., None]).sum(-1).to(values)
+    return size / norm, rank.masked_fill(norm == 0, torch.nan)
+
+
+def _difference_singular_values(query_key: QueryKey, base: QueryKey) -> Float[Tensor, "*batch heads twice"]:
+    """σ(ΔM), descending, of ΔM = s [ΔW_Q W_Q] [W_K' ΔW_K]ᵀ.
+
+    Written so, each block is as large as the difference, and rounding is relative to it and not to M.
+    """
+    query, key = query_key.query.double(), query_key.paired_key.double()
+    before, key_before = base.query.double(), base.paired_key.double()
+    left = over_heads(_balanced_root, query - before, before, key, key - key_before)
+    right = over_heads(_balanced_root, key, key - key_before, query - before, before)
+    values: Tensor = over_heads(_core_singular_values, left, right)
+    return values * abs(query_key.scale)
+
+
+def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_partner: Tensor) -> Tensor:
+    """R of [a·first b·second] by QR; a and b make each block as long as its partner, and leave the product as it is."""
+    scaled = []
+    for part, partner in ((first, first_partner), (second, second_partner)):
+        own, other = (torch.linalg.matrix_norm(side, keepdim=True) for side in (part, partner))
+        scaled.append(part * torch.where(own > 0, other / own, 0.0).sqrt())
+    return factor_root(torch.cat(scaled, -1))
+
+
+def largest_angle(
+    one: Float[Tensor, "*batch n head_dim"], other: Float[Tensor, "*batch n head_dim"]
+) -> Float[Tensor, "*batch"]:
+    """The largest principal angle between two column spaces, in degrees; [0, 90].
+
+    asin ‖(I − U Uᵀ)V‖₂ for orthonormal bases U and V, exact for small angles (Björck & Golub 1973). Directions whose
+    singular value is within rounding, eps · n · σ₁, don't count; 90 where the ranks differ, NaN where both are 0.
+    """
+    return over_heads(_subspace_angles, one.double(), other.double())
+
+
+def _subspace_angles(one: Tensor, other: Tensor) -> Tensor:
+    return torch.stack([_angle(*pair) for pair in zip(one, other, strict=True)])
+
+
+def _angle(one: Tensor, other: Tensor) -> Tensor:
+    first, second = _basis(one), _basis(other)
+    if first.shape != second.shape:
+        return one.new_tensor(90.0)
+    if not first.shape[1]:
+        return one.new_tensor(torch.nan)
+    sine: Tensor = torch.linalg.matrix_norm(second - first @ (first.mT @ second), ord=2)
+    return sine.clamp(max=1).asin().rad2deg()
+
+
+def _basis(factor: Tensor) -> Tensor:
+    """Orthonormal columns that span the factor's."""
+    left, values, _ = torch.linalg.svd(factor, full_matrices=False)
+    # Strict: a factor of zeros has no direction.
+    kept: Tensor = left[:, values > torch.finfo(values.dtype).eps * max(factor.shape) * values[0]]
+    return kept

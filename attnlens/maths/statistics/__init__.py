@@ -1,0 +1,31 @@
+"""Standard errors, intervals, nulls and false discoveries: how sure a number is.
+
+What the studies under `benchmarks/` ask of two measures of the same heads is Spearman's ρ with an interval over heads,
+or over whole `groups` of them such as layers:
+
+>>> import torch
+>>> from attnlens import statistics
+>>> depth = torch.arange(32.0)
+>>> noisy = depth + 4 * torch.randn(32, generator=torch.Generator().manual_seed(0))
+>>> found = statistics.rank_correlation(depth, noisy)
+>>> 0.8 < found.low < found.value < found.high < 1
+True
+"""
+
+from attnlens.maths.statistics.associations import rank_correlation
+from attnlens.maths.statistics.design import Design, Stream, summed
+from attnlens.maths.statistics.intervals import (
+    Interval,
+    adjusted,
+    false_discovery,
+    further,
+    gaussian_null,
+    median_error,
+    null_of_median,
+    p_values,
+    paired_difference,
+    robust_z,
+    standard_error,
+    student_interval,
+    z_scores,
+)

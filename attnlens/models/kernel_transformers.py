@@ -1,0 +1,516 @@
+"""Small transformers whose attention has any kernel, positions and value function (Tsai et al. 2019)."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import nn
+from torch.nn import functional
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutput, Seq2SeqLMOutput, SequenceClassifierOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from attnlens.choices import KERNEL_TRANSFORMER
+from attnlens.errors import ModelError
+from attnlens.kernels import parsed
+from attnlens.kernels.attention import attend
+from attnlens.kernels.attention.primal_heads import PrimalHeads
+from attnlens.kernels.attention.sums import as_exponential
+from attnlens.records import Call
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+    Added = Float[Tensor, "#batch heads queries keys"]
+    States = Float[Tensor, "batch tokens d_model"]
+    Split = Float[Tensor, "batch heads tokens head_dim"]
+    Unpadded = Bool[Tensor, "batch tokens"] | None
+
+Placing = Literal["none", "sum", "table", "product", "symmetric product"]
+"""How attention reads positions t beside features f: not at all; k(f + t, f' + t') (Eq. 4); L(t − t', f)·k(f, f') with
+a learned table (Eq. 6); k(f, f')·k_f(t, t') with an asymmetric kernel (Eq. 5); or k_F(f, f')·k_T(t, t') with symmetric
+ones (Eq. 9)."""
+Place = Literal["encoder", "decoder", "cross"]
+"""Which attention of a model: the self-attention of its encoder, that of its decoder, or that between them."""
+EVERYWHERE: tuple[Place, ...] = ("encoder", "decoder", "cross")
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """Attention by Definition 1 of Tsai et al.: Σ_j k(x_i, x_j)/Σ k · v(x_j) over the keys that the filter allows."""
+
+    kernel: str = "exponential"
+    """As it can be typed: `rbf:gamma=1`; of features, or of features and positions under "sum"."""
+    symmetric: bool = False
+    """Whether queries and keys are one projection, W_Q = W_K."""
+    positions: Placing = "none"
+    """How positions enter."""
+    places: tuple[Place, ...] = EVERYWHERE
+    """Which attentions read positions."""
+    in_value: bool = False
+    """Whether values hold positions, v(x) = (f + t)W_V (Eq. 7), or not, v(x) = f W_V (Eq. 8)."""
+    primal: Literal["none", "last", "all"] = "none"
+    """Which layers attend by Primal-Attention (Chen et al. 2023) in the place of a kernel."""
+    scores: int = 0
+    """s, the scores of each primal head."""
+    eta: float = 0.0
+    """Weight η of the primal layers' regulariser ΣJ² in the loss."""
+
+    @property
+    def shares_projection(self) -> bool:
+        """Whether queries and keys are one projection: where asked for, and in Eq. 9, whose kernels are symmetric."""
+        return self.symmetric or self.positions == "symmetric product"
+
+
+FURTHEST = 16  # the distance from which on a table knows no difference (Shaw et al. 2018).
+WAVELENGTH = 10_000.0
+
+
+def sinusoids(places: Float[Tensor, " places"], d_model: int) -> Float[Tensor, "places d_model"]:
+    """sin(t/10000^{2p/d}) for p < d/2, then the cosines (Vaswani et al. 2017, halves in the place of pairs)."""
+    half = torch.arange((d_model + 1) // 2, device=places.device, dtype=places.dtype)
+    angles = places[:, None] * torch.exp(-math.log(WAVELENGTH) * 2 * half / d_model)
+    return torch.cat((angles.sin(), angles.cos()), 1)[:, :d_model]
+
+
+def distances(queries: int, keys: int, device: torch.device) -> Tensor:
+    """t_i − t_j of every query and key, (queries, keys)."""
+    return torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)
+
+
+class PositionTable(nn.Module):
+    """log L(t_i − t_j, f_i) = s⟨f_i W_Q, a_{t_i − t_j}⟩ with a learned vector for each distance (Eq. 6)."""
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        self.vectors = nn.Parameter(torch.randn(2 * FURTHEST + 1, d_model // heads) * (d_model // heads) ** -0.5)
+
+    def forward(self, query: Float[Tensor, "batch heads queries head_dim"], keys: int, scale: float) -> Added:
+        """Distances beyond FURTHEST are as FURTHEST."""
+        index = distances(query.shape[2], keys, query.device).clamp(-FURTHEST, FURTHEST) + FURTHEST
+        every = query @ self.vectors.mT * scale
+        return every.gather(-1, index.expand(*every.shape[:2], -1, -1))
+
+
+class AsymmetricProduct(nn.Module):
+    """log k_f(t_i, t_j) = s⟨f_i W_Q, r_{t_i − t_j} W_R⟩ with the sinusoids r of a distance (Eq. 5).
+
+    A sum of cos((t_i − t_j)/λ_p) and sin((t_i − t_j)/λ_p) whose coefficients the query's features say, as in
+    Transformer-XL, without its two learned offsets.
+    """
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.relative = nn.Linear(d_model, d_model, bias=False)
+
+    def forward(self, query: Float[Tensor, "batch heads queries head_dim"], keys: int, scale: float) -> Added:
+        """One product a distance, read out by pair."""
+        queries = query.shape[2]
+        places = torch.arange(1 - keys, queries, device=query.device, dtype=query.dtype)
+        projected = self.relative(sinusoids(places, self.relative.in_features))
+        every: Tensor = query @ projected.unflatten(1, (self.heads, -1)).permute(1, 2, 0) * scale
+        index = distances(queries, keys, query.device) + keys - 1
+        return every.gather(-1, index.expand(*every.shape[:2], -1, -1))
+
+
+class SymmetricProduct(nn.Module):
+    """log k_T(t_i, t_j) = s⟨t_i W_T, t_j W_T⟩, the exponential kernel of the sinusoids of both places (Eq. 9)."""
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.place = nn.Linear(d_model, d_model, bias=False)
+
+    def forward(self, query: Float[Tensor, "batch heads queries head_dim"], keys: int, scale: float) -> Added:
+        """The same for every sequence."""
+        places = torch.arange(max(query.shape[2], keys), device=query.device, dtype=query.dtype)
+        projected: Tensor = self.place(sinusoids(places, self.place.in_features))
+        split: Tensor = projected.unflatten(1, (self.heads, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
+        return (split[:, : query.shape[2]] @ split[:, :keys].mT * scale)[None]
+
+
+OWN = "eager"
+"""What transformers calls the implementation under which a module answers itself, by its kernel."""
+ADDED = {"table": PositionTable, "product": AsymmetricProduct, "symmetric product": SymmetricProduct}
+
+
+class KernelAttention(nn.Module):
+    """Σ_j k(x_i, x_j)/Σ_j k(x_i, x_j) · v(x_j) W_O over the allowed j (Tsai et al. 2019, Definition 1), of all heads.
+
+    x = (f, t): features and positions; `form` says how they meet. Where a configuration names another implementation of
+    attention than its own, as while attnlens watches or replaces it, that one answers: softmax of the kernel's
+    logarithm, handed over as products of other queries and keys.
+    """
+
+    def __init__(self, config: Any, form: AttentionForm, place: Place, *, primal: bool = False) -> None:
+        super().__init__()
+        d_model, heads = config.hidden_size, config.num_attention_heads
+        self.config, self.form, self.part, self.heads = config, form, place, heads
+        self.causal = place == "decoder"
+        self.positions = form.positions if place in form.places else "none"
+        self.kernel = parsed(form.kernel)
+        self.query = _projection(d_model)
+        self.key = None if form.shares_projection else _projection(d_model)
+        self.primal = PrimalHeads(heads, d_model // heads, form.scores) if primal else None
+        self.value = None if primal else _projection(d_model)
+        self.output = _projection(d_model)
+        added = ADDED.get(self.positions)
+        self.added = None if added is None else added(d_model, heads)
+        if isinstance(self.added, (AsymmetricProduct, SymmetricProduct)):
+            nn.init.xavier_uniform_(next(self.added.parameters()))
+
+    def forward(
+        self, features: States, key_value_states: States | None = None, kept: Bool[Tensor, "batch keys"] | None = None
+    ) -> States:
+        """What `features` read of `key_value_states` (None: of themselves); `kept` says which keys are no padding."""
+        read = features if key_value_states is None else key_value_states
+        query, key, value = features, read, read
+        if self.positions == "sum":  # Eq. 4
+            query, key = features + _places(features), read + _places(read)
+        if self.form.in_value and self.positions != "none":  # Eq. 7
+            value = read + _places(read)
+        queries, keys = self._split(self.query(query)), self._split((self.key or self.query)(key))
+        if self.primal is not None:
+            found = self.primal(queries, keys, causal=self.causal, kept=None if kept is None else kept[:, None])
+        else:
+            assert self.value is not None  # noqa: S101
+            found = self._attended(
+                queries, keys, self._split(self.value(value)), kept, cross=key_value_states is not None
+            )
+        output: Tensor = self.output(found.transpose(1, 2).flatten(2))
+        return output
+
+    @property
+    def kernel_parameters(self) -> int:
+        """How many numbers its kernel has: projections of queries, keys and positions, without values and output."""
+        parts = [part for part in (self.query, self.key, self.added) if part is not None]
+        return sum(one.numel() for part in parts for one in part.parameters())
+
+    def _attended(self, query: Split, key: Split, value: Split, kept: Tensor | None, *, cross: bool) -> Split:
+        scale = query.shape[-1] ** -0.5
+        bias = None if self.added is None else self.added(query, key.shape[2], scale)
+        allowed = self._allowed(query, key, kept)
+        named = self.config._attn_implementation
+        if named not in (OWN, None):
+            query, key, scale = as_exponential(query, key, scale, self.kernel)
+            own = named == "sdpa" and self.causal and allowed is None  # torch is fastest where it makes the mask
+            more = {"scaling": scale, "position_bias": bias, "is_causal": own}
+            if self.causal and allowed is None and not own:
+                allowed = (distances(query.shape[2], key.shape[2], query.device) >= 0)[None, None]
+            answered: Tensor = ALL_ATTENTION_FUNCTIONS[named](self, query, key, value, allowed, **more)[0]
+            return answered.transpose(1, 2)
+        call = Call(
+            *(query, key, value, scale),
+            allowed=allowed,
+            causal=self.causal and allowed is None,
+            bias=bias,
+            cross=cross,
+            module=self,
+        )
+        return attend(call, self.kernel).transpose(1, 2)
+
+    def _allowed(self, query: Split, key: Split, kept: Tensor | None) -> Tensor | None:
+        """The filter: keys that are no padding, and under causality none that come later; None: as `causal` says."""
+        if kept is None:
+            return None
+        seen = kept[:, None, None, :].expand(-1, 1, query.shape[2], -1)
+        return seen.tril() if self.causal else seen
+
+    def _split(self, projected: States) -> Split:
+        split: Tensor = projected.unflatten(2, (self.heads, -1))  # type: ignore[no-untyped-call]
+        return split.transpose(1, 2)
+
+
+def _projection(d_model: int) -> nn.Linear:
+    found = nn.Linear(d_model, d_model, bias=False)
+    nn.init.xavier_uniform_(found.weight)
+    return found
+
+
+def _places(features: States) -> Float[Tensor, "tokens d_model"]:
+    """t of each token, as large as the features that a layer norm leaves."""
+    places = torch.arange(features.shape[1], device=features.device, dtype=features.dtype)
+    return sinusoids(places, features.shape[2])
+
+
+class Layer(nn.Module):
+    """x + A(LN(x)), then what it reads of a memory, then x + F(LN(x)); F of 4 d_model GELUs."""
+
+    def __init__(self, config: Any, form: AttentionForm, place: Place, number: int, *, crosses: bool) -> None:
+        super().__init__()
+        d_model, last = config.hidden_size, config.num_hidden_layers - 1
+        primal = form.primal == "all" or (form.primal == "last" and number == last)
+        self.attention_norm = nn.LayerNorm(d_model)
+        self.attention = KernelAttention(config, form, place, primal=primal)
+        self.cross_norm = nn.LayerNorm(d_model) if crosses else None
+        self.cross_attention = KernelAttention(config, form, "cross") if crosses else None
+        self.forward_norm = nn.LayerNorm(d_model)
+        self.forward_in = nn.Linear(d_model, config.intermediate_size)
+        self.forward_out = nn.Linear(config.intermediate_size, d_model)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x: States, kept: Unpadded = None, memory: States | None = None, memory_kept: Unpadded = None
+    ) -> States:
+        """The layer's output; `kept` and `memory_kept` say what is no padding."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), kept=kept))
+        if self.cross_attention is not None and self.cross_norm is not None:
+            x = x + self.dropout(self.cross_attention(self.cross_norm(x), memory, memory_kept))
+        inner = functional.gelu(self.forward_in(self.forward_norm(x)))
+        return x + cast("Tensor", self.dropout(self.forward_out(inner)))
+
+
+class Stack(nn.Module):
+    """Layers of one place, with a layer norm at their end."""
+
+    def __init__(self, config: Any, form: AttentionForm, place: Place, *, crosses: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            Layer(config, form, place, number, crosses=crosses) for number in range(config.num_hidden_layers)
+        )
+        self.norm = nn.LayerNorm(config.hidden_size)
+
+    def forward(
+        self, x: States, kept: Unpadded = None, memory: States | None = None, memory_kept: Unpadded = None
+    ) -> States:
+        """The last layer's output, normed."""
+        for layer in self.layers:
+            x = layer(x, kept, memory, memory_kept)
+        return cast("Tensor", self.norm(x))
+
+
+class Embeddings(nn.Module):
+    """Token embeddings √d_model E, and the logits h Eᵀ of what comes next."""
+
+    def __init__(self, size: int, d_model: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(size, d_model)
+        nn.init.normal_(self.table.weight, std=d_model**-0.5)
+
+    def forward(self, ids: Tensor) -> States:
+        """(batch, tokens) → features."""
+        features: Tensor = self.table(ids) * self.table.embedding_dim**0.5
+        return features
+
+    def logits(self, features: States) -> Float[Tensor, "batch tokens vocabulary"]:
+        """Of every word."""
+        logits: Tensor = features @ self.table.weight.mT
+        return logits
+
+
+class LanguageModel(nn.Module):
+    """Predicts each next token by a causal stack."""
+
+    def __init__(self, config: Any, form: AttentionForm) -> None:
+        super().__init__()
+        self.words = Embeddings(config.vocab_size, config.hidden_size)
+        self.decoder = Stack(config, form, "decoder")
+
+    def forward(self, inputs: Tensor, kept: Unpadded = None, given: Tensor | None = None) -> Tensor:
+        """(batch, tokens) ids → (batch, tokens, vocabulary) logits."""
+        del given
+        found: Tensor = self.decoder(self.words(inputs), kept)
+        return self.words.logits(found)
+
+
+class EncoderDecoder(nn.Module):
+    """Predicts each next token of a target from the source: encoder self-, decoder self- and cross-attention."""
+
+    def __init__(self, config: Any, form: AttentionForm) -> None:
+        super().__init__()
+        self.words = Embeddings(config.vocab_size, config.hidden_size)
+        self.encoder = Stack(config, form, "encoder")
+        self.decoder = Stack(config, form, "decoder", crosses=True)
+
+    def encode(self, inputs: Tensor, kept: Unpadded = None) -> States:
+        """(batch, tokens) ids of sources → their features."""
+        return cast("Tensor", self.encoder(self.words(inputs), kept))
+
+    def decode(self, given: Tensor, memory: States, kept: Unpadded = None) -> Tensor:
+        """(batch, target tokens) ids → (batch, target tokens, vocabulary) logits of the next; `kept` of the memory."""
+        return self.words.logits(self.decoder(self.words(given), None, memory, kept))
+
+    def forward(self, inputs: Tensor, kept: Unpadded = None, given: Tensor | None = None) -> Tensor:
+        """Sources and targets so far → logits; padding of targets comes after what is predicted: none sees it."""
+        assert given is not None  # noqa: S101  # a translation has a target
+        return self.decode(given, self.encode(inputs, kept), kept)
+
+
+class Classifier(nn.Module):
+    """Predicts a class from the mean of an encoder's features; reads words, or the channels of a series."""
+
+    def __init__(self, config: Any, form: AttentionForm) -> None:
+        super().__init__()
+        d_model = config.hidden_size
+        self.words = Embeddings(config.vocab_size, d_model) if config.vocab_size else None
+        self.channels = None if config.vocab_size else nn.Linear(config.channels, d_model)
+        self.encoder = Stack(config, form, "encoder")
+        self.classes = nn.Linear(d_model, config.classes)
+
+    def forward(self, inputs: Tensor, kept: Unpadded = None, given: Tensor | None = None) -> Tensor:
+        """(batch, tokens) ids or (batch, steps, channels) → (batch, classes) logits."""
+        del given
+        read = self.words or self.channels
+        assert read is not None  # noqa: S101  # one of the two
+        found = self.encoder(read(inputs), kept)
+        if kept is None:
+            return cast("Tensor", self.classes(found.mean(1)))
+        share = kept[..., None].to(found.dtype)
+        return cast("Tensor", self.classes((found * share).sum(1) / share.sum(1).clamp_min(1)))
+
+
+REMEDY = "Restore the config.json that attnlens study wrote."
+
+
+class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
+    """Sizes of a small transformer, and the form of its attention as a dictionary of `AttentionForm`'s fields."""
+
+    model_type = KERNEL_TRANSFORMER
+
+    def __init__(
+        self,
+        vocab_size: int = 0,
+        hidden_size: int = 64,
+        num_hidden_layers: int = 2,
+        num_attention_heads: int = 4,
+        intermediate_size: int = 256,
+        max_position_embeddings: int = 64,
+        dropout: float = 0.0,
+        channels: int = 0,
+        classes: int = 2,
+        form: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        self.vocab_size, self.hidden_size, self.num_hidden_layers = vocab_size, hidden_size, num_hidden_layers
+        self.num_attention_heads, self.intermediate_size = num_attention_heads, intermediate_size
+        self.max_position_embeddings, self.dropout = max_position_embeddings, dropout
+        self.channels, self.classes = channels, classes
+        self.form = asdict(AttentionForm()) if form is None else form
+        super().__init__(**{"tie_word_embeddings": False, "use_cache": False} | more)
+
+    @property
+    def attention_form(self) -> AttentionForm:
+        """Which attention the model has; raises ModelError for fields that make none."""
+        try:
+            return TypeAdapter(AttentionForm).validate_json(json.dumps(self.form), strict=True, extra="forbid")
+        except (ValidationError, TypeError) as error:
+            first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
+            where = ".".join(map(str, ("form", *first["loc"])))
+            raise ModelError(f"The model's config.json has no attention in {where}: {first['msg']}.", REMEDY) from None
+
+
+class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
+    """What the three small transformers have in common as models of transformers."""
+
+    config_class = KernelTransformerConfig
+    stacks: ClassVar[type[nn.Module]]  # the module that computes
+
+    def __init__(self, config: KernelTransformerConfig) -> None:
+        super().__init__(config)
+        self.core = self.stacks(config, config.attention_form)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        """Tell so, as transformers guesses it from names in a model's file, and would miss `KernelAttention`."""
+        return True
+
+    def attentions(self) -> list[KernelAttention]:
+        """Its attention modules, in the order in which they run."""
+        return [module for module in self.modules() if isinstance(module, KernelAttention)]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Weights are drawn where modules are made."""
+
+
+class KernelTransformerForCausalLM(KernelTransformer):  # type: ignore[no-untyped-call]
+    """Predicts the next token."""
+
+    stacks = LanguageModel
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **_more: Any
+    ) -> CausalLMOutput:
+        """(batch, tokens) ids → logits; with `labels`, which are shifted here, the loss."""
+        logits = self.core(input_ids, _kept(attention_mask))
+        loss = None if labels is None else _loss(logits[:, :-1], labels[:, 1:])
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+class KernelTransformerForSeq2SeqLM(KernelTransformer):  # type: ignore[no-untyped-call]
+    """Writes a sentence for a sentence."""
+
+    stacks = EncoderDecoder
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        **_more: Any,
+    ) -> Seq2SeqLMOutput:
+        """Ids of sources and of targets so far → logits of what comes next; with `labels`, the loss."""
+        logits = self.core(input_ids, _kept(attention_mask), decoder_input_ids)
+        return Seq2SeqLMOutput(loss=None if labels is None else _loss(logits, labels), logits=logits)
+
+
+class KernelTransformerForSequenceClassification(KernelTransformer):  # type: ignore[no-untyped-call]
+    """Names a class."""
+
+    stacks = Classifier
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **_more: Any
+    ) -> SequenceClassifierOutput:
+        """Ids, or a series (batch, steps, channels), → logits of the classes."""
+        logits = self.core(input_ids, _kept(attention_mask))
+        return SequenceClassifierOutput(loss=None if labels is None else _loss(logits, labels), logits=logits)
+
+
+MODELS: dict[str, type[KernelTransformer]] = {
+    "language": KernelTransformerForCausalLM,
+    "translation": KernelTransformerForSeq2SeqLM,
+    "classification": KernelTransformerForSequenceClassification,
+}
+"""The model of each form of task."""
+
+
+def made(form_of_task: str, config: KernelTransformerConfig, seed: int) -> KernelTransformer:
+    """A new model, its weights drawn by `seed` alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config.is_encoder_decoder = form_of_task == "translation"
+        return MODELS[form_of_task](config)
+
+
+def _kept(mask: Tensor | None) -> Tensor | None:
+    """Which tokens are no padding; None where none is."""
+    return None if mask is None or bool((mask != 0).all()) else mask != 0
+
+
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, -2), labels.flatten())  # which leaves out −100
+
+
+AutoConfig.register(KERNEL_TRANSFORMER, KernelTransformerConfig, exist_ok=True)
+for _auto, _class in (
+    (AutoModelForCausalLM, KernelTransformerForCausalLM),
+    (AutoModelForSeq2SeqLM, KernelTransformerForSeq2SeqLM),
+    (AutoModelForSequenceClassification, KernelTransformerForSequenceClassification),
+):
+    _auto.register(KernelTransformerConfig, _class, exist_ok=True)

@@ -1,0 +1,258 @@
+"""Loads a model from its name and describes it before it has run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnlens import arguments
+from attnlens.errors import ModelError, UsageError
+from attnlens.files import sha256
+from attnlens.models.loading.adapters import Adapted, AdapterFiles, find_adapter, merge
+from attnlens.models.loading.building import bounded, built, checked_files, config_of, gguf_files, no_kernels, quiet
+from attnlens.models.loading.configs import InputKind, drop_settings, kind_of, load_tokenizer
+from attnlens.models.loading.gguf import read_once
+from attnlens.models.loading.hub import first_line
+from attnlens.models.loading.locate import Location, find, names_in
+from attnlens.models.loading.placement import (
+    device_of,
+    device_of_inputs,
+    dtype_of,
+    places_of,
+    refuse_beside_map,
+    refuse_too_large,
+    removed_with,
+    spread_over_devices,
+)
+from attnlens.models.loading.quantised import method_of
+from attnlens.models.loading.stored import nonfinite_tensors
+from attnlens.records import File, ModelInfo
+from attnlens.requests import Loading, checked
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from attnlens.models.loading.deferred import DeferredWeights
+
+SWAPPED = "attnlens.json"
+"""What lies beside weights that were saved with another kernel."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in evaluation mode without gradients, and what belongs to it."""
+
+    model: PreTrainedModel
+    """The model, with the head that the checkpoint names."""
+    tokenizer: PreTrainedTokenizerBase | None
+    """Its tokenizer, or None."""
+    tokenizer_problem: str
+    """Why there is no tokenizer; empty where there is one."""
+    info: ModelInfo
+    """Which model it is; its conventions are not known yet."""
+    kind: InputKind
+    """What it reads."""
+    missing_keys: tuple[str, ...] = ()
+    """Parameters that the checkpoint lacks, so that they hold random numbers."""
+    unused_keys: tuple[str, ...] = ()
+    """Tensors of the checkpoint that the model has no place for."""
+    adapter: Adapted | None = None
+    """The adapter that was merged into its weights."""
+    folder: Path | None = None
+    """Where the checkpoint lies; None for a model in memory."""
+    deferred: DeferredWeights | None = None
+    """Where its weights are read from, module by module, where it has shapes alone; None where it is in memory."""
+    shapes: Loaded | None = None
+    """The same model as shapes, from whose files weights are read where this one is spread over devices."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number type of its weights."""
+        if self.deferred is None:
+            return self.model.dtype
+        import torch
+
+        return self.deferred.rounded_to or torch.float32  # as the model would be loaded
+
+    @property
+    def nonfinite(self) -> list[str]:
+        """The parameters with NaN or Inf in them, in the model's order; of deferred ones among those read so far."""
+        source = self if self.shapes is None else self.shapes
+        return nonfinite_tensors(self.model) if source.deferred is None else source.deferred.nonfinite
+
+
+@arguments.public
+def load(
+    name: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    offline: bool = False,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    swapped: bool = False,
+    adapter: str | os.PathLike[str] | None = None,
+    from_files: bool = False,
+    device_map: str | None = None,
+    max_cpu_memory: str | None = None,
+) -> Loaded:
+    """The model called `name`: `demo`, a folder, a .gguf or .safetensors file, or a hub id (`org/name@revision`).
+
+    A path object always means a file or folder, never the hub. `dtype="auto"` is the checkpoint's own type, but half
+    precision is raised to float32 on the CPU, where it is slow and inaccurate; a GGUF file is dequantised.
+    `device="auto"` is the first of cuda, mps, cpu that is there. `offline` looks into the local cache alone; without
+    it, a hub that does not answer within two seconds is left alone, too. `swapped` reads the weights that
+    `swap-kernel --save` wrote, without the kernel that they were made for, which `load_swapped` puts in its place.
+    `adapter` names a LoRA, rsLoRA or DoRA adapter of peft (a folder or a hub id), which is merged into the weights.
+    `from_files` builds the model from shapes alone, and weights are read module by module where they lie: it can't run,
+    and `inspect` reads its weights.* measures. `device_map="auto"` spreads the model over GPUs, memory (at most
+    `max_cpu_memory`, as in "8GB") and disk, in the checkpoint's own type.
+
+    Raises UsageError for words that make no sense (unknown dtype, a revision of a folder); ModelError where the model
+    is not there, its files are broken, it needs a pickle or foreign code that was not allowed, a package is missing,
+    its weights don't fit its config, it was saved with another kernel, the adapter is none or of another base, or there
+    is no such device; TooLargeError where it does not fit into the memory that is free.
+    """
+    given = locals()
+    checked(Loading, {name: given[name] for name in Loading.__annotations__})
+    refuse_beside_map(given)
+    place_on = device_of(device)
+    place = find(_written(name), revision, offline=offline, allow_pickle=allow_pickle, leave_weights=from_files)
+    if not swapped:
+        _refuse_swapped(place)
+    if from_files:
+        return _unread(place, dtype, trust_remote_code, adapter)
+    if device_map is not None:
+        return _spread(place, dtype, max_cpu_memory, trust_remote_code)
+    files = None if adapter is None else find_adapter(_written(adapter), offline=offline)
+    return _loaded(place, files, dtype, place_on, trust_remote_code)
+
+
+def _loaded(
+    place: Location, adapter: AdapterFiles | None, dtype: str, device: torch.device, trust_remote_code: bool
+) -> Loaded:
+    """The model at that place, its codes decoded and the adapter merged, on that device."""
+    import torch
+
+    from attnlens.models.loading.deferred import files_of, read_all
+
+    beside = adapter is not None and adapter.folder.samefile(place.folder)
+    stored = checked_files(place, trust_remote_code, adapter_too=beside)
+    with quiet(), no_kernels(), read_once() if place.gguf else nullcontext():
+        config = config_of(place, trust_remote_code)
+        kind, method = dtype_of(dtype, config, device), method_of(place)
+        if device.type == "cpu":
+            refuse_too_large(place, stored, torch.float32 if isinstance(kind, str) else kind)
+        files = None if method is None else files_of(place, config)
+        if files is not None:
+            drop_settings(config)
+            stored = dict(files.table(stored))
+        with bounded(place, stored):
+            files = gguf_files(place, config) if place.gguf else files
+            own: Any = (config.dtype if method else None) or torch.float32
+            weights = None if files is None else read_all(files, own if isinstance(kind, str) else kind)
+            ignored = getattr(files, "ignored", ())
+            model, found = built(place, config, kind, trust_remote_code, stored, weights, ignored)
+        adapted = None if adapter is None else merge(adapter, model)
+        tokenizer = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
+    model.requires_grad_(False).to(device)  # type: ignore[arg-type]  # the decorator of .to hides self
+    return _described(place, model, found, method, tokenizer, adapter=adapted)
+
+
+def _described(
+    place: Location,
+    model: PreTrainedModel,
+    found: Mapping[str, Any],
+    method: str | None = None,
+    tokenizer: tuple[Any, str] = (None, "the model's weights are read from their files, so that it can't run"),
+    adapter: Adapted | None = None,
+    deferred: DeferredWeights | None = None,
+    shapes: Loaded | None = None,
+) -> Loaded:
+    """The model with what is known of it; `found` is what transformers tells of its loading."""
+    missing, unused = (tuple(sorted(found[name])) for name in ("missing_keys", "unexpected_keys"))
+    info = ModelInfo(
+        id=place.id,
+        revision=place.revision,
+        architecture=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        files=[] if deferred else [File(name=file.name, sha256=sha256(file)) for file in place.weights],
+        files_in_parts=deferred.files.headers if deferred else [],
+        unexpected=[*unused, *(adapter.unplaced if adapter else ())],
+        quantised=method,
+        adapter=adapter.info if adapter else None,
+    )
+    folder = Path(place.folder)
+    return Loaded(model, *tokenizer, info, kind_of(model), missing, unused, adapter, folder, deferred, shapes)
+
+
+def _spread(place: Location, dtype: str, max_cpu_memory: str | None, trust_remote_code: bool) -> Loaded:
+    """The model over all devices, and as shapes. Raises ModelError for files that can't be read in parts."""
+    import torch
+
+    if place.form != "safetensors" or method_of(place) is not None:
+        problem = f"--device-map spreads safetensors files of plain numbers, and those of {place.id} are others."
+        raise ModelError(problem, "Convert the model, or leave --device-map out.")
+    shapes = _unread(place, dtype, trust_remote_code, None)
+    stored = checked_files(place, trust_remote_code)
+    with quiet(), no_kernels():
+        config = config_of(place, trust_remote_code)
+        spread = spread_over_devices(max_cpu_memory)
+        kind = "auto" if dtype == "auto" else getattr(torch, dtype)
+        with removed_with(spread["offload_folder"]) as keep, bounded(place, stored):
+            model, found = built(place, config, kind, trust_remote_code, stored, spread=spread)
+            keep(model)
+        tokenizer = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
+    return _described(place, model.requires_grad_(False), found, None, tokenizer, shapes=shapes)
+
+
+def _unread(place: Location, dtype: str, trust_remote_code: bool, adapter: object) -> Loaded:
+    """The model at that place as shapes, its weights left in their files. Raises ModelError beside an adapter."""
+    if adapter is not None:
+        raise ModelError("An adapter can't be merged into a model that is not loaded.", "Merge it first, and save it.")
+    import torch
+
+    from attnlens.models.loading.deferred import DeferredWeights, announced, files_of, one_thread, widen
+
+    stored = checked_files(place, trust_remote_code)
+    with quiet(), no_kernels(), read_once() if place.gguf else nullcontext():
+        config = config_of(place, trust_remote_code)
+        files, method = files_of(place, config), method_of(place)
+        stored = dict(files.table(stored))
+        if method is not None:
+            drop_settings(config)
+        with bounded(place, stored), one_thread():
+            shapes = announced(files.shapes)
+            ignored = getattr(files, "ignored", ())
+            model, found = built(place, config, torch.float32, trust_remote_code, stored, shapes, ignored)
+    # its tables of positions are those of a model in float32; its weights are read as float64, which loses nothing
+    widen(model.requires_grad_(False))
+    weights = DeferredWeights(model, files, None if dtype == "auto" else getattr(torch, dtype))
+    return _described(place, model, found, method, deferred=weights)
+
+
+def _refuse_swapped(place: Location) -> None:
+    if SWAPPED in names_in(place.folder):
+        problem = f"{place.folder} holds a model with another kernel, as --save wrote it, which would be left out here."
+        raise ModelError(problem, "Use attnlens.load_swapped in Python.")
+    if "attnlens_primal" in place.config:
+        raise ModelError(
+            f"{place.id} is a model with primal layers, which have no attention to look at.",
+            "Build it with attnlens.lab.primal.build, whose documentation says how its weights are loaded.",
+        )
+
+
+def _written(name: object) -> str:
+    """The model's name as a string; a path is written so that it can't be mistaken for a hub id or `demo`."""
+    if isinstance(name, os.PathLike):
+        arguments.path("name", name)
+        return os.path.join(os.curdir, os.fspath(name))  # noqa: PTH118  # pathlib would drop the dot again
+    if not isinstance(name, str):
+        raise UsageError(f"A {type(name).__name__} names no model.", "Give a hub id, a path, or what load returned.")
+    return arguments.word("model", name)

@@ -1,0 +1,362 @@
+"""Finds LoRA, rsLoRA and DoRA adapters, checks them, and merges them into a loaded model with peft."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import regex  # Python's own re can't be stopped, and the expressions come from a stranger's file
+
+from attnlens.errors import ModelError
+from attnlens.files import sha256, shortened, with_home, written
+from attnlens.models.loading.configs import foreign
+from attnlens.models.loading.hub import OFFLINE, Hub
+from attnlens.models.loading.locate import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    is_there,
+    looks_like_path,
+    names_in,
+    read_json,
+    weight_file,
+)
+from attnlens.models.loading.stored import Stored, named, names_in_model, safetensors_header
+from attnlens.records import AdapterInfo, File
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+TENSORS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+PREFIX = "base_model.model."
+"""Start of the name of every tensor that peft writes."""
+PART = re.compile(r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?")
+"""Module path and part of a low-rank tensor's name."""
+LONGEST, SECONDS = 4096, 10.0
+"""Characters of the longest expression for module names, and the time limit for matching all of them."""
+LARGEST = 2**20
+"""Bytes of adapter_config.json: every name in it is compared with every module."""
+NAMING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern")
+APPLIED = {"r", "lora_alpha", "use_rslora", "use_dora"}
+WITHOUT_EFFECT = {
+    *("task_type", "auto_mapping", "peft_version", "inference_mode", "revision", "lora_dropout", "runtime_config"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "qalora_group_size"),
+    *("peft_type", "base_model_name_or_path", "init_lora_weights"),
+    *("bias", "modules_to_save"),  # what they train is stored whole, and every stored tensor is applied
+    "fan_in_fan_out",  # peft decides it by the layer's class
+}
+"""Settings that do not change how the stored tensors are merged."""
+SAY_FOLDER = f"Give the folder that holds {ADAPTER_CONFIG} and {TENSORS}, or its hub id."
+SAY_MERGE = "Merge it with merge_and_unload of the package peft, save that model, and give its folder as MODEL."
+SAY_AGAIN = "Get the adapter again."
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """Where an adapter lies on this machine."""
+
+    id: str
+    """As given, without the revision."""
+    folder: Path
+    revision: str | None = None
+    """The commit of an adapter from the hub."""
+
+
+def find_adapter(name: str, *, offline: bool) -> AdapterFiles:
+    """Find the adapter `name`: a folder, or a hub id (`org/name@revision`).
+
+    Raises ModelError if there is none, or peft is not installed.
+    """
+    if find_spec("peft") is None:
+        raise ModelError("--adapter needs peft, which is not installed.", "Run: pip install 'attnlens[adapters]'")
+    path = with_home(name)
+    if is_there(path):
+        if not path.is_dir():
+            raise ModelError(f"{shortened(name)} is a file, not an adapter's folder.", SAY_FOLDER)
+        _files_among(names_in(path), name)
+        return AdapterFiles(name, path)
+    id_, _, revision = name.partition("@")
+    if not id_ or looks_like_path(id_):
+        raise ModelError(f"There is no such folder: {shortened(name)}.", SAY_FOLDER)
+    hub = Hub(id_, revision or None)
+    folder = hub.cached(OFFLINE) if offline else hub.fetched(lambda names: _files_among(names, id_))
+    _files_among(names_in(folder), id_)
+    return AdapterFiles(id_, folder, folder.name)
+
+
+def _files_among(names: Collection[str], where: str) -> list[str]:
+    """Return the names of an adapter's two files. Raises ModelError if one is missing."""
+    where = shortened(where)
+    if ADAPTER_CONFIG not in names:
+        if CONFIG in names:
+            problem = f"{where} has no {ADAPTER_CONFIG}: it is a model, not an adapter."
+            raise ModelError(problem, "Give it as MODEL, without --adapter.")
+        raise ModelError(f"{where} has no {ADAPTER_CONFIG}.", SAY_FOLDER)
+    if TENSORS not in names and PICKLE in names:
+        problem = f"{where} has only a pickled adapter ({PICKLE}), which can run code when it is opened."
+        raise ModelError(problem, "Convert it to safetensors.")
+    if TENSORS not in names:
+        raise ModelError(f"{where} has no {TENSORS}.", SAY_AGAIN)
+    return [ADAPTER_CONFIG, TENSORS]
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """An adapter that has been merged into a model."""
+
+    info: AdapterInfo
+    layers: Mapping[str, Any]
+    """peft's merged layers by the path of the module that each wrapped, apart from the model, weights on meta."""
+    originals: Mapping[str, Tensor]
+    """The base's tensors in place of those that the adapter stores whole, by the name of the parameter."""
+    unplaced: tuple[str, ...]
+    """Whole tensors of the adapter for which the model has no place."""
+
+    @contextmanager
+    def removed(self, model: PreTrainedModel, path: str) -> Iterator[bool]:
+        """Context manager: give the module at `path` the base's weights in float64; yield whether they differ.
+
+        peft takes W = W'/D − s·BA from the rounded W', so that W' − W has exactly the adapter's rank.
+        """
+        import torch
+        from torch import nn
+
+        start = f"{path}."
+        bases = {name: tensor.double() for name, tensor in self.originals.items() if name.startswith(start)}
+        for module in (module for module in self.layers if module.startswith(start)):
+            layer = deepcopy(self.layers[module])
+            merged_weight = model.get_parameter(f"{module}.weight").detach()
+            layer.base_layer.weight = nn.Parameter(merged_weight.to("cpu", torch.float64, copy=True))
+            layer.unmerge()
+            bases[f"{module}.weight"] = layer.base_layer.weight.data
+        parameters = {name: model.get_parameter(name) for name in bases}
+        merged = {name: parameter.data for name, parameter in parameters.items()}
+        try:
+            for name, parameter in parameters.items():
+                parameter.data = bases[name].to(parameter.device)
+            yield bool(bases)
+        finally:
+            for name, parameter in parameters.items():
+                parameter.data = merged[name]
+
+
+def merge(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
+    """Merge the adapter into the model's weights: W + s·BA in float64, rounded to the weights' own type.
+
+    Raises ModelError if attnlens does not merge such an adapter, it does not fit the model, or its files are broken;
+    the model is then no longer usable.
+    """
+    import torch
+    from safetensors import safe_open
+
+    with foreign(f"The adapter in {files.folder} can't be merged", SAY_AGAIN):
+        import peft
+
+        settings_file, tensors_file = weight_file(files.folder, ADAPTER_CONFIG), weight_file(files.folder, TENSORS)
+        settings, header = _read_settings(settings_file), safetensors_header(tensors_file)
+        low_rank, whole, unplaced = _place(tensors_file, header, model)
+        modules = sorted({name.rpartition(".lora_")[0] for name in low_rank})
+        base = settings.get("base_model_name_or_path")
+        say_base = f"Give its base as MODEL: {shortened(base or 'the model it was trained over')}."
+        named_by_settings = _expanded(settings, settings_file, model, modules, say_base)
+        changed = {*whole, *(f"{path}.weight" for path in modules)}
+        _check_shared(model, changed)
+        biases = {f"{path}.bias" for path in modules if getattr(model.get_submodule(path), "bias", None) is not None}
+        if settings.get("bias", "none") != "none" and (lost := sorted(biases - whole.keys())):
+            raise ModelError(f"{settings_file} says that biases were trained, and {named(lost)} is missing.", SAY_AGAIN)
+        parameters = {name: model.get_parameter(name) for name in whole}
+
+        plain = {name: settings[name] for name in APPLIED if name in settings}
+        config = peft.LoraConfig(**plain, **named_by_settings, init_lora_weights=False)
+        # state_dict's keys name the modules to wrap; on meta, a rank of any size takes no memory and no random numbers
+        options: dict[str, Any] = {"low_cpu_mem_usage": True, "state_dict": low_rank}
+        with torch.device("meta"):
+            tuner: Any = peft.LoraModel(model, config, "default", **options)
+        layers: dict[str, Any] = {path: model.get_submodule(path) for path in modules}
+        expected = {
+            f"{path}.{name}": tensor
+            for path, layer in layers.items()
+            for name, tensor in layer.state_dict().items()
+            if name.startswith("lora_")
+        }
+        _check_tensors(header, low_rank | whole, expected | parameters, say_base)
+        with safe_open(tensors_file, framework="pt") as file:
+            tensors = {name: file.get_tensor(stored) for name, stored in (low_rank | whole).items()}
+        # peft's own function for this would round them to the weights' type
+        model.load_state_dict({name: tensors[name] for name in low_rank}, strict=False, assign=True)
+
+        originals = {name: parameter.data for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.data = tensors[name].to(parameter)
+        for path, layer in layers.items():
+            _merge_layer(path, layer)
+        tuner.unload()
+        for layer in layers.values():
+            layer.base_layer = deepcopy(layer.base_layer).to("meta")
+        info = AdapterInfo(
+            id=files.id,
+            revision=files.revision,
+            base=base,
+            kind=("rs" if config.use_rslora else "") + ("DoRA" if config.use_dora else "LoRA"),
+            rank=config.r,
+            alpha=config.lora_alpha,
+            modules=len(modules),
+            replaced=sorted(whole),
+            files=[File(name=file.name, sha256=sha256(file)) for file in (settings_file, tensors_file)],
+        )
+        return Adapted(info, layers, originals, unplaced)
+
+
+def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:
+    """Raise ModelError if a changed parameter is also another one of the model, which would change with it."""
+    shared: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared[parameter].append(name)
+    for names in shared.values():
+        if len(names) > 1 and any(name in changed for name in names):
+            first, second = sorted(names, key=lambda name: name not in changed)[:2]
+            raise ModelError(f"The adapter changes {first}, which the model shares with {second}.", SAY_MERGE)
+
+
+def _merge_layer(path: str, layer: Any) -> None:
+    """Add a peft layer's update to its base weight in float64, and round the sum to the weight's own type.
+
+    Raises ModelError if DoRA's magnitudes cannot be divided out again.
+    """
+    base_layer, magnitudes = layer.get_base_layer(), list(layer.lora_magnitude_vector.parameters())
+    dtype = base_layer.weight.dtype
+    layer.double()
+    layer.merge()
+    if magnitudes and not (magnitudes[0].all() and base_layer.weight.isfinite().all()):
+        raise ModelError(f"DoRA's magnitudes of {path}, or its rows, are 0 or not finite.", SAY_AGAIN)
+    base_layer.to(dtype)
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    """Read adapter_config.json. Raises ModelError for settings that attnlens does not apply to the weights."""
+    if file.stat().st_size > LARGEST:
+        raise ModelError(f"{file} holds more than {LARGEST // 2**20} MiB.", SAY_AGAIN)
+    settings = {name: value for name, value in read_json(file).items() if value is not None}
+    others = [name for name, value in settings.items() if value and name not in {*NAMING, *APPLIED, *WITHOUT_EFFECT}]
+    others += [name for name in ("r", "lora_alpha") if not isinstance(settings.get(name, 8), int | float)]
+    # what else it may be (PiSSA, OLoRA, LoftQ …) changes the base's weights as well
+    if settings.get("init_lora_weights") not in (True, False, None, "gaussian", "orthogonal", "eva"):
+        others = ["init_lora_weights"]
+    if settings.get("peft_type") != "LORA":
+        others = ["peft_type"]
+    if others:
+        problem = f"{file} says {shortened(others[0])} = {written(settings.get(others[0]))}"
+        raise ModelError(f"{problem}, which attnlens does not merge (LoRA, rsLoRA and DoRA alone).", SAY_MERGE)
+    return settings
+
+
+def _place(
+    file: Path, header: Mapping[str, Stored], model: PreTrainedModel
+) -> tuple[dict[str, str], dict[str, str], tuple[str, ...]]:
+    """Sort an adapter's tensors: low-rank ones by peft's parameter, whole ones by the model's, others without place."""
+    low_rank, whole, unplaced = dict[str, str](), dict[str, str](), list[str]()
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    present = parameters | {path for path, _ in model.named_modules()}
+    for stored in header:
+        name = stored.removeprefix(PREFIX).replace(".base_layer.", ".")
+        part = PART.fullmatch(name)
+        stem = part[1] if part else name
+        own = next((one for one in names_in_model(stem, model.base_model_prefix) if one in present), stem)
+        key = f"{own}.{part[2]}.default{'' if 'embedding' in part[2] else '.weight'}" if part else own
+        if not stored.startswith(PREFIX) or (part is None and "lora_" in name) or key in low_rank or key in whole:
+            raise ModelError(f"{file} holds {shortened(stored)}, which is no part of LoRA, or twice.", SAY_MERGE)
+        if part:
+            low_rank[key] = stored
+        elif own in parameters:
+            whole[own] = stored
+        else:
+            unplaced.append(stored)
+    if not low_rank:
+        raise ModelError(f"{file} holds no pair of matrices A and B.", SAY_AGAIN)
+    return low_rank, whole, tuple(unplaced)
+
+
+def _expanded(
+    settings: Mapping[str, Any], file: Path, model: PreTrainedModel, modules: list[str], say_base: str
+) -> dict[str, Any]:
+    """Return the settings that name modules, with a stranger's expressions replaced by paths: peft matches with re.
+
+    Raises ModelError if the model lacks an adapted module, or settings and tensors name different ones.
+    """
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    paths = [path for path, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D | nn.Embedding)]
+    if lacking := sorted(set(modules) - set(paths)):
+        problem = f"{file.parent} changes {named(lacking)}, which is no linear layer or embedding of this model"
+        raise ModelError(f"{problem}: it is of another base.", say_base)
+    ends = time.monotonic() + SECONDS
+
+    def matches(expression: str, paths: list[str]) -> list[str]:
+        if len(expression) > LONGEST:
+            raise ValueError(f"an expression for modules has more than {LONGEST} characters")
+        found = []
+        for path in paths:
+            if (left := ends - time.monotonic()) <= 0:
+                raise TimeoutError(f"its expressions can't be compared with modules within {SECONDS:.0f} s")
+            if regex.fullmatch(expression, path, timeout=left):
+                found.append(path)
+        return found
+
+    values = {name: settings[name] for name in NAMING if name in settings}
+    if values.get("target_modules", "all-linear") == "all-linear":
+        values["target_modules"] = modules
+    for name in ("target_modules", "exclude_modules"):
+        if isinstance(values.get(name), str):
+            values[name] = matches(values[name], paths)
+    lists = values.get("layers_pattern") or []
+    if not all(re.fullmatch(r"[\w.]*", name) for name in ([lists] if isinstance(lists, str) else lists)):
+        raise ValueError(f"layers_pattern = {written(lists)} is no name")
+    saved = [path for path in paths for name in settings.get("modules_to_save", []) if f".{name}." in f".{path}."]
+    values["exclude_modules"] = [*values.get("exclude_modules", []), *saved]
+    for name in ("rank_pattern", "alpha_pattern"):
+        pattern = {key: matches(rf"(?:.*\.)?(?:{key})", modules) for key in values.get(name, {})}
+        if unused := [key for key, found in pattern.items() if not found]:
+            problem = f"{file} has {written(unused[0])} in {name}, which matches none of the adapted modules"
+            raise ModelError(f"{problem}.", "If the adapter was trained so, remove that key from the file.")
+        chosen = {path: values[name][key] for key in reversed(pattern) for path in pattern[key]}  # the first key counts
+        by_value: dict[Any, list[str]] = defaultdict(list)
+        for path, value in chosen.items():
+            by_value[value].append(re.escape(path))
+        values[name] = {f"^(?:{'|'.join(escaped)})": value for value, escaped in by_value.items()}
+    config = LoraConfig(**values)
+    if differing := sorted({path for path in paths if check_target_module_exists(config, path)} ^ set(modules)):
+        problem = f"{file} and the adapter's tensors disagree on whether {named(differing)} is adapted."
+        raise ModelError(problem, SAY_AGAIN)
+    return values
+
+
+def _check_tensors(
+    header: Mapping[str, Stored], names: Mapping[str, str], expected: Mapping[str, Tensor], say_base: str
+) -> None:
+    """Raise ModelError if the stored tensors are not the expected ones by name, shape and type, before one is read."""
+    if different := sorted(expected.keys() ^ names.keys()):
+        problem = "lacks" if different[0] in expected else "holds"
+        raise ModelError(f"The adapter {problem} {named(different)}, against its settings.", SAY_AGAIN)
+    for name, stored in names.items():
+        found, shape = header[stored], tuple(expected[name].shape)
+        if found.shape != shape:
+            is_whole = ".lora_" not in name
+            sizes = ", where ".join(" × ".join(map(str, sizes)) for sizes in (found.shape, shape))
+            raise ModelError(
+                f"The adapter holds {shortened(stored)} of {sizes} belongs: it is of another base, or of "
+                f"{'a resized vocabulary' if is_whole else 'other settings'}.",
+                f"{say_base} If that is MODEL: {SAY_MERGE if is_whole else SAY_AGAIN}",
+            )
+        if found.encoded:
+            raise ModelError(f"The adapter stores {shortened(stored)} as {found.type}.", SAY_MERGE)

@@ -1,0 +1,242 @@
+"""Builds a model from its config and tensors with transformers, quietly and within bounds; its errors become ours."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from logging import CRITICAL, getLogger
+from math import prod
+from threading import get_ident
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from attnlens.errors import ModelError
+from attnlens.files import shortened, written
+from attnlens.models.loading.configs import (
+    check_config,
+    check_counts,
+    fields,
+    foreign,
+    model_class,
+    own_models,
+    refuse_own_code,
+    take_choices,
+)
+from attnlens.models.loading.gguf import GgufFiles, Settings, read_header
+from attnlens.models.loading.locate import CONFIG, Location, check_small, names_in, refuse_other_forms
+from attnlens.models.loading.stored import Stored, check_loaded, numbers_in, tensors_in
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Inside, transformers and accelerate log nothing that is not critical; what was set is set again at the end.
+
+    Its errors repeat what a config says, control characters and all; what matters of them is raised.
+    Some models log when they are run and not when they are loaded: Mamba tells at its first forward pass which of its
+    kernels are not installed.
+    """
+    from transformers.utils import logging
+
+    with ExitStack() as undo:
+        undo.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity(CRITICAL)
+        spreading = getLogger("accelerate")
+        undo.callback(spreading.setLevel, spreading.level)
+        spreading.setLevel(CRITICAL)
+        yield
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, transformers shows no bars and logs nothing, and nothing warns; for the time that a model is loaded."""
+    from transformers.utils import logging
+
+    with ExitStack() as undo:
+        if logging.is_progress_bar_enabled():
+            logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+            undo.callback(logging.enable_progress_bar)
+        undo.enter_context(unlogged())
+        undo.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def no_kernels() -> Iterator[None]:
+    """Inside, transformers downloads no compiled code from the hub; models compute the same without it.
+
+    A patch, because security needs it and no switch covers it: with the package `kernels`, RWKV, YOSO and MRA
+    call transformers' get_kernel while they are built, and neither use_kernels=False nor USE_HUB_KERNELS (which is read
+    only when transformers is first imported) stops them; HF_HUB_OFFLINE would still run what an earlier program cached.
+    """
+    hub: Any = import_module("transformers.integrations.hub_kernels")
+    own = getattr(hub, "get_kernel_hub", None)
+    if own is None:  # the package is not installed
+        yield
+        return
+
+    def refuse(*_: object, **__: object) -> None:
+        raise FileNotFoundError("attnlens runs no code from the hub")
+
+    package: Any = import_module("kernels")
+    hub.get_kernel_hub = package.get_kernel = refuse
+    try:
+        yield
+    finally:
+        hub.get_kernel_hub = package.get_kernel = own
+
+
+TIMES, PARTS_TIMES = 8, 16
+"""A model may have so many times the numbers of its files (tied weights are stored once), and times their tensors."""
+SPARE, SPARE_BUFFERS, SPARE_PARTS = 2**24, 2**28, 2**12
+"""What a model may have beside: numbers, numbers in tables of positions and masks, modules and tensors."""
+
+
+@contextmanager
+def bounded(place: Location, stored: Mapping[str, Stored]) -> Iterator[None]:
+    """Inside, a model that outgrows its files is given up while it is built, when its tensors take no memory yet.
+
+    Raises ModelError there, with the largest size in the config.
+    """
+    from torch.nn.modules import module
+
+    limits = {"numbers": TIMES * numbers_in(stored) + SPARE, "parts": PARTS_TIMES * len(stored) + SPARE_PARTS}
+    limits["buffers"] = limits["numbers"] + SPARE_BUFFERS
+    counts = dict.fromkeys(limits, 0)
+    thread = get_ident()  # the hooks are torch's own and see what every thread builds
+
+    def counter(kind: str) -> Callable[[nn.Module, str, Any], None]:
+        def count(_owner: nn.Module, _name: str, value: Any) -> None:
+            if get_ident() != thread or (kind != "parts" and not getattr(value, "is_meta", False)):
+                return
+            counts["parts"] += 1
+            counts[kind] += 0 if kind == "parts" else prod(value.shape)
+            if any(counts[what] > limits[what] for what in limits):
+                sizes = [(size, path) for path, size in fields(place.config) if isinstance(size, int) and size > 1]
+                size, path = max(sizes, default=(0, ""))
+                largest = f" (the largest number in it is {shortened(path)} = {written(size)})" if sizes else ""
+                where = place.folder / (place.file if place.form == "gguf" else CONFIG)
+                problem = f"{where} describes a far larger model{largest} than the {numbers_in(stored)} numbers of its"
+                raise ModelError(f"{problem} weight files.", "Give the weights their own config.")
+
+        return count
+
+    with ExitStack() as stack:
+        for kind, register in (
+            ("numbers", module.register_module_parameter_registration_hook),
+            ("buffers", module.register_module_buffer_registration_hook),
+            ("parts", module.register_module_module_registration_hook),
+        ):
+            stack.callback(register(counter(kind)).remove)
+        yield
+
+
+def checked_files(place: Location, trust_remote_code: bool, *, adapter_too: bool = False) -> dict[str, Stored]:
+    """The tensors of the weight files; raises ModelError for what can be told from the files before they are loaded."""
+    from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
+
+    names = names_in(place.folder)
+    refuse_other_forms(place.folder, names, adapter_too=adapter_too)
+    if place.form != "gguf":  # which holds its config and tokenizer itself
+        check_small(place.folder, names)
+    check_config(place)
+    if not trust_remote_code:
+        refuse_own_code(place.config, place.id)
+    if place.gguf and not (is_gguf_available() and is_accelerate_available()):
+        problem = f"{place.file} needs the packages gguf and accelerate, which are not both installed."
+        raise ModelError(problem, 'Run: pip install "attnlens[gguf]"')
+    if place.urls:  # whose headers are read where the files lie
+        return {}
+    stored = tensors_in(place)
+    check_counts(place, len(stored))
+    return stored
+
+
+def config_of(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
+    """Its configuration. Raises ModelError where it can't be read."""
+    from transformers import AutoConfig
+
+    own_models(place.config.get("model_type"))
+    where = place.folder / (place.file if place.gguf else CONFIG)
+    kind = f" (model_type = {written(place.config['model_type'])})" if "model_type" in place.config else ""
+    with foreign(f"{where}{kind} can't be read", "Is it a model that transformers knows?"):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            place.folder, trust_remote_code=trust_remote_code, **place.gguf
+        )
+    take_choices(config)
+    if place.gguf:
+        path = place.folder / place.file
+        Settings(path, read_header(path)).apply(config)
+    return config
+
+
+def gguf_files(place: Location, config: PreTrainedConfig) -> GgufFiles | None:
+    """Open the tensors of a GGUF file; None if transformers loads its architecture in another way."""
+    from transformers.integrations.gguf.utils import is_gguf_arch_supported
+
+    path = place.folder / place.file
+    header = read_header(path)
+    if is_gguf_arch_supported(header.architecture):
+        return None
+    with foreign(f"{path} can't be read", "Is it a model that transformers knows?"):
+        return GgufFiles(path, header, config, model_class(config, gguf=True, own_code=False))
+
+
+def built(
+    place: Location,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | str,
+    trust_remote_code: bool,
+    stored: Mapping[str, Stored],
+    weights: Mapping[str, Any] | None = None,
+    ignored: Iterable[str] = (),
+    spread: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """The model, checked against its files, and what transformers tells of its loading.
+
+    It is built from `weights` where they had to be decoded, which left the tensors `ignored` out; `spread` are the
+    options of transformers that say over which devices.
+    """
+    from transformers import GenerationConfig
+
+    own_code = trust_remote_code and bool(getattr(config, "auto_map", None))
+    options: dict[str, Any] = {"trust_remote_code": True} if own_code else {}
+    if place.form == "safetensors" and weights is None:
+        config.transformers_weights = place.file
+    config_file = "" if place.gguf else f" with {CONFIG}"
+    problem = f"{place.folder / place.file}{config_file} can't be loaded"
+    with foreign(problem, "Check that weights and config belong together."):
+        if weights is not None:
+            # what transformers reads beside the weights where it finds them itself: it may name the first token
+            there = (place.folder / "generation_config.json").is_file()
+            settings = GenerationConfig.from_pretrained(place.folder, local_files_only=True) if there else None
+            options |= {"state_dict": dict(weights), "generation_config": settings}
+        named = model_class(config, gguf=bool(place.gguf), own_code=own_code)
+        if weights is not None and hasattr(named, "_model_mapping"):  # an Auto class, which wants a folder
+            named = named._model_mapping[type(config)]
+        model, found = named.from_pretrained(
+            place.folder if weights is None else None,
+            config=config,
+            dtype=dtype,
+            use_safetensors=place.form == "safetensors",
+            weights_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are named, and refused
+            local_files_only=True,
+            # a folder that can't exist: else transformers, if peft is installed, applies an adapter that lies beside
+            # the weights, unchecked, and may follow the name of its base
+            adapter_kwargs={"subfolder": "\0"},
+            **(place.gguf if weights is None else {}),
+            **spread,
+            **options,
+        )
+    found = {**found, "unexpected_keys": {*found["unexpected_keys"], *ignored}}
+    check_loaded(place, model, stored, found)
+    return model, found

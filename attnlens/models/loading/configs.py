@@ -1,0 +1,288 @@
+"""Checks config.json before a model is built, and finds the class and the tokenizer that a checkpoint asks for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+from attnlens.choices import KERNEL_TRANSFORMER
+from attnlens.errors import AttnlensError, ModelError, TextError, is_memory
+from attnlens.files import shortened, written
+from attnlens.models.loading.hub import first_line
+from attnlens.models.loading.locate import CONFIG, TOKENIZERS, Location
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+InputKind = Literal["text", "seq2seq", "pixels", "pixels+text", "audio", "other"]
+
+AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM")
+"""The heads that predict tokens, for a checkpoint that brings its own code."""
+
+
+def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> Any:
+    """The class named by the config's `architectures` (the right head, or none), else a fitting Auto class.
+
+    A GGUF file names no class; it holds a language model, so it gets that head. Whatever else names no class that
+    transformers knows is loaded without a head.
+    """
+    import transformers
+
+    if own_code:
+        auto_map: dict[str, str] = getattr(config, "auto_map", {})
+        return getattr(transformers, next((name for name in AUTO_CLASSES if name in auto_map), "AutoModel"))
+    known = own_models(config.model_type) or transformers
+    for name in config.architectures or ():
+        named = getattr(known, name, None)
+        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+            return named
+    if gguf and config.is_encoder_decoder:
+        return transformers.AutoModelForSeq2SeqLM
+    if gguf and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModel
+
+
+def own_models(model_type: object) -> ModuleType | None:
+    """The module with the models that `study` saves, which transformers then knows; None for any other type."""
+    if model_type != KERNEL_TRANSFORMER:
+        return None
+    from attnlens.models import kernel_transformers
+
+    return kernel_transformers
+
+
+def refuse_own_code(config: dict[str, Any], where: str) -> None:
+    """Raise ModelError where the model brings code that transformers does not know itself; never ask on stdin."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if config.get("auto_map") and str(config.get("model_type")) not in CONFIG_MAPPING:
+        problem = f"{where} brings its own code, which would run on this machine."
+        raise ModelError(problem, "Read the code in the folder; if you trust it, add --trust-remote-code.")
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the part that reads text; of two, the encoder's (MusicGen)."""
+    try:
+        return config.get_text_config()
+    except ValueError:  # transformers calls it ambiguous
+        return config.get_text_config(encoder=True)
+
+
+def kind_of(model: PreTrainedModel) -> InputKind:
+    """What the model reads: text, text on both sides (seq2seq), pixels, pixels and text (CLIP), sound, or other."""
+    main = model.main_input_name
+    if not isinstance(main, str) or main not in signature(model.forward).parameters:
+        return "other"
+    if main != "input_ids":
+        others: dict[str, InputKind] = {"pixel_values": "pixels", "input_features": "audio", "input_values": "audio"}
+        return others.get(main, "other")
+    if hasattr(model, "get_image_features") and hasattr(model, "get_text_features"):
+        return "pixels+text"
+    return "seq2seq" if model.config.is_encoder_decoder else "text"
+
+
+def has_tokenizer(place: Location) -> bool:
+    """Whether a tokenizer's files lie beside the weights, or within them."""
+    return bool(place.gguf) or any(path for pattern in TOKENIZERS for path in Path(place.folder).glob(pattern))
+
+
+def load_tokenizer(place: Location, config: PreTrainedConfig, *, trust_remote_code: bool) -> tuple[Any, str]:
+    """The tokenizer and an empty text, or None and why there is none.
+
+    Where files are missing, transformers returns a tokenizer of about five tokens that reads everything as unknown; the
+    size of its vocabulary gives it away.
+    """
+    from transformers import AutoTokenizer
+
+    if not has_tokenizer(place):
+        return None, f"{place.folder} has no tokenizer files"
+    try:
+        with foreign("the tokenizer can't be loaded", "Use --source weights.", TextError):
+            tokenizer = AutoTokenizer.from_pretrained(
+                place.folder, trust_remote_code=trust_remote_code, local_files_only=True, **place.gguf
+            )
+            known = len(tokenizer)
+    except TextError as error:
+        return None, error.problem
+    wanted = getattr(text_config(config), "vocab_size", None) or 0
+    if known * 10 < wanted:
+        problem = f"the tokenizer has {known} tokens and the model {wanted}: its files are missing or of another kind"
+        return None, problem
+    return tokenizer, ""
+
+
+@contextmanager
+def foreign(problem: str, remedy: str, kind: type[AttnlensError] = ModelError) -> Iterator[None]:
+    """Inside, whatever transformers or a tokenizer raises becomes an error of that kind, but for a lack of memory.
+
+    No list of what they raise for a stranger's files is whole. The package tokenizers raises bare Exception, and a
+    panic of its Rust, which is no Exception.
+    """
+    try:
+        yield
+    except AttnlensError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        if is_memory(error):
+            raise ModelError(f"{problem}: there is not enough memory.", "Take a smaller model.") from error
+        needed = isinstance(error, ImportError)
+        raise kind(
+            f"{problem}: {first_line(error)}", "Install the package that it asks for." if needed else remedy
+        ) from error
+
+
+SIZES = {
+    *("hidden_size", "n_embd", "d_model", "dim", "head_dim", "d_kv", "vocab_size"),
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_attention_heads", "num_key_value_heads"),
+    *("n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"),
+}
+"""Names that transformers' families give to widths, layers and heads."""
+LISTED = re.compile(r"(layers?|depths?|num_labels)$")
+"""Names of the counts for which config classes make a list, or a map, before anything is checked."""
+SHARED_LAYERS, MOST_LABELS = 1000, 2**20
+"""Layers that a model may have whatever its tensors are, since layers may share them (ALBERT); and labels."""
+CHOICES = {
+    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
+    *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
+    *("fusion_config", "transformers_weights"),
+}
+"""What a config may say of the code that computes a model, and of the file that its weights are read from."""
+DECODED = ("fp8", "fbgemm_fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "bitsandbytes")
+"""Methods of quantisation that attnlens decodes into plain numbers."""
+READ_SETTINGS = ("quantization_config", "compression_config", "text_config.quantization_config")
+"""Where a config may say how weights are quantised: of the model, or its language model, and of no other part."""
+LARGEST_SHARE = 16
+"""Above what transformers' own configs say of the part of a head that is rotated; EfficientLoFTR's says 4."""
+SAY_MEND = "Mend the config, or download the model again."
+
+
+def check_config(place: Location) -> None:
+    """Raise ModelError for what transformers would take or divide by, and weights in codes that are not decoded.
+
+    That are sizes below 1, names that are not names, and tables of rotations without end; transformers checks the rest.
+    """
+    file = place.folder / CONFIG
+    for path, size in sizes(place.config):
+        if size < 1:
+            raise ModelError(f"{file} says {shortened(path)} = {written(size)}, which must be at least 1.", SAY_MEND)
+    kinds = (("model_type", str, "a string"), ("architectures", list, "a list of strings"), ("auto_map", dict, "a map"))
+    for name, kind, words in kinds:
+        value = place.config.get(name)
+        inside = value if isinstance(value, list) else []
+        if value is not None and (not isinstance(value, kind) or not all(isinstance(one, str) for one in inside)):
+            raise ModelError(f"{file} says {name} = {written(value)}, which must be {words}.", SAY_MEND)
+    for path, value in fields(place.config):
+        if path.endswith("partial_rotary_factor") and isinstance(value, int | float) and not 0 < value <= LARGEST_SHARE:
+            problem = f"{shortened(path)} = {written(value)}, which must be above 0 and at most {LARGEST_SHARE}"
+            raise ModelError(f"{file} says {problem}.", SAY_MEND)
+        if path.endswith(("quantization_config", "compression_config")) and value is not None:
+            method = _method(value) if isinstance(value, dict) else value
+            if path not in READ_SETTINGS or not isinstance(method, str) or method not in DECODED:
+                raise ModelError(
+                    f"{file} says by {shortened(path)} that the weights are quantised by {shortened(str(method))}; of "
+                    f"quantised checkpoints attnlens reads GGUF, {', '.join(DECODED)}.",
+                    "Get the model unquantised, or as GGUF.",
+                )
+
+
+def settings_of(config: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """By which method weights are quantised, and how, by what check_config lets pass; None for plain numbers."""
+    found = (value for path, value in fields(config) if path in READ_SETTINGS and isinstance(value, dict))
+    settings = next(found, None)
+    return None if settings is None else (str(_method(settings)), settings)
+
+
+def drop_settings(config: PreTrainedConfig) -> None:
+    """Take out what says that weights are codes, which have been decoded."""
+    for part in (config, getattr(config, "text_config", None)):
+        for name in ("quantization_config", "compression_config"):
+            if part is not None and hasattr(part, name):
+                delattr(part, name)
+
+
+def _method(settings: dict[str, Any]) -> object:
+    if settings.get("load_in_8bit") or settings.get("load_in_4bit"):
+        return "bitsandbytes"
+    return settings.get("quant_method")
+
+
+def check_counts(place: Location, tensors: int) -> None:
+    """Raise ModelError for more layers or labels than a model of so many tensors can have."""
+    for path, value in fields(place.config):
+        if not (found := LISTED.search(path)):
+            continue
+        most = MOST_LABELS if found[0] == "num_labels" else max(tensors, SHARED_LAYERS)
+        for count in value if isinstance(value, list) else [value]:
+            if isinstance(count, int | float) and count > most:
+                raise ModelError(
+                    f"{place.folder / CONFIG} says {shortened(path)} = {written(count)}, and the weight files hold "
+                    f"{tensors} tensors.",
+                    SAY_MEND,
+                )
+
+
+def take_choices(config: object) -> None:
+    """Leave the choice of code to transformers' defaults, whatever config.json says, in the configs within it too.
+
+    A name of a kernel in it would be downloaded and run.
+    """
+    from transformers import PreTrainedConfig
+
+    left, seen = [config], set[int]()
+    while left:
+        each = left.pop()
+        inside = vars(each) if isinstance(each, PreTrainedConfig) else each
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(inside, dict):
+            inside.update(dict.fromkeys(CHOICES & inside.keys()))
+            left += inside.values()
+        elif isinstance(inside, list | tuple):
+            left += inside
+
+
+def refuse_mismatch(place: Location, mismatched: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    """Raise ModelError where tensors of the checkpoint (name, its shape, the config's shape) don't have their size."""
+    if not mismatched:
+        return
+    name, stored, wanted = sorted(mismatched)[0]
+    more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
+    has, asks = (" × ".join(map(str, shape)) for shape in (stored, wanted))
+    differing = {want for have, want in zip(stored, wanted, strict=False) if have != want}
+    said = [f"{shortened(path)} = {value}" for path, value in sizes(place.config) if value in differing]
+    because = f" ({', '.join(said)})" if said else ""
+    raise ModelError(
+        f"{place.folder / place.file} can't be loaded: {name}{more} is {has} there and {asks} by config.json{because}.",
+        "Give the weights their own config.",
+    )
+
+
+def sizes(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """The sizes of a config and of those nested in it (text_config.hidden_size), by dotted path."""
+    latent = any(path.rpartition(".")[2] == "qk_nope_head_dim" for path, _ in fields(config))
+    for path, value in fields(config):
+        name = path.rpartition(".")[2]
+        if latent and name == "head_dim":
+            continue  # latent attention has head sizes of its own, and may say 0 here (GLM 5)
+        if name in SIZES and isinstance(value, int) and not isinstance(value, bool):
+            yield path, value
+
+
+def fields(config: dict[str, Any], above: str = "") -> Iterator[tuple[str, object]]:
+    """The fields of a config and of those nested in it, by dotted path."""
+    for name, value in config.items():
+        yield f"{above}{name}", value
+        if isinstance(value, dict):
+            yield from fields(value, f"{above}{name}.")

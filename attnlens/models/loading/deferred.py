@@ -1,0 +1,512 @@
+"""Models of shapes alone, built by transformers' own loading, whose weights are read from their files module by module.
+
+safetensors files of this machine are read by the safetensors library, which maps a file only while it reads a tensor;
+those of a hub by byte ranges; codes and GGUF files one weight at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from hashlib import sha256
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as load_bytes
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from transformers import PreTrainedModel
+
+from attnlens.errors import ModelError
+from attnlens.files import shortened
+from attnlens.models.loading.building import gguf_files, quiet
+from attnlens.models.loading.gguf import SAY_LOAD, GgufFiles
+from attnlens.models.loading.hub import first_line
+from attnlens.models.loading.locate import Location, WatchedFile
+from attnlens.models.loading.placement import give_back
+from attnlens.models.loading.quantised import CodedWeight, coded_weights, method_of
+from attnlens.models.loading.stored import Stored, safetensors_header
+from attnlens.records import FileInParts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclass
+class DeferredWeights:
+    """The weights of a model that has shapes alone: each module's are read while somebody looks at it."""
+
+    model: PreTrainedModel
+    """The model of shapes."""
+    files: SafetensorsFiles | CodedFiles | GgufFiles
+    """What its weights are read from."""
+    rounded_to: torch.dtype | None
+    """The type to which they are rounded when they are read; None: as they lie."""
+    bytes_read: int = 0
+    """How much was read so far."""
+    nonfinite: list[str] = field(default_factory=list)
+    """Names of parameters with NaN or Inf, among those read so far."""
+
+    def __post_init__(self) -> None:
+        without_choices(self.model)
+
+    @contextmanager
+    def present(self, module: nn.Module, wanted: Callable[[], Collection[str]]) -> Iterator[None]:
+        """Inside, the `module` has values for the `wanted` of its parameters and buffers.
+
+        Raises ModelError where a file does not hold what it announced, or has changed.
+        """
+        kept = [(owner, dict(owner._parameters), dict(owner._buffers)) for owner in module.modules()]
+        try:
+            self._place(module, wanted())
+            yield
+        finally:
+            for owner, parameters, buffers in kept:
+                owner._parameters.update(parameters)
+                owner._buffers.update(buffers)
+
+    @contextmanager
+    def whole(self, path: str) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
+        """Inside, the module of that path has all its weights, in float64; with it comes the model around it."""
+        module = self.model.get_submodule(path)
+        names = [name for part in (module.named_parameters(), module.named_buffers()) for name, _ in part]
+        with self.present(module, lambda: names):
+            yield self.model, module
+
+    def needed(self, module: nn.Module, wanted: Collection[str]) -> list[str]:
+        """The tensors of the files that these parameters of the module are made of."""
+        inside = f"{self._paths[module]}."
+        targets = {inside + name for name in wanted}
+        return [
+            name
+            for name, (target, converted) in self._targets.items()
+            # what is converted may become several parameters, and only the first is known before
+            if target in targets or (converted and target.startswith(inside))
+        ]
+
+    def sample(self, modules: Iterable[nn.Module]) -> bytes:
+        """Some bytes of each tensor of these modules, as their files have them."""
+        wanted = dict[str, None]()
+        for module in dict.fromkeys(modules):
+            wanted |= dict.fromkeys(self.needed(module, [name for name, _ in module.named_parameters()]))
+        return self.files.sample(wanted)
+
+    def _place(self, module: nn.Module, wanted: Collection[str]) -> None:
+        """Read the tensors of a module, and let transformers convert and place them."""
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        give_back()  # what the module before left
+        names = self.needed(module, wanted)
+        self.bytes_read += self.files.size(names)
+        tensors, dtype = self.files.read(names), self.rounded_to
+        for name, tensor in tensors.items():
+            exact = dtype is None or (tensor.is_floating_point() and torch.promote_types(tensor.dtype, dtype) == dtype)
+            tensors[name] = tensor if exact else tensor.to(dtype)  # what the type holds exactly is widened once
+        settings = LoadStateDictConfig(dtype=self.model.dtype, weight_mapping=self._mapping)
+        with one_thread(), quiet():
+            found, _ = convert_and_load_state_dict_in_model(self.model, tensors, settings)
+        path = self._paths[module]
+        if found.mismatched_keys or found.conversion_errors:
+            raise ModelError(f"The weights of {path} don't have the shapes of their config.", "Download them again.")
+        for name, part in module.named_parameters():
+            part.requires_grad_(False)
+            if name in wanted and not (is_announced(part) or bool(part.sum().isfinite())):
+                self.nonfinite.append(f"{path}.{name}")
+
+    @cached_property
+    def _paths(self) -> dict[nn.Module, str]:
+        return {module: name for name, module in self.model.named_modules()}
+
+    @cached_property
+    def _mapping(self) -> list[Any]:
+        """How transformers renames and converts the tensors of such a checkpoint."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        return list(get_model_conversion_mapping(self.model, None, None))
+
+    @cached_property
+    def _targets(self) -> Mapping[str, tuple[str, bool]]:
+        """Name in the files → the (first) parameter or buffer that it becomes, and whether it is converted."""
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
+        state, prefix, found = self.model.state_dict(), self.model.base_model_prefix, {}
+        for name in self.files.shapes:
+            target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+            if target not in state and name in state:  # as transformers does: it should not have been renamed
+                target, pattern = rename_source_key(name, [], [], prefix, state)
+            found[name] = target, pattern is not None
+        return found
+
+
+# --- shapes ----------------------------------------------------------------------------------------------------------
+
+ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
+"""Under this name transformers is told to place tensors one after the other: its threads would share one mode."""
+
+
+class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    """Computes with shapes; two tensors are never equal there, so that transformers keeps those apart that it may tie.
+
+    Checkpoints that hold a tied weight under both of its names make it compare them.
+    """
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What torch calls for each operation."""
+        return False if func is torch.ops.aten.equal.default else super().dispatch(func, types, args, kwargs)
+
+
+class Announced:
+    """A tensor of a file as transformers takes it from there: its shape is known, its numbers are not read."""
+
+    dtype = torch.float32
+
+    def __init__(self, shape: tuple[int, ...], mode: FakeTensorMode) -> None:
+        self.shape, self.mode = shape, mode
+
+    def __getitem__(self, _: object) -> Tensor:
+        with self.mode:
+            return torch.empty(self.shape, dtype=self.dtype)
+
+
+def announced(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Tensors of these shapes by name, which take part in computations as shapes."""
+    mode = ShapesAlone(allow_non_fake_inputs=True)
+    return {name: Announced(shape, mode) for name, shape in shapes.items()}
+
+
+def is_announced(tensor: Tensor) -> bool:
+    """Whether it has a shape and no numbers."""
+    return isinstance(tensor, FakeTensor)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, transformers places tensors one after the other."""
+    before = {name: value for name, value in os.environ.items() if name == ONE_THREAD}
+    os.environ[ONE_THREAD] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[ONE_THREAD]
+        os.environ.update(before)
+
+
+def without_choices(model: PreTrainedModel) -> None:
+    """Let mixtures of experts compute in the form in which no shape depends on which expert a token chose."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
+            module.set_experts_implementation("batched_mm")
+
+
+def widen(model: PreTrainedModel) -> None:
+    """Make the model's tensors float64, those that are shapes and those that have numbers; tied ones stay tied."""
+    wide: dict[Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        for name, part in module._parameters.items():
+            if part is not None and part.is_floating_point():
+                if part not in wide:
+                    wide[part] = nn.Parameter(part.detach().double(), requires_grad=False)
+                module._parameters[name] = wide[part]
+        for name, table in module._buffers.items():
+            if table is not None and table.is_floating_point():
+                module._buffers[name] = table.double()
+
+
+@contextmanager
+def unspoken() -> Iterator[None]:
+    """Inside, torch does not tell on stderr which computations of shapes want numbers; they are refused in words."""
+    told = logging.getLogger("torch._subclasses.fake_tensor")
+    level = told.level
+    told.setLevel(logging.CRITICAL + 1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        told.setLevel(level)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+LENGTH = 8
+"""Bytes in front of a safetensors header, which say how long it is."""
+LONGEST = 100 * 2**20
+"""Bytes of a header beyond which it is refused, as the safetensors library does."""
+SAMPLE = 4096
+"""Numbers at the beginning, in the middle and at the end of a tensor that stand for it, up to a row."""
+ATTEMPTS = 5
+"""How often a range is asked for; each time what has arrived already is not asked for again."""
+WAIT = 0.5
+"""Seconds before the second attempt, doubled before each later one."""
+PATIENCE = 30.0
+"""Seconds without a byte after which a connection counts as dropped."""
+SAY_LATER = "Run it again: what is finished is kept."
+
+
+def files_of(place: Location, config: PreTrainedConfig) -> SafetensorsFiles | CodedFiles | GgufFiles:
+    """Open the weight files of that place. Raises ModelError for a form that is not read in parts."""
+    path = place.folder / place.file
+    if place.form == "pickle":
+        raise ModelError(f"{path} is a pickle, of which no single tensors are read.", "Convert it to safetensors.")
+    if place.form == "gguf":
+        found = gguf_files(place, config)
+        if found is None:
+            raise ModelError(f"{path} has an architecture of which no single tensors are read.", SAY_LOAD)
+        return found
+    files = RemoteFiles([RemoteFile(*both) for both in place.urls]) if place.urls else SafetensorsFiles(place.weights)
+    method = method_of(place)
+    return files if method is None else CodedFiles(files, coded_weights(place, method, files.table({})))
+
+
+def read_all(files: SafetensorsFiles | CodedFiles | GgufFiles, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Read all tensors, a few at a time; those that were codes become that type, others stay as they lie."""
+    names, found = list(files.shapes), dict[str, Tensor]()
+    coded = files.coded if isinstance(files, CodedFiles) else files.shapes
+    for start in range(0, len(names), 64):
+        for name, tensor in files.read(names[start : start + 64]).items():
+            found[name] = tensor.to(dtype) if name in coded else tensor
+    return found
+
+
+class SafetensorsFiles:
+    """The tensors of safetensors files on this machine, none of which is read before it is asked for."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self.headers: list[FileInParts] = []
+        self._entries: dict[str, tuple[WatchedFile, Stored]] = {}
+        for file in map(WatchedFile, paths):
+            self._entries |= {name: (file, stored) for name, stored in safetensors_header(file.path).items()}
+            with file.path.open("rb") as content:  # which the library has found to be whole
+                header = content.read(int.from_bytes(content.read(LENGTH), "little"))
+            self.headers.append(file.in_report(sha256(header).hexdigest()))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors."""
+        return {name: stored.shape for name, (_, stored) in self._entries.items()}
+
+    def table(self, _stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
+        """How the tensors lie in the files."""
+        return {name: stored for name, (_, stored) in self._entries.items()}
+
+    def size(self, names: Iterable[str]) -> int:
+        """How many bytes these tensors have."""
+        return sum(self._entries[name][1].bytes for name in names)
+
+    def sample(self, names: Iterable[str]) -> bytes:
+        """Some numbers of each of these tensors: a file's time may be set."""
+        return b"".join(self._opened(name, _ends) for name in names)
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """These tensors. Raises ModelError where a file is gone, cut off, or has changed since it was opened."""
+        return {name: self._opened(name, lambda content, name: content.get_tensor(name)) for name in names}
+
+    def _opened(self, name: str, take: Callable[[Any, str], Any]) -> Any:
+        """Open the file of a tensor, take something of it, and close it: what was mapped is given back."""
+        file, _ = self._entries[name]
+        file.check()
+        try:
+            with safe_open(file.path, framework="pt") as content:
+                found = take(content, name)
+        except (SafetensorError, OSError) as error:
+            file.check()
+            raise ModelError(f"{file.path} can't be read: {first_line(error)}", "Download it again.") from None
+        file.check()
+        return found
+
+
+def _ends(content: Any, name: str) -> bytes:
+    """Return the first, middle and last numbers of a tensor, by rows if it has rows."""
+    part = content.get_slice(name)
+    shape = part.get_shape()
+    if not shape:
+        return _bytes(part[...])
+    rows = max(1, SAMPLE // max(1, prod(shape[1:])))
+    starts = (0, max(0, (shape[0] - rows) // 2), max(0, shape[0] - rows))
+    return b"".join(_bytes(part[start : start + rows]) for start in starts)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+class RemoteFile:
+    """A safetensors file of a hub's repository at one commit, of which ranges are read; its stamp names its content.
+
+    huggingface_hub's own readers of ranges hold an answer of any length in memory, also of a server that sends the
+    whole file, and ask for all of a range again where the connection drops.
+    """
+
+    def __init__(self, name: str, url: str) -> None:
+        from huggingface_hub import get_hf_file_metadata
+        from huggingface_hub.errors import HfHubHTTPError
+        from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]
+
+        self.name, self.url = name, url
+        try:
+            found = get_hf_file_metadata(self.url)
+        except (HfHubHTTPError, ConnectionFailure) as error:
+            raise ModelError(f"{self.name} can't be read from the hub: {first_line(error)}", SAY_LATER) from error
+        if found.size is None:
+            raise ModelError(f"The hub does not say how large {self.name} is.", "Download the model.")
+        self.size, self.stamp = found.size, found.etag or ""
+        length = int.from_bytes(self.read(0, LENGTH), "little") if self.size >= LENGTH else 0
+        if not 0 < length <= min(LONGEST, self.size - LENGTH):
+            raise ModelError(f"{self.name} is cut off or no safetensors file.", "Download it again.")
+        self.header = bytes(self.read(LENGTH, length))
+
+    def entries(self) -> dict[str, tuple[Stored, int]]:
+        """Return each tensor's shape and type, and where it begins. Raises ModelError for a header that lies."""
+        begin = LENGTH + len(self.header)
+        found: dict[str, tuple[Stored, int]] = {}
+        try:
+            for name, entry in json.loads(self.header).items():
+                if name != "__metadata__":
+                    start, end = (begin + int(edge) for edge in entry["data_offsets"])
+                    stored = Stored(tuple(map(int, entry["shape"])), str(entry["dtype"]))
+                    if not begin <= start <= end <= self.size or end - start != stored.bytes:
+                        problem = f"{self.name} is cut off, or says another size of {shortened(name)} than it has."
+                        raise ModelError(problem, "Download it again.")
+                    found[name] = stored, start
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            raise ModelError(f"{self.name} has no header of a safetensors file.", "Download it again.") from None
+        return found
+
+    def read(self, start: int, count: int) -> bytearray:
+        """Read so many bytes from there on. Raises ModelError if they can't be had in ATTEMPTS attempts."""
+        from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]
+
+        data, problem = bytearray(), ""
+        for attempt in range(ATTEMPTS):
+            time.sleep(WAIT * 2**attempt * (attempt > 0))
+            try:
+                self._ask(start, count, data)
+            except ConnectionFailure as error:
+                problem = first_line(error)
+            if len(data) == count:
+                return data
+        said = problem or f"{len(data)} of {count} bytes came"
+        raise ModelError(f"{self.name} can't be read from the hub: {said}.", SAY_LATER)
+
+    def _ask(self, start: int, count: int, data: bytearray) -> None:
+        """Add to `data` what arrives of the range behind it."""
+        hub: Any = import_module("huggingface_hub.utils")
+        first = start + len(data)
+        span = {"Range": f"bytes={first}-{start + count - 1}", "Accept-Encoding": "identity"}
+        options = {"headers": hub.build_hf_headers() | span, "timeout": PATIENCE, "follow_redirects": True}
+        with hub.get_session().stream("GET", self.url, **options) as answer:
+            if answer.status_code in (429, 500, 502, 503, 504):  # busy: the same question may be asked again
+                return
+            sent = answer.headers.get("Content-Range", "")
+            if answer.status_code != 206 or not sent.startswith(f"bytes {first}-"):
+                problem = f"The hub answers {answer.status_code} {sent} where a part of {self.name} was asked for."
+                raise ModelError(problem, SAY_LATER)
+            for part in answer.iter_raw():
+                data += part[: count - len(data)]
+
+
+class RemoteFiles(SafetensorsFiles):
+    """The tensors of safetensors files on a hub."""
+
+    def __init__(self, files: Iterable[RemoteFile]) -> None:
+        self.headers = []
+        self._spans: dict[str, tuple[RemoteFile, Stored, int]] = {}
+        for file in files:
+            self._spans |= {name: (file, *entry) for name, entry in file.entries().items()}
+            digest = sha256(file.header).hexdigest()
+            self.headers.append(FileInParts(name=file.name, bytes=file.size, header_sha256=digest, stamp=file.stamp))
+        self._entries = {name: (file, stored) for name, (file, stored, *_) in self._spans.items()}  # type: ignore[misc]
+
+    def sample(self, _names: Iterable[str]) -> bytes:
+        """Nothing: the stamp is made of the content."""
+        return b""
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """These tensors. Raises ModelError if they can't be had."""
+        found: dict[str, Tensor] = {}
+        for name in names:
+            file, stored, start = self._spans[name]
+            entry = {"dtype": stored.type, "shape": stored.shape, "data_offsets": [0, stored.bytes]}
+            header = json.dumps({name: entry}).encode()
+            try:  # as a file of one tensor, by the library
+                content = len(header).to_bytes(LENGTH, "little") + header + file.read(start, stored.bytes)
+                found |= load_bytes(bytes(content))
+            except (SafetensorError, KeyError):
+                raise ModelError(f"{file.name} holds {shortened(name)} in an unknown type.", "Download it.") from None
+        return found
+
+
+@dataclass
+class CodedFiles:
+    """The tensors of safetensors files, those that are codes under the names of the weights that they stand for."""
+
+    files: SafetensorsFiles
+    """The tensors as they lie."""
+    coded: Mapping[str, CodedWeight]
+    """The weights that are codes."""
+
+    @property
+    def headers(self) -> list[FileInParts]:
+        """What stands for the files in a report."""
+        return self.files.headers
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, decoded. Raises ModelError if the files don't determine them."""
+        stored = self.files.shapes
+        used = {name for weight in self.coded.values() for name in weight.parts.values()}
+        found = {name: shape for name, shape in stored.items() if name not in used}
+        for name, weight in self.coded.items():
+            shapes = {part: stored[own] for part, own in weight.parts.items()}
+            found[name] = weight.computed(weight.scheme.shape, shapes, partial(self._part, weight))
+        return found
+
+    def table(self, stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
+        """How the tensors would lie in files that hold them decoded."""
+        types = self.files.table(stored)
+        return {
+            name: Stored(shape, "F32") if name in self.coded else types[name] for name, shape in self.shapes.items()
+        }
+
+    def size(self, names: Iterable[str]) -> int:
+        """How many bytes are read for these."""
+        return self.files.size(stored for name in names for stored in self._stored(name))
+
+    def sample(self, names: Iterable[str]) -> bytes:
+        """Some numbers of what each of these is made of."""
+        return self.files.sample(stored for name in names for stored in self._stored(name))
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read and decode these tensors.
+
+        Raises ModelError if one can't be decoded, or a file is gone, cut off, or has changed since it was opened.
+        """
+        found: dict[str, Tensor] = {}
+        for name in names:
+            parts = self.files.read(self._stored(name))
+            if weight := self.coded.get(name):
+                codes = {part: parts[own] for part, own in weight.parts.items()}
+                parts = {name: weight.computed(weight.scheme.decode, codes, weight.settings)}
+            found |= parts
+        return found
+
+    def _part(self, weight: CodedWeight, part: str) -> Tensor:
+        return self.files.read([weight.parts[part]])[weight.parts[part]]
+
+    def _stored(self, name: str) -> Collection[str]:
+        """The tensors of the files that one is made of."""
+        return self.coded[name].parts.values() if name in self.coded else [name]

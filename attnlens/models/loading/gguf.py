@@ -1,0 +1,564 @@
+"""Read GGUF files: the header within bounds, the settings of attention that transformers drops, and single tensors.
+
+llama.cpp is the reference for what a field or tensor means.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, cached_property
+from hashlib import sha256
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy
+
+from attnlens.errors import ModelError
+from attnlens.files import shortened, written
+from attnlens.models.loading.locate import WatchedFile
+from attnlens.records import FileInParts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+VERSIONS = (2, 3)
+MOST_ITEMS = 2**21
+"""Fields, tensors, and entries of lists in a header, all together; the largest vocabularies have half of it."""
+LONGEST_VALUE = 4096
+"""Bytes of a text, and entries of a list, beyond which a field's value is skipped."""
+FORMATS = ("B", "b", "H", "h", "I", "i", "f", "?", "", "", "Q", "q", "d")
+"""How the value of a field is packed, by the number of its type; texts and lists have none."""
+TEXT, LIST = 8, 9
+SAMPLE = 4096
+"""Bytes at the beginning, in the middle and at the end of a tensor that stand for it."""
+SAY_AGAIN = "Download it again."
+SAY_SAFETENSORS = "Get the model as safetensors: this GGUF file can't be read exactly."
+SAY_LOAD = "Leave out --from-files."
+
+
+# --- header ----------------------------------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """One line of the table of tensors."""
+
+    name: str
+    shape: tuple[int, ...]
+    """In torch's order."""
+    type: int
+    """ggml's number of how it is stored."""
+    offset: int
+    """Where its data begin, from the beginning of all data."""
+
+
+class Header(NamedTuple):
+    """The metadata of a GGUF file."""
+
+    fields: dict[str, Any]
+    """Numbers, short texts and short lists of numbers by name; None for longer values."""
+    tensors: list[Entry]
+    """The table of tensors."""
+    data: int
+    """Where the data of the tensors begin."""
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the architecture."""
+        return str(self.fields.get("general.architecture"))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of the architecture, without its name in front."""
+        prefix = f"{self.architecture}."
+        return {name.removeprefix(prefix): value for name, value in self.fields.items() if name.startswith(prefix)}
+
+
+def read_header(path: Path) -> Header:
+    """Read the header of a GGUF file whose data are all there.
+
+    Raises ModelError if the file is not GGUF, is cut off, or has counts that no model has.
+    """
+    with path.open("rb") as file:
+        try:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError:
+            raise ModelError(f"{path} is an empty file.", SAY_AGAIN) from None
+    with data:
+        try:
+            header = _Reader(path, data).header()
+        except (struct.error, UnicodeDecodeError) as error:
+            what = "is cut off in its header" if isinstance(error, struct.error) else "has names that are no UTF-8"
+            raise ModelError(f"{path} {what}.", SAY_AGAIN) from None
+        _check(path, header, len(data))
+    return header
+
+
+class _Reader:
+    """A place in a GGUF file, and what is read from there on; struct.error where the file ends before."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data = path, data
+        self.at = 0
+        self.items = 0
+
+    def header(self) -> Header:
+        if self.data[:4] != b"GGUF":
+            raise ModelError(f"{self.path} is no GGUF file.", "Give a file that a converter to GGUF wrote.")
+        self.at = 4
+        version, tensors, count = self.unpacked("IQQ")
+        if version not in VERSIONS:
+            raise ModelError(f"{self.path} is GGUF of version {version}, which can't be read.", "Convert it again.")
+        fields = {}
+        for _ in self.counted(count):
+            name = self.text()
+            fields[name] = self.value(*self.unpacked("I"))
+        entries = [self.entry() for _ in self.counted(tensors)]
+        alignment = fields.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            problem = f"{self.path} says general.alignment = {alignment}, which is no power of two."
+            raise ModelError(problem, "Convert it again.")
+        return Header(fields, entries, -(-self.at // alignment) * alignment)
+
+    def counted(self, count: int) -> Iterator[int]:
+        """So many steps; raises ModelError where they are more than a header can have."""
+        self.items += count
+        if self.items > MOST_ITEMS:
+            raise ModelError(f"{self.path} announces {self.items} entries in its header.", SAY_AGAIN)
+        return iter(range(count))
+
+    def unpacked(self, form: str) -> tuple[Any, ...]:
+        found = struct.unpack_from(f"<{form}", self.data, self.at)
+        self.at += struct.calcsize(f"<{form}")
+        return found
+
+    def text(self) -> str:
+        (length,) = self.unpacked("Q")
+        return bytes(self.unpacked(f"{self.within(length)}s")[0]).decode()
+
+    def within(self, length: int) -> int:
+        """The length of what lies within the file; a longer one is none that `struct` could be asked for."""
+        if length > len(self.data) - self.at:
+            raise struct.error
+        return length
+
+    def value(self, kind: int) -> Any:
+        """Read one value of that type; skip a long text, and a list that is long or holds texts: they are None."""
+        if kind == TEXT:
+            (length,) = struct.unpack_from("<Q", self.data, self.at)
+            if length <= LONGEST_VALUE:
+                return self.text()
+            self.at += 8 + self.within(length)
+            return None
+        if kind == LIST:
+            inner, count = self.unpacked("IQ")
+            if inner == LIST:
+                raise ModelError(f"{self.path} has lists of lists in its header.", "Convert it again.")
+            steps = self.counted(count)
+            if inner == TEXT:
+                at, size, length_at = self.at, len(self.data), struct.Struct("<Q").unpack_from
+                for _ in steps:
+                    at += 8 + length_at(self.data, at)[0]
+                    if at > size:
+                        raise struct.error
+                self.at = at
+                return None
+            form = self.form(inner)
+            if count <= LONGEST_VALUE:
+                return list(self.unpacked(f"{count}{form}"))
+            self.at += self.within(count * struct.calcsize(f"<{form}"))
+            return None
+        return self.unpacked(self.form(kind))[0]
+
+    def form(self, kind: int) -> str:
+        if kind >= len(FORMATS):
+            raise ModelError(f"{self.path} has a field of the unknown type {kind}.", "Convert it again.")
+        return FORMATS[kind]
+
+    def entry(self) -> Entry:
+        name, (dimensions,) = self.text(), self.unpacked("I")
+        if dimensions > 8:
+            raise ModelError(f"{self.path} has a tensor of {dimensions} dimensions.", SAY_AGAIN)
+        shape = self.unpacked(f"{dimensions}Q")
+        kind, offset = self.unpacked("IQ")
+        return Entry(name, tuple(reversed(shape)), kind, offset)
+
+
+def _check(path: Path, header: Header, size: int) -> None:
+    """Raise ModelError for more layers than tensors (the config's lists grow with them), and for data not all there."""
+    count = len(header.tensors)
+    for name, number in header.fields.items():
+        if name.endswith(".block_count") and isinstance(number, int) and number > count:
+            raise ModelError(f"{path} says {shortened(name)} = {number}, and has {count} tensors.", SAY_AGAIN)
+    blocks: dict[int, tuple[int, int]] = import_module("gguf").GGML_QUANT_SIZES
+    for entry in header.tensors:
+        if entry.type not in blocks or prod(entry.shape) % blocks[entry.type][0]:
+            raise ModelError(f"{path} has {shortened(entry.name)}, stored in an unknown way.", "Convert it again.")
+        last = header.data + entry.offset + _bytes(entry)
+        if last > size:
+            problem = f"the data of {shortened(entry.name)} end at byte {last}, and the file has {size}"
+            raise ModelError(f"{path} is cut off: {problem}.", SAY_AGAIN)
+
+
+def _bytes(entry: Entry) -> int:
+    """Return how many bytes a tensor takes in the file."""
+    numbers, size = import_module("gguf").GGML_QUANT_SIZES[entry.type]
+    return int(prod(entry.shape) // numbers * size)
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+ATTRIBUTES = {
+    "attention.layer_norm_rms_epsilon": EPSILONS,
+    "attention.layer_norm_epsilon": EPSILONS,
+    "attention.sliding_window": ("sliding_window",),
+    "attention.shared_kv_layers": ("num_kv_shared_layers",),
+    "attention.relative_buckets_count": ("relative_attention_num_buckets",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+}
+"""Fields whose value a config takes under one of these names."""
+BY_SHAPE = tuple(f"attention.{name}" for name in ("head_count", "head_count_kv", "key_length_swa", "value_length_swa"))
+"""Fields that the shapes of the tensors repeat, so that transformers refuses a wrong one."""
+ROTATION = (
+    *("dimension_count", "dimension_count_swa", "freq_base", "freq_base_swa", "scale_linear", "scaling.type"),
+    *("scaling.factor", "scaling.original_context_length", "scaling.finetuned", "scaling.attn_factor"),
+    *("scaling.yarn_beta_fast", "scaling.yarn_beta_slow"),
+)
+"""What is applied or checked of the fields that begin with `rope.`."""
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors by which the frequencies of a rotation are divided."""
+HIDDEN_SCALES = ("logit_scale", "residual_scale", "embedding_scale", "use_parallel_residual")
+"""Fields that change what attention reads, and that some architectures of llama.cpp have."""
+BETAS = (("fast", 32.0), ("slow", 1.0))
+"""The ends of the ramp of yarn, and where they are if a file does not say it."""
+LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
+"""Layers of the size of Gemma whose scale is of the width of the model, and not of a head."""
+OF_ATTENTION = re.compile(r"attn|rope_f")
+"""What marks a tensor that changes attention."""
+
+
+class Settings:
+    """The settings of attention in one GGUF file, to be applied to a config or refused."""
+
+    def __init__(self, path: Path, header: Header) -> None:
+        self.path, self.header = path, header
+        self.fields = header.settings
+        self.factors = {entry.name: self._factors(entry) for entry in header.tensors if entry.name in FACTORS}
+
+    def refusal(self, name: str) -> ModelError:
+        """Build the error for a field that can't be applied."""
+        field = f"{self.header.architecture}.{name}"
+        return ModelError(f"{self.path} says {shortened(field)} = {written(self.fields[name])}, which transformers' "
+                          "model of it does not compute.", SAY_SAFETENSORS)  # fmt: skip
+
+    def _factors(self, entry: Entry) -> list[float]:
+        if entry.type == 0 and len(entry.shape) == 1:  # ggml's number of float32
+            start = self.header.data + entry.offset
+            found = numpy.fromfile(self.path, "<f4", entry.shape[0], offset=start).astype(float)
+            if numpy.isfinite(found).all() and (found > 0).all():
+                return [float(factor) for factor in found]
+        raise ModelError(f"{self.path} has {entry.name}, which holds no frequency factors.", SAY_SAFETENSORS)
+
+    def number(self, name: str, default: float) -> float:
+        """Return a field that must be a finite number of at least 0. Raises ModelError for anything else."""
+        value = self.fields.get(name, default)
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise self.refusal(name)
+        return float(value)
+
+    def apply(self, config: PreTrainedConfig) -> None:
+        """Set in the config what transformers' reader drops. Raises ModelError for a field that it can't express."""
+        architecture = self.header.architecture
+        if architecture in LARGE_GEMMA and hasattr(config, "query_pre_attn_scalar"):
+            large = config.num_hidden_layers == LARGE_GEMMA[architecture]
+            width = config.hidden_size // config.num_attention_heads if large else config.head_dim
+            config.query_pre_attn_scalar = width
+        for name, value in self.fields.items():
+            if name in ATTRIBUTES:
+                self._set(config, name)
+            elif name in HIDDEN_SCALES:
+                if value not in (None, getattr(config, name, 1.0 if name.endswith("_scale") else value)):
+                    raise self.refusal(name)
+            elif name == "attention.sliding_window_pattern":
+                self._check_pattern(config)
+            elif name.startswith("attention.") and name not in BY_SHAPE:
+                usual = {
+                    "attention.causal": float(architecture != "t5encoder"),
+                    "attention.max_alibi_bias": 8.0 * (architecture == "bloom"),
+                    "attention.scale": _scale(config),
+                    "attention.key_length": _head_dim(config),
+                    "attention.value_length": _head_dim(config),
+                }.get(name, 0.0)
+                unset = value == 0 and name != "attention.causal"
+                if not unset and not math.isclose(self.number(name, 0.0), usual, rel_tol=1e-6):
+                    raise self.refusal(name)
+        self._apply_rotation(config)
+
+    def _set(self, config: PreTrainedConfig, name: str) -> None:
+        value = self.number(name, 0.0) and self.fields[name]
+        names = [attribute for attribute in ATTRIBUTES[name] if hasattr(config, attribute)]
+        slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+        if value and (not names or (name == "attention.sliding_window" and not slides)):
+            raise self.refusal(name)
+        for attribute in names:
+            if value or getattr(config, attribute):
+                setattr(config, attribute, value if value or name.endswith(("epsilon", "layers")) else None)
+
+    def _check_pattern(self, config: PreTrainedConfig) -> None:
+        """Raise ModelError if other layers have a window than the config says."""
+        name = "attention.sliding_window_pattern"
+        pattern, kinds = self.fields[name], getattr(config, "layer_types", None) or []
+        if isinstance(pattern, int) and pattern > 0:
+            pattern = [layer % pattern < pattern - 1 for layer in range(len(kinds))]
+        own = [kind == "sliding_attention" for kind in kinds]
+        if pattern and [bool(slides) for slides in pattern][: len(kinds)] != own:
+            raise self.refusal(name)
+
+    # --- rotation
+
+    @cached_property
+    def _scaling(self) -> tuple[str, float]:
+        """The type and factor of scaling; llama.cpp takes a factor alone for linear."""
+        factor = self.number("rope.scaling.factor", self.number("rope.scale_linear", 0.0)) or 1.0
+        kind = self.fields.get("rope.scaling.type") or "linear"
+        if kind not in ("none", "linear", "yarn", "longrope"):
+            raise self.refusal("rope.scaling.type")
+        if self.factors and kind in ("linear", "yarn") and factor != 1:
+            problem = f"{self.path} has {next(iter(self.factors))} and a rope.scaling.factor of {factor:g}."
+            raise ModelError(problem, SAY_SAFETENSORS)
+        usual = kind in ("none", "longrope") or factor == 1
+        return ("none", 1.0) if usual else (kind, factor)
+
+    def _rotation(self, config: PreTrainedConfig) -> dict[str, Any]:
+        """Express the scaling as transformers does."""
+        kind, factor = self._scaling
+        first = int(self.number("rope.scaling.original_context_length", 0)) or config.max_position_embeddings
+        stretch = self.number("rope.scaling.attn_factor", 1.0)
+        if self.factors:
+            both = [self.factors.get(name) or self.factors.get(FACTORS[0]) for name in FACTORS[1:]]
+            if None in both:
+                raise ModelError(f"{self.path} has {next(iter(self.factors))} without its twin.", SAY_SAFETENSORS)
+            rotated = _head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0)
+            count = int(self.number("rope.dimension_count", rotated)) // 2
+            for name, factors in self.factors.items():
+                if len(factors) != count:
+                    raise ModelError(f"{self.path} has {len(factors)} factors in {name}, not {count}.", SAY_SAFETENSORS)
+            lengths = dict(zip(("long_factor", "short_factor"), both, strict=True))
+            own = {"factor": 1.0, "attention_factor": stretch, "original_max_position_embeddings": first}
+            return {"rope_type": "longrope"} | lengths | own
+        if stretch != 1:
+            raise self.refusal("rope.scaling.attn_factor")
+        own = {"rope_type": kind, "factor": factor}
+        if kind == "yarn":
+            own |= {f"beta_{end}": self.number(f"rope.scaling.yarn_beta_{end}", usual) for end, usual in BETAS}
+            own |= {"original_max_position_embeddings": first, "attention_factor": 1 + 0.1 * math.log(factor)}
+        return {} if kind == "none" else own
+
+    def _apply_rotation(self, config: PreTrainedConfig) -> None:
+        takes_sections = self.header.architecture.startswith("qwen35")
+        known = (*ROTATION, *["dimension_sections"] * takes_sections)
+        for name, value in self.fields.items():
+            if name.startswith("rope.") and value and name.removeprefix("rope.") not in known:
+                raise self.refusal(name)
+        every = getattr(config, "rope_parameters", None)
+        if not every:
+            if self.factors or self._scaling[0] != "none":
+                raise ModelError(f"{self.path} has a rotation that transformers' model of it lacks.", SAY_SAFETENSORS)
+            return
+        full = every.get("full_attention", every)
+        if "rope.freq_base" in self.fields:
+            full["rope_theta"] = self.number("rope.freq_base", 0)
+        if "rope.freq_base_swa" in self.fields and "sliding_attention" in every:
+            every["sliding_attention"]["rope_theta"] = self.number("rope.freq_base_swa", 0)
+        if full.get("rope_type") == "proportional":  # whose factors are the config's own
+            return
+        rotation = self._rotation(config)
+        full.update(rotation)
+        if "original_max_position_embeddings" in rotation and hasattr(config, "original_max_position_embeddings"):
+            config.original_max_position_embeddings = rotation["original_max_position_embeddings"]
+
+    def check_rotation(self, model: PreTrainedModel) -> None:
+        """Raise ModelError if a table of the model's frequencies is not what llama.cpp computes from the file."""
+        for name, table in model.named_buffers():
+            if not name.endswith("inv_freq") or "original" in name:
+                continue
+            own = table.detach().double().cpu().numpy()
+            wanted = self._frequencies(own.size, local="sliding" in name)
+            if wanted.shape != own.shape or not numpy.allclose(own, wanted, rtol=1e-5, atol=1e-12):
+                said = [f"{name} = {value}" for name, value in self.fields.items() if name.startswith("rope.")]
+                raise ModelError(
+                    f"{self.path} says {', '.join([*said, *self.factors]) or 'nothing of its rotation'}, which is not "
+                    f"{name} of transformers' {type(model).__name__}.",
+                    SAY_SAFETENSORS,
+                )
+
+    def _frequencies(self, count: int, *, local: bool) -> numpy.ndarray[Any, Any]:
+        """Compute the frequencies of a rotation as llama.cpp does, of layers with a window if `local`.
+
+        None are returned if the file has another count of them.
+        """
+        base, kind, factor = self.number("rope.freq_base", 10000.0), *self._scaling
+        if local:
+            base = self.number("rope.freq_base_swa", 10000.0 if self.header.architecture == "gemma3" else base)
+        divisors = self.factors.get(FACTORS[0]) or self.factors.get(FACTORS[2]) or [1.0] * count
+        said = int(self.number(f"rope.dimension_count{'_swa' * local}", 2 * count)) // 2
+        if base <= 1 or not said == len(divisors) == count:
+            return numpy.empty(0)
+        steps = numpy.arange(count)
+        plain: numpy.ndarray[Any, Any] = base ** (-steps / count)
+        if local and self.header.architecture in ("gemma3", "gemma4"):
+            return plain
+        if kind == "yarn":
+            first = self.number("rope.scaling.original_context_length", 0) or self.number("context_length", 1)
+            turns = [2 * math.pi * self.number(f"rope.scaling.yarn_beta_{end}", usual) for end, usual in BETAS]
+            if not all(turns) or not first:
+                return numpy.empty(0)
+            low, high = (count * math.log(first / each) / math.log(base) for each in turns)
+            low, high = max(math.floor(low), 0), min(math.ceil(high), 2 * count - 1)
+            ramp = numpy.clip((steps - low) / max(high - low, 1e-3), 0, 1)
+            plain *= 1 - ramp + ramp / factor
+            return plain
+        return numpy.asarray(plain / divisors / factor)
+
+
+def _scale(config: PreTrainedConfig) -> float:
+    """Return the scale of scores by the config."""
+    own = getattr(config, "attention_multiplier", None)
+    return float(own or (getattr(config, "query_pre_attn_scalar", None) or _head_dim(config)) ** -0.5)
+
+
+def _head_dim(config: PreTrainedConfig) -> int:
+    """Return the width of a head by the config."""
+    sizes = [getattr(config, name, None) for name in ("global_head_dim", "head_dim", "d_kv")]
+    heads = getattr(config, "num_attention_heads", None) or 1
+    return int(next(filter(None, sizes), None) or config.hidden_size // heads)
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+class GgufFiles:
+    """The tensors of a GGUF file under the names that they have in the model, decoded one by one.
+
+    transformers' own loading reads whole files only; its names and conversions are used, one tensor at a time.
+    """
+
+    def __init__(self, path: Path, header: Header, config: PreTrainedConfig, named: Any) -> None:
+        import torch
+
+        self._file, self._header = WatchedFile(path), header
+        self._module: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+        with torch.device("meta"):  # an Auto class makes a model of a config by another method
+            model = getattr(named, "from_config", named)(config)
+        self._shapes = {name: tuple(part.shape) for name, part in model.state_dict().items()}
+        processor = self._module.TENSOR_PROCESSORS.get(header.architecture, self._module.TensorProcessor)
+        self._processor = processor(config=config.to_dict())
+        self._map: dict[str, str] = self._module.get_gguf_hf_weights_map(_two_levels(model), self._processor)
+        self._sources: dict[str, list[Entry]] = {}
+        self.ignored: list[str] = []
+        """Tensors of the file that have no place in the model."""
+        for entry in header.tensors:
+            own = self._map.get(entry.name) or self._map.get(entry.name.removesuffix(".weight"))  # experts have no end
+            if own in self._shapes:
+                self._sources.setdefault(str(own), []).append(entry)
+            elif entry.name not in FACTORS:  # which Settings applies
+                self.ignored.append(entry.name)
+
+    @property
+    def headers(self) -> list[FileInParts]:
+        """What stands for the file in a report."""
+        return [self._file.in_report(sha256(repr(self._header).encode()).hexdigest())]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, as the model has them."""
+        return {name: self._shapes[name] for name in self._sources}
+
+    def table(self, stored: Mapping[str, Any]) -> Mapping[str, Any]:
+        """How the tensors lie in the file, by its own names."""
+        return stored
+
+    def size(self, names: Iterable[str]) -> int:
+        """How many bytes these tensors have in the file."""
+        return sum(_bytes(entry) for name in names for entry in self._sources[name])
+
+    def sample(self, names: Iterable[str]) -> bytes:
+        """A few bytes of each of these tensors as they lie."""
+        found = []
+        for entry in (entry for name in names for entry in self._sources[name]):
+            last = max(0, _bytes(entry) - SAMPLE)
+            found += [self._data(entry, start, min(SAMPLE, _bytes(entry))).tobytes() for start in (0, last // 2, last)]
+        return b"".join(found)
+
+    def _data(self, entry: Entry, start: int, count: int) -> numpy.ndarray[Any, Any]:
+        """Read bytes of a tensor. Raises ModelError if the file has changed since it was opened."""
+        self._file.check()
+        found = numpy.fromfile(self._file.path, numpy.uint8, count, offset=self._header.data + entry.offset + start)
+        self._file.check()
+        return found
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read and decode these tensors. Raises ModelError if the file has changed since it was opened."""
+        import torch
+
+        library: Any = import_module("gguf")
+        found: dict[str, Tensor] = {}
+        for entry in (entry for name in names for entry in self._sources[name]):
+            kind = library.GGMLQuantizationType(entry.type)
+            data = self._data(entry, 0, _bytes(entry))
+            plain = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}.get(kind.name)
+            shape = entry.shape if plain else library.quant_shape_to_byte_shape(entry.shape, kind)
+            values = data.view(plain).reshape(shape) if plain else data.reshape(shape)
+            values = values.astype("<f4") if kind.name == "F64" else library.dequantize(values, kind)
+            result = self._processor.process(
+                weights=values, name=entry.name, tensor_key_mapping=self._map, parsed_parameters={"tensors": found}
+            )
+            if result.name in self._map:
+                found[self._map[result.name]] = torch.from_numpy(numpy.array(result.weights))
+        return found
+
+
+def _two_levels(model: Any) -> Any:
+    """Stand in for a model where names are mapped, which would go through the children of children, too.
+
+    They add no name, since a file is made of the model or of the model within it, and cost seconds.
+    """
+
+    def stand_in(part: Any, children: list[tuple[str, Any]]) -> Any:
+        return SimpleNamespace(config=model.config, state_dict=part.state_dict, named_children=lambda: children)
+
+    return stand_in(model, [(name, stand_in(child, [])) for name, child in model.named_children()])
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Inside, transformers reads a file's header once, and in a third of the time.
+
+    It reads it for the config and the tokenizer, 3 seconds each for a vocabulary of 50,000, most of them in slices of
+    numpy's memmap; there is no other way to hand it what was read. Security does not need this; loading would take
+    three times as long.
+    """
+    library: Any = import_module("gguf")
+    own: Any = library.GGUFReader
+
+    class Plain(own):  # type: ignore[misc]  # a class of a package that ships no types
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, numpy.asarray(value) if name == "data" else value)
+
+    once = cache(Plain)
+    library.GGUFReader = lambda path: once(os.fspath(path))
+    try:
+        yield
+    finally:
+        library.GGUFReader = own

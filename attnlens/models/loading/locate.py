@@ -1,0 +1,360 @@
+"""Finds the files that a model's name means (`demo`, a folder, a weight file, a hub id), and which may be read."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Literal
+
+from attnlens.errors import ModelError, UsageError
+from attnlens.files import LARGEST, read_object, refuse_other_kinds, shortened, with_home, written
+from attnlens.models.loading.hub import OFFLINE, Hub
+from attnlens.records import FileInParts
+
+TOKENIZERS = (
+    *("tokenizer*", "vocab*", "*vocab.json", "merges*", "dict.txt", "tekken*"),
+    *("*.model", "*.spm", "*.codes", "*.tiktoken"),
+)
+"""Names of the files in which tokenizers are kept."""
+READ = (
+    "config.json",
+    "generation_config.json",
+    "*tokens*.json",
+    "*processor_config.json",
+    "*.index.json",
+    "*.jinja",
+    "normalizer.json",
+    *TOKENIZERS,
+)
+"""Names of the small files beside the weights that transformers may open."""
+SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
+"""How the names of what is downloaded with the weights end."""
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
+SAY_AGAIN = "Download the model again."
+SAY_READABLE = "Make the file readable."
+SAY_PATH = "Give the path of a folder with config.json and weights, of a .gguf file, a hub id, or `demo`."
+
+
+class WatchedFile:
+    """A weight file of which parts are read, and which must stay as it was when it was opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seen = self._stamp()
+
+    def in_report(self, digest: str) -> FileInParts:
+        """Return what stands for the file in a report, with the hash of its header."""
+        changed, size, _ = self._seen
+        return FileInParts(name=self.path.name, bytes=size, header_sha256=digest, stamp=str(changed))
+
+    def check(self) -> None:
+        """Raise ModelError if the file is gone or has changed since it was opened."""
+        if self._stamp() != self._seen:
+            problem = f"{self.path} changed while it was read."
+            raise ModelError(problem, "Run it again when nothing writes to the file any more.")
+
+    def _stamp(self) -> tuple[int, int, int]:
+        with readable(self.path):
+            found = self.path.stat()
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+@contextmanager
+def readable(path: Path, remedy: str = SAY_READABLE) -> Iterator[None]:
+    """Inside, ModelError is raised where the system does not let that file or folder be read."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(f"{shortened(str(path))} can't be read: {error.strerror or error}.", remedy) from None
+
+
+def is_there(path: Path, remedy: str = SAY_PATH) -> bool:
+    """Whether there is something at that path; raises ModelError where that can't be told."""
+    with readable(path, remedy):
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # a name with a NUL in it
+            return False
+        return True
+
+
+def names_in(folder: Path) -> set[str]:
+    """The names of what lies in a folder; raises ModelError where it can't be looked into."""
+    with readable(folder, "Make the folder readable."):
+        return set(os.listdir(folder))  # noqa: PTH208  # names alone are wanted
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a model's file; raises ModelError where it can't be read or holds something else."""
+    return read_object(path, ModelError, SAY_AGAIN)
+
+
+def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
+    """The names of the weight files that an index names.
+
+    Raises ModelError where one is no bare name ending in `suffix`, by which it would be opened as something else.
+    """
+    table = read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise ModelError(f"{index} names no weight files.", SAY_AGAIN)
+    for name in table.values():
+        is_bare = isinstance(name, str) and len(name) <= 255 and not any(sign in name for sign in "/\\\0")
+        if not is_bare or not name.endswith(suffix):
+            raise ModelError(
+                f"{index} names {written(name)} as a weight file, which is no name of a {suffix} file in its folder.",
+                "Get the model from a source that you trust.",
+            )
+    return tuple(sorted(set(table.values())))
+
+
+def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
+    """The weight file of that name in the folder.
+
+    Raises ModelError where it is missing, no file or unreadable, or leads out of the folder and must not.
+    """
+    path = folder / name
+    if not is_there(path, SAY_READABLE):
+        raise ModelError(f"The weight file {shortened(str(path))} is missing.", SAY_AGAIN)
+    with readable(path):
+        refuse_other_kinds(path.stat(), shortened(str(path)), ModelError, SAY_AGAIN)
+        path.open("rb").close()
+    if not may_lead_out:
+        refuse_outside(folder, path)
+    return path
+
+
+def check_small(folder: Path, names: Iterable[str]) -> None:
+    """Raise ModelError for what transformers would open beside the weights, and should not.
+
+    That is what is no file (a named pipe would be waited for), leads out of the folder, or is too large.
+    """
+    for name in sorted(names):
+        path = folder / name
+        if name == "additional_chat_templates" and os.path.isdir(path):  # noqa: PTH112  # which never raises
+            refuse_outside(folder, path)
+            check_small(folder, (f"{name}/{inside}" for inside in names_in(path)))
+        read = any(fnmatch(name, pattern) for pattern in READ)
+        if not (read or name.endswith(SMALL_FILES)) or os.path.isdir(path):  # noqa: PTH112  # which never raises
+            continue
+        found = path.stat() if is_there(path, SAY_READABLE) else None  # a link to nothing
+        if found:
+            refuse_other_kinds(found, str(path), ModelError, SAY_AGAIN)
+        if read:
+            refuse_outside(folder, path)
+        if read and found and found.st_size > LARGEST:
+            raise ModelError(f"{path} holds more than {LARGEST // 2**20} MiB.", SAY_AGAIN)
+        if name == "generation_config.json":  # which transformers reads without a word on what is wrong in it
+            read_json(path)
+
+
+def refuse_other_forms(folder: Path, names: Iterable[str], *, adapter_too: bool = False) -> None:
+    """Raise ModelError where weights lie in the folder of which attnlens would read a part, or something else.
+
+    `adapter_too`: an adapter that lies there is the one that was asked for.
+    """
+    for name in sorted(names):
+        if name in ADAPTERS and not adapter_too:
+            raise ModelError(
+                f"{folder} holds an adapter ({name}) beside the weights, and nothing says whether it is to be applied.",
+                f"Add --adapter {shlex.quote(str(folder))}, or move the adapter's files into another folder.",
+            )
+        if fnmatch(name, "shard-[0-9]*-model-*"):  # which transformers reads in the place of any other file
+            problem = f"{folder} holds a distributed checkpoint ({shortened(name)}), which attnlens does not read."
+            raise ModelError(problem, "Save the model with save_pretrained into another folder.")
+
+
+def refuse_outside(folder: Path, path: Path) -> None:
+    """Raise ModelError where links lead out of the folder; the hub's cache keeps the files themselves in `blobs`."""
+    real = Path(os.path.realpath(path))
+    homes = [Path(os.path.realpath(folder))]
+    if folder.parent.name == "snapshots":
+        homes.append(Path(os.path.realpath(folder.parent.parent)) / "blobs")  # itself no link
+    if not any(real.is_relative_to(home) for home in homes):
+        problem = f"{path} leads out of its folder, to {shortened(str(real))}."
+        raise ModelError(problem, "Put the file itself in its place.")
+
+
+Storage = Literal["safetensors", "pickle", "gguf"]
+
+DEMO = Path(__file__).parent.parent / "demo"
+CONFIG = "config.json"
+SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+SUFFIXES: dict[Storage, str] = {"safetensors": ".safetensors", "pickle": ".bin", "gguf": ".gguf"}
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a model lies on this machine, and in which form."""
+
+    id: str
+    """The name as given, without the revision."""
+    folder: Path
+    """The folder of config, tokenizer and weights."""
+    form: Storage
+    """How the weights are stored."""
+    file: str
+    """The weight file in that folder, or the index that names its shards."""
+    revision: str | None = None
+    """The commit of a hub model."""
+    named: bool = False
+    """Whether the weight file itself was named, so that a link in its place is the caller's own word."""
+    urls: tuple[tuple[str, str], ...] = ()
+    """Names and addresses of the weight files of a hub model that were not downloaded."""
+
+    @property
+    def weights(self) -> tuple[Path, ...]:
+        """The weight files: the one file, or the shards that the index names.
+
+        Raises ModelError where the index is unreadable or names what is no weight file in the folder, and for a file
+        that is not there or leads out of the folder.
+        """
+        if not self.file.endswith(".json"):
+            return (weight_file(self.folder, self.file, may_lead_out=self.named),)
+        shards = shards_in(self.folder / self.file, SUFFIXES[self.form])
+        return tuple(weight_file(self.folder, name) for name in shards)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The content of config.json; empty for a GGUF file, which carries its own."""
+        return {} if self.form == "gguf" else read_json(self.folder / CONFIG)
+
+    @property
+    def gguf(self) -> dict[str, str]:
+        """The argument by which transformers is told to read a GGUF file."""
+        return {"gguf_file": self.file} if self.form == "gguf" else {}
+
+
+def find(
+    name: str, revision: str | None, *, offline: bool, allow_pickle: bool, leave_weights: bool = False
+) -> Location:
+    """The place of the model called `name`: `demo`, a path, or a hub id (`org/name@revision`), in this order.
+
+    `leave_weights`: a hub model's weights are not downloaded where they are not here already. Raises ModelError where
+    there is no such model, or it has no weights that may be read; UsageError for a revision of something that has none.
+    """
+    demo = name.partition("@")[0] == "demo"
+    path = DEMO if demo else with_home(name)
+    if demo and name != "demo":
+        raise UsageError("`demo` comes with attnlens and has no revisions.", "Say only `demo`.")
+    if not is_there(path):
+        return _in_hub(name, revision, offline=offline, allow_pickle=allow_pickle, leave_weights=leave_weights)
+    if revision is not None:
+        raise UsageError(f"{name} is on this machine and has no revision {revision!r}.", "Leave the revision out.")
+    return _in_folder(name, path, allow_pickle) if path.is_dir() else _in_file(name, path)
+
+
+def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None = None) -> Location:
+    names = names_in(folder)
+    if _is_adapter(names):
+        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") if ADAPTER_CONFIG in names else None
+        named = shortened(base) if isinstance(base, str) and base.strip() else "BASE"
+        raise ModelError(
+            f"{name} holds an adapter of {'an unnamed model' if named == 'BASE' else named}, and no model.",
+            f"Give its base as the model: attnlens inspect {shlex.quote(named)} --adapter {shlex.quote(name)}",
+        )
+    form, file = _weights_among(names, str(folder), allow_pickle)
+    if form != "gguf" and CONFIG not in names:
+        raise ModelError(f"{folder} has no config.json.", SAY_PATH)
+    return Location(name, folder, form, file, revision)
+
+
+def _is_adapter(names: Collection[str]) -> bool:
+    """Whether there is an adapter and no weights of a model."""
+    weights = (*SUFFIXES.values(), ".index.json")
+    return not set(ADAPTERS).isdisjoint(names) and not any(name.endswith(weights) for name in {*names} - {*ADAPTERS})
+
+
+def _in_file(name: str, path: Path) -> Location:
+    """A bare weight file; a safetensors file takes its config and tokenizer from its folder."""
+    if path.suffix == ".gguf":
+        return Location(name, path.parent, "gguf", path.name, named=True)
+    if path.suffix != ".safetensors":
+        raise ModelError(f"{path} is neither a .gguf nor a .safetensors file.", SAY_PATH)
+    if not (path.parent / CONFIG).is_file():
+        raise ModelError(f"There is no config.json beside {path}.", "Put the model's config.json into the same folder.")
+    index = path.parent / SHARDED
+    if index.is_file() and path.name in shards_in(index, SUFFIXES["safetensors"]):
+        return Location(name, path.parent, "safetensors", SHARDED)
+    return Location(name, path.parent, "safetensors", path.name, named=True)
+
+
+def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: bool, leave_weights: bool) -> Location:
+    from huggingface_hub import hf_hub_url
+
+    hub = _hub(name, revision)
+    id_ = hub.id
+
+    def wanted(names: Collection[str]) -> list[str]:
+        if _is_adapter(names):
+            return [ADAPTER_CONFIG]
+        form, file = _weights_among(names, id_, allow_pickle)
+        sharded = file.endswith(".index.json")
+        stem, suffix = ("model", ".safetensors") if form == "safetensors" else ("pytorch_model", ".bin")
+        here = [name for name in names if "/" not in name]
+        small = [name for name in here if name.endswith(SMALL_FILES)]
+        if leave_weights and form == "safetensors":
+            return small
+        shards = [name for name in here if sharded and name.startswith(stem) and name.endswith(suffix)]
+        return [*small, file, *shards]
+
+    folder = hub.cached(OFFLINE) if offline else hub.fetched(wanted)
+    index, here = folder / SHARDED, names_in(folder)
+    shards = shards_in(index, SUFFIXES["safetensors"]) if leave_weights and index.is_file() else ()
+    has_weights = any(name.endswith(tuple(SUFFIXES.values())) for name in here)
+    if shards:
+        has_weights = all((folder / name).is_file() for name in shards)
+    if offline or not leave_weights or has_weights:
+        return _in_folder(id_, folder, allow_pickle, revision=folder.name)
+    urls = tuple((name, hf_hub_url(id_, name, revision=folder.name)) for name in shards or (SINGLE,))
+    return Location(id_, folder, "safetensors", SHARDED if shards else SINGLE, folder.name, urls=urls)
+
+
+def _hub(name: str, revision: str | None) -> Hub:
+    """The model of the hub that is meant. Raises ModelError for what is a path, UsageError for two revisions."""
+    id_, _, after = name.partition("@")
+    if not id_:
+        raise UsageError(f"{shortened(name)} names no model.", "Write it as org/name@revision.")
+    if after and revision is not None and after != revision:
+        raise UsageError(f"{name} and the revision {revision!r} contradict each other.", "Give one of them.")
+    if looks_like_path(id_):
+        kind = "file" if id_.endswith((".gguf", ".safetensors")) else "folder"
+        raise ModelError(f"There is no such {kind}: {shortened(name)}.", SAY_PATH)
+    return Hub(id_, revision or after or None)
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether it can be no hub id."""
+    starts, ends = (".", "/", "~"), ("/", ".gguf", ".safetensors")
+    return name.startswith(starts) or name.endswith(ends) or "\\" in name or name.count("/") > 1
+
+
+def _weights_among(names: Collection[str], where: str, allow_pickle: bool) -> tuple[Storage, str]:
+    """The form of the weights among those files, and the file to read first: safetensors before GGUF before pickles."""
+    for file in (SINGLE, SHARDED):
+        if file in names:
+            return "safetensors", file
+    ggufs = sorted(name for name in names if name.endswith(".gguf") and "/" not in name)
+    if len(ggufs) == 1:
+        return "gguf", ggufs[0]
+    if ggufs:
+        raise ModelError(f"{where} has {len(ggufs)} GGUF files.", f"Give the path of one of them, such as {ggufs[0]}.")
+    for file in PICKLES:
+        if file in names and allow_pickle:
+            return "pickle", file
+        if file in names:
+            problem = f"{where} has only a pickled checkpoint ({file}), which can run code when it is opened."
+            raise ModelError(problem, "Convert it to safetensors, or, if you trust it, add --allow-pickle.")
+    if CONFIG not in names:
+        raise ModelError(f"{where} has no config.json.", SAY_PATH)
+    others = sorted(name for name in names if name.endswith(SUFFIXES["safetensors"]) and "/" not in name)
+    if others:
+        path = f"{where}/{others[0]}" if os.path.isdir(where) else others[0]  # noqa: PTH112  # it may be a hub id
+        raise ModelError(f"{where} has no {SINGLE}, but {others[0]}.", f"Give the file's path: {path}")
+    raise ModelError(f"{where} has no weights: neither {SINGLE} nor {SHARDED}.", "Download the model again.")

@@ -1,0 +1,466 @@
+"""Decode weights stored as codes with scales: fp8, mxfp4, GPTQ, AWQ, compressed-tensors, bitsandbytes.
+
+W = (codes − zeros) · scales, in each method's own order. transformers decodes mxfp4. Its other decoders can't be used:
+that of fp8 guesses the side of a block from the number of scales, and refuses smaller blocks at an edge; those of
+GPTQ, AWQ, compressed-tensors and bitsandbytes need packages that the bare install lacks, most of them a GPU as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from attnlens.errors import ModelError
+from attnlens.files import shortened, written
+from attnlens.models.loading.configs import DECODED, settings_of
+from attnlens.models.loading.locate import CONFIG, Location
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Returned = TypeVar("Returned")
+Parts = Mapping[str, "Tensor"]
+"""End of a tensor's name → the tensor; the codes under the empty end."""
+PartShapes = Mapping[str, tuple[int, ...]]
+Settings = Mapping[str, Any]
+"""What config.json says of the codes."""
+
+SAY_UNQUANTISED = "Get the model unquantised, or as GGUF."
+FLOAT8 = ("torch.float8_e4m3fn", "torch.float8_e5m2")
+SCALES = ("_scale_inv", "_scale", ".scale", ".qscale_weight")
+"""How the names of scales of float8 end, two behind the weight's name and two behind its module's."""
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which of the eight codes in a word of AWQ belongs to which of eight neighbouring columns."""
+COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+"""The formats of compressed-tensors that are decoded."""
+QUANT_STATE = ".quant_state.bitsandbytes__"
+"""How the name of what bitsandbytes says of its codes goes on behind the weight's, before their kind."""
+
+
+class CodesError(Exception):
+    """Why codes can't be decoded; CodedWeight says of which tensor."""
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def method_of(place: Location) -> str | None:
+    """Return the method by which the weights are quantised, if attnlens is to decode them; None for all others.
+
+    Raises ModelError if they lie in a pickle, or the method has a form that is not decoded.
+    """
+    found = settings_of(place.config)
+    if found is None or found[0] not in DECODED:
+        return None
+    method, settings = found
+    reason = "are a pickle" if place.form == "pickle" else _refusal(method, settings)
+    if reason is not None:
+        raise ModelError(f"The weights of {place.folder} are quantised by {method} and {reason}.", SAY_UNQUANTISED)
+    return method
+
+
+def _refusal(method: str, settings: Settings) -> str | None:
+    """Return why checkpoints with those settings are not decoded; None if they are."""
+    if method == "compressed-tensors":
+        unknown = settings.get("format") not in COMPRESSED
+        sparse = (settings.get("sparsity_config") or {}) not in ({}, {"format": "dense"})
+        if unknown or sparse or settings.get("transform_config"):
+            what = "rotated or sparse" if not unknown else f"in the format {written(settings.get('format'))}"
+            return f"are {what}, which attnlens does not decode"
+    version = str(settings.get("version") or settings.get("format") or "gemm").lower()
+    if method == "awq" and (version != "gemm" or settings.get("bits", settings.get("w_bit", 4)) != 4):
+        return f"are in the version {written(version)} or not of four bits, which attnlens does not decode"
+    return None
+
+
+@dataclass(frozen=True)
+class CodedWeight:
+    """A weight that is stored as codes: which tensors it is made of, and how."""
+
+    name: str
+    scheme: Scheme
+    parts: Mapping[str, str]
+    """End of a name → the tensor of the files that is called so; the codes under the empty end."""
+    settings: Settings
+    where: str
+    """The method and the place, for errors."""
+
+    def computed(self, function: Callable[..., Returned], *arguments: object) -> Returned:
+        """Return what its scheme computes of its parts. Raises ModelError if they don't determine it."""
+        try:
+            return function(*arguments)
+        except CodesError as error:
+            problem = f"{self.where} stores {shortened(self.name)} as codes: {error}."
+            raise ModelError(problem, SAY_UNQUANTISED) from None
+
+
+def coded_weights(place: Location, method: str, names: Mapping[str, object]) -> dict[str, CodedWeight]:
+    """List the weights that are stored as codes among the tensors of such names. Raises ModelError if none is."""
+    found = settings_of(place.config)
+    settings: Settings = found[1] if found else {}
+    where = f"{place.folder} ({method})"
+    weights = [
+        CodedWeight(stem + scheme.target, scheme, parts, settings, where)
+        for scheme, stem, parts in _groups(SCHEMES[method], names)
+    ]
+    if not weights:
+        problem = f"{place.folder / CONFIG} says that the weights are quantised by {method}, and none is stored so."
+        raise ModelError(problem, "Take quantization_config out of it, if they are plain numbers.")
+    return {weight.name: weight for weight in weights}
+
+
+def _groups(schemes: tuple[Scheme, ...], names: Mapping[str, object]) -> Iterator[tuple[Scheme, str, dict[str, str]]]:
+    """Yield each coded weight: its scheme, its stem, and the tensors that it is made of by their part."""
+    for scheme in schemes:
+        for name in names:
+            stem = name.removesuffix(scheme.code)
+            parts = {part: stem + part for part in scheme.companions if stem + part in names}
+            if name.endswith(scheme.code) and parts:
+                yield scheme, stem, {"": name} | parts
+
+
+# --- a scale for each tensor, row or block: fp8, compressed-tensors --------------------------------------------------
+
+
+def float8(parts: Parts, settings: Settings) -> Tensor:
+    """Compute codes · scale, with one scale for the tensor, for each row, or for each block of `weight_block_size`."""
+    if str(parts[""].dtype) not in FLOAT8:
+        raise CodesError(f"its codes are {parts[''].dtype} and no float8")
+    scale, said = _scale(parts), settings.get("weight_block_size")
+    if said and scale.numel() == 1 and any(size > side for size, side in zip(parts[""].shape, said, strict=False)):
+        raise CodesError(f"it has one scale, and weight_block_size is {said}")
+    return parts[""].float() * _spread(scale, parts[""].shape, said or [128, 128])  # as transformers assumes
+
+
+def compressed(parts: Parts, settings: Settings) -> Tensor:
+    """Compute (codes − zero) · scale of float8 or int8 (compressed-tensors)."""
+    import torch
+
+    if str(parts[""].dtype) not in (*FLOAT8, "torch.int8") or "_g_idx" in parts:
+        raise CodesError(f"its codes are {parts[''].dtype}")
+    groups = {json.dumps(group, sort_keys=True): group for group in _weight_groups(settings)}
+    group = next(iter(groups.values())) if len(groups) == 1 else {}
+    if parts[""].dtype == torch.int8 and group.get("num_bits", 8) != 8:
+        raise CodesError(f"its codes are int8, and num_bits is {group['num_bits']}")
+    size = group.get("group_size")
+    block = group.get("block_structure") or ([1, size] if isinstance(size, int) and size > 0 else None)
+    codes, zero = parts[""].float(), _zeros(parts, group)
+    if zero is not None:
+        codes = codes - _spread(zero.float(), codes.shape, block)
+    return codes * _spread(_scale(parts), codes.shape, block)
+
+
+def _scale(parts: Parts) -> Tensor:
+    scale = next((parts[part] for part in SCALES if part in parts), None)
+    if scale is None:
+        raise CodesError("it has no scale")
+    return scale.float()
+
+
+def _zeros(parts: Parts, group: Settings) -> Tensor | None:
+    """Return the zeros of compressed-tensors; raises CodesError if the settings say that there are none."""
+    zero = parts.get("_zero_point")
+    if zero is not None and group.get("symmetric") and bool(zero.any()):
+        raise CodesError("it has zeros, and symmetric is true")
+    return zero
+
+
+def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
+    """Return a scale for every code: of the tensor's, each row's, or each block's."""
+    if scale.numel() == 1:
+        return scale.reshape(())
+    grid = scale[:, None] if scale.dim() == 1 else scale
+    if len(shape) < 2 or grid.dim() != len(shape) or grid.shape[:-2] != shape[:-2]:
+        raise CodesError(f"a scale of {tuple(scale.shape)} does not go with codes of {tuple(shape)}")
+    sides = block if isinstance(block, list) and len(block) == 2 else (None, None)
+    by_rows = grid.shape[-2:] == (shape[-2], 1)
+    for axis, said in zip((-2, -1), sides, strict=True):
+        length, count = shape[axis], grid.shape[axis]
+        side = said if isinstance(said, int) and said > 0 and not by_rows else {1: length, length: 1}.get(count)
+        if side is None or ceil(length / side) != count:
+            of = "" if side is None else f" into blocks of {side}"
+            raise CodesError(f"{count} scales do not divide {length} codes{of}")
+        grid = grid.repeat_interleave(min(side, length), axis).narrow(axis, 0, length)
+    return grid
+
+
+def _weight_groups(settings: Settings) -> list[dict[str, Any]]:
+    """Return what the settings of compressed-tensors say of weights, group by group."""
+    groups = settings.get("config_groups")
+    every = groups.values() if isinstance(groups, dict) else ()
+    found = [group.get("weights") for group in every if isinstance(group, dict)]
+    return [weights for weights in found if isinstance(weights, dict)]
+
+
+# --- codes packed into words: GPTQ, AWQ, compressed-tensors ----------------------------------------------------------
+
+
+def packed(parts: Parts, settings: Settings) -> Tensor:
+    """Compute (codes − 2^(b−1) − zero) · scale of b bits, packed along rows (compressed-tensors)."""
+    import torch
+
+    words, scale = parts[""], parts.get("_scale")
+    shape = parts["_shape"].tolist() if "_shape" in parts else []
+    if scale is None or scale.dim() != 2 or len(shape) != 2 or words.dim() != 2 or words.shape[0] != shape[0]:
+        raise CodesError("its codes, scales and shape don't go together")
+    groups = _weight_groups(settings)
+    asked = {group.get("num_bits") for group in groups}
+    fitting = [bits for bits in (2, 4, 8) if bits in asked and ceil(shape[1] * bits / 32) == words.shape[1]]
+    if len(fitting) != 1:
+        raise CodesError(f"{words.shape[1]} words a row are no {shape[1]} codes of 2, 4 or 8 bits")
+    bits = fitting[0]
+    group = groups[0] if len(groups) == 1 else {}
+    codes = _unpacked(words, bits)[:, : shape[1]] - 2 ** (bits - 1)
+    zeros = torch.zeros_like(scale)
+    if "_zero_point" in parts:
+        zeros = (_unpacked(parts["_zero_point"].mT, bits).mT[: shape[0]] - 2 ** (bits - 1)).to(scale)
+        _zeros({"_zero_point": zeros}, group)
+    return _transposed(codes.mT, zeros.mT, scale.mT, group, parts.get("_g_idx"))
+
+
+def gptq(parts: Parts, settings: Settings) -> Tensor:
+    """Compute ((codes − zero) · scale)ᵀ, packed along inputs; zeros are stored less 1, but in the format gptq_v2."""
+    words, zero_words, scale = _three(parts)
+    bits = _bits(zero_words.shape[1], scale.shape[1])
+    overridden = {name for own in (settings.get("dynamic") or {}).values() for name in own or {}}
+    settings = {name: value for name, value in settings.items() if name not in overridden}  # modules have their own
+    if settings.get("bits", bits) != bits:
+        raise CodesError(f"its codes have {bits} bits, and bits is {settings['bits']}")
+    codes = _unpacked(words.mT, bits).mT
+    zeros = _unpacked(zero_words, bits)[:, : scale.shape[1]]
+    form = settings.get("checkpoint_format") or "gptq"
+    if form != "gptq_v2":
+        zeros = (zeros + 1) & (2**bits - 1)
+    if settings.get("sym") is True and bool((zeros != 2 ** (bits - 1)).any()):
+        raise CodesError(f"sym is true, which means zeros of {2 ** (bits - 1)}, and in the format {form} it has others")
+    return _transposed(codes, zeros, scale, settings, parts.get(".g_idx"))
+
+
+def awq(parts: Parts, settings: Settings) -> Tensor:
+    """Compute ((codes − zero) · scale)ᵀ of four bits, packed along outputs in the order of AWQ_ORDER."""
+    words, zero_words, scale = _three(parts)
+    codes, zeros = (
+        _unpacked(part, 4).reshape(*part.shape, 8)[..., list(AWQ_ORDER)].flatten(-2) for part in (words, zero_words)
+    )
+    if settings.get("zero_point") is False and bool((zeros != 8).any()):
+        raise CodesError("zero_point is false, which means zeros of 8, and it has others")
+    return _transposed(codes, zeros, scale, settings)
+
+
+def _transposed(codes: Tensor, zeros: Tensor, scale: Tensor, settings: Settings, index: Tensor | None = None) -> Tensor:
+    """Compute ((codes − zero) · scale)ᵀ of codes with a row for each input, zeros and scales with one for each group.
+
+    `index` is the group of each input; without it they lie one after the other.
+    """
+    import torch
+
+    inputs, groups = codes.shape[0], scale.shape[0]
+    if codes.shape[1] != scale.shape[1] or zeros.shape != scale.shape:
+        raise CodesError("its codes, zeros and scales don't go together")
+    size = settings.get("group_size", settings.get("q_group_size"))
+    if isinstance(size, int) and ceil(inputs / (size if size > 0 else inputs)) != groups:
+        raise CodesError(f"it has {groups} groups of {inputs} inputs, and group_size is {size}")
+    ordered = torch.arange(inputs) // ceil(inputs / max(groups, 1))
+    index = ordered if index is None else index.long()
+    if index.shape != (inputs,) or not bool(((index >= 0) & (index < groups)).all()):
+        raise CodesError("its groups of inputs don't go with its scales")
+    if settings.get("desc_act") is False and not torch.equal(index, ordered):
+        raise CodesError("its inputs are in another order, and desc_act is false")
+    return ((codes - zeros[index]) * scale.float()[index]).mT.contiguous()
+
+
+def _three(parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, zeros and scales, of which GPTQ and AWQ have all."""
+    _matrices({name: tuple(part.shape) for name, part in parts.items()})
+    if str(parts[""].dtype) != "torch.int32":
+        raise CodesError("its codes are no words of 32 bits")
+    return parts[""], parts[".qzeros"], parts[".scales"]
+
+
+def _matrices(shapes: PartShapes) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of codes, zeros and scales, each a matrix."""
+    found = tuple(shapes.get(part, ()) for part in ("", ".qzeros", ".scales"))
+    if any(len(shape) != 2 for shape in found):
+        raise CodesError("it lacks zeros or scales, or its codes, zeros and scales are no matrices")
+    return found
+
+
+def _bits(zero_words: int, scales: int) -> int:
+    """Return how many bits a code has, by the zeros of a group: as many as its scales, packed."""
+    bits = 32 * zero_words / max(scales, 1)
+    if bits not in (2, 4, 8):
+        raise CodesError(f"its codes have {bits:g} bits, and not 2, 4 or 8")
+    return int(bits)
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """Return the codes in words of 32 bits, the lowest bits first."""
+    import torch
+
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    codes: Tensor = (words.to(torch.int32)[..., None] >> shifts) & (2**bits - 1)
+    return codes.flatten(-2)
+
+
+# --- bytes: mxfp4, bitsandbytes --------------------------------------------------------------------------------------
+
+
+def microscaled(parts: Parts, _settings: Settings) -> Tensor:
+    """Compute FP4[code] · 2^(scale − 127), two codes a byte, a scale for each block (mxfp4), as transformers does."""
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    codes, scale = parts[""], parts["_scales"]
+    _blocks({name: tuple(part.shape) for name, part in parts.items()})
+    if (codes.dtype, scale.dtype) != (torch.uint8, torch.uint8):
+        raise CodesError("its codes and scales are no bytes")
+    found: Tensor = convert_moe_packed_tensors(codes, scale, dtype=torch.float32)
+    return found
+
+
+def _blocks(shapes: PartShapes) -> tuple[int, ...]:
+    """Return the shape of the blocks of mxfp4, each with a scale."""
+    if len(shapes[""]) != 4 or shapes[""][:3] != shapes["_scales"]:
+        raise CodesError("its blocks and scales don't go together")
+    return shapes[""]
+
+
+def four_bits(parts: Parts, settings: Settings) -> Tensor:
+    """Compute map[code] · absmax of each block, two codes a byte, the higher bits first (bitsandbytes nf4 and fp4)."""
+    import torch
+
+    state = _state(parts)
+    if settings.get("load_in_8bit"):
+        raise CodesError("its codes have four bits, and load_in_8bit is true")
+    kind = settings.get("bnb_4bit_quant_type")
+    if kind and f"{QUANT_STATE}{kind}" not in parts:
+        raise CodesError(f"its codes are {state.get('quant_type')}, and bnb_4bit_quant_type is {written(kind)}")
+    shape, side = state.get("shape") or [], state.get("blocksize")
+    codes, values = parts[""].contiguous().view(torch.uint8).flatten(), parts.get(".quant_map")
+    counts = isinstance(shape, list) and all(isinstance(size, int) and size > 0 for size in shape)
+    if not counts or not isinstance(side, int) or side < 1 or not 0 <= 2 * len(codes) - prod(shape) <= 1:
+        raise CodesError("its codes don't have the shape that it says")
+    if values is None or values.shape != (16,):
+        raise CodesError("it has no table of sixteen values")
+    count = prod(shape)
+    found = values.float()[torch.stack([codes >> 4, codes & 15], -1).flatten().long()[:count]]
+    return (found * _by_block(_largest(parts, state), side, count)).reshape(*shape)
+
+
+def _state(parts: Parts) -> dict[str, Any]:
+    """Read what bitsandbytes says of the codes in JSON, which it stores as a tensor of bytes."""
+    stored = next((value for part, value in parts.items() if part.startswith(QUANT_STATE)), None)
+    try:
+        found = json.loads(bytes(stored.tolist())) if stored is not None and stored.numel() < 2**16 else None
+    except (ValueError, TypeError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise CodesError("nothing says what its codes are")
+    return found
+
+
+def _largest(parts: Parts, state: Mapping[str, Any]) -> Tensor:
+    """Return absmax of each block, which may itself be codes with a map, an absmax of each block, and an offset."""
+    absmax = parts.get(".absmax")
+    if absmax is None:
+        raise CodesError("it has no absmax")
+    if absmax.is_floating_point():
+        return absmax.float()
+    values, outer, side = parts.get(".nested_quant_map"), parts.get(".nested_absmax"), state.get("nested_blocksize")
+    offset = state.get("nested_offset")
+    if values is None or outer is None or values.shape != (256,) or str(absmax.dtype) != "torch.uint8":
+        raise CodesError("its absmax can't be decoded")
+    if not isinstance(side, int) or side < 1 or not isinstance(offset, int | float):
+        raise CodesError("its absmax can't be decoded")
+    return values.float()[absmax.long()] * _by_block(outer.float(), side, len(absmax)) + offset
+
+
+def _by_block(largest: Tensor, side: int, count: int) -> Tensor:
+    if largest.shape != (ceil(count / side),):
+        raise CodesError(f"{len(largest)} blocks of {side} are no {count} codes")
+    return largest.repeat_interleave(min(side, count))[:count]
+
+
+def eight_bits(parts: Parts, settings: Settings) -> Tensor:
+    """Compute codes · SCB/127 row by row (bitsandbytes LLM.int8)."""
+    codes, largest = parts[""], parts.get(".SCB")
+    if settings.get("load_in_4bit"):
+        raise CodesError("its codes have eight bits, and load_in_4bit is true")
+    if str(codes.dtype) != "torch.int8" or largest is None or largest.shape != codes.shape[:1]:
+        raise CodesError("its codes are no int8 with an SCB for each row")
+    order = parts.get(".weight_format")
+    if order is not None and bool(order.any()):
+        raise CodesError("its codes are not in the order of rows")
+    return codes.float() * largest.float()[:, None] / 127
+
+
+# --- shapes, and the table of methods --------------------------------------------------------------------------------
+
+PartReader = Callable[[str], "Tensor"]
+"""Reads one of the tensors that a weight is made of, by the end of its name."""
+
+
+def along_inputs(shapes: PartShapes, _read: PartReader) -> tuple[int, ...]:
+    """Return the shape of a weight of GPTQ, in whose words the codes of neighbouring inputs lie."""
+    words, zero_words, scale = _matrices(shapes)
+    return scale[1], words[0] * 32 // _bits(zero_words[1], scale[1])
+
+
+def along_outputs(shapes: PartShapes, _read: PartReader) -> tuple[int, ...]:
+    """Return the shape of a weight of AWQ, in whose words the codes of neighbouring outputs lie."""
+    words, _, scale = _matrices(shapes)
+    return scale[1], words[0]
+
+
+def in_pairs(shapes: PartShapes, _read: PartReader) -> tuple[int, ...]:
+    """Return the shape of experts of mxfp4: (experts, rows, blocks, bytes) → (experts, numbers, rows)."""
+    experts, rows, blocks, pairs = _blocks(shapes)
+    return experts, 2 * blocks * pairs, rows
+
+
+def stated(shapes: PartShapes, read: PartReader) -> tuple[int, ...]:
+    """Return the shape that compressed-tensors writes beside its words, and bitsandbytes into its state."""
+    state = {part: read(part) for part in shapes if part.startswith(QUANT_STATE)}
+    found = read("_shape").tolist() if "_shape" in shapes else _state(state).get("shape")
+    if not (isinstance(found, list) and found and all(isinstance(size, int) and size > 0 for size in found)):
+        raise CodesError("nothing says which shape it has")
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one kind of coded weight is stored."""
+
+    code: str
+    """How the name of its codes ends, behind the weight's stem."""
+    target: str
+    """How the weight's own name ends."""
+    companions: tuple[str, ...]
+    """The ends of the names of what else it is made of; one of them must be there."""
+    decode: Callable[[Parts, Settings], Tensor]
+    """(parts by those ends, the codes by "", settings) → the weight in float32; raises CodesError."""
+    shape: Callable[[PartShapes, PartReader], tuple[int, ...]] = lambda shapes, _read: shapes[""]
+    """(shapes of the parts, what reads one of them) → the weight's shape, by default that of the codes."""
+
+
+_FLOAT8 = (Scheme("", "", SCALES[:2], float8), Scheme(".weight", ".weight", SCALES[2:], float8))
+_STATE = (f"{QUANT_STATE}nf4", f"{QUANT_STATE}fp4")
+SCHEMES: dict[str, tuple[Scheme, ...]] = {
+    "fp8": _FLOAT8,
+    "fbgemm_fp8": _FLOAT8,
+    "mxfp4": (Scheme("_blocks", "", ("_scales",), microscaled, in_pairs),),
+    "gptq": (Scheme(".qweight", ".weight", (".qzeros", ".scales", ".g_idx"), gptq, along_inputs),),
+    "awq": (Scheme(".qweight", ".weight", (".qzeros", ".scales"), awq, along_outputs),),
+    "compressed-tensors": (
+        Scheme("_packed", "", ("_scale", "_shape", "_zero_point", "_g_idx"), packed, stated),
+        Scheme("", "", ("_scale", "_zero_point", "_g_idx"), compressed),
+    ),
+    "bitsandbytes": (
+        Scheme("", "", (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *_STATE), four_bits, stated),
+        Scheme(".weight", ".weight", (".SCB", ".weight_format"), eight_bits),
+    ),
+}

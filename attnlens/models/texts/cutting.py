@@ -1,0 +1,262 @@
+"""Makes the inputs of a model: windows or lines of texts, or noise for one that reads pixels or sound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from inspect import signature
+from itertools import islice
+from random import Random
+from typing import TYPE_CHECKING, TypeAlias
+
+from attnlens.errors import TextError, UsageError
+from attnlens.models.texts.media import (
+    Feed,
+    Modality,
+    ids_of,
+    media_of,
+    placed,
+    read_files,
+    standing_ids,
+    types_of,
+    without_placeholders,
+)
+from attnlens.models.texts.sequences import (
+    CHARACTERS,
+    WindowedText,
+    chosen,
+    decodes_text,
+    lines,
+    not_made,
+    pairs,
+    reads_ids,
+    refuse_foreign,
+    shares,
+    text_inputs,
+    token_tensors,
+    unknown_shares,
+    vocabulary,
+    wanted,
+    window_length,
+    windows,
+)
+from attnlens.models.texts.sources import Content, thinned
+from attnlens.models.texts.windows import Batch, Batches, Cut
+from attnlens.records import Text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnlens.models.loading import Loaded
+
+IDS = ("input_ids", "inputs", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+"""What is made of a text."""
+Cuttings: TypeAlias = WindowedText | list[tuple[list[int], list[int]]]
+"""Of each sequence of a text its ids, and its token types where it is a pair."""
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """The ids of sequences; none of them where no tokens are fed."""
+
+    ids: Sequence[Sequence[int]]
+    """Of each sequence."""
+    types: Sequence[Sequence[int]] = ()
+    """Of which text of a pair each id is; empty where no pairs are fed."""
+    names: tuple[str, ...] = ()
+    """The text that each sequence is of."""
+
+
+def batches(
+    loaded: Loaded,
+    contents: Sequence[Content],
+    cut: Cut = Cut(),  # noqa: B008  # it is frozen
+    *,
+    apart_from: Batches | None = None,
+    skip_noise: int = 0,
+) -> Batches:
+    """The inputs of `loaded` made of the texts, without the windows of `apart_from`, which were cut alike.
+
+    A model of pixels or sound gets noise from the seed, the first `skip_noise` draws left out (and its decoder, or
+    CLIP's text side, the texts). Raises TextError where a text is too short or foreign to the model, or there is no
+    usable tokenizer; UsageError for numbers that make no sense, or more tokens than the model has positions.
+    """
+    for option, number in (("sequences", cut.sequences), ("batch-size", cut.batch_size)):
+        if number < 1:
+            raise UsageError(f"--{option} {number} is none at all.", f"Give at least --{option} 1.")
+    _check_kind(loaded)
+    files, records = dict[Modality, list[dict[str, "Tensor"]]](), list[list[Text]]()
+    asked: dict[Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
+    for modality in (modality for modality, paths in asked.items() if paths):
+        files[modality], read = read_files(loaded, modality, asked[modality])
+        records.append(read)
+    each = _each(files, cut.sequences)
+    taken = apart_from.taken if apart_from else {}
+    cuts, texts = _fed(loaded, contents, replace(cut, sequences=each or cut.sequences), taken)
+    unknown = unknown_shares(loaded.tokenizer, cuts.ids, cuts.names)
+    if not cut.allow_foreign:
+        refuse_foreign(unknown)
+    count = len(cuts.ids) or each or cut.sequences
+    media = media_of(loaded.model, loaded.folder)
+    feed = Feed(loaded.model, media, cut.seed, skip_noise, files)
+    return Batches(
+        batches=_in_batches(loaded, feed, cuts, count, cut.batch_size),
+        sequences=count,
+        tokens=max(map(len, cuts.ids), default=0),
+        texts=(*texts, *(one for named in records for one in named[:count]), *feed.texts),
+        unknown=unknown,
+        pack=cut.pack,
+        notes=(*(() if files else media.notes), *_short(count, each, cut, texts)),
+        made_up=reads_noise(loaded) and not files,
+        left_out=tuple(content.name for content in contents if cuts.ids and content.name not in cuts.names),
+    )
+
+
+def _each(files: Mapping[Modality, Sequence[object]], most: int) -> int | None:
+    """How many sequences have a file of their own: one that stood beside two would count as two; None without files.
+
+    Raises UsageError where there are not as many files of each modality, or more than sequences.
+    """
+    if not files:
+        return None
+    counts = {modality: len(found) for modality, found in files.items()}
+    least = min(counts.values())
+    if max(counts.values()) > least:
+        said = " and ".join(f"{count} of --{modality}" for modality, count in counts.items())
+        raise UsageError(f"Each sequence has one file of each kind, and there are {said}.", "Give as many of each.")
+    if least > most:
+        problem = f"Each sequence has a file of its own: {least} are more than --sequences {most}."
+        raise UsageError(problem, f"Give --sequences {least}.")
+    return least
+
+
+def _short(count: int, files: int | None, cut: Cut, texts: Sequence[Text]) -> Iterator[str]:
+    """Why there are fewer sequences than were asked for, if there are."""
+    if not texts or count >= cut.sequences:
+        return
+    what = "lines" if not cut.pack else "windows"
+    if count == files:
+        yield f"Each sequence has a file of its own: {count} instead of {cut.sequences}."
+    else:
+        if files is not None:
+            yield f"The last {files - count} files are left out: the text has no more {what}."
+        yield f"The text has {count} {what} of the {cut.sequences} asked for."
+
+
+def _check_kind(loaded: Loaded) -> None:
+    """Raise TextError for a model whose inputs can't be made up."""
+    made = (*media_of(loaded.model, loaded.folder).names, *IDS * reads_text(loaded))
+    if missing := [name for name in wanted(loaded.model) if name not in made]:
+        raise TextError(*not_made(loaded.model, missing))
+
+
+def reads_text(loaded: Loaded) -> bool:
+    """Whether any part of the model reads token ids (Whisper's decoder and CLIP's text side do)."""
+    return reads_ids(loaded.model) or decodes_text(loaded.model)
+
+
+def reads_noise(loaded: Loaded) -> bool:
+    """Whether the model's main input is made up (pixels, sound, series), so that what it says of it has no loss."""
+    return loaded.kind not in ("text", "seq2seq")
+
+
+def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, bare: bool = False) -> Batches:
+    """Random ids (and noise for models of pixels or sound) of the right shape: to find a model's sites without a text.
+
+    `bare` leaves out the images and sounds that ids of their own stand for, so that these see text alone.
+
+    Raises TextError for a model whose inputs attnlens can't make up.
+    """
+    _check_kind(loaded)
+    rows: list[list[int]] = []
+    if reads_text(loaded):
+        draws = Random(seed)  # noqa: S311  # no secret
+        known = vocabulary(loaded.model) or CHARACTERS
+        standing = standing_ids(loaded.model)
+        # none stands for a part of an image
+        usable = filter(lambda number: number not in standing, iter(lambda: draws.randrange(known), None))
+        rows = [list(islice(usable, tokens)) for _ in range(sequences)]
+    media = media_of(loaded.model, loaded.folder)
+    feed = Feed(loaded.model, without_placeholders(media) if bare else media, seed)
+    named = [Text(name="random tokens", sha256=sha256(repr(rows).encode()).hexdigest())] * bool(rows)
+    made = _in_batches(loaded, feed, TokenRows(rows), sequences, sequences)
+    return Batches(made, sequences, tokens * bool(rows), (*named, *feed.texts), {})
+
+
+def _fed(
+    loaded: Loaded, contents: Sequence[Content], cut: Cut, taken: Mapping[str, AbstractSet[int]]
+) -> tuple[TokenRows, list[Text]]:
+    """The ids of every sequence, and what is fed of each text."""
+    if not reads_text(loaded):
+        return TokenRows(()), []
+    length = window_length(loaded.model, cut.tokens)
+    every = [_sequences(loaded, content, length, cut) for content in contents]
+    digests = [sha256(content.text.encode()).hexdigest() for content in contents]
+    gone = [taken.get(digest, frozenset()) for digest in digests]
+    counts = shares([len(found) - len(used) for found, used in zip(every, gone, strict=True)], cut.sequences)
+    rows, types, names, texts = list[list[int]](), list[list[int]](), list[str](), list[Text]()
+    for content, found, used, count, digest in zip(contents, every, gone, counts, digests, strict=True):
+        numbers = chosen(len(found), count, cut.placement, cut.seed, used)[cut.turn[0] :: cut.turn[1]]
+        rows += [found[number][0] for number in numbers]
+        types += [found[number][1] for number in numbers if cut.pairs]
+        names += [content.name] * len(numbers)
+        if numbers:
+            texts.append(Text(name=content.name, sha256=digest, windows=numbers, available=len(found)))
+    if not rows:
+        raise TextError(
+            f"The text ({', '.join(content.name for content in contents)}) has nothing left beside what is evaluated.",
+            "Give a longer text, another one with --calibration, or fewer --sequences.",
+        )
+    known, largest = vocabulary(loaded.model), max(map(max, rows))
+    if known is not None and largest >= known:
+        problem = f"The tokenizer gives token {largest} and the model knows only {known}."
+        raise TextError(problem, "Tokenizer and weights don't belong together; use --source weights.")
+    return TokenRows(rows, types, tuple(names)), texts
+
+
+def _sequences(loaded: Loaded, content: Content, length: int, cut: Cut) -> Cuttings:
+    """All windows, lines or pairs of a text, with the token types of pairs; cut anew only in another way than last."""
+    way = (loaded.tokenizer, length, cut.pairs, cut.pack, cut.placement != "first")
+    if way in content.made:
+        known: Cuttings = content.made[way]
+        return known
+    if loaded.tokenizer is None:
+        problem = f"This model has no usable tokenizer: {loaded.tokenizer_problem}."
+        raise TextError(problem, "Put its tokenizer files beside its weights, or use --source weights.")
+    content.made.clear()  # of a series of checkpoints each has a tokenizer of its own
+    read = thinned(content, spread=cut.placement != "first")
+    made: Cuttings
+    if cut.pairs:
+        made = pairs(loaded.tokenizer, read, tokens=length)
+    elif cut.pack:
+        made = windows(loaded.tokenizer, read, tokens=length)
+    else:
+        made = [(ids, []) for ids in lines(loaded.tokenizer, read, tokens=length)]
+    content.made[way] = made
+    return made
+
+
+def _in_batches(loaded: Loaded, feed: Feed, rows: TokenRows, count: int, size: int) -> tuple[Batch, ...]:
+    """The sequences, so many in a forward pass; one alone where the images of several would stand in one row."""
+    size = 1 if feed.media.alone or feed.files else size
+    return tuple(_batch(loaded, feed, rows, range(start, min(start + size, count))) for start in range(0, count, size))
+
+
+def _batch(loaded: Loaded, feed: Feed, rows: TokenRows, numbers: range) -> Batch:
+    """Sequences that stand behind equally many ids for an image or a sound."""
+    model, of = loaded.model, slice(numbers.start, numbers.stop)
+    part = TokenRows(rows.ids[of], rows.types[of], rows.names[of])
+    standing = feed.placeholders(numbers.start)
+    before = ids_of(standing) if part.ids else []
+    whole = [[*before, *row] for row in part.ids]
+    inputs = feed.take(numbers)
+    if part.ids:
+        choices = (getattr(loaded.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+        padding = next((choice for choice in choices if choice is not None), 0)  # which the mask hides
+        ids, mask = token_tensors(whole, padding)
+        inputs |= text_inputs(model, ids, mask, len(before)) | types_of(model, standing, ids)
+    if part.types and "token_type_ids" in signature(model.forward).parameters:
+        inputs["token_type_ids"] = token_tensors([[*[0] * len(before), *row] for row in part.types], 0)[0]
+    return Batch(placed(model, inputs), tuple(map(len, whole)), part.names, len(before))

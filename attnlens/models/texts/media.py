@@ -1,0 +1,493 @@
+"""Images and sounds for a model: read from files or made up, and prepared by the checkpoint's own processor."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from inspect import signature
+from io import BytesIO
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from warnings import catch_warnings, simplefilter
+from weakref import WeakKeyDictionary
+
+from huggingface_hub.errors import StrictDataclassError
+
+from attnlens.errors import FAILURES, ModelError, TextError, UsageError, is_memory
+from attnlens.files import read_bytes, shortened, with_home
+from attnlens.models.loading.hub import first_line
+from attnlens.models.loading.locate import read_json
+from attnlens.models.loading.placement import device_of_inputs
+from attnlens.models.texts.sequences import not_made, reads_ids, text_inputs, wanted
+from attnlens.models.texts.windows import PACKED
+from attnlens.records import Text
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Float
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from attnlens.models.loading import Loaded
+
+Modality = Literal["image", "audio"]
+INPUTS: dict[Modality, tuple[str, ...]] = {
+    "image": ("pixel_values", "flattened_patches", "pixel_values_videos"),
+    "audio": ("input_values", "input_features"),
+}
+"""Names of the prepared image or sound in a forward pass."""
+RANDOM: dict[str, str] = {"image": "random pixels", "audio": "random sound"}
+"""Names of made-up inputs in reports."""
+TOKENS = {"image": ("image_token_id", "image_token_index"), "audio": ("audio_token_id", "audio_token_index")}
+"""Names in the config of the id that holds the place of a part of an image or sound."""
+FEATURES = {"image": "get_image_features", "audio": "get_audio_features"}
+"""Methods of a model that return these parts."""
+MASKS = ("feature_attention_mask", "input_features_mask", "padding_mask")
+"""Names of a sound's mask in models that also read text."""
+ALIASES = {"grid_thw": "image_grid_thw", "merge_sizes": "image_merge_sizes", "pixel_position_ids": "image_position_ids"}
+"""Names that vision towers by themselves give to what processors call otherwise."""
+SETTINGS = ("processor_config.json", "preprocessor_config.json")
+"""Files in which transformers looks for the settings of a processor."""
+SAY = {
+    "image": "Give a picture that Pillow reads, such as a .png or .jpg file.",
+    "audio": "Give a .wav file of plain samples (PCM of 8, 16, 24 or 32 bits).",
+}
+LARGEST_FILE = 2**28
+"""Bytes of the largest image or sound that is read."""
+LARGEST_INPUT = 2**24
+"""Largest number of values in one image or sound: 2364 × 2364 pixels in colour, or 17 minutes at 16 kHz."""
+MEMORY = 2**32
+"""Bytes that a processor may allocate: its settings come from the checkpoint and may ask for any size."""
+COLOURS, IMAGE_SIZE = 16, 224
+"""Random colours along each side of a made-up image, and its pixels. Processors keep differences of this size."""
+FRAMES, MOST_FRAMES = 8, 256
+"""Frames of a made-up video if the config does not say how many, and the most for a processor."""
+RATE = 16_000
+"""Samples per second, and in one made-up sound, if the processor does not say its rate."""
+UNPREPARED = (*FAILURES, OSError, ImportError, MemoryError, StrictDataclassError)
+"""Errors of processors, whose settings come from the checkpoint."""
+Standing = tuple[tuple[Modality, int, int], ...]
+"""Placeholders before a text: modality, id, and how many of it."""
+
+
+@dataclass(frozen=True)
+class Media:
+    """Images and sounds that a model can be fed."""
+
+    readers: Mapping[Modality, Any] = field(default_factory=dict)
+    """The checkpoint's processor of each modality that is fed; None: numbers of the shape in the config."""
+    names: frozenset[str] = frozenset()
+    """Keyword arguments of the forward pass that are made of them."""
+    before: Standing = ()
+    """Placeholders before each text."""
+    notes: tuple[str, ...] = ()
+    """One sentence for each modality that is not fed, or not prepared by a processor."""
+    alone: bool = False
+    """True if each sequence needs its own pass because the patches of all images of a batch form one row."""
+
+
+_cache: WeakKeyDictionary[PreTrainedModel, Media] = WeakKeyDictionary()
+
+
+def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
+    """Find out once which images and sounds the model can be fed, by a trial pass on random ones.
+
+    `folder` holds the processor's settings; without it, they are looked up by the name the model was loaded by. A
+    modality is left out, with a note, if its tower or the model fails on it and the model also runs without.
+    """
+    if model not in _cache:
+        _cache[model] = _find_media(model, folder)
+    return _cache[model]
+
+
+def _find_media(model: PreTrainedModel, folder: Path | None) -> Media:
+    found, notes = Media(), list[str]()
+    for modality in modalities(model):
+        reader, problem = None, ""
+        try:
+            reader = load_processor(model, modality, folder)
+            inputs = _make_up(model, modality, reader, 0, 0)
+        except ModelError as error:
+            reader, problem = None, error.problem
+        try:
+            if problem:
+                inputs = _make_up(model, modality, None, 0, 0)
+            one = Media({modality: reader}, frozenset(inputs), alone=not PACKED.isdisjoint(inputs))
+            if reads_ids(model) and not hasattr(model, "get_text_features"):  # CLIP puts no image among its ids
+                one = replace(one, before=((modality, *_count_parts(model, modality, inputs)),))
+                _try(model, one)
+        except (TextError, *FAILURES) as error:
+            needed = _input_name(model, modality) in wanted(model)
+            if is_memory(error) or (needed and isinstance(error, TextError)):
+                raise
+            if not needed:
+                why = error.problem if isinstance(error, TextError) else f"{_failure(error)}."
+                notes.append(f"No {modality} is fed: {why}{f' No processor: {problem}' if problem else ''}")
+                continue
+            one = replace(one, before=())
+        if problem:
+            notes.append(f"Each {modality} is random numbers of the shape in config.json. No processor: {problem}")
+        names, before = found.names | one.names, found.before + one.before
+        found = Media({**found.readers, **one.readers}, names, before, alone=found.alone or one.alone)
+    return replace(found, notes=tuple(notes))
+
+
+def modalities(model: PreTrainedModel) -> list[Modality]:
+    """Return what the model reads besides text, by the parameters of its forward pass."""
+    return [modality for modality, inputs in INPUTS.items() if not _parameters(model).keys().isdisjoint(inputs)]
+
+
+def without_placeholders(media: Media) -> Media:
+    """Return the same without the modalities that ids hold a place for."""
+    gone = {modality for modality, _, _ in media.before}
+    readers = {modality: reader for modality, reader in media.readers.items() if modality not in gone}
+    return replace(media, readers=readers, before=(), alone=media.alone and "image" not in gone)
+
+
+class Feed:
+    """Give the images and sounds of sequences by their number: made up, or the files of a modality."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        media: Media,
+        seed: int,
+        skip: int = 0,
+        files: Mapping[Modality, Sequence[Mapping[str, Tensor]]] | None = None,
+    ) -> None:
+        """Begin with draw number `skip`."""
+        self.media, self.files = media, files or {}
+        self._model, self._seed, self._skip = model, seed, skip
+        self._drawn = [modality for modality in media.readers if modality not in self.files]
+        self._digests = {modality: sha256() for modality in self._drawn}
+
+    def placeholders(self, number: int) -> Standing:
+        """Return the placeholders before the text of a sequence."""
+        found = [one for one in self.media.before if one[0] not in self.files]
+        for modality, inputs in self.files.items():
+            try:
+                found.append((modality, *_count_parts(self._model, modality, inputs[number])))
+            except FAILURES as error:
+                if is_memory(error):
+                    raise
+                problem = f"The {modality} can't be fed: {_failure(error)}."
+                raise ModelError(problem, f"Leave out --{modality}.") from error
+        return tuple(found)
+
+    def take(self, numbers: Iterable[int]) -> dict[str, Tensor]:
+        """Return the inputs of these sequences."""
+        import torch
+
+        each = []
+        for number in numbers:
+            inputs = dict[str, "Tensor"]()
+            for modality in self._drawn:
+                made = _make_up(self._model, modality, self.media.readers[modality], self._seed, number + self._skip)
+                for value in made.values():
+                    self._digests[modality].update(value.numpy().tobytes())
+                inputs |= made
+            for modality in self.files:
+                inputs |= self.files[modality][number]
+            each.append(inputs)
+        return {name: torch.cat([one[name] for one in each]) for name in each[0]}
+
+    @property
+    def texts(self) -> list[Text]:
+        """What was made up, with its digest."""
+        return [Text(name=RANDOM[modality], sha256=one.hexdigest()) for modality, one in self._digests.items()]
+
+
+def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tuple[list[dict[str, Tensor]], list[Text]]:
+    """Return the inputs that the checkpoint's processor makes of each file, and a record of each file.
+
+    Raises UsageError if the model reads no such thing, TextError for a file that can't be read, and ModelError if
+    the checkpoint has no processor, or one that fails.
+    """
+    if modality not in modalities(loaded.model):
+        problem = f"{loaded.info.id} reads no {modality}, so that --{modality} would be ignored."
+        raise UsageError(problem, f"Leave out --{modality}.")
+    reader = load_processor(loaded.model, modality, loaded.folder)
+    inputs, records = list[dict[str, "Tensor"]](), list[Text]()
+    for path in paths:
+        content = read_bytes(with_home(path), TextError, SAY[modality], most=LARGEST_FILE)
+        raw: Any = [_picture(path, content)] if modality == "image" else _samples(path, content, _rate(reader))
+        inputs.append(_process(loaded.model, modality, reader, raw, path))
+        records.append(Text(name=Path(path).name, sha256=sha256(content).hexdigest(), windows=[0]))
+    return inputs, records
+
+
+def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | None) -> Any:
+    """Load the checkpoint's processor of images, or of sounds; from local files and without code of its own.
+
+    Raises ModelError if there is none, or none that can be loaded.
+    """
+    from transformers import AutoFeatureExtractor, AutoImageProcessor
+    from transformers.utils.hub import cached_file
+
+    place, files = folder or model.name_or_path, list[str]()
+    options: dict[str, Any] = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    with suppress(OSError):  # neither a folder nor in the hub's cache
+        revision = getattr(model.config, "_commit_hash", None)
+        found = [cached_file(str(place), name, revision=revision, **options) for name in SETTINGS if place]
+        files = [path for path in found if path]
+    if not files:
+        problem = f"{place or type(model).__name__} has no {SETTINGS[1]}, which says how an {modality} is prepared."
+        raise ModelError(problem, "Put it beside the weights, or give the prepared inputs to attnlens.capture.")
+    if any("auto_map" in read_json(Path(file)) for file in files):
+        problem = f"The processor of {place} is code of its own, which attnlens does not run."
+        raise ModelError(problem, f"Prepare the {modality}s yourself, and give them to attnlens.capture in Python.")
+    kind: Any = AutoImageProcessor if modality == "image" else AutoFeatureExtractor
+    try:
+        with _bounded_memory():
+            return kind.from_pretrained(Path(files[0]).parent, local_files_only=True, trust_remote_code=False)
+    except UNPREPARED as error:
+        problem = f"{place} has no processor for {modality} input that can be loaded: {first_line(error)}"
+        raise ModelError(problem, f"Mend {files[0]}, or leave out --{modality}.") from error
+
+
+def _make_up(model: PreTrainedModel, modality: Modality, reader: Any, seed: int, number: int) -> dict[str, Tensor]:
+    """Return the inputs of one random image or sound, which depend on seed and number alone.
+
+    Raises ModelError if the processor fails on it, TextError if there is no processor and the shape is not known.
+    """
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    draws = np.random.default_rng([seed % 2**63, number])
+    if reader is None:
+        numbers = draws.standard_normal(_shape(model, modality), np.float32)
+        return {_input_name(model, modality): torch.from_numpy(numbers)[None]}
+    if modality == "audio":
+        raw: Any = draws.normal(0, 0.1, _rate(reader)).astype(np.float32)
+    else:
+        moving = _input_name(model, modality) == model.main_input_name and setting(model, "num_frames")
+        raw = [
+            Image.fromarray(draws.integers(0, 256, (COLOURS, COLOURS, 3), np.uint8)).resize((IMAGE_SIZE, IMAGE_SIZE))
+            for _ in range(moving if moving in range(1, MOST_FRAMES + 1) else 1)
+        ]
+    return _process(model, modality, reader, raw, "a random one")
+
+
+def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
+    """Return the shape of one image, video or sound by the config.
+
+    Raises TextError for a spectrogram of an unknown layout, and for sizes that make no sense.
+    """
+    name, shape = _input_name(model, modality), tuple[Any, ...]()
+    if modality == "image":
+        size = setting(model, "image_size", "crop_size", "input_size", "img_size") or IMAGE_SIZE
+        if isinstance(size, dict):
+            size = size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))
+        shape = (setting(model, "num_channels", "in_channels", "in_chans") or 3,)
+        shape += (size[-2], size[-1]) if isinstance(size, list | tuple) else (size, size)
+        frames = setting(model, "num_frames", "frames_per_clip")
+        if name == "pixel_values_videos" or (frames and name == model.main_input_name):
+            shape = (frames or FRAMES, *shape)
+    elif name == "input_values":
+        shape = (RATE,)
+    elif setting(model, "num_mel_bins") and setting(model, "max_source_positions"):  # Whisper's encoder halves them
+        shape = setting(model, "num_mel_bins"), 2 * setting(model, "max_source_positions")
+    if not shape:
+        raise TextError(*not_made(model, [name]))
+    if not all(isinstance(side, int) and side > 0 for side in shape) or prod(shape) > LARGEST_INPUT:
+        asked = " × ".join(shortened(str(side)) for side in shape)
+        problem = f"The config asks for {name} of {asked} numbers, which attnlens does not make up."
+        raise TextError(problem, "Mend its sizes in config.json.")
+    return shape
+
+
+def _picture(path: str, content: bytes) -> Any:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(BytesIO(content)) as image:
+            return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        why = "its format is not known." if isinstance(error, UnidentifiedImageError) else first_line(error)
+        raise TextError(f"{path} can't be read as an image: {why}", SAY["image"]) from None
+
+
+def _samples(path: str, content: bytes, expected: int) -> Float[np.ndarray, " samples"]:
+    """Return the samples of a .wav file of the expected rate, between −1 and 1, averaged over its channels."""
+    import numpy as np
+    from scipy.io import wavfile
+
+    try:
+        with catch_warnings():
+            simplefilter("ignore", wavfile.WavFileWarning)  # about chunks that are not sound
+            rate, values = wavfile.read(BytesIO(content))
+    except (*FAILURES, EOFError, struct.error) as error:
+        raise TextError(f"{path} can't be read as a sound: {first_line(error)}", SAY["audio"]) from None
+    if rate != expected:
+        problem = f"{path} has {rate} samples a second, and the model hears {expected}."
+        raise TextError(problem, f"Convert it first, as with: ffmpeg -i {path} -ar {expected} -ac 1 converted.wav")
+    if not len(values) or len(values) > LARGEST_INPUT:
+        raise TextError(f"{path} holds {len(values)} samples.", "Give a sound of a few seconds.")
+    if values.dtype == np.uint8:  # 8-bit samples count from 128, longer ones from 0
+        values = (values.astype(np.int16) - 128) * 256
+    scale = 2.0 ** (8 * values.itemsize - 1) if values.dtype.kind == "i" else 1.0
+    samples: np.ndarray = (values.reshape(len(values), -1) / scale).mean(1).astype(np.float32)
+    return samples
+
+
+def _rate(reader: Any) -> int:
+    """Return the samples per second that a processor expects; RATE if it names none, or one that makes no sense."""
+    rate = getattr(reader, "sampling_rate", None)
+    return rate if isinstance(rate, int) and 0 < rate <= LARGEST_INPUT else RATE
+
+
+def _process(model: PreTrainedModel, modality: Modality, reader: Any, raw: Any, name: str) -> dict[str, Tensor]:
+    """Return what the processor makes of pictures or samples, under the names of the model's forward pass."""
+    import torch
+
+    names = _parameters(model)
+    try:
+        with _bounded_memory():
+            if modality == "image":
+                result = dict(reader(images=raw, return_tensors="pt"))
+            else:
+                options = {"sampling_rate": _rate(reader), "return_tensors": "pt"}
+                if names.get("attention_mask") in MASKS and "return_attention_mask" in signature(reader).parameters:
+                    options["return_attention_mask"] = True
+                result = dict(reader(raw, **options))
+    except UNPREPARED as error:
+        problem = f"The model's processor fails on {name}: {first_line(error)}"
+        raise ModelError(problem, "Give another file, or leave it out.") from error
+    inputs = {names[name]: value for name, value in result.items() if name in names and isinstance(value, torch.Tensor)}
+    if not any(names.get(name) in inputs for name in INPUTS[modality]):
+        problem = f"The model's processor makes {', '.join(result)}, and {type(model).__name__} takes none of them."
+        raise ModelError(problem, f"Leave out --{modality}.")
+    return inputs
+
+
+def _parameters(model: PreTrainedModel) -> dict[str, str]:
+    """Return the parameters of the model's forward pass, keyed by the names that processors give them."""
+    taken = signature(model.forward).parameters
+    names = {name: name for name in taken}
+    names |= {alias: name for name, alias in ALIASES.items() if name in taken}
+    if "grid_thw" in taken and "hidden_states" in taken:
+        names["pixel_values"] = "hidden_states"
+    if "input_ids" in names:  # `attention_mask` is theirs
+        names.pop("attention_mask", None)
+    masks = [name for name in MASKS if name in taken]
+    return ({"attention_mask": masks[0]} if masks else {}) | names
+
+
+@contextmanager
+def _bounded_memory() -> Iterator[None]:
+    """Raise MemoryError inside beyond MEMORY more bytes, on systems that limit a process's addresses (Linux)."""
+    try:
+        from resource import RLIM_INFINITY, RLIMIT_AS, getpagesize, getrlimit, setrlimit
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (ImportError, OSError):
+        yield
+        return
+    soft, hard = getrlimit(RLIMIT_AS)
+    limit = pages * getpagesize() + MEMORY
+    try:
+        setrlimit(RLIMIT_AS, (limit if soft == RLIM_INFINITY else min(soft, limit), hard))
+        yield
+    finally:
+        setrlimit(RLIMIT_AS, (soft, hard))
+
+
+def _input_name(model: PreTrainedModel, modality: Modality) -> str:
+    """Return the name of the prepared image or sound in the model's forward pass."""
+    names = _parameters(model)
+    return next(names[name] for name in INPUTS[modality] if name in names)
+
+
+def setting(model: PreTrainedModel, *names: str) -> Any:
+    """Return the first of these settings in the model's config or a config inside it, the outermost first, or None."""
+    level: list[Any] = [model.config]
+    while level:
+        values = [value for config in level for name in names if (value := getattr(config, name, None)) is not None]
+        if values:
+            return values[0]
+        level = [getattr(config, name, None) for config in level for name in getattr(config, "sub_configs", ())]
+    return None
+
+
+def ids_of(standing: Standing) -> list[int]:
+    """Return the placeholder ids of images and sounds."""
+    return [number for _, number, count in standing for _ in range(count)]
+
+
+def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Return the placeholder id of a modality, and how many of them one image or sound needs.
+
+    The number is 0 if tokens meet the image in cross-attention. Raises what the tower raises.
+    """
+    import torch
+
+    token = setting(model, *TOKENS[modality])
+    owners = [part for part in model.modules() if hasattr(part, FEATURES[modality])]
+    if token is None or not owners:
+        return 0, 0
+    run = getattr(owners[-1], FEATURES[modality])  # the innermost names all its parameters
+    taken = signature(run).parameters
+    with torch.no_grad():
+        result: Any = run(**{name: value for name, value in placed(model, inputs).items() if name in taken})
+    features = result if isinstance(result, list | tuple | torch.Tensor) else result.pooler_output
+    return token, sum(value.shape[:-1].numel() for value in _tensors(features))
+
+
+def _try(model: PreTrainedModel, media: Media) -> None:
+    """Run the model on a few ids after one image or sound; raises what it raises."""
+    import torch
+
+    before = ids_of(media.before)
+    ids = torch.tensor([[*before, *plain_ids(model, 4)]])
+    inputs = Feed(model, media, 0).take([0]) | types_of(model, media.before, ids)
+    inputs |= text_inputs(model, ids, torch.ones_like(ids), len(before))
+    with torch.no_grad():
+        model(**placed(model, inputs))
+
+
+def _failure(error: Exception) -> str:
+    return f"the model fails on it ({type(error).__name__}: {first_line(error)})"
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a tower's features, however they are nested."""
+    if hasattr(value, "shape"):
+        yield value
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _tensors(inner)
+
+
+def standing_ids(model: PreTrainedModel) -> set[int]:
+    """Return the ids that hold the place of a part of an image or sound."""
+    return {token for names in TOKENS.values() for name in names if (token := setting(model, name)) is not None}
+
+
+def plain_ids(model: PreTrainedModel, count: int) -> list[int]:
+    """Return so many ids from 10 on that are no placeholders."""
+    taken = standing_ids(model)
+    return [number for number in range(10, 10 + count + len(taken)) if number not in taken][:count]
+
+
+def types_of(model: PreTrainedModel, standing: Standing, ids: Tensor) -> dict[str, Tensor]:
+    """Return which ids are placeholders of which modality, if the model asks for it."""
+    if not standing or "mm_token_type_ids" not in signature(model.forward).parameters:
+        return {}
+    types = ids.new_zeros(ids.shape)
+    numbers = {"image": 1, "audio": 3}  # text is 0
+    known = [numbers[modality] for modality, _, count in standing for _ in range(count)]
+    types[:, : len(known)] = types.new_tensor(known)
+    return {"mm_token_type_ids": types}
+
+
+def placed(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Move inputs to the model's device, floating-point numbers to its type."""
+    device = device_of_inputs(model)
+    return {
+        name: value.to(device, model.dtype if value.is_floating_point() else None) for name, value in inputs.items()
+    }

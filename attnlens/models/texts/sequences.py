@@ -1,0 +1,345 @@
+"""How a text becomes sequences of token ids, which are fed, and what of it a tokenizer does not know."""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from inspect import signature
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from attnlens.choices import Placement
+from attnlens.errors import TextError, UsageError
+from attnlens.models.loading.configs import foreign, text_config
+from attnlens.models.loading.placement import device_of_inputs
+from attnlens.models.texts.sources import Content
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+NO_START = ("The model's config names no start token that its decoder knows.", "Set decoder_start_token_id in it.")
+CHARACTERS = 128
+"""From how many ids is drawn for a model that takes any (CANINE hashes characters)."""
+
+
+def token_tensors(
+    rows: Sequence[Sequence[int]], pad: int
+) -> tuple[Int[Tensor, "batch tokens"], Int[Tensor, "batch tokens"]]:
+    """Ids padded on the right to the longest row, and the mask: 1 for a token, 0 for padding."""
+    import torch
+
+    width = max(map(len, rows))
+    ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    return ids, mask
+
+
+def text_inputs(
+    model: PreTrainedModel, ids: Int[Tensor, "batch tokens"], mask: Int[Tensor, "batch tokens"], start: int = 0
+) -> dict[str, Tensor]:
+    """Keyword arguments of the model for those ids, on its device; a decoder gets those from `start` on.
+
+    A decoder beside an encoder that reads the same text gets it shifted to the right by the start token, so that its
+    mask is the encoder's; a decoder beside an encoder that reads pixels or sound gets the text as it is, whose special
+    tokens begin with the start token.
+    """
+    inputs: dict[str, Tensor] = {}
+    if reads_ids(model):
+        inputs |= {"input_ids": ids, "inputs": ids, "attention_mask": mask}
+    if decodes_text(model):
+        said, seen = ids[:, start:], mask[:, start:]
+        decoder_ids = shifted(model, said) if reads_ids(model) else said
+        inputs |= {"decoder_input_ids": decoder_ids, "decoder_attention_mask": seen}
+    taken = set(signature(model.forward).parameters)
+    taken -= {"inputs"} if "input_ids" in taken else set()
+    return {name: tensor.to(device_of_inputs(model)) for name, tensor in inputs.items() if name in taken}
+
+
+def reads_ids(model: PreTrainedModel) -> bool:
+    """Whether token ids are what the model reads, or a part of it; Perceiver calls them just inputs."""
+    taken = signature(model.forward).parameters
+    named = model.main_input_name == "inputs" and not model.config.is_encoder_decoder
+    return "input_ids" in taken or (named and "inputs" in taken and vocabulary(model) is not None)
+
+
+def decodes_text(model: PreTrainedModel) -> bool:
+    """Whether a decoder beside an encoder reads token ids; DETR's reads queries of its own."""
+    return bool(model.config.is_encoder_decoder) and "decoder_input_ids" in signature(model.forward).parameters
+
+
+def vocabulary(model: PreTrainedModel) -> int | None:
+    """How many token ids the model knows, by its config or else its embedding; None where neither says."""
+    said: int | None = getattr(text_config(model.config), "vocab_size", None)
+    if said is not None:
+        return said
+    try:
+        known: int | None = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    except NotImplementedError:
+        return None
+    return known
+
+
+def wanted(model: PreTrainedModel) -> list[str]:
+    """What the model's forward pass can't do without, by its signature; its main input where that names nothing."""
+    parameters = signature(model.forward).parameters.values()
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    main = model.main_input_name
+    return needed or (main if isinstance(main, list) else [main])
+
+
+def not_made(model: PreTrainedModel, names: Sequence[str]) -> tuple[str, str]:
+    """What is wrong where these inputs can't be made up, and what to do."""
+    return (
+        f"attnlens can't make up {' and '.join(names)} for a {type(model).__name__}.",
+        "Put the checkpoint's preprocessor_config.json beside its weights, or give the inputs to attnlens.capture.",
+    )
+
+
+def shifted(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:
+    """What a decoder reads to learn those ids, by the model's own rule if any: a start token, then all but the last."""
+    own: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    names = ["decoder_start_token_id"]
+    if own is None:
+        names += ["bos_token_id", "pad_token_id"]
+    else:
+        with suppress(
+            ValueError, TypeError, AttributeError, IndexError
+        ):  # T5 wants it in its config; MusicGen writes no text
+            result: Tensor = own(labels=ids)
+            return result
+    settings = model.config, getattr(model, "generation_config", None)
+    starts = (getattr(config, name, None) for name in names for config in settings)
+    start = next((found for found in starts if found is not None), None)
+    known = vocabulary(model)
+    if not isinstance(start, int) or not 0 <= start < (known or start + 1):
+        raise TextError(*NO_START)
+    return ids.roll(1, dims=1).index_fill(1, ids.new_zeros(1), start)
+
+
+FOREIGN = 0.5
+"""Share of unknown tokens from which a text is foreign to a model: it reads little more than that there is a word."""
+TOLD = 0.1
+"""Share of unknown tokens from which a reader is told."""
+
+
+def unknown_shares(
+    tokenizer: PreTrainedTokenizerBase | None, rows: Sequence[Sequence[int]], names: Sequence[str]
+) -> dict[str, float]:
+    """Share of each text's ids that are the tokenizer's unknown token; `names` says of which text each row is."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    found = defaultdict[str, list[bool]](list)
+    for row, name in zip(rows, names, strict=True):
+        found[name] += [unknown is not None and id_ == unknown for id_ in row]
+    return {name: sum(ids) / len(ids) for name, ids in found.items()}
+
+
+def foreign_notes(shares: Mapping[str, float]) -> list[str]:
+    """A sentence for each text of which a tenth or more is unknown."""
+    return [_sentence(name, share) for name, share in shares.items() if share >= TOLD]
+
+
+def refuse_foreign(shares: Mapping[str, float]) -> None:
+    """Raise TextError for the text of which most is unknown, from half of it on: readable text beside it is no help."""
+    name, share = max(shares.items(), key=lambda found: found[1], default=("", 0.0))
+    if share >= FOREIGN:
+        raise TextError(
+            _sentence(name, share), "Bring a text of its kind with --text, or go on with --allow-foreign-text."
+        )
+
+
+def _sentence(name: str, share: float) -> str:
+    return (
+        f"The tokenizer does not know {share:.0%} of the tokens of {name}: "
+        "the text may be of another language or kind than the model's."
+    )
+
+
+def shares(available: Sequence[int], wanted: int) -> list[int]:
+    """How many windows each text gives: as equal as the texts allow, `wanted` in all, or all there are."""
+    given = [0] * len(available)
+    left = min(wanted, sum(available))
+    while left:
+        open_ = [text for text, most in enumerate(available) if given[text] < most]
+        for text in open_[: left if left < len(open_) else None]:
+            given[text] += 1
+            left -= 1
+    return given
+
+
+def chosen(available: int, wanted: int, placement: Placement, seed: int, taken: Collection[int] = ()) -> list[int]:
+    """The numbers of the windows that are fed, ascending, of `available` ones without those `taken`.
+
+    `spread` is systematic sampling: the window numbers ⌊(i + u)·n/k⌋ for i = 0 … k − 1, u in [0, 1) drawn from `seed`
+    (Cochran 1977, chapter 8); `random` draws k of n without replacement; `first` are the first k.
+    """
+    free = [number for number in range(available) if number not in taken]
+    count = min(wanted, len(free))
+    draws = Random(seed)  # noqa: S311  # no secret
+    if placement == "first":
+        return free[:count]
+    if placement == "random":
+        return sorted(draws.sample(free, count))
+    start = draws.random()
+    return [free[int((index + start) * len(free) / count)] for index in range(count)]
+
+
+DRAWN = ("dropout", "alpha")
+"""What makes a tokenizer cut words at random, where it is set: BPE-dropout, and sampling from a unigram model."""
+LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
+
+
+@dataclass(frozen=True)
+class WindowedText:
+    """A running text's ids in windows, each cut when it is asked for: of thousands a few are fed."""
+
+    ids: Sequence[int]
+    """Of the whole text."""
+    room: int
+    """How many of them a window takes."""
+    before: Sequence[int]
+    """Special tokens at each window's beginning."""
+    after: Sequence[int]
+    """Special tokens at each window's end."""
+
+    def __len__(self) -> int:
+        return len(self.ids) // self.room
+
+    def __getitem__(self, number: int) -> tuple[list[int], list[int]]:
+        """The window's ids, and no token types."""
+        start = number * self.room
+        return [*self.before, *self.ids[start : start + self.room], *self.after], []
+
+
+def windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> WindowedText:
+    """All windows of the running text, one behind the other, each of `tokens` ids with the special tokens."""
+    before, after = special_tokens(tokenizer, content, tokens)
+    room = tokens - len(before) - len(after)
+    ids = _ids(tokenizer, content, content.text, None)
+    if len(ids) < room:
+        raise TextError(
+            f"The text ({content.name}) has {len(ids)} tokens, and one window takes {room}.",
+            "Give a longer text, or fewer --tokens.",
+        )
+    return WindowedText(array("i", ids), room, before, after)
+
+
+def lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[list[int]]:
+    """All non-empty lines, each with the tokenizer's special tokens, truncated to `tokens` ids.
+
+    A line of fewer than two tokens has no pair to look at and is left out. Raises TextError where no line is left,
+    UsageError where the special tokens leave no room.
+    """
+    special_tokens(tokenizer, content, tokens)
+    written = [line.removesuffix("\r") for line in content.text.split("\n") if line.strip()]
+    with _told(content), _repeatable(tokenizer):
+        every: list[list[int]] = tokenizer(written, truncation=True, max_length=tokens)["input_ids"]
+    found = [ids for ids in every if len(ids) >= 2]
+    if not found:
+        raise TextError(f"No line of the text ({content.name}) has two tokens.", "Give a text with longer lines.")
+    return found
+
+
+def pairs(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[tuple[list[int], list[int]]]:
+    """Ids and token types of every line of two texts, joined and truncated to `tokens` ids by the tokenizer."""
+    found = []
+    for number, line in enumerate(content.text.split("\n"), 1):
+        if not line.strip():
+            continue
+        one, tab, other = line.removesuffix("\r").partition("\t")
+        if not tab or "\t" in other or not one.strip() or not other.strip():
+            raise TextError(
+                f"Line {number} of {content.name} is no pair: it needs two texts and one tab between them.",
+                "Write one pair a line: FIRST<tab>SECOND.",
+            )
+        with _told(content), _repeatable(tokenizer):
+            made = tokenizer(one, other, truncation=True, max_length=tokens, return_token_type_ids=True)
+        ids: list[int] = made["input_ids"]
+        found.append((ids, list(made.get("token_type_ids", [0] * len(ids)))))
+    return found
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens: int) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a sequence, read off the beginning of the text."""
+    sample = content.text.strip()[:40]
+    bare, whole = _ids(tokenizer, content, sample, None), _ids(tokenizer, content, sample, 10**6)
+    starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
+    if not sample:
+        raise TextError(f"The text has nothing left ({content.name}).", "Give a longer or another text.")
+    if not bare or not starts:
+        raise TextError(f"The tokenizer makes no tokens of the text ({content.name}).", "Give another text.")
+    before, after = whole[: starts[0]], whole[starts[0] + len(bare) :]
+    if tokens <= len(before) + len(after):
+        raise UsageError(
+            f"{tokens} tokens leave no room for text beside {len(before) + len(after)} special tokens.",
+            "Give more --tokens.",
+        )
+    return before, after
+
+
+def window_length(model: PreTrainedModel, tokens: int | None) -> int:
+    """`tokens`, or where it is None the lesser of 128 and what the model's positions allow."""
+    limit = position_limit(model)
+    if limit is not None and limit < 2:
+        raise UsageError(f"The model reads {limit} token, which has no pair to look at.", "Use --source weights.")
+    if tokens is None:
+        return 128 if limit is None else min(128, limit)
+    if tokens < 2:
+        raise UsageError(f"A window of {tokens} tokens has no pair to look at.", "Give at least --tokens 2.")
+    if limit is not None and tokens > limit:
+        raise UsageError(f"The model reads at most {limit} tokens, not {tokens}.", f"Give at most --tokens {limit}.")
+    return tokens
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """How many tokens the model has positions for; None where positions are relative without an end (T5)."""
+    from torch.nn import Embedding
+
+    config = text_config(model.config)
+    if hasattr(config, "relative_attention_num_buckets"):
+        return None
+    limits = [limit for name in LIMITS if isinstance(limit := getattr(config, name, None), int) and limit > 0]
+    for path, module in model.named_modules():
+        # RoBERTa counts positions from padding_idx + 1 on
+        if path.endswith("position_embeddings") and isinstance(module, Embedding) and module.padding_idx is not None:
+            limits.append(module.num_embeddings - module.padding_idx - 1)
+    return min(limits, default=None)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, longest: int | None) -> list[int]:
+    """Ids of a part of the content without special tokens (None), or with them and truncated to `longest`."""
+    with _told(content), _repeatable(tokenizer):
+        if longest is None:
+            found = tokenizer(text, add_special_tokens=False, verbose=False)
+        else:
+            found = tokenizer(text, truncation=True, max_length=longest)
+        ids: list[int] = found["input_ids"]
+    return ids
+
+
+@contextmanager
+def _repeatable(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Inside, a text is cut in the same way each time: cuts at random are for training."""
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    drawn = {name: share for name in DRAWN if (share := getattr(model, name, None)) is not None}
+    try:
+        for name in drawn:
+            setattr(model, name, None)
+        yield
+    finally:
+        for name, share in drawn.items():
+            setattr(model, name, share)
+
+
+def _told(content: Content) -> AbstractContextManager[None]:
+    """Turns what a tokenizer raises over that text into a TextError."""
+    return foreign(
+        f"The tokenizer fails on the text ({content.name})",
+        "Put its own tokenizer files beside the model, or use --source weights.",
+        TextError,
+    )

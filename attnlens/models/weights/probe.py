@@ -1,0 +1,412 @@
+"""Probes modules with few tokens, and reads their weights and norms in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # its usual name
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from transformers import Cache, PreTrainedModel
+
+from attnlens.errors import FAILURES, UnreadableError
+from attnlens.models.hooks import Reached, as_sequences, opened
+from attnlens.models.trace import hooked
+from attnlens.records import Call
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """Tokens that are linear combinations of a few."""
+
+    few: Float[Tensor, "few d_model"]  # these
+    shares: Float[Tensor, "*tokens few"]  # how much of each is in every token
+
+    @cached_property
+    def tokens(self) -> Float[Tensor, "*tokens d_model"]:
+        """All of them, one and the same tensor whoever asks."""
+        return self.shares @ self.few
+
+    def is_made(self, tokens: Tensor) -> bool:
+        """Whether these are its tokens, seen with other axes in front or not."""
+        own = self.tokens
+        if own._version:  # a module has changed them in place
+            return False
+        same = tokens.data_ptr() == own.data_ptr() and tokens.dtype == own.dtype and tokens.is_contiguous()
+        return same and tokens.shape[-1:] == own.shape[-1:] and tokens.numel() == own.numel()
+
+
+class FewTokens(TorchFunctionMode):
+    """Inside, a linear layer of tokens that repeat one, or of these mixtures, multiplies its weights by a few alone."""
+
+    def __init__(self, mixtures: Sequence[Mixture] = ()) -> None:
+        super().__init__()
+        self.mixtures = mixtures
+
+    def __torch_function__(
+        self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch."""
+        if function is F.linear and not kwargs and len(args) in (2, 3) and type(args[0]) is Tensor:
+            return self._linear(*args)
+        return function(*args, **kwargs or {})
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        for mixture in self.mixtures:
+            if mixture.is_made(x):
+                shares = mixture.shares.reshape(*x.shape[:-1], -1)
+                mixed = shares @ F.linear(mixture.few, weight)
+                return mixed if bias is None else mixed + bias
+        steps = x.stride()
+        if any(step == 0 and size > 1 for step, size in zip(steps[:-1], x.shape[:-1], strict=True)):
+            one = x[tuple(slice(0, 1) if step == 0 else slice(None) for step in steps[:-1])]
+            found = F.linear(one, weight, bias)
+            return found.expand(*x.shape[:-1], -1).contiguous()  # modules may change it in place
+        return F.linear(x, weight, bias)
+
+
+TOLERANCE = 1e-4
+"""Largest relative difference between a module and what is said of it; norms and cos, sin are mostly float32."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A module that is called on its own, on tokens of our choice."""
+
+    model: PreTrainedModel
+    """The model around it."""
+    reached: Reached
+    """The module, and the arguments it was last called with."""
+    weights: Mapping[str, Tensor]
+    """The module's parameters and buffers in float64, which stand in for its own during a call."""
+    layout: tuple[int, ...]
+    """The axes of the module's inputs as (batch, tokens, …, d_model); one token does not tell."""
+    whole: bool = False
+    """Whether it is given sequences of the captured length, and not of one token."""
+    batch: int | None = None
+    """How many sequences it is given at once; None: any number."""
+
+    def __call__(
+        self, hidden: Float[Tensor, "batch tokens d_model"], other: Float[Tensor, "batch tokens d_other"]
+    ) -> Call:
+        """What the module asks for on these inputs (`other`: the other sequence, used by cross-attention alone).
+
+        What it would do with an answer is not computed. Raises UnreadableError where the module can't be called alone.
+        """
+        laid = [self._as_given(part) for part in (hidden, other)]
+        given = self._everywhere(self.reached.input_name, laid[0])
+        if self.reached.other is not None:
+            given |= self._everywhere(self.reached.other, laid[1])
+        try:
+            call = self._asked(given, laid)
+        except UnreadableError:
+            mask = self.reached.arguments.get("attention_mask")
+            if not isinstance(mask, Tensor) or self.arguments["attention_mask"] is not None or self._shorter:
+                raise
+            call = self._asked(given | {"attention_mask": mask[:1]}, laid)  # it needs one (DeBERTa)
+        self._check(call, hidden, hidden if self.reached.other is None else other)
+        return call
+
+    def _asked(self, given: Mapping[str, Tensor], content: Sequence[Tensor]) -> Call:
+        def answer(call: Call) -> Tensor:
+            raise _Asked(call)
+
+        # what goes through transformers' interface need not be traced
+        traced = None if self.reached.site.traced else ()
+        with opened(self.model, answer, modules=traced, content=content), FewTokens():
+            try:
+                functional_call(self.reached.module, dict(self.weights), kwargs={**self.arguments, **given})
+            except _Asked as asked:
+                return asked.call
+            except FAILURES as error:  # somebody's module on inputs it never met
+                first = next(iter(str(error).splitlines()), type(error).__name__)
+                raise unreadable(f"its attention module can't be called on its own ({first})") from error
+        raise unreadable("its attention module, called on its own, asks for no attention")
+
+    def check_captured(self) -> None:
+        """Raise UnreadableError where the captured call has other queries and keys than its tokens'."""
+        self._check(self.reached.call, *self.captured)
+
+    def _check(self, call: Call, *given: Tensor) -> None:
+        """Raise UnreadableError where a call has not one query and one key a head for each token given."""
+        captured = self.reached.call
+        for name, tokens in zip(("query", "key"), given, strict=True):
+            asked, heads = tuple(getattr(call, name).shape[:3]), getattr(captured, name).shape[1]
+            wanted = tokens.shape[0], heads, tokens[0, ..., 0].numel()
+            if asked != wanted:
+                raise unreadable(f"its {name} has (batch, heads, tokens) {asked}, where its inputs have {wanted}")
+
+    @property
+    def captured(self) -> tuple[Tensor, Tensor]:
+        """What it was called with, (batch, tokens, …, d_model): its inputs and, of cross-attention, the other ones."""
+        names = self.reached.input_name, self.reached.other or self.reached.input_name
+        first, other = (as_sequences(self.reached.arguments[name], self.layout) for name in names)
+        return first, other
+
+    def _as_given(self, tokens: Tensor) -> Tensor:
+        """These tokens with the axes of the module's own inputs; where those have no batch, one behind the other."""
+        if self.reached.arguments[self.reached.input_name].dim() == 2:
+            return tokens.flatten(0, 1)
+        return tokens.permute([self.layout.index(axis) for axis in range(tokens.dim())])
+
+    def _everywhere(self, name: str, tokens: Tensor) -> dict[str, Tensor]:
+        """These tokens under every name under which the module was given the same ones (CTRL: v, k and q)."""
+        given = self.reached.arguments
+        return {other: tokens for other, value in given.items() if value is given[name]}
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the module's last call in float64, without a cache, and a mask made for other sequences.
+
+        The mask says which keys are used and not what they are. With fewer tokens than it is for, Swin makes of it one
+        of another shape, which takes the square of the tokens in memory for each sequence.
+        """
+        arguments = {name: _in_float64(value) for name, value in self.reached.arguments.items()}
+        mask = arguments.get("attention_mask")
+        dropped = [name for name, value in arguments.items() if isinstance(value, Cache)]
+        dropped += ["attention_mask"] * (isinstance(mask, Tensor) and (len(mask) > 1 or self._shorter))
+        return arguments | dict.fromkeys(dropped)
+
+    @property
+    def _shorter(self) -> bool:
+        """Whether it is given fewer tokens than the module was called with."""
+        return not self.whole and any(math.prod(tokens) > 1 for _, *tokens, _ in self.shapes)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """(batch, tokens, …, d_model) of what the module was called with; of cross-attention both sequences'."""
+        return [tuple(part.shape) for part in self.captured[: 1 if self.reached.other is None else 2]]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in each of the sequences that the module was called with."""
+        return math.prod(self.shapes[0][1:-1])
+
+    @cached_property
+    def least(self) -> int:
+        """The least number of sequences that it takes: one, or those of the captured call, whose masks carry them."""
+        return self.shapes[0][0] if self._of_one is None else 1
+
+    @cached_property
+    def odd(self) -> Call:
+        """What it asks for on ODD sequences."""
+        return self(*self.random(ODD, seed=0))
+
+    @cached_property
+    def alike(self) -> Call:
+        """What it asks for on the least number of sequences, the same token at every position."""
+        return self(*self.random(self.least, seed=ALIKE)) if self._of_one is None else self._of_one
+
+    @cached_property
+    def _of_one(self) -> Call | None:
+        """The same of one sequence, where it takes one."""
+        try:
+            return self(*self.random(1, seed=ALIKE))
+        except UnreadableError:
+            return None
+
+    def random(self, batch: int, seed: int, *, alike: bool = True) -> tuple[Tensor, Tensor]:
+        """Seeded standard normal inputs, `alike` at every position or not; one and the same for self-attention."""
+        generator = torch.Generator().manual_seed(seed)
+        draws = []
+        for _, *tokens, size in self.shapes:
+            axes = tokens if self.whole else [1]
+            drawn = torch.randn(self.batch or batch, *([1] * len(axes) if alike else axes), size, generator=generator)
+            draws.append(drawn.to(self.arguments[self.reached.input_name]).expand(-1, *axes, -1))
+        return draws[0], draws[-1]
+
+    def mixed(self, batch: int, seed: int) -> tuple[Mixture, Mixture]:
+        """The same unlike at every position, each token a mixture of MIXED random ones."""
+        generator = torch.Generator().manual_seed(seed)
+        like, draws = self.arguments[self.reached.input_name], []
+        for _, *tokens, size in self.shapes:
+            axes = self.batch or batch, *(tokens if self.whole else [1])
+            shares = torch.randn(*axes, MIXED, generator=generator) / MIXED**0.5
+            draws.append(Mixture(torch.randn(MIXED, size, generator=generator).to(like), shares.to(like)))
+        return draws[0], draws[-1]
+
+
+def alone(probe: Probe) -> Probe:
+    """The probe with the least that the module takes on its own: a token, a sequence, or all that was captured.
+
+    Raises UnreadableError where it takes none of them.
+    """
+    captured = probe.shapes[0]
+    for candidate in (probe, replace(probe, whole=True), replace(probe, whole=True, batch=captured[0])):
+        try:
+            _ = candidate.odd
+        except UnreadableError as error:
+            if candidate.batch is not None or len(captured) < 3:
+                raise error from None
+        else:
+            return candidate
+    raise AssertionError(probe)
+
+
+Present = Callable[[nn.Module, Callable[[], Collection[str]]], AbstractContextManager[None]]
+"""(module, names) → a context in which the module's parameters and buffers of these names have values."""
+
+
+def nothing_to_read(_module: nn.Module, _names: Callable[[], Collection[str]]) -> AbstractContextManager[None]:
+    """The context of a model that is in memory."""
+    return nullcontext()
+
+
+def used_weights(model: PreTrainedModel, reached: Reached, layout: tuple[int, ...]) -> list[str]:
+    """The names of the module's parameters that its queries and keys depend on, and of its buffers.
+
+    Told by which of them have a gradient: values are not needed, and those of projections behind are never read.
+    """
+    leaves = {
+        name: part.detach().requires_grad_(part.is_floating_point()) for name, part in reached.module.named_parameters()
+    }
+    buffers = dict(reached.module.named_buffers())
+    probe = alone(Probe(model, reached, {**leaves, **buffers}, layout))
+    with torch.enable_grad():
+        call = probe(*probe.random(ODD, seed=0))
+        outputs = [part.sum() for part in (call.query, call.key) if part.requires_grad]
+    floating = [name for name, leaf in leaves.items() if leaf.requires_grad]
+    slopes = torch.autograd.grad(outputs, [leaves[name] for name in floating], allow_unused=True) if outputs else ()
+    return [name for name, slope in zip(floating, slopes, strict=bool(outputs)) if slope is not None] + list(buffers)
+
+
+ALIKE = 4  # seed of the tokens that are the same at every position
+MIXED = 16  # of how many random tokens those at all positions are mixtures
+ODD = 7
+"""How many sequences are tried at first: a power of two may fit by accident what was made for another number."""
+
+
+class _Asked(BaseException):  # no Exception, which a module might catch
+    """A module has asked for an attention computation."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.call = call
+
+
+def float64_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of one module in float64; those that hold no such numbers as they are."""
+    with torch.no_grad():
+        return {name: _in_float64(part) for name, part in (*module.named_parameters(), *module.named_buffers())}
+
+
+def _in_float64(value: Any) -> Any:
+    """The tensors of floating-point or complex numbers in it, in double precision."""
+    if isinstance(value, Tensor):
+        wide = torch.complex128 if value.is_complex() else torch.float64
+        return value.to(wide) if value.is_complex() or value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(_in_float64(part) for part in value)
+    return value
+
+
+def unreadable(reason: str) -> UnreadableError:
+    """The error for a site whose weights can't be read."""
+    return UnreadableError(reason, "The tokens.* measures of this site stand; weights.* can't be read.")
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A normalisation that is a linear map up to a positive scalar per token: x → g∘x, or g∘(x − mean)."""
+
+    gain: Tensor
+    """g in float64, of the coordinates' shape or one number for all; entries may be 0 (Gemma: 1 + w, w = −1)."""
+    centred: bool
+    """Whether the mean is removed."""
+
+
+Norms = Mapping[nn.Module, Norm]
+
+ANY_WIDTH = (8,)
+"""On how many coordinates a norm without weights is tried, where it does not say how many it takes."""
+
+
+def norms_inside(module: nn.Module) -> Norms:
+    """The normalisations inside an attention module.
+
+    RMSNorm is g∘x/rms(x), LayerNorm without bias g∘(x − mean)/sd; both are positive multiples of a linear map. A norm
+    that is neither is left out, and the affine check then refuses the site.
+    """
+    found = {}
+    for part in module.modules():
+        plain = "Norm" in type(part).__name__ and next(part.children(), None) is None
+        if plain and (norm := _read(part)) is not None:
+            found[part] = norm
+    return found
+
+
+@torch.no_grad()
+def _read(module: nn.Module) -> Norm | None:
+    weight = next(module.parameters(), None)
+    shape = getattr(module, "normalized_shape", ANY_WIDTH) if weight is None else weight.shape
+    ones = torch.ones(shape, dtype=torch.float64, device=None if weight is None else weight.device)
+    try:
+        norm = _linear_norm(module, ones)
+    except FAILURES:  # it takes more than one tensor (Zaya), or images (LeViT)
+        return None
+    # A norm without weights has one gain for all coordinates, of whatever number.
+    return norm if weight is not None or norm is None else replace(norm, gain=norm.gain.flatten()[0])
+
+
+def _linear_norm(module: nn.Module, ones: Tensor) -> Norm | None:
+    weights = float64_weights(module)
+    x = torch.randn(ones.shape, generator=torch.Generator().manual_seed(0)).to(ones)
+    signs = ones.clone()
+    signs[..., 1::2] = -1
+    for centred, unit in ((False, ones), (True, signs)):
+        y = x - x.mean(-1, keepdim=True) if centred else x
+        gain = functional_call(module, weights, (unit,)) / unit  # rms(unit) = 1, and the mean of alternating signs is 0
+        expected = gain * y / y.square().mean(-1, keepdim=True).sqrt()
+        # Not strict: gains that are all 0 make a norm whose every output is 0.
+        if bool((functional_call(module, weights, (x,)) - expected).norm() <= TOLERANCE * expected.norm()):
+            return Norm(gain, centred)
+    return None
+
+
+def without_gains(norms: Norms) -> Norms:
+    """The same norms with gain 1, so that a coordinate whose gain is 0 shows what becomes of it behind the norm."""
+    return {module: replace(norm, gain=torch.ones_like(norm.gain)) for module, norm in norms.items()}
+
+
+@contextmanager
+def linear(norms: Norms) -> Iterator[None]:
+    """Inside, each of these norms keeps its gain (and centring) and drops the positive scalar per token."""
+
+    def answer(module: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> Tensor:
+        norm, x = norms[module], inputs[0]
+        return norm.gain * (x - x.mean(-1, keepdim=True) if norm.centred else x)
+
+    hooks = [module.register_forward_hook(answer) for module in norms]
+    with hooked(hooks):
+        yield
+
+
+LENGTHS = frozenset(
+    {torch.rsqrt, Tensor.rsqrt, torch.sqrt, Tensor.sqrt, torch.norm, Tensor.norm, torch.linalg.norm}
+    | {torch.linalg.vector_norm}
+)
+"""What normalisations that are no modules multiply or divide by."""
+
+
+class WithoutLengths(TorchFunctionMode):
+    """Inside, x/‖x‖ and x · rsqrt(mean x²), written by hand, are x: the positive scalar per token is dropped."""
+
+    def __torch_function__(
+        self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch."""
+        if function is F.normalize and args:
+            return args[0]
+        result = function(*args, **kwargs or {})
+        # Those of tokens have axes; the root of a constant, as of head_dim, is part of the scale.
+        return torch.ones_like(result) if function in LENGTHS and result.dim() else result

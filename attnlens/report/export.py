@@ -1,0 +1,93 @@
+"""Writes a report into a file of the kind that its name ends in, draws it, and shows it in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attnlens import arguments
+from attnlens.errors import OutputError, UsageError
+from attnlens.files import local_path, write_atomically
+from attnlens.records import Report
+from attnlens.report.render.markdown import markdown, spreadsheet
+from attnlens.report.sections import documents
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from attnlens.report.render.html import Drawing
+
+
+def _plan(report: Report) -> str:
+    if report.plan is None:
+        raise UsageError("The report has no plan.", "Make one with: swap-kernel --kernel rank --budget loss:1%.")
+    return report.plan.to_json()
+
+
+def _page(report: Report) -> str:
+    from attnlens.report.render.html import html  # late here and below: it loads matplotlib
+
+    return html(documents.page(report))
+
+
+WRITERS: dict[str, Callable[[Report], str]] = {
+    "json": lambda report: report.to_json(),
+    "csv": lambda report: spreadsheet(documents.rows(report)),
+    "windows_csv": lambda report: spreadsheet(documents.windows(report)),
+    "markdown": lambda report: markdown(documents.summary(report, whole=True)),
+    "plan": _plan,
+    "html": _page,
+}
+"""The text of each kind of file."""
+ENDINGS = {".json": "json", ".csv": "csv", ".md": "markdown", ".html": "html"}
+FRAME = '<iframe sandbox srcdoc="{}" style="width: 100%; height: 44rem; border: 1px solid #ddd"></iframe>'
+"""What holds a page in a notebook: its styles don't reach the notebook, and it runs no script."""
+
+
+def save(report: Report, path: str | Path) -> None:
+    """Write the report: the ending of the path says as what. Raises OutputError for an ending that means nothing."""
+    from attnlens.report.render.html import FORMATS, encoded_picture
+
+    target = local_path(arguments.path("path", path))
+    suffix = target.suffix.lower()
+    if suffix in FORMATS:
+        write_atomically(target, encoded_picture(documents.overview(report), suffix))
+    elif suffix in ENDINGS:
+        write_atomically(target, WRITERS[ENDINGS[suffix]](report).encode())
+    else:
+        raise OutputError(
+            f"{target} can't be written: its ending says no kind of file.",
+            f"End it in {', '.join((*ENDINGS, *FORMATS))}.",
+        )
+
+
+def plot(report: Report) -> Figure:
+    """The overview, which `save` writes as a picture."""
+    from attnlens.report.render.html import figure
+
+    return figure(documents.overview(report))
+
+
+def framed(report: Report) -> str | None:
+    """The HTML page in a frame of its own; None where the report has nothing to draw."""
+    try:
+        return FRAME.format(escape(_page(report)))
+    except UsageError:
+        return None
+
+
+def drawings(report: Report, target: Path) -> dict[Path, Drawing]:
+    """What draws each file; nothing is drawn yet.
+
+    A folder gets `overview.png` and a picture for each measure, curve, stage or experiment; a path that ends in .png,
+    .svg or .pdf the overview alone, or the margins of the one head whose selection is shown. Raises UsageError where
+    the report has nothing to draw, OutputError where the target names another kind of picture.
+    """
+    from attnlens.report.render.html import encoded_picture, files_of, is_file
+
+    if is_file(target):
+        return {target: partial(encoded_picture, documents.overview(report), target.suffix.lower())}
+    return files_of(documents.pictures(report), target)

@@ -1,0 +1,293 @@
+"""The overview of a report: its maps, shares, margins of selection and curves on one page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
+
+from attnlens.choices import WHERE_POSED
+from attnlens.errors import UsageError
+from attnlens.report.pictures.maps import FORMULA, depths, draw_depth, draw_fan, draw_map
+from attnlens.report.pictures.style import (
+    CATEGORIES,
+    INK,
+    MISSING,
+    MUTED,
+    PART_COLOURS,
+    coverage_line,
+    fitted,
+    head,
+    heading,
+    label_layers,
+    layout_line,
+    legend_above,
+    model_line,
+    new_figure,
+    picture_title,
+    settings_line,
+    short_caption,
+    short_curve_caption,
+    source_heading,
+    wrapped,
+)
+from attnlens.report.shapes import MeasureMap, Shapes, group_of
+from attnlens.wording import big, clean, source_of, title_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from attnlens.records import Report, Selection
+
+CROWDED = 24  # layers beyond which they touch: the gaps between thinner ones would be all that one sees
+
+
+def draw_shares(axes: Axes, shapes: Shapes, whole: str, *, named: bool = True) -> None:
+    """A line a head, of its parts, which sum to 1; a layer's heads by their first part. Without a value: hatched."""
+    names = shapes.shares[whole]
+    height = 1.0 if len(shapes.layers) > CROWDED else 0.86
+    ends, parts, empty = _stacked(shapes, names, height)
+    left = np.zeros(len(ends))
+    for (label, colour), part in zip(named_parts(names), parts, strict=True):
+        axes.fill_betweenx(ends, left, left + part, step="post", color=colour, label=label, linewidth=0)
+        left = left + part
+    for row in empty:
+        place = ((0, row - height / 2), 1, height)
+        axes.add_patch(Rectangle(*place, facecolor=MISSING, edgecolor=MUTED, hatch="/////", linewidth=0))
+    axes.set_xlim(0, 1)
+    axes.set_xticks([0, 0.5, 1], ["0", "½", "1"])
+    axes.set_xlabel("share; a line a head", labelpad=1.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    label_layers(axes, shapes.layers, shapes.parts, named=named)
+    legend_above(axes, min(4, len(names)))
+
+
+def named_parts(names: Sequence[str]) -> list[tuple[str, str]]:
+    """What each part of a whole is called, without the words that all begin with, and its colour."""
+    shared = os.path.commonprefix([title_of(name) for name in names])  # noqa: RUF071  # titles, not paths
+    labels = [title_of(name)[shared.rfind(" ") + 1 :] for name in names]
+    return [(label, PART_COLOURS.get(label, CATEGORIES[n % len(CATEGORIES)])) for n, label in enumerate(labels)]
+
+
+def _stacked(
+    shapes: Shapes, names: list[str], height: float
+) -> tuple[Float[np.ndarray, " ends"], Float[np.ndarray, "parts ends"], list[int]]:
+    """Where down the side each head's line begins, what its parts are, and which layers have no head with all parts.
+
+    After a layer's last line stands its lower end, and then NaN, which separates it from the next layer.
+    """
+    stack = np.stack([shapes.readings[name].values for name in names])
+    ends: list[float] = []
+    parts: list[Float[np.ndarray, " parts"]] = []
+    empty = []
+    for row in range(stack.shape[1]):
+        heads = stack[:, row, ~np.isnan(stack[:, row].sum(axis=0))]
+        heads = heads[:, np.argsort(-heads[0], kind="stable")]
+        if not heads.shape[1]:
+            empty.append(row)
+            continue
+        ends += [*np.linspace(row - height / 2, row + height / 2, heads.shape[1] + 1), np.nan]
+        parts += [*heads.T, heads[:, -1], np.full(len(names), np.nan)]
+    return np.array(ends), np.array(parts).T, empty
+
+
+def has_all(shapes: Shapes, names: list[str]) -> bool:
+    """Whether every layer has a head with all of these parts."""
+    return not _stacked(shapes, names, 1.0)[2]
+
+
+MARGINS_WIDTH, MARGINS_HEIGHT = 6.2, 4.7
+CAPTION = (
+    "Least margin of each posed query, (logit_α − logit_t)/‖ΠM‖ over the best least margin 1/‖W_mm‖, ascending; "
+    "a single query may exceed 1. "
+    "Null: the head turned by random rotations on both sides, with its own selection and its own best. "
+    "Posed {where}."
+)
+
+
+def margins_figure(report: Report, found: Selection) -> Figure:
+    """The sorted margins of one head (blue), of its null heads (grey), and the best least margin (dashed)."""
+    figure = new_figure(MARGINS_WIDTH, MARGINS_HEIGHT)
+    axes = figure.add_axes((0.1, 0.28, 0.86, 0.59))
+    # lines over the share of queries with at most that margin
+    for number, margins in enumerate(found.null_margins):
+        axes.plot(*_sorted(margins), color="#aaaaaa", linewidth=0.8, label="_" * bool(number) + "null heads")
+    own = [pick.margin for pick in found.picks]
+    axes.plot(*_sorted(own), color=CATEGORIES[0], linewidth=1.8, label="the head")
+    axes.axhline(1, color=INK, linewidth=0.8, linestyle="--", label="best least margin, 1/‖W_mm‖")
+    every = [margin for line in [own, *found.null_margins] for margin in line]
+    if min(every) > 0 and max(every) > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("share of the posed queries with no larger margin")
+    axes.set_ylabel("margin over the best least margin")
+    axes.grid(visible=True, color="#eeeeee", linewidth=0.5)
+    legend_above(axes, 3, handlelength=1.6)
+    shapes = Shapes(report)
+    title = f"layer {found.layer} head {found.head}: margins of its selection"
+    figure.text(0.1, 0.955, title, fontsize=11, weight="bold", va="center", color=INK)
+    lines = [CAPTION.format(where=WHERE_POSED[found.space]), fitted(model_line(shapes), 200), settings_line(shapes)]
+    caption = wrapped(lines, int(MARGINS_WIDTH * 17))
+    figure.text(0.1, 0.175, caption, fontsize=6.8, va="top", color=MUTED, linespacing=1.35)
+    return figure
+
+
+def _sorted(margins: list[float]) -> tuple[np.ndarray, np.ndarray]:
+    values = np.sort(np.asarray(margins, dtype=float))
+    return np.arange(1, len(values) + 1) / len(values), values
+
+
+ACROSS = 3
+NOTE = 54  # characters that fit into the line under a panel's title
+WIDTH, HEIGHT = 10.0, 7.2
+RIGHT = 0.968  # where the last column's colour bar, with its numbers, ends
+
+
+@dataclass(frozen=True)
+class MeasurePanel:
+    """A panel of the overview: one measure, curve or whole."""
+
+    name: str  # the measure, curve or whole that it shows
+    note: str  # the line under its title: null or error
+    draw: Callable[..., None]  # draws it into axes; `named` says whether the layers' axis is named
+    hatched: bool = False  # whether some of its cells have no value
+    title: str = ""  # what stands over it; empty: its name
+    section: str = ""  # what stands over its row; empty: where its numbers come from
+
+
+def overview_figure(shapes: Shapes) -> Figure:
+    """A page of up to six pictures: a row for each source, or both rows for a single one."""
+    rows = page_rows(shapes)
+    if not rows:
+        raise UsageError("No measure differs between heads: there is nothing to draw.", "Use --json or --csv.")
+    height = HEIGHT if len(rows) > 1 else 0.57 * HEIGHT
+    figure = new_figure(WIDTH, height, dpi=300)
+    model = shapes.report.model
+    size = f"{big(model.parameters)} parameters"
+    facts = (clean(model.architecture), size, layout_line(shapes), coverage_line(shapes))
+    head(figure, model.title, facts, [settings_line(shapes)], left=0.055 * WIDTH, right=RIGHT * WIDTH)
+    if any(panel.hatched for row in rows for panel in row):
+        figure.text(0.055, 0.13 / height, "hatched: no value", fontsize=6.5, color=MUTED, va="center")
+    block = (height - 0.75 - 0.25) / len(rows)
+    letters = iter("abcdef")
+    for number, row in enumerate(rows):
+        ceiling = height - 0.75 - number * block
+        before = "" if number == 0 else group_of(shapes.info(rows[number - 1][0].name))
+        if group_of(shapes.info(row[0].name)) != before:
+            # what the row below rests on, over a hairline
+            rests_on = fitted(row[0].section or source_heading(shapes, row[0].name), 120)
+            place = 0.055, (ceiling - 0.13) / height
+            figure.text(*place, rests_on, fontsize=8.5, color=MUTED, style="italic", va="center")
+            figure.add_artist(Line2D([0.055, RIGHT], [ceiling / height] * 2, color=MUTED, linewidth=0.4))
+        for column, panel in enumerate(row):
+            bottom, tall = ceiling - block + 0.45, block - 0.45 - 0.66
+            axes = figure.add_axes((0.055 + column * 0.325, bottom / height, 0.232, tall / height))
+            title = fitted(panel.title or heading(shapes.info(panel.name)), 32)
+            picture_title(axes, f"{next(letters)}  {title}", panel.note)
+            panel.draw(axes, named=column == 0)
+    return figure
+
+
+def page_rows(shapes: Shapes) -> list[list[MeasurePanel]]:
+    """Which pictures stand where: for two sources a row each, for one source two rows where it has enough to show.
+
+    Where the one source has a curve that is to be seen by depth, its thirds are the first row, and maps the second;
+    where it has numbers of two spaces, these are the rows.
+    """
+    names = [*shapes.readings, *shapes.curves]
+    sources = list(dict.fromkeys(source_of(name) for name in names))
+    groups = [_apart(shapes, [name for name in names if source_of(name) == source]) for source in sources]
+    if len(sources) > 1:
+        return [row for spaces in groups[:2] if (row := _panels(shapes, spaces[0], ACROSS))]
+    if deep := [name for name in shapes.curves if shapes.info(name).by_depth]:
+        return [row for row in (_depth_panels(shapes, deep[0]), _maps(shapes)) if row]
+    if len(groups[0]) > 1:
+        return [row for space in groups[0][:2] if (row := _panels(shapes, space, ACROSS))]
+    panels = _panels(shapes, groups[0][0], 2 * ACROSS)
+    return [row for row in (panels[:ACROSS], panels[ACROSS:]) if row]
+
+
+def _apart(shapes: Shapes, names: list[str]) -> list[list[str]]:
+    """One source's measures and curves, space by space where there are several; those of none are with the first."""
+    spaces = list(dict.fromkeys(space for name in names if (space := shapes.info(name).space))) or [""]
+    return [[name for name in names if (shapes.info(name).space or spaces[0]) == space] for space in spaces]
+
+
+def _panels(shapes: Shapes, names: list[str], room: int) -> list[MeasurePanel]:
+    """The first shares, then maps, then the first curves, as many as there is room for; every kind gets its place.
+
+    Where there is room for more maps than there are, the parts of the shares get theirs.
+    """
+    of_source = {name: shapes.readings[name] for name in names if name in shapes.readings}
+    wholes = [whole for whole, parts in shapes.shares.items() if parts[0] in of_source][:1]
+    parts = {name for whole in wholes for name in shapes.shares[whole]}
+    curves = [name for name in names if name in shapes.curves][: max(1, room // ACROSS)]
+    shown = [name for name, reading in of_source.items() if name not in parts and not reading.constant]
+    # but for headlines, a measure that cannot be told from chance gives its place to one that can
+    maps = sorted(shown, key=lambda name: not of_source[name].info.headline and of_source[name].chance)
+    maps = [*maps, *(name for name in of_source if name in parts)][: room - len(wholes) - len(curves)]
+    return [
+        *(_shares_panel(shapes, whole) for whole in wholes),
+        *(_map_panel(shapes, of_source[name]) for name in maps),
+        *(
+            MeasurePanel(
+                name, short_curve_caption(shapes, name), partial(_draw_curves, draw=draw_fan, shapes=shapes, name=name)
+            )
+            for name in curves
+        ),
+    ]
+
+
+def _depth_panels(shapes: Shapes, name: str) -> list[MeasurePanel]:
+    found = depths(shapes, name)
+    section = f"{source_of(name)} – {clean(shapes.info(name).meaning)}"
+    return [
+        MeasurePanel(
+            name,
+            group.note,
+            partial(
+                _draw_curves, draw=partial(draw_depth, number=number, bar=group is found[-1]), shapes=shapes, name=name
+            ),
+            title=group.title,
+            section=section,
+        )
+        for number, group in enumerate(found)
+    ]
+
+
+def _maps(shapes: Shapes) -> list[MeasurePanel]:
+    parts = {name for names in shapes.shares.values() for name in names}
+    shown = [reading for name, reading in shapes.readings.items() if name not in parts and not reading.constant]
+    return [_map_panel(shapes, reading) for reading in shown[:ACROSS]]
+
+
+def _shares_panel(shapes: Shapes, whole: str) -> MeasurePanel:
+    names = shapes.shares[whole]
+    open_ = any(shapes.info(name).identified == "nowhere" for name in names)
+    title = f"{heading(shapes.info(whole))} (not identified)" if open_ else ""
+    return MeasurePanel(whole, "", partial(draw_shares, shapes=shapes, whole=whole), not has_all(shapes, names), title)
+
+
+def _map_panel(shapes: Shapes, reading: MeasureMap) -> MeasurePanel:
+    note = short_caption(reading) or fitted(reading.info.meaning, NOTE)
+    return MeasurePanel(reading.name, note, partial(draw_map, shapes=shapes, reading=reading), not reading.full)
+
+
+def _draw_curves(axes: Axes, *, draw: Callable[..., None], shapes: Shapes, name: str, named: bool) -> None:
+    """Draw, and name the values not along the side, where the colour bar of the picture beside it stands."""
+    draw(axes, shapes=shapes, name=name)
+    info = shapes.info(name)
+    formula = clean(info.formula)
+    value = formula if 0 < len(formula) <= FORMULA else heading(info).removeprefix(f"{info.space} ")
+    axes.set_xlabel(f"{value} over {axes.get_xlabel()}", labelpad=1.5)

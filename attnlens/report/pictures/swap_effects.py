@@ -1,0 +1,420 @@
+"""Panels of a swap's effects: sites, kernels, stages, sweeps."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.colors import CenteredNorm, Normalize
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from attnlens.records import PARTS
+from attnlens.report.pictures.maps import hatch, heat_map
+from attnlens.report.pictures.style import (
+    CATEGORIES,
+    INK,
+    MISSING,
+    MUTED,
+    PlainNumbers,
+    fitted,
+    label_layers,
+    legend_above,
+    size_in_points,
+    typeset,
+)
+from attnlens.report.sentences.swaps import (
+    EFFECTS,
+    distance,
+    distance_ci95,
+    effect_name,
+    figures,
+    is_hybrid,
+    loss_decimals,
+    rise_interval,
+    rise_words,
+)
+from attnlens.wording import clean, decimals_for
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from matplotlib.axes import Axes
+
+    from attnlens.choices import ControlRole
+    from attnlens.records import Control, Effect, Outcome, Swap
+
+OF_PART = dict.fromkeys(PARTS, CATEGORIES[0]) | {"cross": CATEGORIES[6]}
+"""Self-attention in one colour, cross-attention in another; the parts' names stand beside the layers."""
+LINES = (CATEGORIES[0], CATEGORIES[2], CATEGORIES[4], CATEGORIES[5], CATEGORIES[6], CATEGORIES[1], "#222222", "#999999")
+MARKERS = "osD^vPX*"  # kernels differ in mark as well as in colour
+CROWDED = 24  # layers beyond which bars touch
+LEGEND_WIDTH = 66  # characters of all names in a line of the legend
+PARAMETERS = re.compile(r":(?:[^+]|(?<=\d[eE])\+)*")
+"""The numbers of a kernel or filter; the plus of 1e+06 ends none."""
+LEGEND_NAME = 22  # characters of a kernel's name in a legend
+
+
+def draw_sites(axes: Axes, swap: Swap, *, named: bool = True) -> None:
+    """‖new − own‖ / ‖own‖ of every site's output, layer 0 at the top; sites without a value are hatched."""
+    sites = sorted(swap.sites, key=lambda site: (PARTS.index(site.part), site.layer))
+    errors = np.array([np.nan if site.output_error is None else site.output_error for site in sites])
+    rows = np.arange(len(errors))
+    colours = [OF_PART[site.part] for site in sites]
+    height = 1.0 if len(rows) > CROWDED else 0.78
+    axes.barh(rows, np.nan_to_num(errors), height=height, color=colours, linewidth=0, antialiased=len(rows) <= CROWDED)
+    reach = max(float(np.nanmax(errors, initial=0.0)), 1e-9)
+    for row in rows[np.isnan(errors)]:
+        place = ((0, row - 0.4), reach, 0.8)
+        axes.add_patch(Rectangle(*place, facecolor=MISSING, edgecolor=MUTED, hatch="/////", linewidth=0))
+    axes.set_xlim(0, 1.06 * reach)
+    axes.xaxis.set_major_formatter(PlainNumbers())
+    axes.set_xlabel("‖new − own‖ / ‖own‖ of the output", labelpad=1.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    label_layers(axes, [site.layer for site in sites], [site.part for site in sites], named=named)
+
+
+def draw_lines(
+    axes: Axes, lines: Sequence[tuple[str, Float[np.ndarray, " layers"]]], label: str, *, zero: bool = False
+) -> None:
+    """A line a kernel over the layers, gaps where there is no value; `zero` draws a line at 0."""
+    if zero:
+        axes.axhline(0, color="#999999", linewidth=0.6, zorder=0)
+    labels = short_names([name for name, _ in lines])
+    for number, (_, values) in enumerate(lines):
+        colour, mark = LINES[number % len(LINES)], MARKERS[number % len(MARKERS)]
+        axes.plot(values, color=colour, marker=mark, markersize=3, linewidth=1, label=labels[number])
+    axes.set_xlabel("layer", labelpad=1.5)
+    axes.set_ylabel(label, labelpad=2)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.yaxis.set_major_formatter(PlainNumbers())
+    axes.spines[["top", "right"]].set_visible(False)
+    legend_above(axes, _across(labels), handlelength=1.6)
+
+
+def legend_lines(names: Sequence[str]) -> int:
+    """How many lines the legend of these kernels takes."""
+    return -(-len(names) // _across(short_names(names)))
+
+
+def _across(labels: Sequence[str]) -> int:
+    """Names in a line of the legend."""
+    return max(1, min(4, LEGEND_WIDTH // max(map(len, labels))))
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Without their numbers, where that leaves them different; cut to what a legend can hold."""
+    bare = [clean(PARAMETERS.sub("", name)) for name in names]
+    chosen = bare if len(set(bare)) == len(bare) else map(clean, names)
+    return [fitted(name, LEGEND_NAME) for name in chosen]
+
+
+COLOUR = CATEGORIES[0]
+GREY = "#8c8c8c"
+MARKS: dict[ControlRole, tuple[str, str]] = {
+    "same size": ("D", "◆"),
+    "one key": ("v", "▼"),
+    "floor": ("X", "✖"),
+    "filter alone": ("<", "◀"),
+    "without filter": (">", "▶"),
+    "far part, healed": ("^", "▲"),
+}
+"""How controls are drawn, and the same in a text."""
+ROLES: dict[ControlRole, str] = {
+    "same size": "sinks and window of its size",
+    "one key": "one key",
+    "floor": "all keys alike",
+    "filter alone": "filter alone",
+    "without filter": "without its filter",
+    "far part, healed": "its far part, healed",
+}
+"""What they are, in a few words."""
+OF_HYBRIDS: dict[ControlRole, str] = {"filter alone": "window alone", "without filter": "far part alone"}
+"""The same of hybrids."""
+WIDE = 30.0
+"""How many times as large as the smallest effect the largest must be for the axis to become logarithmic."""
+FINEST = 1e-3  # effects below are drawn on the straight part of a logarithmic axis
+KERNEL_NAME = 40  # characters of a kernel's name
+
+
+def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
+    """Δ of the loss, or a distance where there is no loss, with its 95 % interval; diverged ones are named."""
+    axes.axvline(0, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
+    for row, swap in enumerate(swaps):
+        # its controls as grey marks of their own shapes in the kernel's row; nothing without a loss
+        for control in swap.controls:
+            cost = cost_of(control)
+            if cost is not None and swap.judged_by == "loss":
+                axes.plot([cost], [row], MARKS[control.role][0], color=GREY, markersize=4, linestyle="none", zorder=2)
+        _draw_kernel(axes, swap, row)
+    every = [effect for swap in swaps for effect in (effect_of(swap), *map(cost_of, swap.controls))]
+    _scale(axes, [effect for effect in every if effect is not None])
+    axes.set_yticks(range(len(swaps)), list(map(name_of, swaps)))
+    axes.set_ylim(len(swaps) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    for row in range(1, len(swaps)):
+        axes.axhline(row - 0.5, color="#e6e6e6", linewidth=0.5, zorder=0)
+    axes.set_xlabel("Δ of the " * (swaps[0].judged_by == "loss") + effect_name(swaps[0]), labelpad=1.5)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def cost_of(control: Control) -> float | None:
+    """Δ of the loss under a control."""
+    return None if control.loss is None else control.loss.delta
+
+
+def legend_of(swaps: Sequence[Swap]) -> str:
+    """What the grey marks are, in words; empty where there are none."""
+    of = {swap.kernel: {one.role for one in swap.controls if cost_of(one) is not None} for swap in swaps}
+    there = {role for roles in of.values() for role in roles}
+    words = ROLES | (OF_HYBRIDS if all(is_hybrid(swap) for swap in swaps if "filter alone" in of[swap.kernel]) else {})
+    told = ", ".join(f"{sign} {words[role]}" for role, (_, sign) in MARKS.items() if role in there)
+    return f"grey: {told}" if told else ""
+
+
+def name_of(swap: Swap) -> str:
+    """The kernel, and under it by how much the perplexity rises, with its interval."""
+    name = fitted(clean(swap.kernel), KERNEL_NAME)
+    if swap.loss is None or swap.perplexity is None:
+        return name
+    ends = rise_interval(swap.loss)
+    return f"{name}\nperplexity {rise_words(swap.loss)}{f' ({ends})' if ends else ''}"
+
+
+def effect_of(swap: Swap) -> float | None:
+    """Δ of the loss, or the distance that stands in its place."""
+    if swap.judged_by != "loss":
+        return distance(swap, swap)
+    return None if swap.loss is None else swap.loss.delta
+
+
+def ends_of(swap: Swap) -> tuple[float, float] | None:
+    """Its 95 % interval."""
+    if swap.judged_by != "loss":
+        return distance_ci95(swap, swap)
+    return None if swap.loss is None else swap.loss.ci95
+
+
+def _draw_kernel(axes: Axes, swap: Swap, row: int) -> None:
+    effect = effect_of(swap)
+    if effect is None:
+        _say_in_row(axes, 0.99, row, "diverged" if swap.diverged else "no value", COLOUR, ha="right", fontsize=6.5)
+        return
+    ends = ends_of(swap)
+    if ends is not None:
+        axes.plot(ends, [row, row], color=COLOUR, linewidth=1.4, alpha=0.6, solid_capstyle="butt")
+    axes.plot([effect], [row], "o", color=COLOUR, markersize=4.5, linestyle="none")
+
+
+def _say_in_row(axes: Axes, x: float, row: int, text: str, colour: str, **more: Any) -> None:
+    place = ("axes fraction", "data")
+    axes.annotate(text, (x, row), xycoords=place, va="center", color=colour, style="italic", **more)
+
+
+def _scale(axes: Axes, effects: Sequence[float]) -> None:
+    """Straight where the effects are of one size, else logarithmic on both sides of a straight part around 0."""
+    sizes = sorted(abs(effect) for effect in effects if abs(effect) >= FINEST)
+    axes.margins(x=0.08)
+    if not sizes or sizes[-1] < WIDE * sizes[0]:
+        axes.xaxis.set_major_formatter(PlainNumbers())
+        return
+    border = 10.0 ** math.floor(math.log10(sizes[0]))
+    axes.set_xscale("symlog", linthresh=border, linscale=0.6)
+    tops = [border * 10**power for power in range(math.ceil(math.log10(sizes[-1] / border)) + 1)]
+    low, high = axes.get_xlim()
+    ticks = [0.0, *tops, *(-top for top in tops)]
+    axes.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:g}".replace("-", "−")))
+    axes.set_xlim(low, high)
+
+
+CONTROL_NAME = 30  # characters of a control's name
+BLUE, ORANGE = CATEGORIES[0], CATEGORIES[2]
+
+
+def draw_stages(axes: Axes, swap: Swap) -> None:
+    """The loss of original, swapped, fitted, healed, and in grey of its controls; without a loss, their distance."""
+    controls = drawn_controls(swap)
+    names = names_of(swap)
+    own = (
+        next((stage.loss.before for stage in swap.stages if stage.loss is not None), None) if draws_loss(swap) else 0.0
+    )
+    if own is not None:
+        axes.axvline(own, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
+        axes.plot([own], [0], "o", color=INK, markersize=5)
+        _label(axes, own, 0, _decimals(swap))
+    for row, stage in enumerate(swap.stages, 1):
+        _draw_stage(axes, swap, stage, row)
+    for row, control in enumerate(controls, 1 + len(swap.stages)):
+        _draw_stage(axes, swap, control, row, GREY)
+    axes.set_yticks(range(len(names)), names)
+    for label in axes.get_yticklabels()[1 + len(swap.stages) :]:
+        label.set_color(MUTED)
+    axes.set_ylim(len(names) - 0.5, -0.6)
+    axes.margins(x=0.16)
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_major_formatter(PlainNumbers())
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axes.set_xlabel(effect_name(swap), labelpad=1.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    if own is None and all(_place(swap, stage) is None for stage in swap.stages):
+        axes.set_xticks([])
+
+
+def drawn_controls(swap: Swap) -> list[Control]:
+    """The controls that have a loss to draw; none of a model without one."""
+    return [one for one in swap.controls if one.loss is not None] if draws_loss(swap) else []
+
+
+def names_of(swap: Swap) -> list[str]:
+    """Original, stages and controls, and under each its perplexity: by how much it rises, with the interval."""
+    controls = drawn_controls(swap)
+    spelled = [fitted(clean(one.kernel or one.role), CONTROL_NAME) for one in controls]
+    changed: list[tuple[str, Outcome]] = [(stage.name, stage) for stage in swap.stages]
+    changed += zip(spelled, controls, strict=True)
+    gap = " " if controls else "\n"  # few rows leave room for a third line, and other panels need the width
+    first = next((stage.perplexity.before for stage in swap.stages if stage.perplexity), None)
+    own = f"original\nperplexity {figures(first)}" if first is not None and draws_loss(swap) else "original"
+    return [own, *(f"{name}{_rise(one, gap) if draws_loss(swap) else ''}" for name, one in changed)]
+
+
+def _rise(found: Outcome, gap: str) -> str:
+    """On a line of its own `+5.6 %`, after a gap `(4.9 to 6.4 %)`; empty where there is none."""
+    if found.perplexity is None or found.loss is None:
+        return ""
+    ends = rise_interval(found.loss)
+    return f"\n{rise_words(found.loss)}{f'{gap}({ends})' if ends else ''}"
+
+
+def draws_loss(swap: Swap) -> bool:
+    """Whether there is a loss to draw."""
+    return swap.judged_by == "loss"
+
+
+def _draw_stage(axes: Axes, swap: Swap, stage: Outcome, row: int, colour: str = BLUE) -> None:
+    place = _place(swap, stage)
+    if place is None:
+        _say_in_row(axes, 0.03, row, "diverged" if stage.diverged else "no value", ORANGE)
+        return
+    ends = _ends(swap, stage)
+    if ends is not None:
+        axes.plot(ends, [row, row], color=colour, linewidth=1.6, alpha=0.55, solid_capstyle="butt")
+    axes.plot([place], [row], "o", color=colour, markersize=5)
+    _label(axes, place, row, _decimals(swap))
+
+
+def _place(swap: Swap, stage: Outcome) -> float | None:
+    if draws_loss(swap):
+        return None if stage.loss is None else stage.loss.after
+    return distance(swap, stage)
+
+
+def _ends(swap: Swap, stage: Outcome) -> tuple[float, float] | None:
+    """The 95 % interval: of the difference, where there is a loss, from the original on."""
+    if not draws_loss(swap):
+        return distance_ci95(swap, stage)
+    if stage.loss is None or stage.loss.ci95 is None:
+        return None
+    low, high = stage.loss.ci95
+    return stage.loss.before + low, stage.loss.before + high
+
+
+def _label(axes: Axes, place: float, row: int, decimals: int) -> None:
+    white = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+    text = typeset(place, decimals)
+    axes.annotate(
+        text, (place, row), (0, 7), textcoords="offset points", ha="center", fontsize=7, color=INK, bbox=white
+    )
+
+
+def _decimals(swap: Swap) -> int:
+    return min(3, loss_decimals([stage.loss for stage in swap.stages if stage.loss is not None]))
+
+
+OUTLYING = 3.0
+"""How many times as large as the 98th percentile a head's effect must be for it to be drawn in the last colour."""
+
+
+def of_heads(swap: Swap) -> bool:
+    """Whether single heads were swapped, and not whole layers."""
+    return any(effect.head is not None for effect in swap.sweep)
+
+
+def draw_sweep(axes: Axes, swap: Swap, *, named: bool = True) -> None:
+    """Heads as a map, layers as dots; layer 0 at the top either way."""
+    if of_heads(swap):
+        parts = {effect.layer: effect.part for effect in swap.sweep}
+        layers = sorted(parts, key=lambda layer: (PARTS.index(parts[layer]), layer))
+        heads = sorted({effect.head for effect in swap.sweep if effect.head is not None})
+        values, quiet, lost = _grids(swap.sweep, layers, heads)
+        half, extend = limit(values)
+        signed = any(effect.p_value is not None for effect in swap.sweep)
+        colours, norm = ("RdBu_r", CenteredNorm(0, half)) if signed else ("viridis", Normalize(0, half))
+        scale = (colormaps[colours], norm, extend)
+        bar = heat_map(axes, values, layers, heads, [parts[layer] for layer in layers], scale, named=named)
+        bar.update_ticks()
+        hatch(axes, lost, "xxxxx")
+        wide, high = size_in_points(axes)
+        rows, columns = np.nonzero(quiet)
+        size = min(wide / len(heads), high / len(layers)) / 4
+        axes.scatter(columns, rows, s=min(size, 3.0) ** 2, color=MUTED, linewidth=0, zorder=2)
+        for row, column in np.argwhere(np.abs(np.nan_to_num(values)) > half):
+            number = typeset(values[row, column], decimals_for([values[row, column]], 2))
+            ink = "white" if signed else "black"
+            axes.annotate(
+                number, (column, row), (0, 3), textcoords="offset points", ha="center", fontsize=5, color=ink, zorder=3
+            )
+    else:
+        _draw_layers(axes, swap, named=named)
+
+
+def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
+    """Where the colours end on both sides of 0, and which ends are cut, since one head must not bleach the others."""
+    present = values[np.isfinite(values)]
+    most = float(np.abs(present).max(initial=0.0))
+    usual = float(np.percentile(np.abs(present), 98, method="lower")) if present.size else 0.0
+    if not 0 < OUTLYING * usual < most:
+        return most or 1.0, "neither"
+    over, under = bool((present > usual).any()), bool((present < -usual).any())
+    return usual, "both" if over and under else "max" if over else "min"
+
+
+def _unsure(effect: Effect) -> bool:
+    """Whether it was tested and does not stand; a distance is not tested."""
+    return effect.p_value is not None and not effect.significant
+
+
+def _grids(effects: list[Effect], layers: list[int], heads: list[int]):  # type: ignore[no-untyped-def]
+    values = np.full((len(layers), len(heads)), np.nan)
+    quiet, lost = np.zeros(values.shape, bool), np.zeros(values.shape, bool)
+    for effect in effects:
+        if effect.head is not None:
+            at = layers.index(effect.layer), heads.index(effect.head)
+            lost[at] = effect.delta is None
+            if effect.delta is not None:
+                values[at], quiet[at] = effect.delta, _unsure(effect)
+    return values, quiet, lost
+
+
+def _draw_layers(axes: Axes, swap: Swap, *, named: bool) -> None:
+    effects = sorted(swap.sweep, key=lambda effect: (PARTS.index(effect.part), effect.layer))
+    axes.axvline(0, color=MUTED, linewidth=0.6, zorder=0)
+    mark = 4.5 if len(effects) <= 16 else 3.2
+    for row, effect in enumerate(effects):
+        if effect.delta is None:
+            _say_in_row(axes, 0.98, row, "diverged", CATEGORIES[2], ha="right", fontsize=6.5)
+            continue
+        colour = MUTED if _unsure(effect) else CATEGORIES[0]
+        if effect.ci95 is not None:
+            axes.plot(effect.ci95, [row, row], color=colour, linewidth=1.3, alpha=0.6, solid_capstyle="butt")
+        filled = "white" if _unsure(effect) else colour
+        axes.plot([effect.delta], [row], "o", color=colour, markerfacecolor=filled, markersize=mark)
+    axes.margins(x=0.08)
+    axes.xaxis.set_major_formatter(PlainNumbers())
+    axes.set_xlabel(f"Δ of the {EFFECTS[swap.judged_by]}, that layer alone", labelpad=1.5, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    label_layers(axes, [effect.layer for effect in effects], [effect.part for effect in effects], named=named)

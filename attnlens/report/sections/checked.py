@@ -1,0 +1,156 @@
+"""Checks as a table of rules, a list of the heads that break them, and a sheet; every site as `doctor` found it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+from attnlens.records import Breach, Check, Report, SiteCheck
+from attnlens.report.sections.section import Cell, Column, Document, Heading, Section, Sheet, Table, sheet
+from attnlens.wording import NO_VALUE, big, clean, counted
+
+
+def outcome(report: Report) -> tuple[str, bool]:
+    """`FAILED: 2 of 7 rules`, or `PASSED: 7 of 7 rules`; whether they all hold."""
+    if not report.checks:
+        return "No rule was checked.", True
+    failed = sum(not check.passed for check in report.checks)
+    rules = counted(len(report.checks), "rule")
+    return (f"FAILED: {failed} of {rules}", False) if failed else (f"PASSED: {len(report.checks)} of {rules}", True)
+
+
+def told(check: Check) -> str:
+    """What was found and what was wanted, how many heads break it and the worst of them."""
+    found = "" if check.value is None else f"found {number(check.value)}, "
+    blamed = ""
+    if check.breaches:
+        most = check.breaches[0]
+        blamed = f"; {len(check.breaches)} of {counted(check.heads or 0, 'head')}, worst {place(most)}: {reads(most)}"
+    return clean(f"{check.subject}: {found}wanted {check.wanted}{blamed}")
+
+
+def place(breach: Breach) -> str:
+    """Which head it is, in words."""
+    return f"layer {breach.layer} head {breach.head}"
+
+
+def reads(breach: Breach) -> str:
+    """What the head reads, beside what it read before where that is known."""
+    now = "no value" if breach.value is None else number(breach.value)
+    if breach.base is None:
+        return now
+    chance = "" if breach.p is None else f" (p {breach.p:.1g})"
+    return f"{now}, before {number(breach.base)}{chance}"
+
+
+def accusation(check: Check, breach: Breach) -> str:
+    """The sentence on one head that breaks a rule."""
+    return clean(f"{place(breach)} ({breach.part}): {check.subject} is {reads(breach)}, wanted {check.wanted}")
+
+
+def number(value: float) -> str:
+    """A number with four figures, a whole one as it is."""
+    return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.4g}"
+
+
+def site_checks(report: Report) -> Iterator[Section]:
+    """Every site: its route, both errors (relative, worst), and the verdict in words."""
+    rows = report.doctor
+    names = [clean(row.site) for row in rows]
+    shared, differing = _shared_path(names), tuple(row.verdict == "differs" for row in rows)
+    columns = (
+        Column("", "part", tuple(row.part for row in rows), words=True),
+        Column("", "heads", tuple(str(row.heads) for row in rows)),
+        Column("", "route", tuple(row.route for row in rows), words=True),
+        Column("", "q·k logits", tuple(_error(row.tokens_error) for row in rows)),
+        Column("", "weights × inputs", tuple(_error(row.weights_error) for row in rows)),
+        Column("", "verdict", tuple(map(_verdict, rows)), words=True, alarms=differing),
+    )
+    sites = Column("", "site", tuple(f"{'…' * bool(shared)}{name.removeprefix(shared)}" for name in names), words=True)
+    notes = (*((f"… stands for {shared}",) if shared else ()), *report.settings.notes)
+    yield Section(table=Table((sites,), columns, fit="folded"), notes=notes)
+
+
+def _verdict(row: SiteCheck) -> str:
+    said = "DIFFERS" if row.verdict == "differs" else row.verdict or NO_VALUE
+    return f"{said}\n{clean(row.reason)}" if row.reason else said
+
+
+def _shared_path(sites: Sequence[str]) -> str:
+    """What all paths begin with, up to a dot, where they are too long for their column; else nothing."""
+    if len(sites) < 2 or max(map(len, sites)) <= 24:  # what a terminal of 100 columns shows on one line
+        return ""
+    shared = os.path.commonprefix(list(sites))  # noqa: RUF071  # dotted paths, compared character by character
+    return shared[: shared.rfind(".") + 1]
+
+
+def _error(error: float | None) -> str:
+    return NO_VALUE if error is None else f"{error:.1e}"
+
+
+SHOWN = 10
+"""Heads that are listed; --json and --csv have all."""
+
+
+def document(report: Report) -> Document:
+    """The verdict on one page: the model, how many rules hold, each rule, and the worst heads."""
+    standing, sound = outcome(report)
+    model, heads = report.model, counted(report.coverage.heads, "head")
+    head = Heading(
+        title=clean(model.title),
+        command="check",
+        facts=" · ".join(map(clean, (model.architecture, f"{big(model.parameters)} parameters", heads))),
+        asides=(),
+        notes=() if report.coverage.complete else (clean(report.coverage.sentence),),
+        standing=standing,
+        sound=sound,
+    )
+    return Document(head, tuple(sections(report)))
+
+
+def sections(report: Report) -> Iterator[Section]:
+    """Every rule as a row; the worst heads of all rules together."""
+    checks = report.checks
+    if not checks:
+        return
+    failed = tuple(not check.passed for check in checks)
+    names = Column("", "rule", tuple(clean(check.rule) for check in checks), words=True)
+    columns = (
+        Column("", "found", tuple(NO_VALUE if check.value is None else number(check.value) for check in checks)),
+        Column("", "heads", tuple(_heads(check) for check in checks)),
+        Column("", "verdict", tuple("FAILS" if bad else "holds" for bad in failed), words=True, alarms=failed),
+    )
+    yield Section("Rules", table=Table((names,), columns, fit="folded"))
+    blamed = worst(checks)
+    if blamed:
+        more = f", the first {SHOWN} of {len(blamed)}" if len(blamed) > SHOWN else ""
+        items = tuple(accusation(check, breach) for check, breach in blamed[:SHOWN])
+        yield Section(f"Heads that break rules{more}", items=items)
+
+
+def worst(checks: Sequence[Check]) -> list[tuple[Check, Breach]]:
+    """Every head that breaks a rule: of each rule the worst, then of each the second worst, and so on.
+
+    Measures have different units, so that heads of different rules can't be ordered by size.
+    """
+    ranks = zip_longest(*([(check, breach) for breach in check.breaches] for check in checks))
+    return [pair for rank in ranks for pair in rank if pair is not None]
+
+
+def rows(report: Report) -> Sheet:
+    """One row a head that breaks a rule, and one for every rule that none breaks alone."""
+    found: list[dict[str, Cell]] = []
+    for check in report.checks:
+        own: dict[str, Cell] = {"rule": check.rule, "passed": check.passed, "found": check.value, "heads": check.heads}
+        own["file"] = check.file
+        names = ("site", "layer", "head", "part", "value", "base", "p")
+        found += [own | {name: getattr(breach, name) for name in names} for breach in check.breaches] or [own]
+    return sheet(found)
+
+
+def _heads(check: Check) -> str:
+    if check.heads is None:
+        return NO_VALUE
+    of = f"{check.heads} of {check.heads + check.without}" if check.without else str(check.heads)
+    return f"{len(check.breaches)} of {of}" if check.breaches and not check.without else of

@@ -1,0 +1,383 @@
+"""What changed between two models, and what an adapter did, as sections; a study, which compares trained kernels."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+
+import numpy as np
+
+from attnlens.records import (
+    Comparison,
+    Head,
+    HeadChange,
+    MeasureChange,
+    Outcome,
+    Report,
+    Shift,
+    Spread,
+    StudyCell,
+    StudyColumn,
+)
+from attnlens.registry import OWN_ROWS, comparing, info_of
+from attnlens.report.sections.section import Cell, Column, Row, Section, Table
+from attnlens.report.sentences import comparisons as words
+from attnlens.report.sentences.reports import adapter
+from attnlens.report.shapes import Shapes
+from attnlens.wording import (
+    NO_VALUE,
+    big,
+    clean,
+    counted,
+    decimals_for,
+    decimals_with_error,
+    short,
+    source_of,
+    spread,
+    title_of,
+    written,
+)
+
+UNITS = {"perplexity": "perplexity", "BLEU": "BLEU", "accuracy": "accuracy, %"}
+SPEED = "× SDPA: training steps beside those of a standard transformer (Eq. 4) with torch's attention, in one loop."
+ERRORS = "±, p: over seeds, on the same test examples; p: paired by seed, corrected for all pairs of the table (Holm)."
+PUBLISHED = "published: {}; other data and far larger models: orders are compared, not values."
+HEADS = (
+    "medians over heads, before training → as tested, of the first seed's run; tokens.* and selection.* of log k on 8 "
+    "held-out sequences, weights.* of s W_Q W_Kᵀ; – has no value: shares of causal heads, the SVM of kernels that are "
+    "no functions of products or have a position bias, kernels that can be negative, primal layers."
+)
+
+
+def study_sections(report: Report) -> Iterator[Section]:
+    """All tables, each task by itself."""
+    for study in report.studies:
+        yield Section(f"{clean(study.name)}: {clean(study.question)}", lines=tuple(words.not_trained(study)))
+        for task in study.tasks:
+            cells = [cell for cell in study.cells if cell.task == task.name]
+            notes = tuple(f"{clean(c.name)}: {clean(c.problem)}." for c in cells if c.problem)
+            told = (*words.agreement(study, task), *words.told_apart(study, task), *words.at_the_edge(study, task))
+            kind = "" if task.form in task.name else f" ({task.form})"
+            order = "more" if task.higher_is_better else "less"
+            yield Section(
+                clean(f"{task.name}{kind}, {UNITS[task.metric]}, {order} is better"),
+                lines=(words.how_trained(study, task), *told, *words.left_out(task)),
+                table=_cell_table(task, cells),
+                notes=(*notes, *_notes(task, cells)),
+            )
+            if any(cell.heads for cell in cells):
+                yield Section(f"{clean(task.name)}: heads", table=_heads(cells), notes=(HEADS,))
+
+
+def _notes(task: StudyColumn, cells: list[StudyCell]) -> Iterator[str]:
+    """What the columns mean, of those that there are."""
+    if any(cell.se is not None for cell in cells):
+        yield ERRORS
+    yield SPEED
+    if task.published and any(cell.published is not None or cell.published_diverged for cell in cells):
+        yield PUBLISHED.format(clean(task.published))
+
+
+def _cell_table(task: StudyColumn, cells: list[StudyCell]) -> Table:
+    """A row a cell, as the paper has them."""
+    names = (Column("", "cell", tuple(clean(cell.name) for cell in cells), words=True),)
+    beside = ("loss", "chrF") if task.form == "translation" else ()
+    known = [f"{cell.published:g}" for cell in cells if cell.published is not None]
+    decimals = max((len(number.partition(".")[2]) for number in known), default=0)
+    sizes = (f"{big(cell.parameters)} ({big(cell.kernel_parameters)})" for cell in cells)
+    speeds = (f"{big(round(cell.tokens_per_second))} ({cell.beside_sdpa:.2f})" for cell in cells)
+    columns = [
+        Column("", "ours", tuple(_ours(task, cell) for cell in cells)),
+        Column("", "published", tuple(_published(cell, decimals) for cell in cells)),
+        *(Column("", name, tuple(_score(cell, name) for cell in cells)) for name in beside),
+        Column("", "rate", tuple(f"{cell.rate:g}" for cell in cells)),
+        Column("", "parameters\n(of kernels)", tuple(sizes)),
+        Column("", "tokens/s\n(× SDPA)", tuple(speeds)),
+    ]
+    if any(cell.features for cell in cells):
+        columns.append(Column("", "feature\ndimension", tuple(cell.features or NO_VALUE for cell in cells)))
+    if all(cell.published is None and not cell.published_diverged for cell in cells):
+        del columns[1]
+    return Table(names, tuple(columns))
+
+
+def _heads(cells: list[StudyCell]) -> Table:
+    """A row a cell: each measure before training → after."""
+    names = list(dict.fromkeys(name for cell in cells for name in cell.heads))
+    rows = Column("", "cell", tuple(clean(cell.name) for cell in cells), words=True)
+    return Table(
+        (rows,), tuple(Column(source_of(name), title_of(name), tuple(_moved(c, name) for c in cells)) for name in names)
+    )
+
+
+def _moved(cell: StudyCell, name: str) -> str:
+    looks = cell.heads[name].median if name in cell.heads else []
+    ends = [looks[0], looks[cell.tested_look]] if cell.tested_look < len(looks) else []
+    return " → ".join(NO_VALUE if value is None else short(value) for value in ends) or NO_VALUE
+
+
+def _ours(task: StudyColumn, cell: StudyCell) -> str:
+    if cell.mean is None:
+        return "did not converge"
+    factor = 100 if task.metric == "accuracy" else 1
+    return _with_error(cell.mean * factor, None if cell.se is None else cell.se * factor)
+
+
+def _score(cell: StudyCell, name: str) -> str:
+    """The mean of another score over seeds, with its error."""
+    values = [run.scores[name] for run in cell.runs if name in run.scores]
+    if not values or cell.mean is None:
+        return NO_VALUE
+    return _with_error(mean(values), stdev(values) / len(values) ** 0.5 if len(values) > 1 else None)
+
+
+def _with_error(value: float, error: float | None) -> str:
+    decimals = decimals_with_error([value], error)
+    return written(value, decimals) + ("" if error is None else f" ± {spread(error, decimals)}")
+
+
+def _published(cell: StudyCell, decimals: int) -> str:
+    if cell.published_diverged:
+        return "did not converge"
+    return NO_VALUE if cell.published is None else written(cell.published, decimals)
+
+
+def study_rows(report: Report) -> Iterator[Row]:
+    """A row a training run, for a spreadsheet."""
+    for study in report.studies:
+        for cell in study.cells:
+            for run in cell.runs:
+                yield {
+                    **{"table": study.name, "task": cell.task, "cell": cell.name, "seed": run.seed, "rate": cell.rate},
+                    **run.scores,
+                    **{"validation_loss": min(run.losses, default=None), "problem": run.problem},
+                    **{"parameters": cell.parameters, "kernel_parameters": cell.kernel_parameters},
+                    **{"tokens": cell.tokens, "seconds": run.seconds, "published": cell.published},
+                }
+
+
+def adapter_sections(report: Report) -> Iterator[Section]:
+    """The adapter in a sentence, how far it moved the heads, and those that it moved furthest; nothing without one."""
+    if report.model.adapter is None:
+        return
+    first, *others = (info.name for found in comparing("weights") for info in found.measures)
+    known = [head for head in report.heads if _value(head, first) is not None]
+    ranked = sorted(known, key=lambda head: -(_value(head, first) or 0.0))
+    lines = [adapter(report)]
+    if ranked:
+        sizes = [_value(head, first) or 0.0 for head in ranked]
+        moved, median = sum(size > 0 for size in sizes), float(np.median(sizes))
+        lines.append(
+            f"It moved M in {moved} of {counted(len(ranked), 'head')}; ‖M' − M‖/‖M‖: median {short(median)}, "
+            f"largest {short(sizes[0])}."
+        )
+    top = [head for head in ranked[:12] if _value(head, first)]
+    yield Section("Adapter", lines=tuple(lines), table=_table(top, (first, *others)) if top else None)
+
+
+def _table(heads: Sequence[Head], names: Sequence[str]) -> Table:
+    """A row a head: how far it was moved; each headline measure without the adapter, with it, and the difference."""
+    places = [Column("", name, tuple(str(getattr(head, name)) for head in heads)) for name in ("layer", "head")]
+    if len({head.part for head in heads}) > 1:
+        places.append(Column("", "part", tuple(head.part for head in heads), words=True))
+    columns = [Column("", title_of(name), _cells([_value(head, name) for head in heads])) for name in names]
+    for name in dict.fromkeys(name for head in heads for name in head.measures):
+        pairs = [(getattr(head.measures.get(name), "base", None), _value(head, name)) for head in heads]
+        if not info_of(name).headline or all(base is None for base, _ in pairs):
+            continue
+        differences = [None if base is None or value is None else value - base for base, value in pairs]
+        for title, values in (("base", [base for base, _ in pairs]), ("adapted", [value for _, value in pairs])):
+            columns.append(Column(title_of(name), title, _cells(values)))
+        columns.append(Column(title_of(name), "difference", _cells(differences)))
+    return Table(tuple(places), tuple(columns))
+
+
+def _cells(values: Sequence[float | None]) -> tuple[str, ...]:
+    decimals = decimals_for([value for value in values if value is not None])
+    return tuple(written(value, decimals) for value in values)
+
+
+def _value(head: Head, name: str) -> float | None:
+    return head.measures[name].value if name in head.measures else None
+
+
+EXPLAINED = (
+    "own KL: each block of the second model takes the hidden states that the first one's took: what differs is of that "
+    "block. KL as run holds what the blocks before it changed, too."
+)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A head with all that is said of it."""
+
+    head: HeadChange
+    rows: dict[str, MeasureChange]
+
+    @property
+    def named(self) -> list[MeasureChange]:
+        """Its changes that are named."""
+        return [row for row in self.rows.values() if row.named]
+
+    def delta(self, name: str) -> float | None:
+        """The change of a measure."""
+        return self.rows[name].delta if name in self.rows else None
+
+
+def compared_models(report: Report) -> str:
+    """`base → model`."""
+    found = report.comparison
+    return report.model.title if found is None else f"{found.base.title} → {report.model.title}"
+
+
+def comparison_opening(shapes: Shapes) -> Iterator[Section]:
+    """How the models differ as wholes, and how many heads changed."""
+    found = shapes.report.comparison
+    assert found is not None  # noqa: S101
+    yield Section("What changed", items=tuple(map(clean, (*_of_heads(found), *found.notes))))
+
+
+def comparison_sections(report: Report, *, all_heads: bool, opened: bool = False) -> Iterator[Section]:
+    """How the models differ as wholes, unless that is said already; the heads that changed, worst first."""
+    found = report.comparison
+    assert found is not None  # noqa: S101
+    if not opened:
+        yield Section(lines=tuple(map(clean, (*found.notes, *_of_heads(found)))))
+    if found.shifts:
+        yield _shift_section(found.shifts)
+        return
+    ranked = [one for one in worst_first(found) if one.named]
+    changed = ranked if all_heads else ranked[:16]  # what a page of a terminal has room for
+    if changed:
+        yield _head_section(changed, found, len(ranked))
+    least = tuple(words.least_changes(found))
+    if least:
+        yield Section("Smallest changes that would have been named (median over heads)", items=least)
+
+
+def _of_heads(found: Comparison) -> list[str]:
+    return [] if found.shifts else [*words.discoveries(found), *_predictions(found.outcome)]
+
+
+def worst_first(found: Comparison) -> list[Compared]:
+    """Heads by what differs within their own block, then by how far their form and their rows moved."""
+    rows: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
+    for row in found.rows:
+        rows[row.layer, row.head][row.measure] = row
+    every = [Compared(head, rows[head.layer, head.head]) for head in found.heads]
+    return sorted(
+        every, key=lambda one: [-(one.delta(name) or 0.0) if one.named else 1.0 for name in words.worth(found)]
+    )
+
+
+def _head_section(changed: Sequence[Compared], found: Comparison, total: int) -> Section:
+    sizes = words.effect_sizes(found)
+    names = (
+        Column("", "layer", tuple(str(one.head.layer) for one in changed)),
+        Column("", "head", tuple(_place(one.head) for one in changed), words=True),
+    )
+    distances = {name: title for name, title in words.LOCAL.items() if any(name in one.rows for one in changed)}
+    columns = []
+    for name, title in distances.items():
+        hints = tuple(_hint(one, name) for one in changed)
+        columns.append(Column("", title, tuple(_distance(one, name) for one in changed), hints=hints))
+    columns[3:3] = [  # after the first three distances
+        Column("", "named", tuple(str(len(one.named)) for one in changed)),
+        Column("", "largest change of a measure", tuple(_largest(one, sizes) for one in changed), words=True),
+    ]
+    columns.insert(0, Column("", "form M", tuple(one.head.relation or NO_VALUE for one in changed), words=True))
+    more = total - len(changed)
+    notes = ["* is named."]
+    if OWN_ROWS in distances:
+        notes.insert(0, EXPLAINED)
+    if more > 0:
+        notes.append(f"{counted(more, 'more head')} with named changes: --all-heads, --csv or --json.")
+    table = Table(names, tuple(columns), fit="first")
+    return Section("Heads that changed, worst first", table=table, notes=tuple(notes))
+
+
+def _place(head: HeadChange) -> str:
+    return str(head.head) if head.partner == head.head else f"{head.head} → {head.partner}"
+
+
+def _distance(one: Compared, name: str) -> str:
+    row = one.rows.get(name)
+    if row is None or row.delta is None:
+        return NO_VALUE
+    if row.named or row.delta > (row.rounding or 0.0):
+        return f"{short(row.delta)}{'*' * row.named}"
+    return "0" if row.delta == 0 else "rounding"
+
+
+def _hint(one: Compared, name: str) -> str:
+    row = one.rows.get(name)
+    if row is None or row.q is None:
+        return "" if row is None else clean(row.reason or "")
+    return f"q {row.q:.2g}; rounding alone {short(row.rounding or 0.0)}"
+
+
+def _largest(one: Compared, sizes: dict[str, float]) -> str:
+    """The named measure that moved furthest, in units of its spread over the first model's heads."""
+    found = [row for row in one.named if row.measure in sizes and row.delta is not None and row.before is not None]
+    if not found:
+        return NO_VALUE
+    row = max(found, key=lambda row: abs(row.delta or 0.0) / sizes[row.measure])
+    return f"{row.measure} {short(row.before or 0.0)} → {short(row.after or 0.0)}"
+
+
+def _predictions(outcome: Outcome | None) -> Iterator[str]:
+    """How the predictions differ, in a sentence each."""
+    if outcome is None:
+        return
+    loss = outcome.loss
+    if loss is not None:
+        ends = "" if loss.ci95 is None else f" (95 % interval {loss.ci95[0]:+.4f} to {loss.ci95[1]:+.4f})"
+        yield f"Loss {loss.before:.4f} → {loss.after:.4f} nats a token: {loss.delta:+.4f}{ends}."
+    if outcome.kl is not None and outcome.top1_agreement is not None:
+        same = f"the same first choice for {outcome.top1_agreement:.1%}"
+        yield f"KL of the predictions {short(outcome.kl)} nats a token; {same}."
+    elif outcome.hidden_cosine is not None:
+        yield f"Cosine of the last hidden states {outcome.hidden_cosine:.6f}."
+
+
+def _shift_section(shifts: Sequence[Shift]) -> Section:
+    names = (Column("", "measure", tuple(one.measure for one in shifts), words=True),)
+    columns = (
+        Column("", "first model", tuple(_quartiles(one.before) for one in shifts)),
+        Column("", "second model", tuple(_quartiles(one.after) for one in shifts)),
+    )
+    notes = ("Medians over heads, with the quartiles. They are of other heads, so that nothing is tested.",)
+    return Section("Distributions over heads", table=Table(names, columns), notes=notes)
+
+
+def _quartiles(part: Spread) -> str:
+    low, middle, high = map(short, part.quartiles)
+    return f"{middle} ({low} to {high})"
+
+
+def comparison_rows(report: Report) -> list[Row]:
+    """One row a head and measure; without corresponding heads one a measure."""
+    found = report.comparison
+    if found is None:
+        return []
+    if found.shifts:
+        return [_shift_row(one) for one in found.shifts]
+    partners = {(head.layer, head.head): head for head in found.heads}
+    rows: list[Row] = []
+    for row in found.rows:
+        head = partners[row.layer, row.head]
+        where: dict[str, Cell] = {"site": head.site, "layer": row.layer, "head": row.head, "partner": head.partner}
+        read = {name: getattr(row, name) for name in MeasureChange.model_fields if name not in where}
+        rows.append(where | {"relation": head.relation} | read)
+    return rows
+
+
+def _shift_row(one: Shift) -> dict[str, Cell]:
+    found: dict[str, Cell] = {"measure": one.measure}
+    for which, part in (("before", one.before), ("after", one.after)):
+        found[f"{which}.heads"] = part.heads
+        found |= dict(zip((f"{which}.q25", f"{which}.median", f"{which}.q75"), part.quartiles, strict=True))
+        found[f"{which}.median.se"] = part.median_se
+    return found

@@ -1,0 +1,348 @@
+"""What a page lets its reader explore head by head, as plain data; what single heads select in their sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from attnlens.choices import WHERE_POSED
+from attnlens.records import AttentionRows, Measure, Pick, Report, Selection, Sentence
+from attnlens.registry import OWN_ROWS
+from attnlens.report.sections.layers import typical_places
+from attnlens.report.sections.section import Passage, Section
+from attnlens.report.shapes import MeasureMap, Shapes, group_of
+from attnlens.wording import clean, counted, decimals_with_error, gathered, listed, short, source_of, title_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+    from attnlens.report.pictures.maps import Palette
+
+
+AROUND = 3
+"""Unmarked tokens that stay on each side of a marked one."""
+SIGNS = {"selected": ("[", "]"), "support": ("{", "}"), "query": ("<", ">")}
+"""Signs around a token; several may hold for one token."""
+LEGEND = "<query> [selected] {support}: rivals whose constraints hold the SVM up; … unmarked tokens"
+
+
+def selections(report: Report) -> Iterator[Section]:
+    """For every head that is to be shown: a few of its sentences with query, selected and support tokens marked.
+
+    The marks are signs, and kinds that a page may colour. Tokens are a stranger's: cleaned, and never read as markup.
+    """
+    for found in report.selections:
+        posed = f"{counted(len(found.picks), 'query')} posed".replace("querys", "queries")
+        yield Section(
+            f"What layer {found.layer} head {found.head} selects",
+            notes=(
+                f"{posed} {WHERE_POSED[found.space]}; margins are over the best least margin, 1/‖W_mm‖:",
+                "no head's least exceeds 1, a single query's may",
+                LEGEND,
+            ),
+            passages=tuple(_passages(found)),
+        )
+
+
+def _passages(found: Selection) -> Iterator[Passage]:
+    """The marked sentences of five queries; the report's JSON holds all."""
+    sentences = {sentence.sequence: sentence for sentence in found.sentences}
+    for pick in _one_a_sequence(found.picks)[:5]:
+        fact = f"sequence {pick.sequence}, token {pick.query}: weight {short(pick.weight)}, margin {short(pick.margin)}"
+        yield fact, tuple(_pieces(pick, sentences.get(pick.sequence)))
+
+
+def _one_a_sequence(picks: list[Pick]) -> list[Pick]:
+    """The most decided query of each sequence, then the others."""
+    first = {pick.sequence: pick for pick in reversed(picks)}
+    return sorted(picks, key=lambda pick: pick is not first[pick.sequence])
+
+
+Piece = tuple[str, tuple[str, ...]]
+"""A text, and the kinds of its marks."""
+
+
+def _pieces(pick: Pick, sentence: Sentence | None) -> Iterator[Piece]:
+    """The sentence with its marks; places alone where the model reads no text."""
+    if sentence is None:
+        yield f"token {pick.query} selects {listed(pick.selected)}; support: {listed(pick.support, 20)}", ()
+    elif sentence.queries is None:
+        yield from _marked(sentence.keys, _kinds(pick, among_keys=True))
+    else:
+        yield from _marked(sentence.queries, _kinds(pick, among_keys=False))
+        yield "\n", ()
+        yield from _marked(sentence.keys, _kinds(pick, among_keys=None))
+
+
+def _kinds(pick: Pick, *, among_keys: bool | None) -> dict[int, list[str]]:
+    """Place → kinds of mark. `among_keys`: whether the query stands among the keys; None: keys alone."""
+    marked = {"selected": pick.selected, "support": pick.support} if among_keys is not False else {}
+    marked |= {"query": [pick.query]} if among_keys is not None else {}
+    return gathered((place, kind) for kind, places in marked.items() for place in places)
+
+
+def _marked(tokens: list[str], kinds: dict[int, list[str]]) -> Iterator[Piece]:
+    near = {place + step for place in kinds for step in range(-AROUND, AROUND + 1)}
+    before = ""
+    for place, token in enumerate(tokens):
+        if place not in near:
+            before = before if before.endswith("… ") else f"{before}… "
+            continue
+        yield before, ()
+        yield _token(token, kinds.get(place, []))
+        before = " "
+    if before.endswith("… "):
+        yield before.rstrip(), ()
+
+
+def _token(token: str, kinds: list[str]) -> Piece:
+    text = clean(token)
+    for kind in kinds:
+        left, right = SIGNS[kind]
+        text = f"{left}{text}{right}"
+    return text, tuple(kinds)
+
+
+MOST_STEPS = 400_000
+"""Numbers of curves that a page holds; where there are more, every head keeps the same evenly spaced steps."""
+VALUE_DIGITS, ERROR_DIGITS, CURVE_DIGITS = 5, 3, 4
+"""Significant digits on the page; the report's own numbers have nine."""
+Numbers = list[float | None]
+COMPARED = ("compare", "change")
+"""Sources of what a comparison measured, which stands before what its model reads."""
+
+
+@dataclass(frozen=True)
+class ExploredMeasure:
+    """One measure of every head, in the order of `Explorer.places`."""
+
+    name: str
+    """Qualified by source."""
+    title: str
+    """In words."""
+    group: str
+    """What it stands under."""
+    meaning: str
+    """One line; empty where the registry does not know it."""
+    formula: str
+    caution: str
+    """What to know where the attention does not fix it."""
+    decimals: int
+    """As the tables write it; −1: as 1.2e-05."""
+    values: Numbers
+    """None where there is none."""
+    errors: Numbers
+    """Standard errors; empty where no head has one."""
+    null_means: Numbers
+    """What chance reads; empty where no head has a null."""
+    null_sds: Numbers
+    typical: Numbers
+    """Percentiles among heads of other trained models; empty where no head has one."""
+    reasons: list[str]
+    """The different reasons why there is no value."""
+    why: list[int]
+    """For each head the place of its reason, −1 where it has a value; empty where all have one."""
+    labels: dict[int, str]
+    """Category → its name."""
+    palette: Palette
+    """Its colours, as the pictures have them."""
+
+
+@dataclass(frozen=True)
+class ExploredCurve:
+    """One curve of every head."""
+
+    name: str
+    title: str
+    group: str
+    meaning: str
+    formula: str
+    axis: str
+    """What its steps count."""
+    steps: list[int]
+    """The steps that are kept."""
+    length: int
+    """How many there are."""
+    logarithmic: bool
+    """Whether it falls so far that its axis is."""
+    quartiles: dict[str, list[Numbers]]
+    """For each part of the model the lower quartile, median and upper quartile over its heads at these steps."""
+    lines: list[Numbers]
+    """For each head its values at these steps, fewer where it is shorter; none where it has no curve."""
+
+
+@dataclass(frozen=True)
+class ExploredWhole:
+    """Measures that sum to 1."""
+
+    title: str
+    group: str
+    parts: list[tuple[str, str, str]]
+    """Of each part its measure, its name and its colour."""
+
+
+@dataclass(frozen=True)
+class ExploredRows:
+    """What each token of one sequence attends to."""
+
+    queries: list[str]
+    """The tokens that attend; their places where the model reads no text."""
+    keys: list[str]
+    """The tokens that are attended to."""
+    places: list[list[int]]
+    """For each query the keys of its largest weights."""
+    weights: list[list[int]]
+    """These weights in thousandths."""
+    rest: list[int]
+    """The sum of the others."""
+
+
+@dataclass(frozen=True)
+class Explorer:
+    """The heads of a report, and all that is known of each."""
+
+    layers: list[int]
+    """The map's rows."""
+    parts: list[str]
+    """For each row encoder, decoder or cross."""
+    columns: list[int]
+    """The heads' numbers: the map's columns."""
+    places: list[tuple[int, int]]
+    """Row and column of each head."""
+    key_heads: list[int]
+    """The number of the key head that each uses."""
+    sites: dict[int, str]
+    """Row → the site's name."""
+    measures: list[ExploredMeasure]
+    """The most telling first."""
+    curves: list[ExploredCurve]
+    wholes: list[ExploredWhole]
+    selections: dict[str, Section]
+    """Layer.head → what it selects, where that was to be shown."""
+    attention: dict[str, ExploredRows]
+    """Layer.head → its attention rows, where these were to be shown."""
+
+
+def explorer(shapes: Shapes) -> Explorer | None:
+    """What can be explored of a report; None where no head has a number."""
+    report = shapes.report
+    if not shapes.readings:
+        return None
+    places = [shapes.cell(head.layer, head.head) for head in report.heads]
+    measures = (_measure(shapes, reading) for reading in shapes.readings.values())
+    told = zip(report.selections, selections(report), strict=True)
+    return Explorer(
+        layers=list(shapes.layers),
+        parts=list(shapes.parts),
+        columns=list(shapes.heads),
+        places=places,
+        key_heads=[head.kv_head for head in report.heads],
+        sites={row: clean(head.site) for head, (row, _) in zip(report.heads, places, strict=True)},
+        measures=sorted(measures, key=lambda one: (one.name != OWN_ROWS, one.name.split(".")[0] not in COMPARED)),
+        curves=[_curve(shapes, name) for name in shapes.curves],
+        wholes=[_whole(shapes, whole, names) for whole, names in shapes.shares.items()],
+        selections={f"{found.layer}.{found.head}": section for found, section in told},
+        attention={f"{found.layer}.{found.head}": _rows(found) for found in report.attention},
+    )
+
+
+def _measure(shapes: Shapes, reading: MeasureMap) -> ExploredMeasure:
+    from attnlens.report import pictures  # late here and below: it loads matplotlib
+
+    info, cells = reading.info, tuple(np.array([shapes.cell(h.layer, h.head) for h in shapes.report.heads]).T)
+    found = [head.measures.get(reading.name) for head in shapes.report.heads]
+    reasons = list(dict.fromkeys(filter(None, map(_reason, found))))
+    return ExploredMeasure(
+        name=clean(reading.name),
+        title=title_of(reading.name),
+        group=group_of(info),
+        meaning=clean(info.meaning),
+        formula=clean(info.formula),
+        caution=clean(info.caution),
+        decimals=decimals_with_error(reading.present.tolist(), reading.error),
+        values=rounded(reading.values[cells], VALUE_DIGITS),
+        errors=_unless_empty(rounded(reading.errors[cells], ERROR_DIGITS)),
+        null_means=_unless_empty(rounded(reading.null_means[cells], VALUE_DIGITS)),
+        typical=typical_places(shapes.report, reading.name),
+        null_sds=_unless_empty(rounded(reading.null_sds[cells], ERROR_DIGITS)),
+        reasons=[clean(reason) for reason in reasons],
+        why=[reasons.index(_reason(one)) if _reason(one) else -1 for one in found] if reasons else [],
+        labels={number: clean(label) for number, label in reading.labels.items()},
+        palette=pictures.palette(reading),
+    )
+
+
+def _reason(found: Measure | None) -> str:
+    """Why there is no value; empty where there is one."""
+    return "not measured" if found is None else found.reason or ""
+
+
+def _unless_empty(numbers: Numbers) -> Numbers:
+    return numbers if any(number is not None for number in numbers) else []
+
+
+def _curve(shapes: Shapes, name: str) -> ExploredCurve:
+    from attnlens.report import pictures
+    from attnlens.report.pictures.style import bands, first_step
+
+    info, found = shapes.info(name), shapes.curves[name]
+    length = max(len(curve) for _, curve in found)
+    kept = _kept(length, MOST_STEPS // (len(found) * len(shapes.curves)))
+    found_bands = bands(shapes, name)
+    medians = [band.quartiles[1] for band in found_bands]
+    return ExploredCurve(
+        name=clean(name),
+        title=title_of(name) + (f" of {clean(info.matrix)}" if info.matrix else ""),
+        group=source_of(name),
+        meaning=clean(info.meaning),
+        formula=clean(info.formula),
+        axis="index k" if info.steps == "index" else clean(info.steps),
+        steps=[int(step) + first_step(info) for step in kept],
+        length=length,
+        logarithmic=pictures.falls_far(np.concatenate([curve for _, curve in found]), medians),
+        quartiles={band.part: [_line(line, kept) for line in band.quartiles.tolist()] for band in found_bands},
+        lines=[_line(head.curves.get(name, []), kept) for head in shapes.report.heads],
+    )
+
+
+def _kept(length: int, most: int) -> Sequence[int]:
+    """All of 0 … length−1, or about `most` of them and at least 24, evenly spaced from the first to the last."""
+    return sorted({round(step) for step in np.linspace(0, length - 1, min(length, max(24, most))).tolist()})
+
+
+def _line(curve: list[float], kept: Iterable[int]) -> Numbers:
+    return rounded([curve[step] for step in kept if step < len(curve)], CURVE_DIGITS)
+
+
+def rounded(numbers: Iterable[float] | Float[np.ndarray, " heads"], digits: int) -> Numbers:
+    """The numbers with so many significant digits, None for NaN; whole ones as integers, which are shorter."""
+    return [None if number != number else _short(float(f"{number:.{digits}g}")) for number in numbers]
+
+
+def _short(number: float) -> float:
+    return int(number) if number.is_integer() and abs(number) < 1e9 else number
+
+
+def _whole(shapes: Shapes, whole: str, names: list[str]) -> ExploredWhole:
+    from attnlens.report import pictures
+
+    parts = [(clean(name), *named) for name, named in zip(names, pictures.named_parts(names), strict=True)]
+    open_ = any(shapes.info(name).identified == "nowhere" for name in names)
+    return ExploredWhole(title_of(whole) + " (not identified)" * open_, group_of(shapes.info(names[0])), parts)
+
+
+def _rows(found: AttentionRows) -> ExploredRows:
+    sentence = found.sentence
+    count = 1 + max((place for places in found.keys for place in places), default=0)
+    keys = [clean(token) for token in sentence.keys] if sentence else [str(place) for place in range(count)]
+    own = sentence.queries if sentence else [str(place) for place in range(len(found.keys))]
+    return ExploredRows(
+        queries=keys if own is None else [clean(token) for token in own],
+        keys=keys,
+        places=found.keys,
+        weights=[[round(1000 * weight) for weight in row] for row in found.weights],
+        rest=[round(1000 * weight) for weight in found.rest],
+    )

@@ -1,0 +1,238 @@
+"""Experiments as tables: ours beside the published; a series of checkpoints, every measure by training step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from attnlens.records import Curve, Experiment, Report
+from attnlens.registry import info_of
+from attnlens.report.sections.section import Cell, Column, Row, Section, Table
+from attnlens.report.sentences.reports import asked_for, heads_of, judgement, null_words, setting, told_of, worded
+from attnlens.wording import NO_VALUE, SCIENTIFIC, clean, counted, decimals_for, gathered, listed, short, written
+
+MOST_STEPS = 8
+"""Checkpoints up to which each has its column."""
+
+
+def told(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
+    """A series of checkpoints: the measures that it is about, or, `whole`, every one with its quartiles."""
+    heads = heads_of(experiment)
+    count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
+    lines = [f"{counted(count, 'checkpoint')}, {counted(heads, 'head')}.", *_loss(experiment)]
+    every = told_of(experiment)
+    shown = every if whole else [name for name in every if asked_for(name)] or every
+    help_ = "Medians over heads; quartiles over heads at the last checkpoint" if heads > 1 else "One head's values"
+    help_ += f"; {len(_spread(count))} of {count} checkpoints are shown" if count > MOST_STEPS else ""
+    nulls = [info_of(name) for name in shown if experiment.null(name) is not None]
+    help_ += f"; null: {null_words(nulls)}, mean ± sd." if nulls else "."
+    more = [] if len(shown) == len(every) else [f"{len(shown)} of {len(every)} measures; --verbose shows all."]
+    yield Section(experiment.question, lines=tuple(lines), table=series_rows(experiment, shown), notes=(help_, *more))
+    if whole and heads > 1:
+        yield Section("Quartiles over heads", table=quartile_rows(experiment))
+
+
+def series_sections(report: Report) -> Iterator[Section]:
+    """Every measure of a series of checkpoints, medians and quartiles."""
+    for experiment in report.experiments:
+        if experiment.trajectories:
+            several = heads_of(experiment) > 1
+            notes = ("Medians over heads." if several else "One head's values.",)
+            yield Section("Every measure", table=series_rows(experiment, told_of(experiment)), notes=notes)
+            if several:
+                yield Section("Quartiles over heads", table=quartile_rows(experiment))
+
+
+def series_rows(experiment: Experiment, measures: Sequence[str]) -> Table:
+    """A row a measure: its median over heads, a column a checkpoint (about eight of many), last quartiles, null."""
+    columns = _by_step(experiment, measures, lambda curve, at, decimals: written(curve.median[at], decimals))
+    if heads_of(experiment) > 1:
+        curves = [experiment.curves[name] for name in measures]
+        quartiles = tuple(_quartiles(curve, -1, _decimals_of(curve)) for curve in curves)
+        columns.append(Column("last", "quartiles", quartiles))
+    nulls = [experiment.null(name) for name in measures]
+    if any(nulls):
+        columns.append(Column("chance", "null", tuple(map(_null, nulls))))
+    return Table((Column("", "measure", tuple(map(clean, measures)), words=True),), tuple(columns))
+
+
+def quartile_rows(experiment: Experiment) -> Table:
+    """The first and third quartile over heads of every measure, a column a checkpoint."""
+    measures = [name for name in told_of(experiment) if experiment.curves[name].low is not None]
+    names = (Column("", "measure", tuple(map(clean, measures)), words=True),)
+    return Table(names, tuple(_by_step(experiment, measures, _quartiles)))
+
+
+def _by_step(experiment: Experiment, measures: Sequence[str], tell: Callable[[Curve, int, int], str]) -> list[Column]:
+    """A column a checkpoint (about eight of many), a cell a measure: (curve, which checkpoint, decimals) → text."""
+    curves = [(experiment.curves[name], _decimals_of(experiment.curves[name])) for name in measures]
+    steps = curves[0][0].steps if curves else []
+    return [
+        Column(
+            clean(experiment.axis),
+            written(steps[at], decimals_for(steps)),
+            tuple(tell(curve, at, decimals) for curve, decimals in curves),
+        )
+        for at in _spread(len(steps))
+    ]
+
+
+def step_cells(experiment: Experiment) -> Iterator[dict[str, Cell]]:
+    """A row per head, measure and step, for a spreadsheet."""
+    for found in experiment.trajectories:
+        steps = experiment.curves[found.measure].steps if found.measure in experiment.curves else []
+        errors = found.se or [None] * len(found.values)
+        where: dict[str, Cell] = {"layer": found.layer, "head": found.head, "measure": found.measure}
+        for step, value, error in zip(steps, found.values, errors, strict=False):
+            yield where | {experiment.axis: step, "value": value, "se": error}
+
+
+def _loss(experiment: Experiment) -> Iterator[str]:
+    curve = experiment.curves.get("loss")
+    losses = [value for value in curve.median if value is not None] if curve else []
+    if len(losses) > 1:
+        way = "falls" if losses[-1] < losses[0] else "rises"
+        yield f"The loss on this text {way} from {losses[0]:.3f} to {losses[-1]:.3f} nats per token."
+
+
+def _spread(count: int) -> list[int]:
+    """Which of so many columns are shown: all, or about eight, the first and the last among them."""
+    if count <= MOST_STEPS:
+        return list(range(count))
+    return sorted({round(place * (count - 1) / (MOST_STEPS - 1)) for place in range(MOST_STEPS)})
+
+
+def _decimals_of(curve: Curve) -> int:
+    return decimals_for([value for value in curve.median if value is not None])
+
+
+def _quartiles(curve: Curve, at: int, decimals: int) -> str:
+    if curve.low is None or curve.high is None or curve.low[at] is None:
+        return NO_VALUE
+    return f"{written(curve.low[at], decimals)} … {written(curve.high[at], decimals)}"
+
+
+def _null(null: Curve | None) -> str:
+    """Mean ± sd with two figures of the sd."""
+    if null is None or null.median[-1] is None or null.high is None or null.high[-1] is None:
+        return ""
+    mean, sd = null.median[-1], null.high[-1] - null.median[-1]
+    decimals = decimals_for([sd or mean], figures=2)
+    return f"{written(mean, decimals)} ± {written(sd, decimals)}"
+
+
+SIGNS = {"within": "", "at least": "≥ ", "at most": "≤ "}
+
+
+def experiment_sections(report: Report, *, whole: bool) -> Iterator[Section]:
+    """All that a summary of `converge` and `verify` says below the model; `whole`, with every measure of a series."""
+    plain = [experiment for experiment in report.experiments if not experiment.trajectories]
+    if plain:
+        yield Section(table=figure_rows(plain), notes=tuple(_figure_help(plain)))
+        yield Section("What was asked", items=tuple(_asked(experiment, report) for experiment in plain))
+    for experiment in report.experiments:
+        if experiment.trajectories:
+            yield from told(experiment, whole=whole)
+    missing = [line for experiment in report.experiments for line in _missing(experiment)]
+    if missing:
+        yield Section("No value", items=tuple(missing))
+
+
+def figure_rows(experiments: Sequence[Experiment]) -> Table:
+    """A row a figure: ours ± error, published, tolerance, verdict."""
+    every = [(experiment, figure) for experiment in experiments for figure in experiment.final]
+    titles = tuple(
+        clean(experiment.name) if figure == next(iter(experiment.final)) else "" for experiment, figure in every
+    )
+    names = (
+        Column("", "experiment", titles, words=True),
+        Column("", "figure", tuple(worded(*row) for row in every), words=True),
+    )
+    columns = [Column("", "ours", tuple(_ours(*row) for row in every))]
+    if any(experiment.published for experiment in experiments):
+        columns += [
+            Column("", "published", tuple(_published(*row) for row in every)),
+            Column("", "tolerance", tuple(_tolerance(*row) for row in every)),
+            Column("", "verdict", tuple(judgement(*row) for row in every), words=True),
+        ]
+    return Table(names, tuple(columns))
+
+
+def _decimals(experiment: Experiment, figure: str) -> int:
+    """What the tolerance's second figure takes, or the error's; else four figures."""
+    value = experiment.final.get(figure)
+    slack = (experiment.tolerance or {}).get(figure) or experiment.errors.get(figure)
+    if value is not None and value != 0 and abs(value) < 1e-4:
+        return SCIENTIFIC
+    if slack and math.isfinite(slack) and slack < 1:
+        return min(9, 1 - math.floor(math.log10(slack)))
+    return decimals_for([value or 0.0], figures=4)
+
+
+def _ours(experiment: Experiment, figure: str) -> str:
+    value, error = experiment.final[figure], experiment.errors.get(figure)
+    if value is None or error is None:
+        return written(value, _decimals(experiment, figure))
+    return f"{written(value, _decimals(experiment, figure))} ± {short(error)}"
+
+
+def _published(experiment: Experiment, figure: str) -> str:
+    value = (experiment.published or {}).get(figure)
+    if value is None:
+        return NO_VALUE
+    decimals = max(_decimals(experiment, figure), decimals_for([value], figures=2))
+    small = abs(value) < 1e-4 and value != 0
+    return SIGNS[experiment.bounds.get(figure, "within")] + written(value, SCIENTIFIC if small else decimals)
+
+
+def _tolerance(experiment: Experiment, figure: str) -> str:
+    slack = (experiment.tolerance or {}).get(figure, 0.0)
+    known = (experiment.published or {}).get(figure) is not None
+    return NO_VALUE if not known else short(slack) if slack else "exact"
+
+
+def _figure_help(experiments: Sequence[Experiment]) -> Iterator[str]:
+    if any(experiment.errors for experiment in experiments):
+        yield (
+            "±: standard error over trials, or over what the experiment's question names; figures without it are "
+            "extremes, medians, counts or single solutions."
+        )
+    if any(experiment.published for experiment in experiments):
+        yield (
+            "published: what the paper, or a reimplementation of it with many seeds, reads; ≥ and ≤ are bounds; "
+            "tolerance: how far ours may be from it."
+        )
+    for source in dict.fromkeys(e.source for e in experiments if e.source):
+        yield f"source: {clean(source)}"
+
+
+def _asked(experiment: Experiment, report: Report) -> str:
+    """Name, question, model where it is not the report's, settings, and how long it took."""
+    facts = [f"on {experiment.model}"] if experiment.model else []
+    facts += [setting(experiment, name) for name, value in experiment.settings.items() if value is not None]
+    seconds = report.timings.get(experiment.name)
+    facts += [] if seconds is None else [f"{seconds:.1f} s"]
+    return clean(f"{experiment.name}: {experiment.question}" + (f" ({', '.join(facts)})" if facts else ""))
+
+
+def _missing(experiment: Experiment) -> Iterator[str]:
+    reasons = gathered((reason, worded(experiment, figure)) for figure, reason in experiment.reasons.items())
+    for reason, figures in reasons.items():
+        yield f"{clean(experiment.name)}: {listed(figures, 5)}, because {clean(reason)}"
+
+
+def figure_cells(experiment: Experiment) -> Iterator[Row]:
+    """A row a figure, for a spreadsheet."""
+    published = experiment.published or {}
+    for figure, value in experiment.final.items():
+        met, known = experiment.meets(figure), figure in published
+        yield {
+            "experiment": experiment.name,
+            "figure": figure,
+            "ours": value,
+            "error": experiment.errors.get(figure),
+            "published": published.get(figure),
+            "bound": experiment.bounds.get(figure, "within") if known else None,
+            "tolerance": (experiment.tolerance or {}).get(figure),
+            "verdict": None if met is None else "pass" if met else "fail",
+        }

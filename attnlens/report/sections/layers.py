@@ -1,0 +1,417 @@
+"""What the heads read: medians by layer, every head, what was found, and how they stand beside trained models."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+
+from attnlens.records import Head, Report
+from attnlens.registry import NOT_IDENTIFIED
+from attnlens.report import atlas
+from attnlens.report.atlas import Reference, Subject, Third
+from attnlens.report.sections.section import Column, Section, Table
+from attnlens.report.sentences import reports
+from attnlens.report.sentences.reports import findings, no_errors, null_words, population
+from attnlens.report.shapes import MeasureMap, Shapes, by_turns, group_of, middle
+from attnlens.wording import (
+    NO_VALUE,
+    clean,
+    decimals_for,
+    decimals_with_error,
+    gathered,
+    listed,
+    short,
+    source_of,
+    spread,
+    title_of,
+    written,
+)
+
+SUFFIXES = {1: "st", 2: "nd", 3: "rd"}
+
+
+@dataclass(frozen=True)
+class MedianHead:
+    """The median over one part's heads, and the heads of other models that it is compared with."""
+
+    reading: MeasureMap
+    median: float
+    reference: Reference
+    part: str
+    several: bool
+    """Whether the model has other parts."""
+
+    def told(self, name: str = "") -> str:
+        """`median symmetry 0.07 at the 63rd percentile of 80 heads of 2 trained encoders`; `name` is the measure's."""
+        part = self.part if self.several else ""
+        words = (part, "median", name, _numbers([self.median])[0], place(self.reference, self.median))
+        return " ".join(filter(None, words))
+
+
+def median_heads(shapes: Shapes) -> Iterator[MedianHead]:
+    """Each headline measure that varies, part by part, where the atlas has heads to compare its median with.
+
+    None where heads are trained anew, or changes, or where some were left out: their median is not the model's.
+    """
+    settings = shapes.report.settings
+    if shapes.report.command != "inspect" or settings.layers is not None or settings.heads is not None:
+        return
+    parts = list(dict.fromkeys(shapes.parts))
+    subjects = {part: atlas.subject_of(shapes.report, part) for part in parts}
+    for reading in shapes.readings.values():
+        for part in parts if reading.info.headline and not reading.constant else ():
+            rows = [row for row, of in enumerate(shapes.parts) if of == part]
+            reference = atlas.reference(reading.name, "all", subjects[part])
+            median = middle(reading.values[rows])
+            if reference.models and median == median:  # NaN where no head of the part has a value
+                yield MedianHead(reading, median, reference, part, len(parts) > 1)
+
+
+def place(reference: Reference, value: float) -> str:
+    """`at the 63rd percentile of 80 heads of 2 trained encoders`, or `above all …`."""
+    models = reference.models
+    named = f"of {len(models)} trained {models[0].part}s" if len(models) > 1 else f"of {models[0].name}"
+    heads = f"{reference.heads} heads {named}"
+    percentage = reference.percentile(value) or 0.0
+    if percentage in (0.0, 100.0):
+        return f"{'below' if percentage == 0 else 'above'} all {heads}"
+    return f"at the {ordinal(min(99, max(1, round(percentage))))} percentile of {heads}"
+
+
+def ordinal(number: int) -> str:
+    """`1st`, `22nd`, `13th`."""
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else SUFFIXES.get(number % 10, 'th')}"
+
+
+def _numbers(values: list[float]) -> list[str]:
+    decimals = decimals_for(values, 2)
+    return [written(value, decimals).replace("-", "−") for value in values]
+
+
+READ_AS = (
+    "A percentile describes, and tests nothing: it is among the heads of a few models, of which each lineage (a model "
+    "and its fine-tunings) counts once, and never the model's own. Models are compared within one part (encoder, "
+    "decoder); weights.* within one kind of form, tokens.* at one length of windows, each model on its own text."
+)
+
+
+def typical_line(shapes: Shapes) -> Iterator[Section]:
+    """One line: a headline of the weights and one of the tokens beside other trained models; nothing where none is."""
+    found = gathered((source_of(one.reading.name), one) for one in median_heads(shapes))
+    chosen = [found[source][0] for source in ("weights", "tokens") if source in found]
+    told = "; ".join(one.told(title_of(one.reading.name)) for one in chosen)
+    if told:
+        yield Section(notes=(f"Beside trained models (a description, no test): {told}.",))
+
+
+def typical_list(shapes: Shapes) -> Iterator[Section]:
+    """The medians of the headline measures beside those of each model, and how to read that."""
+    items = []
+    for one in median_heads(shapes):
+        numbers = _numbers([spread.median for spread in one.reference.spreads])
+        medians = ", ".join(f"{m.name} {n}" for m, n in zip(one.reference.models, numbers, strict=True))
+        items.append((clean(one.reading.name), f"{one.told()}; medians there: {medians}"))
+    if items:
+        yield Section("Beside other trained models", items=tuple(items), notes=(READ_AS,))
+
+
+def typical_places(report: Report, measure: str) -> list[float | None]:
+    """For each head the percentage of heads of its part and depth below it; none where nothing can be compared."""
+    if report.command != "inspect":  # elsewhere its heads are trained anew, or changes
+        return []
+    depths, parts = atlas.depths(report), {head.part for head in report.heads}
+    subjects = {part: atlas.subject_of(report, part) for part in parts}
+    found = [_place(head, measure, depths[head.layer], subjects[head.part]) for head in report.heads]
+    return found if any(place is not None for place in found) else []
+
+
+def _place(head: Head, measure: str, depth: Third, subject: Subject) -> float | None:
+    one = head.measures.get(measure)
+    if one is None or one.value is None:
+        return None
+    if source_of(measure) == "weights" and atlas.shares_weights(head):
+        depth = "all"
+    place = atlas.reference(measure, depth, subject).percentile(one.value)
+    return None if place is None else round(place)
+
+
+def found_sections(shapes: Shapes) -> Iterator[Section]:
+    """The headline measures in words, with what their errors and nulls are, and the most extreme heads."""
+    if shapes.readings:
+        yield Section("What was found", items=tuple(findings(shapes)), notes=tuple(_how_sure(shapes)))
+    yield from typical_list(shapes)
+    yield from extreme_heads(shapes.report)
+
+
+def _how_sure(shapes: Shapes) -> Iterator[str]:
+    """What the errors are over, or why there are none; what chance is; which numbers have neither."""
+    about = population(shapes.report)
+    if shapes.report.summary.median_errors:
+        yield f"± is the standard error of the median{f' ({about})' if about else ''}."
+    elif no_errors(shapes.report):
+        yield f"{no_errors(shapes.report).capitalize()}."
+    nulls = [reading.info for reading in shapes.readings.values() if reading.null]
+    if nulls:
+        yield f"Chance is {null_words(nulls)}."
+
+
+def extreme_heads(report: Report) -> Iterator[Section]:
+    """The heads at the ends of the measures."""
+    found = tuple(map(reports.extreme, report.summary.extremes))
+    if found:
+        yield Section("Most extreme heads (ranks, not tests)", items=found)
+
+
+def layer_tables(shapes: Shapes) -> Iterator[Section]:
+    """The terminal's table of the layers' medians."""
+    yield from (replace(section, title="By layer") for section in layer_sections(shapes, whole=False) if section.table)
+
+
+def head_tables(shapes: Shapes) -> Iterator[Section]:
+    """Every head with every scalar measure: a table per source.
+
+    `value±se` where a standard error exists; `–` where there is no value, for which the summary says why.
+    """
+    for source in dict.fromkeys(source_of(name) for name in shapes.readings):
+        columns = [
+            _head_column(shapes, reading) for name, reading in shapes.readings.items() if source_of(name) == source
+        ]
+        yield Section(table=Table(_place_columns(shapes), tuple(columns)))
+
+
+def head_table(shapes: Shapes) -> Section:
+    """The same as one table, with its nulls, and with the reasons of what has no value beside it."""
+    heads, several = shapes.report.heads, len(set(shapes.parts)) > 1
+    places = (f"{head.layer} · {head.head}" for head in heads)
+    cells = tuple(f"{head.part} {place}" if several else place for head, place in zip(heads, places, strict=True))
+    nulls = any(reading.null for reading in shapes.readings.values())
+    title, sites = "part " * several + "layer · head", tuple(head.site for head in heads)
+    name = Column("", title, cells, ("null, mean ± sd",) * nulls, words=True, hints=sites)
+    about = population(shapes.report)
+    said = no_errors(shapes.report) or (about and f"±: standard error; {about}")
+    columns = tuple(_head_column(shapes, reading, nulls=nulls) for reading in shapes.readings.values())
+    return Section("Every head", table=Table((name,), columns), notes=(f"{said}.",) if said else ())
+
+
+def _place_columns(shapes: Shapes) -> tuple[Column, ...]:
+    heads = shapes.report.heads
+    columns = [
+        Column("", "layer", tuple(str(head.layer) for head in heads)),
+        Column("", "head", tuple(str(head.head) for head in heads)),
+    ]
+    if len(set(shapes.parts)) > 1:
+        columns.append(Column("", "part", tuple(head.part for head in heads), words=True))
+    return tuple(columns)
+
+
+def _head_column(shapes: Shapes, reading: MeasureMap, *, nulls: bool = False) -> Column:
+    heads = shapes.report.heads
+    decimals = decimals_with_error(reading.present.tolist(), reading.error)
+    cells = tuple(_head_cell(reading, shapes.cell(head.layer, head.head), decimals) for head in heads)
+    found = (head.measures.get(reading.name) for head in heads)
+    reasons = tuple("not measured" if measure is None else measure.reason or "" for measure in found)
+    return Column(group_of(reading.info), title_of(reading.name), cells, (_null(reading),) * nulls, hints=reasons)
+
+
+def _head_cell(reading: MeasureMap, at: tuple[int, int], decimals: int) -> str:
+    value, error = reading.values[at], reading.errors[at]
+    if np.isnan(value):
+        return NO_VALUE
+    if reading.labels:
+        return clean(reading.labels[round(value)])
+    return written(value, decimals) if np.isnan(error) else f"{written(value, decimals)}±{written(error, decimals)}"
+
+
+def _null(reading: MeasureMap) -> str:
+    if reading.null is None:
+        return ""
+    mean, sd = reading.null
+    decimals = decimals_for([sd or mean], figures=2)
+    return f"{written(mean, decimals)} ± {written(sd, decimals)}"
+
+
+MOST_ROWS = 48
+"""Layers up to which each has its row."""
+
+MOST_TEXTS = 6
+"""Texts up to which each has its row at the foot."""
+GROUPED_ROWS = 40
+"""About how many rows a larger model has."""
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """Which layers share a row: rows of the maps, part by part."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """For each table row, rows of the maps."""
+    size: int
+    """How many layers a row holds (the last of a part may hold fewer)."""
+
+
+def layer_sections(shapes: Shapes, *, whole: bool) -> Iterator[Section]:
+    """A row per layer, medians over heads: the measures that fit on a page, or, `whole`, a table of each source.
+
+    The sources take turns, in the report's order of importance. Above 48 layers neighbours share a row.
+    """
+    if not shapes.readings:
+        return
+    rows = layer_rows(shapes)
+    names, columns = name_columns(shapes, rows), measure_columns(shapes, rows)
+    notes = tuple(filter(None, (reading_help(rows, shapes), constants(shapes))))
+    if not whole:
+        yield Section(table=Table(names, columns, fit="first") if columns else None, notes=notes)
+        return
+    for source in dict.fromkeys(column.group for column in columns):
+        own = tuple(replace(column, group="") for column in columns if column.group == source)
+        yield Section(source, table=Table(names, own))
+    yield Section(notes=notes)
+
+
+def layer_rows(shapes: Shapes) -> LayerRows:
+    """A row a layer up to 48 layers; beyond, neighbours of one part share a row, so that about 40 rows remain."""
+    count = len(shapes.layers)
+    size = 1 if count <= MOST_ROWS else -(-count // GROUPED_ROWS)
+    groups: list[tuple[int, ...]] = []
+    for _, members in groupby(range(count), key=lambda row: shapes.parts[row]):
+        rows = list(members)
+        groups += [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
+    return LayerRows(tuple(groups), size)
+
+
+def name_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
+    """The layers' numbers and, where there are several, their parts; below them what the foot's rows are."""
+    ends = ((shapes.layers[group[0]], shapes.layers[group[-1]]) for group in rows.groups)
+    numbers = tuple(str(first) if first == last else f"{first}–{last}" for first, last in ends)
+    foot = _foot_names(shapes, rows)
+    layer = Column("", "layer", numbers, foot)
+    if len(set(shapes.parts)) == 1:
+        return (layer,)
+    return layer, Column("", "part", tuple(shapes.parts[group[0]] for group in rows.groups), ("",) * len(foot), True)
+
+
+def _foot_names(shapes: Shapes, rows: LayerRows) -> tuple[str, ...]:
+    """All heads, where there is more than one row of them; each text where there are several, and their sd; the null of
+    the median, where a measure has one.
+    """
+    summary = shapes.report.summary
+    texts = [f"{text.name} ({text.sequences})" for text in summary.texts[:MOST_TEXTS]]
+    between = ["between texts"] if summary.between_texts else []
+    null = ["null", "± sd"] if summary.median_nulls else []
+    every = ["all"] if len(rows.groups) > 1 else []
+    return (*every, *(clean(name) for name in texts), *between, *null)
+
+
+def measure_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
+    """A column for every measure that differs between heads, sources taking turns, headlines first; then the sum's."""
+    varying = {name: reading for name, reading in shapes.readings.items() if not reading.constant}
+    headlines = [name for name, reading in varying.items() if reading.info.headline]
+    others = [name for name in varying if name not in headlines]
+    columns = [_column(varying[name], rows, shapes) for name in [*by_turns(headlines), *by_turns(others)]]
+    return (*columns, *_summed(shapes, rows))
+
+
+def reading_help(rows: LayerRows, shapes: Shapes) -> str:
+    """What a row of the layers' table is."""
+    over = "over heads" if rows.size == 1 else f"over the heads of {rows.size} neighbouring layers"
+    summary, alone = shapes.report.summary, len(shapes.report.heads) == 1
+    said = [] if alone else [f"rows are medians {over}"]
+    if summary.median_errors:
+        known = population(shapes.report)
+        said.append(f"± is the standard error{'' if alone else ' of that median'}{f' ({known})' if known else ''}")
+    elif no_errors(shapes.report):
+        said.append(no_errors(shapes.report))
+    if any(text.reasons for text in summary.texts):
+        said.append("one window of a text has no spread: no errors in its row")
+    if any(reading.null for reading in shapes.readings.values()):
+        chance = null_words(reading.info for reading in shapes.readings.values() if reading.null)
+        said.append(f"null is {chance},{'' if alone else ' as the median of so many heads,'} mean ± sd")
+    if summary.texts:
+        said.append("beside a text stands how many windows are its")
+    if summary.between_texts:
+        said.append("“between texts” is the sd of the texts' medians")
+    sentence = "; ".join(said)
+    sentence = f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
+    spaces = dict.fromkeys(reading.info.space for reading in shapes.readings.values() if reading.info.space)
+    apart = f" {' and '.join(spaces)}: two questions, compare within one only." if len(spaces) > 1 else ""
+    open_ = [name for name, reading in shapes.readings.items() if reading.info.identified == "nowhere"]
+    loose = f" {listed(open_)}: {NOT_IDENTIFIED}" if open_ else ""
+    return f"{sentence}{apart}{loose}".strip()
+
+
+def constants(shapes: Shapes) -> str:
+    """The measures that all heads share, which need no column; empty where there are none."""
+    same = [
+        f"{clean(reading.name)} {reading.labels.get(round(reading.present[0])) or short(reading.present[0])}"
+        for reading in shapes.readings.values()
+        if reading.constant
+    ]
+    return f"The same for every head: {listed(same, 8)}." if same else ""
+
+
+def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:
+    title, over = title_of(reading.name), group_of(reading.info)
+    everything = tuple(range(len(reading.values)))
+    height, several = len(_foot_names(shapes, rows)), len(rows.groups) > 1
+    if reading.labels:
+        cells = tuple(_commonest(reading, group) for group in rows.groups)
+        whole = [_commonest(reading, everything)] if several else []
+        return Column(over, title, cells, (*whole, *[""] * (height - len(whole))))
+    medians = [middle(reading.values[list(group)]) for group in rows.groups]
+    total, summary = middle(reading.values), shapes.report.summary
+    errors, error = _errors(reading.name, rows, shapes), summary.median_errors.get(reading.name)
+    null = summary.median_nulls.get(reading.name)
+    bounds = (null.mean, null.sd) if null else ()
+    shown = [number for number in (*medians, total, *bounds) if not np.isnan(number)]
+    decimals = decimals_with_error(shown, error)
+    cells = tuple(_with_error(*pair, decimals) for pair in zip(medians, errors, strict=True))
+    foot = [_with_error(total, error, decimals)] if several else []
+    for text in summary.texts[:MOST_TEXTS]:
+        median = text.medians.get(reading.name)
+        foot.append("" if median is None else _with_error(median, text.median_errors.get(reading.name), decimals))
+    if summary.between_texts:
+        between = summary.between_texts.get(reading.name)
+        foot.append("" if between is None else spread(between, decimals))
+    if null is not None:
+        foot += [written(null.mean, decimals), f"±{spread(null.sd, decimals)}"]
+    return Column(over, title, cells, (*foot, *[""] * (height - len(foot))))
+
+
+def _errors(name: str, rows: LayerRows, shapes: Shapes) -> list[float | None]:
+    """The standard error of each row's median; rows of several layers have none."""
+    summary = shapes.report.summary
+    known = dict(zip(summary.layer_numbers, summary.layer_errors, strict=False))
+    return [known.get(shapes.layers[group[0]], {}).get(name) if len(group) == 1 else None for group in rows.groups]
+
+
+def _with_error(median: float, error: float | None, decimals: int) -> str:
+    number = written(median, decimals)
+    return number if error is None or np.isnan(median) else f"{number}±{spread(error, decimals)}"
+
+
+def _commonest(reading: MeasureMap, group: tuple[int, ...]) -> str:
+    values = reading.values[list(group)]
+    found = Counter(round(value) for value in values[~np.isnan(values)].tolist())
+    if not found:
+        return NO_VALUE
+    number, count = found.most_common(1)[0]
+    return f"{clean(reading.labels[number])} {count}/{found.total()}"
+
+
+def _summed(shapes: Shapes, rows: LayerRows) -> Iterator[Column]:
+    summary = shapes.report.summary
+    pairs = zip(summary.layer_numbers, summary.layer_symmetry, strict=False)
+    known = {layer: value for layer, value in pairs if value is not None}
+    if not known:
+        return
+    values = np.array([known.get(layer, np.nan) for layer in shapes.layers])
+    medians = [middle(values[list(group)]) for group in rows.groups]
+    decimals = decimals_for([*known.values()])
+    cells = tuple(written(median, decimals) for median in medians)
+    foot = [written(middle(values), decimals)] if len(rows.groups) > 1 else []
+    height = len(_foot_names(shapes, rows))
+    yield Column("weights", "layer symmetry", cells, (*foot, *[""] * (height - len(foot))))

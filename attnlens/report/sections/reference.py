@@ -1,0 +1,317 @@
+"""What attnlens knows: lists of all measures and kernels for `attnlens list`, and a page for each for `explain`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from attnlens.arguments import checked_name
+from attnlens.errors import UsageError
+from attnlens.kernels import FILTERS, HYBRIDS, TIES, Modifier, kernels
+from attnlens.kernels.spelling import default_of, example, far_kernels
+from attnlens.models.architectures import Architecture
+from attnlens.registry import (
+    BETWEEN_FORMS,
+    BETWEEN_ROWS,
+    NULLS,
+    Analyzer,
+    Gathering,
+    KernelInfo,
+    KernelParameter,
+    MeasureInfo,
+    every_analyzer,
+)
+from attnlens.report.sections.section import Column, Section, Table
+from attnlens.wording import NO_VALUE, clean
+
+
+def measure_list(infos: Iterable[MeasureInfo]) -> Section:
+    """Name, range and meaning of every measure and curve; below the meaning its formula, cautions and source."""
+    every = list(infos)
+    return _folded(
+        ("measure", [info.name for info in every]),
+        ("range", [range_of(info) for info in every]),
+        ("meaning", [_lines(info.meaning, info.formula, info.caution, info.paper) for info in every]),
+    )
+
+
+def analyzer_list(analyzers: Iterable[Analyzer | Gathering]) -> Section:
+    """Every analyzer: its name, what it reads, the question it answers, how many measures and curves it returns."""
+    every = list(analyzers)
+    return _folded(
+        ("analyzer", [found.name for found in every]),
+        ("source", [found.source for found in every]),
+        ("question", [_asked(found) for found in every]),
+        last=(Column("", "measures", tuple(str(len(found.measures)) for found in every)),),
+    )
+
+
+def kernel_list(
+    infos: Iterable[KernelInfo], ties: Iterable[Modifier], filters: Iterable[Modifier], hybrids: Iterable[Modifier] = ()
+) -> list[Section]:
+    """Every kernel as it is typed: log k, what it is, its parameters, what a fit chooses, its fast form and its source.
+
+    Whether k ≥ 0, is symmetric, has finitely many features. A second table holds what goes with any kernel.
+    """
+    every = list(infos)
+    kernels = _folded(
+        ("kernel", [_typed(info.name, info.parameters) for info in every]),
+        ("log k(q, k)", [_kernel_cell(info) for info in every]),
+        ("≥ 0", ["yes" if info.positive else "no" for info in every]),
+        ("sym.", ["yes" if info.symmetric else "no" for info in every]),
+        ("features", [info.features for info in every]),
+    )
+    found = [("tie", tie) for tie in ties] + [("filter", kept) for kept in filters]
+    found += [("hybrid", hybrid) for hybrid in hybrids]
+    modifiers = _folded(
+        ("with a kernel", [_typed(modifier.name, modifier.parameters) for _, modifier in found]),
+        (
+            "log k(q_i, k_j), or the keys j that query i keeps",
+            [_modifier_cell(kind, modifier) for kind, modifier in found],
+        ),
+    )
+    return [kernels, modifiers]
+
+
+def architecture_list(measured: str, found: Iterable[Architecture]) -> list[Section]:
+    """Every model type: how much of it is read and through what, its positions, weights and checks; what is missing."""
+    every = list(found)
+    counts = Counter(one.read for one in every)
+    told = ", ".join(f"{count} {read}" for read, count in counts.most_common())
+    table = _folded(
+        ("model type", [one.model_type for one in every]),
+        ("read", [one.read for one in every]),
+        ("through", [one.route or NO_VALUE for one in every]),
+        ("positions", [one.positions or NO_VALUE for one in every]),
+        ("weights.*", [one.weights or NO_VALUE for one in every]),
+        ("doctor", [one.doctor or NO_VALUE for one in every]),
+        ("swap", [one.swap or NO_VALUE for one in every]),
+    )
+    lines = (
+        f"{len(every)} model types, each built tiny from its own configuration and run ({measured}): {told}.",
+        "A type is read in part where a part is not run, can't be read or has no weights.*, for the reason below.",
+    )
+    lacking = [one for one in every if one.reason]
+    reasons = _folded(
+        ("model type", [one.model_type for one in lacking]),
+        ("what is missing, and why", [clean(one.reason) for one in lacking]),
+    )
+    return [replace(table, title="Model types", lines=lines), replace(reasons, title="What is missing")]
+
+
+def _folded(*columns: tuple[str, list[str]], last: tuple[Column, ...] = ()) -> Section:
+    names, *others = (Column("", title, tuple(cells), words=True) for title, cells in columns)
+    return Section(table=Table((names,), (*others, *last), fit="folded"))
+
+
+def _lines(first: str, *others: str) -> str:
+    """The first line, and below it those that say something."""
+    return "\n".join(map(clean, (first, *filter(None, others))))
+
+
+def _asked(found: Analyzer | Gathering) -> str:
+    own = f"{found.source}.", f"{found.name}."
+    names = [info.name for info in found.measures]
+    names = [next((name.removeprefix(start) for start in own if name.startswith(start)), name) for name in names]
+    only = "" if found.by_default else f"Runs only where it is named: --analyzer {found.name}"
+    return _lines(found.question, only, ", ".join(names))
+
+
+def _kernel_cell(info: KernelInfo) -> str:
+    told = (info.meaning, *told_parameters(info.parameters), fitted(info))
+    return _lines(info.formula, *told, f"computed by {info.fused}", info.source)
+
+
+def fitted(info: KernelInfo) -> str:
+    """What its fit to text chooses, and whether there must be one; empty where there is none."""
+    if info.fit is None:
+        return ""
+    first = (info.fit.__doc__ or "").splitlines()[0]
+    how = "must be fitted" if info.needs_fit else "--fit"
+    return f"{how if info.fit_reads else 'trained by --heal'}: {first.partition(':')[0]}"
+
+
+def _modifier_cell(kind: str, modifier: Modifier) -> str:
+    facts = [f"{kind}: {modifier.meaning}", *told_parameters(modifier.parameters), modifier.caution, modifier.source]
+    return _lines(modifier.formula, *facts)
+
+
+def told_parameters(parameters: Iterable[KernelParameter]) -> list[str]:
+    """What each does, and in which range."""
+    return [f"{parameter.name}: {parameter.meaning}{_allowed(parameter)}" for parameter in parameters]
+
+
+def _typed(name: str, parameters: Sequence[KernelParameter]) -> str:
+    """The name, and below it how parameters are added: `:gamma=0.5`."""
+    pairs = zip(parameters, map(default_of, parameters), strict=True)
+    return _lines(name, *(f"{',' if n else ':'}{p.name}={default}" for n, (p, default) in enumerate(pairs)))
+
+
+def _allowed(parameter: KernelParameter) -> str:
+    """Its range in words, after its meaning, or the words that can be typed."""
+    named = [word for word, _ in parameter.words]
+    if named and parameter.high is None:
+        return f" ({' or '.join(named)})"
+    even = parameter.even or parameter.multiple_of == 2
+    words = ["even"] if even else ["whole"] if parameter.kind is int else []
+    words += [] if parameter.low is None else [f"≥ {parameter.low:g}"]
+    words += [] if parameter.above is None else [f"> {parameter.above:g}"]
+    words += [f"or {word}" for word in named]
+    return f" ({', '.join(words)})" if words else ""
+
+
+def range_of(info: MeasureInfo) -> str:
+    """Between which numbers it lies, what its categories are, or over what it is a curve."""
+    if info.curve:
+        return f"curve over {info.steps}"
+    return " | ".join(info.labels) or bounds(info)
+
+
+def bounds(info: MeasureInfo) -> str:
+    """Its least and its largest value in words."""
+    if info.low is None and info.high is None:
+        return "any"
+    low = "−∞" if info.low is None else f"{info.low:g}"
+    high = "∞" if info.high is None else f"{info.high:g}"
+    return f"{low} to {high}"
+
+
+READ = {"weights": "the weights alone", "tokens": "queries and keys of forward passes over text"}
+EXACT = "none: weights are read once, and there is nothing to sample"
+SAMPLED = "standard error of the mean over windows; with five texts or more, over texts like these (--intervals)"
+OWN_REASON = "for the reason that stands in its place"
+ONCE = "posed once over all windows: only what is a mean over them has a standard error"
+CURVE = "none: a curve is the mean over windows"
+PAIRED = "both models read the same windows, and it is over these (--intervals texts: over texts)"
+IDENTIFIED = {
+    "weights": "in every head: no change of basis within it changes the number",
+    "tokens": "in every head: all scores that give the model's attention give this number",
+}
+
+
+def measure_pages() -> dict[str, Section]:
+    """The page of every measure and curve, and of every distance between two models, by name."""
+    found = sorted(every_analyzer(), key=lambda each: not each.by_default)
+    pages = {info.name: _measured(info, each) for each in found for info in each.measures}
+    compared = {"tokens": BETWEEN_ROWS, "weights": BETWEEN_FORMS}
+    return pages | {info.name: _distance(info, source) for source, infos in compared.items() for info in infos}
+
+
+def kernel_pages() -> dict[str, Section]:
+    """The page of every kernel, tie and filter, by name."""
+    modifiers = {name: _modifier("tie", tie) for name, tie in TIES.items()}
+    modifiers |= {name: _modifier("filter", kept) for name, kept in FILTERS.items()}
+    modifiers |= {name: _modifier("hybrid", found) for name, found in HYBRIDS.items()}
+    return {name: _kernel(info) for name, info in kernels().items()} | modifiers
+
+
+def explanation(name: str) -> Section:
+    """The page of that name; of a measure the part behind its source is enough, where no other has the same.
+
+    Raises UsageError for a name that is none, with the nearest one, and for one that several measures have.
+    """
+    pages = measure_pages() | kernel_pages()
+    ends = [full for full in pages if full.endswith(f".{name}")]
+    if name not in pages and len(ends) > 1:
+        raise UsageError(f"{name!r} is the name of several measures.", f"Name one of them: {', '.join(ends)}.")
+    if name not in pages and ends:
+        (name,) = ends
+    return pages[checked_name("measure or kernel", name, pages)]
+
+
+def _measured(info: MeasureInfo, found: Analyzer | Gathering) -> Section:
+    if found.source == "weights":
+        error = EXACT
+    elif info.curve:
+        error = CURVE
+    else:
+        error = ONCE if isinstance(found, Gathering) else SAMPLED
+    wholes = [[one.name for one in found.measures if whole in one.wholes and one is not info] for whole in info.wholes]
+    needs_base = isinstance(found, Analyzer) and found.needs_base
+    runs = f"{'where the model has an adapter, or' if needs_base else 'only'} with --analyzer {found.name}"
+    facts = {
+        **_facts(info, found.source),
+        "error": error,
+        "null": _null(info, found.source),
+        "sums to 1": "; ".join(f"with {', '.join(parts)}" for parts in wholes),
+        "analyzer": f"{found.name}: {found.question}",
+        "runs": "in a plain inspect" if found.by_default else runs,
+        "definitions": found.definitions,
+    }
+    return _page(info.name, info.meaning, facts | _ends(info))
+
+
+def _distance(info: MeasureInfo, source: str) -> Section:
+    error = PAIRED if source == "tokens" else EXACT
+    null = "0 between equal heads; what counts is beyond what rounding to the stored number type does"
+    facts = {**_facts(info, source), "error": error, "null": null, "runs": "in compare"}
+    return _page(info.name, info.meaning, facts | _ends(info))
+
+
+def _facts(info: MeasureInfo, source: str) -> dict[str, str]:
+    """What is to be said first of any measure."""
+    steps = f"; each {bounds(info)}" if info.curve else ""
+    apart = ", or the head is of cross-attention" if info.self_only else ""
+    return {
+        "formula": info.formula,
+        "range": range_of(info) + steps,
+        "read from": READ[source],
+        "identified": info.caution or IDENTIFIED[source],
+        "no value": (f"where {info.missing}" if info.missing != MeasureInfo.missing else OWN_REASON) + apart,
+    }
+
+
+def _ends(info: MeasureInfo) -> dict[str, str]:
+    """What is to be said last of any measure."""
+    return {"read beside": info.beside, "what to do": info.use, "source": info.paper}
+
+
+def _null(info: MeasureInfo, source: str) -> str:
+    if info.curve or not (info.null == "rotations" or (source == "weights" and info.has_null)):
+        return "none"
+    return NULLS[info.null]
+
+
+def _kernel(info: KernelInfo) -> Section:
+    kinds = {"none": "not known to be an inner product", "finite": "finitely many", "infinite": "infinitely many"}
+    typed = [
+        (each.name, next((word for word, _ in each.words), "…")) for each in info.parameters if each.default is None
+    ]
+    needed = ",".join(f"{name}={word}" for name, word in typed)
+    facts = {
+        "log k(q, k)": info.formula,
+        "parameters": "; ".join(told_parameters(info.parameters)),
+        "k ≥ 0": "yes" if info.positive else "no: rows of attention leave the simplex",
+        "k(x, y) = k(y, x)": "yes, where queries and keys are projected alike" if info.symmetric else "no",
+        "features": kinds[info.features],
+        "fit": fitted(info),
+        "keys of one length": info.equal_lengths,
+        "caution": info.caution,
+        "computed by": info.fused,
+        "command": f"swap-kernel --kernel {info.name}{needed and f':{needed}'}",
+        "source": info.source,
+    }
+    return _page(info.name, info.meaning, facts)
+
+
+def _modifier(kind: str, modifier: Modifier) -> Section:
+    hybrid = {
+        "kernels": ", ".join(far_kernels()),
+        "fit": "--fit: γ of each head, at which near keys have as large a share of the weights as in the model itself",
+        "command": f"swap-kernel --kernel elu+{example(modifier.name, modifier.parameters)} --fit",
+    }
+    facts = {
+        {"filter": "keys kept", "hybrid": "weights"}.get(kind, "log k(q_i, k_j)"): modifier.formula,
+        "parameters": "; ".join(told_parameters(modifier.parameters)),
+        "kind": f"{kind}: it goes with any kernel{' of positive features' if kind == 'hybrid' else ''}",
+        **(hybrid if kind == "hybrid" else {}),
+        "caution": modifier.caution,
+        "source": modifier.source,
+    }
+    return _page(modifier.name, modifier.meaning, facts)
+
+
+def _page(name: str, meaning: str, facts: Mapping[str, str]) -> Section:
+    items = tuple((word, clean(fact)) for word, fact in facts.items() if fact)
+    return Section(clean(name), lines=(clean(meaning),), items=items)

@@ -1,0 +1,418 @@
+"""Tables of a swap as columns of finished text: outcomes, sites, sweep, plan; and as rows of a sheet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import median
+
+from attnlens.records import Change, Control, Effect, KeyRank, Outcome, Plan, Swap, TextChange, TextCosine
+from attnlens.report.sections.section import Cell, Column, Table
+from attnlens.report.sentences.swaps import (
+    agreed,
+    figures,
+    interval,
+    loss_decimals,
+    percent,
+    ratio,
+    rise_interval,
+    rise_words,
+)
+from attnlens.wording import NO_VALUE, clean, decimals_for, gathered, written
+
+DIVERGED = "diverged"
+SHARED = ("one key", "floor")
+"""Controls that are the same beside every kernel."""
+BESIDE = "vs"
+"""What the name of a control begins with."""
+
+
+def stage_rows(swap: Swap) -> Table:
+    """The original, a row a stage, a row a control; a column for what any of them has."""
+    loss, original = _loss(swap.stages)
+    rows: list[Outcome] = [*swap.stages, *measured(swap)]
+    columns = []
+    for title, tell in (*loss, *_predictions(swap), *_states(swap), *_placed(rows)):
+        cells = [tell(row) for row in rows]
+        if set(cells) != {NO_VALUE}:
+            columns.append(Column("", title, (original.get(title, ""), *cells)))
+    if any(row.diverged for row in rows):
+        cells = [DIVERGED if row.diverged else "" for row in rows]
+        columns.insert(0, Column("", "outcome", ("", *cells), words=True))
+    told = (*(stage.name for stage in swap.stages), *map(_beside, measured(swap)))
+    names = Column("", "stage", ("original", *told), words=True)
+    return Table((names,), tuple(columns))
+
+
+def measured(swap: Swap) -> list[Control]:
+    """Its controls but those that there are none of."""
+    return [control for control in swap.controls if control.kernel is not None]
+
+
+def _beside(control: Control) -> str:
+    """`vs sink-window:4,64`."""
+    healed = " (healed)" if control.role == "far part, healed" else ""
+    return f"{BESIDE} {clean(control.kernel or '')}{healed}"
+
+
+def text_rows(swaps: Sequence[Swap]) -> Table:
+    """A row a text: how many of its windows were read, and what each swap does to the loss there."""
+    texts = next(swap.loss_by_text for swap in swaps if swap.loss_by_text)
+    columns = []
+    for swap in swaps:
+        changes = {text.name: text.change for text in swap.loss_by_text}
+        found = [changes.get(text.name) for text in texts]
+        decimals = loss_decimals([change for change in found if change is not None])
+        group = clean(swap.kernel) if len(swaps) > 1 else ""
+        powers = {text.name: text.perplexity for text in swap.loss_by_text}
+        pairs = [(change, powers.get(text.name)) for text, change in zip(texts, found, strict=True)]
+        columns += [
+            Column(group, "Δ", tuple(_change(change, decimals) for change in found)),
+            Column(group, "95 % interval", tuple(_interval(change, decimals) for change in found)),
+            Column(group, "perplexity", tuple(_figures(powers.get(text.name)) for text in texts)),
+            Column(group, "rise", tuple(_rise(*pair, rise_words) for pair in pairs)),
+            Column(group, "95 % interval of rise", tuple(_rise(*pair, rise_interval) for pair in pairs)),
+        ]
+    return Table(_text_names(texts), tuple(columns))
+
+
+def cosine_rows(swaps: Sequence[Swap]) -> Table:
+    """A row a text, where there is no loss: how many of its windows were read, and each swap's hidden cosine there."""
+    texts = next(swap.hidden_cosine_by_text for swap in swaps if swap.hidden_cosine_by_text)
+    columns = []
+    for swap in swaps:
+        known = {text.name: text for text in swap.hidden_cosine_by_text}
+        found = [known.get(text.name) for text in texts]
+        group = clean(swap.kernel) if len(swaps) > 1 else ""
+        cosines = (NO_VALUE if one is None else written(one.cosine, 3) for one in found)
+        ends = (NO_VALUE if one is None else interval(one.ci95, 3) for one in found)
+        columns += [Column(group, "hidden cosine", tuple(cosines)), Column(group, "95 % interval", tuple(ends))]
+    return Table(_text_names(texts), tuple(columns))
+
+
+def _text_names(texts: Sequence[TextChange | TextCosine]) -> tuple[Column, ...]:
+    return (
+        Column("", "text", tuple(clean(text.name) for text in texts), words=True),
+        Column("", "windows", tuple(str(text.sequences) for text in texts)),
+    )
+
+
+def place_rows(swap: Swap) -> Table:
+    """A row a part of the sequences: how many tokens, their loss before and after, and its change."""
+    parts = swap.loss_by_position
+    changes = [part.change for part in parts]
+    decimals = loss_decimals(changes)
+    columns = (
+        Column("", "count", tuple(str(part.tokens) for part in parts)),
+        Column("", "before", tuple(written(change.before, decimals) for change in changes)),
+        Column("", "after", tuple(_change(change, decimals, "after") for change in changes)),
+        Column("", "Δ", tuple(_change(change, decimals) for change in changes)),
+        Column("", "95 % interval", tuple(_interval(change, decimals) for change in changes)),
+    )
+    return Table((Column("", "tokens", tuple(f"{part.first}–{part.last}" for part in parts)),), columns)
+
+
+def kernel_rows(swaps: Sequence[Swap]) -> Table:
+    """A row a kernel with its controls below it, the original first; what is every kernel's control stands last."""
+    loss, original = _loss(swaps)
+    rows, predictions, states = _rows(swaps), _predictions(swaps[0]), _states(swaps[0])
+    (first, tell), *others = {
+        "loss": (*loss, *predictions, *_placed([row for _, row in rows])),
+        "kl": (*predictions, *states),
+        "hidden": states,
+    }[swaps[0].judged_by]
+    outcomes = (DIVERGED if row.diverged else tell(row) for _, row in rows)
+    columns = [Column("", first, (original.get(first, ""), *outcomes))]
+    columns += [Column("", title, (original.get(title, ""), *(told(row) for _, row in rows))) for title, told in others]
+    times = [ratio(row.tokens_per_second) if isinstance(row, Swap) else math.nan for _, row in rows]
+    speeds = (NO_VALUE if time is None else "" if math.isnan(time) else f"× {written(time, 2)}" for time in times)
+    columns.append(Column("", "speed", ("", *speeds)))
+    columns = [column for column in columns if column.title not in OPTIONAL or set(column.cells[1:]) != {NO_VALUE}]
+    names = Column("", "kernel", ("original", *(name for name, _ in rows)), words=True)
+    return Table((names,), tuple(columns))
+
+
+def _rows(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
+    """Each kernel, what stands beside it alone, and at the end what stands beside all; each under its name.
+
+    Where kernels differ in the window beyond which tokens are looked at, nothing stands beside all.
+    """
+    rows: list[tuple[str, Outcome]] = []
+    shared: dict[str, Control] = {}
+    windows = {one.beyond_window.window for swap in swaps for one in measured(swap) if one.beyond_window is not None}
+    for swap in swaps:
+        rows.append((clean(swap.kernel) + (" (fitted)" if swap.fitted else ""), swap))
+        for control in measured(swap):
+            # a report of several windows has the rows of each beside its kernel
+            if control.role in SHARED and len(windows) < 2:
+                shared.setdefault(_beside(control), control)
+            else:
+                rows.append((_beside(control), control))
+    return [*rows, *shared.items()]
+
+
+def number(found: float | None) -> str:
+    """Return three figures, or that there is no value."""
+    return NO_VALUE if found is None else figures(found)
+
+
+def share(found: float | None) -> str:
+    """Return a share in per cent, or that there is no value."""
+    return NO_VALUE if found is None else percent(found, 1)
+
+
+Cells = tuple[tuple[str, Callable[[Outcome], str]], ...]
+"""Titles of columns, and what stands in them."""
+
+
+def _change(change: Change | None, decimals: int, name: str = "delta") -> str:
+    return NO_VALUE if change is None else written(getattr(change, name), decimals)
+
+
+def _interval(change: Change | None, decimals: int) -> str:
+    return NO_VALUE if change is None else interval(change.ci95, decimals)
+
+
+def _figures(change: Change | None) -> str:
+    return NO_VALUE if change is None else figures(change.after)
+
+
+def _rise(loss: Change | None, perplexity: Change | None, words: Callable[[Change], str]) -> str:
+    """Return by how much the perplexity rises, or between which bounds, if it is a number."""
+    return NO_VALUE if loss is None or perplexity is None else words(loss) or NO_VALUE
+
+
+RISES: Cells = (
+    ("rise", lambda found: _rise(found.loss, found.perplexity, rise_words)),
+    ("95 % interval of rise", lambda found: _rise(found.loss, found.perplexity, rise_interval)),
+)
+"""By how much the perplexity rises."""
+
+
+def _loss(outcomes: Sequence[Outcome]) -> tuple[Cells, dict[str, str]]:
+    """The columns of loss and perplexity, and what stands in them for the original."""
+    losses = [one.loss for one in outcomes if one.loss is not None]
+    powers = [one.perplexity for one in outcomes if one.perplexity is not None]
+    decimals = loss_decimals(losses)
+    columns: Cells = (
+        ("loss", lambda found: _change(found.loss, decimals, "after")),
+        ("Δ", lambda found: _change(found.loss, decimals)),
+        ("95 % interval", lambda found: _interval(found.loss, decimals)),
+        ("perplexity", lambda found: _figures(found.perplexity)),
+        *RISES,
+    )
+    original = {"loss": written(losses[0].before, decimals)} if losses else {}
+    return columns, original | ({"perplexity": figures(powers[0].before)} if powers else {})
+
+
+def _placed(rows: Sequence[Outcome]) -> Cells:
+    """What is lost beyond a window, named where rows differ in it, and for how long texts are the original's."""
+    there = [row.beyond_window for row in rows if row.beyond_window is not None]
+    decimals = loss_decimals([one.change for one in there])
+    several = len({one.window for one in there}) > 1
+
+    def beyond(found: Outcome) -> str:
+        one = found.beyond_window
+        window = f" (> {one.window})" if several and one is not None else ""
+        return _change(one.change if one else None, decimals) + window
+
+    return ("Δ beyond", beyond), ("greedy", lambda found: agreed(found.agreement) or NO_VALUE)
+
+
+OPTIONAL = ("rise", "95 % interval of rise", "perplexity", "Δ beyond", "greedy")
+"""Columns that are left out where nothing stands in them."""
+
+
+def _predictions(swap: Swap) -> Cells:
+    """KL, with its interval where the swap is judged by it, and how many first choices are the same."""
+
+    def ends(found: Outcome) -> str:
+        return NO_VALUE if found.kl is None else interval(found.kl_ci95, decimals_for([found.kl], 3))
+
+    more: Cells = (("95 % interval", ends),) if swap.judged_by == "kl" else ()
+    return (("KL", lambda found: number(found.kl)), *more, ("top-1", lambda found: share(found.top1_agreement)))
+
+
+def _states(swap: Swap) -> Cells:
+    """The hidden states' cosine, with its interval where the swap is judged by it, and their CKA."""
+    ends: Cells = (("95 % interval", lambda found: interval(found.hidden_cosine_ci95, 3)),)
+    more = ends if swap.judged_by == "hidden" else ()
+    cka: Cells = (("CKA", lambda found: written(found.hidden_cka, 3)),)
+    return (("hidden cosine", lambda found: written(found.hidden_cosine, 3)), *more, *cka)
+
+
+MARK = "*"
+"""What stands beside a significant effect."""
+
+
+def site_rows(swap: Swap) -> Table:
+    """Every exchanged site: where it is, how it was computed, how far its output moves."""
+    sites = swap.sites
+    columns = [
+        Column("", "heads", tuple(spans(site.heads) for site in sites)),
+        Column("", "output error", tuple(number(site.output_error) for site in sites)),
+        Column("", "path", tuple(clean(site.path) for site in sites), words=True),
+        Column("", "site", tuple(clean(site.site) for site in sites), words=True),
+    ]
+    if any(site.off_simplex for site in sites):
+        columns.insert(2, Column("", "off simplex", tuple(share(site.off_simplex) for site in sites)))
+    names = [
+        Column("", "layer", tuple(str(site.layer) for site in sites)),
+        Column("", "part", tuple(site.part for site in sites), words=True),
+    ]
+    return Table(tuple(names), tuple(columns))
+
+
+def sweep_rows(swap: Swap, most: int) -> Table:
+    """The `most` most and least harmful units, all where there are no more than both."""
+    effects = swap.sweep
+    shown: list[Effect | None] = list(effects)
+    if len(effects) > 2 * most:
+        shown = [*effects[:most], None, *effects[-most:]]
+    decimals = _decimals(effects)
+    names = [_units("layer", shown, lambda effect: str(effect.layer))]
+    if any(effect.head is not None for effect in effects):
+        names.append(_units("head", shown, lambda effect: "all" if effect.head is None else str(effect.head)))
+    if len({effect.part for effect in effects}) > 1:
+        names.append(_units("part", shown, lambda effect: effect.part, words=True))
+    columns = [
+        _units("Δ", shown, lambda effect: DIVERGED if effect.delta is None else written(effect.delta, decimals)),
+        _units("95 % interval", shown, lambda effect: interval(effect.ci95, decimals)),
+    ]
+    if tested(swap):
+        columns.append(_units("p", shown, lambda effect: _p_value(effect.p_value)))
+        columns.append(_units("FDR 5 %", shown, lambda effect: MARK if effect.significant else "", words=True))
+    return Table(tuple(names), tuple(columns))
+
+
+def tested(swap: Swap) -> bool:
+    """Whether its effects are differences, which can be tested; without a loss they are distances, never negative."""
+    return swap.judged_by == "loss"
+
+
+def sweeps_rows(swaps: Sequence[Swap]) -> Table:
+    """A row a kernel: how many units matter, which harm most and least."""
+    decimals = _decimals([effect for swap in swaps for effect in swap.sweep])
+    columns = []
+    if any(map(tested, swaps)):
+        counts = [sum(effect.significant for effect in swap.sweep) for swap in swaps]
+        cells = tuple(f"{n} of {len(swap.sweep)}" for n, swap in zip(counts, swaps, strict=True))
+        columns.append(Column("", "FDR 5 %", cells))
+    for group, index in (("most harmful", 0), ("least harmful", -1)):
+        found = [swap.sweep[index] for swap in swaps]
+        deltas = (DIVERGED if effect.delta is None else written(effect.delta, decimals) for effect in found)
+        columns.append(Column(group, "where", tuple(map(place, found)), words=True))
+        columns.append(Column(group, "Δ", tuple(deltas)))
+        if index == 0:
+            columns.append(Column(group, "95 % interval", tuple(interval(e.ci95, decimals) for e in found)))
+    return Table((Column("", "kernel", tuple(clean(swap.kernel) for swap in swaps), words=True),), tuple(columns))
+
+
+def plan_rows(plan: Plan) -> Table:
+    """A row a layer: the mean of its ranks, the ranks key head by key head."""
+    rows = gathered((key.layer, key) for key in plan.ranks).values()
+    shared = any(key.kv_heads for key in plan.ranks)
+    ranks = (numbers_kept(keys) if shared else " ".join(str(key.rank) for key in keys) for keys in rows)
+    means = (sum(k.rank / k.keys * len(k.heads) for k in keys) / sum(len(k.heads) for k in keys) for keys in rows)
+    names = (Column("", "layer", tuple(str(keys[0].layer) for keys in rows)),)
+    columns = (
+        Column("", "mean rank", tuple(f"{mean:.1f}" for mean in means)),
+        Column("", "of", tuple(str(keys[0].head_dim // keys[0].keys) for keys in rows)),
+        Column("", "numbers kept" if shared else "rank by key head", tuple(ranks), words=True),
+    )
+    return Table(names, columns)
+
+
+def numbers_kept(keys: Sequence[KeyRank]) -> str:
+    """`40 of 128`, `20 18 of 32 each`, `20 of 48, 12 of 32`: latent by latent, with how many numbers its keys have."""
+    totals = {key.head_dim for key in keys}
+    if len(totals) > 1:
+        return ", ".join(f"{key.rank} of {key.head_dim}" for key in keys)
+    each = " each" * (len(keys) > 1)
+    return f"{' '.join(str(key.rank) for key in keys)} of {totals.pop()}{each}"
+
+
+def place(effect: Effect) -> str:
+    """`layer 3 head 7`."""
+    return f"layer {effect.layer}" + ("" if effect.head is None else f" head {effect.head}")
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """`0–7`, `0, 3–5`: neighbours as a range."""
+    found: list[list[int]] = []
+    for one in sorted(set(numbers)):
+        if found and one == found[-1][-1] + 1:
+            found[-1].append(one)
+        else:
+            found.append([one])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)
+
+
+def _units(title: str, shown: Sequence[Effect | None], tell: Callable[[Effect], str], *, words: bool = False) -> Column:
+    """A cell a unit; … stands for those that are left out."""
+    return Column("", title, tuple("…" if effect is None else tell(effect) for effect in shown), words=words)
+
+
+def _decimals(effects: Sequence[Effect]) -> int:
+    """What two figures of the middle effect take, two to six."""
+    sizes = [abs(effect.delta) for effect in effects if effect.delta]
+    middle = median(sizes) if sizes else 1.0
+    return 6 if middle < 1e-4 else min(6, max(2, decimals_for([middle], 2)))
+
+
+def _p_value(number: float | None) -> str:
+    return NO_VALUE if number is None else "<0.0001" if number < 1e-4 else f"{number:.2g}"
+
+
+def swap_rows(swaps: list[Swap]) -> list[dict[str, Cell]]:
+    """One row per kernel and stage, or control; where units were swapped alone, one row per kernel and unit."""
+    if any(swap.sweep for swap in swaps):
+        return [_effect(swap, effect, place) for swap in swaps for place, effect in enumerate(swap.sweep)]
+    rows = []
+    for swap in swaps:
+        rows += [_outcome(swap, stage.name, "", swap.state, stage) for stage in swap.stages]
+        rows += [_outcome(swap, "", one.kernel or one.role, one.state, one) for one in swap.controls]
+    return rows
+
+
+def _outcome(swap: Swap, stage: str, control: str, state: float | None, found: Outcome) -> dict[str, Cell]:
+    """A stage of a kernel, or one of its controls, which has neither speed nor memory of its own."""
+    costs: dict[str, Cell] = {"off_simplex": None if control else swap.off_simplex}
+    for name in ("tokens_per_second", "peak_memory_bytes"):
+        pair = getattr(swap, name)
+        costs |= {f"{name}.{when}": None if control else getattr(pair, when) for when in ("before", "after")}
+    beyond, agreement = found.beyond_window, found.agreement
+    return {
+        **{"kernel": swap.kernel, "stage": stage, "control": control, "state": state},
+        **_change_cells("loss", found.loss),
+        **_change_cells("perplexity", found.perplexity),
+        "kl": found.kl,
+        **_bounds("kl", found.kl_ci95),
+        "top1_agreement": found.top1_agreement,
+        "hidden_cosine": found.hidden_cosine,
+        **_bounds("hidden_cosine", found.hidden_cosine_ci95),
+        "hidden_cka": found.hidden_cka,
+        **_change_cells("beyond_window", beyond.change if beyond else None),
+        "beyond_window.tokens": beyond.tokens if beyond else None,
+        "greedy.median": agreement.median if agreement else None,
+        "greedy.tokens": agreement.tokens if agreement else None,
+        **costs,
+    }
+
+
+def _effect(swap: Swap, effect: Effect, place: int) -> dict[str, Cell]:
+    """What a unit alone does, and what is measured of it, where that was read."""
+    where = {name: getattr(effect, name) for name in ("layer", "head", "part", "delta")}
+    judged = {name: getattr(effect, name) for name in ("p_value", "significant")}
+    read = {one.measure: one.values[place] for one in sorted(swap.predictors, key=lambda one: one.measure)}
+    return {"kernel": swap.kernel, **where, **_bounds("delta", effect.ci95), **judged, **read}
+
+
+def _change_cells(name: str, change: Change | None) -> dict[str, Cell]:
+    found: dict[str, Cell] = {f"{name}.{part}": getattr(change, part, None) for part in ("before", "after", "delta")}
+    return found | _bounds(f"{name}.delta", change.ci95 if change else None)
+
+
+def _bounds(name: str, ci95: tuple[float, float] | None) -> dict[str, Cell]:
+    low, high = ci95 or (None, None)
+    return {f"{name}.low": low, f"{name}.high": high}

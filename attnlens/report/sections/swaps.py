@@ -1,0 +1,264 @@
+"""The sections of a swap, the same in terminal, markdown and HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from attnlens.records import Effect, Predictor, Report, Swap
+from attnlens.report.sections.section import Column, Section, Table
+from attnlens.report.sections.swap_tables import (
+    BESIDE,
+    MARK,
+    cosine_rows,
+    kernel_rows,
+    measured,
+    place,
+    place_rows,
+    plan_rows,
+    site_rows,
+    stage_rows,
+    sweep_rows,
+    sweeps_rows,
+    tested,
+    text_rows,
+)
+from attnlens.report.sentences import swaps as words
+from attnlens.report.sentences.plans import explained, healing, plan_lines
+from attnlens.report.sentences.reports import no_errors, population
+from attnlens.report.sentences.swaps import UNITS, effect_name, interval
+from attnlens.wording import NO_VALUE, clean, counted, gathered, listed, written
+
+
+def found_sentence(swap: Swap) -> str:
+    """Which measure goes with the harm of a kernel, or that none does."""
+    prediction = swap.prediction
+    if prediction is None or not swap.predictors:
+        return f"{clean(swap.kernel)}: no measure can be set against the harm: none differs, or the harm has no value."
+    holding = [one for one in swap.predictors if one.holds]
+    first = max(holding or swap.predictors, key=lambda one: abs(one.rho))
+    looked = f"{counted(prediction.measures, 'measure')} over {counted(first.heads, 'head')}"
+    if holding:
+        others = f"; so do {len(holding) - 1} more" if len(holding) > 1 else ""
+        return f"{clean(swap.kernel)}: of {looked}, {strength(first)} goes with the harm{others}."
+    return f"{clean(swap.kernel)}: of {looked}, none holds over heads and layers; the strongest is {strength(first)}."
+
+
+def strength(one: Predictor) -> str:
+    """`tokens.entropy (ρ −0.84, over layers −0.92 to 0.08, p 0.0001)`."""
+    layers = "" if one.layers_ci95 is None else f", over layers {interval(one.layers_ci95, 2)}"
+    return f"{clean(one.measure)} (ρ {written(one.rho, 2)}{layers}, p {p_value(one.p_corrected)})"
+
+
+def prediction_help(swaps: Sequence[Swap]) -> str:
+    """How the table is to be read, and what it does not say."""
+    said = (
+        "ρ: Spearman's, over heads, of a measure of the original model on the same windows with Δ. 95 % intervals: "
+        "bootstrap of heads, of whole layers, and of windows (or texts). p: permutations of heads, corrected for all "
+        "measures (maxT). *: p < 0.05, and the interval over layers lies on one side of 0. A correlation is no cause"
+    )
+    found = [swap.prediction for swap in swaps if swap.prediction is not None]
+    ceilings = [written(one.ceiling, 2) for one in found if one.ceiling is not None]
+    if ceilings:
+        least = " and ".join(dict.fromkeys(ceilings))
+        said += f"; of a measure that told the harm but for the windows' noise, ρ ≈ {least} is expected (split halves)"
+    lost = sum(one.diverged for one in found)
+    return said + (f"; {counted(lost, 'diverged head')} left out." if lost else ".")
+
+
+def left_out_sentence(swaps: Sequence[Swap]) -> str:
+    """Measures that were not compared, by their reasons."""
+    first = swaps[0].prediction
+    why = gathered((reason, clean(name)) for name, reason in (first.left_out if first else {}).items())
+    told = [f"{listed(names, 8)} ({clean(reason)})" for reason, names in why.items()]
+    return f"Not compared: {'; '.join(told)}." if told else ""
+
+
+def p_value(number: float | None) -> str:
+    """A p-value in two figures."""
+    return NO_VALUE if number is None else f"{number:.2g}"
+
+
+MOST_PREDICTORS, FEW_PREDICTORS = 8, 3
+"""Measures shown of one kernel, and of each of several."""
+
+
+def prediction_section(swaps: Sequence[Swap]) -> Section:
+    """What predicts the harm of each kernel; the strongest measures in a table."""
+    lines = [found_sentence(swap) for swap in swaps]
+    ranked = [(swap, sorted(swap.predictors, key=lambda one: -abs(one.rho))) for swap in swaps]
+    rows = [
+        (swap, one) for swap, found in ranked for one in found[: MOST_PREDICTORS if len(swaps) == 1 else FEW_PREDICTORS]
+    ]
+    notes = (prediction_help(swaps), left_out_sentence(swaps))
+    table = _predictor_table(rows, named=len(swaps) > 1) if rows else None
+    return Section("What predicts harm", lines=tuple(lines), table=table, notes=tuple(filter(None, notes)))
+
+
+def _predictor_table(rows: Sequence[tuple[Swap, Predictor]], *, named: bool) -> Table:
+    """A row a measure."""
+    found = [one for _, one in rows]
+    names = [Column("", "measure", tuple(clean(one.measure) for one in found), words=True)]
+    if named:
+        names.insert(0, Column("", "kernel", tuple(clean(swap.kernel) for swap, _ in rows), words=True))
+    columns = [
+        Column("", "ρ", tuple(written(one.rho, 2) for one in found)),
+        Column("", "over heads", tuple(interval(one.heads_ci95, 2) for one in found)),
+        Column("", "over layers", tuple(interval(one.layers_ci95, 2) for one in found)),
+        Column("", "over windows", tuple(interval(one.sequences_ci95, 2) for one in found)),
+        Column("", "p", tuple(p_value(one.p_corrected) for one in found)),
+        Column("", "holds", tuple("*" if one.holds else "" for one in found), words=True),
+    ]
+    if len({one.heads for one in found}) > 1:
+        columns.append(Column("", "heads", tuple(str(one.heads) for one in found)))
+    return Table(tuple(names), tuple(columns))
+
+
+MOST = 10
+"""Most and least harmful units that are shown of one kernel."""
+
+
+def swap_sections(report: Report) -> Iterator[Section]:
+    """All that a summary of `swap-kernel` says below the model and its coverage."""
+    yield from _several(report) if report.more_swaps else _one(report, report.swaps[0])
+    swept = [swap for swap in report.swaps if swap.sweep]
+    if swept:
+        yield _sweep(swept, report)
+    predicted = [swap for swap in swept if swap.prediction is not None]
+    if predicted:
+        yield prediction_section(predicted)
+    for title, lines in (("Notes", words.notes(report.swaps)), ("No value", words.without_value(report.swaps))):
+        if lines:
+            yield Section(title, items=tuple(lines))
+
+
+def site_sections(report: Report) -> Iterator[Section]:
+    """Every exchanged site of every kernel, and what it costs by place in the sequence."""
+    for swap in report.swaps:
+        of = f" of {clean(swap.kernel)}" if report.more_swaps else ""
+        notes = (
+            "output error: ‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys and values.",
+        )
+        yield Section(f"Sites{of}", table=site_rows(swap), notes=notes)
+        if swap.loss_by_position:
+            notes = (f"loss in {UNITS[swap.task]} by place in the sequence, counted from 1; Δ with a paired interval.",)
+            yield Section(f"By place{of}", table=place_rows(swap), notes=notes)
+
+
+def _one(report: Report, swap: Swap) -> Iterator[Section]:
+    unit = UNITS[swap.task]
+    yield Section(lines=_said(words.kernel(swap), words.reach(report), _calibration(report)))
+    help_ = () if swap.diverged else (_reading_help(swap, report),)
+    lines = _said(words.verdict(swap), words.stages_sentence(swap), words.beside(swap), words.greedy(swap))
+    lines += _said(words.beyond(swap), _texts(swap, report))
+    yield Section("What it does", lines=lines, table=stage_rows(swap), notes=help_)
+    yield from _by_text([swap])
+    if report.plan is not None:
+        plan = report.plan
+        yield Section("Ranks", items=tuple(plan_lines(plan)), table=plan_rows(plan), notes=(explained(plan),))
+    more = (words.proof([swap]), words.cost(swap), words.off_simplex(swap), words.site_errors(swap))
+    yield Section("Checks and cost", items=_said(*more))
+    if swap.healing is not None:
+        yield Section("Healing", items=tuple(healing(swap.healing, unit)))
+
+
+def _several(report: Report) -> Iterator[Section]:
+    first = report.swaps[0]
+    yield Section(lines=_said(words.reach(report), _calibration(report)))
+    lines = _said(words.ranking(report.swaps) or words.verdict(first), *map(words.beside_size, report.swaps))
+    lines += _said(*(f"{clean(swap.kernel)}: {words.worst_text(swap)}" for swap in report.swaps if swap.loss_by_text))
+    lines += _said(_texts(first, report) if not first.loss_by_text else "")
+    table, notes = kernel_rows(report.swaps), (_reading_help(first, report),)
+    yield Section("What they do", lines=lines, table=table, notes=notes)
+    yield from _by_text(report.swaps)
+    yield Section("Kernels", items=tuple(map(words.kernel, report.swaps)))
+    yield Section("Checks", items=(words.proof(report.swaps),))
+
+
+def _texts(swap: Swap, report: Report) -> str:
+    """Which text costs most, or that there was one alone."""
+    return words.worst_text(swap) or words.one_text(swap, [text.name for text in report.settings.texts])
+
+
+def _said(*sentences: str) -> tuple[str, ...]:
+    return tuple(filter(None, sentences))
+
+
+def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
+    """The loss on each text alone, or the hidden cosine where there is no loss."""
+    counts = [text.sequences for swap in swaps for text in swap.loss_by_text or swap.hidden_cosine_by_text]
+    help_ = "{} with a 95 % interval over that text's windows; one text is not another."
+    help_ += " One window has no spread: no interval." * (1 in counts)
+    if any(swap.loss_by_text for swap in swaps):
+        yield Section(
+            "Text by text", table=text_rows(swaps), notes=(help_.format("Δ of the loss and rise of the perplexity"),)
+        )
+    elif swaps[0].judged_by == "hidden" and any(swap.hidden_cosine_by_text for swap in swaps):
+        notes = (help_.format("Cosine of the last hidden states"),)
+        yield Section("Text by text", table=cosine_rows(swaps), notes=notes)
+
+
+def _calibration(report: Report) -> str:
+    text = report.settings.calibration
+    if text is None:
+        return ""
+    same = text == report.settings.text
+    where = f"other windows of {text.name}" if same else text.name
+    return f"calibration text: {clean(where)}, no part of what was evaluated"
+
+
+def _reading_help(swap: Swap, report: Report) -> str:
+    about, none = population(report, "token"), no_errors(report)
+    ends = f"; {none}" if none else " with a bootstrap interval" + (f" ({about})" if about else "")
+    states = "CKA compares the last hidden states too; 1 is the original's own"
+    if swap.judged_by == "hidden":
+        return f"hidden cosine{ends}; {states}.{_beside_help(report.swaps)}"
+    unit, top = UNITS[swap.task], "top-1: share of the same first choice"
+    if swap.judged_by == "kl":
+        states = "hidden cosine and CKA compare the last hidden states; 1 is the original's own."
+        return f"KL(original ‖ changed) in {unit}{ends}; {top}; {states}{_beside_help(report.swaps)}"
+    delta = none or f"Δ{ends.replace('a boot', 'a paired boot')}"
+    more = "; rise: of the perplexity, e^Δ − 1" * (swap.perplexity is not None)
+    return f"loss and KL in {unit}; {delta}{more}; KL(original ‖ changed); {top}.{_beside_help(report.swaps)}"
+
+
+def _beside_help(swaps: Sequence[Swap]) -> str:
+    """What the rows of controls and the columns of places and generated tokens are."""
+    rows = [row for swap in swaps for row in (swap, *swap.stages, *measured(swap))]
+    beside, beyond = words.legend(swaps), words.beyond_legend(rows)
+    told = f" {BESIDE}: {beside}" if beside else ""
+    told += f" {beyond}" if beyond else ""
+    if any(row.agreement for row in rows):
+        told += " greedy: tokens that generated texts have in common with the original's, median."
+    return told
+
+
+def _sweep(swaps: list[Swap], report: Report) -> Section:
+    """Each unit alone: the most and the least harmful of one kernel, or a row a kernel of several."""
+    first = swaps[0]
+    noun = "head" if any(effect.head is not None for effect in first.sweep) else "layer"
+    title, note = f"Each {noun} alone", f"Δ of the {effect_name(first)}"
+    note += "" if tested(first) else ", a distance: it is never negative, and nothing is tested."
+    if len(swaps) > 1:
+        note += "; FDR 5 %: how many matter at a false discovery rate of 5 %." if tested(first) else ""
+        return Section(title, table=sweeps_rows(swaps), notes=(note,))
+    note += f"; {MARK} significant at a false discovery rate of 5 %." if tested(first) else ""
+    note += f" Shown are the {MOST} most and the {MOST} least harmful." if len(first.sweep) > 2 * MOST else ""
+    lines = (_significant(first.sweep, noun, report.settings.sequences or 0),) if tested(first) else ()
+    return Section(title, lines=lines, table=sweep_rows(first, MOST), notes=(note,))
+
+
+def _significant(every: list[Effect], noun: str, windows: int) -> str:
+    """How many matter, in which direction; which diverge. That none could be shown to matter does not say none does."""
+    if all(effect.ci95 is None for effect in every if effect.delta is not None):
+        return "One window has no spread: nothing is tested."
+    found = [effect for effect in every if effect.significant and effect.delta is not None]
+    verdict = f"no {noun} could be shown to matter with {counted(windows, 'window')} (false discovery rate 5 %)"
+    if found:
+        harm, verb = (
+            sum(effect.delta > 0 for effect in found if effect.delta),
+            "matters" if len(found) == 1 else "matter",
+        )
+        verdict = f"{len(found)} of {counted(len(every), noun)} {verb} at a false discovery rate of 5 %"
+        verdict += f": {harm} harm, {len(found) - harm} help"
+    lost = [place(effect) for effect in every if effect.delta is None]
+    return f"{verdict}.{f' Diverged: {listed(lost, 8)}.' if lost else ''}"

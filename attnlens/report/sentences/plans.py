@@ -1,0 +1,250 @@
+"""A plan of ranks in words: estimated, promised, measured, saved; and a healing: how long, at which rates, how near."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from attnlens.records import Healing, HealingControl, HealingTraining, Pair, Plan, Rise
+from attnlens.report.sentences.swaps import figures
+from attnlens.wording import clean
+
+STAGES = {"transfer": "Attention transfer", "whole": "Whole model"}
+"""How the stages are called."""
+
+
+def healing(found: Healing, unit: str) -> list[str]:
+    """Amount, best step, trained numbers; each stage; the distance kept back; the evaluation text on the way."""
+    distances = {step.step: step.validation for step in found.curve if step.validation is not None}
+    near = []
+    if distances and found.best in distances:
+        first, best = distances[min(distances)], distances[found.best]
+        name = "Loss on text kept back" if found.goal == "text" else "Validation distance to the original"
+        near.append(f"{name}: {figures(first)} at first, {figures(best)} at its best")
+    return [*_amounts(found), *map(_stage, found.stages), *near, *_losses(found, unit), *_control(found)]
+
+
+def _amounts(found: Healing) -> Iterator[str]:
+    of_rank = f", as changes of rank {found.rank}" if found.rank else ""
+    yield (
+        f"Healing: {_done(found)}, step {found.best} kept; {found.parameters:,} numbers trained{of_rank}, "
+        f"learning rate {rate(found.learning_rate)}"
+    )
+    if found.tokens is not None and found.seconds is not None:
+        goal = "the next tokens of the text" if found.goal == "text" else "the original model"
+        peak = f"; {found.peak_memory_bytes / 2**20:,.0f} MiB at most" if found.peak_memory_bytes else ""
+        many = f"{_many(found.tokens, 'token')}, {_many(found.batch or 0, 'sequence')} a step"
+        yield f"Taught by {goal}: {many}, {found.seconds:,.0f} s{peak}"
+    if found.eta is not None:
+        yield f"Training loss: the distance + {found.eta:g} · the KSVD regulariser, as in the {found.ksvd_convention}"
+
+
+def _done(found: Healing) -> str:
+    """`200 steps asked for, 200 done`, `5,000 tokens asked for, 5,120 done in 40 steps`, and whether it was ended."""
+    steps = max(found.curve[-1].step if found.curve else 0, sum(stage.steps for stage in found.stages))
+    asked = found.asked or _many(found.steps, "step").replace(",", "")
+    done = f"{steps} done"
+    for unit, number in (("token", found.tokens), ("second", found.seconds)):
+        if asked.rstrip("s").endswith(unit) and number is not None:
+            done = f"{number:,.0f} done in {_many(steps, 'step')}"
+    return f"{asked} asked for, {done}" + (", interrupted" if found.interrupted else "")
+
+
+def _many(number: int, noun: str) -> str:
+    """`1 token`, `5,000 tokens`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def _stage(stage: HealingTraining) -> str:
+    rates = sorted(one.rate for one in stage.rates)
+    tried = f" (of {', '.join(map(rate, rates))})"
+    name = STAGES[stage.stage]
+    if not stage.steps:
+        return f"{name}: left out, as no learning rate{tried if stage.rates else ''} led nearer"
+    speed = f", {stage.tokens_per_second:,.0f} tokens per second" if stage.tokens_per_second else ""
+    ended = "; ended early, as the last checks gained nothing beyond their interval" if stage.stopped else ""
+    lowered = "" if stage.lowered_from is None else f", lowered from {rate(stage.lowered_from)}"
+    if not lowered and rates and stage.learning_rate < 0.99 * rates[0]:  # an older report does not say from what
+        lowered = ", lowered later"
+    chosen = f"learning rate {rate(stage.learning_rate)}{lowered}{tried if rates else ''}"
+    return f"{name}: {_many(stage.steps, 'step')}, {_many(stage.tokens, 'token')}{speed}, {chosen}{ended}"
+
+
+def _losses(found: Healing, unit: str) -> Iterator[str]:
+    drawn = [step for step in found.curve if step.loss is not None]
+    by_tokens = [
+        f"{figures(math.exp(step.loss))} at {step.tokens:,}"
+        for step in drawn
+        if step.tokens is not None and step.loss is not None and step.loss < 700
+    ]
+    if by_tokens:
+        yield f"Perplexity of the evaluation text, by tokens trained on: {', '.join(by_tokens)}"
+    elif drawn:
+        losses = [f"{figures(step.loss, 4)} at step {step.step}" for step in drawn if step.loss is not None]
+        yield f"Loss on the evaluation text, in {unit}: {', '.join(losses)}"
+
+
+def _control(found: Healing) -> Iterator[str]:
+    control: HealingControl | None = found.control
+    if control is None:
+        return
+    ends = control.ratio_ci95
+    interval = f" (95 % interval {ends[0]:.3f} to {ends[1]:.3f})" if ends else ""
+    yield (
+        f"Control, the original trained on the same text for {_many(control.tokens, 'token')}: perplexity "
+        f"{figures(control.perplexity.before)} before, {figures(control.perplexity.after)} after; the healed one's is "
+        f"{control.ratio:.3f} times that{interval}"
+    )
+
+
+def rate(found: float) -> str:
+    """A learning rate as it is written: 1e-3."""
+    return f"{found:.0e}".replace("e-0", "e-")
+
+
+SAVED = {
+    "parameters": "numbers that make queries and keys",
+    "flops_per_token": "operations per token for queries, keys and scores",
+    "cache_bytes_per_token": "bytes per token in the key-value cache",
+}
+"""What a plan saves, or adds, by field."""
+RANK = "rank: of each key head, for all query heads that share it."
+LATENT = "Latents: numbers cached of each token in the place of the keys of a site."
+ESTIMATED = "Estimated: on the calibration text that chose the ranks, and biased by that choice."
+PROMISED = (
+    "Promised: on calibration text that neither fitted nor chose; the rise over {population} lies within the interval "
+    "in 95 % of such runs, and above it in 2.5 %."
+)
+MEASURED = (
+    "Measured: on the evaluation text. A rise is a ratio of two losses and Δ their difference in nats: each has an "
+    "interval of its own, and near 0 one may hold 0 where the other does not."
+)
+HELD_OUT = (
+    "Each text's estimate and promise are of maps that were fitted to the other texts alone: they cover a kind of text "
+    "that was not fitted on. The maps kept are fitted to all of them."
+)
+FURTHER = (
+    "One more text: the upper end of the prediction interval of the texts' own rises; it holds for texts of the same "
+    "population as these, as long as each of them has here."
+)
+LONE = "Fitted, chosen and promised on one text: nothing is promised of another kind of text."
+UNITS = {"loss": "loss", "ppl": "perplexity"}
+"""What a budget is a share of, in words."""
+POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like these"}
+"""What an interval is about, by what it is over."""
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The mean rank, the estimate, the promise and what came of them, and what is saved."""
+    what = UNITS[plan.unit]
+    lines = [f"Mean rank {plan.mean_rank:.1f} of {plan.head_dim:g}; budget: a {what} {100 * plan.budget:g} % higher"]
+    lines += _form(plan)
+    if plan.estimated is not None:
+        lines.append(f"Estimated: {rise(plan.estimated)} of {clean(plan.calibration)}, which chose the ranks")
+    if plan.promised is not None:
+        told = f"Promised: {rise(plan.promised)} of {clean(plan.calibration)}, {_promise(plan, plan.promised)}"
+        lines += [told, *_by_text(plan.promised)]
+        if (further := plan.promised.further) is not None:
+            kept = "within the budget" if further <= plan.budget else "beyond the budget"
+            lines.append(f"One more text like these: at most {share(further)} with a chance of 95 %, {kept}")
+    if plan.measured is not None:
+        lines.append(f"Measured: {rise(plan.measured)} on {clean(plan.text)}, {_verdict(plan, plan.measured)}")
+    if plan.healed is not None:
+        lines.append(f"Healed: {rise(plan.healed)} on {clean(plan.text)}")
+    lines += _saved(plan)
+    return [*lines, *(f"{clean(name.replace('_', ' '))}: {clean(reason)}" for name, reason in plan.reasons.items())]
+
+
+def explained(plan: Plan) -> str:
+    """What the words of the lines and rows mean, as many of them as are used."""
+    words = [LATENT if any(key.kv_heads for key in plan.ranks) else RANK]
+    if plan.held_out:
+        words.append(HELD_OUT)
+    elif plan.promised is not None:
+        words.append(LONE)
+    if plan.estimated is not None:
+        words.append(ESTIMATED)
+    if plan.promised is not None:
+        words.append(PROMISED.format(population=POPULATIONS[plan.promised.over]))
+        words += [FURTHER] if plan.promised.further is not None else []
+    return " ".join([*words, MEASURED] if plan.measured is not None else words)
+
+
+def _form(plan: Plan) -> Iterator[str]:
+    """The form of the latents, and the others that it was compared with."""
+    words = dict(part.split("=") for part in plan.form.split(",")) if plan.form else {}
+    keys = "all key heads share a latent" if words.get("group") == "all" else "each key head has a latent of its own"
+    if words.get("group", "1") not in ("1", "all"):
+        keys = f"{words['group']} key heads share a latent"
+    turned = "before" if words.get("rotation") == "before" else "after"
+    by = "by the output" if words.get("metric") == "output" else "by attention"
+    yield f"Latents: {keys}, of keys {turned} any rotation, pairs weighted {by}"
+    if plan.forms:
+        known = sorted(plan.forms, key=lambda one: math.inf if one.rise is None else one.rise.share)
+        told = (f"{clean(one.form)} {'diverged' if one.rise is None else share(one.rise.share)}" for one in known)
+        yield f"Compared with half of all numbers: {'; '.join(told)}"
+
+
+def _promise(plan: Plan, promised: Rise) -> str:
+    """Whether the promise keeps the budget."""
+    if promised.share > plan.budget:
+        return "beyond the budget: it is not kept"
+    if promised.high > plan.budget:
+        return "within the budget, though its interval is not: the budget may not be kept"
+    if beyond := [clean(name) for name, alone in promised.by_text.items() if alone > plan.budget]:
+        return f"within the budget over all texts, and beyond it on {' and '.join(beyond)}: the budget may not be kept"
+    return "within the budget" + ("" if promised.ci95 else ", without an interval")
+
+
+def _verdict(plan: Plan, measured: Rise) -> str:
+    """Whether the rise keeps the budget, and whether its interval does; whether the promise holds here."""
+    if measured.share > plan.budget:
+        kept = plan.promised is not None and plan.promised.bound(1) <= plan.budget
+        return "beyond the budget" + (": the promise does not hold on this text" if kept else "")
+    if measured.ci95 is None:
+        return "within the budget, without an interval"
+    return "within the budget" + (", though its interval is not" if measured.ci95[1] > plan.budget else "")
+
+
+def _by_text(found: Rise) -> Iterator[str]:
+    if found.by_text:
+        each = sorted(found.by_text.items(), key=lambda item: item[1])
+        told = (f"{share(alone)}{_ends(found.ci95_by_text.get(name))} ({clean(name)})" for name, alone in each)
+        yield f"Text by text: {', '.join(told)}"
+
+
+def _ends(interval: tuple[float, float] | None) -> str:
+    return "" if interval is None else f" [{share(interval[0])} to {share(interval[1])}]"
+
+
+def _saved(plan: Plan) -> Iterator[str]:
+    for name, meaning in SAVED.items():
+        pair: Pair = getattr(plan, name)
+        if pair.before and pair.after is not None:
+            change = share(pair.after / pair.before - 1, 0)
+            length = f", at {plan.tokens} tokens" if name == "flops_per_token" else ""
+            word = "Saving" if pair.after < pair.before else "More" if pair.after > pair.before else "As before"
+            yield f"{word}: {pair.before:,.0f} → {pair.after:,.0f} {meaning}{length} ({change})"
+    if plan.rebuilding_flops:
+        yield (
+            f"Keys are made of their latents again: {plan.rebuilding_flops:,.0f} operations for each cached token that "
+            "a new one sees, unless keys are kept beside the latents"
+        )
+    if plan.keys_to_gain is not None:
+        yield (
+            "Maps that can't be multiplied into W_Q and W_K, or are better not, cost operations of their own: fewer "
+            f"than they save once a query sees {plan.keys_to_gain:,.0f} keys"
+        )
+
+
+def share(number: float, digits: int = 2) -> str:
+    """`+0.62 %`."""
+    sign = "−" if number < 0 else "+"
+    return f"{sign}{abs(number) * 100:.{digits}f} %"
+
+
+def rise(found: Rise) -> str:
+    """`+0.62 % (95 % interval +0.28 % to +0.97 %, 32 sequences)`, or `95 % interval over texts`."""
+    over = " over texts" if found.over == "texts" else ""
+    bounds = "" if found.ci95 is None else f"95 % interval{over} {share(found.ci95[0])} to {share(found.ci95[1])}, "
+    return f"{share(found.share)} ({bounds}{found.sequences} sequence{'s' * (found.sequences != 1)})"

@@ -1,0 +1,320 @@
+"""Checks that a model has the sites asked for, runs, lacks no weight, and is reproduced when recomputed."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attnlens.errors import FAILURES, IdentityError, ModelError, TextError, UsageError, is_memory
+from attnlens.kernels.attention import attend
+from attnlens.models import hooks, loading, texts, weights
+from attnlens.models.hooks import Reached
+from attnlens.models.texts.targets import asking, logits_of, of_text, states_of, tasks_of
+from attnlens.records import Call, Conventions, Skipped, Task
+
+Measured = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]
+"""What is measured of a forward pass on these inputs."""
+
+
+def attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """The queries, keys and values of every attention computation."""
+    found: list[Tensor] = []
+
+    def answer(call: Call) -> Tensor:
+        found.extend((call.query, call.key, call.value))
+        return attend(call, hooks.OWN, "eager")
+
+    with hooks.opened(model, answer):
+        hooks.forward(model, inputs)
+    return found
+
+
+def predictions(task: Task) -> Measured:
+    """The model's predictions, or where it has no head its hidden states."""
+
+    def measured(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        result = hooks.forward(model, inputs, **asking(task))
+        return [states_of(result) if task == "hidden" else logits_of(result)]
+
+    return measured
+
+
+def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> None:
+    """Raise ModelError if what is measured rests on a weight that the checkpoint lacks, so that it is random."""
+    if random := random_weights(loaded, inputs, measured):
+        raise ModelError(
+            f"The checkpoint of {loaded.info.id} lacks {_listed(random)}, which would be filled at random.",
+            "Get a complete checkpoint, or load it under the architecture that it was saved from.",
+        )
+
+
+def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
+    """Return the module whose random weight the predictions rest on, and why there is no loss; None if there is one."""
+    random = random_weights(loaded, inputs, predictions(task))
+    if not random:
+        return None
+    return _owner(random[0]), f"the checkpoint lacks {_listed(random)}, and so the model has no loss"
+
+
+def _listed(random: list[str]) -> str:
+    return random[0] + (f" and {len(random) - 1} more" if len(random) > 1 else "")
+
+
+def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> list[str]:
+    """Return the weights that the checkpoint lacks and on which what is measured rests.
+
+    A weight is excused where its module ran and a gradient says that nothing measured depends on it, as BERT's pooler.
+    What did not run on these inputs (an expert that no token chose) may run on others.
+    """
+    lacking, parts = set(loaded.missing_keys), (loaded.model.named_parameters, loaded.model.named_buffers)
+    missing = [name for part in parts for name, _ in part(remove_duplicate=False) if name in lacking]
+    if not missing:
+        return []
+    with _recording(loaded.model, missing) as (leaves, ran):
+        outputs = [found.sum() for found in measured(loaded.model, inputs) if found.requires_grad]
+        slopes = (
+            torch.autograd.grad(outputs, list(leaves.values()), allow_unused=True) if outputs else [None] * len(leaves)
+        )
+    excused = {name for name, slope in zip(leaves, slopes, strict=True) if slope is None and _owner(name) in ran}
+    return [name for name in missing if name not in excused]
+
+
+@contextmanager
+def _recording(model: PreTrainedModel, names: list[str]) -> Iterator[tuple[dict[str, Tensor], set[str]]]:
+    """Inside, the parameters of these names record gradients, and the paths of their modules are noted as they run."""
+    every, ran = dict(model.named_parameters(remove_duplicate=False)), set[str]()
+    leaves = {name: every[name].requires_grad_() for name in names if name in every}
+    owners = {path: model.get_submodule(path) for path in map(_owner, leaves)}
+    notes = [module.register_forward_hook(lambda *_, path=path: ran.add(path)) for path, module in owners.items()]
+    try:
+        with torch.enable_grad():
+            yield leaves, ran
+    finally:
+        for note in notes:
+            note.remove()
+        for leaf in leaves.values():
+            leaf.requires_grad_(False)
+
+
+def _owner(name: str) -> str:
+    """The path of the module that a parameter is of."""
+    return name.rpartition(".")[0]
+
+
+CAUSAL_NOTE = (
+    "Causal heads: no query is compared with a later key, and so the positive, negative and skew shares are not "
+    "identified; --analyzer extended reads those of the bilinear form extended to such pairs."
+)
+TRACED_NOTE = (
+    "At {} sites the module computes its attention by hand: queries, keys and scale are traced from its softmax, and "
+    "the softmax's argument moved as predicted for other queries and keys."
+)
+ADDED_NOTE = (
+    "The model adds to its scores what is no product of a query and a key (a position bias, content–position terms): "
+    "the shares and tokens.definite are of the products alone."
+)
+LATENT_NOTE = (
+    "Latent attention (MLA): the length of a key's latent weighs its part without positions (nope) against the part "
+    "that turns (rope), token by token, so that a head has no one bilinear form; weights.* are those of the nope part."
+)
+SIGN_NOTE = "weights.directionality has the published sign (Saponati et al. 2025); their code returns the opposite."
+LOOKS_AHEAD = 1e-4
+"""By how much predictions may change with a later token that they don't see, relatively."""
+NOT_RUN = "it is not run on this input"
+
+
+def sites(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> list[Reached]:
+    """The sites that these inputs reach. Raises what `surveyed` raises."""
+    return surveyed(loaded, inputs).reached
+
+
+def surveyed(loaded: loading.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool = True) -> hooks.Surveyed:
+    """What these inputs show of the model, which attnlens has `made_up` or the user's own code has."""
+    try:
+        return hooks.surveyed(loaded.model, inputs)
+    except FAILURES:
+        with _refusing(loaded, inputs, made_up=made_up), torch.no_grad():
+            hooks.forward(loaded.model, inputs)
+        raise
+
+
+@contextmanager
+def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool = True) -> Iterator[None]:
+    """Raise ModelError where the model fails on these inputs."""
+    try:
+        yield
+    except FAILURES as error:
+        if is_memory(error):
+            raise
+        missing = [name for name in texts.wanted(loaded.model) if name not in inputs]
+        if missing and made_up:
+            raise ModelError(
+                f"{loaded.info.id} needs {' and '.join(missing)}, which attnlens can't make up.",
+                "Choose a model of text, images or sound alone.",
+            ) from error
+        raise ModelError(
+            f"{loaded.info.id} can't run on {' and '.join(inputs)}: "
+            f"{type(error).__name__}: {loading.first_line(error)}",
+            "It needs other inputs than these, or longer ones; "
+            "or its config.json is not the one that it was made with.",
+        ) from error
+
+
+def of_one_token(loaded: loading.Loaded, reached: list[Reached], seed: int) -> list[Reached]:
+    """The sites as a single token reaches them, from which the weights are read; those `reached` where it does not."""
+    try:
+        found = sites(loaded, texts.placeholder(loaded, 1, seed).batches[0].inputs)
+    except ModelError:  # a model that wants more (Canine's strides)
+        return reached
+    if [(one.site.path, one.site.ordinal) for one in found] != [(one.site.path, one.site.ordinal) for one in reached]:
+        return reached
+    # one token does not show whether a site is causal
+    return [replace(one, site=many.site) for one, many in zip(found, reached, strict=True)]
+
+
+def text_alone(loaded: loading.Loaded, reached: Sequence[Reached], tokens: int, seed: int) -> list[Reached]:
+    """The same sites as random ids reach them; those that ids alone don't reach, or no ids stand for, as they are.
+
+    Ids that stand for an image have positions of their own, on which the weights don't depend. A model that doesn't run
+    on ids alone (LXMERT) keeps all sites as they are.
+    """
+    if not texts.media_of(loaded.model, loaded.folder).before:
+        return list(reached)
+    try:
+        bare = texts.placeholder(loaded, tokens, seed, bare=True).batches[0].inputs
+        found = {(one.site.path, one.site.ordinal): one for one in sites(loaded, bare)}
+    except (ModelError, TextError):  # a model that doesn't run without its image (LXMERT)
+        return list(reached)
+    return [replace(found.get((one.site.path, one.site.ordinal), one), site=one.site) for one in reached]
+
+
+def reproduced(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
+    """By how much the model's outputs change when its own attention is recomputed.
+
+    Raises ModelError where the model can't run on these inputs.
+    """
+    weights = None if loaded.shapes is None else loaded.shapes.deferred
+    precise: hooks.Precise | None = None if weights is None else lambda found: weights.whole(found.site.path)
+    with _refusing(loaded, inputs):
+        return hooks.identity_error(loaded.model, inputs, precise)
+
+
+def proven(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float | None, str | None]:
+    """By how much the model changes when its own attention is recomputed; or None, and which weight is not finite."""
+    error = reproduced(loaded, inputs)
+    if error <= hooks.IDENTITY_TOLERANCE:
+        return error, None
+    broken = loading.nonfinite_tensors(loaded.model)
+    if error != error and broken:
+        return None, broken[0]
+    refuse_unsteady(loaded, inputs)
+    raise IdentityError(
+        f"Recomputing the attention of {loaded.info.id} changes its outputs by {error:.1e}.",
+        "attnlens does not read this model rightly, and gives no numbers; `attnlens doctor` shows where.",
+    )
+
+
+def refuse_unsteady(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> None:
+    """Raise ModelError where outputs of finite weights are NaN, and IdentityError where those of two passes differ."""
+    again = hooks.repeat_error(loaded.model, inputs)
+    if again != again:
+        raise ModelError(
+            f"The outputs of {loaded.info.id} are NaN or Inf although its weights are finite: its numbers overflow.",
+            "Try --dtype float64; a model that overflows there too has nothing to measure.",
+        )
+    if not again <= hooks.IDENTITY_TOLERANCE:
+        raise IdentityError(
+            f"Two passes of {loaded.info.id} over the same input differ by {again:.1e}: the model itself is random.",
+            "Its attention can't be compared with anything; choose a model that repeats itself.",
+        )
+
+
+def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
+    """What the model's head predicts; `hidden` where it would predict the next token, and sees it (PaliGemma).
+
+    Raises ModelError where the model can't run on these inputs.
+    """
+    tasks = tasks_of(loaded.model)
+    if tasks[0] == "causal" and _looks_ahead(loaded, inputs):
+        return tasks[1]
+    return tasks[0]
+
+
+def _looks_ahead(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> bool:
+    """Whether another last token of the first sequence changes what is predicted behind the tokens before it."""
+    alone = texts.first(inputs, 1)
+    ids = alone["input_ids"]
+    last = int(alone.get("attention_mask", torch.ones_like(ids))[0].nonzero()[-1])
+    other = ids.clone()
+    other[0, last] = next(one for one in texts.plain_ids(loaded.model, 2) if one != ids[0, last])
+    with _refusing(loaded, inputs), torch.no_grad():
+        each = [hooks.forward(loaded.model, {**alone, "input_ids": one}) for one in (ids, other)]
+    own, again = (of_text(logits_of(one), ids, sees=True)[:, :last].double() for one in each)
+    return bool((own - again).norm() > LOOKS_AHEAD * own.norm())
+
+
+def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
+    """The same for a model that has to be whole: raises ModelError too where a weight is not finite."""
+    error, broken = proven(loaded, inputs)
+    if error is None:
+        raise ModelError(
+            f"{broken} holds NaN or Inf, so that the model's outputs prove nothing.",
+            "Mend the weights; `attnlens inspect` shows which heads are whole.",
+        )
+    return error
+
+
+def out_of_reach(loaded: loading.Loaded, survey: hooks.Surveyed) -> list[Skipped]:
+    """Attention that is not read: of another form, not run, or in layers that the config leaves out."""
+    outside = [Skipped(site=path, reason=why or NOT_RUN) for path, why in survey.missed.items()]
+    known = [name for name, _ in loaded.model.named_parameters()]
+    unused: Counter[str] = Counter()
+    for name in loaded.unused_keys:
+        layer = re.match(r"(.*?\.)?\d+(?=\.)", name)
+        # a layer that is there has the same tensors; another head's or a buffer's name has no such counterpart
+        if layer and any(_same_tensor(f"{layer.group(1) or ''}0{name[layer.end() :]}", own) for own in known):
+            unused[layer.group()] += 1
+    why = f"the config leaves out layers of the checkpoint, whose {sum(unused.values())} tensors are not used"
+    return outside + [Skipped(site=layer, reason=why) for layer in unused]
+
+
+def _same_tensor(one: str, other: str) -> bool:
+    """Whether two names are the same but for what stands in front, such as the name of the model in a model."""
+    return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
+
+
+def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reached: Sequence[Reached]) -> None:
+    """Raise UsageError for chosen layers or heads that the model does not have."""
+    most = max(found.call.query.shape[1] for found in reached)
+    for what, numbers, count in (("layer", layers, len(reached)), ("head", heads, most)):
+        wrong = [number for number in numbers or () if not 0 <= number < count]
+        if wrong:
+            raise UsageError(f"There is no {what} {wrong[0]}.", f"The model has {what}s 0 to {count - 1}.")
+
+
+def conventions(reached: Sequence[Reached], read: Sequence[weights.Traits]) -> Conventions:
+    """What a reader must know about the model's attention, as a pass reached it, to understand the numbers."""
+    calls, traced = [one.call for one in reached], sum(one.site.traced for one in reached)
+    biased, causal = any(call.bias is not None for call in calls), any(one.site.part == "decoder" for one in reached)
+    untested = "absolute" if len(read) == len(reached) else "unknown"
+    added = "content–position" if any(call.relative for call in calls) else "bias" if biased else untested
+    notes = [
+        SIGN_NOTE,
+        *[CAUSAL_NOTE] * causal,
+        *[TRACED_NOTE.format(f"{traced} of {len(reached)}")] * bool(traced),
+        *[ADDED_NOTE] * biased,
+        *[LATENT_NOTE] * any(traits.latent for traits in read),
+    ]
+    return Conventions(
+        position="rotary" if any(traits.rotary for traits in read) else added,
+        qk_norm=any(traits.qk_norm for traits in read),
+        bias="excluded" if any(traits.biased for traits in read) else "none",
+        notes=notes,
+    )

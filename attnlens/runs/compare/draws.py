@@ -1,0 +1,440 @@
+"""Runs two models over the same windows, and draws what rounding alone does to each measure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from attnlens.kernels import OWN, attention
+from attnlens.maths.statistics import Design
+from attnlens.models import hooks, texts, weights
+from attnlens.models.hooks.survey import hiding_padding, real_parts
+from attnlens.records import Call, QueryKey, Site
+from attnlens.registry import OWN_ROWS, ROWS, Analyzer
+from attnlens.runs import feeding
+from attnlens.runs.compare.sides import Block, ComparedModel, distances
+from attnlens.runs.inspect.assembly import by_measure
+from attnlens.runs.inspect.collector import PIECE_BYTES, Collector, finite_heads
+from attnlens.runs.inspect.reader import sequence_numbers
+from attnlens.runs.progress import Tell
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+FLOOR = 1e-12
+"""Weights below it count as it, so that a key that only one model hides costs at most 27.6 nats."""
+STATES = ("hidden_states", "encoder_hidden_states")
+"""Names under which blocks take states; whatever its name, the first input of a block is one."""
+
+
+@dataclass
+class Recorded:
+    """One pass of the first model."""
+
+    side: ComparedModel
+    calls: dict[Site, Call] = field(default_factory=dict)  # what each site was asked for
+    states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """The states that each block took, by the block's path and the input's name."""
+    outputs: dict[str, Tensor] = field(default_factory=dict)  # the states that each block gave
+
+
+@dataclass
+class Passed:
+    """One pass of a second model, beside the one that was recorded."""
+
+    rows: dict[Site, Tensor] = field(default_factory=dict)
+    """KL(first ‖ second) of each sequence and head, mean over queries; NaN where no query sees a key."""
+    calls: dict[Site, Call] = field(default_factory=dict)
+    """What the second model's sites were asked for, by its own sites."""
+    blocks: dict[str, Tensor] = field(default_factory=dict)
+    """‖o' − o‖/‖o‖ of each sequence, o what a block gives of the states that the first model's took."""
+
+
+def record(side: ComparedModel, inputs: Mapping[str, Tensor], blocks: Sequence[Block]) -> Recorded:
+    """Run the first model, and keep what the second one is compared with."""
+    found = Recorded(side)
+    chosen = set(side.sites)
+
+    def visit(site: Site, call: Call) -> None:
+        if site in chosen:
+            found.calls[site] = call
+
+    def keep(path: str, block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        names = _names(block)
+        named = dict(zip(names, args, strict=False)) | given
+        kept = {name: named.get(name) for name in {*names[:1], *STATES}}
+        found.states[path] = {name: state.clone() for name, state in kept.items() if isinstance(state, Tensor)}
+
+    with _before(blocks, keep), hooks.recorded(blocks) as outputs:
+        _pass(side, inputs, visit)
+    found.outputs.update(
+        (path, given.clone()) for path, output in outputs.items() if (given := _first(output)) is not None
+    )
+    return found
+
+
+def beside(
+    recorded: Recorded,
+    side: ComparedModel,
+    sites: Mapping[Site, Site],
+    inputs: Mapping[str, Tensor],
+    order: Mapping[Site, Sequence[int]],
+    blocks: Sequence[Block] = (),
+) -> Passed:
+    """One pass of the side's model, compared with the one that was recorded, by the first model's sites.
+
+    `sites` are the first model's by the side's, `order` the side's head for each head of the first. With
+    `blocks` each block is given the states that the first model's block took, so that what differs is of the block.
+    """
+    found = Passed()
+
+    def visit(site: Site, call: Call) -> None:
+        first = sites.get(site)
+        if first is None or first not in recorded.calls:  # which has its own kernel, beside others that have not
+            return
+        found.calls[site] = call
+        own, other = _rows(recorded.side, first), _rows(side, site)
+        pair = (recorded.calls[first], own), (call, other)
+        found.rows[first] = divergence(*pair, order[first], first, inputs)
+
+    def put(path: str, block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any]:
+        names, states = _names(block), recorded.states[path]
+        changed = [_instead(states.get(name), value) for name, value in zip(names, args, strict=False)]
+        named = {name: _instead(states.get(name), value) for name, value in given.items()}
+        return (*changed, *args[len(names) :]), named
+
+    with _before(blocks, put), hooks.recorded(blocks) as outputs:
+        _pass(side, inputs, visit)
+    for path, own in recorded.outputs.items():
+        other = _first(outputs.get(path))
+        if other is not None and other.shape == own.shape:
+            found.blocks[path] = _apart(own, other.to(own.device), inputs)
+    return found
+
+
+def _first(output: Any) -> Tensor | None:
+    """The states among what a block gives."""
+    output = output[0] if isinstance(output, tuple | list) and output else output
+    return output if isinstance(output, Tensor) else None
+
+
+def _apart(own: Tensor, other: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """‖o' − o‖/‖o‖ of each sequence, without its padding."""
+    own, other = own.double(), other.double()
+    masks = (inputs.get(name) for name in ("decoder_attention_mask", "attention_mask"))
+    mask = next((mask for mask in masks if mask is not None and mask.shape == own.shape[:2]), None)
+    if mask is not None:
+        own, other = own * mask[..., None], other * mask[..., None]
+    own, other = own.flatten(1), other.flatten(1)
+    moved: Tensor = (other - own).norm(dim=1) / own.norm(dim=1)
+    return moved.cpu()
+
+
+def _pass(side: ComparedModel, inputs: Mapping[str, Tensor], visit: Callable[[Site, Call], None]) -> None:
+    """One forward pass of a side's model, its attention watched."""
+    model, sites = side.loaded.model, side.inspection.sites
+    seen = hooks.replace(model, sites, side.swaps, visit=visit) if side.swaps else hooks.watch(model, sites, visit)
+    with torch.no_grad(), seen:
+        hooks.forward(model, inputs)
+
+
+@contextmanager
+def _before(blocks: Sequence[Block], hook: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `hook` is called before each of the blocks: (path, block, arguments, keywords) → other ones, or None."""
+    handles = [block.register_forward_pre_hook(partial(hook, path), with_kwargs=True) for path, block in blocks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _instead(state: Tensor | None, own: Any) -> Any:
+    """The state in the place of the block's own, of its type and device; so that a tracer sees where it comes from."""
+    if state is None or not isinstance(own, Tensor) or own.shape != state.shape:
+        return own
+    always = torch.ones((), dtype=torch.bool, device=own.device)
+    return torch.where(always, state.to(own.device, own.dtype), own)
+
+
+def _names(block: nn.Module) -> list[str]:
+    return list(signature(block.forward).parameters)
+
+
+Rows = Callable[[Call], Tensor]
+"""The attention weights of a call."""
+
+
+def _rows(side: ComparedModel, site: Site) -> Rows:
+    """How a side's site weighs its keys: by the exponential kernel, or by that of a saved swap."""
+    swap = side.swaps.get(site)
+
+    def rows(call: Call) -> Tensor:
+        weights = attention.weights(call, OWN)
+        if swap is not None:  # NaN if its rows are none, or may be negative
+            heads = range(call.query.shape[1]) if swap.heads is None else swap.heads
+            info = swap.kernel.info
+            some = info.form != "output" and info.positive
+            other = attention.weights(call.select(heads), swap.kernel).to(weights.dtype) if some else torch.nan
+            weights[:, list(heads)] = other
+        return weights
+
+    return rows
+
+
+def divergence(
+    first: tuple[Call, Rows], second: tuple[Call, Rows], order: Sequence[int], site: Site, inputs: Mapping[str, Tensor]
+) -> Tensor:
+    """KL(P ‖ P') of each sequence and head, mean over its real queries, Σ_j p log(p/p'); (sequences, heads).
+
+    `order` is the second's head for each head of the first.
+    """
+    sides = []
+    for call, rows in (first, second):
+        bias = None if call.bias is None else call.bias.double()
+        parts = {name: getattr(call, name).double() for name in ("query", "key", "value")}
+        sides.append((hiding_padding(replace(call, bias=bias, **parts), inputs), rows))
+    call = sides[0][0]
+    found = call.query.new_full(call.query.shape[:2], torch.nan)
+    for batch, queries, keys in real_parts(call.allowed, len(found), site.part):
+        pair = [(call.sequences(batch, queries, keys), rows) for call, rows in sides]
+        size = 8 * found.shape[1] * pair[0][0].query.shape[2] * pair[0][0].key.shape[2]
+        step = max(1, PIECE_BYTES // size)
+        for start in range(0, len(batch), step):
+            some = list(range(start, min(start + step, len(batch))))
+            one, other = (_whole(rows(call.sequences(some, slice(None), slice(None)))) for call, rows in pair)
+            terms = one * (one.clamp(min=FLOOR).log() - other[:, list(order)].clamp(min=FLOOR).log())
+            found[[batch[row] for row in some]] = terms.sum(-1).mean(-1).clamp(min=0)
+    return found.cpu()
+
+
+def _whole(rows: Tensor) -> Tensor:
+    """The weights with what a sink takes as a last column."""
+    return torch.cat((rows, (1 - rows.sum(-1, keepdim=True)).clamp(min=0)), -1)
+
+
+DRAWS = 5
+"""Times that the weights of each model are nudged."""
+UNDRAWN = "what rounding does to it is not drawn"
+"""Why a measure that an analyzer gathers from many windows has no p."""
+FEW = 2
+"""Windows on which it is seen what that does to tokens.*."""
+BLOCKS = "compare.block_change"
+"""‖o' − o‖/‖o‖ of what each block gives of the first model's states, block by block and not head by head."""
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""From the widest spacing to the finest."""
+BITS = {
+    torch.bfloat16: (torch.int16, 7),
+    torch.float16: (torch.int16, 10),
+    torch.float32: (torch.int32, 23),
+    torch.float64: (torch.int64, 52),
+}
+"""The whole number that has a number's bits, and how many of them are behind the binary point."""
+DIFFERENT, MANY = 16, 4096
+"""So many different numbers, among the first so many, say of which type a weight is."""
+MOVED = 12
+"""One number of so many moves by a whole spacing: the variance is that of rounding, 1/12 of a spacing squared."""
+
+
+def stored_type(weight: Tensor) -> torch.dtype:
+    """The coarsest number type that holds every number of a weight exactly, whatever the model was loaded as.
+
+    A weight of few different numbers (gains of 1, zeros) tells nothing, and counts as float32.
+    """
+    first = weight.flatten()[:MANY]
+    if len(first.unique()) < min(DIFFERENT, weight.numel()):  # type: ignore[no-untyped-call]
+        return torch.float32
+    return next((kind for kind in TYPES if _holds(kind, first) and _holds(kind, weight)), torch.float64)
+
+
+def _holds(kind: torch.dtype, weight: Tensor) -> bool:
+    return torch.equal(weight.to(kind).to(weight.dtype), weight)
+
+
+def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
+    """The coarsest type among the matrices of a site's module: that of its queries and keys."""
+    kinds = [stored_type(weight) for weight in model.get_submodule(site.path).parameters() if weight.dim() > 1]
+    return max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
+
+
+def stored_types(model: PreTrainedModel) -> list[tuple[Tensor, torch.dtype]]:
+    """Every weight of the model with the type that it was stored in."""
+    return [(weight.data, stored_type(weight.data)) for weight in model.parameters() if weight.is_floating_point()]
+
+
+@contextmanager
+def rounded(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Generator) -> Iterator[None]:
+    """Inside, one number of twelve is a spacing of its weight's type larger or smaller; afterwards none is."""
+    own: list[tuple[Tensor, Tensor, Tensor]] = []
+    try:
+        for data, kind in types:
+            places = _places(data, generator)
+            own.append((data, places, data.take(places)))
+            data.put_(places, _moved(own[-1][2], kind, generator))
+        yield
+    finally:
+        for data, places, before in own:
+            data.put_(places, before)
+
+
+def nudged(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
+    """The same numbers, one of twelve a spacing of `kind` up or down: mean 0, the variance of rounding."""
+    places = _places(tensor, generator)
+    return tensor.clone().put_(places, _moved(tensor.take(places), kind, generator))
+
+
+def _places(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Which numbers move, by their flat index."""
+    part, rest = divmod(tensor.numel(), MOVED)
+    count = part + int(torch.randint(MOVED, (1,), generator=generator)) // (MOVED - rest)
+    return torch.randint(max(tensor.numel(), 1), (count,), generator=generator).to(tensor.device)
+
+
+def _moved(values: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Each number's neighbour in `kind`, away from 0 or towards it; 0 stays 0."""
+    whole, behind = BITS[values.dtype]
+    step = 1 << max(behind - BITS[kind][1], 0)
+    steps = (2 * torch.randint(2, values.shape, generator=generator) - 1).to(values.device, whole) * step
+    # numbers of one sign are in the order of their bits
+    return torch.where(values == 0, values, (values.view(whole) + steps).view(values.dtype))
+
+
+def of_weights(side: ComparedModel, generator: torch.Generator) -> dict[str, list[Tensor]]:
+    """What rounding does to the measures of the forms, draw by draw; of those that have none a NaN."""
+    places = {(head.layer, head.head): place for place, head in enumerate(side.report.heads)}
+    found: dict[str, Tensor] = {}
+    for site in side.sites:
+        factors = side.factors(site)
+        if not isinstance(factors, weights.Factors):
+            continue
+        kind = site_type(side.loaded.model, site)
+        for name, changes in _of_site(factors, side.analyzers("weights"), kind, generator).items():
+            nothing = torch.full((DRAWS, len(places)), torch.nan, dtype=torch.float64)
+            every = found.setdefault(name, nothing)
+            for head in range(changes.shape[1]):
+                if (site.layer, head) in places:
+                    every[:, places[site.layer, head]] = changes[:, head]
+    return {name: list(changes) for name, changes in found.items()}
+
+
+def _of_site(
+    factors: weights.Factors, analyzers: Sequence[Analyzer], kind: torch.dtype, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Each draw's changes of one site's scalars, and the distances of its heads from themselves; (draws, heads)."""
+    own = factors.query_key
+    fine = finite_heads(own)
+    read = [analyzer for analyzer in analyzers if not analyzer.needs_base] if fine else []
+    before = _scalars(read, own.select(fine)) if read else {}
+    drawn: dict[str, list[Tensor]] = defaultdict(list)
+    for _ in range(DRAWS):
+        query, key = (nudged(part, kind, generator) for part in (factors.maps.query, factors.maps.key))
+        other = replace(factors, maps=replace(factors.maps, query=query, key=key)).query_key
+        for name, values in distances(own, other).items():
+            drawn[name].append(values)
+        for name, values in (_scalars(read, other.select(fine)) if read else {}).items():
+            every = torch.full((len(own.heads),), torch.nan, dtype=torch.float64)
+            every[fine] = values - before[name]
+            drawn[name].append(every)
+    return {name: torch.stack(changes) for name, changes in drawn.items()}
+
+
+def _scalars(analyzers: Sequence[Analyzer], query_key: QueryKey) -> dict[str, Tensor]:
+    """What analyzers read of a form, but for curves."""
+    found: dict[str, Tensor] = {}
+    for analyzer in analyzers:
+        readings = analyzer.function(query_key)
+        scalars = [info.name for info in analyzer.measures if not info.curve and info.name in readings]
+        found |= {name: readings[name].double().cpu() for name in scalars}
+    return found
+
+
+def of_tokens(
+    side: ComparedModel,
+    contents: Sequence[texts.Content],
+    cut: texts.Cut,
+    blocks: Sequence[Block],
+    generator: torch.Generator,
+    tell: Tell,
+) -> dict[str, list[Tensor]]:
+    """What rounding does to the means of tokens.* over a few windows, and the KL between rows that it makes."""
+    few = texts.batches(side.loaded, contents, cut)
+    design = feeding.design_of(side.inspection.settings.model_copy(update={"intervals": "windows"}), few)
+    own = [record(side, batch.inputs, blocks) for batch in few]
+    before = _read(side, design, few, [one.calls for one in own], {})
+    same = {site: site for site in side.sites}
+    order = {one.site: range(one.call.query.shape[1]) for one in side.inspection.reached}
+    types, found = stored_types(side.loaded.model), defaultdict[str, list[Tensor]](list)
+    for _ in range(DRAWS):
+        with rounded(types, generator):
+            run = [beside(one, side, same, batch.inputs, order) for batch, one in zip(few, own, strict=True)]
+            # each block on the states that it took before rounding
+            fed = [
+                beside(one, side, same, batch.inputs, order, blocks)
+                for batch, one in zip(few, own, strict=True)
+                if blocks
+            ]
+        apart = {ROWS: [one.rows for one in run]} | ({OWN_ROWS: [one.rows for one in fed]} if fed else {})
+        after = _read(side, design, few, [one.calls for one in run], apart)
+        if fed:
+            moved = [of_blocks(one.blocks, blocks, batch) for batch, one in zip(few, fed, strict=True)]
+            after[BLOCKS] = torch.cat(moved)
+        for name, values in after.items():
+            change = values - before[name] if name in before else values
+            found[name].append(change.nanmean(0))
+        tell(1)
+    return found
+
+
+def of_blocks(found: Mapping[str, Tensor], blocks: Sequence[Block], batch: texts.Batch) -> Tensor:
+    """How far each block's output moved, (sequences, blocks); NaN where it gives no states."""
+    nothing = torch.full((batch.size,), torch.nan, dtype=torch.float64)
+    # more rows than sequences where a model cuts each into windows
+    each = [found[path].view(batch.size, -1).mean(1) if path in found else nothing for path, _ in blocks]
+    return torch.stack(each, 1)
+
+
+def _read(
+    side: ComparedModel,
+    design: Design,
+    few: texts.Batches,
+    calls: Sequence[Mapping[Site, Call]],
+    apart: Mapping[str, Sequence[Mapping[Site, Tensor]]],
+) -> dict[str, Tensor]:
+    """Read tokens.* of a few windows: each measure as (windows, heads), with the distances of each batch."""
+    collector, analyzers, start = entered(side, design), side.analyzers("tokens"), 0
+    for number, (batch, asked) in enumerate(zip(few, calls, strict=True)):
+        for site, call in asked.items():
+            query_key = hiding_padding(call, batch.inputs).query_key(site)
+            if finite := finite_heads(query_key):
+                numbers = sequence_numbers(len(call.query), batch, start)
+                collector.read_tokens(site, query_key.select(finite), analyzers, numbers, len(query_key.heads))
+        for name, found in apart.items():
+            for site, values in found[number].items():
+                enter_distances(collector, site, name, values, batch, start)
+        start += batch.size
+    return by_measure(collector)
+
+
+def entered(side: ComparedModel, design: Design) -> Collector:
+    """A collector of all the heads that the side's report has."""
+    collector = Collector(side.inspection.collector.chosen_heads, design=design)
+    for found in side.inspection.reached:
+        collector.enter(found.site, found.call.key_heads)
+    return collector
+
+
+def enter_distances(
+    collector: Collector, site: Site, name: str, values: Tensor, batch: texts.Batch, start: int
+) -> None:
+    """Enter distances of each sequence and head."""
+    numbers = sequence_numbers(len(values), batch, start)
+    collector.add_tokens(site, numbers, range(values.shape[1]), values.shape[1], {name: values})

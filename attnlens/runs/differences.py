@@ -1,0 +1,508 @@
+"""Compares a changed model with the original: both run on the same batches, and differences are paired."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from attnlens.errors import FAILURES, ModelError, TextError, UsageError, is_memory
+from attnlens.maths.statistics import Design, paired_difference
+from attnlens.maths.statistics.design import Likeness
+from attnlens.models import texts
+from attnlens.models.loading import Loaded, first_line
+from attnlens.models.texts.sequences import position_limit
+from attnlens.models.texts.targets import HEADLESS, NO_LOSS, NOTHING, Fed
+from attnlens.records import Agreement, Change, Settings, Task, TextChange, TextCosine, Windows
+from attnlens.runs.outputs import (
+    LARGEST_LOSS,
+    PassOutputs,
+    TokenLosses,
+    Variant,
+    divergence,
+    owned_means,
+    paired_change,
+    run,
+    sequence_losses,
+    sequence_means,
+    token_losses,
+    tokens_in,
+)
+from attnlens.runs.progress import Tell
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+    from transformers import PreTrainedModel
+
+
+MOST = 16
+"""Evaluated windows whose first halves are continued, and prompts in a batch."""
+TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
+"""Inputs of a model that reads text alone."""
+FAILED = (*FAILURES, ModelError, UsageError)
+"""What running with a cache may raise where a model or a kernel is not made for it."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What is continued, as one batch."""
+
+    ids: Int[Tensor, "prompts tokens"]
+    mask: Int[Tensor, "prompts tokens"]  # 0 at padding, which stands on the left
+    source: str  # `windows`, or the name of a file
+
+    def parts(self) -> Iterator[Prompts]:
+        """As batches of bounded size, so that many lines need no more memory than few."""
+        for ids, mask in zip(torch.split(self.ids, MOST), torch.split(self.mask, MOST), strict=True):
+            yield Prompts(ids, mask, self.source)
+
+
+@dataclass(frozen=True)
+class Continued:
+    """The prompts with the original's own continuations."""
+
+    prompts: Prompts
+    tokens: Int[Tensor, "steps prompts"]
+    ends: Int[Tensor, " ids"]  # the ids that end a text
+
+
+def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, given: Prompts | None) -> Prompts | str:
+    """The prompts given, else those of the windows; raises UsageError for some that the model can't continue."""
+    if given is None:
+        return of_windows(model, fed, task)
+    if why := _silent(model, fed, task):
+        why = "it does not predict the next token alone" if why == NOT_CAUSAL else why
+        raise UsageError(f"The model can't continue prompts: {why}.", "Leave out --prompts.")
+    return given
+
+
+def _silent(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> str:
+    """Why the model continues no text; empty where it does."""
+    if task != "causal":
+        return NOT_CAUSAL
+    if set(fed[0].inputs) - TEXT:
+        return "the model reads more than text"
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        return "the model keeps no key-value cache"
+    return ""
+
+
+def of_windows(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> Prompts | str:
+    """Return equally long first halves of windows or of lines above the middle length; or why there are none."""
+    if why := _silent(model, fed, task):
+        return why
+    rows: list[Tensor] = []
+    for one in fed:
+        ids, mask = one.inputs["input_ids"], one.inputs.get("attention_mask")
+        rows += list(ids) if mask is None else [row[kept.bool()] for row, kept in zip(ids, mask, strict=True)]
+    middle = sorted(map(len, rows))[len(rows) // 2]
+    long = [row[: max(1, middle // 2)] for row in rows if len(row) >= middle]
+    count = min(MOST, len(long))
+    ids = torch.stack([long[number * len(long) // count] for number in range(count)])
+    return Prompts(ids, torch.ones_like(ids), "windows")
+
+
+def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
+    """Return lines padded on the left; raises TextError for none or too long, UsageError without tokenizer."""
+    lines = [line for line in content.text.splitlines() if line.strip()]
+    if not lines:
+        raise TextError(f"{content.name} holds no prompt.", "Give a file with one prompt a line.")
+    if loaded.tokenizer is None:
+        raise UsageError("The model can't continue prompts: it has no tokenizer.", "Leave out --prompts.")
+    rows = [torch.tensor(loaded.tokenizer(line, verbose=False)["input_ids"]) for line in lines]
+    most, limit = max(map(len, rows)), position_limit(loaded.model)
+    if limit is not None and most >= limit:
+        raise TextError(
+            f"A prompt of {content.name} has {most} tokens, and the model reads at most {limit}.",
+            f"Give prompts of at most {limit - 1} tokens, which leave room to continue them.",
+        )
+    pad = torch.nn.functional.pad
+    ids = torch.stack([pad(row, (most - len(row), 0), value=int(rows[0][0])) for row in rows])
+    mask = torch.stack([pad(torch.ones_like(row), (most - len(row), 0)) for row in rows])
+    device = loaded.model.device
+    return Prompts(ids.to(device), mask.to(device), content.name)
+
+
+def own_continuation(model: PreTrainedModel, prompts: Prompts | str, asked: int) -> tuple[Continued | str, list[str]]:
+    """How the model continues the prompts itself, or why it does not; and what a reader must know."""
+    if isinstance(prompts, str):
+        return prompts, []
+    limit = position_limit(model)  # of which the longest prompt takes its share
+    tokens = asked if limit is None else max(0, min(asked, limit - prompts.ids.shape[1]))
+    notes = [f"Greedy continuations are of {tokens} tokens, not {asked}: the model reads no more."]
+    return continued(model, prompts, tokens), notes if 0 < tokens < asked else []
+
+
+def agreements(
+    model: PreTrainedModel, own: Continued | str, variants: Mapping[Name, Variant], progress: Tell
+) -> dict[Name, dict[str, Any]]:
+    """The field of an Outcome for each changed model, against the original's own continuations; or why it has none."""
+    found: dict[Name, dict[str, Any]] = {}
+    for name, variant in variants.items():
+        one = own if isinstance(own, str) else agreement(model, own, variant)
+        found[name] = {"reasons": {"agreement": one}} if isinstance(one, str) else {"agreement": one}
+        progress(1)
+    return found
+
+
+def continued(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continued | str:
+    """The original's greedy continuations, or why it has none."""
+    if tokens < 1:
+        return "the prompts fill the model's context"
+    try:
+        with torch.no_grad():
+            parts = [torch.stack(list(_greedy(model, part, tokens))) for part in prompts.parts()]
+    except FAILED as error:
+        if is_memory(error):
+            raise
+        return f"the model can't continue a text with a key-value cache ({first_line(error).rstrip('.')})"
+    chosen = torch.cat(parts, 1)
+    return Continued(prompts, chosen, _ends(model, chosen))
+
+
+def agreement(model: PreTrainedModel, own: Continued, variant: Variant) -> Agreement | str:
+    """Count tokens until both models' likeliest tokens differ, in lockstep; or say why there is no count."""
+    try:
+        with torch.no_grad(), variant():
+            every = zip(own.prompts.parts(), torch.split(own.tokens, MOST, 1), strict=True)
+            parts = [_common(theirs, own.ends, _greedy(model, part, len(theirs))) for part, theirs in every]
+            until = torch.cat(parts).tolist()
+    except FAILED as error:
+        if is_memory(error):
+            raise
+        what = error.problem if isinstance(error, ModelError | UsageError) else first_line(error)
+        return f"the kernel does not run with a key-value cache here ({what.rstrip('.')})"
+    total, ordered = len(own.tokens), sorted(until)
+    low, middle, high = (ordered[(len(ordered) - 1) * part // 4] for part in (1, 2, 3))
+    return Agreement(
+        prompts=len(until),
+        source=own.prompts.source,
+        prompt_tokens=own.prompts.ids.shape[1],
+        tokens=total,
+        until=until,
+        median=middle,
+        quartiles=(low, high),
+        never=sum(found == total for found in until),
+    )
+
+
+def _common(
+    theirs: Int[Tensor, "steps prompts"], ends: Int[Tensor, " ids"], chosen: Iterator[Int[Tensor, " prompts"]]
+) -> Int[Tensor, " prompts"]:
+    """Count common first tokens of each prompt, all if both texts end alike; stop once all differ or have ended."""
+    alive = torch.ones_like(theirs[0], dtype=torch.bool)
+    found = torch.zeros_like(theirs[0])
+    for own, new in zip(theirs, chosen, strict=False):
+        alive &= own == new
+        found += alive
+        ended = alive & torch.isin(new, ends)
+        found[ended], alive = len(theirs), alive & ~ended
+        if not bool(alive.any()):
+            break
+    return found
+
+
+def _greedy(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Iterator[Int[Tensor, " prompts"]]:
+    """Step by step the likeliest next token of each prompt, which is then read too."""
+    given, mask = prompts.ids, prompts.mask
+    padded = not bool(mask.all())
+    placed = padded and "position_ids" in inspect.signature(model.forward).parameters
+    cache: Any = None
+    for _ in range(tokens):
+        more: dict[str, Any] = {}
+        if placed:
+            more["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)[:, -given.shape[1] :]
+        result = model(input_ids=given, attention_mask=mask, past_key_values=cache, use_cache=True, **more)
+        cache, chosen = result.past_key_values, result.logits[:, -1].argmax(-1)
+        if cache is None:
+            raise ModelError("it hands out no cache", "Leave out --generate.")
+        yield chosen
+        given, mask = chosen[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+
+
+def _ends(model: PreTrainedModel, like: Tensor) -> Int[Tensor, " ids"]:
+    """The ids that end a text, by the model's generation settings, else by its configuration."""
+    settings = getattr(model, "generation_config", None)
+    found = getattr(settings, "eos_token_id", None)
+    found = getattr(model.config, "eos_token_id", None) if found is None else found
+    numbers = [] if found is None else [found] if isinstance(found, int) else list(found)
+    return like.new_tensor(numbers)
+
+
+Name = TypeVar("Name")
+NOT_CAUSAL = "told of models that predict the next token alone"
+DIVERGED = "it diverged: the changed model's predictions are not finite"
+
+
+@dataclass
+class Differences:
+    """Differences of one variant to the original, gathered batch by batch."""
+
+    task: Task  # what is predicted
+    noise: bool  # whether the input is noise, so that predictions are compared and have no loss
+    design: Design  # how the sequences were sampled
+    before: list[Tensor] = field(default_factory=list)
+    """Mean loss of each sequence under the original, one tensor a batch."""
+    after: list[Tensor] = field(default_factory=list)  # the same under the variant
+    counts: list[Tensor] = field(default_factory=list)  # how many tokens of each sequence are predicted
+    kept: list[Tensor] = field(default_factory=list)
+    """Whether each sequence has anything to predict; those that have none are in none of the three above."""
+    divergences: list[Tensor] = field(default_factory=list)  # mean KL(original ‖ variant) of each of them
+    agreeing: float = 0.0
+    cosines: list[Tensor] = field(default_factory=list)  # mean cosine of each sequence's hidden states
+    real: list[Tensor] = field(default_factory=list)  # how many real tokens of each sequence were compared by these
+    by_token: TokenLosses = field(default_factory=TokenLosses)  # the loss of each predicted token, of causal models
+    directionless: bool = False  # whether a hidden state is zero, so that no angle is formed with it
+    likeness: Likeness | None = None
+    seconds: list[float] = field(default_factory=list)  # of each of the variant's forward passes
+    own_seconds: list[float] = field(default_factory=list)  # of each of the original's
+    sizes: list[int] = field(default_factory=list)  # tokens of each pass
+
+    def add(
+        self, own: PassOutputs, new: PassOutputs, targets: Tensor | None, sizes: int, ids: Tensor | None = None
+    ) -> None:
+        """Take in one batch; `ids` are the tokens of a causal model."""
+        self.seconds.append(new.seconds)
+        self.own_seconds.append(own.seconds)
+        self.sizes.append(sizes)
+        if own.logits is not None and new.logits is not None:
+            self._add_predictions(own.logits, new.logits, targets, ids)
+        if own.hidden is not None and own.owners is not None and new.hidden is not None:
+            self._add_hidden(own.hidden, new.hidden, own.owners)
+
+    def _add_predictions(self, own: Tensor, new: Tensor, targets: Tensor | None, ids: Tensor | None) -> None:
+        if targets is None:
+            targets = own.argmax(-1, keepdim=True)
+        there = targets != NOTHING
+        self.kept.append(there.any(1).cpu())
+        each = [token_losses(logits, targets) for logits in (own, new)]
+        for losses, found in zip(each, (self.before, self.after), strict=True):
+            means, counts = sequence_means(losses, there)
+            found.append(means)
+        self.counts.append(counts)
+        if ids is not None and self.task == "causal":
+            self.by_token.add(each, targets, ids)
+        self.divergences.append(sequence_means(divergence(own, new), there)[0])
+        self.agreeing += float((own.argmax(-1) == new.argmax(-1)).sum())
+
+    def _add_hidden(self, own: Tensor, new: Tensor, owners: Tensor) -> None:
+        if own.shape != new.shape:  # a model that says itself how long its output is (FastSpeech)
+            raise ModelError(
+                f"With another kernel the model's output has another length ({len(new)} states instead of {len(own)}).",
+                "Its outputs can't be compared token by token; `attnlens inspect` reads its attention.",
+            )
+        own, new = own.double(), new.double()
+        self.directionless |= not bool((own.any(-1) & new.any(-1)).all())
+        means, counts = owned_means(
+            torch.nn.functional.cosine_similarity(own, new, dim=-1), owners, int(owners.max()) + 1
+        )
+        self.cosines.append(means)
+        self.real.append(counts)
+        self.likeness = self.likeness or Likeness(own.shape[-1], own.device)
+        self.likeness.add(own, new)
+
+    def outcome(self, seed: int, texts: Sequence[str], window: int | str | None = None) -> dict[str, Any]:
+        """Return the fields of an Outcome; `window`: beyond which width evidence lies, or why unknown."""
+        predicted, states = self._predicted(seed, texts), self._states(seed, texts)
+        placed: dict[str, Any] = {"reasons": {}}
+        if window is not None:
+            why = predicted["reasons"].get("loss") if self.task == "causal" else NOT_CAUSAL
+            placed = self._placed(seed, window) if why is None else {"reasons": {"beyond_window": why}}
+        reasons = predicted["reasons"] | states["reasons"] | placed["reasons"]
+        return predicted | states | placed | {"reasons": reasons}
+
+    def _placed(self, seed: int, window: int | str) -> dict[str, Any]:
+        """The losses by place, and of tokens whose evidence lies beyond a window."""
+        if not self.by_token.before:
+            return {"reasons": {"beyond_window": NOT_CAUSAL}}
+        placed = self.by_token.by_position(self.design, seed)
+        beyond = self.by_token.beyond(window, self.design, seed) if isinstance(window, int) else window
+        if isinstance(beyond, str):
+            return {"loss_by_position": placed, "reasons": {"beyond_window": beyond}}
+        return {"loss_by_position": placed, "beyond_window": beyond, "reasons": {}}
+
+    def _predicted(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:
+        """Those of the predictions."""
+        names = ("loss", "perplexity", "kl", "kl_ci95", "top1_agreement")
+        if not self.before:
+            return {"reasons": dict.fromkeys(names, f"the model has {HEADLESS}")}
+        if not torch.cat((*self.divergences, *self.after)).isfinite().all():
+            return {"diverged": True, "reasons": dict.fromkeys(names, DIVERGED)}
+        kl, ends = self._mean(self.divergences, self.counts, self.sampled, (0.0, math.inf), seed)
+        losses, reasons = self._losses(seed, texts)
+        top = self.agreeing / float(torch.cat(self.counts).sum())
+        lone = {} if ends else {"kl_ci95": self._lone}
+        kl = max(kl, 0.0)  # a mean of rounding errors of either sign, where both are the same
+        return losses | {"kl": kl, "kl_ci95": ends, "top1_agreement": top, "reasons": reasons | lone}
+
+    def _states(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:
+        """Those of the hidden states."""
+        names = ("hidden_cosine", "hidden_cosine_ci95", "hidden_cka")
+        if self.likeness is None:
+            return {"reasons": dict.fromkeys(names, "the model hands out no hidden states")}
+        if not torch.cat(self.cosines).isfinite().all():
+            return {"diverged": True, "reasons": dict.fromkeys(names, DIVERGED)}
+        if self.directionless:
+            return {"reasons": dict.fromkeys(names, "a hidden state is zero and has no direction")}
+        cosine, ends = self._mean(self.cosines, self.real, self.design, (-1.0, 1.0), seed)
+        by_text = []
+        for name, own in _by_text(self.design, texts):
+            mean, bounds = self._mean(self.cosines, self.real, Design.plain(len(own)), (-1.0, 1.0), seed, own)
+            by_text.append(TextCosine(name=name, sequences=len(own), cosine=mean, ci95=bounds))
+        cka = self.likeness.value
+        reasons = {} if cka is not None else {"hidden_cka": "one model's hidden states are the same at all tokens"}
+        return {
+            "hidden_cosine": cosine,
+            "hidden_cosine_ci95": ends,
+            "hidden_cosine_by_text": by_text,
+            "hidden_cka": cka,
+            "reasons": reasons if ends else reasons | {"hidden_cosine_ci95": self._lone},
+        }
+
+    def _mean(
+        self,
+        parts: Sequence[Tensor],
+        counts: Sequence[Tensor],
+        design: Design,
+        bounds: tuple[float, float],
+        seed: int,
+        some: Tensor | slice = slice(None),
+    ) -> tuple[float, tuple[float, float] | None]:
+        """The mean over the tokens of `some` sequences, and its 95 % interval within what such a number can be."""
+        means, weights = torch.cat(list(parts))[some], torch.cat(list(counts))[some]
+        value, low, high = paired_difference(torch.zeros_like(means), means, design, weights=weights, seed=seed)
+        return value, (max(low, bounds[0]), min(high, bounds[1])) if low == low else None
+
+    def _losses(self, seed: int, texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+        """Loss and perplexity, as far as they mean something, the loss of each text, and why not."""
+        if self.noise:
+            return {}, dict.fromkeys(("loss", "perplexity"), NO_LOSS)
+        found: dict[str, Any] = {
+            "loss": self._change(seed, lambda mean: mean),
+            "loss_by_text": self.by_text(seed, texts),
+        }
+        reasons: dict[str, str] = {}
+        if found["loss"].after < LARGEST_LOSS:
+            found["perplexity"] = self._change(seed, torch.exp)
+        else:
+            reasons["perplexity"] = "it is too large for a number"
+        if found["loss"].ci95 is None:
+            reasons |= dict.fromkeys(("loss.ci95", "perplexity.ci95"), self._lone)
+        return found, reasons
+
+    def by_text(self, seed: int, texts: Sequence[str]) -> list[TextChange]:
+        """Loss and perplexity on each text alone, their intervals over that text's windows, where there are several."""
+        changes = []
+        for name, own in _by_text(self.sampled, texts):
+            design = Design.plain(len(own))
+            loss = self._change(seed, lambda mean: mean, own, design)
+            powers = None if loss.after >= LARGEST_LOSS else self._change(seed, torch.exp, own, design)
+            changes.append(TextChange(name=name, sequences=len(own), change=loss, perplexity=powers))
+        return changes
+
+    @property
+    def sampled(self) -> Design:
+        """How the sequences that have anything to predict were sampled."""
+        return self.design.select(torch.cat(self.kept).nonzero()[:, 0].tolist())
+
+    @property
+    def _lone(self) -> str:
+        """Why there is no interval."""
+        return "one text has no spread" if self.design.clustered else "one window has no spread"
+
+    def _change(
+        self,
+        seed: int,
+        of: Callable[[Tensor], Tensor],
+        some: Tensor | slice = slice(None),
+        design: Design | None = None,
+    ) -> Change:
+        """A function of the mean loss of `some` sequences: before, after, and its difference with its interval."""
+        before, after, counts = (torch.cat(part)[some] for part in (self.before, self.after, self.counts))
+        return paired_change(before, after, counts, design or self.sampled, seed, of)
+
+
+def _by_text(design: Design, texts: Sequence[str]) -> list[tuple[str, Tensor]]:
+    """Each text with the numbers of its sequences, where there are several."""
+    numbers = torch.tensor(design.texts)
+    every = [(name, (numbers == number).nonzero()[:, 0]) for number, name in enumerate(texts)]
+    found = [(name, own) for name, own in every if len(own)]
+    return found if len(found) > 1 else []
+
+
+def compare(
+    model: PreTrainedModel,
+    batches: Sequence[Fed],
+    variants: Mapping[Name, Variant],
+    task: Task,
+    progress: Tell,
+    design: Design,
+) -> dict[Name, Differences]:
+    """Every variant against the original on the same batches; the original runs once a batch, by its own means."""
+    found = {name: Differences(task, batches[0].noise, design) for name in variants}
+    for fed in batches:
+        own = run(model, fed, task)
+        for name, variant in variants.items():
+            with variant():
+                new = run(model, fed, task)
+            found[name].add(own, new, fed.targets, tokens_in(fed), fed.inputs.get("input_ids"))
+            progress(tokens_in(fed))
+    return found
+
+
+def mean_loss(model: PreTrainedModel, batches: Sequence[Fed], task: Task) -> float | None:
+    """Nats per predicted token of the model as it is; None where the input gives no targets, or it diverges."""
+    total, count = 0.0, 0.0
+    for fed in batches:
+        logits = run(model, fed, task).logits
+        if logits is None or fed.targets is None or fed.noise:
+            return None
+        means, counts = sequence_losses(logits, fed.targets)
+        total, count = total + float((means * counts).sum()), count + float(counts.sum())
+    return total / count if math.isfinite(total) else None
+
+
+PREDICTED = ("loss.before", "loss.after", "kl", "tokens")
+STATES = ("hidden_cosine", "hidden_tokens")
+"""What is told of each window, in this order: of its predictions, and of its hidden states."""
+
+
+def windows_of(found: Mapping[tuple[str, str], Differences], settings: Settings) -> Windows:
+    """The paired losses, KL and hidden cosines by (kernel, stage), and over how many tokens of a window each is."""
+    units = [{"kernel": kernel, "stage": stage} for kernel, stage in found]
+    every = list(found.values())
+    columns: dict[str, list[Tensor]] = {}
+    if all(one.before for one in every):
+        columns = {
+            "loss.before": [_whole(one, one.before) for one in every],
+            "loss.after": [_whole(one, one.after) for one in every],
+            "kl": [_whole(one, one.divergences) for one in every],
+            "tokens": [_whole(one, one.counts) for one in every],
+        }
+    if all(one.cosines for one in every):
+        columns["hidden_cosine"] = [torch.cat(one.cosines) for one in every]
+        columns["hidden_tokens"] = [torch.cat(one.real) for one in every]
+    return placed_windows({name: torch.stack(parts, 1) for name, parts in columns.items()}, units, settings)
+
+
+def placed_windows(
+    columns: Mapping[str, Tensor], units: Sequence[Mapping[str, str | int]], settings: Settings
+) -> Windows:
+    """These columns with the text and number of each window; none where no window has a number."""
+    placed = [(text.name, number) for text in settings.texts for number in text.windows]
+    if not columns or not placed:
+        return Windows([], units, {})
+    return Windows(placed, units, {name: columns[name] for name in (*PREDICTED, *STATES) if name in columns})
+
+
+def _whole(one: Differences, parts: list[Tensor]) -> Tensor:
+    """One number a window; NaN where there is nothing to predict."""
+    kept = torch.cat(one.kept)
+    every = torch.full((len(kept),), torch.nan, dtype=torch.float64)
+    every[kept] = torch.cat(parts).double()
+    return every

@@ -1,0 +1,324 @@
+"""Compares rebuilt attention matrices with the model's own, and a report's heads with a second computation."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnlens import requests
+from attnlens.arguments import public
+from attnlens.checks.judging import breach
+from attnlens.errors import FAILURES, ModelError, UnreadableError, UsageError
+from attnlens.models import hooks, loading, texts, weights
+from attnlens.models.hooks import Reached
+from attnlens.records import (
+    Check,
+    Coverage,
+    Head,
+    QueryKey,
+    Report,
+    Settings,
+    Site,
+    SiteCheck,
+    Skipped,
+    Summary,
+    Verdict,
+)
+from attnlens.requests import ModelRequest, reading
+from attnlens.runs import checks, feeding
+from attnlens.runs.checks import attention, refuse_initialised
+from attnlens.runs.inspect.pipeline import inspect
+from attnlens.runs.progress import Progress, silent
+from attnlens.runs.provenance import report_of
+
+EXACT = 1e-6
+"""Relative difference of weights.*, computed in float64 from the same stored numbers; reports carry nine digits."""
+
+
+@public
+def recompute(report: Report, model: str, heads: int, *, progress: Progress = silent, **more: Any) -> list[Check]:
+    """Checks that the model's files are the report's, and that so many of its heads read the same, measure by measure.
+
+    The heads are drawn anew each time, so that no forger knows which. tokens.* may differ by √ε of the
+    model's type, weights.* by EXACT, both relative to the larger value. `more` are options of `inspect` that a report
+    does not hold: its text, and how the model is loaded. Raises UsageError for a report without heads, and for another
+    text than the report's.
+    """
+    count = min(requests.whole("recompute", heads, 1), len(report.heads))
+    if report.command != "inspect" or not report.heads:
+        raise UsageError(f"A report of {report.command} has no heads to recompute.", "Name one of attnlens inspect.")
+    load_options = {name: more.pop(name) for name in list(more) if name in requests.Loading.__annotations__}
+    loaded = loading.load(model, **{"dtype": report.settings.dtype, **load_options})
+    hashes = [sorted(file.sha256 for file in info.files) for info in (report.model, loaded.info)]
+    kinds = [(info.architecture, info.parameters) for info in (report.model, loaded.info)]
+    shape = f"{report.model.architecture}, {report.model.parameters} parameters"
+    first = [
+        _recomputed("model.files", "the SHA-256 of every file as the report", passed=hashes[0] == hashes[1]),
+        _recomputed("model", shape, passed=kinds[0] == kinds[1]),
+    ]
+    if not first[-1].passed:
+        return first
+    drawn = random.SystemRandom().sample(report.heads, count)
+    where = {name: sorted({getattr(head, name[:-1]) for head in drawn}) for name in ("layers", "heads")}
+    again = inspect(loaded, progress=progress, **{**feeding.recorded(report.settings), **more, **where})
+    fed = [None if one.settings.text is None else one.settings.text.sha256 for one in (report, again)]
+    if fed[0] != fed[1]:
+        raise UsageError(
+            f"The text is another: settings.text.sha256 is {fed[0]} in the report, and {fed[1]} here.",
+            "Name the report's text with --text.",
+        )
+    found = {(head.site, head.head): head for head in again.heads}
+    tolerance = torch.finfo(loaded.model.dtype).eps ** 0.5
+    pairs = [(head, found.get((head.site, head.head))) for head in drawn]
+    names = dict.fromkeys([*report.measure_names(), *again.measure_names()])
+    return [*first, *(_measure(name, pairs, tolerance) for name in names)]
+
+
+def _measure(name: str, pairs: Sequence[tuple[Head, Head | None]], tolerance: float) -> Check:
+    """Whether one measure reads the same; heads that do not, the furthest off first."""
+    bound = EXACT if name.startswith("weights.") else tolerance
+    found = [(head, *_values(head, again, name)) for head, again in pairs]
+    off = [(_share(said, read), head, said, read) for head, said, read in found]
+    worst = sorted((one for one in off if one[0] > bound), key=lambda one: one[0], reverse=True)
+    breaches = [breach(head, read, said) for _, head, said, read in worst]
+    return _recomputed(name, "as the report", passed=not worst, heads=len(pairs), breaches=breaches)
+
+
+def _recomputed(subject: str, wanted: str, **found: Any) -> Check:
+    said = f"{subject}: recomputed {wanted}"
+    return Check(id=f"recompute: {subject}", rule=said, subject=subject, wanted=wanted, **found)
+
+
+def _values(head: Head, again: Head | None, name: str) -> tuple[float | None, float | None]:
+    """What the report says, and what was read again."""
+    measures = (head.measures.get(name), None if again is None else again.measures.get(name))
+    said, read = (None if measure is None else measure.value for measure in measures)
+    return said, read
+
+
+def _share(said: float | None, read: float | None) -> float:
+    """|a − b| / max(|a|, |b|, 10⁻⁶); 1 where one of the two has no value."""
+    if said is None or read is None:
+        return float(said is not read)
+    return abs(said - read) / max(abs(said), abs(read), 1e-6)
+
+
+TOLERANCE = hooks.IDENTITY_TOLERANCE
+"""Largest relative error of an attention matrix."""
+ANOTHER = 1e-3
+"""Relative difference of outputs above which an eager attention is another one, and not the same one rounded."""
+
+IN_FLOAT32 = "Computed in float32, whose rounding counts as error, since in float64: {}"
+
+
+@public
+def doctor(
+    model: str | PathLike[str] | loading.Loaded = "demo", *, progress: Progress = silent, **more: Unpack[ModelRequest]
+) -> Report:
+    """Site by site: ‖P − P_model‖/‖P_model‖, P from the captured queries and keys, and from weights × inputs.
+
+    P_model are the attention probabilities that the model itself hands out under its own eager attention. The model is
+    loaded in float64 (twice the memory; a loaded one is copied), so that an error is a misreading and not rounding;
+    another `dtype` is honoured, and judged by the same tolerance, and so is float32 where the model can't be read in
+    float64. `more` are the options of `requests.ModelRequest`. Raises UsageError for words that make no sense,
+    TextError, and ModelError where the model can't be loaded or read.
+    """
+    start = time.perf_counter()
+    given = requests.checked(ModelRequest, {"sequences": 2, **more})
+    load_options: loading.Loading = {"dtype": "float64", **feeding.loading_of(more, model)}
+    asked = reading.settings(given)
+    named = texts.read_each(files := reading.files(given), offline=given["offline"])
+    if isinstance(model, loading.Loaded):
+        loaded = replace(model, model=nn.Module.double(copy.deepcopy(model.model)))
+    else:
+        loaded = loading.load(model, **load_options)
+    if loaded.model.dtype == torch.float64:
+        hooks.allow_float64(loaded.model)
+    feeding.refuse_text(loaded, files, asked.tokens)
+    settings, inputs = _fed(feeding.of_model(asked, loaded), given, loaded, feeding.contents(named, loaded))
+    report = _precisely(loaded, settings, inputs, progress)
+    return report.model_copy(update={"timings": {"doctor": time.perf_counter() - start}})
+
+
+def _precisely(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
+    """The report as the model is; of float32 where float64 fails, or is another attention there (EoMT's own masks)."""
+    if loaded.model.dtype != torch.float64:
+        return _examined(loaded, settings, inputs, progress)
+    try:
+        report = _examined(loaded, settings, inputs, progress)
+        changed = report.summary.identity_error
+        if changed is None or changed <= TOLERANCE:  # None: of weights that are not finite
+            return report
+        why = f"recomputed attention changes the outputs by {changed:.1e}."
+    except ModelError as error:
+        why = error.problem
+    single = replace(loaded, model=nn.Module.float(loaded.model))
+    told = settings.model_copy(update={"notes": [*settings.notes, IN_FLOAT32.format(why)], "dtype": "float32"})
+    return _examined(single, told, hooks.as_dtype(inputs, torch.float32), progress)
+
+
+def _examined(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
+    """The report of the model on these inputs, but for its timings."""
+    survey = checks.surveyed(loaded, inputs)
+    reached = survey.reached
+    checks.check_chosen(settings.layers, settings.heads, reached)
+    refuse_initialised(loaded, inputs, attention)
+    identity = checks.reproduced(loaded, inputs)
+    if not identity <= TOLERANCE and not loading.nonfinite_tensors(loaded.model):
+        checks.refuse_unsteady(loaded, inputs)
+    first = checks.of_one_token(loaded, reached, settings.seed)
+    found = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
+    coverage = _coverage(found, checks.out_of_reach(loaded, survey))
+    checked: Verdict = "agrees" if coverage.complete else "partly checked"
+    sound = identity <= TOLERANCE and all(check.passed for check in found)
+    return report_of(
+        "doctor",
+        model=loaded.info,
+        settings=feeding.seen(settings, loaded, reached),
+        coverage=coverage,
+        summary=Summary(
+            identity_error=identity if identity == identity else None, verdict=checked if sound else "differs"
+        ),
+        doctor=found,
+    )
+
+
+def _coverage(found: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage:
+    """What was compared: heads without either error have no value, and those without one lack its source."""
+    lacking = {
+        "tokens": [check for check in found if check.tokens_error is None],
+        "weights": [check for check in found if check.weights_error is None],
+    }
+    without = {source: sum(check.heads for check in checks) for source, checks in lacking.items()}
+    skipped = [
+        Skipped(site=check.site, measure=source, reason=check.reason or "")
+        for source, checks in lacking.items()
+        for check in checks
+    ]
+    heads = sum(check.heads for check in found)
+    unchecked = sum(check.heads for check in found if check.verdict == "not checked")
+    return Coverage(
+        sites=len(found),
+        heads=heads,
+        analysed=heads - unchecked,
+        without={source: count - unchecked for source, count in without.items() if count > unchecked},
+        skipped=[*skipped, *missed],
+    )
+
+
+def check_sites(
+    model: PreTrainedModel,
+    first: Sequence[Reached],
+    reached: Sequence[Reached],
+    inputs: dict[str, Tensor],
+    progress: Progress = silent,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+) -> list[SiteCheck]:
+    """Each site's check as `reached` by `inputs`; `first` are the same by a single token, which tells the weights.
+
+    Only those `layers` and `heads` are looked at; a site that has none of the heads is left out.
+    """
+    own = own_probabilities(model, inputs, reached)
+    pairs = [
+        (one, found, chosen)
+        for one, found in zip(first, reached, strict=True)
+        if (layers is None or found.site.layer in layers)
+        and (chosen := [head for head in range(found.call.query.shape[1]) if heads is None or head in heads])
+    ]
+    every = weights.factors(model, [one for one, _, _ in pairs], [found for _, found, _ in pairs])
+    results = []
+    for done, ((_, found, chosen), factors) in enumerate(zip(pairs, every, strict=True)):
+        progress("doctor", done, len(pairs))
+        results.append(_check(found, factors, own[found.site], chosen))
+    progress("doctor", len(pairs), len(pairs))
+    return results
+
+
+def own_probabilities(
+    model: PreTrainedModel, inputs: dict[str, Tensor], reached: Sequence[Reached]
+) -> dict[Site, Tensor | str]:
+    """The attention probabilities that each site's module computes under the model's own eager attention.
+
+    Or the reason why there are none: not every module hands them out or has a softmax of their shape, and the eager
+    attention of a few models is another one than what they use (PaliGemma's is causal, and its SDPA is not).
+    """
+    sites = [found.site for found in reached]
+    found: dict[Site, Tensor] = {}
+    try:
+        other = hooks.difference(model, inputs, hooks.handed_out(model, reached, found))
+    except FAILURES as error:
+        why = f"the model can't run under transformers' eager attention ({loading.first_line(error)})"
+        return dict.fromkeys(sites, why)
+    if not other <= max(ANOTHER, 16 * torch.finfo(model.dtype).eps):
+        why = f"transformers' eager attention changes this model's outputs by {other:.1e}, and hands out other matrices"
+        return dict.fromkeys(sites, why)
+    return (
+        dict.fromkeys(sites, "the module has no softmax of these scores, and hands out no attention probabilities")
+        | found
+    )
+
+
+def _fed(
+    asked: Settings, given: Mapping[str, Any], loaded: loading.Loaded, contents: Sequence[texts.Content]
+) -> tuple[Settings, dict[str, Tensor]]:
+    """The sequences as one batch, or a stand-in where the model has no tokenizer (its identity is proven without)."""
+    found = texts.placeholder(loaded, asked.tokens or 2, asked.seed, sequences=asked.sequences or 1)
+    if loaded.tokenizer is not None or texts.reads_noise(loaded):
+        first = {name: given[name][:1] for name in ("image", "audio")}  # files share no pass, and one is compared
+        known = {**given, **first, "allow_foreign_text": True, "batch_size": asked.sequences or 1}  # any text would do
+        found = texts.batches(loaded, contents, feeding.cut_of(asked, known))
+    said = {"sequences": found.batches[0].size}  # where images can't share a pass, the first alone is compared
+    return feeding.fed(asked, found, loaded).model_copy(update=said), found.batches[0].inputs
+
+
+def _check(
+    found: Reached, factors: weights.Factors | UnreadableError, own: Tensor | str, heads: Sequence[int]
+) -> SiteCheck:
+    """Both errors of one site's heads, or the reason why one is missing."""
+    query_key = found.call.query_key(found.site).select(heads)
+    errors: list[float | None] = [None, None]
+    reason = factors.problem if isinstance(factors, UnreadableError) else None
+    if isinstance(own, str):
+        reason = own
+    elif not bool(own[:, heads].isfinite().all()):
+        reason = "the model's own attention probabilities are not finite"
+    else:
+        errors[0] = _error(query_key, own[:, heads])
+        if not isinstance(factors, UnreadableError):
+            errors[1] = _error(weights.rebuilt(found, factors).select(heads), own[:, heads])
+    passed = all(error is None or error <= TOLERANCE for error in errors)
+    checked = sum(error is not None for error in errors)
+    return SiteCheck(
+        site=found.site.name,
+        part=found.site.part,
+        heads=len(heads),
+        route="none" if isinstance(factors, UnreadableError) else factors.route,
+        tokens_error=errors[0],
+        weights_error=errors[1],
+        reason=reason,
+        passed=passed,
+        verdict=("not checked", "partly checked", "agrees")[checked] if passed else "differs",
+    )
+
+
+def _error(query_key: QueryKey, own: Tensor) -> float:
+    """‖P − P_model‖ / ‖P_model‖ over the queries that may see something."""
+    theirs = own.double()
+    if query_key.sinks is not None and bool((theirs.sum(-1) - 1).abs().max() <= TOLERANCE):
+        query_key = replace(query_key, sinks=None)  # the model applies them behind its softmax (GraniteSWA)
+    ours = query_key.attention
+    if query_key.allowed is not None:
+        seeing = query_key.allowed.any(-1, keepdim=True)
+        ours, theirs = ours * seeing, theirs * seeing
+    return float((ours - theirs).norm() / theirs.norm())

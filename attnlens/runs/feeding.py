@@ -1,0 +1,222 @@
+"""Turns what was asked for into settings, texts and windows of a model; tells of texts that are foreign to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor
+
+from attnlens.errors import ModelError, UsageError
+from attnlens.maths.statistics import Design
+from attnlens.maths.statistics.design import FEWEST_TEXTS
+from attnlens.models import loading, texts
+from attnlens.models.hooks import Reached
+from attnlens.models.loading import Loaded
+from attnlens.models.texts import Batches
+from attnlens.models.texts.targets import NOTHING, feed, logits_of, of_text, task_of
+from attnlens.records import Settings, Text
+from attnlens.requests import Loading, SpreadRequest
+from attnlens.runs.outputs import sequence_losses
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+LOSS = "loss"
+"""What is skipped if a model's predictions rest on weights that its checkpoint lacks."""
+
+
+def predicts_text(loaded: Loaded) -> bool:
+    """Return whether the model predicts the next token of a text, so that it has a loss on it."""
+    return loaded.kind == "text" and task_of(loaded.model) == "causal"
+
+
+@dataclass
+class Guesses:
+    """The loss of a causal language model on each sequence that it reads; of any other model nothing."""
+
+    targets: list[Tensor]  # the next tokens of each batch; empty for any other model
+    means: list[Tensor] = field(default_factory=list)  # mean loss of each sequence read so far
+    counts: list[Tensor] = field(default_factory=list)  # how many tokens of it are predicted
+    vocabulary: int = 0  # among how many tokens it guesses
+
+    @classmethod
+    def of(cls, loaded: Loaded, batches: Batches) -> Guesses:
+        """None made so far."""
+        fed = feed(loaded, batches, "causal", 0) if predicts_text(loaded) else []
+        return cls([one.targets for one in fed if one.targets is not None])
+
+    def add(self, number: int, result: Any) -> None:
+        """Take in the outputs of batch `number`, sequence by sequence: a second copy of all logits would be large."""
+        if not self.targets:
+            return
+        every = self.targets[number]
+        for logits, targets in zip(of_text(logits_of(result), every, sees=True), every, strict=True):
+            mean, count = sequence_losses(logits[targets != NOTHING].float(), targets[None])
+            self.vocabulary = logits.shape[-1]
+            self.means.append(mean)
+            self.counts.append(count)
+
+
+def guess_notes(
+    means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
+) -> list[str]:
+    """Say of each text, named by sequence, if its mean loss over tokens is above ln(vocabulary), an even guess."""
+    even, told = math.log(vocabulary), []
+    for name in dict.fromkeys(names):
+        own = [place for place, of in enumerate(names) if of == name]
+        loss = float((means[own] * counts[own]).sum() / counts[own].sum())
+        if loss > even:
+            told.append(
+                f"The model's loss on {name} is {loss:.2f} nats per token, worse than an even guess (ln {vocabulary} = "
+                f"{even:.2f}): the text is foreign to the model, or the model is not trained."
+            )
+    return told
+
+
+RECORDED = (
+    *("source", "analyzers", "select", "seed", "sequences", "tokens", "pack"),
+    *("windows", "intervals", "layers", "heads"),
+)
+"""Options that a report says, so that a model is read alike once more, or beside it."""
+NOTHING_FED = {"sequences": None, "pack": None, "windows": None, "intervals": None}
+"""What the settings of a run without any input say."""
+
+
+def recorded(settings: Settings) -> Any:
+    """The options by which a report was made, as far as it says them."""
+    found = {name: getattr(settings, name) for name in RECORDED}
+    found["sequences"] = settings.sequences_asked or settings.sequences
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def loading_of(given: Mapping[str, Any], model: object) -> Loading:
+    """Those of the options that say how a model is loaded."""
+    found = {name: value for name, value in given.items() if name in Loading.__annotations__}
+    found |= {name: given[name] for name in SpreadRequest.__annotations__ if given.get(name)}
+    if (
+        isinstance(model, loading.Loaded)
+        and model.shapes is None
+        and any(weight.is_meta for weight in model.model.parameters())
+    ):
+        raise ModelError("The model is on the meta device, where weights have no values.", "Load it onto another one.")
+    if isinstance(model, loading.Loaded) and found:
+        raise UsageError(
+            f"The model is already loaded, so that {', '.join(found)} would be ignored.",
+            "Give the options to attnlens.load.",
+        )
+    return cast("Loading", found)
+
+
+def of_model(asked: Settings, loaded: loading.Loaded) -> Settings:
+    """What was asked for, with the model's device and dtype and the length of a window on it.
+
+    Raises UsageError for more tokens than the model has positions.
+    """
+    return asked.model_copy(
+        update={
+            "device": loading.places_of(loaded.model),
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "tokens": texts.window_length(loaded.model, asked.tokens),
+        }
+    )
+
+
+def cut_of(asked: Settings, given: Mapping[str, Any]) -> texts.Cut:
+    """How the texts are cut, by what was asked for."""
+    return texts.Cut(
+        tokens=asked.tokens,
+        sequences=asked.sequences or 1,
+        batch_size=given["batch_size"],
+        pack=asked.pack is not False,
+        placement=asked.windows or "spread",
+        seed=asked.seed,
+        pairs=given["pairs"] is not None,
+        image=tuple(given["image"]),
+        audio=tuple(given["audio"]),
+        allow_foreign=given["allow_foreign_text"],
+    )
+
+
+def contents(found: Sequence[texts.Content], loaded: loading.Loaded) -> Sequence[texts.Content]:
+    """The texts that were named, or the built-in ones for this model."""
+    return found or texts.sample(loaded.info.id)
+
+
+def design_of(asked: Settings, found: texts.Batches) -> Design:
+    """How the sequences were sampled. Raises UsageError where too few texts are to stand for texts like them."""
+    names = found.parts or ("",) * found.sequences
+    count = len(set(names))
+    if asked.intervals == "texts" and count < FEWEST_TEXTS:
+        enough = count + len(found.left_out) >= FEWEST_TEXTS
+        there = (
+            f"{found.sequences} sequences are of {count}"
+            if enough
+            else f"there {'is' if count == 1 else 'are'} {count}"
+        )
+        raise UsageError(
+            f"Intervals over texts need {FEWEST_TEXTS} texts, and {there}.",
+            f"Give more {'--sequences' if enough else '--text'}, or leave out --intervals texts.",
+        )
+    return Design.of(names, asked.intervals)
+
+
+def fed(asked: Settings, found: texts.Batches, loaded: loading.Loaded) -> Settings:
+    """The settings that say what was fed: texts in windows or lines, or noise alone."""
+    if not found.tokens:
+        nothing = {"pack": None, "windows": None, "intervals": None}
+        said = Text.of(found.texts)
+        fed = {"noise": said} if found.made_up else {"text": said, "texts": list(found.texts), "tokens": None}
+        more = {"sequences": found.sequences, "notes": [*asked.notes, *found.notes]}
+        return asked.model_copy(update=fed | more | nothing)
+    short = found.sequences < (asked.sequences or 0)
+    update = {
+        "text": Text.of(found.texts),
+        "texts": list(found.texts),
+        "sequences": found.sequences,
+        "sequences_asked": asked.sequences if short else None,
+        "intervals": design_of(asked, found).over,
+        "notes": [*asked.notes, *_told_of(asked, found, loaded)],
+    }
+    return asked.model_copy(update=update)
+
+
+def _told_of(asked: Settings, found: texts.Batches, loaded: loading.Loaded) -> Iterator[str]:
+    """What a reader must know of the windows, a sentence each."""
+    yield from found.notes
+    yield from texts.foreign_notes(found.unknown)
+    if found.left_out:
+        yield (
+            f"Left out: {', '.join(found.left_out)}, since {found.sequences} sequences are fewer than the "
+            f"{len(set(found.parts)) + len(found.left_out)} texts."
+        )
+    what = "lines" if asked.pack is False else "windows"
+    if asked.windows == "first":
+        yield f"The {what} are the first of each text: errors hold for these {what}, not for the texts."
+    repeated = texts.repeated_share(loaded.tokenizer, found.ids)
+    if repeated > texts.MOST_SHARED:
+        yield (
+            f"{repeated:.0%} of the tokens stand in runs of {texts.RUN} that another of the {what} has too: "
+            "errors over them are too small."
+        )
+
+
+def seen(settings: Settings, loaded: loading.Loaded, reached: Sequence[Reached]) -> Settings:
+    """The settings of a model that reads noise alone with the tokens that its attention makes of it, at most."""
+    if texts.reads_text(loaded) or settings.noise is None:
+        return settings
+    return settings.model_copy(update={"tokens": max(found.call.query.shape[2] for found in reached)})
+
+
+def refuse_text(loaded: loading.Loaded, text: Sequence[str], tokens: int | None) -> None:
+    """Raise UsageError where texts, of whatever use, or their length are given for a model that reads none."""
+    if texts.reads_text(loaded) or (not text and tokens is None):
+        return
+    read = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.wanted(loaded.model)))
+    raise UsageError(
+        f"{loaded.info.id} reads {read} and no text, so that text and tokens would be ignored.",
+        "Leave out --text, --calibration and --tokens.",
+    )

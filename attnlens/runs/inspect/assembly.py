@@ -1,0 +1,412 @@
+"""What is known of an inspection before its units are read, and the report put together from what they found."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from attnlens.maths.statistics import Design, median_error, null_of_median, robust_z
+from attnlens.models.hooks import Reached
+from attnlens.records import (
+    Extreme,
+    Head,
+    HeadId,
+    ModelInfo,
+    Null,
+    Report,
+    Settings,
+    Site,
+    Skipped,
+    Summary,
+    TextSummary,
+    Windows,
+)
+from attnlens.registry import Analyzer, Gathering, MeasureInfo, measure_infos
+from attnlens.runs.checks import conventions
+from attnlens.runs.feeding import LOSS, guess_notes
+from attnlens.runs.inspect.collector import ONE_WINDOW, Collector, replay
+from attnlens.runs.progress import INTERRUPTED
+from attnlens.runs.provenance import report_of
+from attnlens.runs.store import versions
+
+FEWEST_HEADS = 12
+"""Heads below which being the largest of them says nothing."""
+MOST = 8
+"""How many heads are named."""
+DEEP = 3
+"""How many at each end of a measure can be named."""
+
+
+def extremes(records: Sequence[Head], infos: Mapping[str, MeasureInfo]) -> list[Extreme]:
+    """Up to eight heads at the ends of the measures, the furthest from the median in units of the spread first.
+
+    Heads are ranked within their part (encoder, decoder, cross), one line a head. A rank is no test: of any heads one
+    is the largest. Only measures that name an end are looked at. Calls of one
+    module share its weights, so that weights.* count and name them once.
+    """
+    candidates: list[tuple[float, Extreme]] = []
+    for part in dict.fromkeys(record.part for record in records):
+        calls: dict[tuple[str, int], list[Head]] = defaultdict(list)
+        for record in records:
+            if record.part == part:
+                calls[record.site.partition("#")[0], record.head].append(record)
+        every, shared = [[record] for group in calls.values() for record in group], list(calls.values())
+        for info in infos.values():
+            if info.ends:
+                candidates += _ends(info, shared if info.name.startswith("weights.") else every)
+    best: dict[tuple[int, int], Extreme] = {}
+    for _, candidate in sorted(candidates, key=lambda pair: -pair[0]):
+        best.setdefault((candidate.layer, candidate.head), candidate)
+    return list(best.values())[:MOST]
+
+
+def _ends(info: MeasureInfo, heads: Sequence[Sequence[Head]]) -> list[tuple[float, Extreme]]:
+    """The heads at both ends of one measure with their distance; a head is the records of its calls, which read the
+    same.
+    """
+    found = [(calls, calls[0].measures[info.name].value) for calls in heads if info.name in calls[0].measures]
+    present = sorted(((value, calls) for calls, value in found if value is not None), key=lambda pair: pair[0])
+    if len(present) < FEWEST_HEADS:
+        return []
+    values = torch.tensor([value for value, _ in present], dtype=torch.float64)
+    scores, median = robust_z(values).abs().tolist(), float(values.quantile(0.5))
+    ended = []
+    for rank in range(1, DEEP + 1):
+        for place, end in ((len(present) - rank, "largest"), (rank - 1, "smallest")):
+            value, calls = present[place]
+            if info.ends in (end, "both") and scores[place] == scores[place] and value != median:
+                ended.append((scores[place], _extreme(info, calls, value, (rank, len(present), end), median)))
+    return ended
+
+
+def _extreme(
+    info: MeasureInfo, calls: Sequence[Head], value: float, place: tuple[int, int, str], median: float
+) -> Extreme:
+    rank, count, end = place
+    above = count - rank if end == "largest" else rank - 1
+    number = "" if rank == 1 else {2: "2nd ", 3: "3rd "}[rank]
+    even = calls[0].measures.get(info.beside)
+    beside = "" if even is None or even.value is None else f", even attention {even.value:.3g}"
+    shared = f" (all {len(calls)} calls)" if len(calls) > 1 else ""
+    return Extreme(
+        layer=calls[0].layer,
+        head=calls[0].head,
+        measure=info.name,
+        value=value,
+        rank=rank,
+        of=count,
+        percentile=100 * (above + 0.5) / count,
+        text=f"{number}{end} {info.name} of {count}: {value:.3g}, median {median:.3g}{beside}{shared}",
+    )
+
+
+NEVER_RUN = (
+    "the model was never loaded, and so not run: each site's queries and keys were compared with those of its own "
+    "module, which had its weights alone"
+)
+"""Why there is no error of identity of a model that is read from its files."""
+Group = Sequence[int]
+"""Heads by their place among the records."""
+
+
+def summarised(
+    collector: Collector, names: Sequence[str], identity_error: float | None, seed: int, *, from_files: bool = False
+) -> Summary:
+    """Medians over the model, each layer and each text (`names`, one a sequence), and the most extreme heads."""
+    records = collector.heads()
+    by_layer: dict[int, list[int]] = defaultdict(list)
+    for place, record in enumerate(records):
+        by_layer[record.layer].append(place)
+    groups: list[Group] = [range(len(records)), *by_layer.values()]
+    windows = by_measure(collector)
+    errors = _errors(windows, collector.design, groups, seed)
+    nulls = [_nulls(records, group, seed) for group in groups]
+    texts = _texts(collector, names, seed)
+    return Summary(
+        medians=medians(records),
+        median_errors=errors[0],
+        median_nulls=nulls[0],
+        layers=[medians([records[place] for place in group]) for group in by_layer.values()],
+        layer_errors=errors[1:],
+        layer_nulls=nulls[1:],
+        layer_numbers=list(by_layer),
+        layer_symmetry=[collector.layer_symmetry.get(layer) for layer in by_layer] if collector.layer_symmetry else [],
+        texts=texts,
+        between_texts=_between(texts),
+        extremes=extremes(records, measure_infos()),
+        identity_error=identity_error,
+        reasons=(_lone(collector.design) if windows else {}) | ({"identity_error": NEVER_RUN} if from_files else {}),
+    )
+
+
+def medians(records: Sequence[Head]) -> dict[str, float]:
+    """Median over the heads that have a value, measure by measure; categories have none."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for name, measure in record.measures.items():
+            if measure.value is not None and measure.label is None:
+                values[name].append(measure.value)
+    return {name: _median(present) for name, present in values.items()}
+
+
+def _median(values: Iterable[float]) -> float:
+    return float(torch.tensor(list(values), dtype=torch.float64).nanquantile(0.5))
+
+
+def by_measure(collector: Collector) -> dict[str, Tensor]:
+    """Each measure of each sequence, (sequences, heads), heads in the order of the records."""
+    order = sorted(collector.drafts, key=lambda key: (key[0].layer, key[1]))
+    names = dict.fromkeys(name for _, name in collector.windows)
+    nothing = torch.full((collector.design.count,), torch.nan, dtype=torch.float64)
+    return {
+        name: torch.stack(
+            [
+                found[:, head] if (found := collector.windows.get((site, name))) is not None else nothing
+                for site, head in order
+            ],
+            1,
+        )
+        for name in names
+    }
+
+
+def windows_of(collector: Collector, settings: Settings, finished: Sequence[int]) -> Windows:
+    """What each window read of each head; noise has one window an input."""
+    placed = [(text.name, number) for text in settings.texts for number in text.windows]
+    if not placed and settings.noise is not None:
+        placed = [(settings.noise.name, number) for number in range(max(finished, default=-1) + 1)]
+    heads = [{name: getattr(head, name) for name in HeadId.model_fields} for head in collector.heads()]
+    return Windows([placed[number] for number in finished if number < len(placed)], heads, by_measure(collector))
+
+
+def _errors(
+    windows: Mapping[str, Tensor], design: Design, groups: Sequence[Group], seed: int
+) -> list[dict[str, float]]:
+    """The standard error of each group's median, measure by measure; those that nothing tells are left out."""
+    found: list[dict[str, float]] = [{} for _ in groups]
+    for name, values in windows.items():
+        for errors, error in zip(found, median_error(values, design, groups, seed=seed), strict=True):
+            if math.isfinite(error):
+                errors[name] = error
+    return found
+
+
+def _lone(design: Design) -> dict[str, str]:
+    """Why medians of what windows read have no errors, where one window was all."""
+    return {"median_errors": ONE_WINDOW} if design.freedom < 1 else {}
+
+
+def _nulls(records: Sequence[Head], group: Group, seed: int) -> dict[str, Null]:
+    """What the median of so many heads reads by chance."""
+    each: dict[str, list[Null]] = defaultdict(list)
+    for place in group:
+        for name, measure in records[place].measures.items():
+            if measure.value is not None and measure.null is not None:
+                each[name].append(measure.null)
+    found = {}
+    for name, nulls in each.items():
+        means, sds = (torch.tensor([getattr(null, part) for null in nulls]) for part in ("mean", "sd"))
+        mean, sd = null_of_median(means, sds, seed)
+        found[name] = Null(mean=mean, sd=sd)
+    return found
+
+
+def _texts(collector: Collector, names: Sequence[str], seed: int) -> list[TextSummary]:
+    """The medians of each text's own windows, where there are several texts."""
+    every = list(dict.fromkeys(names))
+    windows = by_measure(collector) if len(every) > 1 else {}
+    found = []
+    for text in every if windows else []:
+        own = [place for place, name in enumerate(names) if name == text]
+        values = {name: part[own] for name, part in windows.items()}
+        heads: list[Group] = [range(next(iter(values.values())).shape[1])]
+        design = Design.plain(len(own))
+        (errors,) = _errors(values, design, heads, seed)
+        found.append(
+            TextSummary(
+                name=text,
+                sequences=len(own),
+                medians={
+                    name: middle
+                    for name, part in values.items()
+                    if math.isfinite(middle := _median(part.nanmean(0).tolist()))
+                },
+                median_errors=errors,
+                reasons=_lone(design),
+            )
+        )
+    return found
+
+
+def _between(texts: Sequence[TextSummary]) -> dict[str, float]:
+    """The standard deviation between the texts' medians."""
+    each: dict[str, list[float]] = defaultdict(list)
+    for text in texts:
+        for name, median in text.medians.items():
+            each[name].append(median)
+    return {
+        name: float(torch.tensor(present, dtype=torch.float64).std())
+        for name, present in each.items()
+        if len(present) > 1
+    }
+
+
+GATHERED_TOGETHER = 4
+"""Sites over which gatherers look in one pass through the texts: a pass for each would cost as many, and one for all
+would hold the tokens of all."""
+
+
+@dataclass(frozen=True)
+class WorkUnit:
+    """A part of an inspection that is read by itself, whatever else is."""
+
+    stage: Literal["weights", "tokens", "gathered"]  # what it reads
+    sites: tuple[Site, ...]  # of which sites
+    batch: int | None = None  # of which batch; None if it reads weights, or all batches
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others of its run, and people what it is."""
+        if self.stage == "tokens":
+            return f"tokens of batch {self.batch}"
+        layers = f"{self.sites[0].layer}" if len(self.sites) == 1 else f"{self.sites[0].layer}–{self.sites[-1].layer}"
+        return f"{self.stage} of layer{'s' * (len(self.sites) > 1)} {layers}"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What is known of an inspection before its units are read: all that a report needs beside them."""
+
+    reached: Sequence[Reached]  # the sites that were asked for
+    content: str
+    """A hash of what else determines the readings: the model's config, all that is fed, the analyzers' own code."""
+    show: str | None  # what is to be shown
+    model: ModelInfo
+    settings: Settings
+    analyzers: Sequence[Analyzer | Gathering]
+    parts: list[str]  # the text of every sequence
+    batches: list[int]  # how many sequences each batch has
+    skipped: list[Skipped]  # what the survey found that is not read
+    identity_error: float | None
+    from_files: bool  # whether the model was never loaded, so that it was not run either
+    weights: bool  # whether weights are read
+
+    @property
+    def sites(self) -> list[Site]:
+        """The sites that were asked for."""
+        return [one.site for one in self.reached]
+
+    @property
+    def key_heads(self) -> list[list[int]]:
+        """The key head of each of their query heads."""
+        return [list(one.call.key_heads) for one in self.reached]
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """All that determines what the units find."""
+        return {
+            "command": "inspect",
+            "versions": versions(),
+            "model": self.model.model_dump(mode="json", exclude={"id"}),  # a folder that was moved holds the same model
+            "from_files": self.from_files,
+            "settings": self.settings.model_dump(mode="json", exclude={"notes"}),  # which say how the run came about
+            "show": self.show,
+            "weights": self.weights,
+            "analyzers": [[one.name, one.source] for one in self.analyzers],
+            "sites": [asdict(site) for site in self.sites],
+            "key_heads": self.key_heads,
+            "parts": self.parts,
+            "batches": self.batches,
+            "content": self.content,
+        }
+
+    @cached_property
+    def units(self) -> dict[str, WorkUnit]:
+        """The units of the run by name, in the order in which the report takes them in."""
+        sites = self.sites
+        units = [WorkUnit("weights", (site,)) for site in sites if self.weights]
+        units += [WorkUnit("tokens", tuple(sites), batch) for batch in range(len(self.batches))]
+        if self.batches and any(isinstance(one, Gathering) for one in self.analyzers):
+            blocks = range(0, len(sites), GATHERED_TOGETHER)
+            units += [WorkUnit("gathered", tuple(sites[start : start + GATHERED_TOGETHER])) for start in blocks]
+        return {unit.name: unit for unit in units}
+
+
+def assembled(
+    frame: Frame,
+    values: Mapping[str, Any],
+    timings: Mapping[str, float],
+    missing: Mapping[str, str],
+    *,
+    interrupted: bool = False,
+) -> tuple[Report, Collector]:
+    """Return the report of a run whose units found these values, and the collector that took them in.
+
+    `missing` units have a reason. The same units give the same report, whoever read them and in whatever order.
+    """
+    read_from = [f"tokens of batch {batch}" in values for batch in range(len(frame.batches))]
+    every = [read for read, size in zip(read_from, frame.batches, strict=True) for _ in range(size)]
+    finished = [number for number, read in enumerate(every) if read]
+    design = Design.of(frame.parts or [""] * sum(frame.batches), frame.settings.intervals)
+    collector = Collector(frame.settings.heads, design=design)
+    for site, groups in zip(frame.sites, frame.key_heads, strict=True):
+        collector.enter(site, groups)
+    for one in frame.skipped:
+        collector.skip(one.site, one.reason, one.heads, one.measure)
+    settings = _taken_in(frame, values, collector, finished, noted=not interrupted)
+    for name, reason in missing.items():
+        for site in frame.units[name].sites:
+            collector.skip(site.name, f"{name}: {reason}")
+    for site in frame.sites if interrupted else ():
+        collector.skip(site.name, INTERRUPTED)
+    names = [frame.parts[number] for number in finished] if frame.parts else []
+    read = frame.weights and any(isinstance(one, Analyzer) and one.source == "weights" for one in frame.analyzers)
+    how = conventions(frame.reached, collector.traits) if read else None
+    report = report_of(
+        "inspect",
+        model=frame.model.model_copy(update={"conventions": how}),
+        settings=settings,
+        coverage=collector.coverage(dict.fromkeys(one.source for one in frame.analyzers)),
+        heads=collector.heads(),
+        summary=summarised(collector, names, frame.identity_error, settings.seed, from_files=frame.from_files),
+        selections=collector.shown,
+        attention=collector.rows,
+        timings=dict(timings),
+    ).with_windows(windows_of(collector, settings, finished))
+    return report, collector
+
+
+def _taken_in(
+    frame: Frame, values: Mapping[str, Any], collector: Collector, finished: Sequence[int], *, noted: bool
+) -> Settings:
+    """Hand all units to the collector, in their order; returns the settings with how much was read, and notes on it."""
+    for name, unit in frame.units.items():
+        if unit.stage != "gathered":
+            replay(values.get(name, ()), collector, frame.analyzers)
+    if not frame.batches:
+        return frame.settings
+    collector.close_tokens([one for one in frame.analyzers if isinstance(one, Analyzer)], finished)
+    whole = len(finished) == sum(frame.batches)
+    for name, unit in frame.units.items():
+        if unit.stage == "gathered" and whole:  # what is gathered has a value of every sequence
+            replay(values.get(name, ()), collector, frame.analyzers)
+    notes = _notes(frame, collector, finished) if noted else []
+    update: dict[str, Any] = {"notes": [*frame.settings.notes, *notes]}
+    return frame.settings.model_copy(update=update if whole else update | {"sequences": len(finished)})
+
+
+def _notes(frame: Frame, collector: Collector, finished: Sequence[int]) -> list[str]:
+    """Return the sentences on texts that the model guesses worse than evenly."""
+    if not collector.losses or any(skip.measure == LOSS for skip in frame.skipped):
+        return []
+    means = torch.cat([mean for mean, _, _ in collector.losses])
+    counts = torch.cat([count for _, count, _ in collector.losses])
+    names = [frame.parts[number] for number in finished] if frame.parts else []
+    return guess_notes(means, counts, names, collector.losses[0][2])

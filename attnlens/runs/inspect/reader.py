@@ -1,0 +1,368 @@
+"""Reads sites of a model, their weights or what they do with a text, and hands what it finds to a collector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attnlens.arguments import selection_share
+from attnlens.choices import ATTENTION, SHOWN, Part
+from attnlens.errors import UnreadableError, UsageError
+from attnlens.maths import linalg
+from attnlens.maths.statistics import gaussian_null
+from attnlens.models import hooks, loading, texts, weights
+from attnlens.models.hooks import Reached
+from attnlens.models.hooks.survey import hiding_padding
+from attnlens.models.weights import Factors
+from attnlens.records import AttentionRows, Call, Null, QueryKey, Selection, Sentence, Settings, Site
+from attnlens.registry import Analyzer, Gatherer, Gathering, GatheringPlace
+from attnlens.runs.feeding import Guesses
+from attnlens.runs.inspect.collector import Collector, finite_heads, scaled_null, sequences
+from attnlens.runs.progress import Progress
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+SIGNS = {"\n": "↵", "\t": "→"}
+"""What stands for a token of white space; a blank is ␣."""
+
+
+def told(selection: Selection, loaded: loading.Loaded, batches: Sequence[texts.Batch]) -> Selection:
+    """The selection with the texts of its sequences; unchanged where the model reads no text."""
+    numbers = sorted({pick.sequence for pick in selection.picks})
+    found = [sentence_of(selection.part, loaded, batches, number) for number in numbers]
+    return selection.model_copy(update={"sentences": [sentence for sentence in found if sentence is not None]})
+
+
+def sentence_of(part: Part, loaded: loading.Loaded, batches: Sequence[texts.Batch], number: int) -> Sentence | None:
+    """The tokens that this part of the model reads of a sequence, one word each; None where it reads no text."""
+    tokenizer: Any = loaded.tokenizer
+    if part in ("vision", "audio") or loaded.kind not in ("text", "seq2seq") or tokenizer is None:
+        return None
+    starts = [sum(batch.size for batch in batches[:index]) for index in range(len(batches))]
+    index = max(place for place, start in enumerate(starts) if start <= number)
+    inputs, row = batches[index].inputs, number - starts[index]
+
+    def words(prefix: str) -> list[str]:
+        ids, mask = inputs[f"{prefix}input_ids"][row], inputs.get(f"{prefix}attention_mask")
+        real = (ids if mask is None else ids[mask[row].bool()]).tolist()
+        found = [str(tokenizer.decode([id_], clean_up_tokenization_spaces=False)) for id_ in real]
+        return [word.strip() or SIGNS.get(word[:1], "␣") for word in found]
+
+    queries = words("decoder_" if part in ("decoder", "cross") and "decoder_input_ids" in inputs else "")
+    if part != "cross":
+        return Sentence(sequence=number, keys=queries)
+    return Sentence(sequence=number, keys=words(""), queries=queries)
+
+
+MOST_TOKENS, MOST_ROWS = 512, 40_000
+"""Tokens of the sequence, and rows of all heads together, that a report keeps."""
+MOST_WEIGHTS, LEAST = 8, 0.02
+"""How many weights of a row are kept, and from which size on; the largest always is."""
+
+
+def refuse_many_rows(reached: Sequence[Reached], heads: Sequence[int] | None) -> None:
+    """Raise UsageError where the heads asked for have more rows, or more tokens, than a report keeps."""
+    shapes = [found.call.query.shape for found in reached]
+    longest = max((max(found.call.query.shape[2], found.call.key.shape[2]) for found in reached), default=0)
+    rows = sum((shape[1] if heads is None else len(heads)) * shape[2] for shape in shapes)
+    if longest > MOST_TOKENS:
+        raise UsageError(
+            f"--show attention shows sequences of at most {MOST_TOKENS} tokens, and these have {longest}.",
+            f"Add --tokens {MOST_TOKENS}.",
+        )
+    if rows > MOST_ROWS:
+        raise UsageError(
+            f"--show attention keeps at most {MOST_ROWS:,} rows, and these heads have {rows:,}.",
+            "Choose some with --layers or --heads, or fewer tokens with --tokens.",
+        )
+
+
+def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[AttentionRows]:
+    """The rows of every head in the first sequence of the batch, without its padding; none where it holds nothing."""
+    first = next((one for row, one in sequences(query_key) if row == 0), None)
+    if first is None:
+        return []
+    attention = first.attention[0].double().cpu()
+    sentence = sentence if sentence is not None and _fits(sentence, attention) else None
+    weights, keys = attention.topk(min(MOST_WEIGHTS, attention.shape[-1]))
+    counts = (weights >= LEAST).sum(-1).clamp(min=1)
+    shown = weights.round(decimals=4)
+    found = []
+    for index, head in enumerate(query_key.heads):
+        kept = [(row, int(count)) for row, count in enumerate(counts[index])]
+        found.append(
+            AttentionRows(
+                site=query_key.site.name,
+                layer=query_key.site.layer,
+                head=head,
+                kv_head=query_key.key_of[index],
+                part=query_key.site.part,
+                sequence=0,
+                keys=[keys[index, row, :count].tolist() for row, count in kept],
+                weights=[shown[index, row, :count].tolist() for row, count in kept],
+                rest=[
+                    round(max(0.0, float(attention[index, row].sum() - weights[index, row, :count].sum())), 4)
+                    for row, count in kept
+                ],
+                sentence=sentence,
+            )
+        )
+    return found
+
+
+def _fits(sentence: Sentence, attention: Float[Tensor, "heads queries keys"]) -> bool:
+    """Whether rows and columns are its tokens: modules that attend within windows, or to images too, have others."""
+    queries = sentence.keys if sentence.queries is None else sentence.queries
+    return attention.shape[1:] == (len(queries), len(sentence.keys))
+
+
+def form_on_inputs(factors: Factors | UnreadableError) -> QueryKey | str:
+    """M on (x, 1), or why the logits are not bilinear in one input x."""
+    if isinstance(factors, UnreadableError):
+        return factors.problem
+    if factors.on_inputs is not None:
+        return factors.on_inputs
+    if factors.site.part == "cross":
+        return "queries and keys come from different inputs (cross-attention)"
+    placed = "turn with their position (RoPE)" if factors.rotation is not None else "have their position added to them"
+    why = "are normalised per token (QK-norm)" if factors.qk_norm else placed
+    return f"the scores are not bilinear in the module's inputs: queries and keys {why}"
+
+
+@dataclass
+class Gathered:
+    """The gatherers of a run: one for each site and each analyzer that gathers."""
+
+    gatherings: Sequence[Gathering]  # which analyzers
+    collector: Collector  # where their answers go
+    place: Callable[[Site, QueryKey | str], GatheringPlace]  # the terms on which they work, by site and form
+    forms: dict[Site, QueryKey | str] = field(default_factory=dict)
+    """M on (x, 1), or why the logits are not bilinear in the module's inputs x; filled before the first sequence."""
+    shown: list[Selection] = field(default_factory=list)  # what was posed, where that is to be shown
+    _gatherers: dict[Site, list[tuple[Gathering, Gatherer]]] = field(default_factory=dict)
+
+    @contextmanager
+    def watching(self, reached: Sequence[Reached]) -> Iterator[Callable[[Site, Call, Sequence[int]], None]]:
+        """Inside, a function that takes in a site's call: (site, call, its rows' numbers of sequences) → None."""
+        wanted = [found for found in reached if isinstance(self.forms.get(found.site), QueryKey)]
+        with hooks.inputs_of(wanted) as latest:
+
+            def visit(site: Site, call: Call, numbers: Sequence[int]) -> None:
+                query_key = call.query_key(site)
+                form = self.forms.get(site, "no analyzer asks for M on the module's inputs")
+                if isinstance(form, QueryKey) and call.module is not None:
+                    query_key = replace(query_key, inputs=latest[call.module])
+                if site not in self._gatherers:
+                    place = self.place(site, form)
+                    self._gatherers[site] = [(gathering, gathering.begin(place)) for gathering in self.gatherings]
+                for row, one in sequences(query_key):
+                    # heads that are not asked for cost nothing
+                    heads = [head for head in finite_heads(one) if self.collector.asks(head)]
+                    for _, gatherer in self._gatherers[site] if heads else ():
+                        gatherer.update(one.select(heads), numbers[row])
+
+            yield visit
+
+    def close(self, progress: Callable[[str, int, int], None]) -> None:
+        """Let every gatherer answer, site by site; what is answered is kept where the user interrupts."""
+        for done, (site, gatherers) in enumerate(self._gatherers.items()):
+            for gathering, gatherer in gatherers:
+                progress(gathering.name, done, len(self._gatherers))
+                answers = gatherer.solve()
+                self.collector.add_answers(site, gathering, answers)
+                self.shown += [answer.shown for answer in answers.values() if answer.shown is not None]
+        for gathering in self.gatherings:
+            progress(gathering.name, len(self._gatherers), len(self._gatherers))
+
+
+BLIND = "its mask hides every token from every other and from itself"
+NULL_DRAWS = 64
+"""Random heads behind each null."""
+
+
+@dataclass
+class Reader:
+    """Reads a model that was surveyed."""
+
+    loaded: loading.Loaded
+    source: loading.Loaded  # the same model, from which weights are read
+    settings: Settings
+    analyzers: Sequence[Analyzer | Gathering]
+    show: str | None
+    every: Sequence[Reached]  # all sites of the model
+    first: Sequence[Reached]  # the same as one token of text alone reaches them
+    window: Sequence[Reached]  # the same as a window of text alone reaches them
+    progress: Progress
+    factors: dict[Site, weights.Factors | UnreadableError] | None = None
+    """What was read of each site's weights, where somebody wants to keep it."""
+    _turns: weights.Turns = field(default_factory=weights.Turns)
+    _nulls: dict[object, tuple[object, dict[str, tuple[float, float]]]] = field(default_factory=dict)
+    """With the rotation that each was drawn under, so that no other takes its identity."""
+
+    def of_source(self, source: str) -> list[Analyzer]:
+        """The analyzers that read one QueryKey of that source at a time."""
+        plain = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Analyzer)]
+        return [analyzer for analyzer in plain if analyzer.source == source]
+
+    def weights_of(self, site: Site, sink: Collector) -> None:
+        """The weights.* measures of a site, with their nulls."""
+        analyzers = self.of_source("weights")
+        factors, base = next(self._factors([site]))
+        if self.factors is not None:
+            self.factors[site] = factors
+        if not analyzers:
+            return
+        if isinstance(factors, UnreadableError):
+            sink.skip(site.name, factors.problem, measure="weights")
+            return
+        self._analyse_weights(factors, base, analyzers, sink)
+        sink.add_traits(factors.traits)
+
+    def tokens_of(self, fed: texts.Batches, number: int, sites: Sequence[Site], sink: Collector) -> None:
+        """The tokens.* measures of one batch: each site's queries and keys are analysed and dropped."""
+        batch, chosen, analyzers = fed.batches[number], set(sites), self.of_source("tokens")
+        start = sum(other.size for other in fed.batches[:number])
+
+        def visit(site: Site, call: Call) -> None:
+            if site not in chosen:
+                return
+            query_key = hiding_padding(call, batch.inputs).query_key(site)
+            self._analyse_tokens(site, query_key, analyzers, sequence_numbers(len(call.query), batch, start), sink)
+            if self.show == ATTENTION and number == 0:
+                heads = [head for head in finite_heads(query_key) if sink.asks(head)]
+                sentence = sentence_of(site.part, self.loaded, fed.batches, 0)
+                sink.add_shown([], attention_rows(query_key.select(heads), sentence) if heads else [])
+
+        guesses = Guesses.of(self.loaded, replace(fed, batches=(batch,), sequences=batch.size))
+        with torch.no_grad(), hooks.watch(self.loaded.model, self._sites, visit):
+            result = hooks.forward(self.loaded.model, batch.inputs)
+        guesses.add(0, result)
+        for means, counts in zip(guesses.means, guesses.counts, strict=True):
+            sink.add_losses(means, counts, guesses.vocabulary)
+
+    def gathered_of(self, fed: texts.Batches, sites: Sequence[Site], sink: Collector) -> None:
+        """What the gatherers say of these sites, over all sequences."""
+        gatherings = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Gathering)]
+        gathered = Gathered(gatherings, sink, self._place)
+        if any(gathering.needs_inputs for gathering in gathered.gatherings):
+            for site, (factors, _) in zip(sites, self._factors(sites), strict=True):
+                gathered.forms[site] = self._form(factors)
+        start, batch = 0, fed.batches[0]
+        with gathered.watching([found for found in self.every if found.site in sites]) as gather:
+
+            def visit(site: Site, call: Call) -> None:
+                if site in sites:
+                    gather(site, hiding_padding(call, batch.inputs), sequence_numbers(len(call.query), batch, start))
+
+            with torch.no_grad(), hooks.watch(self.loaded.model, self._sites, visit):
+                for batch in fed.batches:
+                    self.progress("tokens", start, self.settings.sequences or 0)
+                    hooks.forward(self.loaded.model, batch.inputs)
+                    start += batch.size
+        gathered.close(self.progress)
+        sink.add_shown([told(found, self.loaded, fed.batches) for found in gathered.shown], [])
+
+    @property
+    def _sites(self) -> tuple[Site, ...]:
+        return tuple(found.site for found in self.every)
+
+    def _factors(self, sites: Sequence[Site]) -> Iterator[tuple[weights.Factors | UnreadableError, QueryKey | None]]:
+        """Yield the factors of each site and its form without the adapter; None if the model has no adapter."""
+        chosen = [place for place, found in enumerate(self.every) if found.site in sites]
+        model, deferred = self.source.model, self.source.deferred
+        present = weights.nothing_to_read if deferred is None else deferred.present
+        every = weights.factors(model, self.first, self.window, chosen=chosen, turns=self._turns, present=present)
+        for place in chosen:
+            # no variable here keeps the factors that were yielded last
+            yield self._with_base(self.first[place], self.window[place], next(every))
+
+    def _with_base(
+        self, first: Reached, window: Reached, factors: weights.Factors | UnreadableError
+    ) -> tuple[weights.Factors | UnreadableError, QueryKey | None]:
+        """Return one site's factors and its form without the adapter: its own form if the adapter leaves it alone."""
+        adapter = self.source.adapter
+        if adapter is None or isinstance(factors, UnreadableError):
+            return factors, None
+        with adapter.removed(self.source.model, window.site.path) as differs:
+            base = next(weights.factors(self.source.model, [first], [window])) if differs else None
+        if isinstance(base, UnreadableError):
+            return base, None
+        # positions rotate both forms alike
+        return factors, factors.query_key if base is None else replace(base.query_key, rotation=factors.rotation)
+
+    def _place(self, site: Site, form: QueryKey | str) -> GatheringPlace:
+        share = selection_share(self.settings.select or "argmax")
+        return GatheringPlace(site, form, self.settings.seed, share, self.show == SHOWN)
+
+    def _form(self, factors: weights.Factors | UnreadableError) -> QueryKey | str:
+        """M on the module's inputs for the analyzers that gather, in the model's own type, which loses nothing."""
+        form, own = form_on_inputs(factors), self.loaded.model.dtype
+        return replace(form, query=form.query.to(own), key=form.key.to(own)) if isinstance(form, QueryKey) else form
+
+    def _analyse_weights(
+        self, factors: weights.Factors, base: QueryKey | None, analyzers: Sequence[Analyzer], sink: Collector
+    ) -> None:
+        whole = replace(factors.query_key, base=base)
+        finite = finite_heads(whole)
+        self._skip_nonfinite(factors.site, [head for head in whole.heads if head not in finite], "weights", sink)
+        if not finite:
+            return
+        query_key = whole.select(finite)
+        complete = len(finite) == len(whole.heads) and factors.site.part != "cross"
+        sink.add_layer(factors.site.layer, linalg.layer_symmetry(factors.summed) if complete else None)
+        keys = query_key.key.norm(dim=(1, 2))[list(query_key.key_of)]
+        norms = query_key.query.norm(dim=(1, 2)) * keys  # the scale is in the null, as it is in what is measured
+        nulls = self._null_of(query_key, analyzers)
+        for analyzer in analyzers:
+            scaled: dict[str, list[Null]] = {
+                info.name: scaled_null(nulls[info.name], info, norms)
+                for info in analyzer.measures
+                if info.name in nulls
+            }
+            readings = analyzer.function(query_key)
+            before = None
+            if query_key.base is not None and not analyzer.needs_base:
+                same = base is not None and base.query is whole.query
+                before = readings if same else analyzer.function(query_key.base)
+            sink.add_weights(factors.site, finite, analyzer, readings, scaled, before)
+
+    def _null_of(self, query_key: QueryKey, analyzers: Sequence[Analyzer]) -> dict[str, tuple[float, float]]:
+        """The nulls of sites of its shape, scale and rotation, drawn once."""
+        shape = query_key.query.shape[1:], query_key.key.shape[1:], query_key.scale, id(query_key.rotation)
+        if shape not in self._nulls:
+            like = replace(query_key, base=None)
+            null = gaussian_null(analyzers, like, draws=NULL_DRAWS, seed=self.settings.seed)
+            self._nulls[shape] = query_key.rotation, null
+        return self._nulls[shape][1]
+
+    def _analyse_tokens(
+        self, site: Site, query_key: QueryKey, analyzers: Sequence[Analyzer], numbers: Sequence[int], sink: Collector
+    ) -> None:
+        """One batch of a site, whose rows belong to the sequences with these `numbers`."""
+        total = len(query_key.heads)
+        finite = finite_heads(query_key)
+        self._skip_nonfinite(site, [head for head in query_key.heads if head not in finite], "tokens", sink)
+        if query_key.allowed is not None and not bool(query_key.allowed.any()):
+            sink.skip(site.name, BLIND, query_key.heads, "tokens")
+            return
+        if finite and analyzers:
+            steps = self.settings.tokens if self.settings.pack is False else None
+            sink.read_tokens(site, query_key.select(finite), analyzers, numbers, total, steps)
+
+    def _skip_nonfinite(self, site: Site, heads: Sequence[int], source: str, sink: Collector) -> None:
+        if heads:
+            named = [name for name in self.loaded.nonfinite if name.startswith(site.path)]
+            where = f"{named[0]} holds NaN or Inf" if named else "its inputs are NaN or Inf, from a layer below"
+            sink.skip(site.name, where, heads=heads, measure=source)
+
+
+def sequence_numbers(rows: int, batch: texts.Batch, start: int) -> list[int]:
+    """The sequence of each row; there are more rows where a module cuts a sequence into windows (Swin)."""
+    return [start + row * batch.size // rows for row in range(rows)]

@@ -1,0 +1,298 @@
+"""One forward pass, what each sequence makes of it, and losses token by token, paired."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attnlens.errors import ModelError, is_memory
+from attnlens.maths.statistics import Design, paired_difference
+from attnlens.models import hooks, texts
+from attnlens.models.texts.targets import NOTHING, Fed, last_states, logits_of, of_text
+from attnlens.records import BeyondWindow, Change, PositionChange, Task
+from attnlens.runs.provenance import peak_memory
+from attnlens.wording import counted
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+    from transformers import PreTrainedModel
+
+
+Variant = Callable[[], AbstractContextManager[object]]
+"""Makes a changed model of the original one, inside `with`."""
+CLEAR = Path("/proc/self/clear_refs")
+
+
+def speed(tokens: Sequence[int], seconds: Sequence[float]) -> float:
+    """Tokens per second: the median over passes, the first left out where there are more (it warms up)."""
+    rates = [count / time for count, time in zip(tokens, seconds, strict=True)]
+    return statistics.median(rates[1:] or rates)
+
+
+def peak_of(model: PreTrainedModel, work: Callable[[], object]) -> int | None:
+    """Largest memory while `work` ran, in bytes: allocated on a GPU, resident on a CPU; None where neither is told."""
+    if model.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(model.device)
+        work()
+        return int(torch.cuda.max_memory_allocated(model.device))
+    try:
+        CLEAR.write_text("5")  # Linux: start the high-water mark anew
+    except OSError:
+        work()
+        return None
+    work()
+    return peak_memory()
+
+
+@contextmanager
+def enough_memory(model: PreTrainedModel, inputs: dict[str, Tensor], variant: Variant | None) -> Iterator[None]:
+    """Raise ModelError if memory runs out, with a batch size that fits; with no `variant` none is tried."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_memory(error):
+            raise
+        size = next(iter(inputs.values())).shape[0]
+        if variant is None:
+            raise ModelError(
+                f"Not enough memory to train on {size} sequences at once.",
+                "Use a smaller --batch-size." if size > 1 else "Use a smaller --tokens.",
+            ) from None
+        halves = (size >> step for step in range(1, size.bit_length()))
+        fits = next((fewer for fewer in halves if _runs(model, inputs, fewer, variant)), None)
+        raise ModelError(
+            f"Not enough memory for {size} sequences at once.",
+            f"Use --batch-size {fits}, which fits." if fits else "Use a smaller --tokens: one sequence does not fit.",
+        ) from None
+
+
+def _runs(model: PreTrainedModel, inputs: dict[str, Tensor], size: int, variant: Variant) -> bool:
+    try:
+        with torch.no_grad(), variant():
+            hooks.forward(model, {name: tensor[:size] for name, tensor in inputs.items()})
+    except (MemoryError, RuntimeError) as error:
+        if not is_memory(error):
+            raise
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class PassOutputs:
+    """What one forward pass gives."""
+
+    logits: Float[Tensor, "predicted classes"] | None  # at the predicted positions only
+    hidden: Float[Tensor, "tokens d_model"] | None  # last hidden states of real tokens
+    owners: Int[Tensor, " tokens"] | None  # the sequence of the batch that each of these tokens is of
+    seconds: float  # how long it took
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Float[Tensor, " predicted"]:
+    """The loss of each predicted token, in nats."""
+    return torch.nn.functional.cross_entropy(logits, targets[targets != NOTHING], reduction="none")
+
+
+def sequence_losses(logits: Tensor, targets: Tensor) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
+    """The mean loss of each sequence that has targets, in nats per predicted token, and how many tokens those are."""
+    return sequence_means(token_losses(logits, targets), targets != NOTHING)
+
+
+def sequence_means(
+    each: Float[Tensor, " predicted"], there: Bool[Tensor, "batch positions"]
+) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
+    """The mean over each sequence that predicts something, `each` standing for the positions `there`, and how many."""
+    return owned_means(each, there.nonzero()[:, 0], len(there))
+
+
+def owned_means(
+    each: Float[Tensor, " tokens"], owners: Int[Tensor, " tokens"], count: int
+) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
+    """The mean of each of `count` sequences that owns any of these values, and how many it owns."""
+    owners, each = owners.cpu(), each.double().cpu()
+    counts = torch.bincount(owners, minlength=count).double()
+    sums = torch.zeros_like(counts).index_add(0, owners, each)
+    return (sums / counts.clamp(min=1))[counts > 0], counts[counts > 0]
+
+
+def run(model: PreTrainedModel, fed: Fed, task: Task) -> PassOutputs:
+    """One forward pass, timed."""
+    _wait(model)
+    start = time.perf_counter()
+    with torch.no_grad():
+        result = hooks.forward(model, fed.inputs, output_hidden_states=True)
+    _wait(model)
+    seconds = time.perf_counter() - start
+    # a model that cuts its images into windows gives so many rows an image, those of one image after another
+    states = last_states(result)
+    owners = None if states is None else owners_of(states, fed.inputs)
+    hidden = None if states is None or owners is None else hooks.at_real_tokens(states, fed.inputs).flatten(0, -2)
+    return PassOutputs(predictions(result, fed, task), hidden, owners, seconds)
+
+
+def predictions(result: Any, fed: Fed, task: Task) -> Float[Tensor, "predicted classes"] | None:
+    """The logits at the predicted positions, in float32 or better; of a classifier one row a sequence."""
+    if task == "hidden":
+        return None
+    logits = logits_of(result)
+    if fed.targets is not None:
+        logits = of_text(logits, fed.targets, sees="pixel_values" in fed.inputs)[fed.targets != NOTHING]
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def owners_of(found: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the sequence that each output at a real token belongs to; None if they can't be told apart."""
+    sequences = texts.sequences_in(inputs)
+    if len(found) % sequences:
+        return None
+    rows = torch.arange(len(found), device=found.device) // (len(found) // sequences)
+    rows = rows.view(-1, *[1] * (found.dim() - 2)).expand(found.shape[:-1])
+    return hooks.at_real_tokens(rows, inputs).flatten()
+
+
+def tokens_in(fed: Fed) -> int:
+    """Real tokens (or images) of a pass."""
+    masks = [fed.inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in fed.inputs]
+    return int(masks[0].sum()) if masks else texts.sequences_in(fed.inputs)
+
+
+def divergence(own: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
+    """KL(own ‖ new) = Σ (q − p − p log(q/p)) of each prediction, in nats.
+
+    q − p sums up to 0 but for the rounding of both normalisations, which p log(q/p) holds too: here they cancel.
+    """
+    own, new = own.log_softmax(-1), new.log_softmax(-1)
+    p = own.exp()
+    return (new.exp() - p - p * (new - own)).sum(-1)
+
+
+def _wait(model: PreTrainedModel) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+
+
+LARGEST_LOSS = 700.0
+"""Loss whose exponential is still a number."""
+
+
+def paired_change(
+    before: Float[Tensor, " sequences"],
+    after: Float[Tensor, " sequences"],
+    counts: Float[Tensor, " sequences"],
+    design: Design,
+    seed: int,
+    of: Callable[[Tensor], Tensor] = lambda mean: mean,
+) -> Change:
+    """Compare `of` the mean loss over `counts` tokens per sequence, with a 95 % interval; NaN pairs don't count."""
+    delta, low, high = paired_difference(before, after, design, weights=counts, of=of, seed=seed)
+    there = ~(after - before).isnan()
+    first, second = (float(of((part[there] * counts[there]).sum() / counts[there].sum())) for part in (before, after))
+    return Change(before=first, after=second, delta=delta, ci95=None if math.isnan(low) else (low, high))
+
+
+BINS = 8
+"""Parts of a sequence whose losses are told apart."""
+FEWEST = 8
+"""Tokens below which a mean over them says nothing."""
+
+
+@dataclass
+class TokenLosses:
+    """The loss of each predicted token under the original and a changed model, batch by batch."""
+
+    before: list[Float[Tensor, "sequences places"]] = field(default_factory=list)
+    """A row a sequence, its predicted tokens from the front; NaN behind them."""
+    after: list[Float[Tensor, "sequences places"]] = field(default_factory=list)  # the same under the changed model
+    back: list[Int[Tensor, "sequences places"]] = field(default_factory=list)
+    """How far back each token's evidence lies: see `evidence`."""
+
+    def add(
+        self,
+        losses: Sequence[Float[Tensor, " predicted"]],
+        targets: Int[Tensor, "batch positions"],
+        ids: Int[Tensor, "batch positions"],
+    ) -> None:
+        """Take in the losses at a batch's targets: the original's, and the changed model's."""
+        there = (targets != NOTHING).cpu()
+        for found, rows in zip(losses, (self.before, self.after), strict=True):
+            rows.append(_from_front(found.double().cpu(), there, torch.nan))
+        self.back.append(_from_front(evidence(ids, targets)[there], there, 0))
+
+    def joined(self) -> TokenLosses:
+        """The same with all batches in one."""
+        before, after = _rows(self.before, torch.nan), _rows(self.after, torch.nan)
+        return TokenLosses([before], [after], [_rows(self.back, 0)])
+
+    def by_position(self, design: Design, seed: int) -> list[PositionChange]:
+        """The change on each of 8 parts of the sequences, equally long but for rounding; fewer on fewer tokens."""
+        before, after = _rows(self.before, torch.nan), _rows(self.after, torch.nan)
+        places, found = before.shape[1], []
+        bins = min(BINS, places)
+        for start, end in ((places * part // bins, places * (part + 1) // bins) for part in range(bins)):
+            some = torch.zeros_like(before, dtype=torch.bool)
+            some[:, start:end] = True
+            change, tokens = _change(before, after, some, design, seed)
+            found.append(PositionChange(first=start + 1, last=end, tokens=tokens, change=change))
+        return found
+
+    def count(self, window: int) -> int:
+        """How many tokens have their evidence more than `window` tokens back."""
+        return sum(int((part > window).sum()) for part in self.back)
+
+    def beyond(self, window: int, design: Design, seed: int) -> BeyondWindow | str:
+        """The change on tokens whose evidence lies more than `window` tokens back, or why there is none."""
+        some = _rows(self.back, 0) > window
+        if (count := self.count(window)) < FEWEST:
+            back = counted(window, "token")
+            have = "has its" if count == 1 else "have their"
+            return f"{counted(count, 'token')} {have} evidence more than {back} back, fewer than {FEWEST}"
+        change, tokens = _change(_rows(self.before, torch.nan), _rows(self.after, torch.nan), some, design, seed)
+        return BeyondWindow(window=window, tokens=tokens, change=change)
+
+
+def evidence(
+    ids: Int[Tensor, "batch positions"], targets: Int[Tensor, "batch positions"]
+) -> Int[Tensor, "batch positions"]:
+    """How many places ago the pair (id, target) stood in the sequence last; 0 where it did not.
+
+    A copying (induction) head reads the target off the token behind the former id, so many places before the target
+    itself: a window of w keys, the query's own among them, holds it where that is at most w.
+    """
+    found = torch.zeros(targets.shape, dtype=torch.long)
+    for row, (own, following) in enumerate(zip(ids.tolist(), targets.tolist(), strict=True)):
+        last: dict[tuple[int, int], int] = {}
+        for place, pair in enumerate(zip(own, following, strict=True)):
+            if pair[1] != NOTHING:
+                found[row, place] = place - last.get(pair, place)
+                last[pair] = place
+    return found
+
+
+def _change(before: Tensor, after: Tensor, some: Tensor, design: Design, seed: int) -> tuple[Change, int]:
+    """The change of the mean over `some` tokens, paired over the sequences that have any, and how many they are."""
+    some = some & ~before.isnan()
+    counts = some.sum(1).double()
+    first, second = (torch.where(some, part, 0.0).sum(1) / counts for part in (before, after))
+    return paired_change(first, second, counts, design, seed), int(counts.sum())
+
+
+def _from_front(values: Tensor, there: Bool[Tensor, "batch positions"], nothing: float) -> Tensor:
+    """The values, those of each row from its first place on."""
+    rows = values.new_full(there.shape, nothing)
+    rows[there.sort(dim=1, descending=True, stable=True).values] = values
+    return rows[:, : int(there.sum(1).max())]
+
+
+def _rows(parts: Sequence[Tensor], nothing: float) -> Tensor:
+    """All batches' rows, the shorter ones filled up."""
+    most = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, most - part.shape[1]), value=nothing) for part in parts])

@@ -1,0 +1,506 @@
+"""Finds a model's checkpoints in their order, and measures their heads on one text."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from statistics import quantiles
+from typing import Any, Unpack, cast
+
+from pydantic import BaseModel, ConfigDict
+
+from attnlens import registry, requests
+from attnlens.arguments import public
+from attnlens.choices import SHOWN
+from attnlens.errors import ModelError, UsageError
+from attnlens.files import sha256, with_home
+from attnlens.models import loading, texts
+from attnlens.models.loading.adapters import find_adapter
+from attnlens.models.loading.configs import has_tokenizer, sizes
+from attnlens.models.loading.locate import DEMO, Location, find, read_json
+from attnlens.models.loading.placement import device_of
+from attnlens.models.texts.targets import feed, task_of
+from attnlens.records import Coverage, Curve, Experiment, File, Measure, Null, Report, Settings, Skipped, Trajectory
+from attnlens.registry import Analyzer, Gathering
+from attnlens.requests import reading
+from attnlens.requests.run_options import SharedRequest
+from attnlens.runs import checks, feeding
+from attnlens.runs.checks import no_loss
+from attnlens.runs.differences import mean_loss
+from attnlens.runs.inspect.collector import Collector
+from attnlens.runs.inspect.pipeline import Inspection
+from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
+from attnlens.runs.provenance import code_of, report_of
+from attnlens.runs.store import Store, key_of, versions
+from attnlens.runs.work import Compute, WorkPlan, run_units
+
+BESIDE = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
+"""What lies beside weights and determines with them what is read: configs, tokenizers, a model's own code."""
+
+
+def digest_of(place: Location) -> str:
+    """A hash of a checkpoint's weights and of what lies beside them."""
+    beside = (path for pattern in BESIDE for path in place.folder.glob(pattern))
+    files = sorted({*place.weights, *beside} if place.form != "gguf" else place.weights)
+    return key_of({path.name: sha256(path) for path in files if path.is_file()})
+
+
+def series_report(
+    names: Mapping[str, str],
+    found: Mapping[str, CheckpointReading],
+    timings: Mapping[str, float],
+    missing: Mapping[str, str],
+) -> Report:
+    """Return the report of a series whose units found these readings; the others have a reason, or none yet.
+
+    `names` are those of the checkpoints by unit. Raises ModelError if two of them have not the same heads.
+    """
+    done = list(found.values())
+    every = [{(head.layer, head.head, head.part) for head in one.report.heads} for one in done]
+    for other, its in zip(done, every, strict=True):
+        if its != every[0]:
+            raise ModelError(
+                f"The checkpoints are of different shapes: {done[0].name} has {len(every[0])} heads, "
+                f"{other.name} has {len(its)}.",
+                "Give checkpoints of one model.",
+            )
+    late = [
+        Skipped(site=name, reason=missing.get(unit, INTERRUPTED)) for unit, name in names.items() if unit not in found
+    ]
+    files = [
+        File(name=f"{reading.name}/{file.name}", sha256=file.sha256)
+        for reading in done
+        for file in reading.report.model.files
+    ]
+    last = done[-1].report
+    return report_of(
+        "converge",
+        model=last.model.model_copy(update={"files": files}),
+        settings=last.settings,
+        coverage=_coverage(done, late),
+        experiments=[training(done)],
+        timings=dict(timings),
+    )
+
+
+def _coverage(done: Sequence[CheckpointReading], late: Sequence[Skipped]) -> Coverage:
+    """Heads that were analysed at every checkpoint; what is missing at any; checkpoints that were not read."""
+    found = [reading.report.coverage for reading in done]
+    missing = [  # what others don't lack names its checkpoint
+        entry
+        if all(entry in coverage.skipped for coverage in found)
+        else entry.model_copy(update={"reason": f"in {reading.name}, {entry.reason}"})
+        for reading in done
+        for entry in reading.report.coverage.skipped
+    ]
+    distinct = [entry for number, entry in enumerate(missing) if entry not in missing[:number]]
+    sources = dict.fromkeys(source for coverage in found for source in coverage.without)
+    return Coverage(
+        sites=found[-1].sites,
+        heads=found[-1].heads,
+        analysed=min(coverage.analysed for coverage in found),
+        without={source: max(coverage.without.get(source, 0) for coverage in found) for source in sources},
+        skipped=[*distinct, *late],
+    )
+
+
+class CheckpointReading(BaseModel):
+    """What was read of one checkpoint."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    """As a person would call the checkpoint."""
+    step: int | None
+    """The training step that its name tells, None where it tells none."""
+    report: Report
+    """As `inspect` gives it."""
+    loss: float | None
+    """Nats per predicted token on the same text."""
+    no_loss: str | None = None
+    """Why there is none."""
+    complete: bool = True
+    """Whether every part of it could be read."""
+
+
+def training(done: Sequence[CheckpointReading]) -> Experiment:
+    """The readings as one experiment: trajectories head by head, and their medians and quartiles over heads."""
+    by_step = all(reading.step is not None for reading in done)
+    steps = [float(reading.step or 0) if by_step else float(n) for n, reading in enumerate(done)]
+    heads = [{(head.layer, head.head): head for head in reading.report.heads} for reading in done]
+    every = list(dict.fromkeys(name for reading in done for name in reading.report.measure_names()))
+    curves, trajectories = dict[str, Curve](), list[Trajectory]()
+    losses = [reading.loss for reading in done]
+    if any(loss is not None for loss in losses):
+        curves["loss"] = Curve(steps=steps, median=losses, quantity="nats per token")
+    for name in every:
+        columns = [{place: head.measures[name] for place, head in at.items() if name in head.measures} for at in heads]
+        measures = [measure for column in columns for measure in column.values()]
+        numbers = any(measure.value is not None for measure in measures)
+        if numbers and all(measure.label is None for measure in measures):
+            nulls = [reading.report.summary.median_nulls.get(name) for reading in done]
+            curves |= _curves(name, steps, columns, nulls)
+            trajectories += _trajectories(name, columns)
+    final = {name: curve.median[-1] for name, curve in curves.items() if curve.null_of is None}
+    return Experiment(
+        name="training",
+        question="How do the heads change while the model is trained?",
+        settings={"checkpoints": [reading.name for reading in done], "steps": [*steps]},
+        final={"loss": None, **final},
+        reasons={
+            name: (done[-1].no_loss if name == "loss" else None) or "no head has a value at the last checkpoint"
+            for name, value in {"loss": None, **final}.items()
+            if value is None
+        },
+        axis="training step" if by_step else "checkpoint",
+        curves=curves,
+        trajectories=trajectories,
+    )
+
+
+HeadMeasures = dict[tuple[int, int], Measure]
+"""One measure of every head at one checkpoint."""
+
+
+def _curves(
+    name: str, steps: list[float], columns: Sequence[HeadMeasures], nulls: Sequence[Null | None]
+) -> Iterator[tuple[str, Curve]]:
+    """Median and quartiles over heads; and what the median reads by chance, where that is known, ± one sd."""
+    values = [[measure.value for measure in column.values() if measure.value is not None] for column in columns]
+    thirds = [_quartiles(present) for present in values]
+    low, middle, high = (list(column) for column in zip(*thirds, strict=True))
+    yield name, Curve(steps=steps, median=middle, low=low, high=high)
+    if any(null is not None for null in nulls):
+        chance = [
+            (None,) * 3 if null is None else (null.mean - null.sd, null.mean, null.mean + null.sd) for null in nulls
+        ]
+        low, middle, high = (list(column) for column in zip(*chance, strict=True))
+        yield f"{name}: null", Curve(steps=steps, median=middle, low=low, high=high, null_of=name)
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
+    if not values:
+        return None, None, None
+    low, middle, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return low, middle, high
+
+
+def _trajectories(name: str, columns: Sequence[HeadMeasures]) -> Iterator[Trajectory]:
+    for layer, head in sorted({place for column in columns for place in column}):
+        found = [column.get((layer, head)) for column in columns]
+        values = [None if measure is None else measure.value for measure in found]
+        errors = [None if measure is None else measure.se for measure in found]
+        known = any(error is not None for error in errors)
+        yield Trajectory(layer=layer, head=head, measure=name, values=values, se=errors if known else None)
+
+
+STEP = re.compile(r"step[-_=]?(\d+)|(\d+)$", re.IGNORECASE)
+"""`step1000-tokens2B`, `checkpoint-500`: the number after «step», else the one at the end."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One model of a series."""
+
+    name: str  # as a person would call it: the folder's own name, or the revision
+    model: str  # as `load` takes it
+    revision: str | None  # of a hub model
+    place: Location  # where it lies
+    step: int | None  # the training step that its name tells, None where it tells none
+
+
+def of_demo() -> list[str]:
+    """The checkpoints that ship with attnlens, and the trained model itself."""
+    return [*sorted(str(folder) for folder in (DEMO / "checkpoints").iterdir()), "demo"]
+
+
+def step_of(name: str) -> int | None:
+    """The training step that a name tells; None where it tells none."""
+    if name == "demo":
+        return int(read_json(DEMO / "training.json")["steps"])
+    found = STEP.search(Path(name).name)
+    return int(found.group(1) or found.group(2)) if found else None
+
+
+def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
+    """Raise ModelError where two are not of one architecture and shape, as far as their configs tell."""
+    first = checkpoints[0]
+    for other in checkpoints[1:]:
+        own, its = _shape(first.place), _shape(other.place)
+        differing = [field for field in own if field in its and own[field] != its[field]]
+        if differing:
+            told = ", ".join(
+                f"{field} is {own[field]} in {first.name} and {its[field]} in {other.name}" for field in differing
+            )
+            raise ModelError(f"The checkpoints are of different shapes: {told}.", "Give checkpoints of one model.")
+
+
+def _checkpoint(model: str, revision: str | None, load_options: loading.Loading) -> Checkpoint:
+    options = {"offline": False, "allow_pickle": False, **load_options}
+    offline, pickle = cast("bool", options["offline"]), cast("bool", options["allow_pickle"])
+    place = find(model, revision, offline=offline, allow_pickle=pickle)
+    told = revision or model.partition("@")[2] or Path(model.rstrip("/\\")).name
+    return Checkpoint(told, model, revision, place, step_of(revision or model))
+
+
+def _ordered(found: list[Checkpoint]) -> list[Checkpoint]:
+    if len(found) < 2:
+        raise UsageError(
+            "A series needs at least two checkpoints.",
+            "Name two or more, as in --checkpoints step-100 step-200, or --revisions.",
+        )
+    places = [(one.place.folder, one.place.file) for one in found]
+    for number, place in enumerate(places):
+        if place in places[:number]:
+            raise UsageError(f"The checkpoint {found[number].name} is named twice.", "Name each one once.")
+    steps = [one.step for one in found]
+    if None in steps or len(set(steps)) < len(steps):
+        return [replace(one, step=None) for one in found]
+    return sorted(found, key=lambda one: cast("int", one.step))
+
+
+def _shape(place: Location) -> dict[str, object]:
+    """What two checkpoints of one model have in common; empty for a GGUF file, whose weights will tell."""
+    config = place.config
+    kept: dict[str, object] = {field: config[field] for field in ("model_type", "architectures") if field in config}
+    return kept | dict(sizes(config))
+
+
+READ = ("text", "pairs", "image", "audio", "adapter")
+"""Options that name files whose content decides what is found."""
+
+
+@public
+def converge_checkpoints(
+    checkpoints: requests.Words | None = None,
+    *,
+    revisions: requests.Words = (),
+    head: tuple[int, int] | str | None = None,
+    progress: Progress = silent,
+    **more: Unpack[requests.CheckpointsRequest],
+) -> Report:
+    """Every measure of every head against the training step, in one experiment with the heads' trajectories.
+
+    `checkpoints` are folders, files or hub ids (None, or `demo` alone: those of the demo model), or one hub model with
+    several `revisions`. Steps are the numbers in the names (`step-00030`, `checkpoint-500`), else 0, 1, 2 … as given.
+    Without `analyzers` those of `inspect` run and `selection` with them, under its own `select`.
+    One tokenizer, the last one found, cuts the same text for all. `head` = (layer, head), or `3.7`, restricts the
+    series to it.
+    `more` are the options of `requests.CheckpointsRequest`. What is finished is kept as `inspect` keeps it, and the
+    same call goes on from there. Raises UsageError, ModelError (one is missing, or they are of different shapes),
+    TextError, and Interrupted, which carries the finished checkpoints.
+    """
+    report, written = followed(checkpoints, revisions=revisions, head=head, progress=progress, **more)
+    written()
+    return report
+
+
+def followed(
+    checkpoints: requests.Words | None = None, *, progress: Progress = silent, **more: Any
+) -> tuple[Report, Callable[[], None]]:
+    """The report, and what is to be called when it is written: finished units are not needed any longer then."""
+    revisions, head = more.pop("revisions", ()), more.pop("head", None)
+    series = prepared(checkpoints, revisions, head, progress, more)
+    series.plan.check(series.given["text"])
+    return series.run()
+
+
+def prepared(
+    checkpoints: requests.Words | None,
+    revisions: requests.Words,
+    head: tuple[int, int] | str | None,
+    progress: Progress,
+    more: Mapping[str, Any],
+) -> Series:
+    """The series that was asked for, with its checkpoints found and its texts read."""
+    one = requests.one_head(head, more.get("layers"), more.get("heads"))
+    given = requests.checked(requests.CheckpointsRequest, {**more, **one})
+    load_options = feeding.loading_of(more, None)
+    usual = [
+        found.name
+        for found in registry.every_analyzer()
+        if (found.by_default or found.name == SHOWN) and given["source"] in ("both", found.source)
+    ]
+    wanted = given["analyzers"] or list(dict.fromkeys(usual))
+    chosen, asked = reading.chosen(reading.settings(given), wanted, given["select"], None)
+    reading.refuse_unread(given, asked.source)
+    names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
+    found = _found(names, requests.words("revisions", revisions), load_options)
+    refuse_different(found)
+    contents = texts.read_each(reading.files(given), offline=given["offline"])
+    if asked.source != "weights" and not contents:
+        contents = texts.sample(found[-1].model)
+    cut = feeding.cut_of(asked, given)
+    words = (names, list(requests.words("revisions", revisions)), head, dict(more))
+    return Series(found, asked, chosen, contents, cut, progress, load_options, given, words)
+
+
+def _found(names: list[str] | None, revisions: list[str], load_options: loading.Loading) -> list[Checkpoint]:
+    """The checkpoints in the order of their steps, or as named where not all have a step; none is named twice."""
+    if names == []:
+        raise UsageError("checkpoints=[] names none.", "Name two or more, or leave it out for those of demo.")
+    if not revisions:
+        wanted = of_demo() if names is None or names == ["demo"] else names
+        return _ordered([_checkpoint(name, None, load_options) for name in wanted])
+    if names is None or len(names) != 1:
+        raise UsageError(
+            "Revisions belong to one model of the hub.",
+            "Name one hub model, as in: attnlens converge MODEL --revisions step1,step2",
+        )
+    return _ordered([_checkpoint(names[0], revision, load_options) for revision in revisions])
+
+
+Words = tuple[list[str] | None, list[str], tuple[int, int] | str | None, dict[str, Any]]
+"""Checkpoints, revisions, head and options, as another process is told them."""
+
+
+@dataclass
+class Series:
+    """One run over the checkpoints."""
+
+    checkpoints: list[Checkpoint]
+    asked: Settings
+    analyzers: list[Analyzer | Gathering]
+    contents: Sequence[texts.Content]
+    cut: texts.Cut
+    progress: Progress
+    load_options: loading.Loading
+    given: Mapping[str, Any]  # the options, checked
+    words: Words
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def plan(self) -> WorkPlan:
+        """Where its units are kept, and who reads them."""
+        return WorkPlan.of(self.given)
+
+    @cached_property
+    def units(self) -> dict[str, Checkpoint]:
+        """The checkpoints by the names of their units: what a person calls one, and a hash of its files."""
+        return {f"{one.name} {digest_of(one.place)}": one for one in self.checkpoints}
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """All that determines what the units find."""
+        left_out = {*requests.options(SharedRequest), *READ}
+        files = [with_home(os.fspath(path)) for path in (*self.cut.image, *self.cut.audio)]
+        adapter, offline = self.given["adapter"], self.given["offline"]
+        found = None if adapter is None else find_adapter(os.fspath(adapter), offline=offline)
+        of_adapter = [] if found is None else [path for path in found.folder.glob("*") if path.is_file()]
+        return {
+            "command": "converge",
+            "versions": versions(),
+            "options": {name: str(value) for name, value in sorted(self.given.items()) if name not in left_out},
+            "content": key_of(
+                {
+                    "texts": [(one.name, one.text) for one in self.contents],
+                    "fed": [sha256(path) for path in files if path.is_file()],
+                    "adapter": [None if found is None else found.revision, *map(sha256, sorted(of_adapter))],
+                    "device": str(device_of(self.given["device"])),
+                    "code": [code_of(one).hex() for one in self.analyzers],
+                }
+            ),
+            "checkpoints": list(self.units),
+        }
+
+    @cached_property
+    def store(self) -> Store | None:
+        """Where units are kept."""
+        return self.plan.store(self.facts)
+
+    def run(self) -> tuple[Report, Callable[[], None]]:
+        """Checkpoint by checkpoint; returns the report, and what removes the finished units once it is written."""
+        plan = self.plan
+        count = len(self.units) if plan.shard is None else len(list(self.units)[plan.shard[0] - 1 :: plan.shard[1]])
+        more = telling(self.progress, "checkpoints", count)
+        outcome = run_units(
+            list(self.units),
+            self.read_unit,
+            plan,
+            self.store,
+            elsewhere=(opened, self.words),
+            tell=lambda _name: more(1),
+            usable=lambda value: bool(value["complete"]),
+        )
+        found = {name: CheckpointReading.model_validate(value) for name, value in outcome.values.items()}
+        if not found:
+            raise KeyboardInterrupt
+        names = {unit: one.name for unit, one in self.units.items()}
+        report = series_report(names, found, self.timings, outcome.missing)
+        if outcome.stopped:
+            raise Interrupted(report)
+        complete = not outcome.missing and all(reading.complete for reading in found.values())
+        return report, self.store.clear if self.store is not None and complete else lambda: None
+
+    @cached_property
+    def tokenizer(self) -> dict[str, Any]:
+        """What reads the text for all, in the place of their own tokenizers; or why nothing does."""
+        if not self.contents:
+            return {}
+        giver = next((one for one in reversed(self.checkpoints) if has_tokenizer(one.place)), None)
+        if giver is None:
+            return {"tokenizer": None, "tokenizer_problem": "no checkpoint has tokenizer files"}
+        loaded = self._load(giver)
+        return {"tokenizer": loaded.tokenizer, "tokenizer_problem": loaded.tokenizer_problem}
+
+    def _load(self, checkpoint: Checkpoint) -> loading.Loaded:
+        options: loading.Loading = {**self.load_options, "revision": checkpoint.revision}
+        return loading.load(checkpoint.model, **options)
+
+    def read_unit(self, name: str) -> dict[str, Any]:
+        """Read one checkpoint; its own units are kept until it is finished."""
+        checkpoint, start = self.units[name], time.perf_counter()
+        loaded = replace(self._load(checkpoint), **self.tokenizer)
+        settings = feeding.of_model(self.asked, loaded)
+        collector = Collector(self.asked.heads)
+        inspection = Inspection(loaded, settings, self.analyzers, collector, partial(self._told, checkpoint), {})
+        parts = None if self.store is None else self.store.inside(name)
+        try:
+            report = inspection.finished_from(inspection.framed(self.contents, self.cut), store=parts)
+        except ModelError as error:
+            raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
+        loss = self._loss(loaded, settings)
+        found, why = (None, loss) if isinstance(loss, str) else (loss, None)
+        self.timings[checkpoint.name] = time.perf_counter() - start
+        return CheckpointReading(
+            name=checkpoint.name,
+            step=checkpoint.step,
+            report=report,
+            loss=found,
+            no_loss=why,
+            complete=inspection.complete,
+        ).model_dump()
+
+    def _told(self, checkpoint: Checkpoint, stage: str, done: int, total: int) -> None:
+        self.progress(f"{checkpoint.name}, {stage}", done, total)
+
+    def _loss(self, loaded: loading.Loaded, settings: Settings) -> float | str:
+        """What training has reached, on the same text, in nats per predicted token; or why that is not known."""
+        if not self.contents:
+            return "it is that of a text, and none was fed, for the weights alone were read"
+        if task_of(loaded.model) not in ("causal", "masked"):
+            return "the model predicts no tokens of a text"
+        if loaded.tokenizer is None:
+            return f"it is that of a text, and nothing reads it: {loaded.tokenizer_problem}"
+        fed = texts.batches(loaded, self.contents, self.cut)
+        task = checks.task_on(loaded, fed.batches[0].inputs)
+        if task == "hidden":
+            return "the model sees the tokens that it would predict"
+        if task == "masked" and getattr(loaded.tokenizer, "mask_token_id", None) is None:
+            return "the tokenizer has no mask, behind which the model would guess"
+        if lacking := no_loss(loaded, texts.first(fed.batches[0].inputs, 2), task):
+            return lacking[1]
+        loss = mean_loss(loaded.model, feed(loaded, fed, task, settings.seed), task)
+        return "it is not a number, or the text holds nothing to predict" if loss is None else loss
+
+
+def opened(*words: Any) -> tuple[Mapping[str, Any], Compute]:
+    """Prepare the same series in another process: its facts, and what reads its checkpoints."""
+    checkpoints, revisions, head, more = words
+    series = prepared(checkpoints, revisions, head, silent, more)
+    return series.facts, series.read_unit

@@ -1,0 +1,223 @@
+"""Fits a kernel's free parameters to each head's own kernel, in closed form from calibration text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attnlens.kernels import Kernel
+from attnlens.kernels.attention import attend, weights
+from attnlens.kernels.attention.primal_scores import features
+from attnlens.kernels.attention.rows import positions
+from attnlens.kernels.lowrank import MapsFit
+from attnlens.kernels.modifiers import NEAR_WEIGHT
+from attnlens.models import hooks
+from attnlens.models.hooks.survey import unpadded
+from attnlens.models.loading import Loaded
+from attnlens.models.texts import Batch, Batches
+from attnlens.models.texts.targets import feed
+from attnlens.records import Call, Site, Task
+from attnlens.registry import Fit, OutputFit
+from attnlens.runs.progress import Tell
+from attnlens.runs.swap.ranks.bases import SEQUENCES, give_metrics, give_rotations
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+LARGEST, HALVINGS = 30.0, 50
+"""|log γ| at most, and how often the interval is halved: to 5e-14."""
+
+
+@dataclass
+class NearShares:
+    """log γ at which near keys have, on average over queries, as large a share of the weights as in the model itself.
+
+    That is where Σ KL(own ‖ hybrid) over queries is least: its derivative is Σ γN/(γN + F) − Σ own share, which grows
+    with log γ (N the weights of near keys under γ = 1, F those of far ones and of a sink, which is one more outcome).
+    Queries that see near keys alone count for nothing.
+    """
+
+    kernel: Kernel  # the hybrid with all that is fitted, and γ = 1
+    own: list[Float[Tensor, "heads queries"]] = field(default_factory=list)
+    """The share of near keys in the model itself, batch by batch."""
+    odds: list[Float[Tensor, "heads queries"]] = field(default_factory=list)  # log N/F
+
+    def update(self, call: Call) -> None:
+        """Take in a batch."""
+        assert self.kernel.near is not None  # noqa: S101  # whoever fits γ has a hybrid
+        every = slice(0, call.query.shape[2]), slice(0, call.key.shape[2])
+        near = positions(call, self.kernel.near).kept(self.kernel.near, *every)
+        own, new = (weights(call, kernel).double() for kernel in (hooks.OWN, self.kernel))
+        self.own.append((own * near).sum(-1).transpose(0, 1).flatten(1).cpu())
+        among, beyond = (new * near).sum(-1), (new * ~near).sum(-1)
+        beyond = beyond if call.sinks is None else beyond + (1 - new.sum(-1)).clamp_min(0)
+        self.odds.append((among.log() - beyond.log()).transpose(0, 1).flatten(1).cpu())
+
+    def best(self) -> dict[str, Tensor]:
+        """All that is fitted, with γ."""
+        own, odds = torch.cat(self.own, -1), torch.cat(self.odds, -1)
+        counts = odds.isfinite()
+        low, high = (torch.full((len(own),), bound, dtype=torch.float64) for bound in (-LARGEST, LARGEST))
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            more = ((odds + middle[:, None]).sigmoid() - own).masked_fill(~counts, 0.0).sum(-1) > 0
+            low, high = torch.where(more, low, middle), torch.where(more, middle, high)
+        found = torch.where(counts.any(-1), (low + high) / 2, 0.0)
+        return {**self.kernel.fitted, NEAR_WEIGHT: found.to(self.kernel.fitted[NEAR_WEIGHT])}
+
+
+MOST_FITTED = 128
+"""Sequences that a fit reads of all that are there for a healing."""
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the way from the typed to the fitted parameters that are tried."""
+TINIEST = 1e-30
+"""Weight below which a kernel forbids a key: its logarithm stays finite."""
+
+
+@dataclass
+class Search:
+    """How far a head's parameters go towards the fitted ones: as far as its attention comes nearer to the own.
+
+    Least squares weighs every score alike, softmax mostly the large ones: a fit that is nearest in the first sense may
+    be further in the second, which is KL(own ‖ new) of the attention's rows, the share of a sink included.
+    """
+
+    kernel: Kernel  # the kernel as typed
+    typed: dict[str, float]  # its parameters before the fit
+    fitted: dict[str, Tensor]  # and after
+    divergence: Tensor = field(default_factory=lambda: torch.zeros(()))  # Σ KL by share and head
+
+    def update(self, call: Call) -> None:
+        """Take in a batch."""
+        own = _with_sink(call, weights(call, hooks.OWN))
+        found = []
+        for share in SHARES:
+            new = _with_sink(call, weights(call, self.kernel.with_fitted(self.at(torch.tensor(share)))))
+            rows = (own * (own.clamp_min(TINIEST).log() - new.clamp_min(TINIEST).log())).sum(-1)
+            found.append(rows.sum((0, 2)).cpu())
+        self.divergence = self.divergence + torch.stack(found)
+
+    def at(self, share: Tensor) -> dict[str, Tensor]:
+        """The parameters at a share of the way, the same for all heads or one for each."""
+        return {
+            name: self.typed[name] + share.reshape(-1, *[1] * (part.dim() - 1)).to(part) * (part - self.typed[name])
+            for name, part in self.fitted.items()
+        }
+
+    def best(self) -> dict[str, Tensor]:
+        """The parameters of least divergence, head by head."""
+        return self.at(torch.tensor(SHARES)[self.divergence.nan_to_num(torch.inf).argmin(0)])
+
+
+def _with_sink(call: Call, rows: Tensor) -> Tensor:
+    """Rows of attention in float64, what a sink takes of them standing as one more outcome."""
+    rows = rows.double()
+    return rows if call.sinks is None else torch.cat([rows, (1 - rows.sum(-1, keepdim=True)).clamp_min(0)], -1)
+
+
+def fit(
+    loaded: Loaded,
+    sites: tuple[Site, ...],
+    swaps: hooks.Swaps,
+    batches: Batches,
+    progress: Tell,
+    task: Task = "hidden",
+    seed: int = 0,
+) -> hooks.Swaps:
+    """The same swaps with parameters fitted per head to the original model's queries and keys (maths.md section 5).
+
+    Two passes over the text: least squares in closed form, then the share of the way to it that serves each head best,
+    or of a hybrid the weight of near keys. What is nothing unless it is fitted takes the first alone.
+    """
+    fits = _fits(swaps)
+    ranks = [(site, found) for site, found in fits.items() if isinstance(found, MapsFit)]
+    give_rotations(loaded, swaps, ranks)
+    if any(found.by_output for _, found in ranks):
+        fed = feed(loaded, batches.some(SEQUENCES), task, seed)
+        give_metrics(loaded, sites, swaps, ranks, fed, task, seed)
+    hybrid = all(swap.kernel.near is not None for swap in swaps.values())  # whose far parts need shapes alone
+    _read(loaded, sites, swaps, fits, *((batches.first(), lambda _: None) if hybrid else (batches, progress)))
+    solved = {site: found.solve() for site, found in fits.items()}
+    searches = dict[Site, Search | NearShares]()
+    for site, found in solved.items():
+        kernel, typed = swaps[site].kernel, fits[site].typed
+        if kernel.near is not None:
+            searches[site] = NearShares(kernel.with_fitted(found))
+        elif typed:
+            searches[site] = Search(kernel, typed, found)
+    if searches:
+        chosen = {site: swaps[site] for site in searches}
+        _each(loaded, sites, chosen, batches, lambda site, part: searches[site].update(part), progress)
+    solved |= {site: search.best() for site, search in searches.items()}
+    return {site: hooks.Replacement(swap.kernel.with_fitted(solved[site]), swap.heads) for site, swap in swaps.items()}
+
+
+def unfitted(loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batches: Iterable[Batch]) -> hooks.Swaps:
+    """Write out trainable free parameters per head at their typed values, in shapes that a fit finds from some text."""
+    bare = {s: swap for s, swap in swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
+    found = dict(swaps)
+    fits = _fits(bare)
+    _read(loaded, sites, bare, fits, batches, lambda _: None)
+    for site, fitting in fits.items():
+        kernel = bare[site].kernel
+        start = {
+            name: torch.full_like(part, fitting.typed[name])
+            for name, part in fitting.solve().items()
+            if name in kernel.trainable
+        }
+        found[site] = hooks.Replacement(kernel.with_fitted(start), bare[site].heads)
+    return found
+
+
+def _fits(swaps: hooks.Swaps) -> dict[Site, Fit | OutputFit]:
+    """A fit of every swapped site whose kernel has free parameters."""
+    fits = {site: swap.kernel.fitting() for site, swap in swaps.items()}
+    return {site: found for site, found in fits.items() if found is not None}
+
+
+def _read(
+    loaded: Loaded,
+    sites: tuple[Site, ...],
+    swaps: hooks.Swaps,
+    fits: Mapping[Site, Fit | OutputFit],
+    batches: Iterable[Batch],
+    progress: Tell,
+) -> None:
+    """Show every fit the head's own queries and keys."""
+
+    def add(site: Site, part: Call) -> None:
+        found = fits[site]
+        if isinstance(found, OutputFit):
+            seen = features(part, int(swaps[site].kernel.parameters.get("samples", 0)))
+            found.observe(seen.query, seen.key, seen.kept, attend(part, hooks.OWN).transpose(1, 2))
+        else:
+            found.update(part)
+
+    if fits:
+        _each(loaded, sites, swaps, batches, add, progress)
+
+
+def _each(
+    loaded: Loaded,
+    sites: tuple[Site, ...],
+    swaps: hooks.Swaps,
+    batches: Iterable[Batch],
+    visit: Callable[[Site, Call], None],
+    progress: Tell,
+) -> None:
+    """Show the swapped heads of every swapped site to `visit`, batch by batch."""
+
+    def answer(site: Site, call: Call) -> None:
+        if site in swaps:
+            heads = swaps[site].heads
+            for part in unpadded(call, site, batch.inputs):
+                visit(site, part if heads is None else part.select(heads))
+
+    with torch.no_grad(), hooks.watch(loaded.model, sites, answer):
+        for batch in batches:  # which `answer` reads
+            hooks.forward(loaded.model, batch.inputs)
+            progress(batch.size)

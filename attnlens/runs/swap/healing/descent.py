@@ -1,0 +1,381 @@
+"""Trains swapped heads by AdamW, first site by site and then as a whole, and keeps the step of least distance."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attnlens.choices import HealingStage
+from attnlens.errors import ModelError, UsageError
+from attnlens.kernels import OWN
+from attnlens.maths.statistics import paired_difference
+from attnlens.models import hooks
+from attnlens.models.texts import Batches, sequences_in
+from attnlens.records import Healing, HealingControl, HealingStep, HealingTraining
+from attnlens.requests.healing import HealOptions
+from attnlens.runs.differences import Differences, mean_loss
+from attnlens.runs.outputs import peak_of
+from attnlens.runs.progress import Tell
+from attnlens.runs.store import Store, key_of
+from attnlens.runs.swap.healing.course import (
+    SLOWER,
+    STAGES,
+    STEPS,
+    Best,
+    Course,
+    Distances,
+    HeldOut,
+    adamw,
+    chosen_rate,
+    parts_of,
+    put_back,
+    split,
+)
+from attnlens.runs.swap.healing.healer import Healer, changed_weights
+
+if TYPE_CHECKING:
+    from attnlens.runs.swap.one_kernel import Swapping
+
+COURSE = ("stage", "begun", "rate", "within", "step", "tokens", "order")
+"""Fields of a course that are kept as they are."""
+
+
+NO_PEAK = "this platform does not tell it"
+
+
+def healed(
+    session: Swapping,
+    swaps: hooks.Swaps,
+    asked: HealOptions,
+    calibrated: Batches,
+    teller: Callable[[str, int], Tell],
+    parts: Store | None = None,
+    *,
+    control: bool = False,
+) -> tuple[Healing, Healer]:
+    """Heal a swap; as `control`, train the original model on the same batches, equally long, all of it on the text.
+
+    The original's attention has nothing to learn from itself: what the swap spends on attention transfer, the control
+    spends on the text. `parts`: where the state is kept. Raises UsageError where there is no text to learn.
+    """
+    if asked.goal == "text" and (session.task in ("hidden", "classification") or calibrated.made_up):
+        raise UsageError(
+            "--heal-on text: this model predicts no token of a text.", "Leave it out: the original model teaches."
+        )
+    loaded, options, seed, name = session.loaded, session.options, session.settings.seed, "heal"
+    if control:
+        swaps, name = {site: hooks.Replacement(OWN, swap.heads) for site, swap in swaps.items()}, "control"
+    healer = Healer(
+        loaded,
+        session.sites,
+        swaps,
+        session.task,
+        options.path,
+        None if control else options.eta,
+        options.convention,
+        goal=asked.goal,
+        rank=asked.rank,
+        seed=seed,
+        recompute=asked.checkpointing,
+    )
+    # what determines the numbers of a healing beside the model, texts and options of the run
+    facts = [
+        [site.name, swap.kernel.spelling, swap.heads, digest_of(dict(swap.kernel.fitted))]
+        for site, swap in swaps.items()
+    ]
+    state = None if parts is None else (parts, f"{name} {key_of(facts)}")
+    found: list[Healing] = []
+    tell = teller(name, int(asked.amount.number))
+    evaluate = partial(mean_loss, loaded.model, session.fed, session.task)
+    work = calibrated, asked, seed, evaluate, tell, state, STAGES[1:] if control else STAGES
+    peak = peak_of(loaded.model, lambda: found.append(heal(healer, *work)))
+    reasons = {} if peak is not None else {"peak_memory_bytes": NO_PEAK}
+    return found[0].model_copy(update={"peak_memory_bytes": peak, "reasons": reasons}), healer
+
+
+def control_of(trained: Healing, control: Differences, healed: Differences, seed: int) -> HealingControl | None:
+    """The control's record; None where one of the two models has no finite loss."""
+    changed, own = control.outcome(seed, []), healed.outcome(seed, [])
+    if changed.get("perplexity") is None or own.get("perplexity") is None:
+        return None
+    first, second = (torch.cat(one.after) for one in (control, healed))
+    delta, low, high = paired_difference(first, second, healed.sampled, weights=torch.cat(healed.counts), seed=seed)
+    return HealingControl(
+        best=trained.best,
+        tokens=trained.tokens or 0,
+        learning_rate=trained.learning_rate,
+        loss=changed["loss"],
+        perplexity=changed["perplexity"],
+        ratio=math.exp(delta),
+        ratio_ci95=None if math.isnan(low) else (math.exp(low), math.exp(high)),
+    )
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """A hash of names and numbers."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+CHECKS, FEW, MOST_CHECKS = 10, 5, 100
+"""How often the held-out distance is measured during a healing; of few steps, and of many at most."""
+NEAR, APART = 4, 50
+"""About how many steps lie between two checks at least, and at most."""
+PATIENCE, FEWEST = 0.3, 3
+"""Share of a stage's work, and checks, after which these must have gained something beyond the interval."""
+STEPS_WANTED = 400
+"""Steps that a number of tokens is divided into, where a batch is large enough: on `demo` 200 k tokens gain more in
+400 steps than in 200, and little more in 800."""
+DRAWN = (0.0, 0.05, 0.15, 0.35, 0.65, 1.0)
+"""Shares of all work at which the loss on the evaluation text is measured for the picture."""
+
+Evaluate = Callable[[], float | None]
+"""The loss on the evaluation text of the model as it is."""
+
+
+def heal(
+    healer: Healer,
+    batches: Batches,
+    asked: HealOptions,
+    seed: int,
+    evaluate: Evaluate,
+    progress: Tell,
+    state: tuple[Store, str] | None = None,
+    stages: tuple[HealingStage, ...] = STAGES,
+) -> Healing:
+    """Train for the amount asked for, stage after stage, and keep the step with the least distance on text kept back.
+
+    The best numbers stay in the healer. While no check of a stage is better than its start, it begins again with
+    smaller steps; it ends early where checks gain nothing beyond their interval. With a `state` it is kept at
+    each check, and a healing that was killed goes on from there. Raises TextError where there are fewer than two
+    batches, ModelError where the distance is not finite. Once a step was checked, Ctrl-C ends it early, and
+    `healer.interrupted` says so.
+    """
+    train, back = split(healer, batches, seed, _trained(asked, batches))
+    healer.prepare(batches.batches[0])
+    few = None  # sequences of a step if tokens are asked for: few, for STEPS_WANTED steps; None: those of a batch
+    if asked.amount.unit == "tokens" and batches.tokens:
+        size = sequences_in(batches.batches[0].inputs)
+        few = int(max(1, min(size, asked.amount.number / batches.tokens / STEPS_WANTED)))
+    parts, per_step = parts_of(train, asked.batch or few)
+    course = Course(healer, parts, per_step, asked.amount, torch.Generator().manual_seed(seed))
+    work = Work(course, HeldOut(healer, back), evaluate, progress, state, patient=asked.control)
+    saved = None if state is None or not state[0].resume else state[0].load(state[1])
+    try:
+        work.begin(saved)
+        for stage in stages:
+            if stages.index(stage) >= stages.index(course.stage if work.resumed else stages[0]):
+                work.train(stage)
+    except KeyboardInterrupt:
+        if len(work.curve) < 2:
+            raise
+        healer.interrupted = True
+    return work.finished(asked, sequences_in(parts[0].inputs) * per_step)
+
+
+@dataclass
+class Work:
+    """A healing at work: its course, its checks, and what is told of them."""
+
+    course: Course
+    held: HeldOut
+    evaluate: Evaluate
+    progress: Tell
+    state: tuple[Store, str] | None  # where the state is kept at each check, and under which name
+    best: Best = field(default_factory=Best)
+    curve: list[HealingStep] = field(default_factory=list)
+    trainings: list[HealingTraining] = field(default_factory=list)  # one for each stage that has begun
+    seen: list[tuple[float, Distances]] = field(default_factory=list)
+    """The checks of this stage, and at which share of all work they were."""
+    resumed: bool = False
+    ended: bool = False  # whether the stage is over
+    patient: bool = False  # whether no stage ends early or is left out: what is compared is trained equally long
+    told: int = 0
+
+    def begin(self, saved: dict[str, Any] | None) -> None:
+        """Measure the check before the first step, or restore the state that was saved."""
+        if saved is None:
+            self.check(0)
+            return
+        course, best, leaves = self.course, self.best, self.course.healer.leaves
+        for name in COURSE:
+            setattr(course, name, saved["course"][name])
+        course.spent = saved["seconds"]
+        course.generator.set_state(saved["generator"])
+        put_back(leaves, saved["now"])
+        best.step, best.distance, kept = saved["best"]
+        best.kept = [part.to(leaf.device) for part, leaf in zip(kept, leaves, strict=True)]
+        course.optimiser = adamw(leaves, course.rate)
+        for leaf, moments in zip(leaves, saved["moments"], strict=True):
+            if moments:
+                placed = {name: part.to(leaf.device) for name, part in moments.items() if name != "step"}
+                course.optimiser.state[leaf] = {"step": moments["step"].to(torch.float32), **placed}
+        self.seen = [(share, Distances(each, counts)) for share, each, counts in saved["seen"]]
+        facts = saved["facts"]
+        self.curve = [HealingStep.model_validate(one) for one in facts["curve"]]
+        self.trainings = [HealingTraining.model_validate(one) for one in facts["trainings"]]
+        self.ended = facts["ended"]
+        self.resumed = True
+        self._tell()
+
+    def train(self, stage: HealingStage) -> None:
+        """A stage to its end."""
+        course = self.course
+        if not self.resumed:
+            course.stage, course.begun = stage, course.share
+            if course.over:
+                return
+            self._start(stage)
+        self.resumed = False
+        while not (self.ended or (course.over and course.step)):  # one step at least, however short the time
+            started = time.monotonic()
+            tokens = course.advance()
+            now = self.trainings[-1]
+            tokens, seconds = now.tokens + tokens, now.seconds + time.monotonic() - started
+            speed = tokens / seconds if seconds > 0 else None
+            self._training(steps=now.steps + 1, tokens=tokens, seconds=seconds, tokens_per_second=speed)
+            self._tell()
+            if self._due or course.over:
+                self._checked()
+
+    def _start(self, stage: HealingStage) -> None:
+        """Begin a stage from the best numbers so far, at the rate that a range test chooses."""
+        course, leaves = self.course, self.course.healer.leaves
+        self.best.restore(leaves)
+        planned = 1 / course.one_step if course.one_step else 1e9
+        count = max(1, min(STEPS, round(planned / 10)))
+        endless = cycle(course.train)  # from the first batch on, a step's at a time
+        some = [list(islice(endless, course.per_step)) for _ in range(count)]
+        rate, tried = chosen_rate(course.healer, stage, some, self.held)
+        if not rate and self.patient:
+            rate = min(one.rate for one in tried)
+        course.begin(stage, rate)
+        self.seen = [(course.share, self.held.distances(stage))]
+        training = HealingTraining(stage=stage, steps=0, tokens=0, seconds=0.0, learning_rate=rate, rates=tried)
+        self.ended = rate == 0
+        self.trainings.append(training.model_copy(update={"stopped": self.ended}))
+
+    def _checked(self) -> None:
+        """Check: keep the best numbers, decide whether the stage goes on, and save the state."""
+        course = self.course
+        whole = self.check(course.step)
+        distances = whole if course.stage == "whole" else self.held.distances(course.stage)
+        self.seen.append((course.share, distances))
+        if not any(found.mean < self.seen[0][1].mean for _, found in self.seen) and not course.over:
+            self.best.restore(course.healer.leaves)  # nothing nearer than the stage's start: smaller steps
+            chosen = self.trainings[-1].lowered_from or course.rate
+            course.begin(course.stage, course.rate * SLOWER)
+            self._training(learning_rate=course.rate, lowered_from=chosen)
+        # a stage ends if the checks of its last PATIENCE gained nothing beyond their interval
+        since = self.seen[-1][0] - PATIENCE * (course.end - course.begun)
+        before = [distances for at, distances in self.seen[:-FEWEST] if at <= since]
+        self.ended = not self.patient and bool(before) and not self.seen[-1][1].falls_from(before[-1])
+        if self.ended and not course.over:
+            self._training(stopped=True)
+        if self.state is not None and course.optimiser is not None:
+            store, name = self.state
+            leaves = course.healer.leaves
+            curve, trainings = ([one.model_dump() for one in listed] for listed in (self.curve, self.trainings))
+            value = {
+                "course": {name: getattr(course, name) for name in COURSE},
+                "seconds": course.seconds,
+                "generator": course.generator.get_state(),
+                "now": leaves,
+                "moments": [dict(course.optimiser.state.get(leaf, {})) for leaf in leaves],
+                "best": [self.best.step, self.best.distance, self.best.kept],
+                "seen": [[share, distances.each, distances.counts] for share, distances in self.seen],
+                "facts": {"curve": curve, "trainings": trainings, "ended": self.ended},
+            }
+            store.keep(name, value)
+
+    def check(self, step: int) -> Distances:
+        """Measure the distance, keep the numbers where it is the least, and draw the loss where that is due."""
+        distances = self.held.distances()
+        if step == 0 and not distances.finite:
+            raise ModelError(
+                "The swapped model diverges, so that nothing can be healed.", "Try --fit, or fewer layers."
+            )
+        if distances.finite:
+            self.best.offer(step, distances.mean, self.course.healer.leaves)
+        share, points = self.course.share, sum(one.loss is not None for one in self.curve)
+        passed = points < len(DRAWN) and share >= DRAWN[points] - 1e-9
+        drawn = not self.curve or passed or share >= 1
+        point = HealingStep(
+            step=step,
+            validation=distances.mean if distances.finite else None,
+            loss=self._evaluated() if drawn else None,
+            tokens=self.course.tokens,
+            stage=self.course.stage if step else None,
+        )
+        self.curve.append(point)
+        return distances
+
+    @property
+    def _due(self) -> bool:
+        """Whether a check is due: at odd shares of twice as many parts as there are checks, 0.05, 0.15, …"""
+        course = self.course
+        planned = 1 / course.one_step if course.one_step else course.amount.number
+        checks = max(FEW, min(CHECKS, int(planned // NEAR)), min(MOST_CHECKS, int(planned // APART)))
+        last = self.seen[-1][0]
+        return int(course.share * checks + 0.5 + 1e-9) > int(last * checks + 0.5 + 1e-9)
+
+    def _evaluated(self) -> float | None:
+        """The loss on the evaluation text with the numbers as they are."""
+        healer = self.course.healer
+        with (
+            changed_weights(healer.loaded.model, healer.values()),
+            hooks.replace(healer.loaded.model, healer.sites, healer.healed_swaps(), healer.path),
+        ):
+            return self.evaluate()
+
+    def _training(self, **changed: Any) -> None:
+        self.trainings[-1] = self.trainings[-1].model_copy(update=changed)
+
+    def _tell(self) -> None:
+        done = int(min(self.course.done, self.course.amount.number))
+        self.progress(done - self.told)
+        self.told = done
+
+    def finished(self, asked: HealOptions, batch: int) -> Healing:
+        """The best numbers put back, and the record."""
+        course, healer = self.course, self.course.healer
+        self.best.restore(healer.leaves)
+        for index, point in enumerate(self.curve):
+            if point.step == self.best.step and point.loss is None:
+                self.curve[index] = point.model_copy(update={"loss": self._evaluated()})
+        return Healing(
+            steps=int(asked.amount.number) if asked.amount.unit == "steps" else course.step,
+            best=self.best.step,
+            parameters=healer.count,
+            learning_rate=next((one.learning_rate for one in reversed(self.trainings) if one.steps), 0.0),
+            curve=self.curve,
+            asked=str(asked.amount),
+            goal=healer.goal,
+            rank=asked.rank,
+            batch=batch,
+            tokens=course.tokens,
+            seconds=course.seconds,
+            stages=self.trainings,
+            interrupted=healer.interrupted,
+            **{} if healer.eta is None else {"eta": healer.eta, "ksvd_convention": healer.convention},
+        )
+
+
+def _trained(asked: HealOptions, batches: Batches) -> float:
+    """How many batches are trained on, about: MOST_CHECKS where a time was given."""
+    size = sequences_in(batches.batches[0].inputs)
+    steps = {"steps": asked.amount.number, "tokens": asked.amount.number / max(1, size * batches.tokens)}
+    whole = 1 if asked.amount.unit == "tokens" else max(1.0, (asked.batch or size) / size)
+    return steps.get(asked.amount.unit, MOST_CHECKS) * whole

@@ -1,0 +1,411 @@
+"""A model with another kernel that is trained: its numbers, and how far its predictions are from their goal."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from attnlens.choices import HealingGoal
+from attnlens.errors import ModelError
+from attnlens.kernels import Kernel
+from attnlens.kernels.attention import Route
+from attnlens.kernels.attention.primal_scores import regulariser
+from attnlens.kernels.lowrank import copies
+from attnlens.maths.ksvd import Convention
+from attnlens.models import hooks, texts
+from attnlens.models.loading import Loaded
+from attnlens.models.texts import Batch
+from attnlens.models.texts.targets import NOTHING, Fed, asking, logits_of, states_of
+from attnlens.models.trace import hooked
+from attnlens.records import Call, Site, Task
+from attnlens.runs.outputs import divergence, owned_means, owners_of, predictions
+from attnlens.runs.swap.fit import TINIEST, unfitted
+
+
+def trainable(
+    model: PreTrainedModel, sites: tuple[Site, ...], swaps: hooks.Swaps, inputs: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Masks of the weights (two axes or more) of swapped sites: 1 where an entry moves queries or keys of swapped heads
+    and moves neither values nor other heads' queries and keys.
+
+    Read from gradients, so that it holds for every layout: fused, interleaved, shared by several heads or sites.
+    """
+    short = texts.first(inputs, 1)
+    moved: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
+
+    def visit(site: Site, call: Call) -> None:
+        inside = {name: p for name, p in leaves.items() if name.startswith(f"{site.path}.") and p.dim() > 1}
+        every = tuple(range(call.query.shape[1]))
+        ours, others = _parts(call, (swaps[site].heads or every) if site in swaps else ())
+        for store, part in ((moved, ours), (kept, others)):
+            for name, gradient in _gradients(part, inside).items():
+                store[name] = store.get(name, torch.zeros_like(gradient, dtype=torch.bool)) | (gradient != 0)
+
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    with torch.enable_grad(), hooks.watch(model, sites, visit), _detached(model):
+        torch.func.functional_call(model, leaves, (), {**short, **hooks.without_cache(model)})
+    masks = {name: mask & ~kept.get(name, torch.zeros_like(mask)) for name, mask in moved.items()}
+    return {name: mask.float() for name, mask in masks.items() if bool(mask.any())}
+
+
+@contextmanager
+def _detached(model: PreTrainedModel) -> Iterator[None]:
+    """Cut gradients at the inputs of attention modules: a weight that several calls share moves the later ones' inputs,
+    which is not what it makes.
+    """
+
+    def cut(
+        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        alone = [value.detach() if isinstance(value, Tensor) else value for value in (*args, *kwargs.values())]
+        return tuple(alone[: len(args)]), dict(zip(kwargs, alone[len(args) :], strict=True))
+
+    attentions = [module for module in model.modules() if hooks.is_attention(module)]
+    handles = [module.register_forward_pre_hook(cut, with_kwargs=True) for module in attentions]
+    with hooked(handles):
+        yield
+
+
+def _parts(call: Call, chosen: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """Queries and keys of the chosen heads, and the tensors that must not move: values, and what other heads use."""
+    others = [head for head in range(call.query.shape[1]) if head not in chosen]
+    used = sorted({head // call.group for head in chosen})
+    elsewhere = sorted({head // call.group for head in others})
+    ours = [call.query[:, list(chosen)], call.key[:, used]]
+    return ours, [call.value, call.query[:, others], call.key[:, elsewhere]]
+
+
+def _gradients(parts: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of a random combination of the parts by leaf; those that it does not depend on are left out."""
+    generator = torch.Generator().manual_seed(0)
+    sums = [(part * torch.randn(part.shape, generator=generator).to(part)).sum() for part in parts if part.numel()]
+    total = sum((part.float() for part in sums), torch.zeros(()))
+    if not leaves or not total.requires_grad:
+        return {}
+    found = torch.autograd.grad(total, list(leaves.values()), retain_graph=True, allow_unused=True)
+    return {name: gradient for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
+
+
+@dataclass
+class Trained:
+    """A part of a weight or a kernel's parameter; its change is float32, so that small steps in bfloat16 add up."""
+
+    start: Tensor  # its value before
+    change: Tensor  # what is added to it, float32 and a leaf
+    mask: Tensor | None = None
+    """1 where a weight belongs to W_Q or W_K of the swapped heads, or how long its steps are; None: 1 everywhere."""
+    rows: Tensor | None = None
+    """Which row of `start` each head has, where several have one in common; None: each has its own."""
+
+    @classmethod
+    def of(cls, start: Tensor, mask: Tensor | None = None, copies: Tensor | None = None) -> Trained:
+        """A free change, 0 at first; heads of equal numbers in `copies` have one in common."""
+        if copies is not None:
+            first = [int((copies == number).nonzero()[0]) for number in range(int(copies.max()) + 1)]
+            start, mask = start[first], None if mask is None else mask[first]
+        return cls(start, torch.zeros_like(start, dtype=torch.float32, requires_grad=True), mask, copies)
+
+    @property
+    def added(self) -> Tensor:
+        """What is added to it, in float32."""
+        return self.change if self.mask is None else self.change * self.mask
+
+    @property
+    def value(self) -> Tensor:
+        """Its value now, head by head."""
+        found = (self.start.float() + self.added).to(self.start.dtype)
+        return found if self.rows is None else found[self.rows]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What the optimiser changes."""
+        return [self.change]
+
+    @property
+    def count(self) -> int:
+        """How many numbers are trained."""
+        return self.change.numel() if self.mask is None else int((self.mask != 0).sum())
+
+
+@dataclass
+class LowRankChange(Trained):
+    """A weight W + mask ∘ (U Vᵀ), U and V of R columns (Hu et al. 2022, Eq. 3, with the scale in the learning rate)."""
+
+    right: Tensor = field(default_factory=lambda: torch.zeros(()))
+    """V; `change` is U, 0 at first, so that the weight begins as it is."""
+
+    @classmethod
+    def of_rank(cls, start: Tensor, mask: Tensor, rank: int, seed: int) -> LowRankChange:
+        """A change of rank R, V drawn from N(0, 1/R) by `seed`."""
+        rows, columns = start.flatten(1).shape
+        drawn = torch.randn(columns, rank, generator=torch.Generator().manual_seed(seed)) * rank**-0.5
+        left = torch.zeros(rows, rank, device=start.device, requires_grad=True)
+        return cls(start, left, mask, None, drawn.to(start.device).requires_grad_())
+
+    @property
+    def added(self) -> Tensor:
+        """mask ∘ (U Vᵀ)."""
+        assert self.mask is not None  # noqa: S101  # only weights have a low rank
+        return (self.change @ self.right.mT).view_as(self.mask) * self.mask
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """U and V."""
+        return [self.change, self.right]
+
+    @property
+    def count(self) -> int:
+        """Numbers of U's and V's rows that reach any entry of the mask."""
+        assert self.mask is not None  # noqa: S101
+        seen = self.mask.flatten(1) != 0
+        return int(seen.any(1).sum() + seen.any(0).sum()) * self.change.shape[1]
+
+
+@contextmanager
+def changed_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside the block the model has these weights; its own are put back at the end."""
+    named = dict(model.named_parameters())
+    before = {name: named[name].detach().clone() for name in values}
+    try:
+        with torch.no_grad():
+            for name, value in values.items():
+                named[name].copy_(value)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, own in before.items():
+                named[name].copy_(own)
+
+
+@contextmanager
+def standing_in(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put these tensors, with gradients, in the parameters' place, for blocks that are computed again too."""
+    named = dict(model.named_parameters())
+    stands = {id(named[name]): value for name, value in values.items()}
+    before: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    try:
+        for module in model.modules():
+            for name, own in list(module._parameters.items()):
+                if own is not None and id(own) in stands:
+                    before.append((module._parameters, name, own))
+                    module._parameters[name] = stands[id(own)]  # type: ignore[assignment]  # as torch does itself
+        yield
+    finally:
+        for parameters, name, own in before:
+            parameters[name] = own
+
+
+@dataclass
+class Healer:
+    """One healing: the original model teaches itself with another kernel."""
+
+    loaded: Loaded
+    sites: tuple[Site, ...]
+    swaps: hooks.Swaps
+    task: Task
+    path: Route
+    eta: float | None = None  # weight of the KSVD regulariser, for kernels that have one; None for the others
+    convention: Convention = "paper"  # how its objective J is counted
+    goal: HealingGoal = "teacher"  # what it learns: the original model's predictions, or the text
+    rank: int | None = None  # rank of each weight's change; None where it is free
+    seed: int = 0  # what changes of low rank are drawn by, together with the names of their weights
+    weights: dict[str, Trained] = field(default_factory=dict)
+    parameters: dict[Site, dict[str, Trained]] = field(default_factory=dict)
+    recompute: bool = False
+    """Whether activations inside the model's blocks are computed again on the way back, and not kept."""
+    blocks: list[nn.Module] = field(default_factory=list)  # these blocks
+    interrupted: bool = False  # whether the user ended it early
+
+    def prepare(self, batch: Batch) -> None:
+        """Find what is trained: the entries of weights that make queries and keys of swapped heads and nothing else,
+        and the kernels' trainable parameters (primal: its maps, too), which begin as fitted, or else as typed.
+        """
+        masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
+        if not masks:
+            raise ModelError(
+                "No weight moves queries or keys of swapped heads, and those alone.", "Swap without --heal."
+            )
+        self.swaps = unfitted(self.loaded, self.sites, self.swaps, [batch])
+        if self.convention == "code":  # √(nΛ) in the place of Λ, n the length of a sequence: J is 0 there
+            for site, swap in self.swaps.items():
+                of = swap.kernel.fitted
+                if swap.kernel.info.form == "output":
+                    changed = (of["log_multipliers"] + of["tokens"].log()[:, None]) / 2
+                    kernel = swap.kernel.with_fitted({**of, "log_multipliers": changed})
+                    self.swaps = {**self.swaps, site: hooks.Replacement(kernel, swap.heads)}
+        named = dict(self.loaded.model.named_parameters())
+        for name, mask in masks.items():
+            if self.rank is None or self.rank >= min(named[name].flatten(1).shape):
+                self.weights[name] = Trained.of(named[name], mask)
+            else:
+                # by name, so that no two weights of one shape draw the same V
+                drawn = int.from_bytes(hashlib.sha256(f"{self.seed} {name}".encode()).digest()[:7], "big")
+                self.weights[name] = LowRankChange.of_rank(named[name], mask, self.rank, drawn)
+        if self.recompute:
+            self.blocks = [block for _, block in hooks.blocks(self.loaded.model, texts.first(batch.inputs, 1))]
+            if not self.blocks:
+                raise ModelError(
+                    "This model has no blocks that run once in a pass, whose activations could be computed again.",
+                    "Leave out --heal-checkpointing.",
+                )
+        for site, swap in self.swaps.items():
+            shared = copies(swap.kernel.fitted)
+            self.parameters[site] = {
+                name: Trained.of(part.float(), _step(name, swap.kernel, self.convention), shared.get(name))
+                for name, part in swap.kernel.fitted.items()
+                if name in swap.kernel.trainable
+            }
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """Everything that the optimiser changes."""
+        every = [*self.weights.values(), *(part for found in self.parameters.values() for part in found.values())]
+        return [leaf for part in every for leaf in part.leaves]
+
+    @property
+    def count(self) -> int:
+        """How many numbers are trained."""
+        of_weights = sum(part.count for part in self.weights.values())
+        return of_weights + sum(part.change.numel() for found in self.parameters.values() for part in found.values())
+
+    def healed_swaps(self) -> hooks.Swaps:
+        """The swaps with the kernels' parameters as trained so far."""
+        return {
+            site: hooks.Replacement(
+                swap.kernel.with_fitted(
+                    dict(swap.kernel.fitted) | {name: part.value for name, part in self.parameters[site].items()}
+                ),
+                swap.heads,
+            )
+            for site, swap in self.swaps.items()
+        }
+
+    def descend(self, inputs: Mapping[str, Tensor], targets: Tensor | None, weight: float) -> None:
+        """Add `weight` times the loss's gradient to the leaves; the model stays the student on the way back."""
+        penalties: list[Tensor] = []
+        with torch.enable_grad(), ExitStack() as back:
+            each, _ = self._each(inputs, targets, penalties, back)
+            loss: Tensor = weight * (each.mean() + self.penalty(penalties))
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def penalty(self, penalties: list[Tensor]) -> Tensor | float:
+        """η times the sum of the layers' regularisers, in the code's convention their mean; 0 without."""
+        if not self.eta or not penalties:
+            return 0.0
+        each = torch.stack(penalties)
+        return self.eta * (each.sum() if self.convention == "paper" else each.mean())
+
+    def by_sequence(self, inputs: Mapping[str, Tensor], targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The mean distance of each sequence that has one, and over how many tokens."""
+        with torch.no_grad():
+            each, owners = self._each(inputs, targets)
+        return owned_means(each, owners, texts.sequences_in(inputs))
+
+    def _each(
+        self,
+        inputs: Mapping[str, Tensor],
+        targets: Tensor | None,
+        penalties: list[Tensor] | None = None,
+        back: ExitStack | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The loss at each compared token, whose mean training minimises, and the sequence that it is of.
+
+        KL(original ‖ swapped) at real tokens in nats, or a headless model's 1 − cosine; where the text is learned, nats
+        of `targets`. Each primal layer's J² is added to `penalties`, where there is a list; η times their sum is added
+        to the mean (Chen et al. 2023, section 3.3). The model stays the student until `back` ends, where that is given
+        and blocks are computed again.
+        """
+        if self.goal == "text" and targets is not None:
+            result = self._as_student(inputs, penalties, back)
+            logits, there = predictions(result, Fed(dict(inputs), targets), self.task), targets != NOTHING
+            assert logits is not None  # noqa: S101  # a model without predictions has no targets
+            return nn.functional.cross_entropy(logits, targets[there], reduction="none"), there.nonzero()[:, 0]
+        outputs_of = states_of if self.task == "hidden" else logits_of
+        with torch.no_grad():
+            own = outputs_of(hooks.forward(self.loaded.model, inputs, **asking(self.task)))
+        new = outputs_of(self._as_student(inputs, penalties, back))
+        owners = owners_of(own, inputs)
+        if owners is None:  # all count as the first's
+            owners = torch.zeros(own[..., 0].numel(), dtype=torch.long)
+        own, new = (
+            hooks.at_real_tokens(part, inputs) if self.task != "classification" else part for part in (own, new)
+        )
+        if self.task == "hidden":
+            each = 1 - nn.functional.cosine_similarity(own.float(), new.float(), dim=-1)
+        else:
+            each = divergence(own.float(), new.float())
+        return each.flatten(), owners
+
+    def _as_student(
+        self, inputs: Mapping[str, Tensor], penalties: list[Tensor] | None, back: ExitStack | None
+    ) -> object:
+        with ExitStack() as pass_alone:
+            block = back if back is not None and self.blocks else pass_alone
+            block.enter_context(self.student(penalties))
+            if block is not pass_alone:
+                block.enter_context(_recomputed(self.blocks))
+            return hooks.forward(self.loaded.model, inputs, **asking(self.task))
+
+    @contextmanager
+    def student(self, penalties: list[Tensor] | None = None) -> Iterator[None]:
+        """Inside the block the model is the one that is trained: its kernels, and its weights with their gradients."""
+        swaps, values = self.healed_swaps(), {name: part.value for name, part in self.weights.items()}
+
+        def visit(site: Site, call: Call) -> None:
+            if penalties is not None and self.eta:
+                penalties.append(self.regulariser(call, swaps[site]))
+
+        with (
+            hooks.replace(self.loaded.model, self.sites, swaps, self.path, visit=visit),
+            standing_in(self.loaded.model, values),
+        ):
+            yield
+
+    def regulariser(self, call: Call, swap: hooks.Replacement) -> Tensor:
+        """J² of one layer."""
+        part = call if swap.heads is None else call.select(swap.heads)
+        return regulariser(part, swap.kernel, self.convention)
+
+    def values(self) -> dict[str, Tensor]:
+        """The trained weights by name."""
+        return {name: part.value.detach() for name, part in self.weights.items()}
+
+
+def _step(name: str, kernel: Kernel, convention: Convention) -> Tensor | None:
+    """By how much a change of a map's columns is scaled, as an optimiser's steps are equal in all of them; None: not.
+
+    Of A and B of a rank: a column's length, as a share of the root mean square, so that long and short ones turn alike.
+    Of primal's maps: √σ, σ of the mean over tokens; J has the curvature C/σ in a column, and equal steps would leap out
+    of its valley where σ is small.
+    """
+    if name not in ("query_map", "key_map"):
+        return None
+    if kernel.info.form != "output":
+        squares = kernel.fitted[name].float().square()
+        return (squares.mean(-2, keepdim=True) / squares.mean().clamp_min(TINIEST)).sqrt().expand_as(squares)
+    of = kernel.fitted
+    power = 1.0 if convention == "code" else 0.5
+    length = of["tokens"].log()[:, None] / 2 if convention == "paper" else 0.0
+    return (-(power * of["log_multipliers"] + length)).exp().clamp_max(1.0).float()[:, None]
+
+
+@contextmanager
+def _recomputed(blocks: list[nn.Module]) -> Iterator[None]:
+    """Inside the block each of these keeps its inputs alone (gradient checkpointing, Chen et al. 2016)."""
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward  # the class's own method is seen again

@@ -1,0 +1,369 @@
+"""Plans of ranks: applied to a model, checked head by head, and what they save in parameters, operations and bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from attnlens.arguments import Budget
+from attnlens.errors import UsageError
+from attnlens.models import hooks, texts, weights
+from attnlens.models.hooks import Reached
+from attnlens.models.loading import Loaded
+from attnlens.models.texts.targets import feed
+from attnlens.models.weights import Factors
+from attnlens.records import Call, KeyRank, ModelInfo, Pair, Plan, Settings, Site
+from attnlens.runs.differences import DIVERGED, Differences
+from attnlens.runs.provenance import tool
+from attnlens.runs.swap.ranks.bases import form_name
+from attnlens.runs.swap.ranks.search import Budgeting, Choice, Sample, by_text, rise_in
+
+
+@dataclass(frozen=True)
+class SiteSizes:
+    """What one site's queries and keys are made of."""
+
+    query_width: int  # d_model: entries of an input of the queries
+    key_width: int  # the same of the keys
+    head_dim: int
+    value_dim: int  # entries of a key, and of a value
+    query_bias: bool
+    key_bias: bool  # whether there are biases
+    folds: bool  # whether maps can be multiplied into W_Q and W_K: no rotation and no norm stands between
+    folds_before: bool  # whether maps of keys before the rotation can be multiplied into W_K: no norm stands between
+    keys_seen: float  # keys that a query sees, mean over the sequence
+    keys_a_query: float  # keys made for each query that is made: 1, but in cross-attention
+    number_bytes: int  # bytes of a cached number
+    cached: bool  # whether a key-value cache keeps a key for every token: in a decoder's self-attention
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """What one latent is read and written by."""
+
+    heads: int  # query heads that read it
+    keys: int  # key heads that share it
+    rank: int  # numbers that it keeps of a token
+    before: bool = False  # whether it is of keys before the rotation, which are made of it again
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a latent's key heads and their query heads take."""
+
+    parameters: float
+    flops: float  # for each query's token
+    cache: float  # bytes of a token
+    rebuilding: float = 0.0  # operations that make the keys of one cached token again of the latent
+
+
+def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
+    """Of the key heads of one latent and their query heads; at full rank, of the model's own.
+
+    A product of m × n numbers takes 2mn operations; a score 2 for each entry of its key; a cached token keeps the
+    latent and all of its values. Where maps fold, one W_K B (d_model × r) serves the latent, and queries are made by
+    W_Q A of each head (d_model × r), or by W_Q and then A (head_dim × r for each key head): whichever takes fewer
+    operations, or else fewer numbers. The second is cheaper where a latent that key heads share is wider than a head.
+    Where maps don't fold, W_Q and W_K stay, A and B (head_dim × r for each key head) come on top, and only scores and
+    cache shrink; rank 0 needs none of them. Before the rotation queries stay as they are, and keys are made of the
+    latent.
+    """
+    full = latent.rank == size.head_dim * latent.keys
+    if full or (latent.rank == 0 and not latent.before):
+        return _bare(size, latent)
+    if latent.before:
+        return _before(size, latent)
+    ways = (_made(size, latent, query_folds=folds) for folds in ((True, False) if size.folds else (False,)))
+    return min(ways, key=lambda found: (found.flops, found.parameters))
+
+
+def _made(size: SiteSizes, latent: LatentSizes, *, query_folds: bool) -> Costs:
+    """W_Q A, or W_Q and A; W_K B, or W_K and B."""
+    heads, keys, rank = latent.heads, latent.keys, latent.rank
+    up = size.head_dim * rank
+    query, query_map = (rank, 0) if query_folds else (size.head_dim, up)
+    key, key_map = (rank, 0) if size.folds else (keys * size.head_dim, keys * up)
+    made = heads * (size.query_width * query + query_map) + size.keys_a_query * (size.key_width * key + key_map)
+    return Costs(
+        parameters=heads * (size.query_width + size.query_bias) * query
+        + keys * query_map
+        + (size.key_width + size.key_bias) * key
+        + key_map,
+        flops=2 * made + 2 * rank * heads * size.keys_seen,
+        cache=_cached(size, latent),
+    )
+
+
+def _before(size: SiteSizes, latent: LatentSizes) -> Costs:
+    """W_Q; W_K B and A, or W_K, B and A."""
+    whole = latent.keys * size.head_dim
+    queries = latent.heads * (size.query_width + size.query_bias) * size.head_dim
+    down = size.key_width * latent.rank if size.folds_before else size.key_width * whole + whole * latent.rank
+    up = latent.rank * whole
+    bias = whole if size.folds_before or not size.key_bias else 2 * whole
+    made = latent.heads * size.query_width * size.head_dim + size.keys_a_query * (down + up)
+    return Costs(
+        parameters=queries + down + up + bias,
+        flops=2 * made + 2 * size.head_dim * latent.heads * size.keys_seen,
+        cache=_cached(size, latent),
+        rebuilding=2.0 * up,
+    )
+
+
+def _bare(size: SiteSizes, latent: LatentSizes) -> Costs:
+    """W_Q and W_K alone, of the rank that the latent has: all of it, or none."""
+    width = size.head_dim if latent.rank else 0
+    queries, keys = latent.heads * width, latent.keys * width
+    made = queries * size.query_width + size.keys_a_query * keys * size.key_width
+    return Costs(
+        parameters=queries * (size.query_width + size.query_bias) + keys * (size.key_width + size.key_bias),
+        flops=2 * made + 2 * width * latent.heads * size.keys_seen,
+        cache=_cached(size, latent),
+    )
+
+
+def _cached(size: SiteSizes, latent: LatentSizes) -> float:
+    return (latent.rank + latent.keys * size.value_dim) * size.number_bytes if size.cached else 0.0
+
+
+NO_CACHE = "no decoder's self-attention is swapped; what a cache keeps of another sequence's tokens is not counted"
+NEVER = "operations do not fall, however many keys a query sees"
+PARTS_OF = ("fitted_on", "chosen_on", "promised_on")
+"""The fields of a Plan that name the parts of the calibration text."""
+SHARED = "one module computes several sites, whose ranks differ"
+
+
+def sizes(loaded: Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor]) -> dict[Site, SiteSizes | str]:
+    """The sizes of each of these sites at the length of `inputs`, or the reason why they are not known."""
+    reached = {found.site: found.call for found in hooks.survey(loaded.model, inputs)}
+    layers = {site.layer for site in sites}
+    first, window = (
+        [found for found in hooks.survey(loaded.model, short) if found.site.layer in layers]
+        for short in (texts.placeholder(loaded, length, 0).batches[0].inputs for length in (1, 2))
+    )
+    factors = weights.factors(loaded.model, first, window)
+    return {
+        site: _sizes(site, reached[site], made) if isinstance(made, Factors) else made.problem
+        for site, made in zip(sites, factors, strict=True)
+    }
+
+
+def _sizes(site: Site, call: Call, made: Factors) -> SiteSizes:
+    seen, keys = call.visible(), call.key.shape[2]
+    return SiteSizes(
+        query_width=made.maps.query.shape[1],
+        key_width=made.maps.key.shape[1],
+        head_dim=call.key.shape[-1],
+        value_dim=call.value.shape[-1],
+        query_bias=bool(made.maps.query_bias.any()),
+        key_bias=bool(made.maps.key_bias.any()),
+        folds=made.rotation is None and not made.qk_norm and not site.repeated,
+        folds_before=not made.qk_norm and not site.repeated,
+        keys_seen=float(keys if seen is None else seen.double().sum(-1).mean()),
+        keys_a_query=keys / call.query.shape[2],
+        number_bytes=call.key.element_size(),
+        cached=site.part == "decoder",
+    )
+
+
+def saving(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> dict[str, Any]:
+    """The fields of a Plan that say what is saved, and why one of them is not known."""
+    unknown = _unknown_size(found)
+    names = {"parameters": "parameters", "flops": "flops_per_token", "cache": "cache_bytes_per_token"}
+    if unknown is not None:
+        return dict.fromkeys(names.values(), Pair(before=None, after=None)) | {
+            "reasons": dict.fromkeys(names.values(), unknown)
+        }
+    both = [Counter[str](), Counter[str]()]
+    known = {site: size for site, size in found.items() if isinstance(size, SiteSizes)}
+    for site, size in known.items():
+        for latent in _latents(choice, site):
+            whole = replace(latent, rank=size.head_dim * latent.keys)
+            for total, kept in zip(both, (whole, latent), strict=True):
+                total.update(asdict(costs(size, kept)))
+    pairs = {field: Pair(before=both[0][name], after=both[1][name]) for name, field in names.items()}
+    reasons = {}
+    if any(site.repeated for site in known):
+        reasons["parameters"] = SHARED
+    if not any(size.cached for size in known.values()):
+        reasons["cache_bytes_per_token"] = NO_CACHE
+    more = {"rebuilding_flops": both[1]["rebuilding"] or None}
+    return pairs | more | {name: Pair(before=None, after=None) for name in reasons} | {"reasons": reasons}
+
+
+def _latents(choice: Choice, site: Site) -> list[LatentSizes]:
+    basis = choice.bases[site]
+    before = basis.latents.turn is not None
+    return [
+        LatentSizes(len(basis.heads_of(at)), len(group), rank, before)
+        for at, (group, rank) in enumerate(zip(basis.groups, choice.ranks[site], strict=True))
+    ]
+
+
+def keys_to_gain(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> tuple[float | None, str | None]:
+    """Return from how many keys per query on operations fall, or why there is no number; neither if always or uncut."""
+    unknown = _unknown_size(found)
+    if unknown is not None:
+        return None, unknown
+    added = saved = 0.0  # operations that queries and keys take more, and those that scores take less for each key seen
+    for site, size in found.items():
+        for latent in _latents(choice, site):
+            if isinstance(size, SiteSizes):
+                bare, whole = replace(size, keys_seen=0.0), replace(latent, rank=size.head_dim * latent.keys)
+                both = bare, replace(bare, keys_seen=1.0)
+                change = [costs(sized, latent).flops - costs(sized, whole).flops for sized in both]
+                added, saved = added + change[0], saved + change[0] - change[1]
+    if added > 0 and saved > 0:
+        return added / saved, None
+    if added < 0 and saved < 0:
+        keys = f"{added / saved:,.0f}"
+        return None, f"operations fall only while a query sees fewer than {keys} keys: scores cost more beyond"
+    return None, NEVER if added >= 0 >= saved and added > saved else None
+
+
+def _unknown_size(found: Mapping[Site, SiteSizes | str]) -> str | None:
+    """Why the sizes of a site are not known."""
+    return next((f"{site.name}: {size}" for site, size in found.items() if isinstance(size, str)), None)
+
+
+def planned(
+    loaded: Loaded,
+    choice: Choice,
+    budget: Budget,
+    settings: Settings,
+    inputs: dict[str, Tensor],
+    compared: Mapping[str, Differences],
+    samples: Sequence[Sample],
+) -> Plan:
+    """The record of a choice; `compared` is what was measured on the evaluation text, by stage, and `samples` are the
+    parts of the calibration text.
+    """
+    found = sizes(loaded, list(choice.bases), inputs)
+    names = [text.name for text in settings.texts]
+    measured = {stage: rise_in(one, names, settings.seed, budget.unit) for stage, one in compared.items()}
+    saved = saving(choice, found)
+    reasons = {**saved.pop("reasons"), **({} if choice.reason is None else {"mean_rank": choice.reason})}
+    if choice.estimated is None:
+        reasons |= dict.fromkeys(("estimated", "promised"), "the ranks were given, and none was chosen")
+    elif choice.promised is None:
+        reasons["promised"] = DIVERGED
+    (keys, never), form = keys_to_gain(choice, found), next(iter(choice.swaps.values())).kernel
+    reasons |= {} if never is None else {"keys_to_gain": never}
+    reasons |= {f"measured.{stage}": DIVERGED for stage, rise in measured.items() if rise is None}
+    return Plan(
+        tool=tool(),
+        model=loaded.info,
+        settings=settings,
+        budget=budget.share,
+        unit=budget.unit,
+        estimated=choice.estimated,
+        promised=choice.promised,
+        measured=measured.get("swapped"),
+        healed=measured.get("healed"),
+        steps=choice.steps,
+        keys_to_gain=keys,
+        reasons=reasons,
+        kernel=form.info.name,
+        form=form_name(form),
+        forms=choice.forms,
+        held_out=choice.held_out,
+        **_ranked(choice),
+        **saved,
+        **{field: list(part.batches.texts) for field, part in zip(PARTS_OF, samples, strict=False)},
+    )
+
+
+def _ranked(choice: Choice) -> dict[str, Any]:
+    """The ranks latent by latent, and their means over query heads."""
+    ranks = [
+        KeyRank(
+            site=site.name,
+            layer=site.layer,
+            part=site.part,
+            kv_head=group[0],
+            kv_heads=list(group) if len(group) > 1 else [],
+            heads=basis.heads_of(latent),
+            rank=choice.ranks[site][latent],
+            head_dim=basis.sizes[latent],
+        )
+        for site, basis in choice.bases.items()
+        for latent, group in enumerate(basis.groups)
+    ]
+    heads = sum(len(key.heads) for key in ranks)
+    mean = sum(key.rank / key.keys * len(key.heads) for key in ranks) / heads
+    whole = sum(key.head_dim / key.keys * len(key.heads) for key in ranks) / heads
+    return {"ranks": ranks, "mean_rank": mean, "head_dim": whole}
+
+
+def check_fits(plan: Plan, reached: Sequence[Reached]) -> None:
+    """Raise UsageError for the first site, key head, query head or head_dim that plan and model do not share."""
+    here = {(found.site.name, head): found for found in reached for head in range(found.call.key.shape[1])}
+    problem = next(filter(None, (_mismatch(key, here.get((key.site, key.kv_head))) for key in plan.ranks)), None)
+    named = {(key.site, head) for key in plan.ranks for head in key.kv_heads or [key.kv_head]}
+    missed = [where for where, found in here.items() if where not in named and _covered(plan, found, where[1])]
+    if problem is None and missed:
+        problem = f"it has no rank for key head {missed[0][1]} of {missed[0][0]}"
+    if problem is not None:
+        raise UsageError(
+            f"The plan does not fit this model: {problem}.",
+            "Give a plan of a model of the same shape, or find one with --budget.",
+        )
+
+
+def _mismatch(key: KeyRank, found: Reached | None) -> str | None:
+    """In what one key head of the plan is not this model's."""
+    if found is None:
+        return f"it has a rank for key head {key.kv_head} of {key.site}, which is not here"
+    where, head_dim = f"at {key.site} key head {key.kv_head}", found.call.query.shape[-1]
+    heads = [head for kv_head in key.kv_heads or [key.kv_head] for head in _heads(found, kv_head)]
+    if key.heads != heads:
+        theirs, ours = (", ".join(map(str, each)) for each in (key.heads, heads))
+        return f"{where} serves query heads {theirs} in the plan, and {ours} here"
+    if key.head_dim != head_dim * key.keys:
+        return f"{where} has {key.head_dim} directions in the plan, and {head_dim * key.keys} here"
+    if (key.layer, key.part) != (found.site.layer, found.site.part):
+        return (
+            f"{key.site} is layer {key.layer} ({key.part}) in the plan, and {found.site.layer} ({found.site.part}) here"
+        )
+    return None
+
+
+def _covered(plan: Plan, found: Reached, kv_head: int) -> bool:
+    """Whether the plan was made for such a key head, by the layers, heads and the part that it was asked for."""
+    layers, heads = plan.settings.layers, plan.settings.heads
+    chosen = plan.part in (None, found.site.part) and (layers is None or found.site.layer in layers)
+    return chosen and (heads is None or bool(set(heads) & set(_heads(found, kv_head))))
+
+
+def _heads(found: Reached, kv_head: int) -> list[int]:
+    """The query heads that read that key head."""
+    group = found.call.group
+    return list(range(kv_head * group, (kv_head + 1) * group))
+
+
+def given(search: Budgeting, fitting: Sample, plan: Plan) -> Choice:
+    """The plan's ranks, which fit the model, with their maps fitted; nothing is searched, and nothing promised.
+
+    The fit reads that part of the text which a search would fit on, so that a plan gives the same swap again on the
+    model and the texts that it was found on.
+    """
+    fitted = feed(search.loaded, fitting.batches, search.task, search.seed)
+    form = next(iter(search.swaps.values())).kernel
+    search.take(search.gather(by_text(fitted, fitting), [form]), form)
+    of = {(key.site, key.kv_head): key.rank for key in plan.ranks}
+    ranks = {site: [of[site.name, group[0]] for group in basis.groups] for site, basis in search.found.items()}
+    return Choice(search.found, ranks, search.swapped(ranks), None, None, [], None)
+
+
+def origin(plan: Plan, model: ModelInfo) -> list[str]:
+    """A note where the plan was made on another model or other weights."""
+    if (plan.model.id, plan.model.revision, plan.model.files) == (model.id, model.revision, model.files):
+        return []
+    same = bool(model.files) and [f.sha256 for f in plan.model.files] == [f.sha256 for f in model.files]
+    weights = "the same weights" if same else "other weights"
+    at = f"@{plan.model.revision}" if plan.model.revision else ""
+    return [f"The ranks are those of a plan for {plan.model.id}{at}, which has {weights}."]

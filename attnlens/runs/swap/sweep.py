@@ -1,0 +1,330 @@
+"""Swaps each head or layer alone and ranks the effects on the loss."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from attnlens import registry
+from attnlens.kernels.attention import Route
+from attnlens.maths.statistics import Design, Interval, false_discovery, p_values, paired_difference, rank_correlation
+from attnlens.maths.statistics.associations import PERMUTATIONS, over_windows, permutation_tests, split_half
+from attnlens.models import hooks, loading, texts
+from attnlens.models.loading import Loaded
+from attnlens.models.texts import Batches
+from attnlens.models.texts.targets import NOTHING, Fed, asking, states_of
+from attnlens.records import Effect, Prediction, Predictor, Settings, Site, Swap, Task
+from attnlens.runs import checks
+from attnlens.runs.inspect.collector import Collector
+from attnlens.runs.inspect.pipeline import Inspection
+from attnlens.runs.outputs import divergence, predictions, sequence_losses, sequence_means
+from attnlens.runs.progress import Tell, silent, timed
+from attnlens.runs.store import Keep, keep_nothing
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+    from attnlens.runs.swap.one_kernel import Swapping
+
+
+LEVEL = 0.05
+"""p below which a measure is named."""
+FEWEST_HEADS = 8
+"""Heads from which measures are set against their harm."""
+ONE_LAYER, ONE_WINDOW = "all heads are of one layer", "one window, or one text, has no spread"
+TOO_FEW = "fewer than four heads have both, or the harm is the same in all of them"
+PARTIAL = "some heads have no value in each window"
+CONSTANT = "the same in every head"
+
+
+@dataclass(frozen=True)
+class SweptMeasures:
+    """The scalar measures of some heads."""
+
+    values: dict[str, Float[Tensor, " units"]]  # by name; NaN in heads without a value
+    windows: dict[str, Float[Tensor, "windows units"]]
+    """The same sequence by sequence, of those that are means over them."""
+    reasons: dict[str, str]  # why a measure is in neither: no head has a value, or all have the same
+
+
+def swept(
+    session: Swapping, swap: Swap, swaps: hooks.Swaps, teller: Callable[[str, int], Tell], keep: Keep = keep_nothing
+) -> Swap:
+    """Return the record with the effect of each head or layer alone, and what predicts that of heads."""
+    options, seed = session.options, session.settings.seed
+    chosen = units(swaps, str(options.sweep), session.heads_of)
+    compared = options.sweep == "heads" and options.predictors and len(chosen) >= FEWEST_HEADS
+    if compared and session.measures is None:
+        tell = teller("predictors", 1)
+        with timed(session.timings, "predictors"):
+            of_heads = session.loaded, session.evaluated, chosen, session.settings, session.design
+            session.measures = head_measures(*of_heads)
+        tell(1)
+    tell = teller("sweep", len(chosen) * len(session.fed))
+    work = session.loaded, session.sites, swaps, chosen, session.fed, session.task, session.design, options.path
+    alone = sweep(*work, tell, keep)
+    effects = alone.effects(seed)
+    if not compared or session.measures is None:
+        return swap.model_copy(update={"sweep": effects})
+    predictors, prediction = predicted_by(alone, session.measures, seed)
+    at = {(site.layer, head): place for place, (site, head) in enumerate(chosen)}
+    order = [at[effect.layer, effect.head] for effect in effects]
+    columns = {name: value[order].tolist() for name, value in session.measures.values.items()}
+    filled = [
+        one.model_copy(update={"values": [None if math.isnan(x) else x for x in columns[one.measure]]})
+        for one in predictors
+    ]
+    return swap.model_copy(update={"sweep": effects, "predictors": filled, "prediction": prediction})
+
+
+def head_measures(
+    loaded: loading.Loaded, batches: Batches, units: Sequence[Unit], settings: Settings, design: Design
+) -> SweptMeasures:
+    """Read what `inspect` reads of these heads: one forward pass over the batches, and the weights of their sites."""
+    wanted = registry.beside_sweeps()
+    collector = Collector(settings.heads, design=design)
+    inspection = Inspection(loaded, settings, wanted, collector, silent, {})
+    inspection.read(checks.sites(loaded, batches.batches[0].inputs), {site for site, _ in units}, batches)
+    values: dict[str, Tensor] = {}
+    windows: dict[str, Tensor] = {}
+    reasons: dict[str, str] = {}
+    infos = [info for found in wanted for info in found.measures]
+    for name in [info.name for info in infos if not info.curve and not info.labels]:
+        read = [collector.drafts[site, head or 0].measures.get(name) for site, head in units]
+        numbers = [torch.nan if one is None or one.value is None else one.value for one in read]
+        values[name] = torch.tensor(numbers, dtype=torch.float64)
+        if bool(values[name].isnan().all()):
+            told = [one.reason for one in read if one is not None and one.reason]
+            reasons[name] = told[0] if told else "no head has a value"
+        elif all((site, name) in collector.windows for site, _ in units):
+            rows = [collector.windows[site, name][:, head or 0] for site, head in units]
+            windows[name] = torch.stack(rows, 1)
+    values = {name: value for name, value in values.items() if name not in reasons}
+    alike = {name for name, value in values.items() if not bool((value[~value.isnan()].diff() != 0).any())}
+    return SweptMeasures(
+        {name: value for name, value in values.items() if name not in alike},
+        {name: value for name, value in windows.items() if name not in alike},
+        reasons | dict.fromkeys(sorted(alike), CONSTANT),
+    )
+
+
+def predicted_by(alone: Alone, measures: SweptMeasures, seed: int) -> tuple[list[Predictor], Prediction]:
+    """Correlate each measure with the harm of these heads, the surest first; heads that diverged are left out."""
+    harm, rises = alone.harms, alone.changed - alone.own
+    names, left_out = list(measures.values), dict(measures.reasons)
+    table = torch.stack(list(measures.values.values())) if names else torch.zeros(0, len(harm), dtype=torch.float64)
+    tests = permutation_tests(table, harm, seed=seed)
+    found = []
+    for name, p_value, corrected in zip(names, tests.p_value.tolist(), tests.corrected.tolist(), strict=True):
+        if math.isnan(p_value):
+            left_out[name] = TOO_FEW
+        else:
+            found.append(_predictor(name, alone, measures, (p_value, corrected), seed))
+    found.sort(key=lambda one: (one.p_corrected, -abs(one.rho)))
+    finite = ~harm.isnan()
+    stable = split_half(rises[finite].mT, alone.sizes, alone.design, seed)
+    known = not math.isnan(stable)
+    why = "fewer than two windows, or four heads with a harm, or it is the same in all"
+    return found, Prediction(
+        heads=len(harm),
+        diverged=int((~finite).sum()),
+        measures=len(found),
+        permutations=PERMUTATIONS,
+        reliability=stable if known else None,
+        ceiling=math.sqrt(stable) if known else None,
+        left_out=left_out,
+        reasons={} if known else dict.fromkeys(("reliability", "ceiling"), why),
+    )
+
+
+def _predictor(name: str, alone: Alone, measures: SweptMeasures, p_values: tuple[float, float], seed: int) -> Predictor:
+    """Correlate one measure with the harm, with intervals over heads, layers and windows."""
+    value, harm, layer_numbers = measures.values[name], alone.harms, [site.layer for site, _ in alone.units]
+    own = [(site.path, head) for site, head in alone.units]  # ALBERT's layers share heads
+    over_heads = rank_correlation(value, harm, own, seed=seed)
+    layers = _ends(rank_correlation(value, harm, layer_numbers, seed=seed))
+    there = ~(value + harm).isnan()
+    measure = measures.windows[name][alone.kept][:, there] if name in measures.windows else value[there]
+    rises = (alone.changed - alone.own)[there].mT
+    windows = _ends(over_windows(measure, rises, alone.sizes, alone.design, over_heads.value, seed=seed))
+    missing = {
+        "sequences_ci95": "" if windows else ONE_WINDOW if alone.design.freedom < 1 else PARTIAL,
+        "layers_ci95": "" if layers else ONE_LAYER,
+    }
+    return Predictor(
+        measure=name,
+        rho=over_heads.value,
+        heads=int(there.sum()),
+        left_out=int((~there).sum()),
+        heads_ci95=_ends(over_heads),
+        layers_ci95=layers,
+        sequences_ci95=windows,
+        p_value=p_values[0],
+        p_corrected=p_values[1],
+        holds=p_values[1] < LEVEL and layers is not None and layers[0] * layers[1] > 0,
+        reasons={field: why for field, why in missing.items() if why},
+    )
+
+
+def _ends(found: Interval) -> tuple[float, float] | None:
+    return None if math.isnan(found.low) else (found.low, found.high)
+
+
+Unit = tuple[Site, int | None]
+"""A site, and one of its heads or all."""
+
+
+def units(swaps: hooks.Swaps, what: str, heads_of: Mapping[Site, int]) -> list[Unit]:
+    """What is swapped alone, one after the other: every chosen head, or every chosen layer."""
+    if what == "layers":
+        return [(site, None) for site in swaps]
+    return [(site, head) for site, swap in swaps.items() for head in swap.heads or range(heads_of[site])]
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What each of some units does by itself, sequence by sequence of those in which anything is predicted."""
+
+    units: list[Unit]  # what was swapped alone
+    own: Float[Tensor, " windows"]  # the original's loss, or its distance from itself
+    changed: Float[Tensor, "units windows"]  # the same with each unit swapped
+    sizes: Float[Tensor, " windows"]  # what each sequence weighs in the mean
+    kept: list[int]  # the numbers of these sequences among those fed
+    design: Design  # how they were sampled
+    tested: bool  # whether differences can be tested; distances are never negative
+
+    @property
+    def harms(self) -> Float[Tensor, " units"]:
+        """The mean rise of each unit; NaN where it diverged."""
+        means = (self.changed - self.own).double() @ self.sizes / self.sizes.sum()
+        return torch.where(self.changed.isfinite().all(1), means, torch.nan)
+
+    def effects(self, seed: int) -> list[Effect]:
+        """The effect of each unit, the most harmful first.
+
+        Effects are differences of the loss in nats, with paired 95 % intervals and two-sided p-values over sequences;
+        `significant` holds at a false discovery rate of 5 %. On noise the effect is KL(original ‖ changed), of a
+        headless model 1 − cosine of its hidden states: distances, which are never negative and have no p-value.
+        """
+        effects = []
+        for (site, head), new in zip(self.units, self.changed, strict=True):
+            delta: float | None = None
+            ends: tuple[float, float] | None = None
+            if bool(new.isfinite().all()):
+                delta, low, high = paired_difference(self.own, new, self.design, weights=self.sizes, seed=seed)
+                ends = (low, high) if low == low else None
+            effects.append(Effect(layer=site.layer, head=head, part=site.part, delta=delta, ci95=ends))
+        if self.tested:
+            differences = self.changed - self.own
+            finite = differences.isfinite().all(1)
+            found = torch.full((len(effects),), torch.nan, dtype=torch.float64)  # one that diverged has no p-value
+            found[finite] = p_values(differences[finite], self.design, self.sizes, seed)
+            effects = [
+                effect.model_copy(update={"p_value": None if p != p else p, "significant": named})
+                for effect, p, named in zip(effects, found.tolist(), false_discovery(found).tolist(), strict=True)
+            ]
+        return sorted(effects, key=lambda effect: -float("inf") if effect.delta is None else -effect.delta)
+
+
+def sweep(
+    loaded: Loaded,
+    sites: tuple[Site, ...],
+    swaps: hooks.Swaps,
+    chosen: Sequence[Unit],
+    batches: Sequence[Fed],
+    task: Task,
+    design: Design,
+    path: Route,
+    progress: Tell,
+    keep: Keep = keep_nothing,
+) -> Alone:
+    """Swap each unit alone and skip the blocks before it; `keep` may know what an earlier run found."""
+    blocks = hooks.blocks(loaded.model, batches[0].inputs)
+    before: list[Tensor] = []
+    after: dict[Unit, list[Tensor]] = defaultdict(list)
+    for number, fed in enumerate(batches):
+        batch = SweptBatch(loaded, sites, swaps, fed, task, path, blocks)
+        for unit in chosen:
+            site, head = unit
+            name = f"batch {number}, {site.name}, " + ("all heads" if head is None else f"head {head}")
+            found = keep(name, partial(batch.losses, site, head))
+            after[unit].append(found["changed"])
+            progress(1)
+        before.append(found["own"])
+    every = torch.cat([_sizes(fed, task) for fed in batches])
+    kept = (every > 0).nonzero()[:, 0].tolist()
+    changed = torch.stack([torch.cat(after[unit]) for unit in chosen])
+    tested = task != "hidden" and not batches[0].noise
+    return Alone(list(chosen), torch.cat(before), changed, every[kept], kept, design.select(kept), tested)
+
+
+@dataclass
+class SweptBatch:
+    """A batch on which units are swapped alone."""
+
+    loaded: Loaded
+    sites: tuple[Site, ...]
+    swaps: hooks.Swaps
+    fed: Fed
+    task: Task
+    path: Route
+    blocks: list[tuple[str, nn.Module]]  # of the model, in the order of execution
+
+    @cached_property
+    def original(self) -> tuple[dict[str, Any], Tensor, Tensor]:
+        """What each block gives under the model's own kernel, what is predicted, and the loss of each sequence."""
+        with hooks.recorded(self.blocks) as given:
+            own = _run(self.loaded, self.fed, self.task)
+        return given, own, _losses(own, own, self.fed, self.task)
+
+    def losses(self, site: Site, head: int | None) -> dict[str, Tensor]:
+        """The original's loss of each sequence, and the same with a head of a site, or all of them, swapped."""
+        given, own, own_losses = self.original
+        swap = self.swaps[site]
+        if head is not None:  # with its own fitted parameters
+            index = head if swap.heads is None else swap.heads.index(head)
+            swap = hooks.Replacement(swap.kernel.of_head(index), (head,))
+        with (
+            hooks.replace(self.loaded.model, self.sites, {site: swap}, self.path),
+            hooks.resumed(self.blocks, given, site),
+        ):
+            new = _run(self.loaded, self.fed, self.task)
+        return {"own": own_losses, "changed": _losses(own, new, self.fed, self.task)}
+
+
+def _run(loaded: Loaded, fed: Fed, task: Task) -> Tensor:
+    """The predictions at the predicted positions, or a headless model's (batch, tokens, d_model) states."""
+    with torch.no_grad():
+        result = hooks.forward(loaded.model, fed.inputs, **asking(task))
+    found = predictions(result, fed, task)
+    return states_of(result) if found is None else found
+
+
+def _losses(own: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
+    """The mean loss of each sequence; on noise KL, of a headless model the mean of 1 − cosine over its real tokens."""
+    if task == "hidden":
+        apart = 1 - torch.nn.functional.cosine_similarity(own.double(), new.double(), dim=-1)
+        apart = apart.reshape(texts.sequences_in(fed.inputs), -1)  # of images cut into windows, or in one row
+        mask = fed.inputs.get("attention_mask", torch.ones_like(apart))
+        mask = mask if mask.shape == apart.shape else torch.ones_like(apart)
+        return ((apart * mask).sum(1) / mask.sum(1)).clamp_min(0).cpu()  # below 0 is rounding
+    targets = own.argmax(-1, keepdim=True) if fed.targets is None else fed.targets
+    if fed.noise:
+        return sequence_means(divergence(own, new), targets != NOTHING)[0].clamp_min(0)
+    return sequence_losses(new, targets)[0]
+
+
+def _sizes(fed: Fed, task: Task) -> Tensor:
+    """What each sequence weighs in the mean: its predicted tokens, its real tokens where nothing is predicted, or 1."""
+    if task == "hidden" and "attention_mask" in fed.inputs:
+        return fed.inputs["attention_mask"].sum(1).double().cpu()
+    if fed.targets is None:
+        return torch.ones(texts.sequences_in(fed.inputs), dtype=torch.float64)
+    return (fed.targets != NOTHING).sum(1).double().cpu()

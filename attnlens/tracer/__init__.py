@@ -1,3 +1,0 @@
-"""Finds attention that a model computes by hand: from each softmax back to its queries, keys and values."""
-
-from attnlens.tracer.mode import Refused, hooked, tracing

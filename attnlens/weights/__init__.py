@@ -1,5 +1,0 @@
-"""W_Q and W_K of each head, whatever the layout."""
-
-from attnlens.weights.probe import nothing_to_read, used_weights
-from attnlens.weights.query_key_maps import Turns, factors, frequencies, rebuilt, rotations
-from attnlens.weights.rows import Factors, Traits
