@@ -99,8 +99,9 @@ class ShardFinished(Exception):  # noqa: N818  # it ends a run as requested
         """Return what is finished and what remains."""
         if not self.remaining:
             return f"All {self.total} units are finished: run it without --shard for the report."
-        more = f" and {len(self.remaining) - 1} more" if len(self.remaining) > 1 else ""
-        return f"{self.finished} of {self.total} units are finished; {self.remaining[0]}{more} remain."
+        one, *others = self.remaining
+        rest = f"{one} and {len(others)} more remain" if others else f"{one} remains"
+        return f"{self.finished} of {self.total} units are finished; {rest}. The report is written after the last one."
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)

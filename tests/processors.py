@@ -86,6 +86,8 @@ def processor_of(made: Any, model: Any) -> Any:
             changed[name] = dict.fromkeys(own[name], side)
     if "chunk_length" in own and (length := media.setting(model, "max_source_positions")):
         changed["chunk_length"] = 2 * length * own["hop_length"] // own["sampling_rate"]
+    if "max_patches" in own:  # an image is cut into about that many, whatever its size
+        changed["max_patches"] = SMALL
     changed = {name: value for name, value in changed.items() if value is not None}
     if isinstance(changed.get("patch_size"), list | tuple):
         changed["patch_size"] = changed["patch_size"][-1]

@@ -324,6 +324,13 @@ def test_without_torch_there_is_no_work():
     assert without_torch("inspect", "demo", "-q").returncode == 70
 
 
+@pytest.mark.parametrize("words", ["inspect --models a", "inspect --dry-run", "check r.json --sarif x", "merge w"])
+def test_what_was_removed_is_refused_with_what_to_do_instead(words):
+    result = without_torch(*words.split())
+    refused(result, "No such")
+    assert "--help" not in result.stderr
+
+
 def test_words_that_no_command_knows():
     refused(
         without_torch("inspect", "--hedas", "2"), "No such option: --hedas", "--heads", "Run: attnlens inspect --help"

@@ -484,7 +484,8 @@ def test_an_interrupted_run_reports_the_sequences_that_were_finished(demo):
     report = stopped.value.report
     assert report.settings.sequences == 4
     assert report.heads[0].measures["tokens.entropy"].n == 4
-    assert report.coverage.sentence.endswith("because the run was interrupted")
+    missing = "without 4 of 8 sequences, because the run was interrupted"
+    assert report.coverage.sentence == f"PARTIAL: 32 of 32 heads, {missing}"
 
 
 def test_heads_without_tokens_are_analysed_and_said_to_lack_them(demo):

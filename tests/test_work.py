@@ -227,7 +227,7 @@ def test_a_file_that_is_not_the_units_is_named_set_aside_and_computed_again(
     aside = path.with_name(path.name + ".damaged")
     assert aside.read_bytes() == harmed, "nothing is lost"
     [line] = caplog.messages
-    assert line == f"{path} is damaged or not the unit {NAMES[1]}: it is kept as {aside.name}."
+    assert line == f"{path} is damaged or not the unit {NAMES[1]}: it is kept as {aside.name} and computed again."
     store.clear()
     assert [one.name for one in store.folder.iterdir()] == [aside.name]
 
@@ -589,8 +589,8 @@ def test_shards_in_any_order_and_then_the_same_run_without_one_compute_each_unit
         said.append(str(caught.value))
     assert computed == [NAMES[2], NAMES[0]]
     assert said == [
-        f"1 of 3 units are finished; {NAMES[0]} and 1 more remain.",
-        f"2 of 3 units are finished; {NAMES[1]} remain.",
+        f"1 of 3 units are finished; {NAMES[0]} and 1 more remain. The report is written after the last one.",
+        f"2 of 3 units are finished; {NAMES[1]} remains. The report is written after the last one.",
     ]
     assert (caught.value.finished, caught.value.total, list(caught.value.remaining)) == (2, 3, [NAMES[1]])
     assert same(run_units(NAMES, compute, plan, store).values, VALUES)
@@ -602,7 +602,9 @@ def test_a_shard_of_which_a_unit_failed_says_so_and_what_remains(plan, store, co
     with pytest.raises(ShardFinished) as caught:
         run_units(NAMES, broken, WorkPlan(plan.work, shard=(1, 1)), store)
     assert caught.value.failed == {NAMES[1]: "ValueError: odd"}
-    assert str(caught.value) == f"2 of 3 units are finished; {NAMES[1]} remain."
+    assert (
+        str(caught.value) == f"2 of 3 units are finished; {NAMES[1]} remains. The report is written after the last one."
+    )
     with pytest.raises(ShardFinished) as caught:
         run_units(NAMES, compute, WorkPlan(plan.work, shard=(4, 4)), store)
     assert caught.value.finished == 2, "a shard without a unit computes none"

@@ -562,7 +562,9 @@ def test_shards_compute_their_parts_and_the_same_command_without_one_writes_the_
         done = program(*case.words, *work, "--shard", f"{index}/3", "--json", tmp_path / "shard.json")
         assert done.returncode == 0, done.stderr
         assert done.stdout == ""
-        assert ("remain." if remain else "units are finished: run it without --shard for the report.") in done.stderr
+        assert (
+            "The report is written" if remain else "units are finished: run it without --shard for the report."
+        ) in done.stderr
         assert not (tmp_path / "shard.json").exists(), "a part is not a report"
     with counted(*case.computing) as calls:
         assert bytes_of(case.call(work=tmp_path / "work")) == whole
@@ -768,12 +770,15 @@ def test_shards_of_which_a_unit_failed_name_it_and_the_whole_command_computes_it
     report = tmp_path / "r.json"
     first = patched(report, "--shard", "1/2", "--strict")
     assert first.returncode == 0, "layer 1 is the second shard's"
-    assert first.stderr == "2 of 4 units are finished; weights of layer 1 and 1 more remain.\n"
+    assert (
+        first.stderr
+        == "2 of 4 units are finished; weights of layer 1 and 1 more remain. The report is written after the last one.\n"
+    )
     second = patched(report, "--shard", "2/2", "--strict")
     assert second.returncode == 3
     assert second.stderr == (
         "weights of layer 1 failed: ZeroDivisionError: no such luck\n"
-        "3 of 4 units are finished; weights of layer 1 remain.\n"
+        "3 of 4 units are finished; weights of layer 1 remains. The report is written after the last one.\n"
     )
     assert patched(report, "--shard", "2/2").returncode == 0
     monkeypatch.setenv("PATCHY", "0,2,3")  # which are not computed again

@@ -3,8 +3,8 @@
     python training/train_demo.py
 
 writes into `attnlens/models/demo/`: the tokenizer, the final weights, the checkpoints at log-spaced steps, the
-held-out text, and `training.json` with the losses that the README quotes. One thread, one seed: the same machine and torch version
-give the same weights. It takes about an hour on one core.
+held-out text, and `training.json` with the losses that the README quotes. One thread, one seed: the same machine and
+torch version give the same weights. It takes about an hour on one core.
 """
 
 import gzip

@@ -25,6 +25,15 @@ TypedWrong: Any = typer.BadParameter.__base__
 WIDTHS = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
 WIDEST = 1000
 """Columns or lines beyond which no page is; a table is filled up to them."""
+REMOVED = {
+    "--models": "Run the command once per model, in a loop of the shell: units that are finished are kept.",
+    "--reports": "Run the command once per model, in a loop of the shell, with a --json each.",
+    "--dry-run": "The progress bar says how long a run takes; --sequences 2 makes it short.",
+    "--sarif": "Use --junit or --annotations.",
+    "--allow-other-model": "Leave it out: a baseline is compared by content.",
+    "merge": "Run the command of the shards again without --shard: it uses their units and writes the report.",
+}
+"""Options and commands of earlier versions: what to do instead."""
 UNSET_VARIABLE = re.compile(r" \(env var: '(\w+)'\)")
 """What click adds to an option's name, whether or not the variable is set."""
 
@@ -62,7 +71,8 @@ def exit_code(words: Sequence[str] | None = None) -> int:
         first = (sys.argv[1:] if words is None else words)[:1]
         command = error.ctx.command_path if error.ctx else f"attnlens {first[0]}"
         problem = UNSET_VARIABLE.sub(lambda found: found[0] * (found[1] in os.environ), error.format_message())
-        complain(problem, f"Run: {command} --help")
+        removed = next((remedy for name, remedy in REMOVED.items() if re.search(rf"(?<![\w-]){name}\b", problem)), None)
+        complain(problem, removed or f"Run: {command} --help")
         return UNUSABLE
     except typer.Exit as stop:
         return stop.exit_code

@@ -98,10 +98,10 @@ def _entry(file: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[s
     if why == "dangerous":
         raise UsageError(f"{file} may not switch on {key}.", "Give it on the command line, if you mean it.")
     if why:
-        variable = f"ATTNLENS_{name.upper()}"
+        places = "on the command line" + (f" or in ATTNLENS_{name.upper()}" if declared.envvar else "")
         raise UsageError(
             f"{file} may not say by {key} what is {why}: it may come from a stranger.",
-            f"Take {key} out of {file}, and name it on the command line or in {variable}.",
+            f"Take {key} out of {file}, and name it {places}.",
         )
     kinds = {kind, *get_args(kind)}  # `int | None`, `list[str] | None`
     several = any(get_origin(one) is list for one in kinds)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import AttnlensError, OutputError, reason_of
 from attnlens.files import write_atomically
-from attnlens.wording import clean, counted
+from attnlens.wording import clean, counted, shortened
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,7 +119,7 @@ class Store:
         except OSError as error:
             what = f"it cannot be set aside: {error.strerror or error}"
         else:
-            what = f"it is kept as {aside.name}"
+            what = f"it is kept as {aside.name} and computed again"
         LOG.warning("%s is damaged or not the unit %s: %s.", path, clean(name), what)
 
     def save(self, name: str, value: Any) -> None:
@@ -227,7 +227,7 @@ def difference(first: Any, second: Any, where: str = "") -> str | None:
         return difference(dict(enumerate(first)), dict(enumerate(second)), where)
     if first == second:
         return None
-    return f"{where.removeprefix('.')} is {str(first)[:60]} here and {str(second)[:60]} there"
+    return f"{where.removeprefix('.')} is {shortened(str(first), 60)} here and {shortened(str(second), 60)} there"
 
 
 def _serialised(value: Any, stamp: str) -> bytes:

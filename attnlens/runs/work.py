@@ -139,8 +139,13 @@ class WorkPlan:
             from upath import UPath
 
             return UPath(os.fspath(self.work))
-        except (ImportError, ValueError) as error:
-            raise UsageError(f"--work {self.work}: {error}.", 'Run: pip install "attnlens[ray]"') from None
+        except ImportError as error:
+            install = 'Run: pip install "attnlens[ray]"' if find_spec("upath") is None else "Install that package."
+            raise UsageError(f"--work {self.work}: {error}.", install) from None
+        except ValueError as error:
+            raise UsageError(
+                f"--work {self.work}: {error}.", "Name a folder, or an address as s3://BUCKET/FOLDER."
+            ) from None
 
     def check(self, texts: Collection[object] = ()) -> None:
         """Raise UsageError or OutputError before the work if the plan contradicts itself or nothing can be kept.

@@ -124,7 +124,7 @@ def sections(report: Report) -> Iterator[Section]:
     yield Section("Rules", table=Table((names,), columns, fit="folded"))
     blamed = worst(checks)
     if blamed:
-        more = f", the first {SHOWN} of {len(blamed)}" if len(blamed) > SHOWN else ""
+        more = f", the first {SHOWN} of {len(blamed)} cases" if len(blamed) > SHOWN else ""
         items = tuple(accusation(check, breach) for check, breach in blamed[:SHOWN])
         yield Section(f"Heads that break rules{more}", items=items)
 
@@ -152,5 +152,5 @@ def rows(report: Report) -> Sheet:
 def _heads(check: Check) -> str:
     if check.heads is None:
         return NO_VALUE
-    of = f"{check.heads} of {check.heads + check.without}" if check.without else str(check.heads)
-    return f"{len(check.breaches)} of {of}" if check.breaches and not check.without else of
+    heads = f"{len(check.breaches)} of {check.heads} break it" if check.breaches else str(check.heads)
+    return f"{heads}, {check.without} without a value" if check.without else heads

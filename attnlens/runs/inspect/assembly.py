@@ -364,8 +364,12 @@ def assembled(
     for name, reason in missing.items():
         for site in frame.units[name].sites:
             collector.skip(site.name, f"{name}: {reason}")
-    for site in frame.sites if interrupted else ():
-        collector.skip(site.name, INTERRUPTED)
+    if interrupted:
+        if len(finished) < len(every):
+            collector.skip(f"{len(every) - len(finished)} of {len(every)} sequences", INTERRUPTED)
+        unfinished = [unit for name, unit in frame.units.items() if name not in values and unit.stage != "tokens"]
+        for site in dict.fromkeys(site.name for unit in unfinished for site in unit.sites):
+            collector.skip(site, INTERRUPTED)
     names = [frame.parts[number] for number in finished] if frame.parts else []
     read = frame.weights and any(isinstance(one, Analyzer) and one.source == "weights" for one in frame.analyzers)
     how = conventions(frame.reached, collector.traits) if read else None
