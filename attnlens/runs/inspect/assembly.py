@@ -368,8 +368,8 @@ def assembled(
         if len(finished) < len(every):
             collector.skip(f"{len(every) - len(finished)} of {len(every)} sequences", INTERRUPTED)
         unfinished = [unit for name, unit in frame.units.items() if name not in values and unit.stage != "tokens"]
-        for site in dict.fromkeys(site.name for unit in unfinished for site in unit.sites):
-            collector.skip(site, INTERRUPTED)
+        for path in dict.fromkeys(site.name for unit in unfinished for site in unit.sites):
+            collector.skip(path, INTERRUPTED)
     names = [frame.parts[number] for number in finished] if frame.parts else []
     read = frame.weights and any(isinstance(one, Analyzer) and one.source == "weights" for one in frame.analyzers)
     how = conventions(frame.reached, collector.traits) if read else None
