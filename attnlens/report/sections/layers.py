@@ -1,4 +1,4 @@
-"""What the heads read: medians by layer, every head, what was found, and how they stand beside trained models."""
+"""Measures of the heads: medians by layer, every head, the findings, and a comparison with other trained models."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ SUFFIXES = {1: "st", 2: "nd", 3: "rd"}
 
 @dataclass(frozen=True)
 class MedianHead:
-    """The median over one part's heads, and the heads of other models that it is compared with."""
+    """Median of a measure over the heads of one part, and the heads of other models that it is compared with."""
 
     reading: MeasureMap
     median: float
     reference: Reference
     part: str
     several: bool
-    """Whether the model has other parts."""
+    """True if the model has other parts."""
 
     def told(self, name: str = "") -> str:
-        """`median symmetry 0.07 at the 63rd percentile of 80 heads of 2 trained encoders`; `name` is the measure's."""
+        """Format `median symmetry 0.07 at the 63rd percentile of 80 heads of 2 trained encoders`; `name` is optional."""
         part = self.part if self.several else ""
         words = (part, "median", name, _numbers([self.median])[0], place(self.reference, self.median))
         return " ".join(filter(None, words))
 
 
 def median_heads(shapes: Shapes) -> Iterator[MedianHead]:
-    """Each headline measure that varies, part by part, where the atlas has heads to compare its median with.
+    """Yield the median of each headline measure that varies, for each part that the atlas has comparable heads for.
 
-    None where heads are trained anew, or changes, or where some were left out: their median is not the model's.
+    Yields nothing unless the report is of `inspect` and covers all heads; otherwise the median is not the model's.
     """
     settings = shapes.report.settings
     if shapes.report.command != "inspect" or settings.layers is not None or settings.heads is not None:
@@ -72,7 +72,7 @@ def median_heads(shapes: Shapes) -> Iterator[MedianHead]:
 
 
 def place(reference: Reference, value: float) -> str:
-    """`at the 63rd percentile of 80 heads of 2 trained encoders`, or `above all …`."""
+    """Format `at the 63rd percentile of 80 heads of 2 trained encoders`, or `above all …`."""
     models = reference.models
     named = f"of {len(models)} trained {models[0].part}s" if len(models) > 1 else f"of {models[0].name}"
     heads = f"{reference.heads} heads {named}"
@@ -83,7 +83,7 @@ def place(reference: Reference, value: float) -> str:
 
 
 def ordinal(number: int) -> str:
-    """`1st`, `22nd`, `13th`."""
+    """Format an ordinal number: `1st`, `22nd`, `13th`."""
     return f"{number}{'th' if number % 100 in (11, 12, 13) else SUFFIXES.get(number % 10, 'th')}"
 
 
@@ -100,7 +100,7 @@ READ_AS = (
 
 
 def typical_line(shapes: Shapes) -> Iterator[Section]:
-    """One line: a headline of the weights and one of the tokens beside other trained models; nothing where none is."""
+    """Yield one line that compares one headline measure of each source with trained models; nothing if none can be."""
     found = gathered((source_of(one.reading.name), one) for one in median_heads(shapes))
     chosen = [found[source][0] for source in ("weights", "tokens") if source in found]
     told = "; ".join(one.told(title_of(one.reading.name)) for one in chosen)
@@ -109,7 +109,7 @@ def typical_line(shapes: Shapes) -> Iterator[Section]:
 
 
 def typical_list(shapes: Shapes) -> Iterator[Section]:
-    """The medians of the headline measures beside those of each model, and how to read that."""
+    """Yield the medians of the headline measures next to those of each trained model, with an explanation."""
     items = []
     for one in median_heads(shapes):
         numbers = _numbers([spread.median for spread in one.reference.spreads])
@@ -120,8 +120,8 @@ def typical_list(shapes: Shapes) -> Iterator[Section]:
 
 
 def typical_places(report: Report, measure: str) -> list[float | None]:
-    """For each head the percentage of heads of its part and depth below it; none where nothing can be compared."""
-    if report.command != "inspect":  # elsewhere its heads are trained anew, or changes
+    """Return for each head its percentile among the atlas heads of its part and depth; empty if none has one."""
+    if report.command != "inspect":  # in other reports heads are retrained, or their values are changes
         return []
     depths, parts = atlas.depths(report), {head.part for head in report.heads}
     subjects = {part: atlas.subject_of(report, part) for part in parts}
@@ -140,7 +140,7 @@ def _place(head: Head, measure: str, depth: Third, subject: Subject) -> float | 
 
 
 def found_sections(shapes: Shapes) -> Iterator[Section]:
-    """The headline measures in words, with what their errors and nulls are, and the most extreme heads."""
+    """Yield the headline measures with an explanation of their errors and nulls, and the most extreme heads."""
     if shapes.readings:
         yield Section("What was found", items=tuple(findings(shapes)), notes=tuple(_how_sure(shapes)))
     yield from typical_list(shapes)
@@ -148,7 +148,7 @@ def found_sections(shapes: Shapes) -> Iterator[Section]:
 
 
 def _how_sure(shapes: Shapes) -> Iterator[str]:
-    """What the errors are over, or why there are none; what chance is; which numbers have neither."""
+    """Yield what the standard errors refer to, or why there are none, and what chance means."""
     about = population(shapes.report)
     if shapes.report.summary.median_errors:
         yield f"± is the standard error of the median{f' ({about})' if about else ''}."
@@ -160,21 +160,21 @@ def _how_sure(shapes: Shapes) -> Iterator[str]:
 
 
 def extreme_heads(report: Report) -> Iterator[Section]:
-    """The heads at the ends of the measures."""
+    """Yield the list of heads with the smallest or largest values of a measure; nothing if there are none."""
     found = tuple(map(reports.extreme, report.summary.extremes))
     if found:
         yield Section("Most extreme heads (ranks, not tests)", items=found)
 
 
 def layer_tables(shapes: Shapes) -> Iterator[Section]:
-    """The terminal's table of the layers' medians."""
+    """Yield the terminal's table of medians by layer under the title `By layer`; nothing if it has no columns."""
     yield from (replace(section, title="By layer") for section in layer_sections(shapes, whole=False) if section.table)
 
 
 def head_tables(shapes: Shapes) -> Iterator[Section]:
-    """Every head with every scalar measure: a table per source.
+    """Yield one table per source of every scalar measure of every head.
 
-    `value±se` where a standard error exists; `–` where there is no value, for which the summary says why.
+    Cells are `value±se`, `value` if there is no standard error, or `–` if there is no value; the summary says why.
     """
     for source in dict.fromkeys(source_of(name) for name in shapes.readings):
         columns = [
@@ -184,7 +184,7 @@ def head_tables(shapes: Shapes) -> Iterator[Section]:
 
 
 def head_table(shapes: Shapes) -> Section:
-    """The same as one table, with its nulls, and with the reasons of what has no value beside it."""
+    """Build one table of every scalar measure of every head, with its null; tooltips say why a value is missing."""
     heads, several = shapes.report.heads, len(set(shapes.parts)) > 1
     places = (f"{head.layer} · {head.head}" for head in heads)
     cells = tuple(f"{head.part} {place}" if several else place for head, place in zip(heads, places, strict=True))
@@ -235,28 +235,28 @@ def _null(reading: MeasureMap) -> str:
 
 
 MOST_ROWS = 48
-"""Layers up to which each has its row."""
+"""Largest number of layers for which each layer has its own row."""
 
 MOST_TEXTS = 6
-"""Texts up to which each has its row at the foot."""
+"""Number of texts that have a row at the foot of the table; further texts are left out."""
 GROUPED_ROWS = 40
-"""About how many rows a larger model has."""
+"""Approximate number of rows for a model with more than MOST_ROWS layers."""
 
 
 @dataclass(frozen=True)
 class LayerRows:
-    """Which layers share a row: rows of the maps, part by part."""
+    """Assignment of layers to table rows, part by part."""
 
     groups: tuple[tuple[int, ...], ...]
-    """For each table row, rows of the maps."""
+    """For each table row, the indices of its layers in `Shapes.layers`."""
     size: int
-    """How many layers a row holds (the last of a part may hold fewer)."""
+    """Number of layers per row; the last row of a part can have fewer."""
 
 
 def layer_sections(shapes: Shapes, *, whole: bool) -> Iterator[Section]:
-    """A row per layer, medians over heads: the measures that fit on a page, or, `whole`, a table of each source.
+    """Yield medians over heads, one row per layer: the measures that fit on a page, or, if `whole`, a table per source.
 
-    The sources take turns, in the report's order of importance. Above 48 layers neighbours share a row.
+    The sources take turns, in the report's order of importance. Above 48 layers, neighbouring layers share a row.
     """
     if not shapes.readings:
         return
@@ -273,7 +273,7 @@ def layer_sections(shapes: Shapes, *, whole: bool) -> Iterator[Section]:
 
 
 def layer_rows(shapes: Shapes) -> LayerRows:
-    """A row a layer up to 48 layers; beyond, neighbours of one part share a row, so that about 40 rows remain."""
+    """Assign layers to rows: one each up to 48 layers; beyond, neighbours of one part share one of about 40 rows."""
     count = len(shapes.layers)
     size = 1 if count <= MOST_ROWS else -(-count // GROUPED_ROWS)
     groups: list[tuple[int, ...]] = []
@@ -284,7 +284,7 @@ def layer_rows(shapes: Shapes) -> LayerRows:
 
 
 def name_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
-    """The layers' numbers and, where there are several, their parts; below them what the foot's rows are."""
+    """Build the columns that name the rows: layer numbers, the part if there are several, and names of the foot."""
     ends = ((shapes.layers[group[0]], shapes.layers[group[-1]]) for group in rows.groups)
     numbers = tuple(str(first) if first == last else f"{first}–{last}" for first, last in ends)
     foot = _foot_names(shapes, rows)
@@ -295,9 +295,7 @@ def name_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
 
 
 def _foot_names(shapes: Shapes, rows: LayerRows) -> tuple[str, ...]:
-    """All heads, where there is more than one row of them; each text where there are several, and their sd; the null of
-    the median, where a measure has one.
-    """
+    """Name the rows of the foot: all heads (if there are several rows), each text, their sd, the null of the median."""
     summary = shapes.report.summary
     texts = [f"{text.name} ({text.sequences})" for text in summary.texts[:MOST_TEXTS]]
     between = ["between texts"] if summary.between_texts else []
@@ -307,7 +305,7 @@ def _foot_names(shapes: Shapes, rows: LayerRows) -> tuple[str, ...]:
 
 
 def measure_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
-    """A column for every measure that differs between heads, sources taking turns, headlines first; then the sum's."""
+    """Build a column per measure that varies, headlines first, sources taking turns; then that of layer symmetry."""
     varying = {name: reading for name, reading in shapes.readings.items() if not reading.constant}
     headlines = [name for name, reading in varying.items() if reading.info.headline]
     others = [name for name in varying if name not in headlines]
@@ -316,7 +314,7 @@ def measure_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
 
 
 def reading_help(rows: LayerRows, shapes: Shapes) -> str:
-    """What a row of the layers' table is."""
+    """Explain the rows of the table of layers, its errors, nulls and spaces, and measures that are not identified."""
     over = "over heads" if rows.size == 1 else f"over the heads of {rows.size} neighbouring layers"
     summary, alone = shapes.report.summary, len(shapes.report.heads) == 1
     said = [] if alone else [f"rows are medians {over}"]
@@ -344,7 +342,7 @@ def reading_help(rows: LayerRows, shapes: Shapes) -> str:
 
 
 def constants(shapes: Shapes) -> str:
-    """The measures that all heads share, which need no column; empty where there are none."""
+    """Name the measures that have the same value in every head, and these values; empty if there are none."""
     same = [
         f"{clean(reading.name)} {reading.labels.get(round(reading.present[0])) or short(reading.present[0])}"
         for reading in shapes.readings.values()
@@ -382,7 +380,7 @@ def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:
 
 
 def _errors(name: str, rows: LayerRows, shapes: Shapes) -> list[float | None]:
-    """The standard error of each row's median; rows of several layers have none."""
+    """Return the standard error of each row's median; None for rows of several layers."""
     summary = shapes.report.summary
     known = dict(zip(summary.layer_numbers, summary.layer_errors, strict=False))
     return [known.get(shapes.layers[group[0]], {}).get(name) if len(group) == 1 else None for group in rows.groups]

@@ -1,4 +1,4 @@
-"""What attnlens knows: lists of all measures and kernels for `attnlens list`, and a page for each for `explain`."""
+"""Reference of measures, analyzers, kernels and model types: tables for `attnlens list`, pages for `explain`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from attnlens.wording import NO_VALUE, clean
 
 
 def measure_list(infos: Iterable[MeasureInfo]) -> Section:
-    """Name, range and meaning of every measure and curve; below the meaning its formula, cautions and source."""
+    """List the name, range and meaning of every measure and curve; below the meaning formula, caution and source."""
     every = list(infos)
     return _folded(
         ("measure", [info.name for info in every]),
@@ -37,7 +37,7 @@ def measure_list(infos: Iterable[MeasureInfo]) -> Section:
 
 
 def analyzer_list(analyzers: Iterable[Analyzer | Gathering]) -> Section:
-    """Every analyzer: its name, what it reads, the question it answers, how many measures and curves it returns."""
+    """List every analyzer: its name, source and question, and the number of measures and curves it returns."""
     every = list(analyzers)
     return _folded(
         ("analyzer", [found.name for found in every]),
@@ -50,9 +50,9 @@ def analyzer_list(analyzers: Iterable[Analyzer | Gathering]) -> Section:
 def kernel_list(
     infos: Iterable[KernelInfo], ties: Iterable[Modifier], filters: Iterable[Modifier], hybrids: Iterable[Modifier] = ()
 ) -> list[Section]:
-    """Every kernel as it is typed: log k, what it is, its parameters, what a fit chooses, its fast form and its source.
+    """List every kernel as it is typed: log k, meaning, parameters, fit, fast implementation and source.
 
-    Whether k ≥ 0, is symmetric, has finitely many features. A second table holds what goes with any kernel.
+    Also whether k ≥ 0, is symmetric, has finitely many features. A second table lists ties, filters and hybrids.
     """
     every = list(infos)
     kernels = _folded(
@@ -75,7 +75,7 @@ def kernel_list(
 
 
 def architecture_list(measured: str, found: Iterable[Architecture]) -> list[Section]:
-    """Every model type: how much of it is read and through what, its positions, weights and checks; what is missing."""
+    """List every model type: coverage, route, positions, weights and checks; then what is missing, and why."""
     every = list(found)
     counts = Counter(one.read for one in every)
     told = ", ".join(f"{count} {read}" for read, count in counts.most_common())
@@ -106,7 +106,7 @@ def _folded(*columns: tuple[str, list[str]], last: tuple[Column, ...] = ()) -> S
 
 
 def _lines(first: str, *others: str) -> str:
-    """The first line, and below it those that say something."""
+    """Join the first line and those of the others that are not empty."""
     return "\n".join(map(clean, (first, *filter(None, others))))
 
 
@@ -124,7 +124,7 @@ def _kernel_cell(info: KernelInfo) -> str:
 
 
 def fitted(info: KernelInfo) -> str:
-    """What its fit to text chooses, and whether there must be one; empty where there is none."""
+    """Describe what the kernel's fit chooses, and whether it is required; empty for a kernel without a fit."""
     if info.fit is None:
         return ""
     first = (info.fit.__doc__ or "").splitlines()[0]
@@ -138,18 +138,18 @@ def _modifier_cell(kind: str, modifier: Modifier) -> str:
 
 
 def told_parameters(parameters: Iterable[KernelParameter]) -> list[str]:
-    """What each does, and in which range."""
+    """Describe the meaning and the range of each parameter."""
     return [f"{parameter.name}: {parameter.meaning}{_allowed(parameter)}" for parameter in parameters]
 
 
 def _typed(name: str, parameters: Sequence[KernelParameter]) -> str:
-    """The name, and below it how parameters are added: `:gamma=0.5`."""
+    """Return the name, and below it one line per parameter in the syntax that is typed: `:gamma=0.5`."""
     pairs = zip(parameters, map(default_of, parameters), strict=True)
     return _lines(name, *(f"{',' if n else ':'}{p.name}={default}" for n, (p, default) in enumerate(pairs)))
 
 
 def _allowed(parameter: KernelParameter) -> str:
-    """Its range in words, after its meaning, or the words that can be typed."""
+    """Format the parameter's range, or the words it accepts, in brackets; empty if it has no limits."""
     named = [word for word, _ in parameter.words]
     if named and parameter.high is None:
         return f" ({' or '.join(named)})"
@@ -162,14 +162,14 @@ def _allowed(parameter: KernelParameter) -> str:
 
 
 def range_of(info: MeasureInfo) -> str:
-    """Between which numbers it lies, what its categories are, or over what it is a curve."""
+    """Return the axis of a curve, the categories of a measure, or its bounds."""
     if info.curve:
         return f"curve over {info.steps}"
     return " | ".join(info.labels) or bounds(info)
 
 
 def bounds(info: MeasureInfo) -> str:
-    """Its least and its largest value in words."""
+    """Return the least and the largest value of a measure in words; `any` if neither is known."""
     if info.low is None and info.high is None:
         return "any"
     low = "−∞" if info.low is None else f"{info.low:g}"
@@ -191,7 +191,7 @@ IDENTIFIED = {
 
 
 def measure_pages() -> dict[str, Section]:
-    """The page of every measure and curve, and of every distance between two models, by name."""
+    """Build the page of every measure, curve and distance between two models, keyed by name."""
     found = sorted(every_analyzer(), key=lambda each: not each.by_default)
     pages = {info.name: _measured(info, each) for each in found for info in each.measures}
     compared = {"tokens": BETWEEN_ROWS, "weights": BETWEEN_FORMS}
@@ -199,7 +199,7 @@ def measure_pages() -> dict[str, Section]:
 
 
 def kernel_pages() -> dict[str, Section]:
-    """The page of every kernel, tie and filter, by name."""
+    """Build the page of every kernel, tie, filter and hybrid, keyed by name."""
     modifiers = {name: _modifier("tie", tie) for name, tie in TIES.items()}
     modifiers |= {name: _modifier("filter", kept) for name, kept in FILTERS.items()}
     modifiers |= {name: _modifier("hybrid", found) for name, found in HYBRIDS.items()}
@@ -207,9 +207,9 @@ def kernel_pages() -> dict[str, Section]:
 
 
 def explanation(name: str) -> Section:
-    """The page of that name; of a measure the part behind its source is enough, where no other has the same.
+    """Return the page of a measure or kernel; a measure's source can be omitted if its name is unique without it.
 
-    Raises UsageError for a name that is none, with the nearest one, and for one that several measures have.
+    Raises UsageError for an unknown name, with the nearest known one, and for an ambiguous name.
     """
     pages = measure_pages() | kernel_pages()
     ends = [full for full in pages if full.endswith(f".{name}")]
@@ -250,7 +250,7 @@ def _distance(info: MeasureInfo, source: str) -> Section:
 
 
 def _facts(info: MeasureInfo, source: str) -> dict[str, str]:
-    """What is to be said first of any measure."""
+    """Return the first facts on the page of any measure or distance, keyed by their titles."""
     steps = f"; each {bounds(info)}" if info.curve else ""
     apart = ", or the head is of cross-attention" if info.self_only else ""
     return {
@@ -263,7 +263,7 @@ def _facts(info: MeasureInfo, source: str) -> dict[str, str]:
 
 
 def _ends(info: MeasureInfo) -> dict[str, str]:
-    """What is to be said last of any measure."""
+    """Return the last facts on the page of any measure or distance, keyed by their titles."""
     return {"read beside": info.beside, "what to do": info.use, "source": info.paper}
 
 
