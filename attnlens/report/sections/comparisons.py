@@ -1,4 +1,4 @@
-"""What changed between two models, and what an adapter did, as sections; a study, which compares trained kernels."""
+"""Sections on the changes between two models, the effect of an adapter, and studies that compare trained kernels."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ HEADS = (
 
 
 def study_sections(report: Report) -> Iterator[Section]:
-    """All tables, each task by itself."""
+    """Yield the sections of every study, each task by itself."""
     for study in report.studies:
         yield Section(f"{clean(study.name)}: {clean(study.question)}", lines=tuple(words.not_trained(study)))
         for task in study.tasks:
@@ -72,7 +72,7 @@ def study_sections(report: Report) -> Iterator[Section]:
 
 
 def _notes(task: StudyColumn, cells: list[StudyCell]) -> Iterator[str]:
-    """What the columns mean, of those that there are."""
+    """Yield an explanation of the columns that the table contains."""
     if any(cell.se is not None for cell in cells):
         yield ERRORS
     yield SPEED
@@ -81,7 +81,7 @@ def _notes(task: StudyColumn, cells: list[StudyCell]) -> Iterator[str]:
 
 
 def _cell_table(task: StudyColumn, cells: list[StudyCell]) -> Table:
-    """A row a cell, as the paper has them."""
+    """Build a table with one row per cell, in the order of the paper."""
     names = (Column("", "cell", tuple(clean(cell.name) for cell in cells), words=True),)
     beside = ("loss", "chrF") if task.form == "translation" else ()
     known = [f"{cell.published:g}" for cell in cells if cell.published is not None]
@@ -104,7 +104,7 @@ def _cell_table(task: StudyColumn, cells: list[StudyCell]) -> Table:
 
 
 def _heads(cells: list[StudyCell]) -> Table:
-    """A row a cell: each measure before training → after."""
+    """Build a table with one row per cell: the median over heads of each measure, before training → as tested."""
     names = list(dict.fromkeys(name for cell in cells for name in cell.heads))
     rows = Column("", "cell", tuple(clean(cell.name) for cell in cells), words=True)
     return Table(
@@ -126,7 +126,7 @@ def _ours(task: StudyColumn, cell: StudyCell) -> str:
 
 
 def _score(cell: StudyCell, name: str) -> str:
-    """The mean of another score over seeds, with its error."""
+    """Format the mean of a further score over seeds, with its standard error."""
     values = [run.scores[name] for run in cell.runs if name in run.scores]
     if not values or cell.mean is None:
         return NO_VALUE
@@ -145,7 +145,7 @@ def _published(cell: StudyCell, decimals: int) -> str:
 
 
 def study_rows(report: Report) -> Iterator[Row]:
-    """A row a training run, for a spreadsheet."""
+    """Yield one spreadsheet row per training run."""
     for study in report.studies:
         for cell in study.cells:
             for run in cell.runs:
@@ -159,7 +159,7 @@ def study_rows(report: Report) -> Iterator[Row]:
 
 
 def adapter_sections(report: Report) -> Iterator[Section]:
-    """The adapter in a sentence, how far it moved the heads, and those that it moved furthest; nothing without one."""
+    """Yield a section on the adapter, how far it moved M, and the heads that it moved furthest; nothing without one."""
     if report.model.adapter is None:
         return
     first, *others = (info.name for found in comparing("weights") for info in found.measures)
@@ -178,7 +178,7 @@ def adapter_sections(report: Report) -> Iterator[Section]:
 
 
 def _table(heads: Sequence[Head], names: Sequence[str]) -> Table:
-    """A row a head: how far it was moved; each headline measure without the adapter, with it, and the difference."""
+    """Build a table with one row per head: its distances, and headline measures as base, adapted and difference."""
     places = [Column("", name, tuple(str(getattr(head, name)) for head in heads)) for name in ("layer", "head")]
     if len({head.part for head in heads}) > 1:
         places.append(Column("", "part", tuple(head.part for head in heads), words=True))
@@ -211,36 +211,36 @@ EXPLAINED = (
 
 @dataclass(frozen=True)
 class Compared:
-    """A head with all that is said of it."""
+    """Head of a comparison with its changes, keyed by measure."""
 
     head: HeadChange
     rows: dict[str, MeasureChange]
 
     @property
     def named(self) -> list[MeasureChange]:
-        """Its changes that are named."""
+        """Changes that are named, that is, found at the false-discovery rate."""
         return [row for row in self.rows.values() if row.named]
 
     def delta(self, name: str) -> float | None:
-        """The change of a measure."""
+        """Return the change of a measure; None if the measure is missing or has no value."""
         return self.rows[name].delta if name in self.rows else None
 
 
 def compared_models(report: Report) -> str:
-    """`base → model`."""
+    """Return the title of a comparison: `base → model`."""
     found = report.comparison
     return report.model.title if found is None else f"{found.base.title} → {report.model.title}"
 
 
 def comparison_opening(shapes: Shapes) -> Iterator[Section]:
-    """How the models differ as wholes, and how many heads changed."""
+    """Yield the section on how the models as wholes differ, and how many heads changed."""
     found = shapes.report.comparison
     assert found is not None  # noqa: S101
     yield Section("What changed", items=tuple(map(clean, (*_of_heads(found), *found.notes))))
 
 
 def comparison_sections(report: Report, *, all_heads: bool, opened: bool = False) -> Iterator[Section]:
-    """How the models differ as wholes, unless that is said already; the heads that changed, worst first."""
+    """Yield how the models as wholes differ, unless `opened` (shown before), and the changed heads, worst first."""
     found = report.comparison
     assert found is not None  # noqa: S101
     if not opened:
@@ -249,7 +249,7 @@ def comparison_sections(report: Report, *, all_heads: bool, opened: bool = False
         yield _shift_section(found.shifts)
         return
     ranked = [one for one in worst_first(found) if one.named]
-    changed = ranked if all_heads else ranked[:16]  # what a page of a terminal has room for
+    changed = ranked if all_heads else ranked[:16]  # as many as fit on a page of a terminal
     if changed:
         yield _head_section(changed, found, len(ranked))
     least = tuple(words.least_changes(found))
@@ -262,7 +262,7 @@ def _of_heads(found: Comparison) -> list[str]:
 
 
 def worst_first(found: Comparison) -> list[Compared]:
-    """Heads by what differs within their own block, then by how far their form and their rows moved."""
+    """Sort the heads by the distances of `words.worth`, largest first; heads without a named change come last."""
     rows: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
     for row in found.rows:
         rows[row.layer, row.head][row.measure] = row
@@ -319,7 +319,7 @@ def _hint(one: Compared, name: str) -> str:
 
 
 def _largest(one: Compared, sizes: dict[str, float]) -> str:
-    """The named measure that moved furthest, in units of its spread over the first model's heads."""
+    """Format the named measure with the largest change relative to its interquartile range over the first model."""
     found = [row for row in one.named if row.measure in sizes and row.delta is not None and row.before is not None]
     if not found:
         return NO_VALUE
@@ -328,7 +328,7 @@ def _largest(one: Compared, sizes: dict[str, float]) -> str:
 
 
 def _predictions(outcome: Outcome | None) -> Iterator[str]:
-    """How the predictions differ, in a sentence each."""
+    """Yield one sentence per known difference between the models' predictions."""
     if outcome is None:
         return
     loss = outcome.loss
@@ -358,7 +358,7 @@ def _quartiles(part: Spread) -> str:
 
 
 def comparison_rows(report: Report) -> list[Row]:
-    """One row a head and measure; without corresponding heads one a measure."""
+    """Build one row per head and measure, or, if heads do not correspond, one per measure."""
     found = report.comparison
     if found is None:
         return []

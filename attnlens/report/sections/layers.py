@@ -46,7 +46,7 @@ class MedianHead:
     """True if the model has other parts."""
 
     def told(self, name: str = "") -> str:
-        """Format `median symmetry 0.07 at the 63rd percentile of 80 heads of 2 trained encoders`; `name` is optional."""
+        """Format `median symmetry 0.07 at the 63rd percentile of 80 heads of 2 trained encoders`; `name`: measure."""
         part = self.part if self.several else ""
         words = (part, "median", name, _numbers([self.median])[0], place(self.reference, self.median))
         return " ".join(filter(None, words))

@@ -22,13 +22,13 @@ from attnlens.wording import NO_VALUE, clean, decimals_for, gathered, written
 
 DIVERGED = "diverged"
 SHARED = ("one key", "floor")
-"""Controls that are the same beside every kernel."""
+"""Roles of the controls that do not depend on the kernel."""
 BESIDE = "vs"
-"""What the name of a control begins with."""
+"""Prefix of a control's name in tables."""
 
 
 def stage_rows(swap: Swap) -> Table:
-    """The original, a row a stage, a row a control; a column for what any of them has."""
+    """Build a table of the original, each stage and each control; columns without any value are left out."""
     loss, original = _loss(swap.stages)
     rows: list[Outcome] = [*swap.stages, *measured(swap)]
     columns = []
@@ -45,18 +45,18 @@ def stage_rows(swap: Swap) -> Table:
 
 
 def measured(swap: Swap) -> list[Control]:
-    """Its controls but those that there are none of."""
+    """Return the controls that were measured, that is, those with a kernel."""
     return [control for control in swap.controls if control.kernel is not None]
 
 
 def _beside(control: Control) -> str:
-    """`vs sink-window:4,64`."""
+    """Name a control: `vs sink-window:4,64`."""
     healed = " (healed)" if control.role == "far part, healed" else ""
     return f"{BESIDE} {clean(control.kernel or '')}{healed}"
 
 
 def text_rows(swaps: Sequence[Swap]) -> Table:
-    """A row a text: how many of its windows were read, and what each swap does to the loss there."""
+    """Build a table with one row per text: its number of windows, and the change in loss under each swap."""
     texts = next(swap.loss_by_text for swap in swaps if swap.loss_by_text)
     columns = []
     for swap in swaps:
@@ -77,7 +77,7 @@ def text_rows(swaps: Sequence[Swap]) -> Table:
 
 
 def cosine_rows(swaps: Sequence[Swap]) -> Table:
-    """A row a text, where there is no loss: how many of its windows were read, and each swap's hidden cosine there."""
+    """Build a table with one row per text, for swaps without a loss: its number of windows, each hidden cosine."""
     texts = next(swap.hidden_cosine_by_text for swap in swaps if swap.hidden_cosine_by_text)
     columns = []
     for swap in swaps:
@@ -98,7 +98,7 @@ def _text_names(texts: Sequence[TextChange | TextCosine]) -> tuple[Column, ...]:
 
 
 def place_rows(swap: Swap) -> Table:
-    """A row a part of the sequences: how many tokens, their loss before and after, and its change."""
+    """Build a table with one row per range of positions: its number of tokens, their loss before and after, Δ."""
     parts = swap.loss_by_position
     changes = [part.change for part in parts]
     decimals = loss_decimals(changes)
@@ -113,7 +113,7 @@ def place_rows(swap: Swap) -> Table:
 
 
 def kernel_rows(swaps: Sequence[Swap]) -> Table:
-    """A row a kernel with its controls below it, the original first; what is every kernel's control stands last."""
+    """Build a table of the original, each kernel followed by its own controls, and the controls shared by all."""
     loss, original = _loss(swaps)
     rows, predictions, states = _rows(swaps), _predictions(swaps[0]), _states(swaps[0])
     (first, tell), *others = {
@@ -133,9 +133,9 @@ def kernel_rows(swaps: Sequence[Swap]) -> Table:
 
 
 def _rows(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
-    """Each kernel, what stands beside it alone, and at the end what stands beside all; each under its name.
+    """List (name, outcome) of each kernel followed by its own controls, then of the controls shared by all kernels.
 
-    Where kernels differ in the window beyond which tokens are looked at, nothing stands beside all.
+    No control is shared if the report uses several windows for the loss on tokens beyond a window.
     """
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Control] = {}
@@ -152,17 +152,17 @@ def _rows(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
 
 
 def number(found: float | None) -> str:
-    """Return three figures, or that there is no value."""
+    """Format three significant digits, or `–` for None."""
     return NO_VALUE if found is None else figures(found)
 
 
 def share(found: float | None) -> str:
-    """Return a share in per cent, or that there is no value."""
+    """Format a share in per cent, or `–` for None."""
     return NO_VALUE if found is None else percent(found, 1)
 
 
 Cells = tuple[tuple[str, Callable[[Outcome], str]], ...]
-"""Titles of columns, and what stands in them."""
+"""Columns as (title, function that formats the cell of an outcome)."""
 
 
 def _change(change: Change | None, decimals: int, name: str = "delta") -> str:
@@ -178,7 +178,7 @@ def _figures(change: Change | None) -> str:
 
 
 def _rise(loss: Change | None, perplexity: Change | None, words: Callable[[Change], str]) -> str:
-    """Return by how much the perplexity rises, or between which bounds, if it is a number."""
+    """Format the rise of the perplexity, or its interval, with `words`; `–` if it is unknown."""
     return NO_VALUE if loss is None or perplexity is None else words(loss) or NO_VALUE
 
 
@@ -186,11 +186,11 @@ RISES: Cells = (
     ("rise", lambda found: _rise(found.loss, found.perplexity, rise_words)),
     ("95 % interval of rise", lambda found: _rise(found.loss, found.perplexity, rise_interval)),
 )
-"""By how much the perplexity rises."""
+"""Columns of the relative rise of the perplexity."""
 
 
 def _loss(outcomes: Sequence[Outcome]) -> tuple[Cells, dict[str, str]]:
-    """The columns of loss and perplexity, and what stands in them for the original."""
+    """Return the columns of loss and perplexity, and the original's cells by column title."""
     losses = [one.loss for one in outcomes if one.loss is not None]
     powers = [one.perplexity for one in outcomes if one.perplexity is not None]
     decimals = loss_decimals(losses)
@@ -206,7 +206,7 @@ def _loss(outcomes: Sequence[Outcome]) -> tuple[Cells, dict[str, str]]:
 
 
 def _placed(rows: Sequence[Outcome]) -> Cells:
-    """What is lost beyond a window, named where rows differ in it, and for how long texts are the original's."""
+    """Return the columns of the loss beyond a window (its size is added if rows differ) and of greedy agreement."""
     there = [row.beyond_window for row in rows if row.beyond_window is not None]
     decimals = loss_decimals([one.change for one in there])
     several = len({one.window for one in there}) > 1
@@ -220,11 +220,11 @@ def _placed(rows: Sequence[Outcome]) -> Cells:
 
 
 OPTIONAL = ("rise", "95 % interval of rise", "perplexity", "Δ beyond", "greedy")
-"""Columns that are left out where nothing stands in them."""
+"""Titles of the columns that are left out if no row has a value."""
 
 
 def _predictions(swap: Swap) -> Cells:
-    """KL, with its interval where the swap is judged by it, and how many first choices are the same."""
+    """Return the columns of KL, its interval if the swap is judged by KL, and top-1 agreement."""
 
     def ends(found: Outcome) -> str:
         return NO_VALUE if found.kl is None else interval(found.kl_ci95, decimals_for([found.kl], 3))
@@ -234,7 +234,7 @@ def _predictions(swap: Swap) -> Cells:
 
 
 def _states(swap: Swap) -> Cells:
-    """The hidden states' cosine, with its interval where the swap is judged by it, and their CKA."""
+    """Return the columns of the hidden states' cosine, its interval if the swap is judged by it, and their CKA."""
     ends: Cells = (("95 % interval", lambda found: interval(found.hidden_cosine_ci95, 3)),)
     more = ends if swap.judged_by == "hidden" else ()
     cka: Cells = (("CKA", lambda found: written(found.hidden_cka, 3)),)
@@ -242,11 +242,11 @@ def _states(swap: Swap) -> Cells:
 
 
 MARK = "*"
-"""What stands beside a significant effect."""
+"""Mark of a significant effect."""
 
 
 def site_rows(swap: Swap) -> Table:
-    """Every exchanged site: where it is, how it was computed, how far its output moves."""
+    """Build a table with one row per swapped site: layer, part, heads, output error, computation path, name."""
     sites = swap.sites
     columns = [
         Column("", "heads", tuple(spans(site.heads) for site in sites)),
@@ -264,7 +264,7 @@ def site_rows(swap: Swap) -> Table:
 
 
 def sweep_rows(swap: Swap, most: int) -> Table:
-    """The `most` most and least harmful units, all where there are no more than both."""
+    """Build a table of the `most` most and the `most` least harmful units, or of all if there are no more."""
     effects = swap.sweep
     shown: list[Effect | None] = list(effects)
     if len(effects) > 2 * most:
@@ -286,12 +286,12 @@ def sweep_rows(swap: Swap, most: int) -> Table:
 
 
 def tested(swap: Swap) -> bool:
-    """Whether its effects are differences, which can be tested; without a loss they are distances, never negative."""
+    """Return True if effects are differences of losses, which can be tested; distances are never negative."""
     return swap.judged_by == "loss"
 
 
 def sweeps_rows(swaps: Sequence[Swap]) -> Table:
-    """A row a kernel: how many units matter, which harm most and least."""
+    """Build a table with one row per kernel: its number of significant units, its most and least harmful unit."""
     decimals = _decimals([effect for swap in swaps for effect in swap.sweep])
     columns = []
     if any(map(tested, swaps)):
@@ -309,7 +309,7 @@ def sweeps_rows(swaps: Sequence[Swap]) -> Table:
 
 
 def plan_rows(plan: Plan) -> Table:
-    """A row a layer: the mean of its ranks, the ranks key head by key head."""
+    """Build a table with one row per layer: its mean rank per head, and the rank of each key head or latent."""
     rows = gathered((key.layer, key) for key in plan.ranks).values()
     shared = any(key.kv_heads for key in plan.ranks)
     ranks = (numbers_kept(keys) if shared else " ".join(str(key.rank) for key in keys) for keys in rows)
@@ -324,7 +324,7 @@ def plan_rows(plan: Plan) -> Table:
 
 
 def numbers_kept(keys: Sequence[KeyRank]) -> str:
-    """`40 of 128`, `20 18 of 32 each`, `20 of 48, 12 of 32`: latent by latent, with how many numbers its keys have."""
+    """Format the rank of each latent and the size of its keys: `40 of 128`, `20 18 of 32 each`, `20 of 48, 9 of 32`."""
     totals = {key.head_dim for key in keys}
     if len(totals) > 1:
         return ", ".join(f"{key.rank} of {key.head_dim}" for key in keys)
@@ -333,12 +333,12 @@ def numbers_kept(keys: Sequence[KeyRank]) -> str:
 
 
 def place(effect: Effect) -> str:
-    """`layer 3 head 7`."""
+    """Name a unit: `layer 3 head 7`, or `layer 3` for a whole layer."""
     return f"layer {effect.layer}" + ("" if effect.head is None else f" head {effect.head}")
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """`0–7`, `0, 3–5`: neighbours as a range."""
+    """Format numbers with consecutive ones as a range: `0–7`, `0, 3–5`."""
     found: list[list[int]] = []
     for one in sorted(set(numbers)):
         if found and one == found[-1][-1] + 1:
@@ -349,12 +349,12 @@ def spans(numbers: Sequence[int]) -> str:
 
 
 def _units(title: str, shown: Sequence[Effect | None], tell: Callable[[Effect], str], *, words: bool = False) -> Column:
-    """A cell a unit; … stands for those that are left out."""
+    """Build a column with one cell per unit; `…` marks the units left out."""
     return Column("", title, tuple("…" if effect is None else tell(effect) for effect in shown), words=words)
 
 
 def _decimals(effects: Sequence[Effect]) -> int:
-    """What two figures of the middle effect take, two to six."""
+    """Return the decimals that show two significant digits of the median effect size, from two to six."""
     sizes = [abs(effect.delta) for effect in effects if effect.delta]
     middle = median(sizes) if sizes else 1.0
     return 6 if middle < 1e-4 else min(6, max(2, decimals_for([middle], 2)))
@@ -365,7 +365,7 @@ def _p_value(number: float | None) -> str:
 
 
 def swap_rows(swaps: list[Swap]) -> list[dict[str, Cell]]:
-    """One row per kernel and stage, or control; where units were swapped alone, one row per kernel and unit."""
+    """Build one row per kernel and stage or control; if units were swapped alone, one row per kernel and unit."""
     if any(swap.sweep for swap in swaps):
         return [_effect(swap, effect, place) for swap in swaps for place, effect in enumerate(swap.sweep)]
     rows = []
@@ -376,7 +376,7 @@ def swap_rows(swaps: list[Swap]) -> list[dict[str, Cell]]:
 
 
 def _outcome(swap: Swap, stage: str, control: str, state: float | None, found: Outcome) -> dict[str, Cell]:
-    """A stage of a kernel, or one of its controls, which has neither speed nor memory of its own."""
+    """Build the row of a stage or control of a kernel; a control has no speed, memory or off-simplex share."""
     costs: dict[str, Cell] = {"off_simplex": None if control else swap.off_simplex}
     for name in ("tokens_per_second", "peak_memory_bytes"):
         pair = getattr(swap, name)
@@ -401,7 +401,7 @@ def _outcome(swap: Swap, stage: str, control: str, state: float | None, found: O
 
 
 def _effect(swap: Swap, effect: Effect, place: int) -> dict[str, Cell]:
-    """What a unit alone does, and what is measured of it, where that was read."""
+    """Build the row of a unit swapped alone: its effect, and its value of each measure if predictors were read."""
     where = {name: getattr(effect, name) for name in ("layer", "head", "part", "delta")}
     judged = {name: getattr(effect, name) for name in ("p_value", "significant")}
     read = {one.measure: one.values[place] for one in sorted(swap.predictors, key=lambda one: one.measure)}

@@ -1,4 +1,4 @@
-"""The sections of a swap, the same in terminal, markdown and HTML."""
+"""Sections of a swap, the same in terminal, markdown and HTML."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from attnlens.wording import NO_VALUE, clean, counted, gathered, listed, written
 
 
 def found_sentence(swap: Swap) -> str:
-    """Which measure goes with the harm of a kernel, or that none does."""
+    """State which measure predicts the harm of a kernel, or that none does."""
     prediction = swap.prediction
     if prediction is None or not swap.predictors:
         return f"{clean(swap.kernel)}: no measure can be set against the harm: none differs, or the harm has no value."
@@ -44,13 +44,13 @@ def found_sentence(swap: Swap) -> str:
 
 
 def strength(one: Predictor) -> str:
-    """`tokens.entropy (ρ −0.84, over layers −0.92 to 0.08, p 0.0001)`."""
+    """Format a measure's correlation: `tokens.entropy (ρ −0.84, over layers −0.92 to 0.08, p 0.0001)`."""
     layers = "" if one.layers_ci95 is None else f", over layers {interval(one.layers_ci95, 2)}"
     return f"{clean(one.measure)} (ρ {written(one.rho, 2)}{layers}, p {p_value(one.p_corrected)})"
 
 
 def prediction_help(swaps: Sequence[Swap]) -> str:
-    """How the table is to be read, and what it does not say."""
+    """Explain the table of predictors and its limits."""
     said = (
         "ρ: Spearman's, over heads, of a measure of the original model on the same windows with Δ. 95 % intervals: "
         "bootstrap of heads, of whole layers, and of windows (or texts). p: permutations of heads, corrected for all "
@@ -66,7 +66,7 @@ def prediction_help(swaps: Sequence[Swap]) -> str:
 
 
 def left_out_sentence(swaps: Sequence[Swap]) -> str:
-    """Measures that were not compared, by their reasons."""
+    """List the measures that were not compared, grouped by reason; empty if there are none."""
     first = swaps[0].prediction
     why = gathered((reason, clean(name)) for name, reason in (first.left_out if first else {}).items())
     told = [f"{listed(names, 8)} ({clean(reason)})" for reason, names in why.items()]
@@ -74,16 +74,16 @@ def left_out_sentence(swaps: Sequence[Swap]) -> str:
 
 
 def p_value(number: float | None) -> str:
-    """A p-value in two figures."""
+    """Format a p-value with two significant digits, or `–` for None."""
     return NO_VALUE if number is None else f"{number:.2g}"
 
 
 MOST_PREDICTORS, FEW_PREDICTORS = 8, 3
-"""Measures shown of one kernel, and of each of several."""
+"""Number of measures shown for a single kernel, and for each of several kernels."""
 
 
 def prediction_section(swaps: Sequence[Swap]) -> Section:
-    """What predicts the harm of each kernel; the strongest measures in a table."""
+    """Build the section on what predicts the harm of each kernel, with a table of the strongest measures."""
     lines = [found_sentence(swap) for swap in swaps]
     ranked = [(swap, sorted(swap.predictors, key=lambda one: -abs(one.rho))) for swap in swaps]
     rows = [
@@ -95,7 +95,7 @@ def prediction_section(swaps: Sequence[Swap]) -> Section:
 
 
 def _predictor_table(rows: Sequence[tuple[Swap, Predictor]], *, named: bool) -> Table:
-    """A row a measure."""
+    """Build a table with one row per measure; `named` adds a column of kernels."""
     found = [one for _, one in rows]
     names = [Column("", "measure", tuple(clean(one.measure) for one in found), words=True)]
     if named:
@@ -114,11 +114,11 @@ def _predictor_table(rows: Sequence[tuple[Swap, Predictor]], *, named: bool) -> 
 
 
 MOST = 10
-"""Most and least harmful units that are shown of one kernel."""
+"""Number of most harmful units, and of least harmful units, shown for a single kernel."""
 
 
 def swap_sections(report: Report) -> Iterator[Section]:
-    """All that a summary of `swap-kernel` says below the model and its coverage."""
+    """Yield the sections of `swap-kernel` below the model and its coverage."""
     yield from _several(report) if report.more_swaps else _one(report, report.swaps[0])
     swept = [swap for swap in report.swaps if swap.sweep]
     if swept:
@@ -132,7 +132,7 @@ def swap_sections(report: Report) -> Iterator[Section]:
 
 
 def site_sections(report: Report) -> Iterator[Section]:
-    """Every exchanged site of every kernel, and what it costs by place in the sequence."""
+    """Yield for each kernel the table of its swapped sites, and of its loss by position in the sequence."""
     for swap in report.swaps:
         of = f" of {clean(swap.kernel)}" if report.more_swaps else ""
         notes = (
@@ -175,7 +175,7 @@ def _several(report: Report) -> Iterator[Section]:
 
 
 def _texts(swap: Swap, report: Report) -> str:
-    """Which text costs most, or that there was one alone."""
+    """State on which text the swap costs most, or that only one text was read."""
     return words.worst_text(swap) or words.one_text(swap, [text.name for text in report.settings.texts])
 
 
@@ -184,7 +184,7 @@ def _said(*sentences: str) -> tuple[str, ...]:
 
 
 def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
-    """The loss on each text alone, or the hidden cosine where there is no loss."""
+    """Yield a table of the loss on each text, or of the hidden cosine if there is no loss."""
     counts = [text.sequences for swap in swaps for text in swap.loss_by_text or swap.hidden_cosine_by_text]
     help_ = "{} with a 95 % interval over that text's windows; one text is not another."
     help_ += " One window has no spread: no interval." * (1 in counts)
@@ -222,7 +222,7 @@ def _reading_help(swap: Swap, report: Report) -> str:
 
 
 def _beside_help(swaps: Sequence[Swap]) -> str:
-    """What the rows of controls and the columns of places and generated tokens are."""
+    """Explain the rows of controls, the column of the loss beyond a window, and that of greedy agreement."""
     rows = [row for swap in swaps for row in (swap, *swap.stages, *measured(swap))]
     beside, beyond = words.legend(swaps), words.beyond_legend(rows)
     told = f" {BESIDE}: {beside}" if beside else ""
@@ -233,7 +233,7 @@ def _beside_help(swaps: Sequence[Swap]) -> str:
 
 
 def _sweep(swaps: list[Swap], report: Report) -> Section:
-    """Each unit alone: the most and the least harmful of one kernel, or a row a kernel of several."""
+    """Build the section on units swapped alone: the most and least harmful of one kernel, or one row per kernel."""
     first = swaps[0]
     noun = "head" if any(effect.head is not None for effect in first.sweep) else "layer"
     title, note = f"Each {noun} alone", f"Δ of the {effect_name(first)}"
@@ -248,7 +248,7 @@ def _sweep(swaps: list[Swap], report: Report) -> Section:
 
 
 def _significant(every: list[Effect], noun: str, windows: int) -> str:
-    """How many matter, in which direction; which diverge. That none could be shown to matter does not say none does."""
+    """State how many units have a significant effect and in which direction, and which diverge."""
     if all(effect.ci95 is None for effect in every if effect.delta is not None):
         return "One window has no spread: nothing is tested."
     found = [effect for effect in every if effect.significant and effect.delta is not None]
