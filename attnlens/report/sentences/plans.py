@@ -1,4 +1,4 @@
-"""A plan of ranks in words: estimated, promised, measured, saved; and a healing: how long, at which rates, how near."""
+"""Sentences on plans of ranks (estimated, promised and measured rises, savings) and healing (amount, rates, losses)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from attnlens.report.sentences.swaps import figures
 from attnlens.wording import clean
 
 STAGES = {"transfer": "Attention transfer", "whole": "Whole model"}
-"""How the stages are called."""
+"""Name of each stage of healing."""
 
 
 def healing(found: Healing, unit: str) -> list[str]:
-    """Amount, best step, trained numbers; each stage; the distance kept back; the evaluation text on the way."""
+    """List the lines on a healing: amount, stages, validation distance, losses on the evaluation text, control."""
     distances = {step.step: step.validation for step in found.curve if step.validation is not None}
     near = []
     if distances and found.best in distances:
@@ -40,7 +40,7 @@ def _amounts(found: Healing) -> Iterator[str]:
 
 
 def _done(found: Healing) -> str:
-    """`200 steps asked for, 200 done`, `5,000 tokens asked for, 5,120 done in 40 steps`, and whether it was ended."""
+    """Format the training: `200 steps asked for, 200 done`, `5,000 tokens asked for, 5,120 done in 40 steps`."""
     steps = max(found.curve[-1].step if found.curve else 0, sum(stage.steps for stage in found.stages))
     asked = found.asked or _many(found.steps, "step").replace(",", "")
     done = f"{steps} done"
@@ -51,7 +51,7 @@ def _done(found: Healing) -> str:
 
 
 def _many(number: int, noun: str) -> str:
-    """`1 token`, `5,000 tokens`."""
+    """Format a count: `1 token`, `5,000 tokens`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
@@ -64,7 +64,7 @@ def _stage(stage: HealingTraining) -> str:
     speed = f", {stage.tokens_per_second:,.0f} tokens per second" if stage.tokens_per_second else ""
     ended = "; ended early, as the last checks gained nothing beyond their interval" if stage.stopped else ""
     lowered = "" if stage.lowered_from is None else f", lowered from {rate(stage.lowered_from)}"
-    if not lowered and rates and stage.learning_rate < 0.99 * rates[0]:  # an older report does not say from what
+    if not lowered and rates and stage.learning_rate < 0.99 * rates[0]:  # older reports lack `lowered_from`
         lowered = ", lowered later"
     chosen = f"learning rate {rate(stage.learning_rate)}{lowered}{tried if rates else ''}"
     return f"{name}: {_many(stage.steps, 'step')}, {_many(stage.tokens, 'token')}{speed}, {chosen}{ended}"
@@ -98,7 +98,7 @@ def _control(found: Healing) -> Iterator[str]:
 
 
 def rate(found: float) -> str:
-    """A learning rate as it is written: 1e-3."""
+    """Format a learning rate: 1e-3."""
     return f"{found:.0e}".replace("e-0", "e-")
 
 
@@ -107,7 +107,7 @@ SAVED = {
     "flops_per_token": "operations per token for queries, keys and scores",
     "cache_bytes_per_token": "bytes per token in the key-value cache",
 }
-"""What a plan saves, or adds, by field."""
+"""Description of each cost that a plan saves or adds, by field."""
 RANK = "rank: of each key head, for all query heads that share it."
 LATENT = "Latents: numbers cached of each token in the place of the keys of a site."
 ESTIMATED = "Estimated: on the calibration text that chose the ranks, and biased by that choice."
@@ -129,13 +129,13 @@ FURTHER = (
 )
 LONE = "Fitted, chosen and promised on one text: nothing is promised of another kind of text."
 UNITS = {"loss": "loss", "ppl": "perplexity"}
-"""What a budget is a share of, in words."""
+"""Quantity that a budget is a share of, in words."""
 POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like these"}
-"""What an interval is about, by what it is over."""
+"""Population that an interval covers, by what it is over."""
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """The mean rank, the estimate, the promise and what came of them, and what is saved."""
+    """List the lines on a plan: mean rank, form, estimated, promised, measured and healed rise, savings, reasons."""
     what = UNITS[plan.unit]
     lines = [f"Mean rank {plan.mean_rank:.1f} of {plan.head_dim:g}; budget: a {what} {100 * plan.budget:g} % higher"]
     lines += _form(plan)
@@ -156,7 +156,7 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def explained(plan: Plan) -> str:
-    """What the words of the lines and rows mean, as many of them as are used."""
+    """Explain the terms that the lines and the table of a plan use."""
     words = [LATENT if any(key.kv_heads for key in plan.ranks) else RANK]
     if plan.held_out:
         words.append(HELD_OUT)
@@ -171,7 +171,7 @@ def explained(plan: Plan) -> str:
 
 
 def _form(plan: Plan) -> Iterator[str]:
-    """The form of the latents, and the others that it was compared with."""
+    """Yield the form of the latents, and the forms that it was compared with."""
     words = dict(part.split("=") for part in plan.form.split(",")) if plan.form else {}
     keys = "all key heads share a latent" if words.get("group") == "all" else "each key head has a latent of its own"
     if words.get("group", "1") not in ("1", "all"):
@@ -186,7 +186,7 @@ def _form(plan: Plan) -> Iterator[str]:
 
 
 def _promise(plan: Plan, promised: Rise) -> str:
-    """Whether the promise keeps the budget."""
+    """State whether the promised rise, its interval and the rise on each text are within the budget."""
     if promised.share > plan.budget:
         return "beyond the budget: it is not kept"
     if promised.high > plan.budget:
@@ -197,7 +197,7 @@ def _promise(plan: Plan, promised: Rise) -> str:
 
 
 def _verdict(plan: Plan, measured: Rise) -> str:
-    """Whether the rise keeps the budget, and whether its interval does; whether the promise holds here."""
+    """State whether the measured rise and its interval are within the budget, and whether it breaks the promise."""
     if measured.share > plan.budget:
         kept = plan.promised is not None and plan.promised.bound(1) <= plan.budget
         return "beyond the budget" + (": the promise does not hold on this text" if kept else "")
@@ -238,13 +238,13 @@ def _saved(plan: Plan) -> Iterator[str]:
 
 
 def share(number: float, digits: int = 2) -> str:
-    """`+0.62 %`."""
+    """Format a share in per cent with its sign: `+0.62 %`."""
     sign = "−" if number < 0 else "+"
     return f"{sign}{abs(number) * 100:.{digits}f} %"
 
 
 def rise(found: Rise) -> str:
-    """`+0.62 % (95 % interval +0.28 % to +0.97 %, 32 sequences)`, or `95 % interval over texts`."""
+    """Format a rise: `+0.62 % (95 % interval +0.28 % to +0.97 %, 32 sequences)`, or `95 % interval over texts`."""
     over = " over texts" if found.over == "texts" else ""
     bounds = "" if found.ci95 is None else f"95 % interval{over} {share(found.ci95[0])} to {share(found.ci95[1])}, "
     return f"{share(found.share)} ({bounds}{found.sequences} sequence{'s' * (found.sequences != 1)})"

@@ -1,4 +1,4 @@
-"""Sentences of a report: its subject, what it found, what is missing, whether experiments meet what was published."""
+"""Sentences of a report: subject, findings, missing values, whether experiments meet the published figures."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from attnlens.wording import (
 
 
 def worded(experiment: Experiment, name: str) -> str:
-    """How a figure, a setting or a curve is written: its label, else its name, an identifier's with blanks."""
+    """Return the label of a figure, setting or curve, else its name; identifiers get blanks for underscores."""
     return clean(experiment.labels.get(name) or (name.replace("_", " ") if name.isidentifier() else name))
 
 
 def setting(experiment: Experiment, name: str) -> str:
-    """A setting in words: `lr 0.1`, `d 2 4 10`, `accepted, d = 4: 0.2`."""
+    """Format a setting: `lr 0.1`, `d 2 4 10`, `accepted, d = 4: 0.2`."""
     words = worded(experiment, name)
     return f"{words}{':' * (' = ' in words)} {_value(experiment.settings[name])}"
 
@@ -47,12 +47,12 @@ PASS, FAIL = "pass", "FAIL"
 
 
 def outcome(report: Report) -> tuple[str, bool]:
-    """Whether the experiments meet what was published, or, where they read a model, how much of it was read."""
+    """Return the verdict on the experiments, or, if they read a model, how much of it was read."""
     return standing(report) if report.coverage.heads else (verdict(report), passed(report))
 
 
 def verdict(report: Report) -> str:
-    """`All 5 experiments meet what was published.`, or which miss it, and how many have nothing to meet."""
+    """State which experiments miss the published figures, or that all meet them, and how many have none to meet."""
     judged = [experiment for experiment in report.experiments if experiment.passed is not None]
     failed = [clean(experiment.name) for experiment in judged if not experiment.passed]
     every = counted(len(report.experiments), "experiment")
@@ -73,52 +73,52 @@ def verdict(report: Report) -> str:
 
 
 def passed(report: Report) -> bool:
-    """Whether no experiment misses what was published."""
+    """Return True if no experiment misses its published figures."""
     return all(experiment.passed is not False for experiment in report.experiments)
 
 
 def judgement(experiment: Experiment, figure: str) -> str:
-    """`pass`, `FAIL`, or – where nothing was published."""
+    """Return `pass`, `FAIL`, or `–` if nothing was published."""
     met = experiment.meets(figure)
     return NO_VALUE if met is None else PASS if met else FAIL
 
 
 def heads_of(experiment: Experiment) -> int:
-    """How many heads are followed."""
+    """Count the heads whose values the experiment tracks over its steps."""
     return len({(found.layer, found.head) for found in experiment.trajectories})
 
 
 def asked_for(name: str) -> bool:
-    """Whether a measure is among those that a series of checkpoints is about."""
+    """Return True if a measure is one of the main measures of a series of checkpoints."""
     return _place(name) < math.inf
 
 
 def measures_of(experiment: Experiment) -> list[str]:
-    """The measures of a series in the order in which they are shown: what was asked first, then by turns of sources."""
+    """List the measures of a series in display order: main measures first, then the others, sources taking turns."""
     names = [name for name, curve in experiment.curves.items() if curve.null_of is None]
     asked = sorted(filter(asked_for, names), key=_place)
     return [*asked, *by_turns(name for name in names if name not in asked)]
 
 
 def told_of(experiment: Experiment) -> list[str]:
-    """Those of the measures that change from one checkpoint to the next."""
+    """List the measures of a series whose median changes between checkpoints."""
     return [name for name in measures_of(experiment) if len(set(experiment.curves[name].median)) > 1]
 
 
 def _place(name: str) -> float:
-    """Where it stands, the loss, which is no measure of heads, first; ∞ for what a series is not about."""
+    """Return the position of a main measure of a series, 0 for the loss (not a measure of heads), ∞ for others."""
     return 0 if name == "loss" else info_of(name).series or math.inf
 
 
 def findings(shapes: Shapes) -> Iterator[tuple[str, str]]:
-    """Each headline measure that differs between heads, and what it reads; the first measure where there is none."""
+    """Yield (measure, finding) for each headline measure that varies between heads, or else for the first measure."""
     varying = [reading for reading in shapes.readings.values() if not reading.constant]
     headlines = [reading for reading in varying if reading.info.headline] or varying[:1]
     yield from ((clean(reading.name), finding(reading, shapes)) for reading in headlines)
 
 
 def finding(reading: MeasureMap, shapes: Shapes) -> str:
-    """`median 0.0155 over 32 heads, from −0.0087 to 0.0784; chance reads 0.010 ± 0.012: 6 heads above it by …`."""
+    """Format a finding: `median 0.0155 over 32 heads, from −0.0087 to 0.0784; chance reads 0.010 ± 0.012: 6 heads …`"""
     if reading.labels:
         names = Counter(reading.labels[round(value)] for value in reading.present.tolist())
         return listed((f"{name}: {counted(count, 'head')}" for name, count in names.most_common()), 5)
@@ -132,7 +132,7 @@ def finding(reading: MeasureMap, shapes: Shapes) -> str:
 
 
 def _chance(reading: MeasureMap) -> str:
-    """How many heads lie further than three standard deviations from what chance reads, and on which side."""
+    """Format the null, and how many heads are more than three standard deviations above or below it."""
     if reading.null is None:
         return ""
     known = ~np.isnan(reading.values) & ~np.isnan(reading.null_means)
@@ -147,7 +147,7 @@ def _chance(reading: MeasureMap) -> str:
 
 
 def null_words(measures: Iterable[MeasureInfo]) -> str:
-    """What the nulls of these measures read; where they differ, of which sources those are that turn the head's M."""
+    """Describe the nulls of these measures; if the kinds differ, name the sources whose nulls rotate the head's M."""
     kinds = {source_of(info.name): info.null for info in measures}
     if len(set(kinds.values())) < 2:
         return NULLS[next(iter(kinds.values()), "factors")]
@@ -156,15 +156,15 @@ def null_words(measures: Iterable[MeasureInfo]) -> str:
 
 
 def no_errors(report: Report) -> str:
-    """Why there are no errors and intervals, where one window was all that was read; else empty."""
+    """State that there are no errors and intervals if only one window was read; else empty."""
     return f"one {_unit(report)} has no spread: no errors" if report.settings.sequences == 1 else ""
 
 
 def population(report: Report, counted: str = "") -> str:
-    """What the errors are about: windows of the texts named, or texts like them; empty where no text was fed.
+    """State the population that the errors refer to: windows of the named texts, or similar texts; empty without text.
 
-    Windows in a row from the beginning stand for no others of their text. Several texts are weighted by their windows,
-    or by what is `counted` instead.
+    Consecutive windows from the beginning do not represent the rest of their text. Several texts are weighted by their
+    windows, or by the unit in `counted`.
     """
     settings = report.settings
     texts, what = _read(report), f"{_unit(report)}s"
@@ -186,23 +186,23 @@ def population(report: Report, counted: str = "") -> str:
 
 
 def _unit(report: Report) -> str:
-    """A window, a line, or where no text was fed an input."""
+    """Name the unit that was fed: `window`, `line`, or `input` if no text was fed."""
     return "input" if not _read(report) else "line" if report.settings.pack is False else "window"
 
 
 def _read(report: Report) -> list[Text]:
-    """The texts that were cut; images and sounds, of files or noise, may stand beside them."""
+    """Return the texts that were cut into windows or lines, without images and sounds from files or noise."""
     return [text for text in report.settings.texts if text.available is not None]
 
 
 def title(report: Report) -> str:
-    """The model's name, and those of the others that experiments ran on: `one-layer attention (synthetic) + demo`."""
+    """Join the names of the model and of others that experiments ran on: `one-layer attention (synthetic) + demo`."""
     others = dict.fromkeys(experiment.model for experiment in report.experiments if experiment.model)
     return " + ".join([report.model.title, *map(clean, others)])
 
 
 def ran_on(report: Report) -> str:
-    """Which experiments ran on which model; empty where all ran on the report's own."""
+    """State which experiments ran on which model; empty if all ran on the report's model."""
     found = gathered((experiment.model, clean(experiment.name)) for experiment in report.experiments)
     rest = found.pop(None, [])
     said = [f"{listed(names, 5)}: {clean(model or '')}" for model, names in found.items()]
@@ -210,7 +210,7 @@ def ran_on(report: Report) -> str:
 
 
 def header(report: Report) -> str:
-    """Model, architecture, parameters, revision and settings on one line."""
+    """Format architecture, number of parameters, quantisation, adapter, revision and settings on one line."""
     model, settings = report.model, report.settings
     facts = [model.architecture, f"{big(model.parameters)} parameters"]
     if model.quantised:
@@ -224,12 +224,12 @@ def header(report: Report) -> str:
 
 
 def standing(report: Report) -> tuple[str, bool]:
-    """How much of the model was read, and whether that is all of it."""
+    """Return how much of the model was read, and whether that is all of it."""
     return clean(report.coverage.sentence), report.coverage.complete
 
 
 def conventions(report: Report) -> str:
-    """How the model's attention is put together, where that changes what the numbers mean; empty where unknown."""
+    """Describe positions, QK-norm and biases of the model's attention, which affect the measures; empty if unknown."""
     found = report.model.conventions
     if found is None:
         return ""
@@ -242,13 +242,13 @@ def conventions(report: Report) -> str:
 
 
 def notes(report: Report) -> list[str]:
-    """What else a reader of the numbers must know, a sentence each."""
+    """List the caveats of a report, one sentence each."""
     of_model = [] if report.model.conventions is None else report.model.conventions.notes
     return [clean(note) for note in (*report.settings.notes, *of_model, *other_base(report), *unexpected(report))]
 
 
 def adapter(report: Report) -> str:
-    """What was merged into which model; empty where nothing was."""
+    """Describe the adapter and the model it was merged into; empty without an adapter."""
     found = report.model.adapter
     if found is None:
         return ""
@@ -260,7 +260,7 @@ def adapter(report: Report) -> str:
 
 
 def other_base(report: Report) -> list[str]:
-    """The sentence on an adapter that names another base than the model; an id and a folder's name are compared."""
+    """Return a warning if the adapter names another base than the model; compares only the last parts of the ids."""
     found = report.model.adapter
     if found is None or found.base is None or _last(found.base) == _last(report.model.id):
         return []
@@ -269,12 +269,12 @@ def other_base(report: Report) -> list[str]:
 
 
 def _last(name: str) -> str:
-    """The last part of an id or path, without a revision."""
+    """Return the last part of an id or path in lower case, without a revision."""
     return name.replace("\\", "/").rstrip("/").rpartition("/")[2].partition("@")[0].lower()
 
 
 def unexpected(report: Report) -> list[str]:
-    """The sentence on tensors that the model has no place for, where there are any."""
+    """Return the sentence on tensors of the files that the model does not use; empty if there are none."""
     names = report.model.unexpected
     if not names:
         return []
@@ -282,18 +282,18 @@ def unexpected(report: Report) -> list[str]:
 
 
 def identity(report: Report) -> str:
-    """How well recomputed attention agrees with the model's own; empty where that was not measured."""
+    """State how closely recomputed attention agrees with the model's; empty if that was not measured."""
     error = report.summary.identity_error
     return "" if error is None else f"attention recomputed by attnlens agrees with the model to {error:.1e} (relative)"
 
 
 def extreme(found: Extreme) -> tuple[str, str]:
-    """`layer 3 head 7`, and what it does, with its value and rank."""
+    """Return the name of an extreme head (`layer 3 head 7`) and its text with rank, value and median."""
     return f"layer {found.layer} head {found.head}", clean(found.text)
 
 
 def skipped(entries: Iterable[Skipped]) -> list[str]:
-    """What was skipped, one line a reason, with the sites and heads."""
+    """List what was skipped, one line per reason with the sites and heads."""
     places = []
     for entry in entries:
         heads = f" {'head' if len(entry.heads) == 1 else 'heads'} {listed(entry.heads, 12)}" if entry.heads else ""
@@ -302,13 +302,13 @@ def skipped(entries: Iterable[Skipped]) -> list[str]:
 
 
 def without_value(shapes: Shapes) -> list[str]:
-    """Which measures have no value for which number of heads, one line a reason."""
+    """List the measures without values, one line per reason and number of heads."""
     pairs = [
         ((reason, counted(count, "head")), reading.name)
         for reading in shapes.readings.values()
         for reason, count in reading.reasons.items()
     ]
-    for name in (name for name in shapes.report.measure_names() if name not in shapes.readings):  # no head has it
+    for name in (name for name in shapes.report.measure_names() if name not in shapes.readings):  # missing in all heads
         first = next(head.measures[name] for head in shapes.report.heads if name in head.measures)
         pairs.append(((first.reason or "", "all heads"), name))
     groups = gathered(pairs).items()
