@@ -125,7 +125,7 @@ def models() -> tuple[TrainedModel, ...]:
 
 @cache
 def provenance() -> dict[str, Any]:
-    """Load the file: its provenance (tool, texts, windows, seed), and each model's files and distributions."""
+    """Load the atlas file: tool, date, levels, and each model's files, texts, windows, seed and distributions."""
     found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return found
 

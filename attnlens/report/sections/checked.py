@@ -79,7 +79,7 @@ def _verdict(row: SiteCheck) -> str:
 
 def _shared_path(sites: Sequence[str]) -> str:
     """Return the common beginning of all paths, up to a dot, if one is too long for its column; else empty."""
-    if len(sites) < 2 or max(map(len, sites)) <= 24:  # what a terminal of 100 columns shows on one line
+    if len(sites) < 2 or max(map(len, sites)) <= 24:  # fits on one line of a terminal of 100 columns
         return ""
     shared = os.path.commonprefix(list(sites))  # noqa: RUF071  # dotted paths, compared character by character
     return shared[: shared.rfind(".") + 1]

@@ -67,7 +67,7 @@ def median_heads(shapes: Shapes) -> Iterator[MedianHead]:
             rows = [row for row, of in enumerate(shapes.parts) if of == part]
             reference = atlas.reference(reading.name, "all", subjects[part])
             median = middle(reading.values[rows])
-            if reference.models and median == median:  # NaN where no head of the part has a value
+            if reference.models and median == median:  # NaN if no head of the part has a value
                 yield MedianHead(reading, median, reference, part, len(parts) > 1)
 
 
