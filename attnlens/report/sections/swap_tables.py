@@ -143,7 +143,7 @@ def _rows(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
     for swap in swaps:
         rows.append((clean(swap.kernel) + (" (fitted)" if swap.fitted else ""), swap))
         for control in measured(swap):
-            # with several windows the controls differ between kernels, so each kernel lists its own
+            # with several windows, a control's loss beyond the window differs between kernels: each lists its own
             if control.role in SHARED and len(windows) < 2:
                 shared.setdefault(_beside(control), control)
             else:
