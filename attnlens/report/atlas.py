@@ -108,8 +108,8 @@ class Reference:
     def percentile(self, value: float) -> float | None:
         """Return the percentage of heads below the value, averaged over models in each lineage, then over lineages."""
         pairs = zip(self.models, self.spreads, strict=True)
-        found = gathered((model.lineage, spread.below(value)) for model, spread in pairs)
-        return fmean(map(fmean, found.values())) if found else None
+        percentages = gathered((model.lineage, spread.below(value)) for model, spread in pairs)
+        return fmean(map(fmean, percentages.values())) if percentages else None
 
 
 def rounded(value: float) -> float:
@@ -126,19 +126,19 @@ def models() -> tuple[TrainedModel, ...]:
 @cache
 def provenance() -> dict[str, Any]:
     """Load the atlas file: tool, date, levels, and each model's files, texts, windows, seed and distributions."""
-    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    return found
+    atlas: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return atlas
 
 
-def model_of(told: dict[str, Any]) -> TrainedModel:
+def model_of(entry: dict[str, Any]) -> TrainedModel:
     """Build a model from its entry in the file."""
     spreads = {
         name: {depth: Distribution(count, tuple(quantiles)) for depth, (count, *quantiles) in depths.items()}
-        for name, depths in told["measures"].items()
+        for name, depths in entry["measures"].items()
     }
     names = ("name", "lineage", "part", "positions", "tokens", "pack", "heads", "parameters")
-    kept = {name: told[name] for name in names}
-    return TrainedModel(**kept, files=frozenset(file["sha256"] for file in told["files"]), measures=spreads)
+    fields = {name: entry[name] for name in names}
+    return TrainedModel(**fields, files=frozenset(file["sha256"] for file in entry["files"]), measures=spreads)
 
 
 @lru_cache(1024)  # called for every head of a page
@@ -153,13 +153,13 @@ def reference(measure: str, depth: Third, subject: Subject) -> Reference:
         return Reference(reason=f"the atlas has no trained model with heads of part {subject.part}")
     if source_of(measure) == "weights":
         alike = [model for model in alike if _forms_alike(model, subject)]
-        lacking = f"whose form M is of that kind (positions {subject.positions}, {subject.tokens} tokens)"
+        criterion = f"whose form M is of that kind (positions {subject.positions}, {subject.tokens} tokens)"
     else:
         alike = [model for model in alike if model.pack and subject.pack and model.tokens == subject.tokens]
-        lacking = f"that read windows of {subject.tokens} tokens" if subject.pack else "that read what is no window"
-    others = [one for one in alike if one.lineage not in subject.own and depth in one.measures.get(measure, {})]
+        criterion = f"that read windows of {subject.tokens} tokens" if subject.pack else "that read what is no window"
+    others = [model for model in alike if model.lineage not in subject.own and depth in model.measures.get(measure, {})]
     if not others:
-        return Reference(reason=f"the atlas has no other trained {subject.part} {lacking}")
+        return Reference(reason=f"the atlas has no other trained {subject.part} {criterion}")
     return Reference(tuple(others), tuple(model.measures[measure][depth] for model in others))
 
 
@@ -199,8 +199,8 @@ def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject
             _forms_alike(model, subject) if weights else (model.pack, model.tokens) == (subject.pack, subject.tokens)
         )
         shared = weights and shares_weights(heads[0])
-        read = [head.measures.get(name) for head in heads if not shared or head.layer == heads[0].layer]
-        values = [one.value for one in read if one is not None and one.value is not None]
+        measures = [head.measures.get(name) for head in heads if not shared or head.layer == heads[0].layer]
+        values = [one.value for one in measures if one is not None and one.value is not None]
         spread = depths["all"]
         quartiles = spread.quantiles[LEVELS.index(25)], spread.quantiles[LEVELS.index(75)]
         if alike and len(values) == spread.heads and quartiles[0] < quartiles[1]:
@@ -214,23 +214,23 @@ def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject
 
 def quantiles(values: Sequence[float]) -> list[float]:
     """Compute the quantiles at LEVELS, linear between heads, rounded."""
-    ordered, found = sorted(values), []
+    ordered, result = sorted(values), []
     for level in LEVELS:
         place, share = divmod(level / 100 * (len(ordered) - 1), 1)
         low, high = ordered[int(place)], ordered[min(int(place) + 1, len(ordered) - 1)]
-        found.append(rounded(low + share * (high - low)))
-    return found
+        result.append(rounded(low + share * (high - low)))
+    return result
 
 
 def depths(report: Report) -> dict[int, Third]:
     """Return the third of its part that each layer is in; `all` for each if only some layers were requested."""
     if report.settings.layers is not None:
         return {head.layer: "all" for head in report.heads}
-    found: dict[int, Third] = {}
+    thirds: dict[int, Third] = {}
     for heads in gathered((head.part, head.layer) for head in report.heads).values():
         layers = sorted(set(heads))
-        found |= {layer: DEPTHS[len(DEPTHS) * place // len(layers)] for place, layer in enumerate(layers)}
-    return found
+        thirds |= {layer: DEPTHS[len(DEPTHS) * place // len(layers)] for place, layer in enumerate(layers)}
+    return thirds
 
 
 def shares_weights(head: Head) -> bool:

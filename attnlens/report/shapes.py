@@ -100,18 +100,18 @@ class Shapes:
     def readings(self) -> dict[str, MeasureMap]:
         """Scalar measures with at least one value, by name, the most informative first."""
         readings = (self._reading(name) for name in self.report.measure_names())
-        found = sorted((reading for reading in readings if reading.present.size), key=_background)
-        return {reading.name: reading for reading in found}
+        ordered = sorted((reading for reading in readings if reading.present.size), key=_background)
+        return {reading.name: reading for reading in ordered}
 
     @cached_property
     def curves(self) -> dict[str, list[tuple[int, Float[np.ndarray, " steps"]]]]:
         """Curves by name: for each head with that curve, its row in `layers` and its values."""
-        found: dict[str, list[tuple[int, Float[np.ndarray, " steps"]]]] = {}
+        result: dict[str, list[tuple[int, Float[np.ndarray, " steps"]]]] = {}
         for head in self.report.heads:
             for name, curve in head.curves.items():
                 if curve:
-                    found.setdefault(name, []).append((self._row[head.layer], np.asarray(curve, dtype=float)))
-        return found
+                    result.setdefault(name, []).append((self._row[head.layer], np.asarray(curve, dtype=float)))
+        return result
 
     def info(self, name: str) -> MeasureInfo:
         """Return the registry's entry of a measure or curve."""
@@ -138,8 +138,8 @@ class Shapes:
             for whole in self.info(name).wholes or [title.rpartition("_")[0]]:
                 if name in self.readings and whole:
                     sets.setdefault(f"{source}.{whole}", []).append(name)
-        found = {whole: names for whole, names in sets.items() if len(names) > 1 and self._sum_to_one(names)}
-        return dict(sorted(found.items(), key=lambda item: (-heads_with(item[1]), -len(item[1]))))
+        complete = {whole: names for whole, names in sets.items() if len(names) > 1 and self._sum_to_one(names)}
+        return dict(sorted(complete.items(), key=lambda item: (-heads_with(item[1]), -len(item[1]))))
 
     def _sum_to_one(self, names: list[str]) -> bool:
         stack = np.stack([self.readings[name].values for name in names])

@@ -46,11 +46,11 @@ def encoded_picture(picture: Picture, suffix: str = ".png") -> bytes:
 def embedded_picture(picture: Picture) -> tuple[str, bytes]:
     """Return the media type and bytes of a picture for a page: SVG if it is small, else PNG in screen resolution."""
     with house_style():
-        drawn = picture.draw()
-        vectors = b"" if crowded(drawn) else encoded(drawn, ".svg")
+        drawing = picture.draw()
+        vectors = b"" if crowded(drawing) else encoded(drawing, ".svg")
         if 0 < len(vectors) <= LARGEST_VECTOR:
             return "image/svg+xml", vectors
-        return "image/png", encoded(drawn, ".png", DPI)
+        return "image/png", encoded(drawing, ".png", DPI)
 
 
 def files_of(pictures: Sequence[Picture], folder: Path) -> dict[Path, Drawing]:
@@ -75,20 +75,20 @@ def is_file(target: Path) -> bool:
 def file_names(stems: Iterable[str]) -> list[str]:
     """Make a unique PNG file name of each stem; characters that are unsafe in file names become `_`."""
     taken: set[str] = set()
-    chosen = []
+    names = []
     for name in stems:
         stem = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:100].lstrip(".") or "measure"
         candidates = (f"{stem}{number}.png" for number in ("", *range(2, 2 + len(taken))))
-        chosen.append(next(candidate for candidate in candidates if candidate.lower() not in taken))
-        taken.add(chosen[-1].lower())
-    return chosen
+        names.append(next(candidate for candidate in candidates if candidate.lower() not in taken))
+        taken.add(names[-1].lower())
+    return names
 
 
 SCRIPTS = ("data", "state", "scale", "map", "curves", "attention", "head", "table", "start")
 """Files of the page's script, in the order in which they run."""
 
 
-def html(told: Document) -> str:
+def html(document: Document) -> str:
     """Render the document as a self-contained HTML page, with all of its text cleaned and escaped.
 
     The page's content security policy allows only its own script and style, by hash, and no network access. Raises
@@ -96,14 +96,14 @@ def html(told: Document) -> str:
     """
     style, script = _file("page.css"), "\n".join(_file(f"{name}.js") for name in SCRIPTS)
     data = ""
-    if told.explorer is not None:  # as ASCII without `<`, `>` and `&`, so that no data can close the script element
-        data = json.dumps(told.explorer, default=vars, separators=(",", ":"), allow_nan=False)
+    if document.explorer is not None:  # as ASCII without `<`, `>` and `&`, so that no data can close the script element
+        data = json.dumps(document.explorer, default=vars, separators=(",", ":"), allow_nan=False)
         data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     policy = (
         f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    parts = {"head": told.head, "opening": told.opening, "sections": told.sections}
+    parts = {"head": document.head, "opening": document.opening, "sections": document.sections}
     return _template().render(**parts, data=data, style=style, script=script, policy=policy)
 
 

@@ -59,8 +59,8 @@ def junit(report: Report) -> str:
     suite = ElementTree.SubElement(suites, "testsuite", {"name": name} | counts)
     for check in report.checks:
         place = {} if check.file is None else {"file": clean(check.file)}
-        named = {"classname": clean(f"attnlens.{check.subject}"), "name": clean(check.rule)}
-        case = ElementTree.SubElement(suite, "testcase", named | place | {"time": "0"})
+        attributes = {"classname": clean(f"attnlens.{check.subject}"), "name": clean(check.rule)}
+        case = ElementTree.SubElement(suite, "testcase", attributes | place | {"time": "0"})
         if not check.passed:
             failure = ElementTree.SubElement(case, "failure", message=checked.told(check), type="rule")
             lines = [checked.accusation(check, breach) for breach in check.breaches[:MOST_HEADS]]
@@ -77,14 +77,14 @@ IN_PROPERTIES = IN_MESSAGES | {ord(":"): "%3A", ord(","): "%2C"}
 
 def workflow_commands(report: Report) -> list[str]:
     """Return ten GitHub workflow commands at most: failed rules that no single head breaks, then the worst heads."""
-    alone = [(check, checked.told(check)) for check in report.checks if not check.passed and not check.breaches]
-    blamed = [(check, checked.accusation(check, breach)) for check, breach in worst(report.checks)]
+    rule_errors = [(check, checked.told(check)) for check in report.checks if not check.passed and not check.breaches]
+    head_errors = [(check, checked.accusation(check, breach)) for check, breach in worst(report.checks)]
     lines = []
-    for check, message in [*alone, *blamed][:MOST_ANNOTATIONS]:
+    for check, message in [*rule_errors, *head_errors][:MOST_ANNOTATIONS]:
         place = {} if check.file is None else {"file": uri(check.file)}
         properties = place | {"title": f"attnlens {check.subject}"}
-        said = ",".join(f"{name}={_coded(text, IN_PROPERTIES)}" for name, text in properties.items())
-        lines.append(f"::error {said}::{_coded(message, IN_MESSAGES)}")
+        options = ",".join(f"{name}={_coded(text, IN_PROPERTIES)}" for name, text in properties.items())
+        lines.append(f"::error {options}::{_coded(message, IN_MESSAGES)}")
     return lines
 
 
@@ -110,10 +110,10 @@ SYNTAX = re.compile(r"(?<![^\W_])_|_(?![^\W_])|[!-~](?<![\w .,;/()+%='-])")
 """ASCII characters with a meaning in markdown or HTML; an underscore within a word is harmless."""
 
 
-def markdown(told: Document) -> str:
+def markdown(doc: Document) -> str:
     """Render the document as GitHub markdown; every string is escaped because it is data."""
-    head = [] if told.head is None else _head(told.head)
-    return "\n".join([*head, *(line for section in told.sections for line in _section(section))]).rstrip() + "\n"
+    head = [] if doc.head is None else _head(doc.head)
+    return "\n".join([*head, *(line for section in doc.sections for line in _section(section))]).rstrip() + "\n"
 
 
 def escaped(text: str) -> str:
@@ -121,7 +121,7 @@ def escaped(text: str) -> str:
 
     GitHub looks for @mentions after decoding, so a zero-width space follows each @; `www.` would become a link.
     """
-    coded = SYNTAX.sub(lambda found: f"&#{ord(found.group())};", clean(text))
+    coded = SYNTAX.sub(lambda match: f"&#{ord(match.group())};", clean(text))
     return re.sub("www[.]", "www&#46;", coded, flags=re.IGNORECASE).replace("&#64;", "&#64;&#8203;")
 
 

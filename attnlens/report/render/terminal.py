@@ -48,11 +48,11 @@ def console(*, stderr: bool = False) -> Console:
     It respects NO_COLOR. COLUMNS=0, which some schedulers set, counts as not set.
     """
     stream = sys.stderr if stderr else sys.stdout
-    asked = os.environ.get("COLUMNS", "")
-    width = int(asked) if asked.isdecimal() else 0
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdecimal() else 0
     if stream.isatty():
         # rich would take COLUMNS=0 as a width of 0; without a width it uses COLUMNS or the terminal's width
-        unknown = asked.isdecimal() and not width
+        unknown = columns.isdecimal() and not width
         return _Page(stderr=stderr, highlight=False, width=shutil.get_terminal_size().columns if unknown else None)
     # with TERM=dumb, rich respects a width only together with a height
     return _Page(stderr=stderr, highlight=False, width=width or PIPED, height=25)
@@ -65,10 +65,10 @@ MARKS = {"selected": "bold blue", "support": "yellow", "query": "bold underline"
 HIDDEN = "{shown} of {all} columns fit on this page; a wider terminal shows more."
 
 
-def document(told: Document) -> Group:
+def document(doc: Document) -> Group:
     """Render the document for the terminal. Colour never carries information that the text lacks."""
-    lines = [] if told.head is None else [*_head(told.head)]
-    for section in told.sections:
+    lines = [] if doc.head is None else [*_head(doc.head)]
+    for section in doc.sections:
         if lines and (section.title or section.table is not None):
             lines.append("")
         lines += _printed(section)
@@ -189,17 +189,17 @@ class FittedTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Choose the columns that fit on the page, and print them."""
         names, columns = (tuple(map(_cleaned, part)) for part in (self.table.names, self.table.columns))
-        rest = list(columns)
-        while rest:
-            chosen = _fitting(names, rest, options.max_width)
-            rest = [column for column in rest if column not in chosen]
+        remaining = list(columns)
+        while remaining:
+            chosen = _fitting(names, remaining, options.max_width)
+            remaining = [column for column in remaining if column not in chosen]
             yield from _block(names, grouped(chosen), "-" if options.ascii_only else "─")
             if self.table.fit == "first":
                 break
-            if rest:
+            if remaining:
                 yield ""
-        if rest:
-            yield Text(HIDDEN.format(shown=len(columns) - len(rest), all=len(columns)), style="dim")
+        if remaining:
+            yield Text(HIDDEN.format(shown=len(columns) - len(remaining), all=len(columns)), style="dim")
 
 
 def _cleaned(column: Column) -> Column:
@@ -224,10 +224,10 @@ def _fitting(names: Sequence[Column], columns: Sequence[Column], width: int) -> 
 def _block(names: Sequence[Column], columns: Sequence[Column], rule: str) -> RenderResult:
     if any(column.group for column in columns):
         yield _group_line(names, columns, rule)
-    every = [*names, *columns]
+    all_columns = [*names, *columns]
     table = Grid(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0), show_footer=False)
-    table.show_footer = any(column.foot for column in every)
-    for column in every:
+    table.show_footer = any(column.foot for column in all_columns)
+    for column in all_columns:
         table.add_column(
             Text(column.title),
             Text("\n".join(column.foot)),
@@ -237,7 +237,7 @@ def _block(names: Sequence[Column], columns: Sequence[Column], rule: str) -> Ren
             header_style="bold",
             footer_style="none",
         )
-    for cells in zip(*(column.cells for column in every), strict=True):
+    for cells in zip(*(column.cells for column in all_columns), strict=True):
         table.add_row(*map(Text, cells))
     yield table
 

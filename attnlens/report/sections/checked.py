@@ -22,12 +22,12 @@ def outcome(report: Report) -> tuple[str, bool]:
 
 def told(check: Check) -> str:
     """Describe the outcome of a check: value found, value wanted, how many heads break the rule, the worst head."""
-    found = "" if check.value is None else f"found {number(check.value)}, "
-    blamed = ""
+    value = "" if check.value is None else f"found {number(check.value)}, "
+    heads = ""
     if check.breaches:
         most = check.breaches[0]
-        blamed = f"; {len(check.breaches)} of {counted(check.heads or 0, 'head')}, worst {place(most)}: {reads(most)}"
-    return clean(f"{check.subject}: {found}wanted {check.wanted}{blamed}")
+        heads = f"; {len(check.breaches)} of {counted(check.heads or 0, 'head')}, worst {place(most)}: {reads(most)}"
+    return clean(f"{check.subject}: {value}wanted {check.wanted}{heads}")
 
 
 def place(breach: Breach) -> str:
@@ -73,8 +73,8 @@ def site_checks(report: Report) -> Iterator[Section]:
 
 
 def _verdict(row: SiteCheck) -> str:
-    said = "DIFFERS" if row.verdict == "differs" else row.verdict or NO_VALUE
-    return f"{said}\n{clean(row.reason)}" if row.reason else said
+    verdict = "DIFFERS" if row.verdict == "differs" else row.verdict or NO_VALUE
+    return f"{verdict}\n{clean(row.reason)}" if row.reason else verdict
 
 
 def _shared_path(sites: Sequence[str]) -> str:
@@ -122,10 +122,10 @@ def sections(report: Report) -> Iterator[Section]:
         Column("", "verdict", tuple("FAILS" if bad else "holds" for bad in failed), words=True, alarms=failed),
     )
     yield Section("Rules", table=Table((names,), columns, fit="folded"))
-    blamed = worst(checks)
-    if blamed:
-        more = f", the first {SHOWN} of {len(blamed)} cases" if len(blamed) > SHOWN else ""
-        items = tuple(accusation(check, breach) for check, breach in blamed[:SHOWN])
+    cases = worst(checks)
+    if cases:
+        more = f", the first {SHOWN} of {len(cases)} cases" if len(cases) > SHOWN else ""
+        items = tuple(accusation(check, breach) for check, breach in cases[:SHOWN])
         yield Section(f"Heads that break rules{more}", items=items)
 
 
@@ -140,13 +140,13 @@ def worst(checks: Sequence[Check]) -> list[tuple[Check, Breach]]:
 
 def rows(report: Report) -> Sheet:
     """Build the sheet of a check: one row per head that breaks a rule, one row per rule without such heads."""
-    found: list[dict[str, Cell]] = []
+    cells: list[dict[str, Cell]] = []
     for check in report.checks:
-        own: dict[str, Cell] = {"rule": check.rule, "passed": check.passed, "found": check.value, "heads": check.heads}
-        own["file"] = check.file
+        rule: dict[str, Cell] = {"rule": check.rule, "passed": check.passed, "found": check.value, "heads": check.heads}
+        rule["file"] = check.file
         names = ("site", "layer", "head", "part", "value", "base", "p")
-        found += [own | {name: getattr(breach, name) for name in names} for breach in check.breaches] or [own]
-    return sheet(found)
+        cells += [rule | {name: getattr(breach, name) for name in names} for breach in check.breaches] or [rule]
+    return sheet(cells)
 
 
 def _heads(check: Check) -> str:

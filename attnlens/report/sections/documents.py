@@ -27,11 +27,11 @@ from attnlens.wording import clean, listed
 
 def provenance(report: Report) -> Section:
     """Build the section that identifies a run: versions, seed, text and files with checksums."""
-    made, settings = report.environment, report.settings
+    versions, settings = report.environment, report.settings
     text = [f"text: {settings.text.name}, sha256 {settings.text.sha256}"] if settings.text else []
     lines = [
-        f"{report.tool.name} {report.tool.version}, Python {made.python}, torch {made.torch}, "
-        f"transformers {made.transformers}, {made.platform}; seed {settings.seed}",
+        f"{report.tool.name} {report.tool.version}, Python {versions.python}, torch {versions.torch}, "
+        f"transformers {versions.transformers}, {versions.platform}; seed {settings.seed}",
         *text,
         *(f"{file.name}: sha256 {file.sha256}" for file in report.model.files),
     ]
@@ -280,14 +280,14 @@ def summary(report: Report, *, whole: bool = False, all_heads: bool = False, ver
     `whole`: every measure and note, no selections; `all_heads`: every head; `verbose`: how the report was made.
     """
     kind, shapes = kind_of(report), Shapes(report)
-    told = [*kind.summary(shapes, whole), *checked.sections(report), *_missing(shapes)]
+    sections = [*kind.summary(shapes, whole), *checked.sections(report), *_missing(shapes)]
     if not whole:
-        told += selections(report)
+        sections += selections(report)
     if all_heads:
-        told += layers.head_tables(shapes)
+        sections += layers.head_tables(shapes)
     if verbose and kind.headed:
-        told += [*kind.more(report), Section("Details", items=tuple(_facts(report)))]
-    return Document(_head(report, whole) if kind.headed else None, tuple(told))
+        sections += [*kind.more(report), Section("Details", items=tuple(_facts(report)))]
+    return Document(_head(report, whole) if kind.headed else None, tuple(sections))
 
 
 def page(report: Report) -> Document:
@@ -297,9 +297,9 @@ def page(report: Report) -> Document:
     picture = [Section("At a glance", picture=kind.overview(shapes))] if kind.pictured else []
     opening = (*kind.opening(shapes), *_missing(shapes))
     explored = kind.explored(report)
-    told = (*picture, *checked.sections(report), *kind.page(shapes), *measures, provenance(report))
+    sections = (*picture, *checked.sections(report), *kind.page(shapes), *measures, provenance(report))
     return Document(
-        _head(report, whole=True), told, opening, explorer(shapes if explored is report else Shapes(explored))
+        _head(report, whole=True), sections, opening, explorer(shapes if explored is report else Shapes(explored))
     )
 
 
@@ -328,11 +328,11 @@ def windows(report: Report) -> Sheet:
 
     One row per window and head; in a swap one per window, kernel and stage. Raises UsageError if no window was read.
     """
-    found = report.windows
-    if found is None or not found.windows:
+    values = report.windows
+    if values is None or not values.windows:
         raise UsageError("No window of a text was read.", "Leave out --windows-csv, or --source weights.")
-    units = found.units[0] if found.units else {}
-    return Sheet(["text", "window", *units, *found.values], list(found.rows()))
+    units = values.units[0] if values.units else {}
+    return Sheet(["text", "window", *units, *values.values], list(values.rows()))
 
 
 def _head(report: Report, whole: bool) -> Heading:

@@ -34,28 +34,28 @@ def selections(report: Report) -> Iterator[Section]:
 
     Marks are signs in the text, and kinds that the page colours. Tokens are untrusted: cleaned, never used as markup.
     """
-    for found in report.selections:
-        posed = f"{counted(len(found.picks), 'query')} posed".replace("querys", "queries")
+    for selection in report.selections:
+        queries = f"{counted(len(selection.picks), 'query')} posed".replace("querys", "queries")
         yield Section(
-            f"What layer {found.layer} head {found.head} selects",
+            f"What layer {selection.layer} head {selection.head} selects",
             notes=(
-                f"{posed} {WHERE_POSED[found.space]}; margins are over the best least margin, 1/‖W_mm‖:",
+                f"{queries} {WHERE_POSED[selection.space]}; margins are over the best least margin, 1/‖W_mm‖:",
                 "no head's least exceeds 1, a single query's may",
                 LEGEND,
             ),
-            passages=tuple(_passages(found)),
+            passages=tuple(_passages(selection)),
         )
 
 
-def _passages(found: Selection) -> Iterator[Passage]:
+def _passages(selection: Selection) -> Iterator[Passage]:
     """Yield the marked sentences of five queries; the report's JSON contains all."""
-    sentences = {sentence.sequence: sentence for sentence in found.sentences}
-    for pick in _one_a_sequence(found.picks)[:5]:
+    sentences = {sentence.sequence: sentence for sentence in selection.sentences}
+    for pick in _sort_picks(selection.picks)[:5]:
         fact = f"sequence {pick.sequence}, token {pick.query}: weight {short(pick.weight)}, margin {short(pick.margin)}"
         yield fact, tuple(_pieces(pick, sentences.get(pick.sequence)))
 
 
-def _one_a_sequence(picks: list[Pick]) -> list[Pick]:
+def _sort_picks(picks: list[Pick]) -> list[Pick]:
     """Sort the picks so that the most decided query of each sequence comes first, then the others."""
     first = {pick.sequence: pick for pick in reversed(picks)}
     return sorted(picks, key=lambda pick: pick is not first[pick.sequence])
@@ -233,7 +233,7 @@ def explorer(shapes: Shapes) -> Explorer | None:
         return None
     places = [shapes.cell(head.layer, head.head) for head in report.heads]
     measures = (_measure(shapes, reading) for reading in shapes.readings.values())
-    told = zip(report.selections, selections(report), strict=True)
+    sections = zip(report.selections, selections(report), strict=True)
     return Explorer(
         layers=list(shapes.layers),
         parts=list(shapes.parts),
@@ -244,8 +244,8 @@ def explorer(shapes: Shapes) -> Explorer | None:
         measures=sorted(measures, key=lambda one: (one.name != OWN_ROWS, one.name.split(".")[0] not in COMPARED)),
         curves=[_curve(shapes, name) for name in shapes.curves],
         wholes=[_whole(shapes, whole, names) for whole, names in shapes.shares.items()],
-        selections={f"{found.layer}.{found.head}": section for found, section in told},
-        attention={f"{found.layer}.{found.head}": _rows(found) for found in report.attention},
+        selections={f"{entry.layer}.{entry.head}": section for entry, section in sections},
+        attention={f"{entry.layer}.{entry.head}": _rows(entry) for entry in report.attention},
     )
 
 
@@ -253,8 +253,8 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> ExploredMeasure:
     from attnlens.report import pictures  # imported in functions here and below because it loads matplotlib
 
     info, cells = reading.info, tuple(np.array([shapes.cell(h.layer, h.head) for h in shapes.report.heads]).T)
-    found = [head.measures.get(reading.name) for head in shapes.report.heads]
-    reasons = list(dict.fromkeys(filter(None, map(_reason, found))))
+    measures = [head.measures.get(reading.name) for head in shapes.report.heads]
+    reasons = list(dict.fromkeys(filter(None, map(_reason, measures))))
     return ExploredMeasure(
         name=clean(reading.name),
         title=title_of(reading.name),
@@ -269,15 +269,15 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> ExploredMeasure:
         typical=typical_places(shapes.report, reading.name),
         null_sds=_unless_empty(rounded(reading.null_sds[cells], ERROR_DIGITS)),
         reasons=[clean(reason) for reason in reasons],
-        why=[reasons.index(_reason(one)) if _reason(one) else -1 for one in found] if reasons else [],
+        why=[reasons.index(_reason(measure)) if _reason(measure) else -1 for measure in measures] if reasons else [],
         labels={number: clean(label) for number, label in reading.labels.items()},
         palette=pictures.palette(reading),
     )
 
 
-def _reason(found: Measure | None) -> str:
+def _reason(measure: Measure | None) -> str:
     """Return why a value is missing; empty if it exists."""
-    return "not measured" if found is None else found.reason or ""
+    return "not measured" if measure is None else measure.reason or ""
 
 
 def _unless_empty(numbers: Numbers) -> Numbers:
@@ -288,9 +288,9 @@ def _curve(shapes: Shapes, name: str) -> ExploredCurve:
     from attnlens.report import pictures
     from attnlens.report.pictures.style import bands, first_step
 
-    info, found = shapes.info(name), shapes.curves[name]
-    length = max(len(curve) for _, curve in found)
-    kept = _kept(length, MOST_STEPS // (len(found) * len(shapes.curves)))
+    info, curves = shapes.info(name), shapes.curves[name]
+    length = max(len(curve) for _, curve in curves)
+    indices = _spaced_indices(length, MOST_STEPS // (len(curves) * len(shapes.curves)))
     found_bands = bands(shapes, name)
     medians = [band.quartiles[1] for band in found_bands]
     return ExploredCurve(
@@ -300,21 +300,21 @@ def _curve(shapes: Shapes, name: str) -> ExploredCurve:
         meaning=clean(info.meaning),
         formula=clean(info.formula),
         axis="index k" if info.steps == "index" else clean(info.steps),
-        steps=[int(step) + first_step(info) for step in kept],
+        steps=[int(step) + first_step(info) for step in indices],
         length=length,
-        logarithmic=pictures.falls_far(np.concatenate([curve for _, curve in found]), medians),
-        quartiles={band.part: [_line(line, kept) for line in band.quartiles.tolist()] for band in found_bands},
-        lines=[_line(head.curves.get(name, []), kept) for head in shapes.report.heads],
+        logarithmic=pictures.falls_far(np.concatenate([curve for _, curve in curves]), medians),
+        quartiles={band.part: [_line(line, indices) for line in band.quartiles.tolist()] for band in found_bands},
+        lines=[_line(head.curves.get(name, []), indices) for head in shapes.report.heads],
     )
 
 
-def _kept(length: int, most: int) -> Sequence[int]:
+def _spaced_indices(length: int, most: int) -> Sequence[int]:
     """Return all indices 0 … length−1, or about max(24, `most`) evenly spaced ones from the first to the last."""
     return sorted({round(step) for step in np.linspace(0, length - 1, min(length, max(24, most))).tolist()})
 
 
-def _line(curve: list[float], kept: Iterable[int]) -> Numbers:
-    return rounded([curve[step] for step in kept if step < len(curve)], CURVE_DIGITS)
+def _line(curve: list[float], steps: Iterable[int]) -> Numbers:
+    return rounded([curve[step] for step in steps if step < len(curve)], CURVE_DIGITS)
 
 
 def rounded(numbers: Iterable[float] | Float[np.ndarray, " heads"], digits: int) -> Numbers:
@@ -329,20 +329,20 @@ def _short(number: float) -> float:
 def _whole(shapes: Shapes, whole: str, names: list[str]) -> ExploredWhole:
     from attnlens.report import pictures
 
-    parts = [(clean(name), *named) for name, named in zip(names, pictures.named_parts(names), strict=True)]
+    parts = [(clean(name), *style) for name, style in zip(names, pictures.named_parts(names), strict=True)]
     open_ = any(shapes.info(name).identified == "nowhere" for name in names)
     return ExploredWhole(title_of(whole) + " (not identified)" * open_, group_of(shapes.info(names[0])), parts)
 
 
-def _rows(found: AttentionRows) -> ExploredRows:
-    sentence = found.sentence
-    count = 1 + max((place for places in found.keys for place in places), default=0)
+def _rows(rows: AttentionRows) -> ExploredRows:
+    sentence = rows.sentence
+    count = 1 + max((place for places in rows.keys for place in places), default=0)
     keys = [clean(token) for token in sentence.keys] if sentence else [str(place) for place in range(count)]
-    own = sentence.queries if sentence else [str(place) for place in range(len(found.keys))]
+    queries = sentence.queries if sentence else [str(place) for place in range(len(rows.keys))]
     return ExploredRows(
-        queries=keys if own is None else [clean(token) for token in own],
+        queries=keys if queries is None else [clean(token) for token in queries],
         keys=keys,
-        places=found.keys,
-        weights=[[round(1000 * weight) for weight in row] for row in found.weights],
-        rest=[round(1000 * weight) for weight in found.rest],
+        places=rows.keys,
+        weights=[[round(1000 * weight) for weight in row] for row in rows.weights],
+        rest=[round(1000 * weight) for weight in rows.rest],
     )

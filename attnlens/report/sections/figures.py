@@ -20,13 +20,13 @@ def told(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
     heads = heads_of(experiment)
     count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
     lines = [f"{counted(count, 'checkpoint')}, {counted(heads, 'head')}.", *_loss(experiment)]
-    every = told_of(experiment)
-    shown = every if whole else [name for name in every if asked_for(name)] or every
+    measures = told_of(experiment)
+    shown = measures if whole else [name for name in measures if asked_for(name)] or measures
     help_ = "Medians over heads; quartiles over heads at the last checkpoint" if heads > 1 else "One head's values"
     help_ += f"; {len(_spread(count))} of {count} checkpoints are shown" if count > MOST_STEPS else ""
     nulls = [info_of(name) for name in shown if experiment.null(name) is not None]
     help_ += f"; null: {null_words(nulls)}, mean ± sd." if nulls else "."
-    more = [] if len(shown) == len(every) else [f"{len(shown)} of {len(every)} measures; --verbose shows all."]
+    more = [] if len(shown) == len(measures) else [f"{len(shown)} of {len(measures)} measures; --verbose shows all."]
     yield Section(experiment.question, lines=tuple(lines), table=series_rows(experiment, shown), notes=(help_, *more))
     if whole and heads > 1:
         yield Section("Quartiles over heads", table=quartile_rows(experiment))
@@ -79,11 +79,11 @@ def _by_step(experiment: Experiment, measures: Sequence[str], tell: Callable[[Cu
 
 def step_cells(experiment: Experiment) -> Iterator[dict[str, Cell]]:
     """Yield one spreadsheet row per head, measure and step."""
-    for found in experiment.trajectories:
-        steps = experiment.curves[found.measure].steps if found.measure in experiment.curves else []
-        errors = found.se or [None] * len(found.values)
-        where: dict[str, Cell] = {"layer": found.layer, "head": found.head, "measure": found.measure}
-        for step, value, error in zip(steps, found.values, errors, strict=False):
+    for trajectory in experiment.trajectories:
+        steps = experiment.curves[trajectory.measure].steps if trajectory.measure in experiment.curves else []
+        errors = trajectory.se or [None] * len(trajectory.values)
+        where: dict[str, Cell] = {"layer": trajectory.layer, "head": trajectory.head, "measure": trajectory.measure}
+        for step, value, error in zip(steps, trajectory.values, errors, strict=False):
             yield where | {experiment.axis: step, "value": value, "se": error}
 
 
@@ -129,7 +129,7 @@ def experiment_sections(report: Report, *, whole: bool) -> Iterator[Section]:
     plain = [experiment for experiment in report.experiments if not experiment.trajectories]
     if plain:
         yield Section(table=figure_rows(plain), notes=tuple(_figure_help(plain)))
-        yield Section("What was asked", items=tuple(_asked(experiment, report) for experiment in plain))
+        yield Section("What was asked", items=tuple(_describe(experiment, report) for experiment in plain))
     for experiment in report.experiments:
         if experiment.trajectories:
             yield from told(experiment, whole=whole)
@@ -140,20 +140,20 @@ def experiment_sections(report: Report, *, whole: bool) -> Iterator[Section]:
 
 def figure_rows(experiments: Sequence[Experiment]) -> Table:
     """Build a table with one row per figure: ours ± error, published, tolerance, verdict."""
-    every = [(experiment, figure) for experiment in experiments for figure in experiment.final]
+    figures = [(experiment, figure) for experiment in experiments for figure in experiment.final]
     titles = tuple(
-        clean(experiment.name) if figure == next(iter(experiment.final)) else "" for experiment, figure in every
+        clean(experiment.name) if figure == next(iter(experiment.final)) else "" for experiment, figure in figures
     )
     names = (
         Column("", "experiment", titles, words=True),
-        Column("", "figure", tuple(worded(*row) for row in every), words=True),
+        Column("", "figure", tuple(worded(*row) for row in figures), words=True),
     )
-    columns = [Column("", "ours", tuple(_ours(*row) for row in every))]
+    columns = [Column("", "ours", tuple(_ours(*row) for row in figures))]
     if any(experiment.published for experiment in experiments):
         columns += [
-            Column("", "published", tuple(_published(*row) for row in every)),
-            Column("", "tolerance", tuple(_tolerance(*row) for row in every)),
-            Column("", "verdict", tuple(judgement(*row) for row in every), words=True),
+            Column("", "published", tuple(_published(*row) for row in figures)),
+            Column("", "tolerance", tuple(_tolerance(*row) for row in figures)),
+            Column("", "verdict", tuple(judgement(*row) for row in figures), words=True),
         ]
     return Table(names, tuple(columns))
 
@@ -206,7 +206,7 @@ def _figure_help(experiments: Sequence[Experiment]) -> Iterator[str]:
         yield f"source: {clean(source)}"
 
 
-def _asked(experiment: Experiment, report: Report) -> str:
+def _describe(experiment: Experiment, report: Report) -> str:
     """Describe an experiment: name, question, model if it is not the report's, settings, seconds."""
     facts = [f"on {experiment.model}"] if experiment.model else []
     facts += [setting(experiment, name) for name, value in experiment.settings.items() if value is not None]

@@ -74,8 +74,8 @@ def median_heads(shapes: Shapes) -> Iterator[MedianHead]:
 def place(reference: Reference, value: float) -> str:
     """Format `at the 63rd percentile of 80 heads of 2 trained encoders`, or `above all …`."""
     models = reference.models
-    named = f"of {len(models)} trained {models[0].part}s" if len(models) > 1 else f"of {models[0].name}"
-    heads = f"{reference.heads} heads {named}"
+    source = f"of {len(models)} trained {models[0].part}s" if len(models) > 1 else f"of {models[0].name}"
+    heads = f"{reference.heads} heads {source}"
     percentage = reference.percentile(value) or 0.0
     if percentage in (0.0, 100.0):
         return f"{'below' if percentage == 0 else 'above'} all {heads}"
@@ -101,20 +101,20 @@ READ_AS = (
 
 def typical_line(shapes: Shapes) -> Iterator[Section]:
     """Yield one line that compares one headline measure of each source with trained models; nothing if none can be."""
-    found = gathered((source_of(one.reading.name), one) for one in median_heads(shapes))
-    chosen = [found[source][0] for source in ("weights", "tokens") if source in found]
-    told = "; ".join(one.told(title_of(one.reading.name)) for one in chosen)
-    if told:
-        yield Section(notes=(f"Beside trained models (a description, no test): {told}.",))
+    medians = gathered((source_of(median.reading.name), median) for median in median_heads(shapes))
+    chosen = [medians[source][0] for source in ("weights", "tokens") if source in medians]
+    text = "; ".join(median.told(title_of(median.reading.name)) for median in chosen)
+    if text:
+        yield Section(notes=(f"Beside trained models (a description, no test): {text}.",))
 
 
 def typical_list(shapes: Shapes) -> Iterator[Section]:
     """Yield the medians of the headline measures next to those of each trained model, with an explanation."""
     items = []
-    for one in median_heads(shapes):
-        numbers = _numbers([spread.median for spread in one.reference.spreads])
-        medians = ", ".join(f"{m.name} {n}" for m, n in zip(one.reference.models, numbers, strict=True))
-        items.append((clean(one.reading.name), f"{one.told()}; medians there: {medians}"))
+    for median in median_heads(shapes):
+        numbers = _numbers([spread.median for spread in median.reference.spreads])
+        medians = ", ".join(f"{m.name} {n}" for m, n in zip(median.reference.models, numbers, strict=True))
+        items.append((clean(median.reading.name), f"{median.told()}; medians there: {medians}"))
     if items:
         yield Section("Beside other trained models", items=tuple(items), notes=(READ_AS,))
 
@@ -125,17 +125,17 @@ def typical_places(report: Report, measure: str) -> list[float | None]:
         return []
     depths, parts = atlas.depths(report), {head.part for head in report.heads}
     subjects = {part: atlas.subject_of(report, part) for part in parts}
-    found = [_place(head, measure, depths[head.layer], subjects[head.part]) for head in report.heads]
-    return found if any(place is not None for place in found) else []
+    places = [_place(head, measure, depths[head.layer], subjects[head.part]) for head in report.heads]
+    return places if any(place is not None for place in places) else []
 
 
 def _place(head: Head, measure: str, depth: Third, subject: Subject) -> float | None:
-    one = head.measures.get(measure)
-    if one is None or one.value is None:
+    reading = head.measures.get(measure)
+    if reading is None or reading.value is None:
         return None
     if source_of(measure) == "weights" and atlas.shares_weights(head):
         depth = "all"
-    place = atlas.reference(measure, depth, subject).percentile(one.value)
+    place = atlas.reference(measure, depth, subject).percentile(reading.value)
     return None if place is None else round(place)
 
 
@@ -149,9 +149,9 @@ def found_sections(shapes: Shapes) -> Iterator[Section]:
 
 def _how_sure(shapes: Shapes) -> Iterator[str]:
     """Yield what the standard errors refer to, or why there are none, and what chance means."""
-    about = population(shapes.report)
+    scope = population(shapes.report)
     if shapes.report.summary.median_errors:
-        yield f"± is the standard error of the median{f' ({about})' if about else ''}."
+        yield f"± is the standard error of the median{f' ({scope})' if scope else ''}."
     elif no_errors(shapes.report):
         yield f"{no_errors(shapes.report).capitalize()}."
     nulls = [reading.info for reading in shapes.readings.values() if reading.null]
@@ -161,9 +161,9 @@ def _how_sure(shapes: Shapes) -> Iterator[str]:
 
 def extreme_heads(report: Report) -> Iterator[Section]:
     """Yield the list of heads with the smallest or largest values of a measure; nothing if there are none."""
-    found = tuple(map(reports.extreme, report.summary.extremes))
-    if found:
-        yield Section("Most extreme heads (ranks, not tests)", items=found)
+    items = tuple(map(reports.extreme, report.summary.extremes))
+    if items:
+        yield Section("Most extreme heads (ranks, not tests)", items=items)
 
 
 def layer_tables(shapes: Shapes) -> Iterator[Section]:
@@ -191,10 +191,10 @@ def head_table(shapes: Shapes) -> Section:
     nulls = any(reading.null for reading in shapes.readings.values())
     title, sites = "part " * several + "layer · head", tuple(head.site for head in heads)
     name = Column("", title, cells, ("null, mean ± sd",) * nulls, words=True, hints=sites)
-    about = population(shapes.report)
-    said = no_errors(shapes.report) or (about and f"±: standard error; {about}")
+    scope = population(shapes.report)
+    note = no_errors(shapes.report) or (scope and f"±: standard error; {scope}")
     columns = tuple(_head_column(shapes, reading, nulls=nulls) for reading in shapes.readings.values())
-    return Section("Every head", table=Table((name,), columns), notes=(f"{said}.",) if said else ())
+    return Section("Every head", table=Table((name,), columns), notes=(f"{note}.",) if note else ())
 
 
 def _place_columns(shapes: Shapes) -> tuple[Column, ...]:
@@ -212,8 +212,8 @@ def _head_column(shapes: Shapes, reading: MeasureMap, *, nulls: bool = False) ->
     heads = shapes.report.heads
     decimals = decimals_with_error(reading.present.tolist(), reading.error)
     cells = tuple(_head_cell(reading, shapes.cell(head.layer, head.head), decimals) for head in heads)
-    found = (head.measures.get(reading.name) for head in heads)
-    reasons = tuple("not measured" if measure is None else measure.reason or "" for measure in found)
+    measures = (head.measures.get(reading.name) for head in heads)
+    reasons = tuple("not measured" if measure is None else measure.reason or "" for measure in measures)
     return Column(group_of(reading.info), title_of(reading.name), cells, (_null(reading),) * nulls, hints=reasons)
 
 
@@ -267,8 +267,8 @@ def layer_sections(shapes: Shapes, *, whole: bool) -> Iterator[Section]:
         yield Section(table=Table(names, columns, fit="first") if columns else None, notes=notes)
         return
     for source in dict.fromkeys(column.group for column in columns):
-        own = tuple(replace(column, group="") for column in columns if column.group == source)
-        yield Section(source, table=Table(names, own))
+        group = tuple(replace(column, group="") for column in columns if column.group == source)
+        yield Section(source, table=Table(names, group))
     yield Section(notes=notes)
 
 
@@ -300,8 +300,8 @@ def _foot_names(shapes: Shapes, rows: LayerRows) -> tuple[str, ...]:
     texts = [f"{text.name} ({text.sequences})" for text in summary.texts[:MOST_TEXTS]]
     between = ["between texts"] if summary.between_texts else []
     null = ["null", "± sd"] if summary.median_nulls else []
-    every = ["all"] if len(rows.groups) > 1 else []
-    return (*every, *(clean(name) for name in texts), *between, *null)
+    all_heads = ["all"] if len(rows.groups) > 1 else []
+    return (*all_heads, *(clean(name) for name in texts), *between, *null)
 
 
 def measure_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
@@ -317,22 +317,22 @@ def reading_help(rows: LayerRows, shapes: Shapes) -> str:
     """Explain the rows of the table of layers, its errors, nulls and spaces, and measures that are not identified."""
     over = "over heads" if rows.size == 1 else f"over the heads of {rows.size} neighbouring layers"
     summary, alone = shapes.report.summary, len(shapes.report.heads) == 1
-    said = [] if alone else [f"rows are medians {over}"]
+    parts = [] if alone else [f"rows are medians {over}"]
     if summary.median_errors:
-        known = population(shapes.report)
-        said.append(f"± is the standard error{'' if alone else ' of that median'}{f' ({known})' if known else ''}")
+        scope = population(shapes.report)
+        parts.append(f"± is the standard error{'' if alone else ' of that median'}{f' ({scope})' if scope else ''}")
     elif no_errors(shapes.report):
-        said.append(no_errors(shapes.report))
+        parts.append(no_errors(shapes.report))
     if any(text.reasons for text in summary.texts):
-        said.append("one window of a text has no spread: no errors in its row")
+        parts.append("one window of a text has no spread: no errors in its row")
     if any(reading.null for reading in shapes.readings.values()):
         chance = null_words(reading.info for reading in shapes.readings.values() if reading.null)
-        said.append(f"null is {chance},{'' if alone else ' as the median of so many heads,'} mean ± sd")
+        parts.append(f"null is {chance},{'' if alone else ' as the median of so many heads,'} mean ± sd")
     if summary.texts:
-        said.append("beside a text stands how many windows are its")
+        parts.append("beside a text stands how many windows are its")
     if summary.between_texts:
-        said.append("“between texts” is the sd of the texts' medians")
-    sentence = "; ".join(said)
+        parts.append("“between texts” is the sd of the texts' medians")
+    sentence = "; ".join(parts)
     sentence = f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
     spaces = dict.fromkeys(reading.info.space for reading in shapes.readings.values() if reading.info.space)
     apart = f" {' and '.join(spaces)}: two questions, compare within one only." if len(spaces) > 1 else ""
@@ -357,8 +357,8 @@ def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:
     height, several = len(_foot_names(shapes, rows)), len(rows.groups) > 1
     if reading.labels:
         cells = tuple(_commonest(reading, group) for group in rows.groups)
-        whole = [_commonest(reading, everything)] if several else []
-        return Column(over, title, cells, (*whole, *[""] * (height - len(whole))))
+        total_cells = [_commonest(reading, everything)] if several else []
+        return Column(over, title, cells, (*total_cells, *[""] * (height - len(total_cells))))
     medians = [middle(reading.values[list(group)]) for group in rows.groups]
     total, summary = middle(reading.values), shapes.report.summary
     errors, error = _errors(reading.name, rows, shapes), summary.median_errors.get(reading.name)
@@ -382,8 +382,8 @@ def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:
 def _errors(name: str, rows: LayerRows, shapes: Shapes) -> list[float | None]:
     """Return the standard error of each row's median; None for rows of several layers."""
     summary = shapes.report.summary
-    known = dict(zip(summary.layer_numbers, summary.layer_errors, strict=False))
-    return [known.get(shapes.layers[group[0]], {}).get(name) if len(group) == 1 else None for group in rows.groups]
+    by_layer = dict(zip(summary.layer_numbers, summary.layer_errors, strict=False))
+    return [by_layer.get(shapes.layers[group[0]], {}).get(name) if len(group) == 1 else None for group in rows.groups]
 
 
 def _with_error(median: float, error: float | None, decimals: int) -> str:
@@ -393,22 +393,22 @@ def _with_error(median: float, error: float | None, decimals: int) -> str:
 
 def _commonest(reading: MeasureMap, group: tuple[int, ...]) -> str:
     values = reading.values[list(group)]
-    found = Counter(round(value) for value in values[~np.isnan(values)].tolist())
-    if not found:
+    counts = Counter(round(value) for value in values[~np.isnan(values)].tolist())
+    if not counts:
         return NO_VALUE
-    number, count = found.most_common(1)[0]
-    return f"{clean(reading.labels[number])} {count}/{found.total()}"
+    number, count = counts.most_common(1)[0]
+    return f"{clean(reading.labels[number])} {count}/{counts.total()}"
 
 
 def _summed(shapes: Shapes, rows: LayerRows) -> Iterator[Column]:
     summary = shapes.report.summary
     pairs = zip(summary.layer_numbers, summary.layer_symmetry, strict=False)
-    known = {layer: value for layer, value in pairs if value is not None}
-    if not known:
+    by_layer = {layer: value for layer, value in pairs if value is not None}
+    if not by_layer:
         return
-    values = np.array([known.get(layer, np.nan) for layer in shapes.layers])
+    values = np.array([by_layer.get(layer, np.nan) for layer in shapes.layers])
     medians = [middle(values[list(group)]) for group in rows.groups]
-    decimals = decimals_for([*known.values()])
+    decimals = decimals_for([*by_layer.values()])
     cells = tuple(written(median, decimals) for median in medians)
     foot = [written(middle(values), decimals)] if len(rows.groups) > 1 else []
     height = len(_foot_names(shapes, rows))

@@ -32,15 +32,15 @@ def stage_rows(swap: Swap) -> Table:
     loss, original = _loss(swap.stages)
     rows: list[Outcome] = [*swap.stages, *measured(swap)]
     columns = []
-    for title, tell in (*loss, *_predictions(swap), *_states(swap), *_placed(rows)):
+    for title, tell in (*loss, *_predictions(swap), *_states(swap), *_beyond_columns(rows)):
         cells = [tell(row) for row in rows]
         if set(cells) != {NO_VALUE}:
             columns.append(Column("", title, (original.get(title, ""), *cells)))
     if any(row.diverged for row in rows):
         cells = [DIVERGED if row.diverged else "" for row in rows]
         columns.insert(0, Column("", "outcome", ("", *cells), words=True))
-    told = (*(stage.name for stage in swap.stages), *map(_beside, measured(swap)))
-    names = Column("", "stage", ("original", *told), words=True)
+    labels = (*(stage.name for stage in swap.stages), *map(_control_name, measured(swap)))
+    names = Column("", "stage", ("original", *labels), words=True)
     return Table((names,), tuple(columns))
 
 
@@ -49,7 +49,7 @@ def measured(swap: Swap) -> list[Control]:
     return [control for control in swap.controls if control.kernel is not None]
 
 
-def _beside(control: Control) -> str:
+def _control_name(control: Control) -> str:
     """Name a control: `vs sink-window:4,64`."""
     healed = " (healed)" if control.role == "far part, healed" else ""
     return f"{BESIDE} {clean(control.kernel or '')}{healed}"
@@ -61,14 +61,14 @@ def text_rows(swaps: Sequence[Swap]) -> Table:
     columns = []
     for swap in swaps:
         changes = {text.name: text.change for text in swap.loss_by_text}
-        found = [changes.get(text.name) for text in texts]
-        decimals = loss_decimals([change for change in found if change is not None])
+        deltas = [changes.get(text.name) for text in texts]
+        decimals = loss_decimals([change for change in deltas if change is not None])
         group = clean(swap.kernel) if len(swaps) > 1 else ""
         powers = {text.name: text.perplexity for text in swap.loss_by_text}
-        pairs = [(change, powers.get(text.name)) for text, change in zip(texts, found, strict=True)]
+        pairs = [(change, powers.get(text.name)) for text, change in zip(texts, deltas, strict=True)]
         columns += [
-            Column(group, "Δ", tuple(_change(change, decimals) for change in found)),
-            Column(group, "95 % interval", tuple(_interval(change, decimals) for change in found)),
+            Column(group, "Δ", tuple(_change(change, decimals) for change in deltas)),
+            Column(group, "95 % interval", tuple(_interval(change, decimals) for change in deltas)),
             Column(group, "perplexity", tuple(_figures(powers.get(text.name)) for text in texts)),
             Column(group, "rise", tuple(_rise(*pair, rise_words) for pair in pairs)),
             Column(group, "95 % interval of rise", tuple(_rise(*pair, rise_interval) for pair in pairs)),
@@ -81,11 +81,11 @@ def cosine_rows(swaps: Sequence[Swap]) -> Table:
     texts = next(swap.hidden_cosine_by_text for swap in swaps if swap.hidden_cosine_by_text)
     columns = []
     for swap in swaps:
-        known = {text.name: text for text in swap.hidden_cosine_by_text}
-        found = [known.get(text.name) for text in texts]
+        by_name = {text.name: text for text in swap.hidden_cosine_by_text}
+        rows = [by_name.get(text.name) for text in texts]
         group = clean(swap.kernel) if len(swaps) > 1 else ""
-        cosines = (NO_VALUE if one is None else written(one.cosine, 3) for one in found)
-        ends = (NO_VALUE if one is None else interval(one.ci95, 3) for one in found)
+        cosines = (NO_VALUE if row is None else written(row.cosine, 3) for row in rows)
+        ends = (NO_VALUE if row is None else interval(row.ci95, 3) for row in rows)
         columns += [Column(group, "hidden cosine", tuple(cosines)), Column(group, "95 % interval", tuple(ends))]
     return Table(_text_names(texts), tuple(columns))
 
@@ -117,13 +117,13 @@ def kernel_rows(swaps: Sequence[Swap]) -> Table:
     loss, original = _loss(swaps)
     rows, predictions, states = _rows(swaps), _predictions(swaps[0]), _states(swaps[0])
     (first, tell), *others = {
-        "loss": (*loss, *predictions, *_placed([row for _, row in rows])),
+        "loss": (*loss, *predictions, *_beyond_columns([row for _, row in rows])),
         "kl": (*predictions, *states),
         "hidden": states,
     }[swaps[0].judged_by]
     outcomes = (DIVERGED if row.diverged else tell(row) for _, row in rows)
     columns = [Column("", first, (original.get(first, ""), *outcomes))]
-    columns += [Column("", title, (original.get(title, ""), *(told(row) for _, row in rows))) for title, told in others]
+    columns += [Column("", title, (original.get(title, ""), *(show(row) for _, row in rows))) for title, show in others]
     times = [ratio(row.tokens_per_second) if isinstance(row, Swap) else math.nan for _, row in rows]
     speeds = (NO_VALUE if time is None else "" if math.isnan(time) else f"× {written(time, 2)}" for time in times)
     columns.append(Column("", "speed", ("", *speeds)))
@@ -145,20 +145,20 @@ def _rows(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
         for control in measured(swap):
             # with several windows, a control's loss beyond the window differs between kernels: each lists its own
             if control.role in SHARED and len(windows) < 2:
-                shared.setdefault(_beside(control), control)
+                shared.setdefault(_control_name(control), control)
             else:
-                rows.append((_beside(control), control))
+                rows.append((_control_name(control), control))
     return [*rows, *shared.items()]
 
 
-def number(found: float | None) -> str:
+def number(value: float | None) -> str:
     """Format three significant digits, or `–` for None."""
-    return NO_VALUE if found is None else figures(found)
+    return NO_VALUE if value is None else figures(value)
 
 
-def share(found: float | None) -> str:
+def share(value: float | None) -> str:
     """Format a share in per cent, or `–` for None."""
-    return NO_VALUE if found is None else percent(found, 1)
+    return NO_VALUE if value is None else percent(value, 1)
 
 
 Cells = tuple[tuple[str, Callable[[Outcome], str]], ...]
@@ -191,32 +191,32 @@ RISES: Cells = (
 
 def _loss(outcomes: Sequence[Outcome]) -> tuple[Cells, dict[str, str]]:
     """Return the columns of loss and perplexity, and the original's cells by column title."""
-    losses = [one.loss for one in outcomes if one.loss is not None]
-    powers = [one.perplexity for one in outcomes if one.perplexity is not None]
+    losses = [outcome.loss for outcome in outcomes if outcome.loss is not None]
+    powers = [outcome.perplexity for outcome in outcomes if outcome.perplexity is not None]
     decimals = loss_decimals(losses)
     columns: Cells = (
-        ("loss", lambda found: _change(found.loss, decimals, "after")),
-        ("Δ", lambda found: _change(found.loss, decimals)),
-        ("95 % interval", lambda found: _interval(found.loss, decimals)),
-        ("perplexity", lambda found: _figures(found.perplexity)),
+        ("loss", lambda outcome: _change(outcome.loss, decimals, "after")),
+        ("Δ", lambda outcome: _change(outcome.loss, decimals)),
+        ("95 % interval", lambda outcome: _interval(outcome.loss, decimals)),
+        ("perplexity", lambda outcome: _figures(outcome.perplexity)),
         *RISES,
     )
     original = {"loss": written(losses[0].before, decimals)} if losses else {}
     return columns, original | ({"perplexity": figures(powers[0].before)} if powers else {})
 
 
-def _placed(rows: Sequence[Outcome]) -> Cells:
+def _beyond_columns(rows: Sequence[Outcome]) -> Cells:
     """Return the columns of the loss beyond a window (its size is added if rows differ) and of greedy agreement."""
-    there = [row.beyond_window for row in rows if row.beyond_window is not None]
-    decimals = loss_decimals([one.change for one in there])
-    several = len({one.window for one in there}) > 1
+    records = [row.beyond_window for row in rows if row.beyond_window is not None]
+    decimals = loss_decimals([record.change for record in records])
+    several = len({record.window for record in records}) > 1
 
-    def beyond(found: Outcome) -> str:
-        one = found.beyond_window
-        window = f" (> {one.window})" if several and one is not None else ""
-        return _change(one.change if one else None, decimals) + window
+    def beyond(outcome: Outcome) -> str:
+        record = outcome.beyond_window
+        window = f" (> {record.window})" if several and record is not None else ""
+        return _change(record.change if record else None, decimals) + window
 
-    return ("Δ beyond", beyond), ("greedy", lambda found: agreed(found.agreement) or NO_VALUE)
+    return ("Δ beyond", beyond), ("greedy", lambda outcome: agreed(outcome.agreement) or NO_VALUE)
 
 
 OPTIONAL = ("rise", "95 % interval of rise", "perplexity", "Δ beyond", "greedy")
@@ -226,19 +226,19 @@ OPTIONAL = ("rise", "95 % interval of rise", "perplexity", "Δ beyond", "greedy"
 def _predictions(swap: Swap) -> Cells:
     """Return the columns of KL, its interval if the swap is judged by KL, and top-1 agreement."""
 
-    def ends(found: Outcome) -> str:
-        return NO_VALUE if found.kl is None else interval(found.kl_ci95, decimals_for([found.kl], 3))
+    def ends(outcome: Outcome) -> str:
+        return NO_VALUE if outcome.kl is None else interval(outcome.kl_ci95, decimals_for([outcome.kl], 3))
 
     more: Cells = (("95 % interval", ends),) if swap.judged_by == "kl" else ()
-    return (("KL", lambda found: number(found.kl)), *more, ("top-1", lambda found: share(found.top1_agreement)))
+    return (("KL", lambda outcome: number(outcome.kl)), *more, ("top-1", lambda outcome: share(outcome.top1_agreement)))
 
 
 def _states(swap: Swap) -> Cells:
     """Return the columns of the hidden states' cosine, its interval if the swap is judged by it, and their CKA."""
-    ends: Cells = (("95 % interval", lambda found: interval(found.hidden_cosine_ci95, 3)),)
+    ends: Cells = (("95 % interval", lambda outcome: interval(outcome.hidden_cosine_ci95, 3)),)
     more = ends if swap.judged_by == "hidden" else ()
-    cka: Cells = (("CKA", lambda found: written(found.hidden_cka, 3)),)
-    return (("hidden cosine", lambda found: written(found.hidden_cosine, 3)), *more, *cka)
+    cka: Cells = (("CKA", lambda outcome: written(outcome.hidden_cka, 3)),)
+    return (("hidden cosine", lambda outcome: written(outcome.hidden_cosine, 3)), *more, *cka)
 
 
 MARK = "*"
@@ -299,12 +299,12 @@ def sweeps_rows(swaps: Sequence[Swap]) -> Table:
         cells = tuple(f"{n} of {len(swap.sweep)}" for n, swap in zip(counts, swaps, strict=True))
         columns.append(Column("", "FDR 5 %", cells))
     for group, index in (("most harmful", 0), ("least harmful", -1)):
-        found = [swap.sweep[index] for swap in swaps]
-        deltas = (DIVERGED if effect.delta is None else written(effect.delta, decimals) for effect in found)
-        columns.append(Column(group, "where", tuple(map(place, found)), words=True))
+        effects = [swap.sweep[index] for swap in swaps]
+        deltas = (DIVERGED if effect.delta is None else written(effect.delta, decimals) for effect in effects)
+        columns.append(Column(group, "where", tuple(map(place, effects)), words=True))
         columns.append(Column(group, "Δ", tuple(deltas)))
         if index == 0:
-            columns.append(Column(group, "95 % interval", tuple(interval(e.ci95, decimals) for e in found)))
+            columns.append(Column(group, "95 % interval", tuple(interval(e.ci95, decimals) for e in effects)))
     return Table((Column("", "kernel", tuple(clean(swap.kernel) for swap in swaps), words=True),), tuple(columns))
 
 
@@ -339,13 +339,13 @@ def place(effect: Effect) -> str:
 
 def spans(numbers: Sequence[int]) -> str:
     """Format numbers with consecutive ones as a range: `0–7`, `0, 3–5`."""
-    found: list[list[int]] = []
-    for one in sorted(set(numbers)):
-        if found and one == found[-1][-1] + 1:
-            found[-1].append(one)
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            found.append([one])
-    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)
+            runs.append([number])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _units(title: str, shown: Sequence[Effect | None], tell: Callable[[Effect], str], *, words: bool = False) -> Column:
@@ -375,23 +375,23 @@ def swap_rows(swaps: list[Swap]) -> list[dict[str, Cell]]:
     return rows
 
 
-def _outcome(swap: Swap, stage: str, control: str, state: float | None, found: Outcome) -> dict[str, Cell]:
+def _outcome(swap: Swap, stage: str, control: str, state: float | None, outcome: Outcome) -> dict[str, Cell]:
     """Build the row of a stage or control of a kernel; a control has no speed, memory or off-simplex share."""
     costs: dict[str, Cell] = {"off_simplex": None if control else swap.off_simplex}
     for name in ("tokens_per_second", "peak_memory_bytes"):
         pair = getattr(swap, name)
         costs |= {f"{name}.{when}": None if control else getattr(pair, when) for when in ("before", "after")}
-    beyond, agreement = found.beyond_window, found.agreement
+    beyond, agreement = outcome.beyond_window, outcome.agreement
     return {
         **{"kernel": swap.kernel, "stage": stage, "control": control, "state": state},
-        **_change_cells("loss", found.loss),
-        **_change_cells("perplexity", found.perplexity),
-        "kl": found.kl,
-        **_bounds("kl", found.kl_ci95),
-        "top1_agreement": found.top1_agreement,
-        "hidden_cosine": found.hidden_cosine,
-        **_bounds("hidden_cosine", found.hidden_cosine_ci95),
-        "hidden_cka": found.hidden_cka,
+        **_change_cells("loss", outcome.loss),
+        **_change_cells("perplexity", outcome.perplexity),
+        "kl": outcome.kl,
+        **_bounds("kl", outcome.kl_ci95),
+        "top1_agreement": outcome.top1_agreement,
+        "hidden_cosine": outcome.hidden_cosine,
+        **_bounds("hidden_cosine", outcome.hidden_cosine_ci95),
+        "hidden_cka": outcome.hidden_cka,
         **_change_cells("beyond_window", beyond.change if beyond else None),
         "beyond_window.tokens": beyond.tokens if beyond else None,
         "greedy.median": agreement.median if agreement else None,
@@ -403,14 +403,14 @@ def _outcome(swap: Swap, stage: str, control: str, state: float | None, found: O
 def _effect(swap: Swap, effect: Effect, place: int) -> dict[str, Cell]:
     """Build the row of a unit swapped alone: its effect, and its value of each measure if predictors were read."""
     where = {name: getattr(effect, name) for name in ("layer", "head", "part", "delta")}
-    judged = {name: getattr(effect, name) for name in ("p_value", "significant")}
-    read = {one.measure: one.values[place] for one in sorted(swap.predictors, key=lambda one: one.measure)}
-    return {"kernel": swap.kernel, **where, **_bounds("delta", effect.ci95), **judged, **read}
+    tests = {name: getattr(effect, name) for name in ("p_value", "significant")}
+    values = {one.measure: one.values[place] for one in sorted(swap.predictors, key=lambda one: one.measure)}
+    return {"kernel": swap.kernel, **where, **_bounds("delta", effect.ci95), **tests, **values}
 
 
 def _change_cells(name: str, change: Change | None) -> dict[str, Cell]:
-    found: dict[str, Cell] = {f"{name}.{part}": getattr(change, part, None) for part in ("before", "after", "delta")}
-    return found | _bounds(f"{name}.delta", change.ci95 if change else None)
+    cells: dict[str, Cell] = {f"{name}.{part}": getattr(change, part, None) for part in ("before", "after", "delta")}
+    return cells | _bounds(f"{name}.delta", change.ci95 if change else None)
 
 
 def _bounds(name: str, ci95: tuple[float, float] | None) -> dict[str, Cell]:

@@ -55,16 +55,16 @@ def verdict(report: Report) -> str:
     """State which experiments miss the published figures, or that all meet them, and how many have none to meet."""
     judged = [experiment for experiment in report.experiments if experiment.passed is not None]
     failed = [clean(experiment.name) for experiment in judged if not experiment.passed]
-    every = counted(len(report.experiments), "experiment")
+    total = counted(len(report.experiments), "experiment")
     if not judged:
-        return f"{every}; nothing published to compare with."
-    some = f"{len(judged)} of {every} {'has' if len(judged) == 1 else 'have'} published figures to meet"
+        return f"{total}; nothing published to compare with."
+    some = f"{len(judged)} of {total} {'has' if len(judged) == 1 else 'have'} published figures to meet"
     partly = len(judged) < len(report.experiments)
     if failed:
         verb = "misses" if len(failed) == 1 else "miss"
         if partly:
             return f"{some}, and {len(failed)} of these {verb} them: {listed(failed)}."
-        return f"{len(failed)} of {every} {verb} what was published: {listed(failed)}."
+        return f"{len(failed)} of {total} {verb} what was published: {listed(failed)}."
     if partly:
         return f"{some}, and {'meets' if len(judged) == 1 else 'meet'} them."
     if len(judged) == 1:
@@ -85,7 +85,7 @@ def judgement(experiment: Experiment, figure: str) -> str:
 
 def heads_of(experiment: Experiment) -> int:
     """Count the heads whose values the experiment tracks over its steps."""
-    return len({(found.layer, found.head) for found in experiment.trajectories})
+    return len({(trajectory.layer, trajectory.head) for trajectory in experiment.trajectories})
 
 
 def asked_for(name: str) -> bool:
@@ -96,8 +96,8 @@ def asked_for(name: str) -> bool:
 def measures_of(experiment: Experiment) -> list[str]:
     """List the measures of a series in display order: main measures first, then the others, sources taking turns."""
     names = [name for name, curve in experiment.curves.items() if curve.null_of is None]
-    asked = sorted(filter(asked_for, names), key=_place)
-    return [*asked, *by_turns(name for name in names if name not in asked)]
+    main = sorted(filter(asked_for, names), key=_place)
+    return [*main, *by_turns(name for name in names if name not in main)]
 
 
 def told_of(experiment: Experiment) -> list[str]:
@@ -125,10 +125,10 @@ def finding(reading: MeasureMap, shapes: Shapes) -> str:
     error = shapes.report.summary.median_errors.get(reading.name)
     decimals = decimals_with_error(reading.present.tolist(), error)
     low, median, high = (written(float(f(reading.present)), decimals) for f in (np.min, np.median, np.max))
-    sure = f" ± {spread(error, decimals)}" if error is not None else ""
+    error_text = f" ± {spread(error, decimals)}" if error is not None else ""
     number = counted(reading.present.size, "head")
     over = f" over {number}, from {low} to {high}" if reading.present.size > 1 else ""
-    return f"{'median ' * bool(over)}{median}{sure}{over}{_chance(reading)}".replace("-", "−")
+    return f"{'median ' * bool(over)}{median}{error_text}{over}{_chance(reading)}".replace("-", "−")
 
 
 def _chance(reading: MeasureMap) -> str:
@@ -136,14 +136,14 @@ def _chance(reading: MeasureMap) -> str:
     if reading.null is None:
         return ""
     known = ~np.isnan(reading.values) & ~np.isnan(reading.null_means)
-    away = (reading.values - reading.null_means)[known]
+    distance = (reading.values - reading.null_means)[known]
     reach = 3 * reading.null_sds[known]
-    above, below = int((away > reach).sum()), int((away < -reach).sum())
+    above, below = int((distance > reach).sum()), int((distance < -reach).sum())
     mean, sd = middle(reading.null_means), middle(reading.null_sds)
     decimals = decimals_with_error([mean], sd)
     sides = [f"{counted(number, 'head')} {side}" for number, side in ((above, "above"), (below, "below")) if number]
-    told = f"{listed(sides)} it by more than 3 sd" if sides else "no head lies more than 3 sd from it"
-    return f"; chance reads {written(mean, decimals)} ± {spread(sd, decimals)}: {told}"
+    text = f"{listed(sides)} it by more than 3 sd" if sides else "no head lies more than 3 sd from it"
+    return f"; chance reads {written(mean, decimals)} ± {spread(sd, decimals)}: {text}"
 
 
 def null_words(measures: Iterable[MeasureInfo]) -> str:
@@ -151,8 +151,8 @@ def null_words(measures: Iterable[MeasureInfo]) -> str:
     kinds = {source_of(info.name): info.null for info in measures}
     if len(set(kinds.values())) < 2:
         return NULLS[next(iter(kinds.values()), "factors")]
-    turned = listed(f"{source}.*" for source, kind in kinds.items() if kind == "rotations")
-    return f"{NULLS['factors']}, of {turned} {NULLS['rotations']}"
+    rotated = listed(f"{source}.*" for source, kind in kinds.items() if kind == "rotations")
+    return f"{NULLS['factors']}, of {rotated} {NULLS['rotations']}"
 
 
 def no_errors(report: Report) -> str:
@@ -179,10 +179,10 @@ def population(report: Report, counted: str = "") -> str:
     if settings.intervals == "texts":
         return f"errors are over {len(texts)} texts and hold for {'beginnings of ' * first}texts like these{weights}"
     if first:
-        about = f"over the first {sum(counts)} {what} and hold for {what} like these, not for all of {names}"
+        scope = f"over the first {sum(counts)} {what} and hold for {what} like these, not for all of {names}"
     else:
-        about = f"over {what} and hold for the {sum(text.available or 0 for text in texts)} {what} of {names}"
-    return f"errors are {about}{weights}"
+        scope = f"over {what} and hold for the {sum(text.available or 0 for text in texts)} {what} of {names}"
+    return f"errors are {scope}{weights}"
 
 
 def _unit(report: Report) -> str:
@@ -203,10 +203,10 @@ def title(report: Report) -> str:
 
 def ran_on(report: Report) -> str:
     """State which experiments ran on which model; empty if all ran on the report's model."""
-    found = gathered((experiment.model, clean(experiment.name)) for experiment in report.experiments)
-    rest = found.pop(None, [])
-    said = [f"{listed(names, 5)}: {clean(model or '')}" for model, names in found.items()]
-    return "; ".join([*said, f"all others: {model_name(report.model.id)}"] if said and rest else said)
+    by_model = gathered((experiment.model, clean(experiment.name)) for experiment in report.experiments)
+    default = by_model.pop(None, [])
+    texts = [f"{listed(names, 5)}: {clean(model or '')}" for model, names in by_model.items()]
+    return "; ".join([*texts, f"all others: {model_name(report.model.id)}"] if texts and default else texts)
 
 
 def header(report: Report) -> str:
@@ -230,13 +230,13 @@ def standing(report: Report) -> tuple[str, bool]:
 
 def conventions(report: Report) -> str:
     """Describe positions, QK-norm and biases of the model's attention, which affect the measures; empty if unknown."""
-    found = report.model.conventions
-    if found is None:
+    record = report.model.conventions
+    if record is None:
         return ""
-    facts = [f"positions: {found.position}"]
-    if found.qk_norm:
+    facts = [f"positions: {record.position}"]
+    if record.qk_norm:
         facts.append("queries and keys are normalised per token")
-    if found.bias == "excluded":
+    if record.bias == "excluded":
         facts.append("biases are left out of weights.*")
     return "; ".join(facts)
 
@@ -249,23 +249,23 @@ def notes(report: Report) -> list[str]:
 
 def adapter(report: Report) -> str:
     """Describe the adapter and the model it was merged into; empty without an adapter."""
-    found = report.model.adapter
-    if found is None:
+    record = report.model.adapter
+    if record is None:
         return ""
-    whole = f"; {counted(len(found.replaced), 'parameter')} replaced whole" if found.replaced else ""
+    replaced = f"; {counted(len(record.replaced), 'parameter')} replaced whole" if record.replaced else ""
     return clean(
-        f"{found.kind} adapter {found.id} (r {found.rank}, α {found.alpha:g}) was merged into "
-        f"{counted(found.modules, 'module')} of {report.model.id}{whole}."
+        f"{record.kind} adapter {record.id} (r {record.rank}, α {record.alpha:g}) was merged into "
+        f"{counted(record.modules, 'module')} of {report.model.id}{replaced}."
     )
 
 
 def other_base(report: Report) -> list[str]:
     """Return a warning if the adapter names another base than the model; compares only the last parts of the ids."""
-    found = report.model.adapter
-    if found is None or found.base is None or _last(found.base) == _last(report.model.id):
+    record = report.model.adapter
+    if record is None or record.base is None or _last(record.base) == _last(report.model.id):
         return []
     own = report.model.id
-    return [clean(f"The adapter says that its base is {found.base}; it was merged into {own}, whose shapes it fits.")]
+    return [clean(f"The adapter says that its base is {record.base}; it was merged into {own}, whose shapes it fits.")]
 
 
 def _last(name: str) -> str:
@@ -287,9 +287,9 @@ def identity(report: Report) -> str:
     return "" if error is None else f"attention recomputed by attnlens agrees with the model to {error:.1e} (relative)"
 
 
-def extreme(found: Extreme) -> tuple[str, str]:
+def extreme(head: Extreme) -> tuple[str, str]:
     """Return the name of an extreme head (`layer 3 head 7`) and its text with rank, value and median."""
-    return f"layer {found.layer} head {found.head}", clean(found.text)
+    return f"layer {head.layer} head {head.head}", clean(head.text)
 
 
 def skipped(entries: Iterable[Skipped]) -> list[str]:
@@ -298,7 +298,7 @@ def skipped(entries: Iterable[Skipped]) -> list[str]:
     for entry in entries:
         heads = f" {'head' if len(entry.heads) == 1 else 'heads'} {listed(entry.heads, 12)}" if entry.heads else ""
         places.append((entry.reason, f"{entry.site}{heads}{f' ({entry.measure})' if entry.measure else ''}"))
-    return [f"{clean(reason)}: {listed(found, 4)}" for reason, found in gathered(places).items()]
+    return [f"{clean(reason)}: {listed(sites, 4)}" for reason, sites in gathered(places).items()]
 
 
 def without_value(shapes: Shapes) -> list[str]:

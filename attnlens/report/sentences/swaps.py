@@ -46,13 +46,13 @@ def _rise_decimals(loss: Change) -> int:
     return 0 if size >= 1e6 else min(2, max(0, decimals_for([size], 2)))
 
 
-def perplexity(found: Outcome) -> str:
+def perplexity(outcome: Outcome) -> str:
     """Return `Perplexity 14.3 → 15.1 (+5.6 %, 95 % interval 4.9 to 6.4 %).`; empty without a perplexity."""
-    if found.perplexity is None or found.loss is None:
+    if outcome.perplexity is None or outcome.loss is None:
         return ""
-    both = " → ".join(figures(number) for number in (found.perplexity.before, found.perplexity.after))
-    ends = rise_interval(found.loss)
-    return f"Perplexity {both} ({rise_words(found.loss)}{f', 95 % interval {ends}' if ends else ''})."
+    both = " → ".join(figures(number) for number in (outcome.perplexity.before, outcome.perplexity.after))
+    ends = rise_interval(outcome.loss)
+    return f"Perplexity {both} ({rise_words(outcome.loss)}{f', 95 % interval {ends}' if ends else ''})."
 
 
 def beside(swap: Swap) -> str:
@@ -66,14 +66,14 @@ def beside(swap: Swap) -> str:
         "without filter": " (the far part alone)" if hybrid else " (without the filter)",
         "far part, healed": " (the far part alone, healed)",
     }
-    every = [(one, one.loss) for one in swap.controls if one.loss is not None and one.perplexity is not None]
-    costs = ", ".join(f"{clean(one.kernel or '')}{what.get(one.role, '')} {rise_words(loss)}" for one, loss in every)
+    pairs = [(one, one.loss) for one in swap.controls if one.loss is not None and one.perplexity is not None]
+    costs = ", ".join(f"{clean(one.kernel or '')}{what.get(one.role, '')} {rise_words(loss)}" for one, loss in pairs)
     if not costs:
         return ""
-    better = [clean(one.kernel or "") for one, loss in every if _less(loss, swap.loss)]
+    better = [clean(one.kernel or "") for one, loss in pairs if _is_less(loss, swap.loss)]
     verb = "costs" if len(better) == 1 else "cost"
-    judged = f" Less than the kernel {verb}, intervals apart: {', '.join(better)}." if better else ""
-    return f"Controls, in perplexity: {costs}; the kernel {rise_words(swap.loss)}.{judged}"
+    ending = f" Less than the kernel {verb}, intervals apart: {', '.join(better)}." if better else ""
+    return f"Controls, in perplexity: {costs}; the kernel {rise_words(swap.loss)}.{ending}"
 
 
 def beside_size(swap: Swap) -> str:
@@ -81,7 +81,7 @@ def beside_size(swap: Swap) -> str:
     control = next((one for one in swap.controls if one.role == "same size" and one.perplexity is not None), None)
     if control is None or control.loss is None or swap.loss is None or swap.perplexity is None:
         return ""
-    less, more = _less(control.loss, swap.loss), _less(swap.loss, control.loss)
+    less, more = _is_less(control.loss, swap.loss), _is_less(swap.loss, control.loss)
     verdict = "costs less" if less else "costs more" if more else "costs neither less nor more beyond the intervals"
     return (
         f"{clean(swap.kernel)} ({rise_words(swap.loss)}): {clean(control.kernel or '')}, of its size, {verdict} "
@@ -89,7 +89,7 @@ def beside_size(swap: Swap) -> str:
     )
 
 
-def _less(one: Change, other: Change) -> bool:
+def _is_less(one: Change, other: Change) -> bool:
     """Return True if the interval of one change ends below the start of the other's."""
     return one.ci95 is not None and other.ci95 is not None and one.ci95[1] < other.ci95[0]
 
@@ -101,14 +101,14 @@ def is_hybrid(swap: Swap) -> bool:
 
 def legend(swaps: Sequence[Swap]) -> str:
     """Explain the controls of these swaps; empty if there are none."""
-    every = [(swap, one.role) for swap in swaps for one in swap.controls if one.kernel is not None]
-    roles = {role for _, role in every}
-    told = [words for role, words in LEGEND.items() if role in roles]
-    parted = {is_hybrid(swap) for swap, role in every if role == "filter alone"}
-    told += ["a filter and its kernel alone"] * (False in parted)
-    told += ["a hybrid's window and far part alone"] * (True in parted)
-    told += ["its far part alone as it was healed"] * ("far part, healed" in roles)
-    return f"controls, the same heads without training: {listed(told)}." if told else ""
+    pairs = [(swap, control.role) for swap in swaps for control in swap.controls if control.kernel is not None]
+    roles = {role for _, role in pairs}
+    texts = [words for role, words in LEGEND.items() if role in roles]
+    parted = {is_hybrid(swap) for swap, role in pairs if role == "filter alone"}
+    texts += ["a filter and its kernel alone"] * (False in parted)
+    texts += ["a hybrid's window and far part alone"] * (True in parted)
+    texts += ["its far part alone as it was healed"] * ("far part, healed" in roles)
+    return f"controls, the same heads without training: {listed(texts)}." if texts else ""
 
 
 def worst_text(swap: Swap) -> str:
@@ -134,19 +134,19 @@ def one_text(swap: Swap, names: Sequence[str]) -> str:
 
 def beyond(swap: Swap) -> str:
     """State the change in loss on tokens whose evidence lies beyond a window, and on first and last positions."""
-    told = []
-    if (found := swap.beyond_window) is not None:
-        told.append(
-            f"On the {counted(found.tokens, 'token')} whose pair with the token before stood last more than "
-            f"{counted(found.window, 'token')} back the loss changes by {_bounded(found.change)}."
+    sentences = []
+    if (record := swap.beyond_window) is not None:
+        sentences.append(
+            f"On the {counted(record.tokens, 'token')} whose pair with the token before stood last more than "
+            f"{counted(record.window, 'token')} back the loss changes by {_bounded(record.change)}."
         )
     if len(swap.loss_by_position) > 1:
         first, last = swap.loss_by_position[0], swap.loss_by_position[-1]
-        told.append(
+        sentences.append(
             f"By place: {_bounded(first.change)} on tokens {first.first} to {first.last} of a sequence, "
             f"{_bounded(last.change)} on {last.first} to {last.last}."
         )
-    return " ".join(told)
+    return " ".join(sentences)
 
 
 def _bounded(change: Change) -> str:
@@ -170,25 +170,25 @@ def beyond_legend(rows: Sequence[Outcome]) -> str:
 
 def greedy(swap: Swap) -> str:
     """State how many generated tokens agree with the original model's; empty if nothing was generated."""
-    found = swap.agreement
-    if found is None:
+    agreement = swap.agreement
+    if agreement is None:
         return ""
-    quartiles = " to ".join(_tokens(number, found) for number in found.quartiles)
-    what = "first halves of windows" if found.source == "windows" else f"lines of {clean(found.source)}"
+    quartiles = " to ".join(_tokens(number, agreement) for number in agreement.quartiles)
+    what = "first halves of windows" if agreement.source == "windows" else f"lines of {clean(agreement.source)}"
     return (
-        f"Greedy continuations of {counted(found.prompts, 'prompt')} ({what}) are the original's for "
-        f"{_tokens(found.median, found)} of {found.tokens} tokens in the median (quartiles {quartiles}); "
-        f"{found.never} of {found.prompts} never differ."
+        f"Greedy continuations of {counted(agreement.prompts, 'prompt')} ({what}) are the original's for "
+        f"{_tokens(agreement.median, agreement)} of {agreement.tokens} tokens in the median (quartiles {quartiles}); "
+        f"{agreement.never} of {agreement.prompts} never differ."
     )
 
 
-def agreed(found: Agreement | None) -> str:
+def agreed(agreement: Agreement | None) -> str:
     """Format the median agreement, `12`, or `≥ 64` if half of the prompts never differ; empty if none was generated."""
-    return "" if found is None else _tokens(found.median, found)
+    return "" if agreement is None else _tokens(agreement.median, agreement)
 
 
-def _tokens(number: float, found: Agreement) -> str:
-    return f"≥ {found.tokens}" if number >= found.tokens else f"{number:.0f}"
+def _tokens(number: float, agreement: Agreement) -> str:
+    return f"≥ {agreement.tokens}" if number >= agreement.tokens else f"{number:.0f}"
 
 
 UNITS = {
@@ -279,28 +279,28 @@ def ranking(swaps: Sequence[Swap]) -> str:
     """State which kernels harm least and most, which not measurably, and which diverge; empty if none has a value."""
     losses = [(swap.loss, clean(swap.kernel)) for swap in swaps if swap.loss is not None]
     powers = {clean(swap.kernel): perplexity(swap).rstrip(".") for swap in swaps}
-    ranked = sorted(losses, key=lambda found: found[0].delta)
-    told = []
+    ranked = sorted(losses, key=lambda pair: pair[0].delta)
+    sentences = []
     if ranked:
         decimals = loss_decimals([loss for loss, _ in ranked])
         ends = ranked[0], ranked[-1]
         least, most = (f"{name} (Δ {written(loss.delta, decimals)})" for loss, name in ends)
-        told.append(f"The loss is lowest under {least}, highest under {most}.")
-        told += [f"{powers[name]} under {name}." for _, name in ends if powers[name]]
-    told += [] if ranked else _nearest(swaps)
+        sentences.append(f"The loss is lowest under {least}, highest under {most}.")
+        sentences += [f"{powers[name]} under {name}." for _, name in ends if powers[name]]
+    sentences += [] if ranked else _nearest(swaps)
     same = [name for loss, name in losses if _unchanged(loss)]
-    lost = [swap.kernel for swap in swaps if swap.diverged]
-    told += [f"No measurable change: {listed(same, 8)}."] if same else []
-    told += [f"Diverged: {listed(lost, 8)}."] if lost else []
-    return " ".join(told)
+    diverged = [swap.kernel for swap in swaps if swap.diverged]
+    sentences += [f"No measurable change: {listed(same, 8)}."] if same else []
+    sentences += [f"Diverged: {listed(diverged, 8)}."] if diverged else []
+    return " ".join(sentences)
 
 
 def _nearest(swaps: Sequence[Swap]) -> list[str]:
     """List one sentence on the kernels with the least and largest distance to the original; empty if all diverge."""
-    found = [(far, clean(swap.kernel)) for swap in swaps if (far := distance(swap, swap)) is not None]
-    if not found:
+    distances = [(far, clean(swap.kernel)) for swap in swaps if (far := distance(swap, swap)) is not None]
+    if not distances:
         return []
-    least, most = (f"{name} ({figures(far)})" for far, name in (min(found), max(found)))
+    least, most = (f"{name} ({figures(far)})" for far, name in (min(distances), max(distances)))
     return [f"The {EFFECTS[swaps[0].judged_by]} is least under {least}, largest under {most}."]
 
 
@@ -321,10 +321,10 @@ def stages_sentence(swap: Swap) -> str:
 
 def reach(report: Report) -> str:
     """State the coverage, `4 of 4 sites, 32 of 32 heads` (minimum over kernels), and the computation paths."""
-    coverage, every = report.coverage, report.swaps
-    sites = min(len(swap.sites) for swap in every)
-    heads = min(sum(len(site.heads) for site in swap.sites) for swap in every)
-    paths = dict.fromkeys(site.path for swap in every for site in swap.sites)
+    coverage, swaps = report.coverage, report.swaps
+    sites = min(len(swap.sites) for swap in swaps)
+    heads = min(sum(len(site.heads) for site in swap.sites) for swap in swaps)
+    paths = dict.fromkeys(site.path for swap in swaps for site in swap.sites)
     return (
         f"{sites} of {counted(coverage.sites, 'site')}, {heads} of {counted(coverage.heads, 'head')} "
         f"· path: {listed(paths)}"
@@ -346,12 +346,12 @@ def formula(swap: Swap) -> str:
 
 def proof(swaps: Sequence[Swap]) -> str:
     """Format the identity, causality and mask errors, the worst over the kernels."""
-    told = []
+    texts = []
     for name in ("identity", "causality", "mask"):
         errors = (getattr(swap, f"{name}_error") for swap in swaps)
         worst: float | None = max((error for error in errors if error is not None), default=None)
-        told.append(f"{name} error {NO_VALUE if worst is None else f'{worst:.1e}' if worst else '0'}")
-    return f"Proof: {', '.join(told)}{' (worst of all kernels)' if len(swaps) > 1 else ''}"
+        texts.append(f"{name} error {NO_VALUE if worst is None else f'{worst:.1e}' if worst else '0'}")
+    return f"Proof: {', '.join(texts)}{' (worst of all kernels)' if len(swaps) > 1 else ''}"
 
 
 def cost(swap: Swap) -> str:
@@ -376,13 +376,13 @@ def off_simplex(swap: Swap) -> str:
 
 def site_errors(swap: Swap) -> str:
     """State the median, least and largest output error of the sites in one line; empty if all are unknown."""
-    known = sorted((site.output_error, site.layer) for site in swap.sites if site.output_error is not None)
-    if not known:
+    errors = sorted((site.output_error, site.layer) for site in swap.sites if site.output_error is not None)
+    if not errors:
         return ""
-    (least, first), (most, last) = known[0], known[-1]
-    if len(known) == 1:
+    (least, first), (most, last) = errors[0], errors[-1]
+    if len(errors) == 1:
         return f"The site's output moves by {percent(least)} (layer {first})."
-    middle = (known[(len(known) - 1) // 2][0] + known[len(known) // 2][0]) / 2
+    middle = (errors[(len(errors) - 1) // 2][0] + errors[len(errors) // 2][0]) / 2
     return (
         f"The sites' outputs move by {percent(middle)} of their norm (median), "
         f"from {percent(least)} (layer {first}) to {percent(most)} (layer {last})."
@@ -392,8 +392,8 @@ def site_errors(swap: Swap) -> str:
 def notes(swaps: Sequence[Swap]) -> list[str]:
     """List the notes of all swaps without repetitions, preceded by the kernels they apply to unless that is all."""
     several = len(swaps) > 1
-    told = ((note, swap.kernel) for swap in swaps for note in (*swap.notes, off_simplex(swap) * several))
-    about = gathered((clean(note), kernel) for note, kernel in told if note)
+    pairs = ((note, swap.kernel) for swap in swaps for note in (*swap.notes, off_simplex(swap) * several))
+    about = gathered((clean(note), kernel) for note, kernel in pairs if note)
     return [note if len(kernels) == len(swaps) else f"{listed(kernels, 8)}: {note}" for note, kernels in about.items()]
 
 
@@ -412,7 +412,7 @@ def without_value(swaps: Sequence[Swap]) -> list[str]:
                 groups.setdefault((listed(names, 8), reason), []).append(label)
     lines = []
     for (fields, reason), labels in groups.items():
-        where = listed([one for one in dict.fromkeys(labels) if one], 8)
+        where = listed([label for label in dict.fromkeys(labels) if label], 8)
         lines.append(f"{fields}{f' ({where})' if where else ''}: {clean(reason)}")
     return lines
 
