@@ -1,1 +1,1 @@
-"""How a report is shown: as sections with sentences, tables and pictures, rendered for several media."""
+"""Presentation of a report: sections with sentences, tables and pictures, rendered for several media."""

@@ -1,4 +1,4 @@
-"""Writes a report into a file of the kind that its name ends in, draws it, and shows it in a notebook."""
+"""Output of reports: files whose kind is given by their suffix, pictures, and the HTML page in a notebook."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _plan(report: Report) -> str:
 
 
 def _page(report: Report) -> str:
-    from attnlens.report.render.html import html  # late here and below: it loads matplotlib
+    from attnlens.report.render.html import html  # imported in functions here and below because it loads matplotlib
 
     return html(documents.page(report))
 
@@ -41,14 +41,14 @@ WRITERS: dict[str, Callable[[Report], str]] = {
     "plan": _plan,
     "html": _page,
 }
-"""The text of each kind of file."""
+"""Function that returns the text of a report, by kind of file."""
 ENDINGS = {".json": "json", ".csv": "csv", ".md": "markdown", ".html": "html"}
 FRAME = '<iframe sandbox srcdoc="{}" style="width: 100%; height: 44rem; border: 1px solid #ddd"></iframe>'
-"""What holds a page in a notebook: its styles don't reach the notebook, and it runs no script."""
+"""Frame of the page in a notebook: sandboxed, so that it runs no scripts and its styles do not affect the notebook."""
 
 
 def save(report: Report, path: str | Path) -> None:
-    """Write the report: the ending of the path says as what. Raises OutputError for an ending that means nothing."""
+    """Write the report to a file, of the kind given by the path's suffix. Raises OutputError for an unknown suffix."""
     from attnlens.report.render.html import FORMATS, encoded_picture
 
     target = local_path(arguments.path("path", path))
@@ -65,14 +65,14 @@ def save(report: Report, path: str | Path) -> None:
 
 
 def plot(report: Report) -> Figure:
-    """The overview, which `save` writes as a picture."""
+    """Draw the overview, which `save` writes as a picture."""
     from attnlens.report.render.html import figure
 
     return figure(documents.overview(report))
 
 
 def framed(report: Report) -> str | None:
-    """The HTML page in a frame of its own; None where the report has nothing to draw."""
+    """Return the HTML page in an iframe; None if the report has nothing to draw."""
     try:
         return FRAME.format(escape(_page(report)))
     except UsageError:
@@ -80,11 +80,11 @@ def framed(report: Report) -> str | None:
 
 
 def drawings(report: Report, target: Path) -> dict[Path, Drawing]:
-    """What draws each file; nothing is drawn yet.
+    """Return a function per file that draws it; nothing is drawn yet.
 
-    A folder gets `overview.png` and a picture for each measure, curve, stage or experiment; a path that ends in .png,
-    .svg or .pdf the overview alone, or the margins of the one head whose selection is shown. Raises UsageError where
-    the report has nothing to draw, OutputError where the target names another kind of picture.
+    A folder gets `overview.png` and a picture per measure, curve, stage or experiment. A path that ends in .png, .svg
+    or .pdf gets only the overview, or the margins of the selection if there is exactly one. Raises UsageError if the
+    report has nothing to draw, OutputError if the target has another suffix.
     """
     from attnlens.report.render.html import encoded_picture, files_of, is_file
 

@@ -1,4 +1,4 @@
-"""The shapes in a report: maps of layers × heads, measures that sum to 1, a curve for each head."""
+"""Arrays of a report: maps of layers × heads, sets of measures that sum to 1, and curves by head."""
 
 from __future__ import annotations
 
@@ -20,67 +20,67 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 MOST_FILLED = 1024
-"""Layers or heads up to which missing numbers are filled in; beyond, only those that are there are shown."""
+"""Largest number of layers or heads for which missing ones are added as empty rows or columns of the maps."""
 
 
 @dataclass(frozen=True)
 class MeasureMap:
-    """One measure of every head: maps with rows as `Shapes.layers`, columns as `Shapes.heads`, NaN where nothing is."""
+    """Measure of every head: maps with rows as `Shapes.layers`, columns as `Shapes.heads`, NaN for missing values."""
 
     name: str  # qualified by source
-    info: MeasureInfo  # what the registry knows of it; empty texts for a measure it does not know
+    info: MeasureInfo  # entry of the registry; its texts are empty for an unknown measure
     values: Float[np.ndarray, "layers heads"]
     errors: Float[np.ndarray, "layers heads"]  # their standard errors
     null_means: Float[np.ndarray, "layers heads"]  # means under the null
     null_sds: Float[np.ndarray, "layers heads"]  # standard deviations under the null
-    labels: dict[int, str]  # category number → name, where the values are categories
-    reasons: dict[str, int]  # why there is no value → for how many heads
-    counts: tuple[int, ...]  # the different numbers of sequences or matrices that a value rests on, ascending
+    labels: dict[int, str]  # category number → name; empty unless the values are categories
+    reasons: dict[str, int]  # reason for a missing value → number of heads
+    counts: tuple[int, ...]  # distinct numbers of sequences or matrices that values are computed from, ascending
 
     @cached_property
     def present(self) -> Float[np.ndarray, " some"]:
-        """The values that exist, in the order of layer and head."""
+        """Values that are not NaN, in the order of layer and head."""
         return np.asarray(self.values[~np.isnan(self.values)])
 
     @property
     def full(self) -> bool:
-        """Whether every cell of the map has a value."""
+        """True if every cell of the map has a value."""
         return self.present.size == self.values.size
 
     @property
     def constant(self) -> bool:
-        """Whether more than one head has a value and all have the same."""
+        """True if more than one head has a value and all values are equal."""
         return self.present.size > 1 and bool(np.all(self.present == self.present[0]))
 
     @property
     def signed(self) -> bool:
-        """Whether values below 0 occur or could occur."""
+        """True if values below 0 occur or are possible."""
         could = self.info.low is not None and self.info.low < 0
         return could or bool(np.any(self.present < 0))
 
     @property
     def null(self) -> tuple[float, float] | None:
-        """Median over heads of the null's mean and sd."""
+        """Medians over heads of the null's mean and of its sd; None without a null."""
         return None if np.isnan(self.null_means).all() else (middle(self.null_means), middle(self.null_sds))
 
     @property
     def chance(self) -> bool:
-        """Whether most heads lie within two sd of the null."""
+        """True if most heads lie within two sd of the null's mean."""
         if self.null is None or not self.null[1]:
             return False
         away = np.abs(self.values - self.null_means)
-        # a null that never varies is met exactly or not at all
+        # if the null has an sd of 0, only a value equal to its mean lies within two sd
         unvaried = np.where(away > 0, np.inf, away)
         return middle(np.divide(away, self.null_sds, out=unvaried, where=self.null_sds != 0)) < 2
 
     @property
     def error(self) -> float | None:
-        """Median over heads of the standard error."""
+        """Median over heads of the standard error; None without errors."""
         return None if np.isnan(self.errors).all() else middle(self.errors)
 
 
 class Shapes:
-    """A report laid out: its layers, parts and heads, and every measure as a map over them."""
+    """Layout of a report: its layers, parts and heads, and every measure as a map over layers × heads."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
@@ -88,45 +88,45 @@ class Shapes:
         order = list(dict.fromkeys(part_of.values()))
         layers = _numbers(part_of, report.coverage.sites, report.settings.layers is None and len(order) == 1)
         self.layers: tuple[int, ...] = tuple(sorted(layers, key=lambda n: (order.index(part_of.get(n, order[0])), n)))
-        """The layers' running numbers, part by part."""
+        """Running numbers of the layers, part by part."""
         self.parts: tuple[Part, ...] = tuple(part_of.get(layer, order[0]) for layer in self.layers)
-        """For each of them encoder, decoder or cross."""
+        """Part of each layer: encoder, decoder or cross."""
         self.heads: tuple[int, ...] = _numbers({head.head for head in report.heads}, 0, report.settings.heads is None)
-        """The heads' numbers."""
+        """Numbers of the heads."""
         self._row = {layer: row for row, layer in enumerate(self.layers)}
         self._column = {head: column for column, head in enumerate(self.heads)}
 
     @cached_property
     def readings(self) -> dict[str, MeasureMap]:
-        """Every scalar measure with at least one value, by name, the most telling ones first."""
+        """Scalar measures with at least one value, by name, the most informative first."""
         readings = (self._reading(name) for name in self.report.measure_names())
-        found = sorted((reading for reading in readings if reading.present.size), key=_background)
-        return {reading.name: reading for reading in found}
+        ordered = sorted((reading for reading in readings if reading.present.size), key=_background)
+        return {reading.name: reading for reading in ordered}
 
     @cached_property
     def curves(self) -> dict[str, list[tuple[int, Float[np.ndarray, " steps"]]]]:
-        """Every curve by name: for each head its row in `layers` and its numbers."""
-        found: dict[str, list[tuple[int, Float[np.ndarray, " steps"]]]] = {}
+        """Curves by name: for each head with that curve, its row in `layers` and its values."""
+        result: dict[str, list[tuple[int, Float[np.ndarray, " steps"]]]] = {}
         for head in self.report.heads:
             for name, curve in head.curves.items():
                 if curve:
-                    found.setdefault(name, []).append((self._row[head.layer], np.asarray(curve, dtype=float)))
-        return found
+                    result.setdefault(name, []).append((self._row[head.layer], np.asarray(curve, dtype=float)))
+        return result
 
     def info(self, name: str) -> MeasureInfo:
-        """What the registry knows of a measure or curve."""
+        """Return the registry's entry of a measure or curve."""
         return info_of(name)
 
     def cell(self, layer: int, head: int) -> tuple[int, int]:
-        """Row and column of a head in every map."""
+        """Return the row and column of a head in the maps."""
         return self._row[layer], self._column[head]
 
     @cached_property
     def shares(self) -> dict[str, list[str]]:
         """Sets of measures that are ≥ 0 and sum to 1 in every head that has them all: `tokens.kernel_shares` → names.
 
-        The registry knows the wholes of its measures; others are tried by their stem (`other.share_…`). What most heads
-        have comes first, then what has more parts.
+        The registry lists the sets of its measures; others are grouped by the stem of their names (`other.share_…`).
+        The sets that most heads have come first, then those with more measures.
         """
 
         def heads_with(names: list[str]) -> int:
@@ -138,14 +138,14 @@ class Shapes:
             for whole in self.info(name).wholes or [title.rpartition("_")[0]]:
                 if name in self.readings and whole:
                     sets.setdefault(f"{source}.{whole}", []).append(name)
-        found = {whole: names for whole, names in sets.items() if len(names) > 1 and self._sum_to_one(names)}
-        return dict(sorted(found.items(), key=lambda item: (-heads_with(item[1]), -len(item[1]))))
+        complete = {whole: names for whole, names in sets.items() if len(names) > 1 and self._sum_to_one(names)}
+        return dict(sorted(complete.items(), key=lambda item: (-heads_with(item[1]), -len(item[1]))))
 
     def _sum_to_one(self, names: list[str]) -> bool:
         stack = np.stack([self.readings[name].values for name in names])
         total = stack.sum(axis=0)
         whole = ~np.isnan(total)
-        # nine significant digits are kept in a report, so a sum of a few shares is exact to about 1e-9
+        # reports keep nine significant digits, so a sum of a few shares is exact to about 1e-9
         return bool(whole.any() and np.nanmin(stack) >= 0 and np.all(np.abs(total[whole] - 1) < 1e-6))
 
     def _reading(self, name: str) -> MeasureMap:
@@ -182,19 +182,19 @@ class Shapes:
 
 
 def group_of(info: MeasureInfo) -> str:
-    """What a measure's column stands under: its source, and the space where it is one of several."""
+    """Return the heading of a measure's group: its source, and its space if it has one."""
     source = source_of(info.name)
     return f"{source}, {info.space}" if info.space else source
 
 
 def middle(values: Float[np.ndarray, "layers heads"]) -> float:
-    """The median of what is there; NaN where nothing is."""
+    """Compute the median of the values that are not NaN; NaN if there are none."""
     present = values[~np.isnan(values)]
     return float(np.median(present)) if present.size else float("nan")
 
 
 def by_turns(names: Iterable[str]) -> list[str]:
-    """The names with their sources taking turns, each source in its own order: the first of each, the second, …"""
+    """Order names so that their sources take turns: the first name of each source, then the second of each, …"""
     sources: dict[str, list[str]] = {}
     for name in names:
         sources.setdefault(source_of(name), []).append(name)
@@ -202,10 +202,10 @@ def by_turns(names: Iterable[str]) -> list[str]:
 
 
 def _background(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool, int]:
-    """What puts a measure behind the others: the same everywhere; no headline; not identified; a category; in the
-    weights' own units.
+    """Return the sort key that puts the most informative measures first.
 
-    Then those that say most by themselves come first: a zero between two ends, two ends, an open range.
+    Last come measures that are constant, no headline, not identified, categories, or proportional to ‖Q‖‖K‖. Among the
+    others, bounded ranges that include negative values come first, then other bounded ranges, then open ones.
     """
     info = reading.info
     ends = 2 if info.low is None or info.high is None else int(info.low >= 0)
@@ -214,7 +214,7 @@ def _background(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool, int]
 
 
 def _numbers(present: Iterable[int], expected: int, fill: bool) -> tuple[int, ...]:
-    """The numbers that are there; with `fill`, also those missing in between and up to `expected`."""
+    """Return the numbers present, sorted; with `fill`, also those missing in between and up to `expected`."""
     numbers = sorted(set(present))
     size = max([expected, *(number + 1 for number in numbers)])
     return tuple(range(size)) if fill and numbers and size <= MOST_FILLED else tuple(numbers)

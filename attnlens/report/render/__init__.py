@@ -1,1 +1,1 @@
-"""Sections on a terminal, in markdown, as a page of HTML, in a spreadsheet, as pictures; each draws nothing else."""
+"""Renderers of sections: terminal, markdown, HTML page, spreadsheet and pictures."""

@@ -26,41 +26,41 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "Drawing", "embedded_picture", "encoded_picture", "figure", "file_names", "files_of", "is_file"]
 
-LARGEST_VECTOR = 400_000  # bytes of a picture in vectors beyond which a page holds it as pixels
+LARGEST_VECTOR = 400_000  # bytes of an SVG picture above which a page contains it as PNG
 Drawing = Callable[[], bytes]
-"""Draws one picture; the bytes of its file."""
+"""Function that draws one picture and returns the bytes of its file."""
 
 
 def figure(picture: Picture) -> Figure:
-    """Draw it as a figure of matplotlib's."""
+    """Draw a picture as a matplotlib figure."""
     with house_style():
         return picture.draw()
 
 
 def encoded_picture(picture: Picture, suffix: str = ".png") -> bytes:
-    """Draw it; the bytes of a file of that kind. The same picture gives the same bytes."""
+    """Draw a picture and return the bytes of its file, of the kind in `suffix`. Equal pictures give equal bytes."""
     with house_style():
         return encoded(picture.draw(), suffix)
 
 
 def embedded_picture(picture: Picture) -> tuple[str, bytes]:
-    """The picture for a page, and its media type: as vectors where these are small, else as pixels for a screen."""
+    """Return the media type and bytes of a picture for a page: SVG if it is small, else PNG in screen resolution."""
     with house_style():
-        drawn = picture.draw()
-        vectors = b"" if crowded(drawn) else encoded(drawn, ".svg")
+        drawing = picture.draw()
+        vectors = b"" if crowded(drawing) else encoded(drawing, ".svg")
         if 0 < len(vectors) <= LARGEST_VECTOR:
             return "image/svg+xml", vectors
-        return "image/png", encoded(drawn, ".png", DPI)
+        return "image/png", encoded(drawing, ".png", DPI)
 
 
 def files_of(pictures: Sequence[Picture], folder: Path) -> dict[Path, Drawing]:
-    """What draws each picture's file in the folder; nothing is drawn yet."""
+    """Return a function per file in the folder that draws its picture; nothing is drawn yet."""
     names = file_names(picture.stem for picture in pictures)
     return {folder / name: partial(encoded_picture, picture) for name, picture in zip(names, pictures, strict=True)}
 
 
 def is_file(target: Path) -> bool:
-    """Whether the target means one picture and not a folder of them. Raises OutputError for another ending."""
+    """Return True if the target is one picture, False if it is a folder. Raises OutputError for any other suffix."""
     suffix = target.suffix.lower()
     if not suffix or target.is_dir():
         return False
@@ -73,37 +73,37 @@ def is_file(target: Path) -> bool:
 
 
 def file_names(stems: Iterable[str]) -> list[str]:
-    """A file name for each; what can't stand in a file name becomes `_`, and no two get the same one."""
+    """Make a unique PNG file name of each stem; characters that are unsafe in file names become `_`."""
     taken: set[str] = set()
-    chosen = []
+    names = []
     for name in stems:
         stem = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:100].lstrip(".") or "measure"
         candidates = (f"{stem}{number}.png" for number in ("", *range(2, 2 + len(taken))))
-        chosen.append(next(candidate for candidate in candidates if candidate.lower() not in taken))
-        taken.add(chosen[-1].lower())
-    return chosen
+        names.append(next(candidate for candidate in candidates if candidate.lower() not in taken))
+        taken.add(names[-1].lower())
+    return names
 
 
 SCRIPTS = ("data", "state", "scale", "map", "curves", "attention", "head", "table", "start")
-"""The files of the page's script, in the order in which they run."""
+"""Files of the page's script, in the order in which they run."""
 
 
-def html(told: Document) -> str:
-    """The document as a page without any other file; whatever it holds is cleaned and escaped.
+def html(document: Document) -> str:
+    """Render the document as a self-contained HTML page, with all of its text cleaned and escaped.
 
-    It runs one script, its own, which its policy names by hash, and reaches no other place. Raises UsageError where
-    there is nothing to draw.
+    The page's content security policy allows only its own script and style, by hash, and no network access. Raises
+    UsageError if there is nothing to draw.
     """
     style, script = _file("page.css"), "\n".join(_file(f"{name}.js") for name in SCRIPTS)
     data = ""
-    if told.explorer is not None:  # as JSON that no HTML parser can leave: no `<`, and letters beyond ASCII as escapes
-        data = json.dumps(told.explorer, default=vars, separators=(",", ":"), allow_nan=False)
+    if document.explorer is not None:  # as ASCII without `<`, `>` and `&`, so that no data can close the script element
+        data = json.dumps(document.explorer, default=vars, separators=(",", ":"), allow_nan=False)
         data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     policy = (
         f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    parts = {"head": told.head, "opening": told.opening, "sections": told.sections}
+    parts = {"head": document.head, "opening": document.opening, "sections": document.sections}
     return _template().render(**parts, data=data, style=style, script=script, policy=policy)
 
 
@@ -121,17 +121,17 @@ def _file(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """A script's or style's source, as a policy names it."""
+    """Return the source expression of a script or style for the content security policy: its SHA-256."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _cleaned(value: Any) -> Any:
-    """A stranger's string without control characters; what the template itself has written stays as it is."""
+    """Replace control characters in plain strings; Markup that the template itself produced stays as it is."""
     return clean(value) if type(value) is str else value
 
 
 def _runs(columns: Sequence[Column]) -> list[tuple[str, int]]:
-    """The columns' groups from left to right, and how many columns each has."""
+    """Return the groups of the columns from left to right, each with its number of columns."""
     return [(group, len(list(members))) for group, members in groupby(columns, key=lambda column: column.group)]
 
 

@@ -1,4 +1,4 @@
-"""Sections as GitHub markdown and as CSV, and checks for CI systems: JUnit XML, annotations, step summary."""
+"""Sections as GitHub markdown and CSV, and checks for CI systems: JUnit XML, annotations, step summary."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from attnlens.report.sections.section import Cell, Document, Heading, Section, S
 from attnlens.wording import clean
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "|", "%")
-"""First characters at which a spreadsheet may start to calculate."""
+"""First characters of a text that a spreadsheet can run as a formula."""
 
 
 def spreadsheet(sheet: Sheet) -> str:
-    """The sheet as CSV: a missing value is an empty cell, numbers carry nine significant digits.
+    """Format a sheet as CSV: a missing value is an empty cell, numbers have nine significant digits.
 
-    A text that a spreadsheet could run as a formula gets an apostrophe before it.
+    Texts that a spreadsheet could run as a formula are preceded by an apostrophe.
     """
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
@@ -34,7 +34,7 @@ def spreadsheet(sheet: Sheet) -> str:
 
 
 def harmless(text: str) -> str:
-    """The text, on one line, as text for a spreadsheet."""
+    """Return the text on one line, preceded by an apostrophe if a spreadsheet could run it as a formula."""
     line = clean(text)
     return f"'{line}" if line.startswith(FORMULA) else line
 
@@ -47,11 +47,11 @@ def _written(cell: Cell) -> str:
     return f"{cell:.9g}" if isinstance(cell, float) else harmless(str(cell)) if isinstance(cell, str) else str(cell)
 
 
-MOST_HEADS = 100  # heads that a failure names; more would hide the rest of a pipeline's page
+MOST_HEADS = 100  # heads that a failure lists; more would hide the other results on a pipeline's page
 
 
 def junit(report: Report) -> str:
-    """The checks of a report; a text that XML 1.0 can't hold is cleaned, everything else escaped."""
+    """Format the checks of a report as JUnit XML; characters that XML 1.0 forbids are replaced, others escaped."""
     failed = str(sum(not check.passed for check in report.checks))
     counts = {"tests": str(len(report.checks)), "failures": failed, "errors": "0", "skipped": "0"}
     suites = ElementTree.Element("testsuites", {"name": "attnlens"} | counts)
@@ -59,8 +59,8 @@ def junit(report: Report) -> str:
     suite = ElementTree.SubElement(suites, "testsuite", {"name": name} | counts)
     for check in report.checks:
         place = {} if check.file is None else {"file": clean(check.file)}
-        named = {"classname": clean(f"attnlens.{check.subject}"), "name": clean(check.rule)}
-        case = ElementTree.SubElement(suite, "testcase", named | place | {"time": "0"})
+        attributes = {"classname": clean(f"attnlens.{check.subject}"), "name": clean(check.rule)}
+        case = ElementTree.SubElement(suite, "testcase", attributes | place | {"time": "0"})
         if not check.passed:
             failure = ElementTree.SubElement(case, "failure", message=checked.told(check), type="rule")
             lines = [checked.accusation(check, breach) for breach in check.breaches[:MOST_HEADS]]
@@ -70,21 +70,21 @@ def junit(report: Report) -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(suites, encoding="unicode") + "\n"
 
 
-MOST_ANNOTATIONS = 10  # annotations of one kind that GitHub shows of a step
+MOST_ANNOTATIONS = 10  # GitHub shows at most so many annotations of one kind per step
 IN_MESSAGES = {ord("%"): "%25", ord("\r"): "%0D", ord("\n"): "%0A"}
 IN_PROPERTIES = IN_MESSAGES | {ord(":"): "%3A", ord(","): "%2C"}
 
 
 def workflow_commands(report: Report) -> list[str]:
-    """A workflow command for each of the worst ten: rules that fail through no single head, then heads."""
-    alone = [(check, checked.told(check)) for check in report.checks if not check.passed and not check.breaches]
-    blamed = [(check, checked.accusation(check, breach)) for check, breach in worst(report.checks)]
+    """Return ten GitHub workflow commands at most: failed rules that no single head breaks, then the worst heads."""
+    rule_errors = [(check, checked.told(check)) for check in report.checks if not check.passed and not check.breaches]
+    head_errors = [(check, checked.accusation(check, breach)) for check, breach in worst(report.checks)]
     lines = []
-    for check, message in [*alone, *blamed][:MOST_ANNOTATIONS]:
+    for check, message in [*rule_errors, *head_errors][:MOST_ANNOTATIONS]:
         place = {} if check.file is None else {"file": uri(check.file)}
         properties = place | {"title": f"attnlens {check.subject}"}
-        said = ",".join(f"{name}={_coded(text, IN_PROPERTIES)}" for name, text in properties.items())
-        lines.append(f"::error {said}::{_coded(message, IN_MESSAGES)}")
+        options = ",".join(f"{name}={_coded(text, IN_PROPERTIES)}" for name, text in properties.items())
+        lines.append(f"::error {options}::{_coded(message, IN_MESSAGES)}")
     return lines
 
 
@@ -93,7 +93,7 @@ def _coded(text: str, codes: dict[int, str]) -> str:
 
 
 def uri(file: str) -> str:
-    """Return the file as GitHub looks for it: quoted, relative to the workspace (else to the current folder)."""
+    """Return the path of a file as GitHub expects it: quoted, relative to the workspace (else the current folder)."""
     root = Path(os.environ.get("GITHUB_WORKSPACE") or ".").resolve()
     path = Path(clean(file)).resolve()
     if path.is_relative_to(root):
@@ -102,26 +102,26 @@ def uri(file: str) -> str:
 
 
 def step_summary(report: Report) -> str:
-    """The verdict as markdown, for the page of a step."""
+    """Format the verdict as markdown, for the summary page of a GitHub step."""
     return markdown(document(report)) + "\n"
 
 
 SYNTAX = re.compile(r"(?<![^\W_])_|_(?![^\W_])|[!-~](?<![\w .,;/()+%='-])")
-"""ASCII that could be read as more than a letter; an underscore within a word is harmless."""
+"""ASCII characters with a meaning in markdown or HTML; an underscore within a word is harmless."""
 
 
-def markdown(told: Document) -> str:
-    """The document as GitHub markdown; every string is escaped, for it is data."""
-    head = [] if told.head is None else _head(told.head)
-    return "\n".join([*head, *(line for section in told.sections for line in _section(section))]).rstrip() + "\n"
+def markdown(doc: Document) -> str:
+    """Render the document as GitHub markdown; every string is escaped because it is data."""
+    head = [] if doc.head is None else _head(doc.head)
+    return "\n".join([*head, *(line for section in doc.sections for line in _section(section))]).rstrip() + "\n"
 
 
 def escaped(text: str) -> str:
-    """The text with every character that markdown or HTML could read as more than a letter as its character code.
+    """Replace every character with a meaning in markdown or HTML by its character code.
 
-    GitHub looks for @mentions after decoding, so a blank of no width follows that sign; `www.` would become a link.
+    GitHub looks for @mentions after decoding, so a zero-width space follows each @; `www.` would become a link.
     """
-    coded = SYNTAX.sub(lambda found: f"&#{ord(found.group())};", clean(text))
+    coded = SYNTAX.sub(lambda match: f"&#{ord(match.group())};", clean(text))
     return re.sub("www[.]", "www&#46;", coded, flags=re.IGNORECASE).replace("&#64;", "&#64;&#8203;")
 
 

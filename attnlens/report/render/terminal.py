@@ -1,4 +1,4 @@
-"""Prints sections in the width of the page, tables with the columns that fit; consoles on stdout and stderr."""
+"""Terminal output: sections and tables fitted to the width of the page, and consoles on stdout and stderr."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from rich.text import Text
 from attnlens.report.sections.section import Column, Document, Heading, Passage, Section, Table, grouped
 from attnlens.wording import clean, visible
 
-FILLING = re.compile(" +$", re.MULTILINE)  # blanks before the end of a line
-PIPED = 100  # width of the page where the output is no terminal and COLUMNS says nothing
+FILLING = re.compile(" +$", re.MULTILINE)  # trailing blanks
+PIPED = 100  # width of the page if the output is not a terminal and COLUMNS is not set
 
 
 class _Page(Console):
     def print(self, *objects: Any, **settings: Any) -> None:
-        """As rich prints; into a pipe or file without the blanks that fill its lines up to a table's width."""
+        """Print as rich does, but without trailing blanks if the output is a pipe or file."""
         if self.is_terminal:
             super().print(*objects, **settings)
             return
@@ -38,37 +38,37 @@ class _Page(Console):
         self.file.flush()
 
     def on_broken_pipe(self) -> None:
-        """Let the caller see that nobody reads any longer; rich would end the program with a code of its own."""
+        """Re-raise the BrokenPipeError for the caller; rich would exit with its own exit code."""
         raise  # noqa: PLE0704  # rich calls this while it handles the BrokenPipeError
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on stdout or stderr, as wide as the terminal or COLUMNS says, 100 columns in a pipe; heeds NO_COLOR.
+    """Return a console on stdout or stderr, as wide as the terminal or COLUMNS, or 100 columns in a pipe.
 
-    COLUMNS=0 says nothing, and is what some schedulers set.
+    It respects NO_COLOR. COLUMNS=0, which some schedulers set, counts as not set.
     """
     stream = sys.stderr if stderr else sys.stdout
-    asked = os.environ.get("COLUMNS", "")
-    width = int(asked) if asked.isdecimal() else 0
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdecimal() else 0
     if stream.isatty():
-        # rich would take the 0 at its word; without a width it follows the terminal's
-        unknown = asked.isdecimal() and not width
+        # rich would take COLUMNS=0 as a width of 0; without a width it uses COLUMNS or the terminal's width
+        unknown = columns.isdecimal() and not width
         return _Page(stderr=stderr, highlight=False, width=shutil.get_terminal_size().columns if unknown else None)
-    # rich heeds a width under TERM=dumb only together with a height
+    # with TERM=dumb, rich respects a width only together with a height
     return _Page(stderr=stderr, highlight=False, width=width or PIPED, height=25)
 
 
 GAP = 2  # blanks between columns
-BETWEEN = 3  # the same where cells have several lines
+BETWEEN = 3  # blanks between columns of a FoldedTable
 MARKS = {"selected": "bold blue", "support": "yellow", "query": "bold underline"}
-"""How marked tokens look where there is colour; their signs are in the text."""
+"""Style of marked tokens; the signs in the text carry the meaning without colour."""
 HIDDEN = "{shown} of {all} columns fit on this page; a wider terminal shows more."
 
 
-def document(told: Document) -> Group:
-    """The whole page. Colour never carries a meaning of its own."""
-    lines = [] if told.head is None else [*_head(told.head)]
-    for section in told.sections:
+def document(doc: Document) -> Group:
+    """Render the document for the terminal. Colour never carries information that the text lacks."""
+    lines = [] if doc.head is None else [*_head(doc.head)]
+    for section in doc.sections:
         if lines and (section.title or section.table is not None):
             lines.append("")
         lines += _printed(section)
@@ -117,20 +117,20 @@ def _passage(passage: Passage) -> Iterator[RenderableType]:
     yield Padding(text, (0, 0, 0, 2))
 
 
-Line = tuple[str, str]  # a line of a cell, and its style
+Line = tuple[str, str]  # text and style of one line of a cell
 
 
 @dataclass(frozen=True)
 class FoldedTable:
-    """All columns, with cells in as many lines as they need; of each cell the first line stands out.
+    """Table of all columns, whose cells take as many lines as they need; the lines after the first are dimmed.
 
-    Written line by line: a table of rich's takes a fifth of the time that `list` has.
+    Written line by line because a rich table took a fifth of the run time of `list`.
     """
 
     table: Table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Give each column its width on the page at hand and print the rows."""
+        """Compute the column widths for the page, and print the rows."""
         columns, gaps = (*self.table.names, *self.table.columns), BETWEEN * len(self.table.columns)
         heads = [[(clean(column.title), "bold")] for column in columns]
         rows = [
@@ -142,7 +142,7 @@ class FoldedTable:
         for cells in (heads, *rows):
             folded = [[*_folded(cell, width, console)] for cell, width in zip(cells, widths, strict=True)]
             depth = max(map(len, folded))
-            if cells is heads:  # which stand on the rule
+            if cells is heads:  # align titles to the bottom, directly above the rule
                 folded = [[("", "")] * (depth - len(lines)) + lines for lines in folded]
             for lines in zip_longest(*folded, fillvalue=("", "")):
                 for number, ((text, style), width, column) in enumerate(zip(lines, widths, columns, strict=True)):
@@ -161,7 +161,7 @@ class FoldedTable:
 
 
 def _levelled(widest: Sequence[int], room: int) -> list[int]:
-    """The widths of columns, the widest cut to one level where together they exceed the room."""
+    """Return the column widths, with the widest columns cut to a common width if the sum exceeds the room."""
     widths = list(widest)
     while sum(widths) > room and max(widths) > 1:
         widths[widths.index(max(widths))] -= 1
@@ -174,7 +174,7 @@ def _explained(cell: str, style: str) -> list[Line]:
 
 
 def _folded(cell: Sequence[Line], width: int, console: Console) -> Iterator[Line]:
-    """The lines of a cell, those that are too long for it in several."""
+    """Yield the lines of a cell, wrapped to the width."""
     for text, style in cell:
         short = cell_len(text) <= width
         yield from [(text, style)] if short else ((line.plain, style) for line in Text(text).wrap(console, width))
@@ -182,39 +182,39 @@ def _folded(cell: Sequence[Line], width: int, console: Console) -> Iterator[Line
 
 @dataclass(frozen=True)
 class FittedTable:
-    """A table whose columns are shown whole or not at all: the first that fit, or all, block under block."""
+    """Table whose columns are never wrapped: the first that fit are shown, or all in several blocks."""
 
     table: Table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Choose the columns for the page at hand and print them."""
+        """Choose the columns that fit on the page, and print them."""
         names, columns = (tuple(map(_cleaned, part)) for part in (self.table.names, self.table.columns))
-        rest = list(columns)
-        while rest:
-            chosen = _fitting(names, rest, options.max_width)
-            rest = [column for column in rest if column not in chosen]
+        remaining = list(columns)
+        while remaining:
+            chosen = _fitting(names, remaining, options.max_width)
+            remaining = [column for column in remaining if column not in chosen]
             yield from _block(names, grouped(chosen), "-" if options.ascii_only else "─")
             if self.table.fit == "first":
                 break
-            if rest:
+            if remaining:
                 yield ""
-        if rest:
-            yield Text(HIDDEN.format(shown=len(columns) - len(rest), all=len(columns)), style="dim")
+        if remaining:
+            yield Text(HIDDEN.format(shown=len(columns) - len(remaining), all=len(columns)), style="dim")
 
 
 def _cleaned(column: Column) -> Column:
-    """The column without what steers a terminal, in any of its texts."""
+    """Return the column with terminal control characters replaced in all of its texts."""
     cells, foot = (tuple(map(clean, texts)) for texts in (column.cells, column.foot))
     return replace(column, group=clean(column.group), title=clean(column.title), cells=cells, foot=foot)
 
 
 def _width(column: Column) -> int:
-    """Least width that breaks no word and no number."""
+    """Compute the least width that breaks no word of the title and no cell."""
     return max(map(len, [*column.title.split(), *column.cells, *column.foot]), default=1)
 
 
 def _fitting(names: Sequence[Column], columns: Sequence[Column], width: int) -> list[Column]:
-    """The first columns that fit beside the names; at least one, so that a narrow page still shows something."""
+    """Return the first columns that fit next to the names; at least one, even if the page is too narrow."""
     used = sum(_width(column) + GAP for column in names) - GAP
     ends = accumulate((GAP + _width(column) for column in columns), initial=used)
     count = sum(end <= width for end in ends) - 1
@@ -224,10 +224,10 @@ def _fitting(names: Sequence[Column], columns: Sequence[Column], width: int) -> 
 def _block(names: Sequence[Column], columns: Sequence[Column], rule: str) -> RenderResult:
     if any(column.group for column in columns):
         yield _group_line(names, columns, rule)
-    every = [*names, *columns]
+    all_columns = [*names, *columns]
     table = Grid(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0), show_footer=False)
-    table.show_footer = any(column.foot for column in every)
-    for column in every:
+    table.show_footer = any(column.foot for column in all_columns)
+    for column in all_columns:
         table.add_column(
             Text(column.title),
             Text("\n".join(column.foot)),
@@ -237,17 +237,17 @@ def _block(names: Sequence[Column], columns: Sequence[Column], rule: str) -> Ren
             header_style="bold",
             footer_style="none",
         )
-    for cells in zip(*(column.cells for column in every), strict=True):
+    for cells in zip(*(column.cells for column in all_columns), strict=True):
         table.add_row(*map(Text, cells))
     yield table
 
 
 def _group_line(names: Sequence[Column], columns: Sequence[Column], rule: str) -> Text:
-    """`weights ──────  tokens ──────`, each over its own columns."""
+    """Format the line of groups, each above its columns: `weights ──────  tokens ──────`."""
     line = Text(" " * sum(_width(column) + GAP for column in names), no_wrap=True, overflow="crop")
     for group, members in groupby(columns, key=lambda column: column.group):
         width = sum(_width(column) + GAP for column in members) - GAP
-        shown = max(width, min(len(group), width + GAP - 1))  # a longer name may reach into the gap
+        shown = max(width, min(len(group), width + GAP - 1))  # a longer name can extend into the gap
         line.append(f"{group} ".ljust(width, rule)[:shown].ljust(width + GAP), style="bold")
     line.rstrip()
     return line

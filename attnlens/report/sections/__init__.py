@@ -1,1 +1,1 @@
-"""Reports as sections of sentences, tables and pictures; the only room that asks what kind of report it is."""
+"""Reports as sections of sentences, tables and pictures. The only package that branches on the kind of a report."""

@@ -1,4 +1,4 @@
-"""Checks as a table of rules, a list of the heads that break them, and a sheet; every site as `doctor` found it."""
+"""Checks as a table of rules, a list of the heads that break them, and a sheet; the table of sites of `doctor`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnlens.wording import NO_VALUE, big, clean, counted
 
 
 def outcome(report: Report) -> tuple[str, bool]:
-    """`FAILED: 2 of 7 rules`, or `PASSED: 7 of 7 rules`; whether they all hold."""
+    """Return the verdict, `FAILED: 2 of 7 rules` or `PASSED: 7 of 7 rules`, and whether all rules hold."""
     if not report.checks:
         return "No rule was checked.", True
     failed = sum(not check.passed for check in report.checks)
@@ -21,22 +21,22 @@ def outcome(report: Report) -> tuple[str, bool]:
 
 
 def told(check: Check) -> str:
-    """What was found and what was wanted, how many heads break it and the worst of them."""
-    found = "" if check.value is None else f"found {number(check.value)}, "
-    blamed = ""
+    """Describe the outcome of a check: value found, value wanted, how many heads break the rule, the worst head."""
+    value = "" if check.value is None else f"found {number(check.value)}, "
+    heads = ""
     if check.breaches:
         most = check.breaches[0]
-        blamed = f"; {len(check.breaches)} of {counted(check.heads or 0, 'head')}, worst {place(most)}: {reads(most)}"
-    return clean(f"{check.subject}: {found}wanted {check.wanted}{blamed}")
+        heads = f"; {len(check.breaches)} of {counted(check.heads or 0, 'head')}, worst {place(most)}: {reads(most)}"
+    return clean(f"{check.subject}: {value}wanted {check.wanted}{heads}")
 
 
 def place(breach: Breach) -> str:
-    """Which head it is, in words."""
+    """Name the head: `layer 3 head 7`."""
     return f"layer {breach.layer} head {breach.head}"
 
 
 def reads(breach: Breach) -> str:
-    """What the head reads, beside what it read before where that is known."""
+    """Format the head's value, followed by its earlier value and the p-value of the difference if they are known."""
     now = "no value" if breach.value is None else number(breach.value)
     if breach.base is None:
         return now
@@ -45,17 +45,17 @@ def reads(breach: Breach) -> str:
 
 
 def accusation(check: Check, breach: Breach) -> str:
-    """The sentence on one head that breaks a rule."""
+    """Describe one head that breaks a rule."""
     return clean(f"{place(breach)} ({breach.part}): {check.subject} is {reads(breach)}, wanted {check.wanted}")
 
 
 def number(value: float) -> str:
-    """A number with four figures, a whole one as it is."""
+    """Format a number with four significant digits, a whole number below 10⁶ with all of its digits."""
     return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.4g}"
 
 
 def site_checks(report: Report) -> Iterator[Section]:
-    """Every site: its route, both errors (relative, worst), and the verdict in words."""
+    """Yield the table of sites: route, relative error of the attention from tokens and from weights, verdict."""
     rows = report.doctor
     names = [clean(row.site) for row in rows]
     shared, differing = _shared_path(names), tuple(row.verdict == "differs" for row in rows)
@@ -73,13 +73,13 @@ def site_checks(report: Report) -> Iterator[Section]:
 
 
 def _verdict(row: SiteCheck) -> str:
-    said = "DIFFERS" if row.verdict == "differs" else row.verdict or NO_VALUE
-    return f"{said}\n{clean(row.reason)}" if row.reason else said
+    verdict = "DIFFERS" if row.verdict == "differs" else row.verdict or NO_VALUE
+    return f"{verdict}\n{clean(row.reason)}" if row.reason else verdict
 
 
 def _shared_path(sites: Sequence[str]) -> str:
-    """What all paths begin with, up to a dot, where they are too long for their column; else nothing."""
-    if len(sites) < 2 or max(map(len, sites)) <= 24:  # what a terminal of 100 columns shows on one line
+    """Return the common beginning of all paths, up to a dot, if one is too long for its column; else empty."""
+    if len(sites) < 2 or max(map(len, sites)) <= 24:  # fits on one line of a terminal of 100 columns
         return ""
     shared = os.path.commonprefix(list(sites))  # noqa: RUF071  # dotted paths, compared character by character
     return shared[: shared.rfind(".") + 1]
@@ -90,11 +90,11 @@ def _error(error: float | None) -> str:
 
 
 SHOWN = 10
-"""Heads that are listed; --json and --csv have all."""
+"""Number of heads listed; --json and --csv contain all."""
 
 
 def document(report: Report) -> Document:
-    """The verdict on one page: the model, how many rules hold, each rule, and the worst heads."""
+    """Build the document of a check: the model, how many rules hold, each rule, and the worst heads."""
     standing, sound = outcome(report)
     model, heads = report.model, counted(report.coverage.heads, "head")
     head = Heading(
@@ -110,7 +110,7 @@ def document(report: Report) -> Document:
 
 
 def sections(report: Report) -> Iterator[Section]:
-    """Every rule as a row; the worst heads of all rules together."""
+    """Yield a table with one row per rule, and the list of the worst heads of all rules."""
     checks = report.checks
     if not checks:
         return
@@ -122,31 +122,31 @@ def sections(report: Report) -> Iterator[Section]:
         Column("", "verdict", tuple("FAILS" if bad else "holds" for bad in failed), words=True, alarms=failed),
     )
     yield Section("Rules", table=Table((names,), columns, fit="folded"))
-    blamed = worst(checks)
-    if blamed:
-        more = f", the first {SHOWN} of {len(blamed)} cases" if len(blamed) > SHOWN else ""
-        items = tuple(accusation(check, breach) for check, breach in blamed[:SHOWN])
+    cases = worst(checks)
+    if cases:
+        more = f", the first {SHOWN} of {len(cases)} cases" if len(cases) > SHOWN else ""
+        items = tuple(accusation(check, breach) for check, breach in cases[:SHOWN])
         yield Section(f"Heads that break rules{more}", items=items)
 
 
 def worst(checks: Sequence[Check]) -> list[tuple[Check, Breach]]:
-    """Every head that breaks a rule: of each rule the worst, then of each the second worst, and so on.
+    """List every head that breaks a rule: the worst of each rule, then the second worst of each, and so on.
 
-    Measures have different units, so that heads of different rules can't be ordered by size.
+    Measures have different units, so heads of different rules cannot be ordered by size.
     """
     ranks = zip_longest(*([(check, breach) for breach in check.breaches] for check in checks))
     return [pair for rank in ranks for pair in rank if pair is not None]
 
 
 def rows(report: Report) -> Sheet:
-    """One row a head that breaks a rule, and one for every rule that none breaks alone."""
-    found: list[dict[str, Cell]] = []
+    """Build the sheet of a check: one row per head that breaks a rule, one row per rule without such heads."""
+    cells: list[dict[str, Cell]] = []
     for check in report.checks:
-        own: dict[str, Cell] = {"rule": check.rule, "passed": check.passed, "found": check.value, "heads": check.heads}
-        own["file"] = check.file
+        rule: dict[str, Cell] = {"rule": check.rule, "passed": check.passed, "found": check.value, "heads": check.heads}
+        rule["file"] = check.file
         names = ("site", "layer", "head", "part", "value", "base", "p")
-        found += [own | {name: getattr(breach, name) for name in names} for breach in check.breaches] or [own]
-    return sheet(found)
+        cells += [rule | {name: getattr(breach, name) for name in names} for breach in check.breaches] or [rule]
+    return sheet(cells)
 
 
 def _heads(check: Check) -> str:

@@ -1,4 +1,4 @@
-"""What changed between two models, and what an adapter did, as sections; a study, which compares trained kernels."""
+"""Sections on the changes between two models, the effect of an adapter, and studies that compare trained kernels."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ HEADS = (
 
 
 def study_sections(report: Report) -> Iterator[Section]:
-    """All tables, each task by itself."""
+    """Yield the sections of every study, each task by itself."""
     for study in report.studies:
         yield Section(f"{clean(study.name)}: {clean(study.question)}", lines=tuple(words.not_trained(study)))
         for task in study.tasks:
             cells = [cell for cell in study.cells if cell.task == task.name]
             notes = tuple(f"{clean(c.name)}: {clean(c.problem)}." for c in cells if c.problem)
-            told = (*words.agreement(study, task), *words.told_apart(study, task), *words.at_the_edge(study, task))
+            findings = (*words.agreement(study, task), *words.told_apart(study, task), *words.at_the_edge(study, task))
             kind = "" if task.form in task.name else f" ({task.form})"
             order = "more" if task.higher_is_better else "less"
             yield Section(
                 clean(f"{task.name}{kind}, {UNITS[task.metric]}, {order} is better"),
-                lines=(words.how_trained(study, task), *told, *words.left_out(task)),
+                lines=(words.how_trained(study, task), *findings, *words.left_out(task)),
                 table=_cell_table(task, cells),
                 notes=(*notes, *_notes(task, cells)),
             )
@@ -72,7 +72,7 @@ def study_sections(report: Report) -> Iterator[Section]:
 
 
 def _notes(task: StudyColumn, cells: list[StudyCell]) -> Iterator[str]:
-    """What the columns mean, of those that there are."""
+    """Yield an explanation of the columns that the table contains."""
     if any(cell.se is not None for cell in cells):
         yield ERRORS
     yield SPEED
@@ -81,17 +81,17 @@ def _notes(task: StudyColumn, cells: list[StudyCell]) -> Iterator[str]:
 
 
 def _cell_table(task: StudyColumn, cells: list[StudyCell]) -> Table:
-    """A row a cell, as the paper has them."""
+    """Build a table with one row per cell, in the order of the paper."""
     names = (Column("", "cell", tuple(clean(cell.name) for cell in cells), words=True),)
-    beside = ("loss", "chrF") if task.form == "translation" else ()
-    known = [f"{cell.published:g}" for cell in cells if cell.published is not None]
-    decimals = max((len(number.partition(".")[2]) for number in known), default=0)
+    scores = ("loss", "chrF") if task.form == "translation" else ()
+    published = [f"{cell.published:g}" for cell in cells if cell.published is not None]
+    decimals = max((len(number.partition(".")[2]) for number in published), default=0)
     sizes = (f"{big(cell.parameters)} ({big(cell.kernel_parameters)})" for cell in cells)
     speeds = (f"{big(round(cell.tokens_per_second))} ({cell.beside_sdpa:.2f})" for cell in cells)
     columns = [
         Column("", "ours", tuple(_ours(task, cell) for cell in cells)),
         Column("", "published", tuple(_published(cell, decimals) for cell in cells)),
-        *(Column("", name, tuple(_score(cell, name) for cell in cells)) for name in beside),
+        *(Column("", name, tuple(_score(cell, name) for cell in cells)) for name in scores),
         Column("", "rate", tuple(f"{cell.rate:g}" for cell in cells)),
         Column("", "parameters\n(of kernels)", tuple(sizes)),
         Column("", "tokens/s\n(× SDPA)", tuple(speeds)),
@@ -104,7 +104,7 @@ def _cell_table(task: StudyColumn, cells: list[StudyCell]) -> Table:
 
 
 def _heads(cells: list[StudyCell]) -> Table:
-    """A row a cell: each measure before training → after."""
+    """Build a table with one row per cell: the median over heads of each measure, before training → as tested."""
     names = list(dict.fromkeys(name for cell in cells for name in cell.heads))
     rows = Column("", "cell", tuple(clean(cell.name) for cell in cells), words=True)
     return Table(
@@ -126,7 +126,7 @@ def _ours(task: StudyColumn, cell: StudyCell) -> str:
 
 
 def _score(cell: StudyCell, name: str) -> str:
-    """The mean of another score over seeds, with its error."""
+    """Format the mean of a further score over seeds, with its standard error."""
     values = [run.scores[name] for run in cell.runs if name in run.scores]
     if not values or cell.mean is None:
         return NO_VALUE
@@ -145,7 +145,7 @@ def _published(cell: StudyCell, decimals: int) -> str:
 
 
 def study_rows(report: Report) -> Iterator[Row]:
-    """A row a training run, for a spreadsheet."""
+    """Yield one spreadsheet row per training run."""
     for study in report.studies:
         for cell in study.cells:
             for run in cell.runs:
@@ -159,12 +159,12 @@ def study_rows(report: Report) -> Iterator[Row]:
 
 
 def adapter_sections(report: Report) -> Iterator[Section]:
-    """The adapter in a sentence, how far it moved the heads, and those that it moved furthest; nothing without one."""
+    """Yield a section on the adapter, how far it moved M, and the heads that it moved furthest; nothing without one."""
     if report.model.adapter is None:
         return
-    first, *others = (info.name for found in comparing("weights") for info in found.measures)
-    known = [head for head in report.heads if _value(head, first) is not None]
-    ranked = sorted(known, key=lambda head: -(_value(head, first) or 0.0))
+    first, *others = (info.name for analyzer in comparing("weights") for info in analyzer.measures)
+    measured = [head for head in report.heads if _value(head, first) is not None]
+    ranked = sorted(measured, key=lambda head: -(_value(head, first) or 0.0))
     lines = [adapter(report)]
     if ranked:
         sizes = [_value(head, first) or 0.0 for head in ranked]
@@ -178,7 +178,7 @@ def adapter_sections(report: Report) -> Iterator[Section]:
 
 
 def _table(heads: Sequence[Head], names: Sequence[str]) -> Table:
-    """A row a head: how far it was moved; each headline measure without the adapter, with it, and the difference."""
+    """Build a table with one row per head: its distances, and headline measures as base, adapted and difference."""
     places = [Column("", name, tuple(str(getattr(head, name)) for head in heads)) for name in ("layer", "head")]
     if len({head.part for head in heads}) > 1:
         places.append(Column("", "part", tuple(head.part for head in heads), words=True))
@@ -211,83 +211,83 @@ EXPLAINED = (
 
 @dataclass(frozen=True)
 class Compared:
-    """A head with all that is said of it."""
+    """Head of a comparison with its changes, keyed by measure."""
 
     head: HeadChange
     rows: dict[str, MeasureChange]
 
     @property
     def named(self) -> list[MeasureChange]:
-        """Its changes that are named."""
+        """Changes that are named, that is, found at the false-discovery rate."""
         return [row for row in self.rows.values() if row.named]
 
     def delta(self, name: str) -> float | None:
-        """The change of a measure."""
+        """Return the change of a measure; None if the measure is missing or has no value."""
         return self.rows[name].delta if name in self.rows else None
 
 
 def compared_models(report: Report) -> str:
-    """`base → model`."""
-    found = report.comparison
-    return report.model.title if found is None else f"{found.base.title} → {report.model.title}"
+    """Return the title of a comparison: `base → model`."""
+    comparison = report.comparison
+    return report.model.title if comparison is None else f"{comparison.base.title} → {report.model.title}"
 
 
 def comparison_opening(shapes: Shapes) -> Iterator[Section]:
-    """How the models differ as wholes, and how many heads changed."""
-    found = shapes.report.comparison
-    assert found is not None  # noqa: S101
-    yield Section("What changed", items=tuple(map(clean, (*_of_heads(found), *found.notes))))
+    """Yield the section on how the models as wholes differ, and how many heads changed."""
+    comparison = shapes.report.comparison
+    assert comparison is not None  # noqa: S101
+    yield Section("What changed", items=tuple(map(clean, (*_of_heads(comparison), *comparison.notes))))
 
 
 def comparison_sections(report: Report, *, all_heads: bool, opened: bool = False) -> Iterator[Section]:
-    """How the models differ as wholes, unless that is said already; the heads that changed, worst first."""
-    found = report.comparison
-    assert found is not None  # noqa: S101
+    """Yield how the models as wholes differ, unless `opened` (shown before), and the changed heads, worst first."""
+    comparison = report.comparison
+    assert comparison is not None  # noqa: S101
     if not opened:
-        yield Section(lines=tuple(map(clean, (*found.notes, *_of_heads(found)))))
-    if found.shifts:
-        yield _shift_section(found.shifts)
+        yield Section(lines=tuple(map(clean, (*comparison.notes, *_of_heads(comparison)))))
+    if comparison.shifts:
+        yield _shift_section(comparison.shifts)
         return
-    ranked = [one for one in worst_first(found) if one.named]
-    changed = ranked if all_heads else ranked[:16]  # what a page of a terminal has room for
+    ranked = [entry for entry in worst_first(comparison) if entry.named]
+    changed = ranked if all_heads else ranked[:16]  # as many as fit on a page of a terminal
     if changed:
-        yield _head_section(changed, found, len(ranked))
-    least = tuple(words.least_changes(found))
+        yield _head_section(changed, comparison, len(ranked))
+    least = tuple(words.least_changes(comparison))
     if least:
         yield Section("Smallest changes that would have been named (median over heads)", items=least)
 
 
-def _of_heads(found: Comparison) -> list[str]:
-    return [] if found.shifts else [*words.discoveries(found), *_predictions(found.outcome)]
+def _of_heads(comparison: Comparison) -> list[str]:
+    return [] if comparison.shifts else [*words.discoveries(comparison), *_predictions(comparison.outcome)]
 
 
-def worst_first(found: Comparison) -> list[Compared]:
-    """Heads by what differs within their own block, then by how far their form and their rows moved."""
+def worst_first(comparison: Comparison) -> list[Compared]:
+    """Sort the heads by the distances of `words.worth`, largest first; heads without a named change come last."""
     rows: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
-    for row in found.rows:
+    for row in comparison.rows:
         rows[row.layer, row.head][row.measure] = row
-    every = [Compared(head, rows[head.layer, head.head]) for head in found.heads]
+    heads = [Compared(head, rows[head.layer, head.head]) for head in comparison.heads]
     return sorted(
-        every, key=lambda one: [-(one.delta(name) or 0.0) if one.named else 1.0 for name in words.worth(found)]
+        heads, key=lambda one: [-(one.delta(name) or 0.0) if one.named else 1.0 for name in words.worth(comparison)]
     )
 
 
-def _head_section(changed: Sequence[Compared], found: Comparison, total: int) -> Section:
-    sizes = words.effect_sizes(found)
+def _head_section(changed: Sequence[Compared], comparison: Comparison, total: int) -> Section:
+    sizes = words.effect_sizes(comparison)
     names = (
-        Column("", "layer", tuple(str(one.head.layer) for one in changed)),
-        Column("", "head", tuple(_place(one.head) for one in changed), words=True),
+        Column("", "layer", tuple(str(entry.head.layer) for entry in changed)),
+        Column("", "head", tuple(_place(entry.head) for entry in changed), words=True),
     )
-    distances = {name: title for name, title in words.LOCAL.items() if any(name in one.rows for one in changed)}
+    distances = {name: title for name, title in words.LOCAL.items() if any(name in entry.rows for entry in changed)}
     columns = []
     for name, title in distances.items():
-        hints = tuple(_hint(one, name) for one in changed)
-        columns.append(Column("", title, tuple(_distance(one, name) for one in changed), hints=hints))
+        hints = tuple(_hint(entry, name) for entry in changed)
+        columns.append(Column("", title, tuple(_distance(entry, name) for entry in changed), hints=hints))
     columns[3:3] = [  # after the first three distances
-        Column("", "named", tuple(str(len(one.named)) for one in changed)),
-        Column("", "largest change of a measure", tuple(_largest(one, sizes) for one in changed), words=True),
+        Column("", "named", tuple(str(len(entry.named)) for entry in changed)),
+        Column("", "largest change of a measure", tuple(_largest(entry, sizes) for entry in changed), words=True),
     ]
-    columns.insert(0, Column("", "form M", tuple(one.head.relation or NO_VALUE for one in changed), words=True))
+    columns.insert(0, Column("", "form M", tuple(entry.head.relation or NO_VALUE for entry in changed), words=True))
     more = total - len(changed)
     notes = ["* is named."]
     if OWN_ROWS in distances:
@@ -302,8 +302,8 @@ def _place(head: HeadChange) -> str:
     return str(head.head) if head.partner == head.head else f"{head.head} → {head.partner}"
 
 
-def _distance(one: Compared, name: str) -> str:
-    row = one.rows.get(name)
+def _distance(entry: Compared, name: str) -> str:
+    row = entry.rows.get(name)
     if row is None or row.delta is None:
         return NO_VALUE
     if row.named or row.delta > (row.rounding or 0.0):
@@ -311,24 +311,24 @@ def _distance(one: Compared, name: str) -> str:
     return "0" if row.delta == 0 else "rounding"
 
 
-def _hint(one: Compared, name: str) -> str:
-    row = one.rows.get(name)
+def _hint(entry: Compared, name: str) -> str:
+    row = entry.rows.get(name)
     if row is None or row.q is None:
         return "" if row is None else clean(row.reason or "")
     return f"q {row.q:.2g}; rounding alone {short(row.rounding or 0.0)}"
 
 
-def _largest(one: Compared, sizes: dict[str, float]) -> str:
-    """The named measure that moved furthest, in units of its spread over the first model's heads."""
-    found = [row for row in one.named if row.measure in sizes and row.delta is not None and row.before is not None]
-    if not found:
+def _largest(entry: Compared, sizes: dict[str, float]) -> str:
+    """Format the named measure with the largest change relative to its interquartile range over the first model."""
+    rows = [row for row in entry.named if row.measure in sizes and row.delta is not None and row.before is not None]
+    if not rows:
         return NO_VALUE
-    row = max(found, key=lambda row: abs(row.delta or 0.0) / sizes[row.measure])
+    row = max(rows, key=lambda row: abs(row.delta or 0.0) / sizes[row.measure])
     return f"{row.measure} {short(row.before or 0.0)} → {short(row.after or 0.0)}"
 
 
 def _predictions(outcome: Outcome | None) -> Iterator[str]:
-    """How the predictions differ, in a sentence each."""
+    """Yield one sentence per known difference between the models' predictions."""
     if outcome is None:
         return
     loss = outcome.loss
@@ -343,10 +343,10 @@ def _predictions(outcome: Outcome | None) -> Iterator[str]:
 
 
 def _shift_section(shifts: Sequence[Shift]) -> Section:
-    names = (Column("", "measure", tuple(one.measure for one in shifts), words=True),)
+    names = (Column("", "measure", tuple(shift.measure for shift in shifts), words=True),)
     columns = (
-        Column("", "first model", tuple(_quartiles(one.before) for one in shifts)),
-        Column("", "second model", tuple(_quartiles(one.after) for one in shifts)),
+        Column("", "first model", tuple(_quartiles(shift.before) for shift in shifts)),
+        Column("", "second model", tuple(_quartiles(shift.after) for shift in shifts)),
     )
     notes = ("Medians over heads, with the quartiles. They are of other heads, so that nothing is tested.",)
     return Section("Distributions over heads", table=Table(names, columns), notes=notes)
@@ -358,26 +358,26 @@ def _quartiles(part: Spread) -> str:
 
 
 def comparison_rows(report: Report) -> list[Row]:
-    """One row a head and measure; without corresponding heads one a measure."""
-    found = report.comparison
-    if found is None:
+    """Build one row per head and measure, or, if heads do not correspond, one per measure."""
+    comparison = report.comparison
+    if comparison is None:
         return []
-    if found.shifts:
-        return [_shift_row(one) for one in found.shifts]
-    partners = {(head.layer, head.head): head for head in found.heads}
+    if comparison.shifts:
+        return [_shift_row(shift) for shift in comparison.shifts]
+    partners = {(head.layer, head.head): head for head in comparison.heads}
     rows: list[Row] = []
-    for row in found.rows:
+    for row in comparison.rows:
         head = partners[row.layer, row.head]
         where: dict[str, Cell] = {"site": head.site, "layer": row.layer, "head": row.head, "partner": head.partner}
-        read = {name: getattr(row, name) for name in MeasureChange.model_fields if name not in where}
-        rows.append(where | {"relation": head.relation} | read)
+        values = {name: getattr(row, name) for name in MeasureChange.model_fields if name not in where}
+        rows.append(where | {"relation": head.relation} | values)
     return rows
 
 
-def _shift_row(one: Shift) -> dict[str, Cell]:
-    found: dict[str, Cell] = {"measure": one.measure}
-    for which, part in (("before", one.before), ("after", one.after)):
-        found[f"{which}.heads"] = part.heads
-        found |= dict(zip((f"{which}.q25", f"{which}.median", f"{which}.q75"), part.quartiles, strict=True))
-        found[f"{which}.median.se"] = part.median_se
-    return found
+def _shift_row(shift: Shift) -> dict[str, Cell]:
+    cells: dict[str, Cell] = {"measure": shift.measure}
+    for which, part in (("before", shift.before), ("after", shift.after)):
+        cells[f"{which}.heads"] = part.heads
+        cells |= dict(zip((f"{which}.q25", f"{which}.median", f"{which}.q75"), part.quartiles, strict=True))
+        cells[f"{which}.median.se"] = part.median_se
+    return cells

@@ -1,4 +1,4 @@
-"""A report as a document, a list of pictures, or rows of a sheet; the kinds of report, and what is told of each."""
+"""A report as a document, a list of pictures, or rows of a sheet; the kinds of report and the contents of each."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from attnlens.wording import clean, listed
 
 
 def provenance(report: Report) -> Section:
-    """What is needed to know a run again: versions, seed, text and files with checksums."""
-    made, settings = report.environment, report.settings
+    """Build the section that identifies a run: versions, seed, text and files with checksums."""
+    versions, settings = report.environment, report.settings
     text = [f"text: {settings.text.name}, sha256 {settings.text.sha256}"] if settings.text else []
     lines = [
-        f"{report.tool.name} {report.tool.version}, Python {made.python}, torch {made.torch}, "
-        f"transformers {made.transformers}, {made.platform}; seed {settings.seed}",
+        f"{report.tool.name} {report.tool.version}, Python {versions.python}, torch {versions.torch}, "
+        f"transformers {versions.transformers}, {versions.platform}; seed {settings.seed}",
         *text,
         *(f"{file.name}: sha256 {file.sha256}" for file in report.model.files),
     ]
@@ -39,7 +39,7 @@ def provenance(report: Report) -> Section:
 
 
 def glossary(infos: Iterable[MeasureInfo]) -> Iterator[Section]:
-    """What each measure means; nothing where none is known."""
+    """Yield a table of the meaning and formula of each measure; nothing if the registry has no meaning for any."""
     known = [info for info in infos if info.meaning]
     names = Column("", "measure", tuple(clean(info.name) for info in known), words=True)
     columns = (
@@ -51,7 +51,7 @@ def glossary(infos: Iterable[MeasureInfo]) -> Iterator[Section]:
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
-    """What a reader needs to repeat the run: tool, environment, settings, files with checksums, seconds, memory."""
+    """Yield the details of a run, as (name, fact): tool, environment, settings, checksums of files, seconds, memory."""
     versions, settings = report.environment, report.settings
     yield "tool", f"{report.tool.name} {report.tool.version}"
     yield "python", f"{versions.python}, torch {versions.torch}, transformers {versions.transformers}"
@@ -74,53 +74,53 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
 
 
 MOST_CELLS = 16_000
-"""Heads times measures up to which a page has a table of them beside the numbers that its script draws."""
+"""Largest number of heads times measures for which a page contains a table of all heads for readers without scripts."""
 TOO_MANY = Section(
     "Every head", lines=("There are too many heads for a table without scripts: --csv writes them all.",), instead=True
 )
 FURTHEST = 1e300
-"""The largest number, either side of 0, that an axis reaches: float64 ends at 1.8e308, and differences are drawn."""
+"""Largest absolute value that an axis can show: float64 ends at 1.8e308, and drawing computes differences."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What is told of one kind of report, whose shapes are found once for all of it."""
+    """Contents of one kind of report. Most functions take its Shapes, which are computed once."""
 
     summary: Callable[[Shapes, bool], Iterable[Section]]
-    """Below the model and its coverage; True: whole."""
+    """Sections of a summary, below the model and its coverage; the flag asks for every measure and note."""
     page: Callable[[Shapes], Iterable[Section]]
-    """Where there is room for everything."""
+    """Sections of the HTML page, where length is not limited."""
     rows: Callable[[Report], Sequence[Row]]
-    """For a spreadsheet."""
+    """Rows for a spreadsheet."""
     pictures: Callable[[Shapes], list[Picture]]
-    """All of them, the overview first. Raises UsageError where there is nothing to draw."""
+    """All pictures, the overview first. Raises UsageError if there is nothing to draw."""
     alone: Callable[[Shapes], Picture | None] = lambda _shapes: None
-    """What stands for the report in the place of its overview."""
+    """Picture that replaces the overview, if any."""
     measured: Callable[[Shapes], list[str]] = lambda _shapes: []
-    """The measures and curves whose meaning a page explains."""
+    """Names of the measures and curves that the page explains."""
     standing: Callable[[Report], tuple[str, bool]] = reports.standing
-    """How much was read, or how the experiments ended; whether that is all, or as published."""
+    """How much was read, or the verdict on the experiments; True if that is everything, or as published."""
     more: Callable[[Report], Iterable[Section]] = lambda _report: ()
-    """What else --verbose shows."""
+    """Sections added by --verbose."""
     title: Callable[[Report], str] = reports.title
-    """Of what the report is."""
+    """Title of the report."""
     opening: Callable[[Shapes], Iterable[Section]] = layers.found_sections
-    """What a page says first."""
+    """First sections of the HTML page."""
     explored: Callable[[Report], Report] = lambda report: report
-    """The report whose heads a page lets its reader explore."""
+    """Report that the interactive part of the page shows."""
     headed: bool = True
-    """Whether the model and its coverage stand above a summary."""
+    """True if a summary begins with the model and its coverage."""
     pictured: bool = True
-    """Whether a page shows its overview."""
+    """True if the page shows the overview."""
 
     def overview(self, shapes: Shapes) -> Picture:
-        """The picture that stands for the report. Raises UsageError where there is nothing to draw."""
+        """Return the picture that represents the report. Raises UsageError if there is nothing to draw."""
         first, *_ = self.pictures(shapes)
         return self.alone(shapes) or first
 
 
 def kind_of(report: Report) -> Kind:
-    """The kind of this report."""
+    """Return the kind of a report."""
     if report.comparison is not None:
         return COMPARISON
     if report.swap is not None:
@@ -158,7 +158,7 @@ def _head_row(head: Head) -> dict[str, Cell]:
 
 
 def _head_pictures(shapes: Shapes) -> list[Picture]:
-    from attnlens.report import pictures  # late here and below: it loads matplotlib
+    from attnlens.report import pictures  # imported in functions here and below because it loads matplotlib
 
     if not shapes.readings and not shapes.curves:
         raise UsageError("The report has no measures to draw.", "Make one with: attnlens inspect MODEL --json FILE.")
@@ -176,7 +176,7 @@ def _head_pictures(shapes: Shapes) -> list[Picture]:
 
 
 def _margins(shapes: Shapes) -> list[Picture]:
-    """The selections that are shown."""
+    """Return one picture of margins per selection in the report."""
     from attnlens.report import pictures
 
     return [
@@ -192,7 +192,7 @@ def _head_measures(shapes: Shapes) -> list[str]:
 
 
 def _panelled(kind: str, shows: str) -> Callable[[Shapes], list[Picture]]:
-    """The pictures of a report whose `{kind}_overview` and `{kind}_panels` are in plots."""
+    """Return a function that lists the pictures made by `{kind}_overview` and `{kind}_panels` of `report.pictures`."""
 
     def pictures(shapes: Shapes) -> list[Picture]:
         from attnlens.report import pictures
@@ -209,7 +209,7 @@ def _panelled(kind: str, shows: str) -> Callable[[Shapes], list[Picture]]:
 
 def _experiment_summary(shapes: Shapes, whole: bool) -> Iterator[Section]:
     if whole:
-        yield from _head_summary(shapes, whole)  # the head that was trained anew, as the model has it
+        yield from _head_summary(shapes, whole)  # the original values of the head that the experiment retrained
     yield from experiment_sections(shapes.report, whole=whole)
 
 
@@ -275,63 +275,64 @@ CHECKS = replace(
 
 
 def summary(report: Report, *, whole: bool = False, all_heads: bool = False, verbose: bool = False) -> Document:
-    """What fits on one page of a terminal, the selections that were asked for, and what else is.
+    """Build the summary for a terminal: the findings, the selections requested, and what the flags add.
 
-    `whole`: every measure and note; `all_heads`: every head; `verbose`: how the report was made.
+    `whole`: every measure and note, no selections; `all_heads`: every head; `verbose`: how the report was made.
     """
     kind, shapes = kind_of(report), Shapes(report)
-    told = [*kind.summary(shapes, whole), *checked.sections(report), *_missing(shapes)]
+    sections = [*kind.summary(shapes, whole), *checked.sections(report), *_missing(shapes)]
     if not whole:
-        told += selections(report)
+        sections += selections(report)
     if all_heads:
-        told += layers.head_tables(shapes)
+        sections += layers.head_tables(shapes)
     if verbose and kind.headed:
-        told += [*kind.more(report), Section("Details", items=tuple(_facts(report)))]
-    return Document(_head(report, whole) if kind.headed else None, tuple(told))
+        sections += [*kind.more(report), Section("Details", items=tuple(_facts(report)))]
+    return Document(_head(report, whole) if kind.headed else None, tuple(sections))
 
 
 def page(report: Report) -> Document:
-    """The report on one page of any length. Raises UsageError where it has nothing to draw."""
+    """Build the HTML page of a report, of any length. Raises UsageError if there is nothing to draw."""
     kind, shapes = kind_of(report), Shapes(report)
     measures = glossary(map(shapes.info, kind.measured(shapes)))
     picture = [Section("At a glance", picture=kind.overview(shapes))] if kind.pictured else []
     opening = (*kind.opening(shapes), *_missing(shapes))
     explored = kind.explored(report)
-    told = (*picture, *checked.sections(report), *kind.page(shapes), *measures, provenance(report))
+    sections = (*picture, *checked.sections(report), *kind.page(shapes), *measures, provenance(report))
     return Document(
-        _head(report, whole=True), told, opening, explorer(shapes if explored is report else Shapes(explored))
+        _head(report, whole=True), sections, opening, explorer(shapes if explored is report else Shapes(explored))
     )
 
 
 def pictures(report: Report) -> list[Picture]:
-    """All pictures of the report, its overview first. Raises UsageError where it has nothing to draw."""
+    """Return all pictures of a report, the overview first. Raises UsageError if there is nothing to draw."""
     return kind_of(report).pictures(Shapes(report))
 
 
 def overview(report: Report) -> Picture:
-    """The one picture that stands for the report. Raises UsageError where it has nothing to draw."""
+    """Return the picture that represents a report. Raises UsageError if there is nothing to draw."""
     return kind_of(report).overview(Shapes(report))
 
 
 def rows(report: Report) -> Sheet:
-    """One row a head: site, layer, head, kv_head, part, and for each measure `name`, `name.se`, `name.z`.
+    """Build the sheet of a report, with the columns of `Report.to_dataframe`.
 
-    The columns of `Report.to_dataframe`; of a swap, a row a stage, or a unit swapped alone;
-    of experiments, a row a figure, or a row per head, measure and step. A category stands by its name.
+    One row per head: site, layer, head, kv_head, part, and for each measure `name`, `name.se`, `name.z`. Swaps have one
+    row per stage, control or unit swapped alone; experiments one per figure, or per head, measure and step. Categories
+    are given by name.
     """
     return sheet(kind_of(report).rows(report))
 
 
 def windows(report: Report) -> Sheet:
-    """One row a window and head (of a swap a window, kernel and stage): what standard errors and intervals rest on.
+    """Build the sheet of the values per window, from which standard errors and intervals are computed.
 
-    Raises UsageError where no window was read.
+    One row per window and head; in a swap one per window, kernel and stage. Raises UsageError if no window was read.
     """
-    found = report.windows
-    if found is None or not found.windows:
+    values = report.windows
+    if values is None or not values.windows:
         raise UsageError("No window of a text was read.", "Leave out --windows-csv, or --source weights.")
-    units = found.units[0] if found.units else {}
-    return Sheet(["text", "window", *units, *found.values], list(found.rows()))
+    units = values.units[0] if values.units else {}
+    return Sheet(["text", "window", *units, *values.values], list(values.rows()))
 
 
 def _head(report: Report, whole: bool) -> Heading:

@@ -1,4 +1,4 @@
-"""What a page lets its reader explore head by head, as plain data; what single heads select in their sentences."""
+"""Data of the interactive part of a page, head by head, and the tokens that single heads select in their sentences."""
 
 from __future__ import annotations
 
@@ -23,50 +23,50 @@ if TYPE_CHECKING:
 
 
 AROUND = 3
-"""Unmarked tokens that stay on each side of a marked one."""
+"""Number of unmarked tokens shown on each side of a marked one."""
 SIGNS = {"selected": ("[", "]"), "support": ("{", "}"), "query": ("<", ">")}
-"""Signs around a token; several may hold for one token."""
+"""Signs around a token by kind of mark; one token can have several."""
 LEGEND = "<query> [selected] {support}: rivals whose constraints hold the SVM up; … unmarked tokens"
 
 
 def selections(report: Report) -> Iterator[Section]:
-    """For every head that is to be shown: a few of its sentences with query, selected and support tokens marked.
+    """Yield for each selection some sentences of its head, with the query, selected and support tokens marked.
 
-    The marks are signs, and kinds that a page may colour. Tokens are a stranger's: cleaned, and never read as markup.
+    Marks are signs in the text, and kinds that the page colours. Tokens are untrusted: cleaned, never used as markup.
     """
-    for found in report.selections:
-        posed = f"{counted(len(found.picks), 'query')} posed".replace("querys", "queries")
+    for selection in report.selections:
+        queries = f"{counted(len(selection.picks), 'query')} posed".replace("querys", "queries")
         yield Section(
-            f"What layer {found.layer} head {found.head} selects",
+            f"What layer {selection.layer} head {selection.head} selects",
             notes=(
-                f"{posed} {WHERE_POSED[found.space]}; margins are over the best least margin, 1/‖W_mm‖:",
+                f"{queries} {WHERE_POSED[selection.space]}; margins are over the best least margin, 1/‖W_mm‖:",
                 "no head's least exceeds 1, a single query's may",
                 LEGEND,
             ),
-            passages=tuple(_passages(found)),
+            passages=tuple(_passages(selection)),
         )
 
 
-def _passages(found: Selection) -> Iterator[Passage]:
-    """The marked sentences of five queries; the report's JSON holds all."""
-    sentences = {sentence.sequence: sentence for sentence in found.sentences}
-    for pick in _one_a_sequence(found.picks)[:5]:
+def _passages(selection: Selection) -> Iterator[Passage]:
+    """Yield the marked sentences of five queries; the report's JSON contains all."""
+    sentences = {sentence.sequence: sentence for sentence in selection.sentences}
+    for pick in _sort_picks(selection.picks)[:5]:
         fact = f"sequence {pick.sequence}, token {pick.query}: weight {short(pick.weight)}, margin {short(pick.margin)}"
         yield fact, tuple(_pieces(pick, sentences.get(pick.sequence)))
 
 
-def _one_a_sequence(picks: list[Pick]) -> list[Pick]:
-    """The most decided query of each sequence, then the others."""
+def _sort_picks(picks: list[Pick]) -> list[Pick]:
+    """Sort the picks so that the most decided query of each sequence comes first, then the others."""
     first = {pick.sequence: pick for pick in reversed(picks)}
     return sorted(picks, key=lambda pick: pick is not first[pick.sequence])
 
 
 Piece = tuple[str, tuple[str, ...]]
-"""A text, and the kinds of its marks."""
+"""Text and the kinds of its marks."""
 
 
 def _pieces(pick: Pick, sentence: Sentence | None) -> Iterator[Piece]:
-    """The sentence with its marks; places alone where the model reads no text."""
+    """Yield the pieces of a sentence with its marks; only the token positions if the model reads no text."""
     if sentence is None:
         yield f"token {pick.query} selects {listed(pick.selected)}; support: {listed(pick.support, 20)}", ()
     elif sentence.queries is None:
@@ -78,7 +78,7 @@ def _pieces(pick: Pick, sentence: Sentence | None) -> Iterator[Piece]:
 
 
 def _kinds(pick: Pick, *, among_keys: bool | None) -> dict[int, list[str]]:
-    """Place → kinds of mark. `among_keys`: whether the query stands among the keys; None: keys alone."""
+    """Return position → kinds of marks: of query and keys if `among_keys`; False: query alone; None: keys alone."""
     marked = {"selected": pick.selected, "support": pick.support} if among_keys is not False else {}
     marked |= {"query": [pick.query]} if among_keys is not None else {}
     return gathered((place, kind) for kind, places in marked.items() for place in places)
@@ -107,53 +107,53 @@ def _token(token: str, kinds: list[str]) -> Piece:
 
 
 MOST_STEPS = 400_000
-"""Numbers of curves that a page holds; where there are more, every head keeps the same evenly spaced steps."""
+"""Largest total number of curve values on a page; beyond it, each curve keeps evenly spaced steps."""
 VALUE_DIGITS, ERROR_DIGITS, CURVE_DIGITS = 5, 3, 4
-"""Significant digits on the page; the report's own numbers have nine."""
+"""Significant digits of values, errors and curves on the page; the report's numbers have nine."""
 Numbers = list[float | None]
 COMPARED = ("compare", "change")
-"""Sources of what a comparison measured, which stands before what its model reads."""
+"""Sources of measures of a comparison, which come before the measures of the second model."""
 
 
 @dataclass(frozen=True)
 class ExploredMeasure:
-    """One measure of every head, in the order of `Explorer.places`."""
+    """Measure of every head, in the order of `Explorer.places`."""
 
     name: str
-    """Qualified by source."""
+    """Name qualified by its source."""
     title: str
-    """In words."""
+    """Name in words."""
     group: str
-    """What it stands under."""
+    """Heading of its group: its source, and its space if it has one."""
     meaning: str
-    """One line; empty where the registry does not know it."""
+    """Meaning in one line; empty if the registry lacks the measure."""
     formula: str
     caution: str
-    """What to know where the attention does not fix it."""
+    """Caveat if the attention weights do not determine the value."""
     decimals: int
-    """As the tables write it; −1: as 1.2e-05."""
+    """Decimals to show, as in the tables; −1 for scientific notation (1.2e-05)."""
     values: Numbers
-    """None where there is none."""
+    """Values; None if a head has none."""
     errors: Numbers
-    """Standard errors; empty where no head has one."""
+    """Standard errors; empty if no head has one."""
     null_means: Numbers
-    """What chance reads; empty where no head has a null."""
+    """Means under the null; empty if no head has a null."""
     null_sds: Numbers
     typical: Numbers
-    """Percentiles among heads of other trained models; empty where no head has one."""
+    """Percentiles among heads of other trained models; empty if no head has one."""
     reasons: list[str]
-    """The different reasons why there is no value."""
+    """Distinct reasons why values are missing."""
     why: list[int]
-    """For each head the place of its reason, −1 where it has a value; empty where all have one."""
+    """For each head the index of its reason, −1 if it has a value; empty if all have one."""
     labels: dict[int, str]
-    """Category → its name."""
+    """Category number → name."""
     palette: Palette
-    """Its colours, as the pictures have them."""
+    """Colours, as in the pictures."""
 
 
 @dataclass(frozen=True)
 class ExploredCurve:
-    """One curve of every head."""
+    """Curve of every head."""
 
     name: str
     title: str
@@ -161,79 +161,79 @@ class ExploredCurve:
     meaning: str
     formula: str
     axis: str
-    """What its steps count."""
+    """Quantity that the steps count."""
     steps: list[int]
-    """The steps that are kept."""
+    """Steps that are kept."""
     length: int
-    """How many there are."""
+    """Number of steps before the selection."""
     logarithmic: bool
-    """Whether it falls so far that its axis is."""
+    """True if the curve falls so far that a logarithmic axis is used."""
     quartiles: dict[str, list[Numbers]]
-    """For each part of the model the lower quartile, median and upper quartile over its heads at these steps."""
+    """For each part of the model, the lower quartile, median and upper quartile over its heads at these steps."""
     lines: list[Numbers]
-    """For each head its values at these steps, fewer where it is shorter; none where it has no curve."""
+    """For each head, its values at these steps: fewer if its curve is shorter, none without a curve."""
 
 
 @dataclass(frozen=True)
 class ExploredWhole:
-    """Measures that sum to 1."""
+    """Set of measures that sum to 1."""
 
     title: str
     group: str
     parts: list[tuple[str, str, str]]
-    """Of each part its measure, its name and its colour."""
+    """For each part its measure, name and colour."""
 
 
 @dataclass(frozen=True)
 class ExploredRows:
-    """What each token of one sequence attends to."""
+    """Attention rows of the tokens of one sequence."""
 
     queries: list[str]
-    """The tokens that attend; their places where the model reads no text."""
+    """Tokens that attend; their positions if the model reads no text."""
     keys: list[str]
-    """The tokens that are attended to."""
+    """Tokens that are attended to; their positions if the model reads no text."""
     places: list[list[int]]
-    """For each query the keys of its largest weights."""
+    """For each query, the indices of the keys with its largest weights."""
     weights: list[list[int]]
-    """These weights in thousandths."""
+    """Weights of these keys, in thousandths."""
     rest: list[int]
-    """The sum of the others."""
+    """For each query, the sum of its other weights, in thousandths."""
 
 
 @dataclass(frozen=True)
 class Explorer:
-    """The heads of a report, and all that is known of each."""
+    """Heads of a report with their measures, curves, selections and attention rows."""
 
     layers: list[int]
-    """The map's rows."""
+    """Layer numbers: the rows of the map."""
     parts: list[str]
-    """For each row encoder, decoder or cross."""
+    """For each row, its part: encoder, decoder or cross."""
     columns: list[int]
-    """The heads' numbers: the map's columns."""
+    """Head numbers: the columns of the map."""
     places: list[tuple[int, int]]
-    """Row and column of each head."""
+    """Row and column of each head in the map."""
     key_heads: list[int]
-    """The number of the key head that each uses."""
+    """For each head, the number of the key head that it uses."""
     sites: dict[int, str]
-    """Row → the site's name."""
+    """Row → name of its site."""
     measures: list[ExploredMeasure]
-    """The most telling first."""
+    """Measures, the most informative first."""
     curves: list[ExploredCurve]
     wholes: list[ExploredWhole]
     selections: dict[str, Section]
-    """Layer.head → what it selects, where that was to be shown."""
+    """`layer.head` → section on its selection, for the heads requested."""
     attention: dict[str, ExploredRows]
-    """Layer.head → its attention rows, where these were to be shown."""
+    """`layer.head` → attention rows, for the heads requested."""
 
 
 def explorer(shapes: Shapes) -> Explorer | None:
-    """What can be explored of a report; None where no head has a number."""
+    """Build the data of the interactive page; return None if no head has a value of any measure."""
     report = shapes.report
     if not shapes.readings:
         return None
     places = [shapes.cell(head.layer, head.head) for head in report.heads]
     measures = (_measure(shapes, reading) for reading in shapes.readings.values())
-    told = zip(report.selections, selections(report), strict=True)
+    sections = zip(report.selections, selections(report), strict=True)
     return Explorer(
         layers=list(shapes.layers),
         parts=list(shapes.parts),
@@ -244,17 +244,17 @@ def explorer(shapes: Shapes) -> Explorer | None:
         measures=sorted(measures, key=lambda one: (one.name != OWN_ROWS, one.name.split(".")[0] not in COMPARED)),
         curves=[_curve(shapes, name) for name in shapes.curves],
         wholes=[_whole(shapes, whole, names) for whole, names in shapes.shares.items()],
-        selections={f"{found.layer}.{found.head}": section for found, section in told},
-        attention={f"{found.layer}.{found.head}": _rows(found) for found in report.attention},
+        selections={f"{entry.layer}.{entry.head}": section for entry, section in sections},
+        attention={f"{entry.layer}.{entry.head}": _rows(entry) for entry in report.attention},
     )
 
 
 def _measure(shapes: Shapes, reading: MeasureMap) -> ExploredMeasure:
-    from attnlens.report import pictures  # late here and below: it loads matplotlib
+    from attnlens.report import pictures  # imported in functions here and below because it loads matplotlib
 
     info, cells = reading.info, tuple(np.array([shapes.cell(h.layer, h.head) for h in shapes.report.heads]).T)
-    found = [head.measures.get(reading.name) for head in shapes.report.heads]
-    reasons = list(dict.fromkeys(filter(None, map(_reason, found))))
+    measures = [head.measures.get(reading.name) for head in shapes.report.heads]
+    reasons = list(dict.fromkeys(filter(None, map(_reason, measures))))
     return ExploredMeasure(
         name=clean(reading.name),
         title=title_of(reading.name),
@@ -269,15 +269,15 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> ExploredMeasure:
         typical=typical_places(shapes.report, reading.name),
         null_sds=_unless_empty(rounded(reading.null_sds[cells], ERROR_DIGITS)),
         reasons=[clean(reason) for reason in reasons],
-        why=[reasons.index(_reason(one)) if _reason(one) else -1 for one in found] if reasons else [],
+        why=[reasons.index(_reason(measure)) if _reason(measure) else -1 for measure in measures] if reasons else [],
         labels={number: clean(label) for number, label in reading.labels.items()},
         palette=pictures.palette(reading),
     )
 
 
-def _reason(found: Measure | None) -> str:
-    """Why there is no value; empty where there is one."""
-    return "not measured" if found is None else found.reason or ""
+def _reason(measure: Measure | None) -> str:
+    """Return why a value is missing; empty if it exists."""
+    return "not measured" if measure is None else measure.reason or ""
 
 
 def _unless_empty(numbers: Numbers) -> Numbers:
@@ -288,9 +288,9 @@ def _curve(shapes: Shapes, name: str) -> ExploredCurve:
     from attnlens.report import pictures
     from attnlens.report.pictures.style import bands, first_step
 
-    info, found = shapes.info(name), shapes.curves[name]
-    length = max(len(curve) for _, curve in found)
-    kept = _kept(length, MOST_STEPS // (len(found) * len(shapes.curves)))
+    info, curves = shapes.info(name), shapes.curves[name]
+    length = max(len(curve) for _, curve in curves)
+    indices = _spaced_indices(length, MOST_STEPS // (len(curves) * len(shapes.curves)))
     found_bands = bands(shapes, name)
     medians = [band.quartiles[1] for band in found_bands]
     return ExploredCurve(
@@ -300,25 +300,25 @@ def _curve(shapes: Shapes, name: str) -> ExploredCurve:
         meaning=clean(info.meaning),
         formula=clean(info.formula),
         axis="index k" if info.steps == "index" else clean(info.steps),
-        steps=[int(step) + first_step(info) for step in kept],
+        steps=[int(step) + first_step(info) for step in indices],
         length=length,
-        logarithmic=pictures.falls_far(np.concatenate([curve for _, curve in found]), medians),
-        quartiles={band.part: [_line(line, kept) for line in band.quartiles.tolist()] for band in found_bands},
-        lines=[_line(head.curves.get(name, []), kept) for head in shapes.report.heads],
+        logarithmic=pictures.falls_far(np.concatenate([curve for _, curve in curves]), medians),
+        quartiles={band.part: [_line(line, indices) for line in band.quartiles.tolist()] for band in found_bands},
+        lines=[_line(head.curves.get(name, []), indices) for head in shapes.report.heads],
     )
 
 
-def _kept(length: int, most: int) -> Sequence[int]:
-    """All of 0 … length−1, or about `most` of them and at least 24, evenly spaced from the first to the last."""
+def _spaced_indices(length: int, most: int) -> Sequence[int]:
+    """Return all indices 0 … length−1, or about max(24, `most`) evenly spaced ones from the first to the last."""
     return sorted({round(step) for step in np.linspace(0, length - 1, min(length, max(24, most))).tolist()})
 
 
-def _line(curve: list[float], kept: Iterable[int]) -> Numbers:
-    return rounded([curve[step] for step in kept if step < len(curve)], CURVE_DIGITS)
+def _line(curve: list[float], steps: Iterable[int]) -> Numbers:
+    return rounded([curve[step] for step in steps if step < len(curve)], CURVE_DIGITS)
 
 
 def rounded(numbers: Iterable[float] | Float[np.ndarray, " heads"], digits: int) -> Numbers:
-    """The numbers with so many significant digits, None for NaN; whole ones as integers, which are shorter."""
+    """Round to so many significant digits; NaN becomes None, and whole numbers become int, which is shorter in JSON."""
     return [None if number != number else _short(float(f"{number:.{digits}g}")) for number in numbers]
 
 
@@ -329,20 +329,20 @@ def _short(number: float) -> float:
 def _whole(shapes: Shapes, whole: str, names: list[str]) -> ExploredWhole:
     from attnlens.report import pictures
 
-    parts = [(clean(name), *named) for name, named in zip(names, pictures.named_parts(names), strict=True)]
+    parts = [(clean(name), *style) for name, style in zip(names, pictures.named_parts(names), strict=True)]
     open_ = any(shapes.info(name).identified == "nowhere" for name in names)
     return ExploredWhole(title_of(whole) + " (not identified)" * open_, group_of(shapes.info(names[0])), parts)
 
 
-def _rows(found: AttentionRows) -> ExploredRows:
-    sentence = found.sentence
-    count = 1 + max((place for places in found.keys for place in places), default=0)
+def _rows(rows: AttentionRows) -> ExploredRows:
+    sentence = rows.sentence
+    count = 1 + max((place for places in rows.keys for place in places), default=0)
     keys = [clean(token) for token in sentence.keys] if sentence else [str(place) for place in range(count)]
-    own = sentence.queries if sentence else [str(place) for place in range(len(found.keys))]
+    queries = sentence.queries if sentence else [str(place) for place in range(len(rows.keys))]
     return ExploredRows(
-        queries=keys if own is None else [clean(token) for token in own],
+        queries=keys if queries is None else [clean(token) for token in queries],
         keys=keys,
-        places=found.keys,
-        weights=[[round(1000 * weight) for weight in row] for row in found.weights],
-        rest=[round(1000 * weight) for weight in found.rest],
+        places=rows.keys,
+        weights=[[round(1000 * weight) for weight in row] for row in rows.weights],
+        rest=[round(1000 * weight) for weight in rows.rest],
     )

@@ -1,4 +1,4 @@
-"""Experiments as tables: ours beside the published; a series of checkpoints, every measure by training step."""
+"""Experiments as tables of our and the published figures, and series of checkpoints as measures by training step."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from attnlens.report.sentences.reports import asked_for, heads_of, judgement, nu
 from attnlens.wording import NO_VALUE, SCIENTIFIC, clean, counted, decimals_for, gathered, listed, short, written
 
 MOST_STEPS = 8
-"""Checkpoints up to which each has its column."""
+"""Largest number of checkpoints shown as columns; of a longer series, this many evenly spaced ones are shown."""
 
 
 def told(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
-    """A series of checkpoints: the measures that it is about, or, `whole`, every one with its quartiles."""
+    """Yield the sections of a series of checkpoints: its main measures, or, if `whole`, every one with quartiles."""
     heads = heads_of(experiment)
     count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
     lines = [f"{counted(count, 'checkpoint')}, {counted(heads, 'head')}.", *_loss(experiment)]
-    every = told_of(experiment)
-    shown = every if whole else [name for name in every if asked_for(name)] or every
+    measures = told_of(experiment)
+    shown = measures if whole else [name for name in measures if asked_for(name)] or measures
     help_ = "Medians over heads; quartiles over heads at the last checkpoint" if heads > 1 else "One head's values"
     help_ += f"; {len(_spread(count))} of {count} checkpoints are shown" if count > MOST_STEPS else ""
     nulls = [info_of(name) for name in shown if experiment.null(name) is not None]
     help_ += f"; null: {null_words(nulls)}, mean ± sd." if nulls else "."
-    more = [] if len(shown) == len(every) else [f"{len(shown)} of {len(every)} measures; --verbose shows all."]
+    more = [] if len(shown) == len(measures) else [f"{len(shown)} of {len(measures)} measures; --verbose shows all."]
     yield Section(experiment.question, lines=tuple(lines), table=series_rows(experiment, shown), notes=(help_, *more))
     if whole and heads > 1:
         yield Section("Quartiles over heads", table=quartile_rows(experiment))
 
 
 def series_sections(report: Report) -> Iterator[Section]:
-    """Every measure of a series of checkpoints, medians and quartiles."""
+    """Yield the medians and quartiles over heads of every measure, for each series of checkpoints in the report."""
     for experiment in report.experiments:
         if experiment.trajectories:
             several = heads_of(experiment) > 1
@@ -44,7 +44,7 @@ def series_sections(report: Report) -> Iterator[Section]:
 
 
 def series_rows(experiment: Experiment, measures: Sequence[str]) -> Table:
-    """A row a measure: its median over heads, a column a checkpoint (about eight of many), last quartiles, null."""
+    """Build a table with one row per measure: medians over heads by checkpoint (at most 8), last quartiles, null."""
     columns = _by_step(experiment, measures, lambda curve, at, decimals: written(curve.median[at], decimals))
     if heads_of(experiment) > 1:
         curves = [experiment.curves[name] for name in measures]
@@ -57,14 +57,14 @@ def series_rows(experiment: Experiment, measures: Sequence[str]) -> Table:
 
 
 def quartile_rows(experiment: Experiment) -> Table:
-    """The first and third quartile over heads of every measure, a column a checkpoint."""
+    """Build a table of the first and third quartile over heads of every measure, with one column per checkpoint."""
     measures = [name for name in told_of(experiment) if experiment.curves[name].low is not None]
     names = (Column("", "measure", tuple(map(clean, measures)), words=True),)
     return Table(names, tuple(_by_step(experiment, measures, _quartiles)))
 
 
 def _by_step(experiment: Experiment, measures: Sequence[str], tell: Callable[[Curve, int, int], str]) -> list[Column]:
-    """A column a checkpoint (about eight of many), a cell a measure: (curve, which checkpoint, decimals) → text."""
+    """Build a column per checkpoint (at most 8) with a cell per measure: `tell(curve, checkpoint index, decimals)`."""
     curves = [(experiment.curves[name], _decimals_of(experiment.curves[name])) for name in measures]
     steps = curves[0][0].steps if curves else []
     return [
@@ -78,12 +78,12 @@ def _by_step(experiment: Experiment, measures: Sequence[str], tell: Callable[[Cu
 
 
 def step_cells(experiment: Experiment) -> Iterator[dict[str, Cell]]:
-    """A row per head, measure and step, for a spreadsheet."""
-    for found in experiment.trajectories:
-        steps = experiment.curves[found.measure].steps if found.measure in experiment.curves else []
-        errors = found.se or [None] * len(found.values)
-        where: dict[str, Cell] = {"layer": found.layer, "head": found.head, "measure": found.measure}
-        for step, value, error in zip(steps, found.values, errors, strict=False):
+    """Yield one spreadsheet row per head, measure and step."""
+    for trajectory in experiment.trajectories:
+        steps = experiment.curves[trajectory.measure].steps if trajectory.measure in experiment.curves else []
+        errors = trajectory.se or [None] * len(trajectory.values)
+        where: dict[str, Cell] = {"layer": trajectory.layer, "head": trajectory.head, "measure": trajectory.measure}
+        for step, value, error in zip(steps, trajectory.values, errors, strict=False):
             yield where | {experiment.axis: step, "value": value, "se": error}
 
 
@@ -96,7 +96,7 @@ def _loss(experiment: Experiment) -> Iterator[str]:
 
 
 def _spread(count: int) -> list[int]:
-    """Which of so many columns are shown: all, or about eight, the first and the last among them."""
+    """Return the indices of the columns to show: all, or MOST_STEPS evenly spaced ones from the first to the last."""
     if count <= MOST_STEPS:
         return list(range(count))
     return sorted({round(place * (count - 1) / (MOST_STEPS - 1)) for place in range(MOST_STEPS)})
@@ -113,7 +113,7 @@ def _quartiles(curve: Curve, at: int, decimals: int) -> str:
 
 
 def _null(null: Curve | None) -> str:
-    """Mean ± sd with two figures of the sd."""
+    """Format mean ± sd with two significant digits of the sd; empty without a null."""
     if null is None or null.median[-1] is None or null.high is None or null.high[-1] is None:
         return ""
     mean, sd = null.median[-1], null.high[-1] - null.median[-1]
@@ -125,11 +125,11 @@ SIGNS = {"within": "", "at least": "≥ ", "at most": "≤ "}
 
 
 def experiment_sections(report: Report, *, whole: bool) -> Iterator[Section]:
-    """All that a summary of `converge` and `verify` says below the model; `whole`, with every measure of a series."""
+    """Yield the sections of `converge` and `verify` below the model; `whole` adds every measure of a series."""
     plain = [experiment for experiment in report.experiments if not experiment.trajectories]
     if plain:
         yield Section(table=figure_rows(plain), notes=tuple(_figure_help(plain)))
-        yield Section("What was asked", items=tuple(_asked(experiment, report) for experiment in plain))
+        yield Section("What was asked", items=tuple(_describe(experiment, report) for experiment in plain))
     for experiment in report.experiments:
         if experiment.trajectories:
             yield from told(experiment, whole=whole)
@@ -139,27 +139,27 @@ def experiment_sections(report: Report, *, whole: bool) -> Iterator[Section]:
 
 
 def figure_rows(experiments: Sequence[Experiment]) -> Table:
-    """A row a figure: ours ± error, published, tolerance, verdict."""
-    every = [(experiment, figure) for experiment in experiments for figure in experiment.final]
+    """Build a table with one row per figure: ours ± error, published, tolerance, verdict."""
+    figures = [(experiment, figure) for experiment in experiments for figure in experiment.final]
     titles = tuple(
-        clean(experiment.name) if figure == next(iter(experiment.final)) else "" for experiment, figure in every
+        clean(experiment.name) if figure == next(iter(experiment.final)) else "" for experiment, figure in figures
     )
     names = (
         Column("", "experiment", titles, words=True),
-        Column("", "figure", tuple(worded(*row) for row in every), words=True),
+        Column("", "figure", tuple(worded(*row) for row in figures), words=True),
     )
-    columns = [Column("", "ours", tuple(_ours(*row) for row in every))]
+    columns = [Column("", "ours", tuple(_ours(*row) for row in figures))]
     if any(experiment.published for experiment in experiments):
         columns += [
-            Column("", "published", tuple(_published(*row) for row in every)),
-            Column("", "tolerance", tuple(_tolerance(*row) for row in every)),
-            Column("", "verdict", tuple(judgement(*row) for row in every), words=True),
+            Column("", "published", tuple(_published(*row) for row in figures)),
+            Column("", "tolerance", tuple(_tolerance(*row) for row in figures)),
+            Column("", "verdict", tuple(judgement(*row) for row in figures), words=True),
         ]
     return Table(names, tuple(columns))
 
 
 def _decimals(experiment: Experiment, figure: str) -> int:
-    """What the tolerance's second figure takes, or the error's; else four figures."""
+    """Return the decimals for two significant digits of the tolerance, else of the error, or for four of the value."""
     value = experiment.final.get(figure)
     slack = (experiment.tolerance or {}).get(figure) or experiment.errors.get(figure)
     if value is not None and value != 0 and abs(value) < 1e-4:
@@ -206,8 +206,8 @@ def _figure_help(experiments: Sequence[Experiment]) -> Iterator[str]:
         yield f"source: {clean(source)}"
 
 
-def _asked(experiment: Experiment, report: Report) -> str:
-    """Name, question, model where it is not the report's, settings, and how long it took."""
+def _describe(experiment: Experiment, report: Report) -> str:
+    """Describe an experiment: name, question, model if it is not the report's, settings, seconds."""
     facts = [f"on {experiment.model}"] if experiment.model else []
     facts += [setting(experiment, name) for name, value in experiment.settings.items() if value is not None]
     seconds = report.timings.get(experiment.name)
@@ -222,7 +222,7 @@ def _missing(experiment: Experiment) -> Iterator[str]:
 
 
 def figure_cells(experiment: Experiment) -> Iterator[Row]:
-    """A row a figure, for a spreadsheet."""
+    """Yield one spreadsheet row per figure."""
     published = experiment.published or {}
     for figure, value in experiment.final.items():
         met, known = experiment.meets(figure), figure in published

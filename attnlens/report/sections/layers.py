@@ -1,4 +1,4 @@
-"""What the heads read: medians by layer, every head, what was found, and how they stand beside trained models."""
+"""Measures of the heads: medians by layer, every head, the findings, and a comparison with other trained models."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ SUFFIXES = {1: "st", 2: "nd", 3: "rd"}
 
 @dataclass(frozen=True)
 class MedianHead:
-    """The median over one part's heads, and the heads of other models that it is compared with."""
+    """Median of a measure over the heads of one part, and the heads of other models that it is compared with."""
 
     reading: MeasureMap
     median: float
     reference: Reference
     part: str
     several: bool
-    """Whether the model has other parts."""
+    """True if the model has other parts."""
 
     def told(self, name: str = "") -> str:
-        """`median symmetry 0.07 at the 63rd percentile of 80 heads of 2 trained encoders`; `name` is the measure's."""
+        """Format `median symmetry 0.07 at the 63rd percentile of 80 heads of 2 trained encoders`; `name`: measure."""
         part = self.part if self.several else ""
         words = (part, "median", name, _numbers([self.median])[0], place(self.reference, self.median))
         return " ".join(filter(None, words))
 
 
 def median_heads(shapes: Shapes) -> Iterator[MedianHead]:
-    """Each headline measure that varies, part by part, where the atlas has heads to compare its median with.
+    """Yield the median of each headline measure that varies, for each part that the atlas has comparable heads for.
 
-    None where heads are trained anew, or changes, or where some were left out: their median is not the model's.
+    Yields nothing unless the report is of `inspect` and covers all heads; otherwise the median is not the model's.
     """
     settings = shapes.report.settings
     if shapes.report.command != "inspect" or settings.layers is not None or settings.heads is not None:
@@ -67,15 +67,15 @@ def median_heads(shapes: Shapes) -> Iterator[MedianHead]:
             rows = [row for row, of in enumerate(shapes.parts) if of == part]
             reference = atlas.reference(reading.name, "all", subjects[part])
             median = middle(reading.values[rows])
-            if reference.models and median == median:  # NaN where no head of the part has a value
+            if reference.models and median == median:  # NaN if no head of the part has a value
                 yield MedianHead(reading, median, reference, part, len(parts) > 1)
 
 
 def place(reference: Reference, value: float) -> str:
-    """`at the 63rd percentile of 80 heads of 2 trained encoders`, or `above all …`."""
+    """Format `at the 63rd percentile of 80 heads of 2 trained encoders`, or `above all …`."""
     models = reference.models
-    named = f"of {len(models)} trained {models[0].part}s" if len(models) > 1 else f"of {models[0].name}"
-    heads = f"{reference.heads} heads {named}"
+    source = f"of {len(models)} trained {models[0].part}s" if len(models) > 1 else f"of {models[0].name}"
+    heads = f"{reference.heads} heads {source}"
     percentage = reference.percentile(value) or 0.0
     if percentage in (0.0, 100.0):
         return f"{'below' if percentage == 0 else 'above'} all {heads}"
@@ -83,7 +83,7 @@ def place(reference: Reference, value: float) -> str:
 
 
 def ordinal(number: int) -> str:
-    """`1st`, `22nd`, `13th`."""
+    """Format an ordinal number: `1st`, `22nd`, `13th`."""
     return f"{number}{'th' if number % 100 in (11, 12, 13) else SUFFIXES.get(number % 10, 'th')}"
 
 
@@ -100,47 +100,47 @@ READ_AS = (
 
 
 def typical_line(shapes: Shapes) -> Iterator[Section]:
-    """One line: a headline of the weights and one of the tokens beside other trained models; nothing where none is."""
-    found = gathered((source_of(one.reading.name), one) for one in median_heads(shapes))
-    chosen = [found[source][0] for source in ("weights", "tokens") if source in found]
-    told = "; ".join(one.told(title_of(one.reading.name)) for one in chosen)
-    if told:
-        yield Section(notes=(f"Beside trained models (a description, no test): {told}.",))
+    """Yield one line that compares one headline measure of each source with trained models; nothing if none can be."""
+    medians = gathered((source_of(median.reading.name), median) for median in median_heads(shapes))
+    chosen = [medians[source][0] for source in ("weights", "tokens") if source in medians]
+    text = "; ".join(median.told(title_of(median.reading.name)) for median in chosen)
+    if text:
+        yield Section(notes=(f"Beside trained models (a description, no test): {text}.",))
 
 
 def typical_list(shapes: Shapes) -> Iterator[Section]:
-    """The medians of the headline measures beside those of each model, and how to read that."""
+    """Yield the medians of the headline measures next to those of each trained model, with an explanation."""
     items = []
-    for one in median_heads(shapes):
-        numbers = _numbers([spread.median for spread in one.reference.spreads])
-        medians = ", ".join(f"{m.name} {n}" for m, n in zip(one.reference.models, numbers, strict=True))
-        items.append((clean(one.reading.name), f"{one.told()}; medians there: {medians}"))
+    for median in median_heads(shapes):
+        numbers = _numbers([spread.median for spread in median.reference.spreads])
+        medians = ", ".join(f"{m.name} {n}" for m, n in zip(median.reference.models, numbers, strict=True))
+        items.append((clean(median.reading.name), f"{median.told()}; medians there: {medians}"))
     if items:
         yield Section("Beside other trained models", items=tuple(items), notes=(READ_AS,))
 
 
 def typical_places(report: Report, measure: str) -> list[float | None]:
-    """For each head the percentage of heads of its part and depth below it; none where nothing can be compared."""
-    if report.command != "inspect":  # elsewhere its heads are trained anew, or changes
+    """Return for each head its percentile among the atlas heads of its part and depth; empty if none has one."""
+    if report.command != "inspect":  # in other reports heads are retrained, or their values are changes
         return []
     depths, parts = atlas.depths(report), {head.part for head in report.heads}
     subjects = {part: atlas.subject_of(report, part) for part in parts}
-    found = [_place(head, measure, depths[head.layer], subjects[head.part]) for head in report.heads]
-    return found if any(place is not None for place in found) else []
+    places = [_place(head, measure, depths[head.layer], subjects[head.part]) for head in report.heads]
+    return places if any(place is not None for place in places) else []
 
 
 def _place(head: Head, measure: str, depth: Third, subject: Subject) -> float | None:
-    one = head.measures.get(measure)
-    if one is None or one.value is None:
+    reading = head.measures.get(measure)
+    if reading is None or reading.value is None:
         return None
     if source_of(measure) == "weights" and atlas.shares_weights(head):
         depth = "all"
-    place = atlas.reference(measure, depth, subject).percentile(one.value)
+    place = atlas.reference(measure, depth, subject).percentile(reading.value)
     return None if place is None else round(place)
 
 
 def found_sections(shapes: Shapes) -> Iterator[Section]:
-    """The headline measures in words, with what their errors and nulls are, and the most extreme heads."""
+    """Yield the headline measures with an explanation of their errors and nulls, and the most extreme heads."""
     if shapes.readings:
         yield Section("What was found", items=tuple(findings(shapes)), notes=tuple(_how_sure(shapes)))
     yield from typical_list(shapes)
@@ -148,10 +148,10 @@ def found_sections(shapes: Shapes) -> Iterator[Section]:
 
 
 def _how_sure(shapes: Shapes) -> Iterator[str]:
-    """What the errors are over, or why there are none; what chance is; which numbers have neither."""
-    about = population(shapes.report)
+    """Yield what the standard errors refer to, or why there are none, and what chance means."""
+    scope = population(shapes.report)
     if shapes.report.summary.median_errors:
-        yield f"± is the standard error of the median{f' ({about})' if about else ''}."
+        yield f"± is the standard error of the median{f' ({scope})' if scope else ''}."
     elif no_errors(shapes.report):
         yield f"{no_errors(shapes.report).capitalize()}."
     nulls = [reading.info for reading in shapes.readings.values() if reading.null]
@@ -160,21 +160,21 @@ def _how_sure(shapes: Shapes) -> Iterator[str]:
 
 
 def extreme_heads(report: Report) -> Iterator[Section]:
-    """The heads at the ends of the measures."""
-    found = tuple(map(reports.extreme, report.summary.extremes))
-    if found:
-        yield Section("Most extreme heads (ranks, not tests)", items=found)
+    """Yield the list of heads with the smallest or largest values of a measure; nothing if there are none."""
+    items = tuple(map(reports.extreme, report.summary.extremes))
+    if items:
+        yield Section("Most extreme heads (ranks, not tests)", items=items)
 
 
 def layer_tables(shapes: Shapes) -> Iterator[Section]:
-    """The terminal's table of the layers' medians."""
+    """Yield the terminal's table of medians by layer under the title `By layer`; nothing if it has no columns."""
     yield from (replace(section, title="By layer") for section in layer_sections(shapes, whole=False) if section.table)
 
 
 def head_tables(shapes: Shapes) -> Iterator[Section]:
-    """Every head with every scalar measure: a table per source.
+    """Yield one table per source of every scalar measure of every head.
 
-    `value±se` where a standard error exists; `–` where there is no value, for which the summary says why.
+    Cells are `value±se`, `value` if there is no standard error, or `–` if there is no value; the summary says why.
     """
     for source in dict.fromkeys(source_of(name) for name in shapes.readings):
         columns = [
@@ -184,17 +184,17 @@ def head_tables(shapes: Shapes) -> Iterator[Section]:
 
 
 def head_table(shapes: Shapes) -> Section:
-    """The same as one table, with its nulls, and with the reasons of what has no value beside it."""
+    """Build one table of every scalar measure of every head, with its null; tooltips say why a value is missing."""
     heads, several = shapes.report.heads, len(set(shapes.parts)) > 1
     places = (f"{head.layer} · {head.head}" for head in heads)
     cells = tuple(f"{head.part} {place}" if several else place for head, place in zip(heads, places, strict=True))
     nulls = any(reading.null for reading in shapes.readings.values())
     title, sites = "part " * several + "layer · head", tuple(head.site for head in heads)
     name = Column("", title, cells, ("null, mean ± sd",) * nulls, words=True, hints=sites)
-    about = population(shapes.report)
-    said = no_errors(shapes.report) or (about and f"±: standard error; {about}")
+    scope = population(shapes.report)
+    note = no_errors(shapes.report) or (scope and f"±: standard error; {scope}")
     columns = tuple(_head_column(shapes, reading, nulls=nulls) for reading in shapes.readings.values())
-    return Section("Every head", table=Table((name,), columns), notes=(f"{said}.",) if said else ())
+    return Section("Every head", table=Table((name,), columns), notes=(f"{note}.",) if note else ())
 
 
 def _place_columns(shapes: Shapes) -> tuple[Column, ...]:
@@ -212,8 +212,8 @@ def _head_column(shapes: Shapes, reading: MeasureMap, *, nulls: bool = False) ->
     heads = shapes.report.heads
     decimals = decimals_with_error(reading.present.tolist(), reading.error)
     cells = tuple(_head_cell(reading, shapes.cell(head.layer, head.head), decimals) for head in heads)
-    found = (head.measures.get(reading.name) for head in heads)
-    reasons = tuple("not measured" if measure is None else measure.reason or "" for measure in found)
+    measures = (head.measures.get(reading.name) for head in heads)
+    reasons = tuple("not measured" if measure is None else measure.reason or "" for measure in measures)
     return Column(group_of(reading.info), title_of(reading.name), cells, (_null(reading),) * nulls, hints=reasons)
 
 
@@ -235,28 +235,28 @@ def _null(reading: MeasureMap) -> str:
 
 
 MOST_ROWS = 48
-"""Layers up to which each has its row."""
+"""Largest number of layers for which each layer has its own row."""
 
 MOST_TEXTS = 6
-"""Texts up to which each has its row at the foot."""
+"""Number of texts that have a row at the foot of the table; further texts are left out."""
 GROUPED_ROWS = 40
-"""About how many rows a larger model has."""
+"""Approximate number of rows for a model with more than MOST_ROWS layers."""
 
 
 @dataclass(frozen=True)
 class LayerRows:
-    """Which layers share a row: rows of the maps, part by part."""
+    """Assignment of layers to table rows, part by part."""
 
     groups: tuple[tuple[int, ...], ...]
-    """For each table row, rows of the maps."""
+    """For each table row, the indices of its layers in `Shapes.layers`."""
     size: int
-    """How many layers a row holds (the last of a part may hold fewer)."""
+    """Number of layers per row; the last row of a part can have fewer."""
 
 
 def layer_sections(shapes: Shapes, *, whole: bool) -> Iterator[Section]:
-    """A row per layer, medians over heads: the measures that fit on a page, or, `whole`, a table of each source.
+    """Yield medians over heads, one row per layer: the measures that fit on a page, or, if `whole`, a table per source.
 
-    The sources take turns, in the report's order of importance. Above 48 layers neighbours share a row.
+    The sources take turns, in the report's order of importance. Above 48 layers, neighbouring layers share a row.
     """
     if not shapes.readings:
         return
@@ -267,13 +267,13 @@ def layer_sections(shapes: Shapes, *, whole: bool) -> Iterator[Section]:
         yield Section(table=Table(names, columns, fit="first") if columns else None, notes=notes)
         return
     for source in dict.fromkeys(column.group for column in columns):
-        own = tuple(replace(column, group="") for column in columns if column.group == source)
-        yield Section(source, table=Table(names, own))
+        group = tuple(replace(column, group="") for column in columns if column.group == source)
+        yield Section(source, table=Table(names, group))
     yield Section(notes=notes)
 
 
 def layer_rows(shapes: Shapes) -> LayerRows:
-    """A row a layer up to 48 layers; beyond, neighbours of one part share a row, so that about 40 rows remain."""
+    """Assign layers to rows: one each up to 48 layers; beyond, neighbours of one part share one of about 40 rows."""
     count = len(shapes.layers)
     size = 1 if count <= MOST_ROWS else -(-count // GROUPED_ROWS)
     groups: list[tuple[int, ...]] = []
@@ -284,7 +284,7 @@ def layer_rows(shapes: Shapes) -> LayerRows:
 
 
 def name_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
-    """The layers' numbers and, where there are several, their parts; below them what the foot's rows are."""
+    """Build the columns that name the rows: layer numbers, the part if there are several, and names of the foot."""
     ends = ((shapes.layers[group[0]], shapes.layers[group[-1]]) for group in rows.groups)
     numbers = tuple(str(first) if first == last else f"{first}–{last}" for first, last in ends)
     foot = _foot_names(shapes, rows)
@@ -295,19 +295,17 @@ def name_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
 
 
 def _foot_names(shapes: Shapes, rows: LayerRows) -> tuple[str, ...]:
-    """All heads, where there is more than one row of them; each text where there are several, and their sd; the null of
-    the median, where a measure has one.
-    """
+    """Name the rows of the foot: all heads (if there are several rows), each text, their sd, the null of the median."""
     summary = shapes.report.summary
     texts = [f"{text.name} ({text.sequences})" for text in summary.texts[:MOST_TEXTS]]
     between = ["between texts"] if summary.between_texts else []
     null = ["null", "± sd"] if summary.median_nulls else []
-    every = ["all"] if len(rows.groups) > 1 else []
-    return (*every, *(clean(name) for name in texts), *between, *null)
+    all_heads = ["all"] if len(rows.groups) > 1 else []
+    return (*all_heads, *(clean(name) for name in texts), *between, *null)
 
 
 def measure_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
-    """A column for every measure that differs between heads, sources taking turns, headlines first; then the sum's."""
+    """Build a column per measure that varies, headlines first, sources taking turns; then that of layer symmetry."""
     varying = {name: reading for name, reading in shapes.readings.items() if not reading.constant}
     headlines = [name for name, reading in varying.items() if reading.info.headline]
     others = [name for name in varying if name not in headlines]
@@ -316,25 +314,25 @@ def measure_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
 
 
 def reading_help(rows: LayerRows, shapes: Shapes) -> str:
-    """What a row of the layers' table is."""
+    """Explain the rows of the table of layers, its errors, nulls and spaces, and measures that are not identified."""
     over = "over heads" if rows.size == 1 else f"over the heads of {rows.size} neighbouring layers"
     summary, alone = shapes.report.summary, len(shapes.report.heads) == 1
-    said = [] if alone else [f"rows are medians {over}"]
+    parts = [] if alone else [f"rows are medians {over}"]
     if summary.median_errors:
-        known = population(shapes.report)
-        said.append(f"± is the standard error{'' if alone else ' of that median'}{f' ({known})' if known else ''}")
+        scope = population(shapes.report)
+        parts.append(f"± is the standard error{'' if alone else ' of that median'}{f' ({scope})' if scope else ''}")
     elif no_errors(shapes.report):
-        said.append(no_errors(shapes.report))
+        parts.append(no_errors(shapes.report))
     if any(text.reasons for text in summary.texts):
-        said.append("one window of a text has no spread: no errors in its row")
+        parts.append("one window of a text has no spread: no errors in its row")
     if any(reading.null for reading in shapes.readings.values()):
         chance = null_words(reading.info for reading in shapes.readings.values() if reading.null)
-        said.append(f"null is {chance},{'' if alone else ' as the median of so many heads,'} mean ± sd")
+        parts.append(f"null is {chance},{'' if alone else ' as the median of so many heads,'} mean ± sd")
     if summary.texts:
-        said.append("beside a text stands how many windows are its")
+        parts.append("beside a text stands how many windows are its")
     if summary.between_texts:
-        said.append("“between texts” is the sd of the texts' medians")
-    sentence = "; ".join(said)
+        parts.append("“between texts” is the sd of the texts' medians")
+    sentence = "; ".join(parts)
     sentence = f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
     spaces = dict.fromkeys(reading.info.space for reading in shapes.readings.values() if reading.info.space)
     apart = f" {' and '.join(spaces)}: two questions, compare within one only." if len(spaces) > 1 else ""
@@ -344,7 +342,7 @@ def reading_help(rows: LayerRows, shapes: Shapes) -> str:
 
 
 def constants(shapes: Shapes) -> str:
-    """The measures that all heads share, which need no column; empty where there are none."""
+    """Name the measures that have the same value in every head, and these values; empty if there are none."""
     same = [
         f"{clean(reading.name)} {reading.labels.get(round(reading.present[0])) or short(reading.present[0])}"
         for reading in shapes.readings.values()
@@ -359,8 +357,8 @@ def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:
     height, several = len(_foot_names(shapes, rows)), len(rows.groups) > 1
     if reading.labels:
         cells = tuple(_commonest(reading, group) for group in rows.groups)
-        whole = [_commonest(reading, everything)] if several else []
-        return Column(over, title, cells, (*whole, *[""] * (height - len(whole))))
+        total_cells = [_commonest(reading, everything)] if several else []
+        return Column(over, title, cells, (*total_cells, *[""] * (height - len(total_cells))))
     medians = [middle(reading.values[list(group)]) for group in rows.groups]
     total, summary = middle(reading.values), shapes.report.summary
     errors, error = _errors(reading.name, rows, shapes), summary.median_errors.get(reading.name)
@@ -382,10 +380,10 @@ def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:
 
 
 def _errors(name: str, rows: LayerRows, shapes: Shapes) -> list[float | None]:
-    """The standard error of each row's median; rows of several layers have none."""
+    """Return the standard error of each row's median; None for rows of several layers."""
     summary = shapes.report.summary
-    known = dict(zip(summary.layer_numbers, summary.layer_errors, strict=False))
-    return [known.get(shapes.layers[group[0]], {}).get(name) if len(group) == 1 else None for group in rows.groups]
+    by_layer = dict(zip(summary.layer_numbers, summary.layer_errors, strict=False))
+    return [by_layer.get(shapes.layers[group[0]], {}).get(name) if len(group) == 1 else None for group in rows.groups]
 
 
 def _with_error(median: float, error: float | None, decimals: int) -> str:
@@ -395,22 +393,22 @@ def _with_error(median: float, error: float | None, decimals: int) -> str:
 
 def _commonest(reading: MeasureMap, group: tuple[int, ...]) -> str:
     values = reading.values[list(group)]
-    found = Counter(round(value) for value in values[~np.isnan(values)].tolist())
-    if not found:
+    counts = Counter(round(value) for value in values[~np.isnan(values)].tolist())
+    if not counts:
         return NO_VALUE
-    number, count = found.most_common(1)[0]
-    return f"{clean(reading.labels[number])} {count}/{found.total()}"
+    number, count = counts.most_common(1)[0]
+    return f"{clean(reading.labels[number])} {count}/{counts.total()}"
 
 
 def _summed(shapes: Shapes, rows: LayerRows) -> Iterator[Column]:
     summary = shapes.report.summary
     pairs = zip(summary.layer_numbers, summary.layer_symmetry, strict=False)
-    known = {layer: value for layer, value in pairs if value is not None}
-    if not known:
+    by_layer = {layer: value for layer, value in pairs if value is not None}
+    if not by_layer:
         return
-    values = np.array([known.get(layer, np.nan) for layer in shapes.layers])
+    values = np.array([by_layer.get(layer, np.nan) for layer in shapes.layers])
     medians = [middle(values[list(group)]) for group in rows.groups]
-    decimals = decimals_for([*known.values()])
+    decimals = decimals_for([*by_layer.values()])
     cells = tuple(written(median, decimals) for median in medians)
     foot = [written(middle(values), decimals)] if len(rows.groups) > 1 else []
     height = len(_foot_names(shapes, rows))

@@ -1,4 +1,4 @@
-"""What attnlens knows: lists of all measures and kernels for `attnlens list`, and a page for each for `explain`."""
+"""Reference of measures, analyzers, kernels and model types: tables for `attnlens list`, pages for `explain`."""
 
 from __future__ import annotations
 
@@ -27,75 +27,75 @@ from attnlens.wording import NO_VALUE, clean
 
 
 def measure_list(infos: Iterable[MeasureInfo]) -> Section:
-    """Name, range and meaning of every measure and curve; below the meaning its formula, cautions and source."""
-    every = list(infos)
+    """List the name, range and meaning of every measure and curve; below the meaning formula, caution and source."""
+    measures = list(infos)
     return _folded(
-        ("measure", [info.name for info in every]),
-        ("range", [range_of(info) for info in every]),
-        ("meaning", [_lines(info.meaning, info.formula, info.caution, info.paper) for info in every]),
+        ("measure", [info.name for info in measures]),
+        ("range", [range_of(info) for info in measures]),
+        ("meaning", [_join_lines(info.meaning, info.formula, info.caution, info.paper) for info in measures]),
     )
 
 
 def analyzer_list(analyzers: Iterable[Analyzer | Gathering]) -> Section:
-    """Every analyzer: its name, what it reads, the question it answers, how many measures and curves it returns."""
-    every = list(analyzers)
+    """List every analyzer: its name, source and question, and the number of measures and curves it returns."""
+    entries = list(analyzers)
     return _folded(
-        ("analyzer", [found.name for found in every]),
-        ("source", [found.source for found in every]),
-        ("question", [_asked(found) for found in every]),
-        last=(Column("", "measures", tuple(str(len(found.measures)) for found in every)),),
+        ("analyzer", [analyzer.name for analyzer in entries]),
+        ("source", [analyzer.source for analyzer in entries]),
+        ("question", [_question_cell(analyzer) for analyzer in entries]),
+        last=(Column("", "measures", tuple(str(len(analyzer.measures)) for analyzer in entries)),),
     )
 
 
 def kernel_list(
     infos: Iterable[KernelInfo], ties: Iterable[Modifier], filters: Iterable[Modifier], hybrids: Iterable[Modifier] = ()
 ) -> list[Section]:
-    """Every kernel as it is typed: log k, what it is, its parameters, what a fit chooses, its fast form and its source.
+    """List every kernel as it is typed: log k, meaning, parameters, fit, fast implementation and source.
 
-    Whether k ≥ 0, is symmetric, has finitely many features. A second table holds what goes with any kernel.
+    Also whether k ≥ 0, is symmetric, has finitely many features. A second table lists ties, filters and hybrids.
     """
-    every = list(infos)
+    entries = list(infos)
     kernels = _folded(
-        ("kernel", [_typed(info.name, info.parameters) for info in every]),
-        ("log k(q, k)", [_kernel_cell(info) for info in every]),
-        ("≥ 0", ["yes" if info.positive else "no" for info in every]),
-        ("sym.", ["yes" if info.symmetric else "no" for info in every]),
-        ("features", [info.features for info in every]),
+        ("kernel", [_syntax(info.name, info.parameters) for info in entries]),
+        ("log k(q, k)", [_kernel_cell(info) for info in entries]),
+        ("≥ 0", ["yes" if info.positive else "no" for info in entries]),
+        ("sym.", ["yes" if info.symmetric else "no" for info in entries]),
+        ("features", [info.features for info in entries]),
     )
-    found = [("tie", tie) for tie in ties] + [("filter", kept) for kept in filters]
-    found += [("hybrid", hybrid) for hybrid in hybrids]
+    pairs = [("tie", tie) for tie in ties] + [("filter", key_filter) for key_filter in filters]
+    pairs += [("hybrid", hybrid) for hybrid in hybrids]
     modifiers = _folded(
-        ("with a kernel", [_typed(modifier.name, modifier.parameters) for _, modifier in found]),
+        ("with a kernel", [_syntax(modifier.name, modifier.parameters) for _, modifier in pairs]),
         (
             "log k(q_i, k_j), or the keys j that query i keeps",
-            [_modifier_cell(kind, modifier) for kind, modifier in found],
+            [_modifier_cell(kind, modifier) for kind, modifier in pairs],
         ),
     )
     return [kernels, modifiers]
 
 
-def architecture_list(measured: str, found: Iterable[Architecture]) -> list[Section]:
-    """Every model type: how much of it is read and through what, its positions, weights and checks; what is missing."""
-    every = list(found)
-    counts = Counter(one.read for one in every)
-    told = ", ".join(f"{count} {read}" for read, count in counts.most_common())
+def architecture_list(measured: str, architectures: Iterable[Architecture]) -> list[Section]:
+    """List every model type: coverage, route, positions, weights and checks; then what is missing, and why."""
+    types = list(architectures)
+    counts = Counter(entry.read for entry in types)
+    coverage = ", ".join(f"{count} {read}" for read, count in counts.most_common())
     table = _folded(
-        ("model type", [one.model_type for one in every]),
-        ("read", [one.read for one in every]),
-        ("through", [one.route or NO_VALUE for one in every]),
-        ("positions", [one.positions or NO_VALUE for one in every]),
-        ("weights.*", [one.weights or NO_VALUE for one in every]),
-        ("doctor", [one.doctor or NO_VALUE for one in every]),
-        ("swap", [one.swap or NO_VALUE for one in every]),
+        ("model type", [entry.model_type for entry in types]),
+        ("read", [entry.read for entry in types]),
+        ("through", [entry.route or NO_VALUE for entry in types]),
+        ("positions", [entry.positions or NO_VALUE for entry in types]),
+        ("weights.*", [entry.weights or NO_VALUE for entry in types]),
+        ("doctor", [entry.doctor or NO_VALUE for entry in types]),
+        ("swap", [entry.swap or NO_VALUE for entry in types]),
     )
     lines = (
-        f"{len(every)} model types, each built tiny from its own configuration and run ({measured}): {told}.",
+        f"{len(types)} model types, each built tiny from its own configuration and run ({measured}): {coverage}.",
         "A type is read in part where a part is not run, can't be read or has no weights.*, for the reason below.",
     )
-    lacking = [one for one in every if one.reason]
+    incomplete = [entry for entry in types if entry.reason]
     reasons = _folded(
-        ("model type", [one.model_type for one in lacking]),
-        ("what is missing, and why", [clean(one.reason) for one in lacking]),
+        ("model type", [entry.model_type for entry in incomplete]),
+        ("what is missing, and why", [clean(entry.reason) for entry in incomplete]),
     )
     return [replace(table, title="Model types", lines=lines), replace(reasons, title="What is missing")]
 
@@ -105,26 +105,26 @@ def _folded(*columns: tuple[str, list[str]], last: tuple[Column, ...] = ()) -> S
     return Section(table=Table((names,), (*others, *last), fit="folded"))
 
 
-def _lines(first: str, *others: str) -> str:
-    """The first line, and below it those that say something."""
+def _join_lines(first: str, *others: str) -> str:
+    """Join the first line and those of the others that are not empty."""
     return "\n".join(map(clean, (first, *filter(None, others))))
 
 
-def _asked(found: Analyzer | Gathering) -> str:
-    own = f"{found.source}.", f"{found.name}."
-    names = [info.name for info in found.measures]
-    names = [next((name.removeprefix(start) for start in own if name.startswith(start)), name) for name in names]
-    only = "" if found.by_default else f"Runs only where it is named: --analyzer {found.name}"
-    return _lines(found.question, only, ", ".join(names))
+def _question_cell(analyzer: Analyzer | Gathering) -> str:
+    prefixes = f"{analyzer.source}.", f"{analyzer.name}."
+    names = [info.name for info in analyzer.measures]
+    names = [next((name.removeprefix(start) for start in prefixes if name.startswith(start)), name) for name in names]
+    only = "" if analyzer.by_default else f"Runs only where it is named: --analyzer {analyzer.name}"
+    return _join_lines(analyzer.question, only, ", ".join(names))
 
 
 def _kernel_cell(info: KernelInfo) -> str:
-    told = (info.meaning, *told_parameters(info.parameters), fitted(info))
-    return _lines(info.formula, *told, f"computed by {info.fused}", info.source)
+    facts = (info.meaning, *told_parameters(info.parameters), fitted(info))
+    return _join_lines(info.formula, *facts, f"computed by {info.fused}", info.source)
 
 
 def fitted(info: KernelInfo) -> str:
-    """What its fit to text chooses, and whether there must be one; empty where there is none."""
+    """Describe what the kernel's fit chooses, and whether it is required; empty for a kernel without a fit."""
     if info.fit is None:
         return ""
     first = (info.fit.__doc__ or "").splitlines()[0]
@@ -134,42 +134,42 @@ def fitted(info: KernelInfo) -> str:
 
 def _modifier_cell(kind: str, modifier: Modifier) -> str:
     facts = [f"{kind}: {modifier.meaning}", *told_parameters(modifier.parameters), modifier.caution, modifier.source]
-    return _lines(modifier.formula, *facts)
+    return _join_lines(modifier.formula, *facts)
 
 
 def told_parameters(parameters: Iterable[KernelParameter]) -> list[str]:
-    """What each does, and in which range."""
+    """Describe the meaning and the range of each parameter."""
     return [f"{parameter.name}: {parameter.meaning}{_allowed(parameter)}" for parameter in parameters]
 
 
-def _typed(name: str, parameters: Sequence[KernelParameter]) -> str:
-    """The name, and below it how parameters are added: `:gamma=0.5`."""
+def _syntax(name: str, parameters: Sequence[KernelParameter]) -> str:
+    """Return the name, and below it one line per parameter in the syntax that is typed: `:gamma=0.5`."""
     pairs = zip(parameters, map(default_of, parameters), strict=True)
-    return _lines(name, *(f"{',' if n else ':'}{p.name}={default}" for n, (p, default) in enumerate(pairs)))
+    return _join_lines(name, *(f"{',' if n else ':'}{p.name}={default}" for n, (p, default) in enumerate(pairs)))
 
 
 def _allowed(parameter: KernelParameter) -> str:
-    """Its range in words, after its meaning, or the words that can be typed."""
-    named = [word for word, _ in parameter.words]
-    if named and parameter.high is None:
-        return f" ({' or '.join(named)})"
+    """Format the parameter's range, or the words it accepts, in brackets; empty if it has no limits."""
+    choices = [word for word, _ in parameter.words]
+    if choices and parameter.high is None:
+        return f" ({' or '.join(choices)})"
     even = parameter.even or parameter.multiple_of == 2
     words = ["even"] if even else ["whole"] if parameter.kind is int else []
     words += [] if parameter.low is None else [f"≥ {parameter.low:g}"]
     words += [] if parameter.above is None else [f"> {parameter.above:g}"]
-    words += [f"or {word}" for word in named]
+    words += [f"or {word}" for word in choices]
     return f" ({', '.join(words)})" if words else ""
 
 
 def range_of(info: MeasureInfo) -> str:
-    """Between which numbers it lies, what its categories are, or over what it is a curve."""
+    """Return the axis of a curve, the categories of a measure, or its bounds."""
     if info.curve:
         return f"curve over {info.steps}"
     return " | ".join(info.labels) or bounds(info)
 
 
 def bounds(info: MeasureInfo) -> str:
-    """Its least and its largest value in words."""
+    """Return the least and the largest value of a measure in words; `any` if neither is known."""
     if info.low is None and info.high is None:
         return "any"
     low = "−∞" if info.low is None else f"{info.low:g}"
@@ -191,25 +191,25 @@ IDENTIFIED = {
 
 
 def measure_pages() -> dict[str, Section]:
-    """The page of every measure and curve, and of every distance between two models, by name."""
-    found = sorted(every_analyzer(), key=lambda each: not each.by_default)
-    pages = {info.name: _measured(info, each) for each in found for info in each.measures}
+    """Build the page of every measure, curve and distance between two models, keyed by name."""
+    analyzers = sorted(every_analyzer(), key=lambda analyzer: not analyzer.by_default)
+    pages = {info.name: _measured(info, analyzer) for analyzer in analyzers for info in analyzer.measures}
     compared = {"tokens": BETWEEN_ROWS, "weights": BETWEEN_FORMS}
     return pages | {info.name: _distance(info, source) for source, infos in compared.items() for info in infos}
 
 
 def kernel_pages() -> dict[str, Section]:
-    """The page of every kernel, tie and filter, by name."""
+    """Build the page of every kernel, tie, filter and hybrid, keyed by name."""
     modifiers = {name: _modifier("tie", tie) for name, tie in TIES.items()}
-    modifiers |= {name: _modifier("filter", kept) for name, kept in FILTERS.items()}
-    modifiers |= {name: _modifier("hybrid", found) for name, found in HYBRIDS.items()}
+    modifiers |= {name: _modifier("filter", key_filter) for name, key_filter in FILTERS.items()}
+    modifiers |= {name: _modifier("hybrid", hybrid) for name, hybrid in HYBRIDS.items()}
     return {name: _kernel(info) for name, info in kernels().items()} | modifiers
 
 
 def explanation(name: str) -> Section:
-    """The page of that name; of a measure the part behind its source is enough, where no other has the same.
+    """Return the page of a measure or kernel; a measure's source can be omitted if its name is unique without it.
 
-    Raises UsageError for a name that is none, with the nearest one, and for one that several measures have.
+    Raises UsageError for an unknown name, with the nearest known one, and for an ambiguous name.
     """
     pages = measure_pages() | kernel_pages()
     ends = [full for full in pages if full.endswith(f".{name}")]
@@ -220,24 +220,26 @@ def explanation(name: str) -> Section:
     return pages[checked_name("measure or kernel", name, pages)]
 
 
-def _measured(info: MeasureInfo, found: Analyzer | Gathering) -> Section:
-    if found.source == "weights":
+def _measured(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Section:
+    if analyzer.source == "weights":
         error = EXACT
     elif info.curve:
         error = CURVE
     else:
-        error = ONCE if isinstance(found, Gathering) else SAMPLED
-    wholes = [[one.name for one in found.measures if whole in one.wholes and one is not info] for whole in info.wholes]
-    needs_base = isinstance(found, Analyzer) and found.needs_base
-    runs = f"{'where the model has an adapter, or' if needs_base else 'only'} with --analyzer {found.name}"
+        error = ONCE if isinstance(analyzer, Gathering) else SAMPLED
+    wholes = [
+        [one.name for one in analyzer.measures if whole in one.wholes and one is not info] for whole in info.wholes
+    ]
+    needs_base = isinstance(analyzer, Analyzer) and analyzer.needs_base
+    runs = f"{'where the model has an adapter, or' if needs_base else 'only'} with --analyzer {analyzer.name}"
     facts = {
-        **_facts(info, found.source),
+        **_facts(info, analyzer.source),
         "error": error,
-        "null": _null(info, found.source),
+        "null": _null(info, analyzer.source),
         "sums to 1": "; ".join(f"with {', '.join(parts)}" for parts in wholes),
-        "analyzer": f"{found.name}: {found.question}",
-        "runs": "in a plain inspect" if found.by_default else runs,
-        "definitions": found.definitions,
+        "analyzer": f"{analyzer.name}: {analyzer.question}",
+        "runs": "in a plain inspect" if analyzer.by_default else runs,
+        "definitions": analyzer.definitions,
     }
     return _page(info.name, info.meaning, facts | _ends(info))
 
@@ -250,7 +252,7 @@ def _distance(info: MeasureInfo, source: str) -> Section:
 
 
 def _facts(info: MeasureInfo, source: str) -> dict[str, str]:
-    """What is to be said first of any measure."""
+    """Return the first facts on the page of any measure or distance, keyed by their titles."""
     steps = f"; each {bounds(info)}" if info.curve else ""
     apart = ", or the head is of cross-attention" if info.self_only else ""
     return {
@@ -263,7 +265,7 @@ def _facts(info: MeasureInfo, source: str) -> dict[str, str]:
 
 
 def _ends(info: MeasureInfo) -> dict[str, str]:
-    """What is to be said last of any measure."""
+    """Return the last facts on the page of any measure or distance, keyed by their titles."""
     return {"read beside": info.beside, "what to do": info.use, "source": info.paper}
 
 

@@ -12,127 +12,126 @@ if TYPE_CHECKING:
     from attnlens.report.sections.explorer import Explorer
 
 Cell = str | int | float | bool | None
-"""What stands in a sheet; None: nothing."""
+"""Value of one cell of a sheet; None leaves the cell empty."""
 Row = Mapping[str, Cell]
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table: its group (a source), its title in words, its cells from top to bottom."""
+    """Column of a table: its group (a source), its title and its cells from top to bottom."""
 
     group: str
-    """What stands over it and its neighbours; empty for the rows' own names."""
+    """Heading shared with the neighbouring columns; empty for the columns that name the rows."""
     title: str
-    """Its words, which may stand under each other."""
+    """Heading of the column; its words can be put on separate lines."""
     cells: tuple[str, ...]
-    """Finished texts, one a row; what follows a line's end explains the first line."""
+    """Formatted texts, one per row. The lines after the first one of a cell explain it."""
     foot: tuple[str, ...] = ()
-    """Finished texts below the rule."""
+    """Formatted texts of the rows below the rule."""
     words: bool = False
-    """Whether the cells are words, which stand to the left, and not numbers."""
+    """True if the cells are words, which are aligned to the left; False for numbers."""
     hints: tuple[str, ...] = ()
-    """What more there is to say of each cell, where a page can show it."""
+    """Tooltip of each cell, for the HTML page."""
     alarms: tuple[bool, ...] = ()
-    """Which cells tell of something wrong; none where empty."""
+    """For each cell, True if it reports a problem; empty if none does."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table: the columns that name its rows, and the others."""
+    """Table: the columns that name its rows, and the other columns."""
 
     names: tuple[Column, ...]
-    """Always shown."""
+    """Columns that name the rows; always shown."""
     columns: tuple[Column, ...]
-    """The most important first; those of one group are shown together."""
+    """Other columns, the most important first. Columns of one group are shown together."""
     fit: Literal["blocks", "first", "folded"] = "blocks"
-    """On a page of limited width: further columns in further blocks, or only those that fit, or all with folded cells.
-    """
+    """Layout for a limited width: all columns in several blocks, only the first ones that fit, or all, cells folded."""
 
 
 def grouped(columns: Sequence[Column]) -> list[Column]:
-    """Columns of one group beside each other, the groups in the order of their first column."""
+    """Sort the columns so that those of one group are adjacent, with the groups in order of their first column."""
     order = list(dict.fromkeys(column.group for column in columns))
     return sorted(columns, key=lambda column: order.index(column.group))
 
 
 Passage = tuple[str, tuple[tuple[str, tuple[str, ...]], ...]]
-"""A caption, and a text as pieces, each with the kinds of its marks: `query`, `selected`, `support`."""
+"""Caption and text, the text in pieces that each have the kinds of their marks: `query`, `selected`, `support`."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture of a report."""
+    """Picture of a report."""
 
     stem: str
-    """Its file's name without the ending."""
+    """File name without its suffix."""
     draw: Callable[[], Figure]
-    """Raises UsageError where there is nothing to draw."""
+    """Function that draws the picture; raises UsageError if there is nothing to draw."""
     shows: str = ""
-    """What one sees, for who can't."""
+    """Description of the picture, for its alternative text."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """One part of a page, read in the order of its fields."""
+    """Part of a page, shown in the order of its fields."""
 
     title: str = ""
-    """Its heading; empty where it needs none."""
+    """Heading; empty for a section without one."""
     picture: Picture | None = None
     lines: tuple[str, ...] = ()
-    """Sentences."""
+    """Sentences, one per paragraph."""
     items: tuple[str | tuple[str, str], ...] = ()
-    """A list; of a pair the first names what the second tells."""
+    """List items; a pair is a name and its description."""
     table: Table | None = None
     notes: tuple[str, ...] = ()
-    """What one must know to read the table."""
+    """Explanations of the table."""
     passages: tuple[Passage, ...] = ()
-    """Texts with marked tokens, which a terminal alone draws."""
+    """Texts with marked tokens; as a section, only the terminal shows them."""
     instead: bool = False
-    """Whether a page shows it only where no script can, which draws the same from `Document.explorer`."""
+    """True if the page shows it only without scripts; its script draws the same from `Document.explorer`."""
 
 
 @dataclass(frozen=True)
 class Heading:
-    """What stands above all sections."""
+    """Head of a document, above all sections."""
 
     title: str
-    """Of what: the model's name."""
+    """Title of the report, usually the model's name."""
     command: str
-    """Which command made the report."""
+    """Command that made the report."""
     facts: str
-    """Architecture, size, input."""
+    """Architecture, size and input of the model."""
     asides: tuple[str, ...]
-    """How the model's attention is put together, and how well it is recomputed."""
+    """Conventions of the model's attention, and how closely attnlens recomputes it."""
     notes: tuple[str, ...]
-    """What must be known to read the numbers."""
+    """Caveats for reading the numbers."""
     standing: str
-    """How much was read, or how the experiments ended."""
+    """How much of the model was read, or the verdict on the experiments, studies or checks."""
     sound: bool
-    """Whether that is all there is to read, or every experiment as published."""
+    """True if nothing is missing: the whole model was read, or no experiment, study or check failed."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A report from top to bottom."""
+    """Whole report from top to bottom."""
 
     head: Heading | None
-    """None where the sections say it all."""
+    """Head of the document; None if it consists of its sections only."""
     sections: tuple[Section, ...]
     opening: tuple[Section, ...] = ()
-    """What a page says first: what was found, how sure that is, what is missing."""
+    """First sections of a page: the findings, their errors, and what is missing."""
     explorer: Explorer | None = None
-    """What a page lets its reader explore between the opening and the sections."""
+    """Data of the interactive part of a page, between the opening and the sections."""
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """Rows for a spreadsheet."""
+    """Columns and rows for a spreadsheet."""
 
     columns: Sequence[str]
     rows: Sequence[Row]
-    """Column → cell; a column that a row lacks is empty there."""
+    """For each row, column → cell; a missing column is an empty cell."""
 
 
 def sheet(rows: Sequence[Row]) -> Sheet:
-    """The rows with all their columns, in the order in which they first occur."""
+    """Build a sheet from rows; its columns are those of all rows, in order of first occurrence."""
     return Sheet(list(dict.fromkeys(name for row in rows for name in row)), rows)

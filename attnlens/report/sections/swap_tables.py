@@ -22,53 +22,53 @@ from attnlens.wording import NO_VALUE, clean, decimals_for, gathered, written
 
 DIVERGED = "diverged"
 SHARED = ("one key", "floor")
-"""Controls that are the same beside every kernel."""
+"""Roles of the controls that do not depend on the kernel."""
 BESIDE = "vs"
-"""What the name of a control begins with."""
+"""Prefix of a control's name in tables."""
 
 
 def stage_rows(swap: Swap) -> Table:
-    """The original, a row a stage, a row a control; a column for what any of them has."""
+    """Build a table of the original, each stage and each control; columns without any value are left out."""
     loss, original = _loss(swap.stages)
     rows: list[Outcome] = [*swap.stages, *measured(swap)]
     columns = []
-    for title, tell in (*loss, *_predictions(swap), *_states(swap), *_placed(rows)):
+    for title, tell in (*loss, *_predictions(swap), *_states(swap), *_beyond_columns(rows)):
         cells = [tell(row) for row in rows]
         if set(cells) != {NO_VALUE}:
             columns.append(Column("", title, (original.get(title, ""), *cells)))
     if any(row.diverged for row in rows):
         cells = [DIVERGED if row.diverged else "" for row in rows]
         columns.insert(0, Column("", "outcome", ("", *cells), words=True))
-    told = (*(stage.name for stage in swap.stages), *map(_beside, measured(swap)))
-    names = Column("", "stage", ("original", *told), words=True)
+    labels = (*(stage.name for stage in swap.stages), *map(_control_name, measured(swap)))
+    names = Column("", "stage", ("original", *labels), words=True)
     return Table((names,), tuple(columns))
 
 
 def measured(swap: Swap) -> list[Control]:
-    """Its controls but those that there are none of."""
+    """Return the controls that were measured, that is, those with a kernel."""
     return [control for control in swap.controls if control.kernel is not None]
 
 
-def _beside(control: Control) -> str:
-    """`vs sink-window:4,64`."""
+def _control_name(control: Control) -> str:
+    """Name a control: `vs sink-window:4,64`."""
     healed = " (healed)" if control.role == "far part, healed" else ""
     return f"{BESIDE} {clean(control.kernel or '')}{healed}"
 
 
 def text_rows(swaps: Sequence[Swap]) -> Table:
-    """A row a text: how many of its windows were read, and what each swap does to the loss there."""
+    """Build a table with one row per text: its number of windows, and the change in loss under each swap."""
     texts = next(swap.loss_by_text for swap in swaps if swap.loss_by_text)
     columns = []
     for swap in swaps:
         changes = {text.name: text.change for text in swap.loss_by_text}
-        found = [changes.get(text.name) for text in texts]
-        decimals = loss_decimals([change for change in found if change is not None])
+        deltas = [changes.get(text.name) for text in texts]
+        decimals = loss_decimals([change for change in deltas if change is not None])
         group = clean(swap.kernel) if len(swaps) > 1 else ""
         powers = {text.name: text.perplexity for text in swap.loss_by_text}
-        pairs = [(change, powers.get(text.name)) for text, change in zip(texts, found, strict=True)]
+        pairs = [(change, powers.get(text.name)) for text, change in zip(texts, deltas, strict=True)]
         columns += [
-            Column(group, "Δ", tuple(_change(change, decimals) for change in found)),
-            Column(group, "95 % interval", tuple(_interval(change, decimals) for change in found)),
+            Column(group, "Δ", tuple(_change(change, decimals) for change in deltas)),
+            Column(group, "95 % interval", tuple(_interval(change, decimals) for change in deltas)),
             Column(group, "perplexity", tuple(_figures(powers.get(text.name)) for text in texts)),
             Column(group, "rise", tuple(_rise(*pair, rise_words) for pair in pairs)),
             Column(group, "95 % interval of rise", tuple(_rise(*pair, rise_interval) for pair in pairs)),
@@ -77,15 +77,15 @@ def text_rows(swaps: Sequence[Swap]) -> Table:
 
 
 def cosine_rows(swaps: Sequence[Swap]) -> Table:
-    """A row a text, where there is no loss: how many of its windows were read, and each swap's hidden cosine there."""
+    """Build a table with one row per text, for swaps without a loss: its number of windows, each hidden cosine."""
     texts = next(swap.hidden_cosine_by_text for swap in swaps if swap.hidden_cosine_by_text)
     columns = []
     for swap in swaps:
-        known = {text.name: text for text in swap.hidden_cosine_by_text}
-        found = [known.get(text.name) for text in texts]
+        by_name = {text.name: text for text in swap.hidden_cosine_by_text}
+        rows = [by_name.get(text.name) for text in texts]
         group = clean(swap.kernel) if len(swaps) > 1 else ""
-        cosines = (NO_VALUE if one is None else written(one.cosine, 3) for one in found)
-        ends = (NO_VALUE if one is None else interval(one.ci95, 3) for one in found)
+        cosines = (NO_VALUE if row is None else written(row.cosine, 3) for row in rows)
+        ends = (NO_VALUE if row is None else interval(row.ci95, 3) for row in rows)
         columns += [Column(group, "hidden cosine", tuple(cosines)), Column(group, "95 % interval", tuple(ends))]
     return Table(_text_names(texts), tuple(columns))
 
@@ -98,7 +98,7 @@ def _text_names(texts: Sequence[TextChange | TextCosine]) -> tuple[Column, ...]:
 
 
 def place_rows(swap: Swap) -> Table:
-    """A row a part of the sequences: how many tokens, their loss before and after, and its change."""
+    """Build a table with one row per range of positions: its number of tokens, their loss before and after, Δ."""
     parts = swap.loss_by_position
     changes = [part.change for part in parts]
     decimals = loss_decimals(changes)
@@ -113,17 +113,17 @@ def place_rows(swap: Swap) -> Table:
 
 
 def kernel_rows(swaps: Sequence[Swap]) -> Table:
-    """A row a kernel with its controls below it, the original first; what is every kernel's control stands last."""
+    """Build a table of the original, each kernel followed by its own controls, and the controls shared by all."""
     loss, original = _loss(swaps)
     rows, predictions, states = _rows(swaps), _predictions(swaps[0]), _states(swaps[0])
     (first, tell), *others = {
-        "loss": (*loss, *predictions, *_placed([row for _, row in rows])),
+        "loss": (*loss, *predictions, *_beyond_columns([row for _, row in rows])),
         "kl": (*predictions, *states),
         "hidden": states,
     }[swaps[0].judged_by]
     outcomes = (DIVERGED if row.diverged else tell(row) for _, row in rows)
     columns = [Column("", first, (original.get(first, ""), *outcomes))]
-    columns += [Column("", title, (original.get(title, ""), *(told(row) for _, row in rows))) for title, told in others]
+    columns += [Column("", title, (original.get(title, ""), *(show(row) for _, row in rows))) for title, show in others]
     times = [ratio(row.tokens_per_second) if isinstance(row, Swap) else math.nan for _, row in rows]
     speeds = (NO_VALUE if time is None else "" if math.isnan(time) else f"× {written(time, 2)}" for time in times)
     columns.append(Column("", "speed", ("", *speeds)))
@@ -133,9 +133,9 @@ def kernel_rows(swaps: Sequence[Swap]) -> Table:
 
 
 def _rows(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
-    """Each kernel, what stands beside it alone, and at the end what stands beside all; each under its name.
+    """List (name, outcome) of each kernel followed by its own controls, then of the controls shared by all kernels.
 
-    Where kernels differ in the window beyond which tokens are looked at, nothing stands beside all.
+    No control is shared if the report uses several windows for the loss on tokens beyond a window.
     """
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Control] = {}
@@ -143,26 +143,26 @@ def _rows(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
     for swap in swaps:
         rows.append((clean(swap.kernel) + (" (fitted)" if swap.fitted else ""), swap))
         for control in measured(swap):
-            # a report of several windows has the rows of each beside its kernel
+            # with several windows, a control's loss beyond the window differs between kernels: each lists its own
             if control.role in SHARED and len(windows) < 2:
-                shared.setdefault(_beside(control), control)
+                shared.setdefault(_control_name(control), control)
             else:
-                rows.append((_beside(control), control))
+                rows.append((_control_name(control), control))
     return [*rows, *shared.items()]
 
 
-def number(found: float | None) -> str:
-    """Return three figures, or that there is no value."""
-    return NO_VALUE if found is None else figures(found)
+def number(value: float | None) -> str:
+    """Format three significant digits, or `–` for None."""
+    return NO_VALUE if value is None else figures(value)
 
 
-def share(found: float | None) -> str:
-    """Return a share in per cent, or that there is no value."""
-    return NO_VALUE if found is None else percent(found, 1)
+def share(value: float | None) -> str:
+    """Format a share in per cent, or `–` for None."""
+    return NO_VALUE if value is None else percent(value, 1)
 
 
 Cells = tuple[tuple[str, Callable[[Outcome], str]], ...]
-"""Titles of columns, and what stands in them."""
+"""Columns as (title, function that formats the cell of an outcome)."""
 
 
 def _change(change: Change | None, decimals: int, name: str = "delta") -> str:
@@ -178,7 +178,7 @@ def _figures(change: Change | None) -> str:
 
 
 def _rise(loss: Change | None, perplexity: Change | None, words: Callable[[Change], str]) -> str:
-    """Return by how much the perplexity rises, or between which bounds, if it is a number."""
+    """Format the rise of the perplexity, or its interval, with `words`; `–` if it is unknown."""
     return NO_VALUE if loss is None or perplexity is None else words(loss) or NO_VALUE
 
 
@@ -186,67 +186,67 @@ RISES: Cells = (
     ("rise", lambda found: _rise(found.loss, found.perplexity, rise_words)),
     ("95 % interval of rise", lambda found: _rise(found.loss, found.perplexity, rise_interval)),
 )
-"""By how much the perplexity rises."""
+"""Columns of the relative rise of the perplexity."""
 
 
 def _loss(outcomes: Sequence[Outcome]) -> tuple[Cells, dict[str, str]]:
-    """The columns of loss and perplexity, and what stands in them for the original."""
-    losses = [one.loss for one in outcomes if one.loss is not None]
-    powers = [one.perplexity for one in outcomes if one.perplexity is not None]
+    """Return the columns of loss and perplexity, and the original's cells by column title."""
+    losses = [outcome.loss for outcome in outcomes if outcome.loss is not None]
+    powers = [outcome.perplexity for outcome in outcomes if outcome.perplexity is not None]
     decimals = loss_decimals(losses)
     columns: Cells = (
-        ("loss", lambda found: _change(found.loss, decimals, "after")),
-        ("Δ", lambda found: _change(found.loss, decimals)),
-        ("95 % interval", lambda found: _interval(found.loss, decimals)),
-        ("perplexity", lambda found: _figures(found.perplexity)),
+        ("loss", lambda outcome: _change(outcome.loss, decimals, "after")),
+        ("Δ", lambda outcome: _change(outcome.loss, decimals)),
+        ("95 % interval", lambda outcome: _interval(outcome.loss, decimals)),
+        ("perplexity", lambda outcome: _figures(outcome.perplexity)),
         *RISES,
     )
     original = {"loss": written(losses[0].before, decimals)} if losses else {}
     return columns, original | ({"perplexity": figures(powers[0].before)} if powers else {})
 
 
-def _placed(rows: Sequence[Outcome]) -> Cells:
-    """What is lost beyond a window, named where rows differ in it, and for how long texts are the original's."""
-    there = [row.beyond_window for row in rows if row.beyond_window is not None]
-    decimals = loss_decimals([one.change for one in there])
-    several = len({one.window for one in there}) > 1
+def _beyond_columns(rows: Sequence[Outcome]) -> Cells:
+    """Return the columns of the loss beyond a window (its size is added if rows differ) and of greedy agreement."""
+    records = [row.beyond_window for row in rows if row.beyond_window is not None]
+    decimals = loss_decimals([record.change for record in records])
+    several = len({record.window for record in records}) > 1
 
-    def beyond(found: Outcome) -> str:
-        one = found.beyond_window
-        window = f" (> {one.window})" if several and one is not None else ""
-        return _change(one.change if one else None, decimals) + window
+    def beyond(outcome: Outcome) -> str:
+        record = outcome.beyond_window
+        window = f" (> {record.window})" if several and record is not None else ""
+        return _change(record.change if record else None, decimals) + window
 
-    return ("Δ beyond", beyond), ("greedy", lambda found: agreed(found.agreement) or NO_VALUE)
+    return ("Δ beyond", beyond), ("greedy", lambda outcome: agreed(outcome.agreement) or NO_VALUE)
 
 
 OPTIONAL = ("rise", "95 % interval of rise", "perplexity", "Δ beyond", "greedy")
-"""Columns that are left out where nothing stands in them."""
+"""Titles of the columns that are left out if no row has a value."""
 
 
 def _predictions(swap: Swap) -> Cells:
-    """KL, with its interval where the swap is judged by it, and how many first choices are the same."""
+    """Return the columns of KL, its interval if the swap is judged by KL, and top-1 agreement."""
 
-    def ends(found: Outcome) -> str:
-        return NO_VALUE if found.kl is None else interval(found.kl_ci95, decimals_for([found.kl], 3))
+    def ends(outcome: Outcome) -> str:
+        return NO_VALUE if outcome.kl is None else interval(outcome.kl_ci95, decimals_for([outcome.kl], 3))
 
     more: Cells = (("95 % interval", ends),) if swap.judged_by == "kl" else ()
-    return (("KL", lambda found: number(found.kl)), *more, ("top-1", lambda found: share(found.top1_agreement)))
+    return (("KL", lambda outcome: number(outcome.kl)), *more, ("top-1", lambda outcome: share(outcome.top1_agreement)))
 
 
 def _states(swap: Swap) -> Cells:
-    """The hidden states' cosine, with its interval where the swap is judged by it, and their CKA."""
-    ends: Cells = (("95 % interval", lambda found: interval(found.hidden_cosine_ci95, 3)),)
+    """Return the columns of the hidden states' cosine, its interval if the swap is judged by it, and their CKA."""
+    ends: Cells = (("95 % interval", lambda outcome: interval(outcome.hidden_cosine_ci95, 3)),)
     more = ends if swap.judged_by == "hidden" else ()
-    cka: Cells = (("CKA", lambda found: written(found.hidden_cka, 3)),)
-    return (("hidden cosine", lambda found: written(found.hidden_cosine, 3)), *more, *cka)
+    cka: Cells = (("CKA", lambda outcome: written(outcome.hidden_cka, 3)),)
+    return (("hidden cosine", lambda outcome: written(outcome.hidden_cosine, 3)), *more, *cka)
 
 
 MARK = "*"
-"""What stands beside a significant effect."""
+"""Mark of a significant effect."""
 
 
 def site_rows(swap: Swap) -> Table:
-    """Every exchanged site: where it is, how it was computed, how far its output moves."""
+    """Build a table with one row per swapped site: layer, part, heads, output error, computation path, name."""
     sites = swap.sites
     columns = [
         Column("", "heads", tuple(spans(site.heads) for site in sites)),
@@ -264,7 +264,7 @@ def site_rows(swap: Swap) -> Table:
 
 
 def sweep_rows(swap: Swap, most: int) -> Table:
-    """The `most` most and least harmful units, all where there are no more than both."""
+    """Build a table of the `most` most and the `most` least harmful units, or of all if there are no more."""
     effects = swap.sweep
     shown: list[Effect | None] = list(effects)
     if len(effects) > 2 * most:
@@ -286,12 +286,12 @@ def sweep_rows(swap: Swap, most: int) -> Table:
 
 
 def tested(swap: Swap) -> bool:
-    """Whether its effects are differences, which can be tested; without a loss they are distances, never negative."""
+    """Return True if effects are differences of losses, which can be tested; distances are never negative."""
     return swap.judged_by == "loss"
 
 
 def sweeps_rows(swaps: Sequence[Swap]) -> Table:
-    """A row a kernel: how many units matter, which harm most and least."""
+    """Build a table with one row per kernel: its number of significant units, its most and least harmful unit."""
     decimals = _decimals([effect for swap in swaps for effect in swap.sweep])
     columns = []
     if any(map(tested, swaps)):
@@ -299,17 +299,17 @@ def sweeps_rows(swaps: Sequence[Swap]) -> Table:
         cells = tuple(f"{n} of {len(swap.sweep)}" for n, swap in zip(counts, swaps, strict=True))
         columns.append(Column("", "FDR 5 %", cells))
     for group, index in (("most harmful", 0), ("least harmful", -1)):
-        found = [swap.sweep[index] for swap in swaps]
-        deltas = (DIVERGED if effect.delta is None else written(effect.delta, decimals) for effect in found)
-        columns.append(Column(group, "where", tuple(map(place, found)), words=True))
+        effects = [swap.sweep[index] for swap in swaps]
+        deltas = (DIVERGED if effect.delta is None else written(effect.delta, decimals) for effect in effects)
+        columns.append(Column(group, "where", tuple(map(place, effects)), words=True))
         columns.append(Column(group, "Δ", tuple(deltas)))
         if index == 0:
-            columns.append(Column(group, "95 % interval", tuple(interval(e.ci95, decimals) for e in found)))
+            columns.append(Column(group, "95 % interval", tuple(interval(e.ci95, decimals) for e in effects)))
     return Table((Column("", "kernel", tuple(clean(swap.kernel) for swap in swaps), words=True),), tuple(columns))
 
 
 def plan_rows(plan: Plan) -> Table:
-    """A row a layer: the mean of its ranks, the ranks key head by key head."""
+    """Build a table with one row per layer: its mean rank per head, and the rank of each key head or latent."""
     rows = gathered((key.layer, key) for key in plan.ranks).values()
     shared = any(key.kv_heads for key in plan.ranks)
     ranks = (numbers_kept(keys) if shared else " ".join(str(key.rank) for key in keys) for keys in rows)
@@ -324,7 +324,7 @@ def plan_rows(plan: Plan) -> Table:
 
 
 def numbers_kept(keys: Sequence[KeyRank]) -> str:
-    """`40 of 128`, `20 18 of 32 each`, `20 of 48, 12 of 32`: latent by latent, with how many numbers its keys have."""
+    """Format the rank of each latent and the size of its keys: `40 of 128`, `20 18 of 32 each`, `20 of 48, 9 of 32`."""
     totals = {key.head_dim for key in keys}
     if len(totals) > 1:
         return ", ".join(f"{key.rank} of {key.head_dim}" for key in keys)
@@ -333,28 +333,28 @@ def numbers_kept(keys: Sequence[KeyRank]) -> str:
 
 
 def place(effect: Effect) -> str:
-    """`layer 3 head 7`."""
+    """Name a unit: `layer 3 head 7`, or `layer 3` for a whole layer."""
     return f"layer {effect.layer}" + ("" if effect.head is None else f" head {effect.head}")
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """`0–7`, `0, 3–5`: neighbours as a range."""
-    found: list[list[int]] = []
-    for one in sorted(set(numbers)):
-        if found and one == found[-1][-1] + 1:
-            found[-1].append(one)
+    """Format numbers with consecutive ones as a range: `0–7`, `0, 3–5`."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            found.append([one])
-    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)
+            runs.append([number])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _units(title: str, shown: Sequence[Effect | None], tell: Callable[[Effect], str], *, words: bool = False) -> Column:
-    """A cell a unit; … stands for those that are left out."""
+    """Build a column with one cell per unit; `…` marks the units left out."""
     return Column("", title, tuple("…" if effect is None else tell(effect) for effect in shown), words=words)
 
 
 def _decimals(effects: Sequence[Effect]) -> int:
-    """What two figures of the middle effect take, two to six."""
+    """Return the decimals that show two significant digits of the median effect size, from two to six."""
     sizes = [abs(effect.delta) for effect in effects if effect.delta]
     middle = median(sizes) if sizes else 1.0
     return 6 if middle < 1e-4 else min(6, max(2, decimals_for([middle], 2)))
@@ -365,7 +365,7 @@ def _p_value(number: float | None) -> str:
 
 
 def swap_rows(swaps: list[Swap]) -> list[dict[str, Cell]]:
-    """One row per kernel and stage, or control; where units were swapped alone, one row per kernel and unit."""
+    """Build one row per kernel and stage or control; if units were swapped alone, one row per kernel and unit."""
     if any(swap.sweep for swap in swaps):
         return [_effect(swap, effect, place) for swap in swaps for place, effect in enumerate(swap.sweep)]
     rows = []
@@ -375,23 +375,23 @@ def swap_rows(swaps: list[Swap]) -> list[dict[str, Cell]]:
     return rows
 
 
-def _outcome(swap: Swap, stage: str, control: str, state: float | None, found: Outcome) -> dict[str, Cell]:
-    """A stage of a kernel, or one of its controls, which has neither speed nor memory of its own."""
+def _outcome(swap: Swap, stage: str, control: str, state: float | None, outcome: Outcome) -> dict[str, Cell]:
+    """Build the row of a stage or control of a kernel; a control has no speed, memory or off-simplex share."""
     costs: dict[str, Cell] = {"off_simplex": None if control else swap.off_simplex}
     for name in ("tokens_per_second", "peak_memory_bytes"):
         pair = getattr(swap, name)
         costs |= {f"{name}.{when}": None if control else getattr(pair, when) for when in ("before", "after")}
-    beyond, agreement = found.beyond_window, found.agreement
+    beyond, agreement = outcome.beyond_window, outcome.agreement
     return {
         **{"kernel": swap.kernel, "stage": stage, "control": control, "state": state},
-        **_change_cells("loss", found.loss),
-        **_change_cells("perplexity", found.perplexity),
-        "kl": found.kl,
-        **_bounds("kl", found.kl_ci95),
-        "top1_agreement": found.top1_agreement,
-        "hidden_cosine": found.hidden_cosine,
-        **_bounds("hidden_cosine", found.hidden_cosine_ci95),
-        "hidden_cka": found.hidden_cka,
+        **_change_cells("loss", outcome.loss),
+        **_change_cells("perplexity", outcome.perplexity),
+        "kl": outcome.kl,
+        **_bounds("kl", outcome.kl_ci95),
+        "top1_agreement": outcome.top1_agreement,
+        "hidden_cosine": outcome.hidden_cosine,
+        **_bounds("hidden_cosine", outcome.hidden_cosine_ci95),
+        "hidden_cka": outcome.hidden_cka,
         **_change_cells("beyond_window", beyond.change if beyond else None),
         "beyond_window.tokens": beyond.tokens if beyond else None,
         "greedy.median": agreement.median if agreement else None,
@@ -401,16 +401,16 @@ def _outcome(swap: Swap, stage: str, control: str, state: float | None, found: O
 
 
 def _effect(swap: Swap, effect: Effect, place: int) -> dict[str, Cell]:
-    """What a unit alone does, and what is measured of it, where that was read."""
+    """Build the row of a unit swapped alone: its effect, and its value of each measure if predictors were read."""
     where = {name: getattr(effect, name) for name in ("layer", "head", "part", "delta")}
-    judged = {name: getattr(effect, name) for name in ("p_value", "significant")}
-    read = {one.measure: one.values[place] for one in sorted(swap.predictors, key=lambda one: one.measure)}
-    return {"kernel": swap.kernel, **where, **_bounds("delta", effect.ci95), **judged, **read}
+    tests = {name: getattr(effect, name) for name in ("p_value", "significant")}
+    values = {one.measure: one.values[place] for one in sorted(swap.predictors, key=lambda one: one.measure)}
+    return {"kernel": swap.kernel, **where, **_bounds("delta", effect.ci95), **tests, **values}
 
 
 def _change_cells(name: str, change: Change | None) -> dict[str, Cell]:
-    found: dict[str, Cell] = {f"{name}.{part}": getattr(change, part, None) for part in ("before", "after", "delta")}
-    return found | _bounds(f"{name}.delta", change.ci95 if change else None)
+    cells: dict[str, Cell] = {f"{name}.{part}": getattr(change, part, None) for part in ("before", "after", "delta")}
+    return cells | _bounds(f"{name}.delta", change.ci95 if change else None)
 
 
 def _bounds(name: str, ci95: tuple[float, float] | None) -> dict[str, Cell]:

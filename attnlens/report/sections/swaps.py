@@ -1,4 +1,4 @@
-"""The sections of a swap, the same in terminal, markdown and HTML."""
+"""Sections of a swap, the same in terminal, markdown and HTML."""
 
 from __future__ import annotations
 
@@ -30,60 +30,60 @@ from attnlens.wording import NO_VALUE, clean, counted, gathered, listed, written
 
 
 def found_sentence(swap: Swap) -> str:
-    """Which measure goes with the harm of a kernel, or that none does."""
+    """State which measure predicts the harm of a kernel, or that none does."""
     prediction = swap.prediction
     if prediction is None or not swap.predictors:
         return f"{clean(swap.kernel)}: no measure can be set against the harm: none differs, or the harm has no value."
-    holding = [one for one in swap.predictors if one.holds]
-    first = max(holding or swap.predictors, key=lambda one: abs(one.rho))
-    looked = f"{counted(prediction.measures, 'measure')} over {counted(first.heads, 'head')}"
+    holding = [predictor for predictor in swap.predictors if predictor.holds]
+    first = max(holding or swap.predictors, key=lambda predictor: abs(predictor.rho))
+    scope = f"{counted(prediction.measures, 'measure')} over {counted(first.heads, 'head')}"
     if holding:
         others = f"; so do {len(holding) - 1} more" if len(holding) > 1 else ""
-        return f"{clean(swap.kernel)}: of {looked}, {strength(first)} goes with the harm{others}."
-    return f"{clean(swap.kernel)}: of {looked}, none holds over heads and layers; the strongest is {strength(first)}."
+        return f"{clean(swap.kernel)}: of {scope}, {strength(first)} goes with the harm{others}."
+    return f"{clean(swap.kernel)}: of {scope}, none holds over heads and layers; the strongest is {strength(first)}."
 
 
-def strength(one: Predictor) -> str:
-    """`tokens.entropy (ρ −0.84, over layers −0.92 to 0.08, p 0.0001)`."""
-    layers = "" if one.layers_ci95 is None else f", over layers {interval(one.layers_ci95, 2)}"
-    return f"{clean(one.measure)} (ρ {written(one.rho, 2)}{layers}, p {p_value(one.p_corrected)})"
+def strength(predictor: Predictor) -> str:
+    """Format a measure's correlation: `tokens.entropy (ρ −0.84, over layers −0.92 to 0.08, p 0.0001)`."""
+    layers = "" if predictor.layers_ci95 is None else f", over layers {interval(predictor.layers_ci95, 2)}"
+    return f"{clean(predictor.measure)} (ρ {written(predictor.rho, 2)}{layers}, p {p_value(predictor.p_corrected)})"
 
 
 def prediction_help(swaps: Sequence[Swap]) -> str:
-    """How the table is to be read, and what it does not say."""
-    said = (
+    """Explain the table of predictors and its limits."""
+    text = (
         "ρ: Spearman's, over heads, of a measure of the original model on the same windows with Δ. 95 % intervals: "
         "bootstrap of heads, of whole layers, and of windows (or texts). p: permutations of heads, corrected for all "
         "measures (maxT). *: p < 0.05, and the interval over layers lies on one side of 0. A correlation is no cause"
     )
-    found = [swap.prediction for swap in swaps if swap.prediction is not None]
-    ceilings = [written(one.ceiling, 2) for one in found if one.ceiling is not None]
+    predictions = [swap.prediction for swap in swaps if swap.prediction is not None]
+    ceilings = [written(prediction.ceiling, 2) for prediction in predictions if prediction.ceiling is not None]
     if ceilings:
         least = " and ".join(dict.fromkeys(ceilings))
-        said += f"; of a measure that told the harm but for the windows' noise, ρ ≈ {least} is expected (split halves)"
-    lost = sum(one.diverged for one in found)
-    return said + (f"; {counted(lost, 'diverged head')} left out." if lost else ".")
+        text += f"; of a measure that told the harm but for the windows' noise, ρ ≈ {least} is expected (split halves)"
+    diverged = sum(prediction.diverged for prediction in predictions)
+    return text + (f"; {counted(diverged, 'diverged head')} left out." if diverged else ".")
 
 
 def left_out_sentence(swaps: Sequence[Swap]) -> str:
-    """Measures that were not compared, by their reasons."""
+    """List the measures that were not compared, grouped by reason; empty if there are none."""
     first = swaps[0].prediction
     why = gathered((reason, clean(name)) for name, reason in (first.left_out if first else {}).items())
-    told = [f"{listed(names, 8)} ({clean(reason)})" for reason, names in why.items()]
-    return f"Not compared: {'; '.join(told)}." if told else ""
+    groups = [f"{listed(names, 8)} ({clean(reason)})" for reason, names in why.items()]
+    return f"Not compared: {'; '.join(groups)}." if groups else ""
 
 
 def p_value(number: float | None) -> str:
-    """A p-value in two figures."""
+    """Format a p-value with two significant digits, or `–` for None."""
     return NO_VALUE if number is None else f"{number:.2g}"
 
 
 MOST_PREDICTORS, FEW_PREDICTORS = 8, 3
-"""Measures shown of one kernel, and of each of several."""
+"""Number of measures shown for a single kernel, and for each of several kernels."""
 
 
 def prediction_section(swaps: Sequence[Swap]) -> Section:
-    """What predicts the harm of each kernel; the strongest measures in a table."""
+    """Build the section on what predicts the harm of each kernel, with a table of the strongest measures."""
     lines = [found_sentence(swap) for swap in swaps]
     ranked = [(swap, sorted(swap.predictors, key=lambda one: -abs(one.rho))) for swap in swaps]
     rows = [
@@ -95,31 +95,31 @@ def prediction_section(swaps: Sequence[Swap]) -> Section:
 
 
 def _predictor_table(rows: Sequence[tuple[Swap, Predictor]], *, named: bool) -> Table:
-    """A row a measure."""
-    found = [one for _, one in rows]
-    names = [Column("", "measure", tuple(clean(one.measure) for one in found), words=True)]
+    """Build a table with one row per measure; `named` adds a column of kernels."""
+    predictors = [predictor for _, predictor in rows]
+    names = [Column("", "measure", tuple(clean(predictor.measure) for predictor in predictors), words=True)]
     if named:
         names.insert(0, Column("", "kernel", tuple(clean(swap.kernel) for swap, _ in rows), words=True))
     columns = [
-        Column("", "ρ", tuple(written(one.rho, 2) for one in found)),
-        Column("", "over heads", tuple(interval(one.heads_ci95, 2) for one in found)),
-        Column("", "over layers", tuple(interval(one.layers_ci95, 2) for one in found)),
-        Column("", "over windows", tuple(interval(one.sequences_ci95, 2) for one in found)),
-        Column("", "p", tuple(p_value(one.p_corrected) for one in found)),
-        Column("", "holds", tuple("*" if one.holds else "" for one in found), words=True),
+        Column("", "ρ", tuple(written(predictor.rho, 2) for predictor in predictors)),
+        Column("", "over heads", tuple(interval(predictor.heads_ci95, 2) for predictor in predictors)),
+        Column("", "over layers", tuple(interval(predictor.layers_ci95, 2) for predictor in predictors)),
+        Column("", "over windows", tuple(interval(predictor.sequences_ci95, 2) for predictor in predictors)),
+        Column("", "p", tuple(p_value(predictor.p_corrected) for predictor in predictors)),
+        Column("", "holds", tuple("*" if predictor.holds else "" for predictor in predictors), words=True),
     ]
-    if len({one.heads for one in found}) > 1:
-        columns.append(Column("", "heads", tuple(str(one.heads) for one in found)))
+    if len({predictor.heads for predictor in predictors}) > 1:
+        columns.append(Column("", "heads", tuple(str(predictor.heads) for predictor in predictors)))
     return Table(tuple(names), tuple(columns))
 
 
 MOST = 10
-"""Most and least harmful units that are shown of one kernel."""
+"""Number of most harmful units, and of least harmful units, shown for a single kernel."""
 
 
 def swap_sections(report: Report) -> Iterator[Section]:
-    """All that a summary of `swap-kernel` says below the model and its coverage."""
-    yield from _several(report) if report.more_swaps else _one(report, report.swaps[0])
+    """Yield the sections of `swap-kernel` below the model and its coverage."""
+    yield from _several_swaps(report) if report.more_swaps else _single_swap(report, report.swaps[0])
     swept = [swap for swap in report.swaps if swap.sweep]
     if swept:
         yield _sweep(swept, report)
@@ -132,7 +132,7 @@ def swap_sections(report: Report) -> Iterator[Section]:
 
 
 def site_sections(report: Report) -> Iterator[Section]:
-    """Every exchanged site of every kernel, and what it costs by place in the sequence."""
+    """Yield for each kernel the table of its swapped sites, and of its loss by position in the sequence."""
     for swap in report.swaps:
         of = f" of {clean(swap.kernel)}" if report.more_swaps else ""
         notes = (
@@ -144,7 +144,7 @@ def site_sections(report: Report) -> Iterator[Section]:
             yield Section(f"By place{of}", table=place_rows(swap), notes=notes)
 
 
-def _one(report: Report, swap: Swap) -> Iterator[Section]:
+def _single_swap(report: Report, swap: Swap) -> Iterator[Section]:
     unit = UNITS[swap.task]
     yield Section(lines=_said(words.kernel(swap), words.reach(report), _calibration(report)))
     help_ = () if swap.diverged else (_reading_help(swap, report),)
@@ -161,7 +161,7 @@ def _one(report: Report, swap: Swap) -> Iterator[Section]:
         yield Section("Healing", items=tuple(healing(swap.healing, unit)))
 
 
-def _several(report: Report) -> Iterator[Section]:
+def _several_swaps(report: Report) -> Iterator[Section]:
     first = report.swaps[0]
     yield Section(lines=_said(words.reach(report), _calibration(report)))
     lines = _said(words.ranking(report.swaps) or words.verdict(first), *map(words.beside_size, report.swaps))
@@ -175,7 +175,7 @@ def _several(report: Report) -> Iterator[Section]:
 
 
 def _texts(swap: Swap, report: Report) -> str:
-    """Which text costs most, or that there was one alone."""
+    """State on which text the swap costs most, or that only one text was read."""
     return words.worst_text(swap) or words.one_text(swap, [text.name for text in report.settings.texts])
 
 
@@ -184,7 +184,7 @@ def _said(*sentences: str) -> tuple[str, ...]:
 
 
 def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
-    """The loss on each text alone, or the hidden cosine where there is no loss."""
+    """Yield a table of the loss on each text, or of the hidden cosine if there is no loss."""
     counts = [text.sequences for swap in swaps for text in swap.loss_by_text or swap.hidden_cosine_by_text]
     help_ = "{} with a 95 % interval over that text's windows; one text is not another."
     help_ += " One window has no spread: no interval." * (1 in counts)
@@ -207,8 +207,8 @@ def _calibration(report: Report) -> str:
 
 
 def _reading_help(swap: Swap, report: Report) -> str:
-    about, none = population(report, "token"), no_errors(report)
-    ends = f"; {none}" if none else " with a bootstrap interval" + (f" ({about})" if about else "")
+    scope, none = population(report, "token"), no_errors(report)
+    ends = f"; {none}" if none else " with a bootstrap interval" + (f" ({scope})" if scope else "")
     states = "CKA compares the last hidden states too; 1 is the original's own"
     if swap.judged_by == "hidden":
         return f"hidden cosine{ends}; {states}.{_beside_help(report.swaps)}"
@@ -222,18 +222,18 @@ def _reading_help(swap: Swap, report: Report) -> str:
 
 
 def _beside_help(swaps: Sequence[Swap]) -> str:
-    """What the rows of controls and the columns of places and generated tokens are."""
+    """Explain the rows of controls, the column of the loss beyond a window, and that of greedy agreement."""
     rows = [row for swap in swaps for row in (swap, *swap.stages, *measured(swap))]
-    beside, beyond = words.legend(swaps), words.beyond_legend(rows)
-    told = f" {BESIDE}: {beside}" if beside else ""
-    told += f" {beyond}" if beyond else ""
+    controls, beyond = words.legend(swaps), words.beyond_legend(rows)
+    text = f" {BESIDE}: {controls}" if controls else ""
+    text += f" {beyond}" if beyond else ""
     if any(row.agreement for row in rows):
-        told += " greedy: tokens that generated texts have in common with the original's, median."
-    return told
+        text += " greedy: tokens that generated texts have in common with the original's, median."
+    return text
 
 
 def _sweep(swaps: list[Swap], report: Report) -> Section:
-    """Each unit alone: the most and the least harmful of one kernel, or a row a kernel of several."""
+    """Build the section on units swapped alone: the most and least harmful of one kernel, or one row per kernel."""
     first = swaps[0]
     noun = "head" if any(effect.head is not None for effect in first.sweep) else "layer"
     title, note = f"Each {noun} alone", f"Δ of the {effect_name(first)}"
@@ -247,18 +247,18 @@ def _sweep(swaps: list[Swap], report: Report) -> Section:
     return Section(title, lines=lines, table=sweep_rows(first, MOST), notes=(note,))
 
 
-def _significant(every: list[Effect], noun: str, windows: int) -> str:
-    """How many matter, in which direction; which diverge. That none could be shown to matter does not say none does."""
-    if all(effect.ci95 is None for effect in every if effect.delta is not None):
+def _significant(effects: list[Effect], noun: str, windows: int) -> str:
+    """State how many units have a significant effect and in which direction, and which diverge."""
+    if all(effect.ci95 is None for effect in effects if effect.delta is not None):
         return "One window has no spread: nothing is tested."
-    found = [effect for effect in every if effect.significant and effect.delta is not None]
+    significant = [effect for effect in effects if effect.significant and effect.delta is not None]
     verdict = f"no {noun} could be shown to matter with {counted(windows, 'window')} (false discovery rate 5 %)"
-    if found:
+    if significant:
         harm, verb = (
-            sum(effect.delta > 0 for effect in found if effect.delta),
-            "matters" if len(found) == 1 else "matter",
+            sum(effect.delta > 0 for effect in significant if effect.delta),
+            "matters" if len(significant) == 1 else "matter",
         )
-        verdict = f"{len(found)} of {counted(len(every), noun)} {verb} at a false discovery rate of 5 %"
-        verdict += f": {harm} harm, {len(found) - harm} help"
-    lost = [place(effect) for effect in every if effect.delta is None]
-    return f"{verdict}.{f' Diverged: {listed(lost, 8)}.' if lost else ''}"
+        verdict = f"{len(significant)} of {counted(len(effects), noun)} {verb} at a false discovery rate of 5 %"
+        verdict += f": {harm} harm, {len(significant) - harm} help"
+    diverged = [place(effect) for effect in effects if effect.delta is None]
+    return f"{verdict}.{f' Diverged: {listed(diverged, 8)}.' if diverged else ''}"

@@ -1,1 +1,1 @@
-"""Facts of a report as sentences and words, for tables and pictures."""
+"""Facts of a report as sentences and phrases, for tables and pictures."""

@@ -1,4 +1,4 @@
-"""What there is to say of a comparison of two models, and of a study, which compares kernels trained anew."""
+"""Sentences on comparisons of two models, and on studies, which compare kernels trained from scratch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from attnlens.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS
 from attnlens.wording import big, clean, counted, listed, short, source_of
 
 FEW_WORDS = 5
-"""BLEU below which a translation shares no more than single words with its reference."""
+"""BLEU below which a translation shares only single words with its reference."""
 
 
 def how_trained(study: StudyTable, task: StudyColumn) -> str:
-    """Sizes, steps and seeds: the same for all cells of a task."""
+    """Describe how the cells of a task were trained: sizes, steps, seeds, learning rates, tokens per run."""
     cells = [cell for cell in study.cells if cell.task == task.name]
     sizes, seeds = task.sizes, max(len(cell.runs) for cell in cells)
     rates = sizes["rates"]
@@ -34,51 +34,51 @@ def how_trained(study: StudyTable, task: StudyColumn) -> str:
 
 
 def at_the_edge(study: StudyTable, task: StudyColumn) -> Iterator[str]:
-    """Cells for which a rate beyond those that were tried may be better; and that one seed tells nothing apart."""
+    """Yield warnings if a cell's best learning rate is the smallest or largest tried, and if there is only one seed."""
     rates = task.sizes["rates"]
     ends = (min(rates), max(rates)) if isinstance(rates, list) and len(rates) > 1 else ()  # type: ignore[type-var]
     cells = [cell for cell in study.cells if cell.task == task.name]
-    found = [cell.name for cell in cells if cell.rate in ends]
-    if found:
-        yield f"At the end of the rates that were tried, so that others may be better: {listed(found, 6, '; ')}."
+    edge_cells = [cell.name for cell in cells if cell.rate in ends]
+    if edge_cells:
+        yield f"At the end of the rates that were tried, so that others may be better: {listed(edge_cells, 6, '; ')}."
     if max(len(cell.runs) for cell in cells) < 2:
         yield "One seed has no error: nothing is compared."
 
 
 def standing(report: Report) -> tuple[str, bool]:
-    """How many cells were trained, and which did not converge; whether that is what the papers say."""
+    """Return how many cells were trained and which did not converge, and whether the papers report these failures."""
     cells = [cell for study in report.studies for cell in study.cells]
     failed = [cell for cell in cells if cell.problem]
-    said = f"{counted(len(cells), 'cell')} trained, {sum(len(cell.runs) for cell in cells)} runs"
+    text = f"{counted(len(cells), 'cell')} trained, {sum(len(cell.runs) for cell in cells)} runs"
     if not failed:
-        return f"{said}; all converged.", True
+        return f"{text}; all converged.", True
     as_told = all(cell.published_diverged for cell in failed)
-    return f"{said}; did not converge: {listed((cell.name for cell in failed), between='; ')}.", as_told
+    return f"{text}; did not converge: {listed((cell.name for cell in failed), between='; ')}.", as_told
 
 
 def title(report: Report) -> str:
-    """Which tables."""
+    """Return the title of a study: the names of its tables."""
     return clean("kernel study: " + ", ".join(study.name for study in report.studies))
 
 
 def agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
-    """How many pairs are decided as in the paper, and τ with its interval; what can't be told."""
-    for found in study.orderings:
-        if found.task != task.name:
+    """Yield how many pairs of cells are ordered as in the paper, Kendall's τ with its interval, and the exceptions."""
+    for order in study.orderings:
+        if order.task != task.name:
             continue
-        total = found.agree + found.disagree + found.undecided
+        total = order.agree + order.disagree + order.undecided
         yield clean(
-            f"By {found.measure}, against {study.source} ({task.published}): of {counted(total, 'pair')}, "
-            f"{found.agree} decided as published, {found.disagree} the other way, {found.undecided} not told apart by "
-            f"these seeds; Kendall's τ {found.tau:.2f} (95 % {found.low:.2f} to {found.high:.2f})."
+            f"By {order.measure}, against {study.source} ({task.published}): of {counted(total, 'pair')}, "
+            f"{order.agree} decided as published, {order.disagree} the other way, {order.undecided} not told apart by "
+            f"these seeds; Kendall's τ {order.tau:.2f} (95 % {order.low:.2f} to {order.high:.2f})."
         )
-        against = [pair for pair in decided(study, task, found.measure) if pair.agrees is False]
+        against = [pair for pair in decided(study, task, order.measure) if pair.agrees is False]
         if against:
-            yield f"Not as published: {listed(map(_better, against), 4, '; ')}."
+            yield f"Not as published: {listed(map(_format_pair, against), 4, '; ')}."
 
 
 def told_apart(study: StudyTable, task: StudyColumn) -> Iterator[str]:
-    """Which cell is best by each measure, and which are not told apart from it."""
+    """Yield the best cell by each measure, with the cells that do not differ from it significantly."""
     cells = [cell for cell in study.cells if cell.task == task.name and cell.mean is not None]
     for measure in dict.fromkeys(pair.measure for pair in study.pairs if pair.task == task.name):
         best = min(cells, key=partial(_cost, measure=measure))
@@ -87,21 +87,21 @@ def told_apart(study: StudyTable, task: StudyColumn) -> Iterator[str]:
         level = [cell.name for cell in cells if cell.name not in behind and cell.name != best.name]
         largest = max((pair.p_holm or 0.0 for pair in beaten), default=0.0)
         others = f"not told apart from it: {listed(level, 4, '; ')}"
-        said = others if level else f"better than every other (p ≤ {largest:.2g})"
-        yield f"Best by {measure}: {clean(best.name)}; {said}."
+        verdict = others if level else f"better than every other (p ≤ {largest:.2g})"
+        yield f"Best by {measure}: {clean(best.name)}; {verdict}."
     if task.metric == "BLEU" and cells and max(cell.mean or 0.0 for cell in cells) < FEW_WORDS:
         yield f"BLEU below {FEW_WORDS} says that hardly a phrase is translated: the loss is the surer measure here."
 
 
 def not_trained(study: StudyTable) -> Iterator[str]:
-    """Columns that there were no data for."""
+    """Yield the columns that were not trained because no data was given."""
     if study.not_trained:
-        given = {"classification": "classification (--series or --labelled)"}
-        yield f"Not trained, as no data was given: {listed(given.get(form, form) for form in study.not_trained)}."
+        options = {"classification": "classification (--series or --labelled)"}
+        yield f"Not trained, as no data was given: {listed(options.get(form, form) for form in study.not_trained)}."
 
 
 def left_out(task: StudyColumn) -> Iterator[str]:
-    """What of the data is not as the files have it."""
+    """Yield how many pairs or texts were left out of the data, by reason."""
     if task.form == "translation" and task.left_out:
         counts = listed(f"{count} of {part}" for part, count in task.left_out.items())
         yield f"Left out, as a side has more than {task.length} tokens: pairs, {counts}."
@@ -112,19 +112,19 @@ def left_out(task: StudyColumn) -> Iterator[str]:
 
 
 def decided(study: StudyTable, task: StudyColumn, measure: str) -> Sequence[StudyPair]:
-    """The pairs that these seeds tell apart by that measure."""
+    """Return the pairs of a task that differ significantly by a measure (Holm-corrected p at most LEVEL)."""
     of = [pair for pair in study.pairs if (pair.task, pair.measure) == (task.name, measure)]
     return [pair for pair in of if pair.p_holm is not None and pair.p_holm <= LEVEL]
 
 
 def _cost(cell: StudyCell, measure: str) -> float:
-    """The mean of a measure over seeds, turned so that less is better."""
+    """Return the mean of a measure over seeds, negated unless it is the loss, so that less is better."""
     mean = sum(run.scores[measure] for run in cell.runs) / len(cell.runs)
     return mean if measure == "loss" else -mean
 
 
-def _better(pair: StudyPair) -> str:
-    """`a better than b (p 0.01)`."""
+def _format_pair(pair: StudyPair) -> str:
+    """Format a decided pair, the better cell first: `a better than b (p 0.01)`."""
     first, second = pair.first, pair.second
     if (pair.difference < 0) != (pair.measure == "loss"):
         first, second = second, first
@@ -132,19 +132,19 @@ def _better(pair: StudyPair) -> str:
 
 
 LOCAL = {OWN_ROWS: "own KL", ROWS: "KL as run", FORMS: "‖ΔM‖/‖M‖", QUERY_ANGLE: "angle W_Q°", KEY_ANGLE: "angle W_K°"}
-"""Distances between corresponding heads, and how a column of them is headed."""
+"""Distance between corresponding heads → title of its column."""
 ENOUGH_HEADS = 4
-"""Heads from which a measure's spread over heads says how large a change is."""
+"""Least number of heads for which the spread of a measure over heads is used as the unit of changes."""
 
 
-def worth(found: Comparison) -> list[str]:
-    """The distances by which heads are ranked, the first the most telling that the comparison has."""
-    there = {row.measure for row in found.rows}
-    return [name for name in (OWN_ROWS, FORMS, ROWS) if name in there]
+def worth(comparison: Comparison) -> list[str]:
+    """Return the distances that rank the heads, the most informative first, as far as the comparison has them."""
+    measures = {row.measure for row in comparison.rows}
+    return [name for name in (OWN_ROWS, FORMS, ROWS) if name in measures]
 
 
 def discoveries(found: Comparison) -> Iterator[str]:
-    """How many changes are named of how many looked at, and in which heads the weights or the rows are what changed."""
+    """Yield how many changes are named, and which blocks and heads changed by their own weights or by their inputs."""
     heads = {(row.layer, row.head) for row in found.rows if row.named}
     yield (
         f"{found.named:,} of {found.tests:,} changes (heads × measures) are named at a false-discovery rate of "
@@ -182,32 +182,32 @@ def discoveries(found: Comparison) -> Iterator[str]:
         yield f"{counted(len(inherited), 'head')} {attend} otherwise only because of what changed before them."
 
 
-def _named(found: Comparison, measure: str) -> set[tuple[int, int]]:
-    return {(row.layer, row.head) for row in found.rows if row.measure == measure and row.named}
+def _named(comparison: Comparison, measure: str) -> set[tuple[int, int]]:
+    return {(row.layer, row.head) for row in comparison.rows if row.measure == measure and row.named}
 
 
 def _places(heads: set[tuple[int, int]]) -> str:
     return listed([f"{layer}.{head}" for layer, head in sorted(heads)])
 
 
-def effect_sizes(found: Comparison) -> dict[str, float]:
-    """The interquartile range of each measure over the first model's heads, as the unit of a large change."""
+def effect_sizes(comparison: Comparison) -> dict[str, float]:
+    """Return the interquartile range over the first model's heads, by measure, if above 0 and of ENOUGH_HEADS heads."""
     values: dict[str, list[float]] = defaultdict(list)
-    for row in found.rows:
+    for row in comparison.rows:
         if row.before is not None:
             values[row.measure].append(row.before)
-    ranges = {name: float(np.subtract(*np.quantile(each, (0.75, 0.25)))) for name, each in values.items()}
+    ranges = {name: float(np.subtract(*np.quantile(numbers, (0.75, 0.25)))) for name, numbers in values.items()}
     return {name: size for name, size in ranges.items() if size > 0 and len(values[name]) >= ENOUGH_HEADS}
 
 
-def least_changes(found: Comparison) -> Iterator[tuple[str, str]]:
-    """Of each measure of a text the smallest change that would have been named, beside its spread over heads."""
-    sizes = effect_sizes(found)
-    each: dict[str, list[float]] = defaultdict(list)
-    for row in found.rows:
+def least_changes(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    """Yield (measure, text) on the smallest change of each tokens.* measure that would be named (median over heads)."""
+    sizes = effect_sizes(comparison)
+    by_measure: dict[str, list[float]] = defaultdict(list)
+    for row in comparison.rows:
         if row.least is not None and row.se is not None and source_of(row.measure) == "tokens":
-            each[row.measure].append(row.least)
-    for name, values in each.items():
+            by_measure[row.measure].append(row.least)
+    for name, values in by_measure.items():
         if name in sizes:
             middle = float(np.median(values))
             yield name, f"{short(middle)}, {middle / sizes[name]:.1%} of the heads' interquartile range"

@@ -1,4 +1,4 @@
-"""A plan of ranks in words: estimated, promised, measured, saved; and a healing: how long, at which rates, how near."""
+"""Sentences on plans of ranks (estimated, promised and measured rises, savings) and healing (amount, rates, losses)."""
 
 from __future__ import annotations
 
@@ -10,53 +10,53 @@ from attnlens.report.sentences.swaps import figures
 from attnlens.wording import clean
 
 STAGES = {"transfer": "Attention transfer", "whole": "Whole model"}
-"""How the stages are called."""
+"""Name of each stage of healing."""
 
 
-def healing(found: Healing, unit: str) -> list[str]:
-    """Amount, best step, trained numbers; each stage; the distance kept back; the evaluation text on the way."""
-    distances = {step.step: step.validation for step in found.curve if step.validation is not None}
+def healing(record: Healing, unit: str) -> list[str]:
+    """List the lines on a healing: amount, stages, validation distance, losses on the evaluation text, control."""
+    distances = {step.step: step.validation for step in record.curve if step.validation is not None}
     near = []
-    if distances and found.best in distances:
-        first, best = distances[min(distances)], distances[found.best]
-        name = "Loss on text kept back" if found.goal == "text" else "Validation distance to the original"
+    if distances and record.best in distances:
+        first, best = distances[min(distances)], distances[record.best]
+        name = "Loss on text kept back" if record.goal == "text" else "Validation distance to the original"
         near.append(f"{name}: {figures(first)} at first, {figures(best)} at its best")
-    return [*_amounts(found), *map(_stage, found.stages), *near, *_losses(found, unit), *_control(found)]
+    return [*_amounts(record), *map(_stage, record.stages), *near, *_losses(record, unit), *_control(record)]
 
 
-def _amounts(found: Healing) -> Iterator[str]:
-    of_rank = f", as changes of rank {found.rank}" if found.rank else ""
+def _amounts(record: Healing) -> Iterator[str]:
+    of_rank = f", as changes of rank {record.rank}" if record.rank else ""
     yield (
-        f"Healing: {_done(found)}, step {found.best} kept; {found.parameters:,} numbers trained{of_rank}, "
-        f"learning rate {rate(found.learning_rate)}"
+        f"Healing: {_format_amount(record)}, step {record.best} kept; {record.parameters:,} numbers trained{of_rank}, "
+        f"learning rate {rate(record.learning_rate)}"
     )
-    if found.tokens is not None and found.seconds is not None:
-        goal = "the next tokens of the text" if found.goal == "text" else "the original model"
-        peak = f"; {found.peak_memory_bytes / 2**20:,.0f} MiB at most" if found.peak_memory_bytes else ""
-        many = f"{_many(found.tokens, 'token')}, {_many(found.batch or 0, 'sequence')} a step"
-        yield f"Taught by {goal}: {many}, {found.seconds:,.0f} s{peak}"
-    if found.eta is not None:
-        yield f"Training loss: the distance + {found.eta:g} · the KSVD regulariser, as in the {found.ksvd_convention}"
+    if record.tokens is not None and record.seconds is not None:
+        goal = "the next tokens of the text" if record.goal == "text" else "the original model"
+        peak = f"; {record.peak_memory_bytes / 2**20:,.0f} MiB at most" if record.peak_memory_bytes else ""
+        many = f"{_count(record.tokens, 'token')}, {_count(record.batch or 0, 'sequence')} a step"
+        yield f"Taught by {goal}: {many}, {record.seconds:,.0f} s{peak}"
+    if record.eta is not None:
+        yield f"Training loss: the distance + {record.eta:g} · the KSVD regulariser, as in the {record.ksvd_convention}"
 
 
-def _done(found: Healing) -> str:
-    """`200 steps asked for, 200 done`, `5,000 tokens asked for, 5,120 done in 40 steps`, and whether it was ended."""
-    steps = max(found.curve[-1].step if found.curve else 0, sum(stage.steps for stage in found.stages))
-    asked = found.asked or _many(found.steps, "step").replace(",", "")
+def _format_amount(record: Healing) -> str:
+    """Format the training: `200 steps asked for, 200 done`, `5,000 tokens asked for, 5,120 done in 40 steps`."""
+    steps = max(record.curve[-1].step if record.curve else 0, sum(stage.steps for stage in record.stages))
+    amount = record.asked or _count(record.steps, "step").replace(",", "")
     done = f"{steps} done"
-    for unit, number in (("token", found.tokens), ("second", found.seconds)):
-        if asked.rstrip("s").endswith(unit) and number is not None:
-            done = f"{number:,.0f} done in {_many(steps, 'step')}"
-    return f"{asked} asked for, {done}" + (", interrupted" if found.interrupted else "")
+    for unit, number in (("token", record.tokens), ("second", record.seconds)):
+        if amount.rstrip("s").endswith(unit) and number is not None:
+            done = f"{number:,.0f} done in {_count(steps, 'step')}"
+    return f"{amount} asked for, {done}" + (", interrupted" if record.interrupted else "")
 
 
-def _many(number: int, noun: str) -> str:
-    """`1 token`, `5,000 tokens`."""
+def _count(number: int, noun: str) -> str:
+    """Format a count: `1 token`, `5,000 tokens`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _stage(stage: HealingTraining) -> str:
-    rates = sorted(one.rate for one in stage.rates)
+    rates = sorted(trial.rate for trial in stage.rates)
     tried = f" (of {', '.join(map(rate, rates))})"
     name = STAGES[stage.stage]
     if not stage.steps:
@@ -64,18 +64,18 @@ def _stage(stage: HealingTraining) -> str:
     speed = f", {stage.tokens_per_second:,.0f} tokens per second" if stage.tokens_per_second else ""
     ended = "; ended early, as the last checks gained nothing beyond their interval" if stage.stopped else ""
     lowered = "" if stage.lowered_from is None else f", lowered from {rate(stage.lowered_from)}"
-    if not lowered and rates and stage.learning_rate < 0.99 * rates[0]:  # an older report does not say from what
+    if not lowered and rates and stage.learning_rate < 0.99 * rates[0]:  # older reports lack `lowered_from`
         lowered = ", lowered later"
     chosen = f"learning rate {rate(stage.learning_rate)}{lowered}{tried if rates else ''}"
-    return f"{name}: {_many(stage.steps, 'step')}, {_many(stage.tokens, 'token')}{speed}, {chosen}{ended}"
+    return f"{name}: {_count(stage.steps, 'step')}, {_count(stage.tokens, 'token')}{speed}, {chosen}{ended}"
 
 
-def _losses(found: Healing, unit: str) -> Iterator[str]:
-    drawn = [step for step in found.curve if step.loss is not None]
+def _losses(record: Healing, unit: str) -> Iterator[str]:
+    drawn = [step for step in record.curve if step.loss is not None]
     by_tokens = [
         f"{figures(math.exp(step.loss))} at {step.tokens:,}"
         for step in drawn
-        if step.tokens is not None and step.loss is not None and step.loss < 700
+        if step.tokens is not None and step.loss is not None and step.loss < 700  # exp overflows float64 above 709
     ]
     if by_tokens:
         yield f"Perplexity of the evaluation text, by tokens trained on: {', '.join(by_tokens)}"
@@ -84,22 +84,22 @@ def _losses(found: Healing, unit: str) -> Iterator[str]:
         yield f"Loss on the evaluation text, in {unit}: {', '.join(losses)}"
 
 
-def _control(found: Healing) -> Iterator[str]:
-    control: HealingControl | None = found.control
+def _control(record: Healing) -> Iterator[str]:
+    control: HealingControl | None = record.control
     if control is None:
         return
     ends = control.ratio_ci95
     interval = f" (95 % interval {ends[0]:.3f} to {ends[1]:.3f})" if ends else ""
     yield (
-        f"Control, the original trained on the same text for {_many(control.tokens, 'token')}: perplexity "
+        f"Control, the original trained on the same text for {_count(control.tokens, 'token')}: perplexity "
         f"{figures(control.perplexity.before)} before, {figures(control.perplexity.after)} after; the healed one's is "
         f"{control.ratio:.3f} times that{interval}"
     )
 
 
-def rate(found: float) -> str:
-    """A learning rate as it is written: 1e-3."""
-    return f"{found:.0e}".replace("e-0", "e-")
+def rate(value: float) -> str:
+    """Format a learning rate: 1e-3."""
+    return f"{value:.0e}".replace("e-0", "e-")
 
 
 SAVED = {
@@ -107,7 +107,7 @@ SAVED = {
     "flops_per_token": "operations per token for queries, keys and scores",
     "cache_bytes_per_token": "bytes per token in the key-value cache",
 }
-"""What a plan saves, or adds, by field."""
+"""Description of each cost that a plan saves or adds, by field."""
 RANK = "rank: of each key head, for all query heads that share it."
 LATENT = "Latents: numbers cached of each token in the place of the keys of a site."
 ESTIMATED = "Estimated: on the calibration text that chose the ranks, and biased by that choice."
@@ -129,24 +129,24 @@ FURTHER = (
 )
 LONE = "Fitted, chosen and promised on one text: nothing is promised of another kind of text."
 UNITS = {"loss": "loss", "ppl": "perplexity"}
-"""What a budget is a share of, in words."""
+"""Quantity that a budget is a share of, in words."""
 POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like these"}
-"""What an interval is about, by what it is over."""
+"""Population that an interval covers, by what it is over."""
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """The mean rank, the estimate, the promise and what came of them, and what is saved."""
+    """List the lines on a plan: mean rank, form, estimated, promised, measured and healed rise, savings, reasons."""
     what = UNITS[plan.unit]
     lines = [f"Mean rank {plan.mean_rank:.1f} of {plan.head_dim:g}; budget: a {what} {100 * plan.budget:g} % higher"]
     lines += _form(plan)
     if plan.estimated is not None:
         lines.append(f"Estimated: {rise(plan.estimated)} of {clean(plan.calibration)}, which chose the ranks")
     if plan.promised is not None:
-        told = f"Promised: {rise(plan.promised)} of {clean(plan.calibration)}, {_promise(plan, plan.promised)}"
-        lines += [told, *_by_text(plan.promised)]
+        line = f"Promised: {rise(plan.promised)} of {clean(plan.calibration)}, {_promise(plan, plan.promised)}"
+        lines += [line, *_by_text(plan.promised)]
         if (further := plan.promised.further) is not None:
-            kept = "within the budget" if further <= plan.budget else "beyond the budget"
-            lines.append(f"One more text like these: at most {share(further)} with a chance of 95 %, {kept}")
+            verdict = "within the budget" if further <= plan.budget else "beyond the budget"
+            lines.append(f"One more text like these: at most {share(further)} with a chance of 95 %, {verdict}")
     if plan.measured is not None:
         lines.append(f"Measured: {rise(plan.measured)} on {clean(plan.text)}, {_verdict(plan, plan.measured)}")
     if plan.healed is not None:
@@ -156,7 +156,7 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def explained(plan: Plan) -> str:
-    """What the words of the lines and rows mean, as many of them as are used."""
+    """Explain the terms that the lines and the table of a plan use."""
     words = [LATENT if any(key.kv_heads for key in plan.ranks) else RANK]
     if plan.held_out:
         words.append(HELD_OUT)
@@ -171,7 +171,7 @@ def explained(plan: Plan) -> str:
 
 
 def _form(plan: Plan) -> Iterator[str]:
-    """The form of the latents, and the others that it was compared with."""
+    """Yield the form of the latents, and the forms that it was compared with."""
     words = dict(part.split("=") for part in plan.form.split(",")) if plan.form else {}
     keys = "all key heads share a latent" if words.get("group") == "all" else "each key head has a latent of its own"
     if words.get("group", "1") not in ("1", "all"):
@@ -180,13 +180,13 @@ def _form(plan: Plan) -> Iterator[str]:
     by = "by the output" if words.get("metric") == "output" else "by attention"
     yield f"Latents: {keys}, of keys {turned} any rotation, pairs weighted {by}"
     if plan.forms:
-        known = sorted(plan.forms, key=lambda one: math.inf if one.rise is None else one.rise.share)
-        told = (f"{clean(one.form)} {'diverged' if one.rise is None else share(one.rise.share)}" for one in known)
-        yield f"Compared with half of all numbers: {'; '.join(told)}"
+        ranked = sorted(plan.forms, key=lambda one: math.inf if one.rise is None else one.rise.share)
+        texts = (f"{clean(one.form)} {'diverged' if one.rise is None else share(one.rise.share)}" for one in ranked)
+        yield f"Compared with half of all numbers: {'; '.join(texts)}"
 
 
 def _promise(plan: Plan, promised: Rise) -> str:
-    """Whether the promise keeps the budget."""
+    """State whether the promised rise, its interval and the rise on each text are within the budget."""
     if promised.share > plan.budget:
         return "beyond the budget: it is not kept"
     if promised.high > plan.budget:
@@ -197,20 +197,20 @@ def _promise(plan: Plan, promised: Rise) -> str:
 
 
 def _verdict(plan: Plan, measured: Rise) -> str:
-    """Whether the rise keeps the budget, and whether its interval does; whether the promise holds here."""
+    """State whether the measured rise and its interval are within the budget, and whether it breaks the promise."""
     if measured.share > plan.budget:
-        kept = plan.promised is not None and plan.promised.bound(1) <= plan.budget
-        return "beyond the budget" + (": the promise does not hold on this text" if kept else "")
+        promise_kept = plan.promised is not None and plan.promised.bound(1) <= plan.budget
+        return "beyond the budget" + (": the promise does not hold on this text" if promise_kept else "")
     if measured.ci95 is None:
         return "within the budget, without an interval"
     return "within the budget" + (", though its interval is not" if measured.ci95[1] > plan.budget else "")
 
 
-def _by_text(found: Rise) -> Iterator[str]:
-    if found.by_text:
-        each = sorted(found.by_text.items(), key=lambda item: item[1])
-        told = (f"{share(alone)}{_ends(found.ci95_by_text.get(name))} ({clean(name)})" for name, alone in each)
-        yield f"Text by text: {', '.join(told)}"
+def _by_text(record: Rise) -> Iterator[str]:
+    if record.by_text:
+        ranked = sorted(record.by_text.items(), key=lambda item: item[1])
+        texts = (f"{share(alone)}{_ends(record.ci95_by_text.get(name))} ({clean(name)})" for name, alone in ranked)
+        yield f"Text by text: {', '.join(texts)}"
 
 
 def _ends(interval: tuple[float, float] | None) -> str:
@@ -238,13 +238,13 @@ def _saved(plan: Plan) -> Iterator[str]:
 
 
 def share(number: float, digits: int = 2) -> str:
-    """`+0.62 %`."""
+    """Format a share in per cent with its sign: `+0.62 %`."""
     sign = "−" if number < 0 else "+"
     return f"{sign}{abs(number) * 100:.{digits}f} %"
 
 
-def rise(found: Rise) -> str:
-    """`+0.62 % (95 % interval +0.28 % to +0.97 %, 32 sequences)`, or `95 % interval over texts`."""
-    over = " over texts" if found.over == "texts" else ""
-    bounds = "" if found.ci95 is None else f"95 % interval{over} {share(found.ci95[0])} to {share(found.ci95[1])}, "
-    return f"{share(found.share)} ({bounds}{found.sequences} sequence{'s' * (found.sequences != 1)})"
+def rise(record: Rise) -> str:
+    """Format a rise: `+0.62 % (95 % interval +0.28 % to +0.97 %, 32 sequences)`, or `95 % interval over texts`."""
+    over = " over texts" if record.over == "texts" else ""
+    bounds = "" if record.ci95 is None else f"95 % interval{over} {share(record.ci95[0])} to {share(record.ci95[1])}, "
+    return f"{share(record.share)} ({bounds}{record.sequences} sequence{'s' * (record.sequences != 1)})"

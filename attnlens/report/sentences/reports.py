@@ -1,4 +1,4 @@
-"""Sentences of a report: its subject, what it found, what is missing, whether experiments meet what was published."""
+"""Sentences of a report: subject, findings, missing values, whether experiments meet the published figures."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from attnlens.wording import (
 
 
 def worded(experiment: Experiment, name: str) -> str:
-    """How a figure, a setting or a curve is written: its label, else its name, an identifier's with blanks."""
+    """Return the label of a figure, setting or curve, else its name; identifiers get blanks for underscores."""
     return clean(experiment.labels.get(name) or (name.replace("_", " ") if name.isidentifier() else name))
 
 
 def setting(experiment: Experiment, name: str) -> str:
-    """A setting in words: `lr 0.1`, `d 2 4 10`, `accepted, d = 4: 0.2`."""
+    """Format a setting: `lr 0.1`, `d 2 4 10`, `accepted, d = 4: 0.2`."""
     words = worded(experiment, name)
     return f"{words}{':' * (' = ' in words)} {_value(experiment.settings[name])}"
 
@@ -47,24 +47,24 @@ PASS, FAIL = "pass", "FAIL"
 
 
 def outcome(report: Report) -> tuple[str, bool]:
-    """Whether the experiments meet what was published, or, where they read a model, how much of it was read."""
+    """Return the verdict on the experiments, or, if they read a model, how much of it was read."""
     return standing(report) if report.coverage.heads else (verdict(report), passed(report))
 
 
 def verdict(report: Report) -> str:
-    """`All 5 experiments meet what was published.`, or which miss it, and how many have nothing to meet."""
+    """State which experiments miss the published figures, or that all meet them, and how many have none to meet."""
     judged = [experiment for experiment in report.experiments if experiment.passed is not None]
     failed = [clean(experiment.name) for experiment in judged if not experiment.passed]
-    every = counted(len(report.experiments), "experiment")
+    total = counted(len(report.experiments), "experiment")
     if not judged:
-        return f"{every}; nothing published to compare with."
-    some = f"{len(judged)} of {every} {'has' if len(judged) == 1 else 'have'} published figures to meet"
+        return f"{total}; nothing published to compare with."
+    some = f"{len(judged)} of {total} {'has' if len(judged) == 1 else 'have'} published figures to meet"
     partly = len(judged) < len(report.experiments)
     if failed:
         verb = "misses" if len(failed) == 1 else "miss"
         if partly:
             return f"{some}, and {len(failed)} of these {verb} them: {listed(failed)}."
-        return f"{len(failed)} of {every} {verb} what was published: {listed(failed)}."
+        return f"{len(failed)} of {total} {verb} what was published: {listed(failed)}."
     if partly:
         return f"{some}, and {'meets' if len(judged) == 1 else 'meet'} them."
     if len(judged) == 1:
@@ -73,98 +73,98 @@ def verdict(report: Report) -> str:
 
 
 def passed(report: Report) -> bool:
-    """Whether no experiment misses what was published."""
+    """Return True if no experiment misses its published figures."""
     return all(experiment.passed is not False for experiment in report.experiments)
 
 
 def judgement(experiment: Experiment, figure: str) -> str:
-    """`pass`, `FAIL`, or – where nothing was published."""
+    """Return `pass`, `FAIL`, or `–` if nothing was published."""
     met = experiment.meets(figure)
     return NO_VALUE if met is None else PASS if met else FAIL
 
 
 def heads_of(experiment: Experiment) -> int:
-    """How many heads are followed."""
-    return len({(found.layer, found.head) for found in experiment.trajectories})
+    """Count the heads whose values the experiment tracks over its steps."""
+    return len({(trajectory.layer, trajectory.head) for trajectory in experiment.trajectories})
 
 
 def asked_for(name: str) -> bool:
-    """Whether a measure is among those that a series of checkpoints is about."""
+    """Return True if a measure is one of the main measures of a series of checkpoints."""
     return _place(name) < math.inf
 
 
 def measures_of(experiment: Experiment) -> list[str]:
-    """The measures of a series in the order in which they are shown: what was asked first, then by turns of sources."""
+    """List the measures of a series in display order: main measures first, then the others, sources taking turns."""
     names = [name for name, curve in experiment.curves.items() if curve.null_of is None]
-    asked = sorted(filter(asked_for, names), key=_place)
-    return [*asked, *by_turns(name for name in names if name not in asked)]
+    main = sorted(filter(asked_for, names), key=_place)
+    return [*main, *by_turns(name for name in names if name not in main)]
 
 
 def told_of(experiment: Experiment) -> list[str]:
-    """Those of the measures that change from one checkpoint to the next."""
+    """List the measures of a series whose median changes between checkpoints."""
     return [name for name in measures_of(experiment) if len(set(experiment.curves[name].median)) > 1]
 
 
 def _place(name: str) -> float:
-    """Where it stands, the loss, which is no measure of heads, first; ∞ for what a series is not about."""
+    """Return the position of a main measure of a series, 0 for the loss (not a measure of heads), ∞ for others."""
     return 0 if name == "loss" else info_of(name).series or math.inf
 
 
 def findings(shapes: Shapes) -> Iterator[tuple[str, str]]:
-    """Each headline measure that differs between heads, and what it reads; the first measure where there is none."""
+    """Yield (measure, finding) for each headline measure that varies between heads, or else for the first measure."""
     varying = [reading for reading in shapes.readings.values() if not reading.constant]
     headlines = [reading for reading in varying if reading.info.headline] or varying[:1]
     yield from ((clean(reading.name), finding(reading, shapes)) for reading in headlines)
 
 
 def finding(reading: MeasureMap, shapes: Shapes) -> str:
-    """`median 0.0155 over 32 heads, from −0.0087 to 0.0784; chance reads 0.010 ± 0.012: 6 heads above it by …`."""
+    """Format a finding: `median 0.0155 over 32 heads, from −0.0087 to 0.0784; chance reads 0.010 ± 0.012: 6 heads …`"""
     if reading.labels:
         names = Counter(reading.labels[round(value)] for value in reading.present.tolist())
         return listed((f"{name}: {counted(count, 'head')}" for name, count in names.most_common()), 5)
     error = shapes.report.summary.median_errors.get(reading.name)
     decimals = decimals_with_error(reading.present.tolist(), error)
     low, median, high = (written(float(f(reading.present)), decimals) for f in (np.min, np.median, np.max))
-    sure = f" ± {spread(error, decimals)}" if error is not None else ""
+    error_text = f" ± {spread(error, decimals)}" if error is not None else ""
     number = counted(reading.present.size, "head")
     over = f" over {number}, from {low} to {high}" if reading.present.size > 1 else ""
-    return f"{'median ' * bool(over)}{median}{sure}{over}{_chance(reading)}".replace("-", "−")
+    return f"{'median ' * bool(over)}{median}{error_text}{over}{_chance(reading)}".replace("-", "−")
 
 
 def _chance(reading: MeasureMap) -> str:
-    """How many heads lie further than three standard deviations from what chance reads, and on which side."""
+    """Format the null, and how many heads are more than three standard deviations above or below it."""
     if reading.null is None:
         return ""
     known = ~np.isnan(reading.values) & ~np.isnan(reading.null_means)
-    away = (reading.values - reading.null_means)[known]
+    distance = (reading.values - reading.null_means)[known]
     reach = 3 * reading.null_sds[known]
-    above, below = int((away > reach).sum()), int((away < -reach).sum())
+    above, below = int((distance > reach).sum()), int((distance < -reach).sum())
     mean, sd = middle(reading.null_means), middle(reading.null_sds)
     decimals = decimals_with_error([mean], sd)
     sides = [f"{counted(number, 'head')} {side}" for number, side in ((above, "above"), (below, "below")) if number]
-    told = f"{listed(sides)} it by more than 3 sd" if sides else "no head lies more than 3 sd from it"
-    return f"; chance reads {written(mean, decimals)} ± {spread(sd, decimals)}: {told}"
+    text = f"{listed(sides)} it by more than 3 sd" if sides else "no head lies more than 3 sd from it"
+    return f"; chance reads {written(mean, decimals)} ± {spread(sd, decimals)}: {text}"
 
 
 def null_words(measures: Iterable[MeasureInfo]) -> str:
-    """What the nulls of these measures read; where they differ, of which sources those are that turn the head's M."""
+    """Describe the nulls of these measures; if the kinds differ, name the sources whose nulls rotate the head's M."""
     kinds = {source_of(info.name): info.null for info in measures}
     if len(set(kinds.values())) < 2:
         return NULLS[next(iter(kinds.values()), "factors")]
-    turned = listed(f"{source}.*" for source, kind in kinds.items() if kind == "rotations")
-    return f"{NULLS['factors']}, of {turned} {NULLS['rotations']}"
+    rotated = listed(f"{source}.*" for source, kind in kinds.items() if kind == "rotations")
+    return f"{NULLS['factors']}, of {rotated} {NULLS['rotations']}"
 
 
 def no_errors(report: Report) -> str:
-    """Why there are no errors and intervals, where one window was all that was read; else empty."""
+    """State that there are no errors and intervals if only one window was read; else empty."""
     return f"one {_unit(report)} has no spread: no errors" if report.settings.sequences == 1 else ""
 
 
 def population(report: Report, counted: str = "") -> str:
-    """What the errors are about: windows of the texts named, or texts like them; empty where no text was fed.
+    """State the population that the errors refer to: windows of the named texts, or similar texts; empty without text.
 
-    Windows in a row from the beginning stand for no others of their text. Several texts are weighted by their windows,
-    or by what is `counted` instead.
+    Consecutive windows from the beginning do not represent the rest of their text. Several texts are weighted by their
+    windows, or by the unit in `counted`.
     """
     settings = report.settings
     texts, what = _read(report), f"{_unit(report)}s"
@@ -179,38 +179,38 @@ def population(report: Report, counted: str = "") -> str:
     if settings.intervals == "texts":
         return f"errors are over {len(texts)} texts and hold for {'beginnings of ' * first}texts like these{weights}"
     if first:
-        about = f"over the first {sum(counts)} {what} and hold for {what} like these, not for all of {names}"
+        scope = f"over the first {sum(counts)} {what} and hold for {what} like these, not for all of {names}"
     else:
-        about = f"over {what} and hold for the {sum(text.available or 0 for text in texts)} {what} of {names}"
-    return f"errors are {about}{weights}"
+        scope = f"over {what} and hold for the {sum(text.available or 0 for text in texts)} {what} of {names}"
+    return f"errors are {scope}{weights}"
 
 
 def _unit(report: Report) -> str:
-    """A window, a line, or where no text was fed an input."""
+    """Name the unit that was fed: `window`, `line`, or `input` if no text was fed."""
     return "input" if not _read(report) else "line" if report.settings.pack is False else "window"
 
 
 def _read(report: Report) -> list[Text]:
-    """The texts that were cut; images and sounds, of files or noise, may stand beside them."""
+    """Return the texts that were cut into windows or lines, without images and sounds from files or noise."""
     return [text for text in report.settings.texts if text.available is not None]
 
 
 def title(report: Report) -> str:
-    """The model's name, and those of the others that experiments ran on: `one-layer attention (synthetic) + demo`."""
+    """Join the names of the model and of others that experiments ran on: `one-layer attention (synthetic) + demo`."""
     others = dict.fromkeys(experiment.model for experiment in report.experiments if experiment.model)
     return " + ".join([report.model.title, *map(clean, others)])
 
 
 def ran_on(report: Report) -> str:
-    """Which experiments ran on which model; empty where all ran on the report's own."""
-    found = gathered((experiment.model, clean(experiment.name)) for experiment in report.experiments)
-    rest = found.pop(None, [])
-    said = [f"{listed(names, 5)}: {clean(model or '')}" for model, names in found.items()]
-    return "; ".join([*said, f"all others: {model_name(report.model.id)}"] if said and rest else said)
+    """State which experiments ran on which model; empty if all ran on the report's model."""
+    by_model = gathered((experiment.model, clean(experiment.name)) for experiment in report.experiments)
+    default = by_model.pop(None, [])
+    texts = [f"{listed(names, 5)}: {clean(model or '')}" for model, names in by_model.items()]
+    return "; ".join([*texts, f"all others: {model_name(report.model.id)}"] if texts and default else texts)
 
 
 def header(report: Report) -> str:
-    """Model, architecture, parameters, revision and settings on one line."""
+    """Format architecture, number of parameters, quantisation, adapter, revision and settings on one line."""
     model, settings = report.model, report.settings
     facts = [model.architecture, f"{big(model.parameters)} parameters"]
     if model.quantised:
@@ -224,57 +224,57 @@ def header(report: Report) -> str:
 
 
 def standing(report: Report) -> tuple[str, bool]:
-    """How much of the model was read, and whether that is all of it."""
+    """Return how much of the model was read, and whether that is all of it."""
     return clean(report.coverage.sentence), report.coverage.complete
 
 
 def conventions(report: Report) -> str:
-    """How the model's attention is put together, where that changes what the numbers mean; empty where unknown."""
-    found = report.model.conventions
-    if found is None:
+    """Describe positions, QK-norm and biases of the model's attention, which affect the measures; empty if unknown."""
+    record = report.model.conventions
+    if record is None:
         return ""
-    facts = [f"positions: {found.position}"]
-    if found.qk_norm:
+    facts = [f"positions: {record.position}"]
+    if record.qk_norm:
         facts.append("queries and keys are normalised per token")
-    if found.bias == "excluded":
+    if record.bias == "excluded":
         facts.append("biases are left out of weights.*")
     return "; ".join(facts)
 
 
 def notes(report: Report) -> list[str]:
-    """What else a reader of the numbers must know, a sentence each."""
+    """List the caveats of a report, one sentence each."""
     of_model = [] if report.model.conventions is None else report.model.conventions.notes
     return [clean(note) for note in (*report.settings.notes, *of_model, *other_base(report), *unexpected(report))]
 
 
 def adapter(report: Report) -> str:
-    """What was merged into which model; empty where nothing was."""
-    found = report.model.adapter
-    if found is None:
+    """Describe the adapter and the model it was merged into; empty without an adapter."""
+    record = report.model.adapter
+    if record is None:
         return ""
-    whole = f"; {counted(len(found.replaced), 'parameter')} replaced whole" if found.replaced else ""
+    replaced = f"; {counted(len(record.replaced), 'parameter')} replaced whole" if record.replaced else ""
     return clean(
-        f"{found.kind} adapter {found.id} (r {found.rank}, α {found.alpha:g}) was merged into "
-        f"{counted(found.modules, 'module')} of {report.model.id}{whole}."
+        f"{record.kind} adapter {record.id} (r {record.rank}, α {record.alpha:g}) was merged into "
+        f"{counted(record.modules, 'module')} of {report.model.id}{replaced}."
     )
 
 
 def other_base(report: Report) -> list[str]:
-    """The sentence on an adapter that names another base than the model; an id and a folder's name are compared."""
-    found = report.model.adapter
-    if found is None or found.base is None or _last(found.base) == _last(report.model.id):
+    """Return a warning if the adapter names another base than the model; compares only the last parts of the ids."""
+    record = report.model.adapter
+    if record is None or record.base is None or _last(record.base) == _last(report.model.id):
         return []
     own = report.model.id
-    return [clean(f"The adapter says that its base is {found.base}; it was merged into {own}, whose shapes it fits.")]
+    return [clean(f"The adapter says that its base is {record.base}; it was merged into {own}, whose shapes it fits.")]
 
 
 def _last(name: str) -> str:
-    """The last part of an id or path, without a revision."""
+    """Return the last part of an id or path in lower case, without a revision."""
     return name.replace("\\", "/").rstrip("/").rpartition("/")[2].partition("@")[0].lower()
 
 
 def unexpected(report: Report) -> list[str]:
-    """The sentence on tensors that the model has no place for, where there are any."""
+    """Return the sentence on tensors of the files that the model does not use; empty if there are none."""
     names = report.model.unexpected
     if not names:
         return []
@@ -282,33 +282,33 @@ def unexpected(report: Report) -> list[str]:
 
 
 def identity(report: Report) -> str:
-    """How well recomputed attention agrees with the model's own; empty where that was not measured."""
+    """State how closely recomputed attention agrees with the model's; empty if that was not measured."""
     error = report.summary.identity_error
     return "" if error is None else f"attention recomputed by attnlens agrees with the model to {error:.1e} (relative)"
 
 
-def extreme(found: Extreme) -> tuple[str, str]:
-    """`layer 3 head 7`, and what it does, with its value and rank."""
-    return f"layer {found.layer} head {found.head}", clean(found.text)
+def extreme(head: Extreme) -> tuple[str, str]:
+    """Return the name of an extreme head (`layer 3 head 7`) and its text with rank, value and median."""
+    return f"layer {head.layer} head {head.head}", clean(head.text)
 
 
 def skipped(entries: Iterable[Skipped]) -> list[str]:
-    """What was skipped, one line a reason, with the sites and heads."""
+    """List what was skipped, one line per reason with the sites and heads."""
     places = []
     for entry in entries:
         heads = f" {'head' if len(entry.heads) == 1 else 'heads'} {listed(entry.heads, 12)}" if entry.heads else ""
         places.append((entry.reason, f"{entry.site}{heads}{f' ({entry.measure})' if entry.measure else ''}"))
-    return [f"{clean(reason)}: {listed(found, 4)}" for reason, found in gathered(places).items()]
+    return [f"{clean(reason)}: {listed(sites, 4)}" for reason, sites in gathered(places).items()]
 
 
 def without_value(shapes: Shapes) -> list[str]:
-    """Which measures have no value for which number of heads, one line a reason."""
+    """List the measures without values, one line per reason and number of heads."""
     pairs = [
         ((reason, counted(count, "head")), reading.name)
         for reading in shapes.readings.values()
         for reason, count in reading.reasons.items()
     ]
-    for name in (name for name in shapes.report.measure_names() if name not in shapes.readings):  # no head has it
+    for name in (name for name in shapes.report.measure_names() if name not in shapes.readings):  # missing in all heads
         first = next(head.measures[name] for head in shapes.report.heads if name in head.measures)
         pairs.append(((first.reason or "", "all heads"), name))
     groups = gathered(pairs).items()

@@ -1,4 +1,4 @@
-"""Sentences of a swap: its effect, its checks, its cost; in perplexity, beside its controls, by place and text."""
+"""Sentences on a swap: its effect (in loss, perplexity, by text and position), controls, checks and cost."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ LEGEND = {
     "one key": "one key (hard)",
     "floor": "all keys alike (uniform)",
 }
-"""What the controls of any kernel are."""
+"""Explanation of the controls that any kernel can have, by role."""
 
 
 def rise(loss: Change) -> float:
-    """By which share the perplexity is larger: e^Δ − 1, Δ being that of the loss."""
+    """Compute the relative rise of the perplexity, e^Δ − 1, where Δ is the change in loss."""
     return math.expm1(loss.delta)
 
 
 def rise_ends(loss: Change) -> tuple[float, float] | None:
-    """Its 95 % interval, from the ends of that of Δ."""
+    """Compute the 95 % interval of the relative rise from the ends of the interval of Δ; None without an interval."""
     return None if loss.ci95 is None else (math.expm1(loss.ci95[0]), math.expm1(loss.ci95[1]))
 
 
 def rise_words(loss: Change) -> str:
-    """`+5.6 %`, with as many decimals as its interval bears, two at most."""
+    """Format the rise of the perplexity, `+5.6 %`, with at most two decimals, as many as its interval justifies."""
     number = written(100 * rise(loss), _rise_decimals(loss))
     return f"{'' if number.startswith('-') else '+'}{number} %"
 
 
 def rise_interval(loss: Change) -> str:
-    """`4.9 to 6.4 %`; empty where there is none."""
+    """Format the interval of the rise of the perplexity, `4.9 to 6.4 %`; empty without an interval."""
     ends, decimals = rise_ends(loss), _rise_decimals(loss)
     return "" if ends is None else f"{written(100 * ends[0], decimals)} to {written(100 * ends[1], decimals)} %"
 
@@ -46,17 +46,17 @@ def _rise_decimals(loss: Change) -> int:
     return 0 if size >= 1e6 else min(2, max(0, decimals_for([size], 2)))
 
 
-def perplexity(found: Outcome) -> str:
-    """`Perplexity 14.3 → 15.1 (+5.6 %, 95 % interval 4.9 to 6.4 %).`; empty where there is none."""
-    if found.perplexity is None or found.loss is None:
+def perplexity(outcome: Outcome) -> str:
+    """Return `Perplexity 14.3 → 15.1 (+5.6 %, 95 % interval 4.9 to 6.4 %).`; empty without a perplexity."""
+    if outcome.perplexity is None or outcome.loss is None:
         return ""
-    both = " → ".join(figures(number) for number in (found.perplexity.before, found.perplexity.after))
-    ends = rise_interval(found.loss)
-    return f"Perplexity {both} ({rise_words(found.loss)}{f', 95 % interval {ends}' if ends else ''})."
+    both = " → ".join(figures(number) for number in (outcome.perplexity.before, outcome.perplexity.after))
+    ends = rise_interval(outcome.loss)
+    return f"Perplexity {both} ({rise_words(outcome.loss)}{f', 95 % interval {ends}' if ends else ''})."
 
 
 def beside(swap: Swap) -> str:
-    """What the sink-window and the kernel's branches cost beside it, and the floor; empty without controls."""
+    """State the rise in perplexity under each control and the kernel, and which controls cost less; empty if none."""
     if swap.loss is None or swap.diverged:
         return ""
     hybrid = is_hybrid(swap)
@@ -66,22 +66,22 @@ def beside(swap: Swap) -> str:
         "without filter": " (the far part alone)" if hybrid else " (without the filter)",
         "far part, healed": " (the far part alone, healed)",
     }
-    every = [(one, one.loss) for one in swap.controls if one.loss is not None and one.perplexity is not None]
-    costs = ", ".join(f"{clean(one.kernel or '')}{what.get(one.role, '')} {rise_words(loss)}" for one, loss in every)
+    pairs = [(one, one.loss) for one in swap.controls if one.loss is not None and one.perplexity is not None]
+    costs = ", ".join(f"{clean(one.kernel or '')}{what.get(one.role, '')} {rise_words(loss)}" for one, loss in pairs)
     if not costs:
         return ""
-    better = [clean(one.kernel or "") for one, loss in every if _less(loss, swap.loss)]
+    better = [clean(one.kernel or "") for one, loss in pairs if _is_less(loss, swap.loss)]
     verb = "costs" if len(better) == 1 else "cost"
-    judged = f" Less than the kernel {verb}, intervals apart: {', '.join(better)}." if better else ""
-    return f"Controls, in perplexity: {costs}; the kernel {rise_words(swap.loss)}.{judged}"
+    ending = f" Less than the kernel {verb}, intervals apart: {', '.join(better)}." if better else ""
+    return f"Controls, in perplexity: {costs}; the kernel {rise_words(swap.loss)}.{ending}"
 
 
 def beside_size(swap: Swap) -> str:
-    """`elu (+139 %): sink-window:4,4, of its size, costs less (+50 %).`; empty without that control."""
+    """Return `elu (+139 %): sink-window:4,4, of its size, costs less (+50 %).`; empty without that control."""
     control = next((one for one in swap.controls if one.role == "same size" and one.perplexity is not None), None)
     if control is None or control.loss is None or swap.loss is None or swap.perplexity is None:
         return ""
-    less, more = _less(control.loss, swap.loss), _less(swap.loss, control.loss)
+    less, more = _is_less(control.loss, swap.loss), _is_less(swap.loss, control.loss)
     verdict = "costs less" if less else "costs more" if more else "costs neither less nor more beyond the intervals"
     return (
         f"{clean(swap.kernel)} ({rise_words(swap.loss)}): {clean(control.kernel or '')}, of its size, {verdict} "
@@ -89,30 +89,30 @@ def beside_size(swap: Swap) -> str:
     )
 
 
-def _less(one: Change, other: Change) -> bool:
-    """Whether its interval ends below the other's."""
+def _is_less(one: Change, other: Change) -> bool:
+    """Return True if the interval of one change ends below the start of the other's."""
     return one.ci95 is not None and other.ci95 is not None and one.ci95[1] < other.ci95[0]
 
 
 def is_hybrid(swap: Swap) -> bool:
-    """Whether its kernel has the model's own among near keys, and features beyond them."""
+    """Return True if the kernel is a hybrid: the model's own kernel for near keys, feature maps beyond them."""
     return any(part.partition(":")[0] in HYBRIDS for part in swap.kernel.split("+"))
 
 
 def legend(swaps: Sequence[Swap]) -> str:
-    """What the controls beside these kernels are; empty where there are none."""
-    every = [(swap, one.role) for swap in swaps for one in swap.controls if one.kernel is not None]
-    roles = {role for _, role in every}
-    told = [words for role, words in LEGEND.items() if role in roles]
-    parted = {is_hybrid(swap) for swap, role in every if role == "filter alone"}
-    told += ["a filter and its kernel alone"] * (False in parted)
-    told += ["a hybrid's window and far part alone"] * (True in parted)
-    told += ["its far part alone as it was healed"] * ("far part, healed" in roles)
-    return f"controls, the same heads without training: {listed(told)}." if told else ""
+    """Explain the controls of these swaps; empty if there are none."""
+    pairs = [(swap, control.role) for swap in swaps for control in swap.controls if control.kernel is not None]
+    roles = {role for _, role in pairs}
+    texts = [words for role, words in LEGEND.items() if role in roles]
+    parted = {is_hybrid(swap) for swap, role in pairs if role == "filter alone"}
+    texts += ["a filter and its kernel alone"] * (False in parted)
+    texts += ["a hybrid's window and far part alone"] * (True in parted)
+    texts += ["its far part alone as it was healed"] * ("far part, healed" in roles)
+    return f"controls, the same heads without training: {listed(texts)}." if texts else ""
 
 
 def worst_text(swap: Swap) -> str:
-    """`Worst on a.txt: perplexity +8.1 % (95 % interval …), least on b.txt: +1 %.`; empty with one text."""
+    """Return `Worst on a.txt: perplexity +8.1 % (95 % interval …); least on b.txt: +1 %.`; empty with one text."""
     texts = [text for text in swap.loss_by_text if text.perplexity is not None]
     if len(texts) < 2:
         return ""
@@ -126,27 +126,27 @@ def worst_text(swap: Swap) -> str:
 
 
 def one_text(swap: Swap, names: Sequence[str]) -> str:
-    """That the figures are of one text alone, where they are."""
+    """Warn that the figures hold for a single text; empty without a loss or with several texts."""
     if swap.loss is None or len(names) != 1:
         return ""
     return f"These figures hold for windows of {clean(names[0])} only; another --text, unlike it, may cost more."
 
 
 def beyond(swap: Swap) -> str:
-    """What the swap costs where the evidence is out of a window's reach, and from the first to the last place."""
-    told = []
-    if (found := swap.beyond_window) is not None:
-        told.append(
-            f"On the {counted(found.tokens, 'token')} whose pair with the token before stood last more than "
-            f"{counted(found.window, 'token')} back the loss changes by {_bounded(found.change)}."
+    """State the change in loss on tokens whose evidence lies beyond a window, and on first and last positions."""
+    sentences = []
+    if (record := swap.beyond_window) is not None:
+        sentences.append(
+            f"On the {counted(record.tokens, 'token')} whose pair with the token before stood last more than "
+            f"{counted(record.window, 'token')} back the loss changes by {_bounded(record.change)}."
         )
     if len(swap.loss_by_position) > 1:
         first, last = swap.loss_by_position[0], swap.loss_by_position[-1]
-        told.append(
+        sentences.append(
             f"By place: {_bounded(first.change)} on tokens {first.first} to {first.last} of a sequence, "
             f"{_bounded(last.change)} on {last.first} to {last.last}."
         )
-    return " ".join(told)
+    return " ".join(sentences)
 
 
 def _bounded(change: Change) -> str:
@@ -159,7 +159,7 @@ def _bounded(change: Change) -> str:
 
 
 def beyond_legend(rows: Sequence[Outcome]) -> str:
-    """Of which tokens the losses beyond a window are; empty where there are none."""
+    """Explain which tokens the loss beyond a window covers; empty if no row has such a loss."""
     windows = sorted({row.beyond_window.window for row in rows if row.beyond_window is not None})
     if not windows:
         return ""
@@ -169,26 +169,26 @@ def beyond_legend(rows: Sequence[Outcome]) -> str:
 
 
 def greedy(swap: Swap) -> str:
-    """For how long the generated texts are the original's, in a sentence; empty where nothing was generated."""
-    found = swap.agreement
-    if found is None:
+    """State how many generated tokens agree with the original model's; empty if nothing was generated."""
+    agreement = swap.agreement
+    if agreement is None:
         return ""
-    quartiles = " to ".join(_tokens(number, found) for number in found.quartiles)
-    what = "first halves of windows" if found.source == "windows" else f"lines of {clean(found.source)}"
+    quartiles = " to ".join(_tokens(number, agreement) for number in agreement.quartiles)
+    what = "first halves of windows" if agreement.source == "windows" else f"lines of {clean(agreement.source)}"
     return (
-        f"Greedy continuations of {counted(found.prompts, 'prompt')} ({what}) are the original's for "
-        f"{_tokens(found.median, found)} of {found.tokens} tokens in the median (quartiles {quartiles}); "
-        f"{found.never} of {found.prompts} never differ."
+        f"Greedy continuations of {counted(agreement.prompts, 'prompt')} ({what}) are the original's for "
+        f"{_tokens(agreement.median, agreement)} of {agreement.tokens} tokens in the median (quartiles {quartiles}); "
+        f"{agreement.never} of {agreement.prompts} never differ."
     )
 
 
-def agreed(found: Agreement | None) -> str:
-    """`12`, or `≥ 64` where half of the prompts never differ; empty where nothing was generated."""
-    return "" if found is None else _tokens(found.median, found)
+def agreed(agreement: Agreement | None) -> str:
+    """Format the median agreement, `12`, or `≥ 64` if half of the prompts never differ; empty if none was generated."""
+    return "" if agreement is None else _tokens(agreement.median, agreement)
 
 
-def _tokens(number: float, found: Agreement) -> str:
-    return f"≥ {found.tokens}" if number >= found.tokens else f"{number:.0f}"
+def _tokens(number: float, agreement: Agreement) -> str:
+    return f"≥ {agreement.tokens}" if number >= agreement.tokens else f"{number:.0f}"
 
 
 UNITS = {
@@ -198,25 +198,25 @@ UNITS = {
     "classification": "nats per prediction",
     "hidden": "nats",
 }
-"""What loss and KL count in, by task."""
+"""Unit of loss and KL, by task."""
 EFFECTS = {"loss": "loss", "kl": "KL to the original", "hidden": "1 − cosine of hidden states"}
-"""What a swap is judged by, in the few words of an axis."""
+"""Short name of the quantity that a swap is judged by, for axes."""
 
 
 def effect_name(swap: Swap) -> str:
-    """`loss in nats per token`."""
+    """Name the quantity a swap is judged by, with its unit: `loss in nats per token`."""
     return EFFECTS[swap.judged_by] + ("" if swap.judged_by == "hidden" else f" in {UNITS[swap.task]}")
 
 
 def distance(swap: Swap, outcome: Outcome) -> float | None:
-    """Where there is no loss: KL(original ‖ changed), or 1 − cosine of hidden states; None where it diverged."""
+    """Return the effect of a swap without a loss: KL(original ‖ changed) or 1 − hidden cosine; None if it diverged."""
     if swap.judged_by == "kl":
         return outcome.kl
     return None if outcome.hidden_cosine is None else 1 - outcome.hidden_cosine
 
 
 def distance_ci95(swap: Swap, outcome: Outcome) -> tuple[float, float] | None:
-    """The 95 % interval of that distance; None where there is none."""
+    """Return the 95 % interval of `distance`; None without an interval."""
     if swap.judged_by == "kl":
         return outcome.kl_ci95
     ends = outcome.hidden_cosine_ci95
@@ -235,7 +235,7 @@ WORDS = {
     "beyond_window": "loss beyond a window",
     "agreement": "greedy agreement",
 }
-"""Fields of a Swap whose name in words is not their own."""
+"""Name in words of each field of a Swap, if it differs from the field's name."""
 
 PARAMETERS = {
     "near_log_weight": "γ",
@@ -246,11 +246,11 @@ PARAMETERS = {
     "signs": "form N",
     "gate": "gates",
 }
-"""Fitted parameters whose name in words is not their own."""
+"""Name in words of each fitted parameter, if it differs from the parameter's name."""
 
 
 def verdict(swap: Swap) -> str:
-    """What the swap, as it stands after its last stage, means in plain words."""
+    """State the effect of a swap after its last stage: change in loss, else KL, else cosine of hidden states."""
     if swap.diverged:
         return "The model diverges: with this kernel its predictions are no finite numbers."
     if swap.loss is not None:
@@ -270,42 +270,42 @@ def verdict(swap: Swap) -> str:
 
 
 def cautions(swaps: Sequence[Swap]) -> list[str]:
-    """What must be known of the ties among these kernels."""
+    """List the cautions of the ties in these kernels, without repetitions."""
     ties = (TIES[name] for swap in swaps for name in swap.kernel.split("+") if name in TIES)
     return list(dict.fromkeys(tie.caution for tie in ties if tie.caution))
 
 
 def ranking(swaps: Sequence[Swap]) -> str:
-    """Which kernels harm least and most, which not measurably, and which diverge; empty where none has a value."""
+    """State which kernels harm least and most, which not measurably, and which diverge; empty if none has a value."""
     losses = [(swap.loss, clean(swap.kernel)) for swap in swaps if swap.loss is not None]
     powers = {clean(swap.kernel): perplexity(swap).rstrip(".") for swap in swaps}
-    ranked = sorted(losses, key=lambda found: found[0].delta)
-    told = []
+    ranked = sorted(losses, key=lambda pair: pair[0].delta)
+    sentences = []
     if ranked:
         decimals = loss_decimals([loss for loss, _ in ranked])
         ends = ranked[0], ranked[-1]
         least, most = (f"{name} (Δ {written(loss.delta, decimals)})" for loss, name in ends)
-        told.append(f"The loss is lowest under {least}, highest under {most}.")
-        told += [f"{powers[name]} under {name}." for _, name in ends if powers[name]]
-    told += [] if ranked else _nearest(swaps)
+        sentences.append(f"The loss is lowest under {least}, highest under {most}.")
+        sentences += [f"{powers[name]} under {name}." for _, name in ends if powers[name]]
+    sentences += [] if ranked else _nearest(swaps)
     same = [name for loss, name in losses if _unchanged(loss)]
-    lost = [swap.kernel for swap in swaps if swap.diverged]
-    told += [f"No measurable change: {listed(same, 8)}."] if same else []
-    told += [f"Diverged: {listed(lost, 8)}."] if lost else []
-    return " ".join(told)
+    diverged = [swap.kernel for swap in swaps if swap.diverged]
+    sentences += [f"No measurable change: {listed(same, 8)}."] if same else []
+    sentences += [f"Diverged: {listed(diverged, 8)}."] if diverged else []
+    return " ".join(sentences)
 
 
 def _nearest(swaps: Sequence[Swap]) -> list[str]:
-    """Which kernels leave predictions or hidden states nearest, and which farthest; none where all diverge."""
-    found = [(far, clean(swap.kernel)) for swap in swaps if (far := distance(swap, swap)) is not None]
-    if not found:
+    """List one sentence on the kernels with the least and largest distance to the original; empty if all diverge."""
+    distances = [(far, clean(swap.kernel)) for swap in swaps if (far := distance(swap, swap)) is not None]
+    if not distances:
         return []
-    least, most = (f"{name} ({figures(far)})" for far, name in (min(found), max(found)))
+    least, most = (f"{name} ({figures(far)})" for far, name in (min(distances), max(distances)))
     return [f"The {EFFECTS[swaps[0].judged_by]} is least under {least}, largest under {most}."]
 
 
 def stages_sentence(swap: Swap) -> str:
-    """How much of the rise fitting and healing take back; empty where there is one stage, or none to compare."""
+    """State the loss by stage and how much of its rise is taken back; empty with one stage or if one lacks a loss."""
     losses = [(stage.name, stage.loss) for stage in swap.stages if stage.loss is not None]
     if len(losses) < 2 or len(losses) < len(swap.stages):
         return ""
@@ -320,11 +320,11 @@ def stages_sentence(swap: Swap) -> str:
 
 
 def reach(report: Report) -> str:
-    """`4 of 4 sites, 32 of 32 heads`, the least over the kernels, and by which paths they were computed."""
-    coverage, every = report.coverage, report.swaps
-    sites = min(len(swap.sites) for swap in every)
-    heads = min(sum(len(site.heads) for site in swap.sites) for swap in every)
-    paths = dict.fromkeys(site.path for swap in every for site in swap.sites)
+    """State the coverage, `4 of 4 sites, 32 of 32 heads` (minimum over kernels), and the computation paths."""
+    coverage, swaps = report.coverage, report.swaps
+    sites = min(len(swap.sites) for swap in swaps)
+    heads = min(sum(len(site.heads) for site in swap.sites) for swap in swaps)
+    paths = dict.fromkeys(site.path for swap in swaps for site in swap.sites)
     return (
         f"{sites} of {counted(coverage.sites, 'site')}, {heads} of {counted(coverage.heads, 'head')} "
         f"· path: {listed(paths)}"
@@ -332,12 +332,12 @@ def reach(report: Report) -> str:
 
 
 def kernel(swap: Swap) -> str:
-    """`rbf:gamma=0.5: log k = …`, and which parameters were fitted."""
+    """Format the kernel, its formula and its fitted parameters: `rbf:gamma=0.5: log k = …`."""
     return f"{clean(swap.kernel)}: {formula(swap)}"
 
 
 def formula(swap: Swap) -> str:
-    """`log k = …`, and which parameters were fitted."""
+    """Format the formula of the kernel, `log k = …`, and its fitted parameters."""
     names = dict.fromkeys(PARAMETERS.get(name, name.replace("_", " ")) for name in swap.fitted)
     fitted = f"; fitted per head: {listed(names)}" if names else ""
     left = "" if swap.formula_of == "output" else "log k = "
@@ -345,29 +345,29 @@ def formula(swap: Swap) -> str:
 
 
 def proof(swaps: Sequence[Swap]) -> str:
-    """The errors that vouch for the numbers, the worst over the kernels."""
-    told = []
+    """Format the identity, causality and mask errors, the worst over the kernels."""
+    texts = []
     for name in ("identity", "causality", "mask"):
         errors = (getattr(swap, f"{name}_error") for swap in swaps)
         worst: float | None = max((error for error in errors if error is not None), default=None)
-        told.append(f"{name} error {NO_VALUE if worst is None else f'{worst:.1e}' if worst else '0'}")
-    return f"Proof: {', '.join(told)}{' (worst of all kernels)' if len(swaps) > 1 else ''}"
+        texts.append(f"{name} error {NO_VALUE if worst is None else f'{worst:.1e}' if worst else '0'}")
+    return f"Proof: {', '.join(texts)}{' (worst of all kernels)' if len(swaps) > 1 else ''}"
 
 
 def cost(swap: Swap) -> str:
-    """Tokens per second and peak memory of the original and of the changed model."""
+    """Format tokens per second and peak memory of the original and of the changed model."""
     speed = _pair(swap.tokens_per_second, 1.0, "tokens per second")
     memory = _pair(swap.peak_memory_bytes, 2.0**20, "MiB at most")
     return f"Cost: {speed}; {memory}"
 
 
 def ratio(pair: Pair) -> float | None:
-    """After / before."""
+    """Compute after / before; None if one is missing or before is 0."""
     return pair.after / pair.before if pair.before and pair.after is not None else None
 
 
 def off_simplex(swap: Swap) -> str:
-    """The share of attention that is negative; empty where there is none."""
+    """State the share of the attention's mass that is negative; empty if there is none."""
     if not swap.off_simplex:
         return ""
     share = percent(swap.off_simplex, 1) if swap.off_simplex >= 5e-4 else "Less than 0.1 %"
@@ -375,14 +375,14 @@ def off_simplex(swap: Swap) -> str:
 
 
 def site_errors(swap: Swap) -> str:
-    """How far the sites' outputs move, in one line; empty where that is unknown."""
-    known = sorted((site.output_error, site.layer) for site in swap.sites if site.output_error is not None)
-    if not known:
+    """State the median, least and largest output error of the sites in one line; empty if all are unknown."""
+    errors = sorted((site.output_error, site.layer) for site in swap.sites if site.output_error is not None)
+    if not errors:
         return ""
-    (least, first), (most, last) = known[0], known[-1]
-    if len(known) == 1:
+    (least, first), (most, last) = errors[0], errors[-1]
+    if len(errors) == 1:
         return f"The site's output moves by {percent(least)} (layer {first})."
-    middle = (known[(len(known) - 1) // 2][0] + known[len(known) // 2][0]) / 2
+    middle = (errors[(len(errors) - 1) // 2][0] + errors[len(errors) // 2][0]) / 2
     return (
         f"The sites' outputs move by {percent(middle)} of their norm (median), "
         f"from {percent(least)} (layer {first}) to {percent(most)} (layer {last})."
@@ -390,21 +390,21 @@ def site_errors(swap: Swap) -> str:
 
 
 def notes(swaps: Sequence[Swap]) -> list[str]:
-    """What a reader must know, once; with the kernels that it is about where it is not about all."""
+    """List the notes of all swaps without repetitions, preceded by the kernels they apply to unless that is all."""
     several = len(swaps) > 1
-    told = ((note, swap.kernel) for swap in swaps for note in (*swap.notes, off_simplex(swap) * several))
-    about = gathered((clean(note), kernel) for note, kernel in told if note)
+    pairs = ((note, swap.kernel) for swap in swaps for note in (*swap.notes, off_simplex(swap) * several))
+    about = gathered((clean(note), kernel) for note, kernel in pairs if note)
     return [note if len(kernels) == len(swaps) else f"{listed(kernels, 8)}: {note}" for note, kernels in about.items()]
 
 
 def without_value(swaps: Sequence[Swap]) -> list[str]:
-    """Which fields have no value, one line a reason, with kernels and stages where there are several."""
+    """List the fields without a value, one line per reason, with kernels and stages if there are several."""
     groups: dict[tuple[str, str], list[str]] = {}
     for swap in swaps:
         for place, reasons in _reasons(swap):
             by_reason = gathered(
                 (reason, WORDS.get(name, name.replace("_", " ")))
-                for name, reason in reasons.items()  # where there is no number, nobody looks for its interval
+                for name, reason in reasons.items()  # without a number, its missing interval needs no mention
                 if not (name.endswith("_ci95") and reasons.get(name.removesuffix("_ci95")) == reason)
             )
             label = " ".join([swap.kernel] * (len(swaps) > 1) + [place] * bool(place))
@@ -412,30 +412,30 @@ def without_value(swaps: Sequence[Swap]) -> list[str]:
                 groups.setdefault((listed(names, 8), reason), []).append(label)
     lines = []
     for (fields, reason), labels in groups.items():
-        where = listed([one for one in dict.fromkeys(labels) if one], 8)
+        where = listed([label for label in dict.fromkeys(labels) if label], 8)
         lines.append(f"{fields}{f' ({where})' if where else ''}: {clean(reason)}")
     return lines
 
 
 def figures(number: float, count: int = 3) -> str:
-    """The number with that many figures."""
+    """Format a number with `count` significant digits."""
     return written(number, decimals_for([number], count))
 
 
 def percent(share: float, decimals: int = 0) -> str:
-    """`27.6 %`."""
+    """Format a share in per cent: `27.6 %`."""
     return f"{written(100 * share, decimals)} %"
 
 
 def loss_decimals(changes: Sequence[Change]) -> int:
-    """Decimals for losses and their differences: what the middle one of the intervals bears, two to four."""
+    """Return the decimals for losses and differences, from two to four, by the median half-width of the intervals."""
     halves = [(change.ci95[1] - change.ci95[0]) / 2 for change in changes if change.ci95 is not None]
     middle = median([half for half in halves if half > 0] or [0.02])
     return min(4, max(2, decimals_for([middle], 2)))
 
 
 def interval(bounds: tuple[float, float] | None, decimals: int) -> str:
-    """`0.49 to 0.65`."""
+    """Format an interval, `0.49 to 0.65`, or `–` for None."""
     return NO_VALUE if bounds is None else f"{written(bounds[0], decimals)} to {written(bounds[1], decimals)}"
 
 
@@ -450,7 +450,7 @@ def _loss_sentence(loss: Change, unit: str) -> str:
 
 
 def _unchanged(loss: Change) -> bool:
-    """Whether its interval holds 0."""
+    """Return True if the change is 0 or its interval contains 0."""
     return loss.delta == 0 or (loss.ci95 is not None and loss.ci95[0] <= 0 <= loss.ci95[1])
 
 
@@ -461,7 +461,7 @@ def _pair(pair: Pair, size: float, unit: str) -> str:
 
 
 def _reasons(swap: Swap) -> Iterator[tuple[str, dict[str, str]]]:
-    """Of each stage its own, then what the swap lacks beside them."""
+    """Yield (stage, reasons for missing values) of each stage, then of the fields that only the swap has."""
     for stage in swap.stages:
         yield stage.name if len(swap.stages) > 1 else "", stage.reasons
     of_stages = Stage.model_fields if swap.stages else {}

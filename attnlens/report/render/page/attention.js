@@ -1,4 +1,4 @@
-// A sequence's tokens twice, with lines from each token to those that it attends to; one looks at a token at a time.
+// Two columns of a sequence's tokens, with lines from each token to those it attends to; one token is lit at a time.
 "use strict";
 
 const LINE = { high: 19, wide: 150, steps: 8, least: 0.06 };
@@ -34,7 +34,7 @@ const middle = (place) => (place + 0.5) * LINE.high;
 const curve = (query, key) =>
   `M0,${middle(query)}C${LINE.wide / 2},${middle(query)} ${LINE.wide / 2},${middle(key)} ${LINE.wide},${middle(key)}`;
 
-// All lines, as one path for each step of weight.
+// Draw all lines, with one path per step of weight.
 function faint(rows) {
   const paths = Array.from({ length: LINE.steps }, () => []);
   rows.places.forEach((keys, query) =>
@@ -70,7 +70,7 @@ function column(pictured, side) {
   return made;
 }
 
-// Marks one token and those on the other side that it attends to, or that attend to it; none for place −1.
+// Mark one token and those on the other side that it attends to, or that attend to it; none if place is −1.
 function look(pictured, side, place) {
   const { rows, says, over, lines, columns } = pictured;
   for (const token of lines.parentNode.querySelectorAll(".lit")) {

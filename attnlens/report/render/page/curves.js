@@ -1,9 +1,9 @@
-// One head's curve over the quartiles of its model part and the median of its layer.
+// The curve of one head, with the quartiles of its part of the model and the median of its layer.
 "use strict";
 
 const PLOT = { wide: 250, high: 150, left: 34, right: 8, top: 6, bottom: 29 };
 
-// The median over a layer's heads at each step that half of them reach.
+// Compute the median over a layer's heads at each step that at least half of them reach.
 function layerMedian(curve, row) {
   const lines = map.grid[row]
     .filter((head) => head >= 0)
@@ -85,7 +85,7 @@ function axes(curve, values) {
   return { x, y, marks };
 }
 
-// Round numbers between the two, about so many.
+// Return about so many round numbers between the two.
 function steady(low, high, about = 4) {
   const rough = (high - low) / about,
     size = 10 ** Math.floor(Math.log10(rough || 1));

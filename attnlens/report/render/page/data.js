@@ -1,4 +1,4 @@
-// The report's numbers, how they are written, and how elements are made: text is always text, never markup.
+// The report's data, and functions that format numbers and make elements; text is always inserted as text.
 "use strict";
 
 const element = (id) => document.getElementById(id);
@@ -31,7 +31,7 @@ function written(number, decimals) {
   return (/^-0\.?0*$/.test(text) ? text.slice(1) : text).replace("-", "−");
 }
 
-// An error with those decimals; <0.0005 where they would say 0 of one that is not.
+// Format an error with these decimals; `<0.0005` if they would show 0 for an error that is not 0.
 function spread(number, decimals) {
   const text = written(number, decimals);
   return number > 0 && /^0\.?0*$/.test(text) ? `<${(0.5 * 10 ** -decimals).toFixed(decimals + 1)}` : text;
@@ -89,7 +89,7 @@ function nameOf(head, part = true) {
 const keyOf = (head) => `${data.layers[data.places[head][0]]}.${data.columns[data.places[head][1]]}`;
 const headOf = new Map(data ? data.places.map((_, head) => [keyOf(head), head]) : []);
 
-// All that is known of one number, in one line: what hover, focus and a screen reader are told.
+// Describe a head's value in one line (value or reason, null, z), for hover, focus and screen readers.
 function told(measure, head) {
   const value = valueText(measure, head);
   const said = [`${nameOf(head)}: ${measure.title} ${value === NO_VALUE ? "has no value" : value}`];
@@ -113,7 +113,7 @@ function quantile(sorted, share) {
   return sorted[low] + (place - low) * ((sorted[low + 1] ?? sorted[low]) - sorted[low]);
 }
 
-// 100 · (values below it + half of those equal to it) / values
+// Compute the percentile of a head's value: 100 · (values below it + half of those equal to it) / values.
 function percentile(measure, head) {
   const value = measure.values[head];
   if (value === null) return null;

@@ -1,7 +1,7 @@
-// One head: what its scores are made of, its curves, what it selects, and every measure with its error and null.
+// One head: the shares of its scores, its curves, its selection, and every measure with its error and null.
 "use strict";
 
-// Whether any measure has its place among other trained models.
+// True if any measure has percentiles among other trained models.
 const BESIDE = Boolean(data?.measures.some((measure) => measure.typical.length));
 
 function startHead() {
@@ -21,7 +21,7 @@ function startHead() {
   });
 }
 
-// The head in the fragment; without one that which is furthest from the median of the first measure.
+// Return the head in the fragment, or else the head farthest from the median of the first measure.
 function chosenHead() {
   return headOf.get(state.head) ?? FARTHEST;
 }

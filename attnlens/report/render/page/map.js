@@ -1,4 +1,4 @@
-// The map of layers × heads: a canvas, one button that arrow keys move from cell to cell, and what a cell says.
+// The map of layers × heads: a canvas, one button that arrow keys move from cell to cell, and the tooltip of a cell.
 "use strict";
 
 const CELL = { widest: 76, highest: 32, tallest: 660, numbers: 40 };

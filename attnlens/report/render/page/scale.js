@@ -1,4 +1,4 @@
-// The map's key: what each colour stands for, how many heads have it, and where chance lies.
+// The map's key: the meaning of each colour, how many heads have it, and the null.
 "use strict";
 
 const KEY = { widest: 560, wide: 560, high: 46, bar: 9, bins: 56, foot: 30 };
@@ -62,7 +62,7 @@ function tick(x, text, anchor) {
   return draw("text", { x, y: KEY.high + KEY.bar + 14, "text-anchor": anchor }, text);
 }
 
-// The median over heads, and the null of most heads with its sd.
+// Draw pointers at the median over heads and at the median of the null means.
 function pointers(measure, x, median) {
   const found = [pointer(x(median), `median ${short(median)}`, "median")];
   const mean = quantile(Float64Array.from(measure.null_means.filter((one) => one !== null)).sort(), 0.5);

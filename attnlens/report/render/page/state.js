@@ -1,4 +1,4 @@
-// What is looked at, kept in the URL's fragment so that a colleague who opens the link sees the same.
+// The state of the view, stored in the URL's fragment so that a link shows the same view to others.
 "use strict";
 
 const state = { measure: "", head: "", sort: "", filter: "", theme: "" };
@@ -12,7 +12,7 @@ function change(parts) {
   try {
     history.replaceState(null, "", kept.length ? `#${new URLSearchParams(kept)}` : location.href.split("#")[0]);
   } catch {
-    // a page inside another document may have no address of its own: it works, and keeps no link
+    // a page inside another document can lack an address of its own: it works, but without a link
   }
   tell(changed);
 }
@@ -21,7 +21,7 @@ function tell(changed) {
   for (const watch of watchers) watch(changed);
 }
 
-// The fragment's state; what it does not say, or says of things that this report does not hold, keeps its default.
+// Read the state from the fragment; missing entries, and entries that this report lacks, get their defaults.
 function restored() {
   const said = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
   return {

@@ -1,4 +1,4 @@
-// The table of all heads: sorted by a column, filtered by words and comparisons, drawn where one looks.
+// The table of all heads: sorted by a column, filtered by words and comparisons; only rows in view are drawn.
 "use strict";
 
 const ROW = 26,
@@ -47,7 +47,7 @@ function columnHead(measure) {
   return make("th", { scope: "col", "data-sort": name }, button);
 }
 
-// Finds the heads that the filter's terms all hold of, and puts them in order.
+// Find the heads for which all terms of the filter hold, and sort them.
 function arrange() {
   if (element("filter").value !== state.filter) element("filter").value = state.filter;
   const { tests, problem } = terms(state.filter);
@@ -75,7 +75,7 @@ function sortRows() {
   }
 }
 
-// `3.7`, `layer 3`, a word, or `entropy < 0.3`, `z of symmetry > 5`; commas between them mean and.
+// Parse a filter: `3.7`, `layer 3`, a word, `entropy < 0.3`, `z of symmetry > 5`; a comma means "and".
 function terms(text) {
   const found = { tests: [], problem: "" };
   for (const term of text
@@ -125,7 +125,7 @@ function containing(term) {
   return (head) => words(head).join(" ").toLowerCase().includes(term);
 }
 
-// Draws the rows in view and a few around them; spacers hold the place of the others.
+// Draw the rows in view and a few around them; spacers take up the height of the others.
 function drawRows(again = false) {
   const box = element("rows"),
     count = table.order.length;
