@@ -202,10 +202,8 @@ def eigenvalue_root(gram: Float[Tensor, "some size size"]) -> Float[Tensor, "som
     return root
 
 
-# products of cos and sin of two pairs: of the order of head_dim² at each position, not head_dim³.
 # Sums over positions are quadratic in the rotation R. R does not mix different pairs of coordinates, so the sums follow
 # from products of cos and sin of two pairs: of the order of head_dim² at each position, not head_dim³.
-# products of cos and sin of two pairs: of the order of head_dim² at each position, not head_dim³.
 def averaged(
     rotation: Rotation, matrix: Float[Tensor, "*batch head_dim head_dim"]
 ) -> Float[Tensor, "*batch head_dim head_dim"]:
@@ -414,7 +412,7 @@ class Form:
     def _root(
         self, where: Bool[Tensor, "*batch heads"], gram: Float[Tensor, "some size size"], *factors: Tensor
     ) -> Float[Tensor, "some size size"]:
-        """Return roots of ill-conditioned Gram matrices, by QR of their factors; under rotation these are too long."""
+        """Return roots of ill-conditioned Gram matrices: by QR of the factors or, under rotation, by eigenvalues."""
         if self.rotation is None:
             return over_heads(factor_root, torch.cat([factor[where] for factor in factors], -1))
         return over_heads(eigenvalue_root, gram)
@@ -491,10 +489,7 @@ def _difference_singular_values(query_key: QueryKey, base: QueryKey) -> Float[Te
 
 
 def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_partner: Tensor) -> Tensor:
-    """Return R of [a·first b·second] by QR; a and b equalise the norms of each block and its partner.
-
-    If the partner is divided by the same factors, the product of both is unchanged.
-    """
+    """Return R of [a·first b·second] by QR; a and b scale blocks to their partners' norms and cancel in the product."""
     scaled = []
     for part, partner in ((first, first_partner), (second, second_partner)):
         own, other = (torch.linalg.matrix_norm(side, keepdim=True) for side in (part, partner))
