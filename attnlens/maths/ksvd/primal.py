@@ -68,12 +68,12 @@ def objective(
     multipliers: Float[Tensor, "*#batch s"],
     convention: Convention = "paper",
 ) -> Float[Tensor, "*batch"]:
-    """Return J of every head: `paper` ½Σ_i e_iᵀΛe_i + ½Σ_j r_jᵀΛr_j − tr(W_eᵀW_r) (Eq. 6), or `code`.
+    """Return J of every head, of any sign, in the kernel's unit, by the convention `paper` (Eq. 6) or `code`.
 
-    `code` is ½mean_i‖Λe_i‖² + ½mean_j‖Λr_j‖² − tr(W_eᵀW_r). J has any sign, in the kernel's unit. `paper`: J = 0 at
-    every stationary point, each half of the scores being ½Σσ; not sufficient (J is indefinite), so check the
-    eigen-residual too. `code`: 0 if Λ² is n/σ instead of Λ = 1/σ. Differentiable in every argument. Raises UsageError
-    for another convention.
+    paper: ½Σ_i e_iᵀΛe_i + ½Σ_j r_jᵀΛr_j − tr(W_eᵀW_r), 0 at every stationary point, each half of the scores being ½Σσ.
+    That is not sufficient (J is indefinite): check `residual` too. code: ½mean_i‖Λe_i‖² + ½mean_j‖Λr_j‖² −
+    tr(W_eᵀW_r), 0 if Λ² is n/σ instead of Λ = 1/σ. Differentiable in every argument. Raises UsageError for another
+    convention.
     """
     _check(convention)
     trace = (query_weight * key_weight).sum((-2, -1))
@@ -138,9 +138,9 @@ def share_inside(
 ) -> Float[Tensor, "*batch"]:
     """Return ‖H_rᵀ V‖²/‖V‖² in [0, 1], V centred over tokens, H_r the first `sizes` of orthonormal columns.
 
-    Use H_r of K(I − 11ᵀ/n), whose key features are `centred` like V. It is orthogonal to 1 and contains, for V with
-    independent normal entries, sizes/(n − 1) on average. A space close to 1 contains less, down to (sizes − 1)/(n − 1),
-    as that of K itself if its first mode is near-constant. NaN if all tokens have the same value.
+    Use H_r of K(I − 11ᵀ/n), whose key features are `centred` like V. It is orthogonal to the vector 1 and contains, for
+    V with independent normal entries, sizes/(n − 1) on average. A space that leans towards 1 contains less, down to
+    (sizes − 1)/(n − 1), as that of K itself if its first mode is near-constant. NaN if all tokens have the same value.
     """
     spread = centred(values)
     kept = torch.arange(basis.shape[-1], device=basis.device) < sizes[..., None]

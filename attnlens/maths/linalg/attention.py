@@ -189,8 +189,7 @@ def _shares(core: Tensor, salience: Tensor, whole: Tensor, uncentred: Tensor, n:
 EPS = torch.finfo(torch.float64).eps
 GLANCE = 128  # tokens of the leading block that is searched for a witness before the whole matrix
 FACTORED = 8192
-"""Tokens of the largest long kernel that is formed and factored as a whole if no tile has a witness: three matrices of
-0.5 GB."""
+"""Most tokens of a long kernel that is formed and factored whole if no tile has a witness: three matrices of 0.5 GB."""
 POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan
 
 

@@ -104,8 +104,7 @@ def _rank(attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"], error:
 def _by_key(attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
     """Return e^{b_j}/Σ_{j seen by i} e^{b_j} at all pairs, times i's total attention; b maximises the likelihood.
 
-    Newton's method maximises Σ_ij p_ij log p̂_ij, concave in b. Steps are bounded: weights of 1 have no finite
-    maximiser.
+    Newton's method maximises Σ_ij p_ij log p̂_ij, concave in b. Steps are bounded: for weights of 1 b is unbounded.
     """
     hidden, given = visible == 0, attention.sum(-1, keepdim=True)
     scores = attention.new_zeros(attention.shape[-1])

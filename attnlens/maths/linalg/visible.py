@@ -61,8 +61,7 @@ class Additive:
     keys: Solver | Even
     """Solver of the normal equations of b."""
     distances: Solver | None
-    """Solver of the normal equations of c after eliminating b; None for cross-attention, where distances are
-    undefined."""
+    """Solver of the normal equations of c after eliminating b; None for cross-attention, which has no distances."""
     shared: Float[Tensor, "keys some_distances"]
     """Block of the normal equations between b and c."""
     present: Int[Tensor, " some_distances"]
