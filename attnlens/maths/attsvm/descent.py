@@ -178,13 +178,13 @@ def descend(
 ) -> Descent:
     """Iterate W ← W − lr·∇_W/‖∇_W‖_F of the mean loss, from `start` (Tarzanagh et al. 2023, W-GD, normalised).
 
-    Factors (K, Q), W = KQᵀ: K ← K − lr·∇_W Q/c, Q ← Q − lr·∇_WᵀK/c with c = ‖∇_W‖ (`form`: W grows at most like (1 +
-    lr)^2t) or each divided by its own norm (`own`: like t²). `floor` is added to every norm before dividing, as
-    published code adds 2.2e-16: a trial whose gradient vanishes then stops. Without a floor it continues along the
-    remaining gradient. The losses are log(1 + e^(−Yf)), e^(−Yf) and −log(Yf), which needs Yf > 0. `record` lists the
-    iterations to record (0 is the start); the last one is always recorded. `progress` is called with the iterations
-    done and their total. Raises UsageError for iterations < 1, lr ≤ 0, an unknown loss or normaliser, numbers that are
-    not finite, shapes that do not fit, factors that are 0, and `form` for so many iterations that W would overflow.
+    Factors (K, Q), W = KQᵀ: K ← K − lr·∇_W Q/c, Q ← Q − lr·∇_WᵀK/c with c = ‖∇_W‖ (`form`: W grows by (1 + lr)^2t at
+    most) or each divided by its own norm (`own`: by t²). `floor` is added to every norm before dividing, as published
+    code adds 2.2e-16: a trial whose gradient vanishes then stops. Without a floor it continues along the remaining
+    gradient. The losses are log(1 + e^(−Yf)), e^(−Yf) and −log(Yf), which needs Yf > 0. `record` lists the iterations
+    to record (0 is the start); the last one is always recorded. `progress` is called with the iterations done and their
+    total. Raises UsageError for iterations < 1, lr ≤ 0, an unknown loss or normaliser, numbers that are not finite,
+    shapes that do not fit, factors that are 0, and `form` for so many iterations that W would overflow.
     """
     parts: tuple[Tensor, ...] = (start,) if isinstance(start, torch.Tensor) else start
     _check(instances, parts, iterations, lr, loss, normaliser)

@@ -288,8 +288,8 @@ def _witness(kernel: Float[Tensor, "some n n"], rounding: Float[Tensor, " some"]
 def _by_cholesky(kernel: Float[Tensor, "some n n"], rounding: Float[Tensor, " some"]) -> Float[Tensor, " some"]:
     """Return POSITIVE if K + tol has a Cholesky factor, INDEFINITE if K + 4 tol has none; tol = rounding · ‖K‖_∞.
 
-    The factorisation's own rounding is below tol, so success means λ_min > −2 tol; failure at 4 tol means λ_min < −3
-    tol. Between the two the result is UNDECIDED: the matrix is as close to the boundary as its rounding.
+    The factorisation rounds by less than tol, so success means λ_min > −2 tol; failure at 4 tol means λ_min < −3 tol.
+    Between the two the result is UNDECIDED: the matrix is as close to the boundary as its rounding.
     """
     tolerance = rounding * kernel.sum(-1).amax(-1)
     positive = _factors(kernel, tolerance)
