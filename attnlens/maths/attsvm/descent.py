@@ -200,7 +200,7 @@ def descend(
             break
         D, scale = gradient(instances, seen, log_weights, loss)
         stationary = (D == 0).flatten(1).all(-1)
-        parts = _stepped(parts, D, lr, normaliser, floor * (-scale).exp().clamp(max=LARGEST))  # 0 · ∞ is NaN
+        parts = _step(parts, D, lr, normaliser, floor * (-scale).exp().clamp(max=LARGEST))  # 0 · ∞ is NaN
         progress(step + 1, iterations)
     forms, chosen, largest = (torch.stack(column) for column in zip(*read, strict=True))
     return Descent(tuple(wanted), forms, chosen, largest, log_weights, stationary)
@@ -230,7 +230,7 @@ def gradient(
     return along.mT @ instances.queries, scale - math.log(instances.labels.shape[1])
 
 
-def _stepped(
+def _step(
     parts: Sequence[Tensor], D: BilinearForm, lr: float, normaliser: Normaliser, floor: Float[Tensor, " trials"]
 ) -> tuple[Tensor, ...]:
     """Return W, or each factor, after one step down: D for W; D Q for K and Dᵀ K for Q. The floor is in D's units."""

@@ -44,7 +44,7 @@ class FactoredForm:
     def turned(self, seed: int) -> FactoredForm:
         """Return O₁ M O₂ᵀ with O₁, O₂ Haar-random: the same singular values in random directions."""
         generator = torch.Generator().manual_seed(seed)
-        return FactoredForm(_turned(self.left, generator), _turned(self.right, generator))
+        return FactoredForm(_randomise_frame(self.left, generator), _randomise_frame(self.right, generator))
 
 
 @dataclass(frozen=True)
@@ -148,26 +148,26 @@ def choose(
         seen = visible.sum(-1)
         log_weights = softmax.capped(scores) + scene.log_copies
         masked = scores.masked_fill(~visible, -torch.inf)
-        chosen = _largest(masked) if top_p is None else _heaviest(masked, log_weights, softmax, top_p)
+        chosen = _select_largest(masked) if top_p is None else _select_top_p(masked, log_weights, softmax, top_p)
         gap = masked.masked_fill(~chosen, torch.inf).amin(-1) - masked.masked_fill(chosen, -torch.inf).amax(-1)
         able = gap.isfinite() & (2 * seen >= seen.max())
         clear = gap > TIE * scores.abs().amax(-1)  # strict: if all scores are zero, nothing is selected
         decided = log_odds(masked, log_weights, softmax)
-        found = (able & clear).nonzero().flatten()
-        found = found[decided[found].argsort(descending=True, stable=True)][:most]
+        positions = (able & clear).nonzero().flatten()
+        positions = positions[decided[positions].argsort(descending=True, stable=True)][:most]
         tied += int((able & ~clear).sum())
         shares.append(share_decided(decided))
-        odds.append(decided[found])
-        places += [(number, position) for position in found.tolist()]
-        sets += list(chosen[found])
-    every = torch.cat(odds)
-    order = every.argsort(descending=True, stable=True)[:most]
+        odds.append(decided[positions])
+        places += [(number, position) for position in positions.tolist()]
+        sets += list(chosen[positions])
+    pooled = torch.cat(odds)
+    order = pooled.argsort(descending=True, stable=True)[:most]
     equalities = torch.tensor([int(sets[index].sum()) - 1 for index in order.tolist()]).cumsum(0)
     order = order[: max(1, int((equalities <= MOST_EQUALITIES).sum()))]
-    kept = torch.tensor(places, dtype=torch.long).reshape(-1, 2)[order]
+    rows = torch.tensor(places, dtype=torch.long).reshape(-1, 2)[order]
     whole = tuple(sets[index] for index in order.tolist())
     return Chosen(
-        kept[:, 0], kept[:, 1], whole, every[order], tied, float(torch.tensor(shares, dtype=torch.float64).nanmean())
+        rows[:, 0], rows[:, 1], whole, pooled[order], tied, float(torch.tensor(shares, dtype=torch.float64).nanmean())
     )
 
 
@@ -186,12 +186,12 @@ def log_odds(
     hidden tokens.
     """
     best = masked.argmax(-1, keepdim=True)
-    own = log_weights.gather(-1, best).squeeze(-1)
+    best_logit = log_weights.gather(-1, best).squeeze(-1)
     others = log_weights.scatter(-1, best, -torch.inf).logsumexp(-1)
     if softmax.sink is not None:
         others = others.logaddexp(others.new_tensor(softmax.sink))
-        return torch.where(own == -torch.inf, torch.nan, own - others)
-    return own - others
+        return torch.where(best_logit == -torch.inf, torch.nan, best_logit - others)
+    return best_logit - others
 
 
 def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Chosen) -> Posed:
@@ -228,7 +228,7 @@ def query_basis(queries: Float[Tensor, "queries d_query"]) -> Float[Tensor, "d_q
     return basis
 
 
-def _turned(factor: Float[Tensor, "d rank"], generator: torch.Generator) -> Float[Tensor, "d rank"]:
+def _randomise_frame(factor: Float[Tensor, "d rank"], generator: torch.Generator) -> Float[Tensor, "d rank"]:
     """Return the factor with its orthonormal frame replaced by a Haar-random one."""
     frame, core = torch.linalg.qr(factor)
     drawn, upper = torch.linalg.qr(torch.randn(frame.shape, generator=generator, dtype=torch.float64))
@@ -236,13 +236,13 @@ def _turned(factor: Float[Tensor, "d rank"], generator: torch.Generator) -> Floa
     return turned
 
 
-def _largest(masked: Float[Tensor, "queries keys"]) -> Bool[Tensor, "queries keys"]:
+def _select_largest(masked: Float[Tensor, "queries keys"]) -> Bool[Tensor, "queries keys"]:
     """Return which visible token has the largest score; none if none is visible."""
     best = masked.argmax(-1, keepdim=True)
     return torch.zeros_like(masked, dtype=torch.bool).scatter(-1, best, True) & (masked > -torch.inf)
 
 
-def _heaviest(
+def _select_top_p(
     masked: Float[Tensor, "queries keys"], log_weights: Float[Tensor, "queries keys"], softmax: Softmax, top_p: float
 ) -> Bool[Tensor, "queries keys"]:
     """Return which tokens are the fewest with a share `top_p` of a query's weight."""
@@ -302,12 +302,12 @@ def nearness(
 def nearness_of(scenes: Sequence[Scene], form: FactoredForm, chosen: Chosen) -> Nearness | str:
     """Return the comparison for queries that were chosen before, on the same scenes or others with the same scores."""
     try:
-        problem = pose(scenes, form, chosen)
+        posed_problem = pose(scenes, form, chosen)
     except UnposedError:
         if chosen.tied:
             return f"the largest scores are equal in all {chosen.tied} queries that may choose"
         return "no query may choose between different tokens"
-    return judged(chosen, problem, solve(problem.problem, tolerance=TOLERANCE))
+    return judged(chosen, posed_problem, solve(posed_problem.problem, tolerance=TOLERANCE))
 
 
 def judged(chosen: Chosen, posed: Posed, solution: Solution) -> Nearness | str:

@@ -305,9 +305,9 @@ class Problem:
 
     def form(self, multipliers: Float[Tensor, " constraints"]) -> Float[Tensor, "d d_query"]:
         """Return W(λ) = Σ_c λ_c u_c z_q(c)ᵀ."""
-        held = multipliers.nonzero().flatten()
+        nonzero = multipliers.nonzero().flatten()
         weighted = self.differences.new_zeros(len(self.queries), self.differences.shape[1])
-        weighted.index_add_(0, self.query_of[held], multipliers[held, None] * self.differences[held])
+        weighted.index_add_(0, self.query_of[nonzero], multipliers[nonzero, None] * self.differences[nonzero])
         return weighted.mT @ self.queries
 
 

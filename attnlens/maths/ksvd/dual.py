@@ -181,9 +181,9 @@ def dual(
     contains NaN or Inf.
     """
     at_least_one("s", s)
-    for name, given in (("query features", query_features), ("key features", key_features), ("projection", projection)):
-        if given is not None:
-            all_finite(name, given)
+    for name, value in (("query features", query_features), ("key features", key_features), ("projection", projection)):
+        if value is not None:
+            all_finite(name, value)
     left, right = _factors(query_features, key_features, projection)
     n, m = left.shape[-2], right.shape[-2]
     packed = over_heads(_packed_svd, left, right)
@@ -311,15 +311,15 @@ def truncated(matrix: Float[Tensor, "*batch n m"], s: int, solver: SparseSolver 
         return matrix_dual(matrix, s)
     all_finite("kernel matrix", matrix)
     flat = matrix.detach().double().cpu().reshape(-1, n, m).numpy()
-    found = [_one(each, s, solver) for each in flat]
+    triplets = [_sparse_svd(each, s, solver) for each in flat]
     left, values, right = (
         torch.from_numpy(np.stack(part)).reshape(*matrix.shape[:-2], *part[0].shape).to(matrix.device)
-        for part in zip(*found, strict=True)
+        for part in zip(*triplets, strict=True)
     )
     return Dual(left, values, right, asked=s)
 
 
-def _one(
+def _sparse_svd(
     matrix: Float[ndarray, "n m"], s: int, solver: SparseSolver
 ) -> tuple[Float[ndarray, "n s"], Float[ndarray, " s"], Float[ndarray, "m s"]]:
     n, m = matrix.shape

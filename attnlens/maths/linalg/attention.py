@@ -233,11 +233,11 @@ def _kernel_tiles(
     head: QueryKey, gauge: Float[Tensor, " n"], half: Float[Tensor, " n"]
 ) -> Iterator[tuple[slice, Float[Tensor, "rows n"]]]:
     """Yield the rows of `_unit_kernel` of one long head."""
-    own = gauge - half
+    offset = gauge - half
     for rows, tile in tiles(head):
         down, across = tile.logits[0, 0], head.sequences([0], slice(None), rows).logits[0, 0].mT
-        kernel = (down + own[rows, None] - half).clamp_(max=1.0).exp_()
-        yield rows, kernel.add_((across + own - half[rows, None]).clamp_(max=1.0).exp_()).div_(2)
+        kernel = (down + offset[rows, None] - half).clamp_(max=1.0).exp_()
+        yield rows, kernel.add_((across + offset - half[rows, None]).clamp_(max=1.0).exp_()).div_(2)
 
 
 def _gauge(head: QueryKey) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], float]:

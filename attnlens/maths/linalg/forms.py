@@ -33,7 +33,7 @@ def symmetry(form: Form) -> Float[Tensor, "*batch heads"]:
     (images): that of the joint kernel on (content, position), every pair of positions once. NaN for a zero matrix.
     """
     if not (form.rotation is None or form.rotation.by_distance):
-        return _of_grams(form.query_mean, form.key_mean, form.cross_mean)
+        return _trace_ratio(form.query_mean, form.key_mean, form.cross_mean)
     return _over_distances(*form.distance_traces)
 
 
@@ -62,16 +62,16 @@ def _summed_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
     summed = query_key.query.new_zeros(kv_heads, size, rows, dtype=torch.float64)
     for head, key_head in enumerate(query_key.key_of):
         summed[key_head] += query_key.query[head].mT  # in the memory order of the weights' rows
-    query, key = _beside(summed.mT), _beside(query_key.key)
+    query, key = _concatenate(summed.mT), _concatenate(query_key.key)
     if query_key.rotation is None:
         if 3 * query.shape[1] < len(query):  # three Gram matrices take fewer multiplications than the matrix
-            return _of_grams(_gram_trace(query), _gram_trace(key), key.mT @ query)
+            return _trace_ratio(_gram_trace(query), _gram_trace(key), key.mT @ query)
         matrix = query @ key.mT
         return (matrix * matrix.mT).sum() / matrix.square().sum()
     rotation = query_key.rotation
     query_gram, key_gram, cross = _gram_trace(query), _gram_trace(key), key.mT @ query
     if not rotation.by_distance:
-        return _of_grams(*(_blocks_averaged(rotation, gram) for gram in (query_gram, key_gram, cross)))
+        return _trace_ratio(*(_average_blocks(rotation, gram) for gram in (query_gram, key_gram, cross)))
     return _over_distances(_block_traces(rotation, cross, cross), _block_traces(rotation, query_gram, key_gram))
 
 
@@ -97,16 +97,16 @@ def directionality(form: Form) -> Float[Tensor, "*batch heads"]:
 
 def _row_norms(factor: Tensor, grams: Tensor) -> Tensor:
     """Return row norms of a factor under several vertically stacked Gram matrices, ROWS rows at a time."""
-    found = []
-    for one, gram in zip(factor, grams, strict=True):
-        rows = one.double().mT
+    norms = []
+    for head, gram in zip(factor, grams, strict=True):
+        rows = head.double().mT
         parts = []
         for part in rows.split(ROWS, 1):
             products = (gram @ part).reshape(-1, *part.shape)
             parts.append(products.mul_(part).sum(1))
-        found.append(torch.cat(parts, 1))
+        norms.append(torch.cat(parts, 1))
     # Rounding may leave a zero row's square below zero.
-    return torch.stack(found).clamp(min=0).sqrt()
+    return torch.stack(norms).clamp(min=0).sqrt()
 
 
 def _outstanding(norms: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
@@ -122,7 +122,7 @@ def _over_distances(
     return (2 * crossed.sum(-1) - crossed[..., 0]) / (2 * squared.sum(-1) - squared[..., 0])
 
 
-def _of_grams(
+def _trace_ratio(
     query: Float[Tensor, "*batch size size"],
     key: Float[Tensor, "*batch size size"],
     cross: Float[Tensor, "*batch size size"],
@@ -131,14 +131,14 @@ def _of_grams(
     return (cross * cross.mT).sum((-2, -1)) / (query * key).sum((-2, -1))
 
 
-def _blocks_averaged(rotation: Rotation, gram: Float[Tensor, "columns columns"]) -> Float[Tensor, "columns columns"]:
+def _average_blocks(rotation: Rotation, gram: Float[Tensor, "columns columns"]) -> Float[Tensor, "columns columns"]:
     """Average the Gram matrix of all heads' stacked factors over rotations, applying the same rotation to each head."""
     heads = len(gram) // rotation.size
     blocks = gram.reshape(heads, rotation.size, heads, rotation.size).transpose(1, 2)
     return averaged(rotation, blocks).transpose(1, 2).reshape(gram.shape)
 
 
-def _beside(factor: Float[Tensor, "heads d_model head_dim"]) -> Float[Tensor, "d_model columns"]:
+def _concatenate(factor: Float[Tensor, "heads d_model head_dim"]) -> Float[Tensor, "d_model columns"]:
     """Concatenate the heads' factors along columns."""
     return factor.double().mT.flatten(0, 1).mT  # a view: the weights' rows are stored head after head
 
@@ -220,7 +220,7 @@ def averaged(
     total, difference = against + along, against - along
     upper = torch.cat((total.real, -total.imag), -1)
     mean = torch.cat((upper, torch.cat((difference.imag, difference.real), -1)), -2)
-    return _taken(mean, order.argsort()[: rotation.size])
+    return _index(mean, order.argsort()[: rotation.size])
 
 
 def traces(
@@ -260,11 +260,11 @@ def _angles(rotation: Rotation) -> Float[Tensor, "positions half"]:
 def _blocks(matrix: Float[Tensor, "*batch head_dim head_dim"], order: Int[Tensor, " even"]) -> list[Tensor]:
     """Return the quarters of a matrix in that order: first × first members of the pairs, first × second, and so on."""
     missing = len(order) - matrix.shape[-1]
-    ordered = _taken(pad(matrix, (0, missing, 0, missing)) if missing else matrix, order)
+    ordered = _index(pad(matrix, (0, missing, 0, missing)) if missing else matrix, order)
     return [block for rows in ordered.chunk(2, -2) for block in rows.chunk(2, -1)]
 
 
-def _taken(matrix: Float[Tensor, "*batch size size"], order: Int[Tensor, " some"]) -> Float[Tensor, "*batch some some"]:
+def _index(matrix: Float[Tensor, "*batch size size"], order: Int[Tensor, " some"]) -> Float[Tensor, "*batch some some"]:
     """Return the matrix with rows and columns in this order; the matrix itself if already in order (as in Llama)."""
     if torch.equal(order, torch.arange(matrix.shape[-1], device=order.device)):
         return matrix
@@ -492,8 +492,8 @@ def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_
     """Return R of [a·first b·second] by QR; a and b scale blocks to their partners' norms and cancel in the product."""
     scaled = []
     for part, partner in ((first, first_partner), (second, second_partner)):
-        own, other = (torch.linalg.matrix_norm(side, keepdim=True) for side in (part, partner))
-        scaled.append(part * torch.where(own > 0, other / own, 0.0).sqrt())
+        norm, partner_norm = (torch.linalg.matrix_norm(side, keepdim=True) for side in (part, partner))
+        scaled.append(part * torch.where(norm > 0, partner_norm / norm, 0.0).sqrt())
     return factor_root(torch.cat(scaled, -1))
 
 

@@ -50,12 +50,12 @@ def each_head(
         flat = replace(
             flat, query=flat.query[None], key=flat.key[None], allowed=allowed, bias=bias, value=None, inputs=None
         )
-    found = [
+    results = [
         function(flat.sequences([number], slice(None), slice(None)).select([head]))
         for number in range(flat.query.shape[0])
         for head in range(lead[-1])
     ]
-    values = torch.tensor(found, dtype=torch.float64, device=query_key.query.device)
+    values = torch.tensor(results, dtype=torch.float64, device=query_key.query.device)
     return values.reshape(*lead, *values.shape[1:])
 
 
@@ -243,8 +243,8 @@ class IntervalMask:
     def _normal(self, b: Float[Tensor, " m"], c: Float[Tensor, " distances"]) -> Float[Tensor, " both"]:
         """Multiply the normal equations of b and c, row constants eliminated, with (b, c)."""
         of_queries, of_keys = self._distances()
-        seen = (_between(b, self.keys) + _between(c, of_queries)) / self._of_queries.clamp(min=1)
-        keys = self._counts(self.queries) * b + _between(c, of_keys) - _between(seen, self.queries)
+        seen = (_sum_intervals(b, self.keys) + _sum_intervals(c, of_queries)) / self._of_queries.clamp(min=1)
+        keys = self._counts(self.queries) * b + _sum_intervals(c, of_keys) - _sum_intervals(seen, self.queries)
         pairs = self._spread(torch.ones_like(seen), self.keys)
         return torch.cat((keys, pairs * c + self._spread(b, self.queries) - self._spread(seen, self.keys)))
 
@@ -268,7 +268,7 @@ def interval_mask(allowed: Bool[Tensor, "n m"]) -> IntervalMask | None:
     return IntervalMask(*sides)
 
 
-def _between(values: Float[Tensor, " size"], ends: tuple[Tensor, Tensor]) -> Float[Tensor, " some"]:
+def _sum_intervals(values: Float[Tensor, " size"], ends: tuple[Tensor, Tensor]) -> Float[Tensor, " some"]:
     """Sum the values from each start to just before each end."""
     running = pad(values.cumsum(0), (1, 0))
     return running[ends[1]] - running[ends[0]]
@@ -281,14 +281,14 @@ def _energy(
 ) -> float:
     """Return gᵀN⁺g, g in the range of N, by conjugate gradients on N scaled to unit diagonal; NaN if unconverged."""
     goal = right * scale
-    found, left, direction = torch.zeros_like(goal), goal.clone(), goal.clone()
+    solution, remainder, direction = torch.zeros_like(goal), goal.clone(), goal.clone()
     size = start = goal @ goal
     for _ in range(STEPS):
         if size <= RESIDUAL**2 * start:
-            return float(found @ goal)
+            return float(solution @ goal)
         product = normal(direction * scale) * scale
         step = size / (direction @ product)
-        found, left = found + step * direction, left - step * product
-        before, size = size, left @ left
-        direction = left + size / before * direction
+        solution, remainder = solution + step * direction, remainder - step * product
+        before, size = size, remainder @ remainder
+        direction = remainder + size / before * direction
     return math.nan

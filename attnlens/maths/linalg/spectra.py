@@ -47,19 +47,19 @@ def taylor_order(
         shift = score.masked_fill(~seen, 0.0).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
     score = score - shift
     term = total = torch.ones_like(score)
-    found = torch.full_like(score[..., 0, 0], torch.nan)
+    order = torch.full_like(score[..., 0, 0], torch.nan)
     for n in range(largest + 1):
         if n > 0:
             term = term * score / n
             total = total + term
         if n % 2 == 0:
             # Even partial sums are positive; negative values are rounding and set to 0.
-            apart = _error(_attention(total.clamp(min=0), -shift, posed), query_key.attention, seen.sum(-1))
+            distance = _error(_attention(total.clamp(min=0), -shift, posed), query_key.attention, seen.sum(-1))
             # NaN compares as false: a head without such queries has no value.
-            found = torch.where(found.isnan() & (apart <= error), float(n), found)
-        if not bool(found.isnan().any()):
+            order = torch.where(order.isnan() & (distance <= error), float(n), order)
+        if not bool(order.isnan().any()):
             break
-    return found
+    return order
 
 
 def feature_rank(query_key: QueryKey, error: float) -> Float[Tensor, "*batch heads"]:
@@ -80,15 +80,15 @@ def feature_rank(query_key: QueryKey, error: float) -> Float[Tensor, "*batch hea
 
 def _ranks(error: float, attention: Float[Tensor, "some n m"], visible: Float[Tensor, "some n m"]) -> Tensor:
     """Return the rank of each head, as (some, 1)."""
-    found = [_rank(each, seen, error) for each, seen in zip(attention, visible, strict=True)]
-    return attention.new_tensor(found)[:, None]
+    ranks = [_rank(each, seen, error) for each, seen in zip(attention, visible, strict=True)]
+    return attention.new_tensor(ranks)[:, None]
 
 
 def _rank(attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"], error: float) -> float:
     """Find the least m by bisection between 1 and full rank."""
     if not bool((visible.sum(-1) >= 2).any()):
         return torch.nan
-    alone = _by_key(attention, visible)
+    alone = _fit_by_key(attention, visible)
     if _apart(alone, attention, visible) <= error:
         return 1.0
     start = torch.where(visible > 0, attention, alone)
@@ -101,22 +101,22 @@ def _rank(attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"], error:
     return float(high)
 
 
-def _by_key(attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
+def _fit_by_key(attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
     """Return e^{b_j}/Σ_{j seen by i} e^{b_j} at all pairs, times i's total attention; b maximises the likelihood.
 
     Newton's method maximises Σ_ij p_ij log p̂_ij, concave in b. Steps are bounded: for weights of 1 b is unbounded.
     """
-    hidden, given = visible == 0, attention.sum(-1, keepdim=True)
+    hidden, totals = visible == 0, attention.sum(-1, keepdim=True)
     scores = attention.new_zeros(attention.shape[-1])
     ridge = RIDGE * len(attention) * torch.eye(len(scores), dtype=scores.dtype, device=scores.device)
     for _ in range(STEPS):
         share = scores.expand_as(attention).masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(nan=0.0)
-        curvature = (given * share).sum(0).diag() - share.mT @ (given * share)
-        step = torch.linalg.solve(curvature + ridge, (attention - given * share).sum(0))
+        curvature = (totals * share).sum(0).diag() - share.mT @ (totals * share)
+        step = torch.linalg.solve(curvature + ridge, (attention - totals * share).sum(0))
         scores = scores + step.clamp(-BOUND, BOUND)
     total = scores.expand_as(attention).masked_fill(hidden, -torch.inf).logsumexp(-1, keepdim=True)
     # A value above 1 at a hidden pair exceeds any attention weight and would dominate the fit.
-    return given * (scores - total).clamp(max=0).exp()
+    return totals * (scores - total).clamp(max=0).exp()
 
 
 def _fits(
@@ -192,9 +192,9 @@ def _error(
     found: Float[Tensor, "*batch n m"], attention: Float[Tensor, "*batch n m"], seen: Tensor
 ) -> Float[Tensor, "*batch"]:
     """Average total variation, sinks included, 1 for NaN rows, over queries with two keys or more; NaN without any."""
-    apart = (found - attention).abs().sum(-1) + (found.sum(-1) - attention.sum(-1)).abs()
+    distance = (found - attention).abs().sum(-1) + (found.sum(-1) - attention.sum(-1)).abs()
     chooses = seen >= 2
-    mean: Tensor = torch.where(chooses, (apart / 2).clamp(max=1).nan_to_num(nan=1.0), 0.0).sum(-1) / chooses.sum(-1)
+    mean: Tensor = torch.where(chooses, (distance / 2).clamp(max=1).nan_to_num(nan=1.0), 0.0).sum(-1) / chooses.sum(-1)
     return mean
 
 
@@ -356,9 +356,9 @@ def decay_rate(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch"]
     Values up to eps · steps · largest are rounding and left out. Random factors decay too: compare with their rate.
     """
     # Strict: a zero matrix keeps no value.
-    kept = values > EPS * values.shape[-1] * values[..., :1]
-    count = kept.sum(-1, keepdim=True)
+    above = values > EPS * values.shape[-1] * values[..., :1]
+    count = above.sum(-1, keepdim=True)
     index = torch.arange(1, values.shape[-1] + 1, dtype=values.dtype, device=values.device)
-    centred = (index - (count + 1) / 2) * kept  # values descend, so the kept ones come first
-    slope = (centred * torch.where(kept, values, 1.0).log()).sum(-1) / centred.square().sum(-1)
+    centred = (index - (count + 1) / 2) * above  # values descend, so the kept ones come first
+    slope = (centred * torch.where(above, values, 1.0).log()).sum(-1) / centred.square().sum(-1)
     return torch.where(count[..., 0] >= 2, (-slope).clamp(min=0), torch.nan)

@@ -108,12 +108,12 @@ def _additive(packed: bytes | None, n: int, m: int, distances: bool, device: tor
     keys = Even(n) if packed is None else _solver(-rooted.mT @ rooted, visible.sum(0))
     if not distances:
         return Additive(keys, None, visible[:0].mT, torch.zeros(0, dtype=torch.long, device=device))
-    counts, normal, shared, present = _of_distances(visible, rooted)
+    counts, normal, shared, present = _by_distance(visible, rooted)
     normal.addmm_(shared.mT, keys(shared.mT).mT, alpha=-1)
     return Additive(keys, _solver(normal, counts), shared, present)
 
 
-def _of_distances(visible: Float[Tensor, "n m"], rooted: Float[Tensor, "n m"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _by_distance(visible: Float[Tensor, "n m"], rooted: Float[Tensor, "n m"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the pairs per distance, c's normal equations minus these on the diagonal, the block with b, and `present`.
 
     `rooted` is the mask over the root of each query's number of keys, which eliminates the row constants.
@@ -180,7 +180,7 @@ def seen(query_key: QueryKey) -> Float[Tensor, "*batch heads n m"]:
     """
     if "seen" not in query_key.shared:
         scores, centred = _centred(query_key)
-        centred[~_above(torch.linalg.matrix_norm(centred), torch.linalg.matrix_norm(scores), scores.shape[-1])] = 0.0
+        centred[~_exceeds(torch.linalg.matrix_norm(centred), torch.linalg.matrix_norm(scores), scores.shape[-1])] = 0.0
         query_key.shared["seen"] = centred
     return query_key.shared["seen"]
 
@@ -206,7 +206,7 @@ def seen_rank(query_key: QueryKey, share: float) -> Float[Tensor, "*batch heads"
     key = query_key.paired_key.double()
     values = abs(query_key.scale) * product_singular_values(query_key.query, key - key.mean(-2, keepdim=True))
     logits = torch.stack([torch.linalg.matrix_norm(tile.logits) for _, tile in tiles(query_key)]).norm(dim=0)
-    return rank_at(values * _above(values.norm(dim=-1), logits, key.shape[-2])[..., None], share)
+    return rank_at(values * _exceeds(values.norm(dim=-1), logits, key.shape[-2])[..., None], share)
 
 
 def _shares(query_key: QueryKey) -> Float[Tensor, "*batch heads 2"]:
@@ -222,8 +222,8 @@ def _shares(query_key: QueryKey) -> Float[Tensor, "*batch heads 2"]:
 
 def _long_shares(head: QueryKey) -> tuple[float, float]:
     """Return the shares explained by keys, and by distances beyond keys, of one long head."""
-    every = torch.ones((), dtype=torch.bool, device=head.query.device)
-    fit = interval_mask((every if head.allowed is None else head.allowed).expand(1, 1, *_pairs(head))[0, 0])
+    all_pairs = torch.ones((), dtype=torch.bool, device=head.query.device)
+    fit = interval_mask((all_pairs if head.allowed is None else head.allowed).expand(1, 1, *_pairs(head))[0, 0])
     energy, by_key, by_distance = _long_sums(head)
     if fit is None or not energy > 0:
         return math.nan, math.nan
@@ -244,7 +244,7 @@ def _long_sums(head: QueryKey) -> tuple[Float[Tensor, ""], Float[Tensor, " m"], 
         start = n - rows.stop  # index of the distance between the tile's last query and first key
         by_distance[start : start + height + width - 1] += distance_sums(centred)[0].roll(height - 1)[:-1]
     whole, energy = torch.stack(norms).norm(dim=0)
-    return energy.square() * _above(energy, whole, m), by_key, by_distance
+    return energy.square() * _exceeds(energy, whole, m), by_key, by_distance
 
 
 def _long_rank(head: QueryKey, share: float) -> float:
@@ -269,7 +269,7 @@ def _centred(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m"], Fl
     return scores, centred if allowed is None else centred.masked_fill_(~allowed, 0.0)
 
 
-def _above(norm: Float[Tensor, "*batch"], scores: Float[Tensor, "*batch"], keys: int) -> Bool[Tensor, "*batch"]:
+def _exceeds(norm: Float[Tensor, "*batch"], scores: Float[Tensor, "*batch"], keys: int) -> Bool[Tensor, "*batch"]:
     """Return whether a norm exceeds the rounding left by centring the rows of scores with norm `scores`."""
     # Strict: scores that are constant in each row leave at most this norm.
     above: Tensor = norm > torch.finfo(norm.dtype).eps * keys * scores

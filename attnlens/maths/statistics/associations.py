@@ -55,15 +55,15 @@ class Blocks:
         """Return the two-sided p of μ_a = μ_b for each of `pairs_of`; NaN if no pair of its kinds has any spread."""
         pairs, wide = pairs_of(len(self.values)), self.values.double().numpy()
         blocks, differences = wide.shape[1], np.array([wide[a] - wide[b] for a, b in pairs])
-        variances, found = differences.var(1, ddof=1), np.full(len(pairs), np.nan)
+        variances, p_values = differences.var(1, ddof=1), np.full(len(pairs), np.nan)
         kinds = [tuple(sorted(self.kinds[one] if self.kinds else 0 for one in pair)) for pair in pairs]
         for kind in set(kinds):
-            own = [at for at, one in enumerate(kinds) if one == kind]
-            others = len({treatment for at in own for treatment in pairs[at]}) - 2
-            moderated, more = _moderated(variances[own], blocks - 1, others, COUNTED)
-            score = np.abs(differences[own].mean(1)) / np.sqrt(moderated / blocks)
-            found[own] = 2 * stats.t.sf(score, blocks - 1 + more)
-        return list(map(float, found))
+            members = [at for at, one in enumerate(kinds) if one == kind]
+            others = len({treatment for at in members for treatment in pairs[at]}) - 2
+            moderated, more = _moderated(variances[members], blocks - 1, others, COUNTED)
+            score = np.abs(differences[members].mean(1)) / np.sqrt(moderated / blocks)
+            p_values[members] = 2 * stats.t.sf(score, blocks - 1 + more)
+        return list(map(float, p_values))
 
 
 def _moderated(variances: Any, freedom: int, others: int, counted: float) -> tuple[Any, float]:
@@ -95,11 +95,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
     count in n.
     """
     order = sorted((at for at, p in enumerate(p_values) if not math.isnan(p)), key=lambda at: p_values[at])
-    found, least = [math.nan] * len(p_values), 0.0
+    adjusted, least = [math.nan] * len(p_values), 0.0
     for rank, at in enumerate(order):
         least = max(least, (len(order) - rank) * p_values[at])
-        found[at] = min(1.0, least)
-    return found
+        adjusted[at] = min(1.0, least)
+    return adjusted
 
 
 def pairs_of(count: int) -> list[tuple[int, int]]:
@@ -124,10 +124,10 @@ def rank_correlation(
     sample's own. They are widened by √(n/(n − 1)), n the draws, and by Student's t (n − 1 degrees of freedom) over the
     normal quantile, as few layers make them too narrow. NaN if fewer than four pairs remain or one side is constant.
     """
-    there = ~(x + y).isnan()
-    x, y = x[there].double(), y[there].double()
+    present = ~(x + y).isnan()
+    x, y = x[present].double(), y[present].double()
     names = (
-        list(range(len(x))) if groups is None else [g for g, kept in zip(groups, there.tolist(), strict=True) if kept]
+        list(range(len(x))) if groups is None else [g for g, kept in zip(groups, present.tolist(), strict=True) if kept]
     )
     if len(x) < 4:
         return Interval(math.nan, math.nan, math.nan)
@@ -191,19 +191,19 @@ def permutation_tests(
     """
     known = ~harm.isnan()
     values, ranks = measures.double()[:, known], ranked(harm[known]) if bool(known.any()) else harm[known].double()
-    there = (~values.isnan()).double()
-    count = there.sum(1)
+    present = (~values.isnan()).double()
+    count = present.sum(1)
     centred = torch.zeros_like(values)
-    for row, (value, kept) in enumerate(zip(values, there.bool(), strict=True)):
+    for row, (value, kept) in enumerate(zip(values, present.bool(), strict=True)):
         if int(kept.sum()) >= 4:
-            own = ranked(value[kept])
-            centred[row, kept] = own - own.mean()
-    observed = _scores(centred, there, count, ranks[None])[0]
+            value_ranks = ranked(value[kept])
+            centred[row, kept] = value_ranks - value_ranks.mean()
+    observed = _scores(centred, present, count, ranks[None])[0]
     generator = np.random.default_rng(seed)
     beyond, largest = torch.zeros_like(observed), torch.zeros_like(observed)
     for size in [1000] * (draws // 1000) + [draws % 1000]:
         drawn = generator.permuted(np.tile(ranks.numpy(), (size, 1)), axis=1)
-        scores = _scores(centred, there, count, torch.from_numpy(drawn))
+        scores = _scores(centred, present, count, torch.from_numpy(drawn))
         beyond += (scores >= observed - ROUNDING).sum(0)
         most = scores.nan_to_num(nan=0.0).amax(1, keepdim=True) if scores.numel() else scores
         largest += (most >= observed - ROUNDING).sum(0)
@@ -248,8 +248,8 @@ def over_windows(
     if measure.dim() == 1:
         values = ranked(measure.double())[None]
     else:
-        there = (~measure.isnan()).double()
-        values = ranked(times @ measure.double().nan_to_num(nan=0.0) / (times @ there))
+        present = (~measure.isnan()).double()
+        values = ranked(times @ measure.double().nan_to_num(nan=0.0) / (times @ present))
     sides = [side - side.mean(1, keepdim=True) for side in (values, harms)]
     drawn = (sides[0] * sides[1]).sum(1) / (sides[0].square().sum(1) * sides[1].square().sum(1)).sqrt()
     drawn = drawn[drawn.isfinite()].clamp(-NEAR_ONE, NEAR_ONE).atanh()
@@ -271,15 +271,15 @@ def split_half(
     """
     if design.count < 2 or harm.shape[1] < 4:
         return math.nan
-    generator, found = torch.Generator().manual_seed(seed), []
+    generator, correlations = torch.Generator().manual_seed(seed), []
     groups = [row.nonzero()[:, 0] for row in Design(design.texts, "windows").members]
     for _ in range(SPLITS):
         half = torch.zeros(design.count, dtype=torch.bool)
-        for own in groups:
-            half[own[torch.randperm(len(own), generator=generator)[: len(own) // 2]]] = True
+        for windows in groups:
+            half[windows[torch.randperm(len(windows), generator=generator)[: len(windows) // 2]]] = True
         means = [sizes[part].double() @ harm[part].double() / sizes[part].sum() for part in (half, ~half)]
-        found.append(spearman(means[0], means[1]))
-    r = float(np.nanmedian(found)) if any(one == one for one in found) else math.nan
+        correlations.append(spearman(means[0], means[1]))
+    r = float(np.nanmedian(correlations)) if any(one == one for one in correlations) else math.nan
     return max(0.0, 2 * r / (1 + r)) if r > -1 else 0.0
 
 

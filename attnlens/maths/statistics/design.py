@@ -50,9 +50,9 @@ class Stream:
 def summed(values: Float[Tensor, "samples ..."]) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
     """Return, entry by entry, the number of samples that are not NaN and their mean (0 if there are none)."""
     values = values.double()
-    there = ~values.isnan()
-    count = there.sum(0).double()
-    return count, torch.where(there, values, 0.0).sum(0) / count.clamp(min=1)
+    present = ~values.isnan()
+    count = present.sum(0).double()
+    return count, torch.where(present, values, 0.0).sum(0) / count.clamp(min=1)
 
 
 def _same_length(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,11 +85,11 @@ class Likeness:
         """CKA in [0, 1]; 1 if X is a rotation and scaling of Y; None if all states of one model are equal."""
         x, y = self._sums
         pairs = ((x, y), (x, x), (y, y))
-        cross, own, new = (
+        cross, x_norm, y_norm = (
             float((product - torch.outer(left, right) / self._count).norm())
             for product, (left, right) in zip(self._products, pairs, strict=True)
         )
-        return cross**2 / (own * new) if own * new > 0 else None
+        return cross**2 / (x_norm * y_norm) if x_norm * y_norm > 0 else None
 
 
 FEWEST_TEXTS = 5
@@ -156,8 +156,8 @@ class Design:
     @cached_property
     def members(self) -> Float[Tensor, "strata windows"]:
         """Indicator matrix: 1 if a window belongs to a stratum or cluster."""
-        every: Tensor = torch.tensor(self.strata)[None] == torch.tensor(sorted(set(self.strata)))[:, None]
-        return every.double()
+        indicator: Tensor = torch.tensor(self.strata)[None] == torch.tensor(sorted(set(self.strata)))[:, None]
+        return indicator.double()
 
     def select(self, windows: Sequence[int]) -> Design:
         """Return the design of some of the windows."""
@@ -169,12 +169,12 @@ class Design:
         if self.clustered:
             texts = len(self.members)
             picks = torch.randint(texts, (count, texts), generator=generator)
-            return _tallied(picks, texts) @ self.members
+            return _count_picks(picks, texts) @ self.members
         drawn = torch.zeros(count, self.count, dtype=torch.float64)
         for text in self.members:
-            (own,) = text.nonzero(as_tuple=True)
-            picks = torch.randint(len(own), (count, len(own)), generator=generator)
-            drawn[:, own] = _tallied(picks, len(own))
+            (windows,) = text.nonzero(as_tuple=True)
+            picks = torch.randint(len(windows), (count, len(windows)), generator=generator)
+            drawn[:, windows] = _count_picks(picks, len(windows))
         return drawn
 
     @property
@@ -231,8 +231,8 @@ class Design:
             return mean, variance.sqrt() / total
         variance = torch.zeros_like(mean)
         for stratum in self.members:
-            own, squared, count = drawn * stratum, drawn * size * stratum, (times @ stratum)[:, None]
-            sums = own @ values.mT - mean * own.sum(-1, keepdim=True)
+            in_stratum, squared, count = drawn * stratum, drawn * size * stratum, (times @ stratum)[:, None]
+            sums = in_stratum @ values.mT - mean * in_stratum.sum(-1, keepdim=True)
             spread = squared @ values.square().mT - 2 * mean * (squared @ values.mT)
             spread = spread + mean.square() * squared.sum(-1, keepdim=True) - sums.square() / count.clamp(min=1)
             each = spread.clamp(min=0) * count / (count - 1).clamp(min=1)
@@ -240,7 +240,7 @@ class Design:
         return mean, torch.where(times.sum(-1, keepdim=True) < 2, torch.nan, variance.sqrt() / total)
 
 
-def _tallied(picks: Tensor, size: int) -> Float[Tensor, "draws size"]:
+def _count_picks(picks: Tensor, size: int) -> Float[Tensor, "draws size"]:
     """Count how often each of `size` numbers occurs in each row."""
     return torch.zeros(len(picks), size, dtype=torch.float64).scatter_add_(
         1, picks, torch.ones_like(picks, dtype=torch.float64)

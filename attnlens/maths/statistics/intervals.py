@@ -39,16 +39,16 @@ def gaussian_null(
     generator = np.random.default_rng(seed)  # draws normal numbers in half the time of torch
     size = 8 * (like.query[..., 0, :, :].numel() + like.key[..., 0, :, :].numel())
     at_once = max(1, min(draws, DRAWN_BYTES // size))
-    found: dict[str, list[Tensor]] = {}
+    collected: dict[str, list[Tensor]] = {}
     for start in range(0, draws, at_once):
-        drawn = _drawn(like, min(at_once, draws - start), generator)
+        drawn = _draw_heads(like, min(at_once, draws - start), generator)
         for analyzer in analyzers:
             readings = analyzer.function(drawn)
             for measure in analyzer.measures:
                 if measure.has_null and not measure.curve and measure.name in readings:
-                    found.setdefault(measure.name, []).append(readings[measure.name].double())
+                    collected.setdefault(measure.name, []).append(readings[measure.name].double())
     null = {}
-    for name, parts in found.items():
+    for name, parts in collected.items():
         values = torch.cat(parts)
         values = values[~values.isnan()]
         if len(values) > 1:
@@ -56,7 +56,7 @@ def gaussian_null(
     return null
 
 
-def _drawn(like: QueryKey, count: int, generator: np.random.Generator) -> QueryKey:
+def _draw_heads(like: QueryKey, count: int, generator: np.random.Generator) -> QueryKey:
     """Replace the heads by `count` random heads of unit norm."""
 
     def factor(shape: torch.Size) -> Tensor:
@@ -93,10 +93,10 @@ def robust_z(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
     1.4826 · MAD estimates a normal sd. NaN values do not count and stay NaN (Iglewicz & Hoaglin 1993).
     """
-    there = values.double()
-    median = there.nanquantile(0.5) if len(there) else there.sum()
-    apart = (there - median).abs()
-    return z_scores(there, float(median), 1.4826 * float(apart.nanquantile(0.5) if len(apart) else 0.0))
+    numbers = values.double()
+    median = numbers.nanquantile(0.5) if len(numbers) else numbers.sum()
+    deviations = (numbers - median).abs()
+    return z_scores(numbers, float(median), 1.4826 * float(deviations.nanquantile(0.5) if len(deviations) else 0.0))
 
 
 FEWEST_DRAWS = 8
@@ -128,9 +128,9 @@ def further(values: Sequence[float], level: float = 0.95) -> float:
     """
     if len(values) < 2:
         return math.nan
-    every = torch.tensor(values, dtype=torch.float64)
+    drawn = torch.tensor(values, dtype=torch.float64)
     reach = float(stats.t.ppf(level, len(values) - 1)) * math.sqrt(1 + 1 / len(values))
-    return float(every.mean() + reach * every.std())
+    return float(drawn.mean() + reach * drawn.std())
 
 
 def tail(level: float, freedom: int) -> float:
@@ -157,17 +157,17 @@ def paired_difference(
     over tokens. `of` is the identity, exp (perplexity) or log. Pairs with a NaN do not count; all three numbers are NaN
     if none remain.
     """
-    (there,) = (~(after - before).isnan()).nonzero(as_tuple=True)
-    if not len(there):
+    (present,) = (~(after - before).isnan()).nonzero(as_tuple=True)
+    if not len(present):
         return Interval(math.nan, math.nan, math.nan)
-    sampled = (design or Design.plain(len(before))).select(there.tolist())
-    weight = torch.ones(len(there), dtype=torch.float64) if weights is None else weights.cpu()[there.cpu()].double()
-    pair = torch.stack((before, after)).cpu()[:, there.cpu()].double()
+    sampled = (design or Design.plain(len(before))).select(present.tolist())
+    weight = torch.ones(len(present), dtype=torch.float64) if weights is None else weights.cpu()[present.cpu()].double()
+    pair = torch.stack((before, after)).cpu()[:, present.cpu()].double()
     value, error = (float(part) for part in _contrast(pair, weight, torch.ones_like(weight), sampled, of))
     if sampled.fewest < FEWEST_DRAWS or not error > 0:
         return student_interval(value, error, sampled.freedom, level)
-    found, errors = _contrast(pair, weight, sampled.draws(draws, seed), sampled, of)
-    scores = (found - value) / errors
+    differences, errors = _contrast(pair, weight, sampled.draws(draws, seed), sampled, of)
+    scores = (differences - value) / errors
     scores = scores[scores.isfinite()]
     low, high = scores.quantile(scores.new_tensor([(1 - level) / 2, (1 + level) / 2])).tolist()
     return Interval(value, value - high * error, value - low * error)
@@ -207,11 +207,11 @@ def standard_error(values: Float[Tensor, "windows ..."], design: Design) -> Floa
     sd/√n for windows of one text; see Design for several. NaN if there is only one draw.
     """
     rows = values.double().movedim(0, -1)
-    there = (~rows.isnan()).double()
+    present = (~rows.isnan()).double()
     rows = rows.nan_to_num(nan=0.0)
-    count = there.sum(-1, keepdim=True).clamp(min=1)
-    residuals = (rows - rows.sum(-1, keepdim=True) / count) * there / count
-    return design.variance(residuals, there).sqrt()
+    count = present.sum(-1, keepdim=True).clamp(min=1)
+    residuals = (rows - rows.sum(-1, keepdim=True) / count) * present / count
+    return design.variance(residuals, present).sqrt()
 
 
 def median_error(
@@ -230,8 +230,8 @@ def median_error(
     if design.freedom < 1 or not len(values):
         return [math.nan] * len(groups)
     times = 1 + (design.draws(draws, seed) - 1) * design.widening
-    there = (~values.isnan()).double()
-    means = (times @ values.double().nan_to_num(nan=0.0)) / (times @ there)
+    present = (~values.isnan()).double()
+    means = (times @ values.double().nan_to_num(nan=0.0)) / (times @ present)
     return [float(means[:, list(group)].nanquantile(0.5, dim=1).std()) for group in groups]
 
 
@@ -266,8 +266,8 @@ def p_values(
         going = (beyond < ENOUGH) & ~scores.isnan()
         if not bool(going.any()):
             break
-        found, errors = design.weighted_means(centred[going], size, times)
-        drawn_scores = (found.abs() / errors).nan_to_num(nan=0.0).mT
+        drawn_means, errors = design.weighted_means(centred[going], size, times)
+        drawn_scores = (drawn_means.abs() / errors).nan_to_num(nan=0.0).mT
         beyond[going] += (drawn_scores >= scores[going, None]).sum(1)
         drawn[going] += len(times)
         largest[going] = torch.cat((largest[going], drawn_scores), 1).topk(ENOUGH).values
@@ -292,11 +292,11 @@ def adjusted(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
     NaN stays NaN and does not count in n.
     """
-    found = torch.full_like(p_values, torch.nan, dtype=torch.float64)
+    rates = torch.full_like(p_values, torch.nan, dtype=torch.float64)
     present = ~p_values.isnan()
     if bool(present.any()):
-        found[present] = torch.from_numpy(stats.false_discovery_control(p_values[present].double().numpy()))
-    return found
+        rates[present] = torch.from_numpy(stats.false_discovery_control(p_values[present].double().numpy()))
+    return rates
 
 
 def false_discovery(p_values: Float[Tensor, " n"], rate: float = 0.05) -> Bool[Tensor, " n"]:

@@ -73,10 +73,10 @@ class UnitConstraints:
         """Return ⟨a_c, Σ_r loads_r a_r⟩ for every constraint c."""
         shares = csr_array((loads, (self.query_of[rows], rows)), shape=(len(self.z), len(self.u)))
         seen = self.products @ (shares @ self.u)
-        found = np.empty(len(self.u))
+        values = np.empty(len(self.u))
         for query, block in self.blocks:
-            found[self.order[block]] = self.ordered[block] @ seen[query]
-        return found
+            values[self.order[block]] = self.ordered[block] @ seen[query]
+        return values
 
     def explicit(self, rows: Int[ndarray, " rows"]) -> Float[ndarray, "rows width"]:
         """Return a_c of these rows as vectors, in coordinates that preserve their inner products."""
@@ -125,17 +125,17 @@ def pivoted(
     support = support | free
     fewest, patience = len(bounds) + 1, PIVOTS
     while patience:
-        held = np.flatnonzero(support)
-        loads, failed = dposv(gram[np.ix_(held, held)], bounds[held])[1:] if len(held) else (np.zeros(0), 0)
+        active = np.flatnonzero(support)
+        loads, failed = dposv(gram[np.ix_(active, active)], bounds[active])[1:] if len(active) else (np.zeros(0), 0)
         if failed:
             return None
         multipliers = np.zeros(len(bounds))
-        multipliers[held] = loads
+        multipliers[active] = loads
         slack = gram @ multipliers - bounds
         # A sign counts as wrong only beyond the rounding of its sums; otherwise ties would be exchanged forever.
         noise = 64.0 * EPS * (np.abs(loads).sum() + np.abs(bounds).max(initial=0.0))
         wrong = np.where(support, ~free & (multipliers < 0.0), slack < -noise)
-        if (np.abs(slack[held]) > noise).any():
+        if (np.abs(slack[active]) > noise).any():
             return None
         count = int(wrong.sum())
         if not count:
@@ -155,18 +155,18 @@ def damped(
     cycle. If no step lowers it, λ is unchanged and the damping grows.
     """
     slack = gram @ loads - bounds
-    held = np.flatnonzero(free | (loads > 0.0) | (slack < 0.0))
-    block = gram[np.ix_(held, held)]
-    ridge = damping * np.eye(len(held))
-    move, failed = dposv(block + ridge, -slack[held])[1:] if len(held) else (np.zeros(0), 0)
+    active = np.flatnonzero(free | (loads > 0.0) | (slack < 0.0))
+    block = gram[np.ix_(active, active)]
+    ridge = damping * np.eye(len(active))
+    move, failed = dposv(block + ridge, -slack[active])[1:] if len(active) else (np.zeros(0), 0)
     share = 0.0 if failed else 1.0
     while share > SHORTEST:
-        moved = loads[held] + share * move
-        moved = np.where(free[held], moved, moved.clip(min=0.0)) - loads[held]
-        slope = float(slack[held] @ moved)
+        moved = loads[active] + share * move
+        moved = np.where(free[active], moved, moved.clip(min=0.0)) - loads[active]
+        slope = float(slack[active] @ moved)
         if slope + 0.5 * float(moved @ block @ moved) <= 1e-4 * slope:
             better = loads.copy()
-            better[held] += moved
+            better[active] += moved
             factor = 0.1 if share == 1.0 else 10.0 if share < 0.3 else 1.0
             return better, max(damping * factor, LEAST_DAMPING)
         share *= 0.5
@@ -188,8 +188,8 @@ def nearest(rows: Float[ndarray, "k width"], bounds: Loads, free: Bool[ndarray, 
     loads, exists = distance(inner, right - left @ fixed)
     multipliers = spread(loads, ~free)
     if free.any():
-        rest = (fixed if exists else 0.0) - loads @ left
-        multipliers[free] = np.linalg.lstsq(rows[free].T, rest, rcond=DEPENDENT)[0]
+        remainder = (fixed if exists else 0.0) - loads @ left
+        multipliers[free] = np.linalg.lstsq(rows[free].T, remainder, rcond=DEPENDENT)[0]
     return multipliers
 
 
@@ -237,9 +237,9 @@ def fitted(rows: Float[ndarray, "k width"], bounds: Loads) -> tuple[Loads, float
 
 def polished(rows: Float[ndarray, "k width"], bounds: Loads, loads: Loads) -> Loads:
     """Return λ solved from its support's equations, which NNLS meets only to ε‖w‖²; unchanged if a sign would flip."""
-    held = np.flatnonzero(loads)
-    shortest = np.linalg.lstsq(rows[held], bounds[held], rcond=EPS)[0]
-    exact = np.linalg.lstsq(rows[held].T, shortest, rcond=EPS)[0]
+    support = np.flatnonzero(loads)
+    shortest = np.linalg.lstsq(rows[support], bounds[support], rcond=EPS)[0]
+    exact = np.linalg.lstsq(rows[support].T, shortest, rcond=EPS)[0]
     return spread(exact, loads > 0.0) if (exact >= 0.0).all() else loads
 
 
@@ -293,8 +293,8 @@ class Eliminated:
             self.known[new] = self.count + np.arange(len(new))
             self.columns[self.known[new]] = self.solved(self.whole.gram(self.kept, new)).T
             self.count += len(new)
-        found: Float[ndarray, "rows rank"] = self.columns[self.known[rows]]
-        return found
+        inner_products: Float[ndarray, "rows rank"] = self.columns[self.known[rows]]
+        return inner_products
 
     def gram(self, rows: Int[ndarray, " rows"], columns: Int[ndarray, " columns"]) -> Float[ndarray, "rows columns"]:
         """Return ⟨a_c, a_d⟩ outside the equalities' span, for c in rows and d in columns."""
@@ -318,23 +318,23 @@ class Eliminated:
         self, rows: Int[ndarray, " rows"], loads: Float[ndarray, " rows"], met: bool = True
     ) -> tuple[Int[ndarray, " all"], Float[ndarray, " all"]]:
         """Add λ of the equalities to these λ such that every equality has its b, or 0 if `met` is false."""
-        every, wanted = np.append(rows, self.kept), self.whole.bounds[self.kept] if met else np.zeros(len(self.kept))
+        all_rows, wanted = np.append(rows, self.kept), self.whole.bounds[self.kept] if met else np.zeros(len(self.kept))
         multipliers = np.append(loads, np.zeros(len(self.kept)))
         for _ in range(1 + REFINEMENTS):
-            missing = wanted - self.whole.scores(every, multipliers)[self.kept]
+            missing = wanted - self.whole.scores(all_rows, multipliers)[self.kept]
             multipliers[len(rows) :] += self.solved(self.solved(missing), transposed=True)
-        return every, multipliers
+        return all_rows, multipliers
 
     def sharpened(self, rows: Int[ndarray, " rows"], loads: Float[ndarray, " rows"]) -> Float[ndarray, " rows"]:
         """Return λ refined by its inequalities' residuals, with equalities met; unchanged if a sign would flip."""
-        held = np.flatnonzero(loads)
-        if not len(held):
+        support = np.flatnonzero(loads)
+        if not len(support):
             return loads
-        factor, failed = dpotrf(self.gram(rows[held], rows[held]), lower=1)
+        factor, failed = dpotrf(self.gram(rows[support], rows[support]), lower=1)
         better = loads.copy()
         for _ in range(0 if failed else REFINEMENTS):
-            scores = self.whole.scores(*self.completed(rows[held], better[held]))
-            better[held] += dpotrs(factor, (self.whole.bounds - scores)[rows[held]], lower=1)[0]
+            scores = self.whole.scores(*self.completed(rows[support], better[support]))
+            better[support] += dpotrs(factor, (self.whole.bounds - scores)[rows[support]], lower=1)[0]
         return better if (better >= 0.0).all() else loads
 
     def contradicted(self, rows: Int[ndarray, " rows"]) -> tuple[Int[ndarray, " one"], Float[ndarray, " one"]]:
@@ -381,8 +381,8 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
         return certified(problem, unscaled(constraints, hopeless, np.sign(constraints.bounds[hopeless])), tolerance)
     if int(constraints.free.sum()) > SMALL:
         return solve_eliminated(problem, Eliminated(constraints), tolerance, limit)
-    every = np.arange(len(constraints.u))
-    working = Working(constraints, every if len(every) <= SMALL else np.flatnonzero(constraints.free), tolerance)
+    all_rows = np.arange(len(constraints.u))
+    working = Working(constraints, all_rows if len(all_rows) <= SMALL else np.flatnonzero(constraints.free), tolerance)
     steps = working.run(limit)
     answer = certified(problem, unscaled(constraints, working.rows, working.loads), tolerance, steps)
     if answer.status != "inaccurate" or steps == limit:
@@ -454,9 +454,9 @@ class Working:
     def improve(self) -> None:
         """Find the optimal λ of these constraints alone, from their support; a better λ if they are degenerate."""
         if not self.damping or not self.joined:
-            found = pivoted(self.gram, self.bounds, self.free, self.loads != 0.0)
-            if found is not None:
-                self.loads, self.settled = found, True
+            optimal = pivoted(self.gram, self.bounds, self.free, self.loads != 0.0)
+            if optimal is not None:
+                self.loads, self.settled = optimal, True
                 return
         if not self.patience:
             self.loads, self.settled = self.nearest(), True
@@ -469,8 +469,8 @@ class Working:
 
     def worst(self) -> Int[ndarray, " joining"]:
         """Return each query's WORST most violated constraints outside the working set; none if λ proves no W exists."""
-        constraints, held = self.constraints, np.flatnonzero(self.loads)
-        scores = constraints.scores(self.rows[held], self.loads[held])
+        constraints, support = self.constraints, np.flatnonzero(self.loads)
+        scores = constraints.scores(self.rows[support], self.loads[support])
         proven = PROOF * float(np.abs(self.loads).sum())
         if self.loads @ self.bounds > proven and self.loads @ scores[self.rows] <= proven**2:
             # Damped steps only converge towards a proof; NNLS finds an exact one.

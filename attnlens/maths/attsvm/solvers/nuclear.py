@@ -104,7 +104,7 @@ def interior_point(constraints: Constraints, size: float, tolerance: float, limi
     `size` is the expected size of W. Mehrotra's predictor-corrector with the HKM direction (Helmberg et al. 1996).
     """
     point = start(constraints, size)
-    found, upper, lower = Found(constraints.corner(point.X), point.multipliers, 0), np.inf, 0.0
+    best, upper, lower = Found(constraints.corner(point.X), point.multipliers, 0), np.inf, 0.0
     for step in range(1, limit + 1):
         try:
             newton = Newton(constraints, point)
@@ -117,12 +117,12 @@ def interior_point(constraints: Constraints, size: float, tolerance: float, limi
             break
         P, D = bounds(constraints, point, tolerance)
         if upper > P:
-            upper, found = P, replace(found, W=constraints.corner(point.X), iterations=step)
+            upper, best = P, replace(best, W=constraints.corner(point.X), iterations=step)
         if lower < D:
-            lower, found = D, replace(found, multipliers=point.multipliers, iterations=step)
-        if (np.isfinite(upper) and upper - lower <= tolerance * upper) or step > found.iterations + PATIENCE:
+            lower, best = D, replace(best, multipliers=point.multipliers, iterations=step)
+        if (np.isfinite(upper) and upper - lower <= tolerance * upper) or step > best.iterations + PATIENCE:
             break
-    return found
+    return best
 
 
 def start(constraints: Constraints, size: float) -> Point:
@@ -139,9 +139,9 @@ def bounds(constraints: Constraints, point: Point, tolerance: float) -> tuple[fl
     """Return P = ‖W‖_* after scaling W to its least margin (∞ while W is infeasible), and D = bᵀλ / ‖M‖."""
     scores, needed = constraints.scores(point.X) / 2, ~constraints.equal & (constraints.b > 0)
     # an equality's residual is corrected later; it must be too small to affect the gap
-    held = np.abs(scores - constraints.b)[constraints.equal].max(initial=0.0) <= EQUALITY * tolerance
+    equalities_met = np.abs(scores - constraints.b)[constraints.equal].max(initial=0.0) <= EQUALITY * tolerance
     P = float("inf")
-    if held and (scores[needed] > 0).all():
+    if equalities_met and (scores[needed] > 0).all():
         factor = (constraints.b[needed] / scores[needed]).max(initial=0.0) if needed.any() else 1.0
         P = float(factor * np.linalg.norm(constraints.corner(point.X), "nuc"))
     size = float(np.linalg.norm(constraints.form(point.multipliers), 2))
@@ -324,9 +324,9 @@ def solve_reduced(problem: Problem, frobenius: Solution, tolerance: float, limit
     working, steps = first_working_set(problem, frobenius), 0
     goal = max(tolerance / 2, NEAR if len(working) == len(problem.margins) else FIRST_GAP)
     while True:
-        found, multipliers = solve_working_set(problem, working, frobenius.norm or 1.0, goal, limit - steps)
-        steps += found.iterations
-        W = torch.from_numpy(found.W)
+        best, multipliers = solve_working_set(problem, working, frobenius.norm or 1.0, goal, limit - steps)
+        steps += best.iterations
+        W = torch.from_numpy(best.W)
         answer = certified_nuclear(problem, multipliers, W, tolerance, steps)
         if answer.W is not None and answer.gap is not None and answer.gap <= POLISHED:
             landed = on_face(problem, answer.multipliers, answer.W, answer.support | problem.equal)
@@ -414,10 +414,10 @@ def solve_working_set(
         (b / height).numpy(),
         problem.equal[working].numpy(),
     )
-    found = interior_point(unit, size * length / height, goal, limit)
+    best = interior_point(unit, size * length / height, goal, limit)
     multipliers = torch.zeros_like(problem.margins)
-    multipliers[working] = torch.from_numpy(found.multipliers) / length
-    return replace(found, W=found.W * height / length), multipliers
+    multipliers[working] = torch.from_numpy(best.multipliers) / length
+    return replace(best, W=best.W * height / length), multipliers
 
 
 def violated(

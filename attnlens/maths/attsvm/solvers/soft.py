@@ -66,11 +66,11 @@ def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int 
     if not len(problem.margins):
         raise UnposedError("The problem has no constraint.", "Pose it on sequences of at least two tokens.")
     constraints = UnitConstraints(problem)
-    every = np.arange(len(constraints.u))
+    all_rows = np.arange(len(constraints.u))
     # A constraint of length 0 has the same loss for every W: its λ is C if b > 0, without effect on W.
     high = C * constraints.scale
     low = np.where(constraints.free, -high, 0.0)
-    box = Box(lambda loads: constraints.scores(every, loads), constraints.bounds, low, high)
+    box = Box(lambda loads: constraints.scores(all_rows, loads), constraints.bounds, low, high)
     # The hard margin's λ, if it exists and lies in the box, is the answer; clipped to the box it is a start.
     start = solve(problem).multipliers.numpy() * constraints.scale
     loads, steps = box.climbed(np.clip(start, low, high), lambda face: constraints.gram(face, face), tolerance, limit)
