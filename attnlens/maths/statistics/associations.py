@@ -107,7 +107,7 @@ def pairs_of(count: int) -> list[tuple[int, int]]:
     return list(itertools.combinations(range(count), 2))
 
 
-NEAR_ONE = 1 - 1e-12  # largest |ρ| whose artanh is taken
+NEAR_ONE = 1 - 1e-12  # largest |ρ| passed to artanh, which is infinite at 1
 
 
 def rank_correlation(

@@ -164,7 +164,7 @@ def damped(
         moved = loads[active] + share * move
         moved = np.where(free[active], moved, moved.clip(min=0.0)) - loads[active]
         slope = float(slack[active] @ moved)
-        if slope + 0.5 * float(moved @ block @ moved) <= 1e-4 * slope:
+        if slope + 0.5 * float(moved @ block @ moved) <= 1e-4 * slope:  # Armijo's condition: sufficient decrease
             better = loads.copy()
             better[active] += moved
             factor = 0.1 if share == 1.0 else 10.0 if share < 0.3 else 1.0
