@@ -5,7 +5,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Import a module when it is first used, as in `attnlens.maths.attsvm`."""
+    """Import a subpackage on first access, as in `attnlens.maths.attsvm`."""
     if name in ("attsvm", "ksvd", "linalg", "statistics"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

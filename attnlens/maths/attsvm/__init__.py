@@ -1,8 +1,8 @@
-"""Poses, solves and certifies the problems of Att-SVM: attention as a support vector machine over tokens.
+"""Att-SVM, attention as a support vector machine over tokens: posing, solving and certifying its problems.
 
-Everything takes plain tensors and works in float64; no model is needed. `selection`, `prompt`, `causal`,
+All functions take plain tensors and work in float64, without a model. `selection`, `prompt`, `causal`,
 `selection_sets`, `finite_part` and `next_token` pose a problem; `solve` minimises ‖W‖_F, `solve_nuclear` the nuclear
-norm, and `separable` says whether there is any W.
+norm, and `separable` checks whether any W exists.
 
 >>> import torch
 >>> from attnlens import attsvm
@@ -13,8 +13,8 @@ norm, and `separable` says whether there is any W.
 >>> solution.status, bool(solution.gap < 1e-9), bool((problem.scores(solution.W) > 1 - 1e-6).all())
 ('optimal', True, True)
 
-Where no W separates, as with a copy of a selected token, the soft margin says how nearly one does; C is the price of a
-constraint's slack.
+If no W separates, as with a copy of a selected token, the soft margin measures how nearly one does; C is the price of
+a constraint's slack.
 
 >>> copied = tokens.clone()
 >>> copied[4] = copied[1]

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 class Anchored(NamedTuple):
-    """The tokens as seen from α, the token of the largest weight: what is far below it keeps its digits."""
+    """Tokens relative to α, the token of the largest weight, so that differences far below it keep their digits."""
 
     chosen: Int[Tensor, "trials n"]
-    """α."""
+    """Index α."""
     token: Float[Tensor, "trials n d"]
     """x_α."""
     differences: Float[Tensor, "trials n T d"]
     """u_t = x_t − x_α."""
     rest: Bool[Tensor, "trials n T"]
-    """Whether t is allowed and u_t is not 0: α itself and its duplicates pull nowhere."""
+    """True if t is allowed and u_t is not 0; α itself and its duplicates have no effect on the gradient."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Linear:
     v: Float[Tensor, "trials d"]
 
     def read(self, weights: Weights, seen: Anchored) -> Read:
-        """γ_t = vᵀx_t."""
+        """Return (f, γ_t − γ_α) for γ_t = vᵀx_t."""
         v = self.v[:, None, :, None]
         rises = (seen.differences @ v).squeeze(-1)
         return (seen.token[..., None, :] @ v).flatten(2).squeeze(-1) + (weights * rises).sum(-1), rises
@@ -56,7 +56,7 @@ class Relu:
     V: Float[Tensor, "trials hidden d"]
 
     def read(self, weights: Weights, seen: Anchored) -> Read:
-        """γ_t = Σ_j [(V a)_j > 0] (V x_t)_j."""
+        """Return (f, γ_t − γ_α) for γ_t = Σ_j [(V a)_j > 0] (V x_t)_j."""
         mean = seen.token + (weights[..., None, :] @ seen.differences).squeeze(-2)
         hidden = mean @ self.V.mT
         slope = (hidden > 0).to(hidden.dtype) @ self.V
@@ -65,19 +65,19 @@ class Relu:
 
 @dataclass(frozen=True)
 class Scores:
-    """f = Σ_t s_t γ_t: a linear head that is given by what it reads off each token."""
+    """f = Σ_t s_t γ_t: a linear head given by its score of each token."""
 
     scores: Float[Tensor, "trials n T"]
 
     def read(self, weights: Weights, seen: Anchored) -> Read:
-        """(f, γ_t − γ_α)."""
+        """Return (f, γ_t − γ_α) for the given scores γ."""
         chosen = self.scores.gather(-1, seen.chosen[..., None])
         rises = self.scores - chosen
         return chosen.squeeze(-1) + (weights * rises).sum(-1), rises
 
 
 PredictionHead: TypeAlias = Linear | Relu | Scores
-"""A differentiable h behind the attention, f = h(Σ_t s_t x_t); its slope gives each token a score γ_t = h'·x_t."""
+"""A differentiable h after the attention, f = h(Σ_t s_t x_t); its slope gives each token a score γ_t = h'·x_t."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +85,18 @@ class Instances:
     """Trials of one size: f_i = h(Σ_t s_it x_it), s_i = softmax_t(x_itᵀ W z_i) (Tarzanagh et al. 2023, Eq. 1)."""
 
     tokens: Float[Tensor, "trials n T d"]
-    """x."""
+    """Tokens x."""
     queries: Float[Tensor, "trials n d_query"]
-    """z."""
+    """Queries z."""
     labels: Float[Tensor, "trials n"]
-    """Y = ±1."""
+    """Labels Y = ±1."""
     head: PredictionHead
-    """h."""
+    """Prediction head h."""
     allowed: Bool[Tensor, "trials n T"] | None = None
-    """Which tokens take part in the softmax (a causal mask); None: all."""
+    """Tokens that take part in the softmax (a causal mask); None: all."""
 
     def anchored(self, chosen: Int[Tensor, "trials n"]) -> Anchored:
-        """The tokens as seen from those."""
+        """Return the tokens relative to the chosen ones."""
         index = chosen[..., None, None].expand(-1, -1, 1, self.tokens.shape[-1])
         token = self.tokens.gather(2, index)
         differences = self.tokens - token
@@ -104,18 +104,18 @@ class Instances:
         return Anchored(chosen, token.squeeze(2), differences, rest if self.allowed is None else rest & self.allowed)
 
     def first(self) -> Anchored:
-        """Seen from the first token that takes part."""
+        """Return the tokens relative to the first one that takes part."""
         if self.allowed is None:
             return self.anchored(torch.zeros(self.tokens.shape[:2], dtype=torch.long, device=self.tokens.device))
         return self.anchored(self.allowed.to(torch.uint8).argmax(-1))
 
     def gaps(self, W: BilinearForm, seen: Anchored) -> tuple[Anchored, Float[Tensor, "trials n T"]]:
-        """(α, x_tᵀWz − x_αᵀWz ≤ 0): the anchor moves to a token with a larger score, and stays where there is none."""
+        """Return (α, x_tᵀWz − x_αᵀWz ≤ 0), after moving α to the token of the largest score if that is larger."""
         score = (self.queries @ W.mT)[..., None]
         gaps = self._masked((seen.differences @ score).squeeze(-1))
         if (gaps > 0).any():
             seen = self.anchored(torch.where((gaps > 0).any(-1), gaps.argmax(-1), seen.chosen))
-            # Rounding may leave a rise of an ulp above the new anchor: 0 is the largest by its choice.
+            # Rounding can leave a gap of one ulp above the new anchor, whose gap of 0 is the largest by definition.
             gaps = self._masked((seen.differences @ score).squeeze(-1)).clamp(max=0)
         return seen, gaps
 
@@ -132,20 +132,20 @@ NORMALISERS: tuple[Normaliser, ...] = ("form", "own")
 
 @dataclass(frozen=True)
 class Descent:
-    """What descent read at the chosen iterations, and where it ended."""
+    """Values recorded at the chosen iterations of a descent, and its final state."""
 
     steps: tuple[int, ...]
-    """Iterations at which it was read; 0 is the start."""
+    """Recorded iterations; 0 is the start."""
     W: Float[Tensor, "steps trials d d_query"]
-    """The form: W, or K Qᵀ."""
+    """Form W, or K Qᵀ."""
     chosen: Int[Tensor, "steps trials n"]
-    """α: the token of the largest weight."""
+    """α, the token of the largest weight."""
     largest: Float[Tensor, "steps trials n"]
-    """The largest softmax weight."""
+    """Largest softmax weight."""
     log_weights: Float[Tensor, "trials n T"]
-    """log s at the end; −∞ where not allowed."""
+    """log s at the end; −∞ if not allowed."""
     stationary: Bool[Tensor, " trials"]
-    """Whether the gradient was exactly 0 at the last step, so that the trial moved no further."""
+    """True if the gradient was exactly 0 at the last step, so that the trial no longer moves."""
 
     @property
     def norm(self) -> Float[Tensor, "steps trials"]:
@@ -154,7 +154,7 @@ class Descent:
         return norm
 
     def correlation(self, direction: BilinearForm) -> Float[Tensor, "steps trials"]:
-        """⟨W, D⟩/(‖W‖‖D‖) for one direction a trial; NaN where either is 0 or D is NaN."""
+        """Return ⟨W, D⟩/(‖W‖‖D‖) for one direction per trial; NaN if either is 0 or D is NaN."""
         inner = (self.W * direction).sum((-2, -1))
         cosine: Tensor = inner / (self.norm * torch.linalg.matrix_norm(direction))
         return cosine
@@ -176,15 +176,15 @@ def descend(
     record: Collection[int] = (),
     progress: Callable[[int, int], None] = silent,
 ) -> Descent:
-    """W ← W − lr·∇_W/‖∇_W‖_F of the mean loss, from `start` (Tarzanagh et al. 2023, W-GD, normalised).
+    """Iterate W ← W − lr·∇_W/‖∇_W‖_F of the mean loss, from `start` (Tarzanagh et al. 2023, W-GD, normalised).
 
-    Factors (K, Q), W = KQᵀ: K ← K − lr·∇_W Q/c, Q ← Q − lr·∇_WᵀK/c with c = ‖∇_W‖ (`form`: W grows as (1 + lr)^2t at
-    most) or each by its own norm (`own`: as t²). `floor` is added to every norm before it divides, as published code
-    adds 2.2e-16: a trial whose gradient vanishes then stops, where it otherwise goes on along what is left of it. The
-    losses are log(1 + e^(−Yf)), e^(−Yf) and −log(Yf), which needs
-    Yf > 0. `record` names the iterations to read (0 is the start); the last one is always read. `progress` is told the
-    iterations done and in all. Raises UsageError for iterations < 1, lr ≤ 0, an unknown loss or normaliser, numbers
-    that are not finite, shapes that don't fit, factors that are 0, and `form` for so long that W would overflow.
+    Factors (K, Q), W = KQᵀ: K ← K − lr·∇_W Q/c, Q ← Q − lr·∇_WᵀK/c with c = ‖∇_W‖ (`form`: W grows by (1 + lr)^2t at
+    most) or each divided by its own norm (`own`: by t²). `floor` is added to every norm before dividing, as published
+    code adds 2.2e-16: a trial whose gradient vanishes then stops. Without a floor it continues along the remaining
+    gradient. The losses are log(1 + e^(−Yf)), e^(−Yf) and −log(Yf), which needs Yf > 0. `record` lists the iterations
+    to record (0 is the start); the last one is always recorded. `progress` is called with the iterations done and their
+    total. Raises UsageError for iterations < 1, lr ≤ 0, an unknown loss or normaliser, numbers that are not finite,
+    shapes that do not fit, factors that are 0, and `form` for so many iterations that W would overflow.
     """
     parts: tuple[Tensor, ...] = (start,) if isinstance(start, torch.Tensor) else start
     _check(instances, parts, iterations, lr, loss, normaliser)
@@ -200,7 +200,7 @@ def descend(
             break
         D, scale = gradient(instances, seen, log_weights, loss)
         stationary = (D == 0).flatten(1).all(-1)
-        parts = _stepped(parts, D, lr, normaliser, floor * (-scale).exp().clamp(max=LARGEST))  # 0 · ∞ is NaN
+        parts = _step(parts, D, lr, normaliser, floor * (-scale).exp().clamp(max=LARGEST))  # 0 · ∞ is NaN
         progress(step + 1, iterations)
     forms, chosen, largest = (torch.stack(column) for column in zip(*read, strict=True))
     return Descent(tuple(wanted), forms, chosen, largest, log_weights, stationary)
@@ -209,14 +209,14 @@ def descend(
 def gradient(
     instances: Instances, seen: Anchored, log_weights: Float[Tensor, "trials n T"], loss: Loss
 ) -> tuple[BilinearForm, Float[Tensor, " trials"]]:
-    """(D, c) with ∇ = D·e^c, the gradient of the mean loss: ∇ = (1/n) Σ_i ℓ'_i Σ_{t≠α} s_it (γ_it − γ̄_i) u_it z_iᵀ.
+    """Return (D, c), ∇ = D·e^c, for the mean loss: ∇ = (1/n) Σ_i ℓ'_i Σ_{t≠α} s_it (γ_it − γ̄_i) u_it z_iᵀ.
 
-    The textbook's Σ_t s_t (γ_t − f) x_t holds the same terms and α's own, which cancels them all: it has no digit left
-    once 1 − s_α < 1e-16. Logarithms keep the direction where every s_t underflows, and D's coefficients are ≤ 1.
+    The textbook's Σ_t s_t (γ_t − f) x_t has the same terms and α's own, which cancels all of them: no digits remain
+    once 1 − s_α < 1e-16. Logarithms keep the direction if every s_t underflows, and D's coefficients are ≤ 1.
     """
     output, rises = instances.head.read(log_weights.exp(), seen)
     margin = instances.labels * output
-    # γ_t − γ̄ from differences to γ_α alone, so that it is exact to its last digit where s_α rounds to 1.
+    # γ_t − γ̄ from differences to γ_α alone, so that it is exact to its last digit if s_α rounds to 1.
     apart = rises - (log_weights.exp() * rises).sum(-1, keepdim=True)
     # log |ℓ'(Yf)|: of logistic, σ(−Yf); of exponential, e^(−Yf); of log, 1/(Yf)
     slope = logsigmoid(-margin) if loss == "logistic" else -margin if loss == "exponential" else -margin.log()
@@ -224,16 +224,16 @@ def gradient(
     logs = logs.masked_fill(~seen.rest, -math.inf)
     top = logs.flatten(1).amax(-1)
     scale = torch.where(top.isfinite(), top, 0.0)
-    # Off α ℓ'_i s_it (γ_it − γ̄_i)/n; the largest of a trial is 1, or 0 where nothing pulls.
+    # ℓ'_i s_it (γ_it − γ̄_i)/n for t ≠ α, scaled so that a trial's largest is 1, or 0 if its gradient is 0.
     pull = -instances.labels[..., None] * apart.sign() * (logs - scale[:, None, None]).exp()
     along = (pull[..., None, :] @ seen.differences).squeeze(-2)
     return along.mT @ instances.queries, scale - math.log(instances.labels.shape[1])
 
 
-def _stepped(
+def _step(
     parts: Sequence[Tensor], D: BilinearForm, lr: float, normaliser: Normaliser, floor: Float[Tensor, " trials"]
 ) -> tuple[Tensor, ...]:
-    """W, or each factor, a step down: D for W; D Q for K and Dᵀ K for Q. The floor is in D's units."""
+    """Return W, or each factor, after one step down: D for W; D Q for K and Dᵀ K for Q. The floor is in D's units."""
     if len(parts) == 1:
         return (parts[0] - lr * unit(D, floor),)
     K, Q = parts
@@ -246,7 +246,7 @@ def _stepped(
 def unit(
     slope: Float[Tensor, "trials rows columns"], floor: Float[Tensor, " trials"]
 ) -> Float[Tensor, "trials rows columns"]:
-    """slope/(‖slope‖ + floor), by the largest entry first, so that no square underflows; 0 stays 0."""
+    """Return slope/(‖slope‖ + floor), scaled by the largest entry first so that no square underflows; 0 stays 0."""
     largest = slope.abs().amax((-2, -1), keepdim=True)
     safe = torch.where(largest > 0, largest, 1.0)
     scaled = slope / safe
@@ -286,5 +286,5 @@ def _check(
 
 
 def longest(lr: float) -> int:
-    """For how many iterations (1 + lr)^2t ≤ 1e250: W stays within float64, whatever the gradients."""
+    """Return the number of iterations t with (1 + lr)^2t ≤ 1e250: W stays within float64 for any gradients."""
     return int(250 * math.log(10) / (2 * math.log1p(lr)))

@@ -1,4 +1,4 @@
-"""The problem, its solution and the certificate of it, and the checks of their arguments."""
+"""Att-SVM problems, their solutions with certificates, and the checks of their arguments."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def selection(
     allowed: Bool[Tensor, "n tokens"] | None = None,
     margins: Float[Tensor, " n"] | None = None,
 ) -> Problem:
-    """(x_α − x_t)ᵀ W z ≥ b for every allowed t ≠ α: one token kept (Tarzanagh et al. 2023, Eq. Att-SVM).
+    """Build the problem (x_α − x_t)ᵀ W z ≥ b for every allowed t ≠ α (Tarzanagh et al. 2023, Eq. Att-SVM).
 
-    `margins` is b of each sample, 1 by default. A duplicate of the chosen token is a constraint that nothing meets.
-    Raises UsageError for shapes or indices that don't fit, numbers that aren't finite, and a chosen token that is not
-    allowed; UnposedError when no token is left to separate from.
+    One token α is kept. `margins` is b of each sample, 1 by default. A duplicate of the chosen token gives a constraint
+    that cannot be met. Raises UsageError for shapes or indices that do not fit, numbers that are not finite, and a
+    chosen token that is not allowed; UnposedError if there is no token to separate from.
     """
     tokens, queries = finite("tokens", tokens, 3), finite("queries", queries, 2)
     samples, length = tokens.shape[:2]
@@ -56,7 +56,7 @@ def selection(
 def prompt(
     tokens: Float[Tensor, "n tokens d"], chosen: Int[Tensor, " n"], margins: Float[Tensor, " n"] | None = None
 ) -> Problem:
-    """(k_α − k_t)ᵀ p ≥ b: the prompt p is W for the query 1 (Tarzanagh et al. 2023, Max-margin token selection).
+    """Build the max-margin problem (k_α − k_t)ᵀ p ≥ b (Tarzanagh et al. 2023): the prompt p is W for the query 1.
 
     Raises what `selection` raises.
     """
@@ -69,7 +69,7 @@ def causal(
     chosen: Int[Tensor, " tokens"],
     queries: Float[Tensor, "tokens d_query"] | None = None,
 ) -> Problem:
-    """(x_{α(i)} − x_t)ᵀ W z_i ≥ 1 for every position i and t ≤ i, t ≠ α(i); z = x where no queries are given.
+    """Build the problem (x_{α(i)} − x_t)ᵀ W z_i ≥ 1 for every position i and t ≤ i, t ≠ α(i); by default z = x.
 
     Raises what `selection` raises; UnposedError for a sequence of one token.
     """
@@ -85,10 +85,10 @@ def selection_sets(
     sets: Bool[Tensor, "n tokens"],
     allowed: Bool[Tensor, "n tokens"] | None = None,
 ) -> Problem:
-    """Several tokens kept: u W z = 0 inside O_i, ≥ 1 from O_i to the rest (Tarzanagh et al. 2023, Gen-SVM).
+    """Build the problem u W z = 0 inside O_i, ≥ 1 from O_i to the others (Tarzanagh et al. 2023, Gen-SVM).
 
-    Exact duplicates count as one token, which is kept if any of them is. Every constraint starts at one representative
-    of O_i. Raises UsageError as `selection` does and for an empty O_i; UnposedError when every token is kept.
+    The tokens of O_i are kept; exact duplicates count as one token, kept if any of them is. Every constraint starts at
+    one representative of O_i. Raises UsageError as `selection` does and for an empty O_i; UnposedError if all are kept.
     """
     tokens, queries = finite("tokens", tokens, 3), finite("queries", queries, 2)
     seen = mask("allowed", allowed, *tokens.shape[:2])
@@ -109,10 +109,10 @@ def finite_part(
     weights: Float[Tensor, "n tokens"],
     sets: Bool[Tensor, "n tokens"],
 ) -> Problem:
-    """(x_r − x_t)ᵀ W z = log(s_r/s_t) inside O_i: W_fin, the part that stays finite (Tarzanagh et al. 2023, Eq. 8).
+    """Build the problem (x_r − x_t)ᵀ W z = log(s_r/s_t) inside O_i of W_fin, the part that stays finite.
 
-    `weights` are the attention weights s, > 0 inside O_i; duplicates of a token share the mean of theirs. Raises
-    UsageError as `selection_sets` does and for a weight of 0 inside O_i; UnposedError when every O_i is one token.
+    Eq. 8 of Tarzanagh et al. 2023. `weights` are the attention weights s, > 0 inside O_i; duplicates share their mean.
+    Raises UsageError as `selection_sets` does and for a weight of 0 inside O_i; UnposedError if every O_i is one token.
     """
     tokens, queries, weights = finite("tokens", tokens, 3), finite("queries", queries, 2), finite("weights", weights, 2)
     sets = checked_sets(tokens, queries, sets, torch.ones(tokens.shape[:2], dtype=torch.bool))
@@ -137,7 +137,7 @@ def posed(
     margins: Float[Tensor, " constraints"],
     equal: Bool[Tensor, " constraints"] | None = None,
 ) -> Problem:
-    """The problem of these constraints, none of them an equality by default; raises UnposedError when there is none."""
+    """Build the problem of these constraints, by default all inequalities; raise UnposedError if there are none."""
     if not len(differences):
         raise UnposedError("There is no other token to separate from.", "Give sequences of at least two tokens.")
     free = torch.zeros(len(differences), dtype=torch.bool) if equal is None else equal
@@ -145,7 +145,7 @@ def posed(
 
 
 def finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[Tensor, "*shape"]:
-    """The numbers in float64; raises UsageError for other than real tensors, other axes, no width, or NaN and ∞."""
+    """Return the numbers in float64; raise UsageError unless they are real and finite, with `axes` axes and a width."""
     numbers = real(name, numbers)
     if numbers.ndim != axes:
         raise UsageError(f"The {name} have {numbers.ndim} axes, not {axes}.", "Give them as documented.")
@@ -157,7 +157,7 @@ def finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[Ten
 
 
 def mask(name: str, given: Bool[Tensor, "n tokens"] | None, samples: int, length: int) -> Bool[Tensor, "n tokens"]:
-    """The mask, or all true; raises UsageError when its shape differs."""
+    """Return the mask, all true by default; raise UsageError if its shape differs."""
     if given is None:
         return torch.ones(samples, length, dtype=torch.bool)
     if real(f"flags `{name}`", given).shape != (samples, length):
@@ -171,7 +171,7 @@ def checked_sets(
     sets: Bool[Tensor, "n tokens"],
     seen: Bool[Tensor, "n tokens"],
 ) -> Bool[Tensor, "n tokens"]:
-    """The sets O_i of one query each, none of them empty and all of them seen; raises UsageError otherwise."""
+    """Return the sets O_i, one per query; raise UsageError if one is empty or has a token its query does not see."""
     sets = mask("sets", sets, *tokens.shape[:2])
     if len(queries) != len(tokens):
         raise UsageError(f"{len(queries)} queries for {len(tokens)} samples.", "Give one query a sample.")
@@ -183,14 +183,14 @@ def checked_sets(
 def merged(
     tokens: Float[Tensor, "n tokens d"], sets: Bool[Tensor, "n tokens"], seen: Bool[Tensor, "n tokens"]
 ) -> tuple[Bool[Tensor, "n tokens"], Bool[Tensor, "n tokens"]]:
-    """The sets with every copy of a kept token, and which seen token is the first of its copies."""
+    """Return the sets extended by all copies of kept tokens, and which seen tokens are the first of their copies."""
     same = equal_tokens(tokens) & seen[:, :, None] & seen[:, None]
     first = seen & ~same.tril(-1).any(-1)
     return (same & sets[:, None]).any(-1), first
 
 
 def equal_tokens(tokens: Float[Tensor, "n tokens d"]) -> Bool[Tensor, "n tokens tokens"]:
-    """Which two tokens of a sample are equal in every number."""
+    """Return which pairs of tokens of a sample are equal in every number."""
     # Adding 0 makes −0 and 0 the same row; comparing pairs of rows outright would take n · T² · d bytes.
     kinds = torch.stack([(sample + 0.0).unique(dim=0, return_inverse=True)[1] for sample in tokens])
     return kinds[:, :, None] == kinds[:, None]
@@ -200,11 +200,12 @@ Edges = set[tuple[int, int]]
 
 
 def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vocab d"]) -> Problem:
-    """(e_i − e_j)ᵀ W e_k = 0 inside a cycle of k's graph, ≥ 1 along its other edges (Li et al. 2024, Graph-SVM).
+    """Build the problem (e_i − e_j)ᵀ W e_k = 0 inside cycles of k's graph, ≥ 1 along its other edges (Graph-SVM).
 
-    A sequence is its input tokens and then its label. The graph of a last input token k has an edge from the label to
-    each input token of every sequence that ends in k; a cycle is a strongly connected component. Raises UsageError for
-    a sequence of fewer than two tokens or an id outside the vocabulary; UnposedError when no graph has an edge.
+    A sequence is its input tokens, then its label (Li et al. 2024). The graph of a last input token k has an edge from
+    the label to each input token of all sequences ending in k; a cycle is a strongly connected component. Raises
+    UsageError for sequences of fewer than two tokens and ids outside the vocabulary; UnposedError if no graph has an
+    edge.
     """
     embeddings = finite("embeddings", embeddings, 2)
     graphs = priorities(sequences, len(embeddings))
@@ -218,7 +219,7 @@ def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vo
 
 
 def priorities(sequences: Sequence[Sequence[int]], vocabulary: int) -> dict[int, Edges]:
-    """The edges (label, input token) of every last input token, without loops; raises UsageError as `next_token`."""
+    """Return the edges (label, input token) of every last input token, without loops; raise as `next_token` does."""
     graphs: dict[int, Edges] = defaultdict(set)
     for sequence in sequences:
         if len(sequence) < 2 or not all(0 <= token < vocabulary for token in sequence):
@@ -232,7 +233,7 @@ def priorities(sequences: Sequence[Sequence[int]], vocabulary: int) -> dict[int,
 
 
 def constraints_of(edges: Edges, vocabulary: int) -> list[tuple[int, int, bool]]:
-    """(upper, lower, equal): each component's tokens against its first, then the edges between components."""
+    """Return (upper, lower, equal) of each component's tokens against its first, then of edges between components."""
     if not edges:
         return []
     upper, lower = np.array(sorted(edges)).T
@@ -250,26 +251,26 @@ if TYPE_CHECKING:
     Each = Float[Tensor, " constraints"]
 
 MANY = 8
-"""Constraints a query from which products are taken query by query."""
+"""Constraints per query from which products are computed query by query."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Find the smallest W (d × d_query) with u_cᵀ W z_q(c) ≥ b_c, = b_c where `equal` (Tarzanagh et al. 2023, Eq. 2).
+    """The smallest W (d × d_query) with u_cᵀ W z_q(c) ≥ b_c, = b_c where `equal` (Tarzanagh et al. 2023, Eq. 2).
 
-    u_c = x_α − x_t is a difference of two tokens, z_q(c) the query for which it counts. Everything is float64.
+    u_c = x_α − x_t is a difference of two tokens, z_q(c) the query of the constraint. Everything is float64.
     """
 
     differences: Float[Tensor, "constraints d"]
-    """u_c, one row a constraint."""
+    """u_c, one row per constraint."""
     queries: Float[Tensor, "queries d_query"]
-    """z, one row a query."""
+    """z, one row per query."""
     query_of: Int[Tensor, " constraints"]
-    """Which query a constraint belongs to."""
+    """Index of each constraint's query."""
     margins: Float[Tensor, " constraints"]
     """b_c: 1, or a label margin, or the log-ratio of two weights."""
     equal: Bool[Tensor, " constraints"]
-    """Whether the constraint is an equality (inside a set of tokens that are all kept)."""
+    """True for equality constraints (inside a set of tokens that are all kept)."""
 
     @property
     def paired_queries(self) -> Float[Tensor, "constraints d_query"]:
@@ -284,29 +285,29 @@ class Problem:
 
     @cached_property
     def counts(self) -> list[int] | None:
-        """How many constraints each query has, where they stand in the order of the queries; None elsewhere."""
+        """Number of constraints of each query; None if constraints are not sorted by query."""
         if not bool((self.query_of.diff() >= 0).all()):
             return None
         counts: list[int] = self.query_of.bincount(minlength=len(self.queries)).tolist()
         return counts
 
     def scores(self, W: Float[Tensor, "d d_query"]) -> Float[Tensor, " constraints"]:
-        """u_cᵀ W z_q(c), which is to be ≥ b_c."""
+        """Return u_cᵀ W z_q(c), which must be ≥ b_c."""
         return self.along(self.queries @ W.mT)
 
     def along(self, directions: Float[Tensor, "queries d"]) -> Float[Tensor, " constraints"]:
-        """u_c · v_q(c): how far each constraint reaches along its query's direction."""
+        """Return u_c · v_q(c), the component of each constraint along its query's direction."""
         if self.counts is None or len(self.query_of) < MANY * len(self.queries):
             return (self.differences * directions[self.query_of]).sum(-1)
-        # A direction for every constraint would be as much memory as the differences.
+        # A direction per constraint would take as much memory as the differences.
         blocks = torch.split(self.differences, self.counts)
         return torch.cat([block @ direction for block, direction in zip(blocks, directions, strict=True)])
 
     def form(self, multipliers: Float[Tensor, " constraints"]) -> Float[Tensor, "d d_query"]:
-        """W(λ) = Σ_c λ_c u_c z_q(c)ᵀ."""
-        held = multipliers.nonzero().flatten()
+        """Return W(λ) = Σ_c λ_c u_c z_q(c)ᵀ."""
+        nonzero = multipliers.nonzero().flatten()
         weighted = self.differences.new_zeros(len(self.queries), self.differences.shape[1])
-        weighted.index_add_(0, self.query_of[held], multipliers[held, None] * self.differences[held])
+        weighted.index_add_(0, self.query_of[nonzero], multipliers[nonzero, None] * self.differences[nonzero])
         return weighted.mT @ self.queries
 
 
@@ -315,15 +316,15 @@ Status = Literal["optimal", "infeasible", "inaccurate"]
 
 @dataclass(frozen=True)
 class Solution:
-    """An answer to a Problem, and how far it can be trusted; recomputed from `multipliers`, whoever found them."""
+    """Answer to a Problem with its certificate, recomputed from `multipliers` whatever their origin."""
 
     status: Status
-    """optimal: the gap is within the tolerance; infeasible: `multipliers` prove that no W exists; inaccurate: neither
-    was reached within the iteration limit, and `gap` says how far off W may be."""
+    """optimal: the gap is within the tolerance. infeasible: `multipliers` prove that no W exists. inaccurate: neither
+    was reached within the iteration limit; `gap` bounds W's distance from the optimum."""
     multipliers: Float[Tensor, " constraints"]
     """λ, ≥ 0 at inequalities. Infeasible: Gordan's certificate, Σλ = 1 over the inequalities and Σλ u zᵀ ≈ 0."""
     W: Float[Tensor, "d d_query"] | None
-    """The solution, scaled so that its least margin is exactly met; None where there is none."""
+    """Solution, scaled so that its least margin is met exactly; None if there is none."""
     norm: float | None
     """‖W‖_F, or the nuclear norm Σσ(W) for the nuclear problem; the max-margin is 1/norm."""
     gap: float | None
@@ -331,13 +332,13 @@ class Solution:
     least: float | None
     """min over inequalities of u W z − b, before W is rescaled; 0 at the optimum."""
     kkt: float | None
-    """Largest violation of the optimality conditions, relative: complementarity, equalities, stationarity."""
+    """Largest relative violation of the optimality conditions: complementarity, equalities, stationarity."""
     residual: float | None
-    """‖Σλ u zᵀ‖ of a normalised certificate (infeasible only): 0 proves it."""
+    """‖Σλ u zᵀ‖ of a normalised certificate (infeasible only); 0 is a proof."""
     support: Bool[Tensor, " constraints"]
-    """Which constraints carry W: λ > 0 (equalities: λ ≠ 0), beyond rounding."""
+    """Constraints that carry W: λ > 0 (equalities: λ ≠ 0), beyond rounding."""
     iterations: int
-    """Steps of the outer loop."""
+    """Number of steps of the outer loop."""
 
 
 LEAST, MOST = 1e-50, 1e50
@@ -345,7 +346,7 @@ LEAST, MOST = 1e-50, 1e50
 
 
 def real(name: str, given: object) -> Shaped[Tensor, "*shape"]:
-    """A tensor of real numbers; raises UsageError for anything else."""
+    """Return a tensor of real numbers unchanged; raise UsageError for anything else."""
     if not isinstance(given, torch.Tensor):
         raise UsageError(
             f"The {name} are {type(given).__name__}, not a torch tensor.", "Wrap them: torch.as_tensor(…)."
@@ -356,7 +357,7 @@ def real(name: str, given: object) -> Shaped[Tensor, "*shape"]:
 
 
 def indices(name: str, given: object) -> Integer[Tensor, "*shape"]:
-    """A tensor of whole numbers; raises UsageError for anything else."""
+    """Return a tensor of integers unchanged; raise UsageError for anything else."""
     numbers = real(name, given)
     if numbers.is_floating_point() or numbers.dtype == torch.bool:
         raise UsageError(f"The {name} have dtype {numbers.dtype}, but are indices.", "Give integers, as .long() does.")
@@ -364,7 +365,7 @@ def indices(name: str, given: object) -> Integer[Tensor, "*shape"]:
 
 
 def bounded(tolerance: float, limit: int = 1) -> None:
-    """Raises UsageError unless the tolerance is positive and the limit at least 1."""
+    """Raise UsageError unless the tolerance is positive and the limit at least 1."""
     if not tolerance > 0.0:
         raise UsageError(f"The tolerance is {tolerance}, but must be positive.", "Give a relative gap such as 1e-9.")
     if limit < 1:
@@ -372,9 +373,9 @@ def bounded(tolerance: float, limit: int = 1) -> None:
 
 
 def ordinary(problem: Problem) -> None:
-    """Raises UsageError where squares and products of a problem's numbers would leave float64.
+    """Raise UsageError if squares and products of a problem's numbers would over- or underflow float64.
 
-    Each difference, query and margin that isn't zero must have its largest |number| in [1e-50, 1e50].
+    Each difference, query and margin that is not zero must have its largest |number| in [1e-50, 1e50].
     """
     every = {
         "difference of two tokens": problem.differences,
@@ -394,21 +395,21 @@ def ordinary(problem: Problem) -> None:
 
 
 PROOF = 1e-10
-"""‖Σλ u zᵀ‖ / Σ|λ|‖u zᵀ‖ up to which λ proves that there is no W: any W would be 10¹⁰ times the constraints' scale."""
+"""‖Σλ u zᵀ‖ / Σ|λ|‖u zᵀ‖ up to which λ proves that no W exists: any W would be 10¹⁰ times the constraints' scale."""
 ROUNDING = 1e-10
-"""Violation of a constraint, against |b| + ‖W‖‖u zᵀ‖, that float64 leaves where no scaling can remove it."""
+"""Violation of a constraint, relative to |b| + ‖W‖‖u zᵀ‖, that float64 leaves if scaling cannot remove it."""
 NEGLIGIBLE = 1e-9
-"""Share of the largest λ‖u zᵀ‖ below which a constraint carries nothing."""
+"""Share of the largest λ‖u zᵀ‖ below which a constraint does not count as support."""
 
 
 def certified(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterations: int = 0) -> Solution:
-    """The answer that λ proves: D = (Σλb)²/(2‖W(λ)‖²) ≤ ½‖W*‖² ≤ P, the value of W(λ) scaled until it is feasible.
+    """Return the solution that λ proves: D = (Σλb)²/(2‖W(λ)‖²) ≤ ½‖W*‖² ≤ P, the value of W(λ) scaled to feasibility.
 
-    Negative λ at inequalities are set to 0, so that D is a true bound for any λ. Where equalities with b ≠ 0 forbid
-    scaling, or where b ≤ 0, what rounding leaves of a violation r is charged to P as Σ|λ|r, its first-order price, and
-    more than rounding is `inaccurate` with an infinite gap. The gap is (P − D)/P. λ itself is scaled so that
-    Σλb = ‖W(λ)‖². Raises UsageError when λ has another length or isn't finite, for a tolerance ≤ 0, and for sizes
-    outside [1e-50, 1e50], at which rounding to 0 or ∞ would pass for a proof.
+    Negative λ at inequalities are set to 0, so that D is a true bound for any λ. If scaling is impossible (equalities
+    with b ≠ 0) or b ≤ 0, a violation r within rounding is charged to P as Σ|λ|r, its first-order price; a larger
+    violation gives `inaccurate` with an infinite gap. The gap is (P − D)/P. λ is scaled so that Σλb = ‖W(λ)‖². Raises
+    UsageError if λ has another length or is not finite, for a tolerance ≤ 0, and for sizes outside [1e-50, 1e50], where
+    rounding to 0 or ∞ would pass for a proof.
     """
     bounded(tolerance)
     ordinary(problem)
@@ -427,7 +428,7 @@ def certified(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iter
 
 
 def refuted(multipliers: Each, free: Bool[Tensor, " constraints"], norm: float, iterations: int) -> Solution:
-    """No W exists (Gordan): the multipliers with Σλ = 1 over the inequalities, or Σ|λ| = 1 where all are equalities."""
+    """Build the infeasible solution (Gordan): λ with Σλ = 1 over inequalities, or Σ|λ| = 1 if all are equalities."""
     total = float(multipliers[~free].sum()) or float(multipliers.abs().sum())
     return Solution(
         status="infeasible",
@@ -444,14 +445,14 @@ def refuted(multipliers: Each, free: Bool[Tensor, " constraints"], norm: float, 
 
 
 def carried(loads: Each) -> Bool[Tensor, " constraints"]:
-    """Which loads are more than rounding of the largest."""
+    """Return which loads exceed rounding of the largest."""
     return loads > NEGLIGIBLE * loads.max()
 
 
 def judged(
     problem: Problem, multipliers: Each, W: Float[Tensor, "d d_query"], reach: Each, tolerance: float, iterations: int
 ) -> Solution:
-    """The Solution of λ at its dual optimum along the ray, W = W(λ)."""
+    """Build the Solution of λ at its dual optimum along the ray, W = W(λ)."""
     free, bounds = problem.equal, problem.margins
     norm, scores = float(W.norm()), problem.scores(W)
     price = multipliers.abs()
@@ -477,7 +478,7 @@ def judged(
 
 
 def feasible_scale(scores: Each, bounds: Each, free: Bool[Tensor, " constraints"]) -> float:
-    """The least t with t · score ≥ b wherever b > 0; 1 where there is none or an equality with b ≠ 0 fixes it."""
+    """Return the least t with t · score ≥ b wherever b > 0; 1 if none exists or an equality with b ≠ 0 fixes it."""
     positive = ~free & (bounds > 0.0)
     if not positive.any() or (bounds[free] != 0.0).any() or not (scores[positive] > 0.0).all():
         return 1.0
@@ -485,7 +486,7 @@ def feasible_scale(scores: Each, bounds: Each, free: Bool[Tensor, " constraints"
 
 
 def violations(scores: Each, bounds: Each, free: Bool[Tensor, " constraints"]) -> Each:
-    """How far each constraint is broken: |score − b| at equalities, b − score where positive elsewhere."""
+    """Return each constraint's violation: |score − b| at equalities, max(0, b − score) at inequalities."""
     short = bounds - scores
     return torch.where(free, short.abs(), short.clamp(min=0.0))
 
@@ -493,7 +494,7 @@ def violations(scores: Each, bounds: Each, free: Bool[Tensor, " constraints"]) -
 def optimality(
     scores: Each, bounds: Each, free: Bool[Tensor, " constraints"], price: Each, norm: float, reach: Each
 ) -> float:
-    """The larger of violation against |b| + ‖W‖‖u zᵀ‖ and λ|score − b| against ‖W‖²; W = W(λ) by construction."""
+    """Return the larger of violation/(|b| + ‖W‖‖u zᵀ‖) and λ|score − b|/‖W‖²; W = W(λ) by construction."""
     span = bounds.abs() + norm * reach
     broken = float((violations(scores, bounds, free) / span.clamp(min=torch.finfo(torch.float64).tiny)).max())
     return max(broken, float((price * (scores - bounds).abs()).max()) / norm**2) if norm > 0.0 else broken

@@ -1,6 +1,6 @@
 """Attention as an asymmetric kernel machine: kernel SVD, dual and primal (Chen et al. 2023).
 
-Everything takes plain tensors, (…, tokens, features), and works in float64 over all leading axes; no model is needed.
+All functions take plain tensors (…, tokens, features) and work in float64 over all leading axes, without a model.
 
 >>> import torch
 >>> from attnlens import ksvd
@@ -14,13 +14,13 @@ Everything takes plain tensors, (…, tokens, features), and works in float64 ov
 >>> torch.allclose(weights.e_scores(queries), solution.e)
 True
 
-For long sequences there are three ways, and no command needs the last two: they are for your own programs.
+Three functions handle long sequences. No command uses the last two: they are for your own programs.
 
-- `dual`, of a kernel of finitely many features (cosine, random features): exact, O(tokens · features²), no K.
-- `truncated`, of a dense K that fits in memory, as of attention over more than a thousand tokens: the s leading
-  components, each to rounding, without the others.
-- `nystrom`, of any kernel function, where K does not fit: from K's columns at a few keys and its rows at a few queries.
-  An approximation, steadier with s at half of their number: the least σ of the block are divided by.
+- `dual`, for a kernel with finitely many features (cosine, random features): exact, O(tokens · features²), without K.
+- `truncated`, for a dense K that fits in memory, such as attention over more than a thousand tokens: only the s leading
+  components, each to rounding.
+- `nystrom`, for any kernel function if K does not fit: from K's columns at a few keys and its rows at a few queries. An
+  approximation, more stable if s is half their number, because it divides by the block's smallest σ.
 
 >>> def kernel(query, key):
 ...     return (0.25 * query.double() @ key.double().mT).exp()

@@ -1,4 +1,4 @@
-"""Dual kernel SVD of attention, K H_r = H_e Σ and Kᵀ H_e = H_r Σ: of features, of a dense K, or by Nyström."""
+"""Dual kernel SVD of attention, K H_r = H_e Σ and Kᵀ H_e = H_r Σ: from features, from a dense K, or by Nyström."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 def cosine_features(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_dim"]:
-    """φ(x) = x/‖x‖ in float64 (Chen et al. 2023, section 4.1): K is a cosine. A zero vector stays zero."""
+    """Return φ(x) = x/‖x‖ in float64 (Chen et al. 2023, section 4.1): K is a cosine. A zero vector stays zero."""
     return unit(x.double())
 
 
 def unit(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_dim"]:
-    """x/‖x‖ in x's own type; zero, with finite gradients, where x is zero.
+    """Return x/‖x‖ in x's own type; zero, with finite gradients, where x is zero.
 
     Each row is divided by its largest entry first, so that no square under- or overflows.
     """
-    # x/‖x‖ does not depend on that divisor, and so has no gradient through it.
+    # x/‖x‖ does not depend on this divisor, so its gradient is not needed.
     largest = x.detach().abs().amax(-1, keepdim=True)
     level = x / torch.where(largest > 0, largest, 1.0)
     length = level.norm(dim=-1, keepdim=True)
@@ -38,14 +38,14 @@ def unit(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_
 
 
 def centred(x: Float[Tensor, "*batch n features"]) -> Float[Tensor, "*batch n features"]:
-    """(I − 11ᵀ/n)X: the rows less their mean, in float64; exactly zero where they differ by rounding alone.
+    """Return (I − 11ᵀ/n)X, the rows minus their mean, in float64; exactly zero if they differ by rounding alone.
 
-    Of key features it takes the mean over keys out of every row of K: Φ_q((I − 11ᵀ/n)Φ_k)ᵀ = K(I − 11ᵀ/n).
+    Applied to key features it removes the mean over keys from every row of K: Φ_q((I − 11ᵀ/n)Φ_k)ᵀ = K(I − 11ᵀ/n).
     """
     x = x.double()
     apart = x - x.mean(-2, keepdim=True)
     whole, left = (torch.linalg.matrix_norm(each) for each in (x, apart))
-    # Strict: rows that are equal leave rounding of at most this size.
+    # Strict: equal rows leave rounding of at most this size.
     kept = left > torch.finfo(x.dtype).eps * x.shape[-2] * whole
     return torch.where(kept[..., None, None], apart, 0.0)
 
@@ -53,11 +53,11 @@ def centred(x: Float[Tensor, "*batch n features"]) -> Float[Tensor, "*batch n fe
 def random_features(
     x: Float[Tensor, "*batch n head_dim"], scale: float, count: int, seed: int = 0
 ) -> Float[Tensor, "*batch n count"]:
-    """φ_i(x) = exp(⟨ω_i, x√s⟩ − s‖x‖²/2)/√count > 0; the mean of ⟨φ(q), φ(k)⟩ over ω is exp(s⟨q, k⟩).
+    """Return φ_i(x) = exp(⟨ω_i, x√s⟩ − s‖x‖²/2)/√count > 0; the mean of ⟨φ(q), φ(k)⟩ over ω is exp(s⟨q, k⟩).
 
     Positive random features of the softmax kernel (Choromanski et al. 2021, Lemma 1), ω Gaussian in orthogonal blocks,
-    in float64. The exponent is at most ‖ω‖²/2, about head_dim/2, and can't overflow for any usual head_dim. Raises
-    UsageError where count < 1.
+    in float64. The exponent is at most ‖ω‖²/2, about head_dim/2, and cannot overflow for any usual head_dim. Raises
+    UsageError if count < 1.
     """
     at_least_one("count", count)
     x = x.double() * scale**0.5
@@ -67,10 +67,10 @@ def random_features(
 
 
 def sampled_rows(x: Float[Tensor, "*batch n features"], count: int) -> Float[Tensor, "*batch sampled features"]:
-    """X': `count` evenly spaced rows of X, the first and the last among them; all of them where n ≤ count.
+    """Return X', `count` evenly spaced rows of X, including the first and the last; all rows if n ≤ count.
 
     The data-dependent F = X' of Chen et al. 2023 (Eq. 6, f(X)); their code takes min(n, 10·s) rows in this way. Raises
-    UsageError where count < 1.
+    UsageError if count < 1.
     """
     at_least_one("count", count)
     return evenly_spaced(x.double(), min(count, x.shape[-2]))
@@ -79,9 +79,9 @@ def sampled_rows(x: Float[Tensor, "*batch n features"], count: int) -> Float[Ten
 def evenly_spaced(
     x: Float[Tensor, "*batch n features"], count: int, kept: Bool[Tensor, "*#batch n"] | None = None
 ) -> Float[Tensor, "*batch count features"]:
-    """Rows ⌊i(n − 1)/(count − 1)⌋ of the n that are `kept` (None: all), as in the published code, in x's own type.
+    """Return rows ⌊i(n − 1)/(count − 1)⌋ of the n that are `kept` (None: all), in x's own type, as the published code.
 
-    Some are repeated where n < count; where none is kept the first row is.
+    Rows are repeated if n < count; the first row is returned if none is kept.
     """
     if kept is None:
         kept = x.new_ones(x.shape[-2], dtype=torch.bool)
@@ -92,20 +92,20 @@ def evenly_spaced(
 
 
 def at_least_one(name: str, number: int) -> None:
-    """Refuse a count of 0 or less with UsageError."""
+    """Raise UsageError for a count of 0 or less."""
     if number < 1:
         raise UsageError(f"{name} is {number}.", "It counts something that must be there: give 1 or more.")
 
 
 @lru_cache(maxsize=16)
 def orthogonal_draws(count: int, head_dim: int, seed: int) -> Float[Tensor, "count head_dim"]:
-    """Blocks of orthogonal rows, uniform in direction, with the lengths of independent Gaussian rows."""
-    # They outlive this call, and a tensor made in inference mode could never be trained through.
+    """Draw blocks of orthogonal rows, uniform in direction, with the lengths of independent Gaussian rows."""
+    # The draws are cached, and gradients cannot pass through a tensor made in inference mode.
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator().manual_seed(seed)
         shape, float64 = (-(-count // head_dim), head_dim, head_dim), torch.float64
         upright, upper = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=float64))
-        # QR is unique, and Q uniform, only once the diagonal of R is positive.
+        # QR is unique, and Q uniform, only if the diagonal of R is positive.
         directions = (upright * upper.diagonal(dim1=-2, dim2=-1).sign()[:, None]).mT.reshape(-1, head_dim)
         lengths = torch.randn(directions.shape, generator=generator, dtype=float64).norm(dim=-1, keepdim=True)
         draws: Tensor = directions * lengths
@@ -119,26 +119,26 @@ EPS = torch.finfo(torch.float64).eps
 class Dual:
     """H_e, Σ and H_r of Chen et al. 2023, Theorem 3.2: the s leading singular triplets of K, per head, in float64.
 
-    Components beyond K's rank have σ = 0 and columns of zeros: their singular vectors would be arbitrary.
+    Components beyond K's rank have σ = 0 and columns of zeros, because their singular vectors would be arbitrary.
     """
 
     left: Float[Tensor, "*batch n s"]
-    """H_e, one row a query; its non-zero columns are orthonormal."""
+    """H_e, one row per query; its non-zero columns are orthonormal."""
     values: Float[Tensor, "*batch s"]
     """σ, descending, in the kernel's unit."""
     right: Float[Tensor, "*batch m s"]
-    """H_r, one row a key; its non-zero columns are orthonormal."""
+    """H_r, one row per key; its non-zero columns are orthonormal."""
     asked: int
-    """The s that was asked for; there are fewer components where K can't have that many."""
+    """Requested number of components s; K can have fewer."""
 
     @property
     def rank(self) -> Int[Tensor, "*batch"]:
-        """How many components are not zero."""
+        """Number of non-zero components."""
         return (self.values > 0).sum(-1)
 
     @property
     def shortfall(self) -> str | None:
-        """Why there are fewer components than were asked for, in a sentence; None where there are as many."""
+        """Sentence saying why there are fewer components than requested; None if there are as many."""
         found = self.values.shape[-1]
         if found >= self.asked:
             return None
@@ -151,20 +151,20 @@ class Dual:
 
     @property
     def e(self) -> Float[Tensor, "*batch n s"]:
-        """The e-scores of the training queries: K H_r = H_e Σ."""
+        """e-scores of the training queries: K H_r = H_e Σ."""
         return self.left * self.values[..., None, :]
 
     @property
     def r(self) -> Float[Tensor, "*batch m s"]:
-        """The r-scores of the training keys: Kᵀ H_e = H_r Σ."""
+        """r-scores of the training keys: Kᵀ H_e = H_r Σ."""
         return self.right * self.values[..., None, :]
 
     def e_scores(self, rows: Float[Tensor, "*batch new m"]) -> Float[Tensor, "*batch new s"]:
-        """The e-scores of new queries from their kernel with the training keys: K(new, keys) H_r."""
+        """Return the e-scores of new queries from their kernel with the training keys: K(new, keys) H_r."""
         return rows.double() @ self.right
 
     def r_scores(self, columns: Float[Tensor, "*batch n new"]) -> Float[Tensor, "*batch new s"]:
-        """The r-scores of new keys from the training queries' kernel with them: K(queries, new)ᵀ H_e."""
+        """Return the r-scores of new keys from their kernel with the training queries: K(queries, new)ᵀ H_e."""
         return columns.double().mT @ self.left
 
 
@@ -174,16 +174,16 @@ def dual(
     s: int,
     projection: Float[Tensor, "*batch sampled features"] | None = None,
 ) -> Dual:
-    """The s leading singular triplets of K = Φ_q FᵀF Φ_kᵀ, which is not formed: QR of both factors, then their core.
+    """Compute the s leading singular triplets of K = Φ_q FᵀF Φ_kᵀ by QR of both factors, without forming K.
 
-    `projection` is F, None the identity. K has at most min(n, m, features, sampled) components, and no more are
-    returned. σ up to eps · features · ‖Φ_q Fᵀ‖_F ‖Φ_k Fᵀ‖_F counts as 0. Raises UsageError where s < 1, and where an
-    argument has NaN or Inf.
+    `projection` is F, None the identity. At most min(n, m, features, sampled) components are returned, because K has no
+    more. σ up to eps · features · ‖Φ_q Fᵀ‖_F ‖Φ_k Fᵀ‖_F count as 0. Raises UsageError if s < 1 or if an argument
+    contains NaN or Inf.
     """
     at_least_one("s", s)
-    for name, given in (("query features", query_features), ("key features", key_features), ("projection", projection)):
-        if given is not None:
-            all_finite(name, given)
+    for name, value in (("query features", query_features), ("key features", key_features), ("projection", projection)):
+        if value is not None:
+            all_finite(name, value)
     left, right = _factors(query_features, key_features, projection)
     n, m = left.shape[-2], right.shape[-2]
     packed = over_heads(_packed_svd, left, right)
@@ -191,10 +191,10 @@ def dual(
 
 
 def matrix_dual(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
-    """The s leading singular triplets of a dense K (an attention matrix, say), by its full SVD; s ≤ min(n, m).
+    """Compute the s leading singular triplets of a dense K, such as an attention matrix, by full SVD; s ≤ min(n, m).
 
-    σ up to eps · max(n, m) · σ₁ counts as 0. Raises UsageError where s < 1 or K has NaN or Inf. `truncated` is faster
-    for large n.
+    σ up to eps · max(n, m) · σ₁ count as 0. Raises UsageError if s < 1 or if K contains NaN or Inf. `truncated` is
+    faster for large n.
     """
     at_least_one("s", s)
     all_finite("kernel matrix", matrix)
@@ -206,7 +206,7 @@ def matrix_dual(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
 
 
 def all_finite(name: str, given: Float[Tensor, "*shape"]) -> None:
-    """Raise UsageError for NaN and Inf, which no singular vector survives."""
+    """Raise UsageError for NaN and Inf, for which no singular vectors exist."""
     if not bool(given.isfinite().all()):
         verb = "have" if name.endswith("s") else "has"
         raise UsageError(f"The {name} {verb} NaN or Inf.", "Leave out the heads whose queries or keys are broken.")
@@ -218,16 +218,16 @@ def residual(
     key_features: Float[Tensor, "*batch m features"],
     projection: Float[Tensor, "*batch sampled features"] | None = None,
 ) -> Float[Tensor, "*batch"]:
-    """How far a solution is from the shifted eigenproblem [[0, K], [Kᵀ, 0]] [H_e; H_r] = [H_e; H_r] Σ, ≥ 0.
+    """Return the relative residual of the eigenproblem [[0, K], [Kᵀ, 0]] [H_e; H_r] = [H_e; H_r] Σ, ≥ 0.
 
-    √(‖K H_r − H_e Σ‖² + ‖Kᵀ H_e − H_r Σ‖²)/(√2 ‖σ‖); NaN where K is zero. K is not formed.
+    √(‖K H_r − H_e Σ‖² + ‖Kᵀ H_e − H_r Σ‖²)/(√2 ‖σ‖); NaN if K is zero. K is not formed.
     """
     left, right = _factors(query_features, key_features, projection)
     return _residual(solution, left @ (right.mT @ solution.right), right @ (left.mT @ solution.left))
 
 
 def matrix_residual(solution: Dual, matrix: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
-    """The same for a dense K."""
+    """Return the relative residual of a solution as `residual` does, for a dense K."""
     matrix = matrix.double()
     return _residual(solution, matrix @ solution.right, matrix.mT @ solution.left)
 
@@ -235,7 +235,7 @@ def matrix_residual(solution: Dual, matrix: Float[Tensor, "*batch n m"]) -> Floa
 def _residual(
     solution: Dual, through_right: Float[Tensor, "*batch n s"], through_left: Float[Tensor, "*batch m s"]
 ) -> Float[Tensor, "*batch"]:
-    """From K H_r and Kᵀ H_e."""
+    """Compute the relative residual from K H_r and Kᵀ H_e."""
     squares: Tensor = (through_right - solution.e).square().sum((-2, -1))
     squares = squares + (through_left - solution.r).square().sum((-2, -1))
     root: Tensor = (squares / (2 * solution.values.square().sum(-1))).sqrt()
@@ -247,7 +247,7 @@ def _factors(
     key_features: Float[Tensor, "*batch m features"],
     projection: Float[Tensor, "*batch sampled features"] | None,
 ) -> tuple[Float[Tensor, "*batch n inner"], Float[Tensor, "*batch m inner"]]:
-    """A and B with K = A Bᵀ; of an F with more rows than columns only its root R, RᵀR = FᵀF, counts."""
+    """Return A and B with K = A Bᵀ; an F with more rows than columns is replaced by its root R, RᵀR = FᵀF."""
     left, right = query_features.double(), key_features.double()
     if projection is None:
         return left, right
@@ -260,7 +260,7 @@ def _factors(
 def _packed_svd(
     left: Float[Tensor, "some n inner"], right: Float[Tensor, "some m inner"]
 ) -> Float[Tensor, "some n+m+2 core"]:
-    """H_e over H_r over σ over the border of zero, in one tensor, as a pool over heads returns."""
+    """Stack H_e, H_r, σ and the zero threshold in one tensor, because the pool over heads returns a single tensor."""
     (left_basis, left_core), (right_basis, right_core) = torch.linalg.qr(left), torch.linalg.qr(right)
     u, values, vh = torch.linalg.svd(left_core @ right_core.mT, full_matrices=False)
     norms = torch.linalg.matrix_norm(left_core) * torch.linalg.matrix_norm(right_core)
@@ -280,7 +280,7 @@ def _truncated(
     border: Float[Tensor, "*batch 1"],
     s: int,
 ) -> Dual:
-    """The first s components, those at or below the border as zeros."""
+    """Return the first s components, with those at or below the border set to zero."""
     # Strict: a zero matrix has border 0 and keeps nothing.
     kept = (values > border)[..., :s]
     columns = kept[..., None, :]
@@ -293,17 +293,17 @@ def _truncated(
 
 
 SparseSolver = Literal["arpack", "propack"]
-"""arpack: restarted Lanczos on KᵀK; residuals near 1e-15, but directions with σ below 1e-8·σ₁ are lost.
-propack: Lanczos bidiagonalisation of K itself; about 1.5 times as fast, residuals near 1e-10."""
+"""arpack: restarted Lanczos on KᵀK; residuals near 1e-15, but directions with σ below 1e-8·σ₁ are lost. propack:
+Lanczos bidiagonalisation of K itself; about 1.5 times as fast, residuals near 1e-10."""
 
 
 def truncated(matrix: Float[Tensor, "*batch n m"], s: int, solver: SparseSolver = "arpack") -> Dual:
-    """The s leading singular triplets of a dense K, head by head, by Lanczos; the start vector is fixed.
+    """Compute the s leading singular triplets of a dense K head by head, by Lanczos with a fixed start vector.
 
-    A library function, which no command calls: `truncated(attention, s=8)` of attention matrices (heads, n, m). It is
-    for s far below min(n, m), as of attention over more than a thousand tokens; where 4s ≥ min(n, m) the full SVD is as
-    fast, and is taken. For K of features use `dual`, which is exact and faster. σ up to eps · max(n, m) · σ₁ counts as
-    0. Raises UsageError where s < 1 or the matrix has NaN or Inf.
+    A library function that no command calls: `truncated(attention, s=8)` for attention matrices (heads, n, m). Use it
+    if s is far below min(n, m), such as for attention over more than a thousand tokens. If 4s ≥ min(n, m), the full SVD
+    is as fast, and is used. For K from features use `dual`, which is exact and faster. σ up to eps · max(n, m) · σ₁
+    count as 0. Raises UsageError if s < 1 or if the matrix contains NaN or Inf.
     """
     at_least_one("s", s)
     n, m = matrix.shape[-2:]
@@ -311,15 +311,15 @@ def truncated(matrix: Float[Tensor, "*batch n m"], s: int, solver: SparseSolver 
         return matrix_dual(matrix, s)
     all_finite("kernel matrix", matrix)
     flat = matrix.detach().double().cpu().reshape(-1, n, m).numpy()
-    found = [_one(each, s, solver) for each in flat]
+    triplets = [_sparse_svd(each, s, solver) for each in flat]
     left, values, right = (
         torch.from_numpy(np.stack(part)).reshape(*matrix.shape[:-2], *part[0].shape).to(matrix.device)
-        for part in zip(*found, strict=True)
+        for part in zip(*triplets, strict=True)
     )
     return Dual(left, values, right, asked=s)
 
 
-def _one(
+def _sparse_svd(
     matrix: Float[ndarray, "n m"], s: int, solver: SparseSolver
 ) -> tuple[Float[ndarray, "n s"], Float[ndarray, " s"], Float[ndarray, "m s"]]:
     n, m = matrix.shape
@@ -336,8 +336,8 @@ def _one(
 class Nystrom:
     """Features with ⟨φ_q(x), φ_k(y)⟩ ≈ K(x, y) for any x and y, from a block K(x_I, y_J) of n' queries and m' keys.
 
-    φ_q(x) = Σ^{−½}Vᵀ K(x, y_J)ᵀ and φ_k(y) = Σ^{−½}Uᵀ K(x_I, y), with W = U Σ Vᵀ the block's truncated SVD: together
-    K(·, y_J) W⁺ K(x_I, ·) (the asymmetric Nyström method of Tao et al. 2023, up to its norms).
+    φ_q(x) = Σ^{−½}Vᵀ K(x, y_J)ᵀ and φ_k(y) = Σ^{−½}Uᵀ K(x_I, y), W = U Σ Vᵀ being the block's truncated SVD: together
+    they give K(·, y_J) W⁺ K(x_I, ·) (the asymmetric Nyström method of Tao et al. 2023, up to its norms).
     """
 
     through_keys: Float[Tensor, "*batch m_sampled s"]
@@ -346,25 +346,25 @@ class Nystrom:
     """U Σ^{−½}; zero columns beyond the block's rank."""
 
     def query_features(self, columns: Float[Tensor, "*batch n m_sampled"]) -> Float[Tensor, "*batch n s"]:
-        """φ_q of queries, from their kernel K(x, y_J) with the sampled keys."""
+        """Return φ_q of queries, from their kernel K(x, y_J) with the sampled keys."""
         return columns.double() @ self.through_keys
 
     def key_features(self, rows: Float[Tensor, "*batch n_sampled m"]) -> Float[Tensor, "*batch m s"]:
-        """φ_k of keys, from the sampled queries' kernel K(x_I, y) with them."""
+        """Return φ_k of keys, from their kernel K(x_I, y) with the sampled queries."""
         return rows.double().mT @ self.through_queries
 
 
 def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystrom:
-    """The features of a block W = K(x_I, y_J); `dual` of them is the kernel SVD of the whole sequence.
+    """Compute the features of a block W = K(x_I, y_J); `dual` of them is the kernel SVD of the whole sequence.
 
-    A library function for sequences whose K does not fit in memory, which no command calls: make the block of
-    `sampled_rows` of queries and keys, hand K(x, y_J) to `query_features` and K(x_I, y) to `key_features`, and both to
-    `dual`, as the example of `attnlens.maths.ksvd` does.
+    A library function that no command calls, for sequences whose K does not fit in memory. Build the block from
+    `sampled_rows` of queries and keys. Pass K(x, y_J) to `query_features` and K(x_I, y) to `key_features`, and both
+    results to `dual`, as in the example of `attnlens.maths.ksvd`.
 
-    Exact where W has the rank of K and s is no less. Else, with k = n' = m' = s and W invertible, the error is at most
-    σ_{k+1}(K) · ‖K(·, y_J)W⁻¹‖₂ · ‖V_J⁻¹‖₂, V_J the sampled rows of K's k leading right singular vectors. It grows as W
-    comes near to singular: σ of W up to eps · size · σ₁ count as 0. Raises UsageError where s < 1 or
-    W has NaN or Inf.
+    Exact if W has the rank of K and s is at least this rank. Otherwise, with k = n' = m' = s and W invertible, the
+    error is at most σ_{k+1}(K) · ‖K(·, y_J)W⁻¹‖₂ · ‖V_J⁻¹‖₂, V_J the sampled rows of K's k leading right singular
+    vectors. It grows as W approaches singularity: σ of W up to eps · size · σ₁ count as 0. Raises UsageError if s < 1
+    or if W contains NaN or Inf.
     """
     solution = matrix_dual(block, s)
     half = solution.multipliers.sqrt()[..., None, :]

@@ -1,4 +1,4 @@
-"""Factored matrices A Bᵀ in float64, analysed without forming them."""
+"""Linear algebra of factored matrices A Bᵀ in float64, without forming the products."""
 
 from attnlens.maths.linalg.attention import (
     Anatomy,

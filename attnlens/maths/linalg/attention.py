@@ -1,4 +1,4 @@
-"""Attention weights: entropy, largest and first weights, spectrum; parts and definiteness of the scores behind them."""
+"""Attention weights (entropy, largest and first weight, spectrum) and the scores behind them (parts, definiteness)."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ if TYPE_CHECKING:
 
 
 def entropy(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
-    """Mean over queries of −Σ p log p / log(allowed keys), in [0, 1]: 0 one key, 1 all alike.
+    """Return the mean over queries of −Σ p log p / log(allowed keys), in [0, 1]: 0 for one key, 1 for uniform weights.
 
-    Queries with fewer than two allowed keys are left out; NaN where none is left. A sink logit counts as one more
-    allowed key, with the probability that it takes.
+    Queries with fewer than two allowed keys are left out; NaN if none remain. A sink logit counts as one more allowed
+    key, with the probability that it takes.
     """
     return _mean(query_key, _entropies)
 
 
 def max_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
-    """Mean over queries of max_j p_ij, in [0, 1]; queries that may see nothing are left out, NaN where none is left."""
+    """Return the mean over queries of max_j p_ij, in [0, 1], without queries that see no key; NaN if none remain."""
     return _mean(query_key, lambda tile: (tile.attention.amax(-1), _allowed_keys(tile) >= 1))
 
 
 def first_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
-    """Mean of p_ij over queries that see two keys or more, j the first that query i sees, in [0, 1]; NaN for none."""
+    """Return the mean weight of each query's first visible key, in [0, 1], over queries with at least two; else NaN."""
     return _mean(query_key, _first_weights)
 
 
 def even_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
-    """Mean of 1/m over queries that see two keys or more, m the keys that a query sees: what `first_weight` is where
-    attention is even. A sink logit counts as one more key; NaN where no query sees two.
+    """Return the mean of 1/m over queries that see m ≥ 2 keys: the `first_weight` of uniform attention.
+
+    A sink logit counts as one more key. NaN if no query sees two keys.
     """
     return _mean(query_key, lambda tile: (1 / _choices(tile).clamp(min=1), _allowed_keys(tile) >= 2))
 
@@ -48,9 +49,9 @@ def even_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
 def attention_singular_values(
     query_key: QueryKey, *, without_row_sums: bool = False
 ) -> Float[Tensor, "*batch heads least"]:
-    """σ(P) or σ(P(I − 11ᵀ/m)), descending; computed once for a QueryKey, as several analyzers ask for them.
+    """Return σ(P), or σ(P(I − 11ᵀ/m)) if `without_row_sums`, descending; cached in the QueryKey for all analyzers.
 
-    One NaN for a long sequence, of which not all are computed: `attention_rank` needs the leading ones alone.
+    One NaN for a long sequence, whose full spectrum is not computed: `attention_rank` needs only the leading σ.
     """
     if is_long(query_key):
         return query_key.query.new_full((*query_key.query.shape[:-2], 1), torch.nan, dtype=torch.float64)
@@ -62,17 +63,17 @@ def attention_singular_values(
 
 
 def attention_rank(query_key: QueryKey, share: float) -> Float[Tensor, "*batch heads"]:
-    """The least k with Σ_{l≤k} σ² ≥ share · Σσ², σ of P; NaN for P = 0, and where `least_rank` proves none."""
+    """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ², σ of P; NaN if P = 0 or if `least_rank` proves no k."""
     if not is_long(query_key):
         return rank_at(attention_singular_values(query_key), share)
     return each_head(query_key, partial(_long_rank, share=share))
 
 
 def centred(attention: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch n m"]:
-    """P(I − 11ᵀ/m), which is P − 11ᵀ/m where rows sum to 1: attention beyond the even one. Rounding becomes zero."""
+    """Return P(I − 11ᵀ/m), the deviation from uniform attention P − 11ᵀ/m if rows sum to 1; rounding is set to zero."""
     beyond = attention - attention.mean(-1, keepdim=True)
     border = torch.finfo(attention.dtype).eps * attention.shape[-1] * torch.linalg.matrix_norm(attention)
-    # Strict: an even matrix leaves rounding of at most this norm.
+    # Strict: a uniform matrix leaves rounding of at most this norm.
     return torch.where((torch.linalg.matrix_norm(beyond) > border)[..., None, None], beyond, 0.0)
 
 
@@ -102,7 +103,7 @@ def _long_rank(head: QueryKey, share: float) -> float:
 
 
 def _allowed_keys(query_key: QueryKey) -> Float[Tensor, "*batch heads n"]:
-    """How many keys each query may see."""
+    """Return the number of keys that each query may see."""
     rows = query_key.query[..., 0]
     if query_key.allowed is None:
         return torch.full_like(rows, query_key.key.shape[-2], dtype=torch.float64)
@@ -110,14 +111,14 @@ def _allowed_keys(query_key: QueryKey) -> Float[Tensor, "*batch heads n"]:
 
 
 def _choices(query_key: QueryKey) -> Float[Tensor, "*batch heads n"]:
-    """Among how many keys each query's weight is spread, a sink logit counted as one."""
+    """Return the number of keys among which each query spreads its weight, counting a sink logit as one."""
     return _allowed_keys(query_key) + (query_key.sinks is not None)
 
 
 def _mean(
     query_key: QueryKey, of_queries: Callable[[QueryKey], tuple[Float[Tensor, "*batch n"], Bool[Tensor, "*batch n"]]]
 ) -> Float[Tensor, "*batch"]:
-    """The mean of what is read of each query, over those where it counts; a tile of them at a time."""
+    """Average a per-query quantity over the queries marked as valid, computing it tile by tile."""
     parts = [of_queries(tile) for _, tile in tiles(query_key)]
     values, where = (torch.cat(part, -1) for part in zip(*parts, strict=True))
     return torch.where(where, values, 0.0).sum(-1) / where.sum(-1)
@@ -125,23 +126,23 @@ def _mean(
 
 @dataclass(frozen=True)
 class Anatomy:
-    """‖LJ‖² = Σμ₊² + Σμ₋² + ‖JAJ‖² + n‖c‖², as shares of the whole, each in [0, 1]; NaN where LJ = 0.
+    """Shares of ‖LJ‖² = Σμ₊² + Σμ₋² + ‖JAJ‖² + n‖c‖², each in [0, 1]; NaN if LJ = 0.
 
-    J = I − 11ᵀ/n; S and A the symmetric and skew parts of the logits L, μ the eigenvalues of JSJ, c the centred column
-    means of L. Softmax ignores what depends on the query alone, so it sees only LJ.
+    J = I − 11ᵀ/n; S and A are the symmetric and antisymmetric parts of the logits L, μ the eigenvalues of JSJ, c the
+    centred column means of L. Softmax ignores what depends on the query alone, so it depends on L only through LJ.
     """
 
     positive: Float[Tensor, "*batch heads"]  # Σμ₊²/‖LJ‖²: a positive definite kernel
     negative: Float[Tensor, "*batch heads"]  # Σμ₋²/‖LJ‖²: the negative part of the symmetric kernel
-    skew: Float[Tensor, "*batch heads"]  # ‖JAJ‖²/‖LJ‖²: asymmetry that no gate on queries or keys removes
+    skew: Float[Tensor, "*batch heads"]  # ‖JAJ‖²/‖LJ‖²: asymmetry that cannot be removed by a gate on queries or keys
     key: Float[Tensor, "*batch heads"]  # n‖c‖²/‖LJ‖²: key salience, the same for every query
 
 
 def anatomy(query_key: QueryKey) -> Anatomy:
-    """The four shares of every head on one sequence, for self-attention.
+    """Compute the four shares of every head on one sequence, for self-attention.
 
-    Bilinear logits with 2·head_dim < n are reduced to a core of that size by QR of the centred [Q K]; others are taken
-    apart as n × n matrices, and have no shares where they are long.
+    Bilinear logits with 2·head_dim < n are reduced to a core of size 2·head_dim by QR of the centred [Q K]. Others are
+    decomposed as n × n matrices; if they are long, the shares are NaN.
     """
     small = query_key.bilinear and 2 * query_key.query.shape[-1] < query_key.query.shape[-2]
     if small:
@@ -175,7 +176,7 @@ def _dense_parts(logits: Float[Tensor, "some n n"]) -> Tensor:
 
 
 def _shares(core: Tensor, salience: Tensor, whole: Tensor, uncentred: Tensor, n: int) -> Float[Tensor, "some parts"]:
-    """The parts over the whole, `core` being JLJ or a matrix that shares its invariants."""
+    """Divide the parts by the whole; `core` is JLJ or a matrix with the same invariants."""
     eigenvalues = torch.linalg.eigvalsh((core + core.mT) / 2)
     positive, negative = (side.clamp(min=0).square().sum(-1) for side in (eigenvalues, -eigenvalues))
     skew = ((core - core.mT) / 2).square().sum((-2, -1))
@@ -186,35 +187,34 @@ def _shares(core: Tensor, salience: Tensor, whole: Tensor, uncentred: Tensor, n:
 
 
 EPS = torch.finfo(torch.float64).eps
-GLANCE = 128  # tokens of the leading block that is searched for a witness before the whole matrix is
+GLANCE = 128  # tokens of the leading block that is searched for a witness before the whole matrix
 FACTORED = 8192
-"""Tokens of the largest long kernel that is formed and factored whole, where no tile has a witness: three matrices of
-0.5 GB."""
+"""Most tokens of a long kernel that is formed and factored whole if no tile has a witness: three matrices of 0.5 GB."""
 POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan
 
 
 def definite(logits: Float[Tensor, "*batch heads n n"]) -> Float[Tensor, "*batch heads"]:
-    """1 where sym K = (K + Kᵀ)/2 is positive semidefinite up to rounding, 0 if not, NaN undecided.
+    """Return 1 if sym K = (K + Kᵀ)/2 is positive semidefinite up to rounding, 0 if not, NaN if undecided.
 
-    K_ij = exp(L_ij − ρ_i + κ_i), ρ_i the mean of row i and κ_i that of column i: softmax leaves row constants open, and
-    this choice of them reads the same for all (of a symmetric L it is L itself). Scaled to unit diagonal, a congruence,
-    so that nothing overflows and the verdict stays. Any entry above 1 then proves it indefinite by its 2 × 2 minor, in
-    a leading block as in the whole; what no entry decides, Cholesky does.
+    K_ij = exp(L_ij − ρ_i + κ_i), ρ_i the mean of row i and κ_i that of column i: softmax ignores row constants, and
+    this choice gives one verdict for all L with the same attention (for symmetric L it is L itself). sym K is scaled to
+    unit diagonal, a congruence, so that nothing overflows and definiteness is kept. Any entry above 1, in a leading
+    block or in the whole, then proves it indefinite by its 2 × 2 minor. Otherwise Cholesky decides.
     """
     return over_heads(_verdicts, logits)
 
 
 def definite_kernel(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
-    """`definite` of the head's own logits of all pairs, without a position bias or a mask.
+    """Return `definite` of the head's own logits of all pairs, without position bias or mask.
 
-    Long ones are searched for a witness in tiles.
+    Long logits are searched for a witness in tiles.
     """
     content = replace(query_key.content, allowed=None)
     return each_head(content, _long_verdict) if is_long(content) else definite(content.logits)
 
 
 def _long_verdict(head: QueryKey) -> float:
-    """The verdict on one long head; undecided where it has no witness and more than FACTORED tokens."""
+    """Return the verdict on one long head; UNDECIDED if it has no witness and more than FACTORED tokens."""
     n = head.query.shape[-2]
     gauge, half, largest = _gauge(head)
     rounding = EPS * max(largest, n)
@@ -232,16 +232,16 @@ def _long_verdict(head: QueryKey) -> float:
 def _kernel_tiles(
     head: QueryKey, gauge: Float[Tensor, " n"], half: Float[Tensor, " n"]
 ) -> Iterator[tuple[slice, Float[Tensor, "rows n"]]]:
-    """The rows of `_unit_kernel` of one long head."""
-    own = gauge - half
+    """Yield the rows of `_unit_kernel` of one long head."""
+    offset = gauge - half
     for rows, tile in tiles(head):
         down, across = tile.logits[0, 0], head.sequences([0], slice(None), rows).logits[0, 0].mT
-        kernel = (down + own[rows, None] - half).clamp_(max=1.0).exp_()
-        yield rows, kernel.add_((across + own - half[rows, None]).clamp_(max=1.0).exp_()).div_(2)
+        kernel = (down + offset[rows, None] - half).clamp_(max=1.0).exp_()
+        yield rows, kernel.add_((across + offset - half[rows, None]).clamp_(max=1.0).exp_()).div_(2)
 
 
 def _gauge(head: QueryKey) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], float]:
-    """κ − ρ, half of the diagonal of L with it, and the largest |L|, of one long head."""
+    """Return κ − ρ, half the diagonal of the logits after adding κ − ρ, and the largest |L| of one long head."""
     means, diagonal, largest = [], [], 0.0
     columns = torch.zeros(head.query.shape[-2], dtype=torch.float64, device=head.query.device)
     for rows, tile in tiles(head):
@@ -259,7 +259,7 @@ def _verdicts(logits: Float[Tensor, "some n n"]) -> Float[Tensor, " some"]:
     n = logits.shape[-1]
     gauge = logits.mean(-2) - logits.mean(-1)
     low, high = logits.flatten(1).aminmax(dim=-1)
-    rounding = EPS * torch.maximum(-low, high).clamp(min=n)  # of a sum over K, relative
+    rounding = EPS * torch.maximum(-low, high).clamp(min=n)  # relative rounding of a sum over K
     for size in sorted({min(n, GLANCE), n}):
         open_ = verdicts.isnan().nonzero()[:, 0]
         kernel = _unit_kernel(logits[open_, :size, :size] + gauge[open_, :size, None])
@@ -270,9 +270,9 @@ def _verdicts(logits: Float[Tensor, "some n n"]) -> Float[Tensor, " some"]:
 
 
 def _unit_kernel(logits: Float[Tensor, "some n n"]) -> Float[Tensor, "some n n"]:
-    """sym K scaled to unit diagonal, K_ij = exp of these.
+    """Return sym K scaled to unit diagonal, for K_ij = exp(logits).
 
-    Exponents are cut off at 1: such an entry is above e/2 > 1 either way, and so a witness.
+    Exponents are clamped to 1: a clamped entry is above e/2 > 1 with or without clamping, and so is a witness.
     """
     diagonal = logits.diagonal(dim1=-2, dim2=-1) / 2
     kernel = (logits - diagonal[..., None] - diagonal[..., None, :]).clamp_(max=1.0).exp_()
@@ -280,16 +280,16 @@ def _unit_kernel(logits: Float[Tensor, "some n n"]) -> Float[Tensor, "some n n"]
 
 
 def _witness(kernel: Float[Tensor, "some n n"], rounding: Float[Tensor, " some"]) -> Bool[Tensor, " some"]:
-    """Whether an entry exceeds 1, so that a 2 × 2 minor has the eigenvalue 1 − entry < 0."""
+    """Return whether an entry exceeds 1, so that a 2 × 2 minor has the eigenvalue 1 − entry < 0."""
     # Strict, and beyond rounding times n, the trace, which bounds the largest eigenvalue of a semidefinite matrix.
     return kernel.flatten(1).amax(-1) > 1 + rounding * kernel.shape[-1]
 
 
 def _by_cholesky(kernel: Float[Tensor, "some n n"], rounding: Float[Tensor, " some"]) -> Float[Tensor, " some"]:
-    """Positive where K + tol has a Cholesky factor, indefinite where not even K + 4 tol has; tol = rounding · ‖K‖_∞.
+    """Return POSITIVE if K + tol has a Cholesky factor, INDEFINITE if K + 4 tol has none; tol = rounding · ‖K‖_∞.
 
-    The factorisation's own rounding is below tol, so success means λ_min > −2 tol, failure at 4 tol λ_min < −3 tol.
-    Between the two the matrix is as near to the border as its rounding, and no verdict is given.
+    The factorisation rounds by less than tol, so success means λ_min > −2 tol; failure at 4 tol means λ_min < −3 tol.
+    Between the two the result is UNDECIDED: the matrix is as close to the boundary as its rounding.
     """
     tolerance = rounding * kernel.sum(-1).amax(-1)
     positive = _factors(kernel, tolerance)
@@ -300,7 +300,7 @@ def _by_cholesky(kernel: Float[Tensor, "some n n"], rounding: Float[Tensor, " so
 
 
 def _factors(kernel: Float[Tensor, "some n n"], shift: Float[Tensor, " some"]) -> Bool[Tensor, " some"]:
-    """Whether K + shift · I has a Cholesky factor."""
+    """Return whether K + shift · I has a Cholesky factor."""
     shifted = kernel.clone()
     shifted.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])
     failed: Tensor = torch.linalg.cholesky_ex(shifted).info

@@ -21,34 +21,34 @@ if TYPE_CHECKING:
     from attnlens.records import QueryKey, Rotation
 
 
-PANELS = 4  # in how many panels a symmetric product is multiplied out: 5/8 of the whole
+PANELS = 4  # panels in which a symmetric product is multiplied: 5/8 of the full product
 ROWS = 512
-"""Rows of a factor that are multiplied at once: with their products they stay in the second-level cache."""
+"""Rows of a factor multiplied at once: with their products they fit in the second-level cache."""
 
 
 def symmetry(form: Form) -> Float[Tensor, "*batch heads"]:
-    """(‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K) in [−1, 1]: 1 symmetric, −1 skew (Saponati et al. 2025).
+    """Return (‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K) in [−1, 1]: 1 symmetric, −1 skew (Saponati et al. 2025).
 
-    Under rotation Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions; where its angles are no multiples of a
-    distance (images), of the joint kernel on (content, position), every pair of positions once. NaN for a zero matrix.
+    Under rotation: Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions. If angles are not multiples of a distance
+    (images): that of the joint kernel on (content, position), every pair of positions once. NaN for a zero matrix.
     """
     if not (form.rotation is None or form.rotation.by_distance):
-        return _of_grams(form.query_mean, form.key_mean, form.cross_mean)
+        return _trace_ratio(form.query_mean, form.key_mean, form.cross_mean)
     return _over_distances(*form.distance_traces)
 
 
 def symmetry_by_distance(form: Form) -> Float[Tensor, "*batch heads positions"]:
-    """2 tr(M(Δ)M(−Δ)) / (‖M(Δ)‖² + ‖M(−Δ)‖²) in [−1, 1] for Δ = 0 … positions − 1; 1 iff M(Δ)ᵀ = M(−Δ)."""
+    """Return 2 tr(M(Δ)M(−Δ)) / (‖M(Δ)‖² + ‖M(−Δ)‖²) in [−1, 1] for Δ = 0 … positions − 1; 1 iff M(Δ)ᵀ = M(−Δ)."""
     crossed, squared = form.distance_traces
     return crossed / squared
 
 
 def layer_symmetry(query_key: QueryKey) -> float | None:
-    """The symmetry of Σ_h M_h, the heads of a site summed (Saponati et al. 2025, their layer score), in [−1, 1].
+    """Return the symmetry of Σ_h M_h over the heads of a site (Saponati et al. 2025, layer score), in [−1, 1].
 
-    The sum is that of the concatenated factors, [W_Q,1 W_Q,2 …][W_K,1 W_K,2 …]ᵀ, each query head with its own key head;
-    under rotation with the distances of `symmetry`. For a QueryKey without batch axes. None for a zero matrix, and in
-    cross-attention.
+    The sum is the product of the concatenated factors, [W_Q,1 W_Q,2 …][W_K,1 W_K,2 …]ᵀ, each query head with its own
+    key head, over the distances of `symmetry` under rotation. For a QueryKey without batch axes. None for a zero
+    matrix, and in cross-attention.
     """
     if query_key.site.part == "cross":
         return None
@@ -57,29 +57,29 @@ def layer_symmetry(query_key: QueryKey) -> float | None:
 
 
 def _summed_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
-    # Query heads that share a key head share its factor, so their own factors may be summed first.
+    # Query heads that share a key head share its factor, so their own factors can be summed first.
     kv_heads, rows, size = query_key.key.shape
     summed = query_key.query.new_zeros(kv_heads, size, rows, dtype=torch.float64)
     for head, key_head in enumerate(query_key.key_of):
-        summed[key_head] += query_key.query[head].mT  # as rows of weights lie in memory
-    query, key = _beside(summed.mT), _beside(query_key.key)
+        summed[key_head] += query_key.query[head].mT  # in the memory order of the weights' rows
+    query, key = _concatenate(summed.mT), _concatenate(query_key.key)
     if query_key.rotation is None:
-        if 3 * query.shape[1] < len(query):  # three Gram matrices take fewer products than the matrix
-            return _of_grams(_gram_trace(query), _gram_trace(key), key.mT @ query)
+        if 3 * query.shape[1] < len(query):  # three Gram matrices take fewer multiplications than the matrix
+            return _trace_ratio(_gram_trace(query), _gram_trace(key), key.mT @ query)
         matrix = query @ key.mT
         return (matrix * matrix.mT).sum() / matrix.square().sum()
     rotation = query_key.rotation
     query_gram, key_gram, cross = _gram_trace(query), _gram_trace(key), key.mT @ query
     if not rotation.by_distance:
-        return _of_grams(*(_blocks_averaged(rotation, gram) for gram in (query_gram, key_gram, cross)))
+        return _trace_ratio(*(_average_blocks(rotation, gram) for gram in (query_gram, key_gram, cross)))
     return _over_distances(_block_traces(rotation, cross, cross), _block_traces(rotation, query_gram, key_gram))
 
 
 def directionality(form: Form) -> Float[Tensor, "*batch heads"]:
-    """(r − c)/(r + c) in [−1, 1]; r (c) sums the norms of M's rows (columns) above mean + 2 sd (Saponati et al. 2025).
+    """Return (r − c)/(r + c) in [−1, 1]; r (c) sums norms of M's rows (columns) above mean + 2 sd.
 
-    The published sign; 0 where no row and no column stands out. Row norms² are diag(W_Q G_K W_Qᵀ). Under rotation a
-    row's norm is pooled over positions: diag(W_Q Σ_i R(i) G_K R(i)ᵀ W_Qᵀ), G_K the Gram matrix of the stacked keys.
+    The published sign (Saponati et al. 2025); 0 if nothing stands out. Row norms² are diag(W_Q G_K W_Qᵀ), under
+    rotation pooled over positions: diag(W_Q Σ_i R(i) G_K R(i)ᵀ W_Qᵀ), G_K the Gram matrix of the stacked keys.
     """
     query_gram, key_gram = form.query_gram, form.key_gram
     if form.rotation is not None:
@@ -96,21 +96,21 @@ def directionality(form: Form) -> Float[Tensor, "*batch heads"]:
 
 
 def _row_norms(factor: Tensor, grams: Tensor) -> Tensor:
-    """Row norms of a factor under several Gram matrices, one below the other; a part of the rows at a time."""
-    found = []
-    for one, gram in zip(factor, grams, strict=True):
-        rows = one.double().mT
+    """Return row norms of a factor under several vertically stacked Gram matrices, ROWS rows at a time."""
+    norms = []
+    for head, gram in zip(factor, grams, strict=True):
+        rows = head.double().mT
         parts = []
         for part in rows.split(ROWS, 1):
             products = (gram @ part).reshape(-1, *part.shape)
             parts.append(products.mul_(part).sum(1))
-        found.append(torch.cat(parts, 1))
+        norms.append(torch.cat(parts, 1))
     # Rounding may leave a zero row's square below zero.
-    return torch.stack(found).clamp(min=0).sqrt()
+    return torch.stack(norms).clamp(min=0).sqrt()
 
 
 def _outstanding(norms: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
-    """The sum of the norms that exceed mean + 2 sd (unbiased), strictly, as Saponati et al. define it."""
+    """Sum the norms that exceed mean + 2 sd (unbiased), strictly, as defined by Saponati et al."""
     border = norms.mean(-1, keepdim=True) + 2 * norms.std(-1, keepdim=True)
     return torch.where(norms > border, norms, 0.0).sum(-1)
 
@@ -118,33 +118,33 @@ def _outstanding(norms: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batc
 def _over_distances(
     crossed: Float[Tensor, "*batch positions"], squared: Float[Tensor, "*batch positions"]
 ) -> Float[Tensor, "*batch"]:
-    """Σ_Δ of the one over Σ_Δ of the other over all |Δ| < positions: every distance but 0 counts twice."""
+    """Return the ratio of both sums over all |Δ| < positions: every distance except 0 counts twice."""
     return (2 * crossed.sum(-1) - crossed[..., 0]) / (2 * squared.sum(-1) - squared[..., 0])
 
 
-def _of_grams(
+def _trace_ratio(
     query: Float[Tensor, "*batch size size"],
     key: Float[Tensor, "*batch size size"],
     cross: Float[Tensor, "*batch size size"],
 ) -> Float[Tensor, "*batch"]:
-    """tr(CC)/tr(G_Q G_K)."""
+    """Return tr(CC)/tr(G_Q G_K)."""
     return (cross * cross.mT).sum((-2, -1)) / (query * key).sum((-2, -1))
 
 
-def _blocks_averaged(rotation: Rotation, gram: Float[Tensor, "columns columns"]) -> Float[Tensor, "columns columns"]:
-    """The Gram matrix of the stacked factors of all heads, each head turned alike."""
+def _average_blocks(rotation: Rotation, gram: Float[Tensor, "columns columns"]) -> Float[Tensor, "columns columns"]:
+    """Average the Gram matrix of all heads' stacked factors over rotations, applying the same rotation to each head."""
     heads = len(gram) // rotation.size
     blocks = gram.reshape(heads, rotation.size, heads, rotation.size).transpose(1, 2)
     return averaged(rotation, blocks).transpose(1, 2).reshape(gram.shape)
 
 
-def _beside(factor: Float[Tensor, "heads d_model head_dim"]) -> Float[Tensor, "d_model columns"]:
-    """The heads' factors side by side."""
-    return factor.double().mT.flatten(0, 1).mT  # a view of rows of weights, which lie one head after the other
+def _concatenate(factor: Float[Tensor, "heads d_model head_dim"]) -> Float[Tensor, "d_model columns"]:
+    """Concatenate the heads' factors along columns."""
+    return factor.double().mT.flatten(0, 1).mT  # a view: the weights' rows are stored head after head
 
 
 def _gram_trace(factor: Float[Tensor, "d_model columns"]) -> Float[Tensor, "columns columns"]:
-    """AᵀA, the half above the diagonal blocks multiplied out and mirrored."""
+    """Return AᵀA, computing only the blocks on and above the diagonal and mirroring them."""
     gram, size = factor.new_empty(factor.shape[1], factor.shape[1]), max(1, -(-factor.shape[1] // PANELS))
     for start in range(0, len(gram), size):
         rows = slice(start, start + size)
@@ -156,9 +156,9 @@ def _gram_trace(factor: Float[Tensor, "d_model columns"]) -> Float[Tensor, "colu
 def _block_traces(
     rotation: Rotation, left: Float[Tensor, "columns columns"], right: Float[Tensor, "columns columns"]
 ) -> Float[Tensor, " positions"]:
-    """Σ_{g,h} tr(X_gh R(Δ)ᵀ Y_hg R(Δ)), the mean of Δ and −Δ, over the head_dim blocks of both.
+    """Return Σ_{g,h} tr(X_gh R(Δ)ᵀ Y_hg R(Δ)), averaged over ±Δ, X and Y the head_dim blocks of `left` and `right`.
 
-    One row of blocks at a time for memory.
+    One row of blocks at a time, to save memory.
     """
     size = rotation.size
     heads = len(left) // size
@@ -168,34 +168,31 @@ def _block_traces(
 
 
 LARGEST_CONDITION = 1e5
-"""Condition above which a Cholesky factor of a Gram matrix, whose error grows with its square, gives way."""
+"""Condition above which the Cholesky factor of a Gram matrix is not used, because its error grows with the square."""
 
 
 def cholesky_root(
     gram: Float[Tensor, "some size size"],
 ) -> tuple[Float[Tensor, "some size size"], Bool[Tensor, " some"]]:
-    """R by Cholesky at columns of unit length, and where its condition estimate √size / min diag(R) is at most 1e5.
-
-    Elsewhere R is zero.
-    """
+    """Return R by Cholesky at unit column lengths, 0 if ill-conditioned, and whether √size / min diag(R) ≤ 1e5."""
     lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt()
     lower, failed = torch.linalg.cholesky_ex(gram / lengths[..., None] / lengths[..., None, :])
     least = lower.diagonal(dim1=-2, dim2=-1).amin(-1)
-    # A zero column makes NaN, which is not above anything.
+    # A zero column makes NaN, which compares as false.
     good = (failed == 0) & (least * LARGEST_CONDITION > gram.shape[-1] ** 0.5)
     return torch.where(good[:, None, None], lower.mT * lengths[..., None, :], 0.0), good
 
 
 def factor_root(factor: Float[Tensor, "some n size"]) -> Float[Tensor, "some size size"]:
-    """R by QR of A = U R, filled up with rows of zeros where A has fewer rows than columns."""
+    """Return R of the QR of A = U R, padded with rows of zeros if A has fewer rows than columns."""
     upper: Tensor = torch.linalg.qr(factor.double(), mode="r").R
     return torch.nn.functional.pad(upper, (0, 0, 0, upper.shape[-1] - upper.shape[-2]))
 
 
 def eigenvalue_root(gram: Float[Tensor, "some size size"]) -> Float[Tensor, "some size size"]:
-    """R by eigenvalues; those up to eps · size · largest, which may be negative by rounding, count as zero.
+    """Return R by eigenvalues; those up to eps · size · largest, possibly negative by rounding, count as zero.
 
-    For an ill-conditioned B whose A is too long to be had: what is left below 1e-8 of the largest is rounding.
+    For an ill-conditioned B whose factor A is too long for QR. Values of R below 1e-8 of the largest are rounding.
     """
     values, vectors = torch.linalg.eigh(gram)
     border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]
@@ -205,15 +202,15 @@ def eigenvalue_root(gram: Float[Tensor, "some size size"]) -> Float[Tensor, "som
     return root
 
 
-# Sums over positions are quadratic in the rotation R. A pair of coordinates meets no other in R, so they follow from
-# products of cos and sin of two pairs: of the order of head_dim² at each position, not head_dim³.
+# Sums over positions are quadratic in the rotation R. R does not mix different pairs of coordinates, so the sums follow
+# from products of cos and sin of two pairs: of the order of head_dim² at each position, not head_dim³.
 def averaged(
     rotation: Rotation, matrix: Float[Tensor, "*batch head_dim head_dim"]
 ) -> Float[Tensor, "*batch head_dim head_dim"]:
-    """mean_i R(i)ᵀ X R(i).
+    """Return mean_i R(i)ᵀ X R(i).
 
-    With w = x_a + i x_b for a pair, and v for another, each 2 × 2 block is a form Re(P w̄ v + Q w v); turning both pairs
-    multiplies P by e^{i(φ_w − φ_v)} and Q by e^{−i(φ_w + φ_v)}, whose means are taken once for all matrices.
+    With w = x_a + i x_b for one pair and v for another, each 2 × 2 block is a form Re(P w̄ v + Q w v). Rotating both
+    pairs multiplies P by e^{i(φ_w − φ_v)} and Q by e^{−i(φ_w + φ_v)}, whose means are computed once for all matrices.
     """
     order, angles = _order(rotation), _angles(rotation)
     waves = torch.polar(torch.ones_like(angles), angles)
@@ -223,7 +220,7 @@ def averaged(
     total, difference = against + along, against - along
     upper = torch.cat((total.real, -total.imag), -1)
     mean = torch.cat((upper, torch.cat((difference.imag, difference.real), -1)), -2)
-    return _taken(mean, order.argsort()[: rotation.size])
+    return _index(mean, order.argsort()[: rotation.size])
 
 
 def traces(
@@ -231,9 +228,9 @@ def traces(
     left: Float[Tensor, "*batch terms head_dim head_dim"],
     right: Float[Tensor, "*batch terms head_dim head_dim"],
 ) -> Float[Tensor, "*batch positions"]:
-    """Σ_terms tr(X R(Δ)ᵀ Y R(Δ)), the mean of Δ and −Δ, for each distance Δ = 0 … positions − 1.
+    """Return Σ_terms tr(X R(Δ)ᵀ Y R(Δ)), averaged over ±Δ, for each distance Δ = 0 … positions − 1.
 
-    In that mean the products of a cos with a sin cancel.
+    In this mean the products of a cos with a sin cancel.
     """
     order, angles = _order(rotation), _angles(rotation)
     a, b, c, d = _blocks(left.mT, order)
@@ -245,9 +242,9 @@ def traces(
 
 
 def _order(rotation: Rotation) -> Int[Tensor, " even"]:
-    """The coordinates in an order in which the partner is half the length away: first ones, then second ones.
+    """Return the coordinates ordered so that partners are half the length apart: first members, then second members.
 
-    Those that stand still are made pairs too; where one is left over, a coordinate of zeros is its partner.
+    Unrotated coordinates are paired too; if their number is odd, a coordinate of zeros completes the last pair.
     """
     turning = rotation.pairs.flatten()
     still = torch.ones(rotation.size + rotation.size % 2, dtype=torch.bool, device=turning.device)
@@ -256,19 +253,19 @@ def _order(rotation: Rotation) -> Int[Tensor, " even"]:
 
 
 def _angles(rotation: Rotation) -> Float[Tensor, "positions half"]:
-    """The angles of all pairs in that order, 0 where coordinates stand still."""
+    """Return the angles of all pairs in that order, 0 for unrotated coordinates."""
     return pad(rotation.angles, (0, -(-rotation.size // 2) - len(rotation.pairs)))
 
 
 def _blocks(matrix: Float[Tensor, "*batch head_dim head_dim"], order: Int[Tensor, " even"]) -> list[Tensor]:
-    """The quarters of a matrix in that order: entries of the first of one pair with the first of another, and so on."""
+    """Return the quarters of a matrix in that order: first × first members of the pairs, first × second, and so on."""
     missing = len(order) - matrix.shape[-1]
-    ordered = _taken(pad(matrix, (0, missing, 0, missing)) if missing else matrix, order)
+    ordered = _index(pad(matrix, (0, missing, 0, missing)) if missing else matrix, order)
     return [block for rows in ordered.chunk(2, -2) for block in rows.chunk(2, -1)]
 
 
-def _taken(matrix: Float[Tensor, "*batch size size"], order: Int[Tensor, " some"]) -> Float[Tensor, "*batch some some"]:
-    """Rows and columns of a matrix in this order; itself where that is their own (halves turned, as in Llama)."""
+def _index(matrix: Float[Tensor, "*batch size size"], order: Int[Tensor, " some"]) -> Float[Tensor, "*batch some some"]:
+    """Return the matrix with rows and columns in this order; the matrix itself if already in order (as in Llama)."""
     if torch.equal(order, torch.arange(matrix.shape[-1], device=order.device)):
         return matrix
     return matrix[..., order[:, None], order]
@@ -279,15 +276,15 @@ class Form:
     """The bilinear form M = s · W_Q W_Kᵀ of every head, in float64, never formed.
 
     Under rotation its norm, eigenvalues and singular values are those of the joint kernel on (content, position): block
-    (i, j) is s · W_Q R(i−j) W_Kᵀ, over the number of positions, so that they compare with those of one matrix. It is
-    again factored, by [W_Q R(i)]_i and [W_K R(j)]_j, whose Gram matrices are averages of rotated ones.
+    (i, j) is s · W_Q R(i−j) W_Kᵀ, divided by the number of positions to be comparable with a single matrix. It is
+    factored by [W_Q R(i)]_i and [W_K R(j)]_j, whose Gram matrices are averages of rotated ones.
     """
 
     query_key: QueryKey
 
     @property
     def rotation(self) -> Rotation | None:
-        """How positions turn queries and keys, if they do."""
+        """Rotation of queries and keys by position, or None."""
         return self.query_key.rotation
 
     @property
@@ -297,7 +294,7 @@ class Form:
 
     @property
     def key_gram(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
-        """G_K = W_KᵀW_K of each head's key head, computed once for each key head."""
+        """G_K = W_KᵀW_K of each head's key head, computed once per key head."""
         key_of = list(self.query_key.key_of)
         return self._shared("key_gram", lambda: _gram(self.query_key.key)[..., key_of, :, :])
 
@@ -314,24 +311,24 @@ class Form:
 
     @property
     def group(self) -> int | None:
-        """How many query heads in a row share each key head; None where it is not so (some heads of a site)."""
+        """Number of consecutive query heads sharing each key head; None if irregular (a subset of a site's heads)."""
         key_of, kv_heads = self.query_key.key_of, self.query_key.key.shape[-3]
         group = len(key_of) // kv_heads
         return group if group and key_of == tuple(head // group for head in range(group * kv_heads)) else None
 
     @property
     def query_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
-        """The Gram matrix of the stacked [W_Q R(i)]_i over the number of positions; without rotation G_Q."""
+        """Gram matrix of the stacked [W_Q R(i)]_i over the number of positions; G_Q without rotation."""
         return self._shared("query_mean", lambda: self._averaged(self.query_gram))
 
     @property
     def key_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
-        """The same of the keys."""
+        """Gram matrix of the stacked [W_K R(i)]_i over the number of positions; G_K without rotation."""
         return self._shared("key_mean", lambda: self._averaged(self.key_gram))
 
     @cached_property
     def cross_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
-        """The same of keys with queries, for self-attention."""
+        """C averaged over rotations, for self-attention; C without rotation."""
         return self._averaged(self.cross)
 
     @cached_property
@@ -356,7 +353,7 @@ class Form:
 
     @property
     def singular_values(self) -> Float[Tensor, "*batch heads head_dim"]:
-        """σ(M) = s·σ(R_Q R_Kᵀ), descending, R_Q, R_K roots of G_Q, G_K; those that are always zero are left out."""
+        """σ(M) = s·σ(R_Q R_Kᵀ), descending, R_Q, R_K roots of G_Q, G_K; those that are always zero are omitted."""
         query, key = self.query_mean, self.key_mean
         values = over_heads(_singular_values, query, key)
         bad = values[..., 0].isnan()
@@ -370,7 +367,7 @@ class Form:
 
     @cached_property
     def symmetric_eigenvalues(self) -> Float[Tensor, "*batch heads twice"]:
-        """μ, the eigenvalues of S = (M + Mᵀ)/2, ascending; those that are always zero are left out.
+        """μ, the eigenvalues of S = (M + Mᵀ)/2, ascending; eigenvalues that are always zero are omitted.
 
         With [W_Q W_K] = U [R_Q R_K], UᵀU = 1, they are those of s·(R_Q R_Kᵀ + R_K R_Qᵀ)/2, of size 2·head_dim.
         """
@@ -385,25 +382,25 @@ class Form:
 
     @property
     def definiteness(self) -> Float[Tensor, "*batch heads"]:
-        """Σμ / Σ|μ| in [−1, 1]: 1 iff S is positive semidefinite; NaN where S = 0."""
+        """Σμ / Σ|μ| in [−1, 1]: 1 iff S is positive semidefinite; NaN if S = 0."""
         return self.symmetric_eigenvalues.sum(-1) / self.symmetric_eigenvalues.abs().sum(-1)
 
     @property
     def inertia(self) -> tuple[Float[Tensor, "*batch heads"], Float[Tensor, "*batch heads"]]:
-        """How many μ are above, and how many below, ± eps · size · max|μ|; 0 … head_dim each."""
+        """Number of μ above eps · size · max|μ|, and of μ below its negative; 0 … head_dim each."""
         eigenvalues = self.symmetric_eigenvalues
         border = torch.finfo(eigenvalues.dtype).eps * eigenvalues.shape[-1] * eigenvalues.abs().amax(-1, keepdim=True)
-        # Strict on both sides: an eigenvalue at the border is zero up to rounding, and a zero matrix has none.
+        # Strict on both sides: an eigenvalue at the border is zero up to rounding, and all of a zero matrix are.
         return (eigenvalues > border).sum(-1).to(eigenvalues), (eigenvalues < -border).sum(-1).to(eigenvalues)
 
     @property
     def positivity(self) -> Float[Tensor, "*batch heads"]:
-        """Re Σλ / Σ|λ| in [−1, 1], λ the eigenvalues of C, the non-zero ones of M/s (Elhage et al. 2021)."""
+        """Re Σλ / Σ|λ| in [−1, 1], λ the eigenvalues of C, which are the non-zero ones of M/s (Elhage et al. 2021)."""
         eigenvalues = over_heads(torch.linalg.eigvals, self.cross_mean)
         return eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)
 
     def _shared(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """Computed once for a QueryKey, whichever analyzer asks."""
+        """Compute a value once per QueryKey, for all analyzers."""
         shared = self.query_key.shared
         if name not in shared:
             shared[name] = compute()
@@ -415,7 +412,7 @@ class Form:
     def _root(
         self, where: Bool[Tensor, "*batch heads"], gram: Float[Tensor, "some size size"], *factors: Tensor
     ) -> Float[Tensor, "some size size"]:
-        """A root of the ill-conditioned, from their factors; under rotation the stacked ones are too long for QR."""
+        """Return roots of ill-conditioned Gram matrices: by QR of the factors or, under rotation, by eigenvalues."""
         if self.rotation is None:
             return over_heads(factor_root, torch.cat([factor[where] for factor in factors], -1))
         return over_heads(eigenvalue_root, gram)
@@ -430,12 +427,12 @@ def _inner(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _joint(query: Tensor, key: Tensor, cross: Tensor) -> Tensor:
-    """The Gram matrix of [W_Q W_K]."""
+    """Return the Gram matrix of [W_Q W_K]."""
     return torch.cat((torch.cat((query, cross.mT), -1), torch.cat((cross, key), -1)), -2)
 
 
 def _singular_values(query: Tensor, key: Tensor) -> Tensor:
-    """NaN where a Gram matrix is ill-conditioned."""
+    """Return σ(R_Q R_Kᵀ) by Cholesky roots; NaN if a Gram matrix is ill-conditioned."""
     (query, good_query), (key, good_key) = cholesky_root(query), cholesky_root(key)
     return torch.where((good_query & good_key)[:, None], _core_singular_values(query, key), torch.nan)
 
@@ -446,7 +443,7 @@ def _core_singular_values(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _symmetric_eigenvalues(query: Tensor, key: Tensor, cross: Tensor) -> Tensor:
-    """NaN where the joint Gram matrix is ill-conditioned."""
+    """Return the eigenvalues of S/s by a Cholesky root; NaN if the joint Gram matrix is ill-conditioned."""
     both, good = cholesky_root(_joint(query, key, cross))
     return torch.where(good[:, None], _core_symmetric_eigenvalues(both), torch.nan)
 
@@ -459,11 +456,11 @@ def _core_symmetric_eigenvalues(both: Tensor) -> Tensor:
 
 
 def change(query_key: QueryKey, base: QueryKey) -> tuple[Float[Tensor, "*batch heads"], Float[Tensor, "*batch heads"]]:
-    """‖ΔM‖_F / ‖M‖_F and rank ΔM, for M = s W_Q W_Kᵀ of `base` and ΔM = s (W_Q' W_K'ᵀ − W_Q W_Kᵀ).
+    """Return ‖ΔM‖_F / ‖M‖_F and rank ΔM, for M = s W_Q W_Kᵀ of `base` and ΔM = s (W_Q' W_K'ᵀ − W_Q W_Kᵀ).
 
-    Under RoPE M is that of equal positions. The rank counts the σ of ΔM above eps · n · ‖M‖_F (or ‖ΔM‖_F, where that is
-    more), which is what rounding of W_Q' − W_Q and W_K' − W_K can make; eps is float32's, in which models compute the
-    cos and sin of their rotations. NaN where M = 0.
+    Under RoPE, M is that of equal positions. The rank counts the σ of ΔM above eps · n · max(‖M‖_F, ‖ΔM‖_F), the
+    largest effect of rounding in W_Q' − W_Q and W_K' − W_K. eps is float32's, in which models compute the cos and sin
+    of their rotations. NaN if M = 0.
     """
     values = _difference_singular_values(query_key, base)
     # ‖M‖_F = s·√tr(G_Q G_K) at equal positions
@@ -473,15 +470,15 @@ def change(query_key: QueryKey, base: QueryKey) -> tuple[Float[Tensor, "*batch h
     size = values.square().sum(-1).sqrt()
     most = max(query_key.query.shape[-2], query_key.key.shape[-2])
     border = torch.finfo(torch.float32).eps * most * torch.maximum(norm, size)
-    # Strict: where nothing changed there is nothing above the border, and where M and ΔM are 0 it is 0.
+    # Strict: if nothing changed, no σ is above the border; if M and ΔM are 0, the border is 0.
     rank = (values > border[..., None]).sum(-1).to(values)
     return size / norm, rank.masked_fill(norm == 0, torch.nan)
 
 
 def _difference_singular_values(query_key: QueryKey, base: QueryKey) -> Float[Tensor, "*batch heads twice"]:
-    """σ(ΔM), descending, of ΔM = s [ΔW_Q W_Q] [W_K' ΔW_K]ᵀ.
+    """Return σ(ΔM), descending, of ΔM = s [ΔW_Q W_Q] [W_K' ΔW_K]ᵀ.
 
-    Written so, each block is as large as the difference, and rounding is relative to it and not to M.
+    In this form each block is as large as the difference, so that rounding is relative to the difference, not to M.
     """
     query, key = query_key.query.double(), query_key.paired_key.double()
     before, key_before = base.query.double(), base.paired_key.double()
@@ -492,21 +489,21 @@ def _difference_singular_values(query_key: QueryKey, base: QueryKey) -> Float[Te
 
 
 def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_partner: Tensor) -> Tensor:
-    """R of [a·first b·second] by QR; a and b make each block as long as its partner, and leave the product as it is."""
+    """Return R of [a·first b·second] by QR; a and b scale blocks to their partners' norms and cancel in the product."""
     scaled = []
     for part, partner in ((first, first_partner), (second, second_partner)):
-        own, other = (torch.linalg.matrix_norm(side, keepdim=True) for side in (part, partner))
-        scaled.append(part * torch.where(own > 0, other / own, 0.0).sqrt())
+        norm, partner_norm = (torch.linalg.matrix_norm(side, keepdim=True) for side in (part, partner))
+        scaled.append(part * torch.where(norm > 0, partner_norm / norm, 0.0).sqrt())
     return factor_root(torch.cat(scaled, -1))
 
 
 def largest_angle(
     one: Float[Tensor, "*batch n head_dim"], other: Float[Tensor, "*batch n head_dim"]
 ) -> Float[Tensor, "*batch"]:
-    """The largest principal angle between two column spaces, in degrees; [0, 90].
+    """Return the largest principal angle between two column spaces, in degrees, in [0, 90].
 
-    asin ‖(I − U Uᵀ)V‖₂ for orthonormal bases U and V, exact for small angles (Björck & Golub 1973). Directions whose
-    singular value is within rounding, eps · n · σ₁, don't count; 90 where the ranks differ, NaN where both are 0.
+    asin ‖(I − U Uᵀ)V‖₂ for orthonormal bases U and V, exact for small angles (Björck & Golub 1973). Directions with a
+    singular value within rounding, eps · n · σ₁, do not count. 90 if the ranks differ, NaN if both are 0.
     """
     return over_heads(_subspace_angles, one.double(), other.double())
 
@@ -526,8 +523,8 @@ def _angle(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _basis(factor: Tensor) -> Tensor:
-    """Orthonormal columns that span the factor's."""
+    """Return orthonormal columns that span the column space of the factor."""
     left, values, _ = torch.linalg.svd(factor, full_matrices=False)
-    # Strict: a factor of zeros has no direction.
+    # Strict: a zero factor spans nothing.
     kept: Tensor = left[:, values > torch.finfo(values.dtype).eps * max(factor.shape) * values[0]]
     return kept

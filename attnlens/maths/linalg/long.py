@@ -1,4 +1,4 @@
-"""Matrices of long sequences by tiles of rows: leading singular values, and masks that are intervals."""
+"""Matrices of long sequences in tiles of rows: leading singular values, and masks made of intervals."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from attnlens.records import QueryKey
 
 LONG = 2048**2
-"""A head with more pairs of queries and keys is long: its matrices are read in tiles, and its spectra not whole. At
+"""Heads with more query–key pairs are long: their matrices are read in tiles, and full spectra are not computed. At
 2,048 tokens the full spectra of a head take 7 s on one core, at 8,192 tokens 64 times as much."""
-TILE = 1 << 22  # numbers in one tile: 32 MB of float64, of which about five live at a time
+TILE = 1 << 22  # numbers in one tile: 32 MB of float64; about five tiles are in memory at a time
 
 
 def is_long(query_key: QueryKey) -> bool:
-    """Whether a head has more than LONG pairs of queries and keys."""
+    """Return whether a head has more than LONG pairs of queries and keys."""
     return query_key.query.shape[-2] * query_key.key.shape[-2] > LONG
 
 
 def tiles(query_key: QueryKey) -> Iterator[tuple[slice, QueryKey]]:
-    """Consecutive queries with the keys that they may see; all at once where a head is not long."""
+    """Yield consecutive queries with the keys that they may see; all queries at once if the head is not long."""
     n, m = query_key.query.shape[-2], query_key.key.shape[-2]
     if not is_long(query_key):
         yield slice(0, n), query_key
@@ -42,7 +42,7 @@ def tiles(query_key: QueryKey) -> Iterator[tuple[slice, QueryKey]]:
 def each_head(
     query_key: QueryKey, function: Callable[[QueryKey], float | tuple[float, ...]]
 ) -> Float[Tensor, "*shape"]:
-    """`function` of every head on every sequence, one after another, as batches of one sequence and one head."""
+    """Apply `function` to every head of every sequence in turn, each as a batch of one sequence and one head."""
     lead = query_key.query.shape[:-2]
     flat = query_key
     if len(lead) == 1:  # one sequence without a batch axis
@@ -50,37 +50,37 @@ def each_head(
         flat = replace(
             flat, query=flat.query[None], key=flat.key[None], allowed=allowed, bias=bias, value=None, inputs=None
         )
-    found = [
+    results = [
         function(flat.sequences([number], slice(None), slice(None)).select([head]))
         for number in range(flat.query.shape[0])
         for head in range(lead[-1])
     ]
-    values = torch.tensor(found, dtype=torch.float64, device=query_key.query.device)
+    values = torch.tensor(results, dtype=torch.float64, device=query_key.query.device)
     return values.reshape(*lead, *values.shape[1:])
 
 
-BLOCK = 64  # vectors that are multiplied at once
-SMALL = 1024  # columns of a matrix that is decomposed as a whole
-LARGEST_BASIS = 1024  # vectors of the Krylov space; a rank is proven up to about a quarter of it
-POWERS = 8  # powers of what is left, at most, by which its norm is bounded
+BLOCK = 64  # vectors multiplied at once
+SMALL = 1024  # largest number of columns of a matrix that is decomposed as a whole
+LARGEST_BASIS = 1024  # vectors of the Krylov space; ranks up to about a quarter of it can be proven
+POWERS = 8  # largest power of the deflated matrix used to bound its norm
 SLACK = 1.3
-"""How far above the next Ritz value that bound is expected; what it turned out to be, once it was computed."""
-ROUNDING = 1e-10  # two energies nearer than this share of the whole are a tie, and decide nothing
+"""Expected ratio of the deflated matrix's norm bound to the next Ritz value; raised to the ratio that is observed."""
+ROUNDING = 1e-10  # energies closer than this share of the total are a tie, and decide nothing
 FACTOR = 10 ** (16 / BLOCK) * math.sqrt(2 / math.pi)
-"""‖B‖ ≤ FACTOR · max_i ‖Bω_i‖ for BLOCK Gaussian ω_i but for one draw in 10^16 (Halko et al. 2011, Lemma 4.1)."""
+"""‖B‖ ≤ FACTOR · max_i ‖Bω_i‖ for BLOCK Gaussian ω_i, except for one draw in 10^16 (Halko et al. 2011, Lemma 4.1)."""
 
 
 @dataclass(frozen=True)
 class TiledMatrix:
-    """An n × m matrix P that is formed in tiles of rows each time it is multiplied, and A = PᵀP."""
+    """An n × m matrix P, formed in tiles of rows each time it is multiplied, and A = PᵀP."""
 
     tiles: Callable[[], Iterable[Float[Tensor, "rows some_m"]]]
-    """The rows of P in order; columns that a tile lacks are zero."""
+    """Rows of P in order; columns that a tile lacks are zero."""
     size: int
-    """m."""
+    """Number of columns m."""
 
     def gram(self, x: Float[Tensor, "m some"]) -> Float[Tensor, "m some"]:
-        """A x."""
+        """Return A x."""
         product = torch.zeros_like(x)
         for rows in self.tiles():
             end = rows.shape[1]
@@ -88,7 +88,7 @@ class TiledMatrix:
         return product
 
     def energy(self) -> Float[Tensor, ""]:
-        """tr A = ‖P‖_F²."""
+        """Return tr A = ‖P‖_F²."""
         total: Tensor = torch.stack([rows.square().sum() for rows in self.tiles()]).sum()
         return total
 
@@ -99,13 +99,13 @@ class Ritz:
 
     values: Float[Tensor, " basis"]  # VᵀAV = diag(values)
     residuals: Float[Tensor, " basis"]  # ‖A v_i − values_i v_i‖
-    basis: Float[Tensor, "m basis"]  # orthonormal vectors that `turn` turns into V
+    basis: Float[Tensor, "m basis"]  # orthonormal columns
     turn: Float[Tensor, "basis basis"]  # V = basis · turn
 
     def most(self, rank: int, pairs: int, rest: float) -> float:
-        """A bound on Σ_{l≤rank} λ_l(A), where A without its first `pairs` vectors has at most the norm `rest`.
+        """Return an upper bound on Σ_{l≤rank} λ_l(A), if A deflated by its first `pairs` vectors has a norm ≤ `rest`.
 
-        In the basis (V_p, V⊥) A is diag(Λ, M) beside the coupling S, whose rows are residuals; sums of the largest
+        In the basis (V_p, V⊥), A is diag(Λ, M) plus the coupling S, whose rows are residuals. Sums of the largest
         eigenvalues are subadditive, and those of the coupling are at most Σ‖s_i‖.
         """
         known = self.values[:rank].clamp(min=rest)
@@ -114,11 +114,11 @@ class Ritz:
 
 
 def least_rank(matrix: TiledMatrix, share: float, seed: int = 0) -> float:
-    """The least k with Σ_{l≤k} λ_l(A) ≥ share · tr A, proven from both sides; NaN where it isn't, or A = 0.
+    """Return the least k with Σ_{l≤k} λ_l(A) ≥ share · tr A, proven from both sides; NaN if unproven, or if A = 0.
 
     Block Lanczos with full reorthogonalisation (Golub & Underwood 1977) gives Ritz pairs. Their sum bounds the energy
-    of k vectors from below. From above it is bounded by their residuals and the norm of what is left of A, which
-    powers on fresh Gaussian vectors bound; that fails for one seed in 10^14. A of few columns is decomposed as a whole.
+    of k vectors from below. Their residuals and the norm of the deflated A bound it from above. Powers applied to fresh
+    Gaussian vectors bound that norm, except for one seed in 10^14. A with at most SMALL columns is decomposed whole.
     """
     draw = torch.Generator().manual_seed(seed)
     goal, slack = share * float(energy := matrix.energy()), SLACK
@@ -145,7 +145,7 @@ def least_rank(matrix: TiledMatrix, share: float, seed: int = 0) -> float:
 
 
 def _lanczos(matrix: TiledMatrix, draw: torch.Generator) -> Iterator[Ritz]:
-    """Ritz pairs of growing Krylov spaces of A on a random block."""
+    """Yield Ritz pairs of growing Krylov spaces of A, started from a random block."""
     largest = min(LARGEST_BASIS, matrix.size - BLOCK)
     block, _ = torch.linalg.qr(_gaussian(matrix, draw))
     basis, projected = block[:, :0], block.new_zeros(largest, largest)
@@ -162,9 +162,9 @@ def _lanczos(matrix: TiledMatrix, draw: torch.Generator) -> Iterator[Ritz]:
 def _orthonormal(
     vectors: Float[Tensor, "m some"], basis: Float[Tensor, "m basis"]
 ) -> tuple[Float[Tensor, "m some"], Float[Tensor, "some some"]]:
-    """An orthonormal Q orthogonal to the basis and a C with Q C = the vectors less their part in the basis."""
+    """Return orthonormal Q orthogonal to the basis, and C with Q C = the vectors minus their part in the basis."""
     coupling = torch.eye(vectors.shape[1], dtype=vectors.dtype, device=vectors.device)
-    for _ in range(3):  # once leaves rounding of the vectors, which normalising may blow up
+    for _ in range(3):  # a single pass leaves rounding errors, which normalising may amplify
         vectors = vectors - basis @ (basis.mT @ vectors)
         vectors, upper = torch.linalg.qr(vectors)
         coupling = upper @ coupling
@@ -172,7 +172,7 @@ def _orthonormal(
 
 
 def _norms_left(matrix: TiledMatrix, ritz: Ritz, pairs: int, draw: torch.Generator) -> Iterator[float]:
-    """Bounds on ‖M‖, M being A without its first Ritz vectors, from ‖M^j‖ ≤ FACTOR · max_i ‖M^j ω_i‖."""
+    """Yield bounds on ‖M‖, M being A deflated by its first Ritz vectors, from ‖M^j‖ ≤ FACTOR · max_i ‖M^j ω_i‖."""
     leading = ritz.basis @ ritz.turn[:, :pairs]
     vectors, grown = _gaussian(matrix, draw), math.log(FACTOR)
     vectors = vectors - leading @ (leading.mT @ vectors)
@@ -191,29 +191,30 @@ def _gaussian(matrix: TiledMatrix, draw: torch.Generator) -> Float[Tensor, "m so
 
 
 RESIDUAL = 1e-10
-"""Where conjugate gradients stop, relative to the right side. What is explained is then short of the whole by less than
-RESIDUAL² times the condition number of the scaled normal equations: by rounding, for any number that float64 allows."""
-STEPS = 1000  # steps of conjugate gradients at most; real masks take 6 to 20
+"""Relative residual at which conjugate gradients stop. The explained sum of squares is then too small by less than
+RESIDUAL² times the condition number of the scaled normal equations: by rounding, for any such number in float64."""
+STEPS = 1000  # most steps of conjugate gradients; real masks take 6 to 20
 
 
 @dataclass(frozen=True)
 class IntervalMask:
-    """A mask in which each query sees the keys from..to−1, and each key is seen by queries that follow each other.
+    """A mask in which each query sees an interval of keys, and each key is seen by an interval of queries.
 
-    Causal masks are such, windows, documents behind each other, prefixes, and all pairs. Sums over what a query sees
-    are then differences of running sums, and so is the product of the normal equations of b_j + c_{j−i} with a vector.
+    Causal masks, windows, consecutive documents, prefixes and all pairs are such masks. Sums over what a query sees are
+    then differences of running sums. So is the product of the normal equations of b_j + c_{j−i} with a vector.
     """
 
     keys: tuple[Int[Tensor, " n"], Int[Tensor, " n"]]
-    """First key of each query, and one behind its last; the same number twice where it sees none."""
+    """First key of each query, and one past its last; equal if the query sees none."""
     queries: tuple[Int[Tensor, " m"], Int[Tensor, " m"]]
-    """First query of each key, and one behind its last."""
+    """First query of each key, and one past its last."""
 
     def explained(
         self, by_key: Float[Tensor, " m"], by_distance: Float[Tensor, " distances"] | None
     ) -> tuple[float, float]:
-        """The sums of squares that b explains, and c beyond b, of row-centred scores with these sums over each key and
-        distance j − i (from 1 − n on; None: cross-attention has none). NaN where no solution is reached.
+        """Return the sums of squares explained by b, and by c beyond b, of row-centred scores; NaN without convergence.
+
+        The arguments are the scores' sums per key and per distance j − i from 1 − n on (None for cross-attention).
         """
         nothing = by_key.new_zeros(len(self.keys[0]) + len(by_key) - 1)
         pairs = torch.cat((self._counts(self.queries), self._spread(torch.ones_like(self._of_queries), self.keys)))
@@ -233,22 +234,22 @@ class IntervalMask:
         return (ends[1] - ends[0]).double()
 
     def _distances(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """The places j − i + n − 1 of the distances that each query and each key has: first, one behind the last."""
+        """Return the indices j − i + n − 1 of each query's and each key's distances: first, and one past the last."""
         n = len(self.keys[0])
         query, key = (torch.arange(len(ends[0]), device=ends[0].device) for ends in (self.keys, self.queries))
         of_queries = self.keys[0] - query + n - 1, self.keys[1] - query + n - 1
         return of_queries, (key - self.queries[1] + n, key - self.queries[0] + n)
 
     def _normal(self, b: Float[Tensor, " m"], c: Float[Tensor, " distances"]) -> Float[Tensor, " both"]:
-        """The normal equations of b and c times (b, c), row constants eliminated."""
+        """Multiply the normal equations of b and c, row constants eliminated, with (b, c)."""
         of_queries, of_keys = self._distances()
-        seen = (_between(b, self.keys) + _between(c, of_queries)) / self._of_queries.clamp(min=1)
-        keys = self._counts(self.queries) * b + _between(c, of_keys) - _between(seen, self.queries)
+        seen = (_sum_intervals(b, self.keys) + _sum_intervals(c, of_queries)) / self._of_queries.clamp(min=1)
+        keys = self._counts(self.queries) * b + _sum_intervals(c, of_keys) - _sum_intervals(seen, self.queries)
         pairs = self._spread(torch.ones_like(seen), self.keys)
         return torch.cat((keys, pairs * c + self._spread(b, self.queries) - self._spread(seen, self.keys)))
 
     def _spread(self, values: Float[Tensor, " size"], ends: tuple[Tensor, Tensor]) -> Float[Tensor, " distances"]:
-        """Σ over the pairs of each distance of the value of their query (`ends` are keys') or of their key."""
+        """Sum, over the pairs of each distance, the value of their query (if `ends` is `keys`) or of their key."""
         first, behind = self._distances()[0 if ends is self.keys else 1]
         change = values.new_zeros(len(self.keys[0]) + len(self.queries[0]))
         change.index_add_(0, first, values).index_add_(0, behind, -values)
@@ -256,7 +257,7 @@ class IntervalMask:
 
 
 def interval_mask(allowed: Bool[Tensor, "n m"]) -> IntervalMask | None:
-    """The intervals of a mask; None where the keys that a query sees, or the queries that see a key, leave a gap."""
+    """Return the intervals of a mask; None if the keys seen by a query, or the queries seeing a key, have a gap."""
     sides = []
     for axis in (1, 0):
         count, first = allowed.sum(axis), allowed.byte().argmax(axis)
@@ -267,8 +268,8 @@ def interval_mask(allowed: Bool[Tensor, "n m"]) -> IntervalMask | None:
     return IntervalMask(*sides)
 
 
-def _between(values: Float[Tensor, " size"], ends: tuple[Tensor, Tensor]) -> Float[Tensor, " some"]:
-    """Sums of the values from each first to the one before each end."""
+def _sum_intervals(values: Float[Tensor, " size"], ends: tuple[Tensor, Tensor]) -> Float[Tensor, " some"]:
+    """Sum the values from each start to just before each end."""
     running = pad(values.cumsum(0), (1, 0))
     return running[ends[1]] - running[ends[0]]
 
@@ -278,16 +279,16 @@ def _energy(
     right: Float[Tensor, " size"],
     scale: Float[Tensor, " size"],
 ) -> float:
-    """gᵀN⁺g for g in the range of N by conjugate gradients, N scaled to unit diagonal before elimination; else NaN."""
+    """Return gᵀN⁺g, g in the range of N, by conjugate gradients on N scaled to unit diagonal; NaN if unconverged."""
     goal = right * scale
-    found, left, direction = torch.zeros_like(goal), goal.clone(), goal.clone()
+    solution, remainder, direction = torch.zeros_like(goal), goal.clone(), goal.clone()
     size = start = goal @ goal
     for _ in range(STEPS):
         if size <= RESIDUAL**2 * start:
-            return float(found @ goal)
+            return float(solution @ goal)
         product = normal(direction * scale) * scale
         step = size / (direction @ product)
-        found, left = found + step * direction, left - step * product
-        before, size = size, left @ left
-        direction = left + size / before * direction
+        solution, remainder = solution + step * direction, remainder - step * product
+        before, size = size, remainder @ remainder
+        direction = remainder + size / before * direction
     return math.nan

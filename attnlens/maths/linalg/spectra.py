@@ -1,4 +1,4 @@
-"""Singular values head by head in a pool of threads, how many features attention needs, and nested rank plans."""
+"""Singular values computed head by head in a thread pool, features that attention needs, and nested rank plans."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from attnlens.records import QueryKey
 
 
-STEPS = 20  # of each iteration; on demo three times as many find up to a sixth fewer features
+STEPS = 20  # steps of each iteration; three times as many find up to a sixth fewer features on demo
 RIDGE, BOUND = 1e-9, 3.0
-"""What keeps Newton's equations regular, for each query, and how far a step may go."""
+"""Regularisation of Newton's equations per query, and the bound on each entry of a Newton step."""
 
 
 def taylor_order(
     query_key: QueryKey, error: float, largest: int, *, centred: bool = False
 ) -> Float[Tensor, "*batch heads"]:
-    """The least even N ≤ `largest` at which attention with Σ_{n≤N} xⁿ/n! is within `error`; NaN where none is.
+    """Return the least even N ≤ `largest` at which attention with Σ_{n≤N} xⁿ/n! is within `error`; NaN if none is.
 
-    x_ij is the head's own score, as in the kernel taylor:N, times what the model's position bias adds; `centred`: x_ij
-    is all that softmax is given (score and bias), less its mean over the keys that query i sees, which the attention
-    fixes. Within: the total variation ½Σ_j|p̂_ij − p_ij|, in [0, 1], in the mean over queries that see two keys or more.
-    At N = 0 attention is even but for bias. NaN too where no query sees two keys.
+    x_ij is the head's own score, as in the kernel taylor:N, and e^{position bias} multiplies the series. If
+    `centred`, x_ij is the softmax input (score and bias) minus its mean over the keys that query i sees, which
+    attention determines. The error is the total variation ½Σ_j|p̂_ij − p_ij|, in [0, 1], averaged over queries that see
+    two keys or more. At N = 0 attention is uniform except for bias. NaN also if no query sees two keys.
 
-    Float64 is enough up to N = 64: the alternating sum of x < 0 is off by e^{|x|}·1e−16 of what a row's largest weight
-    is, and where that matters (|x| > 32) even the exact sum is larger than its neighbours until N > e·|x|.
+    Float64 suffices up to N = 64: the alternating sum for x < 0 has an error of e^{|x|}·1e−16 relative to a row's
+    largest weight. Where that matters (|x| > 32), even the exact sum is larger than its neighbours until N > e·|x|.
     """
     score, posed, seen = query_key.content.logits, query_key, _visible(query_key)
     shift = torch.zeros_like(score[..., :1])
@@ -47,48 +47,48 @@ def taylor_order(
         shift = score.masked_fill(~seen, 0.0).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
     score = score - shift
     term = total = torch.ones_like(score)
-    found = torch.full_like(score[..., 0, 0], torch.nan)
+    order = torch.full_like(score[..., 0, 0], torch.nan)
     for n in range(largest + 1):
         if n > 0:
             term = term * score / n
             total = total + term
         if n % 2 == 0:
-            # Even partial sums are above 0; what rounding puts below is 0.
-            apart = _error(_attention(total.clamp(min=0), -shift, posed), query_key.attention, seen.sum(-1))
+            # Even partial sums are positive; negative values are rounding and set to 0.
+            distance = _error(_attention(total.clamp(min=0), -shift, posed), query_key.attention, seen.sum(-1))
             # NaN compares as false: a head without such queries has no value.
-            found = torch.where(found.isnan() & (apart <= error), float(n), found)
-        if not bool(found.isnan().any()):
+            order = torch.where(order.isnan() & (distance <= error), float(n), order)
+        if not bool(order.isnan().any()):
             break
-    return found
+    return order
 
 
 def feature_rank(query_key: QueryKey, error: float) -> Float[Tensor, "*batch heads"]:
-    """A number m of features that does: a matrix K of rank m gives p̂_ij = K_ij/Σ_j K_ij within `error` of attention.
+    """Return a sufficient number m of features: a K of rank m whose K_ij/Σ_j K_ij is within `error` of attention.
 
-    Sums and errors are over the pairs that the mask shows; K may be anything at those that it hides, so that attention
-    alone decides (P with zeros there would be of full rank in every causal head). As in `taylor_order`, a query whose
-    sum is not above 0 has error 1, and a sink keeps its share in the sum.
+    Sums and errors are over the visible pairs. K is unconstrained at hidden ones, so that attention alone decides (P
+    with zeros there would have full rank in every causal head). As in `taylor_order`, a query whose sum is not positive
+    has error 1, and a sink keeps its share in the sum.
 
     m = 1 is attention by the key alone, fitted by likelihood. For m > 1, K is fitted to P at the visible pairs and to
-    itself at the hidden ones (hard imputation, Mazumder et al. 2010), from that of m = 1 there, in STEPS of subspace
-    iteration, and the least m is found by bisection. So m features are enough, and fewer may be: the least
-    rank under a mask has no closed form. NaN where no query sees two keys.
+    itself at the hidden ones (hard imputation, Mazumder et al. 2010), starting there from the fit of m = 1, in STEPS of
+    subspace iteration. The least m is found by bisection. m is an upper bound: the least rank under a mask has no
+    closed form. NaN if no query sees two keys.
     """
     visible = _visible(query_key)
     return over_heads(partial(_ranks, error), query_key.attention, visible.double())[..., 0]
 
 
 def _ranks(error: float, attention: Float[Tensor, "some n m"], visible: Float[Tensor, "some n m"]) -> Tensor:
-    """The rank of each head, as (some, 1)."""
-    found = [_rank(each, seen, error) for each, seen in zip(attention, visible, strict=True)]
-    return attention.new_tensor(found)[:, None]
+    """Return the rank of each head, as (some, 1)."""
+    ranks = [_rank(each, seen, error) for each, seen in zip(attention, visible, strict=True)]
+    return attention.new_tensor(ranks)[:, None]
 
 
 def _rank(attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"], error: float) -> float:
-    """The least m by bisection between 1 and full rank."""
+    """Find the least m by bisection between 1 and full rank."""
     if not bool((visible.sum(-1) >= 2).any()):
         return torch.nan
-    alone = _by_key(attention, visible)
+    alone = _fit_by_key(attention, visible)
     if _apart(alone, attention, visible) <= error:
         return 1.0
     start = torch.where(visible > 0, attention, alone)
@@ -101,22 +101,22 @@ def _rank(attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"], error:
     return float(high)
 
 
-def _by_key(attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
-    """e^{b_j}/Σ_{j seen by i} e^{b_j} of all pairs, times what i leaves its sink: b of largest likelihood, by Newton.
+def _fit_by_key(attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
+    """Return e^{b_j}/Σ_{j seen by i} e^{b_j} at all pairs, times i's total attention; b maximises the likelihood.
 
-    Σ_ij p_ij log p̂_ij is concave in b; a step is bounded, as where weights of 1 have no largest likelihood.
+    Newton's method maximises Σ_ij p_ij log p̂_ij, concave in b. Steps are bounded: for weights of 1 b is unbounded.
     """
-    hidden, given = visible == 0, attention.sum(-1, keepdim=True)
+    hidden, totals = visible == 0, attention.sum(-1, keepdim=True)
     scores = attention.new_zeros(attention.shape[-1])
     ridge = RIDGE * len(attention) * torch.eye(len(scores), dtype=scores.dtype, device=scores.device)
     for _ in range(STEPS):
         share = scores.expand_as(attention).masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(nan=0.0)
-        curvature = (given * share).sum(0).diag() - share.mT @ (given * share)
-        step = torch.linalg.solve(curvature + ridge, (attention - given * share).sum(0))
+        curvature = (totals * share).sum(0).diag() - share.mT @ (totals * share)
+        step = torch.linalg.solve(curvature + ridge, (attention - totals * share).sum(0))
         scores = scores + step.clamp(-BOUND, BOUND)
     total = scores.expand_as(attention).masked_fill(hidden, -torch.inf).logsumexp(-1, keepdim=True)
-    # Above 1 at a hidden pair, it is more than any attention, and would be most of what is fitted.
-    return given * (scores - total).clamp(max=0).exp()
+    # A value above 1 at a hidden pair exceeds any attention weight and would dominate the fit.
+    return totals * (scores - total).clamp(max=0).exp()
 
 
 def _fits(
@@ -126,7 +126,7 @@ def _fits(
     directions: Float[Tensor, "m rank"],
     error: float,
 ) -> bool:
-    """Whether a matrix of that rank is found that is within the error."""
+    """Return whether subspace iteration finds a matrix of that rank within the error."""
     filled = start
     for _ in range(STEPS):
         basis = torch.linalg.qr(filled @ directions).Q
@@ -139,14 +139,14 @@ def _fits(
 
 
 def _apart(kernel: Float[Tensor, "n m"], attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"]) -> float:
-    """The error of a kernel whose rows are of attention's size, so that a sink has what attention leaves it."""
+    """Return the error of a kernel whose rows are scaled like attention, with the sink's weight as in attention."""
     shown = kernel * visible
     total = shown.sum(-1, keepdim=True) + (1 - attention.sum(-1, keepdim=True)).clamp(min=0)
     return float(_error(shown / torch.where(total > 0, total, torch.nan), attention, visible.sum(-1)))
 
 
 def gaussian_like(query_key: QueryKey, seed: int = 0) -> QueryKey:
-    """Independent normal queries and keys with the mean and covariance that the head's own have over the tokens."""
+    """Draw independent normal queries and keys with the mean and covariance of the head's own over the tokens."""
     generator = torch.Generator().manual_seed(seed)
     query, key = (_normal(side.double(), generator) for side in (query_key.query, query_key.paired_key))
     return replace(query_key, query=query, key=key, key_of=tuple(range(len(query_key.heads))), value=None)
@@ -155,7 +155,7 @@ def gaussian_like(query_key: QueryKey, seed: int = 0) -> QueryKey:
 def _normal(
     side: Float[Tensor, "*batch heads n head_dim"], generator: torch.Generator
 ) -> Float[Tensor, "*batch heads n head_dim"]:
-    """mean + G(X − mean)/√n, G standard normal and the same of every head and window of n tokens."""
+    """Return mean + G(X − mean)/√n, with one standard normal G for all heads and windows of n tokens."""
     n = side.shape[-2]
     mixing = torch.randn(n, n, generator=generator, dtype=torch.float64).to(side.device)
     mean = side.mean(-2, keepdim=True)
@@ -172,9 +172,9 @@ def _visible(query_key: QueryKey) -> Bool[Tensor, "*batch heads n m"]:
 def _attention(
     kernel: Float[Tensor, "*batch heads n m"], unit: Float[Tensor, "*batch heads n 1"], query_key: QueryKey
 ) -> Float[Tensor, "*batch heads n m"]:
-    """k_ij e^{b_ij}/(Σ_j k_ij e^{b_ij} + e^{sink}) over the keys that i sees, where the kernel holds e^unit_i · k_ij.
+    """Return k_ij e^{b_ij}/(Σ_j k_ij e^{b_ij} + e^{sink}) over the keys that i sees, if kernel_ij = e^unit_i · k_ij.
 
-    NaN in rows whose sum is not above 0.
+    NaN in rows whose sum is not positive.
     """
     weights = kernel.masked_fill(~_visible(query_key), 0.0)
     if query_key.bias is not None:
@@ -191,27 +191,27 @@ def _attention(
 def _error(
     found: Float[Tensor, "*batch n m"], attention: Float[Tensor, "*batch n m"], seen: Tensor
 ) -> Float[Tensor, "*batch"]:
-    """Mean over queries that see two keys or more of the total variation, sinks included; 1 for NaN, NaN for none."""
-    apart = (found - attention).abs().sum(-1) + (found.sum(-1) - attention.sum(-1)).abs()
+    """Average total variation, sinks included, 1 for NaN rows, over queries with two keys or more; NaN without any."""
+    distance = (found - attention).abs().sum(-1) + (found.sum(-1) - attention.sum(-1)).abs()
     chooses = seen >= 2
-    mean: Tensor = torch.where(chooses, (apart / 2).clamp(max=1).nan_to_num(nan=1.0), 0.0).sum(-1) / chooses.sum(-1)
+    mean: Tensor = torch.where(chooses, (distance / 2).clamp(max=1).nan_to_num(nan=1.0), 0.0).sum(-1) / chooses.sum(-1)
     return mean
 
 
-Step = tuple[int, int]  # a key head, counted over all sites, and its next smaller rank
+Step = tuple[int, int]  # index of a key head over all sites, and its next smaller rank
 
 
 def nested(costs: Float[Tensor, "kv_heads ranks"]) -> list[Step]:
-    """Steps from all directions to none, the cheapest per direction first: the plans after each are nested.
+    """Return the steps from all directions to none, cheapest per direction first, so that successive plans are nested.
 
-    Each head goes along the lower convex hull of its costs, on which no step costs less per direction than the one
-    before it, so that the greedy plan after every step is the cheapest of its size (Fox 1966). Costs are ≥ 0, and 0
-    with all directions, so that the hull falls with rank; beyond a head's own head_dim they are infinite.
+    Each head follows the lower convex hull of its costs, on which no step costs less per direction than the one before
+    it. The greedy plan after every step is therefore the cheapest of its size (Fox 1966). Costs are ≥ 0, and 0 with all
+    directions, so that the hull falls with rank. Costs beyond a head's head_dim are infinite.
     """
     steps: list[tuple[float, int, int]] = []
     for head, row in enumerate(costs.tolist()):
         cost = [c for c in row if math.isfinite(c)]
-        hull: list[int] = []  # ranks on the lower convex hull, from the smallest on
+        hull: list[int] = []  # ranks on the lower convex hull, ascending
         for rank in range(len(cost)):
             while len(hull) > 1 and (cost[hull[-1]] - cost[hull[-2]]) * (rank - hull[-2]) >= (
                 cost[rank] - cost[hull[-2]]
@@ -226,15 +226,15 @@ def nested(costs: Float[Tensor, "kv_heads ranks"]) -> list[Step]:
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-PIECE = 1 << 18  # numbers in one worker's piece: 2 MB of float64 stay in the second-level cache
+PIECE = 1 << 18  # numbers in one worker's piece: 2 MB of float64 fit in the second-level cache
 
 
 def over_heads(function: Callable[..., Tensor], *stacks: Tensor, workers: int | None = None) -> Tensor:
-    """`function` of stacks of matrices (*lead, a, b), cut along `lead` and run by a pool of threads.
+    """Apply `function` to stacks of matrices (*lead, a, b), split along `lead`, in a pool of threads.
 
     `function` takes (m, a, b) tensors and returns one (m, …) tensor; the result is (*lead, …). Each worker has a single
-    BLAS thread, because two of them on one small matrix mostly wait for each other. `workers` defaults to torch's own
-    number of threads. Tensors on an accelerator go to `function` as they are.
+    BLAS thread, because two on one small matrix mostly wait for each other. `workers` defaults to torch's number of
+    threads. Tensors on an accelerator are passed to `function` without splitting.
     """
     lead = stacks[0].shape[:-2]
     flat = [stack.reshape(-1, *stack.shape[-2:]) for stack in stacks]
@@ -246,9 +246,9 @@ def over_heads(function: Callable[..., Tensor], *stacks: Tensor, workers: int | 
 
 
 def in_pool(function: Callable[[Item], Result], items: Sequence[Item], workers: int | None = None) -> list[Result]:
-    """`function` of every item, in their order, by the same pool of threads with a single BLAS thread each.
+    """Apply `function` to every item, in order, in the same pool of threads with a single BLAS thread each.
 
-    numpy's BLAS, which knows no thread's own setting, is held to one thread as long as the pool works.
+    numpy's BLAS has no per-thread setting, so it is limited to one thread in the whole process meanwhile.
     """
     threads = torch.get_num_threads()
     try:
@@ -266,33 +266,33 @@ def _in_pool(function: Callable[..., Tensor], stacks: list[Tensor], workers: int
     gradients = torch.is_grad_enabled()
 
     def run(piece: tuple[Tensor, ...]) -> Tensor:
-        # Whether gradients are recorded is a thread's own setting, and the workers start with torch's default.
+        # The grad mode is thread-local, and workers start with torch's default.
         with torch.set_grad_enabled(gradients):
             return function(*piece)
 
-    if threads == workers == 1:  # this thread is what the pool's only one would be
+    if threads == workers == 1:  # the calling thread is equivalent to a pool of one
         return [*map(run, pieces)]
     try:
         return list(_pool(workers).map(run, pieces))
     finally:
-        # set_num_threads is each thread's own, but it is also the start value of threads that begin later.
+        # set_num_threads is per thread, but also sets the initial value of threads started later.
         torch.set_num_threads(threads)
 
 
 @cache
 def _pool(workers: int) -> ThreadPoolExecutor:
-    """One pool for the life of the process: token measures call it thousands of times."""
+    """Return the thread pool for this many workers, kept for the life of the process: token measures use it often."""
     return ThreadPoolExecutor(workers, initializer=_one_thread)
 
 
 def _one_thread() -> None:
-    torch.get_num_threads()  # a thread takes the start value at its first use, and would take it after the next line
+    torch.get_num_threads()  # the first call loads the initial value, which would otherwise override the next line
     torch.set_num_threads(1)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute with one thread: threads that share small matrices mostly wait, and outcomes depend on their number."""
+    """Limit torch to one thread: threads that share small matrices mostly wait, and results depend on their number."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -301,21 +301,21 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked process has the pool, but not its threads
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked process inherits the pool without its threads
 
 
 EPS = torch.finfo(torch.float64).eps
 
 
 def singular_values(matrix: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch least"]:
-    """σ of dense matrices, descending, min(n, m) of them."""
+    """Return σ of dense matrices, descending, min(n, m) of them."""
     return over_heads(torch.linalg.svdvals, matrix)
 
 
 def product_singular_values(
     left: Float[Tensor, "*batch n head_dim"], right: Float[Tensor, "*batch m head_dim"]
 ) -> Float[Tensor, "*batch least"]:
-    """σ of A Bᵀ, descending, without forming it: QR of both factors, then their core; min(n, m, head_dim) of them."""
+    """Return σ of A Bᵀ, descending, min(n, m, head_dim) of them, by QR of both factors without forming the product."""
     return over_heads(_product_core, left, right)
 
 
@@ -326,40 +326,39 @@ def _product_core(left: Tensor, right: Tensor) -> Tensor:
 
 
 def stable_rank(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch"]:
-    """‖M‖_F² / ‖M‖₂² ≥ 1 of singular values in descending order; σ = (4, 2, 1, 1) has 1.375. NaN for a zero matrix."""
+    """Return ‖M‖_F² / ‖M‖₂² ≥ 1 of descending singular values; (4, 2, 1, 1) gives 1.375. NaN for a zero matrix."""
     return (values / values[..., :1]).square().sum(-1)
 
 
 def effective_rank(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch"]:
-    """exp(−Σ p log p) ≥ 1, p = σ/Σσ (Roy & Vetterli 2007); σ = (4, 2, 1, 1) has 3.36359. NaN for a zero matrix."""
+    """Return exp(−Σ p log p) ≥ 1, p = σ/Σσ (Roy & Vetterli 2007); (4, 2, 1, 1) gives 3.36359. NaN for a zero matrix."""
     shares = values / values.sum(-1, keepdim=True)
     entropies: Tensor = torch.special.entr(shares).sum(-1)
     return entropies.exp()
 
 
 def rank_at(values: Float[Tensor, "*batch steps"], share: float) -> Float[Tensor, "*batch"]:
-    """The least k with Σ_{l≤k} σ² ≥ share · Σσ², ≥ 1, of singular values in descending order. NaN for a zero matrix."""
+    """Return the least k ≥ 1 with Σ_{l≤k} σ² ≥ share · Σσ², for descending singular values; NaN for a zero matrix."""
     energy = values.square().cumsum(-1) / values.square().sum(-1, keepdim=True)
-    # Strict, and below by rounding: k values that reach the share exactly are enough.
+    # Strict, and lowered by rounding: k values that reach the share exactly are enough.
     short = energy < share - EPS * values.shape[-1]
     return torch.where(energy[..., -1].isnan(), torch.nan, 1 + short.sum(-1).to(values))
 
 
 def cumulative(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch steps"]:
-    """Σ_{l≤k} v_l / Σ v_l for k = 1 … steps, rising to 1. NaN where all are zero."""
+    """Return Σ_{l≤k} v_l / Σ v_l for k = 1 … steps, rising to 1; NaN if all values are zero."""
     return values.cumsum(-1) / values.sum(-1, keepdim=True)
 
 
 def decay_rate(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch"]:
-    """b ≥ 0 of the least-squares line log σ_l ≈ a − b·l through descending values; NaN for fewer than two.
+    """Return b ≥ 0 of the least-squares line log σ_l ≈ a − b·l through descending values; NaN for fewer than two.
 
-    Values up to eps · steps · largest are rounding and take no part. Sorted values of random factors fall too: the rate
-    says something beside their rate alone.
+    Values up to eps · steps · largest are rounding and left out. Random factors decay too: compare with their rate.
     """
     # Strict: a zero matrix keeps no value.
-    kept = values > EPS * values.shape[-1] * values[..., :1]
-    count = kept.sum(-1, keepdim=True)
+    above = values > EPS * values.shape[-1] * values[..., :1]
+    count = above.sum(-1, keepdim=True)
     index = torch.arange(1, values.shape[-1] + 1, dtype=values.dtype, device=values.device)
-    centred = (index - (count + 1) / 2) * kept  # descending: those kept are the first
-    slope = (centred * torch.where(kept, values, 1.0).log()).sum(-1) / centred.square().sum(-1)
+    centred = (index - (count + 1) / 2) * above  # values descend, so the kept ones come first
+    slope = (centred * torch.where(above, values, 1.0).log()).sum(-1) / centred.square().sum(-1)
     return torch.where(count[..., 0] >= 2, (-slope).clamp(min=0), torch.nan)

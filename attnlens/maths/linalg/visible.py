@@ -1,4 +1,4 @@
-"""What the softmax sees of the scores: shares of variance of keys and distances, and the rank of the rest."""
+"""Visible attention scores: shares of variance explained by keys and distances, and the rank of what softmax sees."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from attnlens.records import QueryKey
 
 RIDGE = 1e-10
-"""Added to the unit diagonal of the normal equations, which constants and lines among b and c leave singular."""
+"""Added to the unit diagonal of the normal equations, which constant and linear terms in b and c make singular."""
 REFINEMENTS = 2
-"""Steps that take the ridge's effect out again: each leaves RIDGE/λ of it, λ the least eigenvalue that is not zero."""
+"""Refinement steps that remove the ridge's effect: each leaves RIDGE/λ of it, λ the least non-zero eigenvalue."""
 
 
 class Solver(NamedTuple):
     """N⁺g for g in the range of N, a singular positive semidefinite matrix, by Cholesky of N + RIDGE and refinement."""
 
-    matrix: Float[Tensor, "size size"]  # N between its scales
-    factor: Float[Tensor, "size size"]  # the Cholesky factor of that plus RIDGE
-    scale: Float[Tensor, " size"]  # what brings N's diagonal before any elimination to 1
+    matrix: Float[Tensor, "size size"]  # N, scaled on both sides
+    factor: Float[Tensor, "size size"]  # Cholesky factor of matrix + RIDGE
+    scale: Float[Tensor, " size"]  # factors that scale N's diagonal before elimination to 1
 
     def __call__(self, right: Float[Tensor, "some size"]) -> Float[Tensor, "some size"]:
-        """A solution of N x = g for every row g."""
+        """Return a solution of N x = g for every row g."""
         goal = (right * self.scale).mT
         found = torch.cholesky_solve(goal, self.factor)
         for _ in range(REFINEMENTS):
@@ -45,32 +45,32 @@ class Solver(NamedTuple):
 
 @dataclass(frozen=True)
 class Even:
-    """The same for the keys where all pairs are visible: N = n(I − 11ᵀ/m), and g sums to 0."""
+    """Solver for the keys if all pairs are visible: N = n(I − 11ᵀ/m), and g sums to 0."""
 
     queries: int
 
     def __call__(self, right: Float[Tensor, "some keys"]) -> Float[Tensor, "some keys"]:
-        """g/n for every row g."""
+        """Return g/n for every row g."""
         return right / self.queries
 
 
 @dataclass(frozen=True)
 class Additive:
-    """The fit of b_j + c_{i−j} to row-centred scores on the visible pairs of one mask; row constants are eliminated."""
+    """Least-squares fit of b_j + c_{i−j} to row-centred scores on one mask's visible pairs, without row constants."""
 
     keys: Solver | Even
-    """Of the normal equations of b."""
+    """Solver of the normal equations of b."""
     distances: Solver | None
-    """Of those of c, b eliminated; None for cross-attention, where distances mean nothing."""
+    """Solver of the normal equations of c after eliminating b; None for cross-attention, which has no distances."""
     shared: Float[Tensor, "keys some_distances"]
-    """The normal equations' block between b and c."""
+    """Block of the normal equations between b and c."""
     present: Int[Tensor, " some_distances"]
-    """Which distances occur among the visible pairs: (j − i) mod (n + m)."""
+    """Distances that occur among the visible pairs: (j − i) mod (n + m)."""
 
     def explained(
         self, by_key: Float[Tensor, "some keys"], by_distance: Float[Tensor, "some every_distance"]
     ) -> Float[Tensor, "some 2"]:
-        """The sums of squares that b explains, and c beyond b, of scores with these sums over each key and distance."""
+        """Return the sums of squares explained by b, and by c beyond b, from the scores' sums per key and distance."""
         b = self.keys(by_key)
         of_keys = (by_key * b).sum(-1)
         if self.distances is None:
@@ -80,7 +80,7 @@ class Additive:
 
 
 def additives(query_key: QueryKey) -> Iterator[tuple[Bool[Tensor, "*batch heads"], Additive]]:
-    """The fit of every distinct mask, with the heads and sequences that have it."""
+    """Yield the fit of every distinct mask, with a boolean selection of the sequences and heads that use the mask."""
     lead, (n, m) = query_key.query.shape[:-2], query_key.logits.shape[-2:]
     distances, device = query_key.site.part != "cross", query_key.query.device
     if query_key.allowed is None:
@@ -96,10 +96,10 @@ def additives(query_key: QueryKey) -> Iterator[tuple[Bool[Tensor, "*batch heads"
         yield having.expand(lead), _additive(packed, n, m, distances, device)
 
 
-# Two, as models with sliding windows alternate between two masks: at 2,048 tokens one takes up to 340 MB.
+# Two entries, because models with sliding windows alternate between two masks. At 2,048 tokens one takes up to 340 MB.
 @lru_cache(maxsize=2)
 def _additive(packed: bytes | None, n: int, m: int, distances: bool, device: torch.device) -> Additive:
-    """The fit for the mask with these bits (None: all pairs), n queries and m keys."""
+    """Build the fit for the mask with these packed bits (None: all pairs), n queries and m keys."""
     visible = torch.ones(n, m, dtype=torch.float64, device=device)
     if packed is not None:
         bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), count=n * m)
@@ -108,15 +108,15 @@ def _additive(packed: bytes | None, n: int, m: int, distances: bool, device: tor
     keys = Even(n) if packed is None else _solver(-rooted.mT @ rooted, visible.sum(0))
     if not distances:
         return Additive(keys, None, visible[:0].mT, torch.zeros(0, dtype=torch.long, device=device))
-    counts, normal, shared, present = _of_distances(visible, rooted)
+    counts, normal, shared, present = _by_distance(visible, rooted)
     normal.addmm_(shared.mT, keys(shared.mT).mT, alpha=-1)
     return Additive(keys, _solver(normal, counts), shared, present)
 
 
-def _of_distances(visible: Float[Tensor, "n m"], rooted: Float[Tensor, "n m"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pairs of each distance, c's normal equations less those on the diagonal, their block with b, which occur.
+def _by_distance(visible: Float[Tensor, "n m"], rooted: Float[Tensor, "n m"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the pairs per distance, c's normal equations minus these on the diagonal, the block with b, and `present`.
 
-    `rooted` is the mask over the root of each query's number of keys, through which row constants are eliminated.
+    `rooted` is the mask over the root of each query's number of keys, which eliminates the row constants.
     """
     n, m = visible.shape
     queries, keys = (torch.arange(size, device=visible.device) for size in (n, m))
@@ -128,7 +128,7 @@ def _of_distances(visible: Float[Tensor, "n m"], rooted: Float[Tensor, "n m"]) -
 
 
 def _solver(reduced: Float[Tensor, "size size"], counts: Float[Tensor, " size"]) -> Solver:
-    """The solver of the normal equations diag(pairs of each term) + `reduced`, a matrix that it takes over."""
+    """Build the solver of the normal equations diag(pairs of each term) + `reduced`; `reduced` is modified in place."""
     reduced.diagonal().add_(counts)
     scale = counts.clamp(min=1).rsqrt()
     matrix = reduced.mul_(scale).mul_(scale[:, None])
@@ -138,9 +138,9 @@ def _solver(reduced: Float[Tensor, "size size"], counts: Float[Tensor, " size"])
 
 
 def distance_sums(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some every_distance"]:
-    """Σ over the pairs of each distance, n + m of them: entry (j − i) mod (n + m); one of these is no distance.
+    """Return the sum over the pairs of each of n + m distances: entry (j − i) mod (n + m); one entry is not a distance.
 
-    Rows stored n + m − 1 apart and read n + m apart slip by one from row to row.
+    Rows stored n + m − 1 apart and read n + m apart shift by one from row to row.
     """
     some, n, m = scores.shape
     stored = scores.new_zeros(some, n * (n + m))
@@ -150,22 +150,22 @@ def distance_sums(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some ever
 
 @dataclass(frozen=True)
 class VisibleShares:
-    """What explains the visible scores, as shares of what row constants leave of them; NaN where they leave nothing.
+    """Shares of the visible scores' variance beyond row constants, by what explains it; NaN if there is none.
 
     L_ij ≈ a_i + b_j + c_{i−j} by least squares on the visible pairs, in this order. Softmax ignores a. Each share is in
-    [0, 1], and they sum to 1. Cross-attention has no distances: its interaction is all that b leaves.
+    [0, 1], and they sum to 1. Cross-attention has no distances: its interaction is all that b does not explain.
     """
 
-    key: Float[Tensor, "*batch heads"]  # what b_j explains: the same keys whatever the query
-    distance: Float[Tensor, "*batch heads"]  # what c_{i−j} explains beyond b; NaN for cross-attention
+    key: Float[Tensor, "*batch heads"]  # explained by b_j: the same keys for every query
+    distance: Float[Tensor, "*batch heads"]  # explained by c_{i−j} beyond b; NaN for cross-attention
     interaction: Float[Tensor, "*batch heads"]
 
 
 def visible_shares(query_key: QueryKey) -> VisibleShares:
-    """The three shares of every head on one sequence, whatever its mask.
+    """Compute the three shares of every head on one sequence, for any mask.
 
-    The normal equations depend on the mask alone and are factored once for each; a head adds its sums over keys and
-    distances. Long ones are solved for by conjugate gradients; NaN where their mask has gaps.
+    The normal equations depend on the mask alone and are factored once per mask; each head adds its sums over keys and
+    distances. Long heads are solved by conjugate gradients, and are NaN if their mask has gaps.
     """
     shares = each_head(query_key, _long_shares) if is_long(query_key) else _shares(query_key)
     key, distance = shares.clamp(0, 1).unbind(-1)
@@ -174,19 +174,19 @@ def visible_shares(query_key: QueryKey) -> VisibleShares:
 
 
 def seen(query_key: QueryKey) -> Float[Tensor, "*batch heads n m"]:
-    """Visible scores without the mean of their row, 0 where the mask hides; computed once for a QueryKey.
+    """Return the visible scores minus the mean of their row, 0 where the mask hides; cached in the QueryKey.
 
-    Rounding becomes zero: scores that depend on the query alone leave nothing.
+    Rounding is set to zero: scores that depend on the query alone give 0.
     """
     if "seen" not in query_key.shared:
         scores, centred = _centred(query_key)
-        centred[~_above(torch.linalg.matrix_norm(centred), torch.linalg.matrix_norm(scores), scores.shape[-1])] = 0.0
+        centred[~_exceeds(torch.linalg.matrix_norm(centred), torch.linalg.matrix_norm(scores), scores.shape[-1])] = 0.0
         query_key.shared["seen"] = centred
     return query_key.shared["seen"]
 
 
 def compares_all(query_key: QueryKey) -> Bool[Tensor, "*batch heads"]:
-    """Whether the mask hides no pair, so that attention identifies L up to row constants and not a part of it."""
+    """Return whether the mask hides no pair, so that attention identifies all of L up to row constants."""
     lead = query_key.query.shape[:-2]
     if query_key.allowed is None:
         return torch.ones(lead, dtype=torch.bool, device=query_key.query.device)
@@ -194,10 +194,10 @@ def compares_all(query_key: QueryKey) -> Bool[Tensor, "*batch heads"]:
 
 
 def seen_rank(query_key: QueryKey, share: float) -> Float[Tensor, "*batch heads"]:
-    """The least k with Σ_{l≤k} σ² ≥ share · Σσ², σ of what softmax sees; NaN where it sees nothing.
+    """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ², σ of the row-centred visible scores; NaN if these are zero.
 
-    Bilinear scores of all pairs are s·q(k − k̄)ᵀ, and keep their factors; all others go through their Gram matrix, of
-    which the leading eigenvalues alone are computed where they are long (`least_rank`).
+    Bilinear scores of all pairs are s·q(k − k̄)ᵀ and stay factored. All others go through their Gram matrix; if they
+    are long, only its leading eigenvalues are computed (`least_rank`).
     """
     if not (query_key.bilinear and bool(compares_all(query_key).all())):
         if is_long(query_key):
@@ -206,11 +206,11 @@ def seen_rank(query_key: QueryKey, share: float) -> Float[Tensor, "*batch heads"
     key = query_key.paired_key.double()
     values = abs(query_key.scale) * product_singular_values(query_key.query, key - key.mean(-2, keepdim=True))
     logits = torch.stack([torch.linalg.matrix_norm(tile.logits) for _, tile in tiles(query_key)]).norm(dim=0)
-    return rank_at(values * _above(values.norm(dim=-1), logits, key.shape[-2])[..., None], share)
+    return rank_at(values * _exceeds(values.norm(dim=-1), logits, key.shape[-2])[..., None], share)
 
 
 def _shares(query_key: QueryKey) -> Float[Tensor, "*batch heads 2"]:
-    """What keys explain, and distances beyond them, as shares."""
+    """Return the shares explained by keys, and by distances beyond keys."""
     scores = seen(query_key)
     n, m = scores.shape[-2:]
     energy, by_key, by_distance = torch.split(over_heads(_sums, scores), [1, m, n + m], -1)
@@ -221,9 +221,9 @@ def _shares(query_key: QueryKey) -> Float[Tensor, "*batch heads 2"]:
 
 
 def _long_shares(head: QueryKey) -> tuple[float, float]:
-    """The same of one long head."""
-    every = torch.ones((), dtype=torch.bool, device=head.query.device)
-    fit = interval_mask((every if head.allowed is None else head.allowed).expand(1, 1, *_pairs(head))[0, 0])
+    """Return the shares explained by keys, and by distances beyond keys, of one long head."""
+    all_pairs = torch.ones((), dtype=torch.bool, device=head.query.device)
+    fit = interval_mask((all_pairs if head.allowed is None else head.allowed).expand(1, 1, *_pairs(head))[0, 0])
     energy, by_key, by_distance = _long_sums(head)
     if fit is None or not energy > 0:
         return math.nan, math.nan
@@ -232,7 +232,7 @@ def _long_shares(head: QueryKey) -> tuple[float, float]:
 
 
 def _long_sums(head: QueryKey) -> tuple[Float[Tensor, ""], Float[Tensor, " m"], Float[Tensor, " distances"]]:
-    """‖L‖² of one long head, 0 where it is rounding, and its sums over each key and each distance j − i from 1 − n."""
+    """Return ‖L‖² of one long head (0 if it is rounding) and its sums per key and per distance j − i from 1 − n on."""
     n, m = _pairs(head)
     by_key, by_distance = (torch.zeros(size, dtype=torch.float64, device=head.query.device) for size in (m, n + m - 1))
     norms = []
@@ -241,14 +241,14 @@ def _long_sums(head: QueryKey) -> tuple[Float[Tensor, ""], Float[Tensor, " m"], 
         norms.append(torch.stack([torch.linalg.matrix_norm(part)[0] for part in (scores, centred)]))
         height, width = centred.shape[-2:]
         by_key[:width] += centred[0].sum(0)
-        start = n - rows.stop  # the place of the distance of the tile's last query and first key
+        start = n - rows.stop  # index of the distance between the tile's last query and first key
         by_distance[start : start + height + width - 1] += distance_sums(centred)[0].roll(height - 1)[:-1]
     whole, energy = torch.stack(norms).norm(dim=0)
-    return energy.square() * _above(energy, whole, m), by_key, by_distance
+    return energy.square() * _exceeds(energy, whole, m), by_key, by_distance
 
 
 def _long_rank(head: QueryKey, share: float) -> float:
-    """The rank of what softmax sees of one long head."""
+    """Return the rank of the row-centred visible scores of one long head."""
     if not _long_sums(head)[0] > 0:
         return math.nan
     return least_rank(
@@ -261,7 +261,7 @@ def _pairs(head: QueryKey) -> tuple[int, int]:
 
 
 def _centred(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m"], Float[Tensor, "*batch heads n m"]]:
-    """Visible scores, 0 where the mask hides, and the same without the mean of their row."""
+    """Return the visible scores, 0 where the mask hides, with and without the mean of their row."""
     logits, allowed = query_key.logits, query_key.allowed
     scores = logits if allowed is None else logits.masked_fill(~allowed, 0.0)
     count = scores.shape[-1] if allowed is None else allowed.sum(-1, keepdim=True).clamp(min=1)
@@ -269,21 +269,21 @@ def _centred(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m"], Fl
     return scores, centred if allowed is None else centred.masked_fill_(~allowed, 0.0)
 
 
-def _above(norm: Float[Tensor, "*batch"], scores: Float[Tensor, "*batch"], keys: int) -> Bool[Tensor, "*batch"]:
-    """Whether a norm is more than centring the rows of scores with this norm leaves by rounding."""
-    # Strict: scores of one value a row leave at most this norm.
+def _exceeds(norm: Float[Tensor, "*batch"], scores: Float[Tensor, "*batch"], keys: int) -> Bool[Tensor, "*batch"]:
+    """Return whether a norm exceeds the rounding left by centring the rows of scores with norm `scores`."""
+    # Strict: scores that are constant in each row leave at most this norm.
     above: Tensor = norm > torch.finfo(norm.dtype).eps * keys * scores
     return above
 
 
 def _sums(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some sums"]:
-    """‖L‖², then the sums over each key, then those over each distance."""
+    """Concatenate ‖L‖², the sums over each key and the sums over each distance."""
     energy = scores.flatten(1).norm(dim=1, keepdim=True).square()
     return torch.cat((energy, scores.sum(-2), distance_sums(scores)), -1)
 
 
 def _gram_values(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some least"]:
-    """σ, descending, with the accuracy of σ²."""
+    """Return σ, descending, with the accuracy of σ²."""
     small = scores if scores.shape[-2] <= scores.shape[-1] else scores.mT
     energies: Tensor = torch.linalg.eigvalsh(small @ small.mT)
     return energies.clamp(min=0).flip(-1).sqrt()

@@ -1,7 +1,7 @@
-"""Standard errors, intervals, nulls and false discoveries: how sure a number is.
+"""Standard errors, intervals, nulls and false discovery rates: the uncertainty of measures.
 
-What the studies under `benchmarks/` ask of two measures of the same heads is Spearman's ρ with an interval over heads,
-or over whole `groups` of them such as layers:
+The studies under `benchmarks/` compare two measures of the same heads by Spearman's ρ with an interval over heads, or
+over whole `groups` of heads such as layers:
 
 >>> import torch
 >>> from attnlens import statistics

@@ -1,4 +1,4 @@
-"""Which measures go with a harm: rank correlations, permutation tests, split halves; treatments in shared blocks."""
+"""Associations of measures with harm: rank correlations, permutation tests, split halves; treatments in blocks."""
 
 from __future__ import annotations
 
@@ -25,53 +25,52 @@ stats = LazyModule("scipy.stats")
 
 
 LEAST = 1e-5
-"""Of the median variance: no variance counts as smaller, so that equal values by chance are no certainty."""
+"""Lower limit on variances, as a share of their median: differences equal by chance must not give certainty."""
 COUNTED = 0.5
-"""Of the degrees of freedom that other pairs add: pairs that share a treatment tell of the same noise."""
-FEWEST = 3  # variances that say how variances are spread; fewer leave each by itself
+"""Share of the degrees of freedom added by other pairs that counts: pairs that share a treatment share noise."""
+FEWEST = 3  # variances needed to estimate how variances are spread; fewer are not moderated
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Treatments × blocks: y_cs = μ_c + β_s + ε_cs, where ε may be larger in one treatment than in another.
+    """Treatments × blocks: y_cs = μ_c + β_s + ε_cs, where the variance of ε can differ between treatments.
 
-    Two treatments are compared by their differences in each block, so that β drops out: Student's t of the differences'
-    own variance, moderated by those of the other pairs (Smyth 2004). With three blocks a variance has two degrees of
-    freedom; what other pairs say of its size adds more, the more alike their variances are. Pairs that share a
-    treatment tell of the same noise, so that only half of what the others add is counted. The tests hold the rate of
-    false names that follows.
+    Two treatments are compared by their differences in each block, so that β drops out: Student's t with the
+    differences' own variance, moderated by those of the other pairs (Smyth 2004). With three blocks a variance has two
+    degrees of freedom; other pairs add more, the more similar their variances are. Pairs that share a treatment share
+    its noise, so that only half of what the others add is counted. The tests check the resulting false positive rate.
     """
 
     values: Float[Tensor, "treatments blocks"]
-    """One row a treatment, one column a block; finite."""
+    """One row per treatment, one column per block; finite."""
     kinds: Sequence[int] = ()
-    """Of each treatment a number: only pairs of the same two kinds moderate each other. None given: all are of one."""
+    """Kind of each treatment: only pairs of the same two kinds moderate each other. If empty, all are of one kind."""
 
     @property
     def means(self) -> Float[Tensor, " treatments"]:
-        """Of each treatment."""
+        """Mean of each treatment."""
         return self.values.double().mean(1)
 
     def p_values(self) -> list[float]:
-        """Two-sided p of μ_a = μ_b of each of `pairs_of`; NaN where no pair of its kinds has any spread."""
+        """Return the two-sided p of μ_a = μ_b for each of `pairs_of`; NaN if no pair of its kinds has any spread."""
         pairs, wide = pairs_of(len(self.values)), self.values.double().numpy()
         blocks, differences = wide.shape[1], np.array([wide[a] - wide[b] for a, b in pairs])
-        variances, found = differences.var(1, ddof=1), np.full(len(pairs), np.nan)
+        variances, p_values = differences.var(1, ddof=1), np.full(len(pairs), np.nan)
         kinds = [tuple(sorted(self.kinds[one] if self.kinds else 0 for one in pair)) for pair in pairs]
         for kind in set(kinds):
-            own = [at for at, one in enumerate(kinds) if one == kind]
-            others = len({treatment for at in own for treatment in pairs[at]}) - 2
-            moderated, more = _moderated(variances[own], blocks - 1, others, COUNTED)
-            score = np.abs(differences[own].mean(1)) / np.sqrt(moderated / blocks)
-            found[own] = 2 * stats.t.sf(score, blocks - 1 + more)
-        return list(map(float, found))
+            members = [at for at, one in enumerate(kinds) if one == kind]
+            others = len({treatment for at in members for treatment in pairs[at]}) - 2
+            moderated, more = _moderated(variances[members], blocks - 1, others, COUNTED)
+            score = np.abs(differences[members].mean(1)) / np.sqrt(moderated / blocks)
+            p_values[members] = 2 * stats.t.sf(score, blocks - 1 + more)
+        return list(map(float, p_values))
 
 
 def _moderated(variances: Any, freedom: int, others: int, counted: float) -> tuple[Any, float]:
-    """(d₀s₀² + d s²)/(d₀ + d) of each s² with d degrees of freedom, and the d₀ of it (Smyth 2004, Section 6.2).
+    """Return (d₀s₀² + d s²)/(d₀ + d) of each s² with d degrees of freedom, and its d₀ (Smyth 2004, Section 6.2).
 
-    d₀ and s₀² are those of the scaled χ² that log s² is spread like, d₀ at most what `others` treatments have; of d₀
-    the part `counted` counts.
+    d₀ and s₀² are those of the scaled χ² that fits the spread of log s². d₀ is at most that of `others` treatments, and
+    is multiplied by `counted`.
     """
     middle = float(np.median(variances))
     if not middle > 0:
@@ -90,25 +89,25 @@ def _moderated(variances: Any, freedom: int, others: int, counted: float) -> tup
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p: max_{j ≤ k} (n − j + 1) p_(j), at most 1 (Holm 1979).
+    """Return adjusted p: max_{j ≤ k} (n − j + 1) p_(j), at most 1 (Holm 1979).
 
-    The chance of any false rejection stays below the level that they are compared with. NaN stays NaN and doesn't count
-    in n.
+    The probability of any false rejection stays below the level that they are compared with. NaN stays NaN and does not
+    count in n.
     """
     order = sorted((at for at, p in enumerate(p_values) if not math.isnan(p)), key=lambda at: p_values[at])
-    found, least = [math.nan] * len(p_values), 0.0
+    adjusted, least = [math.nan] * len(p_values), 0.0
     for rank, at in enumerate(order):
         least = max(least, (len(order) - rank) * p_values[at])
-        found[at] = min(1.0, least)
-    return found
+        adjusted[at] = min(1.0, least)
+    return adjusted
 
 
 def pairs_of(count: int) -> list[tuple[int, int]]:
-    """Each two of so many, once."""
+    """Return every pair of `count` indices once."""
     return list(itertools.combinations(range(count), 2))
 
 
-NEAR_ONE = 1 - 1e-12  # largest |ρ| whose artanh is taken
+NEAR_ONE = 1 - 1e-12  # largest |ρ| passed to artanh, which is infinite at 1
 
 
 def rank_correlation(
@@ -119,16 +118,16 @@ def rank_correlation(
     level: float = 0.95,
     seed: int = 0,
 ) -> Interval:
-    """Spearman's ρ in [−1, 1], ties sharing their mean rank, and its interval; pairs with a NaN don't count.
+    """Return Spearman's ρ in [−1, 1], ties sharing their mean rank, and its interval; pairs with a NaN do not count.
 
-    The ends are quantiles of artanh ρ over samples of heads, or of whole `groups` (layers), centred on the sample's own
-    and widened by √(n/(n − 1)) and, as of few layers they fall short, by Student's t over the normal quantile, n the
-    draws and t with n − 1 degrees of freedom. NaN where fewer than four pairs are left or one side is constant.
+    The ends are quantiles of artanh ρ over bootstrap samples of heads, or of whole `groups` (layers), centred on the
+    sample's own. They are widened by √(n/(n − 1)), n the draws, and by Student's t (n − 1 degrees of freedom) over the
+    normal quantile, as few layers make them too narrow. NaN if fewer than four pairs remain or one side is constant.
     """
-    there = ~(x + y).isnan()
-    x, y = x[there].double(), y[there].double()
+    present = ~(x + y).isnan()
+    x, y = x[present].double(), y[present].double()
     names = (
-        list(range(len(x))) if groups is None else [g for g, kept in zip(groups, there.tolist(), strict=True) if kept]
+        list(range(len(x))) if groups is None else [g for g, kept in zip(groups, present.tolist(), strict=True) if kept]
     )
     if len(x) < 4:
         return Interval(math.nan, math.nan, math.nan)
@@ -149,7 +148,7 @@ def rank_correlation(
 def _correlations(
     x: Float[Tensor, " heads"], y: Float[Tensor, " heads"], times: Float[Tensor, "draws heads"]
 ) -> Float[Tensor, " draws"]:
-    """ρ of each sample, in which a head is there so many `times`."""
+    """Return ρ of each sample, in which each head occurs `times`."""
     total = times.sum(1, keepdim=True)
     centred = []
     for side in (x, y):
@@ -161,21 +160,21 @@ def _correlations(
 
 
 PERMUTATIONS = 10_000
-"""Permutations of heads behind a p-value."""
-DRAWS = 1000  # bootstrap samples of windows behind an interval
+"""Permutations of heads for a p-value."""
+DRAWS = 1000  # bootstrap samples of windows for an interval
 SPLITS = 100  # random halvings of the windows
-ROUNDING = 1e-9  # by how much a permutation's score may fall short of one that is equal to it
+ROUNDING = 1e-9  # rounding by which equal scores of permutations can differ
 
 
 class Tested(NamedTuple):
-    """What permutations of heads say of each measure."""
+    """Permutation p-values of each measure."""
 
-    p_value: Float[Tensor, " measures"]  # two-sided, of this measure alone
+    p_value: Float[Tensor, " measures"]  # two-sided, for this measure alone
     corrected: Float[Tensor, " measures"]  # corrected for the number of measures
 
 
 def ranked(values: Float[Tensor, "*batch heads"]) -> Float[Tensor, "*batch heads"]:
-    """Ranks along the last axis, ties sharing their mean; NaN in a row makes the whole row NaN."""
+    """Return ranks along the last axis, ties sharing their mean; a NaN in a row makes the whole row NaN."""
     from scipy.stats import rankdata
 
     return torch.from_numpy(np.asarray(rankdata(values.double().numpy(), axis=-1, nan_policy="propagate")))
@@ -184,27 +183,27 @@ def ranked(values: Float[Tensor, "*batch heads"]) -> Float[Tensor, "*batch heads
 def permutation_tests(
     measures: Float[Tensor, "measures heads"], harm: Float[Tensor, " heads"], draws: int = PERMUTATIONS, seed: int = 0
 ) -> Tested:
-    """p = (1 + #{t* ≥ t})/(1 + draws) of t = |ρ|√(n − 1), ρ Spearman's over the n heads in which both have a value.
+    """Return p = (1 + #{t* ≥ t})/(1 + draws), t = |ρ|√(n − 1), ρ Spearman's over the n heads that have both values.
 
-    Heads' harms are permuted once for all measures; `corrected` compares t with the largest t* of any measure (maxT,
-    Westfall & Young 1993, section 2.6), which bounds the chance of naming any measure that goes with nothing. A
-    harm's rank is that among all heads. NaN for a measure with fewer than four heads, or that is constant.
+    Heads' harms are permuted once for all measures. `corrected` compares t with the largest t* of any measure (maxT,
+    Westfall & Young 1993, section 2.6), which bounds the probability of reporting any unassociated measure. A harm's
+    rank is that among all heads. NaN for a measure with fewer than four heads, or a constant one.
     """
     known = ~harm.isnan()
     values, ranks = measures.double()[:, known], ranked(harm[known]) if bool(known.any()) else harm[known].double()
-    there = (~values.isnan()).double()
-    count = there.sum(1)
+    present = (~values.isnan()).double()
+    count = present.sum(1)
     centred = torch.zeros_like(values)
-    for row, (value, kept) in enumerate(zip(values, there.bool(), strict=True)):
+    for row, (value, kept) in enumerate(zip(values, present.bool(), strict=True)):
         if int(kept.sum()) >= 4:
-            own = ranked(value[kept])
-            centred[row, kept] = own - own.mean()
-    observed = _scores(centred, there, count, ranks[None])[0]
+            value_ranks = ranked(value[kept])
+            centred[row, kept] = value_ranks - value_ranks.mean()
+    observed = _scores(centred, present, count, ranks[None])[0]
     generator = np.random.default_rng(seed)
     beyond, largest = torch.zeros_like(observed), torch.zeros_like(observed)
     for size in [1000] * (draws // 1000) + [draws % 1000]:
         drawn = generator.permuted(np.tile(ranks.numpy(), (size, 1)), axis=1)
-        scores = _scores(centred, there, count, torch.from_numpy(drawn))
+        scores = _scores(centred, present, count, torch.from_numpy(drawn))
         beyond += (scores >= observed - ROUNDING).sum(0)
         most = scores.nan_to_num(nan=0.0).amax(1, keepdim=True) if scores.numel() else scores
         largest += (most >= observed - ROUNDING).sum(0)
@@ -219,7 +218,7 @@ def _scores(
     count: Float[Tensor, " measures"],
     ranks: Float[Tensor, "draws heads"],
 ) -> Float[Tensor, "draws measures"]:
-    """|ρ|√(n − 1) of each measure with each row of ranks; NaN where one side is constant."""
+    """Return |ρ|√(n − 1) of each measure with each row of ranks; NaN if one side is constant."""
     spread = ranks.square() @ there.mT - (ranks @ there.mT).square() / count.clamp(min=1)
     scale = (spread * centred.square().sum(1)).clamp(min=0).sqrt()
     found = (ranks @ centred.mT).abs() / scale * (count - 1).clamp(min=0).sqrt()
@@ -235,11 +234,11 @@ def over_windows(
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Interval:
-    """The 95 % interval over windows of ρ = `value` of a measure with the harm, both read anew in each sample.
+    """Return the 95 % interval over windows of ρ = `value` of a measure with the harm, both recomputed per sample.
 
     tanh(artanh ρ ± t·sd), sd that of artanh ρ* over bootstrap samples of windows (or texts), whose deviations are
-    widened by √(n/(n − 1)), and t Student's quantile. A measure with one axis is a property of the weights and stays.
-    Heads that lack a value in a sample make it void. NaN where nothing tells how windows differ.
+    widened by √(n/(n − 1)), and t Student's quantile. A measure with one axis is a property of the weights and stays
+    fixed. Samples in which a head lacks a value are ignored. NaN if the variation between windows is unknown.
     """
     if design.freedom < 1 or math.isnan(value):
         return Interval(value, math.nan, math.nan)
@@ -249,8 +248,8 @@ def over_windows(
     if measure.dim() == 1:
         values = ranked(measure.double())[None]
     else:
-        there = (~measure.isnan()).double()
-        values = ranked(times @ measure.double().nan_to_num(nan=0.0) / (times @ there))
+        present = (~measure.isnan()).double()
+        values = ranked(times @ measure.double().nan_to_num(nan=0.0) / (times @ present))
     sides = [side - side.mean(1, keepdim=True) for side in (values, harms)]
     drawn = (sides[0] * sides[1]).sum(1) / (sides[0].square().sum(1) * sides[1].square().sum(1)).sqrt()
     drawn = drawn[drawn.isfinite()].clamp(-NEAR_ONE, NEAR_ONE).atanh()
@@ -264,28 +263,28 @@ def over_windows(
 def split_half(
     harm: Float[Tensor, "windows heads"], sizes: Float[Tensor, " windows"], design: Design, seed: int = 0
 ) -> float:
-    """Reliability 2r/(1 + r) of the heads' harms, r Spearman's ρ between two halves of the windows; at least 0.
+    """Return the reliability 2r/(1 + r) ≥ 0 of the heads' harms, r Spearman's ρ between two halves of the windows.
 
-    The median over random halvings, within each text where all have two windows (Spearman 1910, Brown 1910). Its root
-    is the ρ expected of a measure that tells the harm but for the noise of the windows. NaN for fewer than two windows
+    The median over random halvings, within each text if all have two windows (Spearman 1910, Brown 1910). Its root is
+    the ρ expected of a measure that determines the harm up to the noise of the windows. NaN for fewer than two windows
     or four heads.
     """
     if design.count < 2 or harm.shape[1] < 4:
         return math.nan
-    generator, found = torch.Generator().manual_seed(seed), []
+    generator, correlations = torch.Generator().manual_seed(seed), []
     groups = [row.nonzero()[:, 0] for row in Design(design.texts, "windows").members]
     for _ in range(SPLITS):
         half = torch.zeros(design.count, dtype=torch.bool)
-        for own in groups:
-            half[own[torch.randperm(len(own), generator=generator)[: len(own) // 2]]] = True
+        for windows in groups:
+            half[windows[torch.randperm(len(windows), generator=generator)[: len(windows) // 2]]] = True
         means = [sizes[part].double() @ harm[part].double() / sizes[part].sum() for part in (half, ~half)]
-        found.append(spearman(means[0], means[1]))
-    r = float(np.nanmedian(found)) if any(one == one for one in found) else math.nan
+        correlations.append(spearman(means[0], means[1]))
+    r = float(np.nanmedian(correlations)) if any(one == one for one in correlations) else math.nan
     return max(0.0, 2 * r / (1 + r)) if r > -1 else 0.0
 
 
 def spearman(x: Float[Tensor, " heads"], y: Float[Tensor, " heads"]) -> float:
-    """Spearman's ρ of two sides without NaN; NaN where one is constant."""
+    """Return Spearman's ρ of two sides without NaN; NaN if one is constant."""
     first, second = (side - side.mean() for side in (ranked(x), ranked(y)))
     scale = float(first.norm() * second.norm())
     return float(first @ second) / scale if scale > 0 else math.nan

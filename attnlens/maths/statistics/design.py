@@ -1,4 +1,4 @@
-"""How windows were sampled, whether errors are over windows or texts; running means and linear CKA over batches."""
+"""Sampling of windows and texts, errors over windows or texts; running means and linear CKA over batches."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """Mean of values that arrive in batches, entry by entry, without keeping them (Welford, Chan).
+    """Mean of values that arrive in batches, entry by entry, without storing them (Welford, Chan).
 
-    Entries that are NaN don't count. A curve's last axis may differ in length between batches: each step is averaged
-    over the values that have it.
+    NaN entries do not count. The length of a curve's last axis can differ between batches: each step is averaged over
+    the values that have it.
     """
 
     def __init__(self) -> None:
         self.count: Tensor = torch.zeros(())
-        """How many values each entry rests on."""
+        """Number of values behind each entry."""
         self._mean: Tensor = torch.zeros(())
         self._started = False
 
     def update(self, values: Float[Tensor, "samples ..."]) -> None:
-        """Take in some samples at once."""
+        """Add several samples at once."""
         self.merge(*summed(values))
 
     def merge(self, count: Float[Tensor, "*shape"], mean: Float[Tensor, "*shape"]) -> None:
-        """Take in samples of which so many numbers and their mean are known, entry by entry."""
+        """Add samples given by their count and mean, entry by entry."""
         if not self._started:
             self.count, self._mean, self._started = count, mean, True
             return
@@ -43,20 +43,20 @@ class Stream:
 
     @property
     def mean(self) -> Tensor:
-        """The mean of each entry; NaN where there was no value."""
+        """Mean of each entry; NaN if there were no values."""
         return torch.where(self.count > 0, self._mean, torch.nan)
 
 
 def summed(values: Float[Tensor, "samples ..."]) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
-    """How many of the samples have a number, and their mean (0 where none has), entry by entry."""
+    """Return, entry by entry, the number of samples that are not NaN and their mean (0 if there are none)."""
     values = values.double()
-    there = ~values.isnan()
-    count = there.sum(0).double()
-    return count, torch.where(there, values, 0.0).sum(0) / count.clamp(min=1)
+    present = ~values.isnan()
+    count = present.sum(0).double()
+    return count, torch.where(present, values, 0.0).sum(0) / count.clamp(min=1)
 
 
 def _same_length(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with zeros behind their last axis up to the longer one."""
+    """Pad both with zeros at the end of their last axis to the longer length."""
     if first.dim() == 0 or first.shape == second.shape:
         return first, second
     steps = max(first.shape[-1], second.shape[-1])
@@ -73,7 +73,7 @@ class Likeness:
         self._count = 0
 
     def add(self, x: Float[Tensor, "tokens d_model"], y: Float[Tensor, "tokens d_model"]) -> None:
-        """Take in the same tokens' states in both models."""
+        """Add the states of the same tokens in both models."""
         for product, left, right in zip(self._products, (x, x, y), (y, x, y), strict=True):
             product += left.mT @ right
         for total, part in zip(self._sums, (x, y), strict=True):
@@ -82,63 +82,63 @@ class Likeness:
 
     @property
     def value(self) -> float | None:
-        """In [0, 1]; 1 where the one is a rotation and scaling of the other; None where one's states are all alike."""
+        """CKA in [0, 1]; 1 if X is a rotation and scaling of Y; None if all states of one model are equal."""
         x, y = self._sums
         pairs = ((x, y), (x, x), (y, y))
-        cross, own, new = (
+        cross, x_norm, y_norm = (
             float((product - torch.outer(left, right) / self._count).norm())
             for product, (left, right) in zip(self._products, pairs, strict=True)
         )
-        return cross**2 / (own * new) if own * new > 0 else None
+        return cross**2 / (x_norm * y_norm) if x_norm * y_norm > 0 else None
 
 
 FEWEST_TEXTS = 5
-"""Texts from which intervals are over texts: fewer say too little of how texts differ."""
+"""Texts from which intervals are over texts: fewer do not show how texts vary."""
 
 
 @dataclass(frozen=True)
 class Design:
-    """Windows of one or several texts, and the population that an error is about.
+    """Windows of one or several texts, and the population that an error refers to.
 
-    Over "windows" the texts are strata: the error is that of the mean of these texts' windows. Where one of them has a
-    single window, whose spread nothing tells, all windows are taken as one sample: the error then holds what differs
-    between the texts too. Over "texts" they are clusters: the error is that of the mean of texts like these (Cochran
-    1977, chapters 5 and 9A).
+    Over "windows" the texts are strata: the error is that of the mean over these texts' windows. If a text has a single
+    window, whose spread is unknown, all windows are treated as one sample; the error then includes the differences
+    between texts. Over "texts" they are clusters: the error is that of the mean over texts like these (Cochran 1977,
+    chapters 5 and 9A).
     """
 
-    texts: tuple[int, ...]  # the number of the text that each window is of
-    over: Literal["windows", "texts"] = "windows"  # what was drawn
+    texts: tuple[int, ...]  # index of each window's text
+    over: Literal["windows", "texts"] = "windows"  # the sampled units
 
     @classmethod
     def of(cls, names: Sequence[object], over: Literal["windows", "texts"] | None = None) -> Design:
-        """The design of windows of texts with these names; `over` texts where there are five or more, if not said."""
+        """Build the design of windows from texts with these names; by default over texts if there are five or more."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         chosen = over or ("texts" if len(numbers) >= FEWEST_TEXTS else "windows")
         return cls(tuple(numbers[name] for name in names), chosen)
 
     @classmethod
     def plain(cls, count: int) -> Design:
-        """So many windows of one text."""
+        """Build the design of `count` windows of one text."""
         return cls((0,) * count)
 
     @property
     def count(self) -> int:
-        """How many windows there are."""
+        """Number of windows."""
         return len(self.texts)
 
     @property
     def clustered(self) -> bool:
-        """Whether texts were drawn."""
+        """True if texts were sampled."""
         return self.over == "texts"
 
     @property
     def units(self) -> int:
-        """How many independent draws there are: texts, or windows."""
+        """Number of independent draws: texts, or windows."""
         return len(set(self.texts)) if self.clustered else self.count
 
     @property
     def fewest(self) -> int:
-        """The draws that are exchanged for each other: texts, or the windows of the text with the fewest."""
+        """Number of exchangeable draws: texts, or the windows of the text with the fewest."""
         return self.units if self.clustered else min(Counter(self.strata).values(), default=0)
 
     @property
@@ -149,39 +149,39 @@ class Design:
 
     @cached_property
     def strata(self) -> tuple[int, ...]:
-        """The number of each window's stratum or cluster."""
+        """Index of each window's stratum or cluster."""
         lone = 1 in Counter(self.texts).values()
         return (0,) * self.count if lone and not self.clustered else self.texts
 
     @cached_property
     def members(self) -> Float[Tensor, "strata windows"]:
-        """1 where a window is of a stratum or cluster."""
-        every: Tensor = torch.tensor(self.strata)[None] == torch.tensor(sorted(set(self.strata)))[:, None]
-        return every.double()
+        """Indicator matrix: 1 if a window belongs to a stratum or cluster."""
+        indicator: Tensor = torch.tensor(self.strata)[None] == torch.tensor(sorted(set(self.strata)))[:, None]
+        return indicator.double()
 
     def select(self, windows: Sequence[int]) -> Design:
-        """The design of some of the windows."""
+        """Return the design of some of the windows."""
         return Design(tuple(self.texts[window] for window in windows), self.over)
 
     def draws(self, count: int, seed: int = 0) -> Float[Tensor, "draws windows"]:
-        """How often each window is in each bootstrap sample: windows drawn within their text, or whole texts."""
+        """Draw bootstrap samples as counts of each window: windows drawn within their text, or whole texts."""
         generator = torch.Generator().manual_seed(seed)
         if self.clustered:
             texts = len(self.members)
             picks = torch.randint(texts, (count, texts), generator=generator)
-            return _tallied(picks, texts) @ self.members
+            return _count_picks(picks, texts) @ self.members
         drawn = torch.zeros(count, self.count, dtype=torch.float64)
         for text in self.members:
-            (own,) = text.nonzero(as_tuple=True)
-            picks = torch.randint(len(own), (count, len(own)), generator=generator)
-            drawn[:, own] = _tallied(picks, len(own))
+            (windows,) = text.nonzero(as_tuple=True)
+            picks = torch.randint(len(windows), (count, len(windows)), generator=generator)
+            drawn[:, windows] = _count_picks(picks, len(windows))
         return drawn
 
     @property
     def widening(self) -> Float[Tensor, " windows"]:
-        """√(n/(n − 1)) of each window, n the draws that are exchanged for its own.
+        """√(n/(n − 1)) of each window, n the number of draws exchangeable with its own.
 
-        By it a bootstrap sample's deviations, whose variance is that of n draws about their mean, are widened.
+        Bootstrap deviations are multiplied by it, because their variance is that of n draws about their mean.
         """
         sizes = Counter(self.strata)
         counts = [self.units if self.clustered else sizes[stratum] for stratum in self.strata]
@@ -190,10 +190,10 @@ class Design:
     def variance(
         self, residuals: Float[Tensor, "*batch windows"], times: Float[Tensor, "*batch windows"]
     ) -> Float[Tensor, "*batch"]:
-        """The variance of Σ times · residuals, each window drawn `times` (0: it has no value).
+        """Return the variance of Σ times · residuals, each window drawn `times` (0: it has no value).
 
-        Over windows Σ_t n_t/(n_t − 1) Σ_{i in t} (r_i − r̄_t)², over texts T/(T − 1) Σ_t (Σ_{i in t} r_i)²; residuals
-        are those of a mean, over its denominator. NaN where there is only one draw to judge by.
+        Over windows Σ_t n_t/(n_t − 1) Σ_{i in t} (r_i − r̄_t)², over texts T/(T − 1) Σ_t (Σ_{i in t} r_i)². Residuals
+        are those of a mean, divided by its denominator. NaN if there is only one draw.
         """
         sums = (times * residuals) @ self.members.mT
         if self.clustered:
@@ -205,7 +205,7 @@ class Design:
         squares = (times * residuals.square()) @ self.members.mT
         spread = (squares - sums.square() / counts.clamp(min=1)).clamp(min=0)
         each = (spread * counts / (counts - 1).clamp(min=1)).sum(-1)
-        # one window of a text has no spread that would tell how much another one differs
+        # the spread within a text is unknown from a single window
         return torch.where((counts == 1).any(-1) | (counts.sum(-1) < 2), torch.nan, each)
 
     def weighted_means(
@@ -214,10 +214,10 @@ class Design:
         size: Float[Tensor, " windows"],
         times: Float[Tensor, "draws windows"],
     ) -> tuple[Float[Tensor, "draws units"], Float[Tensor, "draws units"]]:
-        """Of each sample the means over tokens, `size` a window, and their standard errors (Cochran 1977, ratios).
+        """Return each sample's means over tokens, `size` per window, and their standard errors (Cochran 1977, ratios).
 
-        √variance of the residuals size · (value − mean)/Σ times · size, from products of matrices: no residual of a
-        draw, unit and window is written out.
+        √variance of the residuals size · (value − mean)/Σ times · size, from matrix products: the residuals of every
+        draw, unit and window are not stored.
         """
         drawn = times * size
         total = drawn.sum(-1, keepdim=True)
@@ -231,8 +231,8 @@ class Design:
             return mean, variance.sqrt() / total
         variance = torch.zeros_like(mean)
         for stratum in self.members:
-            own, squared, count = drawn * stratum, drawn * size * stratum, (times @ stratum)[:, None]
-            sums = own @ values.mT - mean * own.sum(-1, keepdim=True)
+            in_stratum, squared, count = drawn * stratum, drawn * size * stratum, (times @ stratum)[:, None]
+            sums = in_stratum @ values.mT - mean * in_stratum.sum(-1, keepdim=True)
             spread = squared @ values.square().mT - 2 * mean * (squared @ values.mT)
             spread = spread + mean.square() * squared.sum(-1, keepdim=True) - sums.square() / count.clamp(min=1)
             each = spread.clamp(min=0) * count / (count - 1).clamp(min=1)
@@ -240,8 +240,8 @@ class Design:
         return mean, torch.where(times.sum(-1, keepdim=True) < 2, torch.nan, variance.sqrt() / total)
 
 
-def _tallied(picks: Tensor, size: int) -> Float[Tensor, "draws size"]:
-    """How often each of `size` numbers stands in each row."""
+def _count_picks(picks: Tensor, size: int) -> Float[Tensor, "draws size"]:
+    """Count how often each of `size` numbers occurs in each row."""
     return torch.zeros(len(picks), size, dtype=torch.float64).scatter_add_(
         1, picks, torch.ones_like(picks, dtype=torch.float64)
     )

@@ -1,4 +1,4 @@
-"""Standard errors, intervals, p-values and false discoveries over windows or texts; what measures are by chance."""
+"""Standard errors, intervals, p-values and false discoveries over windows or texts; measures' values by chance."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ stats = LazyModule("scipy.stats")
 
 
 DRAWN_BYTES = 2**26
-"""Of random factors that are read at once; those of all draws together are larger than a layer of a large model."""
-MEDIAN_DRAWS = 2000  # draws of all heads behind the null of a median
+"""Bytes of random factors processed at once; those of all draws together exceed a layer of a large model."""
+MEDIAN_DRAWS = 2000  # draws of all heads for the null of a median
 
 
 def gaussian_null(
     analyzers: Sequence[Any], like: QueryKey, draws: int = 32, seed: int = 0
 ) -> dict[str, tuple[float, float]]:
-    """Mean and sd of each scalar measure over independent Gaussian factors of the shapes, scale and rotation of `like`.
+    """Return mean and sd of each scalar measure over independent Gaussian factors in the layout of `like`.
 
-    Analyzers are registry.Analyzer or alike: a `function` of a QueryKey, and `measures` with `name`, `curve` and
-    `has_null`. All read the same draws. Each factor has unit Frobenius norm: a measure that is proportional to
-    ‖W_Q‖‖W_K‖ is to be rescaled by the caller. Draws without a value don't count; a measure with fewer than two values
-    is left out.
+    Factors have the shapes, scale and rotation of `like`. Analyzers are registry.Analyzer or similar: a `function` of a
+    QueryKey, and `measures` with `name`, `curve` and `has_null`. All get the same draws. Each factor has unit Frobenius
+    norm: the caller must rescale measures that are proportional to ‖W_Q‖‖W_K‖. Draws without a value do not count; a
+    measure with fewer than two values is left out.
     """
-    generator = np.random.default_rng(seed)  # draws normal numbers in half the time that torch takes
+    generator = np.random.default_rng(seed)  # draws normal numbers in half the time of torch
     size = 8 * (like.query[..., 0, :, :].numel() + like.key[..., 0, :, :].numel())
     at_once = max(1, min(draws, DRAWN_BYTES // size))
-    found: dict[str, list[Tensor]] = {}
+    collected: dict[str, list[Tensor]] = {}
     for start in range(0, draws, at_once):
-        drawn = _drawn(like, min(at_once, draws - start), generator)
+        drawn = _draw_heads(like, min(at_once, draws - start), generator)
         for analyzer in analyzers:
             readings = analyzer.function(drawn)
             for measure in analyzer.measures:
                 if measure.has_null and not measure.curve and measure.name in readings:
-                    found.setdefault(measure.name, []).append(readings[measure.name].double())
+                    collected.setdefault(measure.name, []).append(readings[measure.name].double())
     null = {}
-    for name, parts in found.items():
+    for name, parts in collected.items():
         values = torch.cat(parts)
         values = values[~values.isnan()]
         if len(values) > 1:
@@ -56,8 +56,8 @@ def gaussian_null(
     return null
 
 
-def _drawn(like: QueryKey, count: int, generator: np.random.Generator) -> QueryKey:
-    """So many random heads of unit norm in the place of those that it has."""
+def _draw_heads(like: QueryKey, count: int, generator: np.random.Generator) -> QueryKey:
+    """Replace the heads by `count` random heads of unit norm."""
 
     def factor(shape: torch.Size) -> Tensor:
         drawn = torch.from_numpy(generator.standard_normal((count, *shape[-2:])))
@@ -69,9 +69,9 @@ def _drawn(like: QueryKey, count: int, generator: np.random.Generator) -> QueryK
 
 
 def null_of_median(means: Float[Tensor, " heads"], sds: Float[Tensor, " heads"], seed: int = 0) -> tuple[float, float]:
-    """Mean and sd of the median over heads whose values are independent draws of their own normal nulls.
+    """Return mean and sd of the median over heads whose values are independent draws from their own normal nulls.
 
-    The sd of one head's null says nothing of a median over many: of n equal normals it is about 1.25 sd/√n.
+    One head's sd does not apply to a median over many: for n equal normals the median's sd is about 1.25 sd/√n.
     """
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(MEDIAN_DRAWS, len(means), generator=generator, dtype=torch.float64)
@@ -82,30 +82,30 @@ def null_of_median(means: Float[Tensor, " heads"], sds: Float[Tensor, " heads"],
 def z_scores(
     values: Float[Tensor, "*shape"], mean: float | Float[Tensor, "*shape"], sd: float | Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """(value − mean)/sd; NaN where sd is 0."""
+    """Return (value − mean)/sd; NaN if sd is 0."""
     spread = torch.as_tensor(sd, dtype=torch.float64)
     scores: Tensor = (values.double() - mean) / torch.where(spread > 0, spread, torch.nan)
     return scores
 
 
 def robust_z(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """(value − median)/(1.4826 · MAD), the median absolute deviation in units of a normal sd; NaN where MAD is 0.
+    """Return (value − median)/(1.4826 · MAD), MAD the median absolute deviation; NaN if MAD is 0.
 
-    NaN values don't count and stay NaN (Iglewicz & Hoaglin 1993).
+    1.4826 · MAD estimates a normal sd. NaN values do not count and stay NaN (Iglewicz & Hoaglin 1993).
     """
-    there = values.double()
-    median = there.nanquantile(0.5) if len(there) else there.sum()
-    apart = (there - median).abs()
-    return z_scores(there, float(median), 1.4826 * float(apart.nanquantile(0.5) if len(apart) else 0.0))
+    numbers = values.double()
+    median = numbers.nanquantile(0.5) if len(numbers) else numbers.sum()
+    deviations = (numbers - median).abs()
+    return z_scores(numbers, float(median), 1.4826 * float(deviations.nanquantile(0.5) if len(deviations) else 0.0))
 
 
 FEWEST_DRAWS = 8
-"""Draws (windows of each text, or texts) from which an interval is bootstrapped; below, Student's t says more of the
-tails: a sample that draws one of two windows twice has next to no error of its own."""
+"""Draws (windows of each text, or texts) from which an interval is bootstrapped. Below, Student's t describes the tails
+better: a sample that draws one of two windows twice has almost no error of its own."""
 
 
 class Interval(NamedTuple):
-    """A number with the ends of its interval; NaN where there is none."""
+    """A number with the ends of its interval, NaN if there is none."""
 
     value: float
     low: float
@@ -113,7 +113,7 @@ class Interval(NamedTuple):
 
 
 def student_interval(value: float, error: float, freedom: int, level: float = 0.95) -> Interval:
-    """value ± t·error, t the quantile of Student's distribution with these degrees of freedom."""
+    """Return value ± t·error, t the quantile of Student's distribution with these degrees of freedom."""
     if freedom < 1 or math.isnan(error):
         return Interval(value, math.nan, math.nan)
     reach = float(stats.t.ppf((1 + level) / 2, freedom)) * error
@@ -121,20 +121,20 @@ def student_interval(value: float, error: float, freedom: int, level: float = 0.
 
 
 def further(values: Sequence[float], level: float = 0.95) -> float:
-    """The number that one more draw stays below with a chance of `level`, m + t s √(1 + 1/n), t of n − 1 degrees.
+    """Return the bound that one more draw stays below with probability `level`, m + t s √(1 + 1/n), t of n − 1 degrees.
 
     The one-sided prediction interval of n normal draws of one population for one further draw (Hahn 1970); NaN for
-    fewer than two.
+    fewer than two draws.
     """
     if len(values) < 2:
         return math.nan
-    every = torch.tensor(values, dtype=torch.float64)
+    drawn = torch.tensor(values, dtype=torch.float64)
     reach = float(stats.t.ppf(level, len(values) - 1)) * math.sqrt(1 + 1 / len(values))
-    return float(every.mean() + reach * every.std())
+    return float(drawn.mean() + reach * drawn.std())
 
 
 def tail(level: float, freedom: int) -> float:
-    """Student's quantile over the normal one."""
+    """Return the ratio of Student's quantile to the normal one."""
     return float(stats.t.ppf((1 + level) / 2, freedom) / stats.norm.ppf((1 + level) / 2))
 
 
@@ -149,25 +149,25 @@ def paired_difference(
     level: float = 0.95,
     seed: int = 0,
 ) -> Interval:
-    """of(mean after) − of(mean before) over windows, with its interval.
+    """Return of(mean after) − of(mean before) over windows, with its interval.
 
-    The studentised bootstrap (Efron & Tibshirani 1993, section 12.5): windows, or whole texts, are drawn in pairs, and
-    the quantiles of (θ* − θ)/se* turn the sample's own error into an interval; Student's t where a text has fewer than
-    eight windows, or where there are fewer than eight texts that are drawn.
-    `weights` are the windows' numbers of tokens: means are then over tokens. `of` is the identity, or exp (perplexity)
-    or log. Pairs with a NaN don't count; all three are NaN where none is left.
+    Studentised bootstrap (Efron & Tibshirani 1993, section 12.5): windows, or whole texts, are drawn in pairs, and the
+    quantiles of (θ* − θ)/se* turn the sample's own error into an interval. Student's t if a text has fewer than eight
+    windows, or if fewer than eight texts were sampled. `weights` are the windows' numbers of tokens: means are then
+    over tokens. `of` is the identity, exp (perplexity) or log. Pairs with a NaN do not count; all three numbers are NaN
+    if none remain.
     """
-    (there,) = (~(after - before).isnan()).nonzero(as_tuple=True)
-    if not len(there):
+    (present,) = (~(after - before).isnan()).nonzero(as_tuple=True)
+    if not len(present):
         return Interval(math.nan, math.nan, math.nan)
-    sampled = (design or Design.plain(len(before))).select(there.tolist())
-    weight = torch.ones(len(there), dtype=torch.float64) if weights is None else weights.cpu()[there.cpu()].double()
-    pair = torch.stack((before, after)).cpu()[:, there.cpu()].double()
+    sampled = (design or Design.plain(len(before))).select(present.tolist())
+    weight = torch.ones(len(present), dtype=torch.float64) if weights is None else weights.cpu()[present.cpu()].double()
+    pair = torch.stack((before, after)).cpu()[:, present.cpu()].double()
     value, error = (float(part) for part in _contrast(pair, weight, torch.ones_like(weight), sampled, of))
     if sampled.fewest < FEWEST_DRAWS or not error > 0:
         return student_interval(value, error, sampled.freedom, level)
-    found, errors = _contrast(pair, weight, sampled.draws(draws, seed), sampled, of)
-    scores = (found - value) / errors
+    differences, errors = _contrast(pair, weight, sampled.draws(draws, seed), sampled, of)
+    scores = (differences - value) / errors
     scores = scores[scores.isfinite()]
     low, high = scores.quantile(scores.new_tensor([(1 - level) / 2, (1 + level) / 2])).tolist()
     return Interval(value, value - high * error, value - low * error)
@@ -180,7 +180,7 @@ def _contrast(
     design: Design,
     of: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Float[Tensor, "*draws"], Float[Tensor, "*draws"]]:
-    """The difference for each sample, and its standard error to first order (the delta method)."""
+    """Return the difference for each sample, and its standard error to first order (delta method)."""
     total = (times * weight).sum(-1)
     means = torch.stack([(times * weight * side).sum(-1) / total for side in pair])
     slopes = torch.ones_like(means)
@@ -198,20 +198,20 @@ def _contrast(
     return means_of[1] - means_of[0], design.variance(residuals, times).sqrt()
 
 
-MEDIAN_ERROR_DRAWS = 1000  # bootstrap samples behind the standard error of a median
+MEDIAN_ERROR_DRAWS = 1000  # bootstrap samples for the standard error of a median
 
 
 def standard_error(values: Float[Tensor, "windows ..."], design: Design) -> Float[Tensor, "*rest"]:
-    """The standard error of each entry's mean over windows, entries that are NaN left out.
+    """Return the standard error of each entry's mean over windows, without entries that are NaN.
 
-    sd/√n for windows of one text; see Design for several. NaN where there is only one draw to judge by.
+    sd/√n for windows of one text; see Design for several. NaN if there is only one draw.
     """
     rows = values.double().movedim(0, -1)
-    there = (~rows.isnan()).double()
+    present = (~rows.isnan()).double()
     rows = rows.nan_to_num(nan=0.0)
-    count = there.sum(-1, keepdim=True).clamp(min=1)
-    residuals = (rows - rows.sum(-1, keepdim=True) / count) * there / count
-    return design.variance(residuals, there).sqrt()
+    count = present.sum(-1, keepdim=True).clamp(min=1)
+    residuals = (rows - rows.sum(-1, keepdim=True) / count) * present / count
+    return design.variance(residuals, present).sqrt()
 
 
 def median_error(
@@ -221,43 +221,43 @@ def median_error(
     draws: int = MEDIAN_ERROR_DRAWS,
     seed: int = 0,
 ) -> list[float]:
-    """The standard error of the median over each group of heads of their means over windows.
+    """Return the standard error of the median over each group of heads of their means over windows.
 
-    The sd over bootstrap samples of windows, in each of which all heads are averaged over the same windows (a median's
-    heads are not independent: they read the same text), each text's deviations widened by √(n/(n − 1)), n its windows.
-    NaN where there is only one.
+    The sd over bootstrap samples of windows. In each sample all heads are averaged over the same windows, because the
+    heads of a median are not independent: they read the same text. Each text's deviations are widened by √(n/(n − 1)),
+    n its number of windows. NaN if there is only one.
     """
     if design.freedom < 1 or not len(values):
         return [math.nan] * len(groups)
     times = 1 + (design.draws(draws, seed) - 1) * design.widening
-    there = (~values.isnan()).double()
-    means = (times @ values.double().nan_to_num(nan=0.0)) / (times @ there)
+    present = (~values.isnan()).double()
+    means = (times @ values.double().nan_to_num(nan=0.0)) / (times @ present)
     return [float(means[:, list(group)].nanquantile(0.5, dim=1).std()) for group in groups]
 
 
 DRAWS = 20_000
-"""Bootstrap samples behind a p-value: of 300 heads the smallest has to be below 0.05/300 to be named."""
-MOST_WINDOWS = 256  # from which on Student's t is as good: what skewness does to it falls with √windows
+"""Bootstrap samples for a p-value: among 300 heads the smallest must be below 0.05/300 to be reported."""
+MOST_WINDOWS = 256  # above, Student's t is as good: the effect of skewness decreases with √windows
 ENOUGH = 50
-"""Samples beyond a unit's own score after which its p-value is known well enough (Besag & Clifford 1991)."""
+"""Samples beyond a unit's own score after which its p-value is known accurately enough (Besag & Clifford 1991)."""
 PIECE = 500  # samples computed at once
 
 
 def p_values(
     differences: Float[Tensor, "units windows"], design: Design, weights: Float[Tensor, " windows"], seed: int = 0
 ) -> Float[Tensor, " units"]:
-    """Two-sided p of a mean difference of 0 over windows, weighted by their numbers of tokens, unit by unit.
+    """Return the two-sided p of a mean difference of 0 over windows, weighted by their numbers of tokens, per unit.
 
-    (1 + #{|θ* − θ|/se* ≥ |θ|/se})/(1 + draws) by the studentised bootstrap: differences of heads are skewed, which
-    Student's t, standing in for few or very many windows, takes for effects about twice as often. Beyond the ENOUGH
-    largest of the samples' scores, of which too few are left to count, Student's tail goes on, stretched so that it
-    meets them. NaN where there are too few differences, or all are the same.
+    (1 + #{|θ* − θ|/se* ≥ |θ|/se})/(1 + draws) by the studentised bootstrap. Differences of heads are skewed, for which
+    Student's t, used for few or very many windows, reports false effects about twice as often. Beyond the ENOUGH
+    largest of the samples' scores too few are left to count: there Student's tail is used, stretched to match them. NaN
+    if there are too few differences, or if all are equal.
     """
     size = weights.double()
     whole = differences.double()
     mean, error = design.weighted_means(whole, size, torch.ones_like(size)[None])
     scores = torch.where(error > 0, mean.abs() / error, torch.nan)[0]
-    centred = whole - mean.mT  # what is left of the numbers once large means are gone
+    centred = whole - mean.mT  # without large means, which would cost digits
     if design.fewest < FEWEST_DRAWS or design.count > MOST_WINDOWS:
         return _students(scores, design.freedom)
     beyond, drawn = torch.zeros_like(scores), torch.zeros_like(scores)
@@ -266,8 +266,8 @@ def p_values(
         going = (beyond < ENOUGH) & ~scores.isnan()
         if not bool(going.any()):
             break
-        found, errors = design.weighted_means(centred[going], size, times)
-        drawn_scores = (found.abs() / errors).nan_to_num(nan=0.0).mT
+        drawn_means, errors = design.weighted_means(centred[going], size, times)
+        drawn_scores = (drawn_means.abs() / errors).nan_to_num(nan=0.0).mT
         beyond[going] += (drawn_scores >= scores[going, None]).sum(1)
         drawn[going] += len(times)
         largest[going] = torch.cat((largest[going], drawn_scores), 1).topk(ENOUGH).values
@@ -278,7 +278,7 @@ def p_values(
 def _tail(
     scores: Float[Tensor, " units"], met: Float[Tensor, " units"], drawn: Float[Tensor, " units"], freedom: int
 ) -> Float[Tensor, " units"]:
-    """P(|t| ≥ score/c), c ≥ 1 such that it is ENOUGH/drawn at the score `met`, the ENOUGHth largest of the samples."""
+    """Return P(|t| ≥ score/c), c ≥ 1 such that it is ENOUGH/drawn at `met`, the samples' ENOUGHth largest score."""
     reach = torch.from_numpy(stats.t.isf(ENOUGH / (2 * drawn.clamp(min=ENOUGH).numpy()), freedom))
     return _students(scores / (met / reach).clamp(min=1), freedom)
 
@@ -290,15 +290,15 @@ def _students(scores: Float[Tensor, " units"], freedom: int) -> Float[Tensor, " 
 def adjusted(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """Return q of each p: the smallest rate at which it is rejected (Benjamini & Hochberg 1995).
 
-    NaN stays NaN and doesn't count in n.
+    NaN stays NaN and does not count in n.
     """
-    found = torch.full_like(p_values, torch.nan, dtype=torch.float64)
+    rates = torch.full_like(p_values, torch.nan, dtype=torch.float64)
     present = ~p_values.isnan()
     if bool(present.any()):
-        found[present] = torch.from_numpy(stats.false_discovery_control(p_values[present].double().numpy()))
-    return found
+        rates[present] = torch.from_numpy(stats.false_discovery_control(p_values[present].double().numpy()))
+    return rates
 
 
 def false_discovery(p_values: Float[Tensor, " n"], rate: float = 0.05) -> Bool[Tensor, " n"]:
-    """Select the hypotheses to reject so that at most `rate` of the rejected are true; never one whose p is NaN."""
+    """Select hypotheses to reject so that at most a share `rate` of the rejected is true; never one whose p is NaN."""
     return adjusted(p_values) <= rate

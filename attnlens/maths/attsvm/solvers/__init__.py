@@ -1,1 +1,1 @@
-"""Solvers of the Att-SVM problems; each answer carries its certificate."""
+"""Solvers of the Att-SVM problems; each solution includes its certificate."""

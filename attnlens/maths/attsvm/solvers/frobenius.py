@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     Loads = Float[ndarray, " k"]
 
 LARGE = 2**22
-"""Numbers of an explicit form (32 MB) beyond which the Gram matrix is factored instead."""
+"""Numbers in an explicit form (32 MB) beyond which the Gram matrix is factored instead."""
 
 
 class UnitConstraints:
     """The constraints a_c = u_c z_q(c)ᵀ of a problem, each divided by its length, so that ⟨a_c, a_c⟩ = 1 or a_c = 0.
 
-    Only ⟨a_c, a_e⟩ = (u_c·u_e)(z_q(c)·z_q(e)) is ever needed, which is never d × d_query.
+    Only ⟨a_c, a_e⟩ = (u_c·u_e)(z_q(c)·z_q(e)) is needed, so that no d × d_query matrix is formed.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -48,41 +48,41 @@ class UnitConstraints:
         self.scale = safe
         grouped = bool((np.diff(self.query_of) >= 0).all())
         self.order = np.arange(len(u)) if grouped else np.argsort(self.query_of, kind="stable")
-        self.ordered = self.u if grouped else self.u[self.order]  # query after query
+        self.ordered = self.u if grouped else self.u[self.order]  # sorted by query
 
     @cached_property
     def blocks(self) -> list[tuple[int, slice]]:
-        """Each query that has constraints, and where they stand in `order`."""
+        """Queries that have constraints, and the positions of these constraints in `order`."""
         present, starts = np.unique(self.query_of[self.order], return_index=True)
         ends = [*starts[1:], len(self.order)]
         return [(int(q), slice(int(s), int(e))) for q, s, e in zip(present, starts, ends, strict=True)]
 
     @property
     def hopeless(self) -> Int[ndarray, " first"]:
-        """The first constraint that no W meets because its length is 0, each of which proves that there is none."""
+        """First constraint that no W meets because its length is 0, a proof of infeasibility; empty if none."""
         wanted = np.where(self.free, self.bounds != 0.0, self.bounds > 0.0)
         return np.flatnonzero(wanted & (self.lengths == 0.0))[:1]
 
     def gram(self, rows: Int[ndarray, " rows"], columns: Int[ndarray, " columns"]) -> Float[ndarray, "rows columns"]:
-        """⟨a_c, a_e⟩ for c in rows and e in columns."""
+        """Return ⟨a_c, a_e⟩ for c in rows and e in columns."""
         pairs = self.products[np.ix_(self.query_of[rows], self.query_of[columns])]
         pairs *= self.u[rows] @ self.u[columns].T
         return pairs
 
     def scores(self, rows: Int[ndarray, " rows"], loads: Float[ndarray, " rows"]) -> Float[ndarray, " constraints"]:
-        """⟨a_c, Σ_r loads_r a_r⟩ for every constraint c."""
+        """Return ⟨a_c, Σ_r loads_r a_r⟩ for every constraint c."""
         shares = csr_array((loads, (self.query_of[rows], rows)), shape=(len(self.z), len(self.u)))
         seen = self.products @ (shares @ self.u)
-        found = np.empty(len(self.u))
+        values = np.empty(len(self.u))
         for query, block in self.blocks:
-            found[self.order[block]] = self.ordered[block] @ seen[query]
-        return found
+            values[self.order[block]] = self.ordered[block] @ seen[query]
+        return values
 
     def explicit(self, rows: Int[ndarray, " rows"]) -> Float[ndarray, "rows width"]:
-        """a_c of these rows as vectors, in coordinates in which their inner products are unchanged."""
+        """Return a_c of these rows as vectors, in coordinates that preserve their inner products."""
         u, z = compact(self.u[rows]), compact(self.z)[self.query_of[rows]]
         if u.size * z.shape[1] > LARGE:
-            # Directions below √ε are lost, which costs accuracy that the certificate then tells.
+            # Directions below √ε are lost; the certificate includes the resulting error.
             sizes, vectors = np.linalg.eigh(self.gram(rows, rows))
             kept = sizes > np.finfo(np.float64).eps * len(rows) * sizes[-1]
             factor: Float[ndarray, "rows kept"] = vectors[:, kept] * np.sqrt(sizes[kept])
@@ -91,7 +91,7 @@ class UnitConstraints:
 
 
 def compact(rows: Float[ndarray, "rows width"]) -> Float[ndarray, "rows least"]:
-    """The rows in an orthonormal basis of their span (QR of the transpose), where that is narrower."""
+    """Return the rows in an orthonormal basis of their span (QR of the transpose) if that is narrower."""
     if rows.shape[0] >= rows.shape[1]:
         return rows
     triangle: Float[ndarray, "least rows"] = np.linalg.qr(rows.T)[1]
@@ -100,42 +100,42 @@ def compact(rows: Float[ndarray, "rows width"]) -> Float[ndarray, "rows least"]:
 
 EPS = float(np.finfo(np.float64).eps)
 PIVOTS = 3
-"""Exchanges in a row without a new least number of wrong signs before pivoting gives up."""
+"""Consecutive exchanges without a new minimum of wrong signs before pivoting gives up."""
 DEPENDENT = 1e-11
-"""Singular value, against the largest, below which equalities repeat each other."""
+"""Relative singular value below which equalities are linearly dependent."""
 INCONSISTENT = 1e-9
-"""What may remain of equalities, against the largest b, that can be met."""
+"""Residual, relative to the largest b, up to which equalities count as consistent."""
 LEAST_DAMPING = 1e-12
-"""Damping, against the diagonal of G, below which a step is Newton's to rounding."""
+"""Damping, relative to the diagonal of G, below which a step is Newton's up to rounding."""
 SHORTEST = 1e-6
-"""Share of a Newton step below which it leads nowhere."""
+"""Smallest fraction of a Newton step that is tried."""
 LONG = 1e-3
 """Residual of NNLS below which w is longer than 1/LONG in its units, or does not exist."""
 RESOLVED = 1e-12
-"""Residual of NNLS that is rounding: no w exists that float64 could tell from none."""
+"""Residual of NNLS that is rounding: in float64 such a w cannot be distinguished from a missing one."""
 
 
 def pivoted(
     gram: Float[ndarray, "k k"], bounds: Loads, free: Bool[ndarray, " k"], support: Bool[ndarray, " k"]
 ) -> Loads | None:
-    """argmin ½λᵀGλ − bᵀλ, λ ≥ 0 unless free, by exchanging all wrong signs at once (Kim and Park 2011, Algorithm 2).
+    """Minimise ½λᵀGλ − bᵀλ, λ ≥ 0 unless free, by exchanging all wrong signs at once (Kim and Park 2011, Alg. 2).
 
-    `support` is the first guess. None where a block of G is singular or the exchanges don't settle: then ask `damped`.
+    `support` is the first guess. None if a block of G is singular or the exchanges do not settle: then use `damped`.
     """
     support = support | free
     fewest, patience = len(bounds) + 1, PIVOTS
     while patience:
-        held = np.flatnonzero(support)
-        loads, failed = dposv(gram[np.ix_(held, held)], bounds[held])[1:] if len(held) else (np.zeros(0), 0)
+        active = np.flatnonzero(support)
+        loads, failed = dposv(gram[np.ix_(active, active)], bounds[active])[1:] if len(active) else (np.zeros(0), 0)
         if failed:
             return None
         multipliers = np.zeros(len(bounds))
-        multipliers[held] = loads
+        multipliers[active] = loads
         slack = gram @ multipliers - bounds
-        # A sign is wrong beyond the rounding of the sums it comes from: ties must not be exchanged forever.
+        # A sign counts as wrong only beyond the rounding of its sums; otherwise ties would be exchanged forever.
         noise = 64.0 * EPS * (np.abs(loads).sum() + np.abs(bounds).max(initial=0.0))
         wrong = np.where(support, ~free & (multipliers < 0.0), slack < -noise)
-        if (np.abs(slack[held]) > noise).any():
+        if (np.abs(slack[active]) > noise).any():
             return None
         count = int(wrong.sum())
         if not count:
@@ -149,24 +149,24 @@ def pivoted(
 def damped(
     gram: Float[ndarray, "k k"], bounds: Loads, free: Bool[ndarray, " k"], loads: Loads, damping: float
 ) -> tuple[Loads, float]:
-    """A better λ for the same problem, and the damping of the next step: Newton's, projected to λ ≥ 0 (Bertsekas 1982).
+    """Return a better λ for the same problem by a projected Newton step (Bertsekas 1982), and the next damping.
 
-    With G + damping · I a repeated constraint is as good as any, and the objective never rises, so that nothing cycles.
-    Where no step lowers it, λ stays and the damping grows.
+    With G + damping · I repeated constraints cause no singularity. The objective never rises, so that steps cannot
+    cycle. If no step lowers it, λ is unchanged and the damping grows.
     """
     slack = gram @ loads - bounds
-    held = np.flatnonzero(free | (loads > 0.0) | (slack < 0.0))
-    block = gram[np.ix_(held, held)]
-    ridge = damping * np.eye(len(held))
-    move, failed = dposv(block + ridge, -slack[held])[1:] if len(held) else (np.zeros(0), 0)
+    active = np.flatnonzero(free | (loads > 0.0) | (slack < 0.0))
+    block = gram[np.ix_(active, active)]
+    ridge = damping * np.eye(len(active))
+    move, failed = dposv(block + ridge, -slack[active])[1:] if len(active) else (np.zeros(0), 0)
     share = 0.0 if failed else 1.0
     while share > SHORTEST:
-        moved = loads[held] + share * move
-        moved = np.where(free[held], moved, moved.clip(min=0.0)) - loads[held]
-        slope = float(slack[held] @ moved)
-        if slope + 0.5 * float(moved @ block @ moved) <= 1e-4 * slope:
+        moved = loads[active] + share * move
+        moved = np.where(free[active], moved, moved.clip(min=0.0)) - loads[active]
+        slope = float(slack[active] @ moved)
+        if slope + 0.5 * float(moved @ block @ moved) <= 1e-4 * slope:  # Armijo's condition: sufficient decrease
             better = loads.copy()
-            better[held] += moved
+            better[active] += moved
             factor = 0.1 if share == 1.0 else 10.0 if share < 0.3 else 1.0
             return better, max(damping * factor, LEAST_DAMPING)
         share *= 0.5
@@ -174,10 +174,10 @@ def damped(
 
 
 def nearest(rows: Float[ndarray, "k width"], bounds: Loads, free: Bool[ndarray, " k"]) -> Loads:
-    """λ of min ‖w‖ with rows·w ≥ b, = b where free; or λ with rowsᵀλ = 0 < bᵀλ where no w exists.
+    """Return λ of min ‖w‖ with rows·w ≥ b, = b where free; or λ with rowsᵀλ = 0 < bᵀλ if no w exists.
 
-    Equalities are eliminated, then λ is the NNLS solution of min ‖[rowsᵀ; bᵀ]λ − (0, …, 0, 1)‖ (Lawson and Hanson 1974,
-    §23.4), whose residual is zero exactly where there is no w. Singular, repeated and surplus constraints are welcome.
+    Equalities are eliminated. λ is then the NNLS solution of min ‖[rowsᵀ; bᵀ]λ − (0, …, 0, 1)‖ (Lawson and Hanson 1974,
+    §23.4), whose residual is zero exactly if no w exists. Singular, repeated and surplus constraints are allowed.
     """
     left, right = rows[~free], bounds[~free]
     fixed = np.linalg.lstsq(rows[free], bounds[free], rcond=DEPENDENT)[0] if free.any() else np.zeros(rows.shape[1])
@@ -188,20 +188,20 @@ def nearest(rows: Float[ndarray, "k width"], bounds: Loads, free: Bool[ndarray, 
     loads, exists = distance(inner, right - left @ fixed)
     multipliers = spread(loads, ~free)
     if free.any():
-        rest = (fixed if exists else 0.0) - loads @ left
-        multipliers[free] = np.linalg.lstsq(rows[free].T, rest, rcond=DEPENDENT)[0]
+        remainder = (fixed if exists else 0.0) - loads @ left
+        multipliers[free] = np.linalg.lstsq(rows[free].T, remainder, rcond=DEPENDENT)[0]
     return multipliers
 
 
 def spread(loads: Float[ndarray, " some"], where: Bool[ndarray, " k"]) -> Loads:
-    """The loads where they belong, zero elsewhere."""
+    """Return a vector with the loads where the mask is true, zero elsewhere."""
     multipliers = np.zeros(len(where))
     multipliers[where] = loads
     return multipliers
 
 
 def across(rows: Float[ndarray, "k width"]) -> Float[ndarray, "width width"]:
-    """The projection onto the span of the rows."""
+    """Return the projection onto the span of the rows."""
     _, sizes, basis = np.linalg.svd(rows, full_matrices=False)
     kept = basis[sizes > DEPENDENT * sizes.max(initial=0.0)]
     projection: Float[ndarray, "width width"] = kept.T @ kept
@@ -209,13 +209,13 @@ def across(rows: Float[ndarray, "k width"]) -> Float[ndarray, "width width"]:
 
 
 def distance(rows: Float[ndarray, "k width"], bounds: Loads) -> tuple[Loads, bool]:
-    """λ ≥ 0 with w = rowsᵀλ the shortest w with rows·w ≥ b, and true; or λ with rowsᵀλ = 0 < bᵀλ, and false."""
+    """Return (λ ≥ 0, True), w = rowsᵀλ the shortest with rows·w ≥ b; or (λ, False) with rowsᵀλ = 0 < bᵀλ."""
     if not (bounds > 0.0).any():
         return np.zeros(len(bounds)), True
     scale = 1.0 / np.abs(bounds).max()
     loads, residual = fitted(rows, bounds * scale)
     if RESOLVED < residual < LONG:
-        # The residual is 1/√(1 + ‖w‖²): a long w is told from none once it is scaled to length 1.
+        # The residual is 1/√(1 + ‖w‖²): scaling a long w to length 1 distinguishes it from a missing w.
         scale *= residual
         loads, residual = fitted(rows, bounds * scale)
     if residual < LONG:
@@ -224,38 +224,38 @@ def distance(rows: Float[ndarray, "k width"], bounds: Loads) -> tuple[Loads, boo
 
 
 def fitted(rows: Float[ndarray, "k width"], bounds: Loads) -> tuple[Loads, float]:
-    """λ ≥ 0 with the least ‖[rowsᵀ; bᵀ]λ − (0, …, 0, 1)‖, and that norm."""
+    """Return λ ≥ 0 with the least ‖[rowsᵀ; bᵀ]λ − (0, …, 0, 1)‖, and that norm."""
     target = np.zeros(rows.shape[1] + 1)
     target[-1] = 1.0
     try:
         loads, residual = nnls(np.vstack([rows.T, bounds]), target, maxiter=30 * len(bounds))
     except RuntimeError:
-        # Its only one says that it cycles; λ = 0 proves nothing, and so is certified as inaccurate.
+        # NNLS raises only if it cycles; λ = 0 proves nothing and is certified as inaccurate.
         return np.zeros(len(bounds)), 1.0
     return loads, float(residual)
 
 
 def polished(rows: Float[ndarray, "k width"], bounds: Loads, loads: Loads) -> Loads:
-    """λ from its support's equations alone, which NNLS meets only to ε‖w‖²; as it was, if that spoils a sign."""
-    held = np.flatnonzero(loads)
-    shortest = np.linalg.lstsq(rows[held], bounds[held], rcond=EPS)[0]
-    exact = np.linalg.lstsq(rows[held].T, shortest, rcond=EPS)[0]
+    """Return λ solved from its support's equations, which NNLS meets only to ε‖w‖²; unchanged if a sign would flip."""
+    support = np.flatnonzero(loads)
+    shortest = np.linalg.lstsq(rows[support], bounds[support], rcond=EPS)[0]
+    exact = np.linalg.lstsq(rows[support].T, shortest, rcond=EPS)[0]
     return spread(exact, loads > 0.0) if (exact >= 0.0).all() else loads
 
 
 INSIDE = 1e-10
 """Squared share of an inequality's length outside the equalities' span below which it may contradict them."""
 MISSED = 1e-9
-"""What equalities that repeat others may miss of the largest b."""
+"""Residual, relative to the largest b, allowed for equalities that depend on others."""
 REFINEMENTS = 2
-"""Times that λ of the equalities is mended by what they still miss."""
+"""Number of refinement steps for λ of the equalities."""
 
 
 class Eliminated:
-    """The inequalities a_c of a problem, projected off the span of its equalities, in place of its UnitConstraints.
+    """The inequalities a_c of a problem, projected off the span of its equalities; replaces UnitConstraints.
 
-    G_EE = LLᵀ is factored once, pivoted, so that equalities which repeat others drop out. Inequalities then have the
-    inner products G_cd − (L⁻¹G_Ec)ᵀ(L⁻¹G_Ed) and the bounds b_c − (L⁻¹G_Ec)ᵀL⁻¹b_E, and no equality is left.
+    G_EE = LLᵀ is factored once with pivoting, so that dependent equalities drop out. Inequalities then have the inner
+    products G_cd − (L⁻¹G_Ec)ᵀ(L⁻¹G_Ed) and the bounds b_c − (L⁻¹G_Ec)ᵀL⁻¹b_E, and no equality remains.
     """
 
     def __init__(self, constraints: UnitConstraints) -> None:
@@ -268,7 +268,7 @@ class Eliminated:
         self.repeated: Int[ndarray, " repeated"] = equal[pivots[rank:] - 1]
         self.factor = np.asfortranarray(factor[:rank, :rank])
         self.fixed = self.solved(self.solved(constraints.bounds[self.kept]), transposed=True)
-        # Equalities are met by every λ of the others, so that none of them is ever violated.
+        # Equalities are met for every λ of the inequalities, so they are never violated.
         self.bounds = np.where(constraints.free, -np.inf, constraints.bounds - self.fixed_scores)
         self.known: Int[ndarray, " constraints"] = np.full(len(self.free), -1)
         self.count = 0
@@ -276,39 +276,39 @@ class Eliminated:
 
     @property
     def fixed_scores(self) -> Float[ndarray, " constraints"]:
-        """What the shortest W that meets the equalities scores."""
+        """Scores of the shortest W that meets the equalities."""
         return self.whole.scores(self.kept, self.fixed)
 
     def solved(self, right: Float[ndarray, "rank ..."], transposed: bool = False) -> Float[ndarray, "rank ..."]:
-        """L⁻¹ or L⁻ᵀ times the right-hand side."""
+        """Return L⁻¹ or L⁻ᵀ times the right-hand side."""
         if not len(self.kept):
             return right
         answer: Float[ndarray, "rank ..."] = dtrtrs(self.factor, right, lower=1, trans=int(transposed))[0]
         return answer.reshape(right.shape)
 
     def inner(self, rows: Int[ndarray, " rows"]) -> Float[ndarray, "rows rank"]:
-        """(L⁻¹G_Ec)ᵀ for c in rows, each computed once."""
+        """Return (L⁻¹G_Ec)ᵀ for c in rows, each computed once."""
         new = rows[self.known[rows] < 0]
         if len(new):
             self.known[new] = self.count + np.arange(len(new))
             self.columns[self.known[new]] = self.solved(self.whole.gram(self.kept, new)).T
             self.count += len(new)
-        found: Float[ndarray, "rows rank"] = self.columns[self.known[rows]]
-        return found
+        inner_products: Float[ndarray, "rows rank"] = self.columns[self.known[rows]]
+        return inner_products
 
     def gram(self, rows: Int[ndarray, " rows"], columns: Int[ndarray, " columns"]) -> Float[ndarray, "rows columns"]:
-        """⟨a_c, a_d⟩ outside the equalities' span, for c in rows and d in columns."""
+        """Return ⟨a_c, a_d⟩ outside the equalities' span, for c in rows and d in columns."""
         outside: Float[ndarray, "rows columns"] = self.whole.gram(rows, columns)
         outside -= self.inner(rows) @ self.inner(columns).T
         return outside
 
     def scores(self, rows: Int[ndarray, " rows"], loads: Float[ndarray, " rows"]) -> Float[ndarray, " constraints"]:
-        """⟨a_c, Σ_r loads_r a_r⟩ outside the equalities' span, for every constraint c."""
+        """Return ⟨a_c, Σ_r loads_r a_r⟩ outside the equalities' span, for every constraint c."""
         share = self.solved(self.inner(rows).T @ loads, transposed=True)
         return self.whole.scores(np.append(rows, self.kept), np.append(loads, -share))
 
     def explicit(self, rows: Int[ndarray, " rows"]) -> Float[ndarray, "rows width"]:
-        """Vectors with these inner products; directions below √ε are lost, which the certificate then tells."""
+        """Return vectors with these inner products; lost directions below √ε show in the certificate."""
         sizes, vectors = np.linalg.eigh(self.gram(rows, rows))
         kept = sizes > np.finfo(np.float64).eps * len(rows)
         factor: Float[ndarray, "rows width"] = vectors[:, kept] * np.sqrt(sizes[kept])
@@ -317,28 +317,28 @@ class Eliminated:
     def completed(
         self, rows: Int[ndarray, " rows"], loads: Float[ndarray, " rows"], met: bool = True
     ) -> tuple[Int[ndarray, " all"], Float[ndarray, " all"]]:
-        """These λ with those of the equalities under which every equality has its b, or 0 where `met` is false."""
-        every, wanted = np.append(rows, self.kept), self.whole.bounds[self.kept] if met else np.zeros(len(self.kept))
+        """Add λ of the equalities to these λ such that every equality has its b, or 0 if `met` is false."""
+        all_rows, wanted = np.append(rows, self.kept), self.whole.bounds[self.kept] if met else np.zeros(len(self.kept))
         multipliers = np.append(loads, np.zeros(len(self.kept)))
         for _ in range(1 + REFINEMENTS):
-            missing = wanted - self.whole.scores(every, multipliers)[self.kept]
+            missing = wanted - self.whole.scores(all_rows, multipliers)[self.kept]
             multipliers[len(rows) :] += self.solved(self.solved(missing), transposed=True)
-        return every, multipliers
+        return all_rows, multipliers
 
     def sharpened(self, rows: Int[ndarray, " rows"], loads: Float[ndarray, " rows"]) -> Float[ndarray, " rows"]:
-        """λ mended by what its own inequalities still miss, with the equalities met; as it was, if a sign turns."""
-        held = np.flatnonzero(loads)
-        if not len(held):
+        """Return λ refined by its inequalities' residuals, with equalities met; unchanged if a sign would flip."""
+        support = np.flatnonzero(loads)
+        if not len(support):
             return loads
-        factor, failed = dpotrf(self.gram(rows[held], rows[held]), lower=1)
+        factor, failed = dpotrf(self.gram(rows[support], rows[support]), lower=1)
         better = loads.copy()
         for _ in range(0 if failed else REFINEMENTS):
-            scores = self.whole.scores(*self.completed(rows[held], better[held]))
-            better[held] += dpotrs(factor, (self.whole.bounds - scores)[rows[held]], lower=1)[0]
+            scores = self.whole.scores(*self.completed(rows[support], better[support]))
+            better[support] += dpotrs(factor, (self.whole.bounds - scores)[rows[support]], lower=1)[0]
         return better if (better >= 0.0).all() else loads
 
     def contradicted(self, rows: Int[ndarray, " rows"]) -> tuple[Int[ndarray, " one"], Float[ndarray, " one"]]:
-        """The row that most likely contradicts the equalities alone, and the sign of what they lack; none elsewhere."""
+        """Return the row most likely to contradict the equalities alone, and its residual's sign; empty if none."""
         left = 1.0 - (self.inner(rows) ** 2).sum(-1)
         inside = rows[(left < INSIDE) & (self.bounds[rows] > 0.0)]
         inside = inside[np.argsort(-self.bounds[inside])[:1]]
@@ -346,7 +346,7 @@ class Eliminated:
 
     @property
     def inconsistent(self) -> tuple[Int[ndarray, " one"], Float[ndarray, " one"]]:
-        """The repeated equality that the others contradict most, and the sign of what it lacks; none elsewhere."""
+        """Dependent equality that the others contradict most, and the sign of its residual; empty if there is none."""
         missed = (self.whole.bounds - self.fixed_scores)[self.repeated]
         beyond = np.abs(missed) > MISSED * np.abs(self.whole.bounds[self.whole.free]).max()
         worst = np.argsort(-np.abs(missed))[:1] if beyond.any() else np.flatnonzero(beyond)
@@ -354,21 +354,22 @@ class Eliminated:
 
 
 SMALL = 128
-"""Constraints up to which all of them are worked on from the start."""
+"""Constraints up to which all are in the working set from the start."""
 DAMPING = 1e-2
-"""Added to the diagonal of G, which is 1, at the first damped step."""
+"""Added to the diagonal of G, which is 1, in the first damped step."""
 PATIENCE = 60
-"""Damped steps that a degenerate problem may take."""
+"""Most damped steps for a degenerate problem."""
 WORST = 4
-"""How many of a query's most violated constraints enter at once."""
+"""Number of a query's most violated constraints that enter at once."""
 
 
 def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Solution:
-    """W_mm = argmin ‖W‖_F s.t. u_cᵀ W z_q(c) ≥ b_c, = b_c where equal (Tarzanagh et al. 2023, Eq. Att-SVM), certified.
+    """Compute W_mm = argmin ‖W‖_F s.t. u_cᵀ W z_q(c) ≥ b_c, = b_c where equal, with its certificate.
 
-    min ½λᵀGλ − bᵀλ over the working set, then each query's most violated constraints join it, at most `limit` times;
-    many equalities are eliminated first. Status `inaccurate` with its gap where that is not enough. Raises UsageError
-    for a tolerance ≤ 0, a limit < 1 and sizes outside [1e-50, 1e50]; UnposedError for a problem without constraints.
+    Att-SVM of Tarzanagh et al. 2023: min ½λᵀGλ − bᵀλ over the working set, then each query's most violated constraints
+    join, at most `limit` times. Many equalities are eliminated first. Status `inaccurate`, with its gap, if that is not
+    enough. Raises UsageError for a tolerance ≤ 0, a limit < 1 and sizes outside [1e-50, 1e50]; UnposedError for a
+    problem without constraints.
     """
     bounded(tolerance, limit)
     ordinary(problem)
@@ -380,8 +381,8 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
         return certified(problem, unscaled(constraints, hopeless, np.sign(constraints.bounds[hopeless])), tolerance)
     if int(constraints.free.sum()) > SMALL:
         return solve_eliminated(problem, Eliminated(constraints), tolerance, limit)
-    every = np.arange(len(constraints.u))
-    working = Working(constraints, every if len(every) <= SMALL else np.flatnonzero(constraints.free), tolerance)
+    all_rows = np.arange(len(constraints.u))
+    working = Working(constraints, all_rows if len(all_rows) <= SMALL else np.flatnonzero(constraints.free), tolerance)
     steps = working.run(limit)
     answer = certified(problem, unscaled(constraints, working.rows, working.loads), tolerance, steps)
     if answer.status != "inaccurate" or steps == limit:
@@ -390,7 +391,7 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
 
 
 def solve_eliminated(problem: Problem, space: Eliminated, tolerance: float, limit: int) -> Solution:
-    """The same where equalities are many: on the inequalities alone, by what the equalities leave of them."""
+    """Solve a problem with many equalities on its inequalities alone, projected off the equalities."""
     working, steps = Working(space, np.arange(0), tolerance), 0
 
     def certain(rows: Int[ndarray, " k"], loads: Float[ndarray, " k"], met: bool = True) -> Solution:
@@ -413,13 +414,13 @@ def solve_eliminated(problem: Problem, space: Eliminated, tolerance: float, limi
     answer = sharp(working.loads)
     if answer.status != "inaccurate" or steps == limit:
         return answer
-    loads = working.nearest() if working.patience else working.loads  # without patience they are the nearest already
+    loads = working.nearest() if working.patience else working.loads  # without patience they already are the nearest
     refuted = certain(working.rows, loads, met=False)
     return refuted if refuted.status == "infeasible" else sharp(loads)
 
 
 class Working:
-    """The constraints that are worked on, and their λ."""
+    """The working set of constraints, and their λ."""
 
     def __init__(self, constraints: UnitConstraints | Eliminated, rows: Int[ndarray, " k"], tolerance: float) -> None:
         self.constraints = constraints
@@ -429,20 +430,20 @@ class Working:
         self.free: Bool[ndarray, " k"] = constraints.free[rows]
         self.loads = np.zeros(len(rows))
         self.gram = constraints.gram(rows, rows)
-        self.settled = False  # whether λ is the best for these constraints
-        self.joined = True  # whether any of them is new
-        self.damping = 0.0  # 0 as long as signs are exchanged
+        self.settled = False  # whether λ is optimal for these constraints
+        self.joined = True  # whether any constraint is new
+        self.damping = 0.0  # 0 while signs are exchanged
         self.patience = PATIENCE
 
     def run(self, limit: int) -> int:
-        """The steps taken until no constraint joins, at most `limit`."""
+        """Advance until no constraint joins, at most `limit` steps; return the number of steps."""
         for step in range(1, limit + 1):
             if self.advance() is None:
                 return step
         return limit
 
     def advance(self) -> Int[ndarray, " joining"] | None:
-        """One step; the constraints that join by it, or None where λ is the best for all."""
+        """Take one step; return the constraints that join, or None if λ is optimal for all constraints."""
         self.improve()
         joining = self.worst()
         if self.settled and not len(joining):
@@ -451,11 +452,11 @@ class Working:
         return joining
 
     def improve(self) -> None:
-        """The best λ of these constraints alone, from their support; a better λ where they are degenerate."""
+        """Find the optimal λ of these constraints alone, from their support; a better λ if they are degenerate."""
         if not self.damping or not self.joined:
-            found = pivoted(self.gram, self.bounds, self.free, self.loads != 0.0)
-            if found is not None:
-                self.loads, self.settled = found, True
+            optimal = pivoted(self.gram, self.bounds, self.free, self.loads != 0.0)
+            if optimal is not None:
+                self.loads, self.settled = optimal, True
                 return
         if not self.patience:
             self.loads, self.settled = self.nearest(), True
@@ -467,12 +468,12 @@ class Working:
         self.settled = bool((short <= self._rounding(self.bounds)).all())
 
     def worst(self) -> Int[ndarray, " joining"]:
-        """Each query's WORST most violated constraints outside the working set; none when λ proves that no W exists."""
-        constraints, held = self.constraints, np.flatnonzero(self.loads)
-        scores = constraints.scores(self.rows[held], self.loads[held])
+        """Return each query's WORST most violated constraints outside the working set; none if λ proves no W exists."""
+        constraints, support = self.constraints, np.flatnonzero(self.loads)
+        scores = constraints.scores(self.rows[support], self.loads[support])
         proven = PROOF * float(np.abs(self.loads).sum())
         if self.loads @ self.bounds > proven and self.loads @ scores[self.rows] <= proven**2:
-            # λ that grows by damped steps only tends to a proof; NNLS finds one that is exact.
+            # Damped steps only converge towards a proof; NNLS finds an exact one.
             self.patience = 0
             return self.rows[:0]
         short = constraints.bounds - scores - self._rounding(constraints.bounds)
@@ -485,7 +486,7 @@ class Working:
         return np.concatenate(joining)
 
     def join(self, joining: Int[ndarray, " more"]) -> None:
-        """They are worked on too, from λ = 0."""
+        """Add constraints to the working set, with λ = 0."""
         self.joined = len(joining) > 0
         if not self.joined:
             return
@@ -495,11 +496,11 @@ class Working:
         self.bounds, self.free = self.constraints.bounds[self.rows], self.constraints.free[self.rows]
 
     def nearest(self) -> Float[ndarray, " k"]:
-        """λ by NNLS, from nothing and slowly, whatever they are."""
+        """Return λ by NNLS: slow and without a first guess, but it works for any constraints."""
         return nearest(self.constraints.explicit(self.rows), self.bounds, self.free)
 
     def _rounding(self, bounds: Float[ndarray, " some"]) -> Float[ndarray, " some"]:
-        """What a constraint may lack."""
+        """Return the violation allowed for each constraint."""
         lacking: Float[ndarray, " some"] = 0.1 * self.tolerance * np.abs(bounds) + EPS * np.abs(self.loads).sum()
         return lacking
 
@@ -507,7 +508,7 @@ class Working:
 def unscaled(
     constraints: UnitConstraints, rows: Int[ndarray, " k"], loads: Float[ndarray, " k"]
 ) -> Float[Tensor, " constraints"]:
-    """λ of every constraint as it was posed, before its length was divided out."""
+    """Return λ of every constraint of the original problem, whose lengths were divided out."""
     multipliers = np.zeros(len(constraints.u))
     multipliers[rows] = loads
     return torch.from_numpy(multipliers / constraints.scale)
@@ -518,22 +519,22 @@ class Separability:
     """Exactly one of the two exists: W with u W z ≥ b, or λ with Σλ u zᵀ = 0 < Σλb (Gordan 1873, Farkas 1902)."""
 
     verdict: bool | None
-    """Whether a W exists; None where neither proof was found within the iteration limit."""
+    """True if a W exists; None if neither proof was found within the iteration limit."""
     distance: float | None
-    """The least ‖Σλ u zᵀ‖ over Σλb = 1: the max-margin 1/‖W‖_F, or the certificate's residual ≈ 0; None: unknown."""
+    """Least ‖Σλ u zᵀ‖ over Σλb = 1: the max-margin 1/‖W‖_F, or the certificate's residual ≈ 0; None if unknown."""
     multipliers: Float[Tensor, " constraints"]
     """λ of the proof; a certificate has Σλ = 1 over the inequalities."""
 
 
 def separable(problem: Problem, limit: int = 200) -> Separability:
-    """Whether any W meets the constraints, by the point of least norm in {Σλ u zᵀ : λ ≥ 0, Σλb = 1}.
+    """Decide if any W meets the constraints, by the point of least norm in {Σλ u zᵀ : λ ≥ 0, Σλb = 1}.
 
     Raises what `solve` raises.
     """
     answer = solve(problem, limit=limit)
     if answer.status == "infeasible":
         return Separability(False, answer.residual, answer.multipliers)
-    # A W that is feasible proves it, however far from the shortest: its gap is finite.
+    # Any feasible W is a proof, even if not the shortest: its gap is finite.
     if answer.gap is None or answer.norm is None or answer.gap == float("inf"):
         return Separability(None, None, answer.multipliers)
     return Separability(True, 1.0 / answer.norm if answer.norm > 0.0 else float("inf"), answer.multipliers)

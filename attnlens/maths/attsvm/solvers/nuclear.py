@@ -1,4 +1,4 @@
-"""The nuclear-norm SVM: an interior point on the Gram matrices, refined on the face that it ends at.
+"""The nuclear-norm SVM: an interior-point method on the Gram matrices, refined on the face where it ends.
 
 min ‖W‖_* s.t. u_cᵀ W z_c ≥ b_c is min ½ tr X with W in the corner of X = [[P, W], [Wᵀ, Q]] ⪰ 0; its dual is
 max bᵀλ s.t. S = [[I, −M], [−Mᵀ, I]] ⪰ 0, M = Σλ u zᵀ, λ ≥ 0. As the constraints are rank-one in u and z, the Newton
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
     Each = Float[ndarray, " constraints"]
     Block = Float[ndarray, "order order"]
-    """Of order d + d_query."""
+    """Symmetric block matrix of order d + d_query."""
     BilinearForm = Float[ndarray, "d d_query"]
     Gram = Float[ndarray, "constraints constraints"]
 
 EPS = float(np.finfo(np.float64).eps)
 PATIENCE = 8
-"""Steps without a better bound after which rounding has won."""
+"""Steps without a better bound after which rounding dominates."""
 EQUALITY = 0.1
-"""How far off an equality may be, as a share of the tolerance."""
+"""Allowed error of an equality, as a share of the tolerance."""
 INSIDE = 0.95
-"""Share of the way to the border of the cone that a step may take."""
+"""Share of the way to the border of the cone that a step can take."""
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """u_cᵀ W z_c ≥ b_c, = b_c where `equal`: one row a constraint, all of about unit size."""
+    """u_cᵀ W z_c ≥ b_c, = b_c where `equal`: one row per constraint, all of about unit size."""
 
     u: Float[ndarray, "constraints d"]
     z: Float[ndarray, "constraints d_query"]
@@ -48,12 +48,12 @@ class Constraints:
     equal: Bool[ndarray, " constraints"]
 
     def form(self, multipliers: Each) -> BilinearForm:
-        """M = Σ_c λ_c u_c z_cᵀ."""
+        """Return M = Σ_c λ_c u_c z_cᵀ."""
         form: BilinearForm = (self.u * multipliers[:, None]).T @ self.z
         return form
 
     def block(self, multipliers: Each) -> Block:
-        """[[0, M], [Mᵀ, 0]]."""
+        """Return [[0, M], [Mᵀ, 0]]."""
         rows, columns = self.u.shape[1], self.z.shape[1]
         block = np.zeros((rows + columns, rows + columns))
         block[:rows, rows:] = self.form(multipliers)
@@ -61,16 +61,16 @@ class Constraints:
         return block
 
     def scores(self, block: Block) -> Each:
-        """2 u_cᵀ W z_c, W being the corner of a symmetric block matrix."""
+        """Return 2 u_cᵀ W z_c, W the corner of a symmetric block matrix."""
         scores: Each = 2 * ((self.u @ self.corner(block)) * self.z).sum(1)
         return scores
 
     def corner(self, block: Block) -> BilinearForm:
-        """W of [[P, W], [Wᵀ, Q]]."""
+        """Return W of [[P, W], [Wᵀ, Q]]."""
         return block[: self.u.shape[1], self.u.shape[1] :]
 
     def grams(self, block: Block) -> tuple[Gram, Gram, Gram]:
-        """U P Uᵀ, U W Zᵀ, Z Q Zᵀ of [[P, W], [Wᵀ, Q]]."""
+        """Return U P Uᵀ, U W Zᵀ, Z Q Zᵀ of [[P, W], [Wᵀ, Q]]."""
         rows = self.u.shape[1]
         P, Q = block[:rows, :rows], block[rows:, rows:]
         return self.u @ P @ self.u.T, self.u @ self.corner(block) @ self.z.T, self.z @ Q @ self.z.T
@@ -78,9 +78,9 @@ class Constraints:
 
 @dataclass(frozen=True)
 class Point:
-    """X ≻ 0 and s > 0 (primal), λ > 0 and S ≻ 0 (dual, exactly feasible); s is 0 at equalities, where λ is free.
+    """X ≻ 0 and s > 0 (primal), λ > 0 and S ≻ 0 (dual, exactly feasible); at equalities s is 0 and λ free.
 
-    A direction is a Point too: by how much a Newton step changes each of them.
+    A direction is a Point too: the change of each of them in a Newton step.
     """
 
     X: Block
@@ -91,7 +91,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Found:
-    """Where the method stopped."""
+    """Best W and λ when the method stopped."""
 
     W: BilinearForm
     multipliers: Each
@@ -99,12 +99,12 @@ class Found:
 
 
 def interior_point(constraints: Constraints, size: float, tolerance: float, limit: int) -> Found:
-    """W and λ ≥ 0 whose relative gap is ≤ tolerance, or the best there is after `limit` steps or at rounding.
+    """Return W and λ ≥ 0 with a relative gap ≤ tolerance, or the best after `limit` steps or at rounding.
 
     `size` is the expected size of W. Mehrotra's predictor-corrector with the HKM direction (Helmberg et al. 1996).
     """
     point = start(constraints, size)
-    found, upper, lower = Found(constraints.corner(point.X), point.multipliers, 0), np.inf, 0.0
+    best, upper, lower = Found(constraints.corner(point.X), point.multipliers, 0), np.inf, 0.0
     for step in range(1, limit + 1):
         try:
             newton = Newton(constraints, point)
@@ -113,35 +113,35 @@ def interior_point(constraints: Constraints, size: float, tolerance: float, limi
             left = mean_product(constraints, newton.moved(affine, 1.0)) / newton.mean
             centring = min(1.0, max(1e-6, left) ** 3) * newton.mean
             point = newton.moved(newton.direction(centring, affine), INSIDE)
-        except np.linalg.LinAlgError:  # the border is reached within rounding: the best so far stands
+        except np.linalg.LinAlgError:  # the border is reached within rounding: keep the best so far
             break
         P, D = bounds(constraints, point, tolerance)
         if upper > P:
-            upper, found = P, replace(found, W=constraints.corner(point.X), iterations=step)
+            upper, best = P, replace(best, W=constraints.corner(point.X), iterations=step)
         if lower < D:
-            lower, found = D, replace(found, multipliers=point.multipliers, iterations=step)
-        if (np.isfinite(upper) and upper - lower <= tolerance * upper) or step > found.iterations + PATIENCE:
+            lower, best = D, replace(best, multipliers=point.multipliers, iterations=step)
+        if (np.isfinite(upper) and upper - lower <= tolerance * upper) or step > best.iterations + PATIENCE:
             break
-    return found
+    return best
 
 
 def start(constraints: Constraints, size: float) -> Point:
-    """A point well inside: X = size · I, λ equal and so small that ‖M‖ = ½."""
+    """Return a point well inside: X = size · I, λ equal and so small that ‖M‖ = ½."""
     inequal = ~constraints.equal
     flat = inequal.astype(float)
-    # a Σ u zᵀ of nothing (equalities only) has norm 0, and λ = 0 is then inside
+    # with equalities only, Σ u zᵀ is empty and has norm 0; λ = 0 is then inside
     flat *= 0.5 / max(float(np.linalg.norm(constraints.form(flat), 2)), EPS)
     order = constraints.u.shape[1] + constraints.z.shape[1]
     return Point(size * np.eye(order), size * inequal, flat, np.eye(order) - constraints.block(flat))
 
 
 def bounds(constraints: Constraints, point: Point, tolerance: float) -> tuple[float, float]:
-    """P = ‖W‖_* once W is scaled to its least margin, and D = bᵀλ / ‖M‖; P is infinite where W is not yet feasible."""
+    """Return P = ‖W‖_* after scaling W to its least margin (∞ while W is infeasible), and D = bᵀλ / ‖M‖."""
     scores, needed = constraints.scores(point.X) / 2, ~constraints.equal & (constraints.b > 0)
-    # what is left of an equality is mended later, at a price that must not show in the gap
-    held = np.abs(scores - constraints.b)[constraints.equal].max(initial=0.0) <= EQUALITY * tolerance
+    # an equality's residual is corrected later; it must be too small to affect the gap
+    equalities_met = np.abs(scores - constraints.b)[constraints.equal].max(initial=0.0) <= EQUALITY * tolerance
     P = float("inf")
-    if held and (scores[needed] > 0).all():
+    if equalities_met and (scores[needed] > 0).all():
         factor = (constraints.b[needed] / scores[needed]).max(initial=0.0) if needed.any() else 1.0
         P = float(factor * np.linalg.norm(constraints.corner(point.X), "nuc"))
     size = float(np.linalg.norm(constraints.form(point.multipliers), 2))
@@ -149,17 +149,17 @@ def bounds(constraints: Constraints, point: Point, tolerance: float) -> tuple[fl
 
 
 def mean_product(constraints: Constraints, point: Point) -> float:
-    """μ = (⟨X, S⟩ + sᵀλ) / how many products these are; 0 at the optimum."""
+    """Return μ = (⟨X, S⟩ + sᵀλ) / (number of products), which is 0 at the optimum."""
     count = len(point.X) + int((~constraints.equal).sum())
     return float(((point.X * point.S).sum() + point.s @ point.multipliers) / count)
 
 
 class Newton:
-    """The Newton system of one point, factored."""
+    """The factored Newton system of one point."""
 
     def __init__(self, constraints: Constraints, point: Point) -> None:
         self.constraints, self.point = constraints, point
-        # L⁻¹ of X = L Lᵀ and of S: they tell the way to the border, and S⁻¹ = L⁻ᵀ L⁻¹
+        # L⁻¹ of X = L Lᵀ and of S: they give the distance to the border, and S⁻¹ = L⁻ᵀ L⁻¹
         self.whiteners = tuple(np.linalg.inv(np.linalg.cholesky(matrix)) for matrix in (point.X, point.S))
         self.inverse = self.whiteners[1].T @ self.whiteners[1]
         self.mean = mean_product(constraints, point)
@@ -169,12 +169,12 @@ class Newton:
         (uPu, uWz, zQz), (uRu, uTz, zVz) = constraints.grams(point.X), constraints.grams(self.inverse)
         crossed = uWz * uTz.T
         system = uPu * zVz + zQz * uRu + crossed + crossed.T
-        # equalities that repeat each other leave the system singular; their λ is then any of several
+        # dependent equalities make the system singular; their λ is then not unique
         system[np.diag_indices_from(system)] += self.ratio + EPS * len(system) * system.diagonal().max()
         self.system = cho_factor(system, lower=True, overwrite_a=True, check_finite=False)
 
     def direction(self, mean: float, affine: Point | None) -> Point:
-        """Towards X S = mean · I and s λ = mean, corrected for the affine direction's second order."""
+        """Return the step towards X S = mean · I and s λ = mean, corrected by the affine direction's second order."""
         constraints, point, inverse = self.constraints, self.point, self.inverse
         fixed, slack = mean * inverse, mean * self.reciprocal
         if affine is not None:
@@ -187,7 +187,7 @@ class Newton:
         return Point(moved, slack - point.s - self.ratio * change, change, -block)
 
     def moved(self, direction: Point, share: float) -> Point:
-        """The point after the longest step inside the cones, at most 1, times `share` where a border is met."""
+        """Return the point after the longest step ≤ 1 inside the cones, times `share` if a border is met."""
         point = self.point
         primal = min(to_border(self.whiteners[0], direction.X, share), to_zero(point.s, direction.s, share))
         dual = to_border(self.whiteners[1], direction.S, share)
@@ -199,29 +199,29 @@ class Newton:
 
 
 def symmetric(matrix: Block) -> Block:
-    """(A + Aᵀ) / 2."""
+    """Return (A + Aᵀ) / 2."""
     half: Block = (matrix + matrix.T) / 2
     return half
 
 
 def to_border(whitener: Block, change: Block, share: float) -> float:
-    """Longest step ≤ 1 that keeps L Lᵀ + step · change positive definite, times `share` where it would not be."""
+    """Return the longest step ≤ 1 for which L Lᵀ + step · change is positive definite, times `share` if < 1."""
     least = np.linalg.eigvalsh(symmetric(whitener @ change @ whitener.T))[0]
     return 1.0 if least >= -share else float(-share / least)
 
 
 def to_zero(values: Each, change: Each, share: float) -> float:
-    """Longest step ≤ 1 that keeps values + step · change positive, times `share` where they would not be."""
+    """Return the longest step ≤ 1 for which values + step · change is positive, times `share` if < 1."""
     falling = change < 0
     return float(min(1.0, share * (values[falling] / -change[falling]).min(initial=np.inf)))
 
 
 NEWTON_STEPS = 6
-"""It converges quadratically once it is near: 1e-4, 1e-8, 1e-16; the first few steps may be needed to get there."""
+"""Most Newton steps. Convergence is quadratic near the solution (1e-4, 1e-8, 1e-16); the first few steps lead there."""
 ARRIVED = 1e-14
-"""Relative length of a step that ends it."""
+"""Relative length of a step that ends the iteration."""
 MOST_UNKNOWNS = 1000
-"""Size up to which the system is solved: dense, about a second a step."""
+"""Size up to which the system is solved, as a dense one: about a second per step."""
 
 
 def on_face(
@@ -230,13 +230,13 @@ def on_face(
     W: Float[Tensor, "d d_query"],
     tight: Bool[Tensor, " constraints"],
 ) -> tuple[Float[Tensor, " constraints"], Float[Tensor, "d d_query"]] | None:
-    """(λ, W) near the given ones, with W = A Bᵀ of W's rank and u W z = b where `tight`, λ = 0 elsewhere.
+    """Return (λ, W) near the given ones, with W = A Bᵀ of W's rank and u W z = b where `tight`, λ = 0 elsewhere.
 
-    Solves the stationarity of ½‖A‖² + ½‖B‖², whose least value is ‖A Bᵀ‖_*: A = M B, B = Mᵀ A, M = Σλ u zᵀ. None where
-    the system would be too large. Nothing says that the answer is better: certify it.
+    Solves the stationarity of ½‖A‖² + ½‖B‖², whose least value is ‖A Bᵀ‖_*: A = M B, B = Mᵀ A, M = Σλ u zᵀ. None if the
+    system would be too large. The result is not guaranteed to be better: certify it.
     """
     left, values, right = torch.linalg.svd(W, full_matrices=False)
-    # Strict complementarity tells a zero of W from a small singular value: either σ(W) = 0 or σ(M) = 1.
+    # Strict complementarity distinguishes zero from small singular values of W: either σ(W) = 0 or σ(M) = 1.
     border = 1 - torch.linalg.svdvals(problem.form(multipliers))
     rank = int((values > border * values[:1]).sum())
     rows = tight.nonzero().flatten()
@@ -258,7 +258,7 @@ def newton_step(
     B: Float[Tensor, "d_query rank"],
     multipliers: Float[Tensor, " constraints"],
 ) -> tuple[Float[Tensor, "d rank"], Float[Tensor, "d_query rank"], Float[Tensor, " constraints"]]:
-    """One step towards A = M B, B = Mᵀ A, u A Bᵀ z = b; the shortest, as A and B may be turned together."""
+    """Take one step towards A = M B, B = Mᵀ A, u A Bᵀ z = b: the shortest, as A and B can be rotated together."""
     u, z, M, eye = face.differences, face.paired_queries, face.form(multipliers), torch.eye(A.shape[1]).double()
     by_a = (u[:, :, None] * (z @ B)[:, None, :]).flatten(1)
     by_b = (z[:, :, None] * (u @ A)[:, None, :]).flatten(1)
@@ -274,7 +274,7 @@ def newton_step(
 
 
 def part(problem: Problem, chosen: Int[Tensor, " chosen"]) -> Problem:
-    """The problem with these constraints only."""
+    """Return the problem with these constraints only."""
     return Problem(
         differences=problem.differences[chosen],
         queries=problem.queries,
@@ -285,25 +285,25 @@ def part(problem: Problem, chosen: Int[Tensor, " chosen"]) -> Problem:
 
 
 SMALL = 256
-"""Constraints up to which all are worked on from the start."""
+"""Constraints up to which all are in the working set from the start."""
 FIRST_GAP = 1e-2
-"""Relative gap to which the first working set is solved: it will change anyway."""
+"""Relative gap to which the first working set is solved, because it will change anyway."""
 NEAR = 1e-8
-"""Relative gap that an interior point reaches without trouble; what is asked beyond is left to Newton's method."""
+"""Relative gap that the interior-point method reaches reliably; Newton's method does the rest."""
 POLISHED = 1e-6
-"""Relative gap below which rank and support show, so that Newton's method can take over."""
+"""Relative gap below which rank and support are clear, so that Newton's method can take over."""
 SLACK = 1e-12
-"""How far below its margin an inequality may end by rounding, relative to the largest margin."""
+"""Rounding allowed for an inequality below its margin, relative to the largest margin."""
 
 
 def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -> Solution:
-    """argmin ‖W‖_* s.t. u_cᵀ W z_c ≥ b_c, = b_c where `equal` (Tarzanagh et al. 2023, Eq. Att-SVM⋆).
+    """Compute argmin ‖W‖_* s.t. u_cᵀ W z_c ≥ b_c, = b_c where `equal` (Tarzanagh et al. 2023, Eq. Att-SVM⋆).
 
-    An interior-point method on a working set of constraints, which grows by the violated ones, in the row spaces of u
-    and z (W never leaves them). `tolerance` is the relative gap (P − D)/P that suffices: by default 1e-4, so that the
-    norm is known to 1e-4 and W less well; it is exact, to rounding, only when asked, say by 1e-10. `gap` in the answer
-    is what was reached. `limit` bounds the interior-point steps in all.
-    An infeasible problem returns Gordan's certificate, which knows no norm. Raises what `solve` raises.
+    An interior-point method on a working set of constraints, to which violated ones are added, in the row spaces of u
+    and z (W never leaves them). `tolerance` is the sufficient relative gap (P − D)/P. By default it is 1e-4: the norm
+    is known to 1e-4, and W less well. For a result exact to rounding ask for 1e-10, say. `gap` in the answer is the one
+    reached. `limit` bounds the total of interior-point steps. An infeasible problem returns Gordan's certificate,
+    without a norm. Raises what `solve` raises.
     """
     bounded(tolerance, limit)
     frobenius = solve(problem)
@@ -320,13 +320,13 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
 
 
 def solve_reduced(problem: Problem, frobenius: Solution, tolerance: float, limit: int) -> Solution:
-    """The same for a problem in the row spaces of u and z: rounds of interior point, polish, more constraints."""
+    """Solve a problem in the row spaces of u and z by rounds of interior point, polishing, added constraints."""
     working, steps = first_working_set(problem, frobenius), 0
     goal = max(tolerance / 2, NEAR if len(working) == len(problem.margins) else FIRST_GAP)
     while True:
-        found, multipliers = solve_working_set(problem, working, frobenius.norm or 1.0, goal, limit - steps)
-        steps += found.iterations
-        W = torch.from_numpy(found.W)
+        best, multipliers = solve_working_set(problem, working, frobenius.norm or 1.0, goal, limit - steps)
+        steps += best.iterations
+        W = torch.from_numpy(best.W)
         answer = certified_nuclear(problem, multipliers, W, tolerance, steps)
         if answer.W is not None and answer.gap is not None and answer.gap <= POLISHED:
             landed = on_face(problem, answer.multipliers, answer.W, answer.support | problem.equal)
@@ -347,11 +347,11 @@ def certified_nuclear(
     tolerance: float = 1e-4,
     iterations: int = 0,
 ) -> Solution:
-    """What λ and W prove, whoever found them: P = ‖W‖_*, W scaled to its least margin, and D = bᵀλ / ‖Σλ u zᵀ‖₂ ≤ P.
+    """Return the solution that λ and W prove: P = ‖W‖_*, W scaled to its least margin, and D = bᵀλ / ‖Σλ u zᵀ‖₂ ≤ P.
 
-    D bounds every feasible W: bᵀλ ≤ ⟨Σλ u zᵀ, W⟩ ≤ ‖Σλ u zᵀ‖₂ ‖W‖_*. λ < 0 at an inequality counts as 0; where no
-    multiple of W is feasible, W and the norm are None and the gap is infinite. Raises UsageError for a tolerance ≤ 0
-    and sizes outside [1e-50, 1e50].
+    D bounds every feasible W: bᵀλ ≤ ⟨Σλ u zᵀ, W⟩ ≤ ‖Σλ u zᵀ‖₂ ‖W‖_*. λ < 0 at an inequality counts as 0. If no multiple
+    of W is feasible, W and the norm are None and the gap is infinite. Raises UsageError for a tolerance ≤ 0 and sizes
+    outside [1e-50, 1e50].
     """
     bounded(tolerance)
     ordinary(problem)
@@ -380,14 +380,14 @@ def certified_nuclear(
 
 
 def nuclear_rank(W: Float[Tensor, "d d_query"], relative: float = 1e-5) -> int:
-    """Number of σ(W) > relative · σ₁, in [0, min(d, d_query)]; meaningful where the gap is well below `relative`."""
+    """Count σ(W) > relative · σ₁, in [0, min(d, d_query)]; meaningful if the gap is well below `relative`."""
     values = torch.linalg.svdvals(W)
     # strict: the zero matrix has rank 0
     return int((values > relative * values[:1]).sum())
 
 
 def row_basis(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d rank"]:
-    """An orthonormal basis of what the rows span, to rounding: QR, then the SVD of its small factor."""
+    """Return an orthonormal basis of the rows' span, to rounding: QR, then the SVD of its small factor."""
     upper = torch.linalg.qr(rows, mode="r").R
     _, values, basis = torch.linalg.svd(upper, full_matrices=False)
     spanned: Tensor = basis[values > EPS * max(rows.shape) * values[:1]]
@@ -395,7 +395,7 @@ def row_basis(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d rank"]:
 
 
 def first_working_set(problem: Problem, frobenius: Solution) -> Int[Tensor, " working"]:
-    """All constraints of a small problem; else the equalities and those that carry the Frobenius solution."""
+    """Return all constraints of a small problem; otherwise the equalities and the Frobenius solution's support."""
     if len(problem.margins) <= SMALL:
         return torch.arange(len(problem.margins))
     likely = (problem.equal | frobenius.support).nonzero().flatten()
@@ -405,7 +405,7 @@ def first_working_set(problem: Problem, frobenius: Solution) -> Int[Tensor, " wo
 def solve_working_set(
     problem: Problem, working: Int[Tensor, " working"], size: float, goal: float, limit: int
 ) -> tuple[Found, Float[Tensor, " constraints"]]:
-    """W and λ (0 outside the working set), found at unit lengths of u, z and b; `size` is the expected one of W."""
+    """Return W and λ (0 outside the working set), computed with u, z, b of unit size; `size` is W's expected size."""
     u, z, b = problem.differences[working], problem.paired_queries[working], problem.margins[working]
     length, height = float(u.norm(dim=1).max() * z.norm(dim=1).max()), float(b.abs().max())
     unit = Constraints(
@@ -414,16 +414,16 @@ def solve_working_set(
         (b / height).numpy(),
         problem.equal[working].numpy(),
     )
-    found = interior_point(unit, size * length / height, goal, limit)
+    best = interior_point(unit, size * length / height, goal, limit)
     multipliers = torch.zeros_like(problem.margins)
-    multipliers[working] = torch.from_numpy(found.multipliers) / length
-    return replace(found, W=found.W * height / length), multipliers
+    multipliers[working] = torch.from_numpy(best.multipliers) / length
+    return replace(best, W=best.W * height / length), multipliers
 
 
 def violated(
     problem: Problem, working: Int[Tensor, " working"], W: Float[Tensor, "d d_query"]
 ) -> Int[Tensor, " broken"]:
-    """The constraints outside the working set that W breaks most: at most as many as are in it, plus one."""
+    """Return the constraints outside the working set that W violates most: at most as many as are in it, plus one."""
     slack = problem.scores(W) - problem.margins
     slack[working] = math.inf
     least = slack.topk(min(len(working) + 1, len(slack)), largest=False)
@@ -431,7 +431,7 @@ def violated(
 
 
 def scaled(problem: Problem, W: Float[Tensor, "d d_query"]) -> tuple[Float[Tensor, "d d_query"] | None, float | None]:
-    """W on the equalities and scaled to its least margin, and that margin minus b; None where there is no such."""
+    """Return W projected on the equalities and scaled to its least margin, or None, and that margin minus b."""
     inequal = ~problem.equal
     anchor = on_equalities(problem, torch.zeros_like(W))
     free = on_equalities(problem, W) - anchor
@@ -449,11 +449,11 @@ def scaled(problem: Problem, W: Float[Tensor, "d d_query"]) -> tuple[Float[Tenso
 
 
 def on_equalities(problem: Problem, W: Float[Tensor, "d d_query"]) -> Float[Tensor, "d d_query"]:
-    """The nearest W (Frobenius) that meets the equalities."""
+    """Return the nearest W (Frobenius) that meets the equalities."""
     if not problem.equal.any():
         return W
     equal = part(problem, problem.equal.nonzero().flatten())
-    for _ in range(2):  # the second time mends what the Gram matrix's condition spoilt
+    for _ in range(2):  # the second pass corrects the error due to the Gram matrix's condition
         missing = equal.margins - equal.scores(W)
         W = W + equal.form(torch.linalg.lstsq(equal.gram, missing[:, None], driver="gelsd").solution[:, 0])
     return W
@@ -462,7 +462,7 @@ def on_equalities(problem: Problem, W: Float[Tensor, "d d_query"]) -> Float[Tens
 def violation(
     problem: Problem, multipliers: Float[Tensor, " constraints"], W: Float[Tensor, "d d_query"], norm: float
 ) -> float:
-    """Largest of: λ(uWz − b)/‖W‖_*, |uWz − b|/max b at equalities, 1 − ⟨Σλ u zᵀ, W⟩/‖W‖_* (stationarity)."""
+    """Return the largest of λ(uWz − b)/‖W‖_*, |uWz − b|/max b at equalities, 1 − ⟨Σλ u zᵀ, W⟩/‖W‖_* (stationarity)."""
     slack, inequal = problem.scores(W) - problem.margins, ~problem.equal
     unit = norm if norm > 0 else 1.0
     parts = [(multipliers * slack)[inequal].abs() / unit]
@@ -474,7 +474,7 @@ def violation(
 def carriers(
     problem: Problem, multipliers: Float[Tensor, " constraints"], W: Float[Tensor, "d d_query"]
 ) -> Bool[Tensor, " constraints"]:
-    """λ ≠ 0 beyond rounding, and at inequalities beyond the slack: an interior point leaves a trace of λ everywhere."""
+    """Return the constraints with λ above rounding, at inequalities above the slack: interior points have all λ > 0."""
     count = len(multipliers)
     share = multipliers.abs() * count / multipliers.abs().sum().clamp(min=EPS)
     slack = (problem.scores(W) - problem.margins) / problem.margins.abs().max().clamp(min=EPS)

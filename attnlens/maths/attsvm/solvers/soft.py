@@ -1,4 +1,4 @@
-"""The soft-margin problem, which has a solution where the hard-margin one has none."""
+"""The soft-margin problem, which has a solution even if the hard-margin problem has none."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ POWERS = 50
 NEWTON, WIDEST = 30, 1000
 """Newton steps of one polishing, and the most λ that a step solves for."""
 RIDGES = tuple(10.0**power for power in range(-12, 1, 2))
-"""What is added to the diagonal of G, which is 1: where G is singular, steps would be too long for the walls."""
+"""Added to the diagonal of G, which is 1: if G is singular, steps would otherwise be too long for the bounds."""
 ABOVE = 1.1
-"""The step is shorter by this factor than the estimate allows, which is a little low."""
+"""Factor by which the step is shortened, because the eigenvalue estimate is slightly too low."""
 
 
 @dataclass(frozen=True)
 class SoftMargin:
-    """The W that breaks its constraints least: min ½‖W‖² + C Σ max(0, b − u W z), |b − u W z| at equalities."""
+    """The W that violates its constraints least: min ½‖W‖² + C Σ max(0, b − u W z), |b − u W z| at equalities."""
 
     W: Float[Tensor, "d d_query"]
     """W(λ), not rescaled."""
     multipliers: Float[Tensor, " constraints"]
     """λ in [0, C], in [−C, C] at equalities."""
     slack: float
-    """Σ max(0, b − u W z), |b − u W z| at equalities: 0 where it is separable and C is large enough."""
+    """Σ max(0, b − u W z), |b − u W z| at equalities: 0 if the problem is separable and C is large enough."""
     violated: float
-    """Share of the constraints with slack, beyond rounding; an inequality on the wrong side has slack above b."""
+    """Share of the constraints with slack beyond rounding; an inequality on the wrong side has slack above b."""
     gap: float
     """Relative duality gap (P − D)/P of the objective."""
     iterations: int
@@ -53,7 +53,7 @@ class SoftMargin:
 
 
 def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int = 5000) -> SoftMargin:
-    """max bᵀλ − ½‖W(λ)‖², 0 ≤ λ ≤ C (Cortes and Vapnik 1995), by accelerated projected gradient and Newton on the face.
+    """Maximise bᵀλ − ½‖W(λ)‖², 0 ≤ λ ≤ C (Cortes and Vapnik 1995), by accelerated projected gradient and Newton steps.
 
     Stops at a gap of `tolerance` or after `limit` steps; the gap is in the answer. Raises UsageError unless C is finite
     and positive, for a tolerance ≤ 0, a limit < 1 and sizes outside [1e-50, 1e50]; UnposedError for a problem without
@@ -66,19 +66,19 @@ def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int 
     if not len(problem.margins):
         raise UnposedError("The problem has no constraint.", "Pose it on sequences of at least two tokens.")
     constraints = UnitConstraints(problem)
-    every = np.arange(len(constraints.u))
-    # A constraint of length 0 keeps its loss whatever W is, so that its λ is C where b > 0 and matters to nothing else.
+    all_rows = np.arange(len(constraints.u))
+    # A constraint of length 0 has the same loss for every W: its λ is C if b > 0, without effect on W.
     high = C * constraints.scale
     low = np.where(constraints.free, -high, 0.0)
-    box = Box(lambda loads: constraints.scores(every, loads), constraints.bounds, low, high)
-    # The hard margin's λ, where it exists and fits into the box, is the answer; cut at the walls it is a start.
+    box = Box(lambda loads: constraints.scores(all_rows, loads), constraints.bounds, low, high)
+    # The hard margin's λ, if it exists and lies in the box, is the answer; clipped to the box it is a start.
     start = solve(problem).multipliers.numpy() * constraints.scale
     loads, steps = box.climbed(np.clip(start, low, high), lambda face: constraints.gram(face, face), tolerance, limit)
     return summed(problem, torch.from_numpy(loads / constraints.scale), C, steps)
 
 
 def summed(problem: Problem, multipliers: Float[Tensor, " constraints"], C: float, steps: int) -> SoftMargin:
-    """The answer of λ, recomputed from it."""
+    """Return the soft-margin solution recomputed from λ."""
     multipliers = torch.where(problem.equal, multipliers.clamp(-C, C), multipliers.clamp(0.0, C))
     W = problem.form(multipliers)
     scores = problem.scores(W)
@@ -99,7 +99,7 @@ def summed(problem: Problem, multipliers: Float[Tensor, " constraints"], C: floa
 
 @dataclass(frozen=True)
 class Box:
-    """max bᵀλ − ½λᵀGλ over low ≤ λ ≤ high."""
+    """The problem max bᵀλ − ½λᵀGλ over low ≤ λ ≤ high."""
 
     product: Callable[[Float[ndarray, " k"]], Float[ndarray, " k"]]
     bounds: Float[ndarray, " k"]
@@ -107,7 +107,7 @@ class Box:
     high: Float[ndarray, " k"]
 
     def closed(self, loads: Float[ndarray, " k"], tolerance: float) -> bool:
-        """Whether the gap P − D, Σ max over the box of ∇·(λ' − λ), is within the tolerance of P."""
+        """Return whether the gap P − D, Σ max over the box of ∇·(λ' − λ), is within the tolerance of P."""
         uphill = self.bounds - self.product(loads)
         missing = float(np.maximum(uphill * (self.high - loads), uphill * (self.low - loads)).sum())
         return missing <= tolerance * (missing + 0.5 * float(loads @ (self.bounds + uphill)))
@@ -119,7 +119,7 @@ class Box:
         tolerance: float,
         limit: int,
     ) -> tuple[Float[ndarray, " k"], int]:
-        """λ and the steps taken: Nesterov's gradient with restarts, and every BETWEEN steps Newton on the free λ."""
+        """Return λ and the number of steps: Nesterov's gradient with restarts; every BETWEEN steps Newton on free λ."""
         if self.closed(loads, tolerance):
             return loads, 0
         step = 1.0 / (ABOVE * self.steepest())
@@ -140,7 +140,7 @@ class Box:
         return loads, taken
 
     def steepest(self) -> float:
-        """The largest eigenvalue of G, about; 1 for a G of zeros."""
+        """Estimate the largest eigenvalue of G by power iteration; 1 for a zero G."""
         direction = np.random.default_rng(0).standard_normal(len(self.bounds))
         largest = 0.0
         for _ in range(POWERS):
@@ -154,7 +154,7 @@ class Box:
     def polished(
         self, gram: Callable[[Int[ndarray, " face"]], Float[ndarray, "face face"]], loads: Float[ndarray, " k"]
     ) -> Float[ndarray, " k"]:
-        """λ after projected Newton steps (Bertsekas 1982) on the λ that no wall stops, while they gain."""
+        """Return λ after projected Newton steps (Bertsekas 1982) on the λ not stopped by a bound, while they gain."""
         uphill = self.bounds - self.product(loads)
         for _ in range(NEWTON):
             stopped = ((loads <= self.low) & (uphill <= 0.0)) | ((loads >= self.high) & (uphill >= 0.0))
@@ -174,7 +174,7 @@ class Box:
         uphill: Float[ndarray, " k"],
         free: Int[ndarray, " face"],
     ) -> tuple[Float[ndarray, " k"], Float[ndarray, " k"]] | None:
-        """The best λ of Newton steps with these RIDGES, cut at the walls, and its gradient; None if none gains."""
+        """Return the best λ of Newton steps with any of the RIDGES, clipped to the box, and its gradient, or None."""
         best, most = None, 0.0
         diagonal = np.diag_indices(len(free))
         for ridge in RIDGES:
