@@ -1,4 +1,4 @@
-"""Trains with Primal-Attention: a torch module, its loss, and whole transformers that own it.
+"""Training with Primal-Attention: a torch module, its regulariser, and whole transformers that contain it.
 
 >>> import torch
 >>> from transformers import BertConfig
@@ -10,7 +10,7 @@
 >>> loss = model.train()(input_ids=words, labels=words).loss + 0.1 * primal.regulariser(model)
 >>> loss.backward()
 
-`PrimalAttention` is the layer alone, for models of your own:
+`PrimalAttention` is the layer alone, for use in other models:
 
 >>> layer = primal.PrimalAttention(d_model=32, heads=2, scores=8)
 >>> layer(torch.randn(1, 10, 32)).shape
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 __all__ = ["PrimalAttention", "PrimalHeads", "build", "regulariser"]
 
 NAME = "attnlens_primal"
-"""Under which transformers knows the attention of the models built here."""
+"""Name under which the attention of the models built here is registered with transformers."""
 ONLY_BY = "attnlens.lab.primal.build"
-"""The attention that a saved config.json asks for: of no such name, so that `from_pretrained` refuses what it would
-otherwise load as canonical attention, with no more than a list of unexpected keys."""
+"""Attention implementation written to a saved config.json. No implementation has this name, so `from_pretrained`
+refuses the folder. Otherwise it would load canonical attention and only list the unexpected keys."""
 
 
 def build(
@@ -52,30 +52,30 @@ def build(
     scores: int = 30,
     samples: int = 0,
 ) -> PreTrainedModel:
-    """A model whose attention is primal in all layers (PrimalFormer), in the last (Primal.+), or in those numbered.
+    """Build a model with primal attention in all layers (PrimalFormer), the last (Primal.+) or those numbered.
 
-    A config makes a new model of the class that its `architectures` name, else of AutoModel's; a model is changed in
-    place and keeps its weights. Each chosen attention module gets a `primal` part of its own (PrimalHeads), trained
-    with the others and saved in the state dict; its queries and keys are those of the model, after rotation, and its
-    values have no effect, so that their projection gets no gradient.
+    From a config, the class named in its `architectures` is built, or AutoModel's if none is named. A model is modified
+    in place and keeps its weights. Each chosen attention module gets a submodule `primal` (PrimalHeads), which is
+    trained with the rest and saved in the state dict. It takes the model's queries and keys after rotation. The values
+    have no effect, so their projection gets no gradient.
 
-    `model.config.attnlens_primal` lists layer, scores and samples of every primal layer, and `save_pretrained` writes
+    `model.config.attnlens_primal` lists layer, scores and samples of every primal layer; `save_pretrained` writes
     it to config.json. `from_pretrained` refuses such a folder
-    (`attn_implementation="attnlens.lab.primal.build"`); load by
+    (`attn_implementation="attnlens.lab.primal.build"`); load it by
     `model = build(AutoConfig.from_pretrained(folder), …)` with the same numbers, then
     `safetensors.torch.load_model(model, folder + "/model.safetensors")` or `model.load_state_dict`.
 
     Training minimises loss + eta * primal.regulariser(model). There is no key-value cache. `scores` is s (30 in the
-    published code), with a warning where head_dim or `samples` bounds their rank; `samples` rows of the module's input
-    make F (0: F = I), in encoders only.
-    Raises ModelError for cross-attention, a bias on the scores (T5's positions), layers called repeatedly, and models
-    out of reach; UsageError for layers or numbers that make no sense.
+    published code); a warning is given if head_dim or `samples` bounds the rank of the scores. `samples` rows of the
+    module's input form F, in encoders only; with 0, F = I.
+    Raises ModelError for cross-attention, a bias on the scores (T5's positions), layers called more than once, and
+    models that cannot be hooked; UsageError for invalid layers or numbers.
     """
     from attnlens.models import hooks
 
     model = base if isinstance(base, nn.Module) else _made(base)
     training = model.training
-    try:  # the sites of one pass over blank input
+    try:  # one forward pass over blank input records the attention modules
         reached = hooks.survey(cast("PreTrainedModel", model.train(False)), _blank(model))
     finally:
         model.train(training)
@@ -116,7 +116,7 @@ def _made(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _blank(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The least input that the model takes: four tokens for each side that reads them, noise for pixels and sound."""
+    """Build the smallest input the model accepts: four tokens per side that reads text, noise for pixels and audio."""
     from attnlens.models.texts.media import Feed, ids_of, media_of, placed, types_of
     from attnlens.models.texts.sequences import decodes_text, not_made, reads_ids, text_inputs, wanted
 
@@ -150,7 +150,7 @@ def _chosen(reached: list[Reached], layers: Literal["all", "last"] | Sequence[in
 
 
 def _check(found: Reached, samples: int) -> None:
-    """Raise where a layer can't be primal."""
+    """Raise ModelError or UsageError if a layer cannot be primal."""
     if found.site.part == "cross":
         raise ModelError(
             f"{found.site.path} attends to another sequence: e- and r-scores would live on different tokens.",
@@ -177,13 +177,13 @@ def _check(found: Reached, samples: int) -> None:
 
 
 def _keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Remember the module's input, its first tensor, until its attention is computed."""
+    """Store the module's input (the first tensor argument) on the module until its attention is computed."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     object.__setattr__(module, "_primal_input", tensors[0])
 
 
 def _answer(call: Call) -> Tensor:
-    """A primal module's output, any other's own attention: (batch, queries, heads, value_dim)."""
+    """Return a module's output (batch, queries, heads, value_dim): primal, or its own if it has no `primal` part."""
     from attnlens.models.hooks import OWN
 
     module = cast("nn.Module", call.module)
