@@ -131,10 +131,7 @@ def best_errors(matrix: Float[Tensor, "*batch n n"], ranks: Sequence[int]) -> Fl
 
 
 def definite_floor(matrix: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:
-    """Compute min ‖K − G‖/‖K‖ over G ⪰ 0: √(‖A‖² + Σ_{μ<0} μ²)/‖K‖ (Higham 1988, Theorem 2.1).
-
-    A is the antisymmetric part of K, and μ are the eigenvalues of its symmetric part.
-    """
+    """Compute min ‖K − G‖/‖K‖ over symmetric G ⪰ 0: √(‖A‖² + Σ_{μ<0} μ²)/‖K‖ (Higham 1988, Theorem 2.1)."""
     skew, symmetric = (matrix - matrix.mT) / 2, (matrix + matrix.mT) / 2
     negative = torch.linalg.eigvalsh(symmetric).clamp(max=0)
     squares = torch.linalg.matrix_norm(skew).square() + negative.square().sum(-1)

@@ -120,7 +120,7 @@ def as_instances(problem: Problem) -> Instances:
 
 
 def starts(found: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, BilinearForm | KeyQueryPair]:
-    """Return the initial W or (K, Q): zero or small, and the head's ΠM (parts outside the problem's span stay fixed)."""
+    """Return the initial W or (K, Q): zero or small, and the head's ΠM: parts outside the problem's span never move."""
     basis = span(found.posed.problem.differences)
     left, right = basis @ (basis.mT @ found.posed.form.left), found.posed.form.right
     if as_form:
