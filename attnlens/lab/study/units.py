@@ -1,4 +1,4 @@
-"""Training runs as units of work: names, outcomes, saved models, and what their heads look like on the way."""
+"""Training runs as units of work: names, outcomes, saved models, and measures of their heads during training."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from attnlens.lab.study.cells import CellResult
 
 
-STEP = "step-{:06d}"  # the name of a step's folder, which `converge --checkpoints` reads the step of
+STEP = "step-{:06d}"  # folder name of a step, parsed by `converge --checkpoints`
 
 
 def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int) -> None:
-    """Write the model as it is after so many steps, with its tokenizer where it has one."""
+    """Write the model after so many steps, with its tokenizer if it has one."""
     from transformers import PreTrainedTokenizerFast
 
     place = folder / STEP.format(step)
@@ -62,7 +62,7 @@ def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int
 
 
 def save_cells(folder: Path, found: Sequence[CellResult], store: Store) -> None:
-    """Copy every cell's kept steps to `folder`/task/cell. Raises OutputError where they can't be written."""
+    """Copy every cell's saved steps to `folder`/task/cell. Raises OutputError if they cannot be written."""
     for one in found:
         kept = models_of(store, one.first_name)
         place = folder / slug(one.task) / slug(one.cell.name)
@@ -74,12 +74,12 @@ def save_cells(folder: Path, found: Sequence[CellResult], store: Store) -> None:
 
 
 def models_of(store: Store, name: str) -> Path:
-    """Return the folder in which the models of a unit are kept."""
+    """Return the folder with the saved models of a unit."""
     return Path(store.folder) / "models" / file_stem(name)
 
 
 def slug(name: str) -> str:
-    """The name as a folder is called: small letters, digits and hyphens."""
+    """Convert a name to a folder name of lower-case letters, digits, dots, plus signs and hyphens."""
     return re.sub(r"[^a-z0-9.+]+", "-", name.lower()).strip("-.") or "unnamed"
 
 
@@ -87,19 +87,19 @@ MEASURES = (
     *("weights.symmetry", "weights.positivity", "weights.effective_rank"),
     *("tokens.share_skew", "tokens.share_positive", "tokens.entropy", "tokens.max_weight", "tokens.effective_rank"),
 )
-"""Symmetry, definiteness, spectrum and how peaked rows are: of W_Q W_Kᵀ, and of log k on held-out sequences."""
+"""Symmetry, definiteness, spectrum and peakedness of rows: of W_Q W_Kᵀ, and of log k on held-out sequences."""
 DECIDED, COSINE = "selection.decided", "selection.projected_svm_cosine"
-"""Selection: the share of decided queries, and the cosine between a head and the SVM of its own choices."""
-SEQUENCES = 8  # that tokens.* are read on
+"""Selection: share of decided queries, and cosine between a head and the SVM of its own choices."""
+SEQUENCES = 8  # sequences on which tokens.* are measured
 
 
 def medians(model: KernelTransformer, batch: Examples) -> dict[str, float]:
-    """The median over all heads of each measure that has a value there; of a causal head shares have none.
+    """Compute the median over heads of each measure that has a value; shares have none for causal heads.
 
-    tokens.* are those of `inspect` with log k of the model's own kernel in the place of s⟨q, k⟩, so that they say what
-    its attention does, in the mean over held-out sequences; weights.* are of s W_Q W_Kᵀ, whatever the kernel. A kernel
-    that can be negative has no log k: of it weights.* alone are told, as of primal layers nothing is. The SVM of the
-    selection is that on queries and keys, of kernels that are functions of products alone and without a position bias.
+    tokens.* are those of `inspect`, averaged over held-out sequences, with log k of the model's own kernel instead of
+    s⟨q, k⟩, so they describe its attention. weights.* are of s W_Q W_Kᵀ, whatever the kernel. A kernel that can be
+    negative has no log k, so only weights.* are computed. Primal layers have no measures. The SVM of the selection is
+    posed on queries and keys, for kernels that depend on the inner product only and have no position bias.
     """
     sequences = [batch.single(row) for row in range(min(SEQUENCES, len(batch.inputs)))]
     tokens = [_tokens(model, one) for one in sequences]
@@ -113,7 +113,7 @@ def medians(model: KernelTransformer, batch: Examples) -> dict[str, float]:
 
 
 def _readings(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
-    """Each measure of all heads, one after another."""
+    """Compute each measure of all heads, concatenated over modules."""
     found: dict[str, list[Tensor]] = {}
     for query_key in query_keys:
         for analyzer in registry.analyzers(("symmetry", "spectrum"), query_key.source):
@@ -125,7 +125,7 @@ def _readings(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
 
 
 def _selection(model: KernelTransformer, tokens: Sequence[Sequence[QueryKey]]) -> dict[str, Tensor]:
-    """How selection stands, of all heads of all modules, over all sequences."""
+    """Compute the selection measures of all heads of all modules, over all sequences."""
     decided: list[float] = []
     cosines: list[float] = []
     for module, *queries in zip(_modules(model), *tokens, strict=True) if any(tokens) else ():
@@ -140,7 +140,7 @@ def _selection(model: KernelTransformer, tokens: Sequence[Sequence[QueryKey]]) -
 
 
 def _weights(model: KernelTransformer) -> Iterator[QueryKey]:
-    """s W_Q W_Kᵀ of every module with a kernel, in float64."""
+    """Yield s W_Q W_Kᵀ of every module with a kernel, in float64."""
     for layer, module in enumerate(_modules(model)):
         query, key = (_of_heads(part.weight, module.heads) for part in (module.query, module.key or module.query))
         yield QueryKey(
@@ -155,13 +155,13 @@ def _weights(model: KernelTransformer) -> Iterator[QueryKey]:
 
 
 def _of_heads(weight: Tensor, heads: int) -> Tensor:
-    """(outputs, inputs) of a linear map → (heads, inputs, head_dim)."""
+    """Reshape a linear map's weight (outputs, inputs) to (heads, inputs, head_dim) in float64."""
     size = weight.shape[0] // heads
     return weight.detach().cpu().double().mT.reshape(-1, heads, size).transpose(0, 1)
 
 
 def _tokens(model: KernelTransformer, batch: Examples) -> list[QueryKey]:
-    """log k of every module on one sequence."""
+    """Compute log k of every module on one sequence; empty if a kernel can be negative."""
     if any(module.kernel.signed for module in _modules(model)):
         return []
     few = batch.to(next(model.parameters()).device)
@@ -188,18 +188,18 @@ def _part(call: Call) -> Part:
 
 @dataclass(frozen=True)
 class TrainingUnit:
-    """One training run of one form on one task."""
+    """Training run of one attention form on one task."""
 
     task: str
     form: AttentionForm
     scale: Scale
-    run: Run  # rate, steps, seed
-    tested: bool  # whether it is judged on the test set; runs that a rate is chosen by are not
-    watched: bool = False  # whether its heads are looked at while it is trained
-    kept: bool = False  # whether its model is kept at every look
+    run: Run  # learning rate, steps, seed
+    tested: bool  # whether it is scored on the test set; learning-rate search runs are not
+    watched: bool = False  # whether its heads are measured during training
+    kept: bool = False  # whether its model is saved at every evaluation
 
     def name(self, digest: str) -> str:
-        """Return the name of its unit of work, with a hash of what determines it; `digest` is of the task's data."""
+        """Return the unit's name, with a hash of everything that determines it; `digest` identifies the task's data."""
         facts = {
             "versions": versions(),
             "data": digest,
@@ -212,38 +212,38 @@ class TrainingUnit:
 
 
 SEARCHED = ("rates", "seeds", "steps", "search_steps")
-"""Fields of a scale that say which runs there are, and nothing of any one of them."""
+"""Fields of a scale that determine the set of runs but not a single run."""
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What came of a unit."""
+    """Result of a unit."""
 
     curve: list[tuple[int, float]]
     """(step, validation loss in nats)."""
     watched: list[dict[str, float]]
-    """Medians over heads at these steps, by measure; empty where nothing was looked at."""
+    """Medians over heads at these steps, by measure; empty if heads were not measured."""
     problem: str
-    """Why it did not converge; empty where it did."""
+    """Reason for not converging; empty if the run converged."""
     scores: dict[str, float]
-    """On the test set; empty where it was not tested or did not converge."""
+    """Scores on the test set; empty if the run was not tested or did not converge."""
     parameters: int
-    """Of the model."""
+    """Number of parameters of the model."""
     kernel_parameters: int
-    """Of the projections of queries, keys and positions, of all layers."""
+    """Number of parameters in projections of queries, keys and positions, over all layers."""
     tokens: int
-    """That it was trained on."""
+    """Number of training tokens."""
     seconds: float
-    """Of training steps."""
+    """Seconds spent in training steps."""
 
     @property
     def loss(self) -> float:
-        """The least validation loss; infinite where it did not converge."""
+        """Smallest validation loss; infinite if the run did not converge."""
         return math.inf if self.problem else min(loss for _, loss in self.curve)
 
 
 def trained(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, Any]:
-    """Train a unit, on from its last look if it was killed; returns the fields of its RunOutcome."""
+    """Train a unit, resumed from its last saved state if any; return the fields of its RunOutcome."""
     name = unit.name(digest_of(task))
     model = model_of(unit, task)
     held = task.held_out("validation", SEQUENCES)[0] if unit.watched else None
@@ -270,7 +270,7 @@ def trained(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, Any]
 
 
 def model_of(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
-    """The model that the unit begins with."""
+    """Build the unit's initial model."""
     scale = unit.scale
     config = KernelTransformerConfig(
         vocab_size=task.vocabulary,
@@ -291,7 +291,7 @@ def model_of(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
 
 
 def digest_of(task: StudyTask) -> str:
-    """What stands for a task's data: its files' hashes, or its name where it is built in, and its sizes."""
+    """Hash a task's name and sizes and the hashes of its files; built-in tasks have no files."""
     sizes = task.vocabulary, task.outputs, task.channels, task.length
     facts: list[Any] = [task.name, sorted(task.files.items()), *sizes]
     return sha256(json.dumps(facts).encode()).hexdigest()

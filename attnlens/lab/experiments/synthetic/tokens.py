@@ -315,7 +315,7 @@ GLOBAL_SELECTION = Study(global_selection, SELECTED, SELECTED_QUICK, uses("globa
 
 
 LONGER = 5
-"""At the published settings W trains this many times longer, where the textbook formula of the gradient loses its digits."""
+"""Factor of longer training of W at the published settings; there the textbook gradient formula loses its digits."""
 CORRELATIONS: dict[str, Published] = {
     "W_to_frobenius": {"published": 0.991, "tolerance": 0.01},
     "W_to_nuclear": {"published": 0.858, "tolerance": 0.03},
