@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDE = 20.0  # how far the last step must lie above the first one that is not 0 for the axis to be logarithmic
-DIGIT, BETWEEN = 4.8, 5.0  # points that a digit of a step's number takes, and that two numbers keep between them
-ROOM = 0.05  # the part of their range that an axis is wider than its values, at each end
-NARROW = 0.35  # the part of a decade that the stretch from 0 to the first step takes
+WIDE = 20.0  # ratio of the last step to the first positive one above which the axis is logarithmic
+DIGIT, BETWEEN = 4.8, 5.0  # width of a digit of a step's number, and least gap between two numbers, in points
+ROOM = 0.05  # margin of an axis at each end, as a share of the range of its values
+NARROW = 0.35  # width of the stretch from 0 to the first step, as a share of a decade
 
 
 def scale_steps(axes: Axes, steps: Sequence[float], name: str) -> None:
-    """A logarithmic axis where the steps span a factor of 20 or more (0 keeps a place), else a linear one; named."""
+    """Scale and label the x axis: logarithmic if the steps span a factor of 20 (with room for 0), else linear."""
     present = sorted(set(steps))
     positive = [step for step in present if step > 0]
     if present and present[0] >= 0 and len(positive) > 2 and positive[-1] >= WIDE * positive[0]:
@@ -57,12 +57,12 @@ def scale_steps(axes: Axes, steps: Sequence[float], name: str) -> None:
     axes.set_xlim(low, high if high > low else low + 1)
     axes.xaxis.set_major_locator(FixedLocator(_named(axes, present)))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:g}"))  # each as short as it may be
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:g}"))  # the shortest form of each number
     axes.set_xlabel(name, labelpad=1.5)
 
 
 def scale_values(axes: Axes, least: float, most: float, *, logarithmic: bool) -> None:
-    """The values' axis, a little wider than they are; powers of ten where it is logarithmic."""
+    """Set the y axis slightly wider than the values; label powers of ten if it is logarithmic."""
     if logarithmic:
         axes.set_yscale("log")
         low, high = least / 1.3, most * 1.3
@@ -80,7 +80,7 @@ def scale_values(axes: Axes, least: float, most: float, *, logarithmic: bool) ->
 
 
 def _named(axes: Axes, steps: list[float]) -> list[float]:
-    """The steps that get a number: few ones all, of many the round ones, as far as they keep apart; ends first."""
+    """Choose the steps to label: all if there are few, else round ones that keep a distance; the ends come first."""
     if len(steps) > 12:
         low, high = steps[0], steps[-1]
         linear = axes.get_xscale() == "linear"
@@ -101,14 +101,14 @@ def _named(axes: Axes, steps: list[float]) -> list[float]:
 
 
 BAND = "#dcdcdc"
-"""The colour of a null, mean ± sd."""
-TRAJECTORY_RANGE = 30.0  # how many times its least value a median must reach for its axis to be logarithmic
+"""Colour of the null's band, mean ± sd."""
+TRAJECTORY_RANGE = 30.0  # ratio of a median's largest to its least value from which its axis is logarithmic
 
-STRAY = 2.0  # how many times the range of all but one value in a hundred the others may widen the axis to
+STRAY = 2.0  # the 1 % most extreme values may widen the axis to this many times the range of the others
 
 
 def trajectory_panels(experiment: Experiment) -> list[Panel]:
-    """A panel for every measure that changes, what a series is about first."""
+    """Build a panel for every measure that changes; those the series is about come first."""
     every = told_of(experiment) or measures_of(experiment)
     return [_panel(experiment, name) for name in every]
 
@@ -129,7 +129,7 @@ def _panel(experiment: Experiment, name: str) -> Panel:
 
 
 def _heads(experiment: Experiment, lines: list[Trajectory]) -> str:
-    """Whose lines these are."""
+    """Describe the heads whose lines are drawn."""
     if len(lines) == 1:
         return f"Layer {lines[0].layer} head {lines[0].head}"
     if not lines:
@@ -138,7 +138,7 @@ def _heads(experiment: Experiment, lines: list[Trajectory]) -> str:
 
 
 def draw_trajectories(axes: Axes, *, experiment: Experiment, name: str, bar: bool = True) -> None:
-    """The null as a grey band, a thin line a head in its layer's colour, their median thick and black."""
+    """Draw the null as a grey band, one thin line per head in its layer's colour, and their median thick and black."""
     curve = experiment.curves[name]
     steps = np.asarray(curve.steps, dtype=float)
     lines = _lines(experiment, name)
@@ -165,7 +165,7 @@ def draw_trajectories(axes: Axes, *, experiment: Experiment, name: str, bar: boo
 
 
 def depth(experiment: Experiment) -> Normalize:
-    """The layers' colours, dark is the first."""
+    """Return the norm of the layers' colours; dark is the first."""
     return Normalize(0, max(1, max((found.layer for found in experiment.trajectories), default=0)))
 
 
@@ -174,14 +174,14 @@ def _lines(experiment: Experiment, name: str) -> list[Trajectory]:
 
 
 def _deep(experiment: Experiment) -> bool:
-    """Whether more than one layer is followed, so that colours tell layers apart."""
+    """Check whether several layers are followed and need colours."""
     return len({found.layer for found in experiment.trajectories}) > 1
 
 
 def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | None:
-    """Least and largest value shown, and whether by factors; None where there is no value.
+    """Return the least and largest value shown and whether the axis is logarithmic; None without values.
 
-    By factors where the median grows by a factor of 30; else all, unless one value in a hundred would double the range.
+    It is logarithmic if the median spans a factor of 30; else all are shown, unless the outer 1 % would double the range.
     """
     middle = _numbers(experiment.curves[name].median)
     values = np.concatenate([middle, *(_numbers(found.values) for found in _lines(experiment, name))])
@@ -199,7 +199,7 @@ def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | No
 
 
 def _beyond(experiment: Experiment, name: str) -> int:
-    """How many heads leave the frame, which is a twentieth wider than the values it is made for."""
+    """Count the heads whose lines leave the frame, which is 5 % wider than the limits on each side."""
     limits = _limits(experiment, name)
     if limits is None or limits[2]:
         return 0
@@ -209,24 +209,24 @@ def _beyond(experiment: Experiment, name: str) -> int:
     return sum(bool(np.any((row < low - room) | (row > high + room))) for row in rows)
 
 
-COLOURS = tuple(CATEGORIES[number] for number in (0, 2, 4, 5, 1, 6))  # lines that can be told apart on white
-MARKED = 12  # steps up to which each is marked
-LOG_RANGE = 100.0  # how many times their least value above 0 curves must reach for their axis to be logarithmic
+COLOURS = tuple(CATEGORIES[number] for number in (0, 2, 4, 5, 1, 6))  # lines that can be distinguished on white
+MARKED = 12  # number of steps up to which each one gets a marker
+LOG_RANGE = 100.0  # ratio of the largest to the least positive value from which the curves' axis is logarithmic
 DEEPEST = 1e-16
-"""The part of the largest value below which a logarithmic axis shows nothing: float64 tells no smaller ones apart."""
-EXACT = 0.03  # half the width, in tolerances, of the line where nothing but the published value is allowed
-FARTHEST = 3.0  # tolerances beyond which a figure stands at the edge
+"""Least value on a logarithmic axis relative to the largest; float64 does not resolve smaller ones."""
+EXACT = 0.03  # half the width, in tolerances, of the line if only the published value is allowed
+FARTHEST = 3.0  # tolerances from which a figure is drawn at the edge
 MOST_ROWS = 80
-"""Figures that one picture compares; of more, those that are farthest off, and the picture says so."""
-NAME = 44  # characters of a figure's name beside its row
-BESIDE = 0.6  # inches that an axis' numbers and quantity take
+"""Largest number of figures in one picture. Of more, the farthest off are drawn, and the picture says so."""
+NAME = 44  # characters of a figure's name next to its row
+BESIDE = 0.6  # inches for an axis' numbers and quantity
 BELOW = " Not shown: 0 and what is under 1e−16 of the largest value."
-"""What a reader of a logarithmic axis must know where it does not show all."""
-LEGEND = 46  # characters of names that fit side by side above a picture
+"""Note under a logarithmic axis that does not show all values."""
+LEGEND = 46  # characters of names that fit next to each other above a picture
 
 
 def experiment_panels(report: Report) -> list[Panel]:
-    """Every experiment's curves, then ours against the published; of a series, its trajectories."""
+    """Build panels of every experiment's curves or trajectories, then one of our figures against published ones."""
     found: list[Panel] = []
     for experiment in report.experiments:
         found += trajectory_panels(experiment) if experiment.trajectories else _curve_panels(experiment)
@@ -235,7 +235,7 @@ def experiment_panels(report: Report) -> list[Panel]:
 
 
 def compared(report: Report) -> tuple[list[tuple[Experiment, str]], int]:
-    """The figures that have a published counterpart, of more than eighty those farthest off; how many there are."""
+    """Return the figures with a published counterpart (at most MOST_ROWS, the farthest off), and their total number."""
     every = [(e, figure) for e in report.experiments for figure in e.final if e.meets(figure) is not None]
     worst = sorted(
         range(len(every)),
@@ -245,7 +245,7 @@ def compared(report: Report) -> tuple[list[tuple[Experiment, str]], int]:
 
 
 def deviation(experiment: Experiment, figure: str) -> float:
-    """(ours − published) / tolerance, cut at ±3; exact figures stand at 0 or at an edge, missing ones at an edge."""
+    """Compute (ours − published) / tolerance, cut at ±3; without tolerance 0 or ±3, a missing value −3."""
     ours = experiment.final.get(figure)
     expected = (experiment.published or {}).get(figure, 0.0)
     slack = (experiment.tolerance or {}).get(figure, 0.0)
@@ -257,7 +257,7 @@ def deviation(experiment: Experiment, figure: str) -> float:
 
 
 def groups(experiment: Experiment) -> dict[str, dict[str, Curve]]:
-    """Title → the curves that share those axes: of one picture, or without one; of unknown quantity, each its own."""
+    """Group curves by picture title; those without one share the title '', or stand alone if of unknown quantity."""
     found: dict[str, dict[str, Curve]] = {}
     for name, curve in experiment.curves.items():
         title = curve.picture or ("" if curve.quantity else worded(experiment, name))
@@ -266,7 +266,7 @@ def groups(experiment: Experiment) -> dict[str, dict[str, Curve]]:
 
 
 def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve]) -> None:
-    """A line and a band of quartiles for each curve."""
+    """Draw a line and a band of quartiles for each curve."""
     for colour, (name, curve) in zip(cycle(COLOURS), curves.items(), strict=False):
         steps, middle = np.asarray(curve.steps, dtype=float), _numbers(curve.median)
         order = np.argsort(steps, kind="stable")
@@ -297,7 +297,7 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
 
 
 def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
-    """A row a figure: how many tolerances ours is from the published; what is allowed is shaded."""
+    """Draw one row per figure: its distance from the published value in tolerances, with the allowed range shaded."""
     for row, (experiment, figure) in enumerate(rows):
         bound = experiment.bounds.get(figure, "within")
         reach = 1.0 if (experiment.tolerance or {}).get(figure) else EXACT
@@ -351,23 +351,23 @@ def _compared_panel(rows: list[tuple[Experiment, str]], every: int) -> Panel:
     longest = max(min(NAME, len(f"{e.name}: {worded(e, figure)}")) for e, figure in rows)
     draw = partial(draw_compared, rows=rows)
     note = "shaded: what is allowed" + (f"; {len(rows)} of {every}, farthest off" if len(rows) < every else "")
-    left = max(1.4, 0.3 + 0.058 * longest)  # the overview gives a row to what has names this long
+    left = max(1.4, 0.3 + 0.058 * longest)  # names this long put the panel in a row of its own on the overview
     return Panel("published", "ours against the published", note, caption, draw, len(rows), left)
 
 
 def _line(experiment: Experiment, name: str) -> str:
-    """How a curve is written beside its line."""
+    """Return the label of a curve's line."""
     return clean(experiment.curves[name].label or worded(experiment, name))
 
 
 def _across(experiment: Experiment, curves: dict[str, Curve]) -> int:
-    """How many names stand side by side."""
+    """Return the number of names per line of the legend."""
     longest = max(min(40, len(_line(experiment, name))) for name in curves)
     return max(1, min(len(curves), LEGEND // (longest + 5)))
 
 
 def _scale_values(axes: Axes, curves: list[Curve]) -> None:
-    """Logarithmic where what is above 0 spans a factor of 100, unless the quantity ends at 1 by its nature."""
+    """Scale the y axis: logarithmic if positive values span a factor of 100 and no curve is bounded by 1."""
     values = _every(curves)
     if not values.size:
         return
@@ -379,12 +379,12 @@ def _scale_values(axes: Axes, curves: list[Curve]) -> None:
     scale_values(axes, floor, most, logarithmic=True)
     for line in axes.lines:
         heights = np.asarray(line.get_ydata(), dtype=float)
-        line.set_ydata(np.where(heights > 0, heights, np.nan))  # a line to 0 would fall through the frame
+        line.set_ydata(np.where(heights > 0, heights, np.nan))  # a line to 0 would leave the frame
         line.set_clip_on(least < floor)
 
 
 def _floor(curves: list[Curve]) -> float | None:
-    """The least value that a logarithmic axis shows; None where the axis is linear."""
+    """Return the least value shown on a logarithmic axis; None if the axis is linear."""
     values = _every(curves)
     above = values[values > 0]
     if any(curve.bounded for curve in curves) or 2 * above.size <= values.size or np.any(values < 0):
@@ -394,7 +394,7 @@ def _floor(curves: list[Curve]) -> float | None:
 
 
 def _every(curves: list[Curve]) -> np.ndarray:
-    """All finite values of all curves and their quartiles."""
+    """Collect all finite values of all curves and their quartiles."""
     parts = [_numbers(part) for c in curves for part in (c.median, c.low, c.high) if part is not None]
     every = np.concatenate(parts)
     return np.asarray(every[np.isfinite(every)])
@@ -405,29 +405,29 @@ def _numbers(values: list[float | None]) -> np.ndarray:
 
 
 WIDTH = 10.0
-"""Inches of the page."""
-LEFT, RIGHT = 0.2, 9.8  # where the first column's numbers begin and the last panel ends, in inches
+"""Width of the page in inches."""
+LEFT, RIGHT = 0.2, 9.8  # left edge of the first column's numbers and right edge of the last panel, in inches
 OVER, UNDER, NUMBERS, GAP = 0.5, 0.42, 0.42, 0.22
-"""Inches over a panel for its title, under and beside it for its axes, and between two."""
-ACROSS, TALL = 3, 1.9  # panels in a row, and how tall one is, in inches
-MANY, FLAT = 4, 1.35  # the same where heads are followed
-NAMED = 0.16  # inches of the quantity beside an axis' numbers
-ROW_WIDE, BAR = 4.6, 0.45  # inches of the picture that has a row for itself, and of the layers' colours
+"""Inches above a panel for its title, below and left of it for its axes, and between two panels."""
+ACROSS, TALL = 3, 1.9  # panels per row, and height of one in inches
+MANY, FLAT = 4, 1.35  # panels per row and height if heads are followed
+NAMED = 0.16  # inches for the quantity next to an axis' numbers
+ROW_WIDE, BAR = 4.6, 0.45  # inches of a picture in its own row, and of the layers' colour bar
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-MOST = 12  # measures that are followed on one page
-SHORTEST = 8  # characters of an experiment's name that still tell which it is
-NOTE = 42  # characters that fit over a panel
+MOST = 12  # largest number of followed measures on one page
+SHORTEST = 8  # least characters that identify an experiment's name
+NOTE = 42  # characters that fit above a panel
 
 
 def experiment_overview(report: Report) -> Figure:
-    """All panels on a page, three in a row; where heads are followed, four in a row and the layers' colours beside."""
+    """Draw all panels on a page, three per row; four if heads are followed, with a colour bar of the layers."""
     found = experiment_panels(report)
     followed = any(experiment.trajectories for experiment in report.experiments)
     plain = [panel for panel in found if not _alone(panel)][: MOST if followed else None]
     across = max(1, min(MANY if followed else ACROSS, len(plain)))
     rows = [plain[start : start + across] for start in range(0, len(plain), across)]
     rows += [[panel] for panel in found if _alone(panel)]
-    # as tall as its names need where it has names
+    # panels with long names are as tall as their number of rows needs
     talls = [max(0.5, 0.15 * row[0].rows) if _alone(row[0]) else FLAT if followed else TALL for row in rows]
     cell, beside = (RIGHT - BAR * followed - LEFT) / across, NUMBERS if followed else NUMBERS + NAMED
     blocks = [
@@ -458,12 +458,12 @@ def experiment_overview(report: Report) -> Figure:
 
 
 def _alone(panel: Panel) -> bool:
-    """Whether it needs a row for itself: its rows have long names."""
+    """Check whether a panel needs a row of its own because its rows have long names."""
     return panel.left > 2 * (NUMBERS + NAMED)
 
 
 def _shortened(title: str, width: int) -> str:
-    """The title, or where it is too long less of the experiment's name before the colon, as far as that suffices."""
+    """Cut a title that is too long, in the experiment's name before the colon if enough of that remains."""
     name, _, quantity = title.rpartition(": ")
     room = width - len(quantity) - 2
     short = len(title) > width and name and room >= SHORTEST

@@ -1,4 +1,4 @@
-"""Pictures of a study (what each cell reached and how it learned) and of a comparison of two models."""
+"""Pictures of a study (results and learning curves of each cell) and of a comparison of two models."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from attnlens.records import Comparison, Report
 
 
-LEAST_Q = 1e-20  # what is surer stands at the top of the picture
-WHOLE_RANGE = 1e6  # from the largest distance down: what is smaller has the last colour
+LEAST_Q = 1e-20  # smaller q are drawn at the top of the picture
+WHOLE_RANGE = 1e6  # ratio of the largest to the smallest distance with its own colour; smaller ones get the last colour
 
 
 def comparison_overview(report: Report) -> Figure:
-    """Both panels on a page."""
+    """Draw both panels of a comparison on one page."""
     found = _comparison(report)
     facts = (f"against {found.base.title}", clean(report.coverage.sentence))
     made = (clean(report.settings.fed), f"{clean(report.tool.name)} {clean(report.tool.version)}")
@@ -46,7 +46,7 @@ def comparison_overview(report: Report) -> Figure:
 
 
 def comparison_panels(report: Report) -> list[Panel]:
-    """A map of the distance that tells most of where heads differ, and a volcano of all measures."""
+    """Build a map of the most informative distance between heads and a volcano plot of all measures."""
     found = _comparison(report)
     if not found.rows:
         return []
@@ -117,21 +117,21 @@ def _draw_volcano(axes: Axes, found: Comparison) -> None:
     legend_above(axes, 4)
 
 
-NAME, LETTER = 34, 0.055  # most characters of a row's name, and inches of one
+NAME, LETTER = 34, 0.055  # largest number of characters in a row's name, and width of one in inches
 OWN, OTHER = CATEGORIES[0], CATEGORIES[2]
-WIDE = 3  # times the least perplexity, from which on the axis is logarithmic
+WIDE = 3  # ratio of largest to smallest perplexity above which the axis is logarithmic
 DASHES = ("-", "--", ":", "-.")
 
 
 def study_overview(report: Report) -> Figure:
-    """Every task's cells and curves, two panels a row."""
+    """Draw the results and learning curves of every task on one page, two panels per row."""
     facts = [f"{study.name}: scale {study.scale}, {counted(len(study.cells), 'cell')}" for study in report.studies]
     panels = [panel for panel in study_panels(report) if panel.stem.endswith(("-reached", "-learned"))]
     return panels_overview(panels, title(report), facts, dict.fromkeys(study.source for study in report.studies))
 
 
 def study_panels(report: Report) -> list[Panel]:
-    """Two a task: what was reached, and the validation loss while it was trained."""
+    """Build two panels per task, results and validation loss during training, and one per measure of its heads."""
     found = []
     for study in report.studies:
         for task in study.tasks:
@@ -163,7 +163,7 @@ def study_panels(report: Report) -> list[Panel]:
 
 
 def _head_panels(question: str, stem: str, task: StudyColumn, cells: list[StudyCell]) -> Iterator[Panel]:
-    """A panel a measure that the task's heads have, for the folder of pictures."""
+    """Yield one panel per measure of the task's heads, for the folder of pictures."""
     for name in dict.fromkeys(name for cell in cells for name in cell.heads):
         yield Panel(
             f"{stem}-{name}",
@@ -176,7 +176,7 @@ def _head_panels(question: str, stem: str, task: StudyColumn, cells: list[StudyC
 
 
 def _reached(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
-    """A row a cell; of those that did not converge the words alone."""
+    """Draw one row per cell; cells that did not converge get a text instead of marks."""
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     where = axes.get_yaxis_transform()
@@ -207,7 +207,7 @@ def _reached(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
 
 
 def _learned(axes: Axes, cells: list[StudyCell]) -> None:
-    """A line a cell, as far as all its runs went."""
+    """Draw one line per cell, up to the shortest of its runs."""
     for number, cell in enumerate(cells):
         length = min(len(run.losses) for run in cell.runs)
         curve = np.median([run.losses[:length] for run in cell.runs], axis=0)
@@ -216,7 +216,7 @@ def _learned(axes: Axes, cells: list[StudyCell]) -> None:
 
 
 def _followed(axes: Axes, name: str, cells: list[StudyCell]) -> None:
-    """A line a cell that has the measure."""
+    """Draw one line per cell that has the measure."""
     for number, cell in enumerate(cells):
         if name in cell.heads:
             values = [np.nan if value is None else value for value in cell.heads[name].median]

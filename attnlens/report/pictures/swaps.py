@@ -1,4 +1,4 @@
-"""Panels of a swap and the pages they stand on."""
+"""Panels of a swap and the pages that contain them."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 
     from attnlens.records import Predictor
 
-LEGIBLE = 11.0  # points that a cell needs on both sides for its number to be read
+LEGIBLE = 11.0  # least width and height of a cell, in points, for a legible number
 
 
 def draw_ranks(axes: Axes, plan: Plan, *, named: bool = True) -> None:
-    """Every query head's rank in colour, from 0 to head_dim; as a number too, where there is room."""
+    """Draw every query head's rank as a colour from 0 to head_dim, with its number if there is room."""
     parts = {key.layer: key.part for key in plan.ranks}
     layers = sorted(parts, key=lambda layer: (PARTS.index(parts[layer]), layer))
     heads = sorted({head for key in plan.ranks for head in key.heads})
@@ -69,7 +69,7 @@ def draw_ranks(axes: Axes, plan: Plan, *, named: bool = True) -> None:
     colours = (colormaps["viridis"], Normalize(0, top), "neither")
     bar = heat_map(axes, values, layers, heads, [parts[layer] for layer in layers], colours, named=named)
     bar.set_label("rank r of head_dim", fontsize=6.5, labelpad=2)
-    bar.set_ticks([tick for tick in bar.get_ticks() if tick <= top])  # none beyond the scale
+    bar.set_ticks([tick for tick in bar.get_ticks() if tick <= top])  # remove ticks beyond the scale
     wide, high = size_in_points(axes)
     if min(wide / len(heads), high / len(layers)) >= LEGIBLE:
         for row, column in np.argwhere(~np.isnan(values)):
@@ -77,17 +77,17 @@ def draw_ranks(axes: Axes, plan: Plan, *, named: bool = True) -> None:
             axes.text(column, row, f"{values[row, column]:.0f}", ha="center", va="center", fontsize=6, color=ink)
 
 
-GAP = 0.08  # share of the height that lies between the two axes
-LABEL = 36  # points between an axis and its name, so that the two names stand in one line
-THOUSANDS = 20_000  # from where on numbers are written in thousands
-APART = 0.17  # share of the width that lies between two named places at least
+GAP = 0.08  # share of the height between the two axes
+LABEL = 36  # points between an axis and its label, so that both labels are aligned
+THOUSANDS = 20_000  # numbers from here on are abbreviated as thousands or millions
+APART = 0.17  # least distance between two labelled steps, as a share of the width
 
 
 def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
-    """Perplexity above, distance below, over tokens; where only one of them was measured, it has all the room.
+    """Draw perplexity above and distance below, over tokens; a single measured one gets the whole height.
 
-    On a shared axis the larger would flatten the smaller: each has its own, which need not begin at 0. Reports of
-    before tokens were counted are drawn over optimiser steps. Hollow: during attention transfer.
+    Each has its own axis, which need not begin at 0: on a shared one the larger would flatten the smaller. Reports from
+    versions that did not count tokens are drawn over optimiser steps. Hollow: during attention transfer.
     """
     by_tokens = all(step.tokens is not None for step in healing.curve)
     at = {step.step: int(step.tokens or 0) if by_tokens else step.step for step in healing.curve}
@@ -113,7 +113,7 @@ def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
     for place in places:
         place.yaxis.set_label_coords(-LABEL / wide, 0.5)
         place.axvline(at.get(healing.best, healing.best), color=MUTED, linewidth=0.8, linestyle=":")
-        # steps or tokens spread as their square root, since the first ones do most
+        # the square root stretches the first steps, which have the largest effect
         place.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))
         place.set_xlim(0, last * 1.03)
         place.xaxis.set_major_locator(FixedLocator(named_steps(last)))
@@ -138,13 +138,13 @@ def _draw(axes: Axes, points: Sequence[tuple[int, float]], name: str, colour: st
 
 
 def _short(number: float, _place: int | None = None) -> str:
-    """196 k, 2 M: as many thousands or millions, of three digits."""
+    """Format thousands or millions with three digits: 196 k, 2 M."""
     unit, name = (1e6, " M") if number >= 1e6 else (1e3, " k")
     return f"{number / unit:.3g}{name}" if number else "0"
 
 
 def named_steps(last: int) -> list[int]:
-    """0, the last step and between them as many of 1, 2, 5, 10, … as stand apart on the √ scale."""
+    """Return 0, the last step and as many of 1, 2, 5, 10, … between them as keep a distance on the √ scale."""
     named = [last]
     round_steps = [digit * 10**power for power in range(len(str(last))) for digit in (1, 2, 5)]
     for step in sorted(round_steps, reverse=True):
@@ -154,28 +154,28 @@ def named_steps(last: int) -> list[int]:
 
 
 ASKED = ("tokens.share_positive", "tokens.share_skew", "tokens.share_key", "ksvd.rank90", "tokens.entropy")
-"""The measures that are drawn where the model has them."""
-PICTURES, ACROSS = 6, 3  # how many are drawn; the strongest others take the places that are left
+"""Measures that are always drawn if the model has them."""
+PICTURES, ACROSS = 6, 3  # number of drawn measures, filled up with the strongest others, and how many per row
 LAYERS = "viridis"
 SQUASHED = 30.0
-"""How many times as large as the middle effect the largest must be for the axis of effects to be drawn as asinh."""
+"""Ratio of the largest to the median effect above which the axis of effects is asinh."""
 
 
 def missing(swap: Swap) -> str:
-    """Why measures asked for are not drawn; nothing where all are."""
+    """Explain why measures in ASKED are not drawn; empty if all are."""
     left = {} if swap.prediction is None else swap.prediction.left_out
     why = [f"{name}: {clean(left[name])}" for name in ASKED if name in left]
     return f" Not drawn: {'; '.join(why)}." if why else ""
 
 
 def strongest(swap: Swap) -> Predictor:
-    """The measure of largest |ρ| among those that hold, or among all."""
+    """Return the measure with the largest |ρ| among those that hold, or among all if none holds."""
     holding = [one for one in swap.predictors if one.holds]
     return max(holding or swap.predictors, key=lambda one: abs(one.rho))
 
 
 def draw_strongest(axes: Axes, swap: Swap) -> None:
-    """The harm against the measure that goes with it most."""
+    """Draw the harm against the measure most strongly associated with it."""
     _scatter(axes, swap, strongest(swap), size=13)
     axes.set_xlabel(clean(strongest(swap).measure), labelpad=1.5, color=INK)
     axes.set_ylabel(f"Δ of the {EFFECTS[swap.judged_by]}", color=INK)
@@ -183,10 +183,10 @@ def draw_strongest(axes: Axes, swap: Swap) -> None:
 
 
 def draw_predictors(axes: Axes, swap: Swap) -> None:
-    """A picture for each measure, in rows."""
+    """Draw one scatter plot per measure, in rows."""
     axes.set_axis_off()
     figure, box = figure_of(axes), axes.get_position()
-    # those asked for, then the strongest others
+    # measures in ASKED first, then the strongest others
     by_name = {one.measure: one for one in swap.predictors}
     first = [by_name[name] for name in ASKED if name in by_name]
     others = sorted((one for one in swap.predictors if one not in first), key=lambda one: -abs(one.rho))
@@ -207,7 +207,7 @@ def draw_predictors(axes: Axes, swap: Swap) -> None:
 
 
 def _said(one: Predictor) -> str:
-    """`ρ 0.87 [0.71, 0.93] over heads, holds`."""
+    """Format a predictor as `ρ 0.87 [0.71, 0.93] over heads; holds`."""
     low, high = (typeset(end, 2) for end in one.heads_ci95 or (float("nan"),) * 2)
     ends = "" if one.heads_ci95 is None else f" [{low}, {high}]"
     verdict = "holds" if one.holds else "does not hold"
@@ -215,7 +215,7 @@ def _said(one: Predictor) -> str:
 
 
 def _scatter(axes: Axes, swap: Swap, one: Predictor, size: float) -> None:
-    """A dot a head; heads without the measure, or that diverged, are not there."""
+    """Draw one dot per head; heads that lack the measure or diverged are left out."""
     x, y = _numbers(one.values), _numbers(effect.delta for effect in swap.sweep)
     layers = np.array([effect.layer for effect in swap.sweep])
     usual = float(np.nanmedian(np.abs(y))) if np.isfinite(y).any() else 0.0
@@ -236,7 +236,7 @@ def _norm(swap: Swap) -> Normalize:
 
 
 def _layer_bar(axes: Axes, swap: Swap) -> None:
-    """The colours of layers, beside the axes."""
+    """Draw the colour bar of the layers next to the axes."""
     figure, box = figure_of(axes), axes.get_position()
     width = float(figure.get_size_inches()[0])
     beside = figure.add_axes((box.x1 + 0.12 / width, box.y0, 0.09 / width, box.height))
@@ -247,20 +247,20 @@ def _layer_bar(axes: Axes, swap: Swap) -> None:
 
 
 RISES = {"loss": "rise of the loss", "kl": "KL to the original", "hidden": "distance of the last hidden states"}
-"""What a comparison of kernels shows."""
+"""Quantity shown in a comparison of kernels."""
 ERROR = "‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys and values"
 
 
 def panels(report: Report) -> list[Panel]:
-    """The panels of the overview, in order."""
+    """Build the panels of the overview, in order."""
     return list(_several(report) if report.more_swaps else _one(report.swaps[0], report.plan))
 
 
 def swap_overview(report: Report) -> Figure:
-    """All panels on a page, a comparison of kernels over the others."""
+    """Draw all panels on a page; a comparison of kernels is placed above the others."""
     model, swap = report.model, report.swaps[0]
     what, how = ("several kernels", "") if report.more_swaps else (clean(swap.kernel), formula(swap))
-    # the formula last: where they are too long for a line, it is what is cut, never whether all heads were reached
+    # the formula comes last: if the line is too long, it is cut, but never the coverage of heads
     size = f"{big(model.parameters)} parameters"
     facts = (clean(model.architecture), size, what, clean(report.coverage.sentence), how)
     made = (clean(report.settings.fed), f"{clean(report.tool.name)} {clean(report.tool.version)}")
@@ -268,7 +268,7 @@ def swap_overview(report: Report) -> Figure:
 
 
 def swap_panels(report: Report) -> list[Panel]:
-    """The panels that get files of their own; where several kernels were swept, each has its own sweep."""
+    """Build the panels that get their own files; if several kernels were swept, each has its own sweep."""
     found = [panel for panel in panels(report) if panel.stem not in ("stages", "sweep", "predictor")]
     swept = [swap for swap in report.swaps if swap.sweep]
     names = [f"sweep-{clean(swap.kernel)}" if report.more_swaps else "sweep" for swap in swept]
@@ -381,7 +381,7 @@ def _ranks(plan: Plan) -> Panel:
 
 
 def _kept(plan: Plan) -> str:
-    """`loss ≤ +1 %: promised +0.21 %, measured +0.87 %`, as much of it as is known; `ppl` for perplexity, for room."""
+    """Format `loss ≤ +1 %: promised +0.21 %, measured +0.87 %`, as far as known; `ppl` is short for perplexity."""
     rises = {"promised": plan.promised, "measured": plan.measured, "healed": plan.healed}
     found = ", ".join(f"{name} {share(rise.share)}" for name, rise in rises.items() if rise is not None)
     return f"{plan.unit} ≤ +{100 * plan.budget:g} %" + (f": {found}" if found else "")
@@ -403,7 +403,7 @@ def _healing(swap: Swap, healing: Healing) -> Panel:
 
 
 def _healed_by(swap: Swap) -> str:
-    """What the curves of a healing are, in which unit and on which text."""
+    """Describe the curves of a healing: quantity, text and unit."""
     if swap.task == "hidden":
         return "1 − cosine of the last hidden states and the original's, on calibration text kept back from training"
     loss = "Perplexity: of the evaluation text. " if swap.judged_by == "loss" else ""
