@@ -107,7 +107,7 @@ def _made(config: PreTrainedConfig) -> PreTrainedModel:
 
     config = copy.deepcopy(config)
     if config._attn_implementation in (ONLY_BY, NAME):
-        config._attn_implementation = None
+        config._attn_implementation = None  # back to transformers' default
     name = (getattr(config, "architectures", None) or [""])[0]
     made = getattr(transformers, name, None)
     if made is not None:

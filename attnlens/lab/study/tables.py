@@ -221,7 +221,7 @@ def _primal() -> PaperTable:
     }
     cells = []
     for task, canonical, former, plus in (("classification", 71.9, 73.0, 73.1), ("language", 33.0, None, 31.0)):
-        of: TaskForm = task  # type: ignore[assignment]  # a tuple's words are any words to mypy
+        of: TaskForm = task  # type: ignore[assignment]  # mypy infers str for the tuple's elements
         cells.append(PaperCell("canonical", of, ADDED, canonical))
         cells.append(PaperCell("PrimalFormer", of, swept["all"][0], former, others=swept["all"][1:]))
         cells.append(PaperCell("Primal.+", of, swept["last"][0], plus, others=swept["last"][1:]))
@@ -247,7 +247,7 @@ FEATURES: dict[str, Callable[[int, int], str]] = {
     **dict.fromkeys(("exponential", "rbf", "intersection"), lambda _d, _given: "∞"),
     "linear": lambda d, _given: str(d),
     "polynomial": lambda d, _given: str(d * (d + 1) // 2),  # monomials of degree 2
-    "taylor": lambda d, order: str(comb(d + order, order)),  # monomials of degree `order` at most
+    "taylor": lambda d, order: str(comb(d + order, order)),  # monomials up to degree `order`
     "random-features": lambda _d, count: str(count),
 }
 """Kernel → its feature dimension, as a function of head_dim and the kernel's parameter."""

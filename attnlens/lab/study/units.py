@@ -182,7 +182,7 @@ def _modules(model: KernelTransformer) -> list[KernelAttention]:
 
 
 def _part(call: Call) -> Part:
-    assert isinstance(call.module, KernelAttention)  # noqa: S101  # no other module asks
+    assert isinstance(call.module, KernelAttention)  # noqa: S101  # only these modules call it
     return call.module.part
 
 
@@ -207,7 +207,7 @@ class TrainingUnit:
             "sizes": {name: value for name, value in asdict(self.scale).items() if name not in SEARCHED},
             "run": asdict(self.run),
             "what is done": [self.tested, self.watched, self.kept],
-        } | ({"device": "cuda"} if torch.cuda.is_available() else {})  # which rounds otherwise
+        } | ({"device": "cuda"} if torch.cuda.is_available() else {})  # GPUs round differently
         return f"{self.task} rate {self.run.rate} seed {self.run.seed} {key_of(facts)}"
 
 

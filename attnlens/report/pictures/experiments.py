@@ -181,7 +181,7 @@ def _deep(experiment: Experiment) -> bool:
 def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | None:
     """Return the least and largest value shown and whether the axis is logarithmic; None without values.
 
-    It is logarithmic if the median spans a factor of 30; else all are shown, unless the outer 1 % would double the range.
+    It is logarithmic if the median spans a factor of 30; else all values show unless the outer 1 % double the range.
     """
     middle = _numbers(experiment.curves[name].median)
     values = np.concatenate([middle, *(_numbers(found.values) for found in _lines(experiment, name))])

@@ -442,7 +442,7 @@ def write_numbers(axes: Axes, reading: MeasureMap, size: float = 6.5) -> None:
     colours, norm, _ = scale(reading)
     for (row, column), text in texts.items():
         red, green, blue, _ = colours(norm(reading.values[row, column]))
-        ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"
+        ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"  # luma
         axes.text(column, row, text, ha="center", va="center", fontsize=size, color=ink)
 
 

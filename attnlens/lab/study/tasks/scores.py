@@ -47,6 +47,7 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[st
         if task.form == "language":
             total, tokens, width = _totals(task.widths, model, batches)
             loss = total / tokens
+            # exp overflows float64 above 709; the product keeps NaN
             found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else loss * math.inf}
             return found | ({} if width is None else {"bits_per_byte": total / math.log(2) / width})
         if task.form == "classification":

@@ -231,8 +231,7 @@ def endless(
 ) -> Iterator[Examples]:
     """Yield batches of examples of the given lengths without end, in a new order each epoch; depends only on `seed`.
 
-    Examples beyond the last full batch of an epoch are dropped before sorting by length, so different ones are dropped
-    in each epoch.
+    Examples beyond the last full batch are dropped before sorting by length, so different ones in each epoch.
     """
     draws = torch.Generator().manual_seed(seed)
     while True:
