@@ -71,67 +71,67 @@ def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyR
     Raises UsageError for invalid options and for a table without data for any of its tasks, TextError for data that
     cannot be used or fetched, OutputError if `work` cannot be written.
     """
-    asked = checked(StudyRequest, more)
+    params = checked(StudyRequest, more)
     names = STUDIES if table(name) == ALL else (name,)
-    jobs = asked["jobs"] or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
-    if asked["engine"] == "local" and "-" in map(str, asked["text"]):
+    jobs = params["jobs"] or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
+    if params["engine"] == "local" and "-" in map(str, params["text"]):
         jobs = 1  # only this process can read stdin
-    work = WorkPlan(asked["work"], jobs=jobs, engine=asked["engine"], address=asked["address"])
-    work.check(asked["text"])
-    usual = {form: scale_of(asked["scale"], form) for form in get_args(TaskForm)}
-    scales = {form: replace(scale, seeds=asked["seeds"] or scale.seeds) for form, scale in usual.items()}
-    if asked["save"] is not None:
-        check_folder(Path(asked["save"]))
-    chosen = _chosen(names, asked)
+    work = WorkPlan(params["work"], jobs=jobs, engine=params["engine"], address=params["address"])
+    work.check(params["text"])
+    defaults = {form: scale_of(params["scale"], form) for form in get_args(TaskForm)}
+    scales = {form: replace(scale, seeds=params["seeds"] or scale.seeds) for form, scale in defaults.items()}
+    if params["save"] is not None:
+        check_folder(Path(params["save"]))
+    chosen = _select_cells(names, params)
     start = time.perf_counter()
-    make = partial(tasks_of, asked, {cell.task for cells in chosen.values() for cell in cells}, scales)
+    make = partial(tasks_of, params, {cell.task for cells in chosen.values() for cell in cells}, scales)
     tasks = make()
-    called = [task.name for task in tasks]  # cells are matched to tasks by name
-    if twice := [name for name in called if called.count(name) > 1]:
+    task_names = [task.name for task in tasks]  # cells are matched to tasks by name
+    if twice := [name for name in task_names if task_names.count(name) > 1]:
         raise UsageError(f"Two tasks are called {twice[0]}.", "Give one of the files another name.")
-    found: list[StudyTable] = []
+    tables: list[StudyTable] = []
     plan = StudyPlan(
-        scales, asked["seed"], work, Store(work.root / "study", {"command": "study"}), kept=asked["save"] is not None
+        scales, params["seed"], work, Store(work.root / "study", {"command": "study"}), kept=params["save"] is not None
     )
-    for each, cells in chosen.items():
+    for table_name, cells in chosen.items():
         pairs = [(cell, task) for task in tasks for cell in cells if cell.task == task.form]
         trained = trained_cells(pairs, make, plan, progress)
         if plan.kept:
-            save_cells(Path(asked["save"]) / each, trained, plan.store)
-        of = [task for task in tasks if any(one is task for _, one in pairs)]
-        missing = sorted({cell.task for cell in TABLES[each].cells} - _forms(asked))
-        found.append(table_of(TABLES[each], asked["scale"], scales, of, trained, asked["seed"], missing))
-    largest = max(cell.parameters for one in found for cell in one.cells)
+            save_cells(Path(params["save"]) / table_name, trained, plan.store)
+        present = [task for task in tasks if any(one is task for _, one in pairs)]
+        missing = sorted({cell.task for cell in TABLES[table_name].cells} - _available_forms(params))
+        tables.append(table_of(TABLES[table_name], params["scale"], scales, present, trained, params["seed"], missing))
+    largest = max(cell.parameters for one in tables for cell in one.cells)
     return report_of(
         "study",
         model=ModelInfo(
-            id=f"models trained here, {asked['scale']}", architecture="KernelTransformer", parameters=largest
+            id=f"models trained here, {params['scale']}", architecture="KernelTransformer", parameters=largest
         ),
-        settings=Settings(seed=asked["seed"], dtype="float32"),
+        settings=Settings(seed=params["seed"], dtype="float32"),
         coverage=Coverage(sites=0, heads=0, analysed=0),
-        studies=found,
+        studies=tables,
         timings={"study": time.perf_counter() - start},
     )
 
 
-def _chosen(names: Sequence[str], asked: dict[str, Any]) -> dict[str, list[PaperCell]]:
+def _select_cells(names: Sequence[str], params: dict[str, Any]) -> dict[str, list[PaperCell]]:
     """Return the cells of each table that have data and match `cells`. Raises UsageError for unmatched patterns."""
-    forms = _forms(asked)
-    every = {name: [cell for cell in TABLES[name].cells if cell.task in forms] for name in names}
-    rows = dict.fromkeys(f"{cell.task}/{cell.name}" for cells in every.values() for cell in cells)
-    for pattern in asked["cells"]:
-        if not any(_named(row, [pattern]) for row in rows):
-            without = "" if "classification" in forms else " Those of classification need --series or --labelled."
-            raise UsageError(f"No cell is called {pattern}.", f"There are: {listed(rows, 8, '; ')}.{without}")
-    found = {
-        name: [cell for cell in cells if _named(f"{cell.task}/{cell.name}", asked["cells"])]
-        for name, cells in every.items()
+    forms = _available_forms(params)
+    available = {name: [cell for cell in TABLES[name].cells if cell.task in forms] for name in names}
+    rows = dict.fromkeys(f"{cell.task}/{cell.name}" for cells in available.values() for cell in cells)
+    for pattern in params["cells"]:
+        if not any(_matches(row, [pattern]) for row in rows):
+            hint = "" if "classification" in forms else " Those of classification need --series or --labelled."
+            raise UsageError(f"No cell is called {pattern}.", f"There are: {listed(rows, 8, '; ')}.{hint}")
+    selected = {
+        name: [cell for cell in cells if _matches(f"{cell.task}/{cell.name}", params["cells"])]
+        for name, cells in available.items()
     }
-    trained = {cell.task for cells in found.values() for cell in cells}
+    trained = {cell.task for cells in selected.values() for cell in cells}
     for option, form in DATA.items():
-        if asked[option] and form not in trained:
+        if params[option] and form not in trained:
             raise UsageError(f"No cell is trained on --{option}.", "Leave it out, or ask for other cells.")
-    return {name: cells for name, cells in found.items() if cells}
+    return {name: cells for name, cells in selected.items() if cells}
 
 
 DATA: dict[str, TaskForm] = {
@@ -143,16 +143,16 @@ DATA: dict[str, TaskForm] = {
 """Option → form of the task its files are for."""
 
 
-def _forms(asked: dict[str, Any]) -> set[TaskForm]:
+def _available_forms(params: dict[str, Any]) -> set[TaskForm]:
     """Return the forms of task that have data: from the user's files or built in."""
-    found: set[TaskForm] = {"language", "translation"}
-    return found | {form for option, form in DATA.items() if asked[option]}
+    built_in: set[TaskForm] = {"language", "translation"}
+    return built_in | {form for option, form in DATA.items() if params[option]}
 
 
-def _named(row: str, patterns: Sequence[str]) -> bool:
+def _matches(row: str, patterns: Sequence[str]) -> bool:
     """Check whether a pattern matches the row with or without its task; without patterns every row matches."""
     names = row, row.partition("/")[2]
-    return not patterns or any(fnmatchcase(name, one) for name in names for one in patterns)
+    return not patterns or any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def tasks_of(asked: dict[str, Any], forms: set[TaskForm], scales: Mapping[TaskForm, Scale]) -> list[StudyTask]:
@@ -165,22 +165,22 @@ def tasks_of(asked: dict[str, Any], forms: set[TaskForm], scales: Mapping[TaskFo
         for form, one in scales.items()
     }
     papers = asked["scale"] == "paper"
-    found: list[StudyTask] = []
+    tasks: list[StudyTask] = []
     if "classification" in forms and asked["series"] is not None:
-        found.append(series(*asked["series"]))
+        tasks.append(series(*asked["series"]))
     if "classification" in forms and asked["labelled"] is not None:
         scale = scales["classification"]
-        found.append(labelled(asked["labelled"], length=scale.length, vocabulary=scale.vocabulary))
+        tasks.append(labelled(asked["labelled"], length=scale.length, vocabulary=scale.vocabulary))
     if "translation" in forms and asked["pairs"] is not None:
-        found.append(translation(asked["pairs"], **sizes["translation"]))
+        tasks.append(translation(asked["pairs"], **sizes["translation"]))
     elif "translation" in forms:
-        found.append(iwslt(**sizes["translation"]) if papers else Reversal())
+        tasks.append(iwslt(**sizes["translation"]) if papers else Reversal())
     if "language" in forms and papers and not asked["text"]:
-        found.append(wikitext(**sizes["language"]))
+        tasks.append(wikitext(**sizes["language"]))
     elif "language" in forms:
         read = [(one.name, one.text) for one in texts.read_each(list(asked["text"])) or ()]
-        found.append(language(read, **sizes["language"]))
-    return found[::-1]
+        tasks.append(language(read, **sizes["language"]))
+    return tasks[::-1]
 
 
 WIDTH = 10
@@ -198,29 +198,29 @@ def converge_synthetic(
     as there are at least as many as `verify --quick` runs. Raises UsageError for invalid values, Interrupted with
     the finished experiments.
     """
-    asked = checked_synthetic({**more, "experiments": experiments})
-    chosen = asked.pop("experiments")
+    params = checked_synthetic({**more, "experiments": experiments})
+    chosen = params.pop("experiments")
 
     def row(name: str) -> Callable[[], list[Experiment]]:
-        return lambda: run_experiments([name], quick=quick, overrides=asked, progress=progress)
+        return lambda: run_experiments([name], quick=quick, overrides=params, progress=progress)
 
-    return finished("converge", [row(name) for name in chosen], asked["seed"], asked.get("d") or WIDTH)
+    return finished("converge", [row(name) for name in chosen], params["seed"], params.get("d") or WIDTH)
 
 
 def finished(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed: int, width: int) -> Report:
     """Run and time experiments one by one and return their report; raises Interrupted with the finished ones."""
-    done: list[Experiment] = []
+    completed: list[Experiment] = []
     timings: dict[str, float] = {}
     interrupted = False
     try:
         for row in rows:
             start = time.perf_counter()
-            found = row()
-            done += found
-            share = (time.perf_counter() - start) / max(1, len(found))
-            timings |= {experiment.name: share for experiment in found}
+            experiments = row()
+            completed += experiments
+            share = (time.perf_counter() - start) / max(1, len(experiments))
+            timings |= {experiment.name: share for experiment in experiments}
     except KeyboardInterrupt:
-        if not done:
+        if not completed:
             raise KeyboardInterrupt from None
         interrupted = True
     report = report_of(
@@ -230,7 +230,7 @@ def finished(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed:
         ),
         settings=Settings(seed=seed, dtype="float64"),
         coverage=Coverage(sites=0, heads=0, analysed=0),
-        experiments=done,
+        experiments=completed,
         timings=timings,
     )
     if interrupted:
@@ -258,25 +258,25 @@ def converge_head(
     Raises ModelError, TextError, and UsageError for invalid options and for a head whose problem has no solution.
     """
     checked_name("parameterisation", parameterisation, ("W", "KQ"))
-    asked_for = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
-    descent = requests.checked(DescentRequest, asked_for)
-    layer, number = one = requests.head(head)
+    descent_options = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
+    descent = requests.checked(DescentRequest, descent_options)
+    layer, number = location = requests.head(head)
     fed = requests.checked(requests.Feeding, more)
-    given = requests.checked(requests.InspectRequest, {**fed, "source": "tokens", "layers": [layer], "heads": [number]})
-    load_options, asked = feeding.loading_of(more, model), reading.settings(given)
-    wanted = ExperimentSettings(trials=1, seed=asked.seed, **descent)
-    named = texts.read_each(reading.files(given), offline=given["offline"])
+    query = requests.checked(requests.InspectRequest, {**fed, "source": "tokens", "layers": [layer], "heads": [number]})
+    load_options, asked = feeding.loading_of(more, model), reading.settings(query)
+    descent_settings = ExperimentSettings(trials=1, seed=asked.seed, **descent)
+    named = texts.read_each(reading.files(query), offline=query["offline"])
     loaded = model if isinstance(model, loading.Loaded) else loading.load(model, **load_options)
-    feeding.refuse_text(loaded, reading.files(given), asked.tokens)
+    feeding.refuse_text(loaded, reading.files(query), asked.tokens)
     contents, settings = feeding.contents(named, loaded), feeding.of_model(asked, loaded)
-    cut = feeding.cut_of(settings, given)
-    report, selector, found = posed(loaded, settings, contents, cut, progress)
+    cut = feeding.cut_of(settings, query)
+    report, selector, nearness = posed(loaded, settings, contents, cut, progress)
     start = time.perf_counter()
-    meant = hardening(found, selector.scenes(number), selector.softmax[number], one)
+    hardened = hardening(nearness, selector.scenes(number), selector.softmax[number], location)
     where = {"posed": WHERE_POSED[selector.spaces[0]]}  # on the module's inputs if M is defined on them
     experiments = [
         made.model_copy(update={"settings": where | made.settings})
-        for made in (trained(found, one, wanted, progress), meant)
+        for made in (trained(nearness, location, descent_settings, progress), hardened)
     ]
     timings = {**report.timings, "converge": time.perf_counter() - start}
     return report.model_copy(update={"command": "converge", "experiments": experiments, "timings": timings})
@@ -296,15 +296,15 @@ def posed(
         selectors.append(Selector(place))
         return selectors[-1]
 
-    (selection,) = (found for found in analyzers([SHOWN]) if isinstance(found, Gathering))
+    (selection,) = (analyzer for analyzer in analyzers([SHOWN]) if isinstance(analyzer, Gathering))
     keeping = replace(selection, begin=begin)
     inspection = Inspection(loaded, settings, [keeping], Collector(settings.heads), progress, timings={})
     report = inspection.run(contents, cut)
     (head,) = settings.heads or (0,)
-    found = selectors[0].nearness(head) if selectors else "no token reached it"
-    if isinstance(found, str):
-        raise UsageError(f"Head {head} poses no problem: {found}.", "Choose another head or text.")
-    return report, selectors[0], found
+    nearness = selectors[0].nearness(head) if selectors else "no token reached it"
+    if isinstance(nearness, str):
+        raise UsageError(f"Head {head} poses no problem: {nearness}.", "Choose another head or text.")
+    return report, selectors[0], nearness
 
 
 Row = Callable[[bool, int, Progress], list[Experiment]]

@@ -82,8 +82,8 @@ class PosedFits:
     def errors(self, steps: int, *, shared: bool) -> Float[Tensor, "trials widths"]:
         """Train for that many steps; return ‖K̂ − K‖/‖K‖ of two networks, or of one `shared` by both domains."""
         sides = _learned(self, steps, 1 if shared else 2)
-        found = _kernel(sides, self.widths, self.grid, self.grid)
-        apart, size = torch.linalg.matrix_norm(found - self.truth[:, None]), torch.linalg.matrix_norm(self.truth)
+        fitted = _kernel(sides, self.widths, self.grid, self.grid)
+        apart, size = torch.linalg.matrix_norm(fitted - self.truth[:, None]), torch.linalg.matrix_norm(self.truth)
         relative: Tensor = apart / size[:, None]
         return relative
 
@@ -106,7 +106,7 @@ def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silen
     one = fits.errors(size.steps, shared=True)
     progress("binary kernel", total, total)
     by_samples = torch.cat([*samples, two[:, -1:]], 1)
-    return [_of_widths(fits.truth, two, one, size, seed), _of_samples(fits.truth, by_samples, size, seed)]
+    return [_width_experiment(fits.truth, two, one, size, seed), _sample_experiment(fits.truth, by_samples, size, seed)]
 
 
 def posed(size: FitSize, points: int, widths: Sequence[int], seed: int) -> PosedFits:
@@ -115,10 +115,10 @@ def posed(size: FitSize, points: int, widths: Sequence[int], seed: int) -> Posed
     The rotation and initial weights of a trial do not depend on the number of points and widths.
     """
     generators = [torch.Generator().manual_seed(seed + trial) for trial in range(size.trials)]
-    kernels = PlantedKernels(torch.stack([_rotation(one) for one in generators]))
+    kernels = PlantedKernels(torch.stack([_rotation(generator) for generator in generators]))
     chosen = [WIDTHS.index(m) for m in widths]
     initial = [torch.stack(both)[:, :, chosen] for both in zip(*map(_weights, generators), strict=True)]
-    x, y = (torch.stack([2 * _uniform(one, points, 2) - 1 for one in generators]) for _ in range(2))
+    x, y = (torch.stack([2 * _uniform(generator, points, 2) - 1 for generator in generators]) for _ in range(2))
     place = torch.linspace(-1, 1, GRID, dtype=torch.float64)
     grid = torch.cartesian_prod(place, place).expand(size.trials, -1, -1)
     return PosedFits(initial, tuple(widths), (x, y), kernels(x, y), grid, kernels(grid, grid))
@@ -201,7 +201,7 @@ def _features(parameters: list[Tensor], x: Float[Tensor, "trials n 2"]) -> Float
     return hidden @ last + last_bias
 
 
-def _of_widths(truth: Tensor, two: Tensor, one: Tensor, size: FitSize, seed: int) -> Experiment:
+def _width_experiment(truth: Tensor, two: Tensor, one: Tensor, size: FitSize, seed: int) -> Experiment:
     best, floor = best_errors(truth, WIDTHS), definite_floor(truth)
     named = {"two": ("two networks", two), "one": ("one network", one), "best": ("best rank", best)}
     rows = {
@@ -226,7 +226,7 @@ def _of_widths(truth: Tensor, two: Tensor, one: Tensor, size: FitSize, seed: int
     ).judged()
 
 
-def _of_samples(truth: Tensor, two: Tensor, size: FitSize, seed: int) -> Experiment:
+def _sample_experiment(truth: Tensor, two: Tensor, size: FitSize, seed: int) -> Experiment:
     """Build the experiment by sample count, at the largest width; the floor is judged only with the most points."""
     floor = definite_floor(truth)
     rows = {f"two_n{n}": averaged(two[:, at], f"two networks, n = {n}") for at, n in enumerate(size.samples)}

@@ -41,24 +41,24 @@ def trained(found: Nearness, head: tuple[int, int], s: ExperimentSettings, progr
     lr = s.lr * (unit if s.parameterisation == "W" else unit**0.5)
     final: dict[str, float | None] = {"efficiency": float(found.shares.min()), "gap": goal.gap}
     curves: dict[str, Curve] = {}
-    begun = starts(found, s.parameterisation == "W", unit, s.seed)
-    for number, (name, start) in enumerate(begun.items()):
+    initial = starts(found, s.parameterisation == "W", unit, s.seed)
+    for number, (name, start) in enumerate(initial.items()):
 
-        def told(done: int, total: int, number: int = number) -> None:
-            progress("converge", number * total + done, len(begun) * total)
+        def tick(done: int, total: int, number: int = number) -> None:
+            progress("converge", number * total + done, len(initial) * total)
 
         descent = attsvm.descend(
-            as_instances(problem), start, s.iterations, lr=lr, loss=s.loss, record=read_at(s.iterations), progress=told
+            as_instances(problem), start, s.iterations, lr=lr, loss=s.loss, record=read_at(s.iterations), progress=tick
         )
-        read = _read(descent, end, unit, f"from {name}")
-        curves |= read
-        final |= {what: curve.median[-1] for what, curve in read.items()}
+        measured = _measure_descent(descent, end, unit, f"from {name}")
+        curves |= measured
+        final |= {what: curve.median[-1] for what, curve in measured.items()}
     final["correlation of the head"] = curves["correlation, from the head"].median[0]
     return Experiment(
         name=f"head {head[0]}.{head[1]}",
         question="Does gradient descent on the head's own selection problem end at its SVM, and keep its selection?",
         settings=size_of(found) | {name: getattr(s, name) for name in SHOWN},
-        labels={f"norm, from {name}": f"{NORM}, from {name}" for name in begun},
+        labels={f"norm, from {name}": f"{NORM}, from {name}" for name in initial},
         final=final,
         curves=curves,
     )
@@ -86,7 +86,7 @@ def hardening(found: Nearness, scenes: Sequence[Scene], softmax: Softmax, head: 
     shown too, at the head's own norm ‖ΠM‖ and with the same copies. It has no softcap and no sink: these need the
     scores themselves, and the SVM defines only their differences.
     """
-    odds = {"the head": _own_odds(found, scenes, softmax), "its SVM at the same norm": _svm_odds(found, scenes)}
+    odds = {"the head": _head_odds(found, scenes, softmax), "its SVM at the same norm": _svm_odds(found, scenes)}
     log_p = torch.nn.functional.logsigmoid
     curves = {f"KL, {name}": curve(FACTORS, -log_p(each), "KL, nats") for name, each in odds.items()}
     return Experiment(
@@ -124,8 +124,8 @@ def starts(found: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, 
     basis = span(found.posed.problem.differences)
     left, right = basis @ (basis.mT @ found.posed.form.left), found.posed.form.right
     if as_form:
-        own = (left @ right.mT)[None]
-        return {"zero": torch.zeros_like(own), "the head": own}
+        head_form = (left @ right.mT)[None]
+        return {"zero": torch.zeros_like(head_form), "the head": head_form}
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(like: Float[Tensor, "d m"]) -> Float[Tensor, "1 d m"]:
@@ -136,7 +136,7 @@ def starts(found: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, 
     return {"small random factors": (drawn(left), drawn(right)), "the head": (left[None], right[None])}
 
 
-def _read(descent: Descent, goal: Tensor, unit: float, start: str) -> dict[str, Curve]:
+def _measure_descent(descent: Descent, goal: Tensor, unit: float, start: str) -> dict[str, Curve]:
     """Compute correlation, selections kept and norm along one descent."""
     steps = [float(step) for step in descent.steps]
 
@@ -144,17 +144,17 @@ def _read(descent: Descent, goal: Tensor, unit: float, start: str) -> dict[str, 
         median = [None if value != value else value for value in values.tolist()]
         return Curve(steps=steps, median=median, quantity=quantity, bounded=bounded, picture=picture, label=start)
 
-    kept = (descent.chosen == 0).double().mean(-1)[:, 0]
-    kept = kept.where(descent.norm[:, 0] > 0, torch.nan)  # W = 0 selects nothing
+    selection_kept = (descent.chosen == 0).double().mean(-1)[:, 0]
+    selection_kept = selection_kept.where(descent.norm[:, 0] > 0, torch.nan)  # W = 0 selects nothing
     read = (
         along("correlation", CORRELATION, descent.correlation(goal[None])[:, 0]),
-        along("selection kept", "share of queries", kept),
+        along("selection kept", "share of queries", selection_kept),
         along("norm", NORM, descent.norm[:, 0] / unit, bounded=False),
     )
-    return {f"{found.picture}, {start}": found for found in read}
+    return {f"{shown.picture}, {start}": shown for shown in read}
 
 
-def _own_odds(found: Nearness, scenes: Sequence[Scene], softmax: Softmax) -> Float[Tensor, "factors queries"]:
+def _head_odds(found: Nearness, scenes: Sequence[Scene], softmax: Softmax) -> Float[Tensor, "factors queries"]:
     """Compute log p_max/(1 − p_max) of every posed query under softmax(c · logits)."""
     columns = []
     for query, (number, position, _) in zip(found.posed.problem.queries, found.chosen.rows, strict=True):
@@ -177,7 +177,7 @@ def _svm_odds(found: Nearness, scenes: Sequence[Scene]) -> Float[Tensor, "factor
     gaps = problem.scores(best) * (found.norm / float(best.norm()))
     columns = []
     for row, (number, position, kept) in enumerate(found.chosen.rows):
-        own, copies = problem.query_of == row, scenes[number].log_copies[position]
-        more = copies[found.posed.token_of[own]] - copies[int(kept.int().argmax())]
-        columns.append(-torch.stack([(more - factor * gaps[own]).logsumexp(0) for factor in FACTORS]))
+        of_query, copies = problem.query_of == row, scenes[number].log_copies[position]
+        more = copies[found.posed.token_of[of_query]] - copies[int(kept.int().argmax())]
+        columns.append(-torch.stack([(more - factor * gaps[of_query]).logsumexp(0) for factor in FACTORS]))
     return torch.stack(columns, -1)

@@ -67,16 +67,16 @@ class Study:
             name: (value,) if name == "d" else value for name, value in overrides.items() if name in self.uses
         }
         settings = replace(standard, **used)
-        asked = replace(standard, trials=self.quick.trials)
-        same = replace(settings, seed=asked.seed, trials=asked.trials) == asked
-        published = same and settings.trials >= asked.trials
-        found = self.function(settings, published, progress)
+        reference = replace(standard, trials=self.quick.trials)
+        same = replace(settings, seed=reference.seed, trials=reference.trials) == reference
+        published = same and settings.trials >= reference.trials
+        experiment = self.function(settings, published, progress)
         shown = {name: value for name, value in asdict(settings).items() if name in self.uses and value is not None}
-        wide = {name: _plain(value) for name, value in shown.items()}
-        return found.model_copy(update={"settings": wide | found.settings}).judged()
+        json_settings = {name: _to_json(value) for name, value in shown.items()}
+        return experiment.model_copy(update={"settings": json_settings | experiment.settings}).judged()
 
 
-def _plain(value: Any) -> JsonValue:
+def _to_json(value: Any) -> JsonValue:
     if isinstance(value, tuple):
         return list(value) if len(value) > 1 else value[0]
     return value  # type: ignore[no-any-return]
@@ -138,9 +138,9 @@ def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, 
 
 def averaged(values: Float[Tensor, " trials"], label: str | None = None, **known: Unpack[Published]) -> Figure:
     """Return the mean over trials with a value (None if none has one) and, from two values on, its standard error."""
-    there = values[~values.isnan()]
-    mean = float(there.mean()) if len(there) else None
-    error = float(there.std() / len(there) ** 0.5) if len(there) > 1 else None
+    present = values[~values.isnan()]
+    mean = float(present.mean()) if len(present) else None
+    error = float(present.std() / len(present) ** 0.5) if len(present) > 1 else None
     return Figure(mean, error, label, **known)
 
 

@@ -124,10 +124,10 @@ def primal_decay(seed: int = 0, progress: Progress = silent) -> Experiment:
     config = cast("GPT2Config", copy.deepcopy(loaded.model.config))
     config.update({"n_positions": TOKENS})
     ids = sample(loaded, TOKENS, ALL)
-    kept = torch.arange(len(ids)) % EVERY == EVERY - 1
-    found = compared(config, ids[~kept], ids[kept], Training(), range(seed, seed + SEEDS), progress)
+    held_out = torch.arange(len(ids)) % EVERY == EVERY - 1
+    experiment = compared(config, ids[~held_out], ids[held_out], Training(), range(seed, seed + SEEDS), progress)
     split = f"{TEXT}, every eighth window for evaluation"
-    return found.model_copy(update={"model": MODEL, "settings": {"text": split, **found.settings}})
+    return experiment.model_copy(update={"model": MODEL, "settings": {"text": split, **experiment.settings}})
 
 
 def compared(
@@ -142,17 +142,17 @@ def compared(
 
     `published` is None: the paper's figures belong to other models and data.
     """
-    found: dict[str, list[HeldOutReading]] = {way: [] for way in WAYS}
+    readings: dict[str, list[HeldOutReading]] = {way: [] for way in WAYS}
     total, done = len(seeds) * len(WAYS) * training.steps, 0
     for seed in seeds:
         for way, model in pair(config, training.scores, seed).items():
 
-            def told(step: int, done: int = done) -> None:
+            def tick(step: int, done: int = done) -> None:
                 progress("decay by training", done + step, total)
 
-            fit(model, windows, training, seed, told)
+            fit(model, windows, training, seed, tick)
             done += training.steps
-            found[way].append(read(model, held))
+            readings[way].append(read(model, held))
     settings = {"seeds": list(seeds), "layers": config.n_layer, "heads": config.n_head, "d_model": config.n_embd}
     sizes = {"tokens": windows.shape[-1], "windows": len(windows), "evaluated_on": len(held)}
     return Experiment(
@@ -161,8 +161,8 @@ def compared(
         settings=settings | sizes | asdict(training),
         source=SOURCE,
         axis="first k singular values",
-        curves={f"{_words(matrix)}: {way}": _curve(found[way], matrix, way) for matrix in MATRICES for way in WAYS},
-        **columns(_rows(found)),
+        curves={f"{_spell(matrix)}: {way}": _curve(readings[way], matrix, way) for matrix in MATRICES for way in WAYS},
+        **columns(_rows(readings)),
     )
 
 
@@ -172,12 +172,12 @@ def read(model: PreTrainedModel, held: Int[Tensor, "kept tokens"]) -> HeldOutRea
         loss = float(nats(model, held))
         last = _scores_curve(model)
         call, query_key = calls(model, held)[-1]
-    found = {
+    curves = {
         "attention": attention_curve(query_key) if last is None else last,
         "cosine": cosine_curve(call),
         "running_cosine": cosine_curve(call, averaged=True),
     }
-    return HeldOutReading(loss, {name: values.mean(0) for name, values in found.items()})
+    return HeldOutReading(loss, {name: values.mean(0) for name, values in curves.items()})
 
 
 def _scores_curve(model: PreTrainedModel) -> Float[Tensor, "kept heads steps"] | None:
@@ -189,31 +189,31 @@ def _scores_curve(model: PreTrainedModel) -> Float[Tensor, "kept heads steps"] |
     return None
 
 
-def _rows(found: dict[str, list[HeldOutReading]]) -> dict[str, Figure]:
+def _rows(readings: dict[str, list[HeldOutReading]]) -> dict[str, Figure]:
     """Build rows: loss and σ₁/Σσ both ways, primal − canonical, and the share of seeds in which primal is larger."""
     first = {
-        matrix: {way: torch.stack([one.curves[matrix][:, 0].mean() for one in found[way]]) for way in WAYS}
+        matrix: {way: torch.stack([reading.curves[matrix][:, 0].mean() for reading in readings[way]]) for way in WAYS}
         for matrix in MATRICES
     }
-    losses = {way: torch.tensor([one.loss for one in found[way]], dtype=torch.float64) for way in WAYS}
+    losses = {way: torch.tensor([reading.loss for reading in readings[way]], dtype=torch.float64) for way in WAYS}
     named = {"loss": losses, **first}
     both = {
-        f"{name}_{way}": averaged(ways[way], f"{_words(name)}, {way}") for name, ways in named.items() for way in WAYS
+        f"{name}_{way}": averaged(ways[way], f"{_spell(name)}, {way}") for name, ways in named.items() for way in WAYS
     }
     apart = {
-        f"{name}_difference": averaged(ways[PRIMAL] - ways[CANONICAL], f"{_words(name)}, difference")
+        f"{name}_difference": averaged(ways[PRIMAL] - ways[CANONICAL], f"{_spell(name)}, difference")
         for name, ways in named.items()
     }
     holds = {
         f"{matrix}_holds": Figure(
-            float((ways[PRIMAL] > ways[CANONICAL]).double().mean()), label=f"{_words(matrix)}, claim holds"
+            float((ways[PRIMAL] > ways[CANONICAL]).double().mean()), label=f"{_spell(matrix)}, claim holds"
         )
         for matrix, ways in first.items()
     }
     return both | apart | holds
 
 
-def _words(name: str) -> str:
+def _spell(name: str) -> str:
     return name.replace("_", " ")
 
 
@@ -221,7 +221,7 @@ def _curve(reads: list[HeldOutReading], matrix: str, way: str) -> Curve:
     """Compute median and quartiles over the heads of all seeds."""
     heads = torch.cat([one.curves[matrix] for one in reads])
     steps = range(1, heads.shape[-1] + 1)
-    return curve(steps, heads.mT, SHARE, bounded=True, picture=_words(matrix), label=way)
+    return curve(steps, heads.mT, SHARE, bounded=True, picture=_spell(matrix), label=way)
 
 
 def demo() -> loading.Loaded:
@@ -231,8 +231,8 @@ def demo() -> loading.Loaded:
 
 def sample(loaded: loading.Loaded, tokens: int, sequences: int) -> Int[Tensor, "sequences tokens"]:
     """Take windows spread over the built-in passages, which demo was not trained on; fewer if the text is too short."""
-    found = texts.batches(loaded, texts.sample(DEMO), texts.Cut(tokens=tokens, sequences=sequences))
-    return torch.cat([batch.inputs["input_ids"] for batch in found])
+    chunks = texts.batches(loaded, texts.sample(DEMO), texts.Cut(tokens=tokens, sequences=sequences))
+    return torch.cat([batch.inputs["input_ids"] for batch in chunks])
 
 
 def calls(model: PreTrainedModel, ids: Int[Tensor, "sequences tokens"]) -> list[tuple[Call, QueryKey]]:
@@ -318,14 +318,14 @@ def by_third(
     attention: P, as in the figure; cosine: K_ij = cos(q_i, k_j), the kernel of the paper's theory, of rank head_dim.
     """
     layers = calls(model, ids)
-    read = {
+    curves_by_name = {
         "attention": [attention_curve(query_key) for _, query_key in layers],
         "cosine": [cosine_curve(call) for call, _ in layers],
     }
     groups = torch.arange(len(layers)).tensor_split(len(THIRDS))
     return {
         name: [torch.cat([curves[layer] for layer in group.tolist()], 1) for group in groups]
-        for name, curves in read.items()
+        for name, curves in curves_by_name.items()
     }
 
 
@@ -366,16 +366,16 @@ class Case(NamedTuple):
 def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
     """Compute the largest error of each identity over the kernels, and the control's least |J|, which must not be 0."""
     posed = list(cases(seed))
-    found: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for done, case in enumerate(posed):
         for name, error in errors(case, seed).items():
-            found.setdefault(name, []).append(error)
+            by_name.setdefault(name, []).append(error)
         progress("KSVD identities", done + 1, len(posed))
     rows = {
         name: Figure(max(values), label=LABELS.get(name), published=0.0, tolerance=LIMIT, bound="at most")
-        for name, values in found.items()
+        for name, values in by_name.items()
     }
-    rows[CONTROL] = Figure(min(found[CONTROL]), label="J perturbed, the control", published=MOVED, bound="at least")
+    rows[CONTROL] = Figure(min(by_name[CONTROL]), label="J perturbed, the control", published=MOVED, bound="at least")
     return Experiment(
         name="KSVD identities",
         question="Do primal and dual kernel SVD agree, and is J = 0 there (perturbed: the control, which must not be)?",

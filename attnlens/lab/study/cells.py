@@ -43,8 +43,8 @@ def table_of(
     not_trained: Sequence[TaskForm] = (),
 ) -> StudyTable:
     """Build the record of a table next to the paper's numbers; `not_trained`: forms of task without data."""
-    cells = [_cell(one, next(task for task in tasks if task.name == one.task), seed) for one in found]
-    compared = [pair for task in tasks for pair in _pairs(cells, task)]
+    cells = [_build_cell(one, next(task for task in tasks if task.name == one.task), seed) for one in found]
+    compared = [pair for task in tasks for pair in _compare_pairs(cells, task)]
     # Holm's correction covers all comparisons of the table
     corrected = holm([math.nan if pair.p is None else pair.p for pair in compared])
     holms = [{"p_holm": None if math.isnan(p) else p} for p in corrected]
@@ -77,11 +77,11 @@ def table_of(
         cells=cells,
         not_trained=list(not_trained),
         pairs=pairs,
-        orderings=[one for task, measure in by for one in _ordering(cells, task, measure, pairs)],
+        orderings=[one for task, measure in by for one in _correlate_order(cells, task, measure, pairs)],
     )
 
 
-def _cell(found: CellResult, task: StudyTask, seed: int) -> StudyCell:
+def _build_cell(found: CellResult, task: StudyTask, seed: int) -> StudyCell:
     runs = [
         StudyRun(
             seed=seed + number,
@@ -110,14 +110,14 @@ def _cell(found: CellResult, task: StudyTask, seed: int) -> StudyCell:
         tokens=max(run.tokens for run in found.runs),
         tokens_per_second=found.speed.tokens_per_second,
         beside_sdpa=found.speed.beside_sdpa,
-        heads=_heads(first),
+        heads=_head_curves(first),
         features=features_of(found.cell, found.unit.scale),
         published=found.cell.published,
         published_diverged=found.cell.diverged,
     )
 
 
-def _heads(run: RunOutcome) -> dict[str, Curve]:
+def _head_curves(run: RunOutcome) -> dict[str, Curve]:
     """Build the curve of each head measure over steps."""
     steps = [float(step) for step, _ in run.curve]
     names = dict.fromkeys(name for read in run.watched for name in read)
@@ -147,27 +147,27 @@ def measures_of(task: StudyTask) -> tuple[str, ...]:
     return {"language": ("loss",), "translation": ("BLEU", "loss"), "classification": ("accuracy",)}[task.form]
 
 
-def _pairs(cells: Sequence[StudyCell], task: StudyTask) -> Iterator[StudyPair]:
+def _compare_pairs(cells: Sequence[StudyCell], task: StudyTask) -> Iterator[StudyPair]:
     """Yield each pair of converged cells by measure, with p over seeds and whether the paper has the same order."""
-    of = [cell for cell in cells if cell.task == task.name and cell.mean is not None]
-    if len(of) < 2 or len(of[0].runs) < 2:
+    converged = [cell for cell in cells if cell.task == task.name and cell.mean is not None]
+    if len(converged) < 2 or len(converged[0].runs) < 2:
         return
     for measure in measures_of(task):
-        values = torch.tensor([[run.scores[measure] for run in cell.runs] for cell in of], dtype=torch.float64)
-        compared = Blocks(values, [cell.published_diverged for cell in of])
-        for (a, b), p in zip(pairs_of(len(of)), compared.p_values(), strict=True):
+        values = torch.tensor([[run.scores[measure] for run in cell.runs] for cell in converged], dtype=torch.float64)
+        compared = Blocks(values, [cell.published_diverged for cell in converged])
+        for (a, b), p in zip(pairs_of(len(converged)), compared.p_values(), strict=True):
             difference = float(compared.means[a] - compared.means[b])
             # 1 if the measure and the published metric improve in the same direction, else −1
             sign = 1 if (measure != "loss") == task.higher_is_better else -1
             yield StudyPair(
                 task=task.name,
                 measure=measure,
-                first=of[a].name,
-                second=of[b].name,
+                first=converged[a].name,
+                second=converged[b].name,
                 difference=difference,
                 p=None if math.isnan(p) else p,
                 p_holm=None,
-                agrees=_agrees(sign * difference, of[a], of[b]),
+                agrees=_agrees(sign * difference, converged[a], converged[b]),
             )
 
 
@@ -178,7 +178,7 @@ def _agrees(difference: float, first: StudyCell, second: StudyCell) -> bool | No
     return (difference > 0) == (first.published > second.published)
 
 
-def _ordering(
+def _correlate_order(
     cells: Sequence[StudyCell], task: StudyTask, measure: str, pairs: Sequence[StudyPair]
 ) -> Iterator[StudyOrdering]:
     """Yield Kendall's τ over the published cells; nothing if there are fewer than two.
@@ -187,14 +187,14 @@ def _ordering(
     the probability of any false decision below 5 %, so the interval covers the true τ in at least 95 % of studies.
     """
     published = {cell.name: cell.published for cell in cells if cell.task == task.name and cell.published is not None}
-    of = [pair for pair in pairs if (pair.task, pair.measure) == (task.name, measure)]
-    known = [pair for pair in of if pair.first in published and pair.second in published]
+    task_pairs = [pair for pair in pairs if (pair.task, pair.measure) == (task.name, measure)]
+    known = [pair for pair in task_pairs if pair.first in published and pair.second in published]
     if not known:
         return
-    told = [pair for pair in known if published[pair.first] != published[pair.second]]
-    decided = [pair for pair in told if pair.p_holm is not None and pair.p_holm <= LEVEL]
+    ordered = [pair for pair in known if published[pair.first] != published[pair.second]]
+    decided = [pair for pair in ordered if pair.p_holm is not None and pair.p_holm <= LEVEL]
     agree = sum(bool(pair.agrees) for pair in decided)
-    disagree, undecided = len(decided) - agree, len(told) - len(decided)
+    disagree, undecided = len(decided) - agree, len(ordered) - len(decided)
     yield StudyOrdering(
         task=task.name,
         measure=measure,
@@ -226,14 +226,14 @@ def speeds(units: Sequence[TrainingUnit], task: StudyTask) -> Iterator[Speed]:
     if not units:
         return
     batch = next(iter(task.training(units[0].scale.batch, 0)))
-    standard = _stepper(replace(units[0], form=STANDARD), task, batch, implementation="sdpa")
+    standard = _make_stepper(replace(units[0], form=STANDARD), task, batch, implementation="sdpa")
     for unit in units:
-        own = _stepper(unit, task, batch)
-        pairs = [(standard(), own()) for _ in range(1 + ROUNDS)][1:]
+        step_own = _make_stepper(unit, task, batch)
+        pairs = [(standard(), step_own()) for _ in range(1 + ROUNDS)][1:]
         yield Speed(count_of(batch) / median(b for _, b in pairs), median(a / b for a, b in pairs))
 
 
-def _stepper(
+def _make_stepper(
     unit: TrainingUnit, task: StudyTask, batch: Examples, implementation: str | None = None
 ) -> Callable[[], float]:
     """Build a function that takes one training step of a new model and returns its seconds."""
@@ -331,8 +331,8 @@ def trained_cells(
     speed: dict[int, Speed] = {}
     with one_thread():
         for task in tasks:
-            own = [at for at, (_, of) in enumerate(cells) if of is task]
-            speed |= dict(zip(own, speeds([chosen[at] for at in own], task), strict=True))
+            of_task = [at for at, (_, of) in enumerate(cells) if of is task]
+            speed |= dict(zip(of_task, speeds([chosen[at] for at in of_task], task), strict=True))
     return [
         CellResult(
             cell,

@@ -42,17 +42,17 @@ class RunState:
     @classmethod
     def begun(cls, model: nn.Module, loss: float, read: dict[str, float]) -> RunState:
         """Return the state before the first step."""
-        return cls(0, [(0, loss)], _copied(model), [read])
+        return cls(0, [(0, loss)], _copy_weights(model), [read])
 
     def looked(self, model: nn.Module, loss: float, read: dict[str, float], seconds: float) -> RunState:
         """Return the state updated with a validation loss and the measures read at it."""
         least = min((known for _, known in self.curve[1:]), default=math.inf)
-        best = _copied(model) if loss < least else self.best
+        best = _copy_weights(model) if loss < least else self.best
         curve, watched = [*self.curve, (self.step, loss)], [*self.watched, read]
         return replace(self, curve=curve, best=best, watched=watched, seconds=seconds)
 
 
-def _copied(model: nn.Module) -> dict[str, Tensor]:
+def _copy_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
 
 
@@ -62,7 +62,7 @@ def save_state(store: Store, state: RunState, model: nn.Module, optimiser: Any) 
         "facts": {name: getattr(state, name) for name in ("step", "curve", "watched", "seconds", "tokens")},
         "random": torch.get_rng_state(),
         "random of the GPU": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "model": _copied(model),
+        "model": _copy_weights(model),
         "best": state.best,
         "moments": optimiser.state_dict()["state"],
     }
@@ -137,14 +137,14 @@ def train(
     optimiser = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=DECAY)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
-        found = restored(state, model, optimiser) if state is not None else None
-        if found is None:
-            found = RunState.begun(model, mean_loss(task, model, "validation", scale.batch), watch(0))
+        latest = restored(state, model, optimiser) if state is not None else None
+        if latest is None:
+            latest = RunState.begun(model, mean_loss(task, model, "validation", scale.batch), watch(0))
         model, optimiser = accelerator.prepare(model, optimiser)
-        batches = islice(task.training(scale.batch, run.seed), found.step, None)
-        found = _descend(accelerator, model, optimiser, batches, run, scale, task, found, state, watch)
-    model.load_state_dict(found.best)
-    return TrainedRun(tuple(found.curve), tuple(found.watched), found.problem, found.seconds, found.tokens)
+        batches = islice(task.training(scale.batch, run.seed), latest.step, None)
+        latest = _descend(accelerator, model, optimiser, batches, run, scale, task, latest, state, watch)
+    model.load_state_dict(latest.best)
+    return TrainedRun(tuple(latest.curve), tuple(latest.watched), latest.problem, latest.seconds, latest.tokens)
 
 
 def accelerator_of() -> Any:
@@ -183,10 +183,10 @@ def _descend(
         if step not in looks:
             continue
         seconds = before + time.perf_counter() - start
-        reached = mean_loss(task, model, "validation", scale.batch)
-        if not math.isfinite(reached):
+        validation = mean_loss(task, model, "validation", scale.batch)
+        if not math.isfinite(validation):
             return replace(found, problem=f"its validation loss was no finite number at step {step}")
-        found = found.looked(model, reached, watch(step), seconds)
+        found = found.looked(model, validation, watch(step), seconds)
         if state is not None:
             save_state(state, found, model, optimiser)
         start, before = time.perf_counter(), found.seconds

@@ -63,14 +63,14 @@ def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int
 
 def save_cells(folder: Path, found: Sequence[CellResult], store: Store) -> None:
     """Copy every cell's saved steps to `folder`/task/cell. Raises OutputError if they cannot be written."""
-    for one in found:
-        kept = models_of(store, one.first_name)
-        place = folder / slug(one.task) / slug(one.cell.name)
-        make_folder(place.parent)
+    for result in found:
+        source = models_of(store, result.first_name)
+        destination = folder / slug(result.task) / slug(result.cell.name)
+        make_folder(destination.parent)
         try:
-            shutil.copytree(kept, place)
+            shutil.copytree(source, destination)
         except OSError as error:
-            raise unwritten_folder(place, error.strerror or str(error)) from None
+            raise unwritten_folder(destination, error.strerror or str(error)) from None
 
 
 def models_of(store: Store, name: str) -> Path:
@@ -102,8 +102,8 @@ def medians(model: KernelTransformer, batch: Examples) -> dict[str, float]:
     posed on queries and keys, for kernels that depend on the inner product only and have no position bias.
     """
     sequences = [batch.single(row) for row in range(min(SEQUENCES, len(batch.inputs)))]
-    tokens = [_tokens(model, one) for one in sequences]
-    read = [_readings(_weights(model)), _selection(model, tokens), *(_readings(one) for one in tokens)]
+    tokens = [_record_tokens(model, one) for one in sequences]
+    read = [_measure(_weights(model)), _measure_selection(model, tokens), *(_measure(one) for one in tokens)]
     found: dict[str, list[Tensor]] = {}
     for readings in read:
         for name, value in readings.items():
@@ -112,7 +112,7 @@ def medians(model: KernelTransformer, batch: Examples) -> dict[str, float]:
     return {name: float(value.nanmedian()) for name, value in heads.items() if not bool(value.isnan().all())}
 
 
-def _readings(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
+def _measure(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
     """Compute each measure of all heads, concatenated over modules."""
     found: dict[str, list[Tensor]] = {}
     for query_key in query_keys:
@@ -124,7 +124,7 @@ def _readings(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
     return {name: torch.cat(values) for name, values in found.items()}
 
 
-def _selection(model: KernelTransformer, tokens: Sequence[Sequence[QueryKey]]) -> dict[str, Tensor]:
+def _measure_selection(model: KernelTransformer, tokens: Sequence[Sequence[QueryKey]]) -> dict[str, Tensor]:
     """Compute the selection measures of all heads of all modules, over all sequences."""
     decided: list[float] = []
     cosines: list[float] = []
@@ -142,7 +142,7 @@ def _selection(model: KernelTransformer, tokens: Sequence[Sequence[QueryKey]]) -
 def _weights(model: KernelTransformer) -> Iterator[QueryKey]:
     """Yield s W_Q W_Kᵀ of every module with a kernel, in float64."""
     for layer, module in enumerate(_modules(model)):
-        query, key = (_of_heads(part.weight, module.heads) for part in (module.query, module.key or module.query))
+        query, key = (_split_heads(part.weight, module.heads) for part in (module.query, module.key or module.query))
         yield QueryKey(
             query=query,
             key=key,
@@ -154,13 +154,13 @@ def _weights(model: KernelTransformer) -> Iterator[QueryKey]:
         )
 
 
-def _of_heads(weight: Tensor, heads: int) -> Tensor:
+def _split_heads(weight: Tensor, heads: int) -> Tensor:
     """Reshape a linear map's weight (outputs, inputs) to (heads, inputs, head_dim) in float64."""
     size = weight.shape[0] // heads
     return weight.detach().cpu().double().mT.reshape(-1, heads, size).transpose(0, 1)
 
 
-def _tokens(model: KernelTransformer, batch: Examples) -> list[QueryKey]:
+def _record_tokens(model: KernelTransformer, batch: Examples) -> list[QueryKey]:
     """Compute log k of every module on one sequence; empty if a kernel can be negative."""
     if any(module.kernel.signed for module in _modules(model)):
         return []
@@ -246,25 +246,25 @@ def trained(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, Any]
     """Train a unit, resumed from its last saved state if any; return the fields of its RunOutcome."""
     name = unit.name(digest_of(task))
     model = model_of(unit, task)
-    held = task.held_out("validation", SEQUENCES)[0] if unit.watched else None
+    held_batch = task.held_out("validation", SEQUENCES)[0] if unit.watched else None
 
     def watch(step: int) -> dict[str, float]:
         if unit.kept:
             save_step(model, task, models_of(store, name), step)
-        return {} if held is None else medians(model, held)
+        return {} if held_batch is None else medians(model, held_batch)
 
-    found = train(model.core, task, unit.scale, unit.run, store.inside(name), watch)
-    scores = score(task, model.core, "test", unit.scale.batch) if unit.tested and not found.problem else {}
+    result = train(model.core, task, unit.scale, unit.run, store.inside(name), watch)
+    scores = score(task, model.core, "test", unit.scale.batch) if unit.tested and not result.problem else {}
     finite = all(math.isfinite(value) for value in scores.values())
     outcome = RunOutcome(
-        list(found.curve),
-        list(found.watched) if unit.watched else [],
-        found.problem if finite else "its loss on the test set is no finite number",
+        list(result.curve),
+        list(result.watched) if unit.watched else [],
+        result.problem if finite else "its loss on the test set is no finite number",
         scores if finite else {},
         sum(part.numel() for part in model.parameters()),
         sum(module.kernel_parameters for module in model.attentions()),
-        found.tokens,
-        found.seconds,
+        result.tokens,
+        result.seconds,
     )
     return asdict(outcome)
 

@@ -55,7 +55,7 @@ def scale_steps(axes: Axes, steps: Sequence[float], name: str) -> None:
             axes.set_xscale("log")
     low, high = (present[0], present[-1]) if present else (0.0, 1.0)
     axes.set_xlim(low, high if high > low else low + 1)
-    axes.xaxis.set_major_locator(FixedLocator(_named(axes, present)))
+    axes.xaxis.set_major_locator(FixedLocator(_labelled_steps(axes, present)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:g}"))  # the shortest form of each number
     axes.set_xlabel(name, labelpad=1.5)
@@ -79,25 +79,25 @@ def scale_values(axes: Axes, least: float, most: float, *, logarithmic: bool) ->
     axes.yaxis.set_major_formatter(PlainNumbers())
 
 
-def _named(axes: Axes, steps: list[float]) -> list[float]:
+def _labelled_steps(axes: Axes, steps: list[float]) -> list[float]:
     """Choose the steps to label: all if there are few, else round ones that keep a distance; the ends come first."""
     if len(steps) > 12:
         low, high = steps[0], steps[-1]
         linear = axes.get_xscale() == "linear"
         whole = all(step == int(step) for step in steps)
-        found = axes.xaxis.get_major_locator().tick_values(low, high) if linear else [10.0**p for p in range(-6, 10)]
-        round_ones = [float(step) for step in found if step == int(step) or not whole]
+        ticks = axes.xaxis.get_major_locator().tick_values(low, high) if linear else [10.0**p for p in range(-6, 10)]
+        round_ones = [float(step) for step in ticks if step == int(step) or not whole]
         steps = [low, *(step for step in round_ones if low < step < high), high]
     places = axes.transScale.transform([(step, 0.5) for step in steps])[:, 0] if steps else np.array([])
     width = size_in_points(axes)[0]
     span = float(np.ptp(places)) or 1.0
     halves = [DIGIT * len(f"{step:g}") / 2 for step in steps]
-    kept = sorted({0, len(steps) - 1}) if steps else []
+    labelled = sorted({0, len(steps) - 1}) if steps else []
     for index in range(1, len(steps) - 1):
-        free = [abs(places[index] - places[other]) / span * width - halves[index] - halves[other] for other in kept]
+        free = [abs(places[index] - places[other]) / span * width - halves[index] - halves[other] for other in labelled]
         if min(free) >= BETWEEN:
-            kept.append(index)
-    return [steps[index] for index in sorted(kept)]
+            labelled.append(index)
+    return [steps[index] for index in sorted(labelled)]
 
 
 BAND = "#dcdcdc"
@@ -109,39 +109,39 @@ STRAY = 2.0  # the 1 % most extreme values may widen the axis to this many times
 
 def trajectory_panels(experiment: Experiment) -> list[Panel]:
     """Build a panel for every measure that changes; those the series is about come first."""
-    every = told_of(experiment) or measures_of(experiment)
-    return [_panel(experiment, name) for name in every]
+    names = told_of(experiment) or measures_of(experiment)
+    return [_trajectory_panel(experiment, name) for name in names]
 
 
-def _panel(experiment: Experiment, name: str) -> Panel:
+def _trajectory_panel(experiment: Experiment, name: str) -> Panel:
     info = info_of(name)
-    lines = _lines(experiment, name)
+    lines = _trajectories(experiment, name)
     kind = clean(fitted(experiment.curves[name].quantity or source_of(name), 30))
     null = "; grey: null ± sd" if experiment.null(name) is not None else ""
-    beyond = _beyond(experiment, name)
+    beyond = _count_beyond(experiment, name)
     cut = f"; {counted(beyond, 'head')} cut" if beyond else ""
-    said = f"{info.meaning}: {info.formula}. " if info.meaning else ""
-    heads = f"{_heads(experiment, lines)}{'; grey: null, mean ± sd' if null else ''}."
-    left = f" {counted(beyond, 'head')} of {len(lines)} partly beyond the frame." if beyond else ""
-    caption = f"{said[:1].upper()}{said[1:]}{heads}{left}"
+    meaning = f"{info.meaning}: {info.formula}. " if info.meaning else ""
+    heads = f"{_describe_heads(experiment, lines)}{'; grey: null, mean ± sd' if null else ''}."
+    cut_heads = f" {counted(beyond, 'head')} of {len(lines)} partly beyond the frame." if beyond else ""
+    caption = f"{meaning[:1].upper()}{meaning[1:]}{heads}{cut_heads}"
     draw = partial(draw_trajectories, experiment=experiment, name=name)
-    return Panel(name, heading(info), f"{kind}{null}{cut}", caption, draw, bar=_deep(experiment))
+    return Panel(name, heading(info), f"{kind}{null}{cut}", caption, draw, bar=_has_layers(experiment))
 
 
-def _heads(experiment: Experiment, lines: list[Trajectory]) -> str:
+def _describe_heads(experiment: Experiment, lines: list[Trajectory]) -> str:
     """Describe the heads whose lines are drawn."""
     if len(lines) == 1:
         return f"Layer {lines[0].layer} head {lines[0].head}"
     if not lines:
         return "One number a step"
-    return f"{counted(len(lines), 'head')}{', coloured by layer' * _deep(experiment)}. Black: their median"
+    return f"{counted(len(lines), 'head')}{', coloured by layer' * _has_layers(experiment)}. Black: their median"
 
 
 def draw_trajectories(axes: Axes, *, experiment: Experiment, name: str, bar: bool = True) -> None:
     """Draw the null as a grey band, one thin line per head in its layer's colour, and their median thick and black."""
     curve = experiment.curves[name]
     steps = np.asarray(curve.steps, dtype=float)
-    lines = _lines(experiment, name)
+    lines = _trajectories(experiment, name)
     null = experiment.null(name)
     if null is not None and null.low is not None and null.high is not None:
         axes.fill_between(steps, _numbers(null.low), _numbers(null.high), color=BAND, linewidth=0, zorder=0)
@@ -159,7 +159,7 @@ def draw_trajectories(axes: Axes, *, experiment: Experiment, name: str, bar: boo
         low, high, logarithmic = limits
         scale_values(axes, low, high, logarithmic=logarithmic)
     axes.spines[["top", "right"]].set_visible(False)
-    if bar and lines and _deep(experiment):
+    if bar and lines and _has_layers(experiment):
         norm = depth(experiment)
         show_depths(axes, range(int(norm.vmax or 0) + 1), norm, INK)
 
@@ -169,11 +169,11 @@ def depth(experiment: Experiment) -> Normalize:
     return Normalize(0, max(1, max((found.layer for found in experiment.trajectories), default=0)))
 
 
-def _lines(experiment: Experiment, name: str) -> list[Trajectory]:
+def _trajectories(experiment: Experiment, name: str) -> list[Trajectory]:
     return [found for found in experiment.trajectories if found.measure == name]
 
 
-def _deep(experiment: Experiment) -> bool:
+def _has_layers(experiment: Experiment) -> bool:
     """Check whether several layers are followed and need colours."""
     return len({found.layer for found in experiment.trajectories}) > 1
 
@@ -184,7 +184,7 @@ def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | No
     It is logarithmic if the median spans a factor of 30; else all values show unless the outer 1 % double the range.
     """
     middle = _numbers(experiment.curves[name].median)
-    values = np.concatenate([middle, *(_numbers(found.values) for found in _lines(experiment, name))])
+    values = np.concatenate([middle, *(_numbers(found.values) for found in _trajectories(experiment, name))])
     values = values[np.isfinite(values)]
     if not values.size:
         return None
@@ -198,14 +198,14 @@ def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | No
     return low, high, False
 
 
-def _beyond(experiment: Experiment, name: str) -> int:
+def _count_beyond(experiment: Experiment, name: str) -> int:
     """Count the heads whose lines leave the frame, which is 5 % wider than the limits on each side."""
     limits = _limits(experiment, name)
     if limits is None or limits[2]:
         return 0
     low, high, _ = limits
     room = ROOM * (high - low)
-    rows = [_numbers(found.values) for found in _lines(experiment, name)]
+    rows = [_numbers(found.values) for found in _trajectories(experiment, name)]
     return sum(bool(np.any((row < low - room) | (row > high + room))) for row in rows)
 
 
@@ -227,21 +227,21 @@ LEGEND = 46  # characters of names that fit next to each other above a picture
 
 def experiment_panels(report: Report) -> list[Panel]:
     """Build panels of every experiment's curves or trajectories, then one of our figures against published ones."""
-    found: list[Panel] = []
+    panels: list[Panel] = []
     for experiment in report.experiments:
-        found += trajectory_panels(experiment) if experiment.trajectories else _curve_panels(experiment)
-    rows, every = compared(report)
-    return [*found, _compared_panel(rows, every)] if rows else found
+        panels += trajectory_panels(experiment) if experiment.trajectories else _curve_panels(experiment)
+    rows, total = compared(report)
+    return [*panels, _compared_panel(rows, total)] if rows else panels
 
 
 def compared(report: Report) -> tuple[list[tuple[Experiment, str]], int]:
     """Return the figures with a published counterpart (at most MOST_ROWS, the farthest off), and their total number."""
-    every = [(e, figure) for e in report.experiments for figure in e.final if e.meets(figure) is not None]
+    figures = [(e, figure) for e in report.experiments for figure in e.final if e.meets(figure) is not None]
     worst = sorted(
-        range(len(every)),
-        key=lambda number: (every[number][0].meets(every[number][1]), -abs(deviation(*every[number]))),
+        range(len(figures)),
+        key=lambda number: (figures[number][0].meets(figures[number][1]), -abs(deviation(*figures[number]))),
     )
-    return [every[number] for number in sorted(worst[:MOST_ROWS])], len(every)
+    return [figures[number] for number in sorted(worst[:MOST_ROWS])], len(figures)
 
 
 def deviation(experiment: Experiment, figure: str) -> float:
@@ -258,11 +258,11 @@ def deviation(experiment: Experiment, figure: str) -> float:
 
 def groups(experiment: Experiment) -> dict[str, dict[str, Curve]]:
     """Group curves by picture title; those without one share the title '', or stand alone if of unknown quantity."""
-    found: dict[str, dict[str, Curve]] = {}
+    curves_of: dict[str, dict[str, Curve]] = {}
     for name, curve in experiment.curves.items():
         title = curve.picture or ("" if curve.quantity else worded(experiment, name))
-        found.setdefault(title, {})[name] = curve
-    return found
+        curves_of.setdefault(title, {})[name] = curve
+    return curves_of
 
 
 def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve]) -> None:
@@ -283,7 +283,7 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
             marker=mark,
             markersize=3,
             clip_on=False,
-            label=fitted(_line(experiment, name), 40),
+            label=fitted(_curve_label(experiment, name), 40),
         )
     scale_steps(axes, [step for curve in curves.values() for step in curve.steps], clean(fitted(experiment.axis, 30)))
     _scale_values(axes, list(curves.values()))
@@ -293,7 +293,7 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
         axes.set_yticks([])
         axes.text(0.5, 0.5, "no value", transform=axes.transAxes, ha="center", va="center", color=MUTED)
     if len(curves) > 1:
-        legend_above(axes, _across(experiment, curves), handlelength=1.4)
+        legend_above(axes, _names_per_line(experiment, curves), handlelength=1.4)
 
 
 def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
@@ -309,10 +309,10 @@ def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
         mark = "x" if not met else ">" if at >= FARTHEST else "<" if at <= -FARTHEST else "o"
         axes.plot([at], [row], mark, color=CATEGORIES[0] if met else CATEGORIES[2], markersize=4.5)
         if not met:
-            told = "no value" if missing else judgement(experiment, figure)
+            verdict = "no value" if missing else judgement(experiment, figure)
             side, align = (-6, "right") if at > 0 else (6, "left")
             axes.annotate(
-                told, (at, row), (side, -2), textcoords="offset points", ha=align, fontsize=6.5, color=CATEGORIES[2]
+                verdict, (at, row), (side, -2), textcoords="offset points", ha=align, fontsize=6.5, color=CATEGORIES[2]
             )
     axes.axvline(0, color=MUTED, linewidth=0.7, zorder=0)
     names = [fitted(f"{clean(experiment.name)}: {worded(experiment, figure)}", NAME) for experiment, figure in rows]
@@ -327,22 +327,22 @@ def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
 
 def _curve_panels(experiment: Experiment) -> Iterator[Panel]:
     for group, curves in groups(experiment).items():
-        own = group if len(experiment.curves) > 1 else ""
-        stem = f"{experiment.name}-{own}" if own else experiment.name
-        title = clean(fitted(f"{experiment.name}: {own}" if own else experiment.name, 60))
+        picture = group if len(experiment.curves) > 1 else ""
+        stem = f"{experiment.name}-{picture}" if picture else experiment.name
+        title = clean(fitted(f"{experiment.name}: {picture}" if picture else experiment.name, 60))
         bands = any(curve.low is not None for curve in curves.values())
         note = "" if len(curves) > 1 else "median, quartiles" if bands else ""
-        said = "Lines: median, bands: first to third quartile." if bands else ""
-        floor = _floor(list(curves.values()))
-        said += BELOW if floor is not None and _every(list(curves.values())).min() < floor else ""
+        text = "Lines: median, bands: first to third quartile." if bands else ""
+        floor = _least_shown(list(curves.values()))
+        text += BELOW if floor is not None and _finite_values(list(curves.values())).min() < floor else ""
         facts = ", ".join(setting(experiment, name) for name, value in experiment.settings.items() if value is not None)
-        caption = " ".join(part for part in (experiment.question, said.strip(), f"({facts})" if facts else "") if part)
+        caption = " ".join(part for part in (experiment.question, text.strip(), f"({facts})" if facts else "") if part)
         draw = partial(draw_curves, experiment=experiment, curves=curves)
-        lines = -(-len(curves) // _across(experiment, curves)) if len(curves) > 1 else 1
+        lines = -(-len(curves) // _names_per_line(experiment, curves)) if len(curves) > 1 else 1
         yield Panel(clean(stem).replace(" ", "-"), title, note, clean(caption), draw, left=BESIDE, legend=lines)
 
 
-def _compared_panel(rows: list[tuple[Experiment, str]], every: int) -> Panel:
+def _compared_panel(rows: list[tuple[Experiment, str]], total: int) -> Panel:
     caption = (
         "Each figure with a published counterpart: (ours − published) / tolerance. Shaded: what is allowed; a bound is "
         "open to one side, and a mere line allows nothing but the published value. At the edge: three tolerances or "
@@ -350,29 +350,29 @@ def _compared_panel(rows: list[tuple[Experiment, str]], every: int) -> Panel:
     )
     longest = max(min(NAME, len(f"{e.name}: {worded(e, figure)}")) for e, figure in rows)
     draw = partial(draw_compared, rows=rows)
-    note = "shaded: what is allowed" + (f"; {len(rows)} of {every}, farthest off" if len(rows) < every else "")
+    note = "shaded: what is allowed" + (f"; {len(rows)} of {total}, farthest off" if len(rows) < total else "")
     left = max(1.4, 0.3 + 0.058 * longest)  # names this long put the panel in a row of its own on the overview
     return Panel("published", "ours against the published", note, caption, draw, len(rows), left)
 
 
-def _line(experiment: Experiment, name: str) -> str:
+def _curve_label(experiment: Experiment, name: str) -> str:
     """Return the label of a curve's line."""
     return clean(experiment.curves[name].label or worded(experiment, name))
 
 
-def _across(experiment: Experiment, curves: dict[str, Curve]) -> int:
+def _names_per_line(experiment: Experiment, curves: dict[str, Curve]) -> int:
     """Return the number of names per line of the legend."""
-    longest = max(min(40, len(_line(experiment, name))) for name in curves)
+    longest = max(min(40, len(_curve_label(experiment, name))) for name in curves)
     return max(1, min(len(curves), LEGEND // (longest + 5)))
 
 
 def _scale_values(axes: Axes, curves: list[Curve]) -> None:
     """Scale the y axis: logarithmic if positive values span a factor of 100 and no curve is bounded by 1."""
-    values = _every(curves)
+    values = _finite_values(curves)
     if not values.size:
         return
     least, most = float(values.min()), float(values.max())
-    floor = _floor(curves)
+    floor = _least_shown(curves)
     if floor is None:
         scale_values(axes, min(0.0, least) if least < 0.5 * most else least, most, logarithmic=False)
         return
@@ -383,9 +383,9 @@ def _scale_values(axes: Axes, curves: list[Curve]) -> None:
         line.set_clip_on(least < floor)
 
 
-def _floor(curves: list[Curve]) -> float | None:
+def _least_shown(curves: list[Curve]) -> float | None:
     """Return the least value shown on a logarithmic axis; None if the axis is linear."""
-    values = _every(curves)
+    values = _finite_values(curves)
     above = values[values > 0]
     if any(curve.bounded for curve in curves) or 2 * above.size <= values.size or np.any(values < 0):
         return None
@@ -393,11 +393,11 @@ def _floor(curves: list[Curve]) -> float | None:
     return max(least, DEEPEST * most) if most >= LOG_RANGE * least else None
 
 
-def _every(curves: list[Curve]) -> np.ndarray:
+def _finite_values(curves: list[Curve]) -> np.ndarray:
     """Collect all finite values of all curves and their quartiles."""
     parts = [_numbers(part) for c in curves for part in (c.median, c.low, c.high) if part is not None]
-    every = np.concatenate(parts)
-    return np.asarray(every[np.isfinite(every)])
+    values = np.concatenate(parts)
+    return np.asarray(values[np.isfinite(values)])
 
 
 def _numbers(values: list[float | None]) -> np.ndarray:
@@ -421,14 +421,14 @@ NOTE = 42  # characters that fit above a panel
 
 def experiment_overview(report: Report) -> Figure:
     """Draw all panels on a page, three per row; four if heads are followed, with a colour bar of the layers."""
-    found = experiment_panels(report)
+    panels = experiment_panels(report)
     followed = any(experiment.trajectories for experiment in report.experiments)
-    plain = [panel for panel in found if not _alone(panel)][: MOST if followed else None]
-    across = max(1, min(MANY if followed else ACROSS, len(plain)))
-    rows = [plain[start : start + across] for start in range(0, len(plain), across)]
-    rows += [[panel] for panel in found if _alone(panel)]
+    shared = [panel for panel in panels if not _needs_row(panel)][: MOST if followed else None]
+    across = max(1, min(MANY if followed else ACROSS, len(shared)))
+    rows = [shared[start : start + across] for start in range(0, len(shared), across)]
+    rows += [[panel] for panel in panels if _needs_row(panel)]
     # panels with long names are as tall as their number of rows needs
-    talls = [max(0.5, 0.15 * row[0].rows) if _alone(row[0]) else FLAT if followed else TALL for row in rows]
+    talls = [max(0.5, 0.15 * row[0].rows) if _needs_row(row[0]) else FLAT if followed else TALL for row in rows]
     cell, beside = (RIGHT - BAR * followed - LEFT) / across, NUMBERS if followed else NUMBERS + NAMED
     blocks = [
         tall + OVER + UNDER + LINE * (max(panel.legend for panel in row) - 1)
@@ -447,22 +447,22 @@ def experiment_overview(report: Report) -> Figure:
         bottom = height - HEAD - sum(blocks[: number + 1]) + UNDER
         for column, panel in enumerate(row):
             left, wide = LEFT + column * cell + beside, cell - beside - GAP
-            if _alone(panel):
+            if _needs_row(panel):
                 left, wide = LEFT + panel.left, ROW_WIDE
             axes = figure.add_axes((left / WIDTH, bottom / height, wide / WIDTH, talls[number] / height))
-            name = _shortened(panel.title, int(wide * 14))
+            name = _shorten_title(panel.title, int(wide * 14))
             picture_title(axes, f"{next(letters)}  {name}", fitted(panel.note, NOTE), panel.legend)
             last = number == 0 and panel is row[-1]
             panel.draw(axes, **({"bar": last} if panel.bar else {}))
     return figure
 
 
-def _alone(panel: Panel) -> bool:
+def _needs_row(panel: Panel) -> bool:
     """Check whether a panel needs a row of its own because its rows have long names."""
     return panel.left > 2 * (NUMBERS + NAMED)
 
 
-def _shortened(title: str, width: int) -> str:
+def _shorten_title(title: str, width: int) -> str:
     """Cut a title that is too long, in the experiment's name before the colon if enough of that remains."""
     name, _, quantity = title.rpartition(": ")
     room = width - len(quantity) - 2

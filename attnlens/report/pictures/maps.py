@@ -62,19 +62,19 @@ PART_LINES = ("-", "--", ":")  # line styles of the medians of encoder, decoder 
 
 def fan_figure(shapes: Shapes, name: str) -> Figure:
     """Draw one curve per head, with one pair of axes per part of the model, and a caption."""
-    found = bands(shapes, name)
-    wide, gap = (4.9, 0.0) if len(found) == 1 else (2.9, 0.3)
-    page = 0.75 + len(found) * (wide + gap) - gap + 0.75
+    parts = bands(shapes, name)
+    wide, gap = (4.9, 0.0) if len(parts) == 1 else (2.9, 0.3)
+    page = 0.75 + len(parts) * (wide + gap) - gap + 0.75
     caption = curve_caption(shapes, name, int(page * 16))
     below = 0.6 + 0.14 * (caption.count("\n") + 1)
-    above = 0.45 if len(found) == 1 else 0.62
+    above = 0.45 if len(parts) == 1 else 0.62
     tall = 3.6 + below + above
     figure = new_figure(page, tall)
-    for number, band in enumerate(found):
+    for number, band in enumerate(parts):
         left = 0.75 + number * (wide + gap)
         axes = figure.add_axes((left / page, below / tall, wide / page, 3.6 / tall))
-        draw_fan(axes, shapes, name, part=band.part, bar=number == len(found) - 1)
-        if len(found) > 1:
+        draw_fan(axes, shapes, name, part=band.part, bar=number == len(parts) - 1)
+        if len(parts) > 1:
             axes.set_title(band.part)
         if number:
             axes.tick_params(labelleft=False)
@@ -95,12 +95,12 @@ def draw_fan(axes: Axes, shapes: Shapes, name: str, *, part: Part | None = None,
 
     One part also gets its median (black) and quartiles (dashed); several parts get only their medians.
     """
-    info, every = shapes.info(name), bands(shapes, name)
+    info, all_bands = shapes.info(name), bands(shapes, name)
     first = first_step(info)
-    shown = [band for band in every if part in (None, band.part)]
-    found = [(row, curve) for row, curve in shapes.curves[name] if part in (None, shapes.parts[row])]
+    shown = [band for band in all_bands if part in (None, band.part)]
+    lines = [(row, curve) for row, curve in shapes.curves[name] if part in (None, shapes.parts[row])]
     depth = Normalize(0, max(1, len(shapes.layers) - 1))
-    _draw_curves(axes, found, first, depth)
+    _draw_curves(axes, lines, first, depth)
     if len(shown) == 1:
         draw_band(axes, shown[0].quartiles, first)
     else:
@@ -108,8 +108,8 @@ def draw_fan(axes: Axes, shapes: Shapes, name: str, *, part: Part | None = None,
             label = f"{'' if band is not shown[0] else 'median: '}{band.part}"
             _draw_black(axes, first + np.arange(band.steps), band.quartiles[1], style, 1.4, label)
         legend_above(axes, len(shown), handlelength=2.2)
-    limit_values(axes, [curve for _, curve in shapes.curves[name]], [band.quartiles[1] for band in every])
-    limit_steps(axes, first, max(len(curve) for _, curve in found))
+    limit_values(axes, [curve for _, curve in shapes.curves[name]], [band.quartiles[1] for band in all_bands])
+    limit_steps(axes, first, max(len(curve) for _, curve in lines))
     axes.set_xlabel("index k" if info.steps == "index" else info.steps, labelpad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
     if bar:
@@ -236,14 +236,14 @@ class Depth:
 
 def depths(shapes: Shapes, name: str) -> list[Depth]:
     """Group the curve's layers into thirds, or by part if the model has several, since these see different inputs."""
-    there = sorted({row for row, _ in shapes.curves[name]})
+    rows_with_curve = sorted({row for row, _ in shapes.curves[name]})
     groups: dict[str, list[int]]
-    parts = list(dict.fromkeys(shapes.parts[row] for row in there))
+    parts = list(dict.fromkeys(shapes.parts[row] for row in rows_with_curve))
     if len(parts) > 1:
-        groups = {part: [row for row in there if shapes.parts[row] == part] for part in parts}
+        groups = {part: [row for row in rows_with_curve if shapes.parts[row] == part] for part in parts}
     else:
-        split = [list(map(int, rows)) for rows in np.array_split(there, min(THIRDS, len(there)))]
-        groups = {_title(shapes, rows): rows for rows in split}
+        split = [list(map(int, rows)) for rows in np.array_split(rows_with_curve, min(THIRDS, len(rows_with_curve)))]
+        groups = {_depth_title(shapes, rows): rows for rows in split}
     return [
         Depth(title, tuple(rows), [(row, curve) for row, curve in shapes.curves[name] if row in rows])
         for title, rows in groups.items()
@@ -255,34 +255,34 @@ def draw_depth(axes: Axes, *, shapes: Shapes, name: str, number: int, bar: bool)
 
     All groups share both axes; `bar` adds the colour bar of the layers.
     """
-    found, info = depths(shapes, name), shapes.info(name)
+    groups, info = depths(shapes, name), shapes.info(name)
     first, depth = first_step(info), Normalize(0, max(1, len(shapes.layers) - 1))
-    _draw_curves(axes, found[number].curves, first, depth)
-    for other in (group for group in found if group is not found[number]):
+    _draw_curves(axes, groups[number].curves, first, depth)
+    for other in (group for group in groups if group is not groups[number]):
         median = other.quartiles[1]
         colour = DEPTH(depth(float(np.mean(other.rows))))
         steps = first + np.arange(len(median))
         axes.plot(steps, median, color="white", linewidth=2.7, zorder=2)
         axes.plot(steps, median, color=colour, linewidth=1.5, linestyle=":", zorder=2.5)
-    draw_band(axes, found[number].quartiles, first)
+    draw_band(axes, groups[number].quartiles, first)
     if number == 0:
         # legend of the black and dotted lines
         handles = [
             Line2D([], [], color="black", label="median"),
             Line2D([], [], color="black", linestyle="--", label="quartiles"),
-            *([Line2D([], [], color=MUTED, linestyle=":", label="other groups' medians")] if (len(found) > 1) else []),
+            *([Line2D([], [], color=MUTED, linestyle=":", label="other groups' medians")] if (len(groups) > 1) else []),
         ]
         axes.legend(handles=handles, loc="lower right", frameon=False, fontsize=6.5, handlelength=2.6)
-    every = [curve for _, curve in shapes.curves[name]]
-    limit_values(axes, every, [group.quartiles[1] for group in found])
-    limit_steps(axes, first, max(map(len, every)))
+    curves = [curve for _, curve in shapes.curves[name]]
+    limit_values(axes, curves, [group.quartiles[1] for group in groups])
+    limit_steps(axes, first, max(map(len, curves)))
     axes.set_xlabel("index k" if info.steps == "index" else info.steps, labelpad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
     if bar:
         show_depths(axes, shapes.layers, depth)
 
 
-def _title(shapes: Shapes, rows: list[int]) -> str:
+def _depth_title(shapes: Shapes, rows: list[int]) -> str:
     first, last = shapes.layers[rows[0]], shapes.layers[rows[-1]]
     return f"layer {first}" if first == last else f"layers {first}–{last}"
 
@@ -319,9 +319,9 @@ def hatch(axes: Axes, cells: Bool[np.ndarray, "layers heads"], pattern: str) -> 
     """Hatch the cells; neighbours in a row share a rectangle, so that a file with 5,000 heads stays small."""
     for row, hatched in enumerate(cells):
         start = 0
-        for found, run in groupby(hatched):
+        for is_hatched, run in groupby(hatched):
             length = len(list(run))
-            if found:
+            if is_hatched:
                 corner = (start - 0.5, row - 0.5)
                 patch = Rectangle(corner, length, 1, facecolor=MISSING, edgecolor=MUTED, hatch=pattern, linewidth=0)
                 patch.set_zorder(0.9)

@@ -55,7 +55,7 @@ def draw_shares(axes: Axes, shapes: Shapes, whole: str, *, named: bool = True) -
     """Draw one line per head of its parts, which sum to 1, sorted by the first part per layer; hatch missing values."""
     names = shapes.shares[whole]
     height = 1.0 if len(shapes.layers) > CROWDED else 0.86
-    ends, parts, empty = _stacked(shapes, names, height)
+    ends, parts, empty = _stack_shares(shapes, names, height)
     left = np.zeros(len(ends))
     for (label, colour), part in zip(named_parts(names), parts, strict=True):
         axes.fill_betweenx(ends, left, left + part, step="post", color=colour, label=label, linewidth=0)
@@ -78,7 +78,7 @@ def named_parts(names: Sequence[str]) -> list[tuple[str, str]]:
     return [(label, PART_COLOURS.get(label, CATEGORIES[n % len(CATEGORIES)])) for n, label in enumerate(labels)]
 
 
-def _stacked(
+def _stack_shares(
     shapes: Shapes, names: list[str], height: float
 ) -> tuple[Float[np.ndarray, " ends"], Float[np.ndarray, "parts ends"], list[int]]:
     """Return the vertical start of each head's line, its parts, and the layers with no head that has all parts.
@@ -102,7 +102,7 @@ def _stacked(
 
 def has_all(shapes: Shapes, names: list[str]) -> bool:
     """Check whether every layer has a head with all of these parts."""
-    return not _stacked(shapes, names, 1.0)[2]
+    return not _stack_shares(shapes, names, 1.0)[2]
 
 
 MARGINS_WIDTH, MARGINS_HEIGHT = 6.2, 4.7
@@ -120,12 +120,12 @@ def margins_figure(report: Report, found: Selection) -> Figure:
     axes = figure.add_axes((0.1, 0.28, 0.86, 0.59))
     # x: share of queries with at most that margin
     for number, margins in enumerate(found.null_margins):
-        axes.plot(*_sorted(margins), color="#aaaaaa", linewidth=0.8, label="_" * bool(number) + "null heads")
-    own = [pick.margin for pick in found.picks]
-    axes.plot(*_sorted(own), color=CATEGORIES[0], linewidth=1.8, label="the head")
+        axes.plot(*_sort_margins(margins), color="#aaaaaa", linewidth=0.8, label="_" * bool(number) + "null heads")
+    head_margins = [pick.margin for pick in found.picks]
+    axes.plot(*_sort_margins(head_margins), color=CATEGORIES[0], linewidth=1.8, label="the head")
     axes.axhline(1, color=INK, linewidth=0.8, linestyle="--", label="best least margin, 1/‖W_mm‖")
-    every = [margin for line in [own, *found.null_margins] for margin in line]
-    if min(every) > 0 and max(every) > 0:
+    all_margins = [margin for line in [head_margins, *found.null_margins] for margin in line]
+    if min(all_margins) > 0 and max(all_margins) > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -143,7 +143,7 @@ def margins_figure(report: Report, found: Selection) -> Figure:
     return figure
 
 
-def _sorted(margins: list[float]) -> tuple[np.ndarray, np.ndarray]:
+def _sort_margins(margins: list[float]) -> tuple[np.ndarray, np.ndarray]:
     values = np.sort(np.asarray(margins, dtype=float))
     return np.arange(1, len(values) + 1) / len(values), values
 
@@ -207,24 +207,24 @@ def page_rows(shapes: Shapes) -> list[list[MeasurePanel]]:
     """
     names = [*shapes.readings, *shapes.curves]
     sources = list(dict.fromkeys(source_of(name) for name in names))
-    groups = [_apart(shapes, [name for name in names if source_of(name) == source]) for source in sources]
+    groups = [_split_by_space(shapes, [name for name in names if source_of(name) == source]) for source in sources]
     if len(sources) > 1:
-        return [row for spaces in groups[:2] if (row := _panels(shapes, spaces[0], ACROSS))]
+        return [row for spaces in groups[:2] if (row := _choose_panels(shapes, spaces[0], ACROSS))]
     if deep := [name for name in shapes.curves if shapes.info(name).by_depth]:
-        return [row for row in (_depth_panels(shapes, deep[0]), _maps(shapes)) if row]
+        return [row for row in (_depth_panels(shapes, deep[0]), _map_panels(shapes)) if row]
     if len(groups[0]) > 1:
-        return [row for space in groups[0][:2] if (row := _panels(shapes, space, ACROSS))]
-    panels = _panels(shapes, groups[0][0], 2 * ACROSS)
+        return [row for space in groups[0][:2] if (row := _choose_panels(shapes, space, ACROSS))]
+    panels = _choose_panels(shapes, groups[0][0], 2 * ACROSS)
     return [row for row in (panels[:ACROSS], panels[ACROSS:]) if row]
 
 
-def _apart(shapes: Shapes, names: list[str]) -> list[list[str]]:
+def _split_by_space(shapes: Shapes, names: list[str]) -> list[list[str]]:
     """Split one source's measures and curves by space; those without a space join the first."""
     spaces = list(dict.fromkeys(space for name in names if (space := shapes.info(name).space))) or [""]
     return [[name for name in names if (shapes.info(name).space or spaces[0]) == space] for space in spaces]
 
 
-def _panels(shapes: Shapes, names: list[str], room: int) -> list[MeasurePanel]:
+def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[MeasurePanel]:
     """Choose panels: the first shares, then maps, then the first curves, up to `room`; each kind gets a place.
 
     If there is room for more maps than measures, the parts of the shares fill it.
@@ -250,23 +250,23 @@ def _panels(shapes: Shapes, names: list[str], room: int) -> list[MeasurePanel]:
 
 
 def _depth_panels(shapes: Shapes, name: str) -> list[MeasurePanel]:
-    found = depths(shapes, name)
+    groups = depths(shapes, name)
     section = f"{source_of(name)} – {clean(shapes.info(name).meaning)}"
     return [
         MeasurePanel(
             name,
             group.note,
             partial(
-                _draw_curves, draw=partial(draw_depth, number=number, bar=group is found[-1]), shapes=shapes, name=name
+                _draw_curves, draw=partial(draw_depth, number=number, bar=group is groups[-1]), shapes=shapes, name=name
             ),
             title=group.title,
             section=section,
         )
-        for number, group in enumerate(found)
+        for number, group in enumerate(groups)
     ]
 
 
-def _maps(shapes: Shapes) -> list[MeasurePanel]:
+def _map_panels(shapes: Shapes) -> list[MeasurePanel]:
     parts = {name for names in shapes.shares.values() for name in names}
     shown = [reading for name, reading in shapes.readings.items() if name not in parts and not reading.constant]
     return [_map_panel(shapes, reading) for reading in shown[:ACROSS]]

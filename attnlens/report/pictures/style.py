@@ -76,20 +76,20 @@ def full_caption(shapes: Shapes, reading: MeasureMap, width: int, mark: str = ""
     """Format the caption of a map: meaning, formula, null with its `mark`, error, missing values, model."""
     info = reading.info
     note = ", ".join(text for text in (short_caption(reading), mark) if text)
-    lines = [_meaning(info), info.caution, _range(reading), _sentence(note)]
+    lines = [_format_meaning(info), info.caution, _format_range(reading), _capitalise(note)]
     lines += [f"No value for {counted(count, 'head')}: {why}" for why, count in reading.reasons.items()]
     return wrapped([*lines, model_line(shapes), coverage_line(shapes)], width)
 
 
 def curve_caption(shapes: Shapes, name: str, width: int) -> str:
     """Format the caption of a fan of curves."""
-    found = bands(shapes, name)
-    alone = ", each part by itself" if len(found) > 1 else ""
-    lines = [_meaning(shapes.info(name)), shapes.info(name).caution]
+    parts = bands(shapes, name)
+    alone = ", each part by itself" if len(parts) > 1 else ""
+    lines = [_format_meaning(shapes.info(name)), shapes.info(name).caution]
     lines.append(f"{counted(len(shapes.curves[name]), 'head')}; black: median, dashed: quartiles{alone}.")
     lines += [
-        f"{_sentence(band.part)}: those of the {band.counted} of {band.heads} heads with {band.steps} steps or more."
-        for band in found
+        f"{_capitalise(band.part)}: those of the {band.counted} of {band.heads} heads with {band.steps} steps or more."
+        for band in parts
         if band.counted < band.heads
     ]
     return wrapped([*lines, model_line(shapes), coverage_line(shapes)], width)
@@ -97,11 +97,11 @@ def curve_caption(shapes: Shapes, name: str, width: int) -> str:
 
 def short_curve_caption(shapes: Shapes, name: str) -> str:
     """Format one line that explains a fan's black lines; empty if a legend names several parts' medians."""
-    found = bands(shapes, name)
-    if len(found) > 1:
+    parts = bands(shapes, name)
+    if len(parts) > 1:
         return ""
-    if found[0].counted < found[0].heads:
-        return f"black: median, quartiles of {found[0].counted} of {found[0].heads} heads, ≥ {found[0].steps} steps"
+    if parts[0].counted < parts[0].heads:
+        return f"black: median, quartiles of {parts[0].counted} of {parts[0].heads} heads, ≥ {parts[0].steps} steps"
     return "median black, quartiles dashed"
 
 
@@ -110,12 +110,12 @@ def short_caption(reading: MeasureMap) -> str:
     if reading.null is not None:
         decimals = decimals_for(reading.null[1:] if reading.null[1] else reading.null, figures=2)
         return f"null {typeset(reading.null[0], decimals)} ± {typeset(reading.null[1], decimals)} (mean ± sd)"
-    said = ["not identified"] if reading.info.identified == "nowhere" else []
+    texts = ["not identified"] if reading.info.identified == "nowhere" else []
     if reading.error is not None:
         counts = reading.counts
         rests_on = listed(counts) if len(counts) < 2 else f"{counts[0]} to {counts[-1]}"
-        said.append(f"{rests_on} sequences; heads' median se {short(reading.error)}")
-    return "; ".join(said)
+        texts.append(f"{rests_on} sequences; heads' median se {short(reading.error)}")
+    return "; ".join(texts)
 
 
 def model_line(shapes: Shapes) -> str:
@@ -169,26 +169,26 @@ def wrapped(lines: list[str], width: int) -> str:
     return "\n".join(textwrap.fill(clean(line), width) for line in lines if line)
 
 
-def _meaning(info: MeasureInfo) -> str:
-    return _sentence(f"{info.meaning}: {info.formula}" if info.formula else info.meaning)
+def _format_meaning(info: MeasureInfo) -> str:
+    return _capitalise(f"{info.meaning}: {info.formula}" if info.formula else info.meaning)
 
 
-def _sentence(text: str) -> str:
+def _capitalise(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _range(reading: MeasureMap) -> str:
+def _format_range(reading: MeasureMap) -> str:
     info, present = reading.info, reading.present
     if reading.labels:
         return ""
     decimals = decimals_for(present)
     least, most = (typeset(float(bound), decimals) for bound in (present.min(), present.max()))
-    found = f"Here {least} to {most}" if present.min() < present.max() else f"Here {least} for every head"
+    shown = f"Here {least} to {most}" if present.min() < present.max() else f"Here {least} for every head"
     low, high = ("" if bound is None else f"{bound:g}".replace("-", "−") for bound in (info.low, info.high))
     if low and high:
-        return f"{found}; possible: {low} to {high}."
+        return f"{shown}; possible: {low} to {high}."
     return (
-        f"{found}; possible: at least {low}." if low else f"{found}; possible: at most {high}." if high else f"{found}."
+        f"{shown}; possible: at least {low}." if low else f"{shown}; possible: at most {high}." if high else f"{shown}."
     )
 
 
@@ -221,10 +221,10 @@ def head(
 ) -> None:
     """Write the title above a line of facts, and the footnote at the bottom; left and right in inches."""
     width, height = figure.get_size_inches()
-    where, end = left / width, right / width
-    figure.text(where, 1 - 0.27 / height, fitted(title, TITLE), fontsize=14, weight="bold", color=INK, va="center")
-    figure.text(where, 1 - 0.52 / height, fitted(_joined(facts), FACTS), fontsize=8, color=INK, va="center")
-    foot = fitted(_joined(footnote), FOOTNOTE)
+    start, end = left / width, right / width
+    figure.text(start, 1 - 0.27 / height, fitted(title, TITLE), fontsize=14, weight="bold", color=INK, va="center")
+    figure.text(start, 1 - 0.52 / height, fitted(_join(facts), FACTS), fontsize=8, color=INK, va="center")
+    foot = fitted(_join(footnote), FOOTNOTE)
     figure.text(end, 0.13 / height, foot, fontsize=6.5, color=MUTED, ha="right", va="center")
 
 
@@ -234,7 +234,7 @@ def picture_title(axes: Axes, title: str, note: str, legend: int = 1) -> None:
     axes.annotate(note, (0, 1), (0, 5), xycoords="axes fraction", textcoords="offset points", fontsize=6.5, color=MUTED)
 
 
-def _joined(facts: Iterable[str]) -> str:
+def _join(facts: Iterable[str]) -> str:
     return " · ".join(filter(None, facts))
 
 
@@ -255,7 +255,7 @@ def panels_overview(
     grid = [panels[start : start + across] for start in range(0, len(panels), across)]
     if crowned:
         grid = [row for row in (panels[:1], panels[1:]) if row]
-    blocks = [_block(row, alone=len(grid) == 1) for row in grid]
+    blocks = [_row_height(row, alone=len(grid) == 1) for row in grid]
     height = HEAD + sum(blocks) + FOOT
     figure = new_figure(WIDTH, height, dpi=300)
     head(figure, title, facts, footnote, left=LEFT, right=RIGHT)
@@ -294,7 +294,7 @@ def panel_figure(report: Report, panel: Panel) -> Figure:
     return figure
 
 
-def _block(row: list[Panel], *, alone: bool) -> float:
+def _row_height(row: list[Panel], *, alone: bool) -> float:
     """Return the height of a row of panels in inches: more for many layers, less for few kernels."""
     rows = min(HIGHEST, max(panel.rows for panel in row))
     least = OVER + UNDER + (2.6 if alone else 2.3)

@@ -92,15 +92,15 @@ def draw_lines(
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.yaxis.set_major_formatter(PlainNumbers())
     axes.spines[["top", "right"]].set_visible(False)
-    legend_above(axes, _across(labels), handlelength=1.6)
+    legend_above(axes, _names_per_line(labels), handlelength=1.6)
 
 
 def legend_lines(names: Sequence[str]) -> int:
     """Count the lines of these kernels' legend."""
-    return -(-len(names) // _across(short_names(names)))
+    return -(-len(names) // _names_per_line(short_names(names)))
 
 
-def _across(labels: Sequence[str]) -> int:
+def _names_per_line(labels: Sequence[str]) -> int:
     """Return the number of names per line of the legend."""
     return max(1, min(4, LEGEND_WIDTH // max(map(len, labels))))
 
@@ -150,8 +150,8 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
             if cost is not None and swap.judged_by == "loss":
                 axes.plot([cost], [row], MARKS[control.role][0], color=GREY, markersize=4, linestyle="none", zorder=2)
         _draw_kernel(axes, swap, row)
-    every = [effect for swap in swaps for effect in (effect_of(swap), *map(cost_of, swap.controls))]
-    _scale(axes, [effect for effect in every if effect is not None])
+    effects = [effect for swap in swaps for effect in (effect_of(swap), *map(cost_of, swap.controls))]
+    _scale_effects(axes, [effect for effect in effects if effect is not None])
     axes.set_yticks(range(len(swaps)), list(map(name_of, swaps)))
     axes.set_ylim(len(swaps) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
@@ -169,10 +169,10 @@ def cost_of(control: Control) -> float | None:
 def legend_of(swaps: Sequence[Swap]) -> str:
     """Describe the grey markers that are drawn; empty if there are none."""
     of = {swap.kernel: {one.role for one in swap.controls if cost_of(one) is not None} for swap in swaps}
-    there = {role for roles in of.values() for role in roles}
+    drawn = {role for roles in of.values() for role in roles}
     words = ROLES | (OF_HYBRIDS if all(is_hybrid(swap) for swap in swaps if "filter alone" in of[swap.kernel]) else {})
-    told = ", ".join(f"{sign} {words[role]}" for role, (_, sign) in MARKS.items() if role in there)
-    return f"grey: {told}" if told else ""
+    entries = ", ".join(f"{sign} {words[role]}" for role, (_, sign) in MARKS.items() if role in drawn)
+    return f"grey: {entries}" if entries else ""
 
 
 def name_of(swap: Swap) -> str:
@@ -201,7 +201,7 @@ def ends_of(swap: Swap) -> tuple[float, float] | None:
 def _draw_kernel(axes: Axes, swap: Swap, row: int) -> None:
     effect = effect_of(swap)
     if effect is None:
-        _say_in_row(axes, 0.99, row, "diverged" if swap.diverged else "no value", COLOUR, ha="right", fontsize=6.5)
+        _write_in_row(axes, 0.99, row, "diverged" if swap.diverged else "no value", COLOUR, ha="right", fontsize=6.5)
         return
     ends = ends_of(swap)
     if ends is not None:
@@ -209,12 +209,12 @@ def _draw_kernel(axes: Axes, swap: Swap, row: int) -> None:
     axes.plot([effect], [row], "o", color=COLOUR, markersize=4.5, linestyle="none")
 
 
-def _say_in_row(axes: Axes, x: float, row: int, text: str, colour: str, **more: Any) -> None:
+def _write_in_row(axes: Axes, x: float, row: int, text: str, colour: str, **more: Any) -> None:
     place = ("axes fraction", "data")
     axes.annotate(text, (x, row), xycoords=place, va="center", color=colour, style="italic", **more)
 
 
-def _scale(axes: Axes, effects: Sequence[float]) -> None:
+def _scale_effects(axes: Axes, effects: Sequence[float]) -> None:
     """Scale the axis: linear if effects are of similar size, else logarithmic on both sides of a linear part at 0."""
     sizes = sorted(abs(effect) for effect in effects if abs(effect) >= FINEST)
     axes.margins(x=0.08)
@@ -240,13 +240,13 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     """Draw the loss of the original, each stage and (grey) each control; without a loss, the distance."""
     controls = drawn_controls(swap)
     names = names_of(swap)
-    own = (
+    original = (
         next((stage.loss.before for stage in swap.stages if stage.loss is not None), None) if draws_loss(swap) else 0.0
     )
-    if own is not None:
-        axes.axvline(own, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
-        axes.plot([own], [0], "o", color=INK, markersize=5)
-        _label(axes, own, 0, _decimals(swap))
+    if original is not None:
+        axes.axvline(original, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
+        axes.plot([original], [0], "o", color=INK, markersize=5)
+        _label_point(axes, original, 0, _decimals(swap))
     for row, stage in enumerate(swap.stages, 1):
         _draw_stage(axes, swap, stage, row)
     for row, control in enumerate(controls, 1 + len(swap.stages)):
@@ -261,13 +261,13 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axes.set_xlabel(effect_name(swap), labelpad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
-    if own is None and all(_place(swap, stage) is None for stage in swap.stages):
+    if original is None and all(_stage_effect(swap, stage) is None for stage in swap.stages):
         axes.set_xticks([])
 
 
 def drawn_controls(swap: Swap) -> list[Control]:
     """Return the controls that have a loss to draw; none if the model has no loss."""
-    return [one for one in swap.controls if one.loss is not None] if draws_loss(swap) else []
+    return [control for control in swap.controls if control.loss is not None] if draws_loss(swap) else []
 
 
 def names_of(swap: Swap) -> list[str]:
@@ -278,16 +278,16 @@ def names_of(swap: Swap) -> list[str]:
     changed += zip(spelled, controls, strict=True)
     gap = " " if controls else "\n"  # few rows have room for a third line, which keeps the names narrow
     first = next((stage.perplexity.before for stage in swap.stages if stage.perplexity), None)
-    own = f"original\nperplexity {figures(first)}" if first is not None and draws_loss(swap) else "original"
-    return [own, *(f"{name}{_rise(one, gap) if draws_loss(swap) else ''}" for name, one in changed)]
+    original = f"original\nperplexity {figures(first)}" if first is not None and draws_loss(swap) else "original"
+    return [original, *(f"{name}{_format_rise(one, gap) if draws_loss(swap) else ''}" for name, one in changed)]
 
 
-def _rise(found: Outcome, gap: str) -> str:
+def _format_rise(stage: Outcome, gap: str) -> str:
     """Format the rise as a new line `+5.6 %` and, after the gap, `(4.9 to 6.4 %)`; empty if there is none."""
-    if found.perplexity is None or found.loss is None:
+    if stage.perplexity is None or stage.loss is None:
         return ""
-    ends = rise_interval(found.loss)
-    return f"\n{rise_words(found.loss)}{f'{gap}({ends})' if ends else ''}"
+    ends = rise_interval(stage.loss)
+    return f"\n{rise_words(stage.loss)}{f'{gap}({ends})' if ends else ''}"
 
 
 def draws_loss(swap: Swap) -> bool:
@@ -296,24 +296,24 @@ def draws_loss(swap: Swap) -> bool:
 
 
 def _draw_stage(axes: Axes, swap: Swap, stage: Outcome, row: int, colour: str = BLUE) -> None:
-    place = _place(swap, stage)
+    place = _stage_effect(swap, stage)
     if place is None:
-        _say_in_row(axes, 0.03, row, "diverged" if stage.diverged else "no value", ORANGE)
+        _write_in_row(axes, 0.03, row, "diverged" if stage.diverged else "no value", ORANGE)
         return
-    ends = _ends(swap, stage)
+    ends = _stage_interval(swap, stage)
     if ends is not None:
         axes.plot(ends, [row, row], color=colour, linewidth=1.6, alpha=0.55, solid_capstyle="butt")
     axes.plot([place], [row], "o", color=colour, markersize=5)
-    _label(axes, place, row, _decimals(swap))
+    _label_point(axes, place, row, _decimals(swap))
 
 
-def _place(swap: Swap, stage: Outcome) -> float | None:
+def _stage_effect(swap: Swap, stage: Outcome) -> float | None:
     if draws_loss(swap):
         return None if stage.loss is None else stage.loss.after
     return distance(swap, stage)
 
 
-def _ends(swap: Swap, stage: Outcome) -> tuple[float, float] | None:
+def _stage_interval(swap: Swap, stage: Outcome) -> tuple[float, float] | None:
     """Return the 95 % interval; for a loss, the interval of the difference shifted by the original loss."""
     if not draws_loss(swap):
         return distance_ci95(swap, stage)
@@ -323,7 +323,7 @@ def _ends(swap: Swap, stage: Outcome) -> tuple[float, float] | None:
     return stage.loss.before + low, stage.loss.before + high
 
 
-def _label(axes: Axes, place: float, row: int, decimals: int) -> None:
+def _label_point(axes: Axes, place: float, row: int, decimals: int) -> None:
     white = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
     text = typeset(place, decimals)
     axes.annotate(
@@ -350,7 +350,7 @@ def draw_sweep(axes: Axes, swap: Swap, *, named: bool = True) -> None:
         parts = {effect.layer: effect.part for effect in swap.sweep}
         layers = sorted(parts, key=lambda layer: (PARTS.index(parts[layer]), layer))
         heads = sorted({effect.head for effect in swap.sweep if effect.head is not None})
-        values, quiet, lost = _grids(swap.sweep, layers, heads)
+        values, quiet, lost = _fill_grids(swap.sweep, layers, heads)
         half, extend = limit(values)
         signed = any(effect.p_value is not None for effect in swap.sweep)
         colours, norm = ("RdBu_r", CenteredNorm(0, half)) if signed else ("viridis", Normalize(0, half))
@@ -383,12 +383,12 @@ def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
     return usual, "both" if over and under else "max" if over else "min"
 
 
-def _unsure(effect: Effect) -> bool:
+def _insignificant(effect: Effect) -> bool:
     """Check whether the effect was tested and is not significant; distances are not tested."""
     return effect.p_value is not None and not effect.significant
 
 
-def _grids(effects: list[Effect], layers: list[int], heads: list[int]):  # type: ignore[no-untyped-def]
+def _fill_grids(effects: list[Effect], layers: list[int], heads: list[int]):  # type: ignore[no-untyped-def]
     values = np.full((len(layers), len(heads)), np.nan)
     quiet, lost = np.zeros(values.shape, bool), np.zeros(values.shape, bool)
     for effect in effects:
@@ -396,7 +396,7 @@ def _grids(effects: list[Effect], layers: list[int], heads: list[int]):  # type:
             at = layers.index(effect.layer), heads.index(effect.head)
             lost[at] = effect.delta is None
             if effect.delta is not None:
-                values[at], quiet[at] = effect.delta, _unsure(effect)
+                values[at], quiet[at] = effect.delta, _insignificant(effect)
     return values, quiet, lost
 
 
@@ -406,12 +406,12 @@ def _draw_layers(axes: Axes, swap: Swap, *, named: bool) -> None:
     mark = 4.5 if len(effects) <= 16 else 3.2
     for row, effect in enumerate(effects):
         if effect.delta is None:
-            _say_in_row(axes, 0.98, row, "diverged", CATEGORIES[2], ha="right", fontsize=6.5)
+            _write_in_row(axes, 0.98, row, "diverged", CATEGORIES[2], ha="right", fontsize=6.5)
             continue
-        colour = MUTED if _unsure(effect) else CATEGORIES[0]
+        colour = MUTED if _insignificant(effect) else CATEGORIES[0]
         if effect.ci95 is not None:
             axes.plot(effect.ci95, [row, row], color=colour, linewidth=1.3, alpha=0.6, solid_capstyle="butt")
-        filled = "white" if _unsure(effect) else colour
+        filled = "white" if _insignificant(effect) else colour
         axes.plot([effect.delta], [row], "o", color=colour, markerfacecolor=filled, markersize=mark)
     axes.margins(x=0.08)
     axes.xaxis.set_major_formatter(PlainNumbers())

@@ -58,7 +58,7 @@ def draw(n: int, T: int, d: int, trials: int, seed: int, attention: str = "cross
     ‖V‖_F = 1 (Tarzanagh et al. 2023, section 4).
     """
     generators = [torch.Generator().manual_seed(seed + trial) for trial in range(trials)]
-    parts = [_one(n, T, d, head, generator) for generator in generators]
+    parts = [_draw_trial(n, T, d, head, generator) for generator in generators]
     read, labels, tokens, queries = (torch.stack(column).double() for column in zip(*parts, strict=True))
     made: PredictionHead = Linear(read) if head == "linear" else Relu(read)
     z = queries if attention == "cross" else tokens[:, :, 0]
@@ -70,7 +70,7 @@ def chunks(trials: int, seed: int, size: int = 50) -> list[tuple[int, int]]:
     return [(min(size, trials - first), seed + first) for first in range(0, trials, size)]
 
 
-def _one(n: int, T: int, d: int, head: str, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _draw_trial(n: int, T: int, d: int, head: str, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     read = torch.randn(d, generator=generator) if head == "linear" else torch.randn(d, d, generator=generator)
     labels = torch.randn(n, generator=generator).sign()
     tokens = torch.randn(n, T, d, generator=generator)
@@ -101,13 +101,13 @@ def directions(
 ) -> Float[Tensor, "trials d d_query"]:
     """Solve the SVM of each trial for the tokens it selected; NaN if they are not separable."""
     d, d_query = instances.tokens.shape[-1], instances.queries.shape[-1]
-    found = torch.full((len(chosen), d, d_query), torch.nan, dtype=torch.float64)
+    solutions = torch.full((len(chosen), d, d_query), torch.nan, dtype=torch.float64)
     for trial, tokens in enumerate(instances.tokens):
         W = solve(attsvm.selection(tokens, instances.queries[trial], chosen[trial])).W
         if W is not None:
-            found[trial] = W
+            solutions[trial] = W
         tick(trial + 1, len(chosen))
-    return found
+    return solutions
 
 
 def grid(iterations: int) -> list[int]:
@@ -136,7 +136,7 @@ def golden(progress: Progress = silent) -> Experiment:
     rows: dict[str, Figure] = {}
     posed = instances()
     for done, (name, (problem, known)) in enumerate(posed.items()):
-        rows |= _solved(name, problem, known)
+        rows |= _solve_figures(name, problem, known)
         progress("golden instances", done + 1, len(posed))
     return Experiment(
         name="golden instances",
@@ -154,9 +154,9 @@ def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
         for name, (tokens, chosen, known) in PROMPTS.items()
     }
     posed["prompt_d"] = (_prompt_d(), {"half_square": PROMPT_D})
-    for name, one in shipped().items():
-        tokens, queries = (torch.tensor(one[part], dtype=torch.float64) for part in ("X", "Z"))
-        posed[name] = (attsvm.selection(tokens, queries, torch.tensor(one["chosen"])), one["known"])
+    for name, instance in shipped().items():
+        tokens, queries = (torch.tensor(instance[part], dtype=torch.float64) for part in ("X", "Z"))
+        posed[name] = (attsvm.selection(tokens, queries, torch.tensor(instance["chosen"])), instance["known"])
     for seed, (frobenius, nuclear) in LOCAL.items():
         drawn = draw(6, 8, 10, 1, seed)
         problem = attsvm.selection(drawn.instances.tokens[0], drawn.instances.queries[0], drawn.best[0])
@@ -168,8 +168,8 @@ def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
 def shipped() -> dict[str, Any]:
     """Load the instances stored as data: tokens X, queries Z, head v, labels Y, chosen tokens, known figures."""
     text = files("attnlens.lab.experiments.synthetic").joinpath("golden.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    shipped_instances: dict[str, Any] = json.loads(text)
+    return shipped_instances
 
 
 def _prompt_d() -> attsvm.Problem:
@@ -183,7 +183,7 @@ def _prompt_d() -> attsvm.Problem:
     return attsvm.prompt(tokens.double(), torch.zeros(n, dtype=torch.long))
 
 
-def _solved(name: str, problem: attsvm.Problem, known: dict[str, float]) -> dict[str, Figure]:
+def _solve_figures(name: str, problem: attsvm.Problem, known: dict[str, float]) -> dict[str, Figure]:
     frobenius = attsvm.solve(problem)
     norm = frobenius.norm
     figures: dict[str, float | None] = {"frobenius": norm, "half_square": None if norm is None else norm**2 / 2}
@@ -249,13 +249,13 @@ def feasibility(settings: ExperimentSettings, published: bool, progress: Progres
 
 def _feasible_share(s: ExperimentSettings, n: int, T: int, d: int, progress: Progress) -> float:
     instances = draw(n, T, d, s.trials, s.seed, s.attention).instances
-    there, first = 0, torch.zeros(n, dtype=torch.long)
+    separable, first = 0, torch.zeros(n, dtype=torch.long)
     for trial in range(s.trials):
         problem = attsvm.selection(instances.tokens[trial], instances.queries[trial], first)
         # If the solver cannot decide (None), separability is unproven and counts as not separable.
-        there += attsvm.separable(problem).verdict is True
+        separable += attsvm.separable(problem).verdict is True
         progress(f"feasibility, n={n} T={T} d={d}", trial + 1, s.trials)
-    return there / s.trials
+    return separable / s.trials
 
 
 FEASIBLE = ExperimentSettings(trials=60, n=5, T=5, d=(1, 2, 3, 4, 5))
@@ -340,9 +340,9 @@ def local_convergence(settings: ExperimentSettings, published: bool, progress: P
     s = settings
     drawn = draw(s.n, s.T, s.d[0], s.trials, s.seed, s.attention, s.head)
     W, factors = starts(drawn, s.m or s.d[0], s.start)
-    wanted = {name: start for name, start in (("W", W), ("KQ", factors)) if s.parameterisation in ("both", name)}
+    chosen_starts = {name: start for name, start in (("W", W), ("KQ", factors)) if s.parameterisation in ("both", name)}
     known = CORRELATIONS if published else {}
-    reads = [_trained(drawn.instances, start, s, known, name, progress) for name, start in wanted.items()]
+    reads = [_train(drawn.instances, start, s, known, name, progress) for name, start in chosen_starts.items()]
     rows = {name: row for found, _, _ in reads for name, row in found.items()}
     longer = {name: row for _, _, found in reads for name, row in found.items()}
     return Experiment(
@@ -360,7 +360,7 @@ def _normaliser(s: ExperimentSettings) -> attsvm.Normaliser:
     return "form" if s.iterations <= longest(s.lr) else "own"
 
 
-def _trained(
+def _train(
     instances: Instances,
     start: Tensor | tuple[Tensor, Tensor],
     s: ExperimentSettings,
@@ -431,10 +431,10 @@ def rank(settings: ExperimentSettings, published: bool, progress: Progress) -> E
     rank − min(n, d).
     """
     s = settings
-    ranks = {(d, svm): _ranks(s, d, svm, progress) for d in s.d for svm in SVMS}
-    rows = {f"{svm}_d{d}": averaged(found, f"{NORMS[svm]}, d = {d}") for (d, svm), found in ranks.items()}
+    ranks = {(d, svm): _compute_ranks(s, d, svm, progress) for d in s.d for svm in SVMS}
+    rows = {f"{svm}_d{d}": averaged(values, f"{NORMS[svm]}, d = {d}") for (d, svm), values in ranks.items()}
     means = [value for d in s.d if (value := rows[f"nuclear_d{d}"].value) is not None]
-    beyond = [found[~found.isnan()] - min(s.n, d) for (d, svm), found in ranks.items() if svm == "nuclear"]
+    beyond = [values[~values.isnan()] - min(s.n, d) for (d, svm), values in ranks.items() if svm == "nuclear"]
     most = max((float(row.max()) for row in beyond if len(row)), default=None)
     for name, value, label in (
         ("nuclear_least", min(means, default=None), "nuclear, least mean"),
@@ -453,12 +453,12 @@ def rank(settings: ExperimentSettings, published: bool, progress: Progress) -> E
     )
 
 
-def _ranks(s: ExperimentSettings, d: int, svm: str, progress: Progress) -> Float[Tensor, " trials"]:
+def _compute_ranks(s: ExperimentSettings, d: int, svm: str, progress: Progress) -> Float[Tensor, " trials"]:
     """Compute the rank in each trial; NaN if there is no solution."""
     drawn = draw(s.n, s.T, d, s.trials, s.seed, s.attention)
-    found = directions(SVMS[svm], drawn.instances, drawn.best, partial(progress, f"rank, {svm}, d={d}"))
-    there = [torch.nan if W.isnan().any() else float(attsvm.nuclear_rank(W)) for W in found]
-    return torch.tensor(there, dtype=torch.float64)
+    solutions = directions(SVMS[svm], drawn.instances, drawn.best, partial(progress, f"rank, {svm}, d={d}"))
+    trial_ranks = [torch.nan if W.isnan().any() else float(attsvm.nuclear_rank(W)) for W in solutions]
+    return torch.tensor(trial_ranks, dtype=torch.float64)
 
 
 RANK_SIZES = ExperimentSettings(trials=50, d=(4, 6, 8, 10, 15, 20))

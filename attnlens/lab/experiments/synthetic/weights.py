@@ -56,14 +56,14 @@ def multi_token(settings: ExperimentSettings, published: bool, progress: Progres
     Accepted instances have a label −1, no weight in (GONE, KEPT], some weight ≤ GONE, and solutions of both SVMs.
     """
     s = settings
-    found = {d: _size(s, d, place, progress) for place, d in enumerate(s.d)}
+    by_size = {d: _measure_size(s, d, place, progress) for place, d in enumerate(s.d)}
     known = DISTANCES if published else {}
     rows = {
-        f"{name}_d{d}": _figure(kept[:, column], f"{DIRECTIONS[name]}, d = {d}", known.get(f"{name}_d{d}"))
-        for d, kept in found.items()
+        f"{name}_d{d}": _figure(accepted[:, column], f"{DIRECTIONS[name]}, d = {d}", known.get(f"{name}_d{d}"))
+        for d, accepted in by_size.items()
         for column, name in enumerate(DIRECTIONS)
     }
-    shares: dict[str, JsonValue] = {f"accepted_d{d}": len(kept) / s.trials for d, kept in found.items()}
+    shares: dict[str, JsonValue] = {f"accepted_d{d}": len(accepted) / s.trials for d, accepted in by_size.items()}
     return Experiment(
         name="multi-token",
         question="Where several tokens keep their weight, does descent end at W_fin + R·W_mm of the generalised SVM?",
@@ -71,21 +71,21 @@ def multi_token(settings: ExperimentSettings, published: bool, progress: Progres
         source=DISTANCES_SOURCE if published else None,
         axis="d",
         curves={
-            name.replace("_", " "): _by_d(found, column, label)
+            name.replace("_", " "): _curve_by_d(by_size, column, label)
             for column, (name, label) in enumerate(DIRECTIONS.items())
         },
-        **columns(rows, "no instance passes the filter", {f"accepted_d{d}": f"accepted, d = {d}" for d in found}),
+        **columns(rows, "no instance passes the filter", {f"accepted_d{d}": f"accepted, d = {d}" for d in by_size}),
     )
 
 
 def _figure(values: Float[Tensor, " kept"], label: str, published: float | None) -> Figure:
-    found = averaged(values, label)
+    figure = averaged(values, label)
     if published is None:
-        return found
-    return replace(found, published=published, tolerance=READING * published + 3 * (found.error or 0.0))
+        return figure
+    return replace(figure, published=published, tolerance=READING * published + 3 * (figure.error or 0.0))
 
 
-def _size(s: ExperimentSettings, d: int, place: int, progress: Progress) -> Float[Tensor, "kept 3"]:
+def _measure_size(s: ExperimentSettings, d: int, place: int, progress: Progress) -> Float[Tensor, "kept 3"]:
     """Compute 1 − correlation to each of DIRECTIONS for the accepted instances."""
     rows: list[list[float]] = []
     done = 0
@@ -118,7 +118,7 @@ def compared(instances: Instances, descent: Descent, trial: int) -> list[float] 
     weights = descent.log_weights[trial].exp()
     several = attsvm.solve(attsvm.selection_sets(tokens, queries, weights > KEPT)).W
     single = attsvm.solve(attsvm.selection(tokens, queries, descent.chosen[-1, trial])).W
-    finite = _finite(tokens, queries, weights, W)
+    finite = _solve_finite_part(tokens, queries, weights, W)
     if several is None or single is None or finite is None:
         return None
     R = float(((W - finite) * several).sum() / several.square().sum())
@@ -128,7 +128,7 @@ def compared(instances: Instances, descent: Descent, trial: int) -> list[float] 
     ]
 
 
-def _finite(tokens: Tensor, queries: Tensor, weights: Tensor, W: Tensor) -> Tensor | None:
+def _solve_finite_part(tokens: Tensor, queries: Tensor, weights: Tensor, W: Tensor) -> Tensor | None:
     """Solve for W_fin; 0 if every input keeps one token, None if the log-ratios contradict each other."""
     try:
         return attsvm.solve(attsvm.finite_part(tokens, queries, weights, weights > KEPT)).W
@@ -136,12 +136,12 @@ def _finite(tokens: Tensor, queries: Tensor, weights: Tensor, W: Tensor) -> Tens
         return torch.zeros_like(W)
 
 
-def _by_d(found: dict[int, Float[Tensor, "kept 3"]], column: int, label: str) -> Curve:
+def _curve_by_d(by_size: dict[int, Float[Tensor, "kept 3"]], column: int, label: str) -> Curve:
     """Build the curve by d; sizes accept different numbers of instances, so shorter columns are padded with NaN."""
-    columns = [rows[:, column] for rows in found.values()]
+    columns = [rows[:, column] for rows in by_size.values()]
     most = max(1, *(len(column) for column in columns))
     padded = [torch.nn.functional.pad(column, (0, most - len(column)), value=torch.nan) for column in columns]
-    return curve(list(found), torch.stack(padded), "1 − correlation", label=label)
+    return curve(list(by_size), torch.stack(padded), "1 − correlation", label=label)
 
 
 MULTI_FULL = ExperimentSettings(trials=1000, n=3, T=4, d=(4, 6, 8, 10), head="relu", iterations=2001)
@@ -176,8 +176,8 @@ def next_token(settings: ExperimentSettings, published: bool, progress: Progress
     plain with rate 1. W_fin is the limit of descent if each label competes only within its own component. Acyclic: the
     label ranks first in an order that depends on the last token. Published limits: correlation 1, distance 0.
     """
-    acyclic, _, steps, at_end = _kind(settings, False, progress)
-    cyclic, off, _, cyclic_end = _kind(settings, True, progress)
+    acyclic, _, steps, at_end = _run_kind(settings, False, progress)
+    cyclic, off, _, cyclic_end = _run_kind(settings, True, progress)
     to_svm, finite = (TO_SVM, FINITE) if published else (Published(), Published())
     rows = {
         "acyclic_to_svm": averaged(acyclic[-1], "acyclic to SVM", **to_svm),
@@ -200,12 +200,12 @@ def next_token(settings: ExperimentSettings, published: bool, progress: Progress
     )
 
 
-def _kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[Tensor, Tensor, list[int], Tensor]:
+def _run_kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[Tensor, Tensor, list[int], Tensor]:
     """Return correlations and finite-part distances (steps, trials), steps, least weight of the label's component."""
     corpora = [corpus(s.n, s.T, s.d[0], s.seed + trial, cyclic) for trial in range(s.trials)]
     features, reads, inside, W = (
         torch.stack(column)
-        for column in zip(*((one.features, one.reads, one.component, one.W) for one in corpora), strict=True)
+        for column in zip(*((each.features, each.reads, each.component, each.W) for each in corpora), strict=True)
     )
     trials, n = features.shape[:2]
     ones = torch.ones(trials, n, 1, dtype=torch.float64)
@@ -257,23 +257,23 @@ def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
             continue
         W = attsvm.solve(problem).W
         if W is not None and not problem.equal.all() and bool(problem.equal.any()) == cyclic:
-            return _featured(problem, embeddings[inputs], inputs == labels, W)
+            return _build_corpus(problem, embeddings[inputs], inputs == labels, W)
     raise UsageError(
         f"{TRIES} random corpora of {n} sequences of {T} among {d} tokens pose no such problem.",
         "Choose a larger d, or more or longer sequences.",
     )
 
 
-def _featured(
+def _build_corpus(
     problem: attsvm.Problem, tokens: Float[Tensor, "n T d"], hits: Bool[Tensor, "n T"], W: Float[Tensor, "d d"]
 ) -> Corpus:
-    whole = (tokens[..., :, None] * tokens[:, -1:, None, :]).flatten(2)
+    features = (tokens[..., :, None] * tokens[:, -1:, None, :]).flatten(2)
     equal = problem.equal
     ties = (problem.differences[equal][:, :, None] * problem.paired_queries[equal][:, None, :]).flatten(1)
     _, values, basis = torch.linalg.svd(ties, full_matrices=False)
     basis = basis[values > SAME * values.amax()] if len(values) else basis
-    within = whole @ basis.mT @ basis
-    off = whole - within
+    within = features @ basis.mT @ basis
+    off = features - within
     # Off the cyclic subspace, tokens of one component differ by rounding, which would outlive weights below 1e-16.
     same = torch.cdist(off, off) < SAME
     off = off.gather(1, same.int().argmax(-1)[..., None].expand_as(off))

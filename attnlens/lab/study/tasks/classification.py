@@ -103,14 +103,14 @@ def labelled(path: str | Path, *, length: int = 128, vocabulary: int = 1024) -> 
     are cut. Raises TextError for lines with empty or missing columns, a single label, and a label with fewer than
     three texts; UsageError for a vocabulary below 256.
     """
-    found = read_rows(path, (2,), TEXT_REMEDY)
-    rows = found.rows[1:] if tuple(word.lower() for word in found.rows[0]) == HEADER else found.rows
-    once: dict[str, str] = {}
+    lines = read_rows(path, (2,), TEXT_REMEDY)
+    rows = lines.rows[1:] if tuple(word.lower() for word in lines.rows[0]) == HEADER else lines.rows
+    label_of: dict[str, str] = {}
     for text, label in rows:
-        once.setdefault(text, label)
-    texts = list(once.items())
-    classes = sorted(set(once.values()))
-    parts = _parts(str(path), texts, classes)
+        label_of.setdefault(text, label)
+    texts = list(label_of.items())
+    classes = sorted(set(label_of.values()))
+    parts = _split_by_class(str(path), texts, classes)
     code = byte_pairs((texts[number][0] for number in parts["training"]), vocabulary)
     ids = code.ids([text for text, _ in texts])
     cases = {
@@ -121,32 +121,32 @@ def labelled(path: str | Path, *, length: int = 128, vocabulary: int = 1024) -> 
         for part, chosen in parts.items()
     }
     return Labelled(
-        name=found.name,
+        name=lines.name,
         classes=tuple(classes),
         cases=cases,
-        files={found.name: found.sha256},
+        files={lines.name: lines.sha256},
         vocabulary=code.size,
         pairs=code,
         left_out={"repeated": len(rows) - len(texts), "cut": sum(len(row) > length for row in ids)},
     )
 
 
-def _parts(path: str, texts: list[tuple[str, str]], classes: list[str]) -> dict[str, list[int]]:
+def _split_by_class(path: str, texts: list[tuple[str, str]], classes: list[str]) -> dict[str, list[int]]:
     """Split the texts into parts; return the text numbers of each part in file order."""
     if len(classes) < 2:
         only = f"one label only: {classes[0]}" if classes else "no text below its header"
         raise TextError(f"{path} has {only}.", "Give texts with two labels or more.")
     parts: dict[str, list[int]] = {part: [] for part in PARTS}
     for name in classes:
-        own = [number for number, (_, label) in enumerate(texts) if label == name]
-        if len(own) < len(PARTS):
+        of_class = [number for number, (_, label) in enumerate(texts) if label == name]
+        if len(of_class) < len(PARTS):
             raise TextError(
-                f"{path} has {len(own)} text(s) with label {name}, too few to train and judge on.",
+                f"{path} has {len(of_class)} text(s) with label {name}, too few to train and judge on.",
                 "Give each label ten texts or more.",
             )
-        split = numbers(blocks(len(own), stretches=1, shares=SHARES))
+        split = numbers(blocks(len(of_class), stretches=1, shares=SHARES))
         for part, chosen in split.items():
-            parts[part] += [own[number] for number in chosen]
+            parts[part] += [of_class[number] for number in chosen]
     return {part: sorted(chosen) for part, chosen in parts.items()}
 
 
@@ -168,10 +168,10 @@ def series(train: str | Path, test: str | Path) -> Labelled:
             f"{first.name} has {counts[0]} channels and {second.name} has {counts[1]}.",
             "Give the training and the test file of one problem.",
         )
-    classes = _classes(first, second)
-    held = _validation(first.labels)
-    fitted = [case for number, case in enumerate(first.cases) if number not in held]
-    steps = torch.cat(fitted)
+    classes = _list_labels(first, second)
+    held_out = _hold_out(first.labels)
+    training_cases = [case for number, case in enumerate(first.cases) if number not in held_out]
+    steps = torch.cat(training_cases)
     spread = steps.std(0, correction=0)
     mean, scale = steps.mean(0), torch.where(spread > 0, spread, torch.ones_like(spread))
 
@@ -186,16 +186,16 @@ def series(train: str | Path, test: str | Path) -> Labelled:
         name=first.problem,
         classes=classes,
         cases={
-            "training": cases(first, (number for number in range(len(first.cases)) if number not in held)),
-            "validation": cases(first, held),
+            "training": cases(first, (number for number in range(len(first.cases)) if number not in held_out)),
+            "validation": cases(first, held_out),
             "test": cases(second, range(len(second.cases))),
         },
-        files=_digests((first, train), (second, test)),
+        files=_hash_files((first, train), (second, test)),
         channels=first.cases[0].shape[1],
     )
 
 
-def _digests(*read: tuple[Recording, str | Path]) -> dict[str, str]:
+def _hash_files(*read: tuple[Recording, str | Path]) -> dict[str, str]:
     """Map file names (paths if the names are equal) to SHA-256. Raises TextError if both are the same file."""
     (first, _), (second, _) = read
     if first.sha256 == second.sha256:
@@ -203,7 +203,7 @@ def _digests(*read: tuple[Recording, str | Path]) -> dict[str, str]:
     return {found.name if first.name != second.name else str(path): found.sha256 for found, path in read}
 
 
-def _classes(first: Recording, second: Recording) -> tuple[str, ...]:
+def _list_labels(first: Recording, second: Recording) -> tuple[str, ...]:
     """Return the training labels: first those of the header in its order, then the others sorted by name."""
     found = set(first.labels)
     if len(found) < 2:
@@ -218,10 +218,10 @@ def _classes(first: Recording, second: Recording) -> tuple[str, ...]:
     return (*listed, *sorted(found - set(listed)))
 
 
-def _validation(labels: Sequence[str]) -> list[int]:
+def _hold_out(labels: Sequence[str]) -> list[int]:
     """Return the last of every five cases of each class; the last case of a class with fewer than five."""
-    held = []
+    held_out = []
     for label in sorted(set(labels)):
-        own = [number for number, found in enumerate(labels) if found == label]
-        held += own[EVERY - 1 :: EVERY] or own[-1:]
-    return sorted(held)
+        of_label = [number for number, found in enumerate(labels) if found == label]
+        held_out += of_label[EVERY - 1 :: EVERY] or of_label[-1:]
+    return sorted(held_out)

@@ -118,13 +118,13 @@ def translation(
     lines with empty or missing sides, and if a part has no pairs of at most `length` tokens; UsageError for a
     vocabulary below 259.
     """
-    found = read_rows(path, (2, 3), REMEDY)
-    by_book = _by_book(found)
-    chosen = by_book or numbers(blocks(len(found.rows)))
+    lines = read_rows(path, (2, 3), REMEDY)
+    by_book = _split_by_book(lines)
+    chosen = by_book or numbers(blocks(len(lines.rows)))
     return sentence_pairs(
-        found.name,
-        {part: [found.rows[number][-2:] for number in each] for part, each in chosen.items()},
-        {found.name: found.sha256},
+        lines.name,
+        {part: [lines.rows[number][-2:] for number in each] for part, each in chosen.items()},
+        {lines.name: lines.sha256},
         split_by="books" if by_book else "blocks",
         length=length,
         vocabulary=vocabulary,
@@ -144,36 +144,36 @@ def sentence_pairs(
 ) -> SentencePairs:
     """Build a translation task from (source, target) rows already split into parts; see `translation`."""
     code = byte_pairs((side for row in texts["training"] for side in row), vocabulary, SPECIALS)
-    every = {part: _encoded(code, rows) for part, rows in texts.items()}
-    short = {part: [row for row in rows if max(map(len, row)) < length] for part, rows in every.items()}
+    encoded = {part: _encode(code, rows) for part, rows in texts.items()}
+    short = {part: [row for row in rows if max(map(len, row)) < length] for part, rows in encoded.items()}
     for part, rows in short.items():
         if not rows:
             raise TextError(
-                f"{name}: of {len(every[part])} pairs of its {part} part none has at most {length} tokens a side.",
+                f"{name}: of {len(encoded[part])} pairs of its {part} part none has at most {length} tokens a side.",
                 "Give more pairs, or shorter ones.",
             )
-    held = {part: [short[part][at] for at in spread(len(short[part]), evaluated)] for part in PARTS[1:]}
-    known = {_key(row) for rows in held.values() for row in rows}
-    kept = held | {"training": [row for row in short["training"] if _key(row) not in known]}
+    held_out = {part: [short[part][at] for at in spread(len(short[part]), evaluated)] for part in PARTS[1:]}
+    known = {_pair_key(row) for rows in held_out.values() for row in rows}
+    sentences = held_out | {"training": [row for row in short["training"] if _pair_key(row) not in known]}
     return SentencePairs(
         name=name,
         length=length,
         pairs=code,
-        sentences=kept,
-        left_out={part: len(every[part]) - len(short[part]) for part in PARTS},
-        repeated=len(short["training"]) - len(kept["training"]),
+        sentences=sentences,
+        left_out={part: len(encoded[part]) - len(short[part]) for part in PARTS},
+        repeated=len(short["training"]) - len(sentences["training"]),
         split_by=split_by,
         files=files,
     )
 
 
-def _key(row: SentencePair) -> tuple[tuple[int, ...], ...]:
+def _pair_key(row: SentencePair) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(side.tolist()) for side in row)
 
 
-def _by_book(found: TabbedLines) -> dict[str, list[int]] | None:
+def _split_by_book(lines: TabbedLines) -> dict[str, list[int]] | None:
     """Split lines by book if every line names a verse and no part is empty; return None otherwise."""
-    matches = [VERSE.fullmatch(row[0]) if len(row) == 3 else None for row in found.rows]
+    matches = [VERSE.fullmatch(row[0]) if len(row) == 3 else None for row in lines.rows]
     parts: dict[str, list[int]] = {part: [] for part in PARTS}
     for number, match in enumerate(matches):
         if match is None:
@@ -183,7 +183,7 @@ def _by_book(found: TabbedLines) -> dict[str, list[int]] | None:
     return parts if all(parts.values()) else None
 
 
-def _encoded(code: BytePairs, rows: Sequence[Sequence[str]]) -> list[SentencePair]:
+def _encode(code: BytePairs, rows: Sequence[Sequence[str]]) -> list[SentencePair]:
     sources, targets = (code.ids([row[side] for row in rows]) for side in (0, 1))
     return [
         (torch.tensor(source, dtype=torch.int64), torch.tensor(target, dtype=torch.int64))
@@ -378,7 +378,7 @@ def next_tokens(
 ) -> NextTokens:
     """Build a language task from blocks of text already split into parts; see `language`."""
     pairs = byte_pairs((line for block in parts["training"] for line in block.splitlines(keepends=True)), vocabulary)
-    windows = {part: _windows(pairs, each, length) for part, each in parts.items()}
+    windows = {part: _cut_windows(pairs, each, length) for part, each in parts.items()}
     for part, rows in windows.items():
         if not len(rows):
             raise TextError(
@@ -408,7 +408,7 @@ def _cut(text: str, near: int) -> int:
     return near if end == -1 else end + 1
 
 
-def _windows(pairs: BytePairs, parts: Sequence[str], length: int) -> Int[Tensor, "windows tokens"]:
+def _cut_windows(pairs: BytePairs, parts: Sequence[str], length: int) -> Int[Tensor, "windows tokens"]:
     """Cut windows of `length` + 1 tokens that overlap by one; the remainder of a block is left out."""
     rows = []
     for block in parts:
@@ -431,27 +431,27 @@ def wikitext(*, length: int, vocabulary: int, evaluated: int | None) -> NextToke
 
     Raises UsageError if datasets is missing, TextError if the data cannot be fetched or have changed their form.
     """
-    splits = _splits("--text", *WIKITEXT)
-    parts = {part: _blocks([line.rstrip("\n") + "\n" for line in rows["text"]]) for part, rows in splits.items()}
+    splits = _load_splits("--text", *WIKITEXT)
+    parts = {part: _join_lines([line.rstrip("\n") + "\n" for line in rows["text"]]) for part, rows in splits.items()}
     sizes: dict[str, Any] = {"length": length, "vocabulary": vocabulary, "evaluated": evaluated}
-    return next_tokens("WikiText-103", parts, _digests(WIKITEXT, parts), **sizes)
+    return next_tokens("WikiText-103", parts, _hash_parts(WIKITEXT, parts), **sizes)
 
 
 def iwslt(*, length: int, vocabulary: int, evaluated: int | None) -> SentencePairs:
     """Load German-English translation on IWSLT'14 with its own split; raises as `wikitext`."""
-    splits = _splits("--pairs", *IWSLT)
+    splits = _load_splits("--pairs", *IWSLT)
     parts = {part: [(row["de"], row["en"]) for row in rows["translation"]] for part, rows in splits.items()}
     sizes: dict[str, Any] = {"length": length, "vocabulary": vocabulary, "evaluated": evaluated}
     return sentence_pairs(
         "IWSLT'14 de-en",
         parts,
-        _digests(IWSLT, {part: [side for row in rows for side in row] for part, rows in parts.items()}),
+        _hash_parts(IWSLT, {part: [side for row in rows for side in row] for part, rows in parts.items()}),
         split_by="the source",
         **sizes,
     )
 
 
-def _splits(instead: str, *name: str) -> Mapping[str, Any]:
+def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
     """Fetch the three parts of a dataset from the hub; `instead` is the option for the user's files."""
     try:
         import datasets
@@ -462,17 +462,17 @@ def _splits(instead: str, *name: str) -> Mapping[str, Any]:
         ) from None
     try:
         with quiet():
-            found = datasets.load_dataset(*name)
-        return {part: found[own] for part, own in zip(PARTS, ("train", "validation", "test"), strict=True)}
+            dataset = datasets.load_dataset(*name)
+        return {part: dataset[split] for part, split in zip(PARTS, ("train", "validation", "test"), strict=True)}
     except (OSError, ValueError, KeyError) as error:  # the hub is unreachable, or the dataset has changed
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise TextError(f"{name[0]} can't be had from the hub: {said}", f"Go online, or give {instead}.") from None
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TextError(f"{name[0]} can't be had from the hub: {reason}", f"Go online, or give {instead}.") from None
 
 
-def _blocks(lines: Sequence[str]) -> list[str]:
+def _join_lines(lines: Sequence[str]) -> list[str]:
     return ["".join(lines[start : start + LINES]) for start in range(0, len(lines), LINES)]
 
 
-def _digests(name: Sequence[str], parts: Mapping[str, Iterable[str]]) -> dict[str, str]:
+def _hash_parts(name: Sequence[str], parts: Mapping[str, Iterable[str]]) -> dict[str, str]:
     """Compute the SHA-256 of each part's text."""
     return {f"{name[0]} {part}": sha256("".join(texts).encode()).hexdigest() for part, texts in parts.items()}

@@ -42,33 +42,33 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[st
     Translation: `BLEU` and `chrF` in [0, 100] by sacrebleu, from a beam search of width 4 on each source; both are NaN
     if the loss is not finite. Raises UsageError if sacrebleu is missing.
     """
-    with _judged(model) as device:
+    with _evaluation_mode(model) as device:
         batches = [batch.to(device) for batch in task.held_out(split, size)]
         if task.form == "language":
-            total, tokens, width = _totals(task.widths, model, batches)
+            total, tokens, width = _sum_losses(task.widths, model, batches)
             loss = total / tokens
             # exp overflows float64 above 709; the product keeps NaN
-            found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else loss * math.inf}
-            return found | ({} if width is None else {"bits_per_byte": total / math.log(2) / width})
+            scores = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else loss * math.inf}
+            return scores | ({} if width is None else {"bits_per_byte": total / math.log(2) / width})
         if task.form == "classification":
             total, right, cases = 0.0, 0, 0
             for batch in batches:
-                logits = _answer(model, batch)
+                logits = _logits(model, batch)
                 total += float(cross_entropy(logits, batch.targets))
                 right += int((logits.argmax(-1) == batch.targets).sum())
                 cases += len(batch.targets)
             return {"loss": total / cases, "accuracy": right / cases}
-        total, tokens, _ = _totals(None, model, batches)
+        total, tokens, _ = _sum_losses(None, model, batches)
         loss = total / tokens
         if not math.isfinite(loss):  # beam search needs finite probabilities
             return {"loss": loss, "BLEU": math.nan, "chrF": math.nan}
-        return {"loss": loss} | bleu_and_chrf(_written(task, model, batches))
+        return {"loss": loss} | bleu_and_chrf(_translate(task, model, batches))
 
 
 def mean_loss(task: StudyTask, model: nn.Module, split: Split, size: int) -> float:
     """Compute only the `loss` of `score`, without beam search; settings are chosen by it."""
-    with _judged(model) as device:
-        total, targets, _ = _totals(None, model, [batch.to(device) for batch in task.held_out(split, size)])
+    with _evaluation_mode(model) as device:
+        total, targets, _ = _sum_losses(None, model, [batch.to(device) for batch in task.held_out(split, size)])
     return total / targets
 
 
@@ -97,7 +97,7 @@ def cross_entropy(logits: Float[Tensor, "*batch outputs"], targets: Int[Tensor, 
 
 
 @contextmanager
-def _judged(model: nn.Module) -> Iterator[torch.device]:
+def _evaluation_mode(model: nn.Module) -> Iterator[torch.device]:
     """Put the model in evaluation mode without gradients inside the context; yield its device."""
     trained = model.training
     model.eval()
@@ -108,31 +108,31 @@ def _judged(model: nn.Module) -> Iterator[torch.device]:
         model.train(trained)
 
 
-def _answer(model: nn.Module, batch: Examples) -> Tensor:
+def _logits(model: nn.Module, batch: Examples) -> Tensor:
     found: Tensor = model(inputs=batch.inputs, kept=batch.kept, given=batch.given)
     return found
 
 
-def _totals(
+def _sum_losses(
     widths: Float[Tensor, " vocabulary"] | None, model: nn.Module, batches: Sequence[Examples]
 ) -> tuple[float, int, float | None]:
     """Compute Σ −log p, the number of targets, and the bytes they encode (None without `widths`)."""
     total, tokens, width = 0.0, 0, 0.0
     for batch in batches:
-        asked = batch.targets[batch.targets != NOTHING]
-        total += float(cross_entropy(_answer(model, batch), batch.targets))
-        tokens += len(asked)
-        width += 0.0 if widths is None else float(widths[asked.cpu()].sum())
+        targets = batch.targets[batch.targets != NOTHING]
+        total += float(cross_entropy(_logits(model, batch), batch.targets))
+        tokens += len(targets)
+        width += 0.0 if widths is None else float(widths[targets.cpu()].sum())
     return total, tokens, None if widths is None else width
 
 
-def _written(task: TranslationTask, model: nn.Module, batches: Sequence[Examples]) -> list[tuple[str, str]]:
+def _translate(task: TranslationTask, model: nn.Module, batches: Sequence[Examples]) -> list[tuple[str, str]]:
     pairs = []
     for batch in batches:
-        found = beam_search(cast("EncoderDecoder", model), batch.inputs, batch.kept, task, most=task.length)
-        for written, target in zip(found, batch.targets.tolist(), strict=True):
-            meant = [number for number in target if number not in (NOTHING, task.end)]
-            pairs.append((task.written(written), task.written(meant)))
+        translations = beam_search(cast("EncoderDecoder", model), batch.inputs, batch.kept, task, most=task.length)
+        for written, target in zip(translations, batch.targets.tolist(), strict=True):
+            reference = [number for number in target if number not in (NOTHING, task.end)]
+            pairs.append((task.written(written), task.written(reference)))
     return pairs
 
 

@@ -30,11 +30,11 @@ def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
 
     Raises TextError with `remedy` for a file that is missing, too large, broken, binary or not UTF-8.
     """
-    found = with_home(str(path))
-    content = read_bytes(found, TextError, remedy, most=LARGEST_CONTENT)
+    location = with_home(str(path))
+    content = read_bytes(location, TextError, remedy, most=LARGEST_CONTENT)
     digest = sha256(content).hexdigest()
-    if found.suffix == ".gz":
-        content = _unpacked(content, str(path), remedy)
+    if location.suffix == ".gz":
+        content = _gunzip(content, str(path), remedy)
     if b"\0" in content:
         raise TextError(f"{path} is a binary file, not a text.", remedy)
     try:
@@ -43,7 +43,7 @@ def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
         raise TextError(f"{path} is not UTF-8: the byte at {error.start} can't be decoded.", remedy) from None
 
 
-def _unpacked(content: bytes, path: str, remedy: str) -> bytes:
+def _gunzip(content: bytes, path: str, remedy: str) -> bytes:
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
             return read_stream(cast(BinaryIO, file), path, TextError, remedy, most=LARGEST_CONTENT)
@@ -81,11 +81,11 @@ def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> Tabbed
     if not text.strip():
         raise TextError(f"{path} is empty.", remedy)
     rows = [tuple(column.strip() for column in line.split("\t")) for line in lines]
-    asked = len(rows[0]) if len(rows[0]) in columns else columns[0]
-    bad = [number for number, row in enumerate(rows, 1) if len(row) != asked or not all(row)]
+    width = len(rows[0]) if len(rows[0]) in columns else columns[0]
+    bad = [number for number, row in enumerate(rows, 1) if len(row) != width or not all(row)]
     if bad:
         raise TextError(
-            f"{path}: {line_numbers(bad)} without {asked} columns with a tab between each, none of them empty.", remedy
+            f"{path}: {line_numbers(bad)} without {width} columns with a tab between each, none of them empty.", remedy
         )
     return TabbedLines(Path(path).name, digest, rows)
 
