@@ -1,4 +1,4 @@
-"""Trains with Primal-Attention: a torch module, its loss, and whole transformers that own it.
+"""Training with Primal-Attention: a torch module, its regulariser, and whole transformers that contain it.
 
 >>> import torch
 >>> from transformers import BertConfig
@@ -10,7 +10,7 @@
 >>> loss = model.train()(input_ids=words, labels=words).loss + 0.1 * primal.regulariser(model)
 >>> loss.backward()
 
-`PrimalAttention` is the layer alone, for models of your own:
+`PrimalAttention` is the layer alone, for use in other models:
 
 >>> layer = primal.PrimalAttention(d_model=32, heads=2, scores=8)
 >>> layer(torch.randn(1, 10, 32)).shape
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 __all__ = ["PrimalAttention", "PrimalHeads", "build", "regulariser"]
 
 NAME = "attnlens_primal"
-"""Under which transformers knows the attention of the models built here."""
+"""Name under which the attention of the models built here is registered with transformers."""
 ONLY_BY = "attnlens.lab.primal.build"
-"""The attention that a saved config.json asks for: of no such name, so that `from_pretrained` refuses what it would
-otherwise load as canonical attention, with no more than a list of unexpected keys."""
+"""Attention implementation written to a saved config.json. No implementation has this name, so `from_pretrained`
+refuses the folder. Otherwise it would load canonical attention and only list the unexpected keys."""
 
 
 def build(
@@ -52,90 +52,90 @@ def build(
     scores: int = 30,
     samples: int = 0,
 ) -> PreTrainedModel:
-    """A model whose attention is primal in all layers (PrimalFormer), in the last (Primal.+), or in those numbered.
+    """Build a model with primal attention in all layers (PrimalFormer), the last (Primal.+) or those numbered.
 
-    A config makes a new model of the class that its `architectures` name, else of AutoModel's; a model is changed in
-    place and keeps its weights. Each chosen attention module gets a `primal` part of its own (PrimalHeads), trained
-    with the others and saved in the state dict; its queries and keys are those of the model, after rotation, and its
-    values have no effect, so that their projection gets no gradient.
+    From a config, the class named in its `architectures` is built, or AutoModel's if none is named. A model is modified
+    in place and keeps its weights. Each chosen attention module gets a submodule `primal` (PrimalHeads), which is
+    trained with the rest and saved in the state dict. It takes the model's queries and keys after rotation. The values
+    have no effect, so their projection gets no gradient.
 
-    `model.config.attnlens_primal` lists layer, scores and samples of every primal layer, and `save_pretrained` writes
+    `model.config.attnlens_primal` lists layer, scores and samples of every primal layer; `save_pretrained` writes
     it to config.json. `from_pretrained` refuses such a folder
-    (`attn_implementation="attnlens.lab.primal.build"`); load by
+    (`attn_implementation="attnlens.lab.primal.build"`); load it by
     `model = build(AutoConfig.from_pretrained(folder), …)` with the same numbers, then
     `safetensors.torch.load_model(model, folder + "/model.safetensors")` or `model.load_state_dict`.
 
     Training minimises loss + eta * primal.regulariser(model). There is no key-value cache. `scores` is s (30 in the
-    published code), with a warning where head_dim or `samples` bounds their rank; `samples` rows of the module's input
-    make F (0: F = I), in encoders only.
-    Raises ModelError for cross-attention, a bias on the scores (T5's positions), layers called repeatedly, and models
-    out of reach; UsageError for layers or numbers that make no sense.
+    published code); a warning is given if head_dim or `samples` bounds the rank of the scores. `samples` rows of the
+    module's input form F, in encoders only; with 0, F = I.
+    Raises ModelError for cross-attention, a bias on the scores (T5's positions), layers called more than once, and
+    models that cannot be hooked; UsageError for invalid layers or numbers.
     """
     from attnlens.models import hooks
 
-    model = base if isinstance(base, nn.Module) else _made(base)
+    model = base if isinstance(base, nn.Module) else _new_model(base)
     training = model.training
-    try:  # the sites of one pass over blank input
-        reached = hooks.survey(cast("PreTrainedModel", model.train(False)), _blank(model))
+    try:  # one forward pass over blank input records the attention modules
+        reached = hooks.survey(cast("PreTrainedModel", model.train(False)), _blank_inputs(model))
     finally:
         model.train(training)
-    chosen = _chosen(reached, layers)
-    for found in chosen:
-        _check(found, samples)
-    for found in chosen:
-        call = found.call
+    chosen = _select_layers(reached, layers)
+    for target in chosen:
+        _check_layer(target, samples)
+    for target in chosen:
+        call = target.call
         heads = PrimalHeads(call.query.shape[1], call.query.shape[-1], scores, call.value.shape[-1], samples)
-        found.module.add_module("primal", heads.to(model.device, model.dtype))
+        target.module.add_module("primal", heads.to(model.device, model.dtype))
         if samples:
-            found.module.register_forward_pre_hook(_keep_input, with_kwargs=True)
+            target.module.register_forward_pre_hook(_keep_input, with_kwargs=True)
     model.config.use_cache = False
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.use_cache = False
-    hooks.install(model, NAME, _answer)
-    owned = {found.site.layer: getattr(found.module, "primal", None) for found in reached}
+    hooks.install(model, NAME, _compute_attention)
+    primal_parts = {target.site.layer: getattr(target.module, "primal", None) for target in reached}
     model.config.attnlens_primal = [
         {"layer": layer, "scores": heads.log_multipliers.shape[-1], "samples": heads.samples}
-        for layer, heads in owned.items()
+        for layer, heads in primal_parts.items()
         if isinstance(heads, PrimalHeads)
     ]
     model.config.attn_implementation = ONLY_BY
     return model
 
 
-def _made(config: PreTrainedConfig) -> PreTrainedModel:
+def _new_model(config: PreTrainedConfig) -> PreTrainedModel:
     import transformers
 
     config = copy.deepcopy(config)
     if config._attn_implementation in (ONLY_BY, NAME):
-        config._attn_implementation = None
+        config._attn_implementation = None  # back to transformers' default
     name = (getattr(config, "architectures", None) or [""])[0]
-    made = getattr(transformers, name, None)
-    if made is not None:
-        return cast("PreTrainedModel", made(config))
+    model_class = getattr(transformers, name, None)
+    if model_class is not None:
+        return cast("PreTrainedModel", model_class(config))
     return cast("PreTrainedModel", transformers.AutoModel.from_config(config))  # type: ignore[no-untyped-call]
 
 
-def _blank(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The least input that the model takes: four tokens for each side that reads them, noise for pixels and sound."""
+def _blank_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Build the smallest input the model accepts: four tokens per side that reads text, noise for pixels and audio."""
     from attnlens.models.texts.media import Feed, ids_of, media_of, placed, types_of
     from attnlens.models.texts.sequences import decodes_text, not_made, reads_ids, text_inputs, wanted
 
     try:
         media = media_of(model)
-        made = Feed(model, media, 0).take([0])
+        inputs = Feed(model, media, 0).take([0])
     except TextError as error:
         raise ModelError(error.problem, error.remedy) from None
     before = ids_of(media.before)
     ids = torch.tensor([[*before, *[1] * 4]])
-    made |= types_of(model, media.before, ids)
+    inputs |= types_of(model, media.before, ids)
     if reads_ids(model) or decodes_text(model):
-        made |= text_inputs(model, ids, torch.ones_like(ids), len(before))
-    if missing := [name for name in wanted(model) if name not in made]:
+        inputs |= text_inputs(model, ids, torch.ones_like(ids), len(before))
+    if missing := [name for name in wanted(model) if name not in inputs]:
         raise ModelError(*not_made(model, missing))
-    return placed(model, made)
+    return placed(model, inputs)
 
 
-def _chosen(reached: list[Reached], layers: Literal["all", "last"] | Sequence[int]) -> list[Reached]:
+def _select_layers(reached: list[Reached], layers: Literal["all", "last"] | Sequence[int]) -> list[Reached]:
     if layers == "all":
         return reached
     if layers == "last":
@@ -149,51 +149,51 @@ def _chosen(reached: list[Reached], layers: Literal["all", "last"] | Sequence[in
     return [found for found in reached if found.site.layer in layers]
 
 
-def _check(found: Reached, samples: int) -> None:
-    """Raise where a layer can't be primal."""
-    if found.site.part == "cross":
+def _check_layer(layer: Reached, samples: int) -> None:
+    """Raise ModelError or UsageError if a layer cannot be primal."""
+    if layer.site.part == "cross":
         raise ModelError(
-            f"{found.site.path} attends to another sequence: e- and r-scores would live on different tokens.",
+            f"{layer.site.path} attends to another sequence: e- and r-scores would live on different tokens.",
             "Choose an encoder or a decoder alone, or leave such layers out.",
         )
-    if found.call.bias is not None:
+    if layer.call.bias is not None:
         raise ModelError(
-            f"{found.site.path} adds a bias to its scores (T5's positions), and primal attention has no scores.",
+            f"{layer.site.path} adds a bias to its scores (T5's positions), and primal attention has no scores.",
             "Choose a model whose positions are in its queries and keys, or leave such layers out.",
         )
-    if found.site.repeated:
+    if layer.site.repeated:
         raise ModelError(
-            f"{found.site.path} is called more than once in a pass.", "Choose a model without such layers."
+            f"{layer.site.path} is called more than once in a pass.", "Choose a model without such layers."
         )
-    if hasattr(found.module, "primal"):
-        raise UsageError(f"{found.site.path} is primal already.", "Build from a model that is not.")
-    if samples and found.site.part == "decoder":
+    if hasattr(layer.module, "primal"):
+        raise UsageError(f"{layer.site.path} is primal already.", "Build from a model that is not.")
+    if samples and layer.site.part == "decoder":
         raise UsageError("Causal primal attention has no sampled rows: the future would leak.", "Use samples=0.")
-    heads, _, size = found.call.query.shape[1:]
-    if samples and heads * size != found.arguments[found.input_name].shape[-1]:
+    heads, _, size = layer.call.query.shape[1:]
+    if samples and heads * size != layer.arguments[layer.input_name].shape[-1]:
         raise UsageError(
-            f"The input of {found.site.path} does not divide into {heads} heads of {size} dimensions.", "Use samples=0."
+            f"The input of {layer.site.path} does not divide into {heads} heads of {size} dimensions.", "Use samples=0."
         )
 
 
 def _keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Remember the module's input, its first tensor, until its attention is computed."""
+    """Store the module's input (the first tensor argument) on the module until its attention is computed."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     object.__setattr__(module, "_primal_input", tensors[0])
 
 
-def _answer(call: Call) -> Tensor:
-    """A primal module's output, any other's own attention: (batch, queries, heads, value_dim)."""
+def _compute_attention(call: Call) -> Tensor:
+    """Return a module's output (batch, queries, heads, value_dim): primal, or its own if it has no `primal` part."""
     from attnlens.models.hooks import OWN
 
     module = cast("nn.Module", call.module)
     heads = getattr(module, "primal", None)
     if heads is None:
         return attend(call, OWN)
-    found = whole_reach(call)
+    reach = whole_reach(call)
     rows = None
     if heads.samples:
         inputs = cast("Tensor", module.__dict__.pop("_primal_input"))
         rows = inputs.reshape(*inputs.shape[:2], call.query.shape[1], -1).transpose(1, 2)
-    output = heads(call.query, call.paired_key, causal=found.causal, kept=found.kept, rows=rows)
+    output = heads(call.query, call.paired_key, causal=reach.causal, kept=reach.kept, rows=rows)
     return cast("Tensor", output.to(call.query.dtype).transpose(1, 2))

@@ -1,4 +1,4 @@
-"""Runs the papers' small experiments, synthetic, on one trained head or on small models, beside what was published."""
+"""The papers' small experiments: synthetic, on one trained head or on small models, compared with published values."""
 
 from __future__ import annotations
 
@@ -61,77 +61,77 @@ from attnlens.wording import listed
 def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyRequest]) -> Report:
     """Train the cells of a table (kernels, positions, order, values, dimension, primal; all) from several seeds.
 
-    Every cell has the same sizes, steps and data; its learning rate is the one of least validation loss in a shorter
-    run; the test set is read once, at the end of each run. Cells are compared over the same seeds (moderated
-    paired t, Holm over a task's pairs), and their order with the published one (Kendall's τ). What is finished
-    lies in the folder `work`, from which the same call goes on, as after an interruption.
+    All cells have the same sizes, steps and data. The learning rate of a cell is the one with the smallest validation
+    loss in a shorter run. The test set is read once, at the end of each run. Cells are compared over the same seeds
+    (moderated paired t, Holm over a task's pairs), and their order with the published one (Kendall's τ). Finished
+    runs are stored in the folder `work`; the same call resumes from it, for example after an interruption.
 
-    `text` files train language models (none: the King James text), `pairs` translators (none: a built-in task),
-    `series` and `labelled` are classified; at the scale `paper` WikiText-103 and IWSLT'14 stand in for no file.
-    Raises UsageError for words that make no sense and for a table none of whose tasks is given, TextError for data that
-    can't be used or had, OutputError where `work` can't be written.
+    `text` files train language models (default: the King James text), `pairs` translators (default: a built-in task);
+    `series` and `labelled` are classified. At scale `paper`, WikiText-103 and IWSLT'14 replace missing files.
+    Raises UsageError for invalid options and for a table without data for any of its tasks, TextError for data that
+    cannot be used or fetched, OutputError if `work` cannot be written.
     """
-    asked = checked(StudyRequest, more)
+    params = checked(StudyRequest, more)
     names = STUDIES if table(name) == ALL else (name,)
-    jobs = asked["jobs"] or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
-    if asked["engine"] == "local" and "-" in map(str, asked["text"]):
-        jobs = 1  # stdin is read by this process alone
-    work = WorkPlan(asked["work"], jobs=jobs, engine=asked["engine"], address=asked["address"])
-    work.check(asked["text"])
-    usual = {form: scale_of(asked["scale"], form) for form in get_args(TaskForm)}
-    scales = {form: replace(scale, seeds=asked["seeds"] or scale.seeds) for form, scale in usual.items()}
-    if asked["save"] is not None:
-        check_folder(Path(asked["save"]))
-    chosen = _chosen(names, asked)
+    jobs = params["jobs"] or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
+    if params["engine"] == "local" and "-" in map(str, params["text"]):
+        jobs = 1  # only this process can read stdin
+    work = WorkPlan(params["work"], jobs=jobs, engine=params["engine"], address=params["address"])
+    work.check(params["text"])
+    defaults = {form: scale_of(params["scale"], form) for form in get_args(TaskForm)}
+    scales = {form: replace(scale, seeds=params["seeds"] or scale.seeds) for form, scale in defaults.items()}
+    if params["save"] is not None:
+        check_folder(Path(params["save"]))
+    chosen = _select_cells(names, params)
     start = time.perf_counter()
-    make = partial(tasks_of, asked, {cell.task for cells in chosen.values() for cell in cells}, scales)
+    make = partial(tasks_of, params, {cell.task for cells in chosen.values() for cell in cells}, scales)
     tasks = make()
-    called = [task.name for task in tasks]  # by which cells are told apart
-    if twice := [name for name in called if called.count(name) > 1]:
+    task_names = [task.name for task in tasks]  # cells are matched to tasks by name
+    if twice := [name for name in task_names if task_names.count(name) > 1]:
         raise UsageError(f"Two tasks are called {twice[0]}.", "Give one of the files another name.")
-    found: list[StudyTable] = []
+    tables: list[StudyTable] = []
     plan = StudyPlan(
-        scales, asked["seed"], work, Store(work.root / "study", {"command": "study"}), kept=asked["save"] is not None
+        scales, params["seed"], work, Store(work.root / "study", {"command": "study"}), kept=params["save"] is not None
     )
-    for each, cells in chosen.items():
+    for table_name, cells in chosen.items():
         pairs = [(cell, task) for task in tasks for cell in cells if cell.task == task.form]
         trained = trained_cells(pairs, make, plan, progress)
         if plan.kept:
-            save_cells(Path(asked["save"]) / each, trained, plan.store)
-        of = [task for task in tasks if any(one is task for _, one in pairs)]
-        missing = sorted({cell.task for cell in TABLES[each].cells} - _forms(asked))
-        found.append(table_of(TABLES[each], asked["scale"], scales, of, trained, asked["seed"], missing))
-    largest = max(cell.parameters for one in found for cell in one.cells)
+            save_cells(Path(params["save"]) / table_name, trained, plan.store)
+        present = [task for task in tasks if any(one is task for _, one in pairs)]
+        missing = sorted({cell.task for cell in TABLES[table_name].cells} - _available_forms(params))
+        tables.append(table_of(TABLES[table_name], params["scale"], scales, present, trained, params["seed"], missing))
+    largest = max(cell.parameters for one in tables for cell in one.cells)
     return report_of(
         "study",
         model=ModelInfo(
-            id=f"models trained here, {asked['scale']}", architecture="KernelTransformer", parameters=largest
+            id=f"models trained here, {params['scale']}", architecture="KernelTransformer", parameters=largest
         ),
-        settings=Settings(seed=asked["seed"], dtype="float32"),
+        settings=Settings(seed=params["seed"], dtype="float32"),
         coverage=Coverage(sites=0, heads=0, analysed=0),
-        studies=found,
+        studies=tables,
         timings={"study": time.perf_counter() - start},
     )
 
 
-def _chosen(names: Sequence[str], asked: dict[str, Any]) -> dict[str, list[PaperCell]]:
-    """The cells of each table of which there is data, and that were asked for."""
-    forms = _forms(asked)
-    every = {name: [cell for cell in TABLES[name].cells if cell.task in forms] for name in names}
-    rows = dict.fromkeys(f"{cell.task}/{cell.name}" for cells in every.values() for cell in cells)
-    for pattern in asked["cells"]:
-        if not any(_named(row, [pattern]) for row in rows):
-            without = "" if "classification" in forms else " Those of classification need --series or --labelled."
-            raise UsageError(f"No cell is called {pattern}.", f"There are: {listed(rows, 8, '; ')}.{without}")
-    found = {
-        name: [cell for cell in cells if _named(f"{cell.task}/{cell.name}", asked["cells"])]
-        for name, cells in every.items()
+def _select_cells(names: Sequence[str], params: dict[str, Any]) -> dict[str, list[PaperCell]]:
+    """Return the cells of each table that have data and match `cells`. Raises UsageError for unmatched patterns."""
+    forms = _available_forms(params)
+    available = {name: [cell for cell in TABLES[name].cells if cell.task in forms] for name in names}
+    rows = dict.fromkeys(f"{cell.task}/{cell.name}" for cells in available.values() for cell in cells)
+    for pattern in params["cells"]:
+        if not any(_matches(row, [pattern]) for row in rows):
+            hint = "" if "classification" in forms else " Those of classification need --series or --labelled."
+            raise UsageError(f"No cell is called {pattern}.", f"There are: {listed(rows, 8, '; ')}.{hint}")
+    selected = {
+        name: [cell for cell in cells if _matches(f"{cell.task}/{cell.name}", params["cells"])]
+        for name, cells in available.items()
     }
-    trained = {cell.task for cells in found.values() for cell in cells}
+    trained = {cell.task for cells in selected.values() for cell in cells}
     for option, form in DATA.items():
-        if asked[option] and form not in trained:
+        if params[option] and form not in trained:
             raise UsageError(f"No cell is trained on --{option}.", "Leave it out, or ask for other cells.")
-    return {name: cells for name, cells in found.items() if cells}
+    return {name: cells for name, cells in selected.items() if cells}
 
 
 DATA: dict[str, TaskForm] = {
@@ -140,87 +140,87 @@ DATA: dict[str, TaskForm] = {
     "pairs": "translation",
     "text": "language",
 }
-"""Option → the form of task that its files are for."""
+"""Option → form of the task its files are for."""
 
 
-def _forms(asked: dict[str, Any]) -> set[TaskForm]:
-    """The forms of task for which there is data: the user's, or what is built in."""
-    found: set[TaskForm] = {"language", "translation"}
-    return found | {form for option, form in DATA.items() if asked[option]}
+def _available_forms(params: dict[str, Any]) -> set[TaskForm]:
+    """Return the forms of task that have data: from the user's files or built in."""
+    built_in: set[TaskForm] = {"language", "translation"}
+    return built_in | {form for option, form in DATA.items() if params[option]}
 
 
-def _named(row: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern matches the row with its task, or alone; none matches all."""
+def _matches(row: str, patterns: Sequence[str]) -> bool:
+    """Check whether a pattern matches the row with or without its task; without patterns every row matches."""
     names = row, row.partition("/")[2]
-    return not patterns or any(fnmatchcase(name, one) for name in names for one in patterns)
+    return not patterns or any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def tasks_of(asked: dict[str, Any], forms: set[TaskForm], scales: Mapping[TaskForm, Scale]) -> list[StudyTask]:
-    """What is trained on, of the forms that are needed; the user's own files first, so that they are refused early.
+    """Load the tasks of the needed forms; the user's files are read first, so that bad files are refused early.
 
-    At the scale of the papers their data stand in for files that are not given, elsewhere what is built in.
+    Missing files are replaced by the papers' data at scale `paper`, else by the built-in data.
     """
     sizes = {
         form: {"length": one.length, "vocabulary": one.vocabulary, "evaluated": one.evaluated}
         for form, one in scales.items()
     }
     papers = asked["scale"] == "paper"
-    found: list[StudyTask] = []
+    tasks: list[StudyTask] = []
     if "classification" in forms and asked["series"] is not None:
-        found.append(series(*asked["series"]))
+        tasks.append(series(*asked["series"]))
     if "classification" in forms and asked["labelled"] is not None:
         scale = scales["classification"]
-        found.append(labelled(asked["labelled"], length=scale.length, vocabulary=scale.vocabulary))
+        tasks.append(labelled(asked["labelled"], length=scale.length, vocabulary=scale.vocabulary))
     if "translation" in forms and asked["pairs"] is not None:
-        found.append(translation(asked["pairs"], **sizes["translation"]))
+        tasks.append(translation(asked["pairs"], **sizes["translation"]))
     elif "translation" in forms:
-        found.append(iwslt(**sizes["translation"]) if papers else Reversal())
+        tasks.append(iwslt(**sizes["translation"]) if papers else Reversal())
     if "language" in forms and papers and not asked["text"]:
-        found.append(wikitext(**sizes["language"]))
+        tasks.append(wikitext(**sizes["language"]))
     elif "language" in forms:
         read = [(one.name, one.text) for one in texts.read_each(list(asked["text"])) or ()]
-        found.append(language(read, **sizes["language"]))
-    return found[::-1]
+        tasks.append(language(read, **sizes["language"]))
+    return tasks[::-1]
 
 
 WIDTH = 10
-"""d of the paper's experiments."""
+"""Dimension d of the tokens in the paper's experiments."""
 
 
 @public
 def converge_synthetic(
     experiments: requests.Words = (), *, quick: bool = False, progress: Progress = silent, **more: Unpack[SizesRequest]
 ) -> Report:
-    """The experiments of Tarzanagh et al. 2023 on f(X, z) = h(Xᵀ softmax(XWz)), with what was published beside them.
+    """Run the experiments of Tarzanagh et al. 2023 on f(X, z) = h(Xᵀ softmax(XWz)); compare with published values.
 
-    `experiments` are their names (none: all), `more` the other options of `SyntheticRequest`. An experiment
-    has no verdict where one of them changes what is asked. Another seed does not, and neither do other trials, as long
-    as there are at least as many as `verify --quick` takes. Raises UsageError for values that make no sense,
-    Interrupted with the experiments that are finished.
+    `experiments` are names (default: all), `more` the other options of `SyntheticRequest`. An experiment gets no
+    verdict if an option changes its question. A different seed does not change it, nor do different trials as long
+    as there are at least as many as `verify --quick` runs. Raises UsageError for invalid values, Interrupted with
+    the finished experiments.
     """
-    asked = checked_synthetic({**more, "experiments": experiments})
-    chosen = asked.pop("experiments")
+    params = checked_synthetic({**more, "experiments": experiments})
+    chosen = params.pop("experiments")
 
     def row(name: str) -> Callable[[], list[Experiment]]:
-        return lambda: run_experiments([name], quick=quick, overrides=asked, progress=progress)
+        return lambda: run_experiments([name], quick=quick, overrides=params, progress=progress)
 
-    return finished("converge", [row(name) for name in chosen], asked["seed"], asked.get("d") or WIDTH)
+    return finished("converge", [row(name) for name in chosen], params["seed"], params.get("d") or WIDTH)
 
 
 def finished(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed: int, width: int) -> Report:
-    """The report of experiments that are run one by one and timed; raises Interrupted with those that are done."""
-    done: list[Experiment] = []
+    """Run and time experiments one by one and return their report; raises Interrupted with the finished ones."""
+    completed: list[Experiment] = []
     timings: dict[str, float] = {}
     interrupted = False
     try:
         for row in rows:
             start = time.perf_counter()
-            found = row()
-            done += found
-            share = (time.perf_counter() - start) / max(1, len(found))
-            timings |= {experiment.name: share for experiment in found}
+            experiments = row()
+            completed += experiments
+            share = (time.perf_counter() - start) / max(1, len(experiments))
+            timings |= {experiment.name: share for experiment in experiments}
     except KeyboardInterrupt:
-        if not done:
+        if not completed:
             raise KeyboardInterrupt from None
         interrupted = True
     report = report_of(
@@ -230,7 +230,7 @@ def finished(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed:
         ),
         settings=Settings(seed=seed, dtype="float64"),
         coverage=Coverage(sites=0, heads=0, analysed=0),
-        experiments=done,
+        experiments=completed,
         timings=timings,
     )
     if interrupted:
@@ -250,33 +250,33 @@ def converge_head(
     progress: Progress = silent,
     **more: Unpack[requests.Feeding],
 ) -> Report:
-    """Normalised gradient descent on one head's own selection problem, its chosen tokens optimal (score 1, others 0).
+    """Run normalised gradient descent on the selection problem of one head; its chosen tokens score 1, all others 0.
 
-    `head` is (layer, head), or `3.7`. Two experiments: training from zero and from the head's own M (correlation to the
-    SVM that selects the same tokens, selections kept, ‖W‖ in units of ‖W_mm‖; a step has the length lr · ‖W_mm‖), and
-    how the softmax hardens when the logits are multiplied by c. Raises ModelError, TextError, and UsageError for words
-    that make no sense and for a head whose problem has no solution.
+    `head` is (layer, head), or `3.7`. There are two experiments. The first trains from zero and from the head's own M;
+    it reports the correlation to the SVM that selects the same tokens, the selections kept, and ‖W‖ in units of
+    ‖W_mm‖. A step has length lr · ‖W_mm‖. The second multiplies the logits by c and measures how the softmax hardens.
+    Raises ModelError, TextError, and UsageError for invalid options and for a head whose problem has no solution.
     """
     checked_name("parameterisation", parameterisation, ("W", "KQ"))
-    asked_for = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
-    descent = requests.checked(DescentRequest, asked_for)
-    layer, number = one = requests.head(head)
+    descent_options = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
+    descent = requests.checked(DescentRequest, descent_options)
+    layer, number = location = requests.head(head)
     fed = requests.checked(requests.Feeding, more)
-    given = requests.checked(requests.InspectRequest, {**fed, "source": "tokens", "layers": [layer], "heads": [number]})
-    load_options, asked = feeding.loading_of(more, model), reading.settings(given)
-    wanted = ExperimentSettings(trials=1, seed=asked.seed, **descent)
-    named = texts.read_each(reading.files(given), offline=given["offline"])
+    query = requests.checked(requests.InspectRequest, {**fed, "source": "tokens", "layers": [layer], "heads": [number]})
+    load_options, asked = feeding.loading_of(more, model), reading.settings(query)
+    descent_settings = ExperimentSettings(trials=1, seed=asked.seed, **descent)
+    named = texts.read_each(reading.files(query), offline=query["offline"])
     loaded = model if isinstance(model, loading.Loaded) else loading.load(model, **load_options)
-    feeding.refuse_text(loaded, reading.files(given), asked.tokens)
+    feeding.refuse_text(loaded, reading.files(query), asked.tokens)
     contents, settings = feeding.contents(named, loaded), feeding.of_model(asked, loaded)
-    cut = feeding.cut_of(settings, given)
-    report, selector, found = posed(loaded, settings, contents, cut, progress)
+    cut = feeding.cut_of(settings, query)
+    report, selector, nearness = posed(loaded, settings, contents, cut, progress)
     start = time.perf_counter()
-    meant = hardening(found, selector.scenes(number), selector.softmax[number], one)
-    where = {"posed": WHERE_POSED[selector.spaces[0]]}  # on the module's inputs where M lives on them
+    hardened = hardening(nearness, selector.scenes(number), selector.softmax[number], location)
+    where = {"posed": WHERE_POSED[selector.spaces[0]]}  # on the module's inputs if M is defined on them
     experiments = [
         made.model_copy(update={"settings": where | made.settings})
-        for made in (trained(found, one, wanted, progress), meant)
+        for made in (trained(nearness, location, descent_settings, progress), hardened)
     ]
     timings = {**report.timings, "converge": time.perf_counter() - start}
     return report.model_copy(update={"command": "converge", "experiments": experiments, "timings": timings})
@@ -289,41 +289,41 @@ def posed(
     cut: texts.Cut,
     progress: Progress = silent,
 ) -> tuple[Report, Selector, Nearness]:
-    """What `inspect` says of the one head that `settings` ask for, what it gathered, and the head's problem, solved."""
+    """Inspect the one head in `settings`; return the report, its selector and its solved selection problem."""
     selectors: list[Selector] = []
 
     def begin(place: GatheringPlace) -> Gatherer:
         selectors.append(Selector(place))
         return selectors[-1]
 
-    (selection,) = (found for found in analyzers([SHOWN]) if isinstance(found, Gathering))
+    (selection,) = (analyzer for analyzer in analyzers([SHOWN]) if isinstance(analyzer, Gathering))
     keeping = replace(selection, begin=begin)
     inspection = Inspection(loaded, settings, [keeping], Collector(settings.heads), progress, timings={})
     report = inspection.run(contents, cut)
     (head,) = settings.heads or (0,)
-    found = selectors[0].nearness(head) if selectors else "no token reached it"
-    if isinstance(found, str):
-        raise UsageError(f"Head {head} poses no problem: {found}.", "Choose another head or text.")
-    return report, selectors[0], found
+    nearness = selectors[0].nearness(head) if selectors else "no token reached it"
+    if isinstance(nearness, str):
+        raise UsageError(f"Head {head} poses no problem: {nearness}.", "Choose another head or text.")
+    return report, selectors[0], nearness
 
 
 Row = Callable[[bool, int, Progress], list[Experiment]]
-"""(quick, seed, progress) → what was found."""
+"""(quick, seed, progress) → finished experiments."""
 
 
 def synthetic_row(name: str, quick: bool, seed: int, progress: Progress) -> list[Experiment]:
-    """One synthetic experiment of Att-SVM at the published sizes."""
+    """Run one synthetic experiment of Att-SVM at the published sizes."""
     return run_experiments([name], quick=quick, overrides={"seed": seed}, progress=progress)
 
 
 def binary_row(quick: bool, seed: int, progress: Progress) -> list[Experiment]:
-    """Two networks that learn a planted indefinite kernel; quick takes fewer points and steps."""
+    """Train two networks on a planted indefinite kernel; quick uses fewer points and steps."""
     with one_thread():
         return binary_kernel(quick, seed, progress)
 
 
 def training_row(quick: bool, seed: int, progress: Progress) -> list[Experiment]:
-    """Training with and without Primal-Attention, over a minute, which quick leaves out; without a verdict."""
+    """Train with and without Primal-Attention, without a verdict; takes over a minute, so quick skips it."""
     if quick:
         return []
     with one_thread():
@@ -331,25 +331,25 @@ def training_row(quick: bool, seed: int, progress: Progress) -> list[Experiment]
 
 
 ROWS: list[Row] = [
-    lambda _quick, _seed, _progress: [golden()],  # takes no time, so that quick changes nothing
+    lambda _quick, _seed, _progress: [golden()],  # fast, so quick changes nothing
     *(partial(synthetic_row, name) for name in EXPERIMENTS),
     binary_row,
-    lambda _quick, seed, progress: [ksvd_identities(seed, progress)],  # nor does it here
-    lambda quick, _seed, progress: [depth_decay(quick, progress)],  # no verdict: Figure 1 is about another model
+    lambda _quick, seed, progress: [ksvd_identities(seed, progress)],  # fast as well
+    lambda quick, _seed, progress: [depth_decay(quick, progress)],  # no verdict: Figure 1 shows another model
     training_row,
 ]
-"""What is verified, in this order; a further claim is a further function."""
+"""Functions that `verify` runs, in this order; to check another claim, add a function."""
 
 LEFT_OUT = Skipped(site="decay by training", reason="training takes longer than quick may")
-"""What a quick report says is missing."""
+"""Entry of a quick report's coverage for the experiment it skips."""
 
 
 @public
 def verify(*, quick: bool = False, seed: int = 0, progress: Progress = silent) -> Report:
-    """Every row of the papers' small experiments, judged; `passed` of each experiment says how it went.
+    """Run and judge all small experiments of the papers; `passed` of each experiment is its verdict.
 
-    `quick` takes fewer trials, and tolerances that are as much wider, and trains no model. Raises UsageError for a seed
-    that is none, and Interrupted with the rows that are finished.
+    `quick` runs fewer trials with correspondingly wider tolerances and trains no model. Raises UsageError for an
+    invalid seed, and Interrupted with the finished experiments.
     """
     requests.whole("seed", seed, 0)
     switch("quick", quick)

@@ -1,4 +1,4 @@
-"""The papers' synthetic experiments on token selection, one a file."""
+"""The papers' synthetic experiments on token selection, one per file."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ EXPERIMENTS: dict[str, Study] = {
 def run_experiments(
     chosen: Iterable[str], *, quick: bool, overrides: Mapping[str, Any], progress: Progress = silent
 ) -> list[Experiment]:
-    """Those experiments, judged against what was published.
+    """Run the chosen experiments and judge them against published values.
 
-    `overrides` are options of requests.SyntheticRequest, the seed among them. An experiment takes those that it uses,
-    names them, and is compared with nothing where one of them changes what is asked.
+    `overrides` are options of requests.SyntheticRequest, including the seed. Each experiment applies and records the
+    ones it uses. It is compared with nothing if one of them changes its question.
     """
     overrides = {setting_of(name): value for name, value in overrides.items()}
     with one_thread():

@@ -1,4 +1,4 @@
-"""Two feature maps learned by two networks against a planted asymmetric, indefinite kernel on two domains."""
+"""Two feature maps, learned by two networks, fitted to a planted asymmetric and indefinite kernel on two domains."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WIDTHS = (2, 4, 8, 16, 32)  # m, the features of a pair: κ(x, y) ≈ ⟨φ_X(x), φ_Y(y)⟩ in R^m
-HIDDEN = 48  # width of a network's two hidden layers of tanh; m stands behind them
+HIDDEN = 48  # width of a network's two tanh hidden layers; the output layer has m features
 LENGTH = 0.7  # ℓ of the planted kernel
 TURN = 60.0, 120.0
-"""Degrees between which its rotation is drawn: near 90° its symmetric part is the least definite."""
-GRID = 16  # Held-out points of each domain are a grid of GRID × GRID points of [−1, 1]²
+"""Range of the kernel's rotation in degrees: near 90° its symmetric part is the least definite."""
+GRID = 16  # The held-out points of each domain form a grid of GRID × GRID points in [−1, 1]²
 LR = 1e-2
 QUANTITY = "relative L2 error"
 SOURCE = (
@@ -35,14 +35,14 @@ SOURCE = (
 
 @dataclass(frozen=True)
 class FitSize:
-    """How much is drawn and trained."""
+    """Amounts of data and training."""
 
     samples: tuple[int, ...]
-    """Points drawn of each domain; every pair of them is known. The widths are compared at the last."""
+    """Points drawn per domain; all pairs are known. The widths are compared at the last size."""
     steps: int
-    """Steps of Adam on all pairs."""
+    """Number of Adam steps on all pairs."""
     trials: int = 3
-    """Rotations, points and initial weights; trial i draws from seed + i."""
+    """Number of draws of rotation, points and initial weights; trial i draws from seed + i."""
 
 
 FULL = FitSize(samples=(8, 16, 32, 64, 128, 256), steps=1000)
@@ -51,12 +51,12 @@ QUICK = FitSize(samples=(8, 16, 32, 64), steps=300)
 
 @dataclass(frozen=True)
 class PlantedKernels:
-    """One kernel a trial: κ(x, y) = exp(−‖x − R y‖²/2ℓ²) on [−1, 1]² × [−1, 1]², R a rotation."""
+    """One kernel per trial: κ(x, y) = exp(−‖x − R y‖²/2ℓ²) on [−1, 1]² × [−1, 1]², R a rotation."""
 
     turns: Float[Tensor, "trials 2 2"]  # R of each trial, in float64
 
     def __call__(self, x: Float[Tensor, "trials n 2"], y: Float[Tensor, "trials m 2"]) -> Float[Tensor, "trials n m"]:
-        """κ of every pair."""
+        """Compute κ of every pair."""
         turned = y @ self.turns.mT
         squares = (x[:, :, None] - turned[:, None]).square().sum(-1)
         return (-squares / (2 * LENGTH**2)).exp()
@@ -64,34 +64,34 @@ class PlantedKernels:
 
 @dataclass(frozen=True)
 class PosedFits:
-    """The same fit for every trial and width: what is known, from where networks start, and what is held out."""
+    """Fits for every trial and width: known pairs, initial weights and held-out pairs."""
 
     initial: list[Tensor]
-    """Weights of each layer of both networks, (trials, 2, widths, in, out)."""
+    """Initial weights of each layer of both networks, (trials, 2, widths, in, out)."""
     widths: tuple[int, ...]
-    """m of each."""
+    """Number of features m of each fit."""
     points: tuple[Float[Tensor, "trials n 2"], Float[Tensor, "trials n 2"]]
-    """x and y; every pair of them is known."""
+    """Known points x and y; every pair of them is known."""
     known: Float[Tensor, "trials n n"]
-    """κ of these pairs."""
+    """κ of the known pairs."""
     grid: Float[Tensor, "trials grid 2"]
-    """The held-out points, the same of both domains."""
+    """Held-out points, the same for both domains."""
     truth: Float[Tensor, "trials grid grid"]
     """K: κ of the held-out pairs, in float64."""
 
     def errors(self, steps: int, *, shared: bool) -> Float[Tensor, "trials widths"]:
-        """‖K̂ − K‖/‖K‖ of two networks, or of one that is `shared` by both domains, after that many steps."""
+        """Train for that many steps; return ‖K̂ − K‖/‖K‖ of two networks, or of one `shared` by both domains."""
         sides = _learned(self, steps, 1 if shared else 2)
-        found = _kernel(sides, self.widths, self.grid, self.grid)
-        apart, size = torch.linalg.matrix_norm(found - self.truth[:, None]), torch.linalg.matrix_norm(self.truth)
+        fitted = _kernel(sides, self.widths, self.grid, self.grid)
+        apart, size = torch.linalg.matrix_norm(fitted - self.truth[:, None]), torch.linalg.matrix_norm(self.truth)
         relative: Tensor = apart / size[:, None]
         return relative
 
 
 def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silent) -> list[Experiment]:
-    """Held-out error of ⟨φ_X(x), φ_Y(y)⟩ against the width m, with one network as the control, and against samples.
+    """Measure the held-out error of ⟨φ_X(x), φ_Y(y)⟩ by width m (control: one shared network) and by number of samples.
 
-    `quick` takes fewer points and steps.
+    `quick` uses fewer points and steps.
     """
     size = QUICK if quick else FULL
     *fewer, points = size.samples
@@ -106,32 +106,32 @@ def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silen
     one = fits.errors(size.steps, shared=True)
     progress("binary kernel", total, total)
     by_samples = torch.cat([*samples, two[:, -1:]], 1)
-    return [_of_widths(fits.truth, two, one, size, seed), _of_samples(fits.truth, by_samples, size, seed)]
+    return [_width_experiment(fits.truth, two, one, size, seed), _sample_experiment(fits.truth, by_samples, size, seed)]
 
 
 def posed(size: FitSize, points: int, widths: Sequence[int], seed: int) -> PosedFits:
-    """The fits of some of the WIDTHS to all pairs of `points` random points of each domain.
+    """Build the fits of some of the WIDTHS to all pairs of `points` random points of each domain.
 
-    A trial's rotation and initial weights are the same however many points and widths there are.
+    The rotation and initial weights of a trial do not depend on the number of points and widths.
     """
     generators = [torch.Generator().manual_seed(seed + trial) for trial in range(size.trials)]
-    kernels = PlantedKernels(torch.stack([_rotation(one) for one in generators]))
+    kernels = PlantedKernels(torch.stack([_rotation(generator) for generator in generators]))
     chosen = [WIDTHS.index(m) for m in widths]
     initial = [torch.stack(both)[:, :, chosen] for both in zip(*map(_weights, generators), strict=True)]
-    x, y = (torch.stack([2 * _uniform(one, points, 2) - 1 for one in generators]) for _ in range(2))
+    x, y = (torch.stack([2 * _uniform(generator, points, 2) - 1 for generator in generators]) for _ in range(2))
     place = torch.linspace(-1, 1, GRID, dtype=torch.float64)
     grid = torch.cartesian_prod(place, place).expand(size.trials, -1, -1)
     return PosedFits(initial, tuple(widths), (x, y), kernels(x, y), grid, kernels(grid, grid))
 
 
 def best_errors(matrix: Float[Tensor, "*batch n n"], ranks: Sequence[int]) -> Float[Tensor, "*batch ranks"]:
-    """√(Σ_{l>m} σ_l²)/‖K‖ for every rank m (Eckart & Young 1936)."""
+    """Compute √(Σ_{l>m} σ_l²)/‖K‖ for every rank m (Eckart & Young 1936)."""
     values = torch.linalg.svdvals(matrix)
     return torch.stack([values[..., m:].norm(dim=-1) / values.norm(dim=-1) for m in ranks], -1)
 
 
 def definite_floor(matrix: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:
-    """min ‖K − G‖/‖K‖ over symmetric positive semidefinite G: √(‖A‖² + Σ_{μ<0} μ²)/‖K‖ (Higham 1988, Theorem 2.1)."""
+    """Compute min ‖K − G‖/‖K‖ over symmetric G ⪰ 0: √(‖A‖² + Σ_{μ<0} μ²)/‖K‖ (Higham 1988, Theorem 2.1)."""
     skew, symmetric = (matrix - matrix.mT) / 2, (matrix + matrix.mT) / 2
     negative = torch.linalg.eigvalsh(symmetric).clamp(max=0)
     squares = torch.linalg.matrix_norm(skew).square() + negative.square().sum(-1)
@@ -151,7 +151,7 @@ def _rotation(generator: torch.Generator) -> Float[Tensor, "2 2"]:
 
 
 def _weights(generator: torch.Generator) -> list[Tensor]:
-    """Initial weights of both maps of each width, as (2, widths, in, out): 2 → HIDDEN → HIDDEN → the largest m."""
+    """Draw initial weights of both maps per width, as (2, widths, in, out): 2 → HIDDEN → HIDDEN → the largest m."""
     return [
         torch.randn(2, len(WIDTHS), into, out, generator=generator) / math.sqrt(into)
         for into, out in pairwise((2, HIDDEN, HIDDEN, max(WIDTHS)))
@@ -159,9 +159,9 @@ def _weights(generator: torch.Generator) -> list[Tensor]:
 
 
 def _learned(fits: PosedFits, steps: int, networks: int) -> list[list[Tensor]]:
-    """Weights and biases of each network, in float64, after Adam on the mean squared error of the known pairs.
+    """Run Adam on the mean squared error of the known pairs; return each network's weights and biases in float64.
 
-    All trials and widths are trained side by side in float32; none knows of another.
+    All trials and widths are trained in parallel in float32, independently of each other.
     """
     sides = [_parameters(fits.initial, side) for side in range(networks)]
     x, y = (side.float() for side in fits.points)
@@ -171,7 +171,7 @@ def _learned(fits: PosedFits, steps: int, networks: int) -> list[list[Tensor]]:
     with torch.enable_grad():
         for _ in range(steps):
             optimiser.zero_grad()
-            # The sum over fits: each has the gradient of its own mean alone.
+            # Summed over fits: each fit then has the gradient of its own mean only.
             loss = (_kernel(sides, fits.widths, x, y) - goal).square().mean((-2, -1)).sum()
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
@@ -180,7 +180,7 @@ def _learned(fits: PosedFits, steps: int, networks: int) -> list[list[Tensor]]:
 
 
 def _parameters(initial: list[Tensor], side: int) -> list[Tensor]:
-    """Weights and biases of one domain's map in turn, for every trial and width."""
+    """Return the weights and biases of one domain's map, alternating by layer, for every trial and width."""
     weights = [weight[:, side].clone() for weight in initial]
     biases = [torch.zeros(*weight.shape[:2], 1, weight.shape[-1]) for weight in weights]
     return [one.requires_grad_() for pair in zip(weights, biases, strict=True) for one in pair]
@@ -189,19 +189,19 @@ def _parameters(initial: list[Tensor], side: int) -> list[Tensor]:
 def _kernel(
     sides: list[list[Tensor]], widths: Sequence[int], x: Float[Tensor, "trials n 2"], y: Float[Tensor, "trials m 2"]
 ) -> Float[Tensor, "trials widths n m"]:
-    """⟨φ_X(x), φ_Y(y)⟩/√m over the first m features of each width; φ_Y is φ_X where there is one network."""
+    """Compute ⟨φ_X(x), φ_Y(y)⟩/√m over the first m features of each width; with one network φ_Y is φ_X."""
     kept = torch.stack([(torch.arange(max(WIDTHS)) < m) / math.sqrt(m) for m in widths])[:, None]
     return (_features(sides[0], x) * kept.to(x)) @ _features(sides[-1], y).mT
 
 
 def _features(parameters: list[Tensor], x: Float[Tensor, "trials n 2"]) -> Float[Tensor, "trials widths n features"]:
-    """φ(x): two hidden layers of tanh, and a linear one."""
+    """Compute φ(x): two tanh hidden layers and a linear one."""
     first, first_bias, second, second_bias, last, last_bias = parameters
     hidden = ((x[:, None] @ first + first_bias).tanh() @ second + second_bias).tanh()
     return hidden @ last + last_bias
 
 
-def _of_widths(truth: Tensor, two: Tensor, one: Tensor, size: FitSize, seed: int) -> Experiment:
+def _width_experiment(truth: Tensor, two: Tensor, one: Tensor, size: FitSize, seed: int) -> Experiment:
     best, floor = best_errors(truth, WIDTHS), definite_floor(truth)
     named = {"two": ("two networks", two), "one": ("one network", one), "best": ("best rank", best)}
     rows = {
@@ -226,8 +226,8 @@ def _of_widths(truth: Tensor, two: Tensor, one: Tensor, size: FitSize, seed: int
     ).judged()
 
 
-def _of_samples(truth: Tensor, two: Tensor, size: FitSize, seed: int) -> Experiment:
-    """The largest width; only with the most points is the floor of one network judged, which says nothing of few."""
+def _sample_experiment(truth: Tensor, two: Tensor, size: FitSize, seed: int) -> Experiment:
+    """Build the experiment by sample count, at the largest width; the floor is judged only with the most points."""
     floor = definite_floor(truth)
     rows = {f"two_n{n}": averaged(two[:, at], f"two networks, n = {n}") for at, n in enumerate(size.samples)}
     rows["floor"] = averaged(floor, "floor of one network")
@@ -248,12 +248,12 @@ def _of_samples(truth: Tensor, two: Tensor, size: FitSize, seed: int) -> Experim
 
 
 def _at_least(ratios: Tensor, label: str) -> Figure:
-    """The least ratio, which must be 1 or more."""
+    """Return the smallest ratio as a figure that must be at least 1."""
     return Figure(float(ratios.min()), None, label, published=1.0, bound="at least")
 
 
 def _at_most(ratios: Tensor, label: str) -> Figure:
-    """The largest ratio, which must be 1 or less."""
+    """Return the largest ratio as a figure that must be at most 1."""
     return Figure(float(ratios.max()), None, label, published=1.0, bound="at most")
 
 

@@ -1,4 +1,4 @@
-"""Gradient descent on one head's selection problem, and how its softmax hardens, against the SVM."""
+"""Gradient descent on the selection problem of one head, and hardening of its softmax, compared with the SVM."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from attnlens.maths.attsvm.head import Scene
     from attnlens.maths.attsvm.problem import Problem
 
-FACTORS = tuple(2.0**power for power in range(-4, 7))  # c, by which the head's logits are multiplied
+FACTORS = tuple(2.0**power for power in range(-4, 7))  # factors c by which the head's logits are multiplied
 SMALL = 0.01
-"""‖K‖_F and ‖Q‖_F of the small random start, against the square root of ‖W_mm‖: at zero, K and Q have no gradient."""
-NORM = "‖W‖ / ‖W_mm‖"  # how the norm is written
+"""‖K‖_F and ‖Q‖_F of the small random start over √‖W_mm‖; at exactly zero, K and Q have no gradient."""
+NORM = "‖W‖ / ‖W_mm‖"  # display name of the norm
 SHOWN = ("parameterisation", "loss", "lr", "iterations", "seed")
 
 
 def trained(found: Nearness, head: tuple[int, int], s: ExperimentSettings, progress: Progress = silent) -> Experiment:
-    """Descent from zero (K, Q: from small random factors) and from the head's own M, against the SVM of its selection.
+    """Descend from zero (K, Q: small random factors) and from the head's M; compare with the SVM of its selection.
 
     `correlation` is ⟨W, W_mm⟩/(‖W‖‖W_mm‖), with the Frobenius SVM for W and the nuclear one for (K, Q).
     """
@@ -41,31 +41,31 @@ def trained(found: Nearness, head: tuple[int, int], s: ExperimentSettings, progr
     lr = s.lr * (unit if s.parameterisation == "W" else unit**0.5)
     final: dict[str, float | None] = {"efficiency": float(found.shares.min()), "gap": goal.gap}
     curves: dict[str, Curve] = {}
-    begun = starts(found, s.parameterisation == "W", unit, s.seed)
-    for number, (name, start) in enumerate(begun.items()):
+    initial = starts(found, s.parameterisation == "W", unit, s.seed)
+    for number, (name, start) in enumerate(initial.items()):
 
-        def told(done: int, total: int, number: int = number) -> None:
-            progress("converge", number * total + done, len(begun) * total)
+        def tick(done: int, total: int, number: int = number) -> None:
+            progress("converge", number * total + done, len(initial) * total)
 
         descent = attsvm.descend(
-            as_instances(problem), start, s.iterations, lr=lr, loss=s.loss, record=read_at(s.iterations), progress=told
+            as_instances(problem), start, s.iterations, lr=lr, loss=s.loss, record=read_at(s.iterations), progress=tick
         )
-        read = _read(descent, end, unit, f"from {name}")
-        curves |= read
-        final |= {what: curve.median[-1] for what, curve in read.items()}
+        measured = _measure_descent(descent, end, unit, f"from {name}")
+        curves |= measured
+        final |= {what: curve.median[-1] for what, curve in measured.items()}
     final["correlation of the head"] = curves["correlation, from the head"].median[0]
     return Experiment(
         name=f"head {head[0]}.{head[1]}",
         question="Does gradient descent on the head's own selection problem end at its SVM, and keep its selection?",
         settings=size_of(found) | {name: getattr(s, name) for name in SHOWN},
-        labels={f"norm, from {name}": f"{NORM}, from {name}" for name in begun},
+        labels={f"norm, from {name}": f"{NORM}, from {name}" for name in initial},
         final=final,
         curves=curves,
     )
 
 
 def size_of(found: Nearness) -> dict[str, JsonValue]:
-    """How large a head's problem is, and how decided its least decided query."""
+    """Return the size of a head's problem and the softmax weight of its least decided query."""
     return {
         "queries": len(found.posed.problem.queries),
         "constraints": len(found.posed.problem.margins),
@@ -74,19 +74,19 @@ def size_of(found: Nearness) -> dict[str, JsonValue]:
 
 
 def read_at(iterations: int) -> list[int]:
-    """The start, and eight iterations a decade."""
+    """Return 0 and eight iterations per decade."""
     return [0, *sorted({round(10 ** (eighth / 8)) for eighth in range(64) if 10 ** (eighth / 8) < iterations})]
 
 
 def hardening(found: Nearness, scenes: Sequence[Scene], softmax: Softmax, head: tuple[int, int]) -> Experiment:
-    """KL(one-hot of the largest ‖ softmax(c · logits)) = −log p_max of the posed queries, against c.
+    """Compute KL(one-hot of the largest ‖ softmax(c · logits)) = −log p_max of the posed queries as a function of c.
 
-    Logits are what the softmax sees, so that c multiplies the scores behind the softcap, and the sink's logit too;
-    copies of a token are one outcome. At c = 1 it is the head's own p_max. Beside the head stands the SVM that selects
-    the same tokens, at the head's own norm ‖ΠM‖, with the same copies, and without softcap and sink: it knows
-    differences of scores alone, and those two need the scores themselves.
+    Logits are the inputs of the softmax: c multiplies the scores after the softcap and also the sink's logit. Copies
+    of a token count as one outcome. At c = 1 the value is the head's own p_max. The SVM that selects the same tokens is
+    shown too, at the head's own norm ‖ΠM‖ and with the same copies. It has no softcap and no sink: these need the
+    scores themselves, and the SVM defines only their differences.
     """
-    odds = {"the head": _own_odds(found, scenes, softmax), "its SVM at the same norm": _svm_odds(found, scenes)}
+    odds = {"the head": _head_odds(found, scenes, softmax), "its SVM at the same norm": _svm_odds(found, scenes)}
     log_p = torch.nn.functional.logsigmoid
     curves = {f"KL, {name}": curve(FACTORS, -log_p(each), "KL, nats") for name, each in odds.items()}
     return Experiment(
@@ -100,9 +100,9 @@ def hardening(found: Nearness, scenes: Sequence[Scene], softmax: Softmax, head: 
 
 
 def as_instances(problem: Problem) -> Instances:
-    """The problem as one trial of gradient descent: softmax sees differences alone, so that α is 0 and t is −u.
+    """Convert the problem to one trial of gradient descent. Softmax depends on differences only: α is 0 and t is −u.
 
-    α has score 1 and the others 0: f = s_α, which training raises.
+    α has score 1 and the others 0, so f = s_α, which training increases.
     """
     counts = torch.bincount(problem.query_of, minlength=len(problem.queries))
     width = 1 + int(counts.max())
@@ -120,12 +120,12 @@ def as_instances(problem: Problem) -> Instances:
 
 
 def starts(found: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, BilinearForm | KeyQueryPair]:
-    """Where training begins: nowhere, and at the head, ΠM: what lies outside the problem's span never moves."""
+    """Return the initial W or (K, Q): zero or small, and the head's ΠM: parts outside the problem's span never move."""
     basis = span(found.posed.problem.differences)
     left, right = basis @ (basis.mT @ found.posed.form.left), found.posed.form.right
     if as_form:
-        own = (left @ right.mT)[None]
-        return {"zero": torch.zeros_like(own), "the head": own}
+        head_form = (left @ right.mT)[None]
+        return {"zero": torch.zeros_like(head_form), "the head": head_form}
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(like: Float[Tensor, "d m"]) -> Float[Tensor, "1 d m"]:
@@ -136,26 +136,26 @@ def starts(found: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, 
     return {"small random factors": (drawn(left), drawn(right)), "the head": (left[None], right[None])}
 
 
-def _read(descent: Descent, goal: Tensor, unit: float, start: str) -> dict[str, Curve]:
-    """Correlation, selections kept and norm along one descent."""
+def _measure_descent(descent: Descent, goal: Tensor, unit: float, start: str) -> dict[str, Curve]:
+    """Compute correlation, selections kept and norm along one descent."""
     steps = [float(step) for step in descent.steps]
 
     def along(picture: str, quantity: str, values: Tensor, bounded: bool = True) -> Curve:
         median = [None if value != value else value for value in values.tolist()]
         return Curve(steps=steps, median=median, quantity=quantity, bounded=bounded, picture=picture, label=start)
 
-    kept = (descent.chosen == 0).double().mean(-1)[:, 0]
-    kept = kept.where(descent.norm[:, 0] > 0, torch.nan)  # W = 0 selects nothing
+    selection_kept = (descent.chosen == 0).double().mean(-1)[:, 0]
+    selection_kept = selection_kept.where(descent.norm[:, 0] > 0, torch.nan)  # W = 0 selects nothing
     read = (
         along("correlation", CORRELATION, descent.correlation(goal[None])[:, 0]),
-        along("selection kept", "share of queries", kept),
+        along("selection kept", "share of queries", selection_kept),
         along("norm", NORM, descent.norm[:, 0] / unit, bounded=False),
     )
-    return {f"{found.picture}, {start}": found for found in read}
+    return {f"{shown.picture}, {start}": shown for shown in read}
 
 
-def _own_odds(found: Nearness, scenes: Sequence[Scene], softmax: Softmax) -> Float[Tensor, "factors queries"]:
-    """log p_max/(1 − p_max) of every posed query under softmax(c · logits)."""
+def _head_odds(found: Nearness, scenes: Sequence[Scene], softmax: Softmax) -> Float[Tensor, "factors queries"]:
+    """Compute log p_max/(1 − p_max) of every posed query under softmax(c · logits)."""
     columns = []
     for query, (number, position, _) in zip(found.posed.problem.queries, found.chosen.rows, strict=True):
         scene = scenes[number]
@@ -171,13 +171,13 @@ def _own_odds(found: Nearness, scenes: Sequence[Scene], softmax: Softmax) -> Flo
 
 
 def _svm_odds(found: Nearness, scenes: Sequence[Scene]) -> Float[Tensor, "factors queries"]:
-    """The same of the SVM's scores, which are differences to the selected token's."""
+    """Compute log p_max/(1 − p_max) for the SVM, whose scores are differences to the selected token's score."""
     problem = found.posed.problem
     best = problem.form(found.solution.multipliers)
     gaps = problem.scores(best) * (found.norm / float(best.norm()))
     columns = []
     for row, (number, position, kept) in enumerate(found.chosen.rows):
-        own, copies = problem.query_of == row, scenes[number].log_copies[position]
-        more = copies[found.posed.token_of[own]] - copies[int(kept.int().argmax())]
-        columns.append(-torch.stack([(more - factor * gaps[own]).logsumexp(0) for factor in FACTORS]))
+        of_query, copies = problem.query_of == row, scenes[number].log_copies[position]
+        more = copies[found.posed.token_of[of_query]] - copies[int(kept.int().argmax())]
+        columns.append(-torch.stack([(more - factor * gaps[of_query]).logsumexp(0) for factor in FACTORS]))
     return torch.stack(columns, -1)

@@ -1,1 +1,1 @@
-"""Trains small transformers of any kernel and reruns the papers' tables."""
+"""Training of small transformers with any kernel, to rerun the papers' tables."""

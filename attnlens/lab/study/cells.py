@@ -1,4 +1,4 @@
-"""A table's cells: learning-rate search, runs over seeds, speed; and the records and comparisons made of them."""
+"""A table's cells: learning-rate search, runs over seeds and speed, and the records and comparisons made from them."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def table_of(
     seed: int,
     not_trained: Sequence[TaskForm] = (),
 ) -> StudyTable:
-    """What was found, with the paper's numbers beside it; `not_trained` for want of data."""
-    cells = [_cell(one, next(task for task in tasks if task.name == one.task), seed) for one in found]
-    compared = [pair for task in tasks for pair in _pairs(cells, task)]
-    # p for as many comparisons as there are in the table
+    """Build the record of a table next to the paper's numbers; `not_trained`: forms of task without data."""
+    cells = [_build_cell(one, next(task for task in tasks if task.name == one.task), seed) for one in found]
+    compared = [pair for task in tasks for pair in _compare_pairs(cells, task)]
+    # Holm's correction covers all comparisons of the table
     corrected = holm([math.nan if pair.p is None else pair.p for pair in compared])
     holms = [{"p_holm": None if math.isnan(p) else p} for p in corrected]
     pairs = [pair.model_copy(update=update) for pair, update in zip(compared, holms, strict=True)]
@@ -77,11 +77,11 @@ def table_of(
         cells=cells,
         not_trained=list(not_trained),
         pairs=pairs,
-        orderings=[one for task, measure in by for one in _ordering(cells, task, measure, pairs)],
+        orderings=[one for task, measure in by for one in _correlate_order(cells, task, measure, pairs)],
     )
 
 
-def _cell(found: CellResult, task: StudyTask, seed: int) -> StudyCell:
+def _build_cell(found: CellResult, task: StudyTask, seed: int) -> StudyCell:
     runs = [
         StudyRun(
             seed=seed + number,
@@ -110,15 +110,15 @@ def _cell(found: CellResult, task: StudyTask, seed: int) -> StudyCell:
         tokens=max(run.tokens for run in found.runs),
         tokens_per_second=found.speed.tokens_per_second,
         beside_sdpa=found.speed.beside_sdpa,
-        heads=_heads(first),
+        heads=_head_curves(first),
         features=features_of(found.cell, found.unit.scale),
         published=found.cell.published,
         published_diverged=found.cell.diverged,
     )
 
 
-def _heads(run: RunOutcome) -> dict[str, Curve]:
-    """Each measure against the step, where it was read."""
+def _head_curves(run: RunOutcome) -> dict[str, Curve]:
+    """Build the curve of each head measure over steps."""
     steps = [float(step) for step, _ in run.curve]
     names = dict.fromkeys(name for read in run.watched for name in read)
     return {
@@ -128,7 +128,7 @@ def _heads(run: RunOutcome) -> dict[str, Curve]:
 
 
 def _mean(runs: Sequence[StudyRun], task: StudyTask) -> tuple[float | None, float | None]:
-    """The mean of the measure over seeds, and its standard error; of perplexity by its logarithm."""
+    """Compute mean and standard error of the measure over seeds; for perplexity from its logarithm."""
     if any(run.problem for run in runs):
         return None, None
     values = torch.tensor([run.scores[measures_of(task)[0]] for run in runs], dtype=torch.float64)
@@ -140,61 +140,61 @@ def _mean(runs: Sequence[StudyRun], task: StudyTask) -> tuple[float | None, floa
 
 
 def measures_of(task: StudyTask) -> tuple[str, ...]:
-    """The scores by which cells are compared, first the paper's: of translations the loss too, which tells more apart.
+    """Return the scores that compare cells, the paper's first; for translation also the loss, which separates better.
 
-    BLEU counts words that were written; models that hardly translate yet all have a little of it.
+    BLEU scores the words written, so models that hardly translate yet all have a little of it.
     """
     return {"language": ("loss",), "translation": ("BLEU", "loss"), "classification": ("accuracy",)}[task.form]
 
 
-def _pairs(cells: Sequence[StudyCell], task: StudyTask) -> Iterator[StudyPair]:
-    """Each two cells that converged, by each measure, with p over seeds, and whether the better one is the paper's."""
-    of = [cell for cell in cells if cell.task == task.name and cell.mean is not None]
-    if len(of) < 2 or len(of[0].runs) < 2:
+def _compare_pairs(cells: Sequence[StudyCell], task: StudyTask) -> Iterator[StudyPair]:
+    """Yield each pair of converged cells by measure, with p over seeds and whether the paper has the same order."""
+    converged = [cell for cell in cells if cell.task == task.name and cell.mean is not None]
+    if len(converged) < 2 or len(converged[0].runs) < 2:
         return
     for measure in measures_of(task):
-        values = torch.tensor([[run.scores[measure] for run in cell.runs] for cell in of], dtype=torch.float64)
-        compared = Blocks(values, [cell.published_diverged for cell in of])
-        for (a, b), p in zip(pairs_of(len(of)), compared.p_values(), strict=True):
+        values = torch.tensor([[run.scores[measure] for run in cell.runs] for cell in converged], dtype=torch.float64)
+        compared = Blocks(values, [cell.published_diverged for cell in converged])
+        for (a, b), p in zip(pairs_of(len(converged)), compared.p_values(), strict=True):
             difference = float(compared.means[a] - compared.means[b])
-            # 1 if a better cell has more of the measure and of the paper's, or less of both
+            # 1 if the measure and the published metric improve in the same direction, else −1
             sign = 1 if (measure != "loss") == task.higher_is_better else -1
             yield StudyPair(
                 task=task.name,
                 measure=measure,
-                first=of[a].name,
-                second=of[b].name,
+                first=converged[a].name,
+                second=converged[b].name,
                 difference=difference,
                 p=None if math.isnan(p) else p,
                 p_holm=None,
-                agrees=_agrees(sign * difference, of[a], of[b]),
+                agrees=_agrees(sign * difference, converged[a], converged[b]),
             )
 
 
 def _agrees(difference: float, first: StudyCell, second: StudyCell) -> bool | None:
-    """Whether the paper has the same order."""
+    """Check whether the paper has the same order; None if it has no order or the difference is 0."""
     if first.published is None or second.published is None or first.published == second.published or not difference:
         return None
     return (difference > 0) == (first.published > second.published)
 
 
-def _ordering(
+def _correlate_order(
     cells: Sequence[StudyCell], task: StudyTask, measure: str, pairs: Sequence[StudyPair]
 ) -> Iterator[StudyOrdering]:
-    """Kendall's τ of the cells that were published, where there are two at least.
+    """Yield Kendall's τ over the published cells; nothing if there are fewer than two.
 
-    Its interval is what τ can be when every decided pair stands as decided and every other one either way: Holm's
-    chance of any false decision is below 5 %, so that the true τ lies inside in 95 % of studies at least.
+    Its interval keeps every decided pair as decided and lets every undecided one go either way. Holm's correction keeps
+    the probability of any false decision below 5 %, so the interval covers the true τ in at least 95 % of studies.
     """
     published = {cell.name: cell.published for cell in cells if cell.task == task.name and cell.published is not None}
-    of = [pair for pair in pairs if (pair.task, pair.measure) == (task.name, measure)]
-    known = [pair for pair in of if pair.first in published and pair.second in published]
+    task_pairs = [pair for pair in pairs if (pair.task, pair.measure) == (task.name, measure)]
+    known = [pair for pair in task_pairs if pair.first in published and pair.second in published]
     if not known:
         return
-    told = [pair for pair in known if published[pair.first] != published[pair.second]]
-    decided = [pair for pair in told if pair.p_holm is not None and pair.p_holm <= LEVEL]
+    ordered = [pair for pair in known if published[pair.first] != published[pair.second]]
+    decided = [pair for pair in ordered if pair.p_holm is not None and pair.p_holm <= LEVEL]
     agree = sum(bool(pair.agrees) for pair in decided)
-    disagree, undecided = len(decided) - agree, len(told) - len(decided)
+    disagree, undecided = len(decided) - agree, len(ordered) - len(decided)
     yield StudyOrdering(
         task=task.name,
         measure=measure,
@@ -207,36 +207,36 @@ def _ordering(
     )
 
 
-ROUNDS = 12  # steps that are timed, after one that is not
-STANDARD = AttentionForm(positions="sum", in_value=True)  # the transformer of Vaswani et al. 2017.
+ROUNDS = 12  # steps that are timed, after an untimed first one
+STANDARD = AttentionForm(positions="sum", in_value=True)  # the transformer of Vaswani et al. 2017
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of training steps."""
+    """Speed of training steps."""
 
     tokens_per_second: float
-    """The median over steps."""
+    """Median over steps."""
     beside_sdpa: float
-    """That over the standard transformer's by `scaled_dot_product_attention`, step by step in one loop."""
+    """Ratio to the standard transformer's speed with `scaled_dot_product_attention`, steps alternating in one loop."""
 
 
 def speeds(units: Sequence[TrainingUnit], task: StudyTask) -> Iterator[Speed]:
-    """Each unit's speed on one batch of the task; a step of the standard transformer comes before each of its own."""
+    """Yield each unit's speed on one batch; a step of the standard transformer precedes each of its steps."""
     if not units:
         return
     batch = next(iter(task.training(units[0].scale.batch, 0)))
-    standard = _stepper(replace(units[0], form=STANDARD), task, batch, implementation="sdpa")
+    standard = _make_stepper(replace(units[0], form=STANDARD), task, batch, implementation="sdpa")
     for unit in units:
-        own = _stepper(unit, task, batch)
-        pairs = [(standard(), own()) for _ in range(1 + ROUNDS)][1:]
+        step_own = _make_stepper(unit, task, batch)
+        pairs = [(standard(), step_own()) for _ in range(1 + ROUNDS)][1:]
         yield Speed(count_of(batch) / median(b for _, b in pairs), median(a / b for a, b in pairs))
 
 
-def _stepper(
+def _make_stepper(
     unit: TrainingUnit, task: StudyTask, batch: Examples, implementation: str | None = None
 ) -> Callable[[], float]:
-    """Takes a training step of a new model, and says how many seconds it took."""
+    """Build a function that takes one training step of a new model and returns its seconds."""
     accelerator, model = accelerator_of(), model_of(unit, task)
     if implementation is not None:
         model.config._attn_implementation = implementation
@@ -250,54 +250,54 @@ def _stepper(
     return step
 
 
-SEARCH_SEED = 1_000_003  # of the runs that a rate is chosen by: none of those that are reported
+SEARCH_SEED = 1_000_003  # of the learning-rate search runs, which are not reported
 AGAIN = "Run the same command again, with fewer --jobs if memory was short: what is finished is kept."
 Tell = Callable[[str, int, int], None]
 
 
 MakeTasks = Callable[[], Sequence[StudyTask]]
-"""Makes the tasks in another process: their tensors, one a sentence, are too many to be handed over."""
+"""Function that rebuilds the tasks in another process; their tensors, one per sentence, are too many to send."""
 
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """How every cell is trained, and where."""
+    """Plan of training: scales, seeds, workers and storage of all cells."""
 
-    scales: Mapping[TaskForm, Scale]  # of each form of task sizes, steps, rates and the number of seeds
+    scales: Mapping[TaskForm, Scale]  # sizes, steps, rates and number of seeds for each form of task
     seed: int  # the first seed
-    work: WorkPlan  # who trains
-    store: Store  # where outcomes are kept
-    kept: bool  # whether the first seed's model is kept at every look
+    work: WorkPlan  # workers that train
+    store: Store  # store of outcomes
+    kept: bool  # whether the first seed's model is saved at every evaluation
 
 
 @dataclass(frozen=True)
 class CellResult:
-    """What came of one cell on one task."""
+    """Result of one cell on one task."""
 
     cell: PaperCell
-    """Which one."""
+    """Cell of the table."""
     task: str
-    """The task's name."""
+    """Name of the task."""
     unit: TrainingUnit
-    """Its form and learning rate, as the search chose them."""
+    """Attention form and learning rate chosen by the search."""
     runs: tuple[RunOutcome, ...]
-    """One a seed, in the order of seeds."""
+    """Outcome per seed, in the order of seeds."""
     first_name: str
-    """The name of the first seed's unit."""
+    """Name of the first seed's unit."""
     searched: tuple[tuple[float, float], ...]
-    """(learning rate, validation loss) of the search, of the chosen form."""
+    """(learning rate, validation loss) of the search for the chosen form."""
     speed: Speed
-    """Of its training steps."""
+    """Speed of its training steps."""
 
 
 def trained_cells(
     cells: Sequence[tuple[PaperCell, StudyTask]], make: MakeTasks, plan: StudyPlan, tell: Tell
 ) -> list[CellResult]:
-    """Every cell: rates are tried on a shorter run each, the one of least validation loss is trained from every seed.
+    """Train every cell: short runs choose the learning rate of smallest validation loss, which every seed then uses.
 
-    All cells get the same search and the same steps. The test set is read once a run, at its end. The heads of the
-    first seed's run are looked at while it is trained. `make` makes the tasks again in other processes. At the end a
-    few steps of each cell are timed.
+    All cells get the same search and the same steps. The test set is read once per run, at its end. The heads of the
+    first seed's run are measured during training. `make` rebuilds the tasks in other processes. At the end a few steps
+    of each cell are timed.
     """
     tasks = list({id(task): task for _, task in cells}.values())
     digests = {task.name: digest_of(task) for task in tasks}
@@ -306,7 +306,7 @@ def trained_cells(
     done = 0
 
     def outcomes(units: Iterable[TrainingUnit], stage: str) -> dict[TrainingUnit, RunOutcome]:
-        """Train units, or load what is kept of them. Raises ModelError if one could not be trained."""
+        """Train units, or load their stored results. Raises ModelError if a unit could not be trained."""
 
         def count(_name: str) -> None:
             nonlocal done
@@ -331,8 +331,8 @@ def trained_cells(
     speed: dict[int, Speed] = {}
     with one_thread():
         for task in tasks:
-            own = [at for at, (_, of) in enumerate(cells) if of is task]
-            speed |= dict(zip(own, speeds([chosen[at] for at in own], task), strict=True))
+            of_task = [at for at, (_, of) in enumerate(cells) if of is task]
+            speed |= dict(zip(of_task, speeds([chosen[at] for at in of_task], task), strict=True))
     return [
         CellResult(
             cell,
@@ -348,13 +348,13 @@ def trained_cells(
 
 
 def trainer(units: Mapping[str, TrainingUnit], tasks: Sequence[StudyTask], store: Store) -> Compute:
-    """Return what trains the unit of a name."""
+    """Return the function that trains a unit given its name."""
     named = {task.name: task for task in tasks}
     return lambda name: trained(units[name], named[units[name].task], store)
 
 
 def opened(make: MakeTasks, units: Mapping[str, TrainingUnit], store: Store) -> tuple[Mapping[str, object], Compute]:
-    """Prepare the same training runs in another process: its facts, and what trains its units."""
+    """Set up the same training runs in another process: return the store's facts and the function that trains units."""
     return store.facts, trainer(units, make(), store)
 
 

@@ -15,23 +15,23 @@ ScaleName = Literal["tiny", "small", "paper"]
 
 @dataclass(frozen=True)
 class Scale:
-    """One size of everything: the same for every cell of a task."""
+    """Sizes of model, data and training, the same for every cell of a task."""
 
-    layers: int  # of each stack
+    layers: int  # layers per stack
     d_model: int  # width of the features
-    heads: int  # of each layer
-    d_forward: int  # width inside the pointwise networks
-    vocabulary: int  # pairs of the byte-level BPE, bytes included
-    length: int  # most tokens of a sequence
-    batch: int  # sequences of a step
-    steps: int  # of a training run
-    search_steps: int  # of each run that the learning rate is chosen by
+    heads: int  # heads per layer
+    d_forward: int  # hidden width of the pointwise networks
+    vocabulary: int  # ids of the byte-level BPE, bytes included
+    length: int  # largest number of tokens in a sequence
+    batch: int  # sequences per step
+    steps: int  # steps of a training run
+    search_steps: int  # steps of each learning-rate search run
     rates: tuple[float, ...]  # learning rates to choose from
-    seeds: int  # training runs of each cell
-    evaluated: int  # most held-out sequences, spread evenly over what is held out
-    dropout: float  # of residual branches
-    warmup: float = 0.1  # share of the steps in which the rate rises
-    looks: int = 6  # how often the validation loss is read in a run
+    seeds: int  # training runs per cell
+    evaluated: int  # largest number of held-out sequences, spread evenly over the held-out data
+    dropout: float  # in residual branches
+    warmup: float = 0.1  # share of the steps used for warm-up
+    looks: int = 6  # number of validation-loss evaluations in a run
 
 
 SCALES: dict[str, Scale] = {
@@ -39,10 +39,10 @@ SCALES: dict[str, Scale] = {
     "small": Scale(6, 256, 4, 1024, 8192, 128, 64, 20_000, 2_000, (2.5e-4, 5e-4, 1e-3), 5, 2_000, 0.1),
     "paper": Scale(6, 512, 4, 1024, 10_000, 150, 128, 50_000, 5_000, (2.5e-4, 5e-4, 1e-3), 5, 7_000, 0.3),
 }
-"""tiny: minutes on two cores; small: an hour on a GPU; paper: fairseq's transformer_iwslt_de_en, as Tsai et al. take
-it for translation, and for other tasks what PAPER says."""
+"""tiny: minutes on two cores; small: an hour on a GPU; paper: fairseq's transformer_iwslt_de_en, used by Tsai et al.
+for translation; PAPER changes it for other tasks."""
 PAPER: dict[TaskForm, dict[str, Any]] = {
-    # Transformer-XL's base model for WikiText-103, which Tsai et al. take; here in byte pairs, there in words
+    # Transformer-XL's base model for WikiText-103, used by Tsai et al., but with byte pairs instead of words
     "language": {
         "layers": 16,
         "d_model": 410,
@@ -54,48 +54,48 @@ PAPER: dict[TaskForm, dict[str, Any]] = {
         "rates": (1.25e-4, 2.5e-4, 5e-4),
         "dropout": 0.1,
     },
-    # Flowformer's for the UEA archive, which Chen et al. take
+    # Flowformer's settings for the UEA archive, used by Chen et al.
     "classification": {"layers": 2, "heads": 8, "d_forward": 2048, "batch": 16, "steps": 10_000, "dropout": 0.1},
 }
-"""What differs from the paper scale of translation."""
+"""Differences from the paper scale of translation."""
 
 
 def scale_of(name: ScaleName, form: TaskForm) -> Scale:
-    """The sizes of one form of task: the same for every cell of it."""
+    """Return the sizes for one form of task, the same for all its cells."""
     return replace(SCALES[name], **PAPER.get(form, {})) if name == "paper" else SCALES[name]
 
 
 TSAI, WRIGHT, CHEN = "Tsai et al. 2019", "Wright & Gonzalez 2021", "Chen et al. 2023"
 PLACED = AttentionForm(positions="product")
-"""As Tsai et al. place tokens in language modelling (Eq. 5, values without positions)."""
+"""Positions in the language models of Tsai et al. (Eq. 5, values without positions)."""
 ADDED = AttentionForm(positions="sum", in_value=True)
-"""As they place tokens in translation (Eq. 4, values with positions), and as the other papers do throughout."""
+"""Positions in translation of Tsai et al. (Eq. 4, values with positions), and in all tasks of the other papers."""
 
 
 SCORES, ETAS = (8, 16), (0.0, 0.1)
-"""What the search tries of primal layers: s, of at most head_dim, and η, 0 or that of the published code."""
+"""Values searched for primal layers: s (at most head_dim) and η (0, or that of the published code)."""
 
 
 @dataclass(frozen=True)
 class PaperCell:
-    """One way to attend, trained on one form of task."""
+    """One form of attention trained on one form of task."""
 
     name: str
-    """Its row."""
+    """Name of its row."""
     task: TaskForm
-    """Its column."""
+    """Task of its column."""
     form: AttentionForm
-    """Its attention."""
+    """Attention that is trained."""
     published: float | None = None
-    """What the paper reports; None where it did not train this, or where that did not converge."""
+    """Published value; None if the paper did not train this cell or it did not converge."""
     diverged: bool = False
-    """Whether the paper reports that it did not converge."""
+    """True if the paper reports that training did not converge."""
     others: tuple[AttentionForm, ...] = ()
-    """Forms beside `form` of which the search takes the best, as it does among learning rates."""
+    """Further forms to search besides `form`; the best is chosen together with the learning rate."""
 
     @property
     def forms(self) -> tuple[AttentionForm, ...]:
-        """Every form that the search tries."""
+        """All forms that the search tries."""
         return (self.form, *self.others)
 
 
@@ -104,15 +104,15 @@ class PaperTable:
     """One table of a paper."""
 
     name: str
-    """What it is called on the command line."""
+    """Name on the command line."""
     question: str
-    """What it asks, in one line."""
+    """Question in one line."""
     source: str
-    """Paper and number of the table."""
+    """Paper and table number."""
     cells: tuple[PaperCell, ...]
-    """Row by row."""
+    """Cells row by row."""
     data: Mapping[TaskForm, str] = field(default_factory=dict)
-    """Of each column that was published: on which data, in which measure."""
+    """Data and measure of each published column."""
 
 
 def _kernels() -> PaperTable:
@@ -147,7 +147,7 @@ def _positions() -> PaperTable:
     }
     cells: list[PaperCell] = []
     for name, (form, bleu, perplexity) in forms.items():
-        # the paper's look-up tables have positions in the values of its language models alone (Table 4)
+        # the paper's look-up tables add positions to the values only in its language models (Table 4)
         own = replace(form, in_value=True) if form.positions == "table" else form
         cells += [PaperCell(name, "language", own, perplexity), PaperCell(name, "translation", form, bleu)]
     return PaperTable(
@@ -162,7 +162,7 @@ def _order() -> PaperTable:
         PaperCell("not in the decoder (Eq. 9)", "translation", replace(product, places=("encoder", "cross")), 34.49),
         PaperCell("not across (Eq. 9)", "translation", replace(product, places=("encoder", "decoder"))),
         PaperCell("not in the encoder (Eq. 9)", "translation", replace(product, places=("decoder", "cross"))),
-        # W_Q = W_K as in Eq. 9, so that positions alone are what is left out
+        # W_Q = W_K as in Eq. 9, so that only the positions are removed
         PaperCell("nowhere", "translation", AttentionForm(symmetric=True), 14.47),
         PaperCell("direct sum (Eq. 4)", "language", ADDED, 30.97),
         PaperCell("product, symmetric (Eq. 9)", "language", product, 24.28),
@@ -221,7 +221,7 @@ def _primal() -> PaperTable:
     }
     cells = []
     for task, canonical, former, plus in (("classification", 71.9, 73.0, 73.1), ("language", 33.0, None, 31.0)):
-        of: TaskForm = task  # type: ignore[assignment]  # a tuple's words are any words to mypy
+        of: TaskForm = task  # type: ignore[assignment]  # mypy infers str for the tuple's elements
         cells.append(PaperCell("canonical", of, ADDED, canonical))
         cells.append(PaperCell("PrimalFormer", of, swept["all"][0], former, others=swept["all"][1:]))
         cells.append(PaperCell("Primal.+", of, swept["last"][0], plus, others=swept["last"][1:]))
@@ -235,7 +235,7 @@ def _primal() -> PaperTable:
 
 
 def features_of(cell: PaperCell, scale: Scale) -> str:
-    """How many features the kernel of a head has: Φ of k(q, k) = ⟨Φ(q), Φ(k)⟩; empty where that is not known."""
+    """Return the number of features Φ of a head's kernel k(q, k) = ⟨Φ(q), Φ(k)⟩; empty if unknown."""
     name, _, given = cell.form.kernel.partition(":")
     d = scale.d_model // scale.heads
     if cell.form.primal != "none" or name not in FEATURES:
@@ -247,10 +247,10 @@ FEATURES: dict[str, Callable[[int, int], str]] = {
     **dict.fromkeys(("exponential", "rbf", "intersection"), lambda _d, _given: "∞"),
     "linear": lambda d, _given: str(d),
     "polynomial": lambda d, _given: str(d * (d + 1) // 2),  # monomials of degree 2
-    "taylor": lambda d, order: str(comb(d + order, order)),  # monomials of degree `order` at most
+    "taylor": lambda d, order: str(comb(d + order, order)),  # monomials up to degree `order`
     "random-features": lambda _d, count: str(count),
 }
-"""Kernel → its feature dimension, from head_dim and its parameter."""
+"""Kernel → its feature dimension, as a function of head_dim and the kernel's parameter."""
 TABLES: dict[str, PaperTable] = {
     table.name: table for table in (_kernels(), _positions(), _order(), _values(), _dimension(), _primal())
 }

@@ -1,4 +1,4 @@
-"""Trains one model of the study: AdamW, warm-up and cosine, resumed from its last state, ended where it diverges."""
+"""Training of one model of the study: AdamW, warm-up and cosine, resumed from its last state, stopped on divergence."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ if TYPE_CHECKING:
     from attnlens.lab.study.tasks import Examples, StudyTask
 
 
-STATE = "state"  # the name of the state among the parts of a training run
+STATE = "state"  # name of the state among the stored parts of a training run
 
 
 @dataclass(frozen=True)
 class RunState:
-    """How far a run is."""
+    """Progress of a run."""
 
     step: int
     curve: list[tuple[int, float]]  # (step, validation loss)
-    best: dict[str, Tensor] = field(repr=False)  # the weights of the least validation loss so far
-    watched: list[dict[str, float]]  # what was read of the model at each step of the curve
-    seconds: float = 0.0  # in training so far
-    tokens: int = 0  # that it was trained on so far
-    problem: str = ""  # why it did not converge; empty where it did, or is not over
+    best: dict[str, Tensor] = field(repr=False)  # weights with the smallest validation loss so far
+    watched: list[dict[str, float]]  # measures of the model at each step of the curve
+    seconds: float = 0.0  # training time so far
+    tokens: int = 0  # number of training tokens so far
+    problem: str = ""  # reason for not converging; empty if it converged or is still running
 
     @classmethod
     def begun(cls, model: nn.Module, loss: float, read: dict[str, float]) -> RunState:
-        """The state before the first step."""
-        return cls(0, [(0, loss)], _copied(model), [read])
+        """Return the state before the first step."""
+        return cls(0, [(0, loss)], _copy_weights(model), [read])
 
     def looked(self, model: nn.Module, loss: float, read: dict[str, float], seconds: float) -> RunState:
-        """The state after a look at the validation loss."""
+        """Return the state updated with a validation loss and the measures read at it."""
         least = min((known for _, known in self.curve[1:]), default=math.inf)
-        best = _copied(model) if loss < least else self.best
+        best = _copy_weights(model) if loss < least else self.best
         curve, watched = [*self.curve, (self.step, loss)], [*self.watched, read]
         return replace(self, curve=curve, best=best, watched=watched, seconds=seconds)
 
 
-def _copied(model: nn.Module) -> dict[str, Tensor]:
+def _copy_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
 
 
 def save_state(store: Store, state: RunState, model: nn.Module, optimiser: Any) -> None:
-    """Keep everything that the rest of the run depends on."""
+    """Store everything the rest of the run depends on."""
     value = {
         "facts": {name: getattr(state, name) for name in ("step", "curve", "watched", "seconds", "tokens")},
         "random": torch.get_rng_state(),
         "random of the GPU": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "model": _copied(model),
+        "model": _copy_weights(model),
         "best": state.best,
         "moments": optimiser.state_dict()["state"],
     }
@@ -70,7 +70,7 @@ def save_state(store: Store, state: RunState, model: nn.Module, optimiser: Any) 
 
 
 def restored(store: Store, model: nn.Module, optimiser: Any) -> RunState | None:
-    """Put the kept state in its place, and return how far it is; None if there is none."""
+    """Restore model, optimiser and random state from the store; return the run's progress, None if none is stored."""
     value = store.load(STATE)
     if value is None:
         return None
@@ -84,38 +84,38 @@ def restored(store: Store, model: nn.Module, optimiser: Any) -> RunState | None:
     return RunState(facts["step"], curve, value["best"], facts["watched"], facts["seconds"], facts["tokens"])
 
 
-DECAY, CLIPPED = 0.01, 1.0  # AdamW's weight decay, and the norm that gradients are clipped to
-LAST = 0.05  # share of the learning rate that the cosine ends at
+DECAY, CLIPPED = 0.01, 1.0  # AdamW's weight decay, and the norm to which gradients are clipped
+LAST = 0.05  # final share of the learning rate, at the end of the cosine
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: what determines it, beside the model and the task."""
+    """Settings that determine one training run, besides the model and the task."""
 
-    rate: float  # the largest learning rate
+    rate: float  # peak learning rate
     steps: int
-    seed: int  # of the weights, the order of the data, and dropout
+    seed: int  # of weights, data order and dropout
     eta: float = 0.0  # weight of the primal layers' regulariser
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What came of a run."""
+    """Result of a run."""
 
     curve: tuple[tuple[int, float], ...]  # (step, validation loss in nats), the first before any step
-    watched: tuple[dict[str, float], ...]  # what was read of the model at each of these steps
-    problem: str  # why it did not converge; empty where it did
-    seconds: float  # in training steps alone
-    tokens: int  # predicted or read in training
+    watched: tuple[dict[str, float], ...]  # measures of the model at each of these steps
+    problem: str  # reason for not converging; empty if it converged
+    seconds: float  # in training steps only
+    tokens: int  # number of tokens predicted or read in training
 
     @property
     def loss(self) -> float:
-        """The smallest validation loss; infinite where it did not converge."""
+        """Smallest validation loss; infinite if the run did not converge."""
         return math.inf if self.problem else min(loss for _, loss in self.curve)
 
 
 Watcher = Callable[[int], dict[str, float]]
-"""What looks at the model after so many steps; what it reads is kept with the loss."""
+"""Callback that measures the model after a number of steps; its result is stored with the loss."""
 
 
 def train(
@@ -126,29 +126,29 @@ def train(
     state: Store | None = None,
     watch: Watcher = lambda _step: {},
 ) -> TrainedRun:
-    """Minimise the task's loss; `model` ends with the weights of least validation loss.
+    """Minimise the task's loss; `model` ends with the weights of the smallest validation loss.
 
-    Every look's state is kept in the store `state`, from which the same call goes on: the weights, AdamW's moments and
-    the random state, so that a run that was killed equals one that was not. A run ends where its loss is not a finite
-    number, or where it never predicts better than before its first step: "did not converge". Deterministic on a
-    CPU with one thread.
+    At every evaluation the weights, AdamW's moments and the random state are saved to the store `state`. The same call
+    resumes from them, so a killed run gives the same result as an uninterrupted one. A run has not converged if its
+    loss is not finite (it then stops) or never falls below the loss before the first step. Deterministic on a CPU
+    with one thread.
     """
     accelerator = accelerator_of()
     optimiser = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=DECAY)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
-        found = restored(state, model, optimiser) if state is not None else None
-        if found is None:
-            found = RunState.begun(model, mean_loss(task, model, "validation", scale.batch), watch(0))
+        latest = restored(state, model, optimiser) if state is not None else None
+        if latest is None:
+            latest = RunState.begun(model, mean_loss(task, model, "validation", scale.batch), watch(0))
         model, optimiser = accelerator.prepare(model, optimiser)
-        batches = islice(task.training(scale.batch, run.seed), found.step, None)
-        found = _descend(accelerator, model, optimiser, batches, run, scale, task, found, state, watch)
-    model.load_state_dict(found.best)
-    return TrainedRun(tuple(found.curve), tuple(found.watched), found.problem, found.seconds, found.tokens)
+        batches = islice(task.training(scale.batch, run.seed), latest.step, None)
+        latest = _descend(accelerator, model, optimiser, batches, run, scale, task, latest, state, watch)
+    model.load_state_dict(latest.best)
+    return TrainedRun(tuple(latest.curve), tuple(latest.watched), latest.problem, latest.seconds, latest.tokens)
 
 
 def accelerator_of() -> Any:
-    """What puts models on their device; raises UsageError where accelerate is missing."""
+    """Create the Accelerator that places models on their device; raises UsageError if accelerate is missing."""
     try:
         from accelerate import Accelerator
     except ImportError:
@@ -170,7 +170,7 @@ def _descend(
     state: Store | None,
     watch: Watcher,
 ) -> RunState:
-    """Steps from the state's own on; the state at the end."""
+    """Run the remaining steps from the state; return the final state."""
     looks = {round(run.steps * (number + 1) / scale.looks) for number in range(scale.looks)}
     start, before = time.perf_counter(), found.seconds
     for step in range(found.step + 1, run.steps + 1):
@@ -183,10 +183,10 @@ def _descend(
         if step not in looks:
             continue
         seconds = before + time.perf_counter() - start
-        reached = mean_loss(task, model, "validation", scale.batch)
-        if not math.isfinite(reached):
+        validation = mean_loss(task, model, "validation", scale.batch)
+        if not math.isfinite(validation):
             return replace(found, problem=f"its validation loss was no finite number at step {step}")
-        found = found.looked(model, reached, watch(step), seconds)
+        found = found.looked(model, validation, watch(step), seconds)
         if state is not None:
             save_state(state, found, model, optimiser)
         start, before = time.perf_counter(), found.seconds
@@ -197,7 +197,7 @@ def _descend(
 
 
 def step_of(accelerator: Any, model: nn.Module, optimiser: Any, batch: Examples, run: Run) -> tuple[float, int]:
-    """One step; its loss and how many tokens (of a class: sequences' own) it was trained on."""
+    """Run one step; return its loss and number of training tokens (for classification: tokens of the sequences)."""
     model.train()
     moved = batch.to(accelerator.device)
     with accelerator.autocast():
@@ -215,7 +215,7 @@ def step_of(accelerator: Any, model: nn.Module, optimiser: Any, batch: Examples,
 
 
 def shape(step: int, steps: int, warmup: float) -> float:
-    """The share of the learning rate at a step: a straight rise, then half a cosine down to LAST."""
+    """Compute the learning rate's factor at a step: linear warm-up, then half a cosine down to LAST."""
     rise = max(1, round(warmup * steps))
     if step <= rise:
         return step / rise
@@ -224,13 +224,13 @@ def shape(step: int, steps: int, warmup: float) -> float:
 
 
 def loss_of(model: nn.Module, batch: Examples) -> Tensor:
-    """The mean cross-entropy in nats, over targets that are to be predicted."""
+    """Compute the mean cross-entropy in nats over targets other than NOTHING."""
     logits = model(inputs=batch.inputs, kept=batch.kept, given=batch.given)
     return cross_entropy(logits, batch.targets) / (batch.targets != NOTHING).sum().clamp_min(1)
 
 
 def count_of(batch: Examples) -> int:
-    """How many tokens a batch is of: targets of a sequence, or the input's where a class is told."""
+    """Count the tokens of a batch: targets of a sequence, or input tokens for classification."""
     if batch.targets.dim() > 1:
         return int((batch.targets != NOTHING).sum())
     return int(batch.kept.sum()) if batch.kept is not None else batch.inputs.shape[0] * batch.inputs.shape[1]

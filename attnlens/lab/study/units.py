@@ -1,4 +1,4 @@
-"""Training runs as units of work: names, outcomes, saved models, and what their heads look like on the way."""
+"""Training runs as units of work: names, outcomes, saved models, and measures of their heads during training."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from attnlens.lab.study.cells import CellResult
 
 
-STEP = "step-{:06d}"  # the name of a step's folder, which `converge --checkpoints` reads the step of
+STEP = "step-{:06d}"  # folder name of a step, parsed by `converge --checkpoints`
 
 
 def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int) -> None:
-    """Write the model as it is after so many steps, with its tokenizer where it has one."""
+    """Write the model after so many steps, with its tokenizer if it has one."""
     from transformers import PreTrainedTokenizerFast
 
     place = folder / STEP.format(step)
@@ -62,24 +62,24 @@ def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int
 
 
 def save_cells(folder: Path, found: Sequence[CellResult], store: Store) -> None:
-    """Copy every cell's kept steps to `folder`/task/cell. Raises OutputError where they can't be written."""
-    for one in found:
-        kept = models_of(store, one.first_name)
-        place = folder / slug(one.task) / slug(one.cell.name)
-        make_folder(place.parent)
+    """Copy every cell's saved steps to `folder`/task/cell. Raises OutputError if they cannot be written."""
+    for result in found:
+        source = models_of(store, result.first_name)
+        destination = folder / slug(result.task) / slug(result.cell.name)
+        make_folder(destination.parent)
         try:
-            shutil.copytree(kept, place)
+            shutil.copytree(source, destination)
         except OSError as error:
-            raise unwritten_folder(place, error.strerror or str(error)) from None
+            raise unwritten_folder(destination, error.strerror or str(error)) from None
 
 
 def models_of(store: Store, name: str) -> Path:
-    """Return the folder in which the models of a unit are kept."""
+    """Return the folder with the saved models of a unit."""
     return Path(store.folder) / "models" / file_stem(name)
 
 
 def slug(name: str) -> str:
-    """The name as a folder is called: small letters, digits and hyphens."""
+    """Convert a name to a folder name of lower-case letters, digits, dots, plus signs and hyphens."""
     return re.sub(r"[^a-z0-9.+]+", "-", name.lower()).strip("-.") or "unnamed"
 
 
@@ -87,23 +87,23 @@ MEASURES = (
     *("weights.symmetry", "weights.positivity", "weights.effective_rank"),
     *("tokens.share_skew", "tokens.share_positive", "tokens.entropy", "tokens.max_weight", "tokens.effective_rank"),
 )
-"""Symmetry, definiteness, spectrum and how peaked rows are: of W_Q W_Kᵀ, and of log k on held-out sequences."""
+"""Symmetry, definiteness, spectrum and peakedness of rows: of W_Q W_Kᵀ, and of log k on held-out sequences."""
 DECIDED, COSINE = "selection.decided", "selection.projected_svm_cosine"
-"""Selection: the share of decided queries, and the cosine between a head and the SVM of its own choices."""
-SEQUENCES = 8  # that tokens.* are read on
+"""Selection: share of decided queries, and cosine between a head and the SVM of its own choices."""
+SEQUENCES = 8  # sequences on which tokens.* are measured
 
 
 def medians(model: KernelTransformer, batch: Examples) -> dict[str, float]:
-    """The median over all heads of each measure that has a value there; of a causal head shares have none.
+    """Compute the median over heads of each measure that has a value; shares have none for causal heads.
 
-    tokens.* are those of `inspect` with log k of the model's own kernel in the place of s⟨q, k⟩, so that they say what
-    its attention does, in the mean over held-out sequences; weights.* are of s W_Q W_Kᵀ, whatever the kernel. A kernel
-    that can be negative has no log k: of it weights.* alone are told, as of primal layers nothing is. The SVM of the
-    selection is that on queries and keys, of kernels that are functions of products alone and without a position bias.
+    tokens.* are those of `inspect`, averaged over held-out sequences, with log k of the model's own kernel instead of
+    s⟨q, k⟩, so they describe its attention. weights.* are of s W_Q W_Kᵀ, whatever the kernel. A kernel that can be
+    negative has no log k, so only weights.* are computed. Primal layers have no measures. The SVM of the selection is
+    posed on queries and keys, for kernels that depend on the inner product only and have no position bias.
     """
     sequences = [batch.single(row) for row in range(min(SEQUENCES, len(batch.inputs)))]
-    tokens = [_tokens(model, one) for one in sequences]
-    read = [_readings(_weights(model)), _selection(model, tokens), *(_readings(one) for one in tokens)]
+    tokens = [_record_tokens(model, one) for one in sequences]
+    read = [_measure(_weights(model)), _measure_selection(model, tokens), *(_measure(one) for one in tokens)]
     found: dict[str, list[Tensor]] = {}
     for readings in read:
         for name, value in readings.items():
@@ -112,8 +112,8 @@ def medians(model: KernelTransformer, batch: Examples) -> dict[str, float]:
     return {name: float(value.nanmedian()) for name, value in heads.items() if not bool(value.isnan().all())}
 
 
-def _readings(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
-    """Each measure of all heads, one after another."""
+def _measure(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
+    """Compute each measure of all heads, concatenated over modules."""
     found: dict[str, list[Tensor]] = {}
     for query_key in query_keys:
         for analyzer in registry.analyzers(("symmetry", "spectrum"), query_key.source):
@@ -124,8 +124,8 @@ def _readings(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
     return {name: torch.cat(values) for name, values in found.items()}
 
 
-def _selection(model: KernelTransformer, tokens: Sequence[Sequence[QueryKey]]) -> dict[str, Tensor]:
-    """How selection stands, of all heads of all modules, over all sequences."""
+def _measure_selection(model: KernelTransformer, tokens: Sequence[Sequence[QueryKey]]) -> dict[str, Tensor]:
+    """Compute the selection measures of all heads of all modules, over all sequences."""
     decided: list[float] = []
     cosines: list[float] = []
     for module, *queries in zip(_modules(model), *tokens, strict=True) if any(tokens) else ():
@@ -140,9 +140,9 @@ def _selection(model: KernelTransformer, tokens: Sequence[Sequence[QueryKey]]) -
 
 
 def _weights(model: KernelTransformer) -> Iterator[QueryKey]:
-    """s W_Q W_Kᵀ of every module with a kernel, in float64."""
+    """Yield s W_Q W_Kᵀ of every module with a kernel, in float64."""
     for layer, module in enumerate(_modules(model)):
-        query, key = (_of_heads(part.weight, module.heads) for part in (module.query, module.key or module.query))
+        query, key = (_split_heads(part.weight, module.heads) for part in (module.query, module.key or module.query))
         yield QueryKey(
             query=query,
             key=key,
@@ -154,14 +154,14 @@ def _weights(model: KernelTransformer) -> Iterator[QueryKey]:
         )
 
 
-def _of_heads(weight: Tensor, heads: int) -> Tensor:
-    """(outputs, inputs) of a linear map → (heads, inputs, head_dim)."""
+def _split_heads(weight: Tensor, heads: int) -> Tensor:
+    """Reshape a linear map's weight (outputs, inputs) to (heads, inputs, head_dim) in float64."""
     size = weight.shape[0] // heads
     return weight.detach().cpu().double().mT.reshape(-1, heads, size).transpose(0, 1)
 
 
-def _tokens(model: KernelTransformer, batch: Examples) -> list[QueryKey]:
-    """log k of every module on one sequence."""
+def _record_tokens(model: KernelTransformer, batch: Examples) -> list[QueryKey]:
+    """Compute log k of every module on one sequence; empty if a kernel can be negative."""
     if any(module.kernel.signed for module in _modules(model)):
         return []
     few = batch.to(next(model.parameters()).device)
@@ -182,24 +182,24 @@ def _modules(model: KernelTransformer) -> list[KernelAttention]:
 
 
 def _part(call: Call) -> Part:
-    assert isinstance(call.module, KernelAttention)  # noqa: S101  # no other module asks
+    assert isinstance(call.module, KernelAttention)  # noqa: S101  # only these modules call it
     return call.module.part
 
 
 @dataclass(frozen=True)
 class TrainingUnit:
-    """One training run of one form on one task."""
+    """Training run of one attention form on one task."""
 
     task: str
     form: AttentionForm
     scale: Scale
-    run: Run  # rate, steps, seed
-    tested: bool  # whether it is judged on the test set; runs that a rate is chosen by are not
-    watched: bool = False  # whether its heads are looked at while it is trained
-    kept: bool = False  # whether its model is kept at every look
+    run: Run  # learning rate, steps, seed
+    tested: bool  # whether it is scored on the test set; learning-rate search runs are not
+    watched: bool = False  # whether its heads are measured during training
+    kept: bool = False  # whether its model is saved at every evaluation
 
     def name(self, digest: str) -> str:
-        """Return the name of its unit of work, with a hash of what determines it; `digest` is of the task's data."""
+        """Return the unit's name, with a hash of everything that determines it; `digest` identifies the task's data."""
         facts = {
             "versions": versions(),
             "data": digest,
@@ -207,70 +207,70 @@ class TrainingUnit:
             "sizes": {name: value for name, value in asdict(self.scale).items() if name not in SEARCHED},
             "run": asdict(self.run),
             "what is done": [self.tested, self.watched, self.kept],
-        } | ({"device": "cuda"} if torch.cuda.is_available() else {})  # which rounds otherwise
+        } | ({"device": "cuda"} if torch.cuda.is_available() else {})  # GPUs round differently
         return f"{self.task} rate {self.run.rate} seed {self.run.seed} {key_of(facts)}"
 
 
 SEARCHED = ("rates", "seeds", "steps", "search_steps")
-"""Fields of a scale that say which runs there are, and nothing of any one of them."""
+"""Fields of a scale that determine the set of runs but not a single run."""
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What came of a unit."""
+    """Result of a unit."""
 
     curve: list[tuple[int, float]]
     """(step, validation loss in nats)."""
     watched: list[dict[str, float]]
-    """Medians over heads at these steps, by measure; empty where nothing was looked at."""
+    """Medians over heads at these steps, by measure; empty if heads were not measured."""
     problem: str
-    """Why it did not converge; empty where it did."""
+    """Reason for not converging; empty if the run converged."""
     scores: dict[str, float]
-    """On the test set; empty where it was not tested or did not converge."""
+    """Scores on the test set; empty if the run was not tested or did not converge."""
     parameters: int
-    """Of the model."""
+    """Number of parameters of the model."""
     kernel_parameters: int
-    """Of the projections of queries, keys and positions, of all layers."""
+    """Number of parameters in projections of queries, keys and positions, over all layers."""
     tokens: int
-    """That it was trained on."""
+    """Number of training tokens."""
     seconds: float
-    """Of training steps."""
+    """Seconds spent in training steps."""
 
     @property
     def loss(self) -> float:
-        """The least validation loss; infinite where it did not converge."""
+        """Smallest validation loss; infinite if the run did not converge."""
         return math.inf if self.problem else min(loss for _, loss in self.curve)
 
 
 def trained(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, Any]:
-    """Train a unit, on from its last look if it was killed; returns the fields of its RunOutcome."""
+    """Train a unit, resumed from its last saved state if any; return the fields of its RunOutcome."""
     name = unit.name(digest_of(task))
     model = model_of(unit, task)
-    held = task.held_out("validation", SEQUENCES)[0] if unit.watched else None
+    held_batch = task.held_out("validation", SEQUENCES)[0] if unit.watched else None
 
     def watch(step: int) -> dict[str, float]:
         if unit.kept:
             save_step(model, task, models_of(store, name), step)
-        return {} if held is None else medians(model, held)
+        return {} if held_batch is None else medians(model, held_batch)
 
-    found = train(model.core, task, unit.scale, unit.run, store.inside(name), watch)
-    scores = score(task, model.core, "test", unit.scale.batch) if unit.tested and not found.problem else {}
+    result = train(model.core, task, unit.scale, unit.run, store.inside(name), watch)
+    scores = score(task, model.core, "test", unit.scale.batch) if unit.tested and not result.problem else {}
     finite = all(math.isfinite(value) for value in scores.values())
     outcome = RunOutcome(
-        list(found.curve),
-        list(found.watched) if unit.watched else [],
-        found.problem if finite else "its loss on the test set is no finite number",
+        list(result.curve),
+        list(result.watched) if unit.watched else [],
+        result.problem if finite else "its loss on the test set is no finite number",
         scores if finite else {},
         sum(part.numel() for part in model.parameters()),
         sum(module.kernel_parameters for module in model.attentions()),
-        found.tokens,
-        found.seconds,
+        result.tokens,
+        result.seconds,
     )
     return asdict(outcome)
 
 
 def model_of(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
-    """The model that the unit begins with."""
+    """Build the unit's initial model."""
     scale = unit.scale
     config = KernelTransformerConfig(
         vocab_size=task.vocabulary,
@@ -291,7 +291,7 @@ def model_of(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
 
 
 def digest_of(task: StudyTask) -> str:
-    """What stands for a task's data: its files' hashes, or its name where it is built in, and its sizes."""
+    """Hash a task's name and sizes and the hashes of its files; built-in tasks have no files."""
     sizes = task.vocabulary, task.outputs, task.channels, task.length
     facts: list[Any] = [task.name, sorted(task.files.items()), *sizes]
     return sha256(json.dumps(facts).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Pictures with matplotlib: maps of layers × heads, fans of curves, overviews."""
+"""Pictures drawn with matplotlib: maps of layers × heads, fans of curves, overviews."""
 
 from attnlens.report.pictures.experiments import experiment_overview, experiment_panels
 from attnlens.report.pictures.maps import falls_far, fan_figure, map_figure, palette

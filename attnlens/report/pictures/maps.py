@@ -1,4 +1,4 @@
-"""Maps of layers × heads in colours, and fans of one curve per head."""
+"""Colour maps of layers × heads, and fans with one curve per head."""
 
 from __future__ import annotations
 
@@ -49,32 +49,32 @@ if TYPE_CHECKING:
 
 
 DEPTH = ListedColormap(colormaps["viridis"](np.linspace(0, 0.92, 256)), name="depth")
-"""Dark is the first layer, light the last; the lightest yellow is left out, which paper swallows."""
+"""Colours from dark (first layer) to light (last layer), without the lightest yellow, which is invisible on paper."""
 
 FORMULA, ASIDE = 24, 40
-"""Characters of a formula that fit under a small picture, and along the side of one on a page of its own."""
+"""Characters of a formula that fit under a small picture, and along the side of a picture on its own page."""
 
 WIDE_RANGE = 20.0
-"""How far the largest number must lie above the end of a falling median curve for the axis to be logarithmic."""
+"""Ratio of the largest number to the end of a falling median curve above which the axis is logarithmic."""
 
-PART_LINES = ("-", "--", ":")  # the medians of encoder, decoder and cross where they share axes
+PART_LINES = ("-", "--", ":")  # line styles of the medians of encoder, decoder and cross on shared axes
 
 
 def fan_figure(shapes: Shapes, name: str) -> Figure:
-    """One curve of every head, axes for each part of the model, with a caption."""
-    found = bands(shapes, name)
-    wide, gap = (4.9, 0.0) if len(found) == 1 else (2.9, 0.3)
-    page = 0.75 + len(found) * (wide + gap) - gap + 0.75
+    """Draw one curve per head, with one pair of axes per part of the model, and a caption."""
+    parts = bands(shapes, name)
+    wide, gap = (4.9, 0.0) if len(parts) == 1 else (2.9, 0.3)
+    page = 0.75 + len(parts) * (wide + gap) - gap + 0.75
     caption = curve_caption(shapes, name, int(page * 16))
     below = 0.6 + 0.14 * (caption.count("\n") + 1)
-    above = 0.45 if len(found) == 1 else 0.62
+    above = 0.45 if len(parts) == 1 else 0.62
     tall = 3.6 + below + above
     figure = new_figure(page, tall)
-    for number, band in enumerate(found):
+    for number, band in enumerate(parts):
         left = 0.75 + number * (wide + gap)
         axes = figure.add_axes((left / page, below / tall, wide / page, 3.6 / tall))
-        draw_fan(axes, shapes, name, part=band.part, bar=number == len(found) - 1)
-        if len(found) > 1:
+        draw_fan(axes, shapes, name, part=band.part, bar=number == len(parts) - 1)
+        if len(parts) > 1:
             axes.set_title(band.part)
         if number:
             axes.tick_params(labelleft=False)
@@ -91,16 +91,16 @@ def fan_figure(shapes: Shapes, name: str) -> Figure:
 
 
 def draw_fan(axes: Axes, shapes: Shapes, name: str, *, part: Part | None = None, bar: bool = True) -> None:
-    """The heads' curves in their layers' colours, of one part or of all.
+    """Draw the heads' curves in their layers' colours, for one part or for all.
 
-    Over those of one part the median (black) and the quartiles (dashed); where there are several, their medians.
+    One part also gets its median (black) and quartiles (dashed); several parts get only their medians.
     """
-    info, every = shapes.info(name), bands(shapes, name)
+    info, all_bands = shapes.info(name), bands(shapes, name)
     first = first_step(info)
-    shown = [band for band in every if part in (None, band.part)]
-    found = [(row, curve) for row, curve in shapes.curves[name] if part in (None, shapes.parts[row])]
+    shown = [band for band in all_bands if part in (None, band.part)]
+    lines = [(row, curve) for row, curve in shapes.curves[name] if part in (None, shapes.parts[row])]
     depth = Normalize(0, max(1, len(shapes.layers) - 1))
-    _draw_curves(axes, found, first, depth)
+    _draw_curves(axes, lines, first, depth)
     if len(shown) == 1:
         draw_band(axes, shown[0].quartiles, first)
     else:
@@ -108,8 +108,8 @@ def draw_fan(axes: Axes, shapes: Shapes, name: str, *, part: Part | None = None,
             label = f"{'' if band is not shown[0] else 'median: '}{band.part}"
             _draw_black(axes, first + np.arange(band.steps), band.quartiles[1], style, 1.4, label)
         legend_above(axes, len(shown), handlelength=2.2)
-    limit_values(axes, [curve for _, curve in shapes.curves[name]], [band.quartiles[1] for band in every])
-    limit_steps(axes, first, max(len(curve) for _, curve in found))
+    limit_values(axes, [curve for _, curve in shapes.curves[name]], [band.quartiles[1] for band in all_bands])
+    limit_steps(axes, first, max(len(curve) for _, curve in lines))
     axes.set_xlabel("index k" if info.steps == "index" else info.steps, labelpad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
     if bar:
@@ -119,8 +119,8 @@ def draw_fan(axes: Axes, shapes: Shapes, name: str, *, part: Part | None = None,
 def draw_lines(
     axes: Axes, lines: list[tuple[int, Float[np.ndarray, "steps 2"]]], depth: Normalize, opacity: tuple[float, ...]
 ) -> None:
-    """Lines through points, each in the colour of its layer; `opacity`: their sum over all lines, least and largest."""
-    # in a mixed order, so that the last layers do not cover the first; with a seed, so that the file stays the same
+    """Draw lines in the colour of their layers; `opacity`: sum over all lines, and least and largest of one line."""
+    # in random order, so that the last layers do not cover the first; seeded, so that the file is reproducible
     mixed = [lines[index] for index in np.random.default_rng(0).permutation(len(lines))]
     total, least, most = opacity
     axes.add_collection(
@@ -144,7 +144,7 @@ def _draw_curves(
 
 
 def draw_band(axes: Axes, quartiles: Float[np.ndarray, "3 steps"], first: int) -> None:
-    """The median as a black line, the quartiles dashed."""
+    """Draw the median as a solid black line and the quartiles dashed."""
     steps = first + np.arange(quartiles.shape[1])
     for line, (style, width) in zip(quartiles, (("--", 0.9), ("-", 1.6), ("--", 0.9)), strict=True):
         _draw_black(axes, steps, line, style, width)
@@ -158,13 +158,13 @@ def _draw_black(
     width: float,
     label: str = "",
 ) -> None:
-    """A black line with white around it, all white below all black: neighbours must not thin each other."""
+    """Draw a black line with a white border; all borders are below all black lines, so that neighbours stay intact."""
     axes.plot(steps, line, color="white", linewidth=width + 1.2, zorder=2)
     axes.plot(steps, line, color="black", linewidth=width, zorder=3, linestyle=style, label=label)
 
 
 def limit_steps(axes: Axes, first: int, count: int) -> None:
-    """The axis of `count` steps that begin at `first`."""
+    """Set the x axis to `count` steps starting at `first`."""
     axes.set_xlim(first, first + max(1, count - 1))
     steps = tick_positions(first + count, 7)
     axes.set_xticks([first, *(step for step in steps if step > first)])
@@ -173,13 +173,13 @@ def limit_steps(axes: Axes, first: int, count: int) -> None:
 def limit_values(
     axes: Axes, curves: list[Float[np.ndarray, " steps"]], medians: list[Float[np.ndarray, " steps"]]
 ) -> None:
-    """Room for all curves; a logarithmic axis where the medians fall far."""
+    """Set the y axis to include all curves; use a logarithmic scale if the medians fall far."""
     values = np.concatenate(curves)
     if falls_far(values, medians):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-        # rounding noise below a millionth of the largest would squeeze what can be seen
+        # values below a millionth of the largest are rounding noise and would squeeze the visible range
         axes.set_ylim(max(values[values > 0].min(), 1e-6 * values.max()) / 1.2, 1.2 * values.max())
     else:
         room = 0.04 * (values.max() - values.min()) or 0.5
@@ -188,13 +188,13 @@ def limit_values(
 
 
 def falls_far(values: Float[np.ndarray, " all"], medians: list[Float[np.ndarray, " steps"]]) -> bool:
-    """Whether the curves of these values, with these medians, want a logarithmic axis."""
+    """Check whether these values with these medians need a logarithmic axis."""
     falling = values.min() >= 0 and all(median[0] > median[-1] > 0 for median in medians)
     return bool(falling and values.max() > WIDE_RANGE * min(median[-1] for median in medians))
 
 
 def show_depths(axes: Axes, layers: Sequence[int], norm: Normalize, colour: str = "black") -> None:
-    """Which colour is which layer, in a bar beside the axes; one layer needs none."""
+    """Draw a colour bar of the layers next to the axes, unless there is only one layer."""
     if len(layers) == 1:
         return
     wide, high = size_in_points(axes)
@@ -213,15 +213,15 @@ THIRDS = 3
 
 @dataclass(frozen=True)
 class Depth:
-    """The heads of some neighbouring layers and their curves."""
+    """Heads of some neighbouring layers, with their curves."""
 
-    title: str  # `layers 0–3`, or the part where the model has several
-    rows: tuple[int, ...]  # the layers' rows in `Shapes.layers`
-    curves: list[tuple[int, Float[np.ndarray, " steps"]]]  # for each head its row and its numbers
+    title: str  # `layers 0–3`, or the part if the model has several
+    rows: tuple[int, ...]  # rows of the layers in `Shapes.layers`
+    curves: list[tuple[int, Float[np.ndarray, " steps"]]]  # layer row and curve of each head
 
     @property
     def quartiles(self) -> Float[np.ndarray, "3 steps"]:
-        """Lower quartile, median and upper quartile over the heads whose curves are as long as most are."""
+        """Lower quartile, median and upper quartile over heads whose curves have at least the most common length."""
         found: Float[np.ndarray, "3 steps"] = np.percentile(
             long_enough([curve for _, curve in self.curves]), [25, 50, 75], axis=0
         )
@@ -229,21 +229,21 @@ class Depth:
 
     @property
     def note(self) -> str:
-        """Where the median starts, with its quartiles: Chen et al.'s number at index 0."""
+        """Start of the median with its quartiles: Chen et al.'s number at index 0."""
         low, middle, high = (typeset(float(value), 2) for value in self.quartiles[:, 0])
         return f"starts at {middle} (quartiles {low} to {high}), {counted(len(self.curves), 'head')}"
 
 
 def depths(shapes: Shapes, name: str) -> list[Depth]:
-    """The thirds of the layers that have the curve; of a model with several parts its parts, which see other inputs."""
-    there = sorted({row for row, _ in shapes.curves[name]})
+    """Group the curve's layers into thirds, or by part if the model has several, since these see different inputs."""
+    rows_with_curve = sorted({row for row, _ in shapes.curves[name]})
     groups: dict[str, list[int]]
-    parts = list(dict.fromkeys(shapes.parts[row] for row in there))
+    parts = list(dict.fromkeys(shapes.parts[row] for row in rows_with_curve))
     if len(parts) > 1:
-        groups = {part: [row for row in there if shapes.parts[row] == part] for part in parts}
+        groups = {part: [row for row in rows_with_curve if shapes.parts[row] == part] for part in parts}
     else:
-        split = [list(map(int, rows)) for rows in np.array_split(there, min(THIRDS, len(there)))]
-        groups = {_title(shapes, rows): rows for rows in split}
+        split = [list(map(int, rows)) for rows in np.array_split(rows_with_curve, min(THIRDS, len(rows_with_curve)))]
+        groups = {_depth_title(shapes, rows): rows for rows in split}
     return [
         Depth(title, tuple(rows), [(row, curve) for row, curve in shapes.curves[name] if row in rows])
         for title, rows in groups.items()
@@ -251,38 +251,38 @@ def depths(shapes: Shapes, name: str) -> list[Depth]:
 
 
 def draw_depth(axes: Axes, *, shapes: Shapes, name: str, number: int, bar: bool) -> None:
-    """One group's heads in their layers' colours, its median and quartiles, and dotted the other groups' medians.
+    """Draw one group's heads in layer colours, its median and quartiles, and the other groups' medians dotted.
 
-    All groups share both axes; `bar` adds the colours' meaning.
+    All groups share both axes; `bar` adds the colour bar of the layers.
     """
-    found, info = depths(shapes, name), shapes.info(name)
+    groups, info = depths(shapes, name), shapes.info(name)
     first, depth = first_step(info), Normalize(0, max(1, len(shapes.layers) - 1))
-    _draw_curves(axes, found[number].curves, first, depth)
-    for other in (group for group in found if group is not found[number]):
+    _draw_curves(axes, groups[number].curves, first, depth)
+    for other in (group for group in groups if group is not groups[number]):
         median = other.quartiles[1]
         colour = DEPTH(depth(float(np.mean(other.rows))))
         steps = first + np.arange(len(median))
         axes.plot(steps, median, color="white", linewidth=2.7, zorder=2)
         axes.plot(steps, median, color=colour, linewidth=1.5, linestyle=":", zorder=2.5)
-    draw_band(axes, found[number].quartiles, first)
+    draw_band(axes, groups[number].quartiles, first)
     if number == 0:
-        # what the black lines are
+        # legend of the black and dotted lines
         handles = [
             Line2D([], [], color="black", label="median"),
             Line2D([], [], color="black", linestyle="--", label="quartiles"),
-            *([Line2D([], [], color=MUTED, linestyle=":", label="other groups' medians")] if (len(found) > 1) else []),
+            *([Line2D([], [], color=MUTED, linestyle=":", label="other groups' medians")] if (len(groups) > 1) else []),
         ]
         axes.legend(handles=handles, loc="lower right", frameon=False, fontsize=6.5, handlelength=2.6)
-    every = [curve for _, curve in shapes.curves[name]]
-    limit_values(axes, every, [group.quartiles[1] for group in found])
-    limit_steps(axes, first, max(map(len, every)))
+    curves = [curve for _, curve in shapes.curves[name]]
+    limit_values(axes, curves, [group.quartiles[1] for group in groups])
+    limit_steps(axes, first, max(map(len, curves)))
     axes.set_xlabel("index k" if info.steps == "index" else info.steps, labelpad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
     if bar:
         show_depths(axes, shapes.layers, depth)
 
 
-def _title(shapes: Shapes, rows: list[int]) -> str:
+def _depth_title(shapes: Shapes, rows: list[int]) -> str:
     first, last = shapes.layers[rows[0]], shapes.layers[rows[-1]]
     return f"layer {first}" if first == last else f"layers {first}–{last}"
 
@@ -297,7 +297,7 @@ def heat_map(
     *,
     named: bool,
 ) -> Colorbar:
-    """Draw the map; its colour bar. `colours`: the map, its norm, which ends of it are cut."""
+    """Draw a colour map and return its colour bar. `colours`: colour map, norm, and which ends are cut."""
     colour_map, norm, extend = colours
     masked = np.ma.masked_invalid(values)
     image = axes.imshow(masked, cmap=colour_map, norm=norm, aspect="auto", interpolation="nearest", zorder=1)
@@ -316,12 +316,12 @@ def heat_map(
 
 
 def hatch(axes: Axes, cells: Bool[np.ndarray, "layers heads"], pattern: str) -> None:
-    """Hatch these cells; neighbours in a row share a rectangle, so that 5,000 heads stay a small file."""
+    """Hatch the cells; neighbours in a row share a rectangle, so that a file with 5,000 heads stays small."""
     for row, hatched in enumerate(cells):
         start = 0
-        for found, run in groupby(hatched):
+        for is_hatched, run in groupby(hatched):
             length = len(list(run))
-            if found:
+            if is_hatched:
                 corner = (start - 0.5, row - 0.5)
                 patch = Rectangle(corner, length, 1, facecolor=MISSING, edgecolor=MUTED, hatch=pattern, linewidth=0)
                 patch.set_zorder(0.9)
@@ -329,26 +329,26 @@ def hatch(axes: Axes, cells: Bool[np.ndarray, "layers heads"], pattern: str) -> 
             start += length
 
 
-CELL = 0.42  # side of a cell in inches, where the page has room for it
+CELL = 0.42  # side of a cell in inches, if the page has room
 
-SAME = 1e-6  # relative spread up to which all heads have one colour
+SAME = 1e-6  # relative spread up to which all heads get one colour
 
-STEPS = 64  # colours by which a page that draws its own maps is told a colour map
+STEPS = 64  # samples of a colour map passed to pages that draw their own maps
 
 
 @dataclass(frozen=True)
 class Palette:
-    """The colours of a map, for what draws it without matplotlib."""
+    """Colours of a map, for renderers without matplotlib."""
 
     name: str
-    colours: tuple[str, ...]  # from its low end to its high end, evenly spaced; of categories, each one's
-    low: float  # what its low end stands for
-    high: float  # what its high end stands for
-    cut: str  # which ends stand for all that is beyond, too: neither, min, max, both
+    colours: tuple[str, ...]  # evenly spaced from the low to the high end, or one per category
+    low: float  # value of the low end
+    high: float  # value of the high end
+    cut: str  # ends that also represent all values beyond: neither, min, max, both
 
 
 def map_figure(shapes: Shapes, name: str) -> Figure:
-    """One measure over the whole model, with colour bar, numbers where they fit, and a caption."""
+    """Draw one measure over the whole model, with colour bar, numbers if they fit, and a caption."""
     reading = shapes.readings[name]
     width = float(np.clip(CELL * len(shapes.heads), 3.4, 8))
     height = float(np.clip(CELL * len(shapes.layers), 1.6, 8))
@@ -366,14 +366,14 @@ def map_figure(shapes: Shapes, name: str) -> Figure:
     figure.text(0.65 / page, (below - 0.42) / tall, caption, fontsize=6.8, va="top", color=MUTED, linespacing=1.35)
     if not reading.full:
         patch = Patch(facecolor=MISSING, edgecolor=MUTED, hatch="/////", linewidth=0.4, label="no value")
-        # on the line of the axis' name, between the numbers above and the caption below
+        # at the height of the axis label, between the numbers above and the caption below
         place = (1, -0.27 / height)
         axes.legend(handles=[patch], loc="center right", bbox_to_anchor=place, frameon=False, fontsize=7, borderpad=0)
     return figure
 
 
 def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, named: bool = True) -> None:
-    """The map in the axes: row = layer, layer 0 at the top, column = head; heads without a value are hatched."""
+    """Draw the map: row = layer, layer 0 at the top, column = head; heads without a value are hatched."""
     bar = heat_map(axes, reading.values, shapes.layers, shapes.heads, shapes.parts, scale(reading), named=named)
     if reading.labels:
         names = reading.labels | dict(enumerate(reading.info.labels))
@@ -388,10 +388,10 @@ def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, named: bool = T
 
 
 def scale(reading: MeasureMap) -> tuple[Colormap, Normalize, str]:
-    """Colours, their norm, and which ends are cut: a diverging map centred at 0 where values can be negative.
+    """Choose colours, norm and cut ends of a map; it diverges from 0 if values can be negative.
 
-    Values far outside what the other heads show (beyond the 1st–99th percentile by more than its width) are drawn in
-    the last colour, and the colour bar says so with an arrow: one head must not turn the others into one shade.
+    Values beyond the 1st–99th percentile by more than its width get the last colour, and the colour bar marks that end
+    with an arrow, so that one head does not give all others the same shade.
     """
     if reading.labels:
         highest = max(max(reading.labels), len(reading.info.labels) - 1)
@@ -401,14 +401,14 @@ def scale(reading: MeasureMap) -> tuple[Colormap, Normalize, str]:
     if reading.signed:
         half = max(abs(low), abs(high)) or 1.0
         return colormaps["RdBu_r"], CenteredNorm(0, half), extend
-    # a spread near the report's nine digits is rounding, and no reason to use all colours
+    # reports have nine digits: a relative spread near that is rounding, which must not span all colours
     if high - low <= SAME * abs(high):
         low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
     return colormaps["viridis"], Normalize(low, high), extend
 
 
 def palette(reading: MeasureMap) -> Palette:
-    """The same as colours and limits."""
+    """Return the colours and limits of `scale` as a Palette."""
     colours, norm, extend = scale(reading)
     steps = colours.N if isinstance(norm, BoundaryNorm) else STEPS
     samples = tuple(to_hex(colour) for colour in colours(np.linspace(0, 1, steps)))
@@ -416,7 +416,7 @@ def palette(reading: MeasureMap) -> Palette:
 
 
 def null_mark(reading: MeasureMap) -> str:
-    """Where the null's mean stands on the colour bar, in words; empty where there is no null."""
+    """Describe where the null's mean is on the colour bar; empty without a null."""
     norm = scale(reading)[1]
     if reading.null is None or norm.vmin is None or norm.vmax is None:
         return ""
@@ -426,13 +426,13 @@ def null_mark(reading: MeasureMap) -> str:
 
 
 def write_numbers(axes: Axes, reading: MeasureMap, size: float = 6.5) -> None:
-    """The value in every cell, where every cell has room for it."""
+    """Write the value in every cell, if all of them fit."""
     if reading.labels:
         return
     rows, columns = reading.values.shape
     wide, high = size_in_points(axes)
     full = decimals_for(reading.present)
-    # fewer decimals than in a table are better than no numbers
+    # fewer decimals than in the table are better than no numbers
     for decimals in range(full, min(2, full) - 1, -1):
         texts = {at: typeset(value, decimals) for at, value in np.ndenumerate(reading.values) if not np.isnan(value)}
         if wide / columns >= 0.62 * size * max(map(len, texts.values())) + 3 and high / rows >= 1.5 * size:
@@ -442,7 +442,7 @@ def write_numbers(axes: Axes, reading: MeasureMap, size: float = 6.5) -> None:
     colours, norm, _ = scale(reading)
     for (row, column), text in texts.items():
         red, green, blue, _ = colours(norm(reading.values[row, column]))
-        ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"
+        ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"  # luma
         axes.text(column, row, text, ha="center", va="center", fontsize=size, color=ink)
 
 
@@ -456,7 +456,7 @@ def _limits(reading: MeasureMap) -> tuple[float, float, str]:
 
 
 def _mark_null(place: Axes, mean: float, sd: float) -> None:
-    """The null as an error bar on the colour bar: its mean across, ± sd upright; white around it, for dark colours."""
+    """Draw the null on the colour bar: mean as a horizontal line, ± sd as a vertical one, with a white border."""
     low, high = place.get_ylim()
     if low <= mean <= high:
         reach = [max(low, mean - sd), min(high, mean + sd)]

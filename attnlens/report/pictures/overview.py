@@ -1,4 +1,4 @@
-"""The overview of a report: its maps, shares, margins of selection and curves on one page."""
+"""Overview of a report: maps, shares, margins of selection and curves on one page."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ if TYPE_CHECKING:
 
     from attnlens.records import Report, Selection
 
-CROWDED = 24  # layers beyond which they touch: the gaps between thinner ones would be all that one sees
+CROWDED = 24  # number of layers above which they touch, since gaps between thinner ones would dominate
 
 
 def draw_shares(axes: Axes, shapes: Shapes, whole: str, *, named: bool = True) -> None:
-    """A line a head, of its parts, which sum to 1; a layer's heads by their first part. Without a value: hatched."""
+    """Draw one line per head of its parts, which sum to 1, sorted by the first part per layer; hatch missing values."""
     names = shapes.shares[whole]
     height = 1.0 if len(shapes.layers) > CROWDED else 0.86
-    ends, parts, empty = _stacked(shapes, names, height)
+    ends, parts, empty = _stack_shares(shapes, names, height)
     left = np.zeros(len(ends))
     for (label, colour), part in zip(named_parts(names), parts, strict=True):
         axes.fill_betweenx(ends, left, left + part, step="post", color=colour, label=label, linewidth=0)
@@ -72,18 +72,18 @@ def draw_shares(axes: Axes, shapes: Shapes, whole: str, *, named: bool = True) -
 
 
 def named_parts(names: Sequence[str]) -> list[tuple[str, str]]:
-    """What each part of a whole is called, without the words that all begin with, and its colour."""
+    """Return the label of each part, without the words shared by all, and its colour."""
     shared = os.path.commonprefix([title_of(name) for name in names])  # noqa: RUF071  # titles, not paths
     labels = [title_of(name)[shared.rfind(" ") + 1 :] for name in names]
     return [(label, PART_COLOURS.get(label, CATEGORIES[n % len(CATEGORIES)])) for n, label in enumerate(labels)]
 
 
-def _stacked(
+def _stack_shares(
     shapes: Shapes, names: list[str], height: float
 ) -> tuple[Float[np.ndarray, " ends"], Float[np.ndarray, "parts ends"], list[int]]:
-    """Where down the side each head's line begins, what its parts are, and which layers have no head with all parts.
+    """Return the vertical start of each head's line, its parts, and the layers with no head that has all parts.
 
-    After a layer's last line stands its lower end, and then NaN, which separates it from the next layer.
+    The last line of a layer is followed by its lower end and then NaN, which separates it from the next layer.
     """
     stack = np.stack([shapes.readings[name].values for name in names])
     ends: list[float] = []
@@ -101,8 +101,8 @@ def _stacked(
 
 
 def has_all(shapes: Shapes, names: list[str]) -> bool:
-    """Whether every layer has a head with all of these parts."""
-    return not _stacked(shapes, names, 1.0)[2]
+    """Check whether every layer has a head with all of these parts."""
+    return not _stack_shares(shapes, names, 1.0)[2]
 
 
 MARGINS_WIDTH, MARGINS_HEIGHT = 6.2, 4.7
@@ -115,17 +115,17 @@ CAPTION = (
 
 
 def margins_figure(report: Report, found: Selection) -> Figure:
-    """The sorted margins of one head (blue), of its null heads (grey), and the best least margin (dashed)."""
+    """Draw the sorted margins of one head (blue) and its null heads (grey), and the best least margin (dashed)."""
     figure = new_figure(MARGINS_WIDTH, MARGINS_HEIGHT)
     axes = figure.add_axes((0.1, 0.28, 0.86, 0.59))
-    # lines over the share of queries with at most that margin
+    # x: share of queries with at most that margin
     for number, margins in enumerate(found.null_margins):
-        axes.plot(*_sorted(margins), color="#aaaaaa", linewidth=0.8, label="_" * bool(number) + "null heads")
-    own = [pick.margin for pick in found.picks]
-    axes.plot(*_sorted(own), color=CATEGORIES[0], linewidth=1.8, label="the head")
+        axes.plot(*_sort_margins(margins), color="#aaaaaa", linewidth=0.8, label="_" * bool(number) + "null heads")
+    head_margins = [pick.margin for pick in found.picks]
+    axes.plot(*_sort_margins(head_margins), color=CATEGORIES[0], linewidth=1.8, label="the head")
     axes.axhline(1, color=INK, linewidth=0.8, linestyle="--", label="best least margin, 1/‖W_mm‖")
-    every = [margin for line in [own, *found.null_margins] for margin in line]
-    if min(every) > 0 and max(every) > 0:
+    all_margins = [margin for line in [head_margins, *found.null_margins] for margin in line]
+    if min(all_margins) > 0 and max(all_margins) > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -143,31 +143,31 @@ def margins_figure(report: Report, found: Selection) -> Figure:
     return figure
 
 
-def _sorted(margins: list[float]) -> tuple[np.ndarray, np.ndarray]:
+def _sort_margins(margins: list[float]) -> tuple[np.ndarray, np.ndarray]:
     values = np.sort(np.asarray(margins, dtype=float))
     return np.arange(1, len(values) + 1) / len(values), values
 
 
 ACROSS = 3
-NOTE = 54  # characters that fit into the line under a panel's title
+NOTE = 54  # characters that fit under a panel's title
 WIDTH, HEIGHT = 10.0, 7.2
-RIGHT = 0.968  # where the last column's colour bar, with its numbers, ends
+RIGHT = 0.968  # right end of the last column's colour bar including its numbers
 
 
 @dataclass(frozen=True)
 class MeasurePanel:
-    """A panel of the overview: one measure, curve or whole."""
+    """Panel of the overview: one measure, curve or whole."""
 
-    name: str  # the measure, curve or whole that it shows
-    note: str  # the line under its title: null or error
-    draw: Callable[..., None]  # draws it into axes; `named` says whether the layers' axis is named
-    hatched: bool = False  # whether some of its cells have no value
-    title: str = ""  # what stands over it; empty: its name
-    section: str = ""  # what stands over its row; empty: where its numbers come from
+    name: str  # measure, curve or whole that is drawn
+    note: str  # line under its title: null or error
+    draw: Callable[..., None]  # draws into axes; `named`: whether to label the layers' axis
+    hatched: bool = False  # whether some cells have no value
+    title: str = ""  # title above it; empty: its name
+    section: str = ""  # heading above its row; empty: the source of its numbers
 
 
 def overview_figure(shapes: Shapes) -> Figure:
-    """A page of up to six pictures: a row for each source, or both rows for a single one."""
+    """Draw a page of up to six pictures: one row per source, or two rows for a single source."""
     rows = page_rows(shapes)
     if not rows:
         raise UsageError("No measure differs between heads: there is nothing to draw.", "Use --json or --csv.")
@@ -185,7 +185,7 @@ def overview_figure(shapes: Shapes) -> Figure:
         ceiling = height - 0.75 - number * block
         before = "" if number == 0 else group_of(shapes.info(rows[number - 1][0].name))
         if group_of(shapes.info(row[0].name)) != before:
-            # what the row below rests on, over a hairline
+            # the source of the row below, above a thin line
             rests_on = fitted(row[0].section or source_heading(shapes, row[0].name), 120)
             place = 0.055, (ceiling - 0.13) / height
             figure.text(*place, rests_on, fontsize=8.5, color=MUTED, style="italic", va="center")
@@ -200,41 +200,41 @@ def overview_figure(shapes: Shapes) -> Figure:
 
 
 def page_rows(shapes: Shapes) -> list[list[MeasurePanel]]:
-    """Which pictures stand where: for two sources a row each, for one source two rows where it has enough to show.
+    """Arrange the panels in rows: one row per source, or two rows for a single source if it has enough to show.
 
-    Where the one source has a curve that is to be seen by depth, its thirds are the first row, and maps the second;
-    where it has numbers of two spaces, these are the rows.
+    If the single source has a curve to be shown by depth, its thirds form the first row and maps the second. If it has
+    measures of two spaces, each space forms a row.
     """
     names = [*shapes.readings, *shapes.curves]
     sources = list(dict.fromkeys(source_of(name) for name in names))
-    groups = [_apart(shapes, [name for name in names if source_of(name) == source]) for source in sources]
+    groups = [_split_by_space(shapes, [name for name in names if source_of(name) == source]) for source in sources]
     if len(sources) > 1:
-        return [row for spaces in groups[:2] if (row := _panels(shapes, spaces[0], ACROSS))]
+        return [row for spaces in groups[:2] if (row := _choose_panels(shapes, spaces[0], ACROSS))]
     if deep := [name for name in shapes.curves if shapes.info(name).by_depth]:
-        return [row for row in (_depth_panels(shapes, deep[0]), _maps(shapes)) if row]
+        return [row for row in (_depth_panels(shapes, deep[0]), _map_panels(shapes)) if row]
     if len(groups[0]) > 1:
-        return [row for space in groups[0][:2] if (row := _panels(shapes, space, ACROSS))]
-    panels = _panels(shapes, groups[0][0], 2 * ACROSS)
+        return [row for space in groups[0][:2] if (row := _choose_panels(shapes, space, ACROSS))]
+    panels = _choose_panels(shapes, groups[0][0], 2 * ACROSS)
     return [row for row in (panels[:ACROSS], panels[ACROSS:]) if row]
 
 
-def _apart(shapes: Shapes, names: list[str]) -> list[list[str]]:
-    """One source's measures and curves, space by space where there are several; those of none are with the first."""
+def _split_by_space(shapes: Shapes, names: list[str]) -> list[list[str]]:
+    """Split one source's measures and curves by space; those without a space join the first."""
     spaces = list(dict.fromkeys(space for name in names if (space := shapes.info(name).space))) or [""]
     return [[name for name in names if (shapes.info(name).space or spaces[0]) == space] for space in spaces]
 
 
-def _panels(shapes: Shapes, names: list[str], room: int) -> list[MeasurePanel]:
-    """The first shares, then maps, then the first curves, as many as there is room for; every kind gets its place.
+def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[MeasurePanel]:
+    """Choose panels: the first shares, then maps, then the first curves, up to `room`; each kind gets a place.
 
-    Where there is room for more maps than there are, the parts of the shares get theirs.
+    If there is room for more maps than measures, the parts of the shares fill it.
     """
     of_source = {name: shapes.readings[name] for name in names if name in shapes.readings}
     wholes = [whole for whole, parts in shapes.shares.items() if parts[0] in of_source][:1]
     parts = {name for whole in wholes for name in shapes.shares[whole]}
     curves = [name for name in names if name in shapes.curves][: max(1, room // ACROSS)]
     shown = [name for name, reading in of_source.items() if name not in parts and not reading.constant]
-    # but for headlines, a measure that cannot be told from chance gives its place to one that can
+    # except for headlines, measures that cannot be distinguished from chance come last
     maps = sorted(shown, key=lambda name: not of_source[name].info.headline and of_source[name].chance)
     maps = [*maps, *(name for name in of_source if name in parts)][: room - len(wholes) - len(curves)]
     return [
@@ -250,23 +250,23 @@ def _panels(shapes: Shapes, names: list[str], room: int) -> list[MeasurePanel]:
 
 
 def _depth_panels(shapes: Shapes, name: str) -> list[MeasurePanel]:
-    found = depths(shapes, name)
+    groups = depths(shapes, name)
     section = f"{source_of(name)} – {clean(shapes.info(name).meaning)}"
     return [
         MeasurePanel(
             name,
             group.note,
             partial(
-                _draw_curves, draw=partial(draw_depth, number=number, bar=group is found[-1]), shapes=shapes, name=name
+                _draw_curves, draw=partial(draw_depth, number=number, bar=group is groups[-1]), shapes=shapes, name=name
             ),
             title=group.title,
             section=section,
         )
-        for number, group in enumerate(found)
+        for number, group in enumerate(groups)
     ]
 
 
-def _maps(shapes: Shapes) -> list[MeasurePanel]:
+def _map_panels(shapes: Shapes) -> list[MeasurePanel]:
     parts = {name for names in shapes.shares.values() for name in names}
     shown = [reading for name, reading in shapes.readings.items() if name not in parts and not reading.constant]
     return [_map_panel(shapes, reading) for reading in shown[:ACROSS]]
@@ -285,7 +285,7 @@ def _map_panel(shapes: Shapes, reading: MeasureMap) -> MeasurePanel:
 
 
 def _draw_curves(axes: Axes, *, draw: Callable[..., None], shapes: Shapes, name: str, named: bool) -> None:
-    """Draw, and name the values not along the side, where the colour bar of the picture beside it stands."""
+    """Draw curves and name their value on the x axis, because the previous picture's colour bar occupies the side."""
     draw(axes, shapes=shapes, name=name)
     info = shapes.info(name)
     formula = clean(info.formula)

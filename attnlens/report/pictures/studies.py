@@ -1,4 +1,4 @@
-"""Pictures of a study (what each cell reached and how it learned) and of a comparison of two models."""
+"""Pictures of a study (results and learning curves of each cell) and of a comparison of two models."""
 
 from __future__ import annotations
 
@@ -33,40 +33,40 @@ if TYPE_CHECKING:
     from attnlens.records import Comparison, Report
 
 
-LEAST_Q = 1e-20  # what is surer stands at the top of the picture
-WHOLE_RANGE = 1e6  # from the largest distance down: what is smaller has the last colour
+LEAST_Q = 1e-20  # smaller q are drawn at the top of the picture
+WHOLE_RANGE = 1e6  # ratio of the largest to the smallest distance with its own colour; smaller ones get the last colour
 
 
 def comparison_overview(report: Report) -> Figure:
-    """Both panels on a page."""
-    found = _comparison(report)
-    facts = (f"against {found.base.title}", clean(report.coverage.sentence))
+    """Draw both panels of a comparison on one page."""
+    comparison = _comparison(report)
+    facts = (f"against {comparison.base.title}", clean(report.coverage.sentence))
     made = (clean(report.settings.fed), f"{clean(report.tool.name)} {clean(report.tool.version)}")
     return panels_overview(comparison_panels(report), report.model.title, facts, made)
 
 
 def comparison_panels(report: Report) -> list[Panel]:
-    """A map of the distance that tells most of where heads differ, and a volcano of all measures."""
-    found = _comparison(report)
-    if not found.rows:
+    """Build a map of the most informative distance between heads and a volcano plot of all measures."""
+    comparison = _comparison(report)
+    if not comparison.rows:
         return []
     panels = []
-    for name in worth(found)[:1]:
+    for name in worth(comparison)[:1]:
         title = f"where heads differ: {LOCAL[name]}"
         note = "dots: named; hatched: no change at all"
         caption = "Logarithmic colours; of a KL each head's mean over queries and windows, in nats."
-        rows = len({row.layer for row in found.rows})
-        draw = partial(_draw_map, found=found, name=name)
+        rows = len({row.layer for row in comparison.rows})
+        draw = partial(_draw_map, found=comparison, name=name)
         panels.append(Panel("differences", title, note, caption, draw, rows, bar=True))
     caption = "One dot a head and measure; size in interquartile ranges of the measure over the first model's heads."
-    panels.append(Panel("volcano", "size against certainty", "", caption, partial(_draw_volcano, found=found)))
+    panels.append(Panel("volcano", "size against certainty", "", caption, partial(_draw_volcano, found=comparison)))
     return panels
 
 
 def _comparison(report: Report) -> Comparison:
-    found = report.comparison
-    assert found is not None  # noqa: S101
-    return found
+    comparison = report.comparison
+    assert comparison is not None  # noqa: S101
+    return comparison
 
 
 def _draw_map(axes: Axes, found: Comparison, name: str) -> None:
@@ -117,35 +117,35 @@ def _draw_volcano(axes: Axes, found: Comparison) -> None:
     legend_above(axes, 4)
 
 
-NAME, LETTER = 34, 0.055  # most characters of a row's name, and inches of one
+NAME, LETTER = 34, 0.055  # largest number of characters in a row's name, and width of one in inches
 OWN, OTHER = CATEGORIES[0], CATEGORIES[2]
-WIDE = 3  # times the least perplexity, from which on the axis is logarithmic
+WIDE = 3  # ratio of largest to smallest perplexity above which the axis is logarithmic
 DASHES = ("-", "--", ":", "-.")
 
 
 def study_overview(report: Report) -> Figure:
-    """Every task's cells and curves, two panels a row."""
+    """Draw the results and learning curves of every task on one page, two panels per row."""
     facts = [f"{study.name}: scale {study.scale}, {counted(len(study.cells), 'cell')}" for study in report.studies]
     panels = [panel for panel in study_panels(report) if panel.stem.endswith(("-reached", "-learned"))]
     return panels_overview(panels, title(report), facts, dict.fromkeys(study.source for study in report.studies))
 
 
 def study_panels(report: Report) -> list[Panel]:
-    """Two a task: what was reached, and the validation loss while it was trained."""
-    found = []
+    """Build two panels per task, results and validation loss during training, and one per measure of its heads."""
+    panels = []
     for study in report.studies:
         for task in study.tasks:
             cells = [cell for cell in study.cells if cell.task == task.name]
             stem = f"{study.name}-{task.form}-{task.name}".replace(" ", "-").lower()
             left = 0.25 + LETTER * max(len(shortened(clean(cell.name), NAME)) for cell in cells)
-            found += [
+            panels += [
                 Panel(
                     f"{stem}-reached",
                     f"{task.name}: {task.metric}",
                     "dots: seeds · bar: mean ± se",
                     f"{study.question} {study.source}"
                     + (f"; published on {task.published}." if task.published else "."),
-                    partial(_reached, task=task, cells=cells),
+                    partial(_draw_results, task=task, cells=cells),
                     rows=max(6, 2 * len(cells)),
                     left=left,
                 ),
@@ -154,37 +154,37 @@ def study_panels(report: Report) -> list[Panel]:
                     f"{task.name}: validation loss, nats",
                     "median over seeds",
                     f"{study.question} Validation loss against training steps.",
-                    partial(_learned, cells=cells),
+                    partial(_draw_losses, cells=cells),
                     rows=max(6, 2 * len(cells)),
                 ),
                 *_head_panels(study.question, stem, task, cells),
             ]
-    return found
+    return panels
 
 
 def _head_panels(question: str, stem: str, task: StudyColumn, cells: list[StudyCell]) -> Iterator[Panel]:
-    """A panel a measure that the task's heads have, for the folder of pictures."""
+    """Yield one panel per measure of the task's heads, for the folder of pictures."""
     for name in dict.fromkeys(name for cell in cells for name in cell.heads):
         yield Panel(
             f"{stem}-{name}",
             f"{task.name}: {name}",
             "median over heads, first seed",
             f"{question} {name} while each cell is trained.",
-            partial(_followed, name=name, cells=cells),
+            partial(_draw_measure, name=name, cells=cells),
             rows=max(6, 2 * len(cells)),
         )
 
 
-def _reached(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
-    """A row a cell; of those that did not converge the words alone."""
+def _draw_results(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
+    """Draw one row per cell; cells that did not converge get a text instead of marks."""
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-    where = axes.get_yaxis_transform()
+    transform = axes.get_yaxis_transform()
     factor = 100.0 if task.metric == "accuracy" else 1.0
     for row, cell in enumerate(cells):
         values = [run.scores[task.metric] * factor for run in cell.runs if task.metric in run.scores]
         if cell.mean is None:
-            axes.text(0.02, row, "did not converge", transform=where, color=OTHER, va="center", fontsize=6.5)
+            axes.text(0.02, row, "did not converge", transform=transform, color=OTHER, va="center", fontsize=6.5)
             continue
         axes.scatter(values, [row] * len(values), s=9, color=OWN, alpha=0.55, linewidths=0, zorder=3)
         error = None if cell.se is None else cell.se * factor
@@ -202,33 +202,33 @@ def _reached(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
     axes.grid(axis="y", color="#eeeeee", lw=0.6, zorder=0)
     known = {row: f"{cell.published:g}" for row, cell in enumerate(cells) if cell.published is not None}
     known |= {row: "none: diverged" for row, cell in enumerate(cells) if cell.published_diverged}
-    for row, said in ({-1: "published"} | known if known else {}).items():
-        axes.text(1.02, row, said, transform=where, color=OTHER, va="center", fontsize=6, clip_on=False)
+    for row, text in ({-1: "published"} | known if known else {}).items():
+        axes.text(1.02, row, text, transform=transform, color=OTHER, va="center", fontsize=6, clip_on=False)
 
 
-def _learned(axes: Axes, cells: list[StudyCell]) -> None:
-    """A line a cell, as far as all its runs went."""
+def _draw_losses(axes: Axes, cells: list[StudyCell]) -> None:
+    """Draw one line per cell, up to the shortest of its runs."""
     for number, cell in enumerate(cells):
         length = min(len(run.losses) for run in cell.runs)
         curve = np.median([run.losses[:length] for run in cell.runs], axis=0)
-        _line(axes, number, cell, cell.runs[0].steps[:length], curve)
-    _legend(axes, cells)
+        _draw_line(axes, number, cell, cell.runs[0].steps[:length], curve)
+    _draw_legend(axes, cells)
 
 
-def _followed(axes: Axes, name: str, cells: list[StudyCell]) -> None:
-    """A line a cell that has the measure."""
+def _draw_measure(axes: Axes, name: str, cells: list[StudyCell]) -> None:
+    """Draw one line per cell that has the measure."""
     for number, cell in enumerate(cells):
         if name in cell.heads:
             values = [np.nan if value is None else value for value in cell.heads[name].median]
-            _line(axes, number, cell, cell.heads[name].steps, values)
-    _legend(axes, cells)
+            _draw_line(axes, number, cell, cell.heads[name].steps, values)
+    _draw_legend(axes, cells)
 
 
-def _line(axes: Axes, number: int, cell: StudyCell, steps: Sequence[float], values: Any) -> None:
+def _draw_line(axes: Axes, number: int, cell: StudyCell, steps: Sequence[float], values: Any) -> None:
     colour, dash = CATEGORIES[number % len(CATEGORIES)], DASHES[number // len(CATEGORIES) % len(DASHES)]
     axes.plot(steps, values, dash, color=colour, lw=1.1, label=shortened(clean(cell.name), NAME))
 
 
-def _legend(axes: Axes, cells: list[StudyCell]) -> None:
+def _draw_legend(axes: Axes, cells: list[StudyCell]) -> None:
     axes.set_xlabel("step", labelpad=2)
     axes.legend(fontsize=5.5, frameon=False, ncols=1 + (len(cells) > 8), handlelength=1.6)

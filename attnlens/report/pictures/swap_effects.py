@@ -48,18 +48,18 @@ if TYPE_CHECKING:
     from attnlens.records import Control, Effect, Outcome, Swap
 
 OF_PART = dict.fromkeys(PARTS, CATEGORIES[0]) | {"cross": CATEGORIES[6]}
-"""Self-attention in one colour, cross-attention in another; the parts' names stand beside the layers."""
+"""Colours of self-attention and cross-attention; the names of the parts are written next to the layers."""
 LINES = (CATEGORIES[0], CATEGORIES[2], CATEGORIES[4], CATEGORIES[5], CATEGORIES[6], CATEGORIES[1], "#222222", "#999999")
-MARKERS = "osD^vPX*"  # kernels differ in mark as well as in colour
-CROWDED = 24  # layers beyond which bars touch
-LEGEND_WIDTH = 66  # characters of all names in a line of the legend
+MARKERS = "osD^vPX*"  # kernels differ in marker as well as in colour
+CROWDED = 24  # number of layers above which bars touch
+LEGEND_WIDTH = 66  # characters of all names in one line of the legend
 PARAMETERS = re.compile(r":(?:[^+]|(?<=\d[eE])\+)*")
-"""The numbers of a kernel or filter; the plus of 1e+06 ends none."""
-LEGEND_NAME = 22  # characters of a kernel's name in a legend
+"""Pattern of a kernel's or filter's parameters; they end at a plus sign, but not at that of 1e+06."""
+LEGEND_NAME = 22  # largest number of characters of a kernel's name in a legend
 
 
 def draw_sites(axes: Axes, swap: Swap, *, named: bool = True) -> None:
-    """‖new − own‖ / ‖own‖ of every site's output, layer 0 at the top; sites without a value are hatched."""
+    """Draw ‖new − own‖ / ‖own‖ of every site's output, layer 0 at the top; sites without a value are hatched."""
     sites = sorted(swap.sites, key=lambda site: (PARTS.index(site.part), site.layer))
     errors = np.array([np.nan if site.output_error is None else site.output_error for site in sites])
     rows = np.arange(len(errors))
@@ -80,7 +80,7 @@ def draw_sites(axes: Axes, swap: Swap, *, named: bool = True) -> None:
 def draw_lines(
     axes: Axes, lines: Sequence[tuple[str, Float[np.ndarray, " layers"]]], label: str, *, zero: bool = False
 ) -> None:
-    """A line a kernel over the layers, gaps where there is no value; `zero` draws a line at 0."""
+    """Draw one line per kernel over the layers, with gaps for missing values; `zero` adds a line at 0."""
     if zero:
         axes.axhline(0, color="#999999", linewidth=0.6, zorder=0)
     labels = short_names([name for name, _ in lines])
@@ -92,21 +92,21 @@ def draw_lines(
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.yaxis.set_major_formatter(PlainNumbers())
     axes.spines[["top", "right"]].set_visible(False)
-    legend_above(axes, _across(labels), handlelength=1.6)
+    legend_above(axes, _names_per_line(labels), handlelength=1.6)
 
 
 def legend_lines(names: Sequence[str]) -> int:
-    """How many lines the legend of these kernels takes."""
-    return -(-len(names) // _across(short_names(names)))
+    """Count the lines of these kernels' legend."""
+    return -(-len(names) // _names_per_line(short_names(names)))
 
 
-def _across(labels: Sequence[str]) -> int:
-    """Names in a line of the legend."""
+def _names_per_line(labels: Sequence[str]) -> int:
+    """Return the number of names per line of the legend."""
     return max(1, min(4, LEGEND_WIDTH // max(map(len, labels))))
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Without their numbers, where that leaves them different; cut to what a legend can hold."""
+    """Remove the kernels' parameters if the names remain distinct; cut names to what a legend can hold."""
     bare = [clean(PARAMETERS.sub("", name)) for name in names]
     chosen = bare if len(set(bare)) == len(bare) else map(clean, names)
     return [fitted(name, LEGEND_NAME) for name in chosen]
@@ -122,7 +122,7 @@ MARKS: dict[ControlRole, tuple[str, str]] = {
     "without filter": (">", "▶"),
     "far part, healed": ("^", "▲"),
 }
-"""How controls are drawn, and the same in a text."""
+"""Marker of each kind of control, and the same sign as text."""
 ROLES: dict[ControlRole, str] = {
     "same size": "sinks and window of its size",
     "one key": "one key",
@@ -131,27 +131,27 @@ ROLES: dict[ControlRole, str] = {
     "without filter": "without its filter",
     "far part, healed": "its far part, healed",
 }
-"""What they are, in a few words."""
+"""Short description of each kind of control."""
 OF_HYBRIDS: dict[ControlRole, str] = {"filter alone": "window alone", "without filter": "far part alone"}
-"""The same of hybrids."""
+"""Short descriptions for hybrids, if different."""
 WIDE = 30.0
-"""How many times as large as the smallest effect the largest must be for the axis to become logarithmic."""
-FINEST = 1e-3  # effects below are drawn on the straight part of a logarithmic axis
+"""Ratio of the largest to the smallest effect from which the axis is logarithmic."""
+FINEST = 1e-3  # smaller effects are drawn in the linear part of a logarithmic axis
 KERNEL_NAME = 40  # characters of a kernel's name
 
 
 def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
-    """Δ of the loss, or a distance where there is no loss, with its 95 % interval; diverged ones are named."""
+    """Draw Δ of the loss, or a distance if there is no loss, with 95 % intervals; diverged kernels get a text."""
     axes.axvline(0, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
     for row, swap in enumerate(swaps):
-        # its controls as grey marks of their own shapes in the kernel's row; nothing without a loss
+        # controls are grey markers in the kernel's row, one shape per kind; they need a loss
         for control in swap.controls:
             cost = cost_of(control)
             if cost is not None and swap.judged_by == "loss":
                 axes.plot([cost], [row], MARKS[control.role][0], color=GREY, markersize=4, linestyle="none", zorder=2)
         _draw_kernel(axes, swap, row)
-    every = [effect for swap in swaps for effect in (effect_of(swap), *map(cost_of, swap.controls))]
-    _scale(axes, [effect for effect in every if effect is not None])
+    effects = [effect for swap in swaps for effect in (effect_of(swap), *map(cost_of, swap.controls))]
+    _scale_effects(axes, [effect for effect in effects if effect is not None])
     axes.set_yticks(range(len(swaps)), list(map(name_of, swaps)))
     axes.set_ylim(len(swaps) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
@@ -162,21 +162,21 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
 
 
 def cost_of(control: Control) -> float | None:
-    """Δ of the loss under a control."""
+    """Return Δ of the loss under a control."""
     return None if control.loss is None else control.loss.delta
 
 
 def legend_of(swaps: Sequence[Swap]) -> str:
-    """What the grey marks are, in words; empty where there are none."""
+    """Describe the grey markers that are drawn; empty if there are none."""
     of = {swap.kernel: {one.role for one in swap.controls if cost_of(one) is not None} for swap in swaps}
-    there = {role for roles in of.values() for role in roles}
+    drawn = {role for roles in of.values() for role in roles}
     words = ROLES | (OF_HYBRIDS if all(is_hybrid(swap) for swap in swaps if "filter alone" in of[swap.kernel]) else {})
-    told = ", ".join(f"{sign} {words[role]}" for role, (_, sign) in MARKS.items() if role in there)
-    return f"grey: {told}" if told else ""
+    entries = ", ".join(f"{sign} {words[role]}" for role, (_, sign) in MARKS.items() if role in drawn)
+    return f"grey: {entries}" if entries else ""
 
 
 def name_of(swap: Swap) -> str:
-    """The kernel, and under it by how much the perplexity rises, with its interval."""
+    """Format the kernel's name and, below it, the rise of the perplexity with its interval."""
     name = fitted(clean(swap.kernel), KERNEL_NAME)
     if swap.loss is None or swap.perplexity is None:
         return name
@@ -185,14 +185,14 @@ def name_of(swap: Swap) -> str:
 
 
 def effect_of(swap: Swap) -> float | None:
-    """Δ of the loss, or the distance that stands in its place."""
+    """Return Δ of the loss, or the distance if there is no loss."""
     if swap.judged_by != "loss":
         return distance(swap, swap)
     return None if swap.loss is None else swap.loss.delta
 
 
 def ends_of(swap: Swap) -> tuple[float, float] | None:
-    """Its 95 % interval."""
+    """Return the 95 % interval of the effect."""
     if swap.judged_by != "loss":
         return distance_ci95(swap, swap)
     return None if swap.loss is None else swap.loss.ci95
@@ -201,7 +201,7 @@ def ends_of(swap: Swap) -> tuple[float, float] | None:
 def _draw_kernel(axes: Axes, swap: Swap, row: int) -> None:
     effect = effect_of(swap)
     if effect is None:
-        _say_in_row(axes, 0.99, row, "diverged" if swap.diverged else "no value", COLOUR, ha="right", fontsize=6.5)
+        _write_in_row(axes, 0.99, row, "diverged" if swap.diverged else "no value", COLOUR, ha="right", fontsize=6.5)
         return
     ends = ends_of(swap)
     if ends is not None:
@@ -209,13 +209,13 @@ def _draw_kernel(axes: Axes, swap: Swap, row: int) -> None:
     axes.plot([effect], [row], "o", color=COLOUR, markersize=4.5, linestyle="none")
 
 
-def _say_in_row(axes: Axes, x: float, row: int, text: str, colour: str, **more: Any) -> None:
+def _write_in_row(axes: Axes, x: float, row: int, text: str, colour: str, **more: Any) -> None:
     place = ("axes fraction", "data")
     axes.annotate(text, (x, row), xycoords=place, va="center", color=colour, style="italic", **more)
 
 
-def _scale(axes: Axes, effects: Sequence[float]) -> None:
-    """Straight where the effects are of one size, else logarithmic on both sides of a straight part around 0."""
+def _scale_effects(axes: Axes, effects: Sequence[float]) -> None:
+    """Scale the axis: linear if effects are of similar size, else logarithmic on both sides of a linear part at 0."""
     sizes = sorted(abs(effect) for effect in effects if abs(effect) >= FINEST)
     axes.margins(x=0.08)
     if not sizes or sizes[-1] < WIDE * sizes[0]:
@@ -237,16 +237,16 @@ BLUE, ORANGE = CATEGORIES[0], CATEGORIES[2]
 
 
 def draw_stages(axes: Axes, swap: Swap) -> None:
-    """The loss of original, swapped, fitted, healed, and in grey of its controls; without a loss, their distance."""
+    """Draw the loss of the original, each stage and (grey) each control; without a loss, the distance."""
     controls = drawn_controls(swap)
     names = names_of(swap)
-    own = (
+    original = (
         next((stage.loss.before for stage in swap.stages if stage.loss is not None), None) if draws_loss(swap) else 0.0
     )
-    if own is not None:
-        axes.axvline(own, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
-        axes.plot([own], [0], "o", color=INK, markersize=5)
-        _label(axes, own, 0, _decimals(swap))
+    if original is not None:
+        axes.axvline(original, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
+        axes.plot([original], [0], "o", color=INK, markersize=5)
+        _label_point(axes, original, 0, _decimals(swap))
     for row, stage in enumerate(swap.stages, 1):
         _draw_stage(axes, swap, stage, row)
     for row, control in enumerate(controls, 1 + len(swap.stages)):
@@ -261,60 +261,60 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axes.set_xlabel(effect_name(swap), labelpad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
-    if own is None and all(_place(swap, stage) is None for stage in swap.stages):
+    if original is None and all(_stage_effect(swap, stage) is None for stage in swap.stages):
         axes.set_xticks([])
 
 
 def drawn_controls(swap: Swap) -> list[Control]:
-    """The controls that have a loss to draw; none of a model without one."""
-    return [one for one in swap.controls if one.loss is not None] if draws_loss(swap) else []
+    """Return the controls that have a loss to draw; none if the model has no loss."""
+    return [control for control in swap.controls if control.loss is not None] if draws_loss(swap) else []
 
 
 def names_of(swap: Swap) -> list[str]:
-    """Original, stages and controls, and under each its perplexity: by how much it rises, with the interval."""
+    """Format the names of original, stages and controls, each with the rise of its perplexity and the interval."""
     controls = drawn_controls(swap)
     spelled = [fitted(clean(one.kernel or one.role), CONTROL_NAME) for one in controls]
     changed: list[tuple[str, Outcome]] = [(stage.name, stage) for stage in swap.stages]
     changed += zip(spelled, controls, strict=True)
-    gap = " " if controls else "\n"  # few rows leave room for a third line, and other panels need the width
+    gap = " " if controls else "\n"  # few rows have room for a third line, which keeps the names narrow
     first = next((stage.perplexity.before for stage in swap.stages if stage.perplexity), None)
-    own = f"original\nperplexity {figures(first)}" if first is not None and draws_loss(swap) else "original"
-    return [own, *(f"{name}{_rise(one, gap) if draws_loss(swap) else ''}" for name, one in changed)]
+    original = f"original\nperplexity {figures(first)}" if first is not None and draws_loss(swap) else "original"
+    return [original, *(f"{name}{_format_rise(one, gap) if draws_loss(swap) else ''}" for name, one in changed)]
 
 
-def _rise(found: Outcome, gap: str) -> str:
-    """On a line of its own `+5.6 %`, after a gap `(4.9 to 6.4 %)`; empty where there is none."""
-    if found.perplexity is None or found.loss is None:
+def _format_rise(stage: Outcome, gap: str) -> str:
+    """Format the rise as a new line `+5.6 %` and, after the gap, `(4.9 to 6.4 %)`; empty if there is none."""
+    if stage.perplexity is None or stage.loss is None:
         return ""
-    ends = rise_interval(found.loss)
-    return f"\n{rise_words(found.loss)}{f'{gap}({ends})' if ends else ''}"
+    ends = rise_interval(stage.loss)
+    return f"\n{rise_words(stage.loss)}{f'{gap}({ends})' if ends else ''}"
 
 
 def draws_loss(swap: Swap) -> bool:
-    """Whether there is a loss to draw."""
+    """Check whether the stages are drawn by their loss."""
     return swap.judged_by == "loss"
 
 
 def _draw_stage(axes: Axes, swap: Swap, stage: Outcome, row: int, colour: str = BLUE) -> None:
-    place = _place(swap, stage)
+    place = _stage_effect(swap, stage)
     if place is None:
-        _say_in_row(axes, 0.03, row, "diverged" if stage.diverged else "no value", ORANGE)
+        _write_in_row(axes, 0.03, row, "diverged" if stage.diverged else "no value", ORANGE)
         return
-    ends = _ends(swap, stage)
+    ends = _stage_interval(swap, stage)
     if ends is not None:
         axes.plot(ends, [row, row], color=colour, linewidth=1.6, alpha=0.55, solid_capstyle="butt")
     axes.plot([place], [row], "o", color=colour, markersize=5)
-    _label(axes, place, row, _decimals(swap))
+    _label_point(axes, place, row, _decimals(swap))
 
 
-def _place(swap: Swap, stage: Outcome) -> float | None:
+def _stage_effect(swap: Swap, stage: Outcome) -> float | None:
     if draws_loss(swap):
         return None if stage.loss is None else stage.loss.after
     return distance(swap, stage)
 
 
-def _ends(swap: Swap, stage: Outcome) -> tuple[float, float] | None:
-    """The 95 % interval: of the difference, where there is a loss, from the original on."""
+def _stage_interval(swap: Swap, stage: Outcome) -> tuple[float, float] | None:
+    """Return the 95 % interval; for a loss, the interval of the difference shifted by the original loss."""
     if not draws_loss(swap):
         return distance_ci95(swap, stage)
     if stage.loss is None or stage.loss.ci95 is None:
@@ -323,7 +323,7 @@ def _ends(swap: Swap, stage: Outcome) -> tuple[float, float] | None:
     return stage.loss.before + low, stage.loss.before + high
 
 
-def _label(axes: Axes, place: float, row: int, decimals: int) -> None:
+def _label_point(axes: Axes, place: float, row: int, decimals: int) -> None:
     white = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
     text = typeset(place, decimals)
     axes.annotate(
@@ -336,21 +336,21 @@ def _decimals(swap: Swap) -> int:
 
 
 OUTLYING = 3.0
-"""How many times as large as the 98th percentile a head's effect must be for it to be drawn in the last colour."""
+"""Ratio to the 98th percentile above which a head's effect is drawn in the last colour."""
 
 
 def of_heads(swap: Swap) -> bool:
-    """Whether single heads were swapped, and not whole layers."""
+    """Check whether single heads were swapped rather than whole layers."""
     return any(effect.head is not None for effect in swap.sweep)
 
 
 def draw_sweep(axes: Axes, swap: Swap, *, named: bool = True) -> None:
-    """Heads as a map, layers as dots; layer 0 at the top either way."""
+    """Draw heads as a map or layers as dots; layer 0 is at the top."""
     if of_heads(swap):
         parts = {effect.layer: effect.part for effect in swap.sweep}
         layers = sorted(parts, key=lambda layer: (PARTS.index(parts[layer]), layer))
         heads = sorted({effect.head for effect in swap.sweep if effect.head is not None})
-        values, quiet, lost = _grids(swap.sweep, layers, heads)
+        values, quiet, lost = _fill_grids(swap.sweep, layers, heads)
         half, extend = limit(values)
         signed = any(effect.p_value is not None for effect in swap.sweep)
         colours, norm = ("RdBu_r", CenteredNorm(0, half)) if signed else ("viridis", Normalize(0, half))
@@ -373,7 +373,7 @@ def draw_sweep(axes: Axes, swap: Swap, *, named: bool = True) -> None:
 
 
 def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
-    """Where the colours end on both sides of 0, and which ends are cut, since one head must not bleach the others."""
+    """Return the |effect| at which colours end, and the cut ends; one head must not bleach the others."""
     present = values[np.isfinite(values)]
     most = float(np.abs(present).max(initial=0.0))
     usual = float(np.percentile(np.abs(present), 98, method="lower")) if present.size else 0.0
@@ -383,12 +383,12 @@ def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
     return usual, "both" if over and under else "max" if over else "min"
 
 
-def _unsure(effect: Effect) -> bool:
-    """Whether it was tested and does not stand; a distance is not tested."""
+def _insignificant(effect: Effect) -> bool:
+    """Check whether the effect was tested and is not significant; distances are not tested."""
     return effect.p_value is not None and not effect.significant
 
 
-def _grids(effects: list[Effect], layers: list[int], heads: list[int]):  # type: ignore[no-untyped-def]
+def _fill_grids(effects: list[Effect], layers: list[int], heads: list[int]):  # type: ignore[no-untyped-def]
     values = np.full((len(layers), len(heads)), np.nan)
     quiet, lost = np.zeros(values.shape, bool), np.zeros(values.shape, bool)
     for effect in effects:
@@ -396,7 +396,7 @@ def _grids(effects: list[Effect], layers: list[int], heads: list[int]):  # type:
             at = layers.index(effect.layer), heads.index(effect.head)
             lost[at] = effect.delta is None
             if effect.delta is not None:
-                values[at], quiet[at] = effect.delta, _unsure(effect)
+                values[at], quiet[at] = effect.delta, _insignificant(effect)
     return values, quiet, lost
 
 
@@ -406,12 +406,12 @@ def _draw_layers(axes: Axes, swap: Swap, *, named: bool) -> None:
     mark = 4.5 if len(effects) <= 16 else 3.2
     for row, effect in enumerate(effects):
         if effect.delta is None:
-            _say_in_row(axes, 0.98, row, "diverged", CATEGORIES[2], ha="right", fontsize=6.5)
+            _write_in_row(axes, 0.98, row, "diverged", CATEGORIES[2], ha="right", fontsize=6.5)
             continue
-        colour = MUTED if _unsure(effect) else CATEGORIES[0]
+        colour = MUTED if _insignificant(effect) else CATEGORIES[0]
         if effect.ci95 is not None:
             axes.plot(effect.ci95, [row, row], color=colour, linewidth=1.3, alpha=0.6, solid_capstyle="butt")
-        filled = "white" if _unsure(effect) else colour
+        filled = "white" if _insignificant(effect) else colour
         axes.plot([effect.delta], [row], "o", color=colour, markerfacecolor=filled, markersize=mark)
     axes.margins(x=0.08)
     axes.xaxis.set_major_formatter(PlainNumbers())

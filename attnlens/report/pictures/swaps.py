@@ -1,4 +1,4 @@
-"""Panels of a swap and the pages they stand on."""
+"""Panels of a swap and the pages that contain them."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 
     from attnlens.records import Predictor
 
-LEGIBLE = 11.0  # points that a cell needs on both sides for its number to be read
+LEGIBLE = 11.0  # least width and height of a cell, in points, for a legible number
 
 
 def draw_ranks(axes: Axes, plan: Plan, *, named: bool = True) -> None:
-    """Every query head's rank in colour, from 0 to head_dim; as a number too, where there is room."""
+    """Draw every query head's rank as a colour from 0 to head_dim, with its number if there is room."""
     parts = {key.layer: key.part for key in plan.ranks}
     layers = sorted(parts, key=lambda layer: (PARTS.index(parts[layer]), layer))
     heads = sorted({head for key in plan.ranks for head in key.heads})
@@ -69,7 +69,7 @@ def draw_ranks(axes: Axes, plan: Plan, *, named: bool = True) -> None:
     colours = (colormaps["viridis"], Normalize(0, top), "neither")
     bar = heat_map(axes, values, layers, heads, [parts[layer] for layer in layers], colours, named=named)
     bar.set_label("rank r of head_dim", fontsize=6.5, labelpad=2)
-    bar.set_ticks([tick for tick in bar.get_ticks() if tick <= top])  # none beyond the scale
+    bar.set_ticks([tick for tick in bar.get_ticks() if tick <= top])  # remove ticks beyond the scale
     wide, high = size_in_points(axes)
     if min(wide / len(heads), high / len(layers)) >= LEGIBLE:
         for row, column in np.argwhere(~np.isnan(values)):
@@ -77,23 +77,23 @@ def draw_ranks(axes: Axes, plan: Plan, *, named: bool = True) -> None:
             axes.text(column, row, f"{values[row, column]:.0f}", ha="center", va="center", fontsize=6, color=ink)
 
 
-GAP = 0.08  # share of the height that lies between the two axes
-LABEL = 36  # points between an axis and its name, so that the two names stand in one line
-THOUSANDS = 20_000  # from where on numbers are written in thousands
-APART = 0.17  # share of the width that lies between two named places at least
+GAP = 0.08  # share of the height between the two axes
+LABEL = 36  # points between an axis and its label, so that both labels are aligned
+THOUSANDS = 20_000  # numbers from here on are abbreviated as thousands or millions
+APART = 0.17  # least distance between two labelled steps, as a share of the width
 
 
 def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
-    """Perplexity above, distance below, over tokens; where only one of them was measured, it has all the room.
+    """Draw perplexity above and distance below, over tokens; a single measured one gets the whole height.
 
-    On a shared axis the larger would flatten the smaller: each has its own, which need not begin at 0. Reports of
-    before tokens were counted are drawn over optimiser steps. Hollow: during attention transfer.
+    Each has its own axis, which need not begin at 0: on a shared one the larger would flatten the smaller. Reports from
+    versions that did not count tokens are drawn over optimiser steps. Hollow: during attention transfer.
     """
     by_tokens = all(step.tokens is not None for step in healing.curve)
-    at = {step.step: int(step.tokens or 0) if by_tokens else step.step for step in healing.curve}
-    transfer = {at[step.step] for step in healing.curve if step.stage == "transfer"}
-    losses = [(at[step.step], math.exp(step.loss)) for step in healing.curve if step.loss is not None]
-    distances = [(at[step.step], step.validation) for step in healing.curve if step.validation is not None]
+    position = {step.step: int(step.tokens or 0) if by_tokens else step.step for step in healing.curve}
+    transfer = {position[step.step] for step in healing.curve if step.stage == "transfer"}
+    losses = [(position[step.step], math.exp(step.loss)) for step in healing.curve if step.loss is not None]
+    distances = [(position[step.step], step.validation) for step in healing.curve if step.validation is not None]
     places = [axes]
     if losses and distances:
         axes.set(xticks=[], yticks=[], facecolor="none")
@@ -101,30 +101,30 @@ def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
         tall = (1 - GAP) / 2
         places = [axes.inset_axes((0, bottom, 1, tall)) for bottom in (1 - tall, 0)]
     if losses:
-        _draw(places[0], losses, "perplexity", CATEGORIES[0], transfer)
-        own = next((stage.loss.before for stage in swap.stages if stage.loss is not None), None)
-        if own is not None:
-            places[0].axhline(math.exp(own), color=INK, linewidth=0.9, linestyle=(0, (4, 2)))
+        _plot(places[0], losses, "perplexity", CATEGORIES[0], transfer)
+        original = next((stage.loss.before for stage in swap.stages if stage.loss is not None), None)
+        if original is not None:
+            places[0].axhline(math.exp(original), color=INK, linewidth=0.9, linestyle=(0, (4, 2)))
     if distances:
         name = "loss, kept back" if healing.goal == "text" else "1 − cosine" if swap.task == "hidden" else "KL, nats"
-        _draw(places[-1], distances, name, CATEGORIES[2], transfer)
-    last = max(at.values(), default=healing.steps) or 1
+        _plot(places[-1], distances, name, CATEGORIES[2], transfer)
+    last = max(position.values(), default=healing.steps) or 1
     wide, _ = size_in_points(axes)
     for place in places:
         place.yaxis.set_label_coords(-LABEL / wide, 0.5)
-        place.axvline(at.get(healing.best, healing.best), color=MUTED, linewidth=0.8, linestyle=":")
-        # steps or tokens spread as their square root, since the first ones do most
+        place.axvline(position.get(healing.best, healing.best), color=MUTED, linewidth=0.8, linestyle=":")
+        # the square root stretches the first steps, which have the largest effect
         place.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))
         place.set_xlim(0, last * 1.03)
         place.xaxis.set_major_locator(FixedLocator(named_steps(last)))
         place.xaxis.set_minor_locator(NullLocator())
-        place.xaxis.set_major_formatter(PlainNumbers() if last < THOUSANDS else FuncFormatter(_short))
+        place.xaxis.set_major_formatter(PlainNumbers() if last < THOUSANDS else FuncFormatter(_abbreviate))
     for place in places[:-1]:
         place.tick_params(labelbottom=False)
     places[-1].set_xlabel(f"{'tokens trained on' if by_tokens else 'optimiser step'}, √ scale", labelpad=1.5)
 
 
-def _draw(axes: Axes, points: Sequence[tuple[int, float]], name: str, colour: str, hollow: Collection[int]) -> None:
+def _plot(axes: Axes, points: Sequence[tuple[int, float]], name: str, colour: str, hollow: Collection[int]) -> None:
     axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, linewidth=1.2, clip_on=False)
     inside = [point for point in points if point[0] in hollow]
     if inside:
@@ -137,14 +137,14 @@ def _draw(axes: Axes, points: Sequence[tuple[int, float]], name: str, colour: st
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _short(number: float, _place: int | None = None) -> str:
-    """196 k, 2 M: as many thousands or millions, of three digits."""
+def _abbreviate(number: float, _place: int | None = None) -> str:
+    """Format thousands or millions with three digits: 196 k, 2 M."""
     unit, name = (1e6, " M") if number >= 1e6 else (1e3, " k")
     return f"{number / unit:.3g}{name}" if number else "0"
 
 
 def named_steps(last: int) -> list[int]:
-    """0, the last step and between them as many of 1, 2, 5, 10, … as stand apart on the √ scale."""
+    """Return 0, the last step and as many of 1, 2, 5, 10, … between them as keep a distance on the √ scale."""
     named = [last]
     round_steps = [digit * 10**power for power in range(len(str(last))) for digit in (1, 2, 5)]
     for step in sorted(round_steps, reverse=True):
@@ -154,28 +154,28 @@ def named_steps(last: int) -> list[int]:
 
 
 ASKED = ("tokens.share_positive", "tokens.share_skew", "tokens.share_key", "ksvd.rank90", "tokens.entropy")
-"""The measures that are drawn where the model has them."""
-PICTURES, ACROSS = 6, 3  # how many are drawn; the strongest others take the places that are left
+"""Measures that are always drawn if the model has them."""
+PICTURES, ACROSS = 6, 3  # number of drawn measures, filled up with the strongest others, and how many per row
 LAYERS = "viridis"
 SQUASHED = 30.0
-"""How many times as large as the middle effect the largest must be for the axis of effects to be drawn as asinh."""
+"""Ratio of the largest to the median effect above which the axis of effects is asinh."""
 
 
 def missing(swap: Swap) -> str:
-    """Why measures asked for are not drawn; nothing where all are."""
-    left = {} if swap.prediction is None else swap.prediction.left_out
-    why = [f"{name}: {clean(left[name])}" for name in ASKED if name in left]
+    """Explain why measures in ASKED are not drawn; empty if all are."""
+    reasons = {} if swap.prediction is None else swap.prediction.left_out
+    why = [f"{name}: {clean(reasons[name])}" for name in ASKED if name in reasons]
     return f" Not drawn: {'; '.join(why)}." if why else ""
 
 
 def strongest(swap: Swap) -> Predictor:
-    """The measure of largest |ρ| among those that hold, or among all."""
-    holding = [one for one in swap.predictors if one.holds]
-    return max(holding or swap.predictors, key=lambda one: abs(one.rho))
+    """Return the measure with the largest |ρ| among those that hold, or among all if none holds."""
+    holding = [predictor for predictor in swap.predictors if predictor.holds]
+    return max(holding or swap.predictors, key=lambda predictor: abs(predictor.rho))
 
 
 def draw_strongest(axes: Axes, swap: Swap) -> None:
-    """The harm against the measure that goes with it most."""
+    """Draw the harm against the measure most strongly associated with it."""
     _scatter(axes, swap, strongest(swap), size=13)
     axes.set_xlabel(clean(strongest(swap).measure), labelpad=1.5, color=INK)
     axes.set_ylabel(f"Δ of the {EFFECTS[swap.judged_by]}", color=INK)
@@ -183,40 +183,40 @@ def draw_strongest(axes: Axes, swap: Swap) -> None:
 
 
 def draw_predictors(axes: Axes, swap: Swap) -> None:
-    """A picture for each measure, in rows."""
+    """Draw one scatter plot per measure, in rows."""
     axes.set_axis_off()
     figure, box = figure_of(axes), axes.get_position()
-    # those asked for, then the strongest others
-    by_name = {one.measure: one for one in swap.predictors}
+    # measures in ASKED first, then the strongest others
+    by_name = {each.measure: each for each in swap.predictors}
     first = [by_name[name] for name in ASKED if name in by_name]
-    others = sorted((one for one in swap.predictors if one not in first), key=lambda one: -abs(one.rho))
-    found = [*first, *others][:PICTURES]
-    rows = -(-len(found) // ACROSS)
+    others = sorted((each for each in swap.predictors if each not in first), key=lambda each: -abs(each.rho))
+    shown = [*first, *others][:PICTURES]
+    rows = -(-len(shown) // ACROSS)
     tall, wide = box.height / rows, box.width / ACROSS
-    for number, one in enumerate(found):
+    for number, each in enumerate(shown):
         row, column = divmod(number, ACROSS)
         bottom = box.y1 - (row + 1) * tall
         inner = figure.add_axes((box.x0 + column * wide + 0.12 * wide, bottom + 0.2 * tall, 0.8 * wide, 0.6 * tall))
-        _scatter(inner, swap, one, size=9)
-        inner.set_title(fitted(clean(one.measure), 34), fontsize=7.5, pad=13, color=INK, weight="bold")
-        inner.annotate(_said(one), (0, 1), (0, 4), xycoords="axes fraction", textcoords="offset points", fontsize=6.5)
+        _scatter(inner, swap, each, size=9)
+        inner.set_title(fitted(clean(each.measure), 34), fontsize=7.5, pad=13, color=INK, weight="bold")
+        inner.annotate(_note(each), (0, 1), (0, 4), xycoords="axes fraction", textcoords="offset points", fontsize=6.5)
         if column == 0:
             inner.set_ylabel(f"Δ of the {EFFECTS[swap.judged_by]}", color=INK, fontsize=7)
         inner.tick_params(labelsize=6.5)
     _layer_bar(axes, swap)
 
 
-def _said(one: Predictor) -> str:
-    """`ρ 0.87 [0.71, 0.93] over heads, holds`."""
-    low, high = (typeset(end, 2) for end in one.heads_ci95 or (float("nan"),) * 2)
-    ends = "" if one.heads_ci95 is None else f" [{low}, {high}]"
-    verdict = "holds" if one.holds else "does not hold"
-    return f"ρ {typeset(one.rho, 2)}{ends} over heads; {verdict}"
+def _note(predictor: Predictor) -> str:
+    """Format a predictor as `ρ 0.87 [0.71, 0.93] over heads; holds`."""
+    low, high = (typeset(end, 2) for end in predictor.heads_ci95 or (float("nan"),) * 2)
+    ends = "" if predictor.heads_ci95 is None else f" [{low}, {high}]"
+    verdict = "holds" if predictor.holds else "does not hold"
+    return f"ρ {typeset(predictor.rho, 2)}{ends} over heads; {verdict}"
 
 
-def _scatter(axes: Axes, swap: Swap, one: Predictor, size: float) -> None:
-    """A dot a head; heads without the measure, or that diverged, are not there."""
-    x, y = _numbers(one.values), _numbers(effect.delta for effect in swap.sweep)
+def _scatter(axes: Axes, swap: Swap, predictor: Predictor, size: float) -> None:
+    """Draw one dot per head; heads that lack the measure or diverged are left out."""
+    x, y = _numbers(predictor.values), _numbers(effect.delta for effect in swap.sweep)
     layers = np.array([effect.layer for effect in swap.sweep])
     usual = float(np.nanmedian(np.abs(y))) if np.isfinite(y).any() else 0.0
     if usual > 0 and float(np.nanmax(np.abs(y))) > SQUASHED * usual:
@@ -236,7 +236,7 @@ def _norm(swap: Swap) -> Normalize:
 
 
 def _layer_bar(axes: Axes, swap: Swap) -> None:
-    """The colours of layers, beside the axes."""
+    """Draw the colour bar of the layers next to the axes."""
     figure, box = figure_of(axes), axes.get_position()
     width = float(figure.get_size_inches()[0])
     beside = figure.add_axes((box.x1 + 0.12 / width, box.y0, 0.09 / width, box.height))
@@ -247,20 +247,20 @@ def _layer_bar(axes: Axes, swap: Swap) -> None:
 
 
 RISES = {"loss": "rise of the loss", "kl": "KL to the original", "hidden": "distance of the last hidden states"}
-"""What a comparison of kernels shows."""
+"""Quantity shown in a comparison of kernels."""
 ERROR = "‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys and values"
 
 
 def panels(report: Report) -> list[Panel]:
-    """The panels of the overview, in order."""
-    return list(_several(report) if report.more_swaps else _one(report.swaps[0], report.plan))
+    """Build the panels of the overview, in order."""
+    return list(_comparison_panels(report) if report.more_swaps else _swap_panels(report.swaps[0], report.plan))
 
 
 def swap_overview(report: Report) -> Figure:
-    """All panels on a page, a comparison of kernels over the others."""
+    """Draw all panels on a page; a comparison of kernels is placed above the others."""
     model, swap = report.model, report.swaps[0]
     what, how = ("several kernels", "") if report.more_swaps else (clean(swap.kernel), formula(swap))
-    # the formula last: where they are too long for a line, it is what is cut, never whether all heads were reached
+    # the formula comes last: if the line is too long, it is cut, but never the coverage of heads
     size = f"{big(model.parameters)} parameters"
     facts = (clean(model.architecture), size, what, clean(report.coverage.sentence), how)
     made = (clean(report.settings.fed), f"{clean(report.tool.name)} {clean(report.tool.version)}")
@@ -268,15 +268,15 @@ def swap_overview(report: Report) -> Figure:
 
 
 def swap_panels(report: Report) -> list[Panel]:
-    """The panels that get files of their own; where several kernels were swept, each has its own sweep."""
-    found = [panel for panel in panels(report) if panel.stem not in ("stages", "sweep", "predictor")]
+    """Build the panels that get their own files; if several kernels were swept, each has its own sweep."""
+    chosen = [panel for panel in panels(report) if panel.stem not in ("stages", "sweep", "predictor")]
     swept = [swap for swap in report.swaps if swap.sweep]
     names = [f"sweep-{clean(swap.kernel)}" if report.more_swaps else "sweep" for swap in swept]
-    found += [_sweep(swap, name) for swap, name in zip(swept, names, strict=True)]
-    return found + [_predictors(swap, several=bool(report.more_swaps)) for swap in swept if swap.predictors]
+    chosen += [_sweep_panel(swap, name) for swap, name in zip(swept, names, strict=True)]
+    return chosen + [_predictors_panel(swap, several=bool(report.more_swaps)) for swap in swept if swap.predictors]
 
 
-def _one(swap: Swap, plan: Plan | None) -> Iterator[Panel]:
+def _swap_panels(swap: Swap, plan: Plan | None) -> Iterator[Panel]:
     lossy = swap.judged_by == "loss"
     name = "loss by stage" if lossy else "distance by stage"
     controls = drawn_controls(swap)
@@ -288,16 +288,16 @@ def _one(swap: Swap, plan: Plan | None) -> Iterator[Panel]:
     note = "on the original's queries, keys and values"
     yield Panel("sites", "output error by layer", note, f"{ERROR}.", partial(draw_sites, swap=swap), len(swap.sites))
     if plan is not None:
-        yield _ranks(plan)
+        yield _ranks_panel(plan)
     if swap.sweep:
-        yield _sweep(swap, "sweep")
+        yield _sweep_panel(swap, "sweep")
     if swap.predictors:
-        yield _predictor(swap)
+        yield _predictor_panel(swap)
     if swap.healing is not None:
-        yield _healing(swap, swap.healing)
+        yield _healing_panel(swap, swap.healing)
 
 
-def _several(report: Report) -> Iterator[Panel]:
+def _comparison_panels(report: Report) -> Iterator[Panel]:
     swaps, lossy = report.swaps, report.swaps[0].judged_by == "loss"
     what = RISES[swaps[0].judged_by]
     caption = f"{what[0].upper()}{what[1:]} with each kernel in every chosen head."
@@ -324,20 +324,20 @@ def _numbers(values: Iterable[float | None]) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in values])
 
 
-def _sweep(swap: Swap, stem: str) -> Panel:
+def _sweep_panel(swap: Swap, stem: str) -> Panel:
     heads = of_heads(swap)
     quiet = "grey dot" if heads else "hollow"
     tested = swap.judged_by == "loss"
     note = f"Δ of the {EFFECTS[swap.judged_by]}"
     note += f"; {quiet}: not significant at FDR 5 %" * tested
-    lost = " Crossed: diverged." if heads and any(effect.delta is None for effect in swap.sweep) else ""
+    remarks = " Crossed: diverged." if heads and any(effect.delta is None for effect in swap.sweep) else ""
     beyond = heads and limit(_numbers(effect.delta for effect in swap.sweep))[1] != "neither"
-    lost += " A number: an effect beyond the last colour." * beyond
+    remarks += " A number: an effect beyond the last colour." * beyond
     unit = "head" if heads else "layer"
     caption = (
         f"{clean(swap.kernel)}. Δ of the {effect_name(swap)}, where that {unit} alone has the kernel. "
         + f"{quiet[0].upper()}{quiet[1:]}: not significant at a false discovery rate of 5 %." * tested
-        + lost
+        + remarks
     )
     layers = len({effect.layer for effect in swap.sweep})
     columns = len({effect.head for effect in swap.sweep})
@@ -347,14 +347,14 @@ def _sweep(swap: Swap, stem: str) -> Panel:
     )
 
 
-def _predictor(swap: Swap) -> Panel:
-    one = strongest(swap)
-    verdict = "holds" if one.holds else "does not hold"
-    note = f"ρ {typeset(one.rho, 2)} over {one.heads} heads; {verdict}"
+def _predictor_panel(swap: Swap) -> Panel:
+    predictor = strongest(swap)
+    verdict = "holds" if predictor.holds else "does not hold"
+    note = f"ρ {typeset(predictor.rho, 2)} over {predictor.heads} heads; {verdict}"
     return Panel("predictor", "what predicts harm", note, "", partial(draw_strongest, swap=swap), left=0.62, bar=True)
 
 
-def _predictors(swap: Swap, *, several: bool) -> Panel:
+def _predictors_panel(swap: Swap, *, several: bool) -> Panel:
     caption = (
         f"{clean(swap.kernel)}. Δ of the {effect_name(swap)} where one head alone has the kernel, against measures of "
         "that head on the same windows; a dot a head. ρ: Spearman's, with a bootstrap 95 % interval over heads; it "
@@ -367,7 +367,7 @@ def _predictors(swap: Swap, *, several: bool) -> Panel:
     return Panel(stem, title, "", caption, draw, 24, wide=7.6, bar=True)
 
 
-def _ranks(plan: Plan) -> Panel:
+def _ranks_panel(plan: Plan) -> Panel:
     caption = (
         f"Ranks chosen for a rise of the {UNITS_OF[plan.unit]} by {100 * plan.budget:g} % at most: "
         f"{plan.mean_rank:.1f} of {plan.head_dim:g} in the mean. Query heads that share a key head share its rank."
@@ -381,13 +381,13 @@ def _ranks(plan: Plan) -> Panel:
 
 
 def _kept(plan: Plan) -> str:
-    """`loss ≤ +1 %: promised +0.21 %, measured +0.87 %`, as much of it as is known; `ppl` for perplexity, for room."""
+    """Format `loss ≤ +1 %: promised +0.21 %, measured +0.87 %`, as far as known; `ppl` is short for perplexity."""
     rises = {"promised": plan.promised, "measured": plan.measured, "healed": plan.healed}
     found = ", ".join(f"{name} {share(rise.share)}" for name, rise in rises.items() if rise is not None)
     return f"{plan.unit} ≤ +{100 * plan.budget:g} %" + (f": {found}" if found else "")
 
 
-def _healing(swap: Swap, healing: Healing) -> Panel:
+def _healing_panel(swap: Swap, healing: Healing) -> Panel:
     hollow = (
         " Hollow: attention transfer." if any(one.stage == "transfer" and one.steps for one in healing.stages) else ""
     )
@@ -396,14 +396,14 @@ def _healing(swap: Swap, healing: Healing) -> Panel:
     note = f"dashed: the original; {note}" if swap.judged_by == "loss" else note
     caption = (
         f"{clean(swap.kernel)}. {healing.parameters:,} numbers of these heads trained{goal}. "
-        f"{_healed_by(swap)}. Step {healing.best} was kept.{hollow}"
+        f"{_describe_healing(swap)}. Step {healing.best} was kept.{hollow}"
     )
     draw = partial(draw_healing, swap=swap, healing=healing)
     return Panel("healing", "healing", note, caption, draw, 14, left=0.62)
 
 
-def _healed_by(swap: Swap) -> str:
-    """What the curves of a healing are, in which unit and on which text."""
+def _describe_healing(swap: Swap) -> str:
+    """Describe the curves of a healing: quantity, text and unit."""
     if swap.task == "hidden":
         return "1 − cosine of the last hidden states and the original's, on calibration text kept back from training"
     loss = "Perplexity: of the evaluation text. " if swap.judged_by == "loss" else ""

@@ -1,1 +1,1 @@
-"""Random instances of token selection: the synthetic experiments of Tarzanagh et al. 2023 and of their followers."""
+"""Synthetic experiments on token selection of Tarzanagh et al. 2023 and follow-up papers, on random instances."""

@@ -1,4 +1,4 @@
-"""Random and golden instances, and the experiments in which every input keeps one token."""
+"""Random and golden instances, and the experiments in which every input selects one token."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Random instances of one size, and what is still to be drawn for them."""
+    """Random instances of one size, and the generators for further draws."""
 
     instances: Instances
-    generators: list[torch.Generator]  # one a trial, behind its data
+    generators: list[torch.Generator]  # one per trial, advanced past the trial's data
 
     @property
     def best(self) -> Int[Tensor, "trials n"]:
-        """argmax_t Y·γ_t of a linear head."""
+        """Index argmax_t Y·γ_t of the best token under a linear head."""
         instances = self.instances
         _, rises = instances.head.read(torch.ones(instances.tokens.shape[:3]).double(), instances.first())
         return (instances.labels[..., None] * rises).argmax(-1)
 
 
 def draw(n: int, T: int, d: int, trials: int, seed: int, attention: str = "cross", head: str = "linear") -> Drawn:
-    """Rows of X and Z and the head on the unit sphere, Y = ±1; drawn in float32 in the order head, Y, X, Z.
+    """Draw instances: rows of X and Z and the head on the unit sphere, Y = ±1; in float32 in the order head, Y, X, Z.
 
-    Trial i has its own torch.Generator(seed + i). Self-attention: z_i = x_i1. The ReLU head has d hidden units,
+    Trial i has its own torch.Generator(seed + i). Self-attention: z_i = x_i1. The ReLU head has d hidden units and
     ‖V‖_F = 1 (Tarzanagh et al. 2023, section 4).
     """
     generators = [torch.Generator().manual_seed(seed + trial) for trial in range(trials)]
-    parts = [_one(n, T, d, head, generator) for generator in generators]
+    parts = [_draw_trial(n, T, d, head, generator) for generator in generators]
     read, labels, tokens, queries = (torch.stack(column).double() for column in zip(*parts, strict=True))
     made: PredictionHead = Linear(read) if head == "linear" else Relu(read)
     z = queries if attention == "cross" else tokens[:, :, 0]
@@ -66,11 +66,11 @@ def draw(n: int, T: int, d: int, trials: int, seed: int, attention: str = "cross
 
 
 def chunks(trials: int, seed: int, size: int = 50) -> list[tuple[int, int]]:
-    """(trials, first seed) of pieces that stay in the processor's cache."""
+    """Split the trials into (trials, first seed) chunks that fit in the CPU cache."""
     return [(min(size, trials - first), seed + first) for first in range(0, trials, size)]
 
 
-def _one(n: int, T: int, d: int, head: str, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _draw_trial(n: int, T: int, d: int, head: str, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     read = torch.randn(d, generator=generator) if head == "linear" else torch.randn(d, d, generator=generator)
     labels = torch.randn(n, generator=generator).sign()
     tokens = torch.randn(n, T, d, generator=generator)
@@ -82,7 +82,7 @@ def _one(n: int, T: int, d: int, head: str, generator: torch.Generator) -> tuple
 def starts(
     drawn: Drawn, m: int, start: str
 ) -> tuple[Float[Tensor, "trials d d"], tuple[Float[Tensor, "trials d m"], Float[Tensor, "trials d m"]]]:
-    """(W, (K, Q)): zeros, or uniform in ±1/√d, as torch's linear layers begin; K and Q never begin at 0."""
+    """Draw the initial (W, (K, Q)): uniform in ±1/√d, as torch's linear layers; W is 0 if `start` is `zero`."""
     d = drawn.instances.tokens.shape[-1]
 
     def uniform(columns: int) -> Tensor:
@@ -99,44 +99,44 @@ def directions(
     chosen: Int[Tensor, "trials n"],
     tick: Callable[[int, int], None],
 ) -> Float[Tensor, "trials d d_query"]:
-    """The SVM solution of each trial for the tokens that it has selected; NaN where nothing separates them."""
+    """Solve the SVM of each trial for the tokens it selected; NaN if they are not separable."""
     d, d_query = instances.tokens.shape[-1], instances.queries.shape[-1]
-    found = torch.full((len(chosen), d, d_query), torch.nan, dtype=torch.float64)
+    solutions = torch.full((len(chosen), d, d_query), torch.nan, dtype=torch.float64)
     for trial, tokens in enumerate(instances.tokens):
         W = solve(attsvm.selection(tokens, instances.queries[trial], chosen[trial])).W
         if W is not None:
-            found[trial] = W
+            solutions[trial] = W
         tick(trial + 1, len(chosen))
-    return found
+    return solutions
 
 
 def grid(iterations: int) -> list[int]:
-    """1, 2, 3, 5, 10, 20, 30, 50, … up to the last iteration."""
+    """Return 1, 2, 3, 5, 10, 20, 30, 50, … up to the last iteration."""
     steps = {factor * 10**power for power in range(len(str(iterations))) for factor in (1, 2, 3, 5)}
     return sorted({step for step in steps if step < iterations} | {iterations})
 
 
 TOLERANCE = 1e-6
-GOLDEN_GAP = 1e-9  # the relative gap to which both problems are solved, so that the tolerance is met with room
+GOLDEN_GAP = 1e-9  # relative gap to which both problems are solved, well below the tolerance
 SOURCE = "Tarzanagh et al. 2023 and Max-margin token selection; solved with cvxpy and Clarabel"
 PROMPTS: dict[str, tuple[list[list[list[float]]], list[int], float]] = {
     "prompt_a": ([[[-0.1, 1.0], [1.0, 0.0], [0.0, 0.0]]], [0], 0.5 / 1.01),
     "prompt_b": ([[[-0.1, 1.0], [1.0, 0.0], [0.0, 0.0]]], [1], 0.5),
     "prompt_c": ([[[0.0, 0.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, -1.0]], [[0.0, 0.0], [0.5, 1.0]]], [1, 1, 1], 17 / 18),
 }
-"""Name → tokens, chosen, ½‖p‖²."""
+"""Name → tokens, chosen token of each input, ½‖p‖²."""
 PROMPT_D = 0.3131888
-WRITTEN = {**NORMS, "half_square": "½‖p‖²", "rank": "rank"}  # how each figure is written
+WRITTEN = {**NORMS, "half_square": "½‖p‖²", "rank": "rank"}  # display name of each figure
 LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6354791607992585)}
-"""Seed → Frobenius and nuclear norm of the local-convergence instance, for its best tokens."""
+"""Seed → Frobenius and nuclear norm of the local-convergence instance for its best tokens."""
 
 
 def golden(progress: Progress = silent) -> Experiment:
-    """½‖p‖² of the p-version, ‖W‖_F and ‖W‖_* of the instances, and the rank of the nuclear solution: to 1e-6."""
+    """Compare ½‖p‖² of the p-version, ‖W‖_F, ‖W‖_* and rank of the nuclear solution with known values, to 1e-6."""
     rows: dict[str, Figure] = {}
     posed = instances()
     for done, (name, (problem, known)) in enumerate(posed.items()):
-        rows |= _solved(name, problem, known)
+        rows |= _solve_figures(name, problem, known)
         progress("golden instances", done + 1, len(posed))
     return Experiment(
         name="golden instances",
@@ -148,15 +148,15 @@ def golden(progress: Progress = silent) -> Experiment:
 
 
 def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
-    """Name → the problem and its known figures: half_square, frobenius, nuclear, rank."""
+    """Return the problem and known figures (half_square, frobenius, nuclear, rank) of each golden instance by name."""
     posed = {
         name: (attsvm.prompt(torch.tensor(tokens).double(), torch.tensor(chosen)), {"half_square": known})
         for name, (tokens, chosen, known) in PROMPTS.items()
     }
     posed["prompt_d"] = (_prompt_d(), {"half_square": PROMPT_D})
-    for name, one in shipped().items():
-        tokens, queries = (torch.tensor(one[part], dtype=torch.float64) for part in ("X", "Z"))
-        posed[name] = (attsvm.selection(tokens, queries, torch.tensor(one["chosen"])), one["known"])
+    for name, instance in shipped().items():
+        tokens, queries = (torch.tensor(instance[part], dtype=torch.float64) for part in ("X", "Z"))
+        posed[name] = (attsvm.selection(tokens, queries, torch.tensor(instance["chosen"])), instance["known"])
     for seed, (frobenius, nuclear) in LOCAL.items():
         drawn = draw(6, 8, 10, 1, seed)
         problem = attsvm.selection(drawn.instances.tokens[0], drawn.instances.queries[0], drawn.best[0])
@@ -166,14 +166,14 @@ def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
 
 @cache
 def shipped() -> dict[str, Any]:
-    """The instances that are kept as data: tokens X, queries Z, head v, labels Y, chosen tokens, known figures."""
+    """Load the instances stored as data: tokens X, queries Z, head v, labels Y, chosen tokens, known figures."""
     text = files("attnlens.lab.experiments.synthetic").joinpath("golden.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    shipped_instances: dict[str, Any] = json.loads(text)
+    return shipped_instances
 
 
 def _prompt_d() -> attsvm.Problem:
-    """Three inputs of seven tokens around (1, 0), (−1, 1) and (−½, −½), with a score of 1 or ½; the first is chosen."""
+    """Draw 3 inputs of 7 tokens near (1, 0), (−1, 1) and (−½, −½), with score 1 or ½; the first token is chosen."""
     n, T, d = 3, 7, 3
     tokens = torch.randn(n, T, d, generator=torch.Generator().manual_seed(0)) * 0.2
     tokens[:, 0] += torch.tensor([1.0, 0.0, 0.0])
@@ -183,7 +183,7 @@ def _prompt_d() -> attsvm.Problem:
     return attsvm.prompt(tokens.double(), torch.zeros(n, dtype=torch.long))
 
 
-def _solved(name: str, problem: attsvm.Problem, known: dict[str, float]) -> dict[str, Figure]:
+def _solve_figures(name: str, problem: attsvm.Problem, known: dict[str, float]) -> dict[str, Figure]:
     frobenius = attsvm.solve(problem)
     norm = frobenius.norm
     figures: dict[str, float | None] = {"frobenius": norm, "half_square": None if norm is None else norm**2 / 2}
@@ -211,11 +211,11 @@ FEASIBLE_SOURCE = "Tarzanagh et al. 2023, section 3.1, by a reimplementation (60
 
 
 def feasibility(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
-    """Share of draws for which the SVM of each input's first token (any other is as good) has a solution, by d.
+    """Compute by d the share of draws for which the SVM of each input's first token has a solution.
 
-    `sure_n_T` is that share at d = max(T−1, n), where theory puts it at 1 for almost all data; not at d = 1, where
-    tokens of unit length are ±1 and often equal. At another n or T than the default, that size alone. The tolerance is
-    three standard errors of the difference of the two shares.
+    Any other token would serve as well. `sure_n_T` is the share at d = max(T−1, n), where theory predicts 1 for almost
+    all data. It is not judged at d = 1, where tokens of unit length are ±1 and often equal. If n or T is not the
+    default, only that size is run. The tolerance is three standard errors of the difference of the two shares.
     """
     s = settings
     sizes = SIZES if (s.n, s.T) == (FEASIBLE.n, FEASIBLE.T) else ((s.n, s.T),)
@@ -249,13 +249,13 @@ def feasibility(settings: ExperimentSettings, published: bool, progress: Progres
 
 def _feasible_share(s: ExperimentSettings, n: int, T: int, d: int, progress: Progress) -> float:
     instances = draw(n, T, d, s.trials, s.seed, s.attention).instances
-    there, first = 0, torch.zeros(n, dtype=torch.long)
+    separable, first = 0, torch.zeros(n, dtype=torch.long)
     for trial in range(s.trials):
         problem = attsvm.selection(instances.tokens[trial], instances.queries[trial], first)
-        # A verdict that the solver leaves open (None) has no proof of separability, and counts as none.
-        there += attsvm.separable(problem).verdict is True
+        # If the solver cannot decide (None), separability is unproven and counts as not separable.
+        separable += attsvm.separable(problem).verdict is True
         progress(f"feasibility, n={n} T={T} d={d}", trial + 1, s.trials)
-    return there / s.trials
+    return separable / s.trials
 
 
 FEASIBLE = ExperimentSettings(trials=60, n=5, T=5, d=(1, 2, 3, 4, 5))
@@ -271,7 +271,7 @@ SELECTED_SOURCE = "Tarzanagh et al. 2023, section 3, by a reimplementation (200 
 
 
 def global_selection(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
-    """Share of trials whose α_i is argmax_t Y_i γ_it for every input i, by d.
+    """Compute by d the share of trials whose α_i is argmax_t Y_i γ_it for every input i.
 
     The tolerance is three standard errors of the difference of the two shares.
     """
@@ -315,7 +315,7 @@ GLOBAL_SELECTION = Study(global_selection, SELECTED, SELECTED_QUICK, uses("globa
 
 
 LONGER = 5
-"""At the published settings W trains on for so many times the iterations, where the textbook's gradient decays."""
+"""Factor of longer training of W at the published settings; there the textbook gradient formula loses its digits."""
 CORRELATIONS: dict[str, Published] = {
     "W_to_frobenius": {"published": 0.991, "tolerance": 0.01},
     "W_to_nuclear": {"published": 0.858, "tolerance": 0.03},
@@ -333,16 +333,16 @@ GOALS: dict[str, Callable[[attsvm.Problem], attsvm.Solution]] = {
 
 
 def local_convergence(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
-    """Mean over trials of ⟨W, W_svm⟩/(‖W‖‖W_svm‖), the SVM posed on the tokens that the trained model selects.
+    """Average ⟨W, W_svm⟩/(‖W‖‖W_svm‖) over trials; the SVM is posed on the tokens that the trained model selects.
 
     `W_to_frobenius_longer` is the median after LONGER times the iterations.
     """
     s = settings
     drawn = draw(s.n, s.T, s.d[0], s.trials, s.seed, s.attention, s.head)
     W, factors = starts(drawn, s.m or s.d[0], s.start)
-    wanted = {name: start for name, start in (("W", W), ("KQ", factors)) if s.parameterisation in ("both", name)}
+    chosen_starts = {name: start for name, start in (("W", W), ("KQ", factors)) if s.parameterisation in ("both", name)}
     known = CORRELATIONS if published else {}
-    reads = [_trained(drawn.instances, start, s, known, name, progress) for name, start in wanted.items()]
+    reads = [_train(drawn.instances, start, s, known, name, progress) for name, start in chosen_starts.items()]
     rows = {name: row for found, _, _ in reads for name, row in found.items()}
     longer = {name: row for _, _, found in reads for name, row in found.items()}
     return Experiment(
@@ -356,11 +356,11 @@ def local_convergence(settings: ExperimentSettings, published: bool, progress: P
 
 
 def _normaliser(s: ExperimentSettings) -> attsvm.Normaliser:
-    """Both factors by ‖∇_W‖, as the published figures; each by its own norm where that would overflow."""
+    """Return the normaliser: both factors by ‖∇_W‖, as published, or each by its own norm if that would overflow."""
     return "form" if s.iterations <= longest(s.lr) else "own"
 
 
-def _trained(
+def _train(
     instances: Instances,
     start: Tensor | tuple[Tensor, Tensor],
     s: ExperimentSettings,
@@ -368,7 +368,7 @@ def _trained(
     name: str,
     progress: Progress,
 ) -> tuple[dict[str, Figure], dict[str, Curve], dict[str, Figure]]:
-    """Figures and curves of one parameterisation's descent, and the figure of longer training, if there is one."""
+    """Descend in one parameterisation; return its figures and curves, and the figure of longer training if any."""
     longer = f"{name}_to_frobenius_longer"
     last = LONGER * s.iterations if longer in known else s.iterations
     descent = descend(
@@ -399,7 +399,7 @@ def _trained(
 def _correlations(
     instances: Instances, descent: Descent, name: str, svm: str, progress: Progress
 ) -> Float[Tensor, "steps trials"]:
-    """To the SVM of the tokens that are selected at the last step; NaN where nothing separates them."""
+    """Correlate with the SVM of the tokens selected at the last step; NaN if they are not separable."""
     tick = partial(progress, f"local convergence, {name}, {svm} SVM")
     return descent.correlation(directions(GOALS[svm], instances, descent.chosen[-1], tick))
 
@@ -409,7 +409,7 @@ LOCAL_CONVERGENCE = Study(local_convergence, CONVERGENCE, replace(CONVERGENCE, t
 
 
 TIGHT = 1e-8
-"""The relative gap to which the nuclear problem is solved, so that a singular value of 0 is below 1e-5·σ₁."""
+"""Relative gap to which the nuclear problem is solved, so that a singular value of 0 is below 1e-5·σ₁."""
 SVMS: dict[str, Callable[[attsvm.Problem], attsvm.Solution]] = {
     "nuclear": partial(attsvm.solve_nuclear, tolerance=TIGHT),
     "frobenius": attsvm.solve,
@@ -425,16 +425,16 @@ RANKS_SOURCE = (
 
 
 def rank(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
-    """Number of σ > 1e-5·σ₁ of the nuclear and Frobenius solutions for the best tokens, by d.
+    """Count, by d, the σ > 1e-5·σ₁ of the nuclear and Frobenius solutions for the best tokens.
 
-    `nuclear_least` and `nuclear_most` are the least and the largest mean rank over d, `beyond_bound` is the largest
+    `nuclear_least` and `nuclear_most` are the smallest and largest mean rank over d; `beyond_bound` is the largest
     rank − min(n, d).
     """
     s = settings
-    ranks = {(d, svm): _ranks(s, d, svm, progress) for d in s.d for svm in SVMS}
-    rows = {f"{svm}_d{d}": averaged(found, f"{NORMS[svm]}, d = {d}") for (d, svm), found in ranks.items()}
+    ranks = {(d, svm): _compute_ranks(s, d, svm, progress) for d in s.d for svm in SVMS}
+    rows = {f"{svm}_d{d}": averaged(values, f"{NORMS[svm]}, d = {d}") for (d, svm), values in ranks.items()}
     means = [value for d in s.d if (value := rows[f"nuclear_d{d}"].value) is not None]
-    beyond = [found[~found.isnan()] - min(s.n, d) for (d, svm), found in ranks.items() if svm == "nuclear"]
+    beyond = [values[~values.isnan()] - min(s.n, d) for (d, svm), values in ranks.items() if svm == "nuclear"]
     most = max((float(row.max()) for row in beyond if len(row)), default=None)
     for name, value, label in (
         ("nuclear_least", min(means, default=None), "nuclear, least mean"),
@@ -453,12 +453,12 @@ def rank(settings: ExperimentSettings, published: bool, progress: Progress) -> E
     )
 
 
-def _ranks(s: ExperimentSettings, d: int, svm: str, progress: Progress) -> Float[Tensor, " trials"]:
-    """The rank in each trial; NaN where there is no solution."""
+def _compute_ranks(s: ExperimentSettings, d: int, svm: str, progress: Progress) -> Float[Tensor, " trials"]:
+    """Compute the rank in each trial; NaN if there is no solution."""
     drawn = draw(s.n, s.T, d, s.trials, s.seed, s.attention)
-    found = directions(SVMS[svm], drawn.instances, drawn.best, partial(progress, f"rank, {svm}, d={d}"))
-    there = [torch.nan if W.isnan().any() else float(attsvm.nuclear_rank(W)) for W in found]
-    return torch.tensor(there, dtype=torch.float64)
+    solutions = directions(SVMS[svm], drawn.instances, drawn.best, partial(progress, f"rank, {svm}, d={d}"))
+    trial_ranks = [torch.nan if W.isnan().any() else float(attsvm.nuclear_rank(W)) for W in solutions]
+    return torch.tensor(trial_ranks, dtype=torch.float64)
 
 
 RANK_SIZES = ExperimentSettings(trials=50, d=(4, 6, 8, 10, 15, 20))

@@ -1,4 +1,4 @@
-"""The experiments in which several tokens may keep their weight: ReLU heads, and next-token prediction."""
+"""Experiments in which several tokens can keep their weight: ReLU heads, and next-token prediction."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GONE, KEPT = 1e-6, 1e-3
-"""A token is let go of below the one and kept above the other; an instance with a weight between them is undecided."""
+"""A token is dropped at a weight ≤ GONE and kept above KEPT; an instance with a weight in between is undecided."""
 DIRECTIONS = {"svm_equivalent": "SVM equivalent", "W_mm": "W_mm", "single_token": "single token"}
-"""How each direction is written."""
+"""Display names of the directions."""
 FLOOR = 2.2e-16
-"""What the published code adds to ‖∇‖: training stops where it vanishes. Without it, it goes on along what is left: the
-inputs whose ReLUs are not all off, which then decide alone, and 1 − correlation ends at 0.08 where d = 4."""
+"""Constant that the published code adds to ‖∇‖: training then stops as the gradient vanishes. Without it, training
+continues only on inputs whose ReLUs are not all off, and 1 − correlation ends at 0.08 for d = 4."""
 DISTANCES = {
     f"{name}_d{d}": distance
     for name, found in (("svm_equivalent", (0.034, 0.017, 0.011, 0.0056)), ("W_mm", (0.07, 0.043, 0.015, 0.0087)))
     for d, distance in zip((4, 6, 8, 10), found, strict=True)
 }
 READING = 0.3
-"""How far a figure read off a logarithmic axis may be off, of itself, beside three standard errors of ours."""
+"""Relative error allowed for a figure read off a logarithmic axis, in addition to three standard errors of ours."""
 DISTANCES_SOURCE = "Tarzanagh et al. 2023, section 5, read off a logarithmic figure: means over 500 accepted runs"
 
 
 def multi_token(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
-    """Mean of 1 − correlation of W to W_fin + R·W_mm, to W_mm, and to the single-token SVM, by d.
+    """Compute by d the mean of 1 − correlation of W to W_fin + R·W_mm, to W_mm, and to the single-token SVM.
 
-    Kept instances have a label −1, no weight in (GONE, KEPT], some ≤ GONE, and both SVMs.
+    Accepted instances have a label −1, no weight in (GONE, KEPT], some weight ≤ GONE, and solutions of both SVMs.
     """
     s = settings
-    found = {d: _size(s, d, place, progress) for place, d in enumerate(s.d)}
+    by_size = {d: _measure_size(s, d, place, progress) for place, d in enumerate(s.d)}
     known = DISTANCES if published else {}
     rows = {
-        f"{name}_d{d}": _figure(kept[:, column], f"{DIRECTIONS[name]}, d = {d}", known.get(f"{name}_d{d}"))
-        for d, kept in found.items()
+        f"{name}_d{d}": _figure(accepted[:, column], f"{DIRECTIONS[name]}, d = {d}", known.get(f"{name}_d{d}"))
+        for d, accepted in by_size.items()
         for column, name in enumerate(DIRECTIONS)
     }
-    shares: dict[str, JsonValue] = {f"accepted_d{d}": len(kept) / s.trials for d, kept in found.items()}
+    shares: dict[str, JsonValue] = {f"accepted_d{d}": len(accepted) / s.trials for d, accepted in by_size.items()}
     return Experiment(
         name="multi-token",
         question="Where several tokens keep their weight, does descent end at W_fin + R·W_mm of the generalised SVM?",
@@ -71,22 +71,22 @@ def multi_token(settings: ExperimentSettings, published: bool, progress: Progres
         source=DISTANCES_SOURCE if published else None,
         axis="d",
         curves={
-            name.replace("_", " "): _by_d(found, column, label)
+            name.replace("_", " "): _curve_by_d(by_size, column, label)
             for column, (name, label) in enumerate(DIRECTIONS.items())
         },
-        **columns(rows, "no instance passes the filter", {f"accepted_d{d}": f"accepted, d = {d}" for d in found}),
+        **columns(rows, "no instance passes the filter", {f"accepted_d{d}": f"accepted, d = {d}" for d in by_size}),
     )
 
 
 def _figure(values: Float[Tensor, " kept"], label: str, published: float | None) -> Figure:
-    found = averaged(values, label)
+    figure = averaged(values, label)
     if published is None:
-        return found
-    return replace(found, published=published, tolerance=READING * published + 3 * (found.error or 0.0))
+        return figure
+    return replace(figure, published=published, tolerance=READING * published + 3 * (figure.error or 0.0))
 
 
-def _size(s: ExperimentSettings, d: int, place: int, progress: Progress) -> Float[Tensor, "kept 3"]:
-    """1 − correlation to each of DIRECTIONS, of the instances that are kept."""
+def _measure_size(s: ExperimentSettings, d: int, place: int, progress: Progress) -> Float[Tensor, "kept 3"]:
+    """Compute 1 − correlation to each of DIRECTIONS for the accepted instances."""
     rows: list[list[float]] = []
     done = 0
     for trials, seed in chunks(s.trials, s.seed, 250):
@@ -107,18 +107,18 @@ def _size(s: ExperimentSettings, d: int, place: int, progress: Progress) -> Floa
 
 
 def decided(instances: Instances, weights: Float[Tensor, "trials n T"]) -> Bool[Tensor, " trials"]:
-    """The published filter: a label −1, no weight between GONE and KEPT, and some token let go of."""
+    """Apply the published filter: a label −1, no weight between GONE and KEPT, and some dropped token."""
     between = ((weights > GONE) & (weights <= KEPT)).flatten(1).any(-1)
     return (instances.labels < 0).any(-1) & ~between & (weights <= GONE).flatten(1).any(-1)
 
 
 def compared(instances: Instances, descent: Descent, trial: int) -> list[float] | None:
-    """1 − correlation of the trained W to each of DIRECTIONS; None where one of the SVMs has no solution."""
+    """Compute 1 − correlation of the trained W to each of DIRECTIONS; None if one of the SVMs has no solution."""
     tokens, queries, W = instances.tokens[trial], instances.queries[trial], descent.W[-1, trial]
     weights = descent.log_weights[trial].exp()
     several = attsvm.solve(attsvm.selection_sets(tokens, queries, weights > KEPT)).W
     single = attsvm.solve(attsvm.selection(tokens, queries, descent.chosen[-1, trial])).W
-    finite = _finite(tokens, queries, weights, W)
+    finite = _solve_finite_part(tokens, queries, weights, W)
     if several is None or single is None or finite is None:
         return None
     R = float(((W - finite) * several).sum() / several.square().sum())
@@ -128,20 +128,20 @@ def compared(instances: Instances, descent: Descent, trial: int) -> list[float] 
     ]
 
 
-def _finite(tokens: Tensor, queries: Tensor, weights: Tensor, W: Tensor) -> Tensor | None:
-    """W_fin; 0 where every input keeps one token, None where the log-ratios contradict each other."""
+def _solve_finite_part(tokens: Tensor, queries: Tensor, weights: Tensor, W: Tensor) -> Tensor | None:
+    """Solve for W_fin; 0 if every input keeps one token, None if the log-ratios contradict each other."""
     try:
         return attsvm.solve(attsvm.finite_part(tokens, queries, weights, weights > KEPT)).W
     except UnposedError:
         return torch.zeros_like(W)
 
 
-def _by_d(found: dict[int, Float[Tensor, "kept 3"]], column: int, label: str) -> Curve:
-    """Each size has kept its own number of instances: the shorter columns end in NaN."""
-    columns = [rows[:, column] for rows in found.values()]
+def _curve_by_d(by_size: dict[int, Float[Tensor, "kept 3"]], column: int, label: str) -> Curve:
+    """Build the curve by d; sizes accept different numbers of instances, so shorter columns are padded with NaN."""
+    columns = [rows[:, column] for rows in by_size.values()]
     most = max(1, *(len(column) for column in columns))
     padded = [torch.nn.functional.pad(column, (0, most - len(column)), value=torch.nan) for column in columns]
-    return curve(list(found), torch.stack(padded), "1 − correlation", label=label)
+    return curve(list(by_size), torch.stack(padded), "1 − correlation", label=label)
 
 
 MULTI_FULL = ExperimentSettings(trials=1000, n=3, T=4, d=(4, 6, 8, 10), head="relu", iterations=2001)
@@ -149,35 +149,35 @@ MULTI_QUICK = replace(MULTI_FULL, trials=150, d=(4, 6))
 MULTI_TOKEN = Study(multi_token, MULTI_FULL, MULTI_QUICK, uses("multi-token"))
 
 
-TRIES = 200  # random corpora drawn for one that poses a problem, before the sizes are refused
-SAME = 1e-9  # tokens nearer than this off the cyclic subspace are of one component; others are ≥ 1/√d apart
+TRIES = 200  # random corpora drawn per trial before the sizes are refused
+SAME = 1e-9  # tokens closer than this off the cyclic subspace share a component; others are ≥ 1/√d apart
 
 
 class Corpus(NamedTuple):
-    """Sequences as features φ_t = vec(x_t zᵀ), each split into its part off and in the cyclic subspace."""
+    """Sequences as features φ_t = vec(x_t zᵀ), each split into its parts off and in the cyclic subspace."""
 
     features: Float[Tensor, "n T twice"]  # [off, in]
     reads: Float[Tensor, "n T"]  # c_yᵀ x_t: 1 at the label's copies, 0 elsewhere
     component: Bool[Tensor, "n T"]  # whether a token is in the label's strongly connected component
-    W: Float[Tensor, " square"]  # the graph's SVM
+    W: Float[Tensor, " square"]  # SVM solution of the graph
 
 
 TO_SVM: Published = {"published": 1.0, "tolerance": 1e-3}
 FINITE: Published = {"published": 0.0, "tolerance": 1e-9}
-"""The theorems' limits, and how near them the last iteration must be."""
+"""Limits of the theorems, with the tolerance allowed at the last iteration."""
 
 
 def next_token(settings: ExperimentSettings, published: bool, progress: Progress) -> Experiment:
-    """Correlation of W's part off the cyclic subspace to the graph SVM, and ‖W_cyc − W_fin‖ (Li et al. 2024).
+    """Correlate W off the cyclic subspace with the graph SVM, and compute ‖W_cyc − W_fin‖ in it (Li et al. 2024).
 
-    d tokens with orthonormal embeddings E; n sequences of T tokens that hold their label y; f = e_yᵀ Xᵀ softmax(X W z),
-    z the last token, loss −log f: convex, so that descent is global. Off the cyclic subspace a step has length lr, in
-    it descent is plain with rate 1: there W stays finite, where steps of one length would never come to rest. W_fin is
-    what the loss alone makes of each label's own component. Acyclic: the label is the first of the sequence's tokens in
-    an order of its last token's own. No number was published, but a limit: correlation 1, distance 0.
+    There are d tokens with orthonormal embeddings E and n sequences of T tokens that contain their label y;
+    f = e_yᵀ Xᵀ softmax(X W z), z the last token. The loss −log f is convex, so descent is global. Off the cyclic
+    subspace a step has length lr. In it W stays finite, so steps of constant length would never converge: descent is
+    plain with rate 1. W_fin is the limit of descent if each label competes only within its own component. Acyclic: the
+    label ranks first in an order that depends on the last token. Published limits: correlation 1, distance 0.
     """
-    acyclic, _, steps, at_end = _kind(settings, False, progress)
-    cyclic, off, _, cyclic_end = _kind(settings, True, progress)
+    acyclic, _, steps, at_end = _run_kind(settings, False, progress)
+    cyclic, off, _, cyclic_end = _run_kind(settings, True, progress)
     to_svm, finite = (TO_SVM, FINITE) if published else (Published(), Published())
     rows = {
         "acyclic_to_svm": averaged(acyclic[-1], "acyclic to SVM", **to_svm),
@@ -200,12 +200,12 @@ def next_token(settings: ExperimentSettings, published: bool, progress: Progress
     )
 
 
-def _kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[Tensor, Tensor, list[int], Tensor]:
-    """(correlation, distance of the finite part, both (steps, trials); the steps; the least weight that is to be 1)."""
+def _run_kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[Tensor, Tensor, list[int], Tensor]:
+    """Return correlations and finite-part distances (steps, trials), steps, least weight of the label's component."""
     corpora = [corpus(s.n, s.T, s.d[0], s.seed + trial, cyclic) for trial in range(s.trials)]
     features, reads, inside, W = (
         torch.stack(column)
-        for column in zip(*((one.features, one.reads, one.component, one.W) for one in corpora), strict=True)
+        for column in zip(*((each.features, each.reads, each.component, each.W) for each in corpora), strict=True)
     )
     trials, n = features.shape[:2]
     ones = torch.ones(trials, n, 1, dtype=torch.float64)
@@ -224,7 +224,7 @@ def _kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[Tens
 def descended(
     instances: Instances, s: ExperimentSettings, steps: list[int], tick: Callable[[int, int], None]
 ) -> tuple[Float[Tensor, "steps trials twice"], Float[Tensor, "trials n T"]]:
-    """W at those steps, and the log-weights at the end: normalised off the cyclic subspace, plain in it."""
+    """Descend, normalised off the cyclic subspace and plain in it; return W at `steps` and the final log-weights."""
     W = torch.zeros(len(instances.tokens), instances.tokens.shape[-1], 1, dtype=torch.float64)
     seen, read = instances.first(), []
     for step in range(1, s.iterations + 1):
@@ -239,9 +239,9 @@ def descended(
 
 
 def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
-    """Random sequences whose graph poses a problem: some order to learn, and some cycle where cycles are asked for.
+    """Draw sequences whose graph poses a problem: some order to learn, and a cycle if and only if `cyclic`.
 
-    Raises UsageError where TRIES random corpora of that size pose none.
+    Raises UsageError if TRIES random corpora of that size pose none.
     """
     generator = torch.Generator().manual_seed(seed)
     embeddings = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64)).Q
@@ -257,24 +257,24 @@ def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
             continue
         W = attsvm.solve(problem).W
         if W is not None and not problem.equal.all() and bool(problem.equal.any()) == cyclic:
-            return _featured(problem, embeddings[inputs], inputs == labels, W)
+            return _build_corpus(problem, embeddings[inputs], inputs == labels, W)
     raise UsageError(
         f"{TRIES} random corpora of {n} sequences of {T} among {d} tokens pose no such problem.",
         "Choose a larger d, or more or longer sequences.",
     )
 
 
-def _featured(
+def _build_corpus(
     problem: attsvm.Problem, tokens: Float[Tensor, "n T d"], hits: Bool[Tensor, "n T"], W: Float[Tensor, "d d"]
 ) -> Corpus:
-    whole = (tokens[..., :, None] * tokens[:, -1:, None, :]).flatten(2)
+    features = (tokens[..., :, None] * tokens[:, -1:, None, :]).flatten(2)
     equal = problem.equal
     ties = (problem.differences[equal][:, :, None] * problem.paired_queries[equal][:, None, :]).flatten(1)
     _, values, basis = torch.linalg.svd(ties, full_matrices=False)
     basis = basis[values > SAME * values.amax()] if len(values) else basis
-    within = whole @ basis.mT @ basis
-    off = whole - within
-    # One component's tokens differ by rounding off the cyclic subspace, which would outlive weights below 1e-16.
+    within = features @ basis.mT @ basis
+    off = features - within
+    # Off the cyclic subspace, tokens of one component differ by rounding, which would outlive weights below 1e-16.
     same = torch.cdist(off, off) < SAME
     off = off.gather(1, same.int().argmax(-1)[..., None].expand_as(off))
     component = same[torch.arange(len(hits)), hits.int().argmax(-1)]

@@ -1,4 +1,4 @@
-"""What the study's small models are trained and judged on: batches of examples, and scores."""
+"""Tasks that the study's small models are trained and evaluated on: batches of examples, and scores."""
 
 from attnlens.lab.study.tasks.classification import Labelled, labelled, series
 from attnlens.lab.study.tasks.language import (

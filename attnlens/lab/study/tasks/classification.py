@@ -1,4 +1,4 @@
-"""Classification of sequences: labelled texts in byte pairs, or time series in the UEA archive's format."""
+"""Classification of sequences: labelled texts as byte pairs, or time series in the UEA archive's format."""
 
 from __future__ import annotations
 
@@ -34,83 +34,83 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Cases:
-    """The sequences of one part and their classes."""
+    """Sequences of one part with their classes."""
 
     rows: Sequence[Tensor]  # ids (tokens,), int64, or a series (steps, channels), float32
     labels: Int[Tensor, " cases"]
 
     def batch(self, chosen: Sequence[int]) -> Examples:
-        """Those of some numbers, padded with zeros."""
+        """Build a batch of the chosen cases, padded with zeros."""
         inputs, kept = padded([self.rows[number] for number in chosen], 0)
         return Examples(inputs, None if bool(kept.all()) else kept, self.labels[list(chosen)])
 
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """Sequences of which a model is to name the class."""
+    """Sequences to classify."""
 
     name: str
-    """What the data are called."""
+    """Name of the data."""
     classes: tuple[str, ...]
-    """The label of each class number."""
+    """Label of each class number."""
     cases: Mapping[str, Cases]
-    """Of each part its cases."""
+    """Cases of each part."""
     files: Mapping[str, str]
-    """SHA-256 of each file by its name; empty for built-in data."""
+    """SHA-256 of each file by name; empty for built-in data."""
     vocabulary: int = 0
-    """How many ids there are; 0 for a series."""
+    """Number of ids; 0 for a series."""
     channels: int = 0
-    """How many numbers a step has; 0 for ids."""
+    """Numbers per step; 0 for ids."""
     pairs: BytePairs | None = None
-    """The encoding of texts, trained on the training part alone; None where nothing is encoded."""
+    """Encoding of texts, trained on the training part only; None for a series."""
     left_out: Mapping[str, int] = field(default_factory=dict)
-    """How many cases are not as the file has them, by what was done to them."""
+    """Number of cases that differ from the file, by reason."""
     form: Literal["classification"] = field(default="classification", init=False)
     metric: str = field(default="accuracy", init=False)
     higher_is_better: bool = field(default=True, init=False)
 
     @property
     def outputs(self) -> int:
-        """How many classes there are."""
+        """Number of classes."""
         return len(self.classes)
 
     @property
     def length(self) -> int:
-        """The most tokens or steps of a sequence."""
+        """Largest number of tokens or steps of a sequence."""
         return max(len(row) for part in self.cases.values() for row in part.rows)
 
     def training(self, size: int, seed: int) -> Iterator[Examples]:
-        """Shuffled cases without end, those of about one length together."""
+        """Yield shuffled batches without end; cases of similar length share a batch."""
         part = self.cases["training"]
         return endless([len(row) for row in part.rows], size, seed, part.batch)
 
     def held_out(self, split: Split, size: int) -> Sequence[Examples]:
-        """The cases of that part, the shortest first."""
+        """Return the cases of a part in batches, shortest first."""
         part = self.cases[split]
         return in_order([len(row) for row in part.rows], size, part.batch)
 
 
-HEADER = ("text", "label")  # the columns of a first line that is no case
-SHARES = (0.1, 0.1)  # shares of validation and test of each class
+HEADER = ("text", "label")  # columns of a header line
+SHARES = (0.1, 0.1)  # validation and test shares of each class
 TEXT_REMEDY = "Give lines of a text and its label, in UTF-8 with a tab between them."
 
 
 def labelled(path: str | Path, *, length: int = 128, vocabulary: int = 1024) -> Labelled:
-    """Classification of a file of lines `text TAB label`, packed by gzip or not; a first line `text TAB label` is none.
+    """Read a classification task from lines `text TAB label`, gzipped or not; a header `text TAB label` is skipped.
 
-    A text that stands there again, whatever its label, is left out, so that none is in two parts. The cases of each
-    class are split in the order of the file by contiguous blocks: 80 % training, 10 % validation, 10 % test. Texts
-    beyond `length` tokens lose what is beyond. Raises TextError for lines with empty or missing columns, one label
-    alone, and a label with fewer than three texts; UsageError for a vocabulary below 256.
+    A repeated text is left out, whatever its label, so that no text is in two parts. The cases of each class are split
+    in file order into contiguous blocks: 80 % training, 10 % validation, 10 % test. Texts longer than `length` tokens
+    are cut. Raises TextError for lines with empty or missing columns, a single label, and a label with fewer than
+    three texts; UsageError for a vocabulary below 256.
     """
-    found = read_rows(path, (2,), TEXT_REMEDY)
-    rows = found.rows[1:] if tuple(word.lower() for word in found.rows[0]) == HEADER else found.rows
-    once: dict[str, str] = {}
+    lines = read_rows(path, (2,), TEXT_REMEDY)
+    rows = lines.rows[1:] if tuple(word.lower() for word in lines.rows[0]) == HEADER else lines.rows
+    label_of: dict[str, str] = {}
     for text, label in rows:
-        once.setdefault(text, label)
-    texts = list(once.items())
-    classes = sorted(set(once.values()))
-    parts = _parts(str(path), texts, classes)
+        label_of.setdefault(text, label)
+    texts = list(label_of.items())
+    classes = sorted(set(label_of.values()))
+    parts = _split_by_class(str(path), texts, classes)
     code = byte_pairs((texts[number][0] for number in parts["training"]), vocabulary)
     ids = code.ids([text for text, _ in texts])
     cases = {
@@ -121,45 +121,45 @@ def labelled(path: str | Path, *, length: int = 128, vocabulary: int = 1024) -> 
         for part, chosen in parts.items()
     }
     return Labelled(
-        name=found.name,
+        name=lines.name,
         classes=tuple(classes),
         cases=cases,
-        files={found.name: found.sha256},
+        files={lines.name: lines.sha256},
         vocabulary=code.size,
         pairs=code,
         left_out={"repeated": len(rows) - len(texts), "cut": sum(len(row) > length for row in ids)},
     )
 
 
-def _parts(path: str, texts: list[tuple[str, str]], classes: list[str]) -> dict[str, list[int]]:
-    """The numbers of each part's texts, in the order of the file."""
+def _split_by_class(path: str, texts: list[tuple[str, str]], classes: list[str]) -> dict[str, list[int]]:
+    """Split the texts into parts; return the text numbers of each part in file order."""
     if len(classes) < 2:
         only = f"one label only: {classes[0]}" if classes else "no text below its header"
         raise TextError(f"{path} has {only}.", "Give texts with two labels or more.")
     parts: dict[str, list[int]] = {part: [] for part in PARTS}
     for name in classes:
-        own = [number for number, (_, label) in enumerate(texts) if label == name]
-        if len(own) < len(PARTS):
+        of_class = [number for number, (_, label) in enumerate(texts) if label == name]
+        if len(of_class) < len(PARTS):
             raise TextError(
-                f"{path} has {len(own)} text(s) with label {name}, too few to train and judge on.",
+                f"{path} has {len(of_class)} text(s) with label {name}, too few to train and judge on.",
                 "Give each label ten texts or more.",
             )
-        split = numbers(blocks(len(own), stretches=1, shares=SHARES))
+        split = numbers(blocks(len(of_class), stretches=1, shares=SHARES))
         for part, chosen in split.items():
-            parts[part] += [own[number] for number in chosen]
+            parts[part] += [of_class[number] for number in chosen]
     return {part: sorted(chosen) for part, chosen in parts.items()}
 
 
-EVERY = 5  # of each class of the training file every fifth case is validation
+EVERY = 5  # every fifth case of each class of the training file is used for validation
 
 
 def series(train: str | Path, test: str | Path) -> Labelled:
-    """Classification of the series in two `.ts` files, the second of which is the test set.
+    """Read a classification task from two `.ts` files of series; the second is the test set.
 
-    Validation is every fifth case of each class of the first file, whatever the seed. Each channel has mean 0 and
-    standard deviation 1 over the steps of the training part; a constant one is only centred. Raises TextError for a
-    file that can't be read, one class alone, a class with a single case, a label of the test set that training does not
-    have, and files of unlike channels.
+    Validation is every fifth case of each class of the first file, whatever the seed. Each channel is scaled to mean 0
+    and standard deviation 1 over the steps of the training part; a constant channel is only centred. Raises TextError
+    for a file that cannot be read, a single class, a class with one case, a test label that is missing in training, and
+    files with different numbers of channels.
     """
     first, second = read_series(train), read_series(test)
     counts = [found.cases[0].shape[1] for found in (first, second)]
@@ -168,10 +168,10 @@ def series(train: str | Path, test: str | Path) -> Labelled:
             f"{first.name} has {counts[0]} channels and {second.name} has {counts[1]}.",
             "Give the training and the test file of one problem.",
         )
-    classes = _classes(first, second)
-    held = _validation(first.labels)
-    fitted = [case for number, case in enumerate(first.cases) if number not in held]
-    steps = torch.cat(fitted)
+    classes = _list_labels(first, second)
+    held_out = _hold_out(first.labels)
+    training_cases = [case for number, case in enumerate(first.cases) if number not in held_out]
+    steps = torch.cat(training_cases)
     spread = steps.std(0, correction=0)
     mean, scale = steps.mean(0), torch.where(spread > 0, spread, torch.ones_like(spread))
 
@@ -186,25 +186,25 @@ def series(train: str | Path, test: str | Path) -> Labelled:
         name=first.problem,
         classes=classes,
         cases={
-            "training": cases(first, (number for number in range(len(first.cases)) if number not in held)),
-            "validation": cases(first, held),
+            "training": cases(first, (number for number in range(len(first.cases)) if number not in held_out)),
+            "validation": cases(first, held_out),
             "test": cases(second, range(len(second.cases))),
         },
-        files=_digests((first, train), (second, test)),
+        files=_hash_files((first, train), (second, test)),
         channels=first.cases[0].shape[1],
     )
 
 
-def _digests(*read: tuple[Recording, str | Path]) -> dict[str, str]:
-    """SHA-256 of each file by its name; by its path where both have one name. TextError where both are one file."""
+def _hash_files(*read: tuple[Recording, str | Path]) -> dict[str, str]:
+    """Map file names (paths if the names are equal) to SHA-256. Raises TextError if both are the same file."""
     (first, _), (second, _) = read
     if first.sha256 == second.sha256:
         raise TextError(f"{first.name} is given to train on and to test on.", "Give two files.")
     return {found.name if first.name != second.name else str(path): found.sha256 for found, path in read}
 
 
-def _classes(first: Recording, second: Recording) -> tuple[str, ...]:
-    """The labels of the training file, in the order in which its header lists them, others after these by name."""
+def _list_labels(first: Recording, second: Recording) -> tuple[str, ...]:
+    """Return the training labels: first those of the header in its order, then the others sorted by name."""
     found = set(first.labels)
     if len(found) < 2:
         raise TextError(f"{first.name} has one label only: {first.labels[0]}.", "Give a file with two classes or more.")
@@ -218,10 +218,10 @@ def _classes(first: Recording, second: Recording) -> tuple[str, ...]:
     return (*listed, *sorted(found - set(listed)))
 
 
-def _validation(labels: Sequence[str]) -> list[int]:
-    """The last of every five cases of a class; of a class of fewer than five its last case."""
-    held = []
+def _hold_out(labels: Sequence[str]) -> list[int]:
+    """Return the last of every five cases of each class; the last case of a class with fewer than five."""
+    held_out = []
     for label in sorted(set(labels)):
-        own = [number for number, found in enumerate(labels) if found == label]
-        held += own[EVERY - 1 :: EVERY] or own[-1:]
-    return sorted(held)
+        of_label = [number for number, found in enumerate(labels) if found == label]
+        held_out += of_label[EVERY - 1 :: EVERY] or of_label[-1:]
+    return sorted(held_out)

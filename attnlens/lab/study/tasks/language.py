@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 
 HELD_BOOKS = {"validation": ("Eccl", "Esth", "Lam", "Titus"), "test": ("Job", "Ruth", "Jonah", "Phlm")}
-"""Books of the Bible without parallel passages in others; the gospels, or Kings and Chronicles, repeat each other."""
-VERSE = re.compile(r"(\w+)\.\d+\.\d+")  # an id that names a book, a chapter and a verse
+"""Held-out books of the Bible, without parallels in other books; the gospels, or Kings and Chronicles, overlap."""
+VERSE = re.compile(r"(\w+)\.\d+\.\d+")  # id of a verse: book, chapter, verse
 REMEDY = "Give lines of a source and a target, or of an id, a source and a target, in UTF-8 with tabs between them."
 
 
@@ -58,21 +58,21 @@ class SentencePairs:
     """Sentences in one language with their translations into another."""
 
     name: str
-    """The file's name."""
+    """File name."""
     length: int
-    """The most tokens of a side, with the one that ends it."""
+    """Largest number of tokens of a side, including END."""
     pairs: BytePairs
-    """The encoding of both languages, trained on the training part alone."""
+    """Encoding of both languages, trained on the training part only."""
     sentences: Mapping[str, Sequence[SentencePair]]
-    """Of each part its pairs of source and target ids, without ids that begin or end."""
+    """Source and target ids of each part's pairs, without BEGIN and END."""
     left_out: Mapping[str, int]
-    """Of each part the pairs of which a side is longer than `length`."""
+    """Number of pairs per part with a side longer than `length`."""
     repeated: int
-    """Pairs left out of training because they are held out too."""
+    """Number of pairs removed from training because they are also held out."""
     split_by: Literal["books", "blocks", "the source"]
-    """Whether whole books are held out, contiguous blocks of lines, or what the source of the data holds out."""
+    """Unit of the held-out parts: whole books, contiguous blocks of lines, or the data's own split."""
     files: Mapping[str, str]
-    """SHA-256 of the file by its name."""
+    """SHA-256 of the file by name."""
     form: Literal["translation"] = field(default="translation", init=False)
     channels: int = field(default=0, init=False)
     metric: str = field(default="BLEU", init=False)
@@ -83,21 +83,21 @@ class SentencePairs:
 
     @property
     def vocabulary(self) -> int:
-        """How many ids the byte pairs have, with those that begin, end and pad."""
+        """Number of ids, including BEGIN, END and PADDING."""
         return self.pairs.size
 
     outputs = vocabulary
 
     def written(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
+        """Decode ids to text."""
         return self.pairs.text(ids)
 
     def training(self, size: int, seed: int) -> Iterator[Examples]:
-        """Shuffled pairs without end, those of about one length together."""
+        """Yield shuffled batches without end; pairs of similar length share a batch."""
         return endless(self._lengths("training"), size, seed, lambda chosen: self._batch("training", chosen))
 
     def held_out(self, split: Split, size: int) -> Sequence[Examples]:
-        """The pairs of that part, the shortest first."""
+        """Return the pairs of a part in batches, shortest first."""
         return in_order(self._lengths(split), size, lambda chosen: self._batch(split, chosen))
 
     def _lengths(self, part: str) -> list[int]:
@@ -111,20 +111,20 @@ class SentencePairs:
 def translation(
     path: str | Path, *, length: int = 96, vocabulary: int = 1024, evaluated: int | None = None
 ) -> SentencePairs:
-    """Translation of a file of lines `source TAB target` or `id TAB source TAB target`, packed by gzip or not.
+    """Read a translation task from lines `source TAB target` or `id TAB source TAB target`, gzipped or not.
 
-    Where every id is a verse (`Ruth.1.16`) and the held-out books are there, whole books are held out; elsewhere
-    contiguous blocks. `evaluated` bounds the pairs of validation and of test, which are then spread evenly. Raises
-    TextError for lines with empty or missing sides, and where a part is left without pairs of at most `length` tokens;
-    UsageError for a vocabulary below 259.
+    If every id is a verse (`Ruth.1.16`) and the held-out books occur, whole books are held out, otherwise contiguous
+    blocks. `evaluated` limits the pairs of validation and test, which are then spread evenly. Raises TextError for
+    lines with empty or missing sides, and if a part has no pairs of at most `length` tokens; UsageError for a
+    vocabulary below 259.
     """
-    found = read_rows(path, (2, 3), REMEDY)
-    by_book = _by_book(found)
-    chosen = by_book or numbers(blocks(len(found.rows)))
+    lines = read_rows(path, (2, 3), REMEDY)
+    by_book = _split_by_book(lines)
+    chosen = by_book or numbers(blocks(len(lines.rows)))
     return sentence_pairs(
-        found.name,
-        {part: [found.rows[number][-2:] for number in each] for part, each in chosen.items()},
-        {found.name: found.sha256},
+        lines.name,
+        {part: [lines.rows[number][-2:] for number in each] for part, each in chosen.items()},
+        {lines.name: lines.sha256},
         split_by="books" if by_book else "blocks",
         length=length,
         vocabulary=vocabulary,
@@ -142,38 +142,38 @@ def sentence_pairs(
     vocabulary: int,
     evaluated: int | None,
 ) -> SentencePairs:
-    """Translation of (source, target) rows that are split into parts already; as `translation`, otherwise."""
+    """Build a translation task from (source, target) rows already split into parts; see `translation`."""
     code = byte_pairs((side for row in texts["training"] for side in row), vocabulary, SPECIALS)
-    every = {part: _encoded(code, rows) for part, rows in texts.items()}
-    short = {part: [row for row in rows if max(map(len, row)) < length] for part, rows in every.items()}
+    encoded = {part: _encode(code, rows) for part, rows in texts.items()}
+    short = {part: [row for row in rows if max(map(len, row)) < length] for part, rows in encoded.items()}
     for part, rows in short.items():
         if not rows:
             raise TextError(
-                f"{name}: of {len(every[part])} pairs of its {part} part none has at most {length} tokens a side.",
+                f"{name}: of {len(encoded[part])} pairs of its {part} part none has at most {length} tokens a side.",
                 "Give more pairs, or shorter ones.",
             )
-    held = {part: [short[part][at] for at in spread(len(short[part]), evaluated)] for part in PARTS[1:]}
-    known = {_key(row) for rows in held.values() for row in rows}
-    kept = held | {"training": [row for row in short["training"] if _key(row) not in known]}
+    held_out = {part: [short[part][at] for at in spread(len(short[part]), evaluated)] for part in PARTS[1:]}
+    known = {_pair_key(row) for rows in held_out.values() for row in rows}
+    sentences = held_out | {"training": [row for row in short["training"] if _pair_key(row) not in known]}
     return SentencePairs(
         name=name,
         length=length,
         pairs=code,
-        sentences=kept,
-        left_out={part: len(every[part]) - len(short[part]) for part in PARTS},
-        repeated=len(short["training"]) - len(kept["training"]),
+        sentences=sentences,
+        left_out={part: len(encoded[part]) - len(short[part]) for part in PARTS},
+        repeated=len(short["training"]) - len(sentences["training"]),
         split_by=split_by,
         files=files,
     )
 
 
-def _key(row: SentencePair) -> tuple[tuple[int, ...], ...]:
+def _pair_key(row: SentencePair) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(side.tolist()) for side in row)
 
 
-def _by_book(found: TabbedLines) -> dict[str, list[int]] | None:
-    """The lines of each part where every line names a verse and each part has books; None elsewhere."""
-    matches = [VERSE.fullmatch(row[0]) if len(row) == 3 else None for row in found.rows]
+def _split_by_book(lines: TabbedLines) -> dict[str, list[int]] | None:
+    """Split lines by book if every line names a verse and no part is empty; return None otherwise."""
+    matches = [VERSE.fullmatch(row[0]) if len(row) == 3 else None for row in lines.rows]
     parts: dict[str, list[int]] = {part: [] for part in PARTS}
     for number, match in enumerate(matches):
         if match is None:
@@ -183,7 +183,7 @@ def _by_book(found: TabbedLines) -> dict[str, list[int]] | None:
     return parts if all(parts.values()) else None
 
 
-def _encoded(code: BytePairs, rows: Sequence[Sequence[str]]) -> list[SentencePair]:
+def _encode(code: BytePairs, rows: Sequence[Sequence[str]]) -> list[SentencePair]:
     sources, targets = (code.ids([row[side] for row in rows]) for side in (0, 1))
     return [
         (torch.tensor(source, dtype=torch.int64), torch.tensor(target, dtype=torch.int64))
@@ -192,24 +192,24 @@ def _encoded(code: BytePairs, rows: Sequence[Sequence[str]]) -> list[SentencePai
 
 
 HELD_OUT = {"validation": 10**9 + 7, "test": 10**9 + 9}
-"""Seeds of what models are judged on, far from those that they are trained with."""
+"""Seeds of the held-out examples, far from training seeds."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reversal:
-    """A sentence of random letters, written backwards, in capitals where the letter before it in the source is odd.
+    """Random letters written backwards; a letter becomes a capital if the letter before it in the source is odd.
 
-    Of a source x₁ … xₙ the target is yₜ = (x_i, x_{i−1} odd) with i = n + 1 − t, and x₀ is even. An encoder without
-    positions gives the same set of states for every order of its tokens (Tsai et al. 2019, Proposition 1), and
-    cross-attention without positions does not know in which order they stand; so what the decoder writes depends on
-    the source through its bag of letters alone, whatever it knows of its own order. The bag does not tell the order,
-    and the target does: given a bag, sources and targets are one to one. The least loss is `bag_bound`.
+    For a source x₁ … xₙ the target is yₜ = (x_i, x_{i−1} odd) with i = n + 1 − t, and x₀ is even. An encoder without
+    positions yields the same set of states for every order of its tokens (Tsai et al. 2019, Proposition 1), and
+    cross-attention without positions ignores their order. The decoder's output then depends on the source only through
+    its bag of letters, even if the decoder has positions. The target reveals the order, but the bag does not: given a
+    bag, sources and targets correspond one to one. The smallest possible loss is `bag_bound`.
     """
 
     letters: int = 8
-    shortest: int = 4  # the fewest letters of a source
-    longest: int = 8  # the most
-    evaluated: int = 256  # pairs of validation and of test
+    shortest: int = 4  # smallest number of letters in a source
+    longest: int = 8  # largest number of letters in a source
+    evaluated: int = 256  # number of pairs in validation and in test
     name: str = field(default="planted reversal", init=False)
     form: Literal["translation"] = field(default="translation", init=False)
     channels: int = field(default=0, init=False)
@@ -222,44 +222,44 @@ class Reversal:
 
     @property
     def vocabulary(self) -> int:
-        """Letters, their capitals, and the ids that begin, end and pad."""
+        """Number of letters, capitals, and special ids (BEGIN, END, PADDING)."""
         return len(SPECIALS) + 2 * self.letters
 
     outputs = vocabulary
 
     @property
     def length(self) -> int:
-        """The most tokens of a side, with the one that ends it."""
+        """Largest number of tokens of a side, including END."""
         return self.longest + 1
 
     def training(self, size: int, seed: int) -> Iterator[Examples]:
-        """New pairs without end."""
+        """Yield batches of new pairs without end."""
         draws = torch.Generator().manual_seed(seed)
         while True:
             yield self._examples(self.sources(size, draws))
 
     def held_out(self, split: Split, size: int) -> Sequence[Examples]:
-        """Pairs that are the same at each call."""
+        """Return the held-out pairs in batches; every call gives the same pairs."""
         sources = self._held_out(split)
         return in_order([*map(len, sources)], size, lambda chosen: self._examples([sources[at] for at in chosen]))
 
     def bound(self, split: Split) -> float:
-        """The least loss on that part of a model without positions in encoder and cross-attention: `bag_bound`."""
+        """Return the smallest loss of models without positions in encoder and cross-attention: `bag_bound`."""
         return bag_bound(source.tolist() for source in self._held_out(split))
 
     def sources(self, count: int, draws: torch.Generator) -> list[Int[Tensor, " tokens"]]:
-        """Random sources: each letter, and each number of letters, as likely as any other."""
+        """Draw random sources; letters and numbers of letters are uniform."""
         first = len(SPECIALS)
         sizes = torch.randint(self.shortest, self.longest + 1, (count,), generator=draws).tolist()
         return [torch.randint(first, first + self.letters, (size,), generator=draws) for size in sizes]
 
     def target(self, source: Int[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
-        """The source backwards, a letter in capitals where the one before it in the source is odd."""
+        """Reverse the source; capitalise each letter whose predecessor in the source is odd."""
         before = torch.cat((torch.zeros(1, dtype=torch.int64), (source[:-1] - len(SPECIALS)) % 2))
         return (source + self.letters * before).flip(0)
 
     def written(self, ids: Sequence[int]) -> str:
-        """The numbers of letters with spaces between them."""
+        """Format the letters as numbers separated by spaces."""
         return " ".join(str(number) for number in ids if number >= len(SPECIALS))
 
     def _held_out(self, split: Split) -> list[Int[Tensor, " tokens"]]:
@@ -270,11 +270,11 @@ class Reversal:
 
 
 def bag_bound(sources: Iterable[Sequence[int]]) -> float:
-    """The least loss (nats a target token, END included) on those sources of a model that sees their bags alone.
+    """Compute the smallest loss (nats per target token, END included) of a model that sees only the sources' bags.
 
-    Σ log(n!/Π c_v!) / Σ (n + 1), c_v how often letter v stands in a source of n: given its bag, a source is one of
-    n!/Π c_v! orders, all as likely; each has a target of its own, and the sum over a target's tokens of the least loss
-    is minus the logarithm of its probability, by the chain rule. The size of the bag tells where END stands.
+    It is Σ log(n!/Π c_v!) / Σ (n + 1), where letter v occurs c_v times in a source of n letters. Given its bag, a
+    source is one of n!/Π c_v! equally likely orders, each with its own target. By the chain rule, the smallest
+    losses of a target's tokens sum to minus the logarithm of its probability. The bag's size determines where END is.
     """
     total, tokens = 0.0, 0
     for source in sources:
@@ -285,26 +285,26 @@ def bag_bound(sources: Iterable[Sequence[int]]) -> float:
 
 
 BOOK = Path(__file__).parents[4] / "training" / "kjv.txt.gz"
-"""The whole King James Bible, which lies in a checkout and not in an installed package."""
+"""Whole King James Bible, present in a checkout but not in an installed package."""
 BLOCK_CHARACTERS = 2000
-"""Characters that a held-out block should have; a shorter text is cut into fewer stretches."""
-LINE_CHARACTERS = 1000  # how far behind a cut the end of a line is looked for
+"""Minimum characters per held-out block; a shorter text is cut into fewer stretches."""
+LINE_CHARACTERS = 1000  # largest distance behind a cut at which an end of line is searched
 
 
 @dataclass(frozen=True, eq=False)
 class NextTokens:
-    """Windows of a text; of each token but the first of a block, the window before it is to predict it."""
+    """Windows of a text, for predicting every token except the first of each block."""
 
     name: str
-    """What the texts are called."""
+    """Names of the texts."""
     length: int
-    """Tokens of a window."""
+    """Tokens per window."""
     pairs: BytePairs
-    """The encoding, trained on the training part alone."""
+    """Encoding, trained on the training part only."""
     windows: Mapping[str, Int[Tensor, "windows tokens"]]
-    """Of each part its windows with the token that follows, so that they have `length` + 1 tokens."""
+    """Windows of each part, with `length` + 1 tokens: they include the token that follows."""
     files: Mapping[str, str]
-    """SHA-256 of each text by its name; empty for the built-in text."""
+    """SHA-256 of each text by name; empty for the built-in text."""
     form: Literal["language"] = field(default="language", init=False)
     channels: int = field(default=0, init=False)
     metric: str = field(default="perplexity", init=False)
@@ -312,23 +312,23 @@ class NextTokens:
 
     @property
     def vocabulary(self) -> int:
-        """How many ids the byte pairs have."""
+        """Number of ids."""
         return self.pairs.size
 
     outputs = vocabulary
 
     @cached_property
     def widths(self) -> Float[Tensor, " vocabulary"]:
-        """How many bytes each id stands for."""
+        """Number of bytes each id encodes."""
         return self.pairs.widths
 
     def training(self, size: int, seed: int) -> Iterator[Examples]:
-        """Shuffled windows without end."""
+        """Yield batches of shuffled windows without end."""
         rows = self.windows["training"]
         return endless([self.length] * len(rows), size, seed, lambda numbers: _examples(rows[list(numbers)]))
 
     def held_out(self, split: Split, size: int) -> Sequence[Examples]:
-        """The windows of that part."""
+        """Return the windows of a part in batches."""
         rows = self.windows[split]
         return in_order([self.length] * len(rows), size, lambda numbers: _examples(rows[list(numbers)]))
 
@@ -338,12 +338,12 @@ def _examples(rows: Int[Tensor, "batch tokens"]) -> Examples:
 
 
 def default_text() -> tuple[str, str]:
-    """A name and the King James text: the whole book in a checkout, the passages that ship in an installed package."""
+    """Load the King James text with its name: the whole book in a checkout, passages in an installed package."""
     if not BOOK.is_file():
         (passages,) = texts.sample("demo")
         return passages.name, passages.text
     text, _ = read_whole(BOOK, "Restore the file from the repository.")
-    # its first lines repeat the beginning, and lines in brackets name chapters
+    # the first two lines repeat the beginning, and lines in brackets name chapters
     verses = [line for line in text.splitlines()[2:] if line and not line.startswith("[")]
     return "King James Bible", "\n".join(verses) + "\n"
 
@@ -351,11 +351,11 @@ def default_text() -> tuple[str, str]:
 def language(
     given: Sequence[tuple[str, str]] = (), *, length: int = 128, vocabulary: int = 1024, evaluated: int | None = None
 ) -> NextTokens:
-    """Language modelling on texts, each (name, text); none: the King James text that ships with attnlens.
+    """Build a language task from (name, text) pairs; without any, from the King James text that ships with attnlens.
 
-    Each text is cut into stretches, and each stretch into training (90 %), validation and test (5 % each); `evaluated`
-    bounds the windows of validation and of test, which are then spread evenly. Raises TextError where a part has no
-    window of `length` + 1 tokens, UsageError for a vocabulary below 256.
+    Each text is cut into stretches, and each stretch into training (90 %), validation and test (5 % each). `evaluated`
+    limits the windows of validation and of test, which are then spread evenly. Raises TextError if a part has no window
+    of `length` + 1 tokens, UsageError for a vocabulary below 256.
     """
     contents = list(given) or [default_text()]
     parts: dict[str, list[str]] = {part: [] for part in PARTS}
@@ -376,9 +376,9 @@ def next_tokens(
     vocabulary: int,
     evaluated: int | None,
 ) -> NextTokens:
-    """Language modelling on blocks of text that are split into parts already; as `language`, otherwise."""
+    """Build a language task from blocks of text already split into parts; see `language`."""
     pairs = byte_pairs((line for block in parts["training"] for line in block.splitlines(keepends=True)), vocabulary)
-    windows = {part: _windows(pairs, each, length) for part, each in parts.items()}
+    windows = {part: _cut_windows(pairs, each, length) for part, each in parts.items()}
     for part, rows in windows.items():
         if not len(rows):
             raise TextError(
@@ -392,7 +392,7 @@ def next_tokens(
 
 
 def split_text(text: str) -> dict[str, list[str]]:
-    """The blocks of each part, cut at ends of lines where lines are short; together they are the text."""
+    """Split the text into blocks per part, cut at ends of lines if lines are short; the blocks cover the text."""
     held = min(SHARES) * len(text) / BLOCK_CHARACTERS
     parts = blocks(len(text), stretches=min(max(int(held), 1), STRETCHES))
     return {
@@ -401,15 +401,15 @@ def split_text(text: str) -> dict[str, list[str]]:
 
 
 def _cut(text: str, near: int) -> int:
-    """The end of the line at that place; the place itself where the line is long, or begins there."""
+    """Return the next end of line at or after a position; the position itself if the line is long or begins there."""
     if near in (0, len(text)):
         return near
     end = text.find("\n", near - 1, near + LINE_CHARACTERS)
     return near if end == -1 else end + 1
 
 
-def _windows(pairs: BytePairs, parts: Sequence[str], length: int) -> Int[Tensor, "windows tokens"]:
-    """Windows of `length` + 1 tokens, the last of each the first of the next; the rest of a block is left out."""
+def _cut_windows(pairs: BytePairs, parts: Sequence[str], length: int) -> Int[Tensor, "windows tokens"]:
+    """Cut windows of `length` + 1 tokens that overlap by one; the remainder of a block is left out."""
     rows = []
     for block in parts:
         lines = pairs.ids(block.splitlines(keepends=True))
@@ -420,39 +420,39 @@ def _windows(pairs: BytePairs, parts: Sequence[str], length: int) -> Int[Tensor,
 
 
 WIKITEXT = ("Salesforce/wikitext", "wikitext-103-raw-v1")
-"""Merity et al. 2017, as it was written: with its capitals and rare words, which byte pairs can spell."""
+"""WikiText-103 (Merity et al. 2017), the raw version: it keeps capitals and rare words, which byte pairs can spell."""
 IWSLT = ("bbaaaa/iwslt14-de-en",)
-"""160,239 pairs from German and English talks (Cettolo et al. 2014), 7,283 for validation, 6,750 for test."""
-LINES = 5_000  # of a block, so that no list of ids is as long as the whole text
+"""German-English pairs from talks (Cettolo et al. 2014): 160,239 for training, 7,283 validation, 6,750 test."""
+LINES = 5_000  # lines per block; limits the length of the lists of ids
 
 
 def wikitext(*, length: int, vocabulary: int, evaluated: int | None) -> NextTokens:
-    """Language modelling on WikiText-103, in its own parts.
+    """Load language modelling on WikiText-103 with its own split.
 
-    Raises UsageError where datasets is missing, TextError where the data can't be had or are not as they were.
+    Raises UsageError if datasets is missing, TextError if the data cannot be fetched or have changed their form.
     """
-    splits = _splits("--text", *WIKITEXT)
-    parts = {part: _blocks([line.rstrip("\n") + "\n" for line in rows["text"]]) for part, rows in splits.items()}
+    splits = _load_splits("--text", *WIKITEXT)
+    parts = {part: _join_lines([line.rstrip("\n") + "\n" for line in rows["text"]]) for part, rows in splits.items()}
     sizes: dict[str, Any] = {"length": length, "vocabulary": vocabulary, "evaluated": evaluated}
-    return next_tokens("WikiText-103", parts, _digests(WIKITEXT, parts), **sizes)
+    return next_tokens("WikiText-103", parts, _hash_parts(WIKITEXT, parts), **sizes)
 
 
 def iwslt(*, length: int, vocabulary: int, evaluated: int | None) -> SentencePairs:
-    """Translation from German on IWSLT'14, in its own parts; raises as `wikitext`."""
-    splits = _splits("--pairs", *IWSLT)
+    """Load German-English translation on IWSLT'14 with its own split; raises as `wikitext`."""
+    splits = _load_splits("--pairs", *IWSLT)
     parts = {part: [(row["de"], row["en"]) for row in rows["translation"]] for part, rows in splits.items()}
     sizes: dict[str, Any] = {"length": length, "vocabulary": vocabulary, "evaluated": evaluated}
     return sentence_pairs(
         "IWSLT'14 de-en",
         parts,
-        _digests(IWSLT, {part: [side for row in rows for side in row] for part, rows in parts.items()}),
+        _hash_parts(IWSLT, {part: [side for row in rows for side in row] for part, rows in parts.items()}),
         split_by="the source",
         **sizes,
     )
 
 
-def _splits(instead: str, *name: str) -> Mapping[str, Any]:
-    """The three parts of a dataset on the hub; `instead` is the option for files of one's own."""
+def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
+    """Fetch the three parts of a dataset from the hub; `instead` is the option for the user's files."""
     try:
         import datasets
     except ImportError:
@@ -462,17 +462,17 @@ def _splits(instead: str, *name: str) -> Mapping[str, Any]:
         ) from None
     try:
         with quiet():
-            found = datasets.load_dataset(*name)
-        return {part: found[own] for part, own in zip(PARTS, ("train", "validation", "test"), strict=True)}
-    except (OSError, ValueError, KeyError) as error:  # the hub can't be reached, or has it no more in this form
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise TextError(f"{name[0]} can't be had from the hub: {said}", f"Go online, or give {instead}.") from None
+            dataset = datasets.load_dataset(*name)
+        return {part: dataset[split] for part, split in zip(PARTS, ("train", "validation", "test"), strict=True)}
+    except (OSError, ValueError, KeyError) as error:  # the hub is unreachable, or the dataset has changed
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TextError(f"{name[0]} can't be had from the hub: {reason}", f"Go online, or give {instead}.") from None
 
 
-def _blocks(lines: Sequence[str]) -> list[str]:
+def _join_lines(lines: Sequence[str]) -> list[str]:
     return ["".join(lines[start : start + LINES]) for start in range(0, len(lines), LINES)]
 
 
-def _digests(name: Sequence[str], parts: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """SHA-256 of each part's text."""
+def _hash_parts(name: Sequence[str], parts: Mapping[str, Iterable[str]]) -> dict[str, str]:
+    """Compute the SHA-256 of each part's text."""
     return {f"{name[0]} {part}": sha256("".join(texts).encode()).hexdigest() for part, texts in parts.items()}

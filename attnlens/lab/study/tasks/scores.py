@@ -1,4 +1,4 @@
-"""Judges a model on the held-out examples of a task: loss and perplexity, accuracy, BLEU and chrF."""
+"""Scores of a model on the held-out examples of a task: loss and perplexity, accuracy, BLEU and chrF."""
 
 from __future__ import annotations
 
@@ -24,57 +24,58 @@ if TYPE_CHECKING:
     from attnlens.models.kernel_transformers import EncoderDecoder
 
 TranslationTask: TypeAlias = SentencePairs | Reversal
-"""A task of sentences for sentences: ids `begin` and `end` a sentence, `padding` fills up, `written` gives its text."""
+"""Sentence-to-sentence task: ids `begin` and `end` delimit a sentence, `padding` pads it, `written` decodes it."""
 StudyTask: TypeAlias = NextTokens | Labelled | TranslationTask
-"""Examples to train on (`training`, a function of the seed alone) and to be judged on (`held_out`).
+"""Examples for training (`training`, a function of the seed only) and for evaluation (`held_out`).
 
-`form` is what a model is to do, `metric` the name in `score`'s result by which models are compared; ids of inputs are
-below `vocabulary` (0: a series of `channels`), targets below `outputs`; no sequence is longer than `length`.
+`form` is the kind of task; `metric` is the key of `score`'s result by which models are compared. Input ids are below
+`vocabulary` (0: a series of `channels`), targets below `outputs`. No sequence is longer than `length`.
 """
-WIDTH = 4  # Beams, as in the papers' translation tables
+WIDTH = 4  # number of beams, as in the papers' translation tables
 
 
 def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[str, float]:
-    """How well `model` does on that part of the task, read `size` examples at a time in evaluation mode.
+    """Score `model` on a part of the task, in evaluation mode and batches of `size` examples.
 
-    All forms: `loss`, nats a target (token or class), the mean over all targets. Language: `perplexity` exp(loss), and
-    where ids are text `bits_per_byte`, which compares models of unlike byte pairs. Classification: `accuracy` in
-    [0, 1]. Translation: `BLEU` and `chrF` in [0, 100] by sacrebleu, of a beam search of 4 on each source; both NaN
-    where the loss is not finite. Raises UsageError where sacrebleu is missing.
+    All forms: `loss`, the mean over all targets (tokens or classes) in nats. Language: `perplexity` exp(loss), and
+    `bits_per_byte` if ids encode text, which is comparable across vocabularies. Classification: `accuracy` in [0, 1].
+    Translation: `BLEU` and `chrF` in [0, 100] by sacrebleu, from a beam search of width 4 on each source; both are NaN
+    if the loss is not finite. Raises UsageError if sacrebleu is missing.
     """
-    with _judged(model) as device:
+    with _evaluation_mode(model) as device:
         batches = [batch.to(device) for batch in task.held_out(split, size)]
         if task.form == "language":
-            total, tokens, width = _totals(task.widths, model, batches)
+            total, tokens, width = _sum_losses(task.widths, model, batches)
             loss = total / tokens
-            found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else loss * math.inf}
-            return found | ({} if width is None else {"bits_per_byte": total / math.log(2) / width})
+            # exp overflows float64 above 709; the product keeps NaN
+            scores = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else loss * math.inf}
+            return scores | ({} if width is None else {"bits_per_byte": total / math.log(2) / width})
         if task.form == "classification":
             total, right, cases = 0.0, 0, 0
             for batch in batches:
-                logits = _answer(model, batch)
+                logits = _logits(model, batch)
                 total += float(cross_entropy(logits, batch.targets))
                 right += int((logits.argmax(-1) == batch.targets).sum())
                 cases += len(batch.targets)
             return {"loss": total / cases, "accuracy": right / cases}
-        total, tokens, _ = _totals(None, model, batches)
+        total, tokens, _ = _sum_losses(None, model, batches)
         loss = total / tokens
-        if not math.isfinite(loss):  # nothing can be searched where there are no probabilities
+        if not math.isfinite(loss):  # beam search needs finite probabilities
             return {"loss": loss, "BLEU": math.nan, "chrF": math.nan}
-        return {"loss": loss} | bleu_and_chrf(_written(task, model, batches))
+        return {"loss": loss} | bleu_and_chrf(_translate(task, model, batches))
 
 
 def mean_loss(task: StudyTask, model: nn.Module, split: Split, size: int) -> float:
-    """The `loss` of `score` alone, without the search that translations take: what settings are chosen by."""
-    with _judged(model) as device:
-        total, targets, _ = _totals(None, model, [batch.to(device) for batch in task.held_out(split, size)])
+    """Compute only the `loss` of `score`, without beam search; settings are chosen by it."""
+    with _evaluation_mode(model) as device:
+        total, targets, _ = _sum_losses(None, model, [batch.to(device) for batch in task.held_out(split, size)])
     return total / targets
 
 
 def bleu_and_chrf(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
-    """BLEU and chrF2 of translations against one reference each (Post 2018), as sacrebleu computes them by default.
+    """Compute BLEU and chrF2 of translations with one reference each (Post 2018), with sacrebleu's defaults.
 
-    Raises UsageError where sacrebleu is missing.
+    Raises UsageError if sacrebleu is missing.
     """
     try:
         import sacrebleu
@@ -90,14 +91,14 @@ def bleu_and_chrf(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
 
 
 def cross_entropy(logits: Float[Tensor, "*batch outputs"], targets: Int[Tensor, "*batch"]) -> Float[Tensor, ""]:
-    """Σ −log p of the targets, those that are NOTHING left out, in nats."""
+    """Compute Σ −log p of the targets in nats, ignoring targets that are NOTHING."""
     flat = logits.flatten(0, -2).float()
     return nn.functional.cross_entropy(flat, targets.flatten(), ignore_index=NOTHING, reduction="sum")
 
 
 @contextmanager
-def _judged(model: nn.Module) -> Iterator[torch.device]:
-    """Inside, the model is in evaluation mode and no gradient is kept; gives the device it stands on."""
+def _evaluation_mode(model: nn.Module) -> Iterator[torch.device]:
+    """Put the model in evaluation mode without gradients inside the context; yield its device."""
     trained = model.training
     model.eval()
     try:
@@ -107,36 +108,36 @@ def _judged(model: nn.Module) -> Iterator[torch.device]:
         model.train(trained)
 
 
-def _answer(model: nn.Module, batch: Examples) -> Tensor:
+def _logits(model: nn.Module, batch: Examples) -> Tensor:
     found: Tensor = model(inputs=batch.inputs, kept=batch.kept, given=batch.given)
     return found
 
 
-def _totals(
+def _sum_losses(
     widths: Float[Tensor, " vocabulary"] | None, model: nn.Module, batches: Sequence[Examples]
 ) -> tuple[float, int, float | None]:
-    """Σ −log p, the number of targets, and the bytes that they stand for."""
+    """Compute Σ −log p, the number of targets, and the bytes they encode (None without `widths`)."""
     total, tokens, width = 0.0, 0, 0.0
     for batch in batches:
-        asked = batch.targets[batch.targets != NOTHING]
-        total += float(cross_entropy(_answer(model, batch), batch.targets))
-        tokens += len(asked)
-        width += 0.0 if widths is None else float(widths[asked.cpu()].sum())
+        targets = batch.targets[batch.targets != NOTHING]
+        total += float(cross_entropy(_logits(model, batch), batch.targets))
+        tokens += len(targets)
+        width += 0.0 if widths is None else float(widths[targets.cpu()].sum())
     return total, tokens, None if widths is None else width
 
 
-def _written(task: TranslationTask, model: nn.Module, batches: Sequence[Examples]) -> list[tuple[str, str]]:
+def _translate(task: TranslationTask, model: nn.Module, batches: Sequence[Examples]) -> list[tuple[str, str]]:
     pairs = []
     for batch in batches:
-        found = beam_search(cast("EncoderDecoder", model), batch.inputs, batch.kept, task, most=task.length)
-        for written, target in zip(found, batch.targets.tolist(), strict=True):
-            meant = [number for number in target if number not in (NOTHING, task.end)]
-            pairs.append((task.written(written), task.written(meant)))
+        translations = beam_search(cast("EncoderDecoder", model), batch.inputs, batch.kept, task, most=task.length)
+        for written, target in zip(translations, batch.targets.tolist(), strict=True):
+            reference = [number for number in target if number not in (NOTHING, task.end)]
+            pairs.append((task.written(written), task.written(reference)))
     return pairs
 
 
 class _Generator(PreTrainedModel, GenerationMixin):
-    """An encoder and a decoder as transformers' `generate` calls it."""
+    """Adapter that lets transformers' `generate` call an encoder and a decoder."""
 
     def __init__(self, model: EncoderDecoder, device: torch.device) -> None:
         super().__init__(PreTrainedConfig(is_encoder_decoder=True))  # type: ignore[no-untyped-call]
@@ -144,7 +145,7 @@ class _Generator(PreTrainedModel, GenerationMixin):
 
     @property
     def device(self) -> torch.device:
-        return self._device  # a model need not have a parameter to ask
+        return self._device  # the model need not have parameters from which to infer it
 
     def forward(
         self, decoder_input_ids: Tensor, encoder_outputs: BaseModelOutput, attention_mask: Tensor, **kwargs: Any
@@ -157,10 +158,10 @@ class _Generator(PreTrainedModel, GenerationMixin):
 def beam_search(
     model: EncoderDecoder, inputs: Tensor, kept: Tensor | None, task: TranslationTask, *, most: int, width: int = WIDTH
 ) -> list[list[int]]:
-    """Return for each source the sentence y of at most `most` tokens with the largest log p(y | x)/|y| that is found.
+    """Return for each source the best sentence y found, by log p(y | x)/|y|, of at most `most` tokens.
 
-    `most` and |y| count the end; the result has neither beginning nor end nor padding. A source is done when `width`
-    sentences have ended. At token `most` a sentence can only end, and pays for it.
+    `most` and |y| include END; the result contains no BEGIN, END or padding. A source is finished when `width`
+    sentences have ended. At token `most` a sentence must end, and END's log-probability counts.
     """
 
     def bar(written: Tensor, scores: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a task is; reads its files, and splits, batches and encodes its examples."""
+"""Definition of tasks: reading of their files, and splitting, batching and encoding of their examples."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-LARGEST_CONTENT = 2**30  # bytes of the largest file that is read, as it lies there and unpacked
+LARGEST_CONTENT = 2**30  # bytes of the largest file accepted, both packed and unpacked
 
 
 def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
-    """The text in a file, unpacked where its name ends in `.gz`, and the SHA-256 of its bytes as they lie there.
+    """Read a text file, gunzipped if its name ends in `.gz`; return the text and the SHA-256 of the file's bytes.
 
-    Raises TextError, which says `remedy`, for a file that is missing, too large, broken, binary or not in UTF-8.
+    Raises TextError with `remedy` for a file that is missing, too large, broken, binary or not UTF-8.
     """
-    found = with_home(str(path))
-    content = read_bytes(found, TextError, remedy, most=LARGEST_CONTENT)
+    location = with_home(str(path))
+    content = read_bytes(location, TextError, remedy, most=LARGEST_CONTENT)
     digest = sha256(content).hexdigest()
-    if found.suffix == ".gz":
-        content = _unpacked(content, str(path), remedy)
+    if location.suffix == ".gz":
+        content = _gunzip(content, str(path), remedy)
     if b"\0" in content:
         raise TextError(f"{path} is a binary file, not a text.", remedy)
     try:
@@ -43,7 +43,7 @@ def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
         raise TextError(f"{path} is not UTF-8: the byte at {error.start} can't be decoded.", remedy) from None
 
 
-def _unpacked(content: bytes, path: str, remedy: str) -> bytes:
+def _gunzip(content: bytes, path: str, remedy: str) -> bytes:
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
             return read_stream(cast(BinaryIO, file), path, TextError, remedy, most=LARGEST_CONTENT)
@@ -52,40 +52,40 @@ def _unpacked(content: bytes, path: str, remedy: str) -> bytes:
 
 
 def line_numbers(found: list[int]) -> str:
-    """How many lines, and the numbers of the first of them, as a message says them."""
+    """Format the number of lines and the first five line numbers for a message."""
     first = ", ".join(map(str, found[:5])) + ("…" if len(found) > 5 else "")
     return f"{len(found)} lines (numbers {first})" if len(found) > 1 else f"line {first}"
 
 
 @dataclass(frozen=True, eq=False)
 class TabbedLines:
-    """The lines of a file, each as its columns."""
+    """Lines of a file, split into columns."""
 
     name: str
-    """The file's name without its folder."""
+    """File name without its folder."""
     sha256: str
-    """Of the file as it lies there."""
+    """SHA-256 of the file's bytes."""
     rows: list[tuple[str, ...]]
-    """Of each line its columns, all of them as many and none empty, white space around them left out."""
+    """Columns of each line, stripped of white space. All lines have equally many columns, none of them empty."""
 
 
 def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> TabbedLines:
-    """The columns of each line of a file, whose first line says how many there are: one of the numbers in `columns`.
+    """Read the columns of each line of a file; the first line sets their number, which must be in `columns`.
 
-    Raises TextError, which says `remedy`, where the file can't be read, is empty, or has lines with another number of
-    columns or an empty one: how many, and the numbers of the first.
+    Raises TextError with `remedy` if the file cannot be read or is empty, or if lines have a different number of
+    columns or an empty column; the message gives their number and the first line numbers.
     """
     text, digest = read_whole(path, remedy)
-    # no splitlines: it would cut at characters that sentences may hold
+    # not splitlines, which would also split at characters that can occur inside sentences
     lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
     if not text.strip():
         raise TextError(f"{path} is empty.", remedy)
     rows = [tuple(column.strip() for column in line.split("\t")) for line in lines]
-    asked = len(rows[0]) if len(rows[0]) in columns else columns[0]
-    bad = [number for number, row in enumerate(rows, 1) if len(row) != asked or not all(row)]
+    width = len(rows[0]) if len(rows[0]) in columns else columns[0]
+    bad = [number for number, row in enumerate(rows, 1) if len(row) != width or not all(row)]
     if bad:
         raise TextError(
-            f"{path}: {line_numbers(bad)} without {asked} columns with a tab between each, none of them empty.", remedy
+            f"{path}: {line_numbers(bad)} without {width} columns with a tab between each, none of them empty.", remedy
         )
     return TabbedLines(Path(path).name, digest, rows)
 
@@ -95,21 +95,21 @@ REMEDY = "Give a file in the .ts format of the UEA archive, with class labels an
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """The cases of one file."""
+    """Cases of one file."""
 
-    name: str  # the file's name without its folder
-    sha256: str  # of the file as it lies there
-    problem: str  # what `@problemName` says, or the file's name
-    classes: tuple[str, ...]  # the labels that `@classLabel` lists; empty where it lists none
-    cases: list[Float[Tensor, "steps channels"]]  # of each case its series, float64, which may differ in steps
-    labels: list[str]  # of each case its label
+    name: str  # file name without its folder
+    sha256: str  # of the file's bytes
+    problem: str  # value of `@problemName`, or the file's name
+    classes: tuple[str, ...]  # labels listed by `@classLabel`; empty if it lists none
+    cases: list[Float[Tensor, "steps channels"]]  # one series per case, float64; numbers of steps can differ
+    labels: list[str]  # label of each case
 
 
 def read_series(path: str | Path) -> Recording:
-    """Read the cases of a `.ts` file: channels with `:` between them, numbers with `,`, and the label last.
+    """Read the cases of a `.ts` file: channels separated by `:`, numbers by `,`, and the label last.
 
-    Raises TextError where the file can't be read, has time stamps or no labels or no cases, or where a case has missing
-    values, words in place of numbers, or channels that differ in number from other cases or in steps from each other.
+    Raises TextError if the file cannot be read or has time stamps, no labels or no cases. It is also raised if a case
+    has missing or non-numeric values, channels of unequal length, or another number of channels than other cases.
     """
     text, digest = read_whole(path, REMEDY)
     header: dict[str, str] = {}
@@ -134,7 +134,7 @@ def read_series(path: str | Path) -> Recording:
         try:
             values = [[float(part.strip().replace("?", "nan")) for part in channel.split(",")] for channel in channels]
             case = torch.tensor(values, dtype=torch.float64).T
-        except ValueError as error:  # a word, or channels of different lengths
+        except ValueError as error:  # a word, or channels of unequal length
             raise TextError(f"{path}: case {number}: {str(error)[:80]}.", REMEDY) from None
         if not bool(case.isfinite().all()):
             raise TextError(f"{path}: case {number} has a missing value.", "Leave it out, or fill in what is missing.")
@@ -152,28 +152,28 @@ def read_series(path: str | Path) -> Recording:
 
 
 TaskForm: TypeAlias = Literal["language", "translation", "classification"]
-"""What a model is to do: predict the next token, write a sentence for a sentence, or name a class."""
+"""Kind of task: predict the next token, translate a sentence, or classify a sequence."""
 Split: TypeAlias = Literal["validation", "test"]
-"""What a model is judged on: while settings are chosen, or once at the end."""
+"""Held-out part: validation for choosing settings, test for one evaluation at the end."""
 NOTHING = -100
-"""The target where nothing is to be predicted, which torch's cross-entropy leaves out."""
+"""Target of positions without a prediction; torch's cross-entropy ignores this value."""
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """One batch: what a model reads and what it is to predict."""
+    """One batch of model inputs and targets."""
 
     inputs: Tensor
     """Ids (batch, tokens), int64; or a series (batch, steps, channels), float32."""
     kept: Tensor | None
-    """(batch, tokens), bool, False for padding, which stands on the right; None: there is none."""
+    """(batch, tokens), bool, False for padding, which is on the right; None: no padding."""
     targets: Tensor
-    """Ids to predict (batch, tokens), NOTHING where nothing is; or class numbers (batch,)."""
+    """Ids to predict (batch, tokens), NOTHING at positions without a target; or class numbers (batch,)."""
     given: Tensor | None = None
-    """What the decoder of an encoder-decoder reads: ids (batch, target tokens), the first begins a sentence."""
+    """Decoder input of an encoder-decoder: ids (batch, target tokens), starting with BEGIN."""
 
     def single(self, row: int) -> Examples:
-        """One example without its padding, as a batch of one."""
+        """Return one example without its padding, as a batch of one."""
         size = None if self.kept is None else int(self.kept[row].sum())
         meant = None if self.given is None else int((self.targets[row] != NOTHING).sum())
         return Examples(
@@ -184,24 +184,24 @@ class Examples:
         )
 
     def to(self, device: torch.device | str) -> Examples:
-        """The same on that device."""
+        """Copy the batch to a device."""
         kept, given = (None if part is None else part.to(device) for part in (self.kept, self.given))
         return Examples(self.inputs.to(device), kept, self.targets.to(device), given)
 
 
 STRETCHES = 10
-"""Stretches into which a long text is cut, each with a block of every part: the end of a book is no sample of it."""
+"""Stretches into which a long text is cut. Each has a block of every part: the end of a book is not representative."""
 SHARES = (0.05, 0.05)
-"""Shares of validation and test."""
+"""Shares of validation and test examples."""
 PARTS = ("training", "validation", "test")
 
 
 def blocks(count: int, *, stretches: int = STRETCHES, shares: Sequence[float] = SHARES) -> Mapping[str, list[range]]:
-    """The numbers below `count` as blocks of each part: every stretch begins with training and ends with test.
+    """Split the numbers below `count` into blocks per part; every stretch begins with training and ends with test.
 
-    Neighbours are kept together since they tell of each other: a verse goes on where the one before stopped, and
-    windows that were drawn at random would put the two halves of a sentence into training and test. Only the two ends
-    of a held-out block have neighbours in other parts. A part is empty only where `count` is below 3.
+    Blocks are contiguous because neighbours are related: a verse continues the previous one, and randomly drawn
+    windows would put two halves of a sentence into training and test. Only the two ends of a held-out block have
+    neighbours in other parts. With one stretch, a part is empty only if `count` is below 3.
     """
     found: dict[str, list[range]] = {part: [] for part in PARTS}
     for number in range(stretches):
@@ -216,23 +216,22 @@ def blocks(count: int, *, stretches: int = STRETCHES, shares: Sequence[float] = 
 
 
 def numbers(parts: Mapping[str, list[range]]) -> dict[str, list[int]]:
-    """The numbers in the blocks of each part."""
+    """List the numbers in the blocks of each part."""
     return {part: [number for block in each for number in block] for part, each in parts.items()}
 
 
 POOL = 32
-"""Batches, at most, that are filled from one part of a shuffled epoch in the order of length: little is padding."""
+"""Maximum number of batches per pool of a shuffled epoch; a pool is sorted by length, which saves padding."""
 POOLS = 4
-"""Parts of an epoch, at least: sorted as a whole, an epoch would put the same examples together each time."""
+"""Minimum number of pools per epoch; sorting a whole epoch would batch the same examples together each time."""
 
 
 def endless(
     lengths: Sequence[int], size: int, seed: int, batch: Callable[[Sequence[int]], Examples]
 ) -> Iterator[Examples]:
-    """Batches of examples of those lengths without end, each epoch in a new order, a function of `seed` alone.
+    """Yield batches of examples of the given lengths without end, in a new order each epoch; depends only on `seed`.
 
-    What is left of an epoch beside full batches is left out: other examples in each epoch, since they are cut off
-    before any are sorted by length.
+    Examples beyond the last full batch are dropped before sorting by length, so different ones in each epoch.
     """
     draws = torch.Generator().manual_seed(seed)
     while True:
@@ -247,33 +246,33 @@ def endless(
 
 
 def in_order(lengths: Sequence[int], size: int, batch: Callable[[Sequence[int]], Examples]) -> list[Examples]:
-    """All examples once, the shortest first, in batches of `size`; the last may hold fewer."""
+    """Batch all examples once, shortest first, in batches of `size`; the last batch can be smaller."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     return [batch(order[start : start + size]) for start in range(0, len(order), size)]
 
 
 def padded(rows: Sequence[Tensor], value: float) -> tuple[Tensor, Bool[Tensor, "batch tokens"]]:
-    """The rows side by side, filled up on the right with `value`, and which places are theirs."""
+    """Pad the rows on the right with `value` into one tensor; return it with the mask of unpadded positions."""
     sizes = torch.tensor([len(row) for row in rows])
     whole = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
     return whole, torch.arange(int(sizes.max())) < sizes[:, None]
 
 
 def spread(count: int, most: int | None) -> list[int]:
-    """At most `most` of the numbers below `count`, as evenly as they go; all of them for None."""
+    """Return at most `most` of the numbers below `count`, as evenly spaced as possible; all if None."""
     if most is None or count <= most:
         return list(range(count))
     return [int((number + 0.5) * count / most) for number in range(most)]
 
 
 PADDING, BEGIN, END = 0, 1, 2
-"""The first ids of every vocabulary of sentences."""
+"""First ids of every vocabulary of sentences."""
 SPECIALS = ("<pad>", "<s>", "</s>")
-"""Their names."""
+"""Names of PADDING, BEGIN and END."""
 
 
 def paired(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Examples:
-    """The encoder reads a source and END; the decoder reads BEGIN and the target, and predicts the target and END."""
+    """Build a batch: encoder input source + END, decoder input BEGIN + target, decoder output target + END."""
     end, begin = torch.tensor([END]), torch.tensor([BEGIN])
     inputs, kept = padded([torch.cat((source, end)) for source in sources], PADDING)
     given, _ = padded([torch.cat((begin, target)) for target in targets], PADDING)
@@ -286,36 +285,36 @@ BYTES = 256
 
 @dataclass(frozen=True, eq=False)
 class BytePairs:
-    """Ids for text and back without loss: any text has ids, since every byte has one (Radford et al. 2019, 2.2)."""
+    """Lossless encoding of text as ids; every byte has an id, so any text can be encoded (Radford et al. 2019, 2.2)."""
 
-    tokenizer: Tokenizer  # as the tokenizers library has it; its special tokens, if any, have the first ids
-    specials: int  # how many special tokens there are, which stand for no text
+    tokenizer: Tokenizer  # special tokens, if any, have the first ids
+    specials: int  # number of special tokens, which encode no text
 
     @property
     def size(self) -> int:
-        """How many ids there are: as many as asked for, or fewer where the text has no more pairs to join."""
+        """Number of ids: as requested, or fewer if the text has no more pairs to merge."""
         return int(self.tokenizer.get_vocab_size())
 
     @property
     def widths(self) -> Float[Tensor, " vocabulary"]:
-        """How many bytes each id stands for; 0 for special tokens."""
+        """Number of bytes each id encodes; 0 for special tokens."""
         written = [self.tokenizer.id_to_token(number) or "" for number in range(self.size)]
-        # each byte is one character of a token's name
+        # a byte-level token name has one character per byte
         return torch.tensor([0 if number < self.specials else len(name) for number, name in enumerate(written)]).float()
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without special tokens."""
+        """Encode texts as ids, without special tokens."""
         return [found.ids for found in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
+        """Decode ids, skipping special tokens; bytes that are not UTF-8 become U+FFFD."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 def byte_pairs(texts: Iterable[str], vocabulary: int, specials: Sequence[str] = ()) -> BytePairs:
-    """Byte pairs of at most `vocabulary` ids from those texts; the same texts give the same ids.
+    """Train byte pairs with at most `vocabulary` ids on the texts; deterministic.
 
-    Raises UsageError where the ids do not suffice for bytes and special tokens.
+    Raises UsageError if `vocabulary` is too small for all bytes and special tokens.
     """
     least = BYTES + len(specials)
     if vocabulary < least:
