@@ -197,10 +197,7 @@ class DatasetRows(NamedTuple):
 
 
 def dataset_rows(words: str) -> DatasetRows | None:
-    """Parse `datasets:NAME[,config=C][,split=S][,column=T]`; return None for the name of a file.
-
-    Raise UsageError for a dataset that can't be parsed.
-    """
+    """Parse `datasets:NAME[,config=C][,split=S][,column=T]`; None for a file's name. Raise UsageError if invalid."""
     if not words.startswith(DATASETS):
         return None
     name, *options = words.removeprefix(DATASETS).split(",")

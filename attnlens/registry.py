@@ -66,8 +66,8 @@ class KernelInfo:
     features: Literal["finite", "infinite", "none"]
     """Number of features in k = ⟨φ(q), φ(k)⟩: finite, infinite, or none if no such form is known."""
     form: Literal["score", "pair", "features", "output"]
-    """Arguments of `function`: the score s⟨q, k⟩ (or the score defined by `dot`); queries and keys; one side of the pair,
-    returning φ; or features of both, returning the output (attention is then not a sum over keys)."""
+    """Arguments of `function`: the score s⟨q, k⟩ (or the score defined by `dot`); queries and keys; one side of the
+    pair, returning φ; or features of both, returning the output (attention is then not a sum over keys)."""
     function: Callable[..., Tensor]
     """score: (score, **parameters) → log|k|; pair: (query, key, scale, **parameters) → log k;
     features: (x, scale, side, **parameters) → φ with side "query" or "key";
@@ -80,10 +80,10 @@ class KernelInfo:
     """(query, key, scale, **parameters) → (q', k', s'). score: s'⟨q', k'⟩ is the score that `function` takes; pair: it
     equals log k up to terms that softmax cancels."""
     prepare: Callable[..., Call | None] | None = None
-    """(call, **parameters, **fitted) → the call whose exponential kernel equals this kernel, for keys that combine several
-    heads, positions or queries; None if `dot` suffices."""
+    """(call, **parameters, **fitted) → the call whose exponential kernel equals this kernel, for keys that combine
+    several heads, positions or queries; None if `dot` suffices."""
     phi: Callable[..., Tensor] | None = None
-    """score: (x, scale, side, **parameters) → φ with ⟨φ(q), φ(k)⟩ = k, of any sign, if finitely many features suffice."""
+    """score: (x, scale, side, **parameters) → φ with ⟨φ(q), φ(k)⟩ = k, of any sign, if φ has finitely many features."""
     fused: str = "row tiles"
     """Fast and exact method of computation."""
     hard: bool = False
@@ -103,8 +103,8 @@ class KernelInfo:
     caution: str = ""
     """Caveat for readers of its numbers, in one sentence."""
     oracle: Callable[..., str | None] | None = None
-    """(**parameters) → the tie of the model's own kernel that replaces it for an analysis of the evaluated text; None if the
-    kernel is a model."""
+    """(**parameters) → the tie of the model's own kernel that replaces it for an analysis of the evaluated text; None
+    if the kernel is a model."""
 
     @property
     def feature_map(self) -> Callable[..., Tensor] | None:
@@ -134,8 +134,8 @@ class OutputFit(Protocol):
     """See Fit.typed."""
 
     def observe(self, query: Tensor, key: Tensor, kept: Tensor | None, output: Tensor) -> None:
-        """Add a batch: features (batch, heads, tokens, …), a mask of real tokens (#batch, #heads, tokens), and the head's
-        own output (batch, heads, tokens, value_dim).
+        """Add a batch: features (batch, heads, tokens, …), a mask of real tokens (#batch, #heads, tokens), and the
+        head's own output (batch, heads, tokens, value_dim).
         """
 
     def solve(self) -> dict[str, Tensor]:
@@ -239,8 +239,8 @@ class MeasureInfo:
     headline: bool = False
     """True if it comes first in tables and in the overview."""
     identified: Literal["everywhere", "all pairs", "nowhere"] = "everywhere"
-    """Heads whose attention determines it: all; those that see all pairs (others have no value); none, because it depends
-    on queries and keys, and others with the same attention yield another value."""
+    """Heads whose attention determines it: all; those that see all pairs (others have no value); none, because it
+    depends on queries and keys, and others with the same attention yield another value."""
     wholes: tuple[str, ...] = ()
     """Totals that it is a part of: measures of one source with the same total sum to 1 in every head."""
     by_depth: bool = False
@@ -254,16 +254,16 @@ class MeasureInfo:
     series: int = 0
     """Rank, from 1 on, among the measures that a series of checkpoints is about; 0: after them."""
     space: str = ""
-    """Space of the question in a word, if an analyzer poses it in several: their numbers answer different questions, and
-    are separate in tables and plots."""
+    """Space of the question in a word, if an analyzer poses it in several: their numbers answer different questions,
+    and are separate in tables and plots."""
     use: str = ""
     """Advice on using the result, in a sentence or two."""
     paper: str = ""
     """Publication with the equation or figure; empty if unpublished."""
 
     sized_by: str = ""
-    """Other quantity that it scales with (`head_dim`): heads of models that differ in it can't be compared by it. Empty if
-    there is none; the window's length, which all tokens.* depend on, is not listed."""
+    """Other quantity that it scales with (`head_dim`): heads of models that differ in it can't be compared by it. Empty
+    if there is none; the window's length, which all tokens.* depend on, is not listed."""
 
     @property
     def caution(self) -> str:

@@ -1,4 +1,4 @@
-"""Compares rebuilt attention matrices with the model's own, and a report's heads with a second computation."""
+"""Compare rebuilt attention matrices with the model's own, and a report's heads with a second computation."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ from attnlens.runs.progress import Progress, silent
 from attnlens.runs.provenance import report_of
 
 EXACT = 1e-6
-"""Relative difference of weights.*, computed in float64 from the same stored numbers; reports carry nine digits."""
+"""Relative tolerance of weights.*, computed in float64 from the same stored numbers; reports have nine digits."""
 
 
 @public
 def recompute(report: Report, model: str, heads: int, *, progress: Progress = silent, **more: Any) -> list[Check]:
-    """Checks that the model's files are the report's, and that so many of its heads read the same, measure by measure.
+    """Check that the model's files are the report's, and recompute `heads` random heads, measure by measure.
 
-    The heads are drawn anew each time, so that no forger knows which. tokens.* may differ by √ε of the
+    The heads are drawn anew each time, so that a forger can't predict them. tokens.* may differ by √ε of the
     model's type, weights.* by EXACT, both relative to the larger value. `more` are options of `inspect` that a report
-    does not hold: its text, and how the model is loaded. Raises UsageError for a report without heads, and for another
-    text than the report's.
+    does not contain: its text, and how the model is loaded. Raise UsageError for a report without heads, and for a text
+    other than the report's.
     """
     count = min(requests.whole("recompute", heads, 1), len(report.heads))
     if report.command != "inspect" or not report.heads:
@@ -84,7 +84,7 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
 
 
 def _measure(name: str, pairs: Sequence[tuple[Head, Head | None]], tolerance: float) -> Check:
-    """Whether one measure reads the same; heads that do not, the furthest off first."""
+    """Check whether one measure is reproduced in all heads; list those that differ, the largest deviation first."""
     bound = EXACT if name.startswith("weights.") else tolerance
     found = [(head, *_values(head, again, name)) for head, again in pairs]
     off = [(_share(said, read), head, said, read) for head, said, read in found]
@@ -99,14 +99,14 @@ def _recomputed(subject: str, wanted: str, **found: Any) -> Check:
 
 
 def _values(head: Head, again: Head | None, name: str) -> tuple[float | None, float | None]:
-    """What the report says, and what was read again."""
+    """Return the value in the report, and the recomputed one."""
     measures = (head.measures.get(name), None if again is None else again.measures.get(name))
     said, read = (None if measure is None else measure.value for measure in measures)
     return said, read
 
 
 def _share(said: float | None, read: float | None) -> float:
-    """|a − b| / max(|a|, |b|, 10⁻⁶); 1 where one of the two has no value."""
+    """Compute |a − b| / max(|a|, |b|, 10⁻⁶); 1 if one of the two has no value."""
     if said is None or read is None:
         return float(said is not read)
     return abs(said - read) / max(abs(said), abs(read), 1e-6)
@@ -115,7 +115,7 @@ def _share(said: float | None, read: float | None) -> float:
 TOLERANCE = hooks.IDENTITY_TOLERANCE
 """Largest relative error of an attention matrix."""
 ANOTHER = 1e-3
-"""Relative difference of outputs above which an eager attention is another one, and not the same one rounded."""
+"""Relative difference of outputs above which eager attention counts as a different computation, not as rounding."""
 
 IN_FLOAT32 = "Computed in float32, whose rounding counts as error, since in float64: {}"
 
@@ -124,13 +124,13 @@ IN_FLOAT32 = "Computed in float32, whose rounding counts as error, since in floa
 def doctor(
     model: str | PathLike[str] | loading.Loaded = "demo", *, progress: Progress = silent, **more: Unpack[ModelRequest]
 ) -> Report:
-    """Site by site: ‖P − P_model‖/‖P_model‖, P from the captured queries and keys, and from weights × inputs.
+    """Compare attention site by site: ‖P − P_model‖/‖P_model‖, P from captured queries and keys, and weights × inputs.
 
-    P_model are the attention probabilities that the model itself hands out under its own eager attention. The model is
-    loaded in float64 (twice the memory; a loaded one is copied), so that an error is a misreading and not rounding;
-    another `dtype` is honoured, and judged by the same tolerance, and so is float32 where the model can't be read in
-    float64. `more` are the options of `requests.ModelRequest`. Raises UsageError for words that make no sense,
-    TextError, and ModelError where the model can't be loaded or read.
+    P_model are the attention probabilities that the model itself returns under its own eager attention. The model is
+    loaded in float64 (twice the memory; a loaded one is copied), so that an error is a misreading rather than rounding;
+    another `dtype` is respected, and judged by the same tolerance, and so is float32 if the model can't be read in
+    float64. `more` are the options of `requests.ModelRequest`. Raise UsageError for invalid arguments, TextError, and
+    ModelError if the model can't be loaded or read.
     """
     start = time.perf_counter()
     given = requests.checked(ModelRequest, {"sequences": 2, **more})
@@ -150,13 +150,13 @@ def doctor(
 
 
 def _precisely(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
-    """The report as the model is; of float32 where float64 fails, or is another attention there (EoMT's own masks)."""
+    """Examine the model as loaded; in float32 if float64 fails or computes other attention (EoMT's own masks)."""
     if loaded.model.dtype != torch.float64:
         return _examined(loaded, settings, inputs, progress)
     try:
         report = _examined(loaded, settings, inputs, progress)
         changed = report.summary.identity_error
-        if changed is None or changed <= TOLERANCE:  # None: of weights that are not finite
+        if changed is None or changed <= TOLERANCE:  # None: weights are not finite
             return report
         why = f"recomputed attention changes the outputs by {changed:.1e}."
     except ModelError as error:
@@ -167,7 +167,7 @@ def _precisely(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Ten
 
 
 def _examined(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
-    """The report of the model on these inputs, but for its timings."""
+    """Build the report of the model on these inputs, without its timings."""
     survey = checks.surveyed(loaded, inputs)
     reached = survey.reached
     checks.check_chosen(settings.layers, settings.heads, reached)
@@ -193,7 +193,7 @@ def _examined(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tens
 
 
 def _coverage(found: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage:
-    """What was compared: heads without either error have no value, and those without one lack its source."""
+    """Summarise the coverage: heads lacking both errors have no value, and those lacking one lack its source."""
     lacking = {
         "tokens": [check for check in found if check.tokens_error is None],
         "weights": [check for check in found if check.weights_error is None],
@@ -225,9 +225,9 @@ def check_sites(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> list[SiteCheck]:
-    """Each site's check as `reached` by `inputs`; `first` are the same by a single token, which tells the weights.
+    """Check each site as `reached` by `inputs`; `first` are the sites reached by one token, for reading weights.
 
-    Only those `layers` and `heads` are looked at; a site that has none of the heads is left out.
+    Only these `layers` and `heads` are checked; a site without any of the heads is left out.
     """
     own = own_probabilities(model, inputs, reached)
     pairs = [
@@ -248,10 +248,10 @@ def check_sites(
 def own_probabilities(
     model: PreTrainedModel, inputs: dict[str, Tensor], reached: Sequence[Reached]
 ) -> dict[Site, Tensor | str]:
-    """The attention probabilities that each site's module computes under the model's own eager attention.
+    """Return the attention probabilities that each site's module computes under the model's own eager attention.
 
-    Or the reason why there are none: not every module hands them out or has a softmax of their shape, and the eager
-    attention of a few models is another one than what they use (PaliGemma's is causal, and its SDPA is not).
+    A site may have a reason instead: not every module returns them or has a softmax of their shape, and the eager
+    attention of a few models differs from the one that they use (PaliGemma's is causal, and its SDPA is not).
     """
     sites = [found.site for found in reached]
     found: dict[Site, Tensor] = {}
@@ -272,20 +272,20 @@ def own_probabilities(
 def _fed(
     asked: Settings, given: Mapping[str, Any], loaded: loading.Loaded, contents: Sequence[texts.Content]
 ) -> tuple[Settings, dict[str, Tensor]]:
-    """The sequences as one batch, or a stand-in where the model has no tokenizer (its identity is proven without)."""
+    """Return the sequences as one batch; placeholder ids without a tokenizer, since any input proves identity."""
     found = texts.placeholder(loaded, asked.tokens or 2, asked.seed, sequences=asked.sequences or 1)
     if loaded.tokenizer is not None or texts.reads_noise(loaded):
-        first = {name: given[name][:1] for name in ("image", "audio")}  # files share no pass, and one is compared
-        known = {**given, **first, "allow_foreign_text": True, "batch_size": asked.sequences or 1}  # any text would do
+        first = {name: given[name][:1] for name in ("image", "audio")}  # files share no pass, and only one is compared
+        known = {**given, **first, "allow_foreign_text": True, "batch_size": asked.sequences or 1}  # any text is fine
         found = texts.batches(loaded, contents, feeding.cut_of(asked, known))
-    said = {"sequences": found.batches[0].size}  # where images can't share a pass, the first alone is compared
+    said = {"sequences": found.batches[0].size}  # if images can't share a pass, only the first is compared
     return feeding.fed(asked, found, loaded).model_copy(update=said), found.batches[0].inputs
 
 
 def _check(
     found: Reached, factors: weights.Factors | UnreadableError, own: Tensor | str, heads: Sequence[int]
 ) -> SiteCheck:
-    """Both errors of one site's heads, or the reason why one is missing."""
+    """Compute both errors of one site's heads, or the reason for a missing one."""
     query_key = found.call.query_key(found.site).select(heads)
     errors: list[float | None] = [None, None]
     reason = factors.problem if isinstance(factors, UnreadableError) else None
@@ -313,10 +313,10 @@ def _check(
 
 
 def _error(query_key: QueryKey, own: Tensor) -> float:
-    """‖P − P_model‖ / ‖P_model‖ over the queries that may see something."""
+    """Compute ‖P − P_model‖ / ‖P_model‖ over the queries that see at least one key."""
     theirs = own.double()
     if query_key.sinks is not None and bool((theirs.sum(-1) - 1).abs().max() <= TOLERANCE):
-        query_key = replace(query_key, sinks=None)  # the model applies them behind its softmax (GraniteSWA)
+        query_key = replace(query_key, sinks=None)  # the model applies them after its softmax (GraniteSWA)
     ours = query_key.attention
     if query_key.allowed is not None:
         seeing = query_key.allowed.any(-1, keepdim=True)

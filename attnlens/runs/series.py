@@ -1,4 +1,4 @@
-"""Finds a model's checkpoints in their order, and measures their heads on one text."""
+"""Find a model's checkpoints, order them, and measure their heads on one text."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from attnlens.runs.store import Store, key_of, versions
 from attnlens.runs.work import Compute, WorkPlan, run_units
 
 BESIDE = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
-"""What lies beside weights and determines with them what is read: configs, tokenizers, a model's own code."""
+"""Files next to the weights that also determine the results: configs, tokenizers, a model's own code."""
 
 
 def digest_of(place: Location) -> str:
-    """A hash of a checkpoint's weights and of what lies beside them."""
+    """Compute a hash of a checkpoint's weights and of the other files that determine its results."""
     beside = (path for pattern in BESIDE for path in place.folder.glob(pattern))
     files = sorted({*place.weights, *beside} if place.form != "gguf" else place.weights)
     return key_of({path.name: sha256(path) for path in files if path.is_file()})
@@ -56,9 +56,9 @@ def series_report(
     timings: Mapping[str, float],
     missing: Mapping[str, str],
 ) -> Report:
-    """Return the report of a series whose units found these readings; the others have a reason, or none yet.
+    """Build the report of a series from the readings of its units; the other units have a reason, or none yet.
 
-    `names` are those of the checkpoints by unit. Raises ModelError if two of them have not the same heads.
+    `names` maps units to checkpoints. Raise ModelError if the checkpoints differ in their heads.
     """
     done = list(found.values())
     every = [{(head.layer, head.head, head.part) for head in one.report.heads} for one in done]
@@ -89,9 +89,9 @@ def series_report(
 
 
 def _coverage(done: Sequence[CheckpointReading], late: Sequence[Skipped]) -> Coverage:
-    """Heads that were analysed at every checkpoint; what is missing at any; checkpoints that were not read."""
+    """Combine coverages: heads analysed at every checkpoint, what is missing at any, and checkpoints not read."""
     found = [reading.report.coverage for reading in done]
-    missing = [  # what others don't lack names its checkpoint
+    missing = [  # a gap that not all checkpoints share names its checkpoint
         entry
         if all(entry in coverage.skipped for coverage in found)
         else entry.model_copy(update={"reason": f"in {reading.name}, {entry.reason}"})
@@ -110,26 +110,26 @@ def _coverage(done: Sequence[CheckpointReading], late: Sequence[Skipped]) -> Cov
 
 
 class CheckpointReading(BaseModel):
-    """What was read of one checkpoint."""
+    """Results of one checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    """As a person would call the checkpoint."""
+    """Readable name of the checkpoint."""
     step: int | None
-    """The training step that its name tells, None where it tells none."""
+    """Training step in its name; None if there is none."""
     report: Report
-    """As `inspect` gives it."""
+    """Report of `inspect`."""
     loss: float | None
-    """Nats per predicted token on the same text."""
+    """Loss on the same text in nats per predicted token."""
     no_loss: str | None = None
-    """Why there is none."""
+    """Reason for a missing loss."""
     complete: bool = True
-    """Whether every part of it could be read."""
+    """True if every part of it could be read."""
 
 
 def training(done: Sequence[CheckpointReading]) -> Experiment:
-    """The readings as one experiment: trajectories head by head, and their medians and quartiles over heads."""
+    """Build one experiment from the readings: trajectories of heads, and medians and quartiles over heads."""
     by_step = all(reading.step is not None for reading in done)
     steps = [float(reading.step or 0) if by_step else float(n) for n, reading in enumerate(done)]
     heads = [{(head.layer, head.head): head for head in reading.report.heads} for reading in done]
@@ -164,13 +164,13 @@ def training(done: Sequence[CheckpointReading]) -> Experiment:
 
 
 HeadMeasures = dict[tuple[int, int], Measure]
-"""One measure of every head at one checkpoint."""
+"""Values of one measure at one checkpoint, by (layer, head)."""
 
 
 def _curves(
     name: str, steps: list[float], columns: Sequence[HeadMeasures], nulls: Sequence[Null | None]
 ) -> Iterator[tuple[str, Curve]]:
-    """Median and quartiles over heads; and what the median reads by chance, where that is known, ± one sd."""
+    """Yield median and quartiles over heads, and if known the median expected by chance, ± one standard deviation."""
     values = [[measure.value for measure in column.values() if measure.value is not None] for column in columns]
     thirds = [_quartiles(present) for present in values]
     low, middle, high = (list(column) for column in zip(*thirds, strict=True))
@@ -200,27 +200,27 @@ def _trajectories(name: str, columns: Sequence[HeadMeasures]) -> Iterator[Trajec
 
 
 STEP = re.compile(r"step[-_=]?(\d+)|(\d+)$", re.IGNORECASE)
-"""`step1000-tokens2B`, `checkpoint-500`: the number after «step», else the one at the end."""
+"""Pattern of a training step: the number after «step», else the one at the end (`step1000-tokens2B`, `checkpoint-500`)."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """One model of a series."""
 
-    name: str  # as a person would call it: the folder's own name, or the revision
-    model: str  # as `load` takes it
+    name: str  # readable name: the folder's name, or the revision
+    model: str  # name as `load` takes it
     revision: str | None  # of a hub model
-    place: Location  # where it lies
-    step: int | None  # the training step that its name tells, None where it tells none
+    place: Location  # location of its files
+    step: int | None  # training step in its name; None if there is none
 
 
 def of_demo() -> list[str]:
-    """The checkpoints that ship with attnlens, and the trained model itself."""
+    """Return the checkpoints included in attnlens, and the trained model itself."""
     return [*sorted(str(folder) for folder in (DEMO / "checkpoints").iterdir()), "demo"]
 
 
 def step_of(name: str) -> int | None:
-    """The training step that a name tells; None where it tells none."""
+    """Parse the training step in a name; None if there is none."""
     if name == "demo":
         return int(read_json(DEMO / "training.json")["steps"])
     found = STEP.search(Path(name).name)
@@ -228,7 +228,7 @@ def step_of(name: str) -> int | None:
 
 
 def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise ModelError where two are not of one architecture and shape, as far as their configs tell."""
+    """Raise ModelError if two checkpoints differ in architecture or shape, as far as their configs show."""
     first = checkpoints[0]
     for other in checkpoints[1:]:
         own, its = _shape(first.place), _shape(other.place)
@@ -265,14 +265,14 @@ def _ordered(found: list[Checkpoint]) -> list[Checkpoint]:
 
 
 def _shape(place: Location) -> dict[str, object]:
-    """What two checkpoints of one model have in common; empty for a GGUF file, whose weights will tell."""
+    """Return what checkpoints of one model have in common; empty for a GGUF file, whose weights are compared later."""
     config = place.config
     kept: dict[str, object] = {field: config[field] for field in ("model_type", "architectures") if field in config}
     return kept | dict(sizes(config))
 
 
 READ = ("text", "pairs", "image", "audio", "adapter")
-"""Options that name files whose content decides what is found."""
+"""Options that name files whose content affects the results."""
 
 
 @public
@@ -284,16 +284,16 @@ def converge_checkpoints(
     progress: Progress = silent,
     **more: Unpack[requests.CheckpointsRequest],
 ) -> Report:
-    """Every measure of every head against the training step, in one experiment with the heads' trajectories.
+    """Measure every head against the training step, in one experiment with the heads' trajectories.
 
     `checkpoints` are folders, files or hub ids (None, or `demo` alone: those of the demo model), or one hub model with
     several `revisions`. Steps are the numbers in the names (`step-00030`, `checkpoint-500`), else 0, 1, 2 … as given.
-    Without `analyzers` those of `inspect` run and `selection` with them, under its own `select`.
-    One tokenizer, the last one found, cuts the same text for all. `head` = (layer, head), or `3.7`, restricts the
+    By default, the analyzers of `inspect` run, and `selection` with its own `select`.
+    One tokenizer, the last one found, splits the same text for all. `head` = (layer, head), or `3.7`, restricts the
     series to it.
-    `more` are the options of `requests.CheckpointsRequest`. What is finished is kept as `inspect` keeps it, and the
-    same call goes on from there. Raises UsageError, ModelError (one is missing, or they are of different shapes),
-    TextError, and Interrupted, which carries the finished checkpoints.
+    `more` are the options of `requests.CheckpointsRequest`. Finished units are kept as in `inspect`, and the
+    same call resumes from them. Raise UsageError, ModelError (a checkpoint is missing, or shapes differ),
+    TextError, and Interrupted, which contains the finished checkpoints.
     """
     report, written = followed(checkpoints, revisions=revisions, head=head, progress=progress, **more)
     written()
@@ -303,7 +303,7 @@ def converge_checkpoints(
 def followed(
     checkpoints: requests.Words | None = None, *, progress: Progress = silent, **more: Any
 ) -> tuple[Report, Callable[[], None]]:
-    """The report, and what is to be called when it is written: finished units are not needed any longer then."""
+    """Return the report, and a function to call once it is written, which removes the finished units."""
     revisions, head = more.pop("revisions", ()), more.pop("head", None)
     series = prepared(checkpoints, revisions, head, progress, more)
     series.plan.check(series.given["text"])
@@ -317,7 +317,7 @@ def prepared(
     progress: Progress,
     more: Mapping[str, Any],
 ) -> Series:
-    """The series that was asked for, with its checkpoints found and its texts read."""
+    """Prepare the requested series: find its checkpoints and read its texts."""
     one = requests.one_head(head, more.get("layers"), more.get("heads"))
     given = requests.checked(requests.CheckpointsRequest, {**more, **one})
     load_options = feeding.loading_of(more, None)
@@ -341,7 +341,7 @@ def prepared(
 
 
 def _found(names: list[str] | None, revisions: list[str], load_options: loading.Loading) -> list[Checkpoint]:
-    """The checkpoints in the order of their steps, or as named where not all have a step; none is named twice."""
+    """Find the checkpoints, ordered by step, or as named if steps are missing or equal; refuse duplicates."""
     if names == []:
         raise UsageError("checkpoints=[] names none.", "Name two or more, or leave it out for those of demo.")
     if not revisions:
@@ -356,7 +356,7 @@ def _found(names: list[str] | None, revisions: list[str], load_options: loading.
 
 
 Words = tuple[list[str] | None, list[str], tuple[int, int] | str | None, dict[str, Any]]
-"""Checkpoints, revisions, head and options, as another process is told them."""
+"""Checkpoints, revisions, head and options, as passed to another process."""
 
 
 @dataclass
@@ -370,23 +370,23 @@ class Series:
     cut: texts.Cut
     progress: Progress
     load_options: loading.Loading
-    given: Mapping[str, Any]  # the options, checked
+    given: Mapping[str, Any]  # the checked options
     words: Words
     timings: dict[str, float] = field(default_factory=dict)
 
     @property
     def plan(self) -> WorkPlan:
-        """Where its units are kept, and who reads them."""
+        """Plan of where its units are kept and who reads them."""
         return WorkPlan.of(self.given)
 
     @cached_property
     def units(self) -> dict[str, Checkpoint]:
-        """The checkpoints by the names of their units: what a person calls one, and a hash of its files."""
+        """Checkpoints by the names of their units: a readable name and a hash of the files."""
         return {f"{one.name} {digest_of(one.place)}": one for one in self.checkpoints}
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """All that determines what the units find."""
+        """Facts that determine the results of the units."""
         left_out = {*requests.options(SharedRequest), *READ}
         files = [with_home(os.fspath(path)) for path in (*self.cut.image, *self.cut.audio)]
         adapter, offline = self.given["adapter"], self.given["offline"]
@@ -410,11 +410,11 @@ class Series:
 
     @cached_property
     def store(self) -> Store | None:
-        """Where units are kept."""
+        """Store of the units, if any."""
         return self.plan.store(self.facts)
 
     def run(self) -> tuple[Report, Callable[[], None]]:
-        """Checkpoint by checkpoint; returns the report, and what removes the finished units once it is written."""
+        """Read the checkpoints; return the report, and a function that removes the finished units once it is written."""
         plan = self.plan
         count = len(self.units) if plan.shard is None else len(list(self.units)[plan.shard[0] - 1 :: plan.shard[1]])
         more = telling(self.progress, "checkpoints", count)
@@ -439,7 +439,7 @@ class Series:
 
     @cached_property
     def tokenizer(self) -> dict[str, Any]:
-        """What reads the text for all, in the place of their own tokenizers; or why nothing does."""
+        """Tokenizer that replaces those of all checkpoints, or the reason why there is none."""
         if not self.contents:
             return {}
         giver = next((one for one in reversed(self.checkpoints) if has_tokenizer(one.place)), None)
@@ -453,7 +453,7 @@ class Series:
         return loading.load(checkpoint.model, **options)
 
     def read_unit(self, name: str) -> dict[str, Any]:
-        """Read one checkpoint; its own units are kept until it is finished."""
+        """Read one checkpoint; its parts are kept until it is finished."""
         checkpoint, start = self.units[name], time.perf_counter()
         loaded = replace(self._load(checkpoint), **self.tokenizer)
         settings = feeding.of_model(self.asked, loaded)
@@ -480,7 +480,7 @@ class Series:
         self.progress(f"{checkpoint.name}, {stage}", done, total)
 
     def _loss(self, loaded: loading.Loaded, settings: Settings) -> float | str:
-        """What training has reached, on the same text, in nats per predicted token; or why that is not known."""
+        """Return the model's loss on the same text in nats per predicted token, or why it is unknown."""
         if not self.contents:
             return "it is that of a text, and none was fed, for the weights alone were read"
         if task_of(loaded.model) not in ("causal", "masked"):
@@ -500,7 +500,7 @@ class Series:
 
 
 def opened(*words: Any) -> tuple[Mapping[str, Any], Compute]:
-    """Prepare the same series in another process: its facts, and what reads its checkpoints."""
+    """Prepare the same series in another process: return its facts, and the function that reads its checkpoints."""
     checkpoints, revisions, head, more = words
     series = prepared(checkpoints, revisions, head, silent, more)
     return series.facts, series.read_unit
