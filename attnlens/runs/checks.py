@@ -207,7 +207,7 @@ def reproduced(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
 
 
 def proven(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float | None, str | None]:
-    """Return the error of recomputed attention, or None and the non-finite weight. Raise IdentityError if it is large."""
+    """Return the error of recomputed attention, or None and the non-finite weight. Raise IdentityError if too large."""
     error = reproduced(loaded, inputs)
     if error <= hooks.IDENTITY_TOLERANCE:
         return error, None

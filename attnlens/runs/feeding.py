@@ -94,7 +94,7 @@ def recorded(settings: Settings) -> Any:
 
 
 def loading_of(given: Mapping[str, Any], model: object) -> Loading:
-    """Select the options for loading a model. Raise UsageError if it is already loaded, ModelError on the meta device."""
+    """Select the options for loading a model. Raise UsageError if it is already loaded, ModelError on device meta."""
     found = {name: value for name, value in given.items() if name in Loading.__annotations__}
     found |= {name: given[name] for name in SpreadRequest.__annotations__ if given.get(name)}
     if (

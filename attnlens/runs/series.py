@@ -200,7 +200,7 @@ def _trajectories(name: str, columns: Sequence[HeadMeasures]) -> Iterator[Trajec
 
 
 STEP = re.compile(r"step[-_=]?(\d+)|(\d+)$", re.IGNORECASE)
-"""Pattern of a training step: the number after «step», else the one at the end (`step1000-tokens2B`, `checkpoint-500`)."""
+"""Pattern of a training step: the number after «step», else the last one (`step1000-tokens2B`, `checkpoint-500`)."""
 
 
 @dataclass(frozen=True)
@@ -414,7 +414,7 @@ class Series:
         return self.plan.store(self.facts)
 
     def run(self) -> tuple[Report, Callable[[], None]]:
-        """Read the checkpoints; return the report, and a function that removes the finished units once it is written."""
+        """Read the checkpoints; return the report, and a function that removes the finished units afterwards."""
         plan = self.plan
         count = len(self.units) if plan.shard is None else len(list(self.units)[plan.shard[0] - 1 :: plan.shard[1]])
         more = telling(self.progress, "checkpoints", count)

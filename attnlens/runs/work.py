@@ -471,7 +471,7 @@ def _on_ray(names: Sequence[str], function: Callable[[str], Any], plan: WorkPlan
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **own)
         except Exception as error:  # Ray raises plain Exception if its programs do not start
             raise _no_cluster(address, error) from error
-        worker = ray._private.worker  # it reports lost workers on stdout, where a report may go; no setting changes that
+        worker = ray._private.worker  # reports lost workers on stdout, where a report may go; no setting changes that
         if printed := getattr(worker, "print_to_stdstream", None):
             worker.print_to_stdstream = lambda data, **named: printed(data | {"is_err": True}, **named)
     options = {"num_cpus": 1, "num_gpus": plan.gpus, "max_retries": 1, "retry_exceptions": False}

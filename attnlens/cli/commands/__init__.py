@@ -1,4 +1,4 @@
-"""The commands: each parses its options, calls one function, and delivers its report."""
+"""The commands: each one parses its options, calls one function, and delivers its report."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def report(context: typer.Context, saved: Saved, all_heads: opt.AllHeads = False
 
 
 NOT_EXAMINED = ("batch_size", "windows", "intervals", "allow_foreign_text")
-"""What `doctor` has no use for: it compares two sequences, whatever they say, in one pass."""
+"""Options without effect on `doctor`, which compares two sequences of any content in one pass."""
 app = typer.Typer(
     name="attnlens",
     help="Look at the attention of pretrained transformers as kernel machines.",
@@ -138,7 +138,7 @@ def root(
         typer.echo(context.get_help())
         raise typer.Exit(UNUSABLE)
     if context.invoked_subcommand in ("list", "explain") or "--help" in sys.argv:
-        return  # neither reads a default, and a slip in a file must not stand in the way of help
+        return  # neither reads defaults, and an error in a file must not prevent help
     check_place()
     found = defaults(Path(), kinds(command.callback for command in app.registered_commands if command.callback))
     context.default_map = dict.fromkeys(getattr(context.command, "commands", {}), found)

@@ -52,12 +52,12 @@ def study(context: typer.Context, name: Table = "all", **_shared: Any) -> None:
 
 
 FAILED = 1
-"""Exit code where a check that was asked for failed."""
+"""Exit code if a requested check failed."""
 EVERYWHERE = {"seed", "strict", "quiet", "verbose", "no_progress", "debug", "json", "csv", "png", "html", "markdown"}
 LOADING = set(requests.options(requests.Loading)) - {"revision"}
 TEXT = set(requests.options(requests.Feeding)) - {*LOADING, "revision", "seed"}
 SYNTHETIC = opt.parameters(SyntheticRequest)
-"""What the synthetic experiments can be asked for."""
+"""Options of the synthetic experiments."""
 SERIES = {"models", "checkpoints", "revisions", "head", "source", "analyzer", "layers", "heads"}
 WORK = {*requests.options(SharedRequest)}
 KINDS: dict[str, set[str]] = {
@@ -65,9 +65,9 @@ KINDS: dict[str, set[str]] = {
     "a head": {"models", "head", *requests.options(DescentRequest), "revision"} | TEXT | LOADING,
     "checkpoints": SERIES | WORK | TEXT | LOADING,
 }
-"""Which options each kind of run takes, beside those that all take."""
+"""Options of each kind of run, in addition to the common ones."""
 JOBS = {"the synthetic experiments": "converge_synthetic", "a head": "converge_head", "checkpoints": "followed"}
-"""The function of `analyses` that each is."""
+"""Function of `analyses` for each kind of run."""
 
 Models = Annotated[
     list[str] | None,
@@ -110,7 +110,7 @@ Quick = Annotated[bool, opt.option("--quick", help="Fewer trials and wider toler
 
 
 FOLLOWED = opt.parameters(CheckpointsRequest, without=("select",))
-"""What a series can be asked for."""
+"""Options of a series of checkpoints."""
 
 
 @guarded
@@ -162,7 +162,7 @@ def verify(context: typer.Context, quick: Quick = False, **_shared: Any) -> None
 
 
 def kind_of(given: Mapping[str, Any]) -> str:
-    """Which kind of run a command's parameters ask for. Raises UsageError for models that nothing is asked of."""
+    """Return the kind of run that the parameters request. Raise UnaskedError for models without a question."""
     if given["checkpoints"] or given["revisions"] is not None:
         return "checkpoints"
     if given["head"] is not None:
@@ -173,7 +173,7 @@ def kind_of(given: Mapping[str, Any]) -> str:
 
 
 def refuse_other(kind: str, given: list[str]) -> None:
-    """Raise UsageError for an option that another kind of run would take and this one would ignore."""
+    """Raise UsageError for an option of another kind of run that this one would ignore."""
     for name in given:
         others = [other for other, names in KINDS.items() if name in names]
         if name not in KINDS[kind] | EVERYWHERE:
@@ -185,7 +185,7 @@ def refuse_other(kind: str, given: list[str]) -> None:
 
 
 def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the function for that kind of run, checked; UsageError where words make no sense."""
+    """Return the checked arguments of the function for that kind of run. Raise UsageError for invalid ones."""
     names = KINDS[kind]
     models = [checked_model(model) for model in given["models"] or []]
     if kind == "the synthetic experiments":
@@ -208,6 +208,6 @@ def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def typed(context: typer.Context) -> list[str]:
-    """The parameters that were given in this call, and not for all commands."""
+    """Return the parameters that were set on the command line of this call."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]

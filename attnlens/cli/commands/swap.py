@@ -111,7 +111,7 @@ def swap_kernel(
 
 
 def asked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `run.swapped`, checked."""
+    """Return the checked arguments of `analyses.swapped`."""
     found = opt.keywords(SwapRequest, given)
     if given["plan"] is not None and found["budget"] is None and found["ranks"] is None:
         raise UsageError("--plan is given and there is none to write.", "Add --budget, as in --budget loss:1%.")
@@ -120,4 +120,4 @@ def asked(given: Mapping[str, Any]) -> dict[str, Any]:
     kernels = given["kernel"] or [KERNEL]
     options = SwapOptions.of(kernels, found)
     options.reach(found["layers"], found["heads"])
-    return {**found, "kernels": kernels, "ranks": options.ranks}  # a plan that comes through a pipe is read once
+    return {**found, "kernels": kernels, "ranks": options.ranks}  # a plan from a pipe can only be read once

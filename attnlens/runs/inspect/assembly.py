@@ -1,4 +1,4 @@
-"""What is known of an inspection before its units are read, and the report put together from what they found."""
+"""Describe an inspection before its units are read, and assemble the report from their results."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from attnlens.runs.provenance import report_of
 from attnlens.runs.store import versions
 
 FEWEST_HEADS = 12
-"""Heads below which being the largest of them says nothing."""
+"""Minimum number of heads for naming the most extreme one."""
 MOST = 8
-"""How many heads are named."""
+"""Maximum number of named heads."""
 DEEP = 3
-"""How many at each end of a measure can be named."""
+"""Number of heads at each end of a measure that can be named."""
 
 
 def extremes(records: Sequence[Head], infos: Mapping[str, MeasureInfo]) -> list[Extreme]:
-    """Up to eight heads at the ends of the measures, the furthest from the median in units of the spread first.
+    """Return up to eight heads at the ends of measures, those furthest from the median in units of the spread first.
 
-    Heads are ranked within their part (encoder, decoder, cross), one line a head. A rank is no test: of any heads one
-    is the largest. Only measures that name an end are looked at. Calls of one
-    module share its weights, so that weights.* count and name them once.
+    Heads are ranked within their part (encoder, decoder, cross), one line per head. A rank is not a test: one of any
+    heads is the largest. Only measures that define an end are considered. Calls of one module share its weights, so
+    that weights.* count and name them once.
     """
     candidates: list[tuple[float, Extreme]] = []
     for part in dict.fromkeys(record.part for record in records):
@@ -68,9 +68,7 @@ def extremes(records: Sequence[Head], infos: Mapping[str, MeasureInfo]) -> list[
 
 
 def _ends(info: MeasureInfo, heads: Sequence[Sequence[Head]]) -> list[tuple[float, Extreme]]:
-    """The heads at both ends of one measure with their distance; a head is the records of its calls, which read the
-    same.
-    """
+    """Return the heads at both ends of one measure with their distance; each entry has the equal calls of a head."""
     found = [(calls, calls[0].measures[info.name].value) for calls in heads if info.name in calls[0].measures]
     present = sorted(((value, calls) for calls, value in found if value is not None), key=lambda pair: pair[0])
     if len(present) < FEWEST_HEADS:
@@ -111,15 +109,15 @@ NEVER_RUN = (
     "the model was never loaded, and so not run: each site's queries and keys were compared with those of its own "
     "module, which had its weights alone"
 )
-"""Why there is no error of identity of a model that is read from its files."""
+"""Reason for a missing identity error of a model that is read from its files."""
 Group = Sequence[int]
-"""Heads by their place among the records."""
+"""Positions of heads among the records."""
 
 
 def summarised(
     collector: Collector, names: Sequence[str], identity_error: float | None, seed: int, *, from_files: bool = False
 ) -> Summary:
-    """Medians over the model, each layer and each text (`names`, one a sequence), and the most extreme heads."""
+    """Compute medians over the model, each layer and each text (`names`, one per sequence), and the extreme heads."""
     records = collector.heads()
     by_layer: dict[int, list[int]] = defaultdict(list)
     for place, record in enumerate(records):
@@ -147,7 +145,7 @@ def summarised(
 
 
 def medians(records: Sequence[Head]) -> dict[str, float]:
-    """Median over the heads that have a value, measure by measure; categories have none."""
+    """Compute the median of each measure over the heads that have a value; categories are left out."""
     values: dict[str, list[float]] = defaultdict(list)
     for record in records:
         for name, measure in record.measures.items():
@@ -161,7 +159,7 @@ def _median(values: Iterable[float]) -> float:
 
 
 def by_measure(collector: Collector) -> dict[str, Tensor]:
-    """Each measure of each sequence, (sequences, heads), heads in the order of the records."""
+    """Return each measure per sequence, (sequences, heads), heads in the order of the records."""
     order = sorted(collector.drafts, key=lambda key: (key[0].layer, key[1]))
     names = dict.fromkeys(name for _, name in collector.windows)
     nothing = torch.full((collector.design.count,), torch.nan, dtype=torch.float64)
@@ -178,7 +176,7 @@ def by_measure(collector: Collector) -> dict[str, Tensor]:
 
 
 def windows_of(collector: Collector, settings: Settings, finished: Sequence[int]) -> Windows:
-    """What each window read of each head; noise has one window an input."""
+    """Return the values of each head per window; for noise, each input is one window."""
     placed = [(text.name, number) for text in settings.texts for number in text.windows]
     if not placed and settings.noise is not None:
         placed = [(settings.noise.name, number) for number in range(max(finished, default=-1) + 1)]
@@ -189,7 +187,7 @@ def windows_of(collector: Collector, settings: Settings, finished: Sequence[int]
 def _errors(
     windows: Mapping[str, Tensor], design: Design, groups: Sequence[Group], seed: int
 ) -> list[dict[str, float]]:
-    """The standard error of each group's median, measure by measure; those that nothing tells are left out."""
+    """Compute the standard error of each group's median per measure; errors that can't be estimated are left out."""
     found: list[dict[str, float]] = [{} for _ in groups]
     for name, values in windows.items():
         for errors, error in zip(found, median_error(values, design, groups, seed=seed), strict=True):
@@ -199,12 +197,12 @@ def _errors(
 
 
 def _lone(design: Design) -> dict[str, str]:
-    """Why medians of what windows read have no errors, where one window was all."""
+    """Return the reason why medians over windows lack errors: there is only one window; empty if they have them."""
     return {"median_errors": ONE_WINDOW} if design.freedom < 1 else {}
 
 
 def _nulls(records: Sequence[Head], group: Group, seed: int) -> dict[str, Null]:
-    """What the median of so many heads reads by chance."""
+    """Compute the median of as many heads expected by chance, per measure."""
     each: dict[str, list[Null]] = defaultdict(list)
     for place in group:
         for name, measure in records[place].measures.items():
@@ -219,7 +217,7 @@ def _nulls(records: Sequence[Head], group: Group, seed: int) -> dict[str, Null]:
 
 
 def _texts(collector: Collector, names: Sequence[str], seed: int) -> list[TextSummary]:
-    """The medians of each text's own windows, where there are several texts."""
+    """Compute the medians of each text's own windows; empty for a single text."""
     every = list(dict.fromkeys(names))
     windows = by_measure(collector) if len(every) > 1 else {}
     found = []
@@ -246,7 +244,7 @@ def _texts(collector: Collector, names: Sequence[str], seed: int) -> list[TextSu
 
 
 def _between(texts: Sequence[TextSummary]) -> dict[str, float]:
-    """The standard deviation between the texts' medians."""
+    """Compute the standard deviation between the texts' medians."""
     each: dict[str, list[float]] = defaultdict(list)
     for text in texts:
         for name, median in text.medians.items():
@@ -259,21 +257,21 @@ def _between(texts: Sequence[TextSummary]) -> dict[str, float]:
 
 
 GATHERED_TOGETHER = 4
-"""Sites over which gatherers look in one pass through the texts: a pass for each would cost as many, and one for all
-would hold the tokens of all."""
+"""Sites that gatherers read in one pass through the texts: a pass per site would be slow, and one pass for all sites
+would keep the tokens of all."""
 
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """A part of an inspection that is read by itself, whatever else is."""
+    """Part of an inspection that is read independently of the others."""
 
     stage: Literal["weights", "tokens", "gathered"]  # what it reads
-    sites: tuple[Site, ...]  # of which sites
-    batch: int | None = None  # of which batch; None if it reads weights, or all batches
+    sites: tuple[Site, ...]  # its sites
+    batch: int | None = None  # its batch; None if it reads weights, or all batches
 
     @property
     def name(self) -> str:
-        """What tells it from the others of its run, and people what it is."""
+        """Name that is unique within the run and readable."""
         if self.stage == "tokens":
             return f"tokens of batch {self.batch}"
         layers = f"{self.sites[0].layer}" if len(self.sites) == 1 else f"{self.sites[0].layer}–{self.sites[-1].layer}"
@@ -282,41 +280,41 @@ class WorkUnit:
 
 @dataclass(frozen=True)
 class Frame:
-    """What is known of an inspection before its units are read: all that a report needs beside them."""
+    """Everything that a report needs besides the results of the units, known before these are read."""
 
-    reached: Sequence[Reached]  # the sites that were asked for
+    reached: Sequence[Reached]  # the requested sites
     content: str
-    """A hash of what else determines the readings: the model's config, all that is fed, the analyzers' own code."""
-    show: str | None  # what is to be shown
+    """Hash of what else determines the results: the model's config, all inputs, the analyzers' code."""
+    show: str | None  # what to show
     model: ModelInfo
     settings: Settings
     analyzers: Sequence[Analyzer | Gathering]
     parts: list[str]  # the text of every sequence
-    batches: list[int]  # how many sequences each batch has
-    skipped: list[Skipped]  # what the survey found that is not read
+    batches: list[int]  # number of sequences per batch
+    skipped: list[Skipped]  # what the survey found but can't read
     identity_error: float | None
-    from_files: bool  # whether the model was never loaded, so that it was not run either
+    from_files: bool  # whether the model was never loaded, and so never run
     weights: bool  # whether weights are read
 
     @property
     def sites(self) -> list[Site]:
-        """The sites that were asked for."""
+        """Requested sites."""
         return [one.site for one in self.reached]
 
     @property
     def key_heads(self) -> list[list[int]]:
-        """The key head of each of their query heads."""
+        """Key head of each query head, per site."""
         return [list(one.call.key_heads) for one in self.reached]
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """All that determines what the units find."""
+        """Facts that determine the results of the units."""
         return {
             "command": "inspect",
             "versions": versions(),
-            "model": self.model.model_dump(mode="json", exclude={"id"}),  # a folder that was moved holds the same model
+            "model": self.model.model_dump(mode="json", exclude={"id"}),  # a moved folder holds the same model
             "from_files": self.from_files,
-            "settings": self.settings.model_dump(mode="json", exclude={"notes"}),  # which say how the run came about
+            "settings": self.settings.model_dump(mode="json", exclude={"notes"}),  # notes don't affect numbers
             "show": self.show,
             "weights": self.weights,
             "analyzers": [[one.name, one.source] for one in self.analyzers],
@@ -329,7 +327,7 @@ class Frame:
 
     @cached_property
     def units(self) -> dict[str, WorkUnit]:
-        """The units of the run by name, in the order in which the report takes them in."""
+        """Units of the run by name, in the order in which they enter the report."""
         sites = self.sites
         units = [WorkUnit("weights", (site,)) for site in sites if self.weights]
         units += [WorkUnit("tokens", tuple(sites), batch) for batch in range(len(self.batches))]
@@ -347,9 +345,9 @@ def assembled(
     *,
     interrupted: bool = False,
 ) -> tuple[Report, Collector]:
-    """Return the report of a run whose units found these values, and the collector that took them in.
+    """Assemble the report of a run from the values of its units; return it with the collector.
 
-    `missing` units have a reason. The same units give the same report, whoever read them and in whatever order.
+    `missing` units have a reason. The same units give the same report, regardless of reader and order.
     """
     read_from = [f"tokens of batch {batch}" in values for batch in range(len(frame.batches))]
     every = [read for read, size in zip(read_from, frame.batches, strict=True) for _ in range(size)]
@@ -390,7 +388,7 @@ def assembled(
 def _taken_in(
     frame: Frame, values: Mapping[str, Any], collector: Collector, finished: Sequence[int], *, noted: bool
 ) -> Settings:
-    """Hand all units to the collector, in their order; returns the settings with how much was read, and notes on it."""
+    """Replay all units in their order; return the settings with the number of sequences read, and notes."""
     for name, unit in frame.units.items():
         if unit.stage != "gathered":
             replay(values.get(name, ()), collector, frame.analyzers)
@@ -399,7 +397,7 @@ def _taken_in(
     collector.close_tokens([one for one in frame.analyzers if isinstance(one, Analyzer)], finished)
     whole = len(finished) == sum(frame.batches)
     for name, unit in frame.units.items():
-        if unit.stage == "gathered" and whole:  # what is gathered has a value of every sequence
+        if unit.stage == "gathered" and whole:  # gathered values cover every sequence
             replay(values.get(name, ()), collector, frame.analyzers)
     notes = _notes(frame, collector, finished) if noted else []
     update: dict[str, Any] = {"notes": [*frame.settings.notes, *notes]}
@@ -407,7 +405,7 @@ def _taken_in(
 
 
 def _notes(frame: Frame, collector: Collector, finished: Sequence[int]) -> list[str]:
-    """Return the sentences on texts that the model guesses worse than evenly."""
+    """Return the notes on texts with a higher loss than an even guess."""
     if not collector.losses or any(skip.measure == LOSS for skip in frame.skipped):
         return []
     means = torch.cat([mean for mean, _, _ in collector.losses])
