@@ -1,4 +1,4 @@
-"""Rules and baselines that a report is held against, without torch."""
+"""Check a report against rules and a baseline, without torch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def check(
     fdr: float | None = None,
     allow_partial: bool = False,
 ) -> Report:
-    """The report with its `checks`: how every rule came out, and every measure of the baseline.
+    """Return the report with its `checks`: the outcome of every rule, and of every measure of the baseline.
 
     `rules` is a table {"tokens.entropy": ["min > 0.05"]}, the path of a TOML file with a table [check], or texts like
-    "tokens.entropy: min > 0.05". `relative`, `absolute` and `fdr` say how far heads may be from the baseline. Raises
-    UsageError for a rule that makes no sense or matches nothing, a partial report, and a baseline of another run.
+    "tokens.entropy: min > 0.05". `relative`, `absolute` and `fdr` limit the deviation from the baseline. Raise
+    UsageError for a rule that is invalid or matches nothing, a partial report, and a baseline of another run.
     """
     from attnlens.checks.judging import verdict
     from attnlens.checks.rule import Tolerance, rules_of

@@ -1,4 +1,4 @@
-"""What a healing is asked for: how long it trains, on what, and how much of each weight."""
+"""Options of a healing: how long it trains, on what, and how much of each weight."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ UNITS: dict[str, tuple[HealingUnit, float]] = {
     "min": ("seconds", 60),
     "h": ("seconds", 3600),
 }
-"""What is counted, and how much of it one is."""
+"""Counted quantity and size of each unit."""
 HOW = "Give steps, at least 0, or tokens, or a time: --heal 200, 500ktok, 2Mtok, 90s, 30min or 2h."
 NEEDED = "Add --heal, as in --heal 200, or leave it out."
 
 
 @dataclass(frozen=True)
 class Amount:
-    """How long a healing trains."""
+    """Length of a healing."""
 
     number: float
-    """How much, in the unit."""
+    """Number of units."""
     unit: HealingUnit
 
     def __str__(self) -> str:
-        """As it is told: `200 steps`, `1 second`."""
+        """Format for messages: `200 steps`, `1 second`."""
         return f"{self.number:,.10g} {self.unit.removesuffix('s') if self.number == 1 else self.unit}"
 
     @classmethod
     def of(cls, given: Any) -> Amount:
-        """200, "200", "2Mtok", "30min"; raises UsageError for anything else."""
+        """Parse 200, "200", "2Mtok" or "30min". Raise UsageError for anything else."""
         if isinstance(given, cls):
             return given
         wrong = UsageError(f"heal={shown(given)} makes no sense.", HOW)
@@ -64,24 +64,24 @@ class Amount:
 
 @dataclass(frozen=True)
 class HealOptions:
-    """One healing as asked for, checked."""
+    """Checked options of one healing."""
 
     amount: Amount
-    """How long it trains."""
+    """Length of training."""
     batch: int | None = None
-    """Sequences of an optimiser step; None: those of a forward pass."""
+    """Sequences per optimiser step; None: those of a forward pass."""
     rank: int | None = None
-    """Rank of each weight's change; None where it is free."""
+    """Rank of each weight's change; None: unrestricted."""
     goal: HealingGoal = "teacher"
-    """What is learned: the original model's predictions, or the text."""
+    """Training target: the original model's predictions, or the text."""
     control: bool = False
-    """Whether a copy of the original model is trained equally long."""
+    """True if a copy of the original model is trained equally long."""
     checkpointing: bool = False
-    """Whether activations are computed again on the way back."""
+    """True if activations are recomputed in the backward pass."""
 
     @classmethod
     def of(cls, asked: Mapping[str, Any]) -> HealOptions | None:
-        """None where nothing is healed. Raises UsageError for options that contradict each other or are for nothing."""
+        """Return the options; None without healing. Raise UsageError for contradictory or unused options."""
         amount: Amount = asked["heal"]
         given = {name: asked[name] for name in NAMES if asked[name] not in (None, False)}
         goal: HealingGoal = asked["heal_on"] or "teacher"
@@ -99,11 +99,11 @@ class HealOptions:
 
 
 NAMES = ("heal_batch", "heal_rank", "heal_on", "heal_control", "heal_checkpointing")
-"""The options that mean nothing without --heal."""
+"""Options that require --heal."""
 
 
 class HealingRequest(TypedDict, total=False):
-    """What `swap_kernel` can be asked for about healing."""
+    """Options of `swap_kernel` on healing."""
 
     heal: Annotated[
         int | str,
