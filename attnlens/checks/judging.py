@@ -125,8 +125,7 @@ def _moves(report: Report, name: str, column: BaselineMeasure) -> list[Move]:
 def rejected(p_values: Sequence[float], rate: float) -> list[bool]:
     """Return which hypotheses to reject so that at most `rate` of the rejected are true (Benjamini & Hochberg 1995).
 
-    These have the k smallest p-values, k the largest with p_(k) ≤ rate · k/n; as `statistics.false_discovery`, without
-    torch.
+    These have the k smallest p-values, k the largest with p_(k) ≤ rate · k/n; `statistics.false_discovery` needs torch.
     """
     order = sorted(range(len(p_values)), key=p_values.__getitem__)
     # not strict: the procedure rejects at equality

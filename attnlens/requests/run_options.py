@@ -38,7 +38,7 @@ def shard(name: str, given: Any) -> str:
 
 
 def _of_environment() -> str:
-    """Return the shard of a task in an evenly spaced Slurm array, or of a torchrun process. Raise UsageError if none."""
+    """Return the shard of a task in an even Slurm array, or of a torchrun process. Raise UsageError if there's none."""
     slurm = {name: os.environ.get(ARRAY + name, "") for name in ("ID", "COUNT", "MIN", "MAX", "STEP")}
     said = {name: int(value) for name, value in slurm.items() if value.isdecimal()}
     if "ID" in said and "COUNT" in said:

@@ -28,8 +28,7 @@ def content_of(
 ) -> str:
     """Compute a SHA-256 of the model's config, code and adapter, of all its inputs, and of the analyzers' code.
 
-    For weight files that are read in parts, it covers some bytes of the sites' tensors too: modification times can be
-    set arbitrarily.
+    For weight files read in parts, it covers some bytes of the sites' tensors: modification times can be forged.
     """
     config = {name: value for name, value in loaded.model.config.to_dict().items() if name != "_name_or_path"}
     found = sha256(json.dumps(config, sort_keys=True, default=str).encode())
