@@ -138,17 +138,17 @@ def selection_share(select: object) -> float | None:
         return None
     kind, _, number = select.partition(":") if isinstance(select, str) else ("", "", "")
     try:
-        found = float(number)
+        share = float(number)
     except ValueError:
-        found = math.nan
-    if kind != "top-p" or not 0 < found < 1:
+        share = math.nan
+    if kind != "top-p" or not 0 < share < 1:
         raise UsageError(f"select={shown(select)} makes no sense.", "Give argmax, or top-p:0.9 for a share of 90 %.")
-    return found
+    return share
 
 
 def listed_numbers(name: str, words: str) -> set[int]:
     """Parse a list of numbers such as `0-3,7`. Raise UsageError, which names `name`, for anything else."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for word in words.split(","):
         ends = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", word.strip())
         if ends is None:
@@ -158,8 +158,8 @@ def listed_numbers(name: str, words: str) -> set[int]:
             raise UsageError(
                 f"{name} {words!r} has a range that runs backwards: {word.strip()}.", f"Write {last}-{first}."
             )
-        found.update(range(first, last + 1))
-    return found
+        numbers.update(range(first, last + 1))
+    return numbers
 
 
 class Budget(NamedTuple):
@@ -174,14 +174,14 @@ class Budget(NamedTuple):
 def budget(words: str) -> Budget:
     """Parse `loss:1%` or `ppl:2%`. Raise UsageError for anything else, and for a budget that is not positive."""
     plain = words.replace(" ", "") if isinstance(words, str) else ""
-    found = re.fullmatch(r"(loss|ppl):([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)%", plain)
-    if found is None:
+    match = re.fullmatch(r"(loss|ppl):([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)%", plain)
+    if match is None:
         raise UsageError(f"The budget {words!r} can't be read.", "Write it as in --budget loss:1% or --budget ppl:2%.")
-    share = float(found.group(2)) / 100
+    share = float(match.group(2)) / 100
     if not 0 < share < math.inf:
         limit = "is no limit" if share > 0 else "leaves nothing to spend"
         raise UsageError(f"The budget {words!r} {limit}.", "Give more than 0, as in --budget loss:1%.")
-    return Budget("ppl" if found.group(1) == "ppl" else "loss", share)
+    return Budget("ppl" if match.group(1) == "ppl" else "loss", share)
 
 
 class DatasetRows(NamedTuple):
@@ -214,10 +214,10 @@ def dataset_rows(words: str) -> DatasetRows | None:
 
 def several(what: str, given: Iterable[Any]) -> list[Any]:
     """Return the items of an iterable as a list. Raise UsageError if there are more than MOST."""
-    found = list(islice(given, MOST + 1))
-    if len(found) > MOST:
+    items = list(islice(given, MOST + 1))
+    if len(items) > MOST:
         raise UsageError(f"{what} has more than {MOST} items.", "Give fewer.")
-    return found
+    return items
 
 
 def shown(given: object) -> str:

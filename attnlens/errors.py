@@ -99,9 +99,9 @@ class ShardFinished(Exception):  # noqa: N818  # it ends a run as requested
         """Format the number of finished units and which ones remain."""
         if not self.remaining:
             return f"All {self.total} units are finished: run it without --shard for the report."
-        one, *others = self.remaining
-        rest = f"{one} and {len(others)} more remain" if others else f"{one} remains"
-        return f"{self.finished} of {self.total} units are finished; {rest}. The report is written after the last one."
+        first, *others = self.remaining
+        left = f"{first} and {len(others)} more remain" if others else f"{first} remains"
+        return f"{self.finished} of {self.total} units are finished; {left}. The report is written after the last one."
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
@@ -110,8 +110,8 @@ FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, Ar
 
 def is_memory(error: BaseException) -> bool:
     """Return whether memory ran out; torch's CPU allocator reports that with a plain RuntimeError."""
-    said = str(error).lower() if isinstance(error, RuntimeError | OSError | ImportError | SystemError) else ""
-    return isinstance(error, MemoryError) or any(words in said for words in REFUSALS)
+    message = str(error).lower() if isinstance(error, RuntimeError | OSError | ImportError | SystemError) else ""
+    return isinstance(error, MemoryError) or any(words in message for words in REFUSALS)
 
 
 def reason_of(error: BaseException) -> str:

@@ -34,16 +34,16 @@ def read_bytes(path: str | Path, error: type[AttnlensError], remedy: str, *, mos
 
     A pipe that the shell has opened for this process is read. Raise `error` with `remedy` for anything else.
     """
-    told = shortened(str(path))
+    name = shortened(str(path))
     try:
         with opened(Path(path)) as file:
             if not str(path).startswith(OPEN_FILES):
-                refuse_other_kinds(os.fstat(file.fileno()), told, error, remedy)
-            return read_stream(file, told, error, remedy, most=most)
+                refuse_other_kinds(os.fstat(file.fileno()), name, error, remedy)
+            return read_stream(file, name, error, remedy, most=most)
     except OSError as problem:
-        raise error(f"{told} can't be read: {problem.strerror}.", remedy) from None
+        raise error(f"{name} can't be read: {problem.strerror}.", remedy) from None
     except ValueError as problem:
-        raise error(f"{told} can't be read: {problem}.", remedy) from None
+        raise error(f"{name} can't be read: {problem}.", remedy) from None
 
 
 def refuse_other_kinds(found: os.stat_result, name: str, error: type[AttnlensError], remedy: str) -> None:
@@ -70,14 +70,14 @@ def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> di
     if content.startswith(BOM_UTF8):  # transformers can't parse it
         raise error(f"{path} begins with a byte order mark.", "Save it as UTF-8 without one.")
     try:
-        found = json.loads(content.decode())
+        value = json.loads(content.decode())
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise error(f"{path} is not a JSON object.", remedy)
-    if _deeper(found, DEEPEST):
+    if _deeper(value, DEEPEST):
         raise error(f"{path} is nested more than {DEEPEST} deep.", remedy)
-    return found
+    return value
 
 
 def opened(path: Path) -> BinaryIO:
@@ -122,11 +122,11 @@ def sha256(path: Path) -> str:
 def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
     """Raise OutputError before the work if `path`, or a file in the folder `path`, can't be written later."""
     with _as_output_error(path):
-        found = _found(path)
-    if found is not None and stat.S_ISDIR(found.st_mode) and not may_be_folder:
+        status = _found(path)
+    if status is not None and stat.S_ISDIR(status.st_mode) and not may_be_folder:
         raise OutputError(f"{path} can't be written: it is a folder.", "Give the path of a file.")
     place = path  # a stream's resolved path may not exist: /dev/stdout leads to `pipe:[…]`
-    if found is None or not _is_stream(found):
+    if status is None or not _is_stream(status):
         real = Path(os.path.realpath(path))
         place = real if real.is_dir() else real.parent
         if not place.is_dir():
@@ -177,18 +177,18 @@ def write_atomically(path: Path, content: bytes) -> None:
     Raise OutputError if the folder does not exist or can't be written.
     """
     with _as_output_error(path):
-        found = _found(path)
-        if found is not None and _is_stream(found):
-            own = _own_stream(found)  # reopening a regular file behind it would write from its start
-            with path.open("wb") if own is None else os.fdopen(os.dup(own), "wb") as file:
+        status = _found(path)
+        if status is not None and _is_stream(status):
+            descriptor = _own_stream(status)  # reopening a regular file behind it would write from its start
+            with path.open("wb") if descriptor is None else os.fdopen(os.dup(descriptor), "wb") as file:
                 file.write(content)
             return
         target = Path(os.path.realpath(path))
         temporary = target.with_name(f".attnlens.{secrets.token_hex(8)}")
         try:
             with temporary.open("xb") as file:
-                if found is not None:  # before the content, which may be private, is written
-                    temporary.chmod(stat.S_IMODE(found.st_mode))
+                if status is not None:  # before the content, which may be private, is written
+                    temporary.chmod(stat.S_IMODE(status.st_mode))
                 file.write(content)
             temporary.replace(target)
         except BaseException:

@@ -183,8 +183,8 @@ def refuse_replacing(
 
     A module may define its own functions again: a notebook does, and so does a script that is also imported.
     """
-    origins = ["attnlens" if is_built_in(one) else one.__module__ for one in (function, present)]
-    files = [getattr(getattr(one, "__code__", None), "co_filename", one) for one in (function, present)]
+    origins = ["attnlens" if is_built_in(each) else each.__module__ for each in (function, present)]
+    files = [getattr(getattr(each, "__code__", None), "co_filename", each) for each in (function, present)]
     if origins[0] == origins[1] or files[0] == files[1]:
         return
     owner = "built in" if is_built_in(present) else f"defined by {present.__module__}"
@@ -512,24 +512,24 @@ def analyzers(names: Iterable[str] = (), source: Sources = "both") -> list[Analy
 
     Raise UsageError for an unknown name, with the nearest known one.
     """
-    every = every_analyzer()
-    known = list(dict.fromkeys(found.name for found in every))
+    available = every_analyzer()
+    known = list(dict.fromkeys(found.name for found in available))
     named = [checked_name("analyzer", name, known) for name in names]
-    chosen = named or [found.name for found in every if found.by_default]
-    return [found for found in every if found.name in chosen and source in ("both", found.source)]
+    chosen = named or [found.name for found in available if found.by_default]
+    return [found for found in available if found.name in chosen and source in ("both", found.source)]
 
 
 def beside_sweeps() -> list[Analyzer]:
     """Return analyzers of swept heads: plain ones that run by default, and others reduced to their brief measure."""
-    found = []
-    for one in every_analyzer():
-        if isinstance(one, Analyzer) and one.brief is not None:
-            name, function = one.brief
-            infos = tuple(info for info in one.measures if info.name == name)
-            found.append(replace(one, function=function, measures=infos))
-        elif isinstance(one, Analyzer) and one.by_default:
-            found.append(one)
-    return found
+    selected = []
+    for entry in every_analyzer():
+        if isinstance(entry, Analyzer) and entry.brief is not None:
+            name, function = entry.brief
+            infos = tuple(info for info in entry.measures if info.name == name)
+            selected.append(replace(entry, function=function, measures=infos))
+        elif isinstance(entry, Analyzer) and entry.by_default:
+            selected.append(entry)
+    return selected
 
 
 def comparing(source: Sources) -> list[Analyzer]:

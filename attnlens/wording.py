@@ -120,7 +120,7 @@ def big(number: int) -> str:
 
 def gathered(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     """Group pairs by their first element, with the second elements in their order."""
-    found: dict[K, list[V]] = {}
+    groups: dict[K, list[V]] = {}
     for first, second in pairs:
-        found.setdefault(first, []).append(second)
-    return found
+        groups.setdefault(first, []).append(second)
+    return groups

@@ -34,9 +34,9 @@ def check(
     from attnlens.records import Report, read_baseline, read_report
 
     subject = report if isinstance(report, Report) else read_report(checked_path("report", report))
-    found = [] if rules in ((), None) and baseline is not None else rules_of(rules)
-    given = {"relative": relative, "absolute": absolute, "fdr": fdr}
-    tolerance = Tolerance(**{name: number for name, number in given.items() if number is not None})
-    kept = None if baseline is None else read_baseline(checked_path("baseline", baseline))
+    parsed = [] if rules in ((), None) and baseline is not None else rules_of(rules)
+    bounds = {"relative": relative, "absolute": absolute, "fdr": fdr}
+    tolerance = Tolerance(**{name: number for name, number in bounds.items() if number is not None})
+    loaded = None if baseline is None else read_baseline(checked_path("baseline", baseline))
     file = None if baseline is None else str(baseline)
-    return verdict(subject, found, kept, tolerance, file, allow_partial=allow_partial)
+    return verdict(subject, parsed, loaded, tolerance, file, allow_partial=allow_partial)

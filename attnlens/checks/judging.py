@@ -76,8 +76,8 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
     """
     moves = {name: _moves(report, name, column) for name, column in baseline.measures.items()}
     tested = [move for found in moves.values() for move in found if move.p is not None]
-    kept = rejected([move.p for move in tested if move.p is not None], tolerance.fdr)
-    by_chance = {id(move) for move, real in zip(tested, kept, strict=True) if not real}
+    significant = rejected([move.p for move in tested if move.p is not None], tolerance.fdr)
+    by_chance = {id(move) for move, real in zip(tested, significant, strict=True) if not real}
     bounds = {name: tolerance.of(info_of(name)) for name in moves}
     beyond = {
         name: [move for move in found if move.beyond(bounds[name]) and id(move) not in by_chance]
@@ -130,8 +130,8 @@ def rejected(p_values: Sequence[float], rate: float) -> list[bool]:
     order = sorted(range(len(p_values)), key=p_values.__getitem__)
     # not strict: the procedure rejects at equality
     ranks = [rank for rank, at in enumerate(order, 1) if p_values[at] <= rate * rank / len(p_values)]
-    kept = set(order[: max(ranks, default=0)])
-    return [at in kept for at in range(len(p_values))]
+    rejected_at = set(order[: max(ranks, default=0)])
+    return [at in rejected_at for at in range(len(p_values))]
 
 
 def _moved(name: str, beyond: Iterable[Move], heads: int, tolerance: Tolerance, file: str | None) -> Check:
@@ -214,13 +214,13 @@ def stem(subject: str) -> str:
 
 
 def _of_heads(report: Report, rule: Rule, name: str, column: str) -> Matched:
-    kept = rule.condition
+    selection = rule.condition
     named = [
         head
         for head in report.heads
-        if (kept.layers is None or head.layer in kept.layers)
-        and (kept.heads is None or head.head in kept.heads)
-        and (kept.part is None or head.part == kept.part)
+        if (selection.layers is None or head.layer in selection.layers)
+        and (selection.heads is None or head.head in selection.heads)
+        and (selection.part is None or head.part == selection.part)
     ]
     read = [(head, head.measures.get(name)) for head in named]
     numbers = [(head, _column(measure, column)) for head, measure in read]
@@ -304,9 +304,9 @@ def judged(report: Report, rules: Iterable[Rule]) -> list[Check]:
     checks = []
     for rule in rules:
         taken[rule.id] += 1
-        found = matched(report, rule)
-        number = found.field if found.field is not None else aggregated(found, rule.condition)
-        broken = [] if found.field is not None else _broken(found.heads, rule.condition, number)
+        values = matched(report, rule)
+        number = values.field if values.field is not None else aggregated(values, rule.condition)
+        broken = [] if values.field is not None else _broken(values.heads, rule.condition, number)
         passed = not broken if number is None else rule.condition.comparison.holds(number)
         checks.append(
             Check(
@@ -316,8 +316,8 @@ def judged(report: Report, rules: Iterable[Rule]) -> list[Check]:
                 wanted=rule.wanted,
                 passed=passed,
                 value=number,
-                heads=None if found.field is not None else len(found.heads),
-                without=found.without,
+                heads=None if values.field is not None else len(values.heads),
+                without=values.without,
                 breaches=[] if passed else [breach(head, value) for head, value in broken],
                 file=rule.file,
             )

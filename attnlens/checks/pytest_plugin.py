@@ -44,10 +44,10 @@ def assert_attention(
     from attnlens.report.sections.checked import told
 
     report = _report(model_or_report, options, rules if baseline is None else None)
-    found = attnlens.check(report, rules, baseline=baseline, allow_partial=allow_partial)
-    failed = [told(check) for check in found.checks if not check.passed]
+    judged = attnlens.check(report, rules, baseline=baseline, allow_partial=allow_partial)
+    failed = [told(check) for check in judged.checks if not check.passed]
     if failed:
-        raise AssertionError("\n".join([f"{len(failed)} of {len(found.checks)} rules failed:", *failed]))
+        raise AssertionError("\n".join([f"{len(failed)} of {len(judged.checks)} rules failed:", *failed]))
 
 
 @pytest.fixture(name="assert_attention", scope="session")
@@ -68,5 +68,5 @@ def _report(subject: Any, options: dict[str, Any], rules: Any = None) -> Report:
         return subject
     if isinstance(subject, str | PathLike) and names_report(fspath(subject)):
         return read_report(fspath(subject))
-    asked = {} if rules is None or "analyzers" in options else needed(rules_of(rules), None)
-    return attnlens.inspect(subject, **(asked | options))
+    required = {} if rules is None or "analyzers" in options else needed(rules_of(rules), None)
+    return attnlens.inspect(subject, **(required | options))

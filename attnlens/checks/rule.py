@@ -98,8 +98,8 @@ class RuleCondition:
     def filters(self) -> str:
         """Selection of heads as it is written: ` @layers 0,1,2 @part decoder`; empty for all."""
         numbers = {"layers": self.layers, "heads": self.heads}
-        said = [f" @{name} {','.join(map(str, sorted(found)))}" for name, found in numbers.items() if found is not None]
-        return "".join([*said, f" @part {self.part}" if self.part else ""])
+        parts = [f" @{name} {','.join(map(str, sorted(ids)))}" for name, ids in numbers.items() if ids is not None]
+        return "".join([*parts, f" @part {self.part}" if self.part else ""])
 
 
 def condition(text: object) -> RuleCondition:
@@ -107,24 +107,24 @@ def condition(text: object) -> RuleCondition:
     if not isinstance(text, str) or len(text) > LONGEST:
         raise _unread(text, f"a condition is a text of at most {LONGEST} characters.")
     first, *filters = text.split("@")
-    found = CONDITION.fullmatch(first.strip())
-    if found is None:
+    match = CONDITION.fullmatch(first.strip())
+    if match is None:
         raise _unread(text, "an aggregate comes first, and what it must be behind it.")
-    aggregate, inner, rest = found.groups()
+    aggregate, inner, comparison = match.groups()
     known = float(aggregate[1:]) <= 100 if aggregate[1:2].isdecimal() else aggregate in (*WHOLE, "share")
     if not known:
         raise _unread(text, f"there is no aggregate {aggregate!r}: {SPELLINGS}.")
     if (aggregate == "share") != (inner is not None):
         raise _unread(text, "share, and nothing else, has a comparison in brackets, as in share(> 0.9) < 0.1.")
     share = None if inner is None else _comparison(text, inner)
-    return RuleCondition(aggregate, _comparison(text, rest), share, *_filters(text, filters))
+    return RuleCondition(aggregate, _comparison(text, comparison), share, *_filters(text, filters))
 
 
 def _comparison(text: object, words: str) -> Criterion:
-    found = COMPARISON.fullmatch(words.strip())
-    if found is None:
+    match = COMPARISON.fullmatch(words.strip())
+    if match is None:
         raise _unread(text, f"{written(words.strip())} is none of < <= > >= == != and a number, or in 0.4..0.9.")
-    sign, bound, low, high = found.groups()
+    sign, bound, low, high = match.groups()
     ends = [float(number) for number in (bound, low, high) if number is not None]
     if not all(map(math.isfinite, ends)):
         raise _unread(text, "a number in it is beyond all numbers.")
@@ -188,8 +188,8 @@ class Rule:
     @property
     def id(self) -> str:
         """Identity that is independent of the bounds: `tokens.entropy: min > @layers 0,1`."""
-        kept = self.condition
-        return f"{self.named}: {kept.measured} {kept.comparison.operator}{kept.filters}"
+        condition = self.condition
+        return f"{self.named}: {condition.measured} {condition.comparison.operator}{condition.filters}"
 
 
 def rule(subject: str, text: object, file: str | None = None) -> Rule:
@@ -220,16 +220,16 @@ def spelled(text: str) -> Rule:
 
 def tabled(table: Mapping[str, Any], file: str | None = None) -> list[Rule]:
     """Parse a table subject → condition or conditions; a nested table continues the subject after a dot."""
-    found: list[Rule] = []
+    rules: list[Rule] = []
     for subject, texts in _flat(table, ""):
         if not isinstance(texts, str | list | tuple) or not texts:
             raise UsageError(
                 f"{_place(file)}{clean(subject)} has no condition: {written(texts)}.", f"Write it as in {EXAMPLE}."
             )
-        found += [rule(subject, text, file) for text in ([texts] if isinstance(texts, str) else texts)]
-    if len(found) > MOST:
-        raise UsageError(f"There are {len(found)} rules.", f"Give at most {MOST}.")
-    return found
+        rules += [rule(subject, text, file) for text in ([texts] if isinstance(texts, str) else texts)]
+    if len(rules) > MOST:
+        raise UsageError(f"There are {len(rules)} rules.", f"Give at most {MOST}.")
+    return rules
 
 
 def _flat(table: Mapping[str, Any], before: str) -> Iterable[tuple[str, Any]]:
@@ -253,11 +253,11 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
     remedy = f"Give a TOML file with a table [check], as in {EXAMPLE}."
     content = read_bytes(path, UsageError, remedy, most=LARGEST)
     try:
-        told = tomllib.loads(content.decode())
+        document = tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}.", remedy) from None
     for names in TABLES:
-        table: Any = told
+        table: Any = document
         for name in names:
             table = table.get(name, {}) if isinstance(table, Mapping) else {}
         if not isinstance(table, Mapping):
@@ -271,18 +271,18 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
 
 def rules_of(given: object) -> list[Rule]:
     """Parse the rules of a Python caller: a table, a path of a TOML file, or one or several texts."""
-    found: list[Rule] = []
+    rules: list[Rule] = []
     if isinstance(given, Mapping):
-        found = tabled(given)
+        rules = tabled(given)
     elif isinstance(given, Path) or (isinstance(given, str) and given.endswith(".toml")):
-        found = read_rules(Path(given))
+        rules = read_rules(Path(given))
     elif isinstance(given, str):
-        found = [spelled(given)]
+        rules = [spelled(given)]
     elif isinstance(given, Iterable):
-        found = [one if isinstance(one, Rule) else spelled(one) for one in given]
-    if not found:
+        rules = [one if isinstance(one, Rule) else spelled(one) for one in given]
+    if not rules:
         raise UsageError(f"rules={written(given)} holds no rule.", 'Write {"tokens.entropy": ["min > 0.05"]}.')
-    return found
+    return rules
 
 
 @dataclass(frozen=True)

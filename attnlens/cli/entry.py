@@ -92,8 +92,8 @@ def _prepare() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an ASCII-only terminal still gets its numbers
     for name in WIDTHS:
-        given = os.environ.pop(name, "")
-        if given.isascii() and given.isdecimal() and given.strip("0"):  # typer's help would use a width of 0
-            os.environ[name] = given if len(given) <= 3 else str(WIDEST)
+        size = os.environ.pop(name, "")
+        if size.isascii() and size.isdecimal() and size.strip("0"):  # typer's help would use a width of 0
+            os.environ[name] = size if len(size) <= 3 else str(WIDEST)
     os.environ["MPLBACKEND"] = "agg"  # a notebook exports its own backend to child processes
     warnings.simplefilter("ignore")  # of other libraries; PYTHONWARNINGS=error would turn them into failures

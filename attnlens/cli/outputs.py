@@ -161,34 +161,34 @@ class Inputs:
         Raise TextError for a missing text, ModelError for a model that is not found locally (the hub is not queried),
         UsageError for a plan that can't be read.
         """
-        found = cls()
+        inputs = cls()
         lone = {name: [given[name]] for name in ("prompts", "pairs", "labelled") if given.get(name) is not None}
         several = {name: given.get(name) or () for name in ("text", "calibration", "series", "image", "audio")}
         for option, named in (lone | several).items():
             for path in map(Path, named):
-                asked = dataset_rows(str(path)) if option in TEXTS else None
-                if asked is not None:
-                    folder = Path(os.path.realpath(os.path.expanduser(asked.name)))  # noqa: PTH111  # never raises
-                    found.folders[folder] = f"a file of the dataset which --{option} reads"
+                dataset = dataset_rows(str(path)) if option in TEXTS else None
+                if dataset is not None:
+                    folder = Path(os.path.realpath(os.path.expanduser(dataset.name)))  # noqa: PTH111  # never raises
+                    inputs.folders[folder] = f"a file of the dataset which --{option} reads"
                 elif str(path) != STDIN:
-                    found._add(_readable(path), f"which --{option} reads")
+                    inputs._add(_readable(path), f"which --{option} reads")
         if given.get("ranks") is not None:
             from attnlens.records import read_plan
 
             plan = Path(given["ranks"])
             if not plan.is_fifo():  # a pipe can be read only once, by the run
                 read_plan(plan)
-            found._add(plan, "which --ranks reads")
+            inputs._add(plan, "which --ranks reads")
         if models:
             from attnlens.models.loading.hub import check_endpoint
 
             check_endpoint()
         for name in models:
-            found._add_model(name, given)
+            inputs._add_model(name, given)
         if given.get("adapter") is not None:
             folder = Path(os.path.realpath(os.path.expanduser(given["adapter"])))  # noqa: PTH111  # never raises
-            found.folders[folder] = "a file of the adapter"
-        return found
+            inputs.folders[folder] = "a file of the adapter"
+        return inputs
 
     def description(self, output: Path) -> str:
         """Return the description of the input that `output` would replace; empty if there is none."""
@@ -228,16 +228,16 @@ def check_place() -> None:
 
 def _readable(path: Path) -> Path:
     """Return the path of a text. Raise TextError if it can't be read."""
-    found = with_home(str(path))
+    resolved = with_home(str(path))
     try:
-        kind = found.stat()
+        kind = resolved.stat()
     except (OSError, ValueError) as error:
         raise TextError(f"The text {path} can't be read: {getattr(error, 'strerror', error)}.", SAY_TEXT) from None
-    if not os.access(found, os.R_OK):
+    if not os.access(resolved, os.R_OK):
         raise TextError(f"The text {path} can't be read: Permission denied.", SAY_TEXT)
     if not str(path).startswith(OPEN_FILES):
         refuse_other_kinds(kind, f"The text {path}", TextError, SAY_TEXT)
-    return found
+    return resolved
 
 
 @contextmanager
@@ -397,8 +397,8 @@ def _naming_windows(outputs: Outputs, report: Report) -> Report:
     from attnlens.report.export import WRITERS
 
     content = WRITERS["windows_csv"](report).encode()
-    found = File(name=files["windows_csv"].name, sha256=sha256(content).hexdigest())
-    return report.model_copy(update={"windows_file": found})
+    windows_file = File(name=files["windows_csv"].name, sha256=sha256(content).hexdigest())
+    return report.model_copy(update={"windows_file": windows_file})
 
 
 class Failures:

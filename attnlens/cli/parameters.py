@@ -38,10 +38,10 @@ YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 def kinds(commands: Iterable[Callable[..., Any]]) -> dict[str, Any]:
     """Return the type of every option of these commands by parameter name, annotated for typer."""
-    found: dict[str, Any] = {}
+    types: dict[str, Any] = {}
     for command in commands:
-        found |= get_type_hints(command, include_extras=True)
-    return {name: kind for name, kind in found.items() if name not in ("context", "return")}
+        types |= get_type_hints(command, include_extras=True)
+    return {name: kind for name, kind in types.items() if name not in ("context", "return")}
 
 
 def defaults(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,15 +50,15 @@ def defaults(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     typer reads every other ATTNLENS_<OPTION>. Raise UsageError if a file can't be read, is not TOML, or sets an
     option that does not exist, is dangerous, names a file to read or write, or has a value of another type.
     """
-    found = _from_files(folder, known)
+    options = _from_files(folder, known)
     for negated, name in NEGATED.items():
         variable = f"ATTNLENS_{negated.upper()}"
         word = os.environ.get(variable, "").lower()
         if word and word not in YES + NO:
             raise UsageError(f"{variable}={word} is neither yes nor no.", f"Write {variable}=1 or {variable}=0.")
         if word:
-            found[name] = word in NO
-    return found
+            options[name] = word in NO
+    return options
 
 
 def _from_files(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,9 +124,9 @@ def option(*names: str, panel: str = "Options", call_only: CallOnly = "", **more
     """Create a typer option that also reads ATTNLENS_<OPTION>; `call_only` says why no defaults file may set it."""
     long = next(name for name in names if name.startswith("--")).split("/")[0]
     envvar = "ATTNLENS_" + long.removeprefix("--").replace("-", "_").upper()
-    found = typer.Option(*names, envvar=envvar, rich_help_panel=panel, **more)
-    found.call_only = call_only
-    return found
+    created = typer.Option(*names, envvar=envvar, rich_help_panel=panel, **more)
+    created.call_only = call_only
+    return created
 
 
 def output(name: str, help: str, metavar: str = "FILE") -> Any:  # noqa: A002  # name of typer's argument
@@ -136,9 +136,9 @@ def output(name: str, help: str, metavar: str = "FILE") -> Any:  # noqa: A002  #
 
 def parameters(kind: type, *, without: Collection[str] = (), **defaults: Any) -> Parameters:
     """Return the options of a request, its own ones before those shared with others; `defaults` replaces defaults."""
-    every = {name: found for name, found in requests.options(kind).items() if name not in without}
+    options = {name: found for name, found in requests.options(kind).items() if name not in without}
     bases = [requests.options(base) for base in (requests.Loading, requests.Feeding, requests.ModelRequest)]
-    own_first = sorted(every.items(), key=lambda pair: sum(pair[0] in base for base in bases))
+    own_first = sorted(options.items(), key=lambda pair: sum(pair[0] in base for base in bases))
     return {
         parameter_of(name, found): (
             _typed(name, found),
@@ -157,11 +157,11 @@ def _typed(name: str, found: requests.Option) -> Any:
     """Return the typer annotation of an option: its flag, the type of its value, and its help."""
     flag = found.flag or "--" + name.replace("_", "-")
     more = {"min": found.least, "max": found.most, "metavar": found.metavar}
-    given = {key: value for key, value in more.items() if value is not None}
+    settings = {key: value for key, value in more.items() if value is not None}
     if found.shown is not None:
-        given["show_default"] = found.shown
+        settings["show_default"] = found.shown
     plain = found.typed or _word(found.type)
-    return Annotated[plain, option(flag, panel=found.panel, help=found.help, call_only=found.call_only, **given)]
+    return Annotated[plain, option(flag, panel=found.panel, help=found.help, call_only=found.call_only, **settings)]
 
 
 def _word(plain: Any) -> Any:
@@ -263,12 +263,12 @@ def keywords(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raise UsageError for an invalid value, TextError for a text from stdin without a stdin.
     """
-    found = {}
-    for name, asked in requests.options(kind).items():
-        parameter = parameter_of(name, asked)
+    values = {}
+    for name, declared in requests.options(kind).items():
+        parameter = parameter_of(name, declared)
         if parameter in given:
-            found[name] = requests.value_of(asked, name, _read(name, asked, given[parameter]))
-    return found
+            values[name] = requests.value_of(declared, name, _read(name, declared, given[parameter]))
+    return values
 
 
 def _read(name: str, asked: requests.Option, word: Any) -> Any:

@@ -35,5 +35,5 @@ def __getattr__(name: str) -> Any:
     """Import a record at its first use, so that only code that reads reports needs pydantic."""
     if name not in _HOMES:
         raise AttributeError(f"module 'attnlens.records' has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_HOMES[name]), name)
-    return found
+    record = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return record

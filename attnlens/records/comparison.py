@@ -236,12 +236,12 @@ def changed(found: Comparison, heads: Sequence[Head]) -> list[Head]:
     named = Counter((row.layer, row.head) for row in found.rows if row.named)
     for place, measures in changes.items():
         measures[f"{DISTANCE}named"] = Measure(value=named[place])
-    own = {(head.layer, head.head): head for head in heads}
+    by_head = {(head.layer, head.head): head for head in heads}
     return [
         Head(
             **head.model_dump(include=set(HeadId.model_fields)),
-            measures=changes[head.layer, head.head] | own[head.layer, head.partner].measures,
-            curves=own[head.layer, head.partner].curves,
+            measures=changes[head.layer, head.head] | by_head[head.layer, head.partner].measures,
+            curves=by_head[head.layer, head.partner].curves,
         )
         for head in found.heads
     ]

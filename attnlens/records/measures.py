@@ -67,9 +67,9 @@ def read_record(kind: type[Read], path: str | Path, otherwise: str, remedy: str)
     except ValidationError as error:
         first = error.errors()[0]
         if first["loc"] == ("schema_version",):
-            found, known = written(first["input"]), first["ctx"]["expected"]
+            version, known = written(first["input"]), first["ctx"]["expected"]
             raise UsageError(
-                f"{path} has schema_version {found}, and this attnlens reads {known}.",
+                f"{path} has schema_version {version}, and this attnlens reads {known}.",
                 "Make it anew with this attnlens, or read it with the one that made it.",
             ) from None
         where = ".".join(str(part) for part in first["loc"]) or "the file"
@@ -122,8 +122,8 @@ class Measure(Record):
         """(value − null mean) / null sd, or None if either is missing or the quotient overflows."""
         if self.value is None or self.null is None or self.null.sd == 0:
             return None
-        found = (self.value - self.null.mean) / self.null.sd
-        return found if math.isfinite(found) else None
+        quotient = (self.value - self.null.mean) / self.null.sd
+        return quotient if math.isfinite(quotient) else None
 
 
 class HeadId(Record):

@@ -59,12 +59,12 @@ class Windows:
         read = {name: part.tolist() for name, part in self.values.items()}
         for place, (text, number) in enumerate(self.windows):
             for column, unit in enumerate(self.units):
-                found = {name: part[place][column] for name, part in read.items()}
+                numbers = {name: part[place][column] for name, part in read.items()}
                 yield {
                     "text": text,
                     "window": number,
                     **unit,
-                    **{name: value for name, value in found.items() if value == value},
+                    **{name: value for name, value in numbers.items() if value == value},
                 }
 
 

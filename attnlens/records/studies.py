@@ -95,16 +95,16 @@ class Experiment(Record):
         """Return whether a figure meets the published one; None if none was published, False if it has no value."""
         if self.published is None or figure not in self.published:
             return None
-        found, expected = self.final.get(figure), self.published[figure]
-        if found is None:
+        value, expected = self.final.get(figure), self.published[figure]
+        if value is None:
             return False
         slack = (self.tolerance or {}).get(figure, 0.0)
         bound = self.bounds.get(figure, "within")
         if bound == "at least":
-            return found >= expected - slack
+            return value >= expected - slack
         if bound == "at most":
-            return found <= expected + slack
-        return abs(found - expected) <= slack
+            return value <= expected + slack
+        return abs(value - expected) <= slack
 
     def null(self, name: str) -> Curve | None:
         """Return the null of one of the curves; None if it has none."""

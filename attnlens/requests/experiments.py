@@ -114,7 +114,7 @@ def _rate(_name: str, lr: Any) -> float:
 
 def _experiments(name: str, given: Any) -> list[str]:
     """Return the names of experiments, each once; all of them if none is named."""
-    return list(dict.fromkeys(checked_name("experiment", one, USES) for one in words(name, given))) or list(USES)
+    return list(dict.fromkeys(checked_name("experiment", each, USES) for each in words(name, given))) or list(USES)
 
 
 class DescentRequest(TypedDict, total=False):
@@ -172,13 +172,13 @@ def checked_synthetic(given: Mapping[str, Any]) -> dict[str, Any]:
     Raise UsageError for an unknown option, an invalid value, m with parameterisation W, K = Q = 0, and an
     option that none of the experiments uses.
     """
-    found = checked(SyntheticRequest, given)
-    asked = {name: value for name, value in found.items() if value is not None}
-    if "m" in asked and asked.get("parameterisation") == "W":
+    values = checked(SyntheticRequest, given)
+    chosen = {name: value for name, value in values.items() if value is not None}
+    if "m" in chosen and chosen.get("parameterisation") == "W":
         raise UsageError("m is the number of columns of K and Q, which W alone does not have.", "Leave out m.")
-    if asked.get("start") == "zero" and asked.get("parameterisation") == "KQ":
+    if chosen.get("start") == "zero" and chosen.get("parameterisation") == "KQ":
         raise UsageError("K = Q = 0 is a stationary point: training never leaves it.", "Choose start=random.")
-    for name in asked.keys() - {"experiments"}:
-        if not any(name in USES[experiment] for experiment in asked["experiments"]):
-            raise UsageError(f"{name} would be ignored by {', '.join(asked['experiments'])}.", f"Leave out {name}.")
-    return asked
+    for name in chosen.keys() - {"experiments"}:
+        if not any(name in USES[experiment] for experiment in chosen["experiments"]):
+            raise UsageError(f"{name} would be ignored by {', '.join(chosen['experiments'])}.", f"Leave out {name}.")
+    return chosen

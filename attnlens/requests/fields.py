@@ -26,11 +26,11 @@ DEVICES = re.compile(r"auto|cpu|mps|cuda(:[0-9]{1,4})?")
 def words(what: str, given: Words) -> list[str]:
     """Return names or paths as strings, a single one too. Raise UsageError for other types and empty names."""
     alone = isinstance(given, str | bytes | os.PathLike) or not isinstance(given, Iterable)
-    found: list[Any] = [given] if alone else several(what, cast("Iterable[Any]", given))
-    for one in found:
-        if not isinstance(one, str | os.PathLike):
-            raise UsageError(f"{what}={shown(given)} holds no string: {shown(one)}.", "Give strings or paths.")
-    return [path(what, one) for one in found]
+    items: list[Any] = [given] if alone else several(what, cast("Iterable[Any]", given))
+    for item in items:
+        if not isinstance(item, str | os.PathLike):
+            raise UsageError(f"{what}={shown(given)} holds no string: {shown(item)}.", "Give strings or paths.")
+    return [path(what, item) for item in items]
 
 
 def whole(what: str, given: Any, least: int, most: int = LARGEST) -> int:
@@ -50,12 +50,12 @@ def numbers(what: str, given: Any) -> list[int] | None:
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise UsageError(f"{what}={shown(given)} is no list of numbers.", say)
     items = several(what, given)
-    found = [number for one in items if (number := _integer(one)) is not None]
-    if len(found) < len(items) or min(found, default=0) < 0 or max(found, default=0) > LARGEST:
+    integers = [number for item in items if (number := _integer(item)) is not None]
+    if len(integers) < len(items) or min(integers, default=0) < 0 or max(integers, default=0) > LARGEST:
         raise UsageError(f"{what}={shown(items)} does not hold whole numbers from 0 on alone.", say)
-    if not found:
+    if not integers:
         raise UsageError(f"{what}=[] asks for nothing.", say)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(integers))
 
 
 def head(given: Any) -> tuple[int, int]:
@@ -63,12 +63,12 @@ def head(given: Any) -> tuple[int, int]:
     parts = given.strip().split(".") if isinstance(given, str) else given
     if isinstance(given, str) and all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts):
         parts = [int(part) for part in parts]
-    found = [_integer(part) for part in several("head", parts)] if isinstance(parts, Iterable) else []
-    if len(found) != 2 or any(part is None or not 0 <= part <= LARGEST for part in found):
+    integers = [_integer(part) for part in several("head", parts)] if isinstance(parts, Iterable) else []
+    if len(integers) != 2 or any(part is None or not 0 <= part <= LARGEST for part in integers):
         raise UsageError(
             f"head={shown(given)} is no head.", "Write LAYER.HEAD, like 3.7; in Python (3, 7) will do too."
         )
-    layer, number = (part for part in found if part is not None)
+    layer, number = (part for part in integers if part is not None)
     return layer, number
 
 
@@ -94,16 +94,16 @@ def _integer(given: Any) -> int | None:
 
 def analyzers(name: str, given: Any) -> list[str]:
     """Return the names of analyzers. Raise UsageError for an unknown one."""
-    found = words(name, given)
-    registry.analyzers(found)
-    return found
+    names = words(name, given)
+    registry.analyzers(names)
+    return names
 
 
 def folder(name: str, given: Any) -> Any:
     """Return the path of a folder as a string. Raise UsageError for anything else."""
-    found = path(name, file(name, given, "folder"))
-    local_path(found, f"--{name}")
-    return found
+    checked_path = path(name, file(name, given, "folder"))
+    local_path(checked_path, f"--{name}")
+    return checked_path
 
 
 def file(name: str, given: Any, what: str = "file") -> Any:
@@ -181,13 +181,13 @@ class Option:
 @cache
 def options(kind: type) -> dict[str, Option]:
     """Return the options of a class by name, each with the names and the check that its annotation implies."""
-    found: dict[str, Option] = {}
+    by_name: dict[str, Option] = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         plain, option = get_args(hint)[:2]
         literal = next((part for part in alternatives(plain) if get_origin(part) is Literal), None)
         option = replace(option, type=plain, names=option.names or get_args(literal))
-        found[name] = option if option.check is not unchecked else replace(option, check=_check_of(plain, option))
-    return found
+        by_name[name] = option if option.check is not unchecked else replace(option, check=_check_of(plain, option))
+    return by_name
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:

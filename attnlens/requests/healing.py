@@ -50,11 +50,11 @@ class Amount:
         wrong = UsageError(f"heal={shown(given)} makes no sense.", HOW)
         if isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= LARGEST:
             return cls(given, "steps")
-        found = WRITTEN.fullmatch(given.strip()) if isinstance(given, str) else None
-        if found is None:
+        match = WRITTEN.fullmatch(given.strip()) if isinstance(given, str) else None
+        if match is None:
             raise wrong
-        unit, factor = UNITS[found[2]]
-        number = float(found[1]) * factor
+        unit, factor = UNITS[match[2]]
+        number = float(match[1]) * factor
         if not math.isfinite(number) or number > LARGEST or (unit != "seconds" and number != int(number)):
             raise wrong
         if number == 0 and unit != "steps":
@@ -83,10 +83,10 @@ class HealOptions:
     def of(cls, asked: Mapping[str, Any]) -> HealOptions | None:
         """Return the options; None without healing. Raise UsageError for contradictory or unused options."""
         amount: Amount = asked["heal"]
-        given = {name: asked[name] for name in NAMES if asked[name] not in (None, False)}
+        details = {name: asked[name] for name in NAMES if asked[name] not in (None, False)}
         goal: HealingGoal = asked["heal_on"] or "teacher"
         if not amount.number:
-            for name in given:
+            for name in details:
                 raise UsageError(f"--{name.replace('_', '-')} is given and nothing is healed.", NEEDED)
             return None
         if asked["heal_control"] and goal != "text":

@@ -16,8 +16,8 @@ def settings(asked: Mapping[str, Any]) -> Settings:
     """Return the settings of a report that have the same names as options."""
     later = ("text", "calibration", "analyzers", "select", "device", "dtype")  # known once the model is loaded
     names = [name for name in Settings.model_fields if name in asked and name not in later]
-    found = Settings(**{name: asked[name] for name in names})
-    return found if asked.get("pairs") is None else found.model_copy(update={"pack": False})
+    recorded = Settings(**{name: asked[name] for name in names})
+    return recorded if asked.get("pairs") is None else recorded.model_copy(update={"pack": False})
 
 
 def chosen(
@@ -32,20 +32,20 @@ def chosen(
     posed = show == SHOWN
     if show == ATTENTION and asked.source == "weights":
         raise UsageError("source weights reads no text to attend to.", "Leave out --source, or --show attention.")
-    found = registry.analyzers(named or [SHOWN] * posed, asked.source)
-    if not found:
+    selected = registry.analyzers(named or [SHOWN] * posed, asked.source)
+    if not selected:
         raise UsageError(
             f"{', '.join(named) or show} reads nothing from {asked.source}.",
             "Leave out --source, or name another analyzer.",
         )
-    found += registry.comparing(asked.source) if adapted else []
-    found = list({id(analyzer): analyzer for analyzer in found}.values())
-    names = list(dict.fromkeys(analyzer.name for analyzer in found))
+    selected += registry.comparing(asked.source) if adapted else []
+    selected = list({id(analyzer): analyzer for analyzer in selected}.values())
+    names = list(dict.fromkeys(analyzer.name for analyzer in selected))
     looked = SHOWN in names
     if not looked and (select != "argmax" or posed):
         word = f"--show {show}" if posed else f"--select {select}"
         raise UsageError(f"{word} needs the analyzer {SHOWN}, which was not named.", f"Add --analyzer {SHOWN}.")
-    return found, asked.model_copy(update={"analyzers": names, "select": select if looked else None})
+    return selected, asked.model_copy(update={"analyzers": names, "select": select if looked else None})
 
 
 def files(asked: Mapping[str, Any]) -> list[str]:

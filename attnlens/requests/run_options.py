@@ -40,14 +40,14 @@ def shard(name: str, given: Any) -> str:
 def _of_environment() -> str:
     """Return the shard of a task in an even Slurm array, or of a torchrun process. Raise UsageError if there's none."""
     slurm = {name: os.environ.get(ARRAY + name, "") for name in ("ID", "COUNT", "MIN", "MAX", "STEP")}
-    said = {name: int(value) for name, value in slurm.items() if value.isdecimal()}
-    if "ID" in said and "COUNT" in said:
-        step, first = said.get("STEP", 1) or 1, said.get("MIN", 0)
-        place, rest = divmod(said["ID"] - first, step)
-        last = first + step * (said["COUNT"] - 1)
-        if rest or said.get("MAX", last) != last:
+    numbers = {name: int(value) for name, value in slurm.items() if value.isdecimal()}
+    if "ID" in numbers and "COUNT" in numbers:
+        step, first = numbers.get("STEP", 1) or 1, numbers.get("MIN", 0)
+        place, remainder = divmod(numbers["ID"] - first, step)
+        last = first + step * (numbers["COUNT"] - 1)
+        if remainder or numbers.get("MAX", last) != last:
             raise UsageError("shard=auto takes arrays of evenly spaced tasks, as 0-9 or 0-8:2.", SAY_SHARD)
-        return shard("shard", f"{place + 1}/{said['COUNT']}")
+        return shard("shard", f"{place + 1}/{numbers['COUNT']}")
     rank, count = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     if rank.isdecimal() and count.isdecimal():
         return shard("shard", f"{int(rank) + 1}/{count}")

@@ -58,8 +58,8 @@ class SwapOptions:
     @classmethod
     def of(cls, kernels: Words, asked: Mapping[str, Any]) -> SwapOptions:
         """Build and check the options. Raise UsageError for contradictions, OutputError for an unusable folder."""
-        given = {"text": asked["text"], "calibration": asked["calibration"], "prompts": [asked["prompts"]]}
-        reading = [f"--{name}" for name, files in given.items() if "-" in files]
+        texts = {"text": asked["text"], "calibration": asked["calibration"], "prompts": [asked["prompts"]]}
+        reading = [f"--{name}" for name, files in texts.items() if "-" in files]
         if len(reading) > 1:
             raise UsageError(f"{' and '.join(reading)} both read stdin.", "Give one of them a file.")
         shared = [name for name in ("shard", "jobs", "engine") if asked[name] not in (None, 1, "local")]
@@ -153,7 +153,7 @@ class SwapOptions:
     @property
     def calibrates(self) -> bool:
         """True if calibration text is needed."""
-        fitted = any(one.fits and one.fit_reads and (one.needs_fit or self.fit) for one in self.kernels)
+        fitted = any(kernel.fits and kernel.fit_reads and (kernel.needs_fit or self.fit) for kernel in self.kernels)
         return fitted or self.heal is not None
 
     @property
@@ -199,10 +199,10 @@ def _without_rank(kernels: list[str], plan: Plan | None) -> str:
             "Write --kernel rank --budget loss:1%, or --kernel rank --ranks plan.json.",
         )
     if unranked != form:
-        kept = BUDGETED + (f":{unranked}" if unranked and plan is None else "")
+        spelling = BUDGETED + (f":{unranked}" if unranked and plan is None else "")
         raise UsageError(
             f"A budget chooses the ranks, and a plan names them: {kernels[0]} names one too.",
-            f"Leave out the rank: --kernel {kept}.",
+            f"Leave out the rank: --kernel {spelling}.",
         )
     if plan is not None and form:
         raise UsageError("The plan says which form its latents have.", "Write --kernel rank --ranks plan.json.")
@@ -212,9 +212,9 @@ def _without_rank(kernels: list[str], plan: Plan | None) -> str:
 
 def _unranked(form: str) -> str | None:
     """Return the text after `rank:` without a rank; None if it can't be parsed."""
-    kept = [part for part in form.split(",") if re.fullmatch(r"(rank=)?[0-9]+", part) is None]
-    found = ",".join(kept)
-    return found if re.fullmatch(r"([a-z]+=[a-z0-9]+(,|$))*", found) else None
+    parts = [part for part in form.split(",") if re.fullmatch(r"(rank=)?[0-9]+", part) is None]
+    unranked = ",".join(parts)
+    return unranked if re.fullmatch(r"([a-z]+=[a-z0-9]+(,|$))*", unranked) else None
 
 
 def _eta(asked: Mapping[str, Any], kernels: Sequence[Kernel]) -> float | None:

@@ -25,15 +25,15 @@ Measured = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]
 
 def attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """Return the queries, keys and values of every attention computation, one after the other."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def answer(call: Call) -> Tensor:
-        found.extend((call.query, call.key, call.value))
+        tensors.extend((call.query, call.key, call.value))
         return attend(call, hooks.OWN, "eager")
 
     with hooks.opened(model, answer):
         hooks.forward(model, inputs)
-    return found
+    return tensors
 
 
 def predictions(task: Task) -> Measured:
@@ -78,7 +78,7 @@ def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measure
     if not missing:
         return []
     with _recording(loaded.model, missing) as (leaves, ran):
-        outputs = [found.sum() for found in measured(loaded.model, inputs) if found.requires_grad]
+        outputs = [output.sum() for output in measured(loaded.model, inputs) if output.requires_grad]
         slopes = (
             torch.autograd.grad(outputs, list(leaves.values()), allow_unused=True) if outputs else [None] * len(leaves)
         )
@@ -89,8 +89,8 @@ def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measure
 @contextmanager
 def _recording(model: PreTrainedModel, names: list[str]) -> Iterator[tuple[dict[str, Tensor], set[str]]]:
     """Let these parameters record gradients inside the block, and collect the paths of their modules that run."""
-    every, ran = dict(model.named_parameters(remove_duplicate=False)), set[str]()
-    leaves = {name: every[name].requires_grad_() for name in names if name in every}
+    parameters, ran = dict(model.named_parameters(remove_duplicate=False)), set[str]()
+    leaves = {name: parameters[name].requires_grad_() for name in names if name in parameters}
     owners = {path: model.get_submodule(path) for path in map(_owner, leaves)}
     notes = [module.register_forward_hook(lambda *_, path=path: ran.add(path)) for path, module in owners.items()]
     try:
@@ -170,13 +170,13 @@ def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor], *, made_up: 
 def of_one_token(loaded: loading.Loaded, reached: list[Reached], seed: int) -> list[Reached]:
     """Return the sites as reached by a single token, for reading the weights; `reached` if the model needs more."""
     try:
-        found = sites(loaded, texts.placeholder(loaded, 1, seed).batches[0].inputs)
+        single = sites(loaded, texts.placeholder(loaded, 1, seed).batches[0].inputs)
     except ModelError:  # a model that needs more tokens (Canine's strides)
         return reached
-    if [(one.site.path, one.site.ordinal) for one in found] != [(one.site.path, one.site.ordinal) for one in reached]:
+    if [(one.site.path, one.site.ordinal) for one in single] != [(one.site.path, one.site.ordinal) for one in reached]:
         return reached
     # one token does not show whether a site is causal
-    return [replace(one, site=many.site) for one, many in zip(found, reached, strict=True)]
+    return [replace(one, site=many.site) for one, many in zip(single, reached, strict=True)]
 
 
 def text_alone(loaded: loading.Loaded, reached: Sequence[Reached], tokens: int, seed: int) -> list[Reached]:
@@ -189,10 +189,10 @@ def text_alone(loaded: loading.Loaded, reached: Sequence[Reached], tokens: int, 
         return list(reached)
     try:
         bare = texts.placeholder(loaded, tokens, seed, bare=True).batches[0].inputs
-        found = {(one.site.path, one.site.ordinal): one for one in sites(loaded, bare)}
+        by_call = {(each.site.path, each.site.ordinal): each for each in sites(loaded, bare)}
     except (ModelError, TextError):  # a model that doesn't run without its image (LXMERT)
         return list(reached)
-    return [replace(found.get((one.site.path, one.site.ordinal), one), site=one.site) for one in reached]
+    return [replace(by_call.get((each.site.path, each.site.ordinal), each), site=each.site) for each in reached]
 
 
 def reproduced(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
@@ -253,11 +253,11 @@ def _looks_ahead(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> bool:
     ids = alone["input_ids"]
     last = int(alone.get("attention_mask", torch.ones_like(ids))[0].nonzero()[-1])
     other = ids.clone()
-    other[0, last] = next(one for one in texts.plain_ids(loaded.model, 2) if one != ids[0, last])
+    other[0, last] = next(variant for variant in texts.plain_ids(loaded.model, 2) if variant != ids[0, last])
     with _refusing(loaded, inputs), torch.no_grad():
-        each = [hooks.forward(loaded.model, {**alone, "input_ids": one}) for one in (ids, other)]
-    own, again = (of_text(logits_of(one), ids, sees=True)[:, :last].double() for one in each)
-    return bool((own - again).norm() > LOOKS_AHEAD * own.norm())
+        each = [hooks.forward(loaded.model, {**alone, "input_ids": variant}) for variant in (ids, other)]
+    before, again = (of_text(logits_of(variant), ids, sees=True)[:, :last].double() for variant in each)
+    return bool((before - again).norm() > LOOKS_AHEAD * before.norm())
 
 
 def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
@@ -279,7 +279,7 @@ def out_of_reach(loaded: loading.Loaded, survey: hooks.Surveyed) -> list[Skipped
     for name in loaded.unused_keys:
         layer = re.match(r"(.*?\.)?\d+(?=\.)", name)
         # an existing layer has the same tensors; the name of another head or of a buffer lacks such a counterpart
-        if layer and any(_same_tensor(f"{layer.group(1) or ''}0{name[layer.end() :]}", own) for own in known):
+        if layer and any(_same_tensor(f"{layer.group(1) or ''}0{name[layer.end() :]}", other) for other in known):
             unused[layer.group()] += 1
     why = f"the config leaves out layers of the checkpoint, whose {sum(unused.values())} tensors are not used"
     return outside + [Skipped(site=layer, reason=why) for layer in unused]
@@ -292,7 +292,7 @@ def _same_tensor(one: str, other: str) -> bool:
 
 def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reached: Sequence[Reached]) -> None:
     """Raise UsageError for chosen layers or heads that the model lacks."""
-    most = max(found.call.query.shape[1] for found in reached)
+    most = max(each.call.query.shape[1] for each in reached)
     for what, numbers, count in (("layer", layers, len(reached)), ("head", heads, most)):
         wrong = [number for number in numbers or () if not 0 <= number < count]
         if wrong:
@@ -301,8 +301,8 @@ def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reac
 
 def conventions(reached: Sequence[Reached], read: Sequence[weights.Traits]) -> Conventions:
     """Describe the attention that a pass reached, as far as readers need it to understand the numbers."""
-    calls, traced = [one.call for one in reached], sum(one.site.traced for one in reached)
-    biased, causal = any(call.bias is not None for call in calls), any(one.site.part == "decoder" for one in reached)
+    calls, traced = [each.call for each in reached], sum(each.site.traced for each in reached)
+    biased, causal = any(call.bias is not None for call in calls), any(each.site.part == "decoder" for each in reached)
     untested = "absolute" if len(read) == len(reached) else "unknown"
     added = "content–position" if any(call.relative for call in calls) else "bias" if biased else untested
     notes = [

@@ -97,9 +97,9 @@ def of_windows(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> Prompt
     if why := _silent(model, fed, task):
         return why
     rows: list[Tensor] = []
-    for one in fed:
-        ids, mask = one.inputs["input_ids"], one.inputs.get("attention_mask")
-        rows += list(ids) if mask is None else [row[kept.bool()] for row, kept in zip(ids, mask, strict=True)]
+    for batch in fed:
+        ids, mask = batch.inputs["input_ids"], batch.inputs.get("attention_mask")
+        rows += list(ids) if mask is None else [row[real.bool()] for row, real in zip(ids, mask, strict=True)]
     middle = sorted(map(len, rows))[len(rows) // 2]
     long = [row[: max(1, middle // 2)] for row in rows if len(row) >= middle]
     count = min(MOST, len(long))
@@ -142,12 +142,12 @@ def agreements(
     model: PreTrainedModel, own: Continued | str, variants: Mapping[Name, Variant], progress: Tell
 ) -> dict[Name, dict[str, Any]]:
     """Return each changed model's Outcome field: its agreement with the original's continuations, or the reason."""
-    found: dict[Name, dict[str, Any]] = {}
+    fields: dict[Name, dict[str, Any]] = {}
     for name, variant in variants.items():
-        one = own if isinstance(own, str) else agreement(model, own, variant)
-        found[name] = {"reasons": {"agreement": one}} if isinstance(one, str) else {"agreement": one}
+        result = own if isinstance(own, str) else agreement(model, own, variant)
+        fields[name] = {"reasons": {"agreement": result}} if isinstance(result, str) else {"agreement": result}
         progress(1)
-    return found
+    return fields
 
 
 def continued(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continued | str:
@@ -169,8 +169,8 @@ def agreement(model: PreTrainedModel, own: Continued, variant: Variant) -> Agree
     """Count tokens until both models' likeliest tokens differ, step by step; or return why there is no count."""
     try:
         with torch.no_grad(), variant():
-            every = zip(own.prompts.parts(), torch.split(own.tokens, MOST, 1), strict=True)
-            parts = [_common(theirs, own.ends, _greedy(model, part, len(theirs))) for part, theirs in every]
+            pairs = zip(own.prompts.parts(), torch.split(own.tokens, MOST, 1), strict=True)
+            parts = [_common(theirs, own.ends, _greedy(model, part, len(theirs))) for part, theirs in pairs]
             until = torch.cat(parts).tolist()
     except FAILED as error:
         if is_memory(error):
@@ -187,7 +187,7 @@ def agreement(model: PreTrainedModel, own: Continued, variant: Variant) -> Agree
         until=until,
         median=middle,
         quartiles=(low, high),
-        never=sum(found == total for found in until),
+        never=sum(count == total for count in until),
     )
 
 
@@ -196,41 +196,41 @@ def _common(
 ) -> Int[Tensor, " prompts"]:
     """Count common first tokens of each prompt, all if both texts end alike; stop when all differ or have ended."""
     alive = torch.ones_like(theirs[0], dtype=torch.bool)
-    found = torch.zeros_like(theirs[0])
-    for own, new in zip(theirs, chosen, strict=False):
-        alive &= own == new
-        found += alive
+    counts = torch.zeros_like(theirs[0])
+    for expected, new in zip(theirs, chosen, strict=False):
+        alive &= expected == new
+        counts += alive
         ended = alive & torch.isin(new, ends)
-        found[ended], alive = len(theirs), alive & ~ended
+        counts[ended], alive = len(theirs), alive & ~ended
         if not bool(alive.any()):
             break
-    return found
+    return counts
 
 
 def _greedy(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Iterator[Int[Tensor, " prompts"]]:
     """Yield step by step the likeliest next token of each prompt, which is appended to the input."""
-    given, mask = prompts.ids, prompts.mask
+    ids, mask = prompts.ids, prompts.mask
     padded = not bool(mask.all())
-    placed = padded and "position_ids" in inspect.signature(model.forward).parameters
+    positioned = padded and "position_ids" in inspect.signature(model.forward).parameters
     cache: Any = None
     for _ in range(tokens):
         more: dict[str, Any] = {}
-        if placed:
-            more["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)[:, -given.shape[1] :]
-        result = model(input_ids=given, attention_mask=mask, past_key_values=cache, use_cache=True, **more)
+        if positioned:
+            more["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        result = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **more)
         cache, chosen = result.past_key_values, result.logits[:, -1].argmax(-1)
         if cache is None:
             raise ModelError("it hands out no cache", "Leave out --generate.")
         yield chosen
-        given, mask = chosen[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        ids, mask = chosen[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
 
 
 def _ends(model: PreTrainedModel, like: Tensor) -> Int[Tensor, " ids"]:
     """Return the ids that end a text, from the model's generation settings, else from its configuration."""
     settings = getattr(model, "generation_config", None)
-    found = getattr(settings, "eos_token_id", None)
-    found = getattr(model.config, "eos_token_id", None) if found is None else found
-    numbers = [] if found is None else [found] if isinstance(found, int) else list(found)
+    tokens = getattr(settings, "eos_token_id", None)
+    tokens = getattr(model.config, "eos_token_id", None) if tokens is None else tokens
+    numbers = [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
     return like.new_tensor(numbers)
 
 
@@ -281,9 +281,9 @@ class Differences:
         there = targets != NOTHING
         self.kept.append(there.any(1).cpu())
         each = [token_losses(logits, targets) for logits in (own, new)]
-        for losses, found in zip(each, (self.before, self.after), strict=True):
+        for losses, collected in zip(each, (self.before, self.after), strict=True):
             means, counts = sequence_means(losses, there)
-            found.append(means)
+            collected.append(means)
         self.counts.append(counts)
         if ids is not None and self.task == "causal":
             self.by_token.add(each, targets, ids)
@@ -309,22 +309,22 @@ class Differences:
     def outcome(self, seed: int, texts: Sequence[str], window: int | str | None = None) -> dict[str, Any]:
         """Return the fields of an Outcome; `window`: the width beyond which evidence lies, or why it is unknown."""
         predicted, states = self._predicted(seed, texts), self._states(seed, texts)
-        placed: dict[str, Any] = {"reasons": {}}
+        by_place: dict[str, Any] = {"reasons": {}}
         if window is not None:
             why = predicted["reasons"].get("loss") if self.task == "causal" else NOT_CAUSAL
-            placed = self._placed(seed, window) if why is None else {"reasons": {"beyond_window": why}}
-        reasons = predicted["reasons"] | states["reasons"] | placed["reasons"]
-        return predicted | states | placed | {"reasons": reasons}
+            by_place = self._placed(seed, window) if why is None else {"reasons": {"beyond_window": why}}
+        reasons = predicted["reasons"] | states["reasons"] | by_place["reasons"]
+        return predicted | states | by_place | {"reasons": reasons}
 
     def _placed(self, seed: int, window: int | str) -> dict[str, Any]:
         """Return the losses by position, and of tokens whose evidence lies beyond a window."""
         if not self.by_token.before:
             return {"reasons": {"beyond_window": NOT_CAUSAL}}
-        placed = self.by_token.by_position(self.design, seed)
+        by_position = self.by_token.by_position(self.design, seed)
         beyond = self.by_token.beyond(window, self.design, seed) if isinstance(window, int) else window
         if isinstance(beyond, str):
-            return {"loss_by_position": placed, "reasons": {"beyond_window": beyond}}
-        return {"loss_by_position": placed, "beyond_window": beyond, "reasons": {}}
+            return {"loss_by_position": by_position, "reasons": {"beyond_window": beyond}}
+        return {"loss_by_position": by_position, "beyond_window": beyond, "reasons": {}}
 
     def _predicted(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:
         """Return the Outcome fields of the predictions, with reasons for missing ones."""
@@ -351,9 +351,9 @@ class Differences:
             return {"reasons": dict.fromkeys(names, "a hidden state is zero and has no direction")}
         cosine, ends = self._mean(self.cosines, self.real, self.design, (-1.0, 1.0), seed)
         by_text = []
-        for name, own in _by_text(self.design, texts):
-            mean, bounds = self._mean(self.cosines, self.real, Design.plain(len(own)), (-1.0, 1.0), seed, own)
-            by_text.append(TextCosine(name=name, sequences=len(own), cosine=mean, ci95=bounds))
+        for name, rows in _by_text(self.design, texts):
+            mean, bounds = self._mean(self.cosines, self.real, Design.plain(len(rows)), (-1.0, 1.0), seed, rows)
+            by_text.append(TextCosine(name=name, sequences=len(rows), cosine=mean, ci95=bounds))
         cka = self.likeness.value
         reasons = {} if cka is not None else {"hidden_cka": "one model's hidden states are the same at all tokens"}
         return {
@@ -382,27 +382,27 @@ class Differences:
         """Return loss and perplexity if defined, the loss of each text, and reasons for missing values."""
         if self.noise:
             return {}, dict.fromkeys(("loss", "perplexity"), NO_LOSS)
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "loss": self._change(seed, lambda mean: mean),
             "loss_by_text": self.by_text(seed, texts),
         }
         reasons: dict[str, str] = {}
-        if found["loss"].after < LARGEST_LOSS:
-            found["perplexity"] = self._change(seed, torch.exp)
+        if fields["loss"].after < LARGEST_LOSS:
+            fields["perplexity"] = self._change(seed, torch.exp)
         else:
             reasons["perplexity"] = "it is too large for a number"
-        if found["loss"].ci95 is None:
+        if fields["loss"].ci95 is None:
             reasons |= dict.fromkeys(("loss.ci95", "perplexity.ci95"), self._lone)
-        return found, reasons
+        return fields, reasons
 
     def by_text(self, seed: int, texts: Sequence[str]) -> list[TextChange]:
         """Return loss and perplexity on each text alone, with intervals over its windows; empty for a single text."""
         changes = []
-        for name, own in _by_text(self.sampled, texts):
-            design = Design.plain(len(own))
-            loss = self._change(seed, lambda mean: mean, own, design)
-            powers = None if loss.after >= LARGEST_LOSS else self._change(seed, torch.exp, own, design)
-            changes.append(TextChange(name=name, sequences=len(own), change=loss, perplexity=powers))
+        for name, rows in _by_text(self.sampled, texts):
+            design = Design.plain(len(rows))
+            loss = self._change(seed, lambda mean: mean, rows, design)
+            powers = None if loss.after >= LARGEST_LOSS else self._change(seed, torch.exp, rows, design)
+            changes.append(TextChange(name=name, sequences=len(rows), change=loss, perplexity=powers))
         return changes
 
     @property
@@ -430,9 +430,9 @@ class Differences:
 def _by_text(design: Design, texts: Sequence[str]) -> list[tuple[str, Tensor]]:
     """Return each text with the numbers of its sequences; empty if there is only one text."""
     numbers = torch.tensor(design.texts)
-    every = [(name, (numbers == number).nonzero()[:, 0]) for number, name in enumerate(texts)]
-    found = [(name, own) for name, own in every if len(own)]
-    return found if len(found) > 1 else []
+    pairs = [(name, (numbers == number).nonzero()[:, 0]) for number, name in enumerate(texts)]
+    nonempty = [(name, rows) for name, rows in pairs if len(rows)]
+    return nonempty if len(nonempty) > 1 else []
 
 
 def compare(
@@ -444,15 +444,15 @@ def compare(
     design: Design,
 ) -> dict[Name, Differences]:
     """Compare every variant with the original on the same batches; the original runs once per batch, unmodified."""
-    found = {name: Differences(task, batches[0].noise, design) for name in variants}
+    differences = {name: Differences(task, batches[0].noise, design) for name in variants}
     for fed in batches:
         own = run(model, fed, task)
         for name, variant in variants.items():
             with variant():
                 new = run(model, fed, task)
-            found[name].add(own, new, fed.targets, tokens_in(fed), fed.inputs.get("input_ids"))
+            differences[name].add(own, new, fed.targets, tokens_in(fed), fed.inputs.get("input_ids"))
             progress(tokens_in(fed))
-    return found
+    return differences
 
 
 def mean_loss(model: PreTrainedModel, batches: Sequence[Fed], task: Task) -> float | None:
@@ -475,18 +475,18 @@ STATES = ("hidden_cosine", "hidden_tokens")
 def windows_of(found: Mapping[tuple[str, str], Differences], settings: Settings) -> Windows:
     """Return the paired losses, KL and hidden cosines per window by (kernel, stage), and their numbers of tokens."""
     units = [{"kernel": kernel, "stage": stage} for kernel, stage in found]
-    every = list(found.values())
+    differences = list(found.values())
     columns: dict[str, list[Tensor]] = {}
-    if all(one.before for one in every):
+    if all(each.before for each in differences):
         columns = {
-            "loss.before": [_whole(one, one.before) for one in every],
-            "loss.after": [_whole(one, one.after) for one in every],
-            "kl": [_whole(one, one.divergences) for one in every],
-            "tokens": [_whole(one, one.counts) for one in every],
+            "loss.before": [_whole(each, each.before) for each in differences],
+            "loss.after": [_whole(each, each.after) for each in differences],
+            "kl": [_whole(each, each.divergences) for each in differences],
+            "tokens": [_whole(each, each.counts) for each in differences],
         }
-    if all(one.cosines for one in every):
-        columns["hidden_cosine"] = [torch.cat(one.cosines) for one in every]
-        columns["hidden_tokens"] = [torch.cat(one.real) for one in every]
+    if all(each.cosines for each in differences):
+        columns["hidden_cosine"] = [torch.cat(each.cosines) for each in differences]
+        columns["hidden_tokens"] = [torch.cat(each.real) for each in differences]
     return placed_windows({name: torch.stack(parts, 1) for name, parts in columns.items()}, units, settings)
 
 
@@ -494,15 +494,15 @@ def placed_windows(
     columns: Mapping[str, Tensor], units: Sequence[Mapping[str, str | int]], settings: Settings
 ) -> Windows:
     """Return these columns with the text and number of each window; none if the windows are not numbered."""
-    placed = [(text.name, number) for text in settings.texts for number in text.windows]
-    if not columns or not placed:
+    places = [(text.name, number) for text in settings.texts for number in text.windows]
+    if not columns or not places:
         return Windows([], units, {})
-    return Windows(placed, units, {name: columns[name] for name in (*PREDICTED, *STATES) if name in columns})
+    return Windows(places, units, {name: columns[name] for name in (*PREDICTED, *STATES) if name in columns})
 
 
 def _whole(one: Differences, parts: list[Tensor]) -> Tensor:
     """Return one number per window; NaN for windows without predictions."""
-    kept = torch.cat(one.kept)
-    every = torch.full((len(kept),), torch.nan, dtype=torch.float64)
-    every[kept] = torch.cat(parts).double()
-    return every
+    predicts = torch.cat(one.kept)
+    column = torch.full((len(predicts),), torch.nan, dtype=torch.float64)
+    column[predicts] = torch.cat(parts).double()
+    return column

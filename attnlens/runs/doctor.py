@@ -70,15 +70,15 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     drawn = random.SystemRandom().sample(report.heads, count)
     where = {name: sorted({getattr(head, name[:-1]) for head in drawn}) for name in ("layers", "heads")}
     again = inspect(loaded, progress=progress, **{**feeding.recorded(report.settings), **more, **where})
-    fed = [None if one.settings.text is None else one.settings.text.sha256 for one in (report, again)]
+    fed = [None if each.settings.text is None else each.settings.text.sha256 for each in (report, again)]
     if fed[0] != fed[1]:
         raise UsageError(
             f"The text is another: settings.text.sha256 is {fed[0]} in the report, and {fed[1]} here.",
             "Name the report's text with --text.",
         )
-    found = {(head.site, head.head): head for head in again.heads}
+    recomputed = {(head.site, head.head): head for head in again.heads}
     tolerance = torch.finfo(loaded.model.dtype).eps ** 0.5
-    pairs = [(head, found.get((head.site, head.head))) for head in drawn]
+    pairs = [(head, recomputed.get((head.site, head.head))) for head in drawn]
     names = dict.fromkeys([*report.measure_names(), *again.measure_names()])
     return [*first, *(_measure(name, pairs, tolerance) for name in names)]
 
@@ -86,23 +86,23 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
 def _measure(name: str, pairs: Sequence[tuple[Head, Head | None]], tolerance: float) -> Check:
     """Check whether one measure is reproduced in all heads; list those that differ, the largest deviation first."""
     bound = EXACT if name.startswith("weights.") else tolerance
-    found = [(head, *_values(head, again, name)) for head, again in pairs]
-    off = [(_share(said, read), head, said, read) for head, said, read in found]
-    worst = sorted((one for one in off if one[0] > bound), key=lambda one: one[0], reverse=True)
-    breaches = [breach(head, read, said) for _, head, said, read in worst]
+    values = [(head, *_values(head, again, name)) for head, again in pairs]
+    off = [(_share(old, read), head, old, read) for head, old, read in values]
+    worst = sorted((pair for pair in off if pair[0] > bound), key=lambda pair: pair[0], reverse=True)
+    breaches = [breach(head, read, old) for _, head, old, read in worst]
     return _recomputed(name, "as the report", passed=not worst, heads=len(pairs), breaches=breaches)
 
 
 def _recomputed(subject: str, wanted: str, **found: Any) -> Check:
-    said = f"{subject}: recomputed {wanted}"
-    return Check(id=f"recompute: {subject}", rule=said, subject=subject, wanted=wanted, **found)
+    rule = f"{subject}: recomputed {wanted}"
+    return Check(id=f"recompute: {subject}", rule=rule, subject=subject, wanted=wanted, **found)
 
 
 def _values(head: Head, again: Head | None, name: str) -> tuple[float | None, float | None]:
     """Return the value in the report, and the recomputed one."""
     measures = (head.measures.get(name), None if again is None else again.measures.get(name))
-    said, read = (None if measure is None else measure.value for measure in measures)
-    return said, read
+    old, read = (None if measure is None else measure.value for measure in measures)
+    return old, read
 
 
 def _share(said: float | None, read: float | None) -> float:
@@ -162,8 +162,8 @@ def _precisely(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Ten
     except ModelError as error:
         why = error.problem
     single = replace(loaded, model=nn.Module.float(loaded.model))
-    told = settings.model_copy(update={"notes": [*settings.notes, IN_FLOAT32.format(why)], "dtype": "float32"})
-    return _examined(single, told, hooks.as_dtype(inputs, torch.float32), progress)
+    noted = settings.model_copy(update={"notes": [*settings.notes, IN_FLOAT32.format(why)], "dtype": "float32"})
+    return _examined(single, noted, hooks.as_dtype(inputs, torch.float32), progress)
 
 
 def _examined(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
@@ -176,10 +176,10 @@ def _examined(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tens
     if not identity <= TOLERANCE and not loading.nonfinite_tensors(loaded.model):
         checks.refuse_unsteady(loaded, inputs)
     first = checks.of_one_token(loaded, reached, settings.seed)
-    found = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
-    coverage = _coverage(found, checks.out_of_reach(loaded, survey))
+    results = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
+    coverage = _coverage(results, checks.out_of_reach(loaded, survey))
     checked: Verdict = "agrees" if coverage.complete else "partly checked"
-    sound = identity <= TOLERANCE and all(check.passed for check in found)
+    sound = identity <= TOLERANCE and all(check.passed for check in results)
     return report_of(
         "doctor",
         model=loaded.info,
@@ -188,7 +188,7 @@ def _examined(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tens
         summary=Summary(
             identity_error=identity if identity == identity else None, verdict=checked if sound else "differs"
         ),
-        doctor=found,
+        doctor=results,
     )
 
 
@@ -229,18 +229,18 @@ def check_sites(
 
     Only these `layers` and `heads` are checked; a site without any of the heads is left out.
     """
-    own = own_probabilities(model, inputs, reached)
+    probabilities = own_probabilities(model, inputs, reached)
     pairs = [
-        (one, found, chosen)
-        for one, found in zip(first, reached, strict=True)
+        (single, found, chosen)
+        for single, found in zip(first, reached, strict=True)
         if (layers is None or found.site.layer in layers)
         and (chosen := [head for head in range(found.call.query.shape[1]) if heads is None or head in heads])
     ]
-    every = weights.factors(model, [one for one, _, _ in pairs], [found for _, found, _ in pairs])
+    all_factors = weights.factors(model, [single for single, _, _ in pairs], [found for _, found, _ in pairs])
     results = []
-    for done, ((_, found, chosen), factors) in enumerate(zip(pairs, every, strict=True)):
+    for done, ((_, found, chosen), factors) in enumerate(zip(pairs, all_factors, strict=True)):
         progress("doctor", done, len(pairs))
-        results.append(_check(found, factors, own[found.site], chosen))
+        results.append(_check(found, factors, probabilities[found.site], chosen))
     progress("doctor", len(pairs), len(pairs))
     return results
 
@@ -253,10 +253,10 @@ def own_probabilities(
     A site may have a reason instead: not every module returns them or has a softmax of their shape, and the eager
     attention of a few models differs from the one that they use (PaliGemma's is causal, and its SDPA is not).
     """
-    sites = [found.site for found in reached]
-    found: dict[Site, Tensor] = {}
+    sites = [captured.site for captured in reached]
+    captured: dict[Site, Tensor] = {}
     try:
-        other = hooks.difference(model, inputs, hooks.handed_out(model, reached, found))
+        other = hooks.difference(model, inputs, hooks.handed_out(model, reached, captured))
     except FAILURES as error:
         why = f"the model can't run under transformers' eager attention ({loading.first_line(error)})"
         return dict.fromkeys(sites, why)
@@ -265,7 +265,7 @@ def own_probabilities(
         return dict.fromkeys(sites, why)
     return (
         dict.fromkeys(sites, "the module has no softmax of these scores, and hands out no attention probabilities")
-        | found
+        | captured
     )
 
 
@@ -273,13 +273,13 @@ def _fed(
     asked: Settings, given: Mapping[str, Any], loaded: loading.Loaded, contents: Sequence[texts.Content]
 ) -> tuple[Settings, dict[str, Tensor]]:
     """Return the sequences as one batch; placeholder ids without a tokenizer, since any input proves identity."""
-    found = texts.placeholder(loaded, asked.tokens or 2, asked.seed, sequences=asked.sequences or 1)
+    batches = texts.placeholder(loaded, asked.tokens or 2, asked.seed, sequences=asked.sequences or 1)
     if loaded.tokenizer is not None or texts.reads_noise(loaded):
         first = {name: given[name][:1] for name in ("image", "audio")}  # files share no pass, and only one is compared
         known = {**given, **first, "allow_foreign_text": True, "batch_size": asked.sequences or 1}  # any text is fine
-        found = texts.batches(loaded, contents, feeding.cut_of(asked, known))
-    said = {"sequences": found.batches[0].size}  # if images can't share a pass, only the first is compared
-    return feeding.fed(asked, found, loaded).model_copy(update=said), found.batches[0].inputs
+        batches = texts.batches(loaded, contents, feeding.cut_of(asked, known))
+    update = {"sequences": batches.batches[0].size}  # if images can't share a pass, only the first is compared
+    return feeding.fed(asked, batches, loaded).model_copy(update=update), batches.batches[0].inputs
 
 
 def _check(

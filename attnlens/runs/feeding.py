@@ -47,14 +47,14 @@ class Guesses:
     def of(cls, loaded: Loaded, batches: Batches) -> Guesses:
         """Prepare an empty object with the targets of all batches."""
         fed = feed(loaded, batches, "causal", 0) if predicts_text(loaded) else []
-        return cls([one.targets for one in fed if one.targets is not None])
+        return cls([batch.targets for batch in fed if batch.targets is not None])
 
     def add(self, number: int, result: Any) -> None:
         """Add the outputs of batch `number`, sequence by sequence: a second copy of all logits would be large."""
         if not self.targets:
             return
-        every = self.targets[number]
-        for logits, targets in zip(of_text(logits_of(result), every, sees=True), every, strict=True):
+        batch_targets = self.targets[number]
+        for logits, targets in zip(of_text(logits_of(result), batch_targets, sees=True), batch_targets, strict=True):
             mean, count = sequence_losses(logits[targets != NOTHING].float(), targets[None])
             self.vocabulary = logits.shape[-1]
             self.means.append(mean)
@@ -65,16 +65,16 @@ def guess_notes(
     means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
 ) -> list[str]:
     """Return a note for each text whose mean loss over tokens exceeds ln(vocabulary); `names` has one per sequence."""
-    even, told = math.log(vocabulary), []
+    even, notes = math.log(vocabulary), []
     for name in dict.fromkeys(names):
-        own = [place for place, of in enumerate(names) if of == name]
-        loss = float((means[own] * counts[own]).sum() / counts[own].sum())
+        rows = [place for place, of in enumerate(names) if of == name]
+        loss = float((means[rows] * counts[rows]).sum() / counts[rows].sum())
         if loss > even:
-            told.append(
+            notes.append(
                 f"The model's loss on {name} is {loss:.2f} nats per token, worse than an even guess (ln {vocabulary} = "
                 f"{even:.2f}): the text is foreign to the model, or the model is not trained."
             )
-    return told
+    return notes
 
 
 RECORDED = (
@@ -88,27 +88,27 @@ NOTHING_FED = {"sequences": None, "pack": None, "windows": None, "intervals": No
 
 def recorded(settings: Settings) -> Any:
     """Return the options that a report was made with, as far as it records them."""
-    found = {name: getattr(settings, name) for name in RECORDED}
-    found["sequences"] = settings.sequences_asked or settings.sequences
-    return {name: value for name, value in found.items() if value is not None}
+    options = {name: getattr(settings, name) for name in RECORDED}
+    options["sequences"] = settings.sequences_asked or settings.sequences
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def loading_of(given: Mapping[str, Any], model: object) -> Loading:
     """Select the options for loading a model. Raise UsageError if it is already loaded, ModelError on device meta."""
-    found = {name: value for name, value in given.items() if name in Loading.__annotations__}
-    found |= {name: given[name] for name in SpreadRequest.__annotations__ if given.get(name)}
+    options = {name: value for name, value in given.items() if name in Loading.__annotations__}
+    options |= {name: given[name] for name in SpreadRequest.__annotations__ if given.get(name)}
     if (
         isinstance(model, loading.Loaded)
         and model.shapes is None
         and any(weight.is_meta for weight in model.model.parameters())
     ):
         raise ModelError("The model is on the meta device, where weights have no values.", "Load it onto another one.")
-    if isinstance(model, loading.Loaded) and found:
+    if isinstance(model, loading.Loaded) and options:
         raise UsageError(
-            f"The model is already loaded, so that {', '.join(found)} would be ignored.",
+            f"The model is already loaded, so that {', '.join(options)} would be ignored.",
             "Give the options to attnlens.load.",
         )
-    return cast("Loading", found)
+    return cast("Loading", options)
 
 
 def of_model(asked: Settings, loaded: loading.Loaded) -> Settings:
@@ -168,8 +168,8 @@ def fed(asked: Settings, found: texts.Batches, loaded: loading.Loaded) -> Settin
     """Return the settings that describe the input: texts in windows or lines, or noise alone."""
     if not found.tokens:
         nothing = {"pack": None, "windows": None, "intervals": None}
-        said = Text.of(found.texts)
-        fed = {"noise": said} if found.made_up else {"text": said, "texts": list(found.texts), "tokens": None}
+        text = Text.of(found.texts)
+        fed = {"noise": text} if found.made_up else {"text": text, "texts": list(found.texts), "tokens": None}
         more = {"sequences": found.sequences, "notes": [*asked.notes, *found.notes]}
         return asked.model_copy(update=fed | more | nothing)
     short = found.sequences < (asked.sequences or 0)
@@ -208,7 +208,7 @@ def seen(settings: Settings, loaded: loading.Loaded, reached: Sequence[Reached])
     """Record the largest number of tokens in the attention of a model that reads only noise."""
     if texts.reads_text(loaded) or settings.noise is None:
         return settings
-    return settings.model_copy(update={"tokens": max(found.call.query.shape[2] for found in reached)})
+    return settings.model_copy(update={"tokens": max(each.call.query.shape[2] for each in reached)})
 
 
 def refuse_text(loaded: loading.Loaded, text: Sequence[str], tokens: int | None) -> None:

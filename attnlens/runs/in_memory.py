@@ -46,7 +46,7 @@ def capture(model: PreTrainedModel | Loaded, batch: Mapping[str, Any]) -> list[Q
     if outside:
         more = f"; and {len(outside) - 1} more" if len(outside) > 1 else ""
         warnings.warn(f"Not captured: {outside[0]}{more}.", stacklevel=3)
-    return [found.call.query_key(found.site) for found in survey.reached]
+    return [each.call.query_key(each.site) for each in survey.reached]
 
 
 def tensors(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -98,12 +98,12 @@ def _refuse_answered(model: PreTrainedModel) -> None:
 
 def held_model(model: object) -> loading.Loaded:
     """Wrap a model in memory as `held` does. Raise UsageError for a name or anything else."""
-    found = held(model)
-    if not isinstance(found, loading.Loaded):
+    loaded = held(model)
+    if not isinstance(loaded, loading.Loaded):
         raise UsageError(
             f"{shown(model)} is no model in memory.", "Give a transformers model, or what attnlens.load returned."
         )
-    return found
+    return loaded
 
 
 @contextmanager
@@ -131,10 +131,10 @@ def at_rest(model: PreTrainedModel) -> Iterator[None]:
 
 def refuse_work(given: Mapping[str, Any], request: Any) -> None:
     """Raise UsageError if the work of a model in memory is to be kept or distributed: no file identifies the model."""
-    every = requests.options(request)
-    asked = [name for name in requests.options(WorkRequest) if name in every and given[name] != every[name].default]
-    if asked:
+    known = requests.options(request)
+    named = [name for name in requests.options(WorkRequest) if name in known and given[name] != known[name].default]
+    if named:
         raise UsageError(
-            f"The model is in memory, where no other process finds it, so that {asked[0]} would be ignored.",
+            f"The model is in memory, where no other process finds it, so that {named[0]} would be ignored.",
             "Give its name or folder, or leave the option out.",
         )

@@ -223,8 +223,8 @@ class TokenLosses:
     ) -> None:
         """Add the losses at a batch's targets: the original's, and the changed model's."""
         there = (targets != NOTHING).cpu()
-        for found, rows in zip(losses, (self.before, self.after), strict=True):
-            rows.append(_from_front(found.double().cpu(), there, torch.nan))
+        for loss, rows in zip(losses, (self.before, self.after), strict=True):
+            rows.append(_from_front(loss.double().cpu(), there, torch.nan))
         self.back.append(_from_front(evidence(ids, targets)[there], there, 0))
 
     def joined(self) -> TokenLosses:
@@ -235,14 +235,14 @@ class TokenLosses:
     def by_position(self, design: Design, seed: int) -> list[PositionChange]:
         """Return the change on each of 8 parts of the sequences, of equal length up to rounding; fewer if short."""
         before, after = _rows(self.before, torch.nan), _rows(self.after, torch.nan)
-        places, found = before.shape[1], []
+        places, changes = before.shape[1], []
         bins = min(BINS, places)
         for start, end in ((places * part // bins, places * (part + 1) // bins) for part in range(bins)):
             some = torch.zeros_like(before, dtype=torch.bool)
             some[:, start:end] = True
             change, tokens = _change(before, after, some, design, seed)
-            found.append(PositionChange(first=start + 1, last=end, tokens=tokens, change=change))
-        return found
+            changes.append(PositionChange(first=start + 1, last=end, tokens=tokens, change=change))
+        return changes
 
     def count(self, window: int) -> int:
         """Count the tokens whose evidence lies more than `window` tokens back."""
@@ -267,14 +267,14 @@ def evidence(
     A copying (induction) head reads the target off the token after the earlier id, at that distance before the target
     itself: a window of w keys, including the query's own, contains it if the distance is at most w.
     """
-    found = torch.zeros(targets.shape, dtype=torch.long)
-    for row, (own, following) in enumerate(zip(ids.tolist(), targets.tolist(), strict=True)):
+    distances = torch.zeros(targets.shape, dtype=torch.long)
+    for row, (row_ids, following) in enumerate(zip(ids.tolist(), targets.tolist(), strict=True)):
         last: dict[tuple[int, int], int] = {}
-        for place, pair in enumerate(zip(own, following, strict=True)):
+        for place, pair in enumerate(zip(row_ids, following, strict=True)):
             if pair[1] != NOTHING:
-                found[row, place] = place - last.get(pair, place)
+                distances[row, place] = place - last.get(pair, place)
                 last[pair] = place
-    return found
+    return distances
 
 
 def _change(before: Tensor, after: Tensor, some: Tensor, design: Design, seed: int) -> tuple[Change, int]:

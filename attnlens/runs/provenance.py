@@ -31,29 +31,29 @@ def content_of(
     For weight files read in parts, it covers some bytes of the sites' tensors: modification times can be forged.
     """
     config = {name: value for name, value in loaded.model.config.to_dict().items() if name != "_name_or_path"}
-    found = sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    digest = sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for file in sorted(loaded.folder.glob("*.py")) if loaded.folder is not None else ():
-        found.update(file.read_bytes())
+        digest.update(file.read_bytes())
     if loaded.info.adapter is not None:
-        found.update(loaded.info.adapter.model_dump_json().encode())
+        digest.update(loaded.info.adapter.model_dump_json().encode())
     if loaded.deferred is not None:
-        found.update(loaded.deferred.sample(one.module for one in reached))
+        digest.update(loaded.deferred.sample(each.module for each in reached))
     for batch in fed.batches if fed is not None else ():
         for name, part in sorted(batch.inputs.items()):
-            found.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
-            found.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    for one in analyzers:
-        found.update(code_of(one))
-    return found.hexdigest()
+            digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
+            digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    for each in analyzers:
+        digest.update(code_of(each))
+    return digest.hexdigest()
 
 
 def code_of(one: Analyzer | Gathering | KernelInfo) -> bytes:
     """Return the source file of an analyzer or a kernel: another package may change it without a new version."""
-    own: Any = inspect.unwrap(one.begin if isinstance(one, Gathering) else one.function)
-    source = inspect.getsourcefile(own) if inspect.isfunction(own) or inspect.isclass(own) else None
+    function: Any = inspect.unwrap(one.begin if isinstance(one, Gathering) else one.function)
+    source = inspect.getsourcefile(function) if inspect.isfunction(function) or inspect.isclass(function) else None
     if source is not None and Path(source).is_file():
         return Path(source).read_bytes()
-    code = getattr(own, "__code__", None)  # for a function defined in a notebook
+    code = getattr(function, "__code__", None)  # for a function defined in a notebook
     return repr(code and (code.co_code, code.co_consts, code.co_names)).encode()
 
 

@@ -61,11 +61,11 @@ def series_report(
     `names` maps units to checkpoints. Raise ModelError if the checkpoints differ in their heads.
     """
     done = list(found.values())
-    every = [{(head.layer, head.head, head.part) for head in one.report.heads} for one in done]
-    for other, its in zip(done, every, strict=True):
-        if its != every[0]:
+    heads = [{(head.layer, head.head, head.part) for head in each.report.heads} for each in done]
+    for other, its in zip(done, heads, strict=True):
+        if its != heads[0]:
             raise ModelError(
-                f"The checkpoints are of different shapes: {done[0].name} has {len(every[0])} heads, "
+                f"The checkpoints are of different shapes: {done[0].name} has {len(heads[0])} heads, "
                 f"{other.name} has {len(its)}.",
                 "Give checkpoints of one model.",
             )
@@ -90,21 +90,21 @@ def series_report(
 
 def _coverage(done: Sequence[CheckpointReading], late: Sequence[Skipped]) -> Coverage:
     """Combine coverages: heads analysed at every checkpoint, what is missing at any, and checkpoints not read."""
-    found = [reading.report.coverage for reading in done]
+    coverages = [reading.report.coverage for reading in done]
     missing = [  # a gap that not all checkpoints share names its checkpoint
         entry
-        if all(entry in coverage.skipped for coverage in found)
+        if all(entry in coverage.skipped for coverage in coverages)
         else entry.model_copy(update={"reason": f"in {reading.name}, {entry.reason}"})
         for reading in done
         for entry in reading.report.coverage.skipped
     ]
     distinct = [entry for number, entry in enumerate(missing) if entry not in missing[:number]]
-    sources = dict.fromkeys(source for coverage in found for source in coverage.without)
+    sources = dict.fromkeys(source for coverage in coverages for source in coverage.without)
     return Coverage(
-        sites=found[-1].sites,
-        heads=found[-1].heads,
-        analysed=min(coverage.analysed for coverage in found),
-        without={source: max(coverage.without.get(source, 0) for coverage in found) for source in sources},
+        sites=coverages[-1].sites,
+        heads=coverages[-1].heads,
+        analysed=min(coverage.analysed for coverage in coverages),
+        without={source: max(coverage.without.get(source, 0) for coverage in coverages) for source in sources},
         skipped=[*distinct, *late],
     )
 
@@ -133,12 +133,12 @@ def training(done: Sequence[CheckpointReading]) -> Experiment:
     by_step = all(reading.step is not None for reading in done)
     steps = [float(reading.step or 0) if by_step else float(n) for n, reading in enumerate(done)]
     heads = [{(head.layer, head.head): head for head in reading.report.heads} for reading in done]
-    every = list(dict.fromkeys(name for reading in done for name in reading.report.measure_names()))
+    names = list(dict.fromkeys(name for reading in done for name in reading.report.measure_names()))
     curves, trajectories = dict[str, Curve](), list[Trajectory]()
     losses = [reading.loss for reading in done]
     if any(loss is not None for loss in losses):
         curves["loss"] = Curve(steps=steps, median=losses, quantity="nats per token")
-    for name in every:
+    for name in names:
         columns = [{place: head.measures[name] for place, head in at.items() if name in head.measures} for at in heads]
         measures = [measure for column in columns for measure in column.values()]
         numbers = any(measure.value is not None for measure in measures)
@@ -192,9 +192,9 @@ def _quartiles(values: Sequence[float]) -> tuple[float | None, float | None, flo
 
 def _trajectories(name: str, columns: Sequence[HeadMeasures]) -> Iterator[Trajectory]:
     for layer, head in sorted({place for column in columns for place in column}):
-        found = [column.get((layer, head)) for column in columns]
-        values = [None if measure is None else measure.value for measure in found]
-        errors = [None if measure is None else measure.se for measure in found]
+        measures = [column.get((layer, head)) for column in columns]
+        values = [None if measure is None else measure.value for measure in measures]
+        errors = [None if measure is None else measure.se for measure in measures]
         known = any(error is not None for error in errors)
         yield Trajectory(layer=layer, head=head, measure=name, values=values, se=errors if known else None)
 
@@ -223,29 +223,29 @@ def step_of(name: str) -> int | None:
     """Parse the training step in a name; None if there is none."""
     if name == "demo":
         return int(read_json(DEMO / "training.json")["steps"])
-    found = STEP.search(Path(name).name)
-    return int(found.group(1) or found.group(2)) if found else None
+    match = STEP.search(Path(name).name)
+    return int(match.group(1) or match.group(2)) if match else None
 
 
 def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
     """Raise ModelError if two checkpoints differ in architecture or shape, as far as their configs show."""
     first = checkpoints[0]
     for other in checkpoints[1:]:
-        own, its = _shape(first.place), _shape(other.place)
-        differing = [field for field in own if field in its and own[field] != its[field]]
+        shape, its = _shape(first.place), _shape(other.place)
+        differing = [field for field in shape if field in its and shape[field] != its[field]]
         if differing:
-            told = ", ".join(
-                f"{field} is {own[field]} in {first.name} and {its[field]} in {other.name}" for field in differing
+            shapes = ", ".join(
+                f"{field} is {shape[field]} in {first.name} and {its[field]} in {other.name}" for field in differing
             )
-            raise ModelError(f"The checkpoints are of different shapes: {told}.", "Give checkpoints of one model.")
+            raise ModelError(f"The checkpoints are of different shapes: {shapes}.", "Give checkpoints of one model.")
 
 
 def _checkpoint(model: str, revision: str | None, load_options: loading.Loading) -> Checkpoint:
     options = {"offline": False, "allow_pickle": False, **load_options}
     offline, pickle = cast("bool", options["offline"]), cast("bool", options["allow_pickle"])
     place = find(model, revision, offline=offline, allow_pickle=pickle)
-    told = revision or model.partition("@")[2] or Path(model.rstrip("/\\")).name
-    return Checkpoint(told, model, revision, place, step_of(revision or model))
+    name = revision or model.partition("@")[2] or Path(model.rstrip("/\\")).name
+    return Checkpoint(name, model, revision, place, step_of(revision or model))
 
 
 def _ordered(found: list[Checkpoint]) -> list[Checkpoint]:
@@ -254,21 +254,21 @@ def _ordered(found: list[Checkpoint]) -> list[Checkpoint]:
             "A series needs at least two checkpoints.",
             "Name two or more, as in --checkpoints step-100 step-200, or --revisions.",
         )
-    places = [(one.place.folder, one.place.file) for one in found]
+    places = [(each.place.folder, each.place.file) for each in found]
     for number, place in enumerate(places):
         if place in places[:number]:
             raise UsageError(f"The checkpoint {found[number].name} is named twice.", "Name each one once.")
-    steps = [one.step for one in found]
+    steps = [each.step for each in found]
     if None in steps or len(set(steps)) < len(steps):
-        return [replace(one, step=None) for one in found]
-    return sorted(found, key=lambda one: cast("int", one.step))
+        return [replace(each, step=None) for each in found]
+    return sorted(found, key=lambda each: cast("int", each.step))
 
 
 def _shape(place: Location) -> dict[str, object]:
     """Return what checkpoints of one model have in common; empty for a GGUF file, whose weights are compared later."""
     config = place.config
-    kept: dict[str, object] = {field: config[field] for field in ("model_type", "architectures") if field in config}
-    return kept | dict(sizes(config))
+    fields: dict[str, object] = {field: config[field] for field in ("model_type", "architectures") if field in config}
+    return fields | dict(sizes(config))
 
 
 READ = ("text", "pairs", "image", "audio", "adapter")
@@ -318,26 +318,26 @@ def prepared(
     more: Mapping[str, Any],
 ) -> Series:
     """Prepare the requested series: find its checkpoints and read its texts."""
-    one = requests.one_head(head, more.get("layers"), more.get("heads"))
-    given = requests.checked(requests.CheckpointsRequest, {**more, **one})
+    head_options = requests.one_head(head, more.get("layers"), more.get("heads"))
+    options = requests.checked(requests.CheckpointsRequest, {**more, **head_options})
     load_options = feeding.loading_of(more, None)
     usual = [
-        found.name
-        for found in registry.every_analyzer()
-        if (found.by_default or found.name == SHOWN) and given["source"] in ("both", found.source)
+        each.name
+        for each in registry.every_analyzer()
+        if (each.by_default or each.name == SHOWN) and options["source"] in ("both", each.source)
     ]
-    wanted = given["analyzers"] or list(dict.fromkeys(usual))
-    chosen, asked = reading.chosen(reading.settings(given), wanted, given["select"], None)
-    reading.refuse_unread(given, asked.source)
+    wanted = options["analyzers"] or list(dict.fromkeys(usual))
+    chosen, asked = reading.chosen(reading.settings(options), wanted, options["select"], None)
+    reading.refuse_unread(options, asked.source)
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
-    found = _found(names, requests.words("revisions", revisions), load_options)
-    refuse_different(found)
-    contents = texts.read_each(reading.files(given), offline=given["offline"])
+    ordered = _found(names, requests.words("revisions", revisions), load_options)
+    refuse_different(ordered)
+    contents = texts.read_each(reading.files(options), offline=options["offline"])
     if asked.source != "weights" and not contents:
-        contents = texts.sample(found[-1].model)
-    cut = feeding.cut_of(asked, given)
+        contents = texts.sample(ordered[-1].model)
+    cut = feeding.cut_of(asked, options)
     words = (names, list(requests.words("revisions", revisions)), head, dict(more))
-    return Series(found, asked, chosen, contents, cut, progress, load_options, given, words)
+    return Series(ordered, asked, chosen, contents, cut, progress, load_options, options, words)
 
 
 def _found(names: list[str] | None, revisions: list[str], load_options: loading.Loading) -> list[Checkpoint]:
@@ -390,19 +390,19 @@ class Series:
         left_out = {*requests.options(SharedRequest), *READ}
         files = [with_home(os.fspath(path)) for path in (*self.cut.image, *self.cut.audio)]
         adapter, offline = self.given["adapter"], self.given["offline"]
-        found = None if adapter is None else find_adapter(os.fspath(adapter), offline=offline)
-        of_adapter = [] if found is None else [path for path in found.folder.glob("*") if path.is_file()]
+        place = None if adapter is None else find_adapter(os.fspath(adapter), offline=offline)
+        of_adapter = [] if place is None else [path for path in place.folder.glob("*") if path.is_file()]
         return {
             "command": "converge",
             "versions": versions(),
             "options": {name: str(value) for name, value in sorted(self.given.items()) if name not in left_out},
             "content": key_of(
                 {
-                    "texts": [(one.name, one.text) for one in self.contents],
+                    "texts": [(each.name, each.text) for each in self.contents],
                     "fed": [sha256(path) for path in files if path.is_file()],
-                    "adapter": [None if found is None else found.revision, *map(sha256, sorted(of_adapter))],
+                    "adapter": [None if place is None else place.revision, *map(sha256, sorted(of_adapter))],
                     "device": str(device_of(self.given["device"])),
-                    "code": [code_of(one).hex() for one in self.analyzers],
+                    "code": [code_of(each).hex() for each in self.analyzers],
                 }
             ),
             "checkpoints": list(self.units),
@@ -427,14 +427,14 @@ class Series:
             tell=lambda _name: more(1),
             usable=lambda value: bool(value["complete"]),
         )
-        found = {name: CheckpointReading.model_validate(value) for name, value in outcome.values.items()}
-        if not found:
+        readings = {name: CheckpointReading.model_validate(value) for name, value in outcome.values.items()}
+        if not readings:
             raise KeyboardInterrupt
         names = {unit: one.name for unit, one in self.units.items()}
-        report = series_report(names, found, self.timings, outcome.missing)
+        report = series_report(names, readings, self.timings, outcome.missing)
         if outcome.stopped:
             raise Interrupted(report)
-        complete = not outcome.missing and all(reading.complete for reading in found.values())
+        complete = not outcome.missing and all(reading.complete for reading in readings.values())
         return report, self.store.clear if self.store is not None and complete else lambda: None
 
     @cached_property
@@ -465,13 +465,13 @@ class Series:
         except ModelError as error:
             raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
         loss = self._loss(loaded, settings)
-        found, why = (None, loss) if isinstance(loss, str) else (loss, None)
+        value, why = (None, loss) if isinstance(loss, str) else (loss, None)
         self.timings[checkpoint.name] = time.perf_counter() - start
         return CheckpointReading(
             name=checkpoint.name,
             step=checkpoint.step,
             report=report,
-            loss=found,
+            loss=value,
             no_loss=why,
             complete=inspection.complete,
         ).model_dump()

@@ -222,7 +222,7 @@ def difference(first: Any, second: Any, where: str = "") -> str | None:
     """Return the first place at which two contents differ, with both values; None if they are equal."""
     if isinstance(first, dict) and isinstance(second, dict):
         inner = (difference(first.get(name), second.get(name), f"{where}.{name}") for name in {**first, **second})
-        return next((found for found in inner if found is not None), None)
+        return next((inner_difference for inner_difference in inner if inner_difference is not None), None)
     if isinstance(first, list | tuple) and isinstance(second, list | tuple) and len(first) == len(second):
         return difference(dict(enumerate(first)), dict(enumerate(second)), where)
     if first == second:

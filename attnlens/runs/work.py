@@ -357,26 +357,26 @@ def _in_processes(names: Sequence[str], function: Callable[[str], Any], plan: Wo
     Each process has its own pool, so that one that is killed only takes its own unit with it, which is then tried
     once more.
     """
-    own, pools, ended = local(), [], Event()
+    thread, pools, ended = local(), [], Event()
     context = get_context("forkserver" if _server_started else "spawn")
 
     def call(name: str) -> Any:
         for _ in range(2):
             if ended.is_set():
                 break
-            if getattr(own, "pool", None) is None:
-                own.pool = ProcessPoolExecutor(1, context, _begin_worker)
-                pools.append(own.pool)
+            if getattr(thread, "pool", None) is None:
+                thread.pool = ProcessPoolExecutor(1, context, _begin_worker)
+                pools.append(thread.pool)
             try:
                 # a new process inherits the blocked signal, so that this process decides what an interruption ends
                 with _interruptions_blocked():
-                    future = own.pool.submit(function, name)
+                    future = thread.pool.submit(function, name)
                 if ended.is_set():  # it may have started after the others were ended
-                    end(own.pool)
+                    end(thread.pool)
                 return future.result()
             except BrokenExecutor:
-                own.pool.shutdown()
-                own.pool = None
+                thread.pool.shutdown()
+                thread.pool = None
         return Failure(LOST)
 
     def end(pool: ProcessPoolExecutor) -> None:
@@ -464,11 +464,11 @@ def _on_ray(names: Sequence[str], function: Callable[[str], Any], plan: WorkPlan
     started = not ray.is_initialized()
     if started:
         address = plan.address or os.environ.get("RAY_ADDRESS") or RAY_HERE
-        own = {"num_cpus": plan.jobs, "include_dashboard": False} if address == RAY_HERE else {}
-        if own:
+        init_options = {"num_cpus": plan.jobs, "include_dashboard": False} if address == RAY_HERE else {}
+        if init_options:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **own)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **init_options)
         except Exception as error:  # Ray raises plain Exception if its programs do not start
             raise _no_cluster(address, error) from error
         worker = ray._private.worker  # reports lost workers on stdout, where a report may go; no setting changes that
@@ -486,8 +486,8 @@ def _on_ray(names: Sequence[str], function: Callable[[str], Any], plan: WorkPlan
             except ray.exceptions.RayError as error:
                 yield name, Failure(f"Ray returned no result: {reason_of(error)}")
     finally:
-        for one in pending:
-            ray.cancel(one, force=True)
+        for reference in pending:
+            ray.cancel(reference, force=True)
         if started:
             ray.shutdown()
 

@@ -112,10 +112,10 @@ def check(
     """Hold a report, or a model, against rules and a baseline; exit 1 where one fails. Without torch for a report."""
     given = context.params
     _refuse_ignored(given, typed(context))
-    outputs, asked = Outputs.of(given), _rules_of(given)
-    kept = _baseline_of(given)
-    _check_places(outputs, given, asked)
-    report = _judged(_report_of(subject, given, outputs, asked, kept), given, outputs, asked, kept)
+    outputs, parsed = Outputs.of(given), _rules_of(given)
+    stored = _baseline_of(given)
+    _check_places(outputs, given, parsed)
+    report = _judged(_report_of(subject, given, outputs, parsed, stored), given, outputs, parsed, stored)
     _deliver(outputs, report, given)
     failed = [one.rule for one in report.checks if not one.passed]
     if failed:
@@ -140,7 +140,7 @@ def _refuse_ignored(given: Mapping[str, Any], names: list[str]) -> None:
         if given["model"]:
             raise UsageError(f"{given['subject']} is no report to recompute.", "Name a report, and then the model.")
         return
-    taken = {opt.parameter_of(name, found) for name, found in requests.options(requests.InspectRequest).items()}
+    taken = {opt.parameter_of(name, option) for name, option in requests.options(requests.InspectRequest).items()}
     taken -= RECOMPUTED if given["model"] else set()
     for name in names:
         if name in taken:
@@ -154,16 +154,16 @@ def _rules_of(given: Mapping[str, Any]) -> list[Rule]:
     """Return the rules of the call, else those of the first default file that has any."""
     from attnlens.checks.rule import read_rules, spelled
 
-    found = [] if given["rules"] is None else read_rules(Path(given["rules"]))
-    found += map(spelled, given["rule"] or ())
-    places = (Path(name) for name in FILES if not found and Path(name).is_file())
-    found = found or next(filter(None, (read_rules(place, named=False) for place in places)), [])
-    if not found and given["baseline"] is None and given["recompute"] is None:
+    rules = [] if given["rules"] is None else read_rules(Path(given["rules"]))
+    rules += map(spelled, given["rule"] or ())
+    places = (Path(name) for name in FILES if not rules and Path(name).is_file())
+    rules = rules or next(filter(None, (read_rules(place, named=False) for place in places)), [])
+    if not rules and given["baseline"] is None and given["recompute"] is None:
         raise UsageError(
             "There is no rule to check.",
             "Write --rule 'tokens.entropy: min > 0.05', a table [check] in attnlens.toml, or --baseline FILE.",
         )
-    return found
+    return rules
 
 
 def _baseline_of(given: Mapping[str, Any]) -> Baseline | None:
@@ -221,15 +221,15 @@ def _judged(
     from attnlens.checks import judging as baselines
     from attnlens.checks.rule import Tolerance
 
-    asked = opt.keywords(JudgingRequest, given)
-    tolerance = Tolerance(*(asked.pop(name) for name in ("relative", "absolute", "fdr")))
-    found = baselines.verdict(report, rules, kept, tolerance, given["baseline"], **asked)
+    options = opt.keywords(JudgingRequest, given)
+    tolerance = Tolerance(*(options.pop(name) for name in ("relative", "absolute", "fdr")))
+    judged = baselines.verdict(report, rules, kept, tolerance, given["baseline"], **options)
     if given["update_baseline"]:
         write_atomically(Path(given["baseline"]), baselines.baseline_of(report).to_json().encode())
         if not outputs.quiet:
             say(f"Wrote {given['baseline']}")
     again = [] if given["recompute"] is None else _again(report, given, outputs)
-    return found.model_copy(update={"checks": [*found.checks, *again]})
+    return judged.model_copy(update={"checks": [*judged.checks, *again]})
 
 
 def _again(report: Report, given: Mapping[str, Any], outputs: Outputs) -> list[Check]:

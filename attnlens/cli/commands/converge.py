@@ -136,8 +136,8 @@ def converge(
     begin_workers(settings)
 
     def work(analyses: Any, tell: Any) -> Any:
-        found = getattr(analyses, JOBS[kind])(progress=tell, **settings)
-        return found if kind == "checkpoints" else (found, None)
+        result = getattr(analyses, JOBS[kind])(progress=tell, **settings)
+        return result if kind == "checkpoints" else (result, None)
 
     report = run_and_deliver(outputs, work)
     if strict:
@@ -194,17 +194,17 @@ def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "a head":
         if len(models) > 1:
             raise UsageError(f"--head takes one model, not {len(models)}.", "Name one, or add --checkpoints.")
-        kept = {name: value for name, value in shared.items() if name in names | {"seed"}}
-        own = {name: value for name, value in opt.keywords(DescentRequest, given).items() if value is not None}
-        return {**kept, **own, "model": models[0] if models else "demo", "head": requests.head(given["head"])}
+        selected = {name: value for name, value in shared.items() if name in names | {"seed"}}
+        descent = {name: value for name, value in opt.keywords(DescentRequest, given).items() if value is not None}
+        return {**selected, **descent, "model": models[0] if models else "demo", "head": requests.head(given["head"])}
     check_reading({"select": "argmax", "show": None, **shared})
     where = requests.one_head(given["head"], given["layers"], given["heads"])
     revisions = [] if given["revisions"] is None else [word.strip() for word in given["revisions"].split(",")]
     if not all(revisions):
         words = given["revisions"]
         raise UsageError(f"--revisions {words!r} has an empty name.", "Write it like step1000,step2000.")
-    kept = {name: value for name, value in shared.items() if name in names | {"seed", "analyzers"}}
-    return {**kept, **where, "checkpoints": models or None, "revisions": revisions}
+    selected = {name: value for name, value in shared.items() if name in names | {"seed", "analyzers"}}
+    return {**selected, **where, "checkpoints": models or None, "revisions": revisions}
 
 
 def typed(context: typer.Context) -> list[str]:

@@ -112,12 +112,12 @@ def swap_kernel(
 
 def asked(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the checked arguments of `analyses.swapped`."""
-    found = opt.keywords(SwapRequest, given)
-    if given["plan"] is not None and found["budget"] is None and found["ranks"] is None:
+    settings = opt.keywords(SwapRequest, given)
+    if given["plan"] is not None and settings["budget"] is None and settings["ranks"] is None:
         raise UsageError("--plan is given and there is none to write.", "Add --budget, as in --budget loss:1%.")
     from attnlens.requests.swap import SwapOptions  # late, because it loads the kernels
 
     kernels = given["kernel"] or [KERNEL]
-    options = SwapOptions.of(kernels, found)
-    options.reach(found["layers"], found["heads"])
-    return {**found, "kernels": kernels, "ranks": options.ranks}  # a plan from a pipe can only be read once
+    options = SwapOptions.of(kernels, settings)
+    options.reach(settings["layers"], settings["heads"])
+    return {**settings, "kernels": kernels, "ranks": options.ranks}  # a plan from a pipe can only be read once

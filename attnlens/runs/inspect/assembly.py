@@ -57,10 +57,10 @@ def extremes(records: Sequence[Head], infos: Mapping[str, MeasureInfo]) -> list[
         for record in records:
             if record.part == part:
                 calls[record.site.partition("#")[0], record.head].append(record)
-        every, shared = [[record] for group in calls.values() for record in group], list(calls.values())
+        separate, shared = [[record] for group in calls.values() for record in group], list(calls.values())
         for info in infos.values():
             if info.ends:
-                candidates += _ends(info, shared if info.name.startswith("weights.") else every)
+                candidates += _ends(info, shared if info.name.startswith("weights.") else separate)
     best: dict[tuple[int, int], Extreme] = {}
     for _, candidate in sorted(candidates, key=lambda pair: -pair[0]):
         best.setdefault((candidate.layer, candidate.head), candidate)
@@ -69,8 +69,8 @@ def extremes(records: Sequence[Head], infos: Mapping[str, MeasureInfo]) -> list[
 
 def _ends(info: MeasureInfo, heads: Sequence[Sequence[Head]]) -> list[tuple[float, Extreme]]:
     """Return the heads at both ends of one measure with their distance; each entry has the equal calls of a head."""
-    found = [(calls, calls[0].measures[info.name].value) for calls in heads if info.name in calls[0].measures]
-    present = sorted(((value, calls) for calls, value in found if value is not None), key=lambda pair: pair[0])
+    by_head = [(calls, calls[0].measures[info.name].value) for calls in heads if info.name in calls[0].measures]
+    present = sorted(((value, calls) for calls, value in by_head if value is not None), key=lambda pair: pair[0])
     if len(present) < FEWEST_HEADS:
         return []
     values = torch.tensor([value for value, _ in present], dtype=torch.float64)
@@ -166,7 +166,7 @@ def by_measure(collector: Collector) -> dict[str, Tensor]:
     return {
         name: torch.stack(
             [
-                found[:, head] if (found := collector.windows.get((site, name))) is not None else nothing
+                values[:, head] if (values := collector.windows.get((site, name))) is not None else nothing
                 for site, head in order
             ],
             1,
@@ -177,23 +177,23 @@ def by_measure(collector: Collector) -> dict[str, Tensor]:
 
 def windows_of(collector: Collector, settings: Settings, finished: Sequence[int]) -> Windows:
     """Return the values of each head per window; for noise, each input is one window."""
-    placed = [(text.name, number) for text in settings.texts for number in text.windows]
-    if not placed and settings.noise is not None:
-        placed = [(settings.noise.name, number) for number in range(max(finished, default=-1) + 1)]
+    places = [(text.name, number) for text in settings.texts for number in text.windows]
+    if not places and settings.noise is not None:
+        places = [(settings.noise.name, number) for number in range(max(finished, default=-1) + 1)]
     heads = [{name: getattr(head, name) for name in HeadId.model_fields} for head in collector.heads()]
-    return Windows([placed[number] for number in finished if number < len(placed)], heads, by_measure(collector))
+    return Windows([places[number] for number in finished if number < len(places)], heads, by_measure(collector))
 
 
 def _errors(
     windows: Mapping[str, Tensor], design: Design, groups: Sequence[Group], seed: int
 ) -> list[dict[str, float]]:
     """Compute the standard error of each group's median per measure; errors that can't be estimated are left out."""
-    found: list[dict[str, float]] = [{} for _ in groups]
+    by_group: list[dict[str, float]] = [{} for _ in groups]
     for name, values in windows.items():
-        for errors, error in zip(found, median_error(values, design, groups, seed=seed), strict=True):
+        for errors, error in zip(by_group, median_error(values, design, groups, seed=seed), strict=True):
             if math.isfinite(error):
                 errors[name] = error
-    return found
+    return by_group
 
 
 def _lone(design: Design) -> dict[str, str]:
@@ -208,29 +208,29 @@ def _nulls(records: Sequence[Head], group: Group, seed: int) -> dict[str, Null]:
         for name, measure in records[place].measures.items():
             if measure.value is not None and measure.null is not None:
                 each[name].append(measure.null)
-    found = {}
+    by_name = {}
     for name, nulls in each.items():
         means, sds = (torch.tensor([getattr(null, part) for null in nulls]) for part in ("mean", "sd"))
         mean, sd = null_of_median(means, sds, seed)
-        found[name] = Null(mean=mean, sd=sd)
-    return found
+        by_name[name] = Null(mean=mean, sd=sd)
+    return by_name
 
 
 def _texts(collector: Collector, names: Sequence[str], seed: int) -> list[TextSummary]:
     """Compute the medians of each text's own windows; empty for a single text."""
-    every = list(dict.fromkeys(names))
-    windows = by_measure(collector) if len(every) > 1 else {}
-    found = []
-    for text in every if windows else []:
-        own = [place for place, name in enumerate(names) if name == text]
-        values = {name: part[own] for name, part in windows.items()}
+    distinct = list(dict.fromkeys(names))
+    windows = by_measure(collector) if len(distinct) > 1 else {}
+    summaries = []
+    for text in distinct if windows else []:
+        rows = [place for place, name in enumerate(names) if name == text]
+        values = {name: part[rows] for name, part in windows.items()}
         heads: list[Group] = [range(next(iter(values.values())).shape[1])]
-        design = Design.plain(len(own))
+        design = Design.plain(len(rows))
         (errors,) = _errors(values, design, heads, seed)
-        found.append(
+        summaries.append(
             TextSummary(
                 name=text,
-                sequences=len(own),
+                sequences=len(rows),
                 medians={
                     name: middle
                     for name, part in values.items()
@@ -240,7 +240,7 @@ def _texts(collector: Collector, names: Sequence[str], seed: int) -> list[TextSu
                 reasons=_lone(design),
             )
         )
-    return found
+    return summaries
 
 
 def _between(texts: Sequence[TextSummary]) -> dict[str, float]:
@@ -350,32 +350,32 @@ def assembled(
     `missing` units have a reason. The same units give the same report, regardless of reader and order.
     """
     read_from = [f"tokens of batch {batch}" in values for batch in range(len(frame.batches))]
-    every = [read for read, size in zip(read_from, frame.batches, strict=True) for _ in range(size)]
-    finished = [number for number, read in enumerate(every) if read]
+    read_sequences = [read for read, size in zip(read_from, frame.batches, strict=True) for _ in range(size)]
+    finished = [number for number, read in enumerate(read_sequences) if read]
     design = Design.of(frame.parts or [""] * sum(frame.batches), frame.settings.intervals)
     collector = Collector(frame.settings.heads, design=design)
     for site, groups in zip(frame.sites, frame.key_heads, strict=True):
         collector.enter(site, groups)
-    for one in frame.skipped:
-        collector.skip(one.site, one.reason, one.heads, one.measure)
+    for each in frame.skipped:
+        collector.skip(each.site, each.reason, each.heads, each.measure)
     settings = _taken_in(frame, values, collector, finished, noted=not interrupted)
     for name, reason in missing.items():
         for site in frame.units[name].sites:
             collector.skip(site.name, f"{name}: {reason}")
     if interrupted:
-        if len(finished) < len(every):
-            collector.skip(f"{len(every) - len(finished)} of {len(every)} sequences", INTERRUPTED)
+        if len(finished) < len(read_sequences):
+            collector.skip(f"{len(read_sequences) - len(finished)} of {len(read_sequences)} sequences", INTERRUPTED)
         unfinished = [unit for name, unit in frame.units.items() if name not in values and unit.stage != "tokens"]
-        for site in dict.fromkeys(site.name for unit in unfinished for site in unit.sites):
-            collector.skip(site, INTERRUPTED)
+        for name in dict.fromkeys(site.name for unit in unfinished for site in unit.sites):
+            collector.skip(name, INTERRUPTED)
     names = [frame.parts[number] for number in finished] if frame.parts else []
-    read = frame.weights and any(isinstance(one, Analyzer) and one.source == "weights" for one in frame.analyzers)
+    read = frame.weights and any(isinstance(each, Analyzer) and each.source == "weights" for each in frame.analyzers)
     how = conventions(frame.reached, collector.traits) if read else None
     report = report_of(
         "inspect",
         model=frame.model.model_copy(update={"conventions": how}),
         settings=settings,
-        coverage=collector.coverage(dict.fromkeys(one.source for one in frame.analyzers)),
+        coverage=collector.coverage(dict.fromkeys(each.source for each in frame.analyzers)),
         heads=collector.heads(),
         summary=summarised(collector, names, frame.identity_error, settings.seed, from_files=frame.from_files),
         selections=collector.shown,
@@ -394,7 +394,7 @@ def _taken_in(
             replay(values.get(name, ()), collector, frame.analyzers)
     if not frame.batches:
         return frame.settings
-    collector.close_tokens([one for one in frame.analyzers if isinstance(one, Analyzer)], finished)
+    collector.close_tokens([each for each in frame.analyzers if isinstance(each, Analyzer)], finished)
     whole = len(finished) == sum(frame.batches)
     for name, unit in frame.units.items():
         if unit.stage == "gathered" and whole:  # gathered values cover every sequence

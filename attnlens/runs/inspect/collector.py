@@ -26,15 +26,15 @@ def pieces(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
     stay together; long ones are split by heads.
     """
     for batch, queries, keys in real_parts(query_key.allowed, query_key.query.shape[0], query_key.site.part):
-        rest = query_key.sequences(batch, queries, keys)
-        one_head = 8 * rest.query.shape[-2] * rest.key.shape[-2]
-        together = max(1, PIECE_BYTES // (one_head * len(rest.heads)))
-        heads = max(1, min(len(rest.heads), PIECE_BYTES // one_head))
+        unpadded = query_key.sequences(batch, queries, keys)
+        one_head = 8 * unpadded.query.shape[-2] * unpadded.key.shape[-2]
+        together = max(1, PIECE_BYTES // (one_head * len(unpadded.heads)))
+        heads = max(1, min(len(unpadded.heads), PIECE_BYTES // one_head))
         for start in range(0, len(batch), together):
             rows = range(start, min(start + together, len(batch)))
-            some = rest.sequences(rows, slice(None), slice(None))
-            for head in range(0, len(rest.heads), heads):
-                yield [batch[row] for row in rows], some.select(range(head, min(head + heads, len(rest.heads))))
+            some = unpadded.sequences(rows, slice(None), slice(None))
+            for head in range(0, len(unpadded.heads), heads):
+                yield [batch[row] for row in rows], some.select(range(head, min(head + heads, len(unpadded.heads))))
 
 
 def sequences(query_key: QueryKey) -> Iterator[tuple[int, QueryKey]]:
@@ -170,11 +170,11 @@ class Collector:
                 else:
                     value = None if reading is None else float(reading[index])
                     null = nulls[info.name][index] if info.name in nulls else None
-                    found = _measure(info, site, value, n=1, null=null)
+                    measure = _measure(info, site, value, n=1, null=null)
                     before = float(base[info.name][index]) if base is not None and info.name in base else None
-                    if found.value is not None and before is not None and before == before:
-                        found = found.model_copy(update={"base": before})
-                    draft.measures[info.name] = found
+                    if measure.value is not None and before is not None and before == before:
+                        measure = measure.model_copy(update={"base": before})
+                    draft.measures[info.name] = measure
 
     def add_values(
         self, site: Site, name: str, rows: Sequence[int], heads: Sequence[int], total: int, values: Tensor
@@ -242,7 +242,7 @@ class Collector:
 
     def _averaged(self, site: Site, head: int, gathering: Gathering, answer: Answer) -> dict[str, Measure]:
         """Average a head's values per sequence, and store these values."""
-        found = {}
+        means = {}
         for info in gathering.measures:
             if info.name not in answer.windows:
                 continue
@@ -252,8 +252,8 @@ class Collector:
             for sequence, value in answer.windows[info.name].items():
                 self.windows[place][sequence, head] = value
             error = float(standard_error(self.windows[place][:, head], self.design))
-            found[info.name] = self._mean(info, site, head, error)
-        return found
+            means[info.name] = self._mean(info, site, head, error)
+        return means
 
     def _mean(self, info: MeasureInfo, site: Site, head: int, error: float) -> Measure:
         """Return one head's mean over sequences."""
@@ -295,12 +295,12 @@ class Collector:
 
     def coverage(self, sources: Iterable[str]) -> Coverage:
         """Count the requested heads that have a value, and those of them that have none from one of the `sources`."""
-        found = {key: draft.sources for key, draft in self.drafts.items() if draft.sources}
-        without = {source: sum(source not in present for present in found.values()) for source in sources}
+        sources_by_head = {key: draft.sources for key, draft in self.drafts.items() if draft.sources}
+        without = {source: sum(source not in present for present in sources_by_head.values()) for source in sources}
         return Coverage(
             sites=len({site for site, _ in self.drafts}),
             heads=len(self.drafts),
-            analysed=len(found),
+            analysed=len(sources_by_head),
             without={source: count for source, count in without.items() if count},
             skipped=self.skipped,
         )
@@ -334,7 +334,7 @@ class UnitRecord(Collector):
 
 def replay(value: Any, sink: Collector, analyzers: Iterable[Named]) -> None:
     """Apply the calls that a unit recorded to `sink`, in their order."""
-    named: dict[tuple[str, str], Named] = {(one.name, one.source): one for one in analyzers}
+    named: dict[tuple[str, str], Named] = {(each.name, each.source): each for each in analyzers}
     for method, arguments in value:
         if method not in NOTED:  # the file is untrusted
             raise ValueError(f"No unit notes down {method}.")
@@ -352,7 +352,7 @@ def _plain(value: Any) -> Any:
     if kind in RECORDS:
         return {"kind": kind, "of": value.model_dump()}
     if kind in PLAIN:
-        return {"kind": kind, "of": {one.name: _plain(getattr(value, one.name)) for one in fields(value)}}
+        return {"kind": kind, "of": {each.name: _plain(getattr(value, each.name)) for each in fields(value)}}
     if isinstance(value, Named):
         return {"kind": "analyzer", "of": [value.name, value.source]}
     if isinstance(value, Mapping):

@@ -46,19 +46,19 @@ BY_HAND = "the module computes its attention by hand, which is traced on numbers
 def of_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Surveyed:
     """Survey a model on the meta device (shapes only), whose attention all runs through transformers' interface."""
     try:
-        found = hooks.surveyed(loaded.model, inputs)
+        survey = hooks.surveyed(loaded.model, inputs)
     except (ModelError, *FAILURES) as error:
         first = error.problem if isinstance(error, ModelError) else loading.first_line(error)
         raise ModelError(
             f"{loaded.info.id} can't be read from its files alone, as a pass through it takes numbers ({first})",
             "Leave out --from-files or --device-map: this architecture has to be loaded.",
         ) from error
-    if any(one.site.traced for one in found.reached):
+    if any(each.site.traced for each in survey.reached):
         raise ModelError(
             f"{loaded.info.id} can't be read from its files alone: {BY_HAND}.",
             "Leave out --from-files or --device-map: this architecture has to be loaded.",
         )
-    return found
+    return survey
 
 
 def like(reached: Sequence[Reached], shapes: Sequence[Reached], loaded: loading.Loaded) -> list[Reached]:
@@ -130,7 +130,7 @@ class Inspection:
         batches = self._batches(contents, cut)
         with timed(self.timings, "survey"), unspoken() if self._source.deferred is not None else nullcontext():
             self._survey(batches)
-        kept = self.factors is not None
+        keeps_factors = self.factors is not None
         return Frame(
             self.reached,
             content=content_of(self.loaded, self.reached, self.fed, self.analyzers),
@@ -143,7 +143,7 @@ class Inspection:
             skipped=self.collector.skipped,
             identity_error=self.identity_error,
             from_files=self.loaded.deferred is not None,
-            weights=kept or bool(self.reader.of_source("weights")),
+            weights=keeps_factors or bool(self.reader.of_source("weights")),
         )
 
     def finished_from(
@@ -200,11 +200,11 @@ class Inspection:
 
     def read(self, reached: Sequence[Reached], sites: Collection[Site], fed: texts.Batches) -> None:
         """Read some `sites` of a verified model into the collector; the batches in `fed` match the settings."""
-        self.sites = tuple(found.site for found in reached)
-        self._enter(reached, [found for found in reached if found.site in sites])
-        for found in self.reached:
-            self.reader.weights_of(found.site, self.collector)
-        chosen = [found.site for found in self.reached]
+        self.sites = tuple(each.site for each in reached)
+        self._enter(reached, [each for each in reached if each.site in sites])
+        for each in self.reached:
+            self.reader.weights_of(each.site, self.collector)
+        chosen = [each.site for each in self.reached]
         for number in range(len(fed.batches)):
             self.reader.tokens_of(fed, number, chosen, self.collector)
         self.collector.close_tokens(self.reader.of_source("tokens"), range(fed.sequences))
@@ -212,8 +212,8 @@ class Inspection:
     def _enter(self, every: Sequence[Reached], reached: list[Reached]) -> None:
         """Enter the sites to read, and prepare the reader with all sites as text alone reaches them."""
         self.reached, seed = reached, self.settings.seed
-        for found in reached:
-            self.collector.enter(found.site, found.call.key_heads)
+        for each in reached:
+            self.collector.enter(each.site, each.call.key_heads)
         source, there = self._source, list(every)
         if self.loaded.shapes is not None:
             there = like(every, of_shapes(source, self._sample(source)).reached, source)
@@ -235,21 +235,21 @@ class Inspection:
 
     def _batches(self, contents: Sequence[texts.Content], cut: texts.Cut) -> tuple[texts.Batch, ...]:
         """Cut the texts into batches; none for weights alone, or if both sources are read and no tokenizer exists."""
-        asked, self.settings = self.settings, self.settings.model_copy(update=feeding.NOTHING_FED)
+        requested, self.settings = self.settings, self.settings.model_copy(update=feeding.NOTHING_FED)
         if not contents or not any(analyzer.source == "tokens" for analyzer in self.analyzers):
             return ()
         try:
-            found = texts.batches(self.loaded, contents, cut)
+            batches = texts.batches(self.loaded, contents, cut)
         except TextError as error:
             read = self.loaded.tokenizer is not None or not texts.reads_text(self.loaded) or cut.image or cut.audio
             if read or self.settings.source == "tokens":
                 raise
             self.tokenless = error.problem
             return ()
-        self.settings = feeding.fed(asked, found, self.loaded)
-        feeding.design_of(asked, found)
-        self.fed = found
-        return found.batches
+        self.settings = feeding.fed(requested, batches, self.loaded)
+        feeding.design_of(requested, batches)
+        self.fed = batches
+        return batches.batches
 
     def _survey(self, batches: Sequence[texts.Batch]) -> None:
         """Find the sites, verify that recomputed attention changes nothing, and choose the layers."""
@@ -258,20 +258,20 @@ class Inspection:
         survey = of_shapes(self.loaded, sample) if deferred else checks.surveyed(self.loaded, sample)
         window_sites = survey.reached
         # one long sequence is sufficient, and its predictions alone take gigabytes
-        many = any(found.call.query.shape[2] * found.call.key.shape[2] > LONG for found in window_sites)
+        many = any(each.call.query.shape[2] * each.call.key.shape[2] > LONG for each in window_sites)
         self._prove_identity(texts.first(batches[0].inputs, 1 if many else 2) if batches else sample)
         refuse_initialised(self._source, sample, attention)
         if batches and predicts_text(self.loaded) and (lacking := no_loss(self._source, sample, "causal")):
             self.collector.skip(*lacking, measure=LOSS)
-        self.sites = tuple(found.site for found in window_sites)
+        self.sites = tuple(each.site for each in window_sites)
         layers = self.settings.layers
         checks.check_chosen(layers, self.settings.heads, window_sites)
         self.settings = feeding.seen(self.settings, self.loaded, window_sites)
         self._enter(window_sites, [f for f in window_sites if layers is None or f.site.layer in layers])
         if self.show == ATTENTION:
             refuse_many_rows(self.reached, self.settings.heads)
-        for found in self.reached if self.tokenless else ():
-            self.collector.skip(found.site.name, str(self.tokenless), measure="tokens")
+        for each in self.reached if self.tokenless else ():
+            self.collector.skip(each.site.name, str(self.tokenless), measure="tokens")
         for entry in checks.out_of_reach(self.loaded, survey):
             unseen = deferred and entry.reason == hooks.UNTRACED
             self.collector.skip(entry.site, BY_HAND if unseen else entry.reason)

@@ -36,8 +36,8 @@ SIGNS = {"\n": "↵", "\t": "→"}
 def told(selection: Selection, loaded: loading.Loaded, batches: Sequence[texts.Batch]) -> Selection:
     """Return the selection with the texts of its sequences; unchanged if the model does not read text."""
     numbers = sorted({pick.sequence for pick in selection.picks})
-    found = [sentence_of(selection.part, loaded, batches, number) for number in numbers]
-    return selection.model_copy(update={"sentences": [sentence for sentence in found if sentence is not None]})
+    sentences = [sentence_of(selection.part, loaded, batches, number) for number in numbers]
+    return selection.model_copy(update={"sentences": [sentence for sentence in sentences if sentence is not None]})
 
 
 def sentence_of(part: Part, loaded: loading.Loaded, batches: Sequence[texts.Batch], number: int) -> Sentence | None:
@@ -52,8 +52,8 @@ def sentence_of(part: Part, loaded: loading.Loaded, batches: Sequence[texts.Batc
     def words(prefix: str) -> list[str]:
         ids, mask = inputs[f"{prefix}input_ids"][row], inputs.get(f"{prefix}attention_mask")
         real = (ids if mask is None else ids[mask[row].bool()]).tolist()
-        found = [str(tokenizer.decode([id_], clean_up_tokenization_spaces=False)) for id_ in real]
-        return [word.strip() or SIGNS.get(word[:1], "␣") for word in found]
+        decoded = [str(tokenizer.decode([id_], clean_up_tokenization_spaces=False)) for id_ in real]
+        return [word.strip() or SIGNS.get(word[:1], "␣") for word in decoded]
 
     queries = words("decoder_" if part in ("decoder", "cross") and "decoder_input_ids" in inputs else "")
     if part != "cross":
@@ -69,8 +69,8 @@ MOST_WEIGHTS, LEAST = 8, 0.02
 
 def refuse_many_rows(reached: Sequence[Reached], heads: Sequence[int] | None) -> None:
     """Raise UsageError if the requested heads have more rows, or more tokens, than a report keeps."""
-    shapes = [found.call.query.shape for found in reached]
-    longest = max((max(found.call.query.shape[2], found.call.key.shape[2]) for found in reached), default=0)
+    shapes = [each.call.query.shape for each in reached]
+    longest = max((max(each.call.query.shape[2], each.call.key.shape[2]) for each in reached), default=0)
     rows = sum((shape[1] if heads is None else len(heads)) * shape[2] for shape in shapes)
     if longest > MOST_TOKENS:
         raise UsageError(
@@ -86,7 +86,7 @@ def refuse_many_rows(reached: Sequence[Reached], heads: Sequence[int] | None) ->
 
 def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[AttentionRows]:
     """Return the attention rows of every head in the batch's first sequence, without padding; none if it is empty."""
-    first = next((one for row, one in sequences(query_key) if row == 0), None)
+    first = next((sequence for row, sequence in sequences(query_key) if row == 0), None)
     if first is None:
         return []
     attention = first.attention[0].double().cpu()
@@ -94,10 +94,10 @@ def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[Atten
     weights, keys = attention.topk(min(MOST_WEIGHTS, attention.shape[-1]))
     counts = (weights >= LEAST).sum(-1).clamp(min=1)
     shown = weights.round(decimals=4)
-    found = []
+    records = []
     for index, head in enumerate(query_key.heads):
-        kept = [(row, int(count)) for row, count in enumerate(counts[index])]
-        found.append(
+        rows = [(row, int(count)) for row, count in enumerate(counts[index])]
+        records.append(
             AttentionRows(
                 site=query_key.site.name,
                 layer=query_key.site.layer,
@@ -105,16 +105,16 @@ def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[Atten
                 kv_head=query_key.key_of[index],
                 part=query_key.site.part,
                 sequence=0,
-                keys=[keys[index, row, :count].tolist() for row, count in kept],
-                weights=[shown[index, row, :count].tolist() for row, count in kept],
+                keys=[keys[index, row, :count].tolist() for row, count in rows],
+                weights=[shown[index, row, :count].tolist() for row, count in rows],
                 rest=[
                     round(max(0.0, float(attention[index, row].sum() - weights[index, row, :count].sum())), 4)
-                    for row, count in kept
+                    for row, count in rows
                 ],
                 sentence=sentence,
             )
         )
-    return found
+    return records
 
 
 def _fits(sentence: Sentence, attention: Float[Tensor, "heads queries keys"]) -> bool:
@@ -131,8 +131,8 @@ def form_on_inputs(factors: Factors | UnreadableError) -> QueryKey | str:
         return factors.on_inputs
     if factors.site.part == "cross":
         return "queries and keys come from different inputs (cross-attention)"
-    placed = "turn with their position (RoPE)" if factors.rotation is not None else "have their position added to them"
-    why = "are normalised per token (QK-norm)" if factors.qk_norm else placed
+    reason = "turn with their position (RoPE)" if factors.rotation is not None else "have their position added to them"
+    why = "are normalised per token (QK-norm)" if factors.qk_norm else reason
     return f"the scores are not bilinear in the module's inputs: queries and keys {why}"
 
 
@@ -151,7 +151,7 @@ class Gathered:
     @contextmanager
     def watching(self, reached: Sequence[Reached]) -> Iterator[Callable[[Site, Call, Sequence[int]], None]]:
         """Yield a function that adds a site's call: (site, call, sequence number of each row) → None."""
-        wanted = [found for found in reached if isinstance(self.forms.get(found.site), QueryKey)]
+        wanted = [each for each in reached if isinstance(self.forms.get(each.site), QueryKey)]
         with hooks.inputs_of(wanted) as latest:
 
             def visit(site: Site, call: Call, numbers: Sequence[int]) -> None:
@@ -162,11 +162,11 @@ class Gathered:
                 if site not in self._gatherers:
                     place = self.place(site, form)
                     self._gatherers[site] = [(gathering, gathering.begin(place)) for gathering in self.gatherings]
-                for row, one in sequences(query_key):
+                for row, sequence in sequences(query_key):
                     # skip heads that were not requested
-                    heads = [head for head in finite_heads(one) if self.collector.asks(head)]
+                    heads = [head for head in finite_heads(sequence) if self.collector.asks(head)]
                     for _, gatherer in self._gatherers[site] if heads else ():
-                        gatherer.update(one.select(heads), numbers[row])
+                        gatherer.update(sequence.select(heads), numbers[row])
 
             yield visit
 
@@ -255,7 +255,7 @@ class Reader:
             for site, (factors, _) in zip(sites, self._factors(sites), strict=True):
                 gathered.forms[site] = self._form(factors)
         start, batch = 0, fed.batches[0]
-        with gathered.watching([found for found in self.every if found.site in sites]) as gather:
+        with gathered.watching([each for each in self.every if each.site in sites]) as gather:
 
             def visit(site: Site, call: Call) -> None:
                 if site in sites:
@@ -267,21 +267,21 @@ class Reader:
                     hooks.forward(self.loaded.model, batch.inputs)
                     start += batch.size
         gathered.close(self.progress)
-        sink.add_shown([told(found, self.loaded, fed.batches) for found in gathered.shown], [])
+        sink.add_shown([told(each, self.loaded, fed.batches) for each in gathered.shown], [])
 
     @property
     def _sites(self) -> tuple[Site, ...]:
-        return tuple(found.site for found in self.every)
+        return tuple(each.site for each in self.every)
 
     def _factors(self, sites: Sequence[Site]) -> Iterator[tuple[weights.Factors | UnreadableError, QueryKey | None]]:
         """Yield the factors of each site and its form without the adapter; None if the model has no adapter."""
-        chosen = [place for place, found in enumerate(self.every) if found.site in sites]
+        chosen = [place for place, each in enumerate(self.every) if each.site in sites]
         model, deferred = self.source.model, self.source.deferred
         present = weights.nothing_to_read if deferred is None else deferred.present
-        every = weights.factors(model, self.first, self.window, chosen=chosen, turns=self._turns, present=present)
+        factors = weights.factors(model, self.first, self.window, chosen=chosen, turns=self._turns, present=present)
         for place in chosen:
             # no variable here keeps the factors yielded last alive
-            yield self._with_base(self.first[place], self.window[place], next(every))
+            yield self._with_base(self.first[place], self.window[place], next(factors))
 
     def _with_base(
         self, first: Reached, window: Reached, factors: weights.Factors | UnreadableError
@@ -303,8 +303,8 @@ class Reader:
 
     def _form(self, factors: weights.Factors | UnreadableError) -> QueryKey | str:
         """Return M on the module's inputs for gatherers, in the model's own dtype, which is exact."""
-        form, own = form_on_inputs(factors), self.loaded.model.dtype
-        return replace(form, query=form.query.to(own), key=form.key.to(own)) if isinstance(form, QueryKey) else form
+        form, dtype = form_on_inputs(factors), self.loaded.model.dtype
+        return replace(form, query=form.query.to(dtype), key=form.key.to(dtype)) if isinstance(form, QueryKey) else form
 
     def _analyse_weights(
         self, factors: weights.Factors, base: QueryKey | None, analyzers: Sequence[Analyzer], sink: Collector
