@@ -32,10 +32,10 @@ class AttnlensError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle class, problem, remedy and attributes; by default, exceptions are rebuilt from a single text."""
-        return _again, (type(self), self.problem, self.remedy), self.__dict__
+        return _rebuild, (type(self), self.problem, self.remedy), self.__dict__
 
 
-def _again(kind: type[AttnlensError], problem: str, remedy: str) -> AttnlensError:
+def _rebuild(kind: type[AttnlensError], problem: str, remedy: str) -> AttnlensError:
     """Build an error from its class and lines without calling the class's own constructor."""
     error = kind.__new__(kind)
     AttnlensError.__init__(error, problem, remedy)

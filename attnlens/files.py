@@ -75,7 +75,7 @@ def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> di
         value = None
     if not isinstance(value, dict):
         raise error(f"{path} is not a JSON object.", remedy)
-    if _deeper(value, DEEPEST):
+    if _exceeds_depth(value, DEEPEST):
         raise error(f"{path} is nested more than {DEEPEST} deep.", remedy)
     return value
 
@@ -122,7 +122,7 @@ def sha256(path: Path) -> str:
 def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
     """Raise OutputError before the work if `path`, or a file in the folder `path`, can't be written later."""
     with _as_output_error(path):
-        status = _found(path)
+        status = _status(path)
     if status is not None and stat.S_ISDIR(status.st_mode) and not may_be_folder:
         raise OutputError(f"{path} can't be written: it is a folder.", "Give the path of a file.")
     place = path  # a stream's resolved path may not exist: /dev/stdout leads to `pipe:[…]`
@@ -177,7 +177,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     Raise OutputError if the folder does not exist or can't be written.
     """
     with _as_output_error(path):
-        status = _found(path)
+        status = _status(path)
         if status is not None and _is_stream(status):
             descriptor = _own_stream(status)  # reopening a regular file behind it would write from its start
             with path.open("wb") if descriptor is None else os.fdopen(os.dup(descriptor), "wb") as file:
@@ -196,7 +196,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             raise
 
 
-def _deeper(value: object, most: int) -> bool:
+def _exceeds_depth(value: object, most: int) -> bool:
     """Return whether lists and maps are nested more than `most` deep; iterative, since recursion has a limit."""
     level: list[object] = [value]
     for _ in range(most + 1):
@@ -223,7 +223,7 @@ def _own_stream(found: os.stat_result) -> int | None:
     return None
 
 
-def _found(path: Path) -> os.stat_result | None:
+def _status(path: Path) -> os.stat_result | None:
     """Return the status of the file at a path, links followed, or None. Raise OSError if it can't be determined."""
     with suppress(FileNotFoundError, NotADirectoryError):
         return path.stat()

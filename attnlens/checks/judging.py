@@ -199,8 +199,8 @@ def matched(report: Report, rule: Rule) -> Matched:
     name, _, column = subject.rpartition(".")
     for measure, part in ((subject, "value"), (name, column)):
         if part in ("value", *COLUMNS) and any(measure in head.measures for head in report.heads):
-            return _of_heads(report, rule, measure, part)
-    return _of_field(report, rule, subject)
+            return _match_heads(report, rule, measure, part)
+    return _match_field(report, rule, subject)
 
 
 def absolute(subject: str) -> bool:
@@ -213,7 +213,7 @@ def stem(subject: str) -> str:
     return subject[1:-1].strip() if absolute(subject) else subject
 
 
-def _of_heads(report: Report, rule: Rule, name: str, column: str) -> Matched:
+def _match_heads(report: Report, rule: Rule, name: str, column: str) -> Matched:
     selection = rule.condition
     named = [
         head
@@ -229,7 +229,7 @@ def _of_heads(report: Report, rule: Rule, name: str, column: str) -> Matched:
     if not present:
         reasons = [measure.reason for _, measure in read if measure is not None and measure.reason]
         why = f"{len(named)} heads have no {column}" if named else "no head of the report is among those that it names"
-        raise _nothing(rule, f"{why}{f', because {reasons[0]}' if reasons else ''}")
+        raise _no_match(rule, f"{why}{f', because {reasons[0]}' if reasons else ''}")
     return Matched(present, len(named) - len(present))
 
 
@@ -240,10 +240,10 @@ def _column(measure: Measure | None, column: str) -> float | None:
     return number
 
 
-def _of_field(report: Report, rule: Rule, name: str) -> Matched:
-    number = _at(report, name) if name.partition(".")[0] in FIELDS else _Missing
+def _match_field(report: Report, rule: Rule, name: str) -> Matched:
+    number = _value_at(report, name) if name.partition(".")[0] in FIELDS else _Missing
     if number is _Missing:
-        raise _unknown(report, rule, name)
+        raise _unknown_subject(report, rule, name)
     if rule.condition.aggregate != "value" or rule.condition.filters:
         raise UsageError(
             f"{rule.place}{rule.named} is one number, and {rule.wanted} asks for several.",
@@ -251,11 +251,11 @@ def _of_field(report: Report, rule: Rule, name: str) -> Matched:
         )
     if not isinstance(number, bool | int | float) or abs(number) > sys.float_info.max:
         what = "has no value" if number is None else "is no number"
-        raise _nothing(rule, f"{rule.named} {what} in this report")
+        raise _no_match(rule, f"{rule.named} {what} in this report")
     return Matched(field=float(abs(number) if absolute(rule.subject) else number))
 
 
-def _nothing(rule: Rule, why: str) -> UsageError:
+def _no_match(rule: Rule, why: str) -> UsageError:
     return UsageError(
         f"{rule.place}{rule.spelling} matches nothing: {clean(why)}.",
         "Mend the rule, or take it out: what matches nothing would never fail.",
@@ -266,23 +266,23 @@ class _Missing:
     """Marker of a field that the report lacks."""
 
 
-def _at(value: Any, path: str) -> Any:
+def _value_at(value: Any, path: str) -> Any:
     """Return the value at a dotted path; `_Missing` if there is none. Keys of maps may contain dots themselves."""
     if not path:
         return value
     if isinstance(value, Mapping):
         keys = [key for key in value if path == key or path.startswith(f"{key}.")]
-        return _at(value[max(keys, key=len)], path[len(max(keys, key=len)) + 1 :]) if keys else _Missing
+        return _value_at(value[max(keys, key=len)], path[len(max(keys, key=len)) + 1 :]) if keys else _Missing
     name, _, rest = path.partition(".")
     if isinstance(value, Record) and name in type(value).model_fields:
-        return _at(getattr(value, name), rest)
+        return _value_at(getattr(value, name), rest)
     if isinstance(value, Sequence) and not isinstance(value, str) and name.isdecimal() and len(name) < 5:
-        return _at(value[int(name)], rest) if int(name) < len(value) else _Missing
+        return _value_at(value[int(name)], rest) if int(name) < len(value) else _Missing
     named = [one for one in value if getattr(one, "name", None) == name] if isinstance(value, list) else []
-    return _at(named[0], rest) if named else _Missing
+    return _value_at(named[0], rest) if named else _Missing
 
 
-def _unknown(report: Report, rule: Rule, name: str) -> UsageError:
+def _unknown_subject(report: Report, rule: Rule, name: str) -> UsageError:
     """Build the error for a subject that is neither a measure nor a field of the report."""
     near = difflib.get_close_matches(name[:100], [*report.measure_names(), *KNOWN], n=1)
     hint = f"Did you mean {clean(near[0])!r}? " if near else ""
@@ -306,7 +306,7 @@ def judged(report: Report, rules: Iterable[Rule]) -> list[Check]:
         taken[rule.id] += 1
         values = matched(report, rule)
         number = values.field if values.field is not None else aggregated(values, rule.condition)
-        broken = [] if values.field is not None else _broken(values.heads, rule.condition, number)
+        broken = [] if values.field is not None else _breaking_heads(values.heads, rule.condition, number)
         passed = not broken if number is None else rule.condition.comparison.holds(number)
         checks.append(
             Check(
@@ -342,7 +342,7 @@ def aggregated(found: Matched, asked: RuleCondition) -> float | None:
     return {"min": numbers[0], "max": numbers[-1], "count": float(len(numbers))}.get(asked.aggregate)
 
 
-def _broken(
+def _breaking_heads(
     heads: Sequence[tuple[Head, float]], asked: RuleCondition, number: float | None
 ) -> list[tuple[Head, float]]:
     """Return the heads that break the rule, the worst first; none if only all heads together do."""

@@ -51,7 +51,7 @@ def assert_attention(
 
 
 @pytest.fixture(name="assert_attention", scope="session")
-def _asserting() -> Callable[..., None]:
+def _assertion_fixture() -> Callable[..., None]:
     """Return the function of that name, for tests that use a fixture instead of an import."""
     return assert_attention
 

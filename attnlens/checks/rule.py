@@ -105,17 +105,17 @@ class RuleCondition:
 def condition(text: object) -> RuleCondition:
     """Parse the condition in a text. Raise UsageError for anything else; no part of the text is ever executed."""
     if not isinstance(text, str) or len(text) > LONGEST:
-        raise _unread(text, f"a condition is a text of at most {LONGEST} characters.")
+        raise _parse_error(text, f"a condition is a text of at most {LONGEST} characters.")
     first, *filters = text.split("@")
     match = CONDITION.fullmatch(first.strip())
     if match is None:
-        raise _unread(text, "an aggregate comes first, and what it must be behind it.")
+        raise _parse_error(text, "an aggregate comes first, and what it must be behind it.")
     aggregate, inner, comparison = match.groups()
     known = float(aggregate[1:]) <= 100 if aggregate[1:2].isdecimal() else aggregate in (*WHOLE, "share")
     if not known:
-        raise _unread(text, f"there is no aggregate {aggregate!r}: {SPELLINGS}.")
+        raise _parse_error(text, f"there is no aggregate {aggregate!r}: {SPELLINGS}.")
     if (aggregate == "share") != (inner is not None):
-        raise _unread(text, "share, and nothing else, has a comparison in brackets, as in share(> 0.9) < 0.1.")
+        raise _parse_error(text, "share, and nothing else, has a comparison in brackets, as in share(> 0.9) < 0.1.")
     share = None if inner is None else _comparison(text, inner)
     return RuleCondition(aggregate, _comparison(text, comparison), share, *_filters(text, filters))
 
@@ -123,13 +123,13 @@ def condition(text: object) -> RuleCondition:
 def _comparison(text: object, words: str) -> Criterion:
     match = COMPARISON.fullmatch(words.strip())
     if match is None:
-        raise _unread(text, f"{written(words.strip())} is none of < <= > >= == != and a number, or in 0.4..0.9.")
+        raise _parse_error(text, f"{written(words.strip())} is none of < <= > >= == != and a number, or in 0.4..0.9.")
     sign, bound, low, high = match.groups()
     ends = [float(number) for number in (bound, low, high) if number is not None]
     if not all(map(math.isfinite, ends)):
-        raise _unread(text, "a number in it is beyond all numbers.")
+        raise _parse_error(text, "a number in it is beyond all numbers.")
     if ends[-1] < ends[0]:
-        raise _unread(text, "its range runs backwards.")
+        raise _parse_error(text, "its range runs backwards.")
     return Criterion(sign or "in", ends[0], ends[-1])
 
 
@@ -140,20 +140,20 @@ def _filters(text: object, words: list[str]) -> tuple[frozenset[int] | None, fro
     for word in words:
         name, _, what = word.strip().partition(" ")
         if name in numbers or (name == "part" and part):
-            raise _unread(text, f"@{name} stands in it twice.")
+            raise _parse_error(text, f"@{name} stands in it twice.")
         if name in ("layers", "heads"):
             try:
                 numbers[name] = frozenset(listed_numbers(f"@{name}", what))
             except UsageError as error:
-                raise _unread(text, error.problem) from None
+                raise _parse_error(text, error.problem) from None
         elif name == "part" and what.strip() in get_args(Part):
             part = what.strip()
         else:
-            raise _unread(text, "behind an @ stand layers 0-3, heads 0,5 or part decoder.")
+            raise _parse_error(text, "behind an @ stand layers 0-3, heads 0,5 or part decoder.")
     return numbers.get("layers"), numbers.get("heads"), part
 
 
-def _unread(text: object, why: str) -> UsageError:
+def _parse_error(text: object, why: str) -> UsageError:
     return UsageError(f"The rule {written(text)} can't be read: {why}", 'Write it as in "min > 0.05 @layers 0-3".')
 
 

@@ -351,7 +351,7 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False, save
     failures = Failures()
     written = [*saved]
     older = ""
-    report = _naming_windows(outputs, report)
+    report = _add_windows_file(outputs, report)
     try:
         write_data(outputs, report, export.WRITERS, failures, written)
         with failures.kept():
@@ -363,7 +363,7 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False, save
                 older = f"{target} holds {count} older picture{'s' * (count != 1)} that this run did not write."
         if outputs.html is not None:
             with failures.kept():
-                page = _drawn(outputs.html, lambda: export.WRITERS["html"](report).encode())
+                page = _render(outputs.html, lambda: export.WRITERS["html"](report).encode())
                 write_atomically(Path(outputs.html), page)
                 written.append(outputs.html)
     finally:
@@ -388,7 +388,7 @@ def write_data(
             written.append(str(path))
 
 
-def _naming_windows(outputs: Outputs, report: Report) -> Report:
+def _add_windows_file(outputs: Outputs, report: Report) -> Report:
     """Add the windows file to the report if both are written to the same folder."""
     files = outputs.files("json", "windows_csv")
     if len(files) < 2 or len({os.path.realpath(file.parent) for file in files.values()}) > 1:
@@ -448,7 +448,7 @@ def _draw(report: Report, target: Path, failures: Failures) -> list[Path]:
     with failures.kept():
         for path, draw in export.drawings(report, target).items():
             with failures.kept():
-                content = _drawn(path, draw)
+                content = _render(path, draw)
                 new = not path.parent.exists()
                 make_folder(path.parent)
                 try:
@@ -462,7 +462,7 @@ def _draw(report: Report, target: Path, failures: Failures) -> list[Path]:
     return made
 
 
-def _drawn(path: Path | str, draw: Callable[[], bytes]) -> bytes:
+def _render(path: Path | str, draw: Callable[[], bytes]) -> bytes:
     """Draw the content of a plot's file. Any error only affects that plot, hence the broad except."""
     try:
         return draw()

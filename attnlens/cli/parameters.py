@@ -74,7 +74,7 @@ def _from_files(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
                 )
         options = {key: value for key, value in table.items() if key != RULES}
         if options:
-            return dict(_entry(name, key, value, known) for key, value in options.items())
+            return dict(_parse_entry(name, key, value, known) for key, value in options.items())
     return {}
 
 
@@ -89,7 +89,7 @@ def _toml(file: Path) -> dict[str, Any]:
         raise UsageError(f"{file} is not valid TOML: {error}.", "Mend the file, or run in another folder.") from None
 
 
-def _entry(file: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
+def _parse_entry(file: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
     """Check one line of a file and return parameter and value; the file may belong to an untrusted model."""
     name = key.replace("-", "_")
     checked_name(f"option in {file}", name, sorted({*known, *NEGATED}))
@@ -141,7 +141,7 @@ def parameters(kind: type, *, without: Collection[str] = (), **defaults: Any) ->
     own_first = sorted(options.items(), key=lambda pair: sum(pair[0] in base for base in bases))
     return {
         parameter_of(name, found): (
-            _typed(name, found),
+            _annotation(name, found),
             defaults.get(name, None if found.default == () else found.default),
         )
         for name, found in own_first
@@ -153,18 +153,18 @@ def parameter_of(name: str, found: requests.Option) -> str:
     return found.flag.split("/")[0].removeprefix("--").replace("-", "_") or name
 
 
-def _typed(name: str, found: requests.Option) -> Any:
+def _annotation(name: str, found: requests.Option) -> Any:
     """Return the typer annotation of an option: its flag, the type of its value, and its help."""
     flag = found.flag or "--" + name.replace("_", "-")
     more = {"min": found.least, "max": found.most, "metavar": found.metavar}
     settings = {key: value for key, value in more.items() if value is not None}
     if found.shown is not None:
         settings["show_default"] = found.shown
-    plain = found.typed or _word(found.type)
+    plain = found.typed or _typer_type(found.type)
     return Annotated[plain, option(flag, panel=found.panel, help=found.help, call_only=found.call_only, **settings)]
 
 
-def _word(plain: Any) -> Any:
+def _typer_type(plain: Any) -> Any:
     """Return the type that typer parses a value as: a bool, a number, several words, or one."""
     parts = requests.alternatives(plain)
     kind = next((kind for kind in (bool, int, float) if kind in parts), str)
@@ -267,11 +267,11 @@ def keywords(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     for name, declared in requests.options(kind).items():
         parameter = parameter_of(name, declared)
         if parameter in given:
-            values[name] = requests.value_of(declared, name, _read(name, declared, given[parameter]))
+            values[name] = requests.value_of(declared, name, _python_value(name, declared, given[parameter]))
     return values
 
 
-def _read(name: str, asked: requests.Option, word: Any) -> Any:
+def _python_value(name: str, asked: requests.Option, word: Any) -> Any:
     """Convert a parameter to the value that a Python caller would pass."""
     if asked.check is requests.numbers:
         return None if word is None else sorted(listed_numbers(f"--{name}", word))

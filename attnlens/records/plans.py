@@ -42,7 +42,7 @@ class KeyRank(Record):
         return max(1, len(self.kv_heads))
 
     @model_validator(mode="after")
-    def _within(self) -> KeyRank:
+    def _check_rank(self) -> KeyRank:
         if self.rank > self.head_dim:
             raise ValueError(f"a rank of {self.rank} in {self.head_dim} directions")
         return self
@@ -166,7 +166,7 @@ class Plan(Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _older(cls, given: object) -> object:
+    def _convert_older(cls, given: object) -> object:
         """Convert an older plan, whose promise was estimated on the text that it was chosen on, to an estimate."""
         if not isinstance(given, Mapping) or "estimated" in given or given.get("promised") is None:
             return given
@@ -174,7 +174,7 @@ class Plan(Record):
         return {**given, "estimated": given["promised"], "promised": None, "reasons": reasons}
 
     @model_validator(mode="after")
-    def _one_each(self) -> Plan:
+    def _check_unique(self) -> Plan:
         named = [(key.site, key.kv_head) for key in self.ranks]
         if len(set(named)) < len(named):
             raise ValueError("a key head has two ranks")

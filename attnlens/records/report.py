@@ -275,15 +275,15 @@ class Report(Record):
 
         Raise OutputError for another ending or if the path can't be written, UsageError if there is nothing to draw.
         """
-        _exports().save(self, path)
+        _load_exports().save(self, path)
 
     def plot(self) -> Any:
         """Draw the overview as a matplotlib Figure. Raise UsageError if the report has nothing to draw."""
-        return _exports().plot(self)
+        return _load_exports().plot(self)
 
     def _repr_html_(self) -> str | None:
         """Return the HTML page for notebooks; None if there is nothing to draw, so that they show the repr instead."""
-        shown: str | None = _exports().framed(self)
+        shown: str | None = _load_exports().framed(self)
         return shown
 
     def to_dataframe(self) -> pandas.DataFrame:
@@ -298,7 +298,7 @@ class Report(Record):
         return pandas.DataFrame([_row(head) for head in self.heads])
 
 
-def _exports() -> Any:
+def _load_exports() -> Any:
     """Import the module that writes and draws reports; late, because it imports this module."""
     return import_module("attnlens.report.export")
 

@@ -75,13 +75,13 @@ def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, given: Pr
     """Return the given prompts, else those of the windows. Raise UsageError if the model can't continue given ones."""
     if given is None:
         return of_windows(model, fed, task)
-    if why := _silent(model, fed, task):
+    if why := _why_not_continued(model, fed, task):
         why = "it does not predict the next token alone" if why == NOT_CAUSAL else why
         raise UsageError(f"The model can't continue prompts: {why}.", "Leave out --prompts.")
     return given
 
 
-def _silent(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> str:
+def _why_not_continued(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> str:
     """Return why the model can't continue a text; empty if it can."""
     if task != "causal":
         return NOT_CAUSAL
@@ -94,7 +94,7 @@ def _silent(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> str:
 
 def of_windows(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> Prompts | str:
     """Return first halves, equally long, of windows or lines of at least median length; or why there are none."""
-    if why := _silent(model, fed, task):
+    if why := _why_not_continued(model, fed, task):
         return why
     rows: list[Tensor] = []
     for batch in fed:

@@ -62,8 +62,8 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     kinds = [(info.architecture, info.parameters) for info in (report.model, loaded.info)]
     shape = f"{report.model.architecture}, {report.model.parameters} parameters"
     first = [
-        _recomputed("model.files", "the SHA-256 of every file as the report", passed=hashes[0] == hashes[1]),
-        _recomputed("model", shape, passed=kinds[0] == kinds[1]),
+        _recomputed_check("model.files", "the SHA-256 of every file as the report", passed=hashes[0] == hashes[1]),
+        _recomputed_check("model", shape, passed=kinds[0] == kinds[1]),
     ]
     if not first[-1].passed:
         return first
@@ -90,10 +90,10 @@ def _measure(name: str, pairs: Sequence[tuple[Head, Head | None]], tolerance: fl
     off = [(_share(old, read), head, old, read) for head, old, read in values]
     worst = sorted((pair for pair in off if pair[0] > bound), key=lambda pair: pair[0], reverse=True)
     breaches = [breach(head, read, old) for _, head, old, read in worst]
-    return _recomputed(name, "as the report", passed=not worst, heads=len(pairs), breaches=breaches)
+    return _recomputed_check(name, "as the report", passed=not worst, heads=len(pairs), breaches=breaches)
 
 
-def _recomputed(subject: str, wanted: str, **found: Any) -> Check:
+def _recomputed_check(subject: str, wanted: str, **found: Any) -> Check:
     rule = f"{subject}: recomputed {wanted}"
     return Check(id=f"recompute: {subject}", rule=rule, subject=subject, wanted=wanted, **found)
 
@@ -144,17 +144,17 @@ def doctor(
     if loaded.model.dtype == torch.float64:
         hooks.allow_float64(loaded.model)
     feeding.refuse_text(loaded, files, asked.tokens)
-    settings, inputs = _fed(feeding.of_model(asked, loaded), given, loaded, feeding.contents(named, loaded))
-    report = _precisely(loaded, settings, inputs, progress)
+    settings, inputs = _prepare_inputs(feeding.of_model(asked, loaded), given, loaded, feeding.contents(named, loaded))
+    report = _diagnose(loaded, settings, inputs, progress)
     return report.model_copy(update={"timings": {"doctor": time.perf_counter() - start}})
 
 
-def _precisely(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
+def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
     """Examine the model as loaded; in float32 if float64 fails or computes other attention (EoMT's own masks)."""
     if loaded.model.dtype != torch.float64:
-        return _examined(loaded, settings, inputs, progress)
+        return _examine(loaded, settings, inputs, progress)
     try:
-        report = _examined(loaded, settings, inputs, progress)
+        report = _examine(loaded, settings, inputs, progress)
         changed = report.summary.identity_error
         if changed is None or changed <= TOLERANCE:  # None: weights are not finite
             return report
@@ -163,10 +163,10 @@ def _precisely(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Ten
         why = error.problem
     single = replace(loaded, model=nn.Module.float(loaded.model))
     noted = settings.model_copy(update={"notes": [*settings.notes, IN_FLOAT32.format(why)], "dtype": "float32"})
-    return _examined(single, noted, hooks.as_dtype(inputs, torch.float32), progress)
+    return _examine(single, noted, hooks.as_dtype(inputs, torch.float32), progress)
 
 
-def _examined(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
+def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
     """Build the report of the model on these inputs, without its timings."""
     survey = checks.surveyed(loaded, inputs)
     reached = survey.reached
@@ -269,7 +269,7 @@ def own_probabilities(
     )
 
 
-def _fed(
+def _prepare_inputs(
     asked: Settings, given: Mapping[str, Any], loaded: loading.Loaded, contents: Sequence[texts.Content]
 ) -> tuple[Settings, dict[str, Tensor]]:
     """Return the sequences as one batch; placeholder ids without a tokenizer, since any input proves identity."""

@@ -179,12 +179,12 @@ def fed(asked: Settings, found: texts.Batches, loaded: loading.Loaded) -> Settin
         "sequences": found.sequences,
         "sequences_asked": asked.sequences if short else None,
         "intervals": design_of(asked, found).over,
-        "notes": [*asked.notes, *_told_of(asked, found, loaded)],
+        "notes": [*asked.notes, *_window_notes(asked, found, loaded)],
     }
     return asked.model_copy(update=update)
 
 
-def _told_of(asked: Settings, found: texts.Batches, loaded: loading.Loaded) -> Iterator[str]:
+def _window_notes(asked: Settings, found: texts.Batches, loaded: loading.Loaded) -> Iterator[str]:
     """Yield the notes on the windows that readers need, one sentence each."""
     yield from found.notes
     yield from texts.foreign_notes(found.unknown)

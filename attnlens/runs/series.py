@@ -240,7 +240,7 @@ def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
             raise ModelError(f"The checkpoints are of different shapes: {shapes}.", "Give checkpoints of one model.")
 
 
-def _checkpoint(model: str, revision: str | None, load_options: loading.Loading) -> Checkpoint:
+def _find_checkpoint(model: str, revision: str | None, load_options: loading.Loading) -> Checkpoint:
     options = {"offline": False, "allow_pickle": False, **load_options}
     offline, pickle = cast("bool", options["offline"]), cast("bool", options["allow_pickle"])
     place = find(model, revision, offline=offline, allow_pickle=pickle)
@@ -248,7 +248,7 @@ def _checkpoint(model: str, revision: str | None, load_options: loading.Loading)
     return Checkpoint(name, model, revision, place, step_of(revision or model))
 
 
-def _ordered(found: list[Checkpoint]) -> list[Checkpoint]:
+def _order_checkpoints(found: list[Checkpoint]) -> list[Checkpoint]:
     if len(found) < 2:
         raise UsageError(
             "A series needs at least two checkpoints.",
@@ -330,7 +330,7 @@ def prepared(
     chosen, asked = reading.chosen(reading.settings(options), wanted, options["select"], None)
     reading.refuse_unread(options, asked.source)
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
-    ordered = _found(names, requests.words("revisions", revisions), load_options)
+    ordered = _find_checkpoints(names, requests.words("revisions", revisions), load_options)
     refuse_different(ordered)
     contents = texts.read_each(reading.files(options), offline=options["offline"])
     if asked.source != "weights" and not contents:
@@ -340,19 +340,19 @@ def prepared(
     return Series(ordered, asked, chosen, contents, cut, progress, load_options, options, words)
 
 
-def _found(names: list[str] | None, revisions: list[str], load_options: loading.Loading) -> list[Checkpoint]:
+def _find_checkpoints(names: list[str] | None, revisions: list[str], load_options: loading.Loading) -> list[Checkpoint]:
     """Find the checkpoints, ordered by step, or as named if steps are missing or equal; refuse duplicates."""
     if names == []:
         raise UsageError("checkpoints=[] names none.", "Name two or more, or leave it out for those of demo.")
     if not revisions:
         wanted = of_demo() if names is None or names == ["demo"] else names
-        return _ordered([_checkpoint(name, None, load_options) for name in wanted])
+        return _order_checkpoints([_find_checkpoint(name, None, load_options) for name in wanted])
     if names is None or len(names) != 1:
         raise UsageError(
             "Revisions belong to one model of the hub.",
             "Name one hub model, as in: attnlens converge MODEL --revisions step1,step2",
         )
-    return _ordered([_checkpoint(names[0], revision, load_options) for revision in revisions])
+    return _order_checkpoints([_find_checkpoint(names[0], revision, load_options) for revision in revisions])
 
 
 Words = tuple[list[str] | None, list[str], tuple[int, int] | str | None, dict[str, Any]]
@@ -458,7 +458,7 @@ class Series:
         loaded = replace(self._load(checkpoint), **self.tokenizer)
         settings = feeding.of_model(self.asked, loaded)
         collector = Collector(self.asked.heads)
-        inspection = Inspection(loaded, settings, self.analyzers, collector, partial(self._told, checkpoint), {})
+        inspection = Inspection(loaded, settings, self.analyzers, collector, partial(self._notify, checkpoint), {})
         parts = None if self.store is None else self.store.inside(name)
         try:
             report = inspection.finished_from(inspection.framed(self.contents, self.cut), store=parts)
@@ -476,7 +476,7 @@ class Series:
             complete=inspection.complete,
         ).model_dump()
 
-    def _told(self, checkpoint: Checkpoint, stage: str, done: int, total: int) -> None:
+    def _notify(self, checkpoint: Checkpoint, stage: str, done: int, total: int) -> None:
         self.progress(f"{checkpoint.name}, {stage}", done, total)
 
     def _loss(self, loaded: loading.Loaded, settings: Settings) -> float | str:

@@ -208,7 +208,7 @@ def run_units(
     failures: dict[str, Failure] = {}
     stopped = False
     try:
-        for name, value in _computed(mine, compute, plan, store, elsewhere, usable):
+        for name, value in _compute_units(mine, compute, plan, store, elsewhere, usable):
             if not isinstance(value, Failure):
                 values[name] = value
             elif isinstance(value.error, AttnlensError):
@@ -232,7 +232,7 @@ def run_units(
     return Outcome({name: values[name] for name in names if name in values}, missing, stopped)
 
 
-def _computed(
+def _compute_units(
     names: Sequence[str],
     compute: Compute,
     plan: WorkPlan,

@@ -112,10 +112,10 @@ def check(
     """Hold a report, or a model, against rules and a baseline; exit 1 where one fails. Without torch for a report."""
     given = context.params
     _refuse_ignored(given, typed(context))
-    outputs, parsed = Outputs.of(given), _rules_of(given)
-    stored = _baseline_of(given)
+    outputs, parsed = Outputs.of(given), _load_rules(given)
+    stored = _load_baseline(given)
     _check_places(outputs, given, parsed)
-    report = _judged(_report_of(subject, given, outputs, parsed, stored), given, outputs, parsed, stored)
+    report = _judge(_load_report(subject, given, outputs, parsed, stored), given, outputs, parsed, stored)
     _deliver(outputs, report, given)
     failed = [one.rule for one in report.checks if not one.passed]
     if failed:
@@ -150,7 +150,7 @@ def _refuse_ignored(given: Mapping[str, Any], names: list[str]) -> None:
             )
 
 
-def _rules_of(given: Mapping[str, Any]) -> list[Rule]:
+def _load_rules(given: Mapping[str, Any]) -> list[Rule]:
     """Return the rules of the call, else those of the first default file that has any."""
     from attnlens.checks.rule import read_rules, spelled
 
@@ -166,7 +166,7 @@ def _rules_of(given: Mapping[str, Any]) -> list[Rule]:
     return rules
 
 
-def _baseline_of(given: Mapping[str, Any]) -> Baseline | None:
+def _load_baseline(given: Mapping[str, Any]) -> Baseline | None:
     """Return the baseline to compare with; None if there is none, or if it is to be written."""
     from attnlens.records import read_baseline
 
@@ -195,7 +195,7 @@ def _check_places(outputs: Outputs, given: Mapping[str, Any], rules: list[Rule])
     outputs.check(inputs)
 
 
-def _report_of(
+def _load_report(
     subject: str, given: Mapping[str, Any], outputs: Outputs, rules: list[Rule], kept: Baseline | None
 ) -> Report:
     """Read the report, or make it from a model."""
@@ -214,7 +214,7 @@ def _report_of(
         return analyses.inspect(checked_model(subject), progress=tell, **settings)
 
 
-def _judged(
+def _judge(
     report: Report, given: Mapping[str, Any], outputs: Outputs, rules: list[Rule], kept: Baseline | None
 ) -> Report:
     """Return the report with its checks; a requested baseline is written first, before anything can fail."""
@@ -228,11 +228,11 @@ def _judged(
         write_atomically(Path(given["baseline"]), baselines.baseline_of(report).to_json().encode())
         if not outputs.quiet:
             say(f"Wrote {given['baseline']}")
-    again = [] if given["recompute"] is None else _again(report, given, outputs)
+    again = [] if given["recompute"] is None else _recompute(report, given, outputs)
     return judged.model_copy(update={"checks": [*judged.checks, *again]})
 
 
-def _again(report: Report, given: Mapping[str, Any], outputs: Outputs) -> list[Check]:
+def _recompute(report: Report, given: Mapping[str, Any], outputs: Outputs) -> list[Check]:
     """Recompute some heads and return their checks."""
     options = requests.options(requests.InspectRequest)
     typed = opt.keywords(requests.InspectRequest, given)

@@ -358,7 +358,7 @@ def assembled(
         collector.enter(site, groups)
     for each in frame.skipped:
         collector.skip(each.site, each.reason, each.heads, each.measure)
-    settings = _taken_in(frame, values, collector, finished, noted=not interrupted)
+    settings = _replay_units(frame, values, collector, finished, noted=not interrupted)
     for name, reason in missing.items():
         for site in frame.units[name].sites:
             collector.skip(site.name, f"{name}: {reason}")
@@ -385,7 +385,7 @@ def assembled(
     return report, collector
 
 
-def _taken_in(
+def _replay_units(
     frame: Frame, values: Mapping[str, Any], collector: Collector, finished: Sequence[int], *, noted: bool
 ) -> Settings:
     """Replay all units in their order; return the settings with the number of sequences read, and notes."""

@@ -139,7 +139,7 @@ class Collector:
         """
         for name, reading in readings.items():
             if reading.dim() == 3:
-                self.add_curve(site, name, *summed(_continued(reading, heads, total, steps)))
+                self.add_curve(site, name, *summed(_extend_curve(reading, heads, total, steps)))
             else:
                 self.add_values(site, name, list(rows), list(heads), total, reading.double().cpu())
 
@@ -306,7 +306,7 @@ class Collector:
         )
 
 
-def _noted(method: str) -> Callable[..., None]:
+def _recorder(method: str) -> Callable[..., None]:
     """Build a method that records its name and arguments for replay."""
     return lambda record, *given: record.calls.append([method, _plain(given)])
 
@@ -318,14 +318,14 @@ class UnitRecord(Collector):
         super().__init__(chosen_heads)
         self.calls: list[Any] = []
 
-    add_values = _noted("add_values")
-    add_curve = _noted("add_curve")
-    add_weights = _noted("add_weights")
-    add_layer = _noted("add_layer")
-    add_answers = _noted("add_answers")
-    add_shown = _noted("add_shown")
-    add_traits = _noted("add_traits")
-    add_losses = _noted("add_losses")
+    add_values = _recorder("add_values")
+    add_curve = _recorder("add_curve")
+    add_weights = _recorder("add_weights")
+    add_layer = _recorder("add_layer")
+    add_answers = _recorder("add_answers")
+    add_shown = _recorder("add_shown")
+    add_traits = _recorder("add_traits")
+    add_losses = _recorder("add_losses")
 
     def skip(self, site: str, reason: str, heads: Sequence[int] = (), measure: str | None = None) -> None:
         """Record what is not measured."""
@@ -338,7 +338,7 @@ def replay(value: Any, sink: Collector, analyzers: Iterable[Named]) -> None:
     for method, arguments in value:
         if method not in NOTED:  # the file is untrusted
             raise ValueError(f"No unit notes down {method}.")
-        getattr(sink, method)(*(_made(part, named) for part in arguments))
+        getattr(sink, method)(*(_restore(part, named) for part in arguments))
 
 
 NOTED = {name for name in vars(UnitRecord) if name == "skip" or name.startswith("add_")}
@@ -360,10 +360,10 @@ def _plain(value: Any) -> Any:
     return [_plain(part) for part in value] if isinstance(value, list | tuple | range) else value
 
 
-def _made(value: Any, named: Mapping[tuple[str, str], Named]) -> Any:
+def _restore(value: Any, named: Mapping[tuple[str, str], Named]) -> Any:
     """Restore a value from its plain form."""
     if isinstance(value, list):
-        return [_made(part, named) for part in value]
+        return [_restore(part, named) for part in value]
     if not isinstance(value, dict):
         return value
     kind, of = value["kind"], value["of"]
@@ -371,11 +371,11 @@ def _made(value: Any, named: Mapping[tuple[str, str], Named]) -> Any:
         return RECORDS[kind].model_validate(of)
     if kind == "analyzer":
         return named[of[0], of[1]]
-    parts = {key: _made(part, named) for key, part in of.items()}
+    parts = {key: _restore(part, named) for key, part in of.items()}
     return parts if kind == "map" else PLAIN[kind](**parts)
 
 
-def _continued(reading: Tensor, heads: Sequence[int], total: int, steps: int | None) -> Tensor:
+def _extend_curve(reading: Tensor, heads: Sequence[int], total: int, steps: int | None) -> Tensor:
     """Expand a curve to all heads, NaN for missing ones; a shorter curve is extended by its last value."""
     if steps is not None and reading.shape[2] < steps:
         reading = torch.cat([reading, reading[..., -1:].expand(-1, -1, steps - reading.shape[2])], -1)

@@ -355,7 +355,7 @@ def prepared(
     reading.refuse_unread(given, asked.source)
     named = texts.read_each(reading.files(given), offline=given["offline"])
     start = time.perf_counter()
-    loaded, notes = _loaded(subject, load_options, asked)
+    loaded, notes = _load(subject, load_options, asked)
     timings = {"load": time.perf_counter() - start}
     feeding.refuse_text(loaded, reading.files(given), asked.tokens)
     asked = asked.model_copy(update={"notes": [*asked.notes, *notes]})
@@ -365,7 +365,7 @@ def prepared(
     return inspection, contents, feeding.cut_of(settings, given)
 
 
-def _loaded(subject: Any, load_options: loading.Loading, asked: Settings) -> tuple[loading.Loaded, list[str]]:
+def _load(subject: Any, load_options: loading.Loading, asked: Settings) -> tuple[loading.Loaded, list[str]]:
     """Load the model and return notes on it; a model too large for memory is left in its files if possible."""
     if isinstance(subject, loading.Loaded):
         return subject, []
