@@ -201,15 +201,15 @@ def dataset_rows(words: str) -> DatasetRows | None:
     if not words.startswith(DATASETS):
         return None
     name, *options = words.removeprefix(DATASETS).split(",")
-    given = dict(option.partition("=")[::2] for option in options)
+    fields = dict(option.partition("=")[::2] for option in options)
     if (
         not name.strip()
-        or len(given) < len(options)
-        or "" in given.values()
-        or set(given) - set(DatasetRows._fields[1:])
+        or len(fields) < len(options)
+        or "" in fields.values()
+        or set(fields) - set(DatasetRows._fields[1:])
     ):
         raise UsageError(f"The dataset {shown(words)} can't be read.", SAY_DATASETS)
-    return DatasetRows(name, **given)
+    return DatasetRows(name, **fields)
 
 
 def several(what: str, given: Iterable[Any]) -> list[Any]:

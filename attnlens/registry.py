@@ -36,7 +36,7 @@ class KernelParameter:
     above: float | None = None
     """Exclusive lower bound."""
     high: float | None = None
-    """Largest allowed value: a larger one is a typing error, and would fill the memory or never end."""
+    """Largest allowed value: a larger one is a typo, and would fill the memory or never end."""
     even: bool = False
     """True if an odd value makes the kernel negative somewhere (refused unless signed kernels are allowed)."""
     multiple_of: int = 1
@@ -475,7 +475,7 @@ def _enter(
 ) -> None:
     """Register an analyzer: its question is the first line of the docstring, or its name if there is none.
 
-    Raise UsageError if it would replace one of another module, or defines a measure that another one already has.
+    Raise UsageError if another module has registered one of its measures already or, without `replace`, its name.
     """
     if not is_built_in(function):
         import_module("attnlens.analyzers")
@@ -513,10 +513,10 @@ def analyzers(names: Iterable[str] = (), source: Sources = "both") -> list[Analy
     Raise UsageError for an unknown name, with the nearest known one.
     """
     available = every_analyzer()
-    known = list(dict.fromkeys(found.name for found in available))
+    known = list(dict.fromkeys(each.name for each in available))
     named = [checked_name("analyzer", name, known) for name in names]
-    chosen = named or [found.name for found in available if found.by_default]
-    return [found for found in available if found.name in chosen and source in ("both", found.source)]
+    chosen = named or [each.name for each in available if each.by_default]
+    return [each for each in available if each.name in chosen and source in ("both", each.source)]
 
 
 def beside_sweeps() -> list[Analyzer]:
@@ -534,8 +534,8 @@ def beside_sweeps() -> list[Analyzer]:
 
 def comparing(source: Sources) -> list[Analyzer]:
     """Return the analyzers of that source that compare a model with itself without its adapter."""
-    plain = [found for found in every_analyzer() if isinstance(found, Analyzer)]
-    return [found for found in plain if found.needs_base and source in ("both", found.source)]
+    plain = [each for each in every_analyzer() if isinstance(each, Analyzer)]
+    return [each for each in plain if each.needs_base and source in ("both", each.source)]
 
 
 def every_analyzer() -> list[Analyzer | Gathering]:
@@ -546,7 +546,7 @@ def every_analyzer() -> list[Analyzer | Gathering]:
 
 def measure_infos() -> dict[str, MeasureInfo]:
     """Return every measure and curve of every analyzer, by qualified name."""
-    return {info.name: info for found in every_analyzer() for info in found.measures}
+    return {info.name: info for each in every_analyzer() for info in each.measures}
 
 
 def info_of(name: str) -> MeasureInfo:
@@ -560,7 +560,7 @@ def info_of(name: str) -> MeasureInfo:
 
 def measure_sources() -> dict[str, Source]:
     """Return the source of every measure and curve; its name may not show it (`ksvd.rank90` is read from tokens)."""
-    return {info.name: found.source for found in every_analyzer() for info in found.measures}
+    return {info.name: each.source for each in every_analyzer() for info in each.measures}
 
 
 @cache

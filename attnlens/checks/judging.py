@@ -273,13 +273,13 @@ def _value_at(value: Any, path: str) -> Any:
     if isinstance(value, Mapping):
         keys = [key for key in value if path == key or path.startswith(f"{key}.")]
         return _value_at(value[max(keys, key=len)], path[len(max(keys, key=len)) + 1 :]) if keys else _Missing
-    name, _, rest = path.partition(".")
+    name, _, remainder = path.partition(".")
     if isinstance(value, Record) and name in type(value).model_fields:
-        return _value_at(getattr(value, name), rest)
+        return _value_at(getattr(value, name), remainder)
     if isinstance(value, Sequence) and not isinstance(value, str) and name.isdecimal() and len(name) < 5:
-        return _value_at(value[int(name)], rest) if int(name) < len(value) else _Missing
-    named = [one for one in value if getattr(one, "name", None) == name] if isinstance(value, list) else []
-    return _value_at(named[0], rest) if named else _Missing
+        return _value_at(value[int(name)], remainder) if int(name) < len(value) else _Missing
+    named = [item for item in value if getattr(item, "name", None) == name] if isinstance(value, list) else []
+    return _value_at(named[0], remainder) if named else _Missing
 
 
 def _unknown_subject(report: Report, rule: Rule, name: str) -> UsageError:
@@ -387,12 +387,12 @@ def needed(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, Any]:
                 f"{rule.place}{rule.spelling} matches nothing: no analyzer measures {rule.named}.",
                 f"{f'Did you mean {near[0]!r}? ' if near else ''}`attnlens list measures` names them.",
             )
-    every = every_analyzer()
-    read = [found for found in every if any(info.name in rule.subject for info in found.measures for rule in rules)]
+    analyzers = every_analyzer()
+    read = [each for each in analyzers if any(info.name in rule.subject for info in each.measures for rule in rules)]
     if not read:
         return {}
-    sources = {found.source for found in read}
+    sources = {each.source for each in read}
     return {
-        "analyzers": list(dict.fromkeys(found.name for found in read)),
+        "analyzers": list(dict.fromkeys(each.name for each in read)),
         "source": sources.pop() if len(sources) == 1 else "both",
     }

@@ -279,7 +279,7 @@ def rules_of(given: object) -> list[Rule]:
     elif isinstance(given, str):
         rules = [spelled(given)]
     elif isinstance(given, Iterable):
-        rules = [one if isinstance(one, Rule) else spelled(one) for one in given]
+        rules = [item if isinstance(item, Rule) else spelled(item) for item in given]
     if not rules:
         raise UsageError(f"rules={written(given)} holds no rule.", 'Write {"tokens.entropy": ["min > 0.05"]}.')
     return rules

@@ -104,8 +104,8 @@ def _parse_entry(file: str, key: str, value: Any, known: Mapping[str, Any]) -> t
             f"Take {key} out of {file}, and name it {places}.",
         )
     kinds = {kind, *get_args(kind)}  # `int | None`, `list[str] | None`
-    several = any(get_origin(one) is list for one in kinds)
-    plain = next((one for one in (bool, int, float) if one in kinds), str)
+    several = any(get_origin(each) is list for each in kinds)
+    plain = next((each for each in (bool, int, float) if each in kinds), str)
     items = value if several and isinstance(value, list) else [value]
     allowed = (int, float) if plain is float else plain
     if not all(isinstance(item, allowed) and (plain is bool) == isinstance(item, bool) for item in items):
@@ -240,7 +240,7 @@ def also(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None
 
     def extended(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
-        own = [given for given in signature.parameters.values() if given.kind is not given.VAR_KEYWORD]
+        present = [given for given in signature.parameters.values() if given.kind is not given.VAR_KEYWORD]
         more = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
             for name, (kind, default) in {name: pair for group in groups for name, pair in group.items()}.items()
@@ -251,8 +251,8 @@ def also(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None
         def run(*args: Any, **given: Any) -> None:
             command(*args, **given)
 
-        run.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
-        run.__annotations__ = {given.name: given.annotation for given in (*own, *more)} | {"return": None}
+        run.__signature__ = signature.replace(parameters=[*present, *more])  # type: ignore[attr-defined]
+        run.__annotations__ = {given.name: given.annotation for given in (*present, *more)} | {"return": None}
         return run
 
     return extended

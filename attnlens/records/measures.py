@@ -156,8 +156,8 @@ OPENERS = ("A", "An", "Its", "No", "None", "The", "There", "This")
 
 def _clause(sentence: str) -> str:
     """Return the sentence in the form after «because»: without its capital and its period."""
-    first, blank, rest = sentence.strip().rstrip(".").partition(" ")
-    return (first.lower() if first in OPENERS else first) + blank + rest
+    first, blank, remainder = sentence.strip().rstrip(".").partition(" ")
+    return (first.lower() if first in OPENERS else first) + blank + remainder
 
 
 class Skipped(Record):

@@ -91,7 +91,7 @@ class StudyRequest(EngineRequest, total=False):
 
 SYNTHETIC = "Synthetic experiments"
 MOST = 4096
-"""Largest size of an instance: more is a typing error, and would fill the memory or never end."""
+"""Largest size of an instance: a larger one is a typo, and would fill the memory or never end."""
 DRAWN = frozenset({"trials", "seed", "n", "t", "d"})
 TRAINED = DRAWN | {"lr", "loss", "iterations", "attention", "start"}
 USES = {

@@ -133,18 +133,18 @@ def doctor(
     ModelError if the model can't be loaded or read.
     """
     start = time.perf_counter()
-    given = requests.checked(ModelRequest, {"sequences": 2, **more})
+    options = requests.checked(ModelRequest, {"sequences": 2, **more})
     load_options: loading.Loading = {"dtype": "float64", **feeding.loading_of(more, model)}
-    asked = reading.settings(given)
-    named = texts.read_each(files := reading.files(given), offline=given["offline"])
+    request = reading.settings(options)
+    named = texts.read_each(files := reading.files(options), offline=options["offline"])
     if isinstance(model, loading.Loaded):
         loaded = replace(model, model=nn.Module.double(copy.deepcopy(model.model)))
     else:
         loaded = loading.load(model, **load_options)
     if loaded.model.dtype == torch.float64:
         hooks.allow_float64(loaded.model)
-    feeding.refuse_text(loaded, files, asked.tokens)
-    settings, inputs = _prepare_inputs(feeding.of_model(asked, loaded), given, loaded, feeding.contents(named, loaded))
+    feeding.refuse_text(loaded, files, request.tokens)
+    settings, inputs = _load_inputs(feeding.of_model(request, loaded), options, loaded, feeding.contents(named, loaded))
     report = _diagnose(loaded, settings, inputs, progress)
     return report.model_copy(update={"timings": {"doctor": time.perf_counter() - start}})
 
@@ -269,7 +269,7 @@ def own_probabilities(
     )
 
 
-def _prepare_inputs(
+def _load_inputs(
     asked: Settings, given: Mapping[str, Any], loaded: loading.Loaded, contents: Sequence[texts.Content]
 ) -> tuple[Settings, dict[str, Tensor]]:
     """Return the sequences as one batch; placeholder ids without a tokenizer, since any input proves identity."""

@@ -181,7 +181,7 @@ def _wait(model: PreTrainedModel) -> None:
 
 
 LARGEST_LOSS = 700.0
-"""Largest loss whose exponential is finite in float64."""
+"""Largest loss with a perplexity; exp(x) overflows in float64 above 709.8."""
 
 
 def paired_change(

@@ -327,17 +327,17 @@ def prepared(
         if (each.by_default or each.name == SHOWN) and options["source"] in ("both", each.source)
     ]
     wanted = options["analyzers"] or list(dict.fromkeys(usual))
-    chosen, asked = reading.chosen(reading.settings(options), wanted, options["select"], None)
-    reading.refuse_unread(options, asked.source)
+    chosen, requested = reading.chosen(reading.settings(options), wanted, options["select"], None)
+    reading.refuse_unread(options, requested.source)
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
     ordered = _find_checkpoints(names, requests.words("revisions", revisions), load_options)
     refuse_different(ordered)
     contents = texts.read_each(reading.files(options), offline=options["offline"])
-    if asked.source != "weights" and not contents:
+    if requested.source != "weights" and not contents:
         contents = texts.sample(ordered[-1].model)
-    cut = feeding.cut_of(asked, options)
+    cut = feeding.cut_of(requested, options)
     words = (names, list(requests.words("revisions", revisions)), head, dict(more))
-    return Series(ordered, asked, chosen, contents, cut, progress, load_options, options, words)
+    return Series(ordered, requested, chosen, contents, cut, progress, load_options, options, words)
 
 
 def _find_checkpoints(names: list[str] | None, revisions: list[str], load_options: loading.Loading) -> list[Checkpoint]:
@@ -382,7 +382,7 @@ class Series:
     @cached_property
     def units(self) -> dict[str, Checkpoint]:
         """Checkpoints by the names of their units: a readable name and a hash of the files."""
-        return {f"{one.name} {digest_of(one.place)}": one for one in self.checkpoints}
+        return {f"{each.name} {digest_of(each.place)}": each for each in self.checkpoints}
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -430,7 +430,7 @@ class Series:
         readings = {name: CheckpointReading.model_validate(value) for name, value in outcome.values.items()}
         if not readings:
             raise KeyboardInterrupt
-        names = {unit: one.name for unit, one in self.units.items()}
+        names = {unit: each.name for unit, each in self.units.items()}
         report = series_report(names, readings, self.timings, outcome.missing)
         if outcome.stopped:
             raise Interrupted(report)
@@ -442,7 +442,7 @@ class Series:
         """Tokenizer that replaces those of all checkpoints, or the reason why there is none."""
         if not self.contents:
             return {}
-        giver = next((one for one in reversed(self.checkpoints) if has_tokenizer(one.place)), None)
+        giver = next((each for each in reversed(self.checkpoints) if has_tokenizer(each.place)), None)
         if giver is None:
             return {"tokenizer": None, "tokenizer_problem": "no checkpoint has tokenizer files"}
         loaded = self._load(giver)

@@ -157,17 +157,17 @@ def inspect(
     **_shared: Any,
 ) -> None:
     """Show per head symmetry, definiteness and spectrum; with `--analyzer selection`, whether it selects as an SVM."""
-    given = context.params
-    outputs = Outputs.of(given)
-    settings = opt.keywords(InspectRequest, given) | opt.chosen(given)
+    params = context.params
+    outputs = Outputs.of(params)
+    settings = opt.keywords(InspectRequest, params) | opt.chosen(params)
     check_reading(settings)
     if outputs.windows_csv is not None and settings["source"] == "weights":
         raise UsageError("source weights reads no window of a text.", "Leave out --windows-csv, or --source weights.")
     name = named_model(model, quiet=outputs.quiet)
-    outputs.check(Inputs.of(given, [name]))
+    outputs.check(Inputs.of(params, [name]))
     begin_workers(settings)
     report = run_and_deliver(outputs, lambda analyses, tell: analyses.inspected(name, None, tell, settings))
-    if given["strict"]:
+    if params["strict"]:
         end_strictly(report)
 
 

@@ -110,14 +110,14 @@ def check(
     **_shared: Any,
 ) -> None:
     """Hold a report, or a model, against rules and a baseline; exit 1 where one fails. Without torch for a report."""
-    given = context.params
-    _refuse_ignored(given, typed(context))
-    outputs, parsed = Outputs.of(given), _load_rules(given)
-    stored = _load_baseline(given)
-    _check_places(outputs, given, parsed)
-    report = _judge(_load_report(subject, given, outputs, parsed, stored), given, outputs, parsed, stored)
-    _deliver(outputs, report, given)
-    failed = [one.rule for one in report.checks if not one.passed]
+    params = context.params
+    _refuse_ignored(params, typed(context))
+    outputs, parsed = Outputs.of(params), _load_rules(params)
+    stored = _load_baseline(params)
+    _check_places(outputs, params, parsed)
+    report = _judge(_load_report(subject, params, outputs, parsed, stored), params, outputs, parsed, stored)
+    _deliver(outputs, report, params)
+    failed = [judged.rule for judged in report.checks if not judged.passed]
     if failed:
         from attnlens.wording import counted, listed
 

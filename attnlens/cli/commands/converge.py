@@ -34,11 +34,11 @@ Table = Annotated[str, typer.Argument(metavar="TABLE", help=f"{', '.join(f'`{nam
 @opt.also(opt.parameters(StudyRequest), opt.SHOWN)
 def study(context: typer.Context, name: Table = "all", **_shared: Any) -> None:
     """Train small models and rerun the papers' tables: kernels, positions, order, values, dimension, primal."""
-    given = context.params
+    params = context.params
     table(name)
-    outputs = Outputs.of(given)
-    settings = opt.keywords(StudyRequest, given)
-    outputs.check(Inputs.of(given, ()))
+    outputs = Outputs.of(params)
+    settings = opt.keywords(StudyRequest, params)
+    outputs.check(Inputs.of(params, ()))
     begin_workers({**settings, "jobs": settings["jobs"] or os.cpu_count() or 1})
 
     def work(analyses: Any, tell: Any) -> Any:
@@ -125,14 +125,14 @@ def converge(
     **_shared: Any,
 ) -> None:
     """Does training select tokens as the max-margin solution says? Synthetic, one head, or checkpoints."""
-    given = context.params
-    kind = kind_of(given)
+    params = context.params
+    kind = kind_of(params)
     refuse_other(kind, typed(context))
-    outputs = Outputs.of(given)
-    settings = asked(kind, given)
+    outputs = Outputs.of(params)
+    settings = asked(kind, params)
     if kind != "the synthetic experiments" and not models and not outputs.quiet:
         say(NO_MODEL)
-    outputs.check(Inputs.of(given, models or []))
+    outputs.check(Inputs.of(params, models or []))
     begin_workers(settings)
 
     def work(analyses: Any, tell: Any) -> Any:

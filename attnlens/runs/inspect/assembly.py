@@ -299,12 +299,12 @@ class Frame:
     @property
     def sites(self) -> list[Site]:
         """Requested sites."""
-        return [one.site for one in self.reached]
+        return [each.site for each in self.reached]
 
     @property
     def key_heads(self) -> list[list[int]]:
         """Key head of each query head, per site."""
-        return [list(one.call.key_heads) for one in self.reached]
+        return [list(each.call.key_heads) for each in self.reached]
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -317,7 +317,7 @@ class Frame:
             "settings": self.settings.model_dump(mode="json", exclude={"notes"}),  # notes don't affect numbers
             "show": self.show,
             "weights": self.weights,
-            "analyzers": [[one.name, one.source] for one in self.analyzers],
+            "analyzers": [[each.name, each.source] for each in self.analyzers],
             "sites": [asdict(site) for site in self.sites],
             "key_heads": self.key_heads,
             "parts": self.parts,
@@ -331,7 +331,7 @@ class Frame:
         sites = self.sites
         units = [WorkUnit("weights", (site,)) for site in sites if self.weights]
         units += [WorkUnit("tokens", tuple(sites), batch) for batch in range(len(self.batches))]
-        if self.batches and any(isinstance(one, Gathering) for one in self.analyzers):
+        if self.batches and any(isinstance(each, Gathering) for each in self.analyzers):
             blocks = range(0, len(sites), GATHERED_TOGETHER)
             units += [WorkUnit("gathered", tuple(sites[start : start + GATHERED_TOGETHER])) for start in blocks]
         return {unit.name: unit for unit in units}

@@ -63,13 +63,13 @@ def of_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Sur
 
 def like(reached: Sequence[Reached], shapes: Sequence[Reached], loaded: loading.Loaded) -> list[Reached]:
     """Return the sites of the meta-device model under the names that were `reached` in the same model when it ran."""
-    known = {(one.site.path, one.site.ordinal): one for one in shapes}
-    wanted = [(one.site.path, one.site.ordinal) for one in reached]
+    known = {(each.site.path, each.site.ordinal): each for each in shapes}
+    wanted = [(each.site.path, each.site.ordinal) for each in reached]
     if list(known) != wanted:
         raise ModelError(
             f"{loaded.info.id} runs other attention than its shapes alone show.", "Leave out --device-map."
         )
-    return [replace(known[place], site=one.site) for place, one in zip(wanted, reached, strict=True)]
+    return [replace(known[place], site=each.site) for place, each in zip(wanted, reached, strict=True)]
 
 
 ALL = "units"
@@ -317,18 +317,18 @@ def inspected(
     model: object, tokenizer: PreTrainedTokenizerBase | None, progress: Progress, more: Mapping[str, Any]
 ) -> tuple[Report, Callable[[], None]]:
     """Return the report, and a function that removes the finished units once it is written, unless a unit failed."""
-    given = requests.checked(InspectRequest, more)
-    plan, named = WorkPlan.of(given), isinstance(model, str | PathLike)
+    options = requests.checked(InspectRequest, more)
+    plan, named = WorkPlan.of(options), isinstance(model, str | PathLike)
     if named:
-        plan.check(given["text"])
+        plan.check(options["text"])
     else:
-        refuse_work(given, InspectRequest)
+        refuse_work(options, InspectRequest)
     inspection, contents, cut = prepared(model, tokenizer, progress, more)
     with at_rest(inspection.loaded.model):
         frame = inspection.framed(contents, cut)
         store = plan.store(frame.facts) if named else None
         # whether the model fits into memory is decided here, once for all processes
-        elsewhere = opened, (model, {**given, "from_files": frame.from_files})
+        elsewhere = opened, (model, {**options, "from_files": frame.from_files})
         report = inspection.finished_from(frame, plan, store, elsewhere)
     return report, store.clear if store is not None and inspection.complete else lambda: None
 
@@ -345,24 +345,24 @@ def prepared(
     model: object, tokenizer: PreTrainedTokenizerBase | None, progress: Progress, more: Mapping[str, Any]
 ) -> tuple[Inspection, Sequence[texts.Content], texts.Cut]:
     """Prepare the requested run with its model loaded; return it, its texts, and how they are cut."""
-    given = requests.checked(InspectRequest, more)
+    options = requests.checked(InspectRequest, more)
     subject = held(model, tokenizer)
     load_options = feeding.loading_of(more, subject)
-    adapted = given["adapter"] is not None or (isinstance(subject, loading.Loaded) and subject.adapter is not None)
-    chosen, asked = reading.chosen(
-        reading.settings(given), given["analyzers"], given["select"], given["show"], adapted=adapted
+    adapted = options["adapter"] is not None or (isinstance(subject, loading.Loaded) and subject.adapter is not None)
+    chosen, requested = reading.chosen(
+        reading.settings(options), options["analyzers"], options["select"], options["show"], adapted=adapted
     )
-    reading.refuse_unread(given, asked.source)
-    named = texts.read_each(reading.files(given), offline=given["offline"])
+    reading.refuse_unread(options, requested.source)
+    named = texts.read_each(reading.files(options), offline=options["offline"])
     start = time.perf_counter()
-    loaded, notes = _load(subject, load_options, asked)
+    loaded, notes = _load(subject, load_options, requested)
     timings = {"load": time.perf_counter() - start}
-    feeding.refuse_text(loaded, reading.files(given), asked.tokens)
-    asked = asked.model_copy(update={"notes": [*asked.notes, *notes]})
-    settings, told = feeding.of_model(asked, loaded), (Collector(asked.heads), progress, timings)
-    contents = feeding.contents(named, loaded) if asked.source != "weights" else ()
-    inspection = Inspection(loaded, settings, chosen, *told, show=given["show"])
-    return inspection, contents, feeding.cut_of(settings, given)
+    feeding.refuse_text(loaded, reading.files(options), requested.tokens)
+    requested = requested.model_copy(update={"notes": [*requested.notes, *notes]})
+    settings, parts = feeding.of_model(requested, loaded), (Collector(requested.heads), progress, timings)
+    contents = feeding.contents(named, loaded) if requested.source != "weights" else ()
+    inspection = Inspection(loaded, settings, chosen, *parts, show=options["show"])
+    return inspection, contents, feeding.cut_of(settings, options)
 
 
 def _load(subject: Any, load_options: loading.Loading, asked: Settings) -> tuple[loading.Loaded, list[str]]:
