@@ -1,22 +1,22 @@
-"""attnlens looks at the attention of pretrained transformers as kernel machines.
+"""attnlens analyses the attention of pretrained transformers as kernel machines.
 
     >>> import attnlens
     >>> report = attnlens.inspect("demo")
     >>> report.heads[0].measures["weights.symmetry"].value
 
 `inspect`, `compare`, `swap_kernel`, `converge_synthetic`, `converge_head`, `converge_checkpoints`, `study`, `verify`
-and `doctor` return a `Report`; `check` holds one against rules; `read_report` reads one back, and `read_plan` a plan of
-ranks; `load` keeps a model for several calls, and `load_swapped` brings back one that was saved with another kernel.
-`capture` and `replaced` work on a model that your own code holds in memory. `analyzer`, `kernel`, `MeasureInfo` and
+and `doctor` return a `Report`; `check` checks one against rules. `read_report` reads a report from its file, and
+`read_plan` a plan of ranks. `load` loads a model for several calls, and `load_swapped` one that was saved with another
+kernel. `capture` and `replaced` work on a model that is already in memory. `analyzer`, `kernel`, `MeasureInfo` and
 `KernelParameter` define measures and kernels of your own.
 
-The packages `analyzers`, `kernels`, `lab`, `maths` and `records` are imported when they are first used, as in
+The packages `analyzers`, `kernels`, `lab`, `maths` and `records` are imported at their first use, as in
 `attnlens.maths.ksvd.dual`.
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # importing typing takes as long as all else that the program does before it can be interrupted
+TYPE_CHECKING = False  # importing typing takes as long as everything else that happens before Ctrl-C is handled
 if TYPE_CHECKING:
     from typing import Any
 
@@ -74,7 +74,7 @@ __all__ = sorted([*_PACKAGES, *_HOMES, "__version__"])  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    """The public names load what they need when they are first used, so that importing attnlens loads no torch."""
+    """Import a public name at its first use, so that importing attnlens does not load torch."""
     if name in _PACKAGES or name in _HOMES:
         from importlib import import_module
 

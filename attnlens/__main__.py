@@ -1,4 +1,4 @@
-"""Runs attnlens as `python -m attnlens`."""
+"""Run attnlens as `python -m attnlens`."""
 
 from attnlens.cli import main
 

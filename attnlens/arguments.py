@@ -1,4 +1,4 @@
-"""Checks the words of a call from Python, and lets calls of several threads queue."""
+"""Check the arguments of a call from Python, and run calls from several threads one after the other."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MOST = 10_000
-"""Items beyond which no list of layers, heads, names or texts goes; an iterable may have no end."""
+"""Maximum number of items in a list of layers, heads, names or texts; an iterable may be infinite."""
 MODEL_FILES = (".gguf", ".safetensors")
-"""How the names of files end that are models."""
+"""File name endings of models."""
 LARGEST = 2**63 - 1
-"""The largest whole number that a call takes."""
+"""Largest integer accepted as an argument."""
 
 DATASETS = "datasets:"
-"""How the name of a text begins that is rows of a dataset, and no file."""
+"""Prefix of the name of a text that consists of rows of a dataset instead of a file."""
 SAY_DATASETS = (
     f"Write it as in {DATASETS}OWNER/NAME,config=C,split=S,column=T, of which all but the name may be left out."
 )
 
 _ONE_AT_A_TIME = RLock()
-"""Held while a model is loaded or used: attention is exchanged in the model itself, and torch's forward-mode
-differentiation knows one level in the whole process."""
+"""Lock held while a model is loaded or used: attention is replaced in the model itself, and torch's forward-mode
+differentiation supports one level per process."""
 
 
 def checked_name(what: str, name: str, known: Iterable[str]) -> str:
-    """`name`, if it is known; else UsageError with «did you mean»."""
+    """Return `name` if it is known. Raise UsageError otherwise, with the nearest known name."""
     options = list(known)
     if name in options:
         return name
@@ -53,9 +53,9 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
-    """A function of the package's surface: of several threads one is in any of them at a time, the others wait.
+    """Wrap a public function: check its arguments, and let one thread at a time into any of these functions.
 
-    Raises UsageError, and never TypeError, for words that it does not take.
+    The wrapper raises UsageError, never TypeError, for arguments that the function does not take.
     """
     expected = signature(function)
     names = [name for name, given in expected.parameters.items() if given.kind is not Parameter.VAR_KEYWORD]
@@ -80,13 +80,13 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def _plain_torch() -> Iterator[None]:
-    """Inside, torch is as it starts, so that no number depends on what a caller has set.
+    """Restore torch's initial settings inside the block, so that no number depends on the caller's settings.
 
-    That is: outside inference mode, in which there are no derivatives; without autocast; and with float32 on the CPU,
-    where neither a type nor a device is named.
+    Inference mode is off because it disables derivatives, autocast is off, the default device is the CPU, and the
+    default dtype is float32.
     """
     torch = sys.modules.get("torch")
-    if torch is None:  # of which nothing can have been set
+    if torch is None:  # not imported yet, so nothing was set
         yield
         return
     with ExitStack() as stack:
@@ -103,7 +103,7 @@ def _plain_torch() -> Iterator[None]:
 
 
 def word(what: str, given: Any) -> str:
-    """`given`, if it is a string that a name or path can be; else UsageError."""
+    """Return `given` if it is a string that can be a name or path. Raise UsageError otherwise."""
     if not isinstance(given, str):
         raise UsageError(f"{what}={shown(given)} is no string.", f"Give {what} as a string.")
     if "\0" in given or not given.strip():
@@ -112,43 +112,43 @@ def word(what: str, given: Any) -> str:
 
 
 def path(what: str, given: Any) -> str:
-    """The same for a string or a path object, as a string."""
+    """Return a string or a path object as a string. Raise UsageError if it can't be a path."""
     try:
         return word(what, os.fspath(given) if isinstance(given, os.PathLike) else given)
-    except TypeError:  # its __fspath__ gives something else
+    except TypeError:  # its __fspath__ returns neither str nor bytes
         raise UsageError(f"{what}={shown(given)} is no path.", f"Give {what} as a string or a path.") from None
 
 
 def names_report(given: str) -> bool:
-    """Whether a name is a report's and no model's: a file that is no model's, an open one, or what ends in .json."""
+    """Return whether a name is a report's: a file that is not a model's, an open file, or a name ending in .json."""
     is_file = os.path.isfile(given) and not given.endswith(MODEL_FILES)  # noqa: PTH113  # never raises
     return is_file or given.endswith(".json") or given.startswith(OPEN_FILES)
 
 
 def switch(what: str, given: Any) -> bool:
-    """`given`, if it is True or False; else UsageError."""
+    """Return `given` if it is True or False. Raise UsageError otherwise."""
     if not isinstance(given, bool):
         raise UsageError(f"{what}={shown(given)} is neither True nor False.", f"Give {what}=True or {what}=False.")
     return given
 
 
 def selection_share(select: object) -> float | None:
-    """p of `top-p:p`, None for `argmax`; UsageError for anything else."""
+    """Parse p from `top-p:p`; return None for `argmax`. Raise UsageError for anything else."""
     if select == "argmax":
         return None
     kind, _, number = select.partition(":") if isinstance(select, str) else ("", "", "")
     try:
-        found = float(number)
+        share = float(number)
     except ValueError:
-        found = math.nan
-    if kind != "top-p" or not 0 < found < 1:
+        share = math.nan
+    if kind != "top-p" or not 0 < share < 1:
         raise UsageError(f"select={shown(select)} makes no sense.", "Give argmax, or top-p:0.9 for a share of 90 %.")
-    return found
+    return share
 
 
 def listed_numbers(name: str, words: str) -> set[int]:
-    """Return the numbers that `0-3,7` lists. Raises UsageError, which says `name`, for any other words."""
-    found: set[int] = set()
+    """Parse a list of numbers such as `0-3,7`. Raise UsageError, which names `name`, for anything else."""
+    numbers: set[int] = set()
     for word in words.split(","):
         ends = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", word.strip())
         if ends is None:
@@ -158,74 +158,74 @@ def listed_numbers(name: str, words: str) -> set[int]:
             raise UsageError(
                 f"{name} {words!r} has a range that runs backwards: {word.strip()}.", f"Write {last}-{first}."
             )
-        found.update(range(first, last + 1))
-    return found
+        numbers.update(range(first, last + 1))
+    return numbers
 
 
 class Budget(NamedTuple):
-    """How much more a changed model may lose."""
+    """Largest allowed rise of a changed model's loss or perplexity."""
 
     unit: Unit
-    """What the rise is a share of."""
+    """Quantity that may rise."""
     share: float
-    """0.01 is 1 %."""
+    """Allowed relative rise; 0.01 is 1 %."""
 
 
 def budget(words: str) -> Budget:
-    """`loss:1%` and `ppl:2%`. Raises UsageError for anything else, and for a budget that is not positive."""
+    """Parse `loss:1%` or `ppl:2%`. Raise UsageError for anything else, and for a budget that is not positive."""
     plain = words.replace(" ", "") if isinstance(words, str) else ""
-    found = re.fullmatch(r"(loss|ppl):([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)%", plain)
-    if found is None:
+    match = re.fullmatch(r"(loss|ppl):([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)%", plain)
+    if match is None:
         raise UsageError(f"The budget {words!r} can't be read.", "Write it as in --budget loss:1% or --budget ppl:2%.")
-    share = float(found.group(2)) / 100
+    share = float(match.group(2)) / 100
     if not 0 < share < math.inf:
         limit = "is no limit" if share > 0 else "leaves nothing to spend"
         raise UsageError(f"The budget {words!r} {limit}.", "Give more than 0, as in --budget loss:1%.")
-    return Budget("ppl" if found.group(1) == "ppl" else "loss", share)
+    return Budget("ppl" if match.group(1) == "ppl" else "loss", share)
 
 
 class DatasetRows(NamedTuple):
     """Rows of a dataset, read as a text."""
 
     name: str
-    """On the hub, or a folder of data files."""
+    """Name on the hub, or a folder of data files."""
     config: str | None = None
-    """Which of several that the dataset has."""
+    """Configuration of the dataset, if it has several."""
     split: str | None = None
-    """None: `test`."""
+    """Split to read; None: `test`."""
     column: str = "text"
 
 
 def dataset_rows(words: str) -> DatasetRows | None:
-    """`datasets:NAME[,config=C][,split=S][,column=T]`; None for the name of a file. Raises UsageError for others."""
+    """Parse `datasets:NAME[,config=C][,split=S][,column=T]`; None for a file's name. Raise UsageError if invalid."""
     if not words.startswith(DATASETS):
         return None
     name, *options = words.removeprefix(DATASETS).split(",")
-    given = dict(option.partition("=")[::2] for option in options)
+    fields = dict(option.partition("=")[::2] for option in options)
     if (
         not name.strip()
-        or len(given) < len(options)
-        or "" in given.values()
-        or set(given) - set(DatasetRows._fields[1:])
+        or len(fields) < len(options)
+        or "" in fields.values()
+        or set(fields) - set(DatasetRows._fields[1:])
     ):
         raise UsageError(f"The dataset {shown(words)} can't be read.", SAY_DATASETS)
-    return DatasetRows(name, **given)
+    return DatasetRows(name, **fields)
 
 
 def several(what: str, given: Iterable[Any]) -> list[Any]:
-    """The items of an iterable; UsageError where there are more than MOST."""
-    found = list(islice(given, MOST + 1))
-    if len(found) > MOST:
+    """Return the items of an iterable as a list. Raise UsageError if there are more than MOST."""
+    items = list(islice(given, MOST + 1))
+    if len(items) > MOST:
         raise UsageError(f"{what} has more than {MOST} items.", "Give fewer.")
-    return found
+    return items
 
 
 def shown(given: object) -> str:
-    """As it would be written, on one line and not too long."""
+    """Format a value as it would be written, on one line of at most 60 characters."""
     if isinstance(given, int) and abs(given) > LARGEST:
-        return f"a number of {given.bit_length()} bits"  # whose digits Python may refuse to write
+        return f"a number of {given.bit_length()} bits"  # Python refuses to write the digits of very large numbers
     try:
         line = " ".join(repr(given[:60] if isinstance(given, str | bytes | list | tuple) else given).split())
-    except ValueError:  # such a number within something else
+    except ValueError:  # such a number is nested in another value
         line = f"a {type(given).__name__}"
     return line if len(line) <= 60 else f"{line[:57]}..."

@@ -1,14 +1,14 @@
-"""The errors that attnlens raises: one family, each with what is wrong and what to do.
+"""Errors that attnlens raises: one hierarchy, each with a problem and a remedy.
 
 AttnlensError
-├── UsageError        the call's words make no sense (unknown analyzer, heads 7-3)
-│   └── UnaskedError  a model is named, and nothing is asked of it
+├── UsageError        the arguments are invalid (unknown analyzer, heads 7-3)
+│   └── UnaskedError  a model is named without a question about it
 ├── ModelError        the model can't be found, read or reached
 │   └── TooLargeError it does not fit into memory
 ├── TextError         the text is missing, empty, binary or too short
-├── OutputError       a result can't be written where it was asked for
-├── IdentityError     what attnlens recomputes is not what the model computes
-└── UnposedError      an Att-SVM problem has no constraint, so no direction is asked for
+├── OutputError       a result can't be written to its path
+├── IdentityError     the recomputed attention differs from the model's
+└── UnposedError      an Att-SVM problem has no constraint, so its direction is not defined
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ REFUSALS = (
     *("not enough memory", "allocate memory", "out of memory", "failed to map segment", "new thread"),
     "error return without exception set",
 )
-"""What allocators, the operating system, its loader of libraries, and Python say where memory does not suffice."""
+"""Phrases that allocators, the operating system, its dynamic loader and Python report if memory runs out."""
 
 
 class AttnlensError(Exception):
-    """What is wrong (`problem`) and what to do (`remedy`), one line each; the command line exits with 2."""
+    """A problem and its remedy, one line each; the command line exits with 2."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(f"{problem}\n{remedy}")
@@ -31,23 +31,23 @@ class AttnlensError(Exception):
         self.remedy = remedy
 
     def __reduce__(self) -> tuple[object, ...]:
-        """How an error goes from one process to another: exceptions are made again of one text otherwise."""
-        return _again, (type(self), self.problem, self.remedy), self.__dict__
+        """Pickle class, problem, remedy and attributes; by default, exceptions are rebuilt from a single text."""
+        return _rebuild, (type(self), self.problem, self.remedy), self.__dict__
 
 
-def _again(kind: type[AttnlensError], problem: str, remedy: str) -> AttnlensError:
-    """The error of these lines, whatever else its class is made of."""
+def _rebuild(kind: type[AttnlensError], problem: str, remedy: str) -> AttnlensError:
+    """Build an error from its class and lines without calling the class's own constructor."""
     error = kind.__new__(kind)
     AttnlensError.__init__(error, problem, remedy)
     return error
 
 
 class UsageError(AttnlensError):
-    """The words of the call make no sense."""
+    """Invalid arguments of a call."""
 
 
 class UnaskedError(UsageError):
-    """A model is named to `converge`, and nothing is asked of it."""
+    """A model passed to `converge` without a head or checkpoints."""
 
     def __init__(self, model: str) -> None:
         super().__init__(
@@ -57,61 +57,61 @@ class UnaskedError(UsageError):
 
 
 class ModelError(AttnlensError):
-    """The model can't be found, read or reached."""
+    """A model that can't be found, read or reached."""
 
 
 class TooLargeError(ModelError):
-    """The model does not fit into the memory that is free."""
+    """A model that does not fit into free memory."""
 
 
 class TextError(AttnlensError):
-    """The text is missing, empty, binary or too short."""
+    """A text that is missing, empty, binary or too short."""
 
 
 class OutputError(AttnlensError):
-    """A result can't be written where it was asked for."""
+    """A result that can't be written to its path."""
 
 
 class IdentityError(AttnlensError):
-    """What attnlens recomputes is not what the model computes, so no number may be trusted."""
+    """Recomputed attention that differs from the model's, so that no number can be trusted."""
 
 
 class UnreadableError(ModelError):
-    """A site's W_Q and W_K can't be read."""
+    """A site whose W_Q and W_K can't be read."""
 
 
 class NotBilinearError(UnreadableError):
-    """A site's queries and keys are no linear functions of its inputs, so that it has no matrix W_Q W_Kᵀ."""
+    """A site whose queries and keys are not linear in its inputs, so that it lacks a matrix W_Q W_Kᵀ."""
 
 
 class UnposedError(AttnlensError):
-    """An Att-SVM problem has no constraint, so that no direction is asked for; callers turn it into a missing value."""
+    """An Att-SVM problem without constraints, so without a direction; callers turn it into a missing value."""
 
 
 class ShardFinished(Exception):  # noqa: N818  # it ends a run as requested
-    """A shard has computed its units; the same call without `shard` computes what is missing and makes the report."""
+    """A shard that has computed its units; the same call without `shard` computes the others and writes the report."""
 
     def __init__(self, finished: int, total: int, remaining: Sequence[str], failed: Mapping[str, str]) -> None:
         super().__init__()
         self.finished, self.total, self.remaining, self.failed = finished, total, remaining, failed
 
     def __str__(self) -> str:
-        """Return what is finished and what remains."""
+        """Format the number of finished units and which ones remain."""
         if not self.remaining:
             return f"All {self.total} units are finished: run it without --shard for the report."
-        one, *others = self.remaining
-        rest = f"{one} and {len(others)} more remain" if others else f"{one} remains"
-        return f"{self.finished} of {self.total} units are finished; {rest}. The report is written after the last one."
+        first, *others = self.remaining
+        left = f"{first} and {len(others)} more remain" if others else f"{first} remains"
+        return f"{self.finished} of {self.total} units are finished; {left}. The report is written after the last one."
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
-"""What models raise in a forward pass that they can't do."""
+"""Exceptions that models raise in a forward pass they do not support."""
 
 
 def is_memory(error: BaseException) -> bool:
-    """Whether memory did not suffice: Python says so by type, torch's CPU allocator in a plain RuntimeError."""
-    said = str(error).lower() if isinstance(error, RuntimeError | OSError | ImportError | SystemError) else ""
-    return isinstance(error, MemoryError) or any(words in said for words in REFUSALS)
+    """Return whether memory ran out; torch's CPU allocator reports that with a plain RuntimeError."""
+    message = str(error).lower() if isinstance(error, RuntimeError | OSError | ImportError | SystemError) else ""
+    return isinstance(error, MemoryError) or any(words in message for words in REFUSALS)
 
 
 def reason_of(error: BaseException) -> str:

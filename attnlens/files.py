@@ -1,4 +1,4 @@
-"""Reads files that come from outside within bounds, and writes files whole or not at all."""
+"""Read untrusted files with size limits, and write files atomically."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from typing import Any, BinaryIO
 from attnlens.errors import AttnlensError, OutputError, UsageError
 
 LARGEST = 2**28
-"""Bytes of the largest file that is read at once; tokenizers, the largest of them, have a tenth of it."""
+"""Largest file that is read as a whole, in bytes; tokenizers, the largest such files, reach a tenth of it."""
 PART = 2**20
-"""Bytes that are read at once, so that what is larger than allowed takes no memory."""
+"""Bytes read per step, so that a file above the limit does not fill memory."""
 DEEPEST = 100
-"""How deep JSON may be nested: configs have five levels, and the recursion of those who read them ends near 300."""
+"""Maximum nesting depth of JSON: configs have five levels, and parsers exceed their recursion limit near 300."""
 WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0)
-"""How a file is opened at once; Windows, which has no named pipes among its files, does not know it."""
+"""Flag for opening a file without blocking; 0 on Windows, which lacks it and has no named pipes among its files."""
 OPEN_FILES = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")
-"""How paths of files begin that this process has open already: a shell hands on `<(…)` in this way."""
+"""Path prefixes of files that this process has open already; a shell passes `<(…)` in this way."""
 
 
 def read_bytes(path: str | Path, error: type[AttnlensError], remedy: str, *, most: int = LARGEST) -> bytes:
-    """The content of a regular file of at most `most` bytes: no folder, device or named pipe, of which none may end.
+    """Read a regular file of at most `most` bytes; folders, devices and named pipes are refused, as they may never end.
 
-    A pipe that the shell has opened for this process is read. Raises `error`, which says `remedy`, for anything else.
+    A pipe that the shell has opened for this process is read. Raise `error` with `remedy` for anything else.
     """
-    told = shortened(str(path))
+    name = shortened(str(path))
     try:
         with opened(Path(path)) as file:
             if not str(path).startswith(OPEN_FILES):
-                refuse_other_kinds(os.fstat(file.fileno()), told, error, remedy)
-            return read_stream(file, told, error, remedy, most=most)
+                refuse_other_kinds(os.fstat(file.fileno()), name, error, remedy)
+            return read_stream(file, name, error, remedy, most=most)
     except OSError as problem:
-        raise error(f"{told} can't be read: {problem.strerror}.", remedy) from None
+        raise error(f"{name} can't be read: {problem.strerror}.", remedy) from None
     except ValueError as problem:
-        raise error(f"{told} can't be read: {problem}.", remedy) from None
+        raise error(f"{name} can't be read: {problem}.", remedy) from None
 
 
 def refuse_other_kinds(found: os.stat_result, name: str, error: type[AttnlensError], remedy: str) -> None:
-    """Raise `error`, which says `remedy`, for what is no regular file."""
+    """Raise `error` with `remedy` for anything but a regular file."""
     kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
     if not stat.S_ISREG(found.st_mode):
         kind = next((kind for is_one, kind in kinds if is_one(found.st_mode)), "a device")
@@ -55,7 +55,7 @@ def refuse_other_kinds(found: os.stat_result, name: str, error: type[AttnlensErr
 
 
 def read_stream(file: BinaryIO, name: str, error: type[AttnlensError], remedy: str, *, most: int = LARGEST) -> bytes:
-    """What is left in `file`, at most `most` bytes. Raises `error`, which says `remedy`, where there is more."""
+    """Read the rest of `file`, at most `most` bytes. Raise `error` with `remedy` if there is more."""
     content = bytearray()
     while part := file.read(PART):
         content += part
@@ -65,23 +65,23 @@ def read_stream(file: BinaryIO, name: str, error: type[AttnlensError], remedy: s
 
 
 def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> dict[str, Any]:
-    """The JSON object in a file from outside; raises `error`, which says `remedy`, for anything else."""
+    """Read a JSON object from an untrusted file. Raise `error` with `remedy` for anything else."""
     content = read_bytes(path, error, remedy)
-    if content.startswith(BOM_UTF8):  # at which transformers stumbles
+    if content.startswith(BOM_UTF8):  # transformers can't parse it
         raise error(f"{path} begins with a byte order mark.", "Save it as UTF-8 without one.")
     try:
-        found = json.loads(content.decode())
+        value = json.loads(content.decode())
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise error(f"{path} is not a JSON object.", remedy)
-    if _deeper(found, DEEPEST):
+    if _exceeds_depth(value, DEEPEST):
         raise error(f"{path} is nested more than {DEEPEST} deep.", remedy)
-    return found
+    return value
 
 
 def opened(path: Path) -> BinaryIO:
-    """The file for reading; a named pipe that nobody writes into is opened all the same, and not waited for."""
+    """Open a file for reading; opening a named pipe does not wait for a writer."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | WITHOUT_WAITING))  # noqa: SIM115
     if WITHOUT_WAITING:
         os.set_blocking(file.fileno(), True)
@@ -89,7 +89,7 @@ def opened(path: Path) -> BinaryIO:
 
 
 def local_path(path: object, name: str = "path") -> Path:
-    """Return the path of a local file or folder. Raises UsageError for an address (`s3://…`) or another object."""
+    """Return the path of a local file or folder. Raise UsageError for an address (`s3://…`) or another object."""
     if not isinstance(path, str | Path):
         raise UsageError(f"{reprlib.repr(path)} is no path.", "Give a string or a path.")
     if "://" in str(path):
@@ -98,35 +98,35 @@ def local_path(path: object, name: str = "path") -> Path:
 
 
 def with_home(path: str) -> Path:
-    """The path with `~` as the home folder; unchanged where there is no such user, as a shell leaves it."""
+    """Expand `~` to the home folder; like a shell, leave the path unchanged if there is no such user."""
     return Path(os.path.expanduser(path))  # noqa: PTH111  # pathlib raises for an unknown user
 
 
 def shortened(text: str) -> str:
-    """The text on one line of at most 300 characters, its middle left out."""
+    """Format a text on one line of at most 300 characters, with its middle left out."""
     line = " ".join(text.splitlines())
     return line if len(line) <= 300 else f"{line[:150]}…{line[-149:]}"
 
 
 def written(value: object) -> str:
-    """A value from a file as it can stand in a message, its length bounded."""
+    """Format a value from a file for a message, with bounded length."""
     return reprlib.repr(value)
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file's content, in hex."""
+    """Compute the SHA-256 of a file's content, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
-    """Raise OutputError before the work if `path`, or a file in the folder that it names, can't be written later."""
+    """Raise OutputError before the work if `path`, or a file in the folder `path`, can't be written later."""
     with _as_output_error(path):
-        found = _found(path)
-    if found is not None and stat.S_ISDIR(found.st_mode) and not may_be_folder:
+        status = _status(path)
+    if status is not None and stat.S_ISDIR(status.st_mode) and not may_be_folder:
         raise OutputError(f"{path} can't be written: it is a folder.", "Give the path of a file.")
-    place = path  # of a stream, whose resolved path may be none: /dev/stdout leads to `pipe:[…]`
-    if found is None or not _is_stream(found):
+    place = path  # a stream's resolved path may not exist: /dev/stdout leads to `pipe:[…]`
+    if status is None or not _is_stream(status):
         real = Path(os.path.realpath(path))
         place = real if real.is_dir() else real.parent
         if not place.is_dir():
@@ -137,9 +137,9 @@ def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise OutputError where a model can't be saved in `folder`: it exists and is not empty, or can't be made.
+    """Raise OutputError if a model can't be saved in `folder`: it exists and is not empty, or can't be created.
 
-    Nothing that is there is touched.
+    Existing files are not touched.
     """
     real = Path(os.path.realpath(folder))
     try:
@@ -155,12 +155,12 @@ def check_folder(folder: Path) -> None:
 
 
 def unwritten_folder(folder: Path, why: str | None) -> OutputError:
-    """The error for a folder in which a model can't be saved."""
+    """Build the error for a folder in which a model can't be saved."""
     return OutputError(f"{folder} can't be written: {why}.", "Give a path that you can write, with room for the model.")
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder where there is none. Raises OutputError where that can't be done."""
+    """Create a folder if it does not exist. Raise OutputError if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -170,25 +170,25 @@ def make_folder(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to a temporary name beside `path` and rename it, so that a killed run leaves no half file.
+    """Write `content` to a temporary file in the same folder and rename it, so that a killed run leaves no partial one.
 
-    A link is followed and stays; a file that is there keeps its mode, and a new one gets the umask's. What is no
-    regular file (a device, a pipe, the stdout of this process under any name) is written into and not replaced.
-    Raises OutputError where the folder does not exist or can't be written.
+    A link is followed and stays. An existing file keeps its mode, and a new one gets the umask's. A device, a pipe or
+    this process's stdout under any name is written into instead of being replaced.
+    Raise OutputError if the folder does not exist or can't be written.
     """
     with _as_output_error(path):
-        found = _found(path)
-        if found is not None and _is_stream(found):
-            own = _own_stream(found)  # a regular file behind it, opened a second time, would be written from its start
-            with path.open("wb") if own is None else os.fdopen(os.dup(own), "wb") as file:
+        status = _status(path)
+        if status is not None and _is_stream(status):
+            descriptor = _own_stream(status)  # reopening a regular file behind it would write from its start
+            with path.open("wb") if descriptor is None else os.fdopen(os.dup(descriptor), "wb") as file:
                 file.write(content)
             return
         target = Path(os.path.realpath(path))
         temporary = target.with_name(f".attnlens.{secrets.token_hex(8)}")
         try:
             with temporary.open("xb") as file:
-                if found is not None:  # before the content, which may be private
-                    temporary.chmod(stat.S_IMODE(found.st_mode))
+                if status is not None:  # before the content, which may be private, is written
+                    temporary.chmod(stat.S_IMODE(status.st_mode))
                 file.write(content)
             temporary.replace(target)
         except BaseException:
@@ -196,8 +196,8 @@ def write_atomically(path: Path, content: bytes) -> None:
             raise
 
 
-def _deeper(value: object, most: int) -> bool:
-    """Whether lists and maps stand in one another more than `most` deep; without recursion, which would end early."""
+def _exceeds_depth(value: object, most: int) -> bool:
+    """Return whether lists and maps are nested more than `most` deep; iterative, since recursion has a limit."""
     level: list[object] = [value]
     for _ in range(most + 1):
         level = [
@@ -210,12 +210,12 @@ def _deeper(value: object, most: int) -> bool:
 
 
 def _is_stream(found: os.stat_result) -> bool:
-    """Whether bytes are written into it one after the other: a device, a pipe, or our own stdout or stderr."""
+    """Return whether a file is written as a stream: a device, a pipe, or our own stdout or stderr."""
     return not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)) or _own_stream(found) is not None
 
 
 def _own_stream(found: os.stat_result) -> int | None:
-    """The stdout or stderr of this process, where it goes to that file."""
+    """Return the descriptor of this process's stdout or stderr if it leads to that file, else None."""
     for descriptor in (1, 2):
         with suppress(OSError):  # it may be closed
             if os.path.samestat(os.fstat(descriptor), found):
@@ -223,8 +223,8 @@ def _own_stream(found: os.stat_result) -> int | None:
     return None
 
 
-def _found(path: Path) -> os.stat_result | None:
-    """What stands at that path, links followed, or None. Raises OSError where that can't be told."""
+def _status(path: Path) -> os.stat_result | None:
+    """Return the status of the file at a path, links followed, or None. Raise OSError if it can't be determined."""
     with suppress(FileNotFoundError, NotADirectoryError):
         return path.stat()
     return None
@@ -232,12 +232,12 @@ def _found(path: Path) -> os.stat_result | None:
 
 @contextmanager
 def _as_output_error(path: Path) -> Iterator[None]:
-    """Inside, an OSError becomes an OutputError."""
+    """Turn an OSError in the block into an OutputError."""
     try:
         yield
     except OSError as error:
         raise OutputError(
             f"{path} can't be written: {error.strerror}.", "Choose a path in a folder with room that you can write."
         ) from None
-    except ValueError as error:  # a NUL, or characters that no file name can hold
+    except ValueError as error:  # a NUL, or characters that file names can't contain
         raise OutputError(f"{str(path)!r} can't be written: {error}.", "Choose another path.") from None

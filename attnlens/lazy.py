@@ -1,4 +1,4 @@
-"""Modules that are imported at their first use, so that listing kernels or measures loads neither torch nor scipy."""
+"""Import modules at their first use, so that listing kernels or measures loads neither torch nor scipy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class LazyModule:
-    """Stand in for a module, which is imported when one of its attributes is read."""
+    """Stand-in for a module, which is imported when one of its attributes is read."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""Registers analyzers and kernels by decorators; what they take and give, and the facts about a measure."""
+"""Register analyzers and kernels by decorators; define their interfaces and the metadata of measures."""
 
 from __future__ import annotations
 
@@ -21,141 +21,141 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KernelParameter:
-    """A number that a kernel takes, as in `rbf:gamma=1`."""
+    """Numeric parameter of a kernel, as in `rbf:gamma=1`."""
 
     name: str
-    """As typed."""
+    """Name as typed."""
     meaning: str
-    """What it does, in one line."""
+    """Meaning in one line."""
     kind: type[int] | type[float]
-    """Whether it counts or measures."""
+    """int for a count, float for a measured quantity."""
     default: float | None = None
-    """Its value where none is typed; None: it must be typed."""
+    """Value if none is typed; None: the parameter is required."""
     low: float | None = None
-    """Least value allowed."""
+    """Smallest allowed value."""
     above: float | None = None
-    """It must exceed this."""
+    """Exclusive lower bound."""
     high: float | None = None
-    """Greatest value allowed: more is a slip, and would fill the memory or never end."""
+    """Largest allowed value: a larger one is a typo, and would fill the memory or never end."""
     even: bool = False
-    """Whether an odd value makes the kernel negative somewhere (refused unless signed kernels are allowed)."""
+    """True if an odd value makes the kernel negative somewhere (refused unless signed kernels are allowed)."""
     multiple_of: int = 1
-    """Every value is a multiple of this, where it counts."""
+    """Factor that every value must be a multiple of, for counts."""
     words: tuple[tuple[str, float], ...] = ()
-    """Values that are typed as words; where there is no bound beside them, there are no others."""
+    """Values that are typed as words; without numeric bounds, they are the only values."""
     told: bool = True
-    """Whether the kernel's spelling names it where it has its default."""
+    """True if the kernel's spelling includes the parameter at its default."""
 
 
 @dataclass(frozen=True)
 class KernelInfo:
-    """An attention kernel: attention = softmax(log k(q, k) + bias, over the keys allowed) v."""
+    """Attention kernel: attention = softmax(log k(q, k) + bias, over the allowed keys) v."""
 
     name: str
-    """As on the command line."""
+    """Name on the command line."""
     formula: str
-    """log k(q, k), with s the scale; of the form "output" the whole, `output = …`."""
+    """Formula of log k(q, k), with s the scale; for the form "output" the whole output, `output = …`."""
     meaning: str
-    """The first line of the function's docstring: what it is, and where it comes from."""
+    """First line of the function's docstring: a description and its origin."""
     source: str
-    """The paper."""
+    """Paper that defines the kernel."""
     positive: bool
-    """Whether k ≥ 0 everywhere, so that rows of the attention matrix stay in the simplex."""
+    """True if k ≥ 0 everywhere, so that rows of the attention matrix stay in the simplex."""
     symmetric: bool
-    """Whether k(x, y) = k(y, x) where queries and keys are projected alike."""
+    """True if k(x, y) = k(y, x) for equal projections of queries and keys."""
     features: Literal["finite", "infinite", "none"]
-    """Whether k = ⟨φ(q), φ(k)⟩ with finitely many features, infinitely many, or not known to be one."""
+    """Number of features in k = ⟨φ(q), φ(k)⟩: finite, infinite, or none if no such form is known."""
     form: Literal["score", "pair", "features", "output"]
-    """What `function` takes: the score s⟨q, k⟩, or that of `dot`; queries and keys; one side of them, returning φ; or
-    features of both, returning the output (attention is then no sum over keys)."""
+    """Arguments of `function`: the score s⟨q, k⟩ (or the score defined by `dot`); queries and keys; one side of the
+    pair, returning φ; or features of both, returning the output (attention is then not a sum over keys)."""
     function: Callable[..., Tensor]
     """score: (score, **parameters) → log|k|; pair: (query, key, scale, **parameters) → log k;
-    features: (x, scale, side, **parameters) → φ, side being "query" or "key";
+    features: (x, scale, side, **parameters) → φ with side "query" or "key";
     output: (φ(q), φ(k), **parameters) → output."""
     parameters: tuple[KernelParameter, ...] = ()
-    """What it takes."""
+    """Parameters of the kernel."""
     sign: Callable[..., Tensor] | None = None
-    """score: (score, **parameters) → the sign of k, for kernels that can be negative."""
+    """score: (score, **parameters) → sign of k, for kernels that can be negative."""
     dot: Callable[..., tuple[Tensor, Tensor, float]] | None = None
     """(query, key, scale, **parameters) → (q', k', s'). score: s'⟨q', k'⟩ is the score that `function` takes; pair: it
-    is log k up to terms that softmax ignores."""
+    equals log k up to terms that softmax cancels."""
     prepare: Callable[..., Call | None] | None = None
-    """(call, **parameters, **fitted) → the call whose exponential kernel is this one, where its keys come of several
-    heads, of positions or of queries; None where `dot` serves."""
+    """(call, **parameters, **fitted) → the call whose exponential kernel equals this kernel, for keys that combine
+    several heads, positions or queries; None if `dot` suffices."""
     phi: Callable[..., Tensor] | None = None
-    """score: (x, scale, side, **parameters) → φ with ⟨φ(q), φ(k)⟩ = k, of any sign, where finitely many features do."""
+    """score: (x, scale, side, **parameters) → φ with ⟨φ(q), φ(k)⟩ = k, of any sign, if φ has finitely many features."""
     fused: str = "row tiles"
-    """How it is computed fast and exactly."""
+    """Fast and exact method of computation."""
     hard: bool = False
-    """Whether all weight goes to the largest score."""
+    """True if all weight goes to the largest score."""
     fit: Callable[..., Fit | OutputFit] | None = None
-    """(**parameters) → what chooses its free parameters per head from calibration text; None: it has none."""
+    """(**parameters) → fit of the free parameters per head on calibration text; None if the kernel lacks any."""
     fit_reads: bool = True
-    """Whether its fit reads queries and keys, and not their shapes alone."""
+    """True if the fit reads queries and keys; False if it reads only their shapes."""
     trainable: tuple[str, ...] = ()
-    """Fitted parameters that healing may train on."""
+    """Fitted parameters that healing can train further."""
     equal_lengths: str = ""
-    """What it becomes where all keys of a head have one length; empty where nothing else."""
+    """Equivalent kernel if all keys of a head have equal length; empty if there is none."""
     reads: bool = True
-    """Whether it depends on queries and keys at all."""
+    """True if the kernel depends on queries and keys at all."""
     needs_fit: bool = False
-    """Whether it is nothing without calibration text (rank)."""
+    """True if the kernel is undefined without calibration text (rank)."""
     caution: str = ""
-    """What a reader of its numbers must know, in a sentence."""
+    """Caveat for readers of its numbers, in one sentence."""
     oracle: Callable[..., str | None] | None = None
-    """(**parameters) → the tie of the model's own kernel that stands in its place as an analysis of the evaluated text;
-    None where it is a model."""
+    """(**parameters) → the tie of the model's own kernel that replaces it for an analysis of the evaluated text; None
+    if the kernel is a model."""
 
     @property
     def feature_map(self) -> Callable[..., Tensor] | None:
-        """(x, scale, side, **parameters) → φ for running sums, k = ⟨φ(q), φ(k)⟩; None where there are no such φ."""
+        """Feature map (x, scale, side, **parameters) → φ for running sums, k = ⟨φ(q), φ(k)⟩; None if there is none."""
         return self.function if self.form == "features" else self.phi
 
 
 @runtime_checkable
 class Fit(Protocol):
-    """Chooses a kernel's free parameters per head in closed form, from queries and keys that pass by."""
+    """Fit of a kernel's free parameters per head, in closed form from a stream of queries and keys."""
 
     typed: dict[str, float]
-    """What each parameter is before the fit; none for a kernel that is nothing without it."""
+    """Value of each parameter before the fit; empty for a kernel that is undefined without a fit."""
 
     def update(self, call: Call) -> None:
-        """Take in what the model asks of these heads in a batch."""
+        """Add the queries and keys that the model computes for these heads in a batch."""
 
     def solve(self) -> dict[str, Tensor]:
-        """The fitted parameters, each (heads, …), by the keyword under which the kernel's function takes them."""
+        """Return the fitted parameters, each (heads, …), keyed by the keyword argument of the kernel's function."""
 
 
 @runtime_checkable
 class OutputFit(Protocol):
-    """A fit to a head's own output, for kernels of the form "output"."""
+    """Fit to a head's own output, for kernels of the form "output"."""
 
     typed: dict[str, float]
-    """As in Fit."""
+    """See Fit.typed."""
 
     def observe(self, query: Tensor, key: Tensor, kept: Tensor | None, output: Tensor) -> None:
-        """Take in a batch's features (batch, heads, tokens, …), which tokens are real (#batch, #heads, tokens), and the
+        """Add a batch: features (batch, heads, tokens, …), a mask of real tokens (#batch, #heads, tokens), and the
         head's own output (batch, heads, tokens, value_dim).
         """
 
     def solve(self) -> dict[str, Tensor]:
-        """As in Fit."""
+        """Return the fitted parameters in the form of Fit.solve."""
 
 
 KERNELS: dict[str, KernelInfo] = {}
-"""Every kernel that was entered so far; attnlens.kernels enters its own."""
+"""Registered kernels by name; attnlens.kernels registers the built-in ones."""
 
 
 MODIFIERS: set[str] = set()
-"""Names of ties, filters and hybrids, which a kernel cannot have; attnlens.kernels enters them."""
+"""Names of ties, filters and hybrids, which kernels can't use; attnlens.kernels registers them."""
 
 
 def kernel(
     name: str, *, replace: bool = False, **facts: Any
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Enter a function as the kernel `name`; `facts` are the other fields of KernelInfo.
+    """Register a function as the kernel `name`; `facts` are the other fields of KernelInfo.
 
-    `replace`: take the place of the kernel that another module entered under that name, else a UsageError.
+    `replace`: replace a kernel that another module registered under that name; otherwise that is a UsageError.
     """
 
     def enter(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -179,12 +179,12 @@ def refuse_replacing(
     present: Callable[..., Any],
     remedy: str = "Choose another name, or pass replace=True to the decorator.",
 ) -> None:
-    """Raise UsageError if `present`, which has the name already, is of another module.
+    """Raise UsageError if `present`, which already has the name, belongs to another module.
 
-    A module may define its own functions again, as a notebook does, and a script that is imported too.
+    A module may define its own functions again: a notebook does, and so does a script that is also imported.
     """
-    origins = ["attnlens" if is_built_in(one) else one.__module__ for one in (function, present)]
-    files = [getattr(getattr(one, "__code__", None), "co_filename", one) for one in (function, present)]
+    origins = ["attnlens" if is_built_in(each) else each.__module__ for each in (function, present)]
+    files = [getattr(getattr(each, "__code__", None), "co_filename", each) for each in (function, present)]
     if origins[0] == origins[1] or files[0] == files[1]:
         return
     owner = "built in" if is_built_in(present) else f"defined by {present.__module__}"
@@ -203,71 +203,71 @@ NULLS = {
     "factors": "what independent random factors read",
     "rotations": "what the head reads turned by random rotations",
 }
-"""What the value of a null is, by its kind."""
+"""Meaning of a null's value, by kind of null."""
 
 
 @dataclass(frozen=True)
 class MeasureInfo:
-    """What a measure is called, what it means, and when it does not exist."""
+    """Name, meaning and conditions of existence of a measure."""
 
     name: str
-    """Qualified by source: `weights.symmetry`."""
+    """Name qualified by source: `weights.symmetry`."""
     meaning: str
-    """One line in plain words."""
+    """Meaning in one line of plain words."""
     formula: str
-    """The formula, in the notation of the docstrings."""
+    """Formula in the notation of the docstrings."""
     low: float | None = None
-    """Least possible value."""
+    """Smallest possible value."""
     high: float | None = None
     """Largest possible value."""
     curve: bool = False
-    """Whether it is a curve (one number a step) and not a scalar."""
+    """True for a curve (one number per step), False for a scalar."""
     self_only: bool = True
-    """Whether queries and keys must live on the same domain, so that cross-attention has no value."""
+    """True if queries and keys must share a domain, so that cross-attention has no value."""
     labels: tuple[str, ...] = ()
-    """Names of the categories 0, 1, … where the value is a category."""
+    """Names of the categories 0, 1, … if the value is a category."""
     missing: str = "not a number"
-    """Why there is no value where the analyzer returns NaN."""
+    """Reason for a missing value if the analyzer returns NaN."""
     grows_with_factors: bool = False
-    """Whether it is proportional to ‖Q‖‖K‖ (its null is then rescaled to the head's own norms)."""
+    """True if it is proportional to ‖Q‖‖K‖; its null is then rescaled to the head's own norms."""
     has_null: bool = True
-    """Whether independent Gaussian factors are a null for it (weights.* scalars only)."""
+    """True if independent Gaussian factors are a null for it (weights.* scalars only)."""
     null: Literal["factors", "rotations"] = "factors"
-    """What its null draws, where it has one: those factors, or random rotations of the head's own M."""
+    """Random draws of its null, if any: independent factors, or random rotations of the head's own M."""
     steps: str = "index"
-    """What a curve's steps count, as its picture's axis says it: index, distance in tokens."""
+    """Unit of a curve's steps, as on the axis of its plot: index, distance in tokens."""
     headline: bool = False
-    """Whether it stands first in tables and on the overview."""
+    """True if it comes first in tables and in the overview."""
     identified: Literal["everywhere", "all pairs", "nowhere"] = "everywhere"
-    """For which heads the attention fixes it: all; those that see all pairs (others have no value); none (it reads
-    queries and keys, and others with the same attention read otherwise)."""
+    """Heads whose attention determines it: all; those that see all pairs (others have no value); none, because it
+    depends on queries and keys, and others with the same attention yield another value."""
     wholes: tuple[str, ...] = ()
-    """The wholes of which it is a part: measures of one source that name the same whole sum to 1 in every head."""
+    """Totals that it is a part of: measures of one source with the same total sum to 1 in every head."""
     by_depth: bool = False
-    """Whether a curve is to be seen in the first, middle and last third of the layers, side by side."""
+    """True if a curve is plotted for the first, middle and last third of the layers, side by side."""
     ends: Literal["", "largest", "both"] = ""
-    """Which of its ends are worth a place among the most extreme heads; empty where neither is."""
+    """Ends of its range that are listed among the most extreme heads; empty for neither."""
     beside: str = ""
-    """The measure that says what even attention would read, for one whose size says little without it."""
+    """Measure with the value under uniform attention, for a measure whose size says little without it."""
     matrix: str = ""
-    """Which matrix it is of, where others of its name are of others: `M`."""
+    """Matrix that it is computed from, if measures of the same name use others: `M`."""
     series: int = 0
-    """Its place, from 1 on, among the measures that a series of checkpoints is about; 0: it stands behind them."""
+    """Rank, from 1 on, among the measures that a series of checkpoints is about; 0: after them."""
     space: str = ""
-    """Where the question is posed, in a word, if an analyzer poses it in several spaces: their numbers are answers to
-    different questions, and stand apart from each other in tables and pictures."""
+    """Space of the question in a word, if an analyzer poses it in several: their numbers answer different questions,
+    and are separate in tables and plots."""
     use: str = ""
-    """What to do with the answer, in a sentence or two."""
+    """Advice on using the result, in a sentence or two."""
     paper: str = ""
-    """Where it was published, with the equation or figure; empty where nowhere."""
+    """Publication with the equation or figure; empty if unpublished."""
 
     sized_by: str = ""
-    """What its size goes with beside what it measures (`head_dim`): heads of models that differ in it can't be compared
-    by it. Empty where nothing does; the window's length, with which all tokens.* go, is not named."""
+    """Other quantity that it scales with (`head_dim`): heads of models that differ in it can't be compared by it. Empty
+    if there is none; the window's length, which all tokens.* depend on, is not listed."""
 
     @property
     def caution(self) -> str:
-        """What to know where the attention does not fix it; empty where it does."""
+        """Caveat for a measure that attention does not determine; empty if it does."""
         if self.identified == "all pairs":
             return "Identified for heads that see all pairs; others have no value."
         return "" if self.identified == "everywhere" else NOT_IDENTIFIED
@@ -296,7 +296,7 @@ BETWEEN_ROWS = (
         use="Where it names a head that compare.own_kl does not, look for the cause in the layers before.",
     ),
 )
-"""Between the rows of attention of the same windows."""
+"""Distances between the attention rows of the same windows."""
 BETWEEN_FORMS = (
     distance(
         FORMS,
@@ -325,15 +325,15 @@ BETWEEN_FORMS = (
         "same directions are weighted otherwise.",
     ),
 )
-"""Between the weights."""
+"""Distances between the weights."""
 DISTANCES = (*BETWEEN_ROWS, *BETWEEN_FORMS)
-"""What is 0 between equal heads."""
+"""All distances; each is 0 between equal heads."""
 NAMED = distance(
     "compare.named",
     "how many of the head's changes are named",
     "#{q ≤ the false-discovery rate} over all that is compared",
 )
-"""The count that a page and rules have beside the changes."""
+"""Number of named changes, which pages and rules use alongside the changes."""
 
 
 if TYPE_CHECKING:
@@ -343,96 +343,96 @@ if TYPE_CHECKING:
     from attnlens.records import Measure, QueryKey, Selection, Site, Source
 
     Readings = dict[str, Float[Tensor, "*batch heads"] | Float[Tensor, "*batch heads steps"]]
-    """The measures and curves by qualified name; NaN where there is no value."""
+    """Measures and curves by qualified name; NaN for a missing value."""
 else:
-    Readings = dict  # others import the name, and importing the registry is to load no torch
+    Readings = dict  # others import the name, and importing the registry must not load torch
 
 
 @dataclass(frozen=True)
 class Named:
-    """What every analyzer has, however it answers."""
+    """Fields common to all analyzers."""
 
     name: str
-    """As on the command line."""
+    """Name on the command line."""
     source: Source
-    """What it reads: weights or tokens."""
+    """Source that it reads: weights or tokens."""
     question: str
-    """The first line of the function's docstring."""
+    """First line of the function's docstring."""
     measures: tuple[MeasureInfo, ...]
-    """What it returns, scalars and curves."""
+    """Scalars and curves that it returns."""
     definitions: str = field(default="", kw_only=True)
-    """What its docstring says below that line: the symbols of the formulas, what is assumed and left out."""
+    """Rest of the docstring: symbols of the formulas, assumptions and omissions."""
 
 
 @dataclass(frozen=True)
 class Analyzer(Named):
-    """One question about a QueryKey, answered by a pure function."""
+    """Analyzer that answers one question about a QueryKey with a pure function."""
 
     function: Callable[[QueryKey], Readings]
-    """The function itself."""
+    """Function that computes the measures."""
     by_default: bool = True
-    """Whether it runs where no analyzer is named."""
+    """True if it runs when no analyzer is named."""
     needs_base: bool = False
-    """Whether it compares with the site before an adapter was merged; it then runs where there is one."""
+    """True if it compares with the site before an adapter was merged; it then runs for every model with an adapter."""
     brief: tuple[str, Callable[[QueryKey], Readings]] | None = None
-    """The one measure that is read of heads that are swept, and how, where the whole takes longer than a sweep may."""
+    """One measure and its function, computed for swept heads if the whole analyzer takes longer than a sweep allows."""
 
 
 @dataclass(frozen=True)
 class GatheringPlace:
-    """Where a gatherer works, and on what terms."""
+    """Site and settings of a gatherer."""
 
     site: Site
-    """The site."""
+    """Site that the gatherer reads."""
     form: QueryKey | str = "M on the module's inputs is not known"
-    """M on (x, 1), x the module's inputs: the factors [W_Q; b_Q] and [W_K; b_K] of every head. Where the logits are not
-    bilinear in the inputs (RoPE, QK-norm, cross-attention): why not; inputs are then not handed over."""
+    """M on (x, 1), x the module's inputs: the factors [W_Q; b_Q] and [W_K; b_K] of every head. If the logits are not
+    bilinear in the inputs (RoPE, QK-norm, cross-attention): the reason; inputs are then not passed."""
     seed: int = 0
-    """Of everything random."""
+    """Seed of everything random."""
     top_p: float | None = None
-    """Which tokens count as selected by a query: the fewest that hold this share of its weight; None: the largest."""
+    """Selection of tokens by a query: the fewest whose weights sum to at least this share; None: the largest one."""
     shown: bool = False
-    """Whether what was posed is to be shown, and not only measured."""
+    """True if the posed problem is shown as well as measured."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a gatherer has to say of one head."""
+    """Results of a gatherer for one head."""
 
     measures: dict[str, Measure]
-    """By qualified name; each has its value, or its own reason for having none."""
+    """Measures by qualified name, each with its value or its own reason for lacking one."""
     windows: dict[str, dict[int, float]] = field(default_factory=dict)
-    """By qualified name, what each sequence read, of measures that are means over sequences: mean and error follow."""
+    """Values per sequence, by qualified name, for measures that are means over sequences; they give mean and error."""
     curves: dict[str, list[float]] = field(default_factory=dict)
-    """By qualified name; those without a value are left out."""
+    """Curves by qualified name; those without a value are left out."""
     shown: Selection | None = None
-    """What was posed, where that is to be shown; still without the tokens' texts."""
+    """Posed problem if it is shown; without the tokens' texts at this point."""
 
 
 @runtime_checkable
 class Gatherer(Protocol):
-    """Poses one question over all sequences of a site."""
+    """Accumulator of one question over all sequences of a site."""
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
-        """Take in one sequence: a QueryKey from tokens with one batch axis of length 1, without padding.
+        """Add one sequence: a QueryKey from tokens with one batch axis of length 1, without padding.
 
-        `sequence` is its number among those fed; `heads` are those that are asked for and finite in it.
+        `sequence` is its number among the sequences read; `heads` are the requested heads that are finite in it.
         """
 
     def solve(self) -> dict[int, Answer]:
-        """The answer for every head that was seen, by its number in the model."""
+        """Return the answer for every head that was seen, keyed by its number in the model."""
 
 
 @dataclass(frozen=True)
 class Gathering(Named):
-    """One question over several sequences at once, answered by an object that gathers them."""
+    """Analyzer that answers one question over several sequences at once with an object that accumulates them."""
 
     begin: Callable[[GatheringPlace], Gatherer]
-    """Makes the gatherer of one site."""
+    """Function that creates the gatherer of one site."""
     by_default: bool = True
-    """Whether it runs where no analyzer is named."""
+    """True if it runs when no analyzer is named."""
     needs_inputs: bool = False
-    """Whether it wants the modules' inputs, and the form on them."""
+    """True if it needs the modules' inputs, and the form on them."""
 
 
 _ANALYZERS: dict[tuple[str, Source], Analyzer | Gathering] = {}
@@ -448,11 +448,11 @@ def analyzer(
     brief: tuple[str, Callable[[QueryKey], Readings]] | None = None,
     replace: bool = False,
 ) -> Callable[[Callable[[QueryKey], Readings]], Callable[[QueryKey], Readings]]:
-    """Enter a function QueryKey → Readings as the analyzer `name`; `by_default`: it runs if none is named too.
+    """Register a function QueryKey → Readings as the analyzer `name`; `by_default`: it also runs if none is named.
 
-    `needs_base`: it compares with the model without its adapter, and runs by itself where the model has one. `brief`:
-    a measure and a function that gives it alone, which is read of heads that are swept. `replace`: take the place of
-    the analyzer that another module entered under that name, which otherwise is a UsageError.
+    `needs_base`: it compares with the model without its adapter, and runs by default if the model has one. `brief`: a
+    measure and a function that computes it alone, for heads that are swept. `replace`: replace an analyzer that another
+    module registered under that name; otherwise that is a UsageError.
     """
 
     def enter(function: Callable[[QueryKey], Readings]) -> Callable[[QueryKey], Readings]:
@@ -473,9 +473,9 @@ def _enter(
     replace: bool,
     **traits: Any,
 ) -> None:
-    """Register an analyzer: its question is the first line of the docstring (its name, where there is none).
+    """Register an analyzer: its question is the first line of the docstring, or its name if there is none.
 
-    Raise UsageError if it would replace one of another module, or give its measures too.
+    Raise UsageError if another module has registered one of its measures already or, without `replace`, its name.
     """
     if not is_built_in(function):
         import_module("attnlens.analyzers")
@@ -495,9 +495,9 @@ def _enter(
 def gathering(
     name: str, source: Source, measures: Iterable[MeasureInfo], *, replace: bool = False, **traits: bool
 ) -> Callable[[Callable[[GatheringPlace], Gatherer]], Callable[[GatheringPlace], Gatherer]]:
-    """Enter a function GatheringPlace → Gatherer as the analyzer `name`: one question over several sequences.
+    """Register a function GatheringPlace → Gatherer as the analyzer `name`: one question over several sequences.
 
-    `traits` are the last fields of Gathering, `replace` is as for an analyzer.
+    `traits` are the last fields of Gathering; `replace` is as in `analyzer`.
     """
 
     def enter(begin: Callable[[GatheringPlace], Gatherer]) -> Callable[[GatheringPlace], Gatherer]:
@@ -508,49 +508,49 @@ def gathering(
 
 
 def analyzers(names: Iterable[str] = (), source: Sources = "both") -> list[Analyzer | Gathering]:
-    """The analyzers of those names (those that run by default, where none is named) for that source, gatherings last.
+    """Return the named analyzers (by default those that run if none is named) of that source, gatherings last.
 
-    Raises UsageError for an unknown name, with the nearest known one.
+    Raise UsageError for an unknown name, with the nearest known one.
     """
-    every = every_analyzer()
-    known = list(dict.fromkeys(found.name for found in every))
+    available = every_analyzer()
+    known = list(dict.fromkeys(each.name for each in available))
     named = [checked_name("analyzer", name, known) for name in names]
-    chosen = named or [found.name for found in every if found.by_default]
-    return [found for found in every if found.name in chosen and source in ("both", found.source)]
+    chosen = named or [each.name for each in available if each.by_default]
+    return [each for each in available if each.name in chosen and source in ("both", each.source)]
 
 
 def beside_sweeps() -> list[Analyzer]:
-    """What is read of heads that are swept: plain analyzers that run by default, and of others the brief measure."""
-    found = []
-    for one in every_analyzer():
-        if isinstance(one, Analyzer) and one.brief is not None:
-            name, function = one.brief
-            infos = tuple(info for info in one.measures if info.name == name)
-            found.append(replace(one, function=function, measures=infos))
-        elif isinstance(one, Analyzer) and one.by_default:
-            found.append(one)
-    return found
+    """Return analyzers of swept heads: plain ones that run by default, and others reduced to their brief measure."""
+    selected = []
+    for entry in every_analyzer():
+        if isinstance(entry, Analyzer) and entry.brief is not None:
+            name, function = entry.brief
+            infos = tuple(info for info in entry.measures if info.name == name)
+            selected.append(replace(entry, function=function, measures=infos))
+        elif isinstance(entry, Analyzer) and entry.by_default:
+            selected.append(entry)
+    return selected
 
 
 def comparing(source: Sources) -> list[Analyzer]:
-    """The analyzers of that source that compare a model with itself without its adapter."""
-    plain = [found for found in every_analyzer() if isinstance(found, Analyzer)]
-    return [found for found in plain if found.needs_base and source in ("both", found.source)]
+    """Return the analyzers of that source that compare a model with itself without its adapter."""
+    plain = [each for each in every_analyzer() if isinstance(each, Analyzer)]
+    return [each for each in plain if each.needs_base and source in ("both", each.source)]
 
 
 def every_analyzer() -> list[Analyzer | Gathering]:
-    """Return all that `--analyzer` can name, gatherings last."""
+    """Return all analyzers that `--analyzer` can name, gatherings last."""
     _load()
     return sorted(_ANALYZERS.values(), key=lambda found: isinstance(found, Gathering))
 
 
 def measure_infos() -> dict[str, MeasureInfo]:
-    """Every measure and curve of every analyzer, by qualified name."""
-    return {info.name: info for found in every_analyzer() for info in found.measures}
+    """Return every measure and curve of every analyzer, by qualified name."""
+    return {info.name: info for each in every_analyzer() for info in each.measures}
 
 
 def info_of(name: str) -> MeasureInfo:
-    """What is known of a measure or curve, a distance or a change; empty texts where it is of no analyzer."""
+    """Return the info of a measure, curve, distance or change; its texts are empty for an unknown name."""
     if name.startswith(CHANGE):
         of = info_of(name.removeprefix(CHANGE))
         return MeasureInfo(name, meaning=f"second − first: {of.meaning}" if of.meaning else "", formula=of.formula)
@@ -559,13 +559,13 @@ def info_of(name: str) -> MeasureInfo:
 
 
 def measure_sources() -> dict[str, Source]:
-    """What every measure and curve is read from; its name's first word need not say it (`ksvd.rank90`: tokens)."""
-    return {info.name: found.source for found in every_analyzer() for info in found.measures}
+    """Return the source of every measure and curve; its name may not show it (`ksvd.rank90` is read from tokens)."""
+    return {info.name: each.source for each in every_analyzer() for info in each.measures}
 
 
 @cache
 def _load() -> None:
-    """Import the built-in analyzers and those that other packages offer as entry points; once in a process."""
+    """Import the built-in analyzers and those that other packages offer as entry points, once per process."""
     import_module("attnlens.analyzers")
     for entry in metadata.entry_points(group="attnlens.analyzers"):
         entry.load()

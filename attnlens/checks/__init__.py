@@ -1,4 +1,4 @@
-"""Rules and baselines that a report is held against, without torch."""
+"""Check a report against rules and a baseline, without torch."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def check(
     fdr: float | None = None,
     allow_partial: bool = False,
 ) -> Report:
-    """The report with its `checks`: how every rule came out, and every measure of the baseline.
+    """Return the report with its `checks`: the outcome of every rule, and of every measure of the baseline.
 
     `rules` is a table {"tokens.entropy": ["min > 0.05"]}, the path of a TOML file with a table [check], or texts like
-    "tokens.entropy: min > 0.05". `relative`, `absolute` and `fdr` say how far heads may be from the baseline. Raises
-    UsageError for a rule that makes no sense or matches nothing, a partial report, and a baseline of another run.
+    "tokens.entropy: min > 0.05". `relative`, `absolute` and `fdr` limit the deviation from the baseline. Raise
+    UsageError for a rule that is invalid or matches nothing, a partial report, and a baseline of another run.
     """
     from attnlens.checks.judging import verdict
     from attnlens.checks.rule import Tolerance, rules_of
     from attnlens.records import Report, read_baseline, read_report
 
     subject = report if isinstance(report, Report) else read_report(checked_path("report", report))
-    found = [] if rules in ((), None) and baseline is not None else rules_of(rules)
-    given = {"relative": relative, "absolute": absolute, "fdr": fdr}
-    tolerance = Tolerance(**{name: number for name, number in given.items() if number is not None})
-    kept = None if baseline is None else read_baseline(checked_path("baseline", baseline))
+    parsed = [] if rules in ((), None) and baseline is not None else rules_of(rules)
+    bounds = {"relative": relative, "absolute": absolute, "fdr": fdr}
+    tolerance = Tolerance(**{name: number for name, number in bounds.items() if number is not None})
+    loaded = None if baseline is None else read_baseline(checked_path("baseline", baseline))
     file = None if baseline is None else str(baseline)
-    return verdict(subject, found, kept, tolerance, file, allow_partial=allow_partial)
+    return verdict(subject, parsed, loaded, tolerance, file, allow_partial=allow_partial)

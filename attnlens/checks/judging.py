@@ -1,4 +1,4 @@
-"""Judges a report by rules and a baseline: finds what each is about, and makes one Check of it."""
+"""Judge a report by rules and a baseline: find the values that each rule covers, and build a Check from them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from attnlens.registry import every_analyzer, info_of, measure_infos
 from attnlens.wording import clean, listed
 
 SAME_TEXT = ("sequences", "tokens", "pack", "windows", "seed", "select", "source")
-"""The settings that a report and its baseline must have in common."""
+"""Settings that a report and its baseline must have in common."""
 
 
 def baseline_of(report: Report) -> Baseline:
-    """What the report's heads read, as a baseline. Raises UsageError where no head has a measure."""
+    """Build a baseline from the values of the report's heads. Raise UsageError if no head has a measure."""
     names = report.measure_names()
     if not names:
         raise UsageError("The report has no measures that a baseline could hold.", "Make one with attnlens inspect.")
@@ -37,9 +37,9 @@ def baseline_of(report: Report) -> Baseline:
 
 
 def refuse_other(report: Report, baseline: Baseline) -> None:
-    """Raise UsageError, which names the field, unless both are of the same heads on the same text.
+    """Raise UsageError, which names the field, unless both have the same heads on the same text.
 
-    Names and paths of models and texts do not count.
+    Names and paths of models and texts are ignored.
     """
     for field, ours, theirs in _fields(report, baseline):
         if ours != theirs:
@@ -50,7 +50,7 @@ def refuse_other(report: Report, baseline: Baseline) -> None:
 
 
 def _fields(report: Report, baseline: Baseline) -> Iterator[tuple[str, Any, Any]]:
-    """What both must have in common: its name, here, there."""
+    """Yield what both must have in common: name, value in the report, value in the baseline."""
     for name in ("architecture", "parameters"):
         yield f"model.{name}", getattr(report.model, name), getattr(baseline.model, name)
     for name in ("text", "noise"):
@@ -68,16 +68,16 @@ def _fields(report: Report, baseline: Baseline) -> Iterator[tuple[str, Any, Any]
 
 
 def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
-    """One check a measure: the heads that moved beyond the tolerance and beyond chance, or lost or gained a value.
+    """Build one check per measure: the heads that moved beyond the tolerance and chance, or lost or gained a value.
 
-    z = (now − then)/√(se² + se²), which takes both runs as independent: of the same windows, that errs to the side of
-    silence (`compare` pairs them). p by the normal distribution; Benjamini–Hochberg over heads × measures. A value
-    without a standard error moves for certain.
+    z = (now − then)/√(se² + se²), which assumes independent runs: for the same windows, that is conservative
+    (`compare` pairs them). p is from the normal distribution; Benjamini–Hochberg over heads × measures. A value
+    without a standard error is always treated as significant.
     """
     moves = {name: _moves(report, name, column) for name, column in baseline.measures.items()}
     tested = [move for found in moves.values() for move in found if move.p is not None]
-    kept = rejected([move.p for move in tested if move.p is not None], tolerance.fdr)
-    by_chance = {id(move) for move, real in zip(tested, kept, strict=True) if not real}
+    significant = rejected([move.p for move in tested if move.p is not None], tolerance.fdr)
+    by_chance = {id(move) for move, real in zip(tested, significant, strict=True) if not real}
     bounds = {name: tolerance.of(info_of(name)) for name in moves}
     beyond = {
         name: [move for move in found if move.beyond(bounds[name]) and id(move) not in by_chance]
@@ -95,15 +95,15 @@ class Move:
     now: float | None
     then: float | None
     p: float | None
-    """None where it has no standard error."""
+    """Two-sided p-value; None without standard errors."""
 
     def beyond(self, tolerance: Tolerance) -> bool:
-        """Whether it moved by more than both tolerances."""
+        """Return whether it moved by more than both tolerances."""
         return self.size > max(tolerance.absolute or 0.0, tolerance.relative * abs(self.then or 0.0))
 
     @property
     def size(self) -> float:
-        """How far it moved: without an end where the value came or went."""
+        """Absolute change: infinite if the value appeared or vanished."""
         if self.now is None or self.then is None:
             return 0.0 if self.now is self.then else math.inf
         return abs(self.now - self.then)
@@ -116,22 +116,22 @@ def _moves(report: Report, name: str, column: BaselineMeasure) -> list[Move]:
         now, p = head.measures.get(name, Measure(value=None, reason="it was not measured")), None
         if now.value is not None and then is not None and now.se is not None and error is not None:
             spread, change = math.hypot(now.se, error), abs(now.value - then)
-            if spread > 0 and math.isfinite(change / spread):  # which it is not of numbers near the largest
+            if spread > 0 and math.isfinite(change / spread):  # not for numbers near the largest float
                 p = math.erfc(change / spread / 2**0.5)
         moves.append(Move(head, now.value, then, p))
     return moves
 
 
 def rejected(p_values: Sequence[float], rate: float) -> list[bool]:
-    """Which hypotheses to reject so that at most `rate` of the rejected are true (Benjamini & Hochberg 1995).
+    """Return which hypotheses to reject so that at most `rate` of the rejected are true (Benjamini & Hochberg 1995).
 
-    The k smallest p-values, k the largest with p_(k) ≤ rate · k/n; as `statistics.false_discovery`, without torch.
+    These have the k smallest p-values, k the largest with p_(k) ≤ rate · k/n; `statistics.false_discovery` needs torch.
     """
     order = sorted(range(len(p_values)), key=p_values.__getitem__)
     # not strict: the procedure rejects at equality
     ranks = [rank for rank, at in enumerate(order, 1) if p_values[at] <= rate * rank / len(p_values)]
-    kept = set(order[: max(ranks, default=0)])
-    return [at in kept for at in range(len(p_values))]
+    rejected_at = set(order[: max(ranks, default=0)])
+    return [at in rejected_at for at in range(len(p_values))]
 
 
 def _moved(name: str, beyond: Iterable[Move], heads: int, tolerance: Tolerance, file: str | None) -> Check:
@@ -158,7 +158,7 @@ def verdict(
     *,
     allow_partial: bool = False,
 ) -> Report:
-    """The report with its `checks`: one a rule, and one a measure of the baseline, whose file is `file`."""
+    """Return the report with its `checks`: one per rule, and one per measure of the baseline, whose file is `file`."""
     if report.command == "inspect" and not report.heads:
         raise UsageError("The report has 0 heads, so that no rule could fail.", "Check a report that has some.")
     if not report.coverage.complete and not allow_partial:
@@ -174,53 +174,53 @@ def verdict(
 
 
 COLUMNS = ("se", "z", "base", "null")
-"""What else a measure has, behind its name: `tokens.entropy.se`; `null` is the null's mean."""
+"""Other values of a measure, after its name: `tokens.entropy.se`; `null` is the null's mean."""
 FIELDS = ("coverage", "model", "settings", "summary", "swap", "comparison", "doctor", "experiments")
-"""Where a dotted path into the report may begin."""
+"""Possible first parts of a dotted path into the report."""
 KNOWN = ("summary.identity_error", "swap.loss.delta", "swap.kl", "coverage.analysed", "model.parameters")
-"""Paths that are suggested for what comes near."""
+"""Paths that are suggested for similar ones."""
 
 
 @dataclass(frozen=True)
 class Matched:
-    """What a rule is about, as numbers."""
+    """Numbers that a rule covers."""
 
     heads: tuple[tuple[Head, float], ...] = ()
-    """The heads that the rule names and that have a value."""
+    """Heads that the rule covers and that have a value."""
     without: int = 0
-    """How many that it names have none."""
+    """Number of covered heads without a value."""
     field: float | None = None
-    """The number of a field; None where it is about heads."""
+    """Number of a field; None for a rule about heads."""
 
 
 def matched(report: Report, rule: Rule) -> Matched:
-    """What the rule is about in this report. Raises UsageError where that is nothing: such a rule would never fail."""
+    """Find the numbers that the rule covers. Raise UsageError for none: such a rule would never fail."""
     subject = stem(rule.subject)
     name, _, column = subject.rpartition(".")
     for measure, part in ((subject, "value"), (name, column)):
         if part in ("value", *COLUMNS) and any(measure in head.measures for head in report.heads):
-            return _of_heads(report, rule, measure, part)
-    return _of_field(report, rule, subject)
+            return _match_heads(report, rule, measure, part)
+    return _match_field(report, rule, subject)
 
 
 def absolute(subject: str) -> bool:
-    """Whether numbers are taken without their sign: `|weights.symmetry.z|`."""
+    """Return whether the subject uses absolute values: `|weights.symmetry.z|`."""
     return len(subject) > 2 and subject[0] == subject[-1] == "|"
 
 
 def stem(subject: str) -> str:
-    """The subject without the bars that take numbers without their sign."""
+    """Return the subject without the bars for absolute values."""
     return subject[1:-1].strip() if absolute(subject) else subject
 
 
-def _of_heads(report: Report, rule: Rule, name: str, column: str) -> Matched:
-    kept = rule.condition
+def _match_heads(report: Report, rule: Rule, name: str, column: str) -> Matched:
+    selection = rule.condition
     named = [
         head
         for head in report.heads
-        if (kept.layers is None or head.layer in kept.layers)
-        and (kept.heads is None or head.head in kept.heads)
-        and (kept.part is None or head.part == kept.part)
+        if (selection.layers is None or head.layer in selection.layers)
+        and (selection.heads is None or head.head in selection.heads)
+        and (selection.part is None or head.part == selection.part)
     ]
     read = [(head, head.measures.get(name)) for head in named]
     numbers = [(head, _column(measure, column)) for head, measure in read]
@@ -229,7 +229,7 @@ def _of_heads(report: Report, rule: Rule, name: str, column: str) -> Matched:
     if not present:
         reasons = [measure.reason for _, measure in read if measure is not None and measure.reason]
         why = f"{len(named)} heads have no {column}" if named else "no head of the report is among those that it names"
-        raise _nothing(rule, f"{why}{f', because {reasons[0]}' if reasons else ''}")
+        raise _no_match(rule, f"{why}{f', because {reasons[0]}' if reasons else ''}")
     return Matched(present, len(named) - len(present))
 
 
@@ -240,10 +240,10 @@ def _column(measure: Measure | None, column: str) -> float | None:
     return number
 
 
-def _of_field(report: Report, rule: Rule, name: str) -> Matched:
-    number = _at(report, name) if name.partition(".")[0] in FIELDS else _Missing
+def _match_field(report: Report, rule: Rule, name: str) -> Matched:
+    number = _value_at(report, name) if name.partition(".")[0] in FIELDS else _Missing
     if number is _Missing:
-        raise _unknown(report, rule, name)
+        raise _unknown_subject(report, rule, name)
     if rule.condition.aggregate != "value" or rule.condition.filters:
         raise UsageError(
             f"{rule.place}{rule.named} is one number, and {rule.wanted} asks for several.",
@@ -251,11 +251,11 @@ def _of_field(report: Report, rule: Rule, name: str) -> Matched:
         )
     if not isinstance(number, bool | int | float) or abs(number) > sys.float_info.max:
         what = "has no value" if number is None else "is no number"
-        raise _nothing(rule, f"{rule.named} {what} in this report")
+        raise _no_match(rule, f"{rule.named} {what} in this report")
     return Matched(field=float(abs(number) if absolute(rule.subject) else number))
 
 
-def _nothing(rule: Rule, why: str) -> UsageError:
+def _no_match(rule: Rule, why: str) -> UsageError:
     return UsageError(
         f"{rule.place}{rule.spelling} matches nothing: {clean(why)}.",
         "Mend the rule, or take it out: what matches nothing would never fail.",
@@ -263,27 +263,27 @@ def _nothing(rule: Rule, why: str) -> UsageError:
 
 
 class _Missing:
-    """Stands for a field that the report does not have."""
+    """Marker of a field that the report lacks."""
 
 
-def _at(value: Any, path: str) -> Any:
-    """What stands at the dotted path; `_Missing` where nothing does. A key of a map may hold dots itself."""
+def _value_at(value: Any, path: str) -> Any:
+    """Return the value at a dotted path; `_Missing` if there is none. Keys of maps may contain dots themselves."""
     if not path:
         return value
     if isinstance(value, Mapping):
         keys = [key for key in value if path == key or path.startswith(f"{key}.")]
-        return _at(value[max(keys, key=len)], path[len(max(keys, key=len)) + 1 :]) if keys else _Missing
-    name, _, rest = path.partition(".")
+        return _value_at(value[max(keys, key=len)], path[len(max(keys, key=len)) + 1 :]) if keys else _Missing
+    name, _, remainder = path.partition(".")
     if isinstance(value, Record) and name in type(value).model_fields:
-        return _at(getattr(value, name), rest)
+        return _value_at(getattr(value, name), remainder)
     if isinstance(value, Sequence) and not isinstance(value, str) and name.isdecimal() and len(name) < 5:
-        return _at(value[int(name)], rest) if int(name) < len(value) else _Missing
-    named = [one for one in value if getattr(one, "name", None) == name] if isinstance(value, list) else []
-    return _at(named[0], rest) if named else _Missing
+        return _value_at(value[int(name)], remainder) if int(name) < len(value) else _Missing
+    named = [item for item in value if getattr(item, "name", None) == name] if isinstance(value, list) else []
+    return _value_at(named[0], remainder) if named else _Missing
 
 
-def _unknown(report: Report, rule: Rule, name: str) -> UsageError:
-    """The error for a subject that is no measure and no field of the report."""
+def _unknown_subject(report: Report, rule: Rule, name: str) -> UsageError:
+    """Build the error for a subject that is neither a measure nor a field of the report."""
     near = difflib.get_close_matches(name[:100], [*report.measure_names(), *KNOWN], n=1)
     hint = f"Did you mean {clean(near[0])!r}? " if near else ""
     curve = any(name in head.curves for head in report.heads)
@@ -295,18 +295,18 @@ def _unknown(report: Report, rule: Rule, name: str) -> UsageError:
 
 
 def judged(report: Report, rules: Iterable[Rule]) -> list[Check]:
-    """Each rule's outcome on the report, in the rules' order; of a comparison its changes are measures too.
+    """Return each rule's outcome on the report, in the rules' order; changes in a comparison count as measures.
 
-    Raises UsageError where a rule matches nothing.
+    Raise UsageError if a rule matches nothing.
     """
     report = report.with_changes()
     taken: Counter[str] = Counter()
     checks = []
     for rule in rules:
         taken[rule.id] += 1
-        found = matched(report, rule)
-        number = found.field if found.field is not None else aggregated(found, rule.condition)
-        broken = [] if found.field is not None else _broken(found.heads, rule.condition, number)
+        values = matched(report, rule)
+        number = values.field if values.field is not None else aggregated(values, rule.condition)
+        broken = [] if values.field is not None else _breaking_heads(values.heads, rule.condition, number)
         passed = not broken if number is None else rule.condition.comparison.holds(number)
         checks.append(
             Check(
@@ -316,8 +316,8 @@ def judged(report: Report, rules: Iterable[Rule]) -> list[Check]:
                 wanted=rule.wanted,
                 passed=passed,
                 value=number,
-                heads=None if found.field is not None else len(found.heads),
-                without=found.without,
+                heads=None if values.field is not None else len(values.heads),
+                without=values.without,
                 breaches=[] if passed else [breach(head, value) for head, value in broken],
                 file=rule.file,
             )
@@ -326,11 +326,11 @@ def judged(report: Report, rules: Iterable[Rule]) -> list[Check]:
 
 
 def aggregated(found: Matched, asked: RuleCondition) -> float | None:
-    """The aggregate over heads; None for `value`, under which every head stands for itself."""
+    """Compute the aggregate over heads; None for `value`, which applies to each head separately."""
     numbers = sorted(value for _, value in found.heads)
     if asked.quantile is not None:
-        # between the two nearest in proportion (type 7 of Hyndman & Fan 1996, numpy's own), without a difference of
-        # both, which may be beyond all numbers
+        # linear interpolation (type 7 of Hyndman & Fan 1996, numpy's default) without the difference of the two values,
+        # which may overflow
         place = asked.quantile * (len(numbers) - 1)
         below = math.floor(place)
         above = min(below + 1, len(numbers) - 1)
@@ -342,10 +342,10 @@ def aggregated(found: Matched, asked: RuleCondition) -> float | None:
     return {"min": numbers[0], "max": numbers[-1], "count": float(len(numbers))}.get(asked.aggregate)
 
 
-def _broken(
+def _breaking_heads(
     heads: Sequence[tuple[Head, float]], asked: RuleCondition, number: float | None
 ) -> list[tuple[Head, float]]:
-    """The heads that are to blame, the worst first; none where only all heads together are."""
+    """Return the heads that break the rule, the worst first; none if only all heads together do."""
     comparison = asked.comparison
     if asked.share is not None and number is not None:
         too_many = comparison.operator in ("<", "<=") or number > comparison.high
@@ -358,7 +358,7 @@ def _broken(
 
 
 def _at_end(asked: RuleCondition, value: float) -> bool:
-    """Whether a head that is not as wanted makes the aggregate fail: max > 0.5 fails through no head alone."""
+    """Return whether a single head can make the aggregate fail: max > 0.5 does not fail because of any one head."""
     comparison: Criterion = asked.comparison
     if asked.aggregate == "min":
         return comparison.operator in (">", ">=") or (comparison.operator in ("in", "==") and value < comparison.low)
@@ -368,12 +368,12 @@ def _at_end(asked: RuleCondition, value: float) -> bool:
 
 
 def breach(head: HeadId, value: float | None, base: float | None = None, p: float | None = None) -> Breach:
-    """A head that breaks a rule, with what it reads."""
+    """Build the record of a head that breaks a rule, with its value."""
     return Breach(site=head.site, layer=head.layer, head=head.head, part=head.part, value=value, base=base, p=p)
 
 
 def needed(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, Any]:
-    """The options `analyzers` and `source` of a run that measures no more than is checked."""
+    """Return the options `analyzers` and `source` of a run that measures only what is checked."""
     if baseline is not None:
         return {"analyzers": baseline.settings.analyzers, "source": baseline.settings.source}
     known = measure_infos()
@@ -387,12 +387,12 @@ def needed(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, Any]:
                 f"{rule.place}{rule.spelling} matches nothing: no analyzer measures {rule.named}.",
                 f"{f'Did you mean {near[0]!r}? ' if near else ''}`attnlens list measures` names them.",
             )
-    every = every_analyzer()
-    read = [found for found in every if any(info.name in rule.subject for info in found.measures for rule in rules)]
+    analyzers = every_analyzer()
+    read = [each for each in analyzers if any(info.name in rule.subject for info in each.measures for rule in rules)]
     if not read:
         return {}
-    sources = {found.source for found in read}
+    sources = {each.source for each in read}
     return {
-        "analyzers": list(dict.fromkeys(found.name for found in read)),
+        "analyzers": list(dict.fromkeys(each.name for each in read)),
         "source": sources.pop() if len(sources) == 1 else "both",
     }

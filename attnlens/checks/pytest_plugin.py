@@ -1,4 +1,4 @@
-"""A pytest plugin: the fixture `attention_report` makes reports, `assert_attention` holds them against rules."""
+"""Pytest plugin: the fixture `attention_report` makes reports, `assert_attention` checks them against rules."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def attention_report() -> Callable[..., Report]:
-    """A function (path of a report, or model; options of `inspect`) → Report; of each name it is made once a session.
+    """Return a function (path of a report, or model; options of `inspect`) → Report, cached per name and session.
 
-    A model in memory is read anew each time, for it may have changed.
+    A model in memory is read anew each time, because it may have changed.
     """
     known: dict[str, Report] = {}
 
@@ -34,30 +34,30 @@ def attention_report() -> Callable[..., Report]:
 def assert_attention(
     model_or_report: Any, rules: Any, *, baseline: Any = None, allow_partial: bool = False, **options: Any
 ) -> None:
-    """Fail the test where a rule does not hold of a report, a report's path, or a model, which is inspected first.
+    """Fail the test if a rule is broken by a report, a report's path, or a model, which is inspected first.
 
-    `rules` are those of `attnlens.check`; `options` are those of `attnlens.inspect`. Rules that make no sense, or match
-    nothing, raise UsageError.
+    `rules` are those of `attnlens.check`; `options` are those of `attnlens.inspect`. Raise UsageError for rules that
+    are invalid or match nothing.
     """
     __tracebackhide__ = True
     import attnlens
     from attnlens.report.sections.checked import told
 
     report = _report(model_or_report, options, rules if baseline is None else None)
-    found = attnlens.check(report, rules, baseline=baseline, allow_partial=allow_partial)
-    failed = [told(check) for check in found.checks if not check.passed]
+    judged = attnlens.check(report, rules, baseline=baseline, allow_partial=allow_partial)
+    failed = [told(check) for check in judged.checks if not check.passed]
     if failed:
-        raise AssertionError("\n".join([f"{len(failed)} of {len(found.checks)} rules failed:", *failed]))
+        raise AssertionError("\n".join([f"{len(failed)} of {len(judged.checks)} rules failed:", *failed]))
 
 
 @pytest.fixture(name="assert_attention", scope="session")
-def _asserting() -> Callable[..., None]:
-    """The function of that name, for who would rather not import it."""
+def _assertion_fixture() -> Callable[..., None]:
+    """Return the function of that name, for tests that use a fixture instead of an import."""
     return assert_attention
 
 
 def _report(subject: Any, options: dict[str, Any], rules: Any = None) -> Report:
-    """The report: as it is, read, or made of a model by the analyzers that the rules need."""
+    """Return a report as it is, read it, or inspect a model with the analyzers that the rules need."""
     import attnlens
     from attnlens.arguments import names_report
     from attnlens.checks.judging import needed
@@ -68,5 +68,5 @@ def _report(subject: Any, options: dict[str, Any], rules: Any = None) -> Report:
         return subject
     if isinstance(subject, str | PathLike) and names_report(fspath(subject)):
         return read_report(fspath(subject))
-    asked = {} if rules is None or "analyzers" in options else needed(rules_of(rules), None)
-    return attnlens.inspect(subject, **(asked | options))
+    required = {} if rules is None or "analyzers" in options else needed(rules_of(rules), None)
+    return attnlens.inspect(subject, **(required | options))

@@ -1,4 +1,4 @@
-"""Parses rules such as `tokens.entropy: min > 0.05 @layers 0-3` from tables, texts and files; and tolerances."""
+"""Parse rules such as `tokens.entropy: min > 0.05 @layers 0-3` from tables, texts and files; define tolerances."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from attnlens.registry import MeasureInfo
 from attnlens.wording import clean
 
 MOST = 1000
-"""Rules beyond which no table goes."""
+"""Maximum number of rules in a table."""
 DEEPEST = 50
-"""How deep tables of rules may be nested: a path into a report has six parts."""
+"""Maximum nesting depth of tables of rules; a path into a report has six parts."""
 LARGEST = 2**20
-"""Bytes of the largest file of rules."""
+"""Size limit of a file of rules, in bytes."""
 TABLES = (("check",), ("tool", "attnlens", "check"))
-"""Where rules stand in attnlens.toml, and in pyproject.toml."""
+"""Tables with rules in attnlens.toml, and in pyproject.toml."""
 EXAMPLE = '"tokens.entropy" = ["min > 0.05"]'
 LONGEST = 200
-"""Characters of a condition; none that a person writes comes near."""
+"""Maximum length of a condition in characters, far above that of real ones."""
 NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 COMPARISON = re.compile(rf"(<=|>=|==|!=|<|>)\s*({NUMBER})|in\s+({NUMBER})\s*\.\.\s*({NUMBER})")
 CONDITION = re.compile(r"(q[0-9]{1,3}(?:\.[0-9]+)?|[a-z]+)\b\s*(?:\(([^()]*)\))?\s*(\S.*)", re.DOTALL)
 WHOLE = ("min", "max", "mean", "median", "count", "value")
-"""The aggregates that have no number of their own; `value` compares every head, or the one field, by itself."""
+"""Aggregates without a number in their name; `value` compares every head, or a single field, by itself."""
 SPELLINGS = "min, max, mean, median, q05, share(> 0.9), count or value"
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     **{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
@@ -42,23 +42,23 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class Criterion:
-    """What a number is held against: an operator and a bound, or a range with both ends in it."""
+    """Comparison of a number with a bound, or with a closed range."""
 
     operator: str
-    """<, <=, >, >=, ==, != or in."""
+    """Operator: <, <=, >, >=, ==, != or in."""
     low: float
-    """The bound, or the range's lower end."""
+    """Bound, or lower end of the range."""
     high: float
-    """The same bound, or the range's upper end."""
+    """The same bound, or upper end of the range."""
 
     def holds(self, number: float) -> bool:
-        """Whether the number is as wanted."""
+        """Return whether the number satisfies the comparison."""
         if self.operator == "in":
             return self.low <= number <= self.high
         return OPERATORS[self.operator](number, self.low)
 
     def excess(self, number: float) -> float:
-        """How far the number is from where it should be; the larger, the worse."""
+        """Compute the distance between the number and the allowed values; larger is worse."""
         return max(self.low - number, number - self.high) if self.operator in ("in", "==") else abs(number - self.low)
 
     def __str__(self) -> str:
@@ -67,93 +67,93 @@ class Criterion:
 
 @dataclass(frozen=True)
 class RuleCondition:
-    """An aggregate over heads, what it must be, and which heads are looked at."""
+    """Aggregate over heads, the comparison for it, and the heads that it covers."""
 
     aggregate: str
-    """One of WHOLE, `share`, or `q05` and the like."""
+    """Aggregate: a member of WHOLE, `share`, or a quantile such as `q05`."""
     comparison: Criterion
-    """What it must be."""
+    """Comparison for the aggregate."""
     share: Criterion | None = None
-    """What the heads that are counted must be, of a share."""
+    """Comparison that heads must satisfy to be counted, for a share."""
     layers: frozenset[int] | None = None
-    """Only these layers; None: all."""
+    """Layers covered; None: all."""
     heads: frozenset[int] | None = None
-    """Only these heads; None: all."""
+    """Heads covered; None: all."""
     part: str | None = None
-    """Only this part; None: all."""
+    """Part covered; None: all."""
 
     @property
     def quantile(self) -> float | None:
-        """Which quantile it takes, of `median` and `q05`; None for any other aggregate."""
+        """Quantile of `median`, `q05` and the like; None for any other aggregate."""
         if self.aggregate == "median":
             return 0.5
         return float(self.aggregate[1:]) / 100 if self.aggregate[0] == "q" else None
 
     @property
     def measured(self) -> str:
-        """What is compared: `share(> 0.9)`."""
+        """Name of the compared number: `share(> 0.9)`."""
         return self.aggregate if self.share is None else f"{self.aggregate}({self.share})"
 
     @property
     def filters(self) -> str:
-        """Which heads, as it is written: ` @layers 0,1,2 @part decoder`; empty where it is all."""
+        """Selection of heads as it is written: ` @layers 0,1,2 @part decoder`; empty for all."""
         numbers = {"layers": self.layers, "heads": self.heads}
-        said = [f" @{name} {','.join(map(str, sorted(found)))}" for name, found in numbers.items() if found is not None]
-        return "".join([*said, f" @part {self.part}" if self.part else ""])
+        parts = [f" @{name} {','.join(map(str, sorted(ids)))}" for name, ids in numbers.items() if ids is not None]
+        return "".join([*parts, f" @part {self.part}" if self.part else ""])
 
 
 def condition(text: object) -> RuleCondition:
-    """The condition that the text says. Raises UsageError for anything else; nothing in it is ever run."""
+    """Parse the condition in a text. Raise UsageError for anything else; no part of the text is ever executed."""
     if not isinstance(text, str) or len(text) > LONGEST:
-        raise _unread(text, f"a condition is a text of at most {LONGEST} characters.")
+        raise _parse_error(text, f"a condition is a text of at most {LONGEST} characters.")
     first, *filters = text.split("@")
-    found = CONDITION.fullmatch(first.strip())
-    if found is None:
-        raise _unread(text, "an aggregate comes first, and what it must be behind it.")
-    aggregate, inner, rest = found.groups()
+    match = CONDITION.fullmatch(first.strip())
+    if match is None:
+        raise _parse_error(text, "an aggregate comes first, and what it must be behind it.")
+    aggregate, inner, comparison = match.groups()
     known = float(aggregate[1:]) <= 100 if aggregate[1:2].isdecimal() else aggregate in (*WHOLE, "share")
     if not known:
-        raise _unread(text, f"there is no aggregate {aggregate!r}: {SPELLINGS}.")
+        raise _parse_error(text, f"there is no aggregate {aggregate!r}: {SPELLINGS}.")
     if (aggregate == "share") != (inner is not None):
-        raise _unread(text, "share, and nothing else, has a comparison in brackets, as in share(> 0.9) < 0.1.")
+        raise _parse_error(text, "share, and nothing else, has a comparison in brackets, as in share(> 0.9) < 0.1.")
     share = None if inner is None else _comparison(text, inner)
-    return RuleCondition(aggregate, _comparison(text, rest), share, *_filters(text, filters))
+    return RuleCondition(aggregate, _comparison(text, comparison), share, *_filters(text, filters))
 
 
 def _comparison(text: object, words: str) -> Criterion:
-    found = COMPARISON.fullmatch(words.strip())
-    if found is None:
-        raise _unread(text, f"{written(words.strip())} is none of < <= > >= == != and a number, or in 0.4..0.9.")
-    sign, bound, low, high = found.groups()
+    match = COMPARISON.fullmatch(words.strip())
+    if match is None:
+        raise _parse_error(text, f"{written(words.strip())} is none of < <= > >= == != and a number, or in 0.4..0.9.")
+    sign, bound, low, high = match.groups()
     ends = [float(number) for number in (bound, low, high) if number is not None]
     if not all(map(math.isfinite, ends)):
-        raise _unread(text, "a number in it is beyond all numbers.")
+        raise _parse_error(text, "a number in it is beyond all numbers.")
     if ends[-1] < ends[0]:
-        raise _unread(text, "its range runs backwards.")
+        raise _parse_error(text, "its range runs backwards.")
     return Criterion(sign or "in", ends[0], ends[-1])
 
 
 def _filters(text: object, words: list[str]) -> tuple[frozenset[int] | None, frozenset[int] | None, str | None]:
-    """Layers, heads and part."""
+    """Parse layers, heads and part."""
     numbers: dict[str, frozenset[int]] = {}
     part: str | None = None
     for word in words:
         name, _, what = word.strip().partition(" ")
         if name in numbers or (name == "part" and part):
-            raise _unread(text, f"@{name} stands in it twice.")
+            raise _parse_error(text, f"@{name} stands in it twice.")
         if name in ("layers", "heads"):
             try:
                 numbers[name] = frozenset(listed_numbers(f"@{name}", what))
             except UsageError as error:
-                raise _unread(text, error.problem) from None
+                raise _parse_error(text, error.problem) from None
         elif name == "part" and what.strip() in get_args(Part):
             part = what.strip()
         else:
-            raise _unread(text, "behind an @ stand layers 0-3, heads 0,5 or part decoder.")
+            raise _parse_error(text, "behind an @ stand layers 0-3, heads 0,5 or part decoder.")
     return numbers.get("layers"), numbers.get("heads"), part
 
 
-def _unread(text: object, why: str) -> UsageError:
+def _parse_error(text: object, why: str) -> UsageError:
     return UsageError(f"The rule {written(text)} can't be read: {why}", 'Write it as in "min > 0.05 @layers 0-3".')
 
 
@@ -162,38 +162,38 @@ class Rule:
     """One condition on one subject."""
 
     subject: str
-    """`tokens.entropy`, `tokens.entropy.se`, `|weights.symmetry.z|`, `swap.loss.delta`."""
+    """Subject: `tokens.entropy`, `tokens.entropy.se`, `|weights.symmetry.z|`, `swap.loss.delta`."""
     condition: RuleCondition
-    """What must hold."""
+    """Required condition."""
     wanted: str
-    """The condition as it is written."""
+    """Condition as it is written."""
     file: str | None = None
-    """The file in which it stands."""
+    """File that contains the rule."""
 
     @property
     def spelling(self) -> str:
-        """The rule on one line."""
+        """Rule on one line."""
         return f"{self.named}: {self.wanted}"
 
     @property
     def named(self) -> str:
-        """The subject, on one line."""
+        """Subject on one line."""
         return clean(self.subject)
 
     @property
     def place(self) -> str:
-        """The prefix of a sentence about it, `attnlens.toml: `; empty if the rule was passed in the call."""
+        """Prefix of a sentence about it, `attnlens.toml: `; empty if the rule was passed in the call."""
         return _place(self.file)
 
     @property
     def id(self) -> str:
-        """What stays when its numbers are changed: `tokens.entropy: min > @layers 0,1`."""
-        kept = self.condition
-        return f"{self.named}: {kept.measured} {kept.comparison.operator}{kept.filters}"
+        """Identity that is independent of the bounds: `tokens.entropy: min > @layers 0,1`."""
+        condition = self.condition
+        return f"{self.named}: {condition.measured} {condition.comparison.operator}{condition.filters}"
 
 
 def rule(subject: str, text: object, file: str | None = None) -> Rule:
-    """The rule; UsageError, which names its place, where it makes no sense."""
+    """Build the rule. Raise UsageError, which names its file, if it is invalid."""
     if not subject.strip("| "):
         raise UsageError(
             f"{_place(file)}the rule {written(text)} is about nothing.", f"Name a measure, as in {EXAMPLE}."
@@ -209,7 +209,7 @@ def _place(file: str | None) -> str:
 
 
 def spelled(text: str) -> Rule:
-    """The rule of `--rule`, as in `tokens.entropy: min > 0.05`. Raises UsageError for anything else."""
+    """Parse the value of `--rule`, such as `tokens.entropy: min > 0.05`. Raise UsageError for anything else."""
     subject, colon, wanted = text.partition(":") if isinstance(text, str) else ("", "", "")
     if not colon:
         raise UsageError(
@@ -219,17 +219,17 @@ def spelled(text: str) -> Rule:
 
 
 def tabled(table: Mapping[str, Any], file: str | None = None) -> list[Rule]:
-    """The rules of a table subject → condition or conditions; a table in it continues the subject behind a dot."""
-    found: list[Rule] = []
+    """Parse a table subject → condition or conditions; a nested table continues the subject after a dot."""
+    rules: list[Rule] = []
     for subject, texts in _flat(table, ""):
         if not isinstance(texts, str | list | tuple) or not texts:
             raise UsageError(
                 f"{_place(file)}{clean(subject)} has no condition: {written(texts)}.", f"Write it as in {EXAMPLE}."
             )
-        found += [rule(subject, text, file) for text in ([texts] if isinstance(texts, str) else texts)]
-    if len(found) > MOST:
-        raise UsageError(f"There are {len(found)} rules.", f"Give at most {MOST}.")
-    return found
+        rules += [rule(subject, text, file) for text in ([texts] if isinstance(texts, str) else texts)]
+    if len(rules) > MOST:
+        raise UsageError(f"There are {len(rules)} rules.", f"Give at most {MOST}.")
+    return rules
 
 
 def _flat(table: Mapping[str, Any], before: str) -> Iterable[tuple[str, Any]]:
@@ -243,21 +243,21 @@ def _flat(table: Mapping[str, Any], before: str) -> Iterable[tuple[str, Any]]:
 
 
 def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
-    """The rules of a TOML file, from [check] or [tool.attnlens.check].
+    """Read the rules of a TOML file, from [check] or [tool.attnlens.check].
 
-    `named`: it was asked for, so that a file without rules is an error. Raises UsageError for a file that can't be
-    read, is no TOML, or holds a rule that makes no sense.
+    `named`: the user named the file, so that a file without rules is an error. Raise UsageError for a file that can't
+    be read, is not TOML, or contains an invalid rule.
     """
     import tomllib
 
     remedy = f"Give a TOML file with a table [check], as in {EXAMPLE}."
     content = read_bytes(path, UsageError, remedy, most=LARGEST)
     try:
-        told = tomllib.loads(content.decode())
+        document = tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}.", remedy) from None
     for names in TABLES:
-        table: Any = told
+        table: Any = document
         for name in names:
             table = table.get(name, {}) if isinstance(table, Mapping) else {}
         if not isinstance(table, Mapping):
@@ -270,43 +270,43 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
 
 
 def rules_of(given: object) -> list[Rule]:
-    """Rules as a caller in Python gives them: a table, a path of a TOML file, a text or several."""
-    found: list[Rule] = []
+    """Parse the rules of a Python caller: a table, a path of a TOML file, or one or several texts."""
+    rules: list[Rule] = []
     if isinstance(given, Mapping):
-        found = tabled(given)
+        rules = tabled(given)
     elif isinstance(given, Path) or (isinstance(given, str) and given.endswith(".toml")):
-        found = read_rules(Path(given))
+        rules = read_rules(Path(given))
     elif isinstance(given, str):
-        found = [spelled(given)]
+        rules = [spelled(given)]
     elif isinstance(given, Iterable):
-        found = [one if isinstance(one, Rule) else spelled(one) for one in given]
-    if not found:
+        rules = [item if isinstance(item, Rule) else spelled(item) for item in given]
+    if not rules:
         raise UsageError(f"rules={written(given)} holds no rule.", 'Write {"tokens.entropy": ["min > 0.05"]}.')
-    return found
+    return rules
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """A head has moved where it is off by more than either bound, and by more than chance."""
+    """Bounds for changes: a head has moved if it exceeds both the larger bound and chance."""
 
     relative: float = RELATIVE
-    """Of the baseline's value."""
+    """Allowed change as a share of the baseline's value."""
     absolute: float | None = None
-    """In the measure's own unit; None: `relative` of the measure's range, where it has one."""
+    """Allowed change in the measure's own unit; None: `relative` of the measure's range, if it has one."""
     fdr: float = FDR
-    """The share of heads that may be named by chance, of those that are named by a p-value."""
+    """Share of heads named by chance among those named by a p-value."""
 
     def __str__(self) -> str:
         return f"±{100 * self.relative:g} %" + (f", ±{self.absolute:g}" if self.absolute else "")
 
     def of(self, info: MeasureInfo) -> Tolerance:
-        """The same for one measure: between −1 and 1, 5 % are 0.1, so that what is near 0 may move as what is not."""
+        """Set the absolute bound for one measure: 5 % of the range −1 to 1 are 0.1, so that values near 0 can vary."""
         bounded = info.low is not None and info.high is not None
         width = info.high - info.low if bounded else 0.0  # type: ignore[operator]  # neither is None
         return self if self.absolute is not None else replace(self, absolute=self.relative * width)
 
     def __post_init__(self) -> None:
-        """Raise UsageError for bounds that make no sense."""
+        """Raise UsageError for invalid bounds."""
         for name, most in (("relative", math.inf), ("absolute", math.inf), ("fdr", 1.0)):
             number: Any = getattr(self, name)
             if name == "absolute" and number is None:

@@ -1,4 +1,4 @@
-"""Starts the program: from its first line on, and while it is being imported, an interruption ends it with 130."""
+"""Start the program: an interruption ends it with 130 from its first line on, even during imports."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the program, and end it with the exit code that the contract says."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the caller has it ignored
+    """Run the program, and exit with the documented exit code."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise the caller ignores it
         signal.signal(signal.SIGINT, leave)
-    gc.disable()  # until the work begins: what imports make stays
+    gc.disable()  # until the work begins: imported objects stay alive
     from attnlens.cli.entry import run
 
     run()
 
 
 def leave(_signal: int = signal.SIGINT, _frame: object = None) -> None:
-    """End at once: nothing is begun that would have to be put in order."""
+    """Exit immediately: nothing has started that needs cleaning up."""
     os.write(2, b"Interrupted.\n")
     os._exit(INTERRUPTED)

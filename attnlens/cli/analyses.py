@@ -1,4 +1,4 @@
-"""The functions behind the commands: a model and its options give a Report. Importing them loads torch."""
+"""Functions behind the commands, which turn a model and its options into a Report. Importing them loads torch."""
 
 from attnlens.lab.reproduce import converge_head, converge_synthetic, study, verify
 from attnlens.runs.compare.pipeline import compare

@@ -1,4 +1,4 @@
-"""Runs one command line, and turns whatever it could not turn into words itself into words and an exit code."""
+"""Run one command line, and turn remaining errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from attnlens.cli.outputs import READER_LEFT, product
 from attnlens.cli.show import UNUSABLE, complain, interrupt, told
 
 TypedWrong: Any = typer.BadParameter.__base__
-"""What click raises for words that it can't parse; typer carries its own click, or uses the package, by its version."""
+"""Exception of click for words that it can't parse; typer vendors click or imports it, depending on the version."""
 WIDTHS = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
 WIDEST = 1000
-"""Columns or lines beyond which no page is; a table is filled up to them."""
+"""Maximum number of columns or lines of a terminal; tables are filled up to the width."""
 REMOVED = {
     "--models": "Run the command once per model, in a loop of the shell: units that are finished are kept.",
     "--reports": "Run the command once per model, in a loop of the shell, with a --json each.",
@@ -33,20 +33,20 @@ REMOVED = {
     "--allow-other-model": "Leave it out: a baseline is compared by content.",
     "merge": "Run the command of the shards again without --shard: it uses their units and writes the report.",
 }
-"""Options and commands of earlier versions: what to do instead."""
+"""Options and commands of earlier versions, with their replacements."""
 UNSET_VARIABLE = re.compile(r" \(env var: '(\w+)'\)")
-"""What click adds to an option's name, whether or not the variable is set."""
+"""Pattern of the suffix that click appends to an option's name, even if the variable is not set."""
 
 
 def run() -> None:
-    """Run the program's own words, and end it."""
+    """Run the program with its own arguments, and exit."""
     code = exit_code()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done and told
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # everything is done and printed
     if code == 0:
-        gc.freeze()  # the process ends with all that it holds; looking through it takes a fifth of `list`
+        gc.freeze()  # the process ends anyway; a last collection would take a fifth of the time of `list`
         sys.exit(0)
-    # CPython holds an interruption that struck inside exec(), as dataclasses use it while torch is imported, for
-    # unhandled even when it was caught; and a library that memory did not suffice for may crash when it is wound up.
+    # CPython considers an interruption inside exec(), which dataclasses use while torch is imported, unhandled even if
+    # it was caught; and a library that ran out of memory may crash during finalisation.
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -54,7 +54,7 @@ def run() -> None:
 
 
 def exit_code(words: Sequence[str] | None = None) -> int:
-    """Run these words (none: the program's own); the exit code, after everything was said."""
+    """Run these words (None: the program's own arguments) and return the exit code, after all output."""
     try:
         _prepare()
         if sys.stdout is None:
@@ -67,7 +67,7 @@ def exit_code(words: Sequence[str] | None = None) -> int:
         with product():
             return app(words, prog_name="attnlens", standalone_mode=False) or 0
     except TypedWrong as error:
-        # an option without its value is told without a context, and only within a command
+        # for an option without its value, the context is missing; that only happens within a command
         first = (sys.argv[1:] if words is None else words)[:1]
         command = error.ctx.command_path if error.ctx else f"attnlens {first[0]}"
         problem = UNSET_VARIABLE.sub(lambda found: found[0] * (found[1] in os.environ), error.format_message())
@@ -76,24 +76,24 @@ def exit_code(words: Sequence[str] | None = None) -> int:
         return UNUSABLE
     except typer.Exit as stop:
         return stop.exit_code
-    except SystemExit:  # so does typer itself end where nobody reads its help
+    except SystemExit:  # typer itself exits like this if the reader of its help has left
         return READER_LEFT
     except BaseException as error:
         return told(error)
 
 
 def _prepare() -> None:
-    """Make streams, page and libraries usable in whatever state the caller left them."""
+    """Prepare streams, page size and libraries, in whatever state the caller left them."""
     if signal.getsignal(signal.SIGINT) is leave:
-        signal.signal(signal.SIGINT, interrupt)  # from here on what is finished is kept
+        signal.signal(signal.SIGINT, interrupt)  # from here on, finished work is kept
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123  # it lives as long as the program
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123  # it stays open until the program exits
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that knows ASCII alone still gets its numbers
+            stream.reconfigure(errors="replace")  # an ASCII-only terminal still gets its numbers
     for name in WIDTHS:
-        given = os.environ.pop(name, "")
-        if given.isascii() and given.isdecimal() and given.strip("0"):  # typer's help would believe a width of 0
-            os.environ[name] = given if len(given) <= 3 else str(WIDEST)
-    os.environ["MPLBACKEND"] = "agg"  # a notebook exports its own to the programs that it starts
-    warnings.simplefilter("ignore")  # other libraries' talk; PYTHONWARNINGS=error would make it end the program
+        size = os.environ.pop(name, "")
+        if size.isascii() and size.isdecimal() and size.strip("0"):  # typer's help would use a width of 0
+            os.environ[name] = size if len(size) <= 3 else str(WIDEST)
+    os.environ["MPLBACKEND"] = "agg"  # a notebook exports its own backend to child processes
+    warnings.simplefilter("ignore")  # of other libraries; PYTHONWARNINGS=error would turn them into failures

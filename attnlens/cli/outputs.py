@@ -1,4 +1,4 @@
-"""What a command reads and writes, its model's name, progress around its work, and its report's delivery."""
+"""Resolve a command's model, inputs and outputs, run its work with progress, and deliver its report."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ NO_MODEL = "No model named: using demo, the small model that ships with attnlens
 
 
 def named_model(name: str | None, *, quiet: bool) -> str:
-    """The model asked for, or demo, which is said. Raises UsageError for what can be no name."""
+    """Return the requested model, else demo, with a message. Raise UsageError for an invalid name."""
     if name is None and not quiet:
         say(NO_MODEL)
     return "demo" if name is None else checked_model(name)
 
 
 def checked_model(name: str) -> str:
-    """The name; UsageError where it is empty, or stands for stdin."""
+    """Return the name. Raise UsageError if it is empty, or means stdin."""
     if not name.strip() or "\0" in name:
         raise UsageError("The model's name is empty.", "Name a folder, a file, a hub id, or `demo`.")
     if name == "-":
@@ -58,7 +58,7 @@ def checked_model(name: str) -> str:
 
 
 def check_reading(settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for what the source that was asked for does not give."""
+    """Raise UsageError for options that the requested source does not support."""
     from attnlens.requests import reading  # late, because it loads the records
 
     reading.chosen(reading.settings(settings), settings["analyzers"], settings["select"], settings["show"])
@@ -67,8 +67,8 @@ def check_reading(settings: Mapping[str, Any]) -> None:
 
 @contextmanager
 def working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
-    """Around the one call of a command: progress is shown, and transformers logs nothing."""
-    gc.freeze()  # what was imported stays: no collection need go through it
+    """Show progress and silence transformers during the one call of a command."""
+    gc.freeze()  # imported objects stay alive: the collector needn't scan them
     gc.enable()
     with interruptible_at_once():
         from attnlens.models.loading.building import unlogged
@@ -78,9 +78,9 @@ def working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def run_and_deliver(outputs: Outputs, work: Callable[[Any, Any], tuple[Report, Callable[[], None] | None]]) -> Report:
-    """Return the report of one piece of work, delivered; what is finished of an interrupted one too.
+    """Run one piece of work and deliver its report; after an interruption, the report of the finished part.
 
-    `work` is (attnlens.cli.analyses, progress) → the report, and what is to be called when it is written.
+    `work` is (attnlens.cli.analyses, progress) → the report, and what is called once it is written, or None.
     """
     with interruptible_at_once():
         from attnlens.cli import analyses
@@ -98,7 +98,7 @@ def run_and_deliver(outputs: Outputs, work: Callable[[Any, Any], tuple[Report, C
 
 
 def begin_workers(settings: Mapping[str, Any]) -> None:
-    """Begin what the processes of --jobs are forked from, which imports what this one imports meanwhile."""
+    """Start the server process that --jobs are forked from; it imports the library in parallel with this process."""
     if settings.get("engine") == "local":
         from attnlens.runs.work import start_server
 
@@ -106,7 +106,7 @@ def begin_workers(settings: Mapping[str, Any]) -> None:
 
 
 def end_strictly(report: Report) -> None:
-    """End with PARTLY if something was not analysed, or the files hold tensors that the model has no place for."""
+    """Exit with PARTLY if something was not analysed, or if the files contain tensors that the model does not use."""
     from attnlens.report.sentences.reports import unexpected
 
     for sentence in unexpected(report):
@@ -119,7 +119,7 @@ def end_strictly(report: Report) -> None:
 
 
 def failure(report: Report) -> IdentityError:
-    """Return the error of a failed `doctor`: which sites failed, and how far the worst is off."""
+    """Return the error of a failed `doctor`: the sites that failed, and the largest error."""
     failed = [check for check in report.doctor if not check.passed]
     errors = [error for check in failed for error in (check.tokens_error, check.weights_error) if error is not None]
     if failed:
@@ -139,15 +139,15 @@ DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("
 """Options that name a file to write."""
 STDIN = STDOUT = "-"
 HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")
-"""What the name of a model of the hub looks like; one that ends like a file, or is a folder here, is none."""
+"""Pattern of a hub model's name; a name that ends like a file, or is a local folder, is not one."""
 TEXTS = ("text", "calibration", "prompts")
-"""Options that may name rows of a dataset in the place of a file."""
+"""Options that accept rows of a dataset instead of a file."""
 SAY_TEXT = "Give a plain text file in UTF-8."
 
 
 @dataclass
 class Inputs:
-    """The files that a command reads, and the folders of its models."""
+    """Files that a command reads, and the folders of its models."""
 
     files: dict[str, str] = field(default_factory=dict)
     """Description of each input file, keyed by its resolved path."""
@@ -156,39 +156,39 @@ class Inputs:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], models: Sequence[str]) -> Inputs:
-        """Those of a command's parameters, and of these models.
+        """Collect the inputs of a command's parameters, and of these models.
 
-        Raises TextError for a text that is not there, ModelError for a model that is not where its name says (the hub
-        is not asked), UsageError for a plan that can't be read.
+        Raise TextError for a missing text, ModelError for a model that is not found locally (the hub is not queried),
+        UsageError for a plan that can't be read.
         """
-        found = cls()
+        inputs = cls()
         lone = {name: [given[name]] for name in ("prompts", "pairs", "labelled") if given.get(name) is not None}
         several = {name: given.get(name) or () for name in ("text", "calibration", "series", "image", "audio")}
         for option, named in (lone | several).items():
             for path in map(Path, named):
-                asked = dataset_rows(str(path)) if option in TEXTS else None
-                if asked is not None:
-                    folder = Path(os.path.realpath(os.path.expanduser(asked.name)))  # noqa: PTH111  # never raises
-                    found.folders[folder] = f"a file of the dataset which --{option} reads"
+                dataset = dataset_rows(str(path)) if option in TEXTS else None
+                if dataset is not None:
+                    folder = Path(os.path.realpath(os.path.expanduser(dataset.name)))  # noqa: PTH111  # never raises
+                    inputs.folders[folder] = f"a file of the dataset which --{option} reads"
                 elif str(path) != STDIN:
-                    found._add(_readable(path), f"which --{option} reads")
+                    inputs._add(_readable(path), f"which --{option} reads")
         if given.get("ranks") is not None:
             from attnlens.records import read_plan
 
             plan = Path(given["ranks"])
-            if not plan.is_fifo():  # which can be read once, by the run
+            if not plan.is_fifo():  # a pipe can be read only once, by the run
                 read_plan(plan)
-            found._add(plan, "which --ranks reads")
+            inputs._add(plan, "which --ranks reads")
         if models:
             from attnlens.models.loading.hub import check_endpoint
 
             check_endpoint()
         for name in models:
-            found._add_model(name, given)
+            inputs._add_model(name, given)
         if given.get("adapter") is not None:
             folder = Path(os.path.realpath(os.path.expanduser(given["adapter"])))  # noqa: PTH111  # never raises
-            found.folders[folder] = "a file of the adapter"
-        return found
+            inputs.folders[folder] = "a file of the adapter"
+        return inputs
 
     def description(self, output: Path) -> str:
         """Return the description of the input that `output` would replace; empty if there is none."""
@@ -200,7 +200,7 @@ class Inputs:
         self.files[os.path.realpath(path)] = what
 
     def _add_model(self, name: str, given: Mapping[str, Any]) -> None:
-        """The files of a model on this machine: of its folder all, wherever links lead; a bare file."""
+        """Add a local model's files: all files of its folder, with links resolved, or a single file."""
         path = os.path.expanduser(name)  # noqa: PTH111  # here and below os.path, which never raises, whatever the name
         on_hub = HUB.fullmatch(name) and not name.endswith(MODEL_FILES) and name != "demo"
         if on_hub and not os.path.exists(path) and not given["offline"]:  # noqa: PTH110
@@ -219,35 +219,35 @@ class Inputs:
 
 
 def check_place() -> None:
-    """Raise UsageError where the current folder was removed: no path starts there, and torch's MKL ends the process."""
+    """Raise UsageError if the current folder was removed: paths can't be resolved, and torch's MKL ends the process."""
     try:
-        os.getcwd()  # noqa: PTH109  # as pathlib does
+        os.getcwd()  # noqa: PTH109  # like pathlib
     except OSError as error:
         raise UsageError(f"The current folder can't be read: {error.strerror}.", "Go to another one: cd") from None
 
 
 def _readable(path: Path) -> Path:
-    """Return the path of a text. Raises TextError if it can't be read."""
-    found = with_home(str(path))
+    """Return the path of a text. Raise TextError if it can't be read."""
+    resolved = with_home(str(path))
     try:
-        kind = found.stat()
+        kind = resolved.stat()
     except (OSError, ValueError) as error:
         raise TextError(f"The text {path} can't be read: {getattr(error, 'strerror', error)}.", SAY_TEXT) from None
-    if not os.access(found, os.R_OK):
+    if not os.access(resolved, os.R_OK):
         raise TextError(f"The text {path} can't be read: Permission denied.", SAY_TEXT)
     if not str(path).startswith(OPEN_FILES):
         refuse_other_kinds(kind, f"The text {path}", TextError, SAY_TEXT)
-    return found
+    return resolved
 
 
 @contextmanager
 def product() -> Iterator[None]:
-    """Inside, stdout is written. Raises OutputError where it takes no more, Exit where its reader has left."""
+    """Guard writing to stdout inside the block. Raise OutputError if it fails, Exit if its reader has left."""
     try:
         yield
         sys.stdout.flush()
     except OSError as error:
-        # what is left in the buffer would fail once more when Python ends
+        # flushing the rest of the buffer would fail again when Python exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise typer.Exit(READER_LEFT) from None
@@ -258,7 +258,7 @@ def product() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Which files are written, and what is shown."""
+    """Files to write, and what to show."""
 
     json: str | None = None
     csv: str | None = None
@@ -276,11 +276,11 @@ class Outputs:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Outputs:
-        """Those among a command's parameters."""
+        """Select the outputs among a command's parameters."""
         return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
 
     def files(self, *options: str) -> dict[str, Path]:
-        """Those of these options that name a file and not stdout, with their paths."""
+        """Return the paths of those of these options that name a file; stdout is left out."""
         named = {option: getattr(self, option) for option in options}
         return {
             option: local_path(name, option_name(option))
@@ -294,7 +294,7 @@ class Outputs:
             _check_name(option, getattr(self, option))
         names = {os.path.realpath(os.devnull): ""}
         for option, path in self.files(*DATA, *PICTURES, "save").items():
-            if option != "save":  # which the run checks
+            if option != "save":  # the run checks this one
                 check_writable(path, may_be_folder=option == "png")
             other = names.setdefault(os.path.realpath(path), option)
             if other not in ("", option):
@@ -309,7 +309,7 @@ class Outputs:
         if self.png is not None or self.html is not None:
             import logging  # late: few commands draw
 
-            logging.getLogger("matplotlib").setLevel(logging.ERROR)  # which tells where it keeps its cache
+            logging.getLogger("matplotlib").setLevel(logging.ERROR)  # matplotlib logs the location of its cache
         if self.png is not None:
             from attnlens.report.render.html import is_file
 
@@ -326,7 +326,7 @@ def option_name(option: str) -> str:
 
 
 def _check_name(option: str, name: str | None) -> None:
-    """Raise UsageError if that can't be the path of a file (of a folder, for pictures)."""
+    """Raise UsageError for a name that can't be the path of a file (or of a folder, for plots)."""
     typed = option_name(option)
     if name is None or (option, name) == ("json", STDOUT):
         return
@@ -339,11 +339,11 @@ def _check_name(option: str, name: str | None) -> None:
 
 
 def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False, saved: Sequence[str] = ()) -> None:
-    """Write the data, show the tables, draw the pictures, and tell which files there are.
+    """Write the data, show the tables, draw the plots, and print which files exist.
 
-    What fails is told when the rest is done: raised as an AttnlensError, or as Exit where the reader of stdout left.
-    `interrupted`: the report is what was finished, so that the end is Exit with the code of an interruption; `saved` is
-    told as written too.
+    Failures are reported after everything else: raised as an AttnlensError, or as Exit if the reader of stdout left.
+    `interrupted`: the report contains the finished part, so that the end is Exit with the code of an interruption;
+    `saved` is printed as written too.
     """
     from attnlens.report import export  # late, because it loads the records
     from attnlens.report.sections import documents
@@ -351,7 +351,7 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False, save
     failures = Failures()
     written = [*saved]
     older = ""
-    report = _naming_windows(outputs, report)
+    report = _add_windows_file(outputs, report)
     try:
         write_data(outputs, report, export.WRITERS, failures, written)
         with failures.kept():
@@ -363,7 +363,7 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False, save
                 older = f"{target} holds {count} older picture{'s' * (count != 1)} that this run did not write."
         if outputs.html is not None:
             with failures.kept():
-                page = _drawn(outputs.html, lambda: export.WRITERS["html"](report).encode())
+                page = _render(outputs.html, lambda: export.WRITERS["html"](report).encode())
                 write_atomically(Path(outputs.html), page)
                 written.append(outputs.html)
     finally:
@@ -381,15 +381,15 @@ def write_data(
     failures: Failures,
     written: list[str],
 ) -> None:
-    """Write each file of data that is asked for, and note which there are."""
+    """Write each requested data file, and append its path to `written`."""
     for option, path in outputs.files(*DATA).items():
         with failures.kept():
             write_atomically(path, writers[option](report).encode())
             written.append(str(path))
 
 
-def _naming_windows(outputs: Outputs, report: Report) -> Report:
-    """The report with the file of its windows, where that is written beside it."""
+def _add_windows_file(outputs: Outputs, report: Report) -> Report:
+    """Add the windows file to the report if both are written to the same folder."""
     files = outputs.files("json", "windows_csv")
     if len(files) < 2 or len({os.path.realpath(file.parent) for file in files.values()}) > 1:
         return report
@@ -397,12 +397,12 @@ def _naming_windows(outputs: Outputs, report: Report) -> Report:
     from attnlens.report.export import WRITERS
 
     content = WRITERS["windows_csv"](report).encode()
-    found = File(name=files["windows_csv"].name, sha256=sha256(content).hexdigest())
-    return report.model_copy(update={"windows_file": found})
+    windows_file = File(name=files["windows_csv"].name, sha256=sha256(content).hexdigest())
+    return report.model_copy(update={"windows_file": windows_file})
 
 
 class Failures:
-    """What failed while there was more to do."""
+    """Failures that don't prevent further work."""
 
     def __init__(self) -> None:
         self.errors: list[AttnlensError] = []
@@ -410,7 +410,7 @@ class Failures:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Inside, a failure ends the block and nothing else."""
+        """Record a failure that ends the block instead of raising it."""
         try:
             yield
         except AttnlensError as error:
@@ -419,7 +419,7 @@ class Failures:
             self.exits.append(stop)
 
     def end(self, *, interrupted: bool) -> None:
-        """Tell them, and raise the last, or Exit of the interruption."""
+        """Print the failures and raise the last one, or Exit after an interruption."""
         for error in self.errors if interrupted else self.errors[:-1]:
             complain(error.problem, error.remedy)
         if interrupted:
@@ -430,7 +430,7 @@ class Failures:
 
 
 def show(outputs: Outputs, report: Report, summary: Callable[[Report], Document]) -> None:
-    """Print JSON where stdout is to have it, and the summary."""
+    """Print the summary, and JSON if it goes to stdout."""
     from attnlens.report.render import terminal
 
     with product():
@@ -441,14 +441,14 @@ def show(outputs: Outputs, report: Report, summary: Callable[[Report], Document]
 
 
 def _draw(report: Report, target: Path, failures: Failures) -> list[Path]:
-    """Draw and write each picture; which files were made."""
+    """Draw and write each plot; return the files written."""
     from attnlens.report import export
 
     made: list[Path] = []
     with failures.kept():
         for path, draw in export.drawings(report, target).items():
             with failures.kept():
-                content = _drawn(path, draw)
+                content = _render(path, draw)
                 new = not path.parent.exists()
                 make_folder(path.parent)
                 try:
@@ -462,8 +462,8 @@ def _draw(report: Report, target: Path, failures: Failures) -> list[Path]:
     return made
 
 
-def _drawn(path: Path | str, draw: Callable[[], bytes]) -> bytes:
-    """A picture's file. Whatever goes wrong in drawing it costs that picture alone, hence the broad except."""
+def _render(path: Path | str, draw: Callable[[], bytes]) -> bytes:
+    """Draw the content of a plot's file. Any error only affects that plot, hence the broad except."""
     try:
         return draw()
     except AttnlensError:

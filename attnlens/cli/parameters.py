@@ -1,4 +1,4 @@
-"""Makes the options of the commands from requests, their defaults from files, and a run's keywords."""
+"""Build the options of the commands from requests, read defaults from files, and convert options to keywords."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ from attnlens.requests import OUTPUT
 from attnlens.requests.fields import CallOnly
 
 FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}
-"""Where options may stand, the first that has any wins; and under which table."""
+"""Files that can set options, the first one with any wins, and the path of their table."""
 RULES = "check"
-"""The table in them that holds no options, but what `check` checks."""
+"""Table in these files with the rules of `check` instead of options."""
 NEGATED = {"no_pack": "pack"}
-"""The other spelling of a switch that has two; typer gives an environment variable to the first alone."""
+"""Negative spellings of switches that have two; typer gives an environment variable only to the positive one."""
 LARGEST, REMEDY = 2**20, "Make it a file that can be read, or run in another folder."
 WANTED = {
     **{bool: ("true or false", "true"), int: ("a whole number", "16")},
     **{float: ("a number", "0.1"), str: ("a text in quotes", '"…"')},
 }
-"""What an option of each type must be in a file, and an example."""
+"""Description and example of the values of each type in a file."""
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 def kinds(commands: Iterable[Callable[..., Any]]) -> dict[str, Any]:
-    """The type of every option of these commands, annotated as for typer, by parameter name."""
-    found: dict[str, Any] = {}
+    """Return the type of every option of these commands by parameter name, annotated for typer."""
+    types: dict[str, Any] = {}
     for command in commands:
-        found |= get_type_hints(command, include_extras=True)
-    return {name: kind for name, kind in found.items() if name not in ("context", "return")}
+        types |= get_type_hints(command, include_extras=True)
+    return {name: kind for name, kind in types.items() if name not in ("context", "return")}
 
 
 def defaults(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by parameter name, from ATTNLENS_NO_PACK, `attnlens.toml`, or [tool.attnlens] of `pyproject.toml`.
+    """Read options by parameter name from ATTNLENS_NO_PACK, `attnlens.toml`, or [tool.attnlens] of `pyproject.toml`.
 
-    Every other ATTNLENS_<OPTION> is typer's. Raises UsageError where a file can't be read, is no TOML, or names an
-    option that does not exist, is dangerous, names what is read or written, or has a value of another type.
+    typer reads every other ATTNLENS_<OPTION>. Raise UsageError if a file can't be read, is not TOML, or sets an
+    option that does not exist, is dangerous, names a file to read or write, or has a value of another type.
     """
-    found = _from_files(folder, known)
+    options = _from_files(folder, known)
     for negated, name in NEGATED.items():
         variable = f"ATTNLENS_{negated.upper()}"
         word = os.environ.get(variable, "").lower()
         if word and word not in YES + NO:
             raise UsageError(f"{variable}={word} is neither yes nor no.", f"Write {variable}=1 or {variable}=0.")
         if word:
-            found[name] = word in NO
-    return found
+            options[name] = word in NO
+    return options
 
 
 def _from_files(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _from_files(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
                 )
         options = {key: value for key, value in table.items() if key != RULES}
         if options:
-            return dict(_entry(name, key, value, known) for key, value in options.items())
+            return dict(_parse_entry(name, key, value, known) for key, value in options.items())
     return {}
 
 
@@ -85,12 +85,12 @@ def _toml(file: Path) -> dict[str, Any]:
         return tomllib.loads(read_bytes(file, UsageError, REMEDY, most=LARGEST).decode())
     except RecursionError:
         raise UsageError(f"{file} is nested too deep.", "Mend the file, or run in another folder.") from None
-    except ValueError as error:  # TOML's own errors, bytes that are no UTF-8, numbers of thousands of digits
+    except ValueError as error:  # TOML's own errors, bytes that are not UTF-8, numbers of thousands of digits
         raise UsageError(f"{file} is not valid TOML: {error}.", "Mend the file, or run in another folder.") from None
 
 
-def _entry(file: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
-    """One line of a file as a parameter and its value, checked: a file may lie beside a stranger's model."""
+def _parse_entry(file: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
+    """Check one line of a file and return parameter and value; the file may belong to an untrusted model."""
     name = key.replace("-", "_")
     checked_name(f"option in {file}", name, sorted({*known, *NEGATED}))
     kind, declared = get_args(known[NEGATED.get(name, name)])[:2]
@@ -104,8 +104,8 @@ def _entry(file: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[s
             f"Take {key} out of {file}, and name it {places}.",
         )
     kinds = {kind, *get_args(kind)}  # `int | None`, `list[str] | None`
-    several = any(get_origin(one) is list for one in kinds)
-    plain = next((one for one in (bool, int, float) if one in kinds), str)
+    several = any(get_origin(each) is list for each in kinds)
+    plain = next((each for each in (bool, int, float) if each in kinds), str)
     items = value if several and isinstance(value, list) else [value]
     allowed = (int, float) if plain is float else plain
     if not all(isinstance(item, allowed) and (plain is bool) == isinstance(item, bool) for item in items):
@@ -117,31 +117,31 @@ def _entry(file: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[s
 
 TRAINED = "Checkpoints and heads"
 Parameters = dict[str, tuple[Any, Any]]
-"""Options by the parameter of a command: what typer is told of each, and its default."""
+"""Options by the command's parameter: annotated type for typer, and default."""
 
 
 def option(*names: str, panel: str = "Options", call_only: CallOnly = "", **more: Any) -> Any:
-    """A typer option that also reads ATTNLENS_<OPTION>; `call_only` says why no file of defaults may set it."""
+    """Create a typer option that also reads ATTNLENS_<OPTION>; `call_only` says why no defaults file may set it."""
     long = next(name for name in names if name.startswith("--")).split("/")[0]
     envvar = "ATTNLENS_" + long.removeprefix("--").replace("-", "_").upper()
-    found = typer.Option(*names, envvar=envvar, rich_help_panel=panel, **more)
-    found.call_only = call_only
-    return found
+    created = typer.Option(*names, envvar=envvar, rich_help_panel=panel, **more)
+    created.call_only = call_only
+    return created
 
 
-def output(name: str, help: str, metavar: str = "FILE") -> Any:  # noqa: A002  # as typer calls it
-    """The option that names a file to write."""
+def output(name: str, help: str, metavar: str = "FILE") -> Any:  # noqa: A002  # name of typer's argument
+    """Create the option that names a file to write."""
     return option(name, panel=OUTPUT, help=help, metavar=metavar, call_only="written")
 
 
 def parameters(kind: type, *, without: Collection[str] = (), **defaults: Any) -> Parameters:
-    """The options of a request, its own before those that it has in common with others; with other defaults."""
-    every = {name: found for name, found in requests.options(kind).items() if name not in without}
+    """Return the options of a request, its own ones before those shared with others; `defaults` replaces defaults."""
+    options = {name: found for name, found in requests.options(kind).items() if name not in without}
     bases = [requests.options(base) for base in (requests.Loading, requests.Feeding, requests.ModelRequest)]
-    own_first = sorted(every.items(), key=lambda pair: sum(pair[0] in base for base in bases))
+    own_first = sorted(options.items(), key=lambda pair: sum(pair[0] in base for base in bases))
     return {
         parameter_of(name, found): (
-            _typed(name, found),
+            _annotation(name, found),
             defaults.get(name, None if found.default == () else found.default),
         )
         for name, found in own_first
@@ -149,23 +149,23 @@ def parameters(kind: type, *, without: Collection[str] = (), **defaults: Any) ->
 
 
 def parameter_of(name: str, found: requests.Option) -> str:
-    """The name of an option's parameter, by how it is typed: analyzer for --analyzer, in the place of analyzers."""
+    """Return the parameter name of an option from its flag: analyzer for --analyzer, although it sets analyzers."""
     return found.flag.split("/")[0].removeprefix("--").replace("-", "_") or name
 
 
-def _typed(name: str, found: requests.Option) -> Any:
-    """What typer is told: how the option is typed, which type its word has, and its line of help."""
+def _annotation(name: str, found: requests.Option) -> Any:
+    """Return the typer annotation of an option: its flag, the type of its value, and its help."""
     flag = found.flag or "--" + name.replace("_", "-")
     more = {"min": found.least, "max": found.most, "metavar": found.metavar}
-    given = {key: value for key, value in more.items() if value is not None}
+    settings = {key: value for key, value in more.items() if value is not None}
     if found.shown is not None:
-        given["show_default"] = found.shown
-    plain = found.typed or _word(found.type)
-    return Annotated[plain, option(flag, panel=found.panel, help=found.help, call_only=found.call_only, **given)]
+        settings["show_default"] = found.shown
+    plain = found.typed or _typer_type(found.type)
+    return Annotated[plain, option(flag, panel=found.panel, help=found.help, call_only=found.call_only, **settings)]
 
 
-def _word(plain: Any) -> Any:
-    """The type that typer reads a word as: a bool, a number, several words, or one."""
+def _typer_type(plain: Any) -> Any:
+    """Return the type that typer parses a value as: a bool, a number, several words, or one."""
     parts = requests.alternatives(plain)
     kind = next((kind for kind in (bool, int, float) if kind in parts), str)
     if plain is requests.Words:
@@ -187,7 +187,7 @@ Listed = Annotated[
     ),
 ]
 _printed = typer.Option("--markdown", help="Print markdown; the schema stays as it is.")
-_printed.call_only = "written"  # as the option of that name which writes a file
+_printed.call_only = "written"  # like the option of that name that writes a file
 ListedMarkdown = Annotated[bool, _printed]
 Head = Annotated[
     str | None, option("--head", help="Only this head, as in `3.7`: layer 3, head 7.", metavar="LAYER.HEAD")
@@ -215,7 +215,7 @@ TOLD: dict[str, tuple[Any, Any]] = {
     "no_progress": (Annotated[bool, option("--no-progress", panel=OUTPUT, help="Show no progress.")], False),
     "debug": (Debug, False),
 }
-"""What every command with a report takes."""
+"""Options of every command with a report."""
 SHOWN = {
     "json": TOLD["json"],
     "csv": (Annotated[str | None, output("--csv", "Write one row a head as CSV.")], None),
@@ -229,18 +229,18 @@ SHOWN = {
     ),
     **TOLD,
 }
-"""Where the report goes, and what is said meanwhile."""
+"""Options on the report's destinations and on messages."""
 
 
 def also(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of these groups too, but for those that it has itself.
+    """Give a command the options of these groups too, except those that it already has.
 
-    They reach it as keywords; `context.params` holds all of them.
+    They reach it as keywords; `context.params` contains all of them.
     """
 
     def extended(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
-        own = [given for given in signature.parameters.values() if given.kind is not given.VAR_KEYWORD]
+        present = [given for given in signature.parameters.values() if given.kind is not given.VAR_KEYWORD]
         more = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
             for name, (kind, default) in {name: pair for group in groups for name, pair in group.items()}.items()
@@ -251,28 +251,28 @@ def also(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None
         def run(*args: Any, **given: Any) -> None:
             command(*args, **given)
 
-        run.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
-        run.__annotations__ = {given.name: given.annotation for given in (*own, *more)} | {"return": None}
+        run.__signature__ = signature.replace(parameters=[*present, *more])  # type: ignore[attr-defined]
+        run.__annotations__ = {given.name: given.annotation for given in (*present, *more)} | {"return": None}
         return run
 
     return extended
 
 
 def keywords(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those among a command's parameters that a run of this kind takes, under its own names, checked.
+    """Select and check those of a command's parameters that a run of this kind takes, under the run's own names.
 
-    Raises UsageError where one makes no sense, TextError for a text from stdin without a stdin.
+    Raise UsageError for an invalid value, TextError for a text from stdin without a stdin.
     """
-    found = {}
-    for name, asked in requests.options(kind).items():
-        parameter = parameter_of(name, asked)
+    values = {}
+    for name, declared in requests.options(kind).items():
+        parameter = parameter_of(name, declared)
         if parameter in given:
-            found[name] = requests.value_of(asked, name, _read(name, asked, given[parameter]))
-    return found
+            values[name] = requests.value_of(declared, name, _python_value(name, declared, given[parameter]))
+    return values
 
 
-def _read(name: str, asked: requests.Option, word: Any) -> Any:
-    """A parameter as Python would give it."""
+def _python_value(name: str, asked: requests.Option, word: Any) -> Any:
+    """Convert a parameter to the value that a Python caller would pass."""
     if asked.check is requests.numbers:
         return None if word is None else sorted(listed_numbers(f"--{name}", word))
     if asked.typed == list[Path] | None:
@@ -287,7 +287,7 @@ def _read(name: str, asked: requests.Option, word: Any) -> Any:
 
 
 def chosen(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The layer and the head that --head names, as layers and heads; empty where it names none."""
+    """Return the layer and the head of --head as layers and heads; empty without --head."""
     if given["head"] is None and given["show"] == SELECTION:
         raise UsageError(f"--show {given['show']} shows one head, and none is named.", "Name it, as in --head 3.7.")
     return requests.one_head(given["head"], given["layers"], given["heads"])

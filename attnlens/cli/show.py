@@ -1,4 +1,4 @@
-"""Messages and progress on stderr, interruption, and the end of a command that failed."""
+"""Print messages and progress on stderr, handle interruptions, and end failed commands."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 UNUSABLE = 2
-"""Exit code where the words of the call or its input can't be used."""
+"""Exit code for invalid arguments or input."""
 PARTLY = 3
 """Exit code if a part could not be done, with --strict."""
 BUG = 70
-"""Exit code where attnlens itself went wrong."""
+"""Exit code for an internal error."""
 PLAIN_SECONDS = 10.0
-"""How often progress is told where nothing can be animated."""
+"""Interval of progress lines if no bar can be shown, in seconds."""
 LONGEST_LINE = 600
-"""Characters of a message's line beyond which its middle is left out; a stranger's file may fill it with megabytes."""
+"""Maximum length of a message line; its middle is left out, since untrusted files may fill it with megabytes."""
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where tables and bars go; imported late, so that what needs neither is answered without them."""
+    """Return the console for tables and bars; imported late, because some commands need neither."""
     from attnlens.report.render.terminal import console
 
     return console(stderr=stderr)
 
 
 def say(line: str) -> None:
-    """One line on stderr, with nothing in it that could steer the terminal."""
-    with suppress(OSError):  # where stderr takes nothing, the exit code must do
+    """Print one line on stderr, without characters that control the terminal."""
+    with suppress(OSError):  # if stderr can't be written, only the exit code remains
         print(shortened(clean(line), LONGEST_LINE), file=sys.stderr, flush=True)
 
 
 def complain(problem: str, remedy: str) -> None:
-    """Say on stderr what is wrong and what to do, a line each."""
+    """Print problem and remedy on stderr, one line each."""
     say(f"Error: {problem}")
     say(remedy)
 
 
 @contextmanager
 def interruptible_at_once() -> Iterator[None]:
-    """Inside, an interruption ends the program on the spot: imports may swallow it, or take it for a fault."""
+    """Let an interruption exit immediately inside the block: imports may swallow it, or report it as an error."""
     before = signal.getsignal(signal.SIGINT)
-    if before not in (interrupt, signal.default_int_handler):  # the caller has it ignored, or handles it
+    if before not in (interrupt, signal.default_int_handler):  # the caller ignores or handles it
         yield
         return
     signal.signal(signal.SIGINT, leave)
@@ -68,7 +68,7 @@ def interruptible_at_once() -> Iterator[None]:
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """End a command that went wrong with words and an exit code; with --debug a traceback stands above."""
+    """Wrap a command so that it fails with a message and an exit code; with --debug, after a traceback."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -89,17 +89,17 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 
 _struck: list[int] = []
-"""The interruptions of this run."""
+"""Interruptions during this run."""
 
 
 def interrupt(number: int, _frame: object) -> None:
-    """Raise KeyboardInterrupt, and remember it: pydantic, while it builds a class, makes an error of its own of it."""
+    """Raise KeyboardInterrupt and record it, because pydantic turns it into another error while it builds a class."""
     _struck.append(number)
     raise KeyboardInterrupt
 
 
 def told(error: BaseException) -> int:
-    """Say what ended a command; the exit code. A panic of a Rust library, which is no Exception, is told too."""
+    """Print why a command ended and return the exit code; also for a panic of a Rust library, which is no Exception."""
     if isinstance(error, AttnlensError):
         complain(error.problem, error.remedy)
         return UNUSABLE
@@ -120,9 +120,9 @@ def told(error: BaseException) -> int:
 
 @contextmanager
 def progress(*, shown: bool, quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar with ETA on a terminal, else one plain line now and then; yields (stage, done, total) → None.
+    """Show a progress bar with ETA on a terminal, else occasional plain lines; yield (stage, done, total) → None.
 
-    Warnings of the library are lines on stderr, unless `quiet`.
+    The library's warnings are lines on stderr, unless `quiet`.
     """
     with _warnings(shown=not quiet):
         if not shown:
@@ -138,8 +138,8 @@ def progress(*, shown: bool, quiet: bool = False) -> Iterator[Callable[[str, int
 
 @contextmanager
 def _warnings(*, shown: bool) -> Iterator[None]:
-    """Inside, what the library logs is a line on stderr, or nothing."""
-    import logging  # late, as all that only the work needs
+    """Print what the library logs inside the block on stderr, or drop it."""
+    import logging  # late, like everything that only the work needs
 
     handler = logging.Handler()
     handler.emit = lambda record: say(record.getMessage()) if shown else None  # type: ignore[method-assign]
@@ -162,13 +162,13 @@ def _bars(talk: Console) -> Iterator[Callable[[str, int, int], None]]:
         def tell(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
                 tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total, visible=done < total)  # long series have many
+            bars.update(tasks[stage], completed=done, total=total, visible=done < total)  # long series have many stages
 
         yield tell
 
 
 def _plain() -> Callable[[str, int, int], None]:
-    """Tells a stage's progress every few seconds, with the time left at its rate since it was last told."""
+    """Return a function that prints a stage's progress every few seconds, with the time left at its recent rate."""
     last = time.monotonic()
     marks: dict[str, tuple[float, int]] = {}
 

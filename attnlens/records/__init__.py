@@ -1,4 +1,4 @@
-"""The frozen nouns that the parts of attnlens hand to each other; each file is imported when it is first used."""
+"""Frozen records that the parts of attnlens exchange; each file is imported when it is first used."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _NAMES = {
     "HealingTraining Outcome Pair PositionChange Prediction Predictor SiteSwap Stage Swap Task TextChange TextCosine",
     "tensors": "Call QueryKey Rotation Site Source",
 }
-"""Which file each name is in."""
+"""Names by file."""
 _HOMES = {name: f"attnlens.records.{file}" for file, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    """A record; what reads no report needs no pydantic."""
+    """Import a record at its first use, so that only code that reads reports needs pydantic."""
     if name not in _HOMES:
         raise AttributeError(f"module 'attnlens.records' has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_HOMES[name]), name)
-    return found
+    record = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return record

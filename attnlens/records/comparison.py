@@ -1,4 +1,4 @@
-"""What `compare` found, head by head and measure by measure; what `check` found, and its baselines."""
+"""Results of `compare` by head and measure; results of `check`, and its baselines."""
 
 from __future__ import annotations
 
@@ -93,19 +93,19 @@ class Baseline(Record):
 
 
 def read_baseline(path: str | Path) -> Baseline:
-    """Read a baseline. Raises UsageError where the file is missing, is not JSON, or is no baseline."""
+    """Read a baseline. Raise UsageError if the file is missing, is not JSON, or is not a baseline."""
     return read_record(
         Baseline, path, "not a baseline", "Make one with: attnlens check REPORT --baseline FILE --update-baseline"
     )
 
 
 DISTANCE = "compare."
-"""Before the names of distances, which are changes already."""
+"""Prefix of the names of distances, which are changes already."""
 SURELY = 47.2
-"""Times its size under rounding alone beyond which a divergence has p < 1e-3: (Student's t of 5 draws)²."""
+"""Ratio to its size under rounding alone above which a divergence has p < 1e-3: (Student's t of 5 draws)²."""
 Relation = Literal["identical", "same form", "rounding", "changed"]
-"""How the second model's form M of a head stands to the first one's: the same numbers; the same form of other factors
-(another gauge); the form within what rounding of the weights does; another form."""
+"""Relation of the second model's form M of a head to the first one's: the same numbers; the same form from other
+factors (another gauge); equal up to rounding of the weights; another form."""
 
 
 class MeasureChange(Record):
@@ -140,7 +140,7 @@ class MeasureChange(Record):
 
     @property
     def beyond_rounding(self) -> bool | None:
-        """Whether a divergence is larger than rounding alone makes it once in a thousand heads; None if not known."""
+        """True if rounding alone exceeds the divergence at most once in a thousand heads; None if unknown."""
         if self.delta is None or self.rounding is None:
             return None
         return self.delta > SURELY * self.rounding
@@ -227,7 +227,7 @@ class Comparison(Record):
 
 
 def changed(found: Comparison, heads: Sequence[Head]) -> list[Head]:
-    """The heads with their changes, `compare.own_kl`, `change.tokens.entropy`, before what the second model reads."""
+    """Return the heads with their changes (`compare.own_kl`, `change.tokens.entropy`) and the second model's values."""
     changes: dict[tuple[int, int], dict[str, Measure]] = defaultdict(dict)
     for row in found.rows:
         name = row.measure if row.measure.startswith(DISTANCE) else f"{CHANGE}{row.measure}"
@@ -236,12 +236,12 @@ def changed(found: Comparison, heads: Sequence[Head]) -> list[Head]:
     named = Counter((row.layer, row.head) for row in found.rows if row.named)
     for place, measures in changes.items():
         measures[f"{DISTANCE}named"] = Measure(value=named[place])
-    own = {(head.layer, head.head): head for head in heads}
+    by_head = {(head.layer, head.head): head for head in heads}
     return [
         Head(
             **head.model_dump(include=set(HeadId.model_fields)),
-            measures=changes[head.layer, head.head] | own[head.layer, head.partner].measures,
-            curves=own[head.layer, head.partner].curves,
+            measures=changes[head.layer, head.head] | by_head[head.layer, head.partner].measures,
+            curves=by_head[head.layer, head.partner].curves,
         )
         for head in found.heads
     ]

@@ -1,4 +1,4 @@
-"""A Measure: a value with its error or null, or why there is none; Coverage; what heads do on tokens."""
+"""Measures (a value with its error or null, or why there is none), coverage, and what heads do on tokens."""
 
 from __future__ import annotations
 
@@ -46,21 +46,20 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     def to_json(self) -> str:
-        """The record as JSON text; numbers carry nine significant digits, no character steers a terminal."""
+        """Return the record as JSON text with nine significant digits and without terminal control characters."""
         text = self.model_dump_json(indent=1, by_alias=True)
         return STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
 
 
 STEERING = re.compile("[\x7f-\x9f]")
-"""Characters that JSON may hold and a terminal may obey."""
+"""Characters that JSON allows but that control a terminal."""
 Read = TypeVar("Read", bound=Record)
 
 
 def read_record(kind: type[Read], path: str | Path, otherwise: str, remedy: str) -> Read:
-    """The record in a JSON file, checked field by field: it may come from a stranger.
+    """Read a record from an untrusted JSON file, validating every field.
 
-    Raises UsageError, which says `remedy`, where the file is missing, is not JSON, or is `otherwise`
-    (`not a report`).
+    Raise UsageError with `remedy` if the file is missing, is not JSON, or is `otherwise` (`not a report`).
     """
     content = read_bytes(local_path(path), UsageError, remedy)
     try:
@@ -68,9 +67,9 @@ def read_record(kind: type[Read], path: str | Path, otherwise: str, remedy: str)
     except ValidationError as error:
         first = error.errors()[0]
         if first["loc"] == ("schema_version",):
-            found, known = written(first["input"]), first["ctx"]["expected"]
+            version, known = written(first["input"]), first["ctx"]["expected"]
             raise UsageError(
-                f"{path} has schema_version {found}, and this attnlens reads {known}.",
+                f"{path} has schema_version {version}, and this attnlens reads {known}.",
                 "Make it anew with this attnlens, or read it with the one that made it.",
             ) from None
         where = ".".join(str(part) for part in first["loc"]) or "the file"
@@ -120,11 +119,11 @@ class Measure(Record):
 
     @property
     def z(self) -> float | None:
-        """(value − null mean) / null sd, or None where either is missing or the quotient is beyond all numbers."""
+        """(value − null mean) / null sd, or None if either is missing or the quotient overflows."""
         if self.value is None or self.null is None or self.null.sd == 0:
             return None
-        found = (self.value - self.null.mean) / self.null.sd
-        return found if math.isfinite(found) else None
+        quotient = (self.value - self.null.mean) / self.null.sd
+        return quotient if math.isfinite(quotient) else None
 
 
 class HeadId(Record):
@@ -156,9 +155,9 @@ OPENERS = ("A", "An", "Its", "No", "None", "The", "There", "This")
 
 
 def _clause(sentence: str) -> str:
-    """The sentence as it stands behind «because»: without its capital and its period."""
-    first, blank, rest = sentence.strip().rstrip(".").partition(" ")
-    return (first.lower() if first in OPENERS else first) + blank + rest
+    """Return the sentence in the form after «because»: without its capital and its period."""
+    first, blank, remainder = sentence.strip().rstrip(".").partition(" ")
+    return (first.lower() if first in OPENERS else first) + blank + remainder
 
 
 class Skipped(Record):
@@ -190,16 +189,16 @@ class Coverage(Record):
 
     @property
     def complete(self) -> bool:
-        """Whether all that was asked for was measured."""
+        """True if everything that was requested was measured."""
         return self.analysed == self.heads and not self.without and not self.skipped
 
     @property
     def sentence(self) -> str:
-        """`COMPLETE: 72 of 72 heads`, or `PARTIAL: 60 of 72 heads, without tokens.*, because …`."""
+        """Summary `COMPLETE: 72 of 72 heads`, or `PARTIAL: 60 of 72 heads, without tokens.*, because …`."""
         count = f"{self.analysed} of {self.heads} heads"
         if self.complete:
             return f"COMPLETE: {count}"
-        lacking = sorted(self.skipped, key=lambda skip: skip.measure not in self.without)  # what heads lack comes first
+        lacking = sorted(self.skipped, key=lambda skip: skip.measure not in self.without)  # gaps of heads come first
         reasons = list(dict.fromkeys(skip.reason for skip in lacking)) or ["this input does not reach them"]
         more = len(reasons) - 1
         others = f" (and {more} more reason{'s' if more > 1 else ''})" if more else ""
@@ -207,7 +206,7 @@ class Coverage(Record):
 
     @property
     def _lacking(self) -> str:
-        """What the analysed heads lack; where they lack nothing, the first place that was left out."""
+        """Sources that the analysed heads lack, as text; if they lack none, the first omitted site."""
         lacking = [
             f"{'' if count == self.analysed else f'{count} of them '}without {source}.*"
             for source, count in self.without.items()

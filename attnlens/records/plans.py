@@ -1,4 +1,4 @@
-"""A Plan: the rank of each key head within a loss budget, and what was estimated, promised and measured."""
+"""Plan of the rank of each key head within a loss budget, with its estimates, promises and measurements."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class KeyRank(Record):
 
     @property
     def keys(self) -> int:
-        """How many key heads share it."""
+        """Number of key heads that share it."""
         return max(1, len(self.kv_heads))
 
     @model_validator(mode="after")
-    def _within(self) -> KeyRank:
+    def _check_rank(self) -> KeyRank:
         if self.rank > self.head_dim:
             raise ValueError(f"a rank of {self.rank} in {self.head_dim} directions")
         return self
@@ -70,14 +70,14 @@ class Rise(Record):
 
     @property
     def high(self) -> float:
-        """The upper end of the interval, above which the rise lies in 2.5 % of runs; the share without one."""
+        """Upper end of the 95 % interval, exceeded by the rise in 2.5 % of runs; the share without an interval."""
         return self.ci95[1] if self.ci95 else self.share
 
     def bound(self, margin: float) -> float:
-        """The most of the share plus so many half-widths of its interval upwards, and the share of every text alone.
+        """Return the maximum of each text's share and of the share plus `margin` upper half-widths of its interval.
 
-        Were a further text of the same population as n others, all of them unseen, it would rise by more than the most
-        of these with a chance of 1 in n + 1; the mean of many texts says nothing like that of a new one.
+        If a further text is exchangeable with n others, all of them unseen, its rise exceeds the maximum of theirs
+        with probability 1/(n + 1); the mean over many texts gives no such bound for a new one.
         """
         return max([self.share + margin * (self.high - self.share), *self.by_text.values()])
 
@@ -166,15 +166,15 @@ class Plan(Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _older(cls, given: object) -> object:
-        """An older plan promised from the text that it was chosen on: that is an estimate."""
+    def _convert_older(cls, given: object) -> object:
+        """Convert an older plan, whose promise was estimated on the text that it was chosen on, to an estimate."""
         if not isinstance(given, Mapping) or "estimated" in given or given.get("promised") is None:
             return given
         reasons = {**given.get("reasons", {}), "promised": CHOSEN_BY}
         return {**given, "estimated": given["promised"], "promised": None, "reasons": reasons}
 
     @model_validator(mode="after")
-    def _one_each(self) -> Plan:
+    def _check_unique(self) -> Plan:
         named = [(key.site, key.kv_head) for key in self.ranks]
         if len(set(named)) < len(named):
             raise ValueError("a key head has two ranks")
@@ -185,39 +185,39 @@ class Plan(Record):
 
     @property
     def part(self) -> Part | None:
-        """The only part of the model that it has ranks for; None where there are several."""
+        """Part of the model that all ranks belong to; None if there are several."""
         parts = {key.part for key in self.ranks}
         return parts.pop() if len(parts) == 1 else None
 
     @property
     def tokens(self) -> int:
-        """Length of a sequence."""
+        """Length of a sequence in tokens."""
         return self.settings.tokens or 0
 
     @property
     def text(self) -> str:
-        """The evaluation text, by name."""
+        """Name of the evaluation text."""
         return self.settings.text.name if self.settings.text else ""
 
     @property
     def calibration(self) -> str:
-        """The calibration text, by name."""
+        """Name of the calibration text."""
         return self.settings.calibration.name if self.settings.calibration else ""
 
     @property
     def kept(self) -> bool:
-        """Whether the budget is kept: by what was measured and, where a promise was made, by its whole interval and on
-        each of its texts. False too where the model diverged.
+        """True if the budget is kept by the measurement and, if a promise was made, by its whole interval and on each
+        of its texts; False if the model diverged.
         """
         unmade = self.estimated is None or self.reasons.get("promised") == CHOSEN_BY
         promised = self.promised.bound(1) <= self.budget if self.promised else unmade
         return promised and self.measured is not None and self.measured.share <= self.budget
 
     def write_json(self, path: str | Path) -> None:
-        """Write the plan through a temporary file and a rename; raises OutputError where it can't be written."""
+        """Write the plan through a temporary file and a rename. Raise OutputError if it can't be written."""
         write_atomically(local_path(path), self.to_json().encode())
 
 
 def read_plan(path: str | Path) -> Plan:
-    """Read a plan from --plan; raises UsageError where the file is missing or is no plan."""
+    """Read a plan from --plan. Raise UsageError if the file is missing or is not a plan."""
     return read_record(Plan, path, "no plan", "Give the path of a plan from --plan.")

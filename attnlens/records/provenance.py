@@ -1,4 +1,4 @@
-"""What a result comes from: the program, the model with its files, what was asked for and what was fed."""
+"""Provenance of a result: the program, the model with its files, the options and the input."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class ModelInfo(Record):
 
     @property
     def title(self) -> str:
-        """Its name in a heading, and behind it that of the adapter in it."""
+        """Model name for a heading, followed by the name of its adapter."""
         parts = [self.id] if self.adapter is None else [self.id, self.adapter.id]
         return " + ".join(map(model_name, parts))
 
@@ -127,7 +127,7 @@ class Text(Record):
 
     @classmethod
     def of(cls, texts: Sequence[Text]) -> Text:
-        """Several texts as one."""
+        """Combine several texts into one."""
         if len(texts) == 1:
             return cls(name=texts[0].name, sha256=texts[0].sha256)
         digest = sha256("".join(text.sha256 for text in texts).encode())
@@ -182,7 +182,7 @@ class Settings(Record):
 
     @property
     def fed(self) -> str:
-        """What went through the model, in how many pieces of which length, and which texts they stand for."""
+        """Description of the input: number and length of its pieces, and the texts that they are from."""
         count = self.sequences or 0
         plural = "" if count == 1 else "s"
         if self.noise is not None and self.text is None:

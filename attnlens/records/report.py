@@ -1,4 +1,4 @@
-"""The Report of a command: measures head by head, with what they rest on; JSON in and out."""
+"""The Report of a command: measures by head with their provenance; JSON input and output."""
 
 from __future__ import annotations
 
@@ -55,21 +55,21 @@ class Windows:
         return isinstance(other, Windows) and all(one == two for one, two in zip_longest(self.rows(), other.rows()))
 
     def rows(self) -> Iterator[dict[str, str | int | float]]:
-        """A row a window and unit: text, window, the unit's columns, then the measures that have a value."""
+        """Yield one row per window and unit: text, window, the unit's columns, then the measures that have a value."""
         read = {name: part.tolist() for name, part in self.values.items()}
         for place, (text, number) in enumerate(self.windows):
             for column, unit in enumerate(self.units):
-                found = {name: part[place][column] for name, part in read.items()}
+                numbers = {name: part[place][column] for name, part in read.items()}
                 yield {
                     "text": text,
                     "window": number,
                     **unit,
-                    **{name: value for name, value in found.items() if value == value},
+                    **{name: value for name, value in numbers.items() if value == value},
                 }
 
 
 Verdict = Literal["agrees", "partly checked", "not checked", "differs"]
-"""What `doctor` says of a site, or of a model."""
+"""Verdict of `doctor` on a site, or on a model."""
 
 
 class Environment(Record):
@@ -240,57 +240,56 @@ class Report(Record):
 
     @property
     def windows(self) -> Windows | None:
-        """What each window read, of a report just made; it is not part of the JSON (`--windows-csv` writes it)."""
+        """Values of every window, for a new report; they are not part of the JSON (`--windows-csv` writes them)."""
         return self._windows
 
     def with_windows(self, windows: Windows) -> Report:
-        """The same report with what each window read."""
+        """Attach the values of every window and return the same report."""
         self._windows = windows
         return self
 
     @property
     def swaps(self) -> list[Swap]:
-        """Every kernel's swap, in the order asked for."""
+        """Swaps of all kernels, in the order requested."""
         return [self.swap, *self.more_swaps] if self.swap is not None else []
 
     def with_changes(self) -> Report:
-        """Of a comparison the heads with their changes as measures; any other report as it is."""
+        """Return a comparison's report with changes as measures of its heads; any other report unchanged."""
         if self.comparison is None or not self.comparison.rows:
             return self
         return self.model_copy(update={"heads": changed(self.comparison, self.heads)})
 
     def measure_names(self) -> list[str]:
-        """Names of the scalar measures of any head, in the order of first appearance."""
+        """Return the names of the scalar measures of any head, in the order of first appearance."""
         return list(dict.fromkeys(name for head in self.heads for name in head.measures))
 
     def write_json(self, path: str | Path) -> None:
         """Write the report to `path` through a temporary file and a rename.
 
-        Raises OutputError where the path can't be written.
+        Raise OutputError if the path can't be written.
         """
         write_atomically(local_path(path), self.to_json().encode())
 
     def save(self, path: str | Path) -> None:
-        """Write the report as what the path ends in: .json, .csv, .md, .html, or a picture, .png, .svg or .pdf.
+        """Write the report in the format of the path's ending: .json, .csv, .md, .html, or a plot, .png, .svg or .pdf.
 
-        Raises OutputError for another ending and where the path can't be written, UsageError where a report has nothing
-        to draw.
+        Raise OutputError for another ending or if the path can't be written, UsageError if there is nothing to draw.
         """
-        _exports().save(self, path)
+        _load_exports().save(self, path)
 
     def plot(self) -> Any:
-        """The overview as a matplotlib Figure. Raises UsageError where the report has nothing to draw."""
-        return _exports().plot(self)
+        """Draw the overview as a matplotlib Figure. Raise UsageError if the report has nothing to draw."""
+        return _load_exports().plot(self)
 
     def _repr_html_(self) -> str | None:
-        """The HTML page, for notebooks; None where there is nothing to draw, and they show the one line instead."""
-        shown: str | None = _exports().framed(self)
+        """Return the HTML page for notebooks; None if there is nothing to draw, so that they show the repr instead."""
+        shown: str | None = _load_exports().framed(self)
         return shown
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """One row a head: site, layer, head, kv_head, part, and for each measure `name` with `.se`, `.z` and `.base`.
+        """Return one row per head: site, layer, head, kv_head, part, and per measure `name`, `.se`, `.z` and `.base`.
 
-        Raises UsageError where pandas is not installed.
+        Raise UsageError if pandas is not installed.
         """
         try:
             import pandas
@@ -299,8 +298,8 @@ class Report(Record):
         return pandas.DataFrame([_row(head) for head in self.heads])
 
 
-def _exports() -> Any:
-    """The room that writes and draws reports; it stands above this one, and so is found when it is first asked for."""
+def _load_exports() -> Any:
+    """Import the module that writes and draws reports; late, because it imports this module."""
     return import_module("attnlens.report.export")
 
 
@@ -318,13 +317,13 @@ def _row(head: Head) -> dict[str, object]:
 
 
 def read_report(path: str | Path) -> Report:
-    """Read a report; its content is data, checked field by field.
+    """Read a report; its content is data, validated field by field.
 
-    Raises UsageError where the file is missing, is not JSON, or is not a report.
+    Raise UsageError if the file is missing, is not JSON, or is not a report.
     """
     return read_record(Report, path, "not a report", "Give the path of a report from --json.")
 
 
 def json_schema() -> str:
-    """The JSON Schema of the report."""
+    """Return the JSON Schema of the report."""
     return json.dumps(Report.model_json_schema(mode="serialization"), indent=1) + "\n"

@@ -1,4 +1,4 @@
-"""Experiments, with published values and curves; what a study found, and how it agrees with a paper."""
+"""Experiments with published values and curves; the results of a study, and how they agree with a paper."""
 
 from __future__ import annotations
 
@@ -92,32 +92,32 @@ class Experiment(Record):
     """Head by head, where the steps are training checkpoints."""
 
     def meets(self, figure: str) -> bool | None:
-        """Whether one figure meets the published one; None where nothing was published, False where it has no value."""
+        """Return whether a figure meets the published one; None if none was published, False if it has no value."""
         if self.published is None or figure not in self.published:
             return None
-        found, expected = self.final.get(figure), self.published[figure]
-        if found is None:
+        value, expected = self.final.get(figure), self.published[figure]
+        if value is None:
             return False
         slack = (self.tolerance or {}).get(figure, 0.0)
         bound = self.bounds.get(figure, "within")
         if bound == "at least":
-            return found >= expected - slack
+            return value >= expected - slack
         if bound == "at most":
-            return found <= expected + slack
-        return abs(found - expected) <= slack
+            return value <= expected + slack
+        return abs(value - expected) <= slack
 
     def null(self, name: str) -> Curve | None:
-        """The null of one of the curves; None where it has none."""
+        """Return the null of one of the curves; None if it has none."""
         return next((curve for curve in self.curves.values() if curve.null_of == name), None)
 
     def judged(self) -> Experiment:
-        """The same experiment with `passed` filled in."""
+        """Return the experiment with `passed` filled in."""
         verdicts = [self.meets(figure) for figure in self.published or {}]
         return self.model_copy(update={"passed": all(verdicts) if verdicts else None})
 
 
 LEVEL = 0.05
-"""Chance of any false decision among all pairs of a table."""
+"""Probability of any false decision among all pairs of a table."""
 
 
 class StudyColumn(Record):
@@ -208,13 +208,13 @@ class StudyCell(Record):
 
     @property
     def tested_look(self) -> int:
-        """Of the first seed's run the look of the least validation loss, whose weights were tested."""
+        """Index of the look with the least validation loss in the first seed's run; its weights were tested."""
         losses = self.runs[0].losses
         return min(range(len(losses)), key=losses.__getitem__, default=0)
 
     @property
     def problem(self) -> str | None:
-        """Why the cell has no mean; None where it has one."""
+        """Reason why the cell has no mean; None if it has one."""
         failed = [run.problem for run in self.runs if run.problem]
         return f"{len(failed)} of {len(self.runs)} runs did not converge: {failed[0]}" if failed else None
 

@@ -1,4 +1,4 @@
-"""A Swap: what was exchanged, what that did to the model, what healed it and what predicts it."""
+"""Swap: the exchanged kernel, its effect on the model, healing, and predictors of the harm."""
 
 from __future__ import annotations
 
@@ -329,7 +329,7 @@ class Healing(Record):
 
 
 PARTS: tuple[Part, ...] = get_args(Part)
-"""The order in which parts stand, so that the layers of one stand together."""
+"""Order of parts, which keeps the layers of one part together."""
 Task = Literal["causal", "masked", "seq2seq", "classification", "hidden"]
 
 
@@ -422,5 +422,5 @@ class Swap(Outcome):
 
     @property
     def judged_by(self) -> Literal["loss", "kl", "hidden"]:
-        """What ranks its sweep and is drawn: the loss; on noise KL; of a headless model 1 − cosine of hidden states."""
+        """Quantity that ranks the sweep and is drawn: loss; KL on noise; 1 − cosine of hidden states without a head."""
         return "hidden" if self.task == "hidden" else "kl" if self.noise else "loss"

@@ -1,4 +1,4 @@
-"""A Call, all that decides one attention computation; a QueryKey, the factored scale · Q Kᵀ of every head."""
+"""Call, the full input of one attention computation, and QueryKey, the factored scale · Q Kᵀ of every head."""
 
 from __future__ import annotations
 
@@ -54,26 +54,26 @@ class Call:
 
     @property
     def group(self) -> int:
-        """How many query heads share a key head."""
+        """Number of query heads that share a key head."""
         return self.query.shape[1] // self.key.shape[1]
 
     @property
     def key_heads(self) -> tuple[int, ...]:
-        """The key head that each query head reads, by its number in the module."""
+        """Key head that each query head reads, by its number in the module."""
         return self.selected or tuple(head // self.group for head in range(self.query.shape[1]))
 
     @property
     def paired_key(self) -> Float[Tensor, "batch heads keys head_dim"]:
-        """The keys, repeated so that head h meets key head h // group."""
+        """Keys, repeated so that head h is paired with key head h // group."""
         return self.key if self.group == 1 else self.key.repeat_interleave(self.group, dim=1)
 
     @property
     def paired_value(self) -> Float[Tensor, "batch heads keys value_dim"]:
-        """The values, repeated in the same way."""
+        """Values, repeated like the keys in `paired_key`."""
         return self.value if self.group == 1 else self.value.repeat_interleave(self.group, dim=1)
 
     def select(self, heads: Sequence[int]) -> Call:
-        """The same computation with only these query heads, each with its own key head."""
+        """Return the computation restricted to these query heads, each with its own key head."""
         index = list(heads)
         key_heads = [head // self.group for head in index]
         return replace(
@@ -88,7 +88,7 @@ class Call:
         )
 
     def sequences(self, batch: Sequence[int], queries: Tensor | slice, keys: Tensor | slice) -> Call:
-        """The same computation with only these sequences, and of those only these queries and keys."""
+        """Return the computation restricted to these sequences, and to these queries and keys of them."""
         rows, count = list(batch), self.query.shape[0]
         allowed, bias = (
             part if part is None else part.expand(count, *part.shape[1:])[rows][:, :, queries][..., keys]
@@ -106,7 +106,7 @@ class Call:
         )
 
     def visible(self, rows: slice = slice(None)) -> Bool[Tensor, "#batch #heads rows keys"] | None:
-        """Which keys the queries `rows` may see, written out; None means all."""
+        """Return the mask of keys that the queries `rows` can see; None means all."""
         if self.allowed is not None:
             return self.allowed[..., rows, :]
         if not self.causal:
@@ -118,7 +118,7 @@ class Call:
         return seen[None, None]
 
     def query_key(self, site: Site) -> QueryKey:
-        """The factored scores of the whole batch, padding included."""
+        """Return the factored scores of the whole batch, padding included."""
         heads, batch, seen = self.query.shape[1], self.query.shape[0], self.visible()
         return QueryKey(
             query=self.query,
@@ -158,7 +158,7 @@ class Site:
 
     @property
     def name(self) -> str:
-        """The path, with the call's number where the module has several."""
+        """Path, with the call's number if the module is called several times."""
         return f"{self.path}#{self.ordinal}" if self.repeated else self.path
 
 
@@ -181,11 +181,11 @@ class Rotation:
 
     @property
     def transposed(self) -> Rotation:
-        """R(i)ᵀ = R(−i) in the place of R(i)."""
+        """Transposed rotation, R(i)ᵀ = R(−i)."""
         return replace(self, angles=-self.angles)
 
     def of_coordinates(self, kept: Int[Tensor, " some"]) -> Rotation | None:
-        """The rotation of these coordinates alone, renumbered; None where none of their pairs is whole."""
+        """Return the rotation restricted to these coordinates, renumbered; None if none of their pairs is complete."""
         import torch
 
         numbers = self.pairs.new_full((self.size,), -1)
@@ -196,7 +196,7 @@ class Rotation:
         return replace(self, pairs=numbers[self.pairs[inside]], angles=self.angles[:, inside], size=len(kept))
 
     def turned(self, x: Float[Tensor, "*batch positions head_dim"]) -> Float[Tensor, "*batch positions head_dim"]:
-        """x_i R(i), of the first positions where x has fewer."""
+        """Compute x_i R(i), for the first positions if x has fewer."""
         first, second = self.pairs.unbind(-1)
         angles = self.angles[: x.shape[-2]]
         cos, sin = angles.cos(), angles.sin()
@@ -248,19 +248,19 @@ class QueryKey:
 
     @cached_property
     def paired_key(self) -> Float[Tensor, "*batch heads m head_dim"]:
-        """The keys, repeated so that head h meets its own key head (h // group, never h mod kv_heads)."""
+        """Keys, repeated so that head h is paired with its own key head (h // group, never h mod kv_heads)."""
         if self.key_of == tuple(range(self.key.shape[-3])):
             return self.key
         return self.key[..., list(self.key_of), :, :]
 
     @property
     def paired_value(self) -> Float[Tensor, "*batch heads m value_dim"] | None:
-        """The values, repeated in the same way."""
+        """Values, repeated like the keys in `paired_key`."""
         return None if self.value is None else self.value[..., list(self.key_of), :, :]
 
     @cached_property
     def content(self) -> QueryKey:
-        """The same without what the model adds to the scores: softcap(scale · q kᵀ) alone, the head's own kernel."""
+        """QueryKey without the terms added to the scores: softcap(scale · q kᵀ) alone, the head's own kernel."""
         return self if self.bias is None else replace(self, bias=None)
 
     @cached_property
@@ -273,7 +273,7 @@ class QueryKey:
 
     @cached_property
     def attention(self) -> Float[Tensor, "*batch heads n m"]:
-        """The attention matrix softmax(logits + mask), in float64; a query that may see nothing has a row of zeros."""
+        """Attention matrix softmax(logits + mask), in float64; a query that sees no key has a row of zeros."""
         masked = self.logits if self.allowed is None else self.logits.masked_fill(~self.allowed, -math.inf)
         if self.sinks is None:
             return masked.softmax(-1).nan_to_num(nan=0.0)
@@ -282,16 +282,16 @@ class QueryKey:
 
     @cached_property
     def shared(self) -> dict[str, Tensor]:
-        """What one analyzer has computed of this QueryKey and another asks for as well, by name."""
+        """Cache of intermediate results that several analyzers need from this QueryKey, by name."""
         return {}
 
     @property
     def bilinear(self) -> bool:
-        """Whether the logits are exactly scale · q kᵀ, so that head_dim cores may replace the n × n matrix."""
+        """True if the logits are exactly scale · q kᵀ, so that head_dim cores can replace the n × n matrix."""
         return self.softcap is None and self.bias is None
 
     def select(self, heads: Sequence[int]) -> QueryKey:
-        """The same site with only the heads at these indices (key heads and values stay: `key_of` points at them)."""
+        """Return the site with only the heads at these indices; keys and values stay, as `key_of` refers to them."""
         index = list(heads)
         if index == list(range(len(self.heads))):
             return self  # indexing by a list copies
@@ -307,7 +307,7 @@ class QueryKey:
         )
 
     def rows(self, rows: slice) -> QueryKey:
-        """The same site with only these queries, and the keys up to the last that one of them may see (at least 1)."""
+        """Return the site with only these queries, and the keys up to the last one they can see (at least 1)."""
         allowed, end = self.allowed, self.key.shape[-2]
         if allowed is not None:
             allowed = allowed[..., rows, :]
@@ -325,7 +325,7 @@ class QueryKey:
         )
 
     def sequences(self, batch: Sequence[int], queries: Tensor | slice, keys: Tensor | slice) -> QueryKey:
-        """The same site with only these sequences of a batch, and of those only these queries and keys."""
+        """Return the site restricted to these sequences of a batch, and to these queries and keys of them."""
         rows = list(batch)
         return replace(
             self,
@@ -339,5 +339,5 @@ class QueryKey:
 
 
 def of_heads(matrix: Tensor | None, index: list[int]) -> Tensor | None:
-    """The heads of a mask or bias; one that all heads share stays as it is."""
+    """Select heads of a mask or bias; one that all heads share is returned unchanged."""
     return matrix if matrix is None or matrix.shape[-3] == 1 else matrix[..., index, :, :]

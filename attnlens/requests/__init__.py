@@ -1,6 +1,6 @@
-"""What a run can be asked for, and whether it makes sense.
+"""Options of runs, and checks of their values.
 
-Nothing heavy is imported here, so that a mistake is answered at once.
+Nothing heavy is imported here, so that errors are reported immediately.
 """
 
 from attnlens.requests.fields import (

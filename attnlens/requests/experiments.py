@@ -1,4 +1,4 @@
-"""What `converge` can be asked for, beside what is asked of a model: each option once, and what contradicts what."""
+"""Options of `converge` and `study` besides those of models, and checks for contradictions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ALL = "all"
 
 
 def table(name: str) -> str:
-    """The name of a table, or `all`; UsageError where there is none of that name."""
+    """Return the name of a table, or `all`. Raise UsageError for an unknown one."""
     return checked_name("table", name, (*STUDIES, ALL))
 
 
 def _series(_name: str, given: Any) -> tuple[str, str]:
-    """Two files, for training and for test; UsageError for any other number."""
+    """Return two files, for training and test. Raise UsageError for any other number."""
     two = [given] if isinstance(given, str | bytes) or not isinstance(given, Sequence) else list(given)
     if len(two) != 2:
         raise UsageError(f"series={shown(given)} is no pair of files.", "Give one to train on and one to test on.")
@@ -28,7 +28,7 @@ def _series(_name: str, given: Any) -> tuple[str, str]:
 
 
 class StudyRequest(EngineRequest, total=False):
-    """How a study's models are made and trained, and on what."""
+    """Options of a study: how its models are built and trained, and on what data."""
 
     scale: Annotated[
         Literal["tiny", "small", "paper"],
@@ -91,7 +91,7 @@ class StudyRequest(EngineRequest, total=False):
 
 SYNTHETIC = "Synthetic experiments"
 MOST = 4096
-"""Largest size of an instance: more is a slip, and would fill the memory or never end."""
+"""Largest size of an instance: a larger one is a typo, and would fill the memory or never end."""
 DRAWN = frozenset({"trials", "seed", "n", "t", "d"})
 TRAINED = DRAWN | {"lr", "loss", "iterations", "attention", "start"}
 USES = {
@@ -102,23 +102,23 @@ USES = {
     "multi-token": TRAINED | {"head_function"},
     "next-token": DRAWN | {"lr", "iterations"},
 }
-"""The synthetic experiments, and which options each uses."""
+"""Synthetic experiments, with the options that each one uses."""
 
 
 def _rate(_name: str, lr: Any) -> float:
-    """The length of a step; UsageError where it leads nowhere."""
+    """Return the step length. Raise UsageError if it is not a positive finite number."""
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr <= LARGEST:
         raise UsageError(f"lr={shown(lr)} is no step downhill.", "Give a number above 0, such as 0.1.")
     return lr
 
 
 def _experiments(name: str, given: Any) -> list[str]:
-    """The names of experiments, each once; none means all."""
-    return list(dict.fromkeys(checked_name("experiment", one, USES) for one in words(name, given))) or list(USES)
+    """Return the names of experiments, each once; all of them if none is named."""
+    return list(dict.fromkeys(checked_name("experiment", each, USES) for each in words(name, given))) or list(USES)
 
 
 class DescentRequest(TypedDict, total=False):
-    """How a selection problem is descended."""
+    """Options of gradient descent on a selection problem."""
 
     lr: Annotated[float | None, Option("Length of a normalised gradient step.", panel=SYNTHETIC, check=_rate)]
     loss: Annotated[
@@ -133,7 +133,7 @@ class DescentRequest(TypedDict, total=False):
 
 
 class SizesRequest(DescentRequest, total=False):
-    """Sizes and settings of the synthetic experiments; None leaves each at the paper's value."""
+    """Sizes and settings of the synthetic experiments; None: the paper's value."""
 
     n: Annotated[int | None, Option("Inputs of an instance.", panel=SYNTHETIC, least=1, most=MOST)]
     t: Annotated[int | None, Option("Tokens of an input (T).", panel=SYNTHETIC, least=2, most=MOST)]
@@ -156,7 +156,7 @@ class SizesRequest(DescentRequest, total=False):
 
 
 class SyntheticRequest(SizesRequest, total=False):
-    """What the synthetic experiments can be asked for."""
+    """Options of the synthetic experiments."""
 
     experiments: Annotated[
         Words,
@@ -167,18 +167,18 @@ class SyntheticRequest(SizesRequest, total=False):
 
 
 def checked_synthetic(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of SyntheticRequest that are given, if they make sense together; `experiments` and `seed` always.
+    """Return the options that are set, checked against each other; `experiments` and `seed` are always included.
 
-    Raises UsageError for an unknown option, a value that makes no sense, m beside parameterisation W, K = Q = 0, and an
+    Raise UsageError for an unknown option, an invalid value, m with parameterisation W, K = Q = 0, and an
     option that none of the experiments uses.
     """
-    found = checked(SyntheticRequest, given)
-    asked = {name: value for name, value in found.items() if value is not None}
-    if "m" in asked and asked.get("parameterisation") == "W":
+    values = checked(SyntheticRequest, given)
+    chosen = {name: value for name, value in values.items() if value is not None}
+    if "m" in chosen and chosen.get("parameterisation") == "W":
         raise UsageError("m is the number of columns of K and Q, which W alone does not have.", "Leave out m.")
-    if asked.get("start") == "zero" and asked.get("parameterisation") == "KQ":
+    if chosen.get("start") == "zero" and chosen.get("parameterisation") == "KQ":
         raise UsageError("K = Q = 0 is a stationary point: training never leaves it.", "Choose start=random.")
-    for name in asked.keys() - {"experiments"}:
-        if not any(name in USES[experiment] for experiment in asked["experiments"]):
-            raise UsageError(f"{name} would be ignored by {', '.join(asked['experiments'])}.", f"Leave out {name}.")
-    return asked
+    for name in chosen.keys() - {"experiments"}:
+        if not any(name in USES[experiment] for experiment in chosen["experiments"]):
+            raise UsageError(f"{name} would be ignored by {', '.join(chosen['experiments'])}.", f"Leave out {name}.")
+    return chosen

@@ -1,4 +1,4 @@
-"""What a healing is asked for: how long it trains, on what, and how much of each weight."""
+"""Options of a healing: how long it trains, on what, and how much of each weight."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ UNITS: dict[str, tuple[HealingUnit, float]] = {
     "min": ("seconds", 60),
     "h": ("seconds", 3600),
 }
-"""What is counted, and how much of it one is."""
+"""Counted quantity and size of each unit."""
 HOW = "Give steps, at least 0, or tokens, or a time: --heal 200, 500ktok, 2Mtok, 90s, 30min or 2h."
 NEEDED = "Add --heal, as in --heal 200, or leave it out."
 
 
 @dataclass(frozen=True)
 class Amount:
-    """How long a healing trains."""
+    """Length of a healing."""
 
     number: float
-    """How much, in the unit."""
+    """Number of units."""
     unit: HealingUnit
 
     def __str__(self) -> str:
-        """As it is told: `200 steps`, `1 second`."""
+        """Format for messages: `200 steps`, `1 second`."""
         return f"{self.number:,.10g} {self.unit.removesuffix('s') if self.number == 1 else self.unit}"
 
     @classmethod
     def of(cls, given: Any) -> Amount:
-        """200, "200", "2Mtok", "30min"; raises UsageError for anything else."""
+        """Parse 200, "200", "2Mtok" or "30min". Raise UsageError for anything else."""
         if isinstance(given, cls):
             return given
         wrong = UsageError(f"heal={shown(given)} makes no sense.", HOW)
         if isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= LARGEST:
             return cls(given, "steps")
-        found = WRITTEN.fullmatch(given.strip()) if isinstance(given, str) else None
-        if found is None:
+        match = WRITTEN.fullmatch(given.strip()) if isinstance(given, str) else None
+        if match is None:
             raise wrong
-        unit, factor = UNITS[found[2]]
-        number = float(found[1]) * factor
+        unit, factor = UNITS[match[2]]
+        number = float(match[1]) * factor
         if not math.isfinite(number) or number > LARGEST or (unit != "seconds" and number != int(number)):
             raise wrong
         if number == 0 and unit != "steps":
@@ -64,29 +64,29 @@ class Amount:
 
 @dataclass(frozen=True)
 class HealOptions:
-    """One healing as asked for, checked."""
+    """Checked options of one healing."""
 
     amount: Amount
-    """How long it trains."""
+    """Length of training."""
     batch: int | None = None
-    """Sequences of an optimiser step; None: those of a forward pass."""
+    """Sequences per optimiser step; None: those of a forward pass."""
     rank: int | None = None
-    """Rank of each weight's change; None where it is free."""
+    """Rank of each weight's change; None: unrestricted."""
     goal: HealingGoal = "teacher"
-    """What is learned: the original model's predictions, or the text."""
+    """Training target: the original model's predictions, or the text."""
     control: bool = False
-    """Whether a copy of the original model is trained equally long."""
+    """True if a copy of the original model is trained equally long."""
     checkpointing: bool = False
-    """Whether activations are computed again on the way back."""
+    """True if activations are recomputed in the backward pass."""
 
     @classmethod
     def of(cls, asked: Mapping[str, Any]) -> HealOptions | None:
-        """None where nothing is healed. Raises UsageError for options that contradict each other or are for nothing."""
+        """Return the options; None without healing. Raise UsageError for contradictory or unused options."""
         amount: Amount = asked["heal"]
-        given = {name: asked[name] for name in NAMES if asked[name] not in (None, False)}
+        details = {name: asked[name] for name in NAMES if asked[name] not in (None, False)}
         goal: HealingGoal = asked["heal_on"] or "teacher"
         if not amount.number:
-            for name in given:
+            for name in details:
                 raise UsageError(f"--{name.replace('_', '-')} is given and nothing is healed.", NEEDED)
             return None
         if asked["heal_control"] and goal != "text":
@@ -99,11 +99,11 @@ class HealOptions:
 
 
 NAMES = ("heal_batch", "heal_rank", "heal_on", "heal_control", "heal_checkpointing")
-"""The options that mean nothing without --heal."""
+"""Options that require --heal."""
 
 
 class HealingRequest(TypedDict, total=False):
-    """What `swap_kernel` can be asked for about healing."""
+    """Options of `swap_kernel` on healing."""
 
     heal: Annotated[
         int | str,

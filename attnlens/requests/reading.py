@@ -1,4 +1,4 @@
-"""What is read of a model, by what was asked for: settings and analyzers, checked before anything heavy is imported."""
+"""Derive settings and analyzers from options, and check them before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from attnlens.registry import Analyzer, Gathering
 
 
 def settings(asked: Mapping[str, Any]) -> Settings:
-    """What was asked for, as far as a report records it under the options' own names."""
-    later = ("text", "calibration", "analyzers", "select", "device", "dtype")  # which are known when the model is there
+    """Return the settings of a report that have the same names as options."""
+    later = ("text", "calibration", "analyzers", "select", "device", "dtype")  # known once the model is loaded
     names = [name for name in Settings.model_fields if name in asked and name not in later]
-    found = Settings(**{name: asked[name] for name in names})
-    return found if asked.get("pairs") is None else found.model_copy(update={"pack": False})
+    recorded = Settings(**{name: asked[name] for name in names})
+    return recorded if asked.get("pairs") is None else recorded.model_copy(update={"pack": False})
 
 
 def chosen(
     asked: Settings, named: Sequence[str], select: str, show: str | None, *, adapted: bool = False
 ) -> tuple[list[Analyzer | Gathering], Settings]:
-    """The analyzers that run, and the settings with them and with what counts as selected.
+    """Return the analyzers to run, and the settings with their names and the selection rule.
 
-    `adapted`: the model has an adapter, so that those run which compare with the model without it.
-    Raises UsageError for unknown names, analyzers that read nothing of the source asked for, a `select` that would be
-    ignored, and where nothing can be shown.
+    `adapted`: the model has an adapter, so that the analyzers that compare it with the model without it run too.
+    Raise UsageError for unknown names, analyzers that read nothing from the requested source, a `select` that would be
+    ignored, and a `show` that can't be satisfied.
     """
     posed = show == SHOWN
     if show == ATTENTION and asked.source == "weights":
         raise UsageError("source weights reads no text to attend to.", "Leave out --source, or --show attention.")
-    found = registry.analyzers(named or [SHOWN] * posed, asked.source)
-    if not found:
+    selected = registry.analyzers(named or [SHOWN] * posed, asked.source)
+    if not selected:
         raise UsageError(
             f"{', '.join(named) or show} reads nothing from {asked.source}.",
             "Leave out --source, or name another analyzer.",
         )
-    found += registry.comparing(asked.source) if adapted else []
-    found = list({id(analyzer): analyzer for analyzer in found}.values())
-    names = list(dict.fromkeys(analyzer.name for analyzer in found))
+    selected += registry.comparing(asked.source) if adapted else []
+    selected = list({id(analyzer): analyzer for analyzer in selected}.values())
+    names = list(dict.fromkeys(analyzer.name for analyzer in selected))
     looked = SHOWN in names
     if not looked and (select != "argmax" or posed):
         word = f"--show {show}" if posed else f"--select {select}"
         raise UsageError(f"{word} needs the analyzer {SHOWN}, which was not named.", f"Add --analyzer {SHOWN}.")
-    return found, asked.model_copy(update={"analyzers": names, "select": select if looked else None})
+    return selected, asked.model_copy(update={"analyzers": names, "select": select if looked else None})
 
 
 def files(asked: Mapping[str, Any]) -> list[str]:
-    """The files of text that were named; raises UsageError for texts and pairs of texts at once."""
+    """Return the named text files. Raise UsageError for texts and pairs of texts at once."""
     if asked["pairs"] is None:
         return list(asked["text"])
     if asked["text"]:
@@ -58,7 +58,7 @@ def files(asked: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_unread(asked: Mapping[str, Any], source: str) -> None:
-    """Raise UsageError for inputs where weights alone are read, which need none, and for a text without a model."""
+    """Raise UsageError for inputs if only weights are read, and for --from-files unless only weights are read."""
     if asked.get("from_files") and source != "weights":
         raise UsageError(
             "A model that is read from its files can't run on a text.",

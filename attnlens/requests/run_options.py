@@ -1,4 +1,4 @@
-"""What runs can be asked for: each option once, with its help, its bounds and its default.
+"""Options of runs, each defined once with its help, bounds and default.
 
 The fields of these typed dictionaries are the keywords of the Python functions and the options of the commands.
 """
@@ -18,16 +18,16 @@ from attnlens.requests.fields import Numbers, Option, Words
 from attnlens.requests.healing import HealingRequest
 
 WORK = "Work"
-"""The panel of these options."""
+"""Help panel of these options."""
 MOST_JOBS = 4096
 SAY_SHARD = f"Write it as I/N with 1 ≤ I ≤ N ≤ {MOST_JOBS}, as in 1/3."
 SIZE = re.compile(r"[1-9][0-9]{0,8}[KMG]i?B")
 ARRAY = "SLURM_ARRAY_TASK_"
-"""How the variables begin by which Slurm tells a job of an array which of its tasks it is."""
+"""Prefix of the variables in which Slurm describes a job's task in an array."""
 
 
 def shard(name: str, given: Any) -> str:
-    """`I/N`; of `auto` the number and count that Slurm or torchrun gave this process. Raises UsageError for others."""
+    """Return `I/N`; for `auto`, as Slurm or torchrun numbers this process. Raise UsageError for others."""
     if given == "auto":
         return _of_environment()
     index, slash, count = given.partition("/") if isinstance(given, str) else ("", "", "")
@@ -38,16 +38,16 @@ def shard(name: str, given: Any) -> str:
 
 
 def _of_environment() -> str:
-    """Return the shard of a task of an evenly spaced Slurm array, or of a process of torchrun; raises UsageError."""
+    """Return the shard of a task in an even Slurm array, or of a torchrun process. Raise UsageError if there's none."""
     slurm = {name: os.environ.get(ARRAY + name, "") for name in ("ID", "COUNT", "MIN", "MAX", "STEP")}
-    said = {name: int(value) for name, value in slurm.items() if value.isdecimal()}
-    if "ID" in said and "COUNT" in said:
-        step, first = said.get("STEP", 1) or 1, said.get("MIN", 0)
-        place, rest = divmod(said["ID"] - first, step)
-        last = first + step * (said["COUNT"] - 1)
-        if rest or said.get("MAX", last) != last:
+    numbers = {name: int(value) for name, value in slurm.items() if value.isdecimal()}
+    if "ID" in numbers and "COUNT" in numbers:
+        step, first = numbers.get("STEP", 1) or 1, numbers.get("MIN", 0)
+        place, remainder = divmod(numbers["ID"] - first, step)
+        last = first + step * (numbers["COUNT"] - 1)
+        if remainder or numbers.get("MAX", last) != last:
             raise UsageError("shard=auto takes arrays of evenly spaced tasks, as 0-9 or 0-8:2.", SAY_SHARD)
-        return shard("shard", f"{place + 1}/{said['COUNT']}")
+        return shard("shard", f"{place + 1}/{numbers['COUNT']}")
     rank, count = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     if rank.isdecimal() and count.isdecimal():
         return shard("shard", f"{int(rank) + 1}/{count}")
@@ -57,7 +57,7 @@ def _of_environment() -> str:
 
 
 def memory_size(name: str, given: Any) -> str:
-    """A size with its unit. Raises UsageError for others."""
+    """Return a size with its unit. Raise UsageError for others."""
     if not (isinstance(given, str) and SIZE.fullmatch(given)):
         raise UsageError(
             f"{name}={shown(given)} is no size of memory.", "Write a number and its unit, from KB to GiB: 8GB."
@@ -66,7 +66,7 @@ def memory_size(name: str, given: Any) -> str:
 
 
 class KeptRequest(TypedDict, total=False):
-    """Where a run keeps what is finished, and whether it goes on from it."""
+    """Options on keeping finished units, and on resuming from them."""
 
     work: Annotated[
         str | os.PathLike[str] | None,
@@ -87,7 +87,7 @@ class KeptRequest(TypedDict, total=False):
 
 
 class SpreadRequest(TypedDict, total=False):
-    """How a model is loaded that is larger than the memory at hand."""
+    """Options for loading a model larger than the available memory."""
 
     from_files: Annotated[
         bool,
@@ -121,7 +121,7 @@ class SpreadRequest(TypedDict, total=False):
 
 
 class EngineRequest(TypedDict, total=False):
-    """Where the units of a run are computed."""
+    """Options on where the units of a run are computed."""
 
     engine: Annotated[
         Engine,
@@ -139,7 +139,7 @@ class EngineRequest(TypedDict, total=False):
 
 
 class SharedRequest(KeptRequest, EngineRequest, total=False):
-    """What a run whose units may be read elsewhere can be asked for, too."""
+    """Additional options of runs whose units can be computed elsewhere."""
 
     shard: Annotated[
         str | None,
@@ -164,14 +164,14 @@ class SharedRequest(KeptRequest, EngineRequest, total=False):
 
 
 class WorkRequest(SharedRequest, SpreadRequest, total=False):
-    """The same of one model, which need not be loaded as a whole."""
+    """Work options of a run over one model, which need not be loaded as a whole."""
 
 
 BASELINE = "Baseline"
 
 
 class JudgingRequest(TypedDict, total=False):
-    """What a report is held against, and how strictly."""
+    """Options on the strictness of a check."""
 
     allow_partial: Annotated[bool, Option("Check a report of which a part could not be analysed.", False)]
     relative: Annotated[
@@ -192,31 +192,31 @@ class JudgingRequest(TypedDict, total=False):
 
 
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
-"""Panels of the help, beside that without a name."""
+"""Panels of the help, besides the default one."""
 Place = str | os.PathLike[str] | None
-"""A path, or what else names where something lies."""
+"""Path, or another name of a location."""
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 
 
 def one_file(said: str) -> Option:
-    """An option that names a file."""
+    """Create an option that names a file."""
     return Option(said, panel=INPUT, metavar="FILE", typed=str | None, check=fields.file, call_only="read")
 
 
 def several_files(said: str) -> Option:
-    """An option that names a file each time, as often as it is given."""
-    # as paths, so that typer cuts ATTNLENS_TEXT as PATH is cut, and not at blanks
+    """Create an option that names one file each time and can be repeated."""
+    # as paths, because typer then splits ATTNLENS_TEXT at os.pathsep instead of at spaces
     return Option(said, (), panel=INPUT, metavar="FILE", typed=list[Path] | None, call_only="read")
 
 
 def new_folder(said: str, shown: str | None = None) -> Option:
-    """An option that names a folder to write."""
+    """Create an option that names a folder to write."""
     typed, check = str | None, fields.folder
     return Option(said, None, OUTPUT, "DIR", shown=shown, typed=typed, check=check, call_only="written")
 
 
 class Loading(TypedDict, total=False):
-    """How a model is loaded."""
+    """Options for loading a model."""
 
     device: Annotated[
         str, Option("`auto`, `cpu`, `cuda`, `cuda:1`, `mps`.", "auto", metavar="DEVICE", check=fields.device)
@@ -254,7 +254,7 @@ class Loading(TypedDict, total=False):
 
 
 class Feeding(Loading, total=False):
-    """What a model is fed with, and how it is loaded."""
+    """Options on the input of a model, and for loading it."""
 
     text: Annotated[
         Words,
@@ -315,14 +315,14 @@ class Feeding(Loading, total=False):
 
 
 class ModelRequest(Feeding, total=False):
-    """Which part of a model is looked at, too."""
+    """Additional options that select layers and heads."""
 
     layers: Annotated[Numbers | None, Option("Only these layers, as in `0-3,7`.", metavar="NUMBERS")]
     heads: Annotated[Numbers | None, Option("Only these heads, as in `0,5`.", metavar="NUMBERS")]
 
 
 class SeriesRequest(ModelRequest, total=False):
-    """What is read of every checkpoint of a series."""
+    """Options on what is read of every checkpoint of a series."""
 
     source: Annotated[Sources, Option("What to read: `weights`, `tokens` or `both`.", "both", metavar="SOURCE")]
     analyzers: Annotated[
@@ -348,11 +348,11 @@ class SeriesRequest(ModelRequest, total=False):
 
 
 class CheckpointsRequest(SeriesRequest, SharedRequest, total=False):
-    """What a series of checkpoints can be asked for."""
+    """Options of a series of checkpoints."""
 
 
 class InspectRequest(SeriesRequest, WorkRequest, total=False):
-    """What `inspect` can be asked for."""
+    """Options of `inspect`."""
 
     show: Annotated[
         Literal["selection", "attention"] | None,
@@ -366,7 +366,7 @@ class InspectRequest(SeriesRequest, WorkRequest, total=False):
 
 
 class CompareRequest(SeriesRequest, total=False):
-    """What `compare` can be asked for."""
+    """Options of `compare`."""
 
     fdr: Annotated[
         float,
@@ -380,7 +380,7 @@ class CompareRequest(SeriesRequest, total=False):
 
 
 class SwapRequest(ModelRequest, HealingRequest, SharedRequest, total=False):
-    """What `swap_kernel` can be asked for, beside the kernels."""
+    """Options of `swap_kernel`, without the kernels."""
 
     part: Annotated[
         Part | None,

@@ -1,4 +1,4 @@
-"""Checks the options of swap_kernel against each other, before anything heavy is imported."""
+"""Check the options of swap_kernel against each other, before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ from attnlens.requests.fields import Words, words
 from attnlens.requests.healing import HealOptions
 
 MOST_DIRECTIONS = 65536
-"""A rank that cuts nothing in any head."""
+"""Rank above every head_dim, so that it removes nothing."""
 BOTH = "A plan says which layers and heads have which rank.", "Leave out --layers, --heads and --part, or --ranks."
 
 
 @dataclass(frozen=True)
 class SwapOptions:
-    """What one run was asked for, checked."""
+    """Checked options of one run."""
 
     kernels: list[Kernel]
-    """The new kernels."""
+    """New kernels."""
     part: Part | None
     path: Route
     sweep: Sweep | None
     predictors: bool
-    """Whether measures are set against the harm of the heads swept."""
+    """True if measures are correlated with the harm of the swept heads."""
     fit: bool
     heal: HealOptions | None
     calibration: list[str]
     save: Path | None
     budget: Budget | None
-    """How much more may be lost."""
+    """Largest allowed rise."""
     ranks: Plan | None
-    """The plan whose ranks are taken, in the place of a budget."""
+    """Plan whose ranks are used instead of a budget."""
     form_named: bool
-    """Whether the form of the latents was asked for, so that none is chosen."""
+    """True if the form of the latents was given, so that it is not chosen."""
     eta: float | None
-    """None where nothing is regularised."""
+    """Weight of the KSVD regulariser; None without regularisation."""
     convention: Convention
     controls: bool
-    """Whether simple alternatives are measured too."""
+    """True if simple alternatives are measured too."""
     generate: int
-    """How many tokens greedy continuations have at most."""
+    """Maximum number of tokens of greedy continuations."""
     prompts: str | None
-    """The file of what is continued; None: evaluated windows."""
+    """File of the texts to continue; None: evaluated windows."""
 
     @classmethod
     def of(cls, kernels: Words, asked: Mapping[str, Any]) -> SwapOptions:
-        """Raises UsageError where words contradict each other, OutputError for an unusable folder."""
-        given = {"text": asked["text"], "calibration": asked["calibration"], "prompts": [asked["prompts"]]}
-        reading = [f"--{name}" for name, files in given.items() if "-" in files]
+        """Build and check the options. Raise UsageError for contradictions, OutputError for an unusable folder."""
+        texts = {"text": asked["text"], "calibration": asked["calibration"], "prompts": [asked["prompts"]]}
+        reading = [f"--{name}" for name, files in texts.items() if "-" in files]
         if len(reading) > 1:
             raise UsageError(f"{' and '.join(reading)} both read stdin.", "Give one of them a file.")
         shared = [name for name in ("shard", "jobs", "engine") if asked[name] not in (None, 1, "local")]
@@ -152,19 +152,19 @@ class SwapOptions:
 
     @property
     def calibrates(self) -> bool:
-        """Whether calibration text is needed."""
-        fitted = any(one.fits and one.fit_reads and (one.needs_fit or self.fit) for one in self.kernels)
+        """True if calibration text is needed."""
+        fitted = any(kernel.fits and kernel.fit_reads and (kernel.needs_fit or self.fit) for kernel in self.kernels)
         return fitted or self.heal is not None
 
     @property
     def limit(self) -> Budget | None:
-        """The rise within which ranks are to be chosen, or those given were; None for any other kernel."""
+        """Rise that limits the choice of ranks, or limited it for given ranks; None for any other kernel."""
         return self.budget if self.ranks is None else Budget(self.ranks.unit, self.ranks.budget)
 
     def reach(
         self, layers: Sequence[int] | None, heads: Sequence[int] | None
     ) -> tuple[Sequence[int] | None, Sequence[int] | None]:
-        """Which layers and heads are swapped: those asked for, or the plan's; raises UsageError for both."""
+        """Return the layers and heads to swap, as requested or from the plan. Raise UsageError if both define them."""
         if self.ranks is None:
             return layers, heads
         if layers is not None or heads is not None:
@@ -173,7 +173,7 @@ class SwapOptions:
 
 
 def _ranks(asked: Mapping[str, Any]) -> Plan | None:
-    """The plan to take ranks from; raises UsageError where it can't be read, or where something else chooses too."""
+    """Return the plan to take ranks from. Raise UsageError if it can't be read, or if other options conflict."""
     ranks = asked["ranks"]
     if ranks is None:
         return None
@@ -189,7 +189,7 @@ def _ranks(asked: Mapping[str, Any]) -> Plan | None:
 
 
 def _without_rank(kernels: list[str], plan: Plan | None) -> str:
-    """Return the spelling until ranks are chosen, its form as typed or the plan's; raises UsageError for others."""
+    """Return the spelling until ranks are chosen, its form as typed or the plan's. Raise UsageError for others."""
     name, _, form = kernels[0].partition(":") if len(kernels) == 1 else ("", "", "")
     unranked = _unranked(form)
     if name != BUDGETED or unranked is None:
@@ -199,10 +199,10 @@ def _without_rank(kernels: list[str], plan: Plan | None) -> str:
             "Write --kernel rank --budget loss:1%, or --kernel rank --ranks plan.json.",
         )
     if unranked != form:
-        kept = BUDGETED + (f":{unranked}" if unranked and plan is None else "")
+        spelling = BUDGETED + (f":{unranked}" if unranked and plan is None else "")
         raise UsageError(
             f"A budget chooses the ranks, and a plan names them: {kernels[0]} names one too.",
-            f"Leave out the rank: --kernel {kept}.",
+            f"Leave out the rank: --kernel {spelling}.",
         )
     if plan is not None and form:
         raise UsageError("The plan says which form its latents have.", "Write --kernel rank --ranks plan.json.")
@@ -211,14 +211,14 @@ def _without_rank(kernels: list[str], plan: Plan | None) -> str:
 
 
 def _unranked(form: str) -> str | None:
-    """What is typed behind `rank:` without a rank; None where it is not that."""
-    kept = [part for part in form.split(",") if re.fullmatch(r"(rank=)?[0-9]+", part) is None]
-    found = ",".join(kept)
-    return found if re.fullmatch(r"([a-z]+=[a-z0-9]+(,|$))*", found) else None
+    """Return the text after `rank:` without a rank; None if it can't be parsed."""
+    parts = [part for part in form.split(",") if re.fullmatch(r"(rank=)?[0-9]+", part) is None]
+    unranked = ",".join(parts)
+    return unranked if re.fullmatch(r"([a-z]+=[a-z0-9]+(,|$))*", unranked) else None
 
 
 def _eta(asked: Mapping[str, Any], kernels: Sequence[Kernel]) -> float | None:
-    """η where primal attention is healed; raises UsageError where it, or its convention, is given for nothing."""
+    """Return η if primal attention is healed. Raise UsageError if it, or its convention, would be ignored."""
     regularised = asked["heal"].number > 0 and any(kernel.info.form == "output" for kernel in kernels)
     eta = asked["eta"]
     if not regularised:

@@ -1,1 +1,1 @@
-"""The analyses: a model and its options give a Report. Their work is a list of named units, kept and resumed."""
+"""Analyses that turn a model and its options into a Report; their work consists of named units that can be resumed."""

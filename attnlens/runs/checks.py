@@ -1,4 +1,4 @@
-"""Checks that a model has the sites asked for, runs, lacks no weight, and is reproduced when recomputed."""
+"""Check that a model has the requested sites, runs, lacks no weights, and is reproduced by recomputed attention."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from attnlens.models.texts.targets import asking, logits_of, of_text, states_of,
 from attnlens.records import Call, Conventions, Skipped, Task
 
 Measured = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]
-"""What is measured of a forward pass on these inputs."""
+"""Function that measures a forward pass on some inputs."""
 
 
 def attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """The queries, keys and values of every attention computation."""
-    found: list[Tensor] = []
+    """Return the queries, keys and values of every attention computation, one after the other."""
+    tensors: list[Tensor] = []
 
     def answer(call: Call) -> Tensor:
-        found.extend((call.query, call.key, call.value))
+        tensors.extend((call.query, call.key, call.value))
         return attend(call, hooks.OWN, "eager")
 
     with hooks.opened(model, answer):
         hooks.forward(model, inputs)
-    return found
+    return tensors
 
 
 def predictions(task: Task) -> Measured:
-    """The model's predictions, or where it has no head its hidden states."""
+    """Build the function that returns the model's predictions, or its hidden states if it lacks a head."""
 
     def measured(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         result = hooks.forward(model, inputs, **asking(task))
@@ -47,7 +47,7 @@ def predictions(task: Task) -> Measured:
 
 
 def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> None:
-    """Raise ModelError if what is measured rests on a weight that the checkpoint lacks, so that it is random."""
+    """Raise ModelError if the measured values depend on a weight that the checkpoint lacks, so that it is random."""
     if random := random_weights(loaded, inputs, measured):
         raise ModelError(
             f"The checkpoint of {loaded.info.id} lacks {_listed(random)}, which would be filled at random.",
@@ -56,7 +56,7 @@ def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], mea
 
 
 def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
-    """Return the module whose random weight the predictions rest on, and why there is no loss; None if there is one."""
+    """Return the module whose random weight the predictions depend on, and why there is no loss; None if there is."""
     random = random_weights(loaded, inputs, predictions(task))
     if not random:
         return None
@@ -68,17 +68,17 @@ def _listed(random: list[str]) -> str:
 
 
 def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> list[str]:
-    """Return the weights that the checkpoint lacks and on which what is measured rests.
+    """Return the weights that the checkpoint lacks and that the measured values depend on.
 
-    A weight is excused where its module ran and a gradient says that nothing measured depends on it, as BERT's pooler.
-    What did not run on these inputs (an expert that no token chose) may run on others.
+    A weight is excused if its module ran and its gradient is None, so that nothing measured depends on it (BERT's
+    pooler). A module that did not run on these inputs (an expert that no token chose) may run on others.
     """
     lacking, parts = set(loaded.missing_keys), (loaded.model.named_parameters, loaded.model.named_buffers)
     missing = [name for part in parts for name, _ in part(remove_duplicate=False) if name in lacking]
     if not missing:
         return []
     with _recording(loaded.model, missing) as (leaves, ran):
-        outputs = [found.sum() for found in measured(loaded.model, inputs) if found.requires_grad]
+        outputs = [output.sum() for output in measured(loaded.model, inputs) if output.requires_grad]
         slopes = (
             torch.autograd.grad(outputs, list(leaves.values()), allow_unused=True) if outputs else [None] * len(leaves)
         )
@@ -88,9 +88,9 @@ def random_weights(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measure
 
 @contextmanager
 def _recording(model: PreTrainedModel, names: list[str]) -> Iterator[tuple[dict[str, Tensor], set[str]]]:
-    """Inside, the parameters of these names record gradients, and the paths of their modules are noted as they run."""
-    every, ran = dict(model.named_parameters(remove_duplicate=False)), set[str]()
-    leaves = {name: every[name].requires_grad_() for name in names if name in every}
+    """Let these parameters record gradients inside the block, and collect the paths of their modules that run."""
+    parameters, ran = dict(model.named_parameters(remove_duplicate=False)), set[str]()
+    leaves = {name: parameters[name].requires_grad_() for name in names if name in parameters}
     owners = {path: model.get_submodule(path) for path in map(_owner, leaves)}
     notes = [module.register_forward_hook(lambda *_, path=path: ran.add(path)) for path, module in owners.items()]
     try:
@@ -104,7 +104,7 @@ def _recording(model: PreTrainedModel, names: list[str]) -> Iterator[tuple[dict[
 
 
 def _owner(name: str) -> str:
-    """The path of the module that a parameter is of."""
+    """Return the path of the module that owns a parameter."""
     return name.rpartition(".")[0]
 
 
@@ -126,17 +126,17 @@ LATENT_NOTE = (
 )
 SIGN_NOTE = "weights.directionality has the published sign (Saponati et al. 2025); their code returns the opposite."
 LOOKS_AHEAD = 1e-4
-"""By how much predictions may change with a later token that they don't see, relatively."""
+"""Relative change of predictions above which they are judged to depend on a later token."""
 NOT_RUN = "it is not run on this input"
 
 
 def sites(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> list[Reached]:
-    """The sites that these inputs reach. Raises what `surveyed` raises."""
+    """Return the sites that these inputs reach. Raise what `surveyed` raises."""
     return surveyed(loaded, inputs).reached
 
 
 def surveyed(loaded: loading.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool = True) -> hooks.Surveyed:
-    """What these inputs show of the model, which attnlens has `made_up` or the user's own code has."""
+    """Survey the model on inputs `made_up` by attnlens, or by the user. Raise ModelError if it can't run on them."""
     try:
         return hooks.surveyed(loaded.model, inputs)
     except FAILURES:
@@ -147,7 +147,7 @@ def surveyed(loaded: loading.Loaded, inputs: Mapping[str, Tensor], *, made_up: b
 
 @contextmanager
 def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool = True) -> Iterator[None]:
-    """Raise ModelError where the model fails on these inputs."""
+    """Raise ModelError if the model fails on these inputs."""
     try:
         yield
     except FAILURES as error:
@@ -168,37 +168,37 @@ def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor], *, made_up: 
 
 
 def of_one_token(loaded: loading.Loaded, reached: list[Reached], seed: int) -> list[Reached]:
-    """The sites as a single token reaches them, from which the weights are read; those `reached` where it does not."""
+    """Return the sites as reached by a single token, for reading the weights; `reached` if the model needs more."""
     try:
-        found = sites(loaded, texts.placeholder(loaded, 1, seed).batches[0].inputs)
-    except ModelError:  # a model that wants more (Canine's strides)
+        single = sites(loaded, texts.placeholder(loaded, 1, seed).batches[0].inputs)
+    except ModelError:  # a model that needs more tokens (Canine's strides)
         return reached
-    if [(one.site.path, one.site.ordinal) for one in found] != [(one.site.path, one.site.ordinal) for one in reached]:
+    if [(one.site.path, one.site.ordinal) for one in single] != [(one.site.path, one.site.ordinal) for one in reached]:
         return reached
     # one token does not show whether a site is causal
-    return [replace(one, site=many.site) for one, many in zip(found, reached, strict=True)]
+    return [replace(one, site=many.site) for one, many in zip(single, reached, strict=True)]
 
 
 def text_alone(loaded: loading.Loaded, reached: Sequence[Reached], tokens: int, seed: int) -> list[Reached]:
-    """The same sites as random ids reach them; those that ids alone don't reach, or no ids stand for, as they are.
+    """Return the sites as reached by random ids without media; sites that such ids don't reach stay as they are.
 
-    Ids that stand for an image have positions of their own, on which the weights don't depend. A model that doesn't run
-    on ids alone (LXMERT) keeps all sites as they are.
+    Ids that represent an image have positions of their own, which the weights don't depend on. If a model doesn't run
+    on ids alone (LXMERT), all its sites stay as they are.
     """
     if not texts.media_of(loaded.model, loaded.folder).before:
         return list(reached)
     try:
         bare = texts.placeholder(loaded, tokens, seed, bare=True).batches[0].inputs
-        found = {(one.site.path, one.site.ordinal): one for one in sites(loaded, bare)}
+        by_call = {(each.site.path, each.site.ordinal): each for each in sites(loaded, bare)}
     except (ModelError, TextError):  # a model that doesn't run without its image (LXMERT)
         return list(reached)
-    return [replace(found.get((one.site.path, one.site.ordinal), one), site=one.site) for one in reached]
+    return [replace(by_call.get((each.site.path, each.site.ordinal), each), site=each.site) for each in reached]
 
 
 def reproduced(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """By how much the model's outputs change when its own attention is recomputed.
+    """Return by how much the model's outputs change when its own attention is recomputed.
 
-    Raises ModelError where the model can't run on these inputs.
+    Raise ModelError if the model can't run on these inputs.
     """
     weights = None if loaded.shapes is None else loaded.shapes.deferred
     precise: hooks.Precise | None = None if weights is None else lambda found: weights.whole(found.site.path)
@@ -207,7 +207,7 @@ def reproduced(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
 
 
 def proven(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float | None, str | None]:
-    """By how much the model changes when its own attention is recomputed; or None, and which weight is not finite."""
+    """Return the error of recomputed attention, or None and the non-finite weight. Raise IdentityError if too large."""
     error = reproduced(loaded, inputs)
     if error <= hooks.IDENTITY_TOLERANCE:
         return error, None
@@ -222,7 +222,7 @@ def proven(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float 
 
 
 def refuse_unsteady(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> None:
-    """Raise ModelError where outputs of finite weights are NaN, and IdentityError where those of two passes differ."""
+    """Raise ModelError if outputs of finite weights are NaN, and IdentityError if two passes differ."""
     again = hooks.repeat_error(loaded.model, inputs)
     if again != again:
         raise ModelError(
@@ -237,9 +237,9 @@ def refuse_unsteady(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Non
 
 
 def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
-    """What the model's head predicts; `hidden` where it would predict the next token, and sees it (PaliGemma).
+    """Return the task of the model's head; `hidden` if it predicts the next token but already sees it (PaliGemma).
 
-    Raises ModelError where the model can't run on these inputs.
+    Raise ModelError if the model can't run on these inputs.
     """
     tasks = tasks_of(loaded.model)
     if tasks[0] == "causal" and _looks_ahead(loaded, inputs):
@@ -248,20 +248,20 @@ def task_on(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
 
 
 def _looks_ahead(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> bool:
-    """Whether another last token of the first sequence changes what is predicted behind the tokens before it."""
+    """Return whether changing the first sequence's last token changes the predictions at the tokens before it."""
     alone = texts.first(inputs, 1)
     ids = alone["input_ids"]
     last = int(alone.get("attention_mask", torch.ones_like(ids))[0].nonzero()[-1])
     other = ids.clone()
-    other[0, last] = next(one for one in texts.plain_ids(loaded.model, 2) if one != ids[0, last])
+    other[0, last] = next(variant for variant in texts.plain_ids(loaded.model, 2) if variant != ids[0, last])
     with _refusing(loaded, inputs), torch.no_grad():
-        each = [hooks.forward(loaded.model, {**alone, "input_ids": one}) for one in (ids, other)]
-    own, again = (of_text(logits_of(one), ids, sees=True)[:, :last].double() for one in each)
-    return bool((own - again).norm() > LOOKS_AHEAD * own.norm())
+        each = [hooks.forward(loaded.model, {**alone, "input_ids": variant}) for variant in (ids, other)]
+    before, again = (of_text(logits_of(variant), ids, sees=True)[:, :last].double() for variant in each)
+    return bool((before - again).norm() > LOOKS_AHEAD * before.norm())
 
 
 def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """The same for a model that has to be whole: raises ModelError too where a weight is not finite."""
+    """Check the model as `proven` does and return the error. Raise ModelError too if a weight is not finite."""
     error, broken = proven(loaded, inputs)
     if error is None:
         raise ModelError(
@@ -272,27 +272,27 @@ def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
 
 
 def out_of_reach(loaded: loading.Loaded, survey: hooks.Surveyed) -> list[Skipped]:
-    """Attention that is not read: of another form, not run, or in layers that the config leaves out."""
+    """List attention that is not read: of another form, not run, or in layers that the config leaves out."""
     outside = [Skipped(site=path, reason=why or NOT_RUN) for path, why in survey.missed.items()]
     known = [name for name, _ in loaded.model.named_parameters()]
     unused: Counter[str] = Counter()
     for name in loaded.unused_keys:
         layer = re.match(r"(.*?\.)?\d+(?=\.)", name)
-        # a layer that is there has the same tensors; another head's or a buffer's name has no such counterpart
-        if layer and any(_same_tensor(f"{layer.group(1) or ''}0{name[layer.end() :]}", own) for own in known):
+        # an existing layer has the same tensors; the name of another head or of a buffer lacks such a counterpart
+        if layer and any(_same_tensor(f"{layer.group(1) or ''}0{name[layer.end() :]}", other) for other in known):
             unused[layer.group()] += 1
     why = f"the config leaves out layers of the checkpoint, whose {sum(unused.values())} tensors are not used"
     return outside + [Skipped(site=layer, reason=why) for layer in unused]
 
 
 def _same_tensor(one: str, other: str) -> bool:
-    """Whether two names are the same but for what stands in front, such as the name of the model in a model."""
+    """Return whether two names are equal up to a prefix, such as the name of a model inside another model."""
     return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
 
 
 def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reached: Sequence[Reached]) -> None:
-    """Raise UsageError for chosen layers or heads that the model does not have."""
-    most = max(found.call.query.shape[1] for found in reached)
+    """Raise UsageError for chosen layers or heads that the model lacks."""
+    most = max(each.call.query.shape[1] for each in reached)
     for what, numbers, count in (("layer", layers, len(reached)), ("head", heads, most)):
         wrong = [number for number in numbers or () if not 0 <= number < count]
         if wrong:
@@ -300,9 +300,9 @@ def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reac
 
 
 def conventions(reached: Sequence[Reached], read: Sequence[weights.Traits]) -> Conventions:
-    """What a reader must know about the model's attention, as a pass reached it, to understand the numbers."""
-    calls, traced = [one.call for one in reached], sum(one.site.traced for one in reached)
-    biased, causal = any(call.bias is not None for call in calls), any(one.site.part == "decoder" for one in reached)
+    """Describe the attention that a pass reached, as far as readers need it to understand the numbers."""
+    calls, traced = [each.call for each in reached], sum(each.site.traced for each in reached)
+    biased, causal = any(call.bias is not None for call in calls), any(each.site.part == "decoder" for each in reached)
     untested = "absolute" if len(read) == len(reached) else "unknown"
     added = "content–position" if any(call.relative for call in calls) else "bias" if biased else untested
     notes = [

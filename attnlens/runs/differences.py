@@ -1,4 +1,4 @@
-"""Compares a changed model with the original: both run on the same batches, and differences are paired."""
+"""Compare a changed model with the original: both run on the same batches, and differences are paired."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ if TYPE_CHECKING:
 
 
 MOST = 16
-"""Evaluated windows whose first halves are continued, and prompts in a batch."""
+"""Maximum number of evaluated windows whose first halves are continued, and of prompts per batch."""
 TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
-"""Inputs of a model that reads text alone."""
+"""Inputs of a model that reads only text."""
 FAILED = (*FAILURES, ModelError, UsageError)
-"""What running with a cache may raise where a model or a kernel is not made for it."""
+"""Exceptions that running with a cache may raise for a model or a kernel that does not support it."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """What is continued, as one batch."""
+    """Prompts to continue, as one batch."""
 
     ids: Int[Tensor, "prompts tokens"]
-    mask: Int[Tensor, "prompts tokens"]  # 0 at padding, which stands on the left
+    mask: Int[Tensor, "prompts tokens"]  # 0 at padding, which is on the left
     source: str  # `windows`, or the name of a file
 
     def parts(self) -> Iterator[Prompts]:
-        """As batches of bounded size, so that many lines need no more memory than few."""
+        """Yield batches of bounded size, so that many lines need no more memory than few."""
         for ids, mask in zip(torch.split(self.ids, MOST), torch.split(self.mask, MOST), strict=True):
             yield Prompts(ids, mask, self.source)
 
 
 @dataclass(frozen=True)
 class Continued:
-    """The prompts with the original's own continuations."""
+    """Prompts with the original's own continuations."""
 
     prompts: Prompts
     tokens: Int[Tensor, "steps prompts"]
@@ -72,17 +72,17 @@ class Continued:
 
 
 def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, given: Prompts | None) -> Prompts | str:
-    """The prompts given, else those of the windows; raises UsageError for some that the model can't continue."""
+    """Return the given prompts, else those of the windows. Raise UsageError if the model can't continue given ones."""
     if given is None:
         return of_windows(model, fed, task)
-    if why := _silent(model, fed, task):
+    if why := _why_not_continued(model, fed, task):
         why = "it does not predict the next token alone" if why == NOT_CAUSAL else why
         raise UsageError(f"The model can't continue prompts: {why}.", "Leave out --prompts.")
     return given
 
 
-def _silent(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> str:
-    """Why the model continues no text; empty where it does."""
+def _why_not_continued(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> str:
+    """Return why the model can't continue a text; empty if it can."""
     if task != "causal":
         return NOT_CAUSAL
     if set(fed[0].inputs) - TEXT:
@@ -93,13 +93,13 @@ def _silent(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> str:
 
 
 def of_windows(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> Prompts | str:
-    """Return equally long first halves of windows or of lines above the middle length; or why there are none."""
-    if why := _silent(model, fed, task):
+    """Return first halves, equally long, of windows or lines of at least median length; or why there are none."""
+    if why := _why_not_continued(model, fed, task):
         return why
     rows: list[Tensor] = []
-    for one in fed:
-        ids, mask = one.inputs["input_ids"], one.inputs.get("attention_mask")
-        rows += list(ids) if mask is None else [row[kept.bool()] for row, kept in zip(ids, mask, strict=True)]
+    for batch in fed:
+        ids, mask = batch.inputs["input_ids"], batch.inputs.get("attention_mask")
+        rows += list(ids) if mask is None else [row[real.bool()] for row, real in zip(ids, mask, strict=True)]
     middle = sorted(map(len, rows))[len(rows) // 2]
     long = [row[: max(1, middle // 2)] for row in rows if len(row) >= middle]
     count = min(MOST, len(long))
@@ -108,7 +108,7 @@ def of_windows(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> Prompt
 
 
 def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
-    """Return lines padded on the left; raises TextError for none or too long, UsageError without tokenizer."""
+    """Return lines padded on the left. Raise TextError for none or too long ones, UsageError without a tokenizer."""
     lines = [line for line in content.text.splitlines() if line.strip()]
     if not lines:
         raise TextError(f"{content.name} holds no prompt.", "Give a file with one prompt a line.")
@@ -129,10 +129,10 @@ def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
 
 
 def own_continuation(model: PreTrainedModel, prompts: Prompts | str, asked: int) -> tuple[Continued | str, list[str]]:
-    """How the model continues the prompts itself, or why it does not; and what a reader must know."""
+    """Continue the prompts with the original model; return why not if it can't, and notes for the reader."""
     if isinstance(prompts, str):
         return prompts, []
-    limit = position_limit(model)  # of which the longest prompt takes its share
+    limit = position_limit(model)  # which includes the longest prompt
     tokens = asked if limit is None else max(0, min(asked, limit - prompts.ids.shape[1]))
     notes = [f"Greedy continuations are of {tokens} tokens, not {asked}: the model reads no more."]
     return continued(model, prompts, tokens), notes if 0 < tokens < asked else []
@@ -141,17 +141,17 @@ def own_continuation(model: PreTrainedModel, prompts: Prompts | str, asked: int)
 def agreements(
     model: PreTrainedModel, own: Continued | str, variants: Mapping[Name, Variant], progress: Tell
 ) -> dict[Name, dict[str, Any]]:
-    """The field of an Outcome for each changed model, against the original's own continuations; or why it has none."""
-    found: dict[Name, dict[str, Any]] = {}
+    """Return each changed model's Outcome field: its agreement with the original's continuations, or the reason."""
+    fields: dict[Name, dict[str, Any]] = {}
     for name, variant in variants.items():
-        one = own if isinstance(own, str) else agreement(model, own, variant)
-        found[name] = {"reasons": {"agreement": one}} if isinstance(one, str) else {"agreement": one}
+        result = own if isinstance(own, str) else agreement(model, own, variant)
+        fields[name] = {"reasons": {"agreement": result}} if isinstance(result, str) else {"agreement": result}
         progress(1)
-    return found
+    return fields
 
 
 def continued(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continued | str:
-    """The original's greedy continuations, or why it has none."""
+    """Return the original's greedy continuations, or why there are none."""
     if tokens < 1:
         return "the prompts fill the model's context"
     try:
@@ -166,11 +166,11 @@ def continued(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continue
 
 
 def agreement(model: PreTrainedModel, own: Continued, variant: Variant) -> Agreement | str:
-    """Count tokens until both models' likeliest tokens differ, in lockstep; or say why there is no count."""
+    """Count tokens until both models' likeliest tokens differ, step by step; or return why there is no count."""
     try:
         with torch.no_grad(), variant():
-            every = zip(own.prompts.parts(), torch.split(own.tokens, MOST, 1), strict=True)
-            parts = [_common(theirs, own.ends, _greedy(model, part, len(theirs))) for part, theirs in every]
+            pairs = zip(own.prompts.parts(), torch.split(own.tokens, MOST, 1), strict=True)
+            parts = [_common(theirs, own.ends, _greedy(model, part, len(theirs))) for part, theirs in pairs]
             until = torch.cat(parts).tolist()
     except FAILED as error:
         if is_memory(error):
@@ -187,50 +187,50 @@ def agreement(model: PreTrainedModel, own: Continued, variant: Variant) -> Agree
         until=until,
         median=middle,
         quartiles=(low, high),
-        never=sum(found == total for found in until),
+        never=sum(count == total for count in until),
     )
 
 
 def _common(
     theirs: Int[Tensor, "steps prompts"], ends: Int[Tensor, " ids"], chosen: Iterator[Int[Tensor, " prompts"]]
 ) -> Int[Tensor, " prompts"]:
-    """Count common first tokens of each prompt, all if both texts end alike; stop once all differ or have ended."""
+    """Count common first tokens of each prompt, all if both texts end alike; stop when all differ or have ended."""
     alive = torch.ones_like(theirs[0], dtype=torch.bool)
-    found = torch.zeros_like(theirs[0])
-    for own, new in zip(theirs, chosen, strict=False):
-        alive &= own == new
-        found += alive
+    counts = torch.zeros_like(theirs[0])
+    for expected, new in zip(theirs, chosen, strict=False):
+        alive &= expected == new
+        counts += alive
         ended = alive & torch.isin(new, ends)
-        found[ended], alive = len(theirs), alive & ~ended
+        counts[ended], alive = len(theirs), alive & ~ended
         if not bool(alive.any()):
             break
-    return found
+    return counts
 
 
 def _greedy(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Iterator[Int[Tensor, " prompts"]]:
-    """Step by step the likeliest next token of each prompt, which is then read too."""
-    given, mask = prompts.ids, prompts.mask
+    """Yield step by step the likeliest next token of each prompt, which is appended to the input."""
+    ids, mask = prompts.ids, prompts.mask
     padded = not bool(mask.all())
-    placed = padded and "position_ids" in inspect.signature(model.forward).parameters
+    positioned = padded and "position_ids" in inspect.signature(model.forward).parameters
     cache: Any = None
     for _ in range(tokens):
         more: dict[str, Any] = {}
-        if placed:
-            more["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)[:, -given.shape[1] :]
-        result = model(input_ids=given, attention_mask=mask, past_key_values=cache, use_cache=True, **more)
+        if positioned:
+            more["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        result = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **more)
         cache, chosen = result.past_key_values, result.logits[:, -1].argmax(-1)
         if cache is None:
             raise ModelError("it hands out no cache", "Leave out --generate.")
         yield chosen
-        given, mask = chosen[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        ids, mask = chosen[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
 
 
 def _ends(model: PreTrainedModel, like: Tensor) -> Int[Tensor, " ids"]:
-    """The ids that end a text, by the model's generation settings, else by its configuration."""
+    """Return the ids that end a text, from the model's generation settings, else from its configuration."""
     settings = getattr(model, "generation_config", None)
-    found = getattr(settings, "eos_token_id", None)
-    found = getattr(model.config, "eos_token_id", None) if found is None else found
-    numbers = [] if found is None else [found] if isinstance(found, int) else list(found)
+    tokens = getattr(settings, "eos_token_id", None)
+    tokens = getattr(model.config, "eos_token_id", None) if tokens is None else tokens
+    numbers = [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
     return like.new_tensor(numbers)
 
 
@@ -241,32 +241,32 @@ DIVERGED = "it diverged: the changed model's predictions are not finite"
 
 @dataclass
 class Differences:
-    """Differences of one variant to the original, gathered batch by batch."""
+    """Differences between one variant and the original, collected batch by batch."""
 
     task: Task  # what is predicted
-    noise: bool  # whether the input is noise, so that predictions are compared and have no loss
+    noise: bool  # whether the input is noise: predictions are then compared without a loss
     design: Design  # how the sequences were sampled
     before: list[Tensor] = field(default_factory=list)
-    """Mean loss of each sequence under the original, one tensor a batch."""
+    """Mean loss of each sequence under the original, one tensor per batch."""
     after: list[Tensor] = field(default_factory=list)  # the same under the variant
-    counts: list[Tensor] = field(default_factory=list)  # how many tokens of each sequence are predicted
+    counts: list[Tensor] = field(default_factory=list)  # number of predicted tokens per sequence
     kept: list[Tensor] = field(default_factory=list)
-    """Whether each sequence has anything to predict; those that have none are in none of the three above."""
-    divergences: list[Tensor] = field(default_factory=list)  # mean KL(original ‖ variant) of each of them
+    """Whether each sequence predicts anything; sequences that don't are missing from the three lists above."""
+    divergences: list[Tensor] = field(default_factory=list)  # mean KL(original ‖ variant) of each of these sequences
     agreeing: float = 0.0
     cosines: list[Tensor] = field(default_factory=list)  # mean cosine of each sequence's hidden states
-    real: list[Tensor] = field(default_factory=list)  # how many real tokens of each sequence were compared by these
-    by_token: TokenLosses = field(default_factory=TokenLosses)  # the loss of each predicted token, of causal models
-    directionless: bool = False  # whether a hidden state is zero, so that no angle is formed with it
+    real: list[Tensor] = field(default_factory=list)  # number of real tokens per sequence that the cosines cover
+    by_token: TokenLosses = field(default_factory=TokenLosses)  # loss of each predicted token of causal models
+    directionless: bool = False  # whether a hidden state is zero, so that its angle is undefined
     likeness: Likeness | None = None
-    seconds: list[float] = field(default_factory=list)  # of each of the variant's forward passes
-    own_seconds: list[float] = field(default_factory=list)  # of each of the original's
+    seconds: list[float] = field(default_factory=list)  # of each forward pass of the variant
+    own_seconds: list[float] = field(default_factory=list)  # of each forward pass of the original
     sizes: list[int] = field(default_factory=list)  # tokens of each pass
 
     def add(
         self, own: PassOutputs, new: PassOutputs, targets: Tensor | None, sizes: int, ids: Tensor | None = None
     ) -> None:
-        """Take in one batch; `ids` are the tokens of a causal model."""
+        """Add one batch; `ids` are the tokens of a causal model."""
         self.seconds.append(new.seconds)
         self.own_seconds.append(own.seconds)
         self.sizes.append(sizes)
@@ -281,9 +281,9 @@ class Differences:
         there = targets != NOTHING
         self.kept.append(there.any(1).cpu())
         each = [token_losses(logits, targets) for logits in (own, new)]
-        for losses, found in zip(each, (self.before, self.after), strict=True):
+        for losses, collected in zip(each, (self.before, self.after), strict=True):
             means, counts = sequence_means(losses, there)
-            found.append(means)
+            collected.append(means)
         self.counts.append(counts)
         if ids is not None and self.task == "causal":
             self.by_token.add(each, targets, ids)
@@ -291,7 +291,7 @@ class Differences:
         self.agreeing += float((own.argmax(-1) == new.argmax(-1)).sum())
 
     def _add_hidden(self, own: Tensor, new: Tensor, owners: Tensor) -> None:
-        if own.shape != new.shape:  # a model that says itself how long its output is (FastSpeech)
+        if own.shape != new.shape:  # a model that predicts the length of its output (FastSpeech)
             raise ModelError(
                 f"With another kernel the model's output has another length ({len(new)} states instead of {len(own)}).",
                 "Its outputs can't be compared token by token; `attnlens inspect` reads its attention.",
@@ -307,27 +307,27 @@ class Differences:
         self.likeness.add(own, new)
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str | None = None) -> dict[str, Any]:
-        """Return the fields of an Outcome; `window`: beyond which width evidence lies, or why unknown."""
+        """Return the fields of an Outcome; `window`: the width beyond which evidence lies, or why it is unknown."""
         predicted, states = self._predicted(seed, texts), self._states(seed, texts)
-        placed: dict[str, Any] = {"reasons": {}}
+        by_place: dict[str, Any] = {"reasons": {}}
         if window is not None:
             why = predicted["reasons"].get("loss") if self.task == "causal" else NOT_CAUSAL
-            placed = self._placed(seed, window) if why is None else {"reasons": {"beyond_window": why}}
-        reasons = predicted["reasons"] | states["reasons"] | placed["reasons"]
-        return predicted | states | placed | {"reasons": reasons}
+            by_place = self._placed(seed, window) if why is None else {"reasons": {"beyond_window": why}}
+        reasons = predicted["reasons"] | states["reasons"] | by_place["reasons"]
+        return predicted | states | by_place | {"reasons": reasons}
 
     def _placed(self, seed: int, window: int | str) -> dict[str, Any]:
-        """The losses by place, and of tokens whose evidence lies beyond a window."""
+        """Return the losses by position, and of tokens whose evidence lies beyond a window."""
         if not self.by_token.before:
             return {"reasons": {"beyond_window": NOT_CAUSAL}}
-        placed = self.by_token.by_position(self.design, seed)
+        by_position = self.by_token.by_position(self.design, seed)
         beyond = self.by_token.beyond(window, self.design, seed) if isinstance(window, int) else window
         if isinstance(beyond, str):
-            return {"loss_by_position": placed, "reasons": {"beyond_window": beyond}}
-        return {"loss_by_position": placed, "beyond_window": beyond, "reasons": {}}
+            return {"loss_by_position": by_position, "reasons": {"beyond_window": beyond}}
+        return {"loss_by_position": by_position, "beyond_window": beyond, "reasons": {}}
 
     def _predicted(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:
-        """Those of the predictions."""
+        """Return the Outcome fields of the predictions, with reasons for missing ones."""
         names = ("loss", "perplexity", "kl", "kl_ci95", "top1_agreement")
         if not self.before:
             return {"reasons": dict.fromkeys(names, f"the model has {HEADLESS}")}
@@ -337,11 +337,11 @@ class Differences:
         losses, reasons = self._losses(seed, texts)
         top = self.agreeing / float(torch.cat(self.counts).sum())
         lone = {} if ends else {"kl_ci95": self._lone}
-        kl = max(kl, 0.0)  # a mean of rounding errors of either sign, where both are the same
+        kl = max(kl, 0.0)  # if both are equal, a mean of rounding errors of either sign
         return losses | {"kl": kl, "kl_ci95": ends, "top1_agreement": top, "reasons": reasons | lone}
 
     def _states(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:
-        """Those of the hidden states."""
+        """Return the Outcome fields of the hidden states, with reasons for missing ones."""
         names = ("hidden_cosine", "hidden_cosine_ci95", "hidden_cka")
         if self.likeness is None:
             return {"reasons": dict.fromkeys(names, "the model hands out no hidden states")}
@@ -351,9 +351,9 @@ class Differences:
             return {"reasons": dict.fromkeys(names, "a hidden state is zero and has no direction")}
         cosine, ends = self._mean(self.cosines, self.real, self.design, (-1.0, 1.0), seed)
         by_text = []
-        for name, own in _by_text(self.design, texts):
-            mean, bounds = self._mean(self.cosines, self.real, Design.plain(len(own)), (-1.0, 1.0), seed, own)
-            by_text.append(TextCosine(name=name, sequences=len(own), cosine=mean, ci95=bounds))
+        for name, rows in _by_text(self.design, texts):
+            mean, bounds = self._mean(self.cosines, self.real, Design.plain(len(rows)), (-1.0, 1.0), seed, rows)
+            by_text.append(TextCosine(name=name, sequences=len(rows), cosine=mean, ci95=bounds))
         cka = self.likeness.value
         reasons = {} if cka is not None else {"hidden_cka": "one model's hidden states are the same at all tokens"}
         return {
@@ -373,46 +373,46 @@ class Differences:
         seed: int,
         some: Tensor | slice = slice(None),
     ) -> tuple[float, tuple[float, float] | None]:
-        """The mean over the tokens of `some` sequences, and its 95 % interval within what such a number can be."""
+        """Return the mean over the tokens of `some` sequences, and its 95 % interval clipped to `bounds`, if any."""
         means, weights = torch.cat(list(parts))[some], torch.cat(list(counts))[some]
         value, low, high = paired_difference(torch.zeros_like(means), means, design, weights=weights, seed=seed)
         return value, (max(low, bounds[0]), min(high, bounds[1])) if low == low else None
 
     def _losses(self, seed: int, texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Loss and perplexity, as far as they mean something, the loss of each text, and why not."""
+        """Return loss and perplexity if defined, the loss of each text, and reasons for missing values."""
         if self.noise:
             return {}, dict.fromkeys(("loss", "perplexity"), NO_LOSS)
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "loss": self._change(seed, lambda mean: mean),
             "loss_by_text": self.by_text(seed, texts),
         }
         reasons: dict[str, str] = {}
-        if found["loss"].after < LARGEST_LOSS:
-            found["perplexity"] = self._change(seed, torch.exp)
+        if fields["loss"].after < LARGEST_LOSS:
+            fields["perplexity"] = self._change(seed, torch.exp)
         else:
             reasons["perplexity"] = "it is too large for a number"
-        if found["loss"].ci95 is None:
+        if fields["loss"].ci95 is None:
             reasons |= dict.fromkeys(("loss.ci95", "perplexity.ci95"), self._lone)
-        return found, reasons
+        return fields, reasons
 
     def by_text(self, seed: int, texts: Sequence[str]) -> list[TextChange]:
-        """Loss and perplexity on each text alone, their intervals over that text's windows, where there are several."""
+        """Return loss and perplexity on each text alone, with intervals over its windows; empty for a single text."""
         changes = []
-        for name, own in _by_text(self.sampled, texts):
-            design = Design.plain(len(own))
-            loss = self._change(seed, lambda mean: mean, own, design)
-            powers = None if loss.after >= LARGEST_LOSS else self._change(seed, torch.exp, own, design)
-            changes.append(TextChange(name=name, sequences=len(own), change=loss, perplexity=powers))
+        for name, rows in _by_text(self.sampled, texts):
+            design = Design.plain(len(rows))
+            loss = self._change(seed, lambda mean: mean, rows, design)
+            powers = None if loss.after >= LARGEST_LOSS else self._change(seed, torch.exp, rows, design)
+            changes.append(TextChange(name=name, sequences=len(rows), change=loss, perplexity=powers))
         return changes
 
     @property
     def sampled(self) -> Design:
-        """How the sequences that have anything to predict were sampled."""
+        """Sampling design of the sequences that predict anything."""
         return self.design.select(torch.cat(self.kept).nonzero()[:, 0].tolist())
 
     @property
     def _lone(self) -> str:
-        """Why there is no interval."""
+        """Reason why there is no interval."""
         return "one text has no spread" if self.design.clustered else "one window has no spread"
 
     def _change(
@@ -422,17 +422,17 @@ class Differences:
         some: Tensor | slice = slice(None),
         design: Design | None = None,
     ) -> Change:
-        """A function of the mean loss of `some` sequences: before, after, and its difference with its interval."""
+        """Compute a function of the mean loss of `some` sequences: before, after, difference with its interval."""
         before, after, counts = (torch.cat(part)[some] for part in (self.before, self.after, self.counts))
         return paired_change(before, after, counts, design or self.sampled, seed, of)
 
 
 def _by_text(design: Design, texts: Sequence[str]) -> list[tuple[str, Tensor]]:
-    """Each text with the numbers of its sequences, where there are several."""
+    """Return each text with the numbers of its sequences; empty if there is only one text."""
     numbers = torch.tensor(design.texts)
-    every = [(name, (numbers == number).nonzero()[:, 0]) for number, name in enumerate(texts)]
-    found = [(name, own) for name, own in every if len(own)]
-    return found if len(found) > 1 else []
+    pairs = [(name, (numbers == number).nonzero()[:, 0]) for number, name in enumerate(texts)]
+    nonempty = [(name, rows) for name, rows in pairs if len(rows)]
+    return nonempty if len(nonempty) > 1 else []
 
 
 def compare(
@@ -443,20 +443,20 @@ def compare(
     progress: Tell,
     design: Design,
 ) -> dict[Name, Differences]:
-    """Every variant against the original on the same batches; the original runs once a batch, by its own means."""
-    found = {name: Differences(task, batches[0].noise, design) for name in variants}
+    """Compare every variant with the original on the same batches; the original runs once per batch, unmodified."""
+    differences = {name: Differences(task, batches[0].noise, design) for name in variants}
     for fed in batches:
         own = run(model, fed, task)
         for name, variant in variants.items():
             with variant():
                 new = run(model, fed, task)
-            found[name].add(own, new, fed.targets, tokens_in(fed), fed.inputs.get("input_ids"))
+            differences[name].add(own, new, fed.targets, tokens_in(fed), fed.inputs.get("input_ids"))
             progress(tokens_in(fed))
-    return found
+    return differences
 
 
 def mean_loss(model: PreTrainedModel, batches: Sequence[Fed], task: Task) -> float | None:
-    """Nats per predicted token of the model as it is; None where the input gives no targets, or it diverges."""
+    """Return the model's loss in nats per predicted token; None if the input has no targets or the loss diverges."""
     total, count = 0.0, 0.0
     for fed in batches:
         logits = run(model, fed, task).logits
@@ -469,40 +469,40 @@ def mean_loss(model: PreTrainedModel, batches: Sequence[Fed], task: Task) -> flo
 
 PREDICTED = ("loss.before", "loss.after", "kl", "tokens")
 STATES = ("hidden_cosine", "hidden_tokens")
-"""What is told of each window, in this order: of its predictions, and of its hidden states."""
+"""Columns of each window, in this order: those of its predictions, and those of its hidden states."""
 
 
 def windows_of(found: Mapping[tuple[str, str], Differences], settings: Settings) -> Windows:
-    """The paired losses, KL and hidden cosines by (kernel, stage), and over how many tokens of a window each is."""
+    """Return the paired losses, KL and hidden cosines per window by (kernel, stage), and their numbers of tokens."""
     units = [{"kernel": kernel, "stage": stage} for kernel, stage in found]
-    every = list(found.values())
+    differences = list(found.values())
     columns: dict[str, list[Tensor]] = {}
-    if all(one.before for one in every):
+    if all(each.before for each in differences):
         columns = {
-            "loss.before": [_whole(one, one.before) for one in every],
-            "loss.after": [_whole(one, one.after) for one in every],
-            "kl": [_whole(one, one.divergences) for one in every],
-            "tokens": [_whole(one, one.counts) for one in every],
+            "loss.before": [_whole(each, each.before) for each in differences],
+            "loss.after": [_whole(each, each.after) for each in differences],
+            "kl": [_whole(each, each.divergences) for each in differences],
+            "tokens": [_whole(each, each.counts) for each in differences],
         }
-    if all(one.cosines for one in every):
-        columns["hidden_cosine"] = [torch.cat(one.cosines) for one in every]
-        columns["hidden_tokens"] = [torch.cat(one.real) for one in every]
+    if all(each.cosines for each in differences):
+        columns["hidden_cosine"] = [torch.cat(each.cosines) for each in differences]
+        columns["hidden_tokens"] = [torch.cat(each.real) for each in differences]
     return placed_windows({name: torch.stack(parts, 1) for name, parts in columns.items()}, units, settings)
 
 
 def placed_windows(
     columns: Mapping[str, Tensor], units: Sequence[Mapping[str, str | int]], settings: Settings
 ) -> Windows:
-    """These columns with the text and number of each window; none where no window has a number."""
-    placed = [(text.name, number) for text in settings.texts for number in text.windows]
-    if not columns or not placed:
+    """Return these columns with the text and number of each window; none if the windows are not numbered."""
+    places = [(text.name, number) for text in settings.texts for number in text.windows]
+    if not columns or not places:
         return Windows([], units, {})
-    return Windows(placed, units, {name: columns[name] for name in (*PREDICTED, *STATES) if name in columns})
+    return Windows(places, units, {name: columns[name] for name in (*PREDICTED, *STATES) if name in columns})
 
 
 def _whole(one: Differences, parts: list[Tensor]) -> Tensor:
-    """One number a window; NaN where there is nothing to predict."""
-    kept = torch.cat(one.kept)
-    every = torch.full((len(kept),), torch.nan, dtype=torch.float64)
-    every[kept] = torch.cat(parts).double()
-    return every
+    """Return one number per window; NaN for windows without predictions."""
+    predicts = torch.cat(one.kept)
+    column = torch.full((len(predicts),), torch.nan, dtype=torch.float64)
+    column[predicts] = torch.cat(parts).double()
+    return column

@@ -1,4 +1,4 @@
-"""Compares rebuilt attention matrices with the model's own, and a report's heads with a second computation."""
+"""Compare rebuilt attention matrices with the model's own, and a report's heads with a second computation."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ from attnlens.runs.progress import Progress, silent
 from attnlens.runs.provenance import report_of
 
 EXACT = 1e-6
-"""Relative difference of weights.*, computed in float64 from the same stored numbers; reports carry nine digits."""
+"""Relative tolerance of weights.*, computed in float64 from the same stored numbers; reports have nine digits."""
 
 
 @public
 def recompute(report: Report, model: str, heads: int, *, progress: Progress = silent, **more: Any) -> list[Check]:
-    """Checks that the model's files are the report's, and that so many of its heads read the same, measure by measure.
+    """Check that the model's files are the report's, and recompute `heads` random heads, measure by measure.
 
-    The heads are drawn anew each time, so that no forger knows which. tokens.* may differ by √ε of the
+    The heads are drawn anew each time, so that a forger can't predict them. tokens.* may differ by √ε of the
     model's type, weights.* by EXACT, both relative to the larger value. `more` are options of `inspect` that a report
-    does not hold: its text, and how the model is loaded. Raises UsageError for a report without heads, and for another
-    text than the report's.
+    does not contain: its text, and how the model is loaded. Raise UsageError for a report without heads, and for a text
+    other than the report's.
     """
     count = min(requests.whole("recompute", heads, 1), len(report.heads))
     if report.command != "inspect" or not report.heads:
@@ -62,51 +62,51 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     kinds = [(info.architecture, info.parameters) for info in (report.model, loaded.info)]
     shape = f"{report.model.architecture}, {report.model.parameters} parameters"
     first = [
-        _recomputed("model.files", "the SHA-256 of every file as the report", passed=hashes[0] == hashes[1]),
-        _recomputed("model", shape, passed=kinds[0] == kinds[1]),
+        _recomputed_check("model.files", "the SHA-256 of every file as the report", passed=hashes[0] == hashes[1]),
+        _recomputed_check("model", shape, passed=kinds[0] == kinds[1]),
     ]
     if not first[-1].passed:
         return first
     drawn = random.SystemRandom().sample(report.heads, count)
     where = {name: sorted({getattr(head, name[:-1]) for head in drawn}) for name in ("layers", "heads")}
     again = inspect(loaded, progress=progress, **{**feeding.recorded(report.settings), **more, **where})
-    fed = [None if one.settings.text is None else one.settings.text.sha256 for one in (report, again)]
+    fed = [None if each.settings.text is None else each.settings.text.sha256 for each in (report, again)]
     if fed[0] != fed[1]:
         raise UsageError(
             f"The text is another: settings.text.sha256 is {fed[0]} in the report, and {fed[1]} here.",
             "Name the report's text with --text.",
         )
-    found = {(head.site, head.head): head for head in again.heads}
+    recomputed = {(head.site, head.head): head for head in again.heads}
     tolerance = torch.finfo(loaded.model.dtype).eps ** 0.5
-    pairs = [(head, found.get((head.site, head.head))) for head in drawn]
+    pairs = [(head, recomputed.get((head.site, head.head))) for head in drawn]
     names = dict.fromkeys([*report.measure_names(), *again.measure_names()])
     return [*first, *(_measure(name, pairs, tolerance) for name in names)]
 
 
 def _measure(name: str, pairs: Sequence[tuple[Head, Head | None]], tolerance: float) -> Check:
-    """Whether one measure reads the same; heads that do not, the furthest off first."""
+    """Check whether one measure is reproduced in all heads; list those that differ, the largest deviation first."""
     bound = EXACT if name.startswith("weights.") else tolerance
-    found = [(head, *_values(head, again, name)) for head, again in pairs]
-    off = [(_share(said, read), head, said, read) for head, said, read in found]
-    worst = sorted((one for one in off if one[0] > bound), key=lambda one: one[0], reverse=True)
-    breaches = [breach(head, read, said) for _, head, said, read in worst]
-    return _recomputed(name, "as the report", passed=not worst, heads=len(pairs), breaches=breaches)
+    values = [(head, *_values(head, again, name)) for head, again in pairs]
+    off = [(_share(old, read), head, old, read) for head, old, read in values]
+    worst = sorted((pair for pair in off if pair[0] > bound), key=lambda pair: pair[0], reverse=True)
+    breaches = [breach(head, read, old) for _, head, old, read in worst]
+    return _recomputed_check(name, "as the report", passed=not worst, heads=len(pairs), breaches=breaches)
 
 
-def _recomputed(subject: str, wanted: str, **found: Any) -> Check:
-    said = f"{subject}: recomputed {wanted}"
-    return Check(id=f"recompute: {subject}", rule=said, subject=subject, wanted=wanted, **found)
+def _recomputed_check(subject: str, wanted: str, **found: Any) -> Check:
+    rule = f"{subject}: recomputed {wanted}"
+    return Check(id=f"recompute: {subject}", rule=rule, subject=subject, wanted=wanted, **found)
 
 
 def _values(head: Head, again: Head | None, name: str) -> tuple[float | None, float | None]:
-    """What the report says, and what was read again."""
+    """Return the value in the report, and the recomputed one."""
     measures = (head.measures.get(name), None if again is None else again.measures.get(name))
-    said, read = (None if measure is None else measure.value for measure in measures)
-    return said, read
+    old, read = (None if measure is None else measure.value for measure in measures)
+    return old, read
 
 
 def _share(said: float | None, read: float | None) -> float:
-    """|a − b| / max(|a|, |b|, 10⁻⁶); 1 where one of the two has no value."""
+    """Compute |a − b| / max(|a|, |b|, 10⁻⁶); 1 if one of the two has no value."""
     if said is None or read is None:
         return float(said is not read)
     return abs(said - read) / max(abs(said), abs(read), 1e-6)
@@ -115,7 +115,7 @@ def _share(said: float | None, read: float | None) -> float:
 TOLERANCE = hooks.IDENTITY_TOLERANCE
 """Largest relative error of an attention matrix."""
 ANOTHER = 1e-3
-"""Relative difference of outputs above which an eager attention is another one, and not the same one rounded."""
+"""Relative difference of outputs above which eager attention counts as a different computation, not as rounding."""
 
 IN_FLOAT32 = "Computed in float32, whose rounding counts as error, since in float64: {}"
 
@@ -124,50 +124,50 @@ IN_FLOAT32 = "Computed in float32, whose rounding counts as error, since in floa
 def doctor(
     model: str | PathLike[str] | loading.Loaded = "demo", *, progress: Progress = silent, **more: Unpack[ModelRequest]
 ) -> Report:
-    """Site by site: ‖P − P_model‖/‖P_model‖, P from the captured queries and keys, and from weights × inputs.
+    """Compare attention site by site: ‖P − P_model‖/‖P_model‖, P from captured queries and keys, and weights × inputs.
 
-    P_model are the attention probabilities that the model itself hands out under its own eager attention. The model is
-    loaded in float64 (twice the memory; a loaded one is copied), so that an error is a misreading and not rounding;
-    another `dtype` is honoured, and judged by the same tolerance, and so is float32 where the model can't be read in
-    float64. `more` are the options of `requests.ModelRequest`. Raises UsageError for words that make no sense,
-    TextError, and ModelError where the model can't be loaded or read.
+    P_model are the attention probabilities that the model itself returns under its own eager attention. The model is
+    loaded in float64 (twice the memory; a loaded one is copied), so that an error is a misreading rather than rounding;
+    another `dtype` is respected, and judged by the same tolerance, and so is float32 if the model can't be read in
+    float64. `more` are the options of `requests.ModelRequest`. Raise UsageError for invalid arguments, TextError, and
+    ModelError if the model can't be loaded or read.
     """
     start = time.perf_counter()
-    given = requests.checked(ModelRequest, {"sequences": 2, **more})
+    options = requests.checked(ModelRequest, {"sequences": 2, **more})
     load_options: loading.Loading = {"dtype": "float64", **feeding.loading_of(more, model)}
-    asked = reading.settings(given)
-    named = texts.read_each(files := reading.files(given), offline=given["offline"])
+    request = reading.settings(options)
+    named = texts.read_each(files := reading.files(options), offline=options["offline"])
     if isinstance(model, loading.Loaded):
         loaded = replace(model, model=nn.Module.double(copy.deepcopy(model.model)))
     else:
         loaded = loading.load(model, **load_options)
     if loaded.model.dtype == torch.float64:
         hooks.allow_float64(loaded.model)
-    feeding.refuse_text(loaded, files, asked.tokens)
-    settings, inputs = _fed(feeding.of_model(asked, loaded), given, loaded, feeding.contents(named, loaded))
-    report = _precisely(loaded, settings, inputs, progress)
+    feeding.refuse_text(loaded, files, request.tokens)
+    settings, inputs = _load_inputs(feeding.of_model(request, loaded), options, loaded, feeding.contents(named, loaded))
+    report = _diagnose(loaded, settings, inputs, progress)
     return report.model_copy(update={"timings": {"doctor": time.perf_counter() - start}})
 
 
-def _precisely(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
-    """The report as the model is; of float32 where float64 fails, or is another attention there (EoMT's own masks)."""
+def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
+    """Examine the model as loaded; in float32 if float64 fails or computes other attention (EoMT's own masks)."""
     if loaded.model.dtype != torch.float64:
-        return _examined(loaded, settings, inputs, progress)
+        return _examine(loaded, settings, inputs, progress)
     try:
-        report = _examined(loaded, settings, inputs, progress)
+        report = _examine(loaded, settings, inputs, progress)
         changed = report.summary.identity_error
-        if changed is None or changed <= TOLERANCE:  # None: of weights that are not finite
+        if changed is None or changed <= TOLERANCE:  # None: weights are not finite
             return report
         why = f"recomputed attention changes the outputs by {changed:.1e}."
     except ModelError as error:
         why = error.problem
     single = replace(loaded, model=nn.Module.float(loaded.model))
-    told = settings.model_copy(update={"notes": [*settings.notes, IN_FLOAT32.format(why)], "dtype": "float32"})
-    return _examined(single, told, hooks.as_dtype(inputs, torch.float32), progress)
+    noted = settings.model_copy(update={"notes": [*settings.notes, IN_FLOAT32.format(why)], "dtype": "float32"})
+    return _examine(single, noted, hooks.as_dtype(inputs, torch.float32), progress)
 
 
-def _examined(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
-    """The report of the model on these inputs, but for its timings."""
+def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
+    """Build the report of the model on these inputs, without its timings."""
     survey = checks.surveyed(loaded, inputs)
     reached = survey.reached
     checks.check_chosen(settings.layers, settings.heads, reached)
@@ -176,10 +176,10 @@ def _examined(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tens
     if not identity <= TOLERANCE and not loading.nonfinite_tensors(loaded.model):
         checks.refuse_unsteady(loaded, inputs)
     first = checks.of_one_token(loaded, reached, settings.seed)
-    found = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
-    coverage = _coverage(found, checks.out_of_reach(loaded, survey))
+    results = check_sites(loaded.model, first, reached, inputs, progress, layers=settings.layers, heads=settings.heads)
+    coverage = _coverage(results, checks.out_of_reach(loaded, survey))
     checked: Verdict = "agrees" if coverage.complete else "partly checked"
-    sound = identity <= TOLERANCE and all(check.passed for check in found)
+    sound = identity <= TOLERANCE and all(check.passed for check in results)
     return report_of(
         "doctor",
         model=loaded.info,
@@ -188,12 +188,12 @@ def _examined(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tens
         summary=Summary(
             identity_error=identity if identity == identity else None, verdict=checked if sound else "differs"
         ),
-        doctor=found,
+        doctor=results,
     )
 
 
 def _coverage(found: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage:
-    """What was compared: heads without either error have no value, and those without one lack its source."""
+    """Summarise the coverage: heads lacking both errors have no value, and those lacking one lack its source."""
     lacking = {
         "tokens": [check for check in found if check.tokens_error is None],
         "weights": [check for check in found if check.weights_error is None],
@@ -225,22 +225,22 @@ def check_sites(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> list[SiteCheck]:
-    """Each site's check as `reached` by `inputs`; `first` are the same by a single token, which tells the weights.
+    """Check each site as `reached` by `inputs`; `first` are the sites reached by one token, for reading weights.
 
-    Only those `layers` and `heads` are looked at; a site that has none of the heads is left out.
+    Only these `layers` and `heads` are checked; a site without any of the heads is left out.
     """
-    own = own_probabilities(model, inputs, reached)
+    probabilities = own_probabilities(model, inputs, reached)
     pairs = [
-        (one, found, chosen)
-        for one, found in zip(first, reached, strict=True)
+        (single, found, chosen)
+        for single, found in zip(first, reached, strict=True)
         if (layers is None or found.site.layer in layers)
         and (chosen := [head for head in range(found.call.query.shape[1]) if heads is None or head in heads])
     ]
-    every = weights.factors(model, [one for one, _, _ in pairs], [found for _, found, _ in pairs])
+    all_factors = weights.factors(model, [single for single, _, _ in pairs], [found for _, found, _ in pairs])
     results = []
-    for done, ((_, found, chosen), factors) in enumerate(zip(pairs, every, strict=True)):
+    for done, ((_, found, chosen), factors) in enumerate(zip(pairs, all_factors, strict=True)):
         progress("doctor", done, len(pairs))
-        results.append(_check(found, factors, own[found.site], chosen))
+        results.append(_check(found, factors, probabilities[found.site], chosen))
     progress("doctor", len(pairs), len(pairs))
     return results
 
@@ -248,15 +248,15 @@ def check_sites(
 def own_probabilities(
     model: PreTrainedModel, inputs: dict[str, Tensor], reached: Sequence[Reached]
 ) -> dict[Site, Tensor | str]:
-    """The attention probabilities that each site's module computes under the model's own eager attention.
+    """Return the attention probabilities that each site's module computes under the model's own eager attention.
 
-    Or the reason why there are none: not every module hands them out or has a softmax of their shape, and the eager
-    attention of a few models is another one than what they use (PaliGemma's is causal, and its SDPA is not).
+    A site may have a reason instead: not every module returns them or has a softmax of their shape, and the eager
+    attention of a few models differs from the one that they use (PaliGemma's is causal, and its SDPA is not).
     """
-    sites = [found.site for found in reached]
-    found: dict[Site, Tensor] = {}
+    sites = [captured.site for captured in reached]
+    captured: dict[Site, Tensor] = {}
     try:
-        other = hooks.difference(model, inputs, hooks.handed_out(model, reached, found))
+        other = hooks.difference(model, inputs, hooks.handed_out(model, reached, captured))
     except FAILURES as error:
         why = f"the model can't run under transformers' eager attention ({loading.first_line(error)})"
         return dict.fromkeys(sites, why)
@@ -265,27 +265,27 @@ def own_probabilities(
         return dict.fromkeys(sites, why)
     return (
         dict.fromkeys(sites, "the module has no softmax of these scores, and hands out no attention probabilities")
-        | found
+        | captured
     )
 
 
-def _fed(
+def _load_inputs(
     asked: Settings, given: Mapping[str, Any], loaded: loading.Loaded, contents: Sequence[texts.Content]
 ) -> tuple[Settings, dict[str, Tensor]]:
-    """The sequences as one batch, or a stand-in where the model has no tokenizer (its identity is proven without)."""
-    found = texts.placeholder(loaded, asked.tokens or 2, asked.seed, sequences=asked.sequences or 1)
+    """Return the sequences as one batch; placeholder ids without a tokenizer, since any input proves identity."""
+    batches = texts.placeholder(loaded, asked.tokens or 2, asked.seed, sequences=asked.sequences or 1)
     if loaded.tokenizer is not None or texts.reads_noise(loaded):
-        first = {name: given[name][:1] for name in ("image", "audio")}  # files share no pass, and one is compared
-        known = {**given, **first, "allow_foreign_text": True, "batch_size": asked.sequences or 1}  # any text would do
-        found = texts.batches(loaded, contents, feeding.cut_of(asked, known))
-    said = {"sequences": found.batches[0].size}  # where images can't share a pass, the first alone is compared
-    return feeding.fed(asked, found, loaded).model_copy(update=said), found.batches[0].inputs
+        first = {name: given[name][:1] for name in ("image", "audio")}  # files share no pass, and only one is compared
+        known = {**given, **first, "allow_foreign_text": True, "batch_size": asked.sequences or 1}  # any text is fine
+        batches = texts.batches(loaded, contents, feeding.cut_of(asked, known))
+    update = {"sequences": batches.batches[0].size}  # if images can't share a pass, only the first is compared
+    return feeding.fed(asked, batches, loaded).model_copy(update=update), batches.batches[0].inputs
 
 
 def _check(
     found: Reached, factors: weights.Factors | UnreadableError, own: Tensor | str, heads: Sequence[int]
 ) -> SiteCheck:
-    """Both errors of one site's heads, or the reason why one is missing."""
+    """Compute both errors of one site's heads, or the reason for a missing one."""
     query_key = found.call.query_key(found.site).select(heads)
     errors: list[float | None] = [None, None]
     reason = factors.problem if isinstance(factors, UnreadableError) else None
@@ -313,10 +313,10 @@ def _check(
 
 
 def _error(query_key: QueryKey, own: Tensor) -> float:
-    """‖P − P_model‖ / ‖P_model‖ over the queries that may see something."""
+    """Compute ‖P − P_model‖ / ‖P_model‖ over the queries that see at least one key."""
     theirs = own.double()
     if query_key.sinks is not None and bool((theirs.sum(-1) - 1).abs().max() <= TOLERANCE):
-        query_key = replace(query_key, sinks=None)  # the model applies them behind its softmax (GraniteSWA)
+        query_key = replace(query_key, sinks=None)  # the model applies them after its softmax (GraniteSWA)
     ours = query_key.attention
     if query_key.allowed is not None:
         seeing = query_key.allowed.any(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Turns what was asked for into settings, texts and windows of a model; tells of texts that are foreign to it."""
+"""Turn options into settings, texts and windows of a model; warn about texts that are foreign to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 LOSS = "loss"
-"""What is skipped if a model's predictions rest on weights that its checkpoint lacks."""
+"""Name of what is skipped if a model's predictions depend on weights that its checkpoint lacks."""
 
 
 def predicts_text(loaded: Loaded) -> bool:
@@ -36,25 +36,25 @@ def predicts_text(loaded: Loaded) -> bool:
 
 @dataclass
 class Guesses:
-    """The loss of a causal language model on each sequence that it reads; of any other model nothing."""
+    """Loss of a causal language model on each sequence that it reads; empty for any other model."""
 
     targets: list[Tensor]  # the next tokens of each batch; empty for any other model
     means: list[Tensor] = field(default_factory=list)  # mean loss of each sequence read so far
-    counts: list[Tensor] = field(default_factory=list)  # how many tokens of it are predicted
-    vocabulary: int = 0  # among how many tokens it guesses
+    counts: list[Tensor] = field(default_factory=list)  # number of predicted tokens per sequence
+    vocabulary: int = 0  # number of tokens in the vocabulary
 
     @classmethod
     def of(cls, loaded: Loaded, batches: Batches) -> Guesses:
-        """None made so far."""
+        """Prepare an empty object with the targets of all batches."""
         fed = feed(loaded, batches, "causal", 0) if predicts_text(loaded) else []
-        return cls([one.targets for one in fed if one.targets is not None])
+        return cls([batch.targets for batch in fed if batch.targets is not None])
 
     def add(self, number: int, result: Any) -> None:
-        """Take in the outputs of batch `number`, sequence by sequence: a second copy of all logits would be large."""
+        """Add the outputs of batch `number`, sequence by sequence: a second copy of all logits would be large."""
         if not self.targets:
             return
-        every = self.targets[number]
-        for logits, targets in zip(of_text(logits_of(result), every, sees=True), every, strict=True):
+        batch_targets = self.targets[number]
+        for logits, targets in zip(of_text(logits_of(result), batch_targets, sees=True), batch_targets, strict=True):
             mean, count = sequence_losses(logits[targets != NOTHING].float(), targets[None])
             self.vocabulary = logits.shape[-1]
             self.means.append(mean)
@@ -64,57 +64,57 @@ class Guesses:
 def guess_notes(
     means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
 ) -> list[str]:
-    """Say of each text, named by sequence, if its mean loss over tokens is above ln(vocabulary), an even guess."""
-    even, told = math.log(vocabulary), []
+    """Return a note for each text whose mean loss over tokens exceeds ln(vocabulary); `names` has one per sequence."""
+    even, notes = math.log(vocabulary), []
     for name in dict.fromkeys(names):
-        own = [place for place, of in enumerate(names) if of == name]
-        loss = float((means[own] * counts[own]).sum() / counts[own].sum())
+        rows = [place for place, of in enumerate(names) if of == name]
+        loss = float((means[rows] * counts[rows]).sum() / counts[rows].sum())
         if loss > even:
-            told.append(
+            notes.append(
                 f"The model's loss on {name} is {loss:.2f} nats per token, worse than an even guess (ln {vocabulary} = "
                 f"{even:.2f}): the text is foreign to the model, or the model is not trained."
             )
-    return told
+    return notes
 
 
 RECORDED = (
     *("source", "analyzers", "select", "seed", "sequences", "tokens", "pack"),
     *("windows", "intervals", "layers", "heads"),
 )
-"""Options that a report says, so that a model is read alike once more, or beside it."""
+"""Options that a report records, so that a model can be read in the same way again."""
 NOTHING_FED = {"sequences": None, "pack": None, "windows": None, "intervals": None}
-"""What the settings of a run without any input say."""
+"""Settings of a run without any input."""
 
 
 def recorded(settings: Settings) -> Any:
-    """The options by which a report was made, as far as it says them."""
-    found = {name: getattr(settings, name) for name in RECORDED}
-    found["sequences"] = settings.sequences_asked or settings.sequences
-    return {name: value for name, value in found.items() if value is not None}
+    """Return the options that a report was made with, as far as it records them."""
+    options = {name: getattr(settings, name) for name in RECORDED}
+    options["sequences"] = settings.sequences_asked or settings.sequences
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def loading_of(given: Mapping[str, Any], model: object) -> Loading:
-    """Those of the options that say how a model is loaded."""
-    found = {name: value for name, value in given.items() if name in Loading.__annotations__}
-    found |= {name: given[name] for name in SpreadRequest.__annotations__ if given.get(name)}
+    """Select the options for loading a model. Raise UsageError if it is already loaded, ModelError on device meta."""
+    options = {name: value for name, value in given.items() if name in Loading.__annotations__}
+    options |= {name: given[name] for name in SpreadRequest.__annotations__ if given.get(name)}
     if (
         isinstance(model, loading.Loaded)
         and model.shapes is None
         and any(weight.is_meta for weight in model.model.parameters())
     ):
         raise ModelError("The model is on the meta device, where weights have no values.", "Load it onto another one.")
-    if isinstance(model, loading.Loaded) and found:
+    if isinstance(model, loading.Loaded) and options:
         raise UsageError(
-            f"The model is already loaded, so that {', '.join(found)} would be ignored.",
+            f"The model is already loaded, so that {', '.join(options)} would be ignored.",
             "Give the options to attnlens.load.",
         )
-    return cast("Loading", found)
+    return cast("Loading", options)
 
 
 def of_model(asked: Settings, loaded: loading.Loaded) -> Settings:
-    """What was asked for, with the model's device and dtype and the length of a window on it.
+    """Return the settings with the model's device and dtype and its length of a window.
 
-    Raises UsageError for more tokens than the model has positions.
+    Raise UsageError for more tokens than the model has positions.
     """
     return asked.model_copy(
         update={
@@ -126,7 +126,7 @@ def of_model(asked: Settings, loaded: loading.Loaded) -> Settings:
 
 
 def cut_of(asked: Settings, given: Mapping[str, Any]) -> texts.Cut:
-    """How the texts are cut, by what was asked for."""
+    """Return how the texts are cut, from settings and options."""
     return texts.Cut(
         tokens=asked.tokens,
         sequences=asked.sequences or 1,
@@ -142,12 +142,12 @@ def cut_of(asked: Settings, given: Mapping[str, Any]) -> texts.Cut:
 
 
 def contents(found: Sequence[texts.Content], loaded: loading.Loaded) -> Sequence[texts.Content]:
-    """The texts that were named, or the built-in ones for this model."""
+    """Return the named texts, or the built-in ones for this model."""
     return found or texts.sample(loaded.info.id)
 
 
 def design_of(asked: Settings, found: texts.Batches) -> Design:
-    """How the sequences were sampled. Raises UsageError where too few texts are to stand for texts like them."""
+    """Return how the sequences were sampled. Raise UsageError for intervals over texts with too few texts."""
     names = found.parts or ("",) * found.sequences
     count = len(set(names))
     if asked.intervals == "texts" and count < FEWEST_TEXTS:
@@ -165,11 +165,11 @@ def design_of(asked: Settings, found: texts.Batches) -> Design:
 
 
 def fed(asked: Settings, found: texts.Batches, loaded: loading.Loaded) -> Settings:
-    """The settings that say what was fed: texts in windows or lines, or noise alone."""
+    """Return the settings that describe the input: texts in windows or lines, or noise alone."""
     if not found.tokens:
         nothing = {"pack": None, "windows": None, "intervals": None}
-        said = Text.of(found.texts)
-        fed = {"noise": said} if found.made_up else {"text": said, "texts": list(found.texts), "tokens": None}
+        text = Text.of(found.texts)
+        fed = {"noise": text} if found.made_up else {"text": text, "texts": list(found.texts), "tokens": None}
         more = {"sequences": found.sequences, "notes": [*asked.notes, *found.notes]}
         return asked.model_copy(update=fed | more | nothing)
     short = found.sequences < (asked.sequences or 0)
@@ -179,13 +179,13 @@ def fed(asked: Settings, found: texts.Batches, loaded: loading.Loaded) -> Settin
         "sequences": found.sequences,
         "sequences_asked": asked.sequences if short else None,
         "intervals": design_of(asked, found).over,
-        "notes": [*asked.notes, *_told_of(asked, found, loaded)],
+        "notes": [*asked.notes, *_window_notes(asked, found, loaded)],
     }
     return asked.model_copy(update=update)
 
 
-def _told_of(asked: Settings, found: texts.Batches, loaded: loading.Loaded) -> Iterator[str]:
-    """What a reader must know of the windows, a sentence each."""
+def _window_notes(asked: Settings, found: texts.Batches, loaded: loading.Loaded) -> Iterator[str]:
+    """Yield the notes on the windows that readers need, one sentence each."""
     yield from found.notes
     yield from texts.foreign_notes(found.unknown)
     if found.left_out:
@@ -205,14 +205,14 @@ def _told_of(asked: Settings, found: texts.Batches, loaded: loading.Loaded) -> I
 
 
 def seen(settings: Settings, loaded: loading.Loaded, reached: Sequence[Reached]) -> Settings:
-    """The settings of a model that reads noise alone with the tokens that its attention makes of it, at most."""
+    """Record the largest number of tokens in the attention of a model that reads only noise."""
     if texts.reads_text(loaded) or settings.noise is None:
         return settings
-    return settings.model_copy(update={"tokens": max(found.call.query.shape[2] for found in reached)})
+    return settings.model_copy(update={"tokens": max(each.call.query.shape[2] for each in reached)})
 
 
 def refuse_text(loaded: loading.Loaded, text: Sequence[str], tokens: int | None) -> None:
-    """Raise UsageError where texts, of whatever use, or their length are given for a model that reads none."""
+    """Raise UsageError if texts, for any use, or their length are given for a model that does not read text."""
     if texts.reads_text(loaded) or (not text and tokens is None):
         return
     read = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.wanted(loaded.model)))

@@ -1,4 +1,4 @@
-"""Takes a transformers model that is in memory, lets it rest while it is looked at, captures its attention."""
+"""Use a transformers model in memory: keep it in evaluation mode for an analysis, and capture its attention."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @public
 def capture(model: PreTrainedModel | Loaded, batch: Mapping[str, Any]) -> list[QueryKey]:
-    """softmax(scale · Q Kᵀ + bias + mask) of every site that `batch` reaches, as its QueryKey, in the order of layers.
+    """Capture softmax(scale · Q Kᵀ + bias + mask) of every site that `batch` reaches, as QueryKeys in layer order.
 
-    `batch` holds tensors under the names of the model's own inputs, as its tokenizer gives them with
+    `batch` holds tensors under the names of the model's own inputs, as its tokenizer returns them with
     return_tensors="pt". Each QueryKey has the axes (batch, heads, tokens, head_dim), padding included, the name of its
     module (`site.path`) and its layer (`site.layer`); `attention` and the analyzers read it. The model runs without
-    dropout and cache and stays as it is. What is captured is proven first: recomputing attention from it must not
-    change the model's outputs. A warning names attention that ran and can't be read, which is missing.
-    Raises UsageError, ModelError where the model can't run or has no attention within reach, IdentityError.
+    dropout and cache and is not changed. The capture is verified first: recomputing attention from it must not
+    change the model's outputs. A warning names attention that ran but can't be read; it is missing.
+    Raise UsageError; ModelError if the model can't run or has no attention that can be read; IdentityError.
     """
     loaded = held_model(model)
     inputs = tensors(loaded.model, batch)
@@ -46,11 +46,11 @@ def capture(model: PreTrainedModel | Loaded, batch: Mapping[str, Any]) -> list[Q
     if outside:
         more = f"; and {len(outside) - 1} more" if len(outside) > 1 else ""
         warnings.warn(f"Not captured: {outside[0]}{more}.", stacklevel=3)
-    return [found.call.query_key(found.site) for found in survey.reached]
+    return [each.call.query_key(each.site) for each in survey.reached]
 
 
 def tensors(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a batch on the model's device. Raises UsageError where it holds anything else, or nothing."""
+    """Return the tensors of a batch on the model's device. Raise UsageError if it is empty or has other values."""
     if not isinstance(batch, Mapping) or not batch:
         raise UsageError(
             f"batch={shown(batch)} holds no inputs.", "Give the model's inputs by name, as a tokenizer returns them."
@@ -69,7 +69,7 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Tenso
 
 
 def held(model: object, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
-    """A transformers model, with that tokenizer, as `load` would return it; anything else as it is."""
+    """Wrap a transformers model with its tokenizer as `load` would return it; return anything else unchanged."""
     if isinstance(model, loading.Loaded):
         _refuse_answered(model.model)
     if not isinstance(model, PreTrainedModel):
@@ -97,23 +97,23 @@ def _refuse_answered(model: PreTrainedModel) -> None:
 
 
 def held_model(model: object) -> loading.Loaded:
-    """The same for what has to be in memory; raises UsageError for a name or anything else."""
-    found = held(model)
-    if not isinstance(found, loading.Loaded):
+    """Wrap a model in memory as `held` does. Raise UsageError for a name or anything else."""
+    loaded = held(model)
+    if not isinstance(loaded, loading.Loaded):
         raise UsageError(
             f"{shown(model)} is no model in memory.", "Give a transformers model, or what attnlens.load returned."
         )
-    return found
+    return loaded
 
 
 @contextmanager
 def at_rest(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block the model is in evaluation mode and without gradients; each of its parts is as before after it.
+    """Keep the model in evaluation mode and without gradients inside the block; then restore each of its parts.
 
-    Its weights, their gradients and the state of the random numbers stay untouched.
+    Its weights, their gradients and the state of the random number generators are not changed.
     """
     training = [module for module in model.modules() if module.training]
-    # what was made in inference mode has no gradient, whatever it says, and can't be told so again
+    # tensors made in inference mode have no gradient, whatever requires_grad is, and don't allow setting it again
     learning = [
         parameter for parameter in model.parameters() if parameter.requires_grad and not parameter.is_inference()
     ]
@@ -130,11 +130,11 @@ def at_rest(model: PreTrainedModel) -> Iterator[None]:
 
 
 def refuse_work(given: Mapping[str, Any], request: Any) -> None:
-    """Raise UsageError for a model in memory whose work is to be kept or read elsewhere: no file says which it is."""
-    every = requests.options(request)
-    asked = [name for name in requests.options(WorkRequest) if name in every and given[name] != every[name].default]
-    if asked:
+    """Raise UsageError if the work of a model in memory is to be kept or distributed: no file identifies the model."""
+    known = requests.options(request)
+    named = [name for name in requests.options(WorkRequest) if name in known and given[name] != known[name].default]
+    if named:
         raise UsageError(
-            f"The model is in memory, where no other process finds it, so that {asked[0]} would be ignored.",
+            f"The model is in memory, where no other process finds it, so that {named[0]} would be ignored.",
             "Give its name or folder, or leave the option out.",
         )

@@ -1,4 +1,4 @@
-"""One forward pass, what each sequence makes of it, and losses token by token, paired."""
+"""Run forward passes and compute paired losses per sequence and token."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 
 
 Variant = Callable[[], AbstractContextManager[object]]
-"""Makes a changed model of the original one, inside `with`."""
+"""Context manager that turns the original model into a changed one."""
 CLEAR = Path("/proc/self/clear_refs")
 
 
 def speed(tokens: Sequence[int], seconds: Sequence[float]) -> float:
-    """Tokens per second: the median over passes, the first left out where there are more (it warms up)."""
+    """Compute tokens per second: the median over passes, without the first (warm-up) if there are several."""
     rates = [count / time for count, time in zip(tokens, seconds, strict=True)]
     return statistics.median(rates[1:] or rates)
 
 
 def peak_of(model: PreTrainedModel, work: Callable[[], object]) -> int | None:
-    """Largest memory while `work` ran, in bytes: allocated on a GPU, resident on a CPU; None where neither is told."""
+    """Measure peak memory during `work` in bytes: allocated on a GPU, resident on a CPU; None if not available."""
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.device)
         work()
         return int(torch.cuda.max_memory_allocated(model.device))
     try:
-        CLEAR.write_text("5")  # Linux: start the high-water mark anew
+        CLEAR.write_text("5")  # Linux: reset the high-water mark
     except OSError:
         work()
         return None
@@ -56,7 +56,7 @@ def peak_of(model: PreTrainedModel, work: Callable[[], object]) -> int | None:
 
 @contextmanager
 def enough_memory(model: PreTrainedModel, inputs: dict[str, Tensor], variant: Variant | None) -> Iterator[None]:
-    """Raise ModelError if memory runs out, with a batch size that fits; with no `variant` none is tried."""
+    """Raise ModelError if memory runs out, with a batch size that fits; without a `variant`, none is tried."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -89,35 +89,35 @@ def _runs(model: PreTrainedModel, inputs: dict[str, Tensor], size: int, variant:
 
 @dataclass(frozen=True)
 class PassOutputs:
-    """What one forward pass gives."""
+    """Outputs of one forward pass."""
 
     logits: Float[Tensor, "predicted classes"] | None  # at the predicted positions only
     hidden: Float[Tensor, "tokens d_model"] | None  # last hidden states of real tokens
-    owners: Int[Tensor, " tokens"] | None  # the sequence of the batch that each of these tokens is of
-    seconds: float  # how long it took
+    owners: Int[Tensor, " tokens"] | None  # number of the sequence in the batch that owns each of these tokens
+    seconds: float  # duration
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Float[Tensor, " predicted"]:
-    """The loss of each predicted token, in nats."""
+    """Compute the loss of each predicted token, in nats."""
     return torch.nn.functional.cross_entropy(logits, targets[targets != NOTHING], reduction="none")
 
 
 def sequence_losses(logits: Tensor, targets: Tensor) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
-    """The mean loss of each sequence that has targets, in nats per predicted token, and how many tokens those are."""
+    """Return the mean loss in nats of each sequence with targets, and its number of predicted tokens."""
     return sequence_means(token_losses(logits, targets), targets != NOTHING)
 
 
 def sequence_means(
     each: Float[Tensor, " predicted"], there: Bool[Tensor, "batch positions"]
 ) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
-    """The mean over each sequence that predicts something, `each` standing for the positions `there`, and how many."""
+    """Average `each` (one value per True in `there`) over every sequence with predictions; return means and counts."""
     return owned_means(each, there.nonzero()[:, 0], len(there))
 
 
 def owned_means(
     each: Float[Tensor, " tokens"], owners: Int[Tensor, " tokens"], count: int
 ) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
-    """The mean of each of `count` sequences that owns any of these values, and how many it owns."""
+    """Average values over the `count` sequences that own them; return means and counts of those that own any."""
     owners, each = owners.cpu(), each.double().cpu()
     counts = torch.bincount(owners, minlength=count).double()
     sums = torch.zeros_like(counts).index_add(0, owners, each)
@@ -125,14 +125,14 @@ def owned_means(
 
 
 def run(model: PreTrainedModel, fed: Fed, task: Task) -> PassOutputs:
-    """One forward pass, timed."""
+    """Run one forward pass and time it."""
     _wait(model)
     start = time.perf_counter()
     with torch.no_grad():
         result = hooks.forward(model, fed.inputs, output_hidden_states=True)
     _wait(model)
     seconds = time.perf_counter() - start
-    # a model that cuts its images into windows gives so many rows an image, those of one image after another
+    # a model that cuts images into windows yields several rows per image, image by image
     states = last_states(result)
     owners = None if states is None else owners_of(states, fed.inputs)
     hidden = None if states is None or owners is None else hooks.at_real_tokens(states, fed.inputs).flatten(0, -2)
@@ -140,7 +140,7 @@ def run(model: PreTrainedModel, fed: Fed, task: Task) -> PassOutputs:
 
 
 def predictions(result: Any, fed: Fed, task: Task) -> Float[Tensor, "predicted classes"] | None:
-    """The logits at the predicted positions, in float32 or better; of a classifier one row a sequence."""
+    """Return the logits at the predicted positions, in float32 or better; one row per sequence for a classifier."""
     if task == "hidden":
         return None
     logits = logits_of(result)
@@ -150,7 +150,7 @@ def predictions(result: Any, fed: Fed, task: Task) -> Float[Tensor, "predicted c
 
 
 def owners_of(found: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the sequence that each output at a real token belongs to; None if they can't be told apart."""
+    """Return the sequence that each output at a real token belongs to; None if the outputs can't be assigned."""
     sequences = texts.sequences_in(inputs)
     if len(found) % sequences:
         return None
@@ -160,15 +160,15 @@ def owners_of(found: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def tokens_in(fed: Fed) -> int:
-    """Real tokens (or images) of a pass."""
+    """Count the real tokens (or images) of a pass."""
     masks = [fed.inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in fed.inputs]
     return int(masks[0].sum()) if masks else texts.sequences_in(fed.inputs)
 
 
 def divergence(own: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
-    """KL(own ‖ new) = Σ (q − p − p log(q/p)) of each prediction, in nats.
+    """Compute KL(own ‖ new) = Σ (q − p − p log(q/p)) of each prediction, in nats.
 
-    q − p sums up to 0 but for the rounding of both normalisations, which p log(q/p) holds too: here they cancel.
+    Σ (q − p) is 0 up to the rounding of both normalisations, which p log(q/p) contains too: here it cancels.
     """
     own, new = own.log_softmax(-1), new.log_softmax(-1)
     p = own.exp()
@@ -181,7 +181,7 @@ def _wait(model: PreTrainedModel) -> None:
 
 
 LARGEST_LOSS = 700.0
-"""Loss whose exponential is still a number."""
+"""Largest loss with a perplexity; exp(x) overflows in float64 above 709.8."""
 
 
 def paired_change(
@@ -192,7 +192,7 @@ def paired_change(
     seed: int,
     of: Callable[[Tensor], Tensor] = lambda mean: mean,
 ) -> Change:
-    """Compare `of` the mean loss over `counts` tokens per sequence, with a 95 % interval; NaN pairs don't count."""
+    """Compare `of` the mean loss over `counts` tokens per sequence, with a 95 % interval; NaN pairs are ignored."""
     delta, low, high = paired_difference(before, after, design, weights=counts, of=of, seed=seed)
     there = ~(after - before).isnan()
     first, second = (float(of((part[there] * counts[there]).sum() / counts[there].sum())) for part in (before, after))
@@ -200,20 +200,20 @@ def paired_change(
 
 
 BINS = 8
-"""Parts of a sequence whose losses are told apart."""
+"""Number of parts of a sequence with separate losses."""
 FEWEST = 8
-"""Tokens below which a mean over them says nothing."""
+"""Minimum number of tokens for a meaningful mean."""
 
 
 @dataclass
 class TokenLosses:
-    """The loss of each predicted token under the original and a changed model, batch by batch."""
+    """Loss of each predicted token under the original and a changed model, batch by batch."""
 
     before: list[Float[Tensor, "sequences places"]] = field(default_factory=list)
-    """A row a sequence, its predicted tokens from the front; NaN behind them."""
+    """One row per sequence, its predicted tokens first; NaN after them."""
     after: list[Float[Tensor, "sequences places"]] = field(default_factory=list)  # the same under the changed model
     back: list[Int[Tensor, "sequences places"]] = field(default_factory=list)
-    """How far back each token's evidence lies: see `evidence`."""
+    """Distance to each token's evidence, in tokens; see `evidence`."""
 
     def add(
         self,
@@ -221,35 +221,35 @@ class TokenLosses:
         targets: Int[Tensor, "batch positions"],
         ids: Int[Tensor, "batch positions"],
     ) -> None:
-        """Take in the losses at a batch's targets: the original's, and the changed model's."""
+        """Add the losses at a batch's targets: the original's, and the changed model's."""
         there = (targets != NOTHING).cpu()
-        for found, rows in zip(losses, (self.before, self.after), strict=True):
-            rows.append(_from_front(found.double().cpu(), there, torch.nan))
+        for loss, rows in zip(losses, (self.before, self.after), strict=True):
+            rows.append(_from_front(loss.double().cpu(), there, torch.nan))
         self.back.append(_from_front(evidence(ids, targets)[there], there, 0))
 
     def joined(self) -> TokenLosses:
-        """The same with all batches in one."""
+        """Return the losses with all batches joined into one."""
         before, after = _rows(self.before, torch.nan), _rows(self.after, torch.nan)
         return TokenLosses([before], [after], [_rows(self.back, 0)])
 
     def by_position(self, design: Design, seed: int) -> list[PositionChange]:
-        """The change on each of 8 parts of the sequences, equally long but for rounding; fewer on fewer tokens."""
+        """Return the change on each of 8 parts of the sequences, of equal length up to rounding; fewer if short."""
         before, after = _rows(self.before, torch.nan), _rows(self.after, torch.nan)
-        places, found = before.shape[1], []
+        places, changes = before.shape[1], []
         bins = min(BINS, places)
         for start, end in ((places * part // bins, places * (part + 1) // bins) for part in range(bins)):
             some = torch.zeros_like(before, dtype=torch.bool)
             some[:, start:end] = True
             change, tokens = _change(before, after, some, design, seed)
-            found.append(PositionChange(first=start + 1, last=end, tokens=tokens, change=change))
-        return found
+            changes.append(PositionChange(first=start + 1, last=end, tokens=tokens, change=change))
+        return changes
 
     def count(self, window: int) -> int:
-        """How many tokens have their evidence more than `window` tokens back."""
+        """Count the tokens whose evidence lies more than `window` tokens back."""
         return sum(int((part > window).sum()) for part in self.back)
 
     def beyond(self, window: int, design: Design, seed: int) -> BeyondWindow | str:
-        """The change on tokens whose evidence lies more than `window` tokens back, or why there is none."""
+        """Return the change on tokens whose evidence lies more than `window` tokens back, or why there is none."""
         some = _rows(self.back, 0) > window
         if (count := self.count(window)) < FEWEST:
             back = counted(window, "token")
@@ -262,23 +262,23 @@ class TokenLosses:
 def evidence(
     ids: Int[Tensor, "batch positions"], targets: Int[Tensor, "batch positions"]
 ) -> Int[Tensor, "batch positions"]:
-    """How many places ago the pair (id, target) stood in the sequence last; 0 where it did not.
+    """Return how many positions ago the pair (id, target) occurred last in the sequence; 0 if it did not.
 
-    A copying (induction) head reads the target off the token behind the former id, so many places before the target
-    itself: a window of w keys, the query's own among them, holds it where that is at most w.
+    A copying (induction) head reads the target off the token after the earlier id, at that distance before the target
+    itself: a window of w keys, including the query's own, contains it if the distance is at most w.
     """
-    found = torch.zeros(targets.shape, dtype=torch.long)
-    for row, (own, following) in enumerate(zip(ids.tolist(), targets.tolist(), strict=True)):
+    distances = torch.zeros(targets.shape, dtype=torch.long)
+    for row, (row_ids, following) in enumerate(zip(ids.tolist(), targets.tolist(), strict=True)):
         last: dict[tuple[int, int], int] = {}
-        for place, pair in enumerate(zip(own, following, strict=True)):
+        for place, pair in enumerate(zip(row_ids, following, strict=True)):
             if pair[1] != NOTHING:
-                found[row, place] = place - last.get(pair, place)
+                distances[row, place] = place - last.get(pair, place)
                 last[pair] = place
-    return found
+    return distances
 
 
 def _change(before: Tensor, after: Tensor, some: Tensor, design: Design, seed: int) -> tuple[Change, int]:
-    """The change of the mean over `some` tokens, paired over the sequences that have any, and how many they are."""
+    """Compute the change of the mean over `some` tokens, paired over the sequences that have any, and their number."""
     some = some & ~before.isnan()
     counts = some.sum(1).double()
     first, second = (torch.where(some, part, 0.0).sum(1) / counts for part in (before, after))
@@ -286,13 +286,13 @@ def _change(before: Tensor, after: Tensor, some: Tensor, design: Design, seed: i
 
 
 def _from_front(values: Tensor, there: Bool[Tensor, "batch positions"], nothing: float) -> Tensor:
-    """The values, those of each row from its first place on."""
+    """Return the values, moved to the front of their rows."""
     rows = values.new_full(there.shape, nothing)
     rows[there.sort(dim=1, descending=True, stable=True).values] = values
     return rows[:, : int(there.sum(1).max())]
 
 
 def _rows(parts: Sequence[Tensor], nothing: float) -> Tensor:
-    """All batches' rows, the shorter ones filled up."""
+    """Join the rows of all batches; pad shorter ones."""
     most = max(part.shape[1] for part in parts)
     return torch.cat([torch.nn.functional.pad(part, (0, most - part.shape[1]), value=nothing) for part in parts])

@@ -1,4 +1,4 @@
-"""How a long run tells its progress, and how it ends when the user interrupts it."""
+"""Report the progress of a long run, and define how it ends when the user interrupts it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from attnlens.records import Report
 
 Progress = Callable[[str, int, int], None]
-"""(stage, steps done, steps in all)."""
+"""Function called with (stage, steps done, total steps)."""
 Tell = Callable[[int], None]
-"""(steps more of a stage)."""
+"""Function called with the number of further steps done in a stage."""
 INTERRUPTED = "the run was interrupted"
-"""Why a report lacks what was not finished then."""
+"""Reason for results that were not finished at an interruption."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user stopped the work; `report` holds what was finished."""
+    """Interruption of the work by the user; `report` contains the finished part."""
 
     def __init__(self, report: Report) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ def silent(_stage: str, _done: int, _total: int) -> None:
 
 @contextmanager
 def timed(timings: dict[str, float], stage: str) -> Iterator[None]:
-    """Add how long the block took to its stage's seconds, whichever way it ends."""
+    """Add the seconds that the block takes to its stage, even if the block fails."""
     start = time.perf_counter()
     try:
         yield
@@ -39,7 +39,7 @@ def timed(timings: dict[str, float], stage: str) -> Iterator[None]:
 
 
 def telling(progress: Progress, stage: str, total: int) -> Tell:
-    """Tells how much of a stage is done, from how much more is; nothing at first."""
+    """Build a function that adds finished steps of a stage and reports their sum; report 0 at first."""
     done = 0
 
     def tell(more: int) -> None:
@@ -53,7 +53,7 @@ def telling(progress: Progress, stage: str, total: int) -> Tell:
 
 @contextmanager
 def telling_at_most(progress: Progress, stage: str, most: int) -> Iterator[Tell]:
-    """The same for work that may take less than `most`: when the block has ended, all is done."""
+    """Report progress as `telling` does for at most `most` steps; at the end of the block all count as done."""
     done = 0
     tell = telling(progress, stage, most)
 

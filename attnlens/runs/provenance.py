@@ -1,4 +1,4 @@
-"""What a report says of the program that made it: versions, platform, memory."""
+"""Record which program made a report: versions, platform, memory."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ from attnlens.registry import Analyzer, Gathering, KernelInfo
 def content_of(
     loaded: Loaded, reached: Iterable[Reached], fed: texts.Batches | None, analyzers: Iterable[Analyzer | Gathering]
 ) -> str:
-    """A SHA-256 of the model's config and own code, of its adapter, of all that is fed, and of the analyzers' code.
+    """Compute a SHA-256 of the model's config, code and adapter, of all its inputs, and of the analyzers' code.
 
-    Of files that are read in parts also of some bytes of the tensors of the sites: their times of change may be set.
+    For weight files read in parts, it covers some bytes of the sites' tensors: modification times can be forged.
     """
     config = {name: value for name, value in loaded.model.config.to_dict().items() if name != "_name_or_path"}
-    found = sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    digest = sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for file in sorted(loaded.folder.glob("*.py")) if loaded.folder is not None else ():
-        found.update(file.read_bytes())
+        digest.update(file.read_bytes())
     if loaded.info.adapter is not None:
-        found.update(loaded.info.adapter.model_dump_json().encode())
+        digest.update(loaded.info.adapter.model_dump_json().encode())
     if loaded.deferred is not None:
-        found.update(loaded.deferred.sample(one.module for one in reached))
+        digest.update(loaded.deferred.sample(each.module for each in reached))
     for batch in fed.batches if fed is not None else ():
         for name, part in sorted(batch.inputs.items()):
-            found.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
-            found.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    for one in analyzers:
-        found.update(code_of(one))
-    return found.hexdigest()
+            digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
+            digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    for each in analyzers:
+        digest.update(code_of(each))
+    return digest.hexdigest()
 
 
 def code_of(one: Analyzer | Gathering | KernelInfo) -> bytes:
-    """The file that an analyzer or a kernel stands in: another package may change its own with no new version here."""
-    own: Any = inspect.unwrap(one.begin if isinstance(one, Gathering) else one.function)
-    source = inspect.getsourcefile(own) if inspect.isfunction(own) or inspect.isclass(own) else None
+    """Return the source file of an analyzer or a kernel: another package may change it without a new version."""
+    function: Any = inspect.unwrap(one.begin if isinstance(one, Gathering) else one.function)
+    source = inspect.getsourcefile(function) if inspect.isfunction(function) or inspect.isclass(function) else None
     if source is not None and Path(source).is_file():
         return Path(source).read_bytes()
-    code = getattr(own, "__code__", None)  # of a function that was typed into a notebook
+    code = getattr(function, "__code__", None)  # for a function defined in a notebook
     return repr(code and (code.co_code, code.co_consts, code.co_names)).encode()
 
 
@@ -61,7 +61,7 @@ STATUS = Path("/proc/self/status")
 
 
 def report_of(command: str, **found: Any) -> Report:
-    """The report of a command; `found` are the fields that say what was found."""
+    """Build the report of a command; `found` are the fields with the results."""
     here = Environment(
         python=platform.python_version(),
         torch=torch.__version__,
@@ -72,14 +72,14 @@ def report_of(command: str, **found: Any) -> Report:
 
 
 def tool() -> Tool:
-    """What writes the report."""
+    """Return name and version of the program that writes the report."""
     return Tool(version=attnlens.__version__)
 
 
 def peak_memory() -> int:
-    """Largest resident memory of this process so far, in bytes.
+    """Return the largest resident memory of this process so far, in bytes.
 
-    Linux's own high-water mark where there is one: getrusage's also counts the process that started this one.
+    Linux's own high-water mark is preferred: getrusage also counts the process that started this one.
     """
     for line in STATUS.read_text().splitlines() if STATUS.is_file() else ():
         if line.startswith("VmHWM:"):

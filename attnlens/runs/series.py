@@ -1,4 +1,4 @@
-"""Finds a model's checkpoints in their order, and measures their heads on one text."""
+"""Find a model's checkpoints, order them, and measure their heads on one text."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from attnlens.runs.store import Store, key_of, versions
 from attnlens.runs.work import Compute, WorkPlan, run_units
 
 BESIDE = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
-"""What lies beside weights and determines with them what is read: configs, tokenizers, a model's own code."""
+"""Files next to the weights that also determine the results: configs, tokenizers, a model's own code."""
 
 
 def digest_of(place: Location) -> str:
-    """A hash of a checkpoint's weights and of what lies beside them."""
+    """Compute a hash of a checkpoint's weights and of the other files that determine its results."""
     beside = (path for pattern in BESIDE for path in place.folder.glob(pattern))
     files = sorted({*place.weights, *beside} if place.form != "gguf" else place.weights)
     return key_of({path.name: sha256(path) for path in files if path.is_file()})
@@ -56,16 +56,16 @@ def series_report(
     timings: Mapping[str, float],
     missing: Mapping[str, str],
 ) -> Report:
-    """Return the report of a series whose units found these readings; the others have a reason, or none yet.
+    """Build the report of a series from the readings of its units; the other units have a reason, or none yet.
 
-    `names` are those of the checkpoints by unit. Raises ModelError if two of them have not the same heads.
+    `names` maps units to checkpoints. Raise ModelError if the checkpoints differ in their heads.
     """
     done = list(found.values())
-    every = [{(head.layer, head.head, head.part) for head in one.report.heads} for one in done]
-    for other, its in zip(done, every, strict=True):
-        if its != every[0]:
+    heads = [{(head.layer, head.head, head.part) for head in each.report.heads} for each in done]
+    for other, its in zip(done, heads, strict=True):
+        if its != heads[0]:
             raise ModelError(
-                f"The checkpoints are of different shapes: {done[0].name} has {len(every[0])} heads, "
+                f"The checkpoints are of different shapes: {done[0].name} has {len(heads[0])} heads, "
                 f"{other.name} has {len(its)}.",
                 "Give checkpoints of one model.",
             )
@@ -89,56 +89,56 @@ def series_report(
 
 
 def _coverage(done: Sequence[CheckpointReading], late: Sequence[Skipped]) -> Coverage:
-    """Heads that were analysed at every checkpoint; what is missing at any; checkpoints that were not read."""
-    found = [reading.report.coverage for reading in done]
-    missing = [  # what others don't lack names its checkpoint
+    """Combine coverages: heads analysed at every checkpoint, what is missing at any, and checkpoints not read."""
+    coverages = [reading.report.coverage for reading in done]
+    missing = [  # a gap that not all checkpoints share names its checkpoint
         entry
-        if all(entry in coverage.skipped for coverage in found)
+        if all(entry in coverage.skipped for coverage in coverages)
         else entry.model_copy(update={"reason": f"in {reading.name}, {entry.reason}"})
         for reading in done
         for entry in reading.report.coverage.skipped
     ]
     distinct = [entry for number, entry in enumerate(missing) if entry not in missing[:number]]
-    sources = dict.fromkeys(source for coverage in found for source in coverage.without)
+    sources = dict.fromkeys(source for coverage in coverages for source in coverage.without)
     return Coverage(
-        sites=found[-1].sites,
-        heads=found[-1].heads,
-        analysed=min(coverage.analysed for coverage in found),
-        without={source: max(coverage.without.get(source, 0) for coverage in found) for source in sources},
+        sites=coverages[-1].sites,
+        heads=coverages[-1].heads,
+        analysed=min(coverage.analysed for coverage in coverages),
+        without={source: max(coverage.without.get(source, 0) for coverage in coverages) for source in sources},
         skipped=[*distinct, *late],
     )
 
 
 class CheckpointReading(BaseModel):
-    """What was read of one checkpoint."""
+    """Results of one checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    """As a person would call the checkpoint."""
+    """Readable name of the checkpoint."""
     step: int | None
-    """The training step that its name tells, None where it tells none."""
+    """Training step in its name; None if there is none."""
     report: Report
-    """As `inspect` gives it."""
+    """Report of `inspect`."""
     loss: float | None
-    """Nats per predicted token on the same text."""
+    """Loss on the same text in nats per predicted token."""
     no_loss: str | None = None
-    """Why there is none."""
+    """Reason for a missing loss."""
     complete: bool = True
-    """Whether every part of it could be read."""
+    """True if every part of it could be read."""
 
 
 def training(done: Sequence[CheckpointReading]) -> Experiment:
-    """The readings as one experiment: trajectories head by head, and their medians and quartiles over heads."""
+    """Build one experiment from the readings: trajectories of heads, and medians and quartiles over heads."""
     by_step = all(reading.step is not None for reading in done)
     steps = [float(reading.step or 0) if by_step else float(n) for n, reading in enumerate(done)]
     heads = [{(head.layer, head.head): head for head in reading.report.heads} for reading in done]
-    every = list(dict.fromkeys(name for reading in done for name in reading.report.measure_names()))
+    names = list(dict.fromkeys(name for reading in done for name in reading.report.measure_names()))
     curves, trajectories = dict[str, Curve](), list[Trajectory]()
     losses = [reading.loss for reading in done]
     if any(loss is not None for loss in losses):
         curves["loss"] = Curve(steps=steps, median=losses, quantity="nats per token")
-    for name in every:
+    for name in names:
         columns = [{place: head.measures[name] for place, head in at.items() if name in head.measures} for at in heads]
         measures = [measure for column in columns for measure in column.values()]
         numbers = any(measure.value is not None for measure in measures)
@@ -164,13 +164,13 @@ def training(done: Sequence[CheckpointReading]) -> Experiment:
 
 
 HeadMeasures = dict[tuple[int, int], Measure]
-"""One measure of every head at one checkpoint."""
+"""Values of one measure at one checkpoint, by (layer, head)."""
 
 
 def _curves(
     name: str, steps: list[float], columns: Sequence[HeadMeasures], nulls: Sequence[Null | None]
 ) -> Iterator[tuple[str, Curve]]:
-    """Median and quartiles over heads; and what the median reads by chance, where that is known, ± one sd."""
+    """Yield median and quartiles over heads, and if known the median expected by chance, ± one standard deviation."""
     values = [[measure.value for measure in column.values() if measure.value is not None] for column in columns]
     thirds = [_quartiles(present) for present in values]
     low, middle, high = (list(column) for column in zip(*thirds, strict=True))
@@ -192,87 +192,87 @@ def _quartiles(values: Sequence[float]) -> tuple[float | None, float | None, flo
 
 def _trajectories(name: str, columns: Sequence[HeadMeasures]) -> Iterator[Trajectory]:
     for layer, head in sorted({place for column in columns for place in column}):
-        found = [column.get((layer, head)) for column in columns]
-        values = [None if measure is None else measure.value for measure in found]
-        errors = [None if measure is None else measure.se for measure in found]
+        measures = [column.get((layer, head)) for column in columns]
+        values = [None if measure is None else measure.value for measure in measures]
+        errors = [None if measure is None else measure.se for measure in measures]
         known = any(error is not None for error in errors)
         yield Trajectory(layer=layer, head=head, measure=name, values=values, se=errors if known else None)
 
 
 STEP = re.compile(r"step[-_=]?(\d+)|(\d+)$", re.IGNORECASE)
-"""`step1000-tokens2B`, `checkpoint-500`: the number after «step», else the one at the end."""
+"""Pattern of a training step: the number after «step», else the last one (`step1000-tokens2B`, `checkpoint-500`)."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """One model of a series."""
 
-    name: str  # as a person would call it: the folder's own name, or the revision
-    model: str  # as `load` takes it
+    name: str  # readable name: the folder's name, or the revision
+    model: str  # name as `load` takes it
     revision: str | None  # of a hub model
-    place: Location  # where it lies
-    step: int | None  # the training step that its name tells, None where it tells none
+    place: Location  # location of its files
+    step: int | None  # training step in its name; None if there is none
 
 
 def of_demo() -> list[str]:
-    """The checkpoints that ship with attnlens, and the trained model itself."""
+    """Return the checkpoints included in attnlens, and the trained model itself."""
     return [*sorted(str(folder) for folder in (DEMO / "checkpoints").iterdir()), "demo"]
 
 
 def step_of(name: str) -> int | None:
-    """The training step that a name tells; None where it tells none."""
+    """Parse the training step in a name; None if there is none."""
     if name == "demo":
         return int(read_json(DEMO / "training.json")["steps"])
-    found = STEP.search(Path(name).name)
-    return int(found.group(1) or found.group(2)) if found else None
+    match = STEP.search(Path(name).name)
+    return int(match.group(1) or match.group(2)) if match else None
 
 
 def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise ModelError where two are not of one architecture and shape, as far as their configs tell."""
+    """Raise ModelError if two checkpoints differ in architecture or shape, as far as their configs show."""
     first = checkpoints[0]
     for other in checkpoints[1:]:
-        own, its = _shape(first.place), _shape(other.place)
-        differing = [field for field in own if field in its and own[field] != its[field]]
+        shape, its = _shape(first.place), _shape(other.place)
+        differing = [field for field in shape if field in its and shape[field] != its[field]]
         if differing:
-            told = ", ".join(
-                f"{field} is {own[field]} in {first.name} and {its[field]} in {other.name}" for field in differing
+            shapes = ", ".join(
+                f"{field} is {shape[field]} in {first.name} and {its[field]} in {other.name}" for field in differing
             )
-            raise ModelError(f"The checkpoints are of different shapes: {told}.", "Give checkpoints of one model.")
+            raise ModelError(f"The checkpoints are of different shapes: {shapes}.", "Give checkpoints of one model.")
 
 
-def _checkpoint(model: str, revision: str | None, load_options: loading.Loading) -> Checkpoint:
+def _find_checkpoint(model: str, revision: str | None, load_options: loading.Loading) -> Checkpoint:
     options = {"offline": False, "allow_pickle": False, **load_options}
     offline, pickle = cast("bool", options["offline"]), cast("bool", options["allow_pickle"])
     place = find(model, revision, offline=offline, allow_pickle=pickle)
-    told = revision or model.partition("@")[2] or Path(model.rstrip("/\\")).name
-    return Checkpoint(told, model, revision, place, step_of(revision or model))
+    name = revision or model.partition("@")[2] or Path(model.rstrip("/\\")).name
+    return Checkpoint(name, model, revision, place, step_of(revision or model))
 
 
-def _ordered(found: list[Checkpoint]) -> list[Checkpoint]:
+def _order_checkpoints(found: list[Checkpoint]) -> list[Checkpoint]:
     if len(found) < 2:
         raise UsageError(
             "A series needs at least two checkpoints.",
             "Name two or more, as in --checkpoints step-100 step-200, or --revisions.",
         )
-    places = [(one.place.folder, one.place.file) for one in found]
+    places = [(each.place.folder, each.place.file) for each in found]
     for number, place in enumerate(places):
         if place in places[:number]:
             raise UsageError(f"The checkpoint {found[number].name} is named twice.", "Name each one once.")
-    steps = [one.step for one in found]
+    steps = [each.step for each in found]
     if None in steps or len(set(steps)) < len(steps):
-        return [replace(one, step=None) for one in found]
-    return sorted(found, key=lambda one: cast("int", one.step))
+        return [replace(each, step=None) for each in found]
+    return sorted(found, key=lambda each: cast("int", each.step))
 
 
 def _shape(place: Location) -> dict[str, object]:
-    """What two checkpoints of one model have in common; empty for a GGUF file, whose weights will tell."""
+    """Return what checkpoints of one model have in common; empty for a GGUF file, whose weights are compared later."""
     config = place.config
-    kept: dict[str, object] = {field: config[field] for field in ("model_type", "architectures") if field in config}
-    return kept | dict(sizes(config))
+    fields: dict[str, object] = {field: config[field] for field in ("model_type", "architectures") if field in config}
+    return fields | dict(sizes(config))
 
 
 READ = ("text", "pairs", "image", "audio", "adapter")
-"""Options that name files whose content decides what is found."""
+"""Options that name files whose content affects the results."""
 
 
 @public
@@ -284,16 +284,16 @@ def converge_checkpoints(
     progress: Progress = silent,
     **more: Unpack[requests.CheckpointsRequest],
 ) -> Report:
-    """Every measure of every head against the training step, in one experiment with the heads' trajectories.
+    """Measure every head against the training step, in one experiment with the heads' trajectories.
 
     `checkpoints` are folders, files or hub ids (None, or `demo` alone: those of the demo model), or one hub model with
     several `revisions`. Steps are the numbers in the names (`step-00030`, `checkpoint-500`), else 0, 1, 2 … as given.
-    Without `analyzers` those of `inspect` run and `selection` with them, under its own `select`.
-    One tokenizer, the last one found, cuts the same text for all. `head` = (layer, head), or `3.7`, restricts the
+    By default, the analyzers of `inspect` run, and `selection` with its own `select`.
+    One tokenizer, the last one found, splits the same text for all. `head` = (layer, head), or `3.7`, restricts the
     series to it.
-    `more` are the options of `requests.CheckpointsRequest`. What is finished is kept as `inspect` keeps it, and the
-    same call goes on from there. Raises UsageError, ModelError (one is missing, or they are of different shapes),
-    TextError, and Interrupted, which carries the finished checkpoints.
+    `more` are the options of `requests.CheckpointsRequest`. Finished units are kept as in `inspect`, and the
+    same call resumes from them. Raise UsageError, ModelError (a checkpoint is missing, or shapes differ),
+    TextError, and Interrupted, which contains the finished checkpoints.
     """
     report, written = followed(checkpoints, revisions=revisions, head=head, progress=progress, **more)
     written()
@@ -303,7 +303,7 @@ def converge_checkpoints(
 def followed(
     checkpoints: requests.Words | None = None, *, progress: Progress = silent, **more: Any
 ) -> tuple[Report, Callable[[], None]]:
-    """The report, and what is to be called when it is written: finished units are not needed any longer then."""
+    """Return the report, and a function to call once it is written, which removes the finished units."""
     revisions, head = more.pop("revisions", ()), more.pop("head", None)
     series = prepared(checkpoints, revisions, head, progress, more)
     series.plan.check(series.given["text"])
@@ -317,46 +317,46 @@ def prepared(
     progress: Progress,
     more: Mapping[str, Any],
 ) -> Series:
-    """The series that was asked for, with its checkpoints found and its texts read."""
-    one = requests.one_head(head, more.get("layers"), more.get("heads"))
-    given = requests.checked(requests.CheckpointsRequest, {**more, **one})
+    """Prepare the requested series: find its checkpoints and read its texts."""
+    head_options = requests.one_head(head, more.get("layers"), more.get("heads"))
+    options = requests.checked(requests.CheckpointsRequest, {**more, **head_options})
     load_options = feeding.loading_of(more, None)
     usual = [
-        found.name
-        for found in registry.every_analyzer()
-        if (found.by_default or found.name == SHOWN) and given["source"] in ("both", found.source)
+        each.name
+        for each in registry.every_analyzer()
+        if (each.by_default or each.name == SHOWN) and options["source"] in ("both", each.source)
     ]
-    wanted = given["analyzers"] or list(dict.fromkeys(usual))
-    chosen, asked = reading.chosen(reading.settings(given), wanted, given["select"], None)
-    reading.refuse_unread(given, asked.source)
+    wanted = options["analyzers"] or list(dict.fromkeys(usual))
+    chosen, requested = reading.chosen(reading.settings(options), wanted, options["select"], None)
+    reading.refuse_unread(options, requested.source)
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
-    found = _found(names, requests.words("revisions", revisions), load_options)
-    refuse_different(found)
-    contents = texts.read_each(reading.files(given), offline=given["offline"])
-    if asked.source != "weights" and not contents:
-        contents = texts.sample(found[-1].model)
-    cut = feeding.cut_of(asked, given)
+    ordered = _find_checkpoints(names, requests.words("revisions", revisions), load_options)
+    refuse_different(ordered)
+    contents = texts.read_each(reading.files(options), offline=options["offline"])
+    if requested.source != "weights" and not contents:
+        contents = texts.sample(ordered[-1].model)
+    cut = feeding.cut_of(requested, options)
     words = (names, list(requests.words("revisions", revisions)), head, dict(more))
-    return Series(found, asked, chosen, contents, cut, progress, load_options, given, words)
+    return Series(ordered, requested, chosen, contents, cut, progress, load_options, options, words)
 
 
-def _found(names: list[str] | None, revisions: list[str], load_options: loading.Loading) -> list[Checkpoint]:
-    """The checkpoints in the order of their steps, or as named where not all have a step; none is named twice."""
+def _find_checkpoints(names: list[str] | None, revisions: list[str], load_options: loading.Loading) -> list[Checkpoint]:
+    """Find the checkpoints, ordered by step, or as named if steps are missing or equal; refuse duplicates."""
     if names == []:
         raise UsageError("checkpoints=[] names none.", "Name two or more, or leave it out for those of demo.")
     if not revisions:
         wanted = of_demo() if names is None or names == ["demo"] else names
-        return _ordered([_checkpoint(name, None, load_options) for name in wanted])
+        return _order_checkpoints([_find_checkpoint(name, None, load_options) for name in wanted])
     if names is None or len(names) != 1:
         raise UsageError(
             "Revisions belong to one model of the hub.",
             "Name one hub model, as in: attnlens converge MODEL --revisions step1,step2",
         )
-    return _ordered([_checkpoint(names[0], revision, load_options) for revision in revisions])
+    return _order_checkpoints([_find_checkpoint(names[0], revision, load_options) for revision in revisions])
 
 
 Words = tuple[list[str] | None, list[str], tuple[int, int] | str | None, dict[str, Any]]
-"""Checkpoints, revisions, head and options, as another process is told them."""
+"""Checkpoints, revisions, head and options, as passed to another process."""
 
 
 @dataclass
@@ -370,39 +370,39 @@ class Series:
     cut: texts.Cut
     progress: Progress
     load_options: loading.Loading
-    given: Mapping[str, Any]  # the options, checked
+    given: Mapping[str, Any]  # the checked options
     words: Words
     timings: dict[str, float] = field(default_factory=dict)
 
     @property
     def plan(self) -> WorkPlan:
-        """Where its units are kept, and who reads them."""
+        """Plan of where its units are kept and who reads them."""
         return WorkPlan.of(self.given)
 
     @cached_property
     def units(self) -> dict[str, Checkpoint]:
-        """The checkpoints by the names of their units: what a person calls one, and a hash of its files."""
-        return {f"{one.name} {digest_of(one.place)}": one for one in self.checkpoints}
+        """Checkpoints by the names of their units: a readable name and a hash of the files."""
+        return {f"{each.name} {digest_of(each.place)}": each for each in self.checkpoints}
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """All that determines what the units find."""
+        """Facts that determine the results of the units."""
         left_out = {*requests.options(SharedRequest), *READ}
         files = [with_home(os.fspath(path)) for path in (*self.cut.image, *self.cut.audio)]
         adapter, offline = self.given["adapter"], self.given["offline"]
-        found = None if adapter is None else find_adapter(os.fspath(adapter), offline=offline)
-        of_adapter = [] if found is None else [path for path in found.folder.glob("*") if path.is_file()]
+        place = None if adapter is None else find_adapter(os.fspath(adapter), offline=offline)
+        of_adapter = [] if place is None else [path for path in place.folder.glob("*") if path.is_file()]
         return {
             "command": "converge",
             "versions": versions(),
             "options": {name: str(value) for name, value in sorted(self.given.items()) if name not in left_out},
             "content": key_of(
                 {
-                    "texts": [(one.name, one.text) for one in self.contents],
+                    "texts": [(each.name, each.text) for each in self.contents],
                     "fed": [sha256(path) for path in files if path.is_file()],
-                    "adapter": [None if found is None else found.revision, *map(sha256, sorted(of_adapter))],
+                    "adapter": [None if place is None else place.revision, *map(sha256, sorted(of_adapter))],
                     "device": str(device_of(self.given["device"])),
-                    "code": [code_of(one).hex() for one in self.analyzers],
+                    "code": [code_of(each).hex() for each in self.analyzers],
                 }
             ),
             "checkpoints": list(self.units),
@@ -410,11 +410,11 @@ class Series:
 
     @cached_property
     def store(self) -> Store | None:
-        """Where units are kept."""
+        """Store of the units, if any."""
         return self.plan.store(self.facts)
 
     def run(self) -> tuple[Report, Callable[[], None]]:
-        """Checkpoint by checkpoint; returns the report, and what removes the finished units once it is written."""
+        """Read the checkpoints; return the report, and a function that removes the finished units afterwards."""
         plan = self.plan
         count = len(self.units) if plan.shard is None else len(list(self.units)[plan.shard[0] - 1 :: plan.shard[1]])
         more = telling(self.progress, "checkpoints", count)
@@ -427,22 +427,22 @@ class Series:
             tell=lambda _name: more(1),
             usable=lambda value: bool(value["complete"]),
         )
-        found = {name: CheckpointReading.model_validate(value) for name, value in outcome.values.items()}
-        if not found:
+        readings = {name: CheckpointReading.model_validate(value) for name, value in outcome.values.items()}
+        if not readings:
             raise KeyboardInterrupt
-        names = {unit: one.name for unit, one in self.units.items()}
-        report = series_report(names, found, self.timings, outcome.missing)
+        names = {unit: each.name for unit, each in self.units.items()}
+        report = series_report(names, readings, self.timings, outcome.missing)
         if outcome.stopped:
             raise Interrupted(report)
-        complete = not outcome.missing and all(reading.complete for reading in found.values())
+        complete = not outcome.missing and all(reading.complete for reading in readings.values())
         return report, self.store.clear if self.store is not None and complete else lambda: None
 
     @cached_property
     def tokenizer(self) -> dict[str, Any]:
-        """What reads the text for all, in the place of their own tokenizers; or why nothing does."""
+        """Tokenizer that replaces those of all checkpoints, or the reason why there is none."""
         if not self.contents:
             return {}
-        giver = next((one for one in reversed(self.checkpoints) if has_tokenizer(one.place)), None)
+        giver = next((each for each in reversed(self.checkpoints) if has_tokenizer(each.place)), None)
         if giver is None:
             return {"tokenizer": None, "tokenizer_problem": "no checkpoint has tokenizer files"}
         loaded = self._load(giver)
@@ -453,34 +453,34 @@ class Series:
         return loading.load(checkpoint.model, **options)
 
     def read_unit(self, name: str) -> dict[str, Any]:
-        """Read one checkpoint; its own units are kept until it is finished."""
+        """Read one checkpoint; its parts are kept until it is finished."""
         checkpoint, start = self.units[name], time.perf_counter()
         loaded = replace(self._load(checkpoint), **self.tokenizer)
         settings = feeding.of_model(self.asked, loaded)
         collector = Collector(self.asked.heads)
-        inspection = Inspection(loaded, settings, self.analyzers, collector, partial(self._told, checkpoint), {})
+        inspection = Inspection(loaded, settings, self.analyzers, collector, partial(self._notify, checkpoint), {})
         parts = None if self.store is None else self.store.inside(name)
         try:
             report = inspection.finished_from(inspection.framed(self.contents, self.cut), store=parts)
         except ModelError as error:
             raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
         loss = self._loss(loaded, settings)
-        found, why = (None, loss) if isinstance(loss, str) else (loss, None)
+        value, why = (None, loss) if isinstance(loss, str) else (loss, None)
         self.timings[checkpoint.name] = time.perf_counter() - start
         return CheckpointReading(
             name=checkpoint.name,
             step=checkpoint.step,
             report=report,
-            loss=found,
+            loss=value,
             no_loss=why,
             complete=inspection.complete,
         ).model_dump()
 
-    def _told(self, checkpoint: Checkpoint, stage: str, done: int, total: int) -> None:
+    def _notify(self, checkpoint: Checkpoint, stage: str, done: int, total: int) -> None:
         self.progress(f"{checkpoint.name}, {stage}", done, total)
 
     def _loss(self, loaded: loading.Loaded, settings: Settings) -> float | str:
-        """What training has reached, on the same text, in nats per predicted token; or why that is not known."""
+        """Return the model's loss on the same text in nats per predicted token, or why it is unknown."""
         if not self.contents:
             return "it is that of a text, and none was fed, for the weights alone were read"
         if task_of(loaded.model) not in ("causal", "masked"):
@@ -500,7 +500,7 @@ class Series:
 
 
 def opened(*words: Any) -> tuple[Mapping[str, Any], Compute]:
-    """Prepare the same series in another process: its facts, and what reads its checkpoints."""
+    """Prepare the same series in another process: return its facts, and the function that reads its checkpoints."""
     checkpoints, revisions, head, more = words
     series = prepared(checkpoints, revisions, head, silent, more)
     return series.facts, series.read_unit

@@ -1,8 +1,8 @@
-"""Keep what the units of a run found: one safetensors file per unit, which a later run finds again.
+"""Keep the results of a run's units in one safetensors file each, which a later run can reuse.
 
-A unit's value is a nested list or dictionary of tensors and of what JSON holds. It is kept as
-`<work>/<key>/<name>.safetensors`, written under another name and renamed. The key hashes the facts that determine the
-run's numbers, so that the same command finds the file again and no other does. torch is imported late, because the
+A unit's value is a nested list or dictionary of tensors and JSON values. It is kept as
+`<work>/<key>/<name>.safetensors`, written under a temporary name and renamed. The key hashes the facts that determine
+the run's numbers, so that only the same command finds the file again. torch is imported late, because the
 command line imports this module before it needs torch.
 """
 
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("attnlens")
 Keep = Callable[[str, Callable[[], Any]], Any]
-"""Returns what is kept of a part of that name, or else what the function computes, which is then kept."""
+"""Function that returns the kept value of the named part, or computes it with the given function and keeps it."""
 RUN = "run.json"
-"""The file in a run's folder with the facts that its key hashes."""
+"""File in a run's folder with the facts that its key hashes."""
 SUFFIX = ".safetensors"
 OWN_NAME = re.compile(r".*-[0-9a-f]{8}(\.safetensors)?")
-"""The names of units' files, and of the folders with their parts."""
+"""Names of the files of units, and of the folders with their parts."""
 OTHER_WORK = "Name another folder with --work."
 PACKAGE = Path(__file__).parents[1]
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of what computes the units; of attnlens its code too, which changes between releases."""
+    """Return the versions of the libraries used, and a hash of attnlens's code, which changes between releases."""
     libraries = ("attnlens", "torch", "transformers", "peft", "gguf")
     return {"code": own_code()} | {name: _version(name) for name in libraries}
 
@@ -54,7 +54,7 @@ def _version(name: str) -> str | None:
 
 @cache
 def own_code() -> str:
-    """Return a hash of the modules of attnlens, by their paths and contents."""
+    """Return a hash of the paths and contents of all modules of attnlens."""
     digest = sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(f"{path.relative_to(PACKAGE).as_posix()}\0".encode() + sha256(path.read_bytes()).digest())
@@ -62,44 +62,44 @@ def own_code() -> str:
 
 
 def keep_nothing(_name: str, make: Callable[[], Any]) -> Any:
-    """Compute a part that is not kept."""
+    """Compute a part without keeping it."""
     return make()
 
 
 def key_of(facts: Any) -> str:
-    """Return a name for what these facts determine: 32 hex digits of their SHA-256."""
+    """Return the key of these facts: 32 hex digits of the SHA-256 of their JSON."""
     return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
 class Store:
-    """The files of one run, which any number of processes and machines may share."""
+    """Files of one run, which several processes and machines can share."""
 
     folder: Any
-    """A path, or a `UPath`."""
+    """Folder as a path, or a `UPath`."""
     facts: Mapping[str, Any]
-    """What determines the numbers of the run, as JSON."""
+    """Facts that determine the numbers of the run, as JSON."""
     resume: bool = True
-    """Whether files of an earlier run are used."""
+    """True if files of an earlier run are used."""
 
     def path(self, name: str) -> Any:
         """Return the path of a unit's file."""
         return self.folder / (file_stem(name) + SUFFIX)
 
     def inside(self, name: str) -> Store:
-        """Return a store for the parts of a unit that takes long, in a folder beside its file."""
+        """Return a store for the parts of a unit that takes long, in a folder next to its file."""
         return Store(self.folder / file_stem(name), {"run": key_of(self.facts), "unit": name}, self.resume)
 
     def load(self, name: str) -> Any:
-        """Return what a unit found, or None if it is not finished.
+        """Return the value of a unit, or None if it is not finished.
 
-        A file that is damaged, cut off or of another unit is reported, set aside under another name, and not used.
-        Raises OutputError if a file cannot be read.
+        A damaged or truncated file, or one of another unit, is reported, renamed and ignored.
+        Raise OutputError if a file cannot be read.
         """
         path = self.path(name)
         try:
             if isinstance(path, Path) and path.exists() and not path.is_file():
-                raise ValueError(name)  # noqa: TRY301  # a folder, or a pipe, of which reading may never end
+                raise ValueError(name)  # noqa: TRY301  # a folder, or a pipe, which may never end
             with output_errors(path, "read"):
                 return _parsed(path.read_bytes(), self._stamp(name))
         except (FileNotFoundError, NotADirectoryError):
@@ -109,12 +109,12 @@ class Store:
             return None
 
     def _set_aside(self, name: str) -> None:
-        """Rename what is under a unit's name and not its file, and log that."""
+        """Rename a file under a unit's name that is not its result, and log that."""
         path = self.path(name)
         aside = path.with_name(path.name + ".damaged")
         try:
             path.rename(aside)
-        except FileNotFoundError:  # another process has set it aside
+        except FileNotFoundError:  # another process has renamed it
             return
         except OSError as error:
             what = f"it cannot be set aside: {error.strerror or error}"
@@ -123,12 +123,12 @@ class Store:
         LOG.warning("%s is damaged or not the unit %s: %s.", path, clean(name), what)
 
     def save(self, name: str, value: Any) -> None:
-        """Write what a unit found, whole or not at all. Raises OutputError if it cannot be written."""
+        """Write a unit's value atomically. Raise OutputError if it cannot be written."""
         self._write(self.path(name), _serialised(value, self._stamp(name)))
         self.begin()
 
     def begin(self) -> None:
-        """Write what the run is, unless it is written. Raises OutputError if nothing can be written here."""
+        """Write the facts of the run if they are missing. Raise OutputError if nothing can be written here."""
         with output_errors(self.folder / RUN, "read"):
             known = (self.folder / RUN).exists()
         if not known:
@@ -136,13 +136,13 @@ class Store:
 
     @staticmethod
     def _write(path: Any, content: bytes) -> None:
-        for attempt in range(8):  # another run that has written its report may remove the folder in between
+        for attempt in range(8):  # another run may remove the folder in between, after it has written its report
             try:
                 with output_errors(path, "written"):
                     path.parent.mkdir(parents=True, exist_ok=True)
                     if isinstance(path, Path):
                         write_atomically(path, content)
-                    else:  # an object store puts an object whole
+                    else:  # an object store writes objects atomically
                         path.write_bytes(content)
             except (OutputError, FileNotFoundError) as error:
                 if attempt < 7 and isinstance(path, Path) and not path.parent.exists():
@@ -154,7 +154,7 @@ class Store:
                 return
 
     def compute(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return what a unit found before, or what `make` finds now, which is then kept."""
+        """Return a unit's earlier value, or compute it with `make` and keep it."""
         value = self.load(name) if self.resume else None
         if value is None:
             value = make()
@@ -162,14 +162,14 @@ class Store:
         return value
 
     def keep(self, name: str, value: Any) -> None:
-        """Write what a unit found; if that is not possible, log a warning, because the run can go on."""
+        """Write a unit's value; if that fails, log a warning, because the run can continue."""
         try:
             self.save(name, value)
         except OutputError as error:
             LOG.warning("%s is not kept. %s", clean(name), error.problem)
 
     def clear(self) -> None:
-        """Remove the run's files, because its report is written; files of anybody else stay."""
+        """Remove the run's files after its report is written; files of other origin stay."""
         with suppress(OSError):  # another process may clear it at the same time
             for path in list(self.folder.iterdir()):
                 if path.name != RUN and not OWN_NAME.fullmatch(path.name):
@@ -178,16 +178,16 @@ class Store:
                     Store(path, {}).clear()
                 else:
                     path.unlink(missing_ok=True)
-            if isinstance(self.folder, Path):  # `UPath.rmdir` removes what is inside
+            if isinstance(self.folder, Path):  # `UPath.rmdir` removes the folder's content too
                 self.folder.rmdir()
 
     def report_others(self) -> None:
-        """Log which other runs of the same kind have units in the same folder, and the first fact that differs."""
+        """Log which other runs of the same command have units in the same folder, and the first fact that differs."""
         places: list[Any] = []
         with suppress(OSError):
             places = sorted(self.folder.parent.iterdir())
         for path in places:
-            with suppress(OSError, ValueError, AttributeError, RecursionError):  # it is anybody's file
+            with suppress(OSError, ValueError, AttributeError, RecursionError):  # the file may come from anywhere
                 facts = json.loads((path / RUN).read_text())
                 reason = difference(self.facts, facts)
                 if facts.get("command") == self.facts.get("command") and reason:
@@ -200,7 +200,7 @@ class Store:
 
 @contextmanager
 def output_errors(path: Any, what: str) -> Iterator[None]:
-    """Turn what the system refuses into an OutputError; of a remote store also what its library raises."""
+    """Turn errors of the system, and of a remote store's library, into an OutputError."""
     try:
         yield
     except (AttnlensError, FileNotFoundError, NotADirectoryError, ValueError):
@@ -213,7 +213,7 @@ def output_errors(path: Any, what: str) -> Iterator[None]:
 
 
 def file_stem(name: str) -> str:
-    """Return a readable file name that no other unit has."""
+    """Return a readable file name that is unique to the unit."""
     readable = re.sub(r"[^A-Za-z0-9.=]+", "-", name)[:80].strip("-.")
     return f"{readable}-{sha256(name.encode()).hexdigest()[:8]}"
 
@@ -222,7 +222,7 @@ def difference(first: Any, second: Any, where: str = "") -> str | None:
     """Return the first place at which two contents differ, with both values; None if they are equal."""
     if isinstance(first, dict) and isinstance(second, dict):
         inner = (difference(first.get(name), second.get(name), f"{where}.{name}") for name in {**first, **second})
-        return next((found for found in inner if found is not None), None)
+        return next((inner_difference for inner_difference in inner if inner_difference is not None), None)
     if isinstance(first, list | tuple) and isinstance(second, list | tuple) and len(first) == len(second):
         return difference(dict(enumerate(first)), dict(enumerate(second)), where)
     if first == second:
@@ -231,7 +231,7 @@ def difference(first: Any, second: Any, where: str = "") -> str | None:
 
 
 def _serialised(value: Any, stamp: str) -> bytes:
-    """Return a value as a safetensors file: its tensors, and the rest as JSON in the metadata, with a hash of both."""
+    """Serialise a value as safetensors: its tensors, and the rest as JSON in the metadata, with a hash of both."""
     from safetensors.torch import save
 
     tensors: dict[str, Tensor] = {}
@@ -240,7 +240,7 @@ def _serialised(value: Any, stamp: str) -> bytes:
 
 
 def _parsed(content: bytes, stamp: str) -> Any:
-    """Return the value in a file. Raises ValueError if it is cut off, damaged or another unit's."""
+    """Parse the value in a file. Raise ValueError if it is truncated, damaged or another unit's."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 

@@ -46,28 +46,28 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("attnlens")
 Compute = Callable[[str], Any]
-"""Computes the unit of a name."""
+"""Function that computes the unit of a given name."""
 Opener = Callable[..., tuple[Mapping[str, Any], Compute]]
-"""Prepares a run in another process: arguments that can be pickled → the run's facts, and what computes its units."""
+"""Function that prepares a run in another process: picklable arguments → the run's facts and its Compute."""
 RETRIED = (*FAILURES, OSError, ImportError, MemoryError, EOFError)
-"""What a unit may raise that can be different at a second try."""
+"""Exceptions of a unit that may not recur at a second try."""
 LOST = (
     "its process ended twice before it did: killed, perhaps for lack of memory, or started by a script that calls "
     "attnlens outside of `if __name__ == '__main__':`"
 )
 UNSEEN = "its file is not in this process's --work folder, which all workers must share"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-"""What libraries read when they are first imported."""
+"""Environment variables that libraries read when they are first imported."""
 RAY_HERE = "local"
-"""The address that starts a Ray cluster of this machine alone."""
+"""Address that starts a Ray cluster on this machine alone."""
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What a client of HTTP/2, which Ray's protocol uses, sends first, and empty settings (RFC 9113, section 3.4)."""
+"""Connection preface of HTTP/2, which Ray's protocol uses, with empty settings (RFC 9113, section 3.4)."""
 ACCELERATORS = ("nvidiactl", "kfd", "dxg")
-"""Devices of NVIDIA, AMD and Windows below Linux: a process that has them open must not be forked."""
+"""Devices of NVIDIA, AMD and WSL: a process that has them open must not be forked."""
 
 
 class Stopped(KeyboardInterrupt):
-    """The user interrupted the unit `name`; `value` is what it had found, in the form of a finished unit."""
+    """Interruption of the unit `name`; `value` is its result so far, in the form of a finished unit."""
 
     def __init__(self, name: str, value: Any) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a unit has no value."""
+    """Reason why a unit has no value."""
 
     reason: str
     error: BaseException | None = None
@@ -84,19 +84,19 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run's units found."""
+    """Results of a run's units."""
 
     values: dict[str, Any]
-    """By unit, in the order of the run."""
+    """Values by unit, in the order of the run."""
     missing: dict[str, str]
-    """Why units have no value, in the order of the run; those that an interruption prevented are left out."""
+    """Reasons of units without a value, in the order of the run; without those that an interruption prevented."""
     stopped: bool
-    """Whether the user interrupted the run."""
+    """True if the user interrupted the run."""
 
 
 @dataclass(frozen=True)
 class WorkPlan:
-    """Where units are kept, and who computes them: the options of `WorkRequest`."""
+    """Plan of where units are kept and who computes them: the options of `WorkRequest`."""
 
     work: str | os.PathLike[str] | None = None
     resume: bool = True
@@ -115,19 +115,19 @@ class WorkPlan:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether other processes compute the units."""
+        """True if other processes compute the units."""
         return self.engine != "local" or self.jobs > 1
 
     @property
     def gpus(self) -> int:
-        """The GPUs that each task of a cluster needs."""
+        """Number of GPUs that each task of a cluster needs."""
         import torch
 
         return int(self.device.startswith("cuda") or (self.device == "auto" and torch.cuda.is_available()))
 
     @property
     def root(self) -> Any:
-        """The folder in which runs are kept, or the place behind an address (a `UPath`).
+        """Folder in which runs are kept, or the location behind an address (a `UPath`).
 
         Raises UsageError if an address needs a package that is not installed.
         """
@@ -173,14 +173,14 @@ class WorkPlan:
         return "" if not isinstance(root, Path) or os.access(root, os.W_OK) else "Permission denied"
 
     def store(self, facts: Mapping[str, Any]) -> Store | None:
-        """Return the store of a run; None if the user's cache, where nothing was asked for, cannot be written."""
+        """Return the store of a run; None if no folder was named and the user's cache cannot be written."""
         if self.work is None and self._unwritable():
             return None
         return Store(self.root / key_of(facts), facts, resume=self.resume)
 
 
 NOTHING_KEPT = WorkPlan()
-"""The plan of a run in this process."""
+"""Default plan: a run in this process."""
 
 
 def run_units(
@@ -193,11 +193,11 @@ def run_units(
     tell: Callable[[str], None] = lambda _name: None,
     usable: Callable[[Any], bool] = lambda _value: True,
 ) -> Outcome:
-    """Compute every unit of a run that is not finished, and return what all of them found.
+    """Compute every unfinished unit of a run, and return the results of all units.
 
-    A unit that fails is tried once more; then its reason stands in its place, and a warning is logged. `elsewhere`
-    prepares the same run in another process. `tell` hears of each unit as it is finished or has failed. `usable` says
-    whether a kept value is complete. Raises ShardFinished at the end of a shard; the error of a unit, if it is one of
+    A unit that fails is tried once more; then its reason is recorded, and a warning is logged. `elsewhere`
+    prepares the same run in another process. `tell` is called with each unit that finishes or fails. `usable` returns
+    whether a kept value is complete. Raise ShardFinished at the end of a shard; the error of a unit if it is one of
     attnlens's own, because those concern all units; and the first unit's error if no unit could be computed.
     """
     mine = names if plan.shard is None else names[plan.shard[0] - 1 :: plan.shard[1]]
@@ -208,7 +208,7 @@ def run_units(
     failures: dict[str, Failure] = {}
     stopped = False
     try:
-        for name, value in _computed(mine, compute, plan, store, elsewhere, usable):
+        for name, value in _compute_units(mine, compute, plan, store, elsewhere, usable):
             if not isinstance(value, Failure):
                 values[name] = value
             elif isinstance(value.error, AttnlensError):
@@ -232,7 +232,7 @@ def run_units(
     return Outcome({name: values[name] for name in names if name in values}, missing, stopped)
 
 
-def _computed(
+def _compute_units(
     names: Sequence[str],
     compute: Compute,
     plan: WorkPlan,
@@ -240,7 +240,7 @@ def _computed(
     elsewhere: tuple[Opener, tuple[Any, ...]] | None,
     usable: Callable[[Any], bool],
 ) -> Iterator[tuple[str, Any]]:
-    """Yield each unit's value, or its Failure, as it comes."""
+    """Yield each unit's value, or its Failure, in the order of completion."""
 
     def kept(name: str) -> Any:
         value = store.load(name) if store is not None and store.resume else None
@@ -249,7 +249,7 @@ def _computed(
     def anew(name: str) -> Any:
         value = compute(name)
         if store is not None:
-            (store.keep if plan.shard is None else store.save)(name, value)  # of a shard nothing else would remain
+            (store.keep if plan.shard is None else store.save)(name, value)  # for a shard, nothing else would remain
             clear_parts(name, value)
         return value
 
@@ -258,7 +258,7 @@ def _computed(
             store.inside(name).clear()
 
     if not plan.elsewhere or elsewhere is None or store is None:
-        for name in names:  # another run that shares the folder may have finished a unit by the time it is its turn
+        for name in names:  # another run that shares the folder may finish a unit before its turn
             value = kept(name)
             yield name, tried(anew, name) if value is None else value
         return
@@ -286,7 +286,7 @@ def _computed(
 
 
 def tried(compute: Compute, name: str) -> Any:
-    """Return what a unit found, or a Failure after a second try. What the user must change is not tried again."""
+    """Return a unit's value, or a Failure after a second try. Errors that the user must fix are not tried again."""
     for _ in range(2):
         try:
             return compute(name)
@@ -295,17 +295,17 @@ def tried(compute: Compute, name: str) -> Any:
             if isinstance(error, UsageError | TextError | OutputError):
                 break
         except RETRIED as error:
-            clear_frames(error.__traceback__)  # which would hold the memory that the unit took
+            clear_frames(error.__traceback__)  # its frames would keep the unit's memory alive
             failure = Failure(reason_of(error), error)
     return failure
 
 
 _prepared: dict[str, tuple[Mapping[str, Any], Compute]] = {}
-"""In a worker: the run whose units it computes, by a hash of how it was prepared."""
+"""Run whose units this worker computes, by a hash of how it was prepared."""
 
 
 def _compute_in_worker(opener: Opener, arguments: tuple[Any, ...], store: Store, name: str) -> Failure | None:
-    """Compute a unit in another process and write its file. Returns why that failed, in a form that can be pickled."""
+    """Compute a unit in another process and write its file. Return the reason of a failure in picklable form."""
 
     def compute(name: str) -> None:
         call = sha256(pickle.dumps((opener, arguments))).hexdigest()
@@ -332,8 +332,8 @@ _server_started = False
 def start_server(jobs: int) -> None:
     """Start the process that the workers of `--jobs` are forked from, which imports the library in the meantime.
 
-    The program calls it before it imports torch. Elsewhere than on Linux, and where an accelerator could be open in the
-    process that is forked, each worker imports the library itself.
+    The program calls it before it imports torch. Each worker imports the library itself on systems other than Linux,
+    and if an accelerator could be open in the forked process.
     """
     global _server_started
     if jobs < 2 or sys.platform != "linux" or any(Path("/dev", name).exists() for name in ACCELERATORS):
@@ -352,36 +352,36 @@ def start_server(jobs: int) -> None:
 
 
 def _in_processes(names: Sequence[str], function: Callable[[str], Any], plan: WorkPlan) -> Iterator[tuple[str, Any]]:
-    """Call a function on every name in `plan.jobs` processes of one thread each; yields names with what it returned.
+    """Call a function on every name in `plan.jobs` processes of one thread each; yield names and results.
 
-    Each process has a pool of its own, so that one that is killed takes only its own unit with it, which is then tried
+    Each process has its own pool, so that one that is killed only takes its own unit with it, which is then tried
     once more.
     """
-    own, pools, ended = local(), [], Event()
+    thread, pools, ended = local(), [], Event()
     context = get_context("forkserver" if _server_started else "spawn")
 
     def call(name: str) -> Any:
         for _ in range(2):
             if ended.is_set():
                 break
-            if getattr(own, "pool", None) is None:
-                own.pool = ProcessPoolExecutor(1, context, _begin_worker)
-                pools.append(own.pool)
+            if getattr(thread, "pool", None) is None:
+                thread.pool = ProcessPoolExecutor(1, context, _begin_worker)
+                pools.append(thread.pool)
             try:
-                # a new process inherits that: this one decides what an interruption ends
+                # a new process inherits the blocked signal, so that this process decides what an interruption ends
                 with _interruptions_blocked():
-                    future = own.pool.submit(function, name)
-                if ended.is_set():  # it may have begun after the others were ended
-                    end(own.pool)
+                    future = thread.pool.submit(function, name)
+                if ended.is_set():  # it may have started after the others were ended
+                    end(thread.pool)
                 return future.result()
             except BrokenExecutor:
-                own.pool.shutdown()
-                own.pool = None
+                thread.pool.shutdown()
+                thread.pool = None
         return Failure(LOST)
 
     def end(pool: ProcessPoolExecutor) -> None:
-        for process in list((pool._processes or {}).values()):
-            process.terminate()  # what it had finished is in its files
+        for process in list((pool._processes or {}).values()):  # ProcessPoolExecutor offers no public way to end them
+            process.terminate()  # its finished units are in their files
 
     try:
         with ThreadPoolExecutor(plan.jobs) as threads:
@@ -392,7 +392,7 @@ def _in_processes(names: Sequence[str], function: Callable[[str], Any], plan: Wo
                     result = future.result()
                     lost = lost + 1 if result == Failure(LOST) else -len(names)
                     if lost > plan.jobs:
-                        raise AttnlensError(  # noqa: TRY301  # it ends the workers, as any other error here
+                        raise AttnlensError(  # noqa: TRY301  # ends the workers, like any other error here
                             f"All workers were lost: {LOST}.", "Run it again with fewer --jobs."
                         )
                     yield futures[future], result
@@ -402,7 +402,7 @@ def _in_processes(names: Sequence[str], function: Callable[[str], Any], plan: Wo
                 for pool in pools:
                     end(pool)
                 raise
-    finally:  # also what has failed: the program may end without clearing up, and semaphores would be left
+    finally:  # also after a failure: the program may exit without cleaning up, which would leak semaphores
         for pool in pools:
             pool.shutdown()
 
@@ -420,10 +420,10 @@ def _interruptions_blocked() -> Iterator[None]:
 
 
 def _begin_worker() -> None:
-    """Prepare a process for units: one thread, no interruptions, and an end with the process that started it."""
+    """Prepare a process for units: one thread, no interruptions, and an end together with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(dict.fromkeys(THREADS, "1"))
-    if (torch := sys.modules.get("torch")) is not None:  # the main script has imported it already
+    if (torch := sys.modules.get("torch")) is not None:  # imported by the main script already
         torch.set_num_threads(1)
 
     def end_with_parent() -> None:
@@ -449,7 +449,7 @@ def check_cluster(address: str | None) -> None:
         with socket.create_connection((host, int(port)), 5) as connection:
             if os.environ.get("RAY_USE_TLS", "0") == "0":
                 connection.sendall(GREETING)
-                if connection.recv(9)[3:4] != b"\x04":  # the type of a frame with settings
+                if connection.recv(9)[3:4] != b"\x04":  # the type of a SETTINGS frame
                     raise OSError("what answers there is not Ray")  # noqa: TRY301
     except OSError as error:
         raise _no_cluster(place, error) from error
@@ -458,20 +458,20 @@ def check_cluster(address: str | None) -> None:
 def _on_ray(names: Sequence[str], function: Callable[[str], Any], plan: WorkPlan) -> Iterator[tuple[str, Any]]:
     """Call a function on every name as tasks of a Ray cluster, which runs a lost task again.
 
-    Without an address and RAY_ADDRESS a cluster with `plan.jobs` workers is started on this machine.
+    Without an address or RAY_ADDRESS, a cluster with `plan.jobs` workers is started on this machine.
     """
     ray: Any = import_module("ray")
     started = not ray.is_initialized()
     if started:
         address = plan.address or os.environ.get("RAY_ADDRESS") or RAY_HERE
-        own = {"num_cpus": plan.jobs, "include_dashboard": False} if address == RAY_HERE else {}
-        if own:
+        init_options = {"num_cpus": plan.jobs, "include_dashboard": False} if address == RAY_HERE else {}
+        if init_options:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **own)
-        except Exception as error:  # Ray raises Exception itself if its programs do not start
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **init_options)
+        except Exception as error:  # Ray raises plain Exception if its programs do not start
             raise _no_cluster(address, error) from error
-        worker = ray._private.worker  # prints lost workers on stdout, where a report may go; there is no setting for it
+        worker = ray._private.worker  # reports lost workers on stdout, where a report may go; no setting changes that
         if printed := getattr(worker, "print_to_stdstream", None):
             worker.print_to_stdstream = lambda data, **named: printed(data | {"is_err": True}, **named)
     options = {"num_cpus": 1, "num_gpus": plan.gpus, "max_retries": 1, "retry_exceptions": False}
@@ -486,15 +486,15 @@ def _on_ray(names: Sequence[str], function: Callable[[str], Any], plan: WorkPlan
             except ray.exceptions.RayError as error:
                 yield name, Failure(f"Ray returned no result: {reason_of(error)}")
     finally:
-        for one in pending:
-            ray.cancel(one, force=True)
+        for reference in pending:
+            ray.cancel(reference, force=True)
         if started:
             ray.shutdown()
 
 
 def _call_in(folder: str, function: Callable[[str], Any], name: str) -> Any:
     """Call a function in a Ray worker, in the folder that relative paths start from."""
-    with suppress(OSError):  # a node without that folder names what it lacks itself
+    with suppress(OSError):  # on a node without that folder, the function itself reports missing files
         os.chdir(folder)
     return function(name)
 

@@ -1,4 +1,4 @@
-"""The commands: each parses its options, calls one function, and delivers its report."""
+"""The commands: each one parses its options, calls one function, and delivers its report."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ def list_(what: opt.Listed = None, markdown: opt.ListedMarkdown = False, debug: 
     from attnlens.models import architectures
     from attnlens.report.sections import reference as lists
 
-    told = []
+    sections = []
     if kind == "architectures":
-        told += lists.architecture_list(*architectures.architectures())
+        sections += lists.architecture_list(*architectures.architectures())
     if kind in (None, "kernels"):
-        told += lists.kernel_list(
+        sections += lists.kernel_list(
             kernels.kernels().values(), kernels.TIES.values(), kernels.FILTERS.values(), kernels.HYBRIDS.values()
         )
     if kind in (None, "analyzers"):
-        told.append(lists.analyzer_list(registry.every_analyzer()))
+        sections.append(lists.analyzer_list(registry.every_analyzer()))
     if kind in (None, "measures"):
-        told.append(lists.measure_list(registry.measure_infos().values()))
-    _show(told, markdown=markdown)
+        sections.append(lists.measure_list(registry.measure_infos().values()))
+    _show(sections, markdown=markdown)
 
 
 @guarded
@@ -79,16 +79,16 @@ def explain(name: Explained, markdown: opt.ListedMarkdown = False, debug: opt.De
 def _show(sections: list[Section], *, markdown: bool) -> None:
     from attnlens.report.sections.section import Document
 
-    told = Document(None, tuple(sections))
+    document = Document(None, tuple(sections))
     with product():
         if markdown:
             from attnlens.report.render.markdown import markdown as as_markdown
 
-            typer.echo(as_markdown(told), nl=False)
+            typer.echo(as_markdown(document), nl=False)
         else:
             from attnlens.report.render import terminal
 
-            console().print(terminal.document(told))
+            console().print(terminal.document(document))
 
 
 Saved = Annotated[str, typer.Argument(metavar="REPORT", help="A report from --json.")]
@@ -101,13 +101,13 @@ def report(context: typer.Context, saved: Saved, all_heads: opt.AllHeads = False
     outputs = Outputs.of(context.params)
     from attnlens.records import read_report  # late, because it loads pydantic
 
-    found = read_report(saved)
+    loaded = read_report(saved)
     outputs.check(Inputs({os.path.realpath(saved): "the report"}))
-    deliver(outputs, found)
+    deliver(outputs, loaded)
 
 
 NOT_EXAMINED = ("batch_size", "windows", "intervals", "allow_foreign_text")
-"""What `doctor` has no use for: it compares two sequences, whatever they say, in one pass."""
+"""Options without effect on `doctor`, which compares two sequences of any content in one pass."""
 app = typer.Typer(
     name="attnlens",
     help="Look at the attention of pretrained transformers as kernel machines.",
@@ -138,10 +138,10 @@ def root(
         typer.echo(context.get_help())
         raise typer.Exit(UNUSABLE)
     if context.invoked_subcommand in ("list", "explain") or "--help" in sys.argv:
-        return  # neither reads a default, and a slip in a file must not stand in the way of help
+        return  # neither reads defaults, and an error in a file must not prevent help
     check_place()
-    found = defaults(Path(), kinds(command.callback for command in app.registered_commands if command.callback))
-    context.default_map = dict.fromkeys(getattr(context.command, "commands", {}), found)
+    options = defaults(Path(), kinds(command.callback for command in app.registered_commands if command.callback))
+    context.default_map = dict.fromkeys(getattr(context.command, "commands", {}), options)
 
 
 @app.command()
@@ -157,17 +157,17 @@ def inspect(
     **_shared: Any,
 ) -> None:
     """Show per head symmetry, definiteness and spectrum; with `--analyzer selection`, whether it selects as an SVM."""
-    given = context.params
-    outputs = Outputs.of(given)
-    settings = opt.keywords(InspectRequest, given) | opt.chosen(given)
+    params = context.params
+    outputs = Outputs.of(params)
+    settings = opt.keywords(InspectRequest, params) | opt.chosen(params)
     check_reading(settings)
     if outputs.windows_csv is not None and settings["source"] == "weights":
         raise UsageError("source weights reads no window of a text.", "Leave out --windows-csv, or --source weights.")
     name = named_model(model, quiet=outputs.quiet)
-    outputs.check(Inputs.of(given, [name]))
+    outputs.check(Inputs.of(params, [name]))
     begin_workers(settings)
     report = run_and_deliver(outputs, lambda analyses, tell: analyses.inspected(name, None, tell, settings))
-    if given["strict"]:
+    if params["strict"]:
         end_strictly(report)
 
 

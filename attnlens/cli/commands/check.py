@@ -1,4 +1,4 @@
-"""The command `check`: a report, or a model's, held against rules and a baseline."""
+"""The command `check`, which checks a report, or that of a model, against rules and a baseline."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from attnlens.records import Baseline, Check, Report
 
 READING = opt.parameters(requests.InspectRequest, without=("show",))
-"""How a model is read."""
+"""Options for reading a model."""
 RECOMPUTED = {*requests.options(requests.Loading), "text", "pairs", "image", "audio", "batch_size"}
-"""Those of them that a report can't hold, and --recompute takes."""
+"""Those of them that a report can't contain, and that --recompute takes."""
 
 
 Subject = Annotated[
@@ -110,14 +110,14 @@ def check(
     **_shared: Any,
 ) -> None:
     """Hold a report, or a model, against rules and a baseline; exit 1 where one fails. Without torch for a report."""
-    given = context.params
-    _refuse_ignored(given, typed(context))
-    outputs, asked = Outputs.of(given), _rules_of(given)
-    kept = _baseline_of(given)
-    _check_places(outputs, given, asked)
-    report = _judged(_report_of(subject, given, outputs, asked, kept), given, outputs, asked, kept)
-    _deliver(outputs, report, given)
-    failed = [one.rule for one in report.checks if not one.passed]
+    params = context.params
+    _refuse_ignored(params, typed(context))
+    outputs, parsed = Outputs.of(params), _load_rules(params)
+    stored = _load_baseline(params)
+    _check_places(outputs, params, parsed)
+    report = _judge(_load_report(subject, params, outputs, parsed, stored), params, outputs, parsed, stored)
+    _deliver(outputs, report, params)
+    failed = [judged.rule for judged in report.checks if not judged.passed]
     if failed:
         from attnlens.wording import counted, listed
 
@@ -129,7 +129,7 @@ def check(
 
 
 def _refuse_ignored(given: Mapping[str, Any], names: list[str]) -> None:
-    """Raise UsageError for what would be ignored: a model's options beside a report, and halves of pairs of options."""
+    """Raise UsageError for ignored options: a model's options with a report, or one of two that belong together."""
     for name, other in {"model": "recompute", "recompute": "model", "update_baseline": "baseline"}.items():
         if given[name] and not given[other]:
             first, second = ("MODEL" if each == "model" else option_name(each) for each in (name, other))
@@ -140,7 +140,7 @@ def _refuse_ignored(given: Mapping[str, Any], names: list[str]) -> None:
         if given["model"]:
             raise UsageError(f"{given['subject']} is no report to recompute.", "Name a report, and then the model.")
         return
-    taken = {opt.parameter_of(name, found) for name, found in requests.options(requests.InspectRequest).items()}
+    taken = {opt.parameter_of(name, option) for name, option in requests.options(requests.InspectRequest).items()}
     taken -= RECOMPUTED if given["model"] else set()
     for name in names:
         if name in taken:
@@ -150,24 +150,24 @@ def _refuse_ignored(given: Mapping[str, Any], names: list[str]) -> None:
             )
 
 
-def _rules_of(given: Mapping[str, Any]) -> list[Rule]:
-    """The rules of the call; where it has none, those of the first default file that has any."""
+def _load_rules(given: Mapping[str, Any]) -> list[Rule]:
+    """Return the rules of the call, else those of the first default file that has any."""
     from attnlens.checks.rule import read_rules, spelled
 
-    found = [] if given["rules"] is None else read_rules(Path(given["rules"]))
-    found += map(spelled, given["rule"] or ())
-    places = (Path(name) for name in FILES if not found and Path(name).is_file())
-    found = found or next(filter(None, (read_rules(place, named=False) for place in places)), [])
-    if not found and given["baseline"] is None and given["recompute"] is None:
+    rules = [] if given["rules"] is None else read_rules(Path(given["rules"]))
+    rules += map(spelled, given["rule"] or ())
+    places = (Path(name) for name in FILES if not rules and Path(name).is_file())
+    rules = rules or next(filter(None, (read_rules(place, named=False) for place in places)), [])
+    if not rules and given["baseline"] is None and given["recompute"] is None:
         raise UsageError(
             "There is no rule to check.",
             "Write --rule 'tokens.entropy: min > 0.05', a table [check] in attnlens.toml, or --baseline FILE.",
         )
-    return found
+    return rules
 
 
-def _baseline_of(given: Mapping[str, Any]) -> Baseline | None:
-    """The baseline to hold against; None where there is none, or where it is to be written."""
+def _load_baseline(given: Mapping[str, Any]) -> Baseline | None:
+    """Return the baseline to compare with; None if there is none, or if it is to be written."""
     from attnlens.records import read_baseline
 
     name = given["baseline"]
@@ -181,7 +181,7 @@ def _baseline_of(given: Mapping[str, Any]) -> Baseline | None:
 
 
 def _check_places(outputs: Outputs, given: Mapping[str, Any], rules: list[Rule]) -> None:
-    """Raise, before the work, where something can't be written or would replace what is read."""
+    """Raise before the work if an output can't be written or would replace an input."""
     subject, model, baseline = given["subject"], given["model"], given["baseline"]
     inputs = Inputs.of(given, [model or subject] if model or not names_report(subject) else [])
     for name, what in {subject: "the report", **{rule.file: "the rules" for rule in rules if rule.file}}.items():
@@ -195,10 +195,10 @@ def _check_places(outputs: Outputs, given: Mapping[str, Any], rules: list[Rule])
     outputs.check(inputs)
 
 
-def _report_of(
+def _load_report(
     subject: str, given: Mapping[str, Any], outputs: Outputs, rules: list[Rule], kept: Baseline | None
 ) -> Report:
-    """The report, read or made."""
+    """Read the report, or make it from a model."""
     if names_report(subject):
         from attnlens.records import read_report
 
@@ -214,26 +214,26 @@ def _report_of(
         return analyses.inspect(checked_model(subject), progress=tell, **settings)
 
 
-def _judged(
+def _judge(
     report: Report, given: Mapping[str, Any], outputs: Outputs, rules: list[Rule], kept: Baseline | None
 ) -> Report:
-    """The report with its checks; the baseline is written where that is asked for, before anything can fail."""
+    """Return the report with its checks; a requested baseline is written first, before anything can fail."""
     from attnlens.checks import judging as baselines
     from attnlens.checks.rule import Tolerance
 
-    asked = opt.keywords(JudgingRequest, given)
-    tolerance = Tolerance(*(asked.pop(name) for name in ("relative", "absolute", "fdr")))
-    found = baselines.verdict(report, rules, kept, tolerance, given["baseline"], **asked)
+    options = opt.keywords(JudgingRequest, given)
+    tolerance = Tolerance(*(options.pop(name) for name in ("relative", "absolute", "fdr")))
+    judged = baselines.verdict(report, rules, kept, tolerance, given["baseline"], **options)
     if given["update_baseline"]:
         write_atomically(Path(given["baseline"]), baselines.baseline_of(report).to_json().encode())
         if not outputs.quiet:
             say(f"Wrote {given['baseline']}")
-    again = [] if given["recompute"] is None else _again(report, given, outputs)
-    return found.model_copy(update={"checks": [*found.checks, *again]})
+    again = [] if given["recompute"] is None else _recompute(report, given, outputs)
+    return judged.model_copy(update={"checks": [*judged.checks, *again]})
 
 
-def _again(report: Report, given: Mapping[str, Any], outputs: Outputs) -> list[Check]:
-    """How a second computation of some heads came out."""
+def _recompute(report: Report, given: Mapping[str, Any], outputs: Outputs) -> list[Check]:
+    """Recompute some heads and return their checks."""
     options = requests.options(requests.InspectRequest)
     typed = opt.keywords(requests.InspectRequest, given)
     more = {name: typed[name] for name in RECOMPUTED if typed[name] != options[name].default}
@@ -244,7 +244,7 @@ def _again(report: Report, given: Mapping[str, Any], outputs: Outputs) -> list[C
 
 
 def _deliver(outputs: Outputs, report: Report, given: Mapping[str, Any]) -> None:
-    """Write the data, show the table, annotate; what fails is raised when the rest is done."""
+    """Write the data, show the table, annotate; failures are raised after everything else."""
     failures = Failures()
     written: list[str] = []
     from attnlens.report.render.markdown import junit, markdown, spreadsheet
@@ -268,7 +268,7 @@ def _deliver(outputs: Outputs, report: Report, given: Mapping[str, Any]) -> None
 
 
 def _annotate(report: Report, *, stderr: bool) -> None:
-    """Print workflow commands, and add the verdict to the step's summary where there is one."""
+    """Print workflow commands, and append the verdict to the step's summary if there is one."""
     from attnlens.report.render.markdown import step_summary, workflow_commands
 
     with product():

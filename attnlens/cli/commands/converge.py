@@ -34,11 +34,11 @@ Table = Annotated[str, typer.Argument(metavar="TABLE", help=f"{', '.join(f'`{nam
 @opt.also(opt.parameters(StudyRequest), opt.SHOWN)
 def study(context: typer.Context, name: Table = "all", **_shared: Any) -> None:
     """Train small models and rerun the papers' tables: kernels, positions, order, values, dimension, primal."""
-    given = context.params
+    params = context.params
     table(name)
-    outputs = Outputs.of(given)
-    settings = opt.keywords(StudyRequest, given)
-    outputs.check(Inputs.of(given, ()))
+    outputs = Outputs.of(params)
+    settings = opt.keywords(StudyRequest, params)
+    outputs.check(Inputs.of(params, ()))
     begin_workers({**settings, "jobs": settings["jobs"] or os.cpu_count() or 1})
 
     def work(analyses: Any, tell: Any) -> Any:
@@ -52,12 +52,12 @@ def study(context: typer.Context, name: Table = "all", **_shared: Any) -> None:
 
 
 FAILED = 1
-"""Exit code where a check that was asked for failed."""
+"""Exit code if a requested check failed."""
 EVERYWHERE = {"seed", "strict", "quiet", "verbose", "no_progress", "debug", "json", "csv", "png", "html", "markdown"}
 LOADING = set(requests.options(requests.Loading)) - {"revision"}
 TEXT = set(requests.options(requests.Feeding)) - {*LOADING, "revision", "seed"}
 SYNTHETIC = opt.parameters(SyntheticRequest)
-"""What the synthetic experiments can be asked for."""
+"""Options of the synthetic experiments."""
 SERIES = {"models", "checkpoints", "revisions", "head", "source", "analyzer", "layers", "heads"}
 WORK = {*requests.options(SharedRequest)}
 KINDS: dict[str, set[str]] = {
@@ -65,9 +65,9 @@ KINDS: dict[str, set[str]] = {
     "a head": {"models", "head", *requests.options(DescentRequest), "revision"} | TEXT | LOADING,
     "checkpoints": SERIES | WORK | TEXT | LOADING,
 }
-"""Which options each kind of run takes, beside those that all take."""
+"""Options of each kind of run, in addition to the common ones."""
 JOBS = {"the synthetic experiments": "converge_synthetic", "a head": "converge_head", "checkpoints": "followed"}
-"""The function of `analyses` that each is."""
+"""Function of `analyses` for each kind of run."""
 
 Models = Annotated[
     list[str] | None,
@@ -110,7 +110,7 @@ Quick = Annotated[bool, opt.option("--quick", help="Fewer trials and wider toler
 
 
 FOLLOWED = opt.parameters(CheckpointsRequest, without=("select",))
-"""What a series can be asked for."""
+"""Options of a series of checkpoints."""
 
 
 @guarded
@@ -125,19 +125,19 @@ def converge(
     **_shared: Any,
 ) -> None:
     """Does training select tokens as the max-margin solution says? Synthetic, one head, or checkpoints."""
-    given = context.params
-    kind = kind_of(given)
+    params = context.params
+    kind = kind_of(params)
     refuse_other(kind, typed(context))
-    outputs = Outputs.of(given)
-    settings = asked(kind, given)
+    outputs = Outputs.of(params)
+    settings = asked(kind, params)
     if kind != "the synthetic experiments" and not models and not outputs.quiet:
         say(NO_MODEL)
-    outputs.check(Inputs.of(given, models or []))
+    outputs.check(Inputs.of(params, models or []))
     begin_workers(settings)
 
     def work(analyses: Any, tell: Any) -> Any:
-        found = getattr(analyses, JOBS[kind])(progress=tell, **settings)
-        return found if kind == "checkpoints" else (found, None)
+        result = getattr(analyses, JOBS[kind])(progress=tell, **settings)
+        return result if kind == "checkpoints" else (result, None)
 
     report = run_and_deliver(outputs, work)
     if strict:
@@ -162,7 +162,7 @@ def verify(context: typer.Context, quick: Quick = False, **_shared: Any) -> None
 
 
 def kind_of(given: Mapping[str, Any]) -> str:
-    """Which kind of run a command's parameters ask for. Raises UsageError for models that nothing is asked of."""
+    """Return the kind of run that the parameters request. Raise UnaskedError for models without a question."""
     if given["checkpoints"] or given["revisions"] is not None:
         return "checkpoints"
     if given["head"] is not None:
@@ -173,7 +173,7 @@ def kind_of(given: Mapping[str, Any]) -> str:
 
 
 def refuse_other(kind: str, given: list[str]) -> None:
-    """Raise UsageError for an option that another kind of run would take and this one would ignore."""
+    """Raise UsageError for an option of another kind of run that this one would ignore."""
     for name in given:
         others = [other for other, names in KINDS.items() if name in names]
         if name not in KINDS[kind] | EVERYWHERE:
@@ -185,7 +185,7 @@ def refuse_other(kind: str, given: list[str]) -> None:
 
 
 def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the function for that kind of run, checked; UsageError where words make no sense."""
+    """Return the checked arguments of the function for that kind of run. Raise UsageError for invalid ones."""
     names = KINDS[kind]
     models = [checked_model(model) for model in given["models"] or []]
     if kind == "the synthetic experiments":
@@ -194,20 +194,20 @@ def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "a head":
         if len(models) > 1:
             raise UsageError(f"--head takes one model, not {len(models)}.", "Name one, or add --checkpoints.")
-        kept = {name: value for name, value in shared.items() if name in names | {"seed"}}
-        own = {name: value for name, value in opt.keywords(DescentRequest, given).items() if value is not None}
-        return {**kept, **own, "model": models[0] if models else "demo", "head": requests.head(given["head"])}
+        selected = {name: value for name, value in shared.items() if name in names | {"seed"}}
+        descent = {name: value for name, value in opt.keywords(DescentRequest, given).items() if value is not None}
+        return {**selected, **descent, "model": models[0] if models else "demo", "head": requests.head(given["head"])}
     check_reading({"select": "argmax", "show": None, **shared})
     where = requests.one_head(given["head"], given["layers"], given["heads"])
     revisions = [] if given["revisions"] is None else [word.strip() for word in given["revisions"].split(",")]
     if not all(revisions):
         words = given["revisions"]
         raise UsageError(f"--revisions {words!r} has an empty name.", "Write it like step1000,step2000.")
-    kept = {name: value for name, value in shared.items() if name in names | {"seed", "analyzers"}}
-    return {**kept, **where, "checkpoints": models or None, "revisions": revisions}
+    selected = {name: value for name, value in shared.items() if name in names | {"seed", "analyzers"}}
+    return {**selected, **where, "checkpoints": models or None, "revisions": revisions}
 
 
 def typed(context: typer.Context) -> list[str]:
-    """The parameters that were given in this call, and not for all commands."""
+    """Return the parameters that were set on the command line of this call."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]

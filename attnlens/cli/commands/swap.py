@@ -45,12 +45,12 @@ def compare(
     **_shared: Any,
 ) -> None:
     """Which heads changed between two models: on the same windows, with errors, p values and a false-discovery rate."""
-    given = context.params
-    outputs = Outputs.of(given)
-    settings = opt.keywords(CompareRequest, given)
+    params = context.params
+    outputs = Outputs.of(params)
+    settings = opt.keywords(CompareRequest, params)
     check_reading({**settings, "show": None})
     names = [checked_model(name) for name in (first, second)]
-    outputs.check(Inputs.of(given, [name for name in names if not name.endswith(".json")]))
+    outputs.check(Inputs.of(params, [name for name in names if not name.endswith(".json")]))
     report = run_and_deliver(
         outputs, lambda analyses, tell: (analyses.compare(*names, progress=tell, **settings), None)
     )
@@ -83,11 +83,11 @@ def swap_kernel(
     **_shared: Any,
 ) -> None:
     """Re-run a model with another attention kernel, and measure what that does to it."""
-    given = context.params
-    outputs = Outputs.of(given)
-    settings = asked(given)
+    params = context.params
+    outputs = Outputs.of(params)
+    settings = asked(params)
     name = named_model(model, quiet=outputs.quiet)
-    outputs.check(Inputs.of(given, [name]))
+    outputs.check(Inputs.of(params, [name]))
     begin_workers(settings)
     with interruptible_at_once():
         from attnlens.cli import analyses
@@ -100,7 +100,7 @@ def swap_kernel(
             report, stopped = stop.report, True
         except analyses.UnsavedError as error:
             report, unsaved = error.report, error
-    saved = [f"the changed model to {given['save']}"] if given["save"] is not None and unsaved is None else []
+    saved = [f"the changed model to {params['save']}"] if params["save"] is not None and unsaved is None else []
     deliver(outputs, report, interrupted=stopped, saved=saved)
     if unsaved is not None:
         raise unsaved
@@ -111,13 +111,13 @@ def swap_kernel(
 
 
 def asked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `run.swapped`, checked."""
-    found = opt.keywords(SwapRequest, given)
-    if given["plan"] is not None and found["budget"] is None and found["ranks"] is None:
+    """Return the checked arguments of `analyses.swapped`."""
+    settings = opt.keywords(SwapRequest, given)
+    if given["plan"] is not None and settings["budget"] is None and settings["ranks"] is None:
         raise UsageError("--plan is given and there is none to write.", "Add --budget, as in --budget loss:1%.")
     from attnlens.requests.swap import SwapOptions  # late, because it loads the kernels
 
     kernels = given["kernel"] or [KERNEL]
-    options = SwapOptions.of(kernels, found)
-    options.reach(found["layers"], found["heads"])
-    return {**found, "kernels": kernels, "ranks": options.ranks}  # a plan that comes through a pipe is read once
+    options = SwapOptions.of(kernels, settings)
+    options.reach(settings["layers"], settings["heads"])
+    return {**settings, "kernels": kernels, "ranks": options.ranks}  # a plan from a pipe can only be read once

@@ -1,1 +1,1 @@
-"""Measures a model's attention heads from their weights and from real text."""
+"""Measure a model's attention heads from their weights and from real text."""

@@ -1,4 +1,4 @@
-"""What is known of an inspection before its units are read, and the report put together from what they found."""
+"""Describe an inspection before its units are read, and assemble the report from their results."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from attnlens.runs.provenance import report_of
 from attnlens.runs.store import versions
 
 FEWEST_HEADS = 12
-"""Heads below which being the largest of them says nothing."""
+"""Minimum number of heads for naming the most extreme one."""
 MOST = 8
-"""How many heads are named."""
+"""Maximum number of named heads."""
 DEEP = 3
-"""How many at each end of a measure can be named."""
+"""Number of heads at each end of a measure that can be named."""
 
 
 def extremes(records: Sequence[Head], infos: Mapping[str, MeasureInfo]) -> list[Extreme]:
-    """Up to eight heads at the ends of the measures, the furthest from the median in units of the spread first.
+    """Return up to eight heads at the ends of measures, those furthest from the median in units of the spread first.
 
-    Heads are ranked within their part (encoder, decoder, cross), one line a head. A rank is no test: of any heads one
-    is the largest. Only measures that name an end are looked at. Calls of one
-    module share its weights, so that weights.* count and name them once.
+    Heads are ranked within their part (encoder, decoder, cross), one line per head. A rank is not a test: one of any
+    heads is the largest. Only measures that define an end are considered. Calls of one module share its weights, so
+    that weights.* count and name them once.
     """
     candidates: list[tuple[float, Extreme]] = []
     for part in dict.fromkeys(record.part for record in records):
@@ -57,10 +57,10 @@ def extremes(records: Sequence[Head], infos: Mapping[str, MeasureInfo]) -> list[
         for record in records:
             if record.part == part:
                 calls[record.site.partition("#")[0], record.head].append(record)
-        every, shared = [[record] for group in calls.values() for record in group], list(calls.values())
+        separate, shared = [[record] for group in calls.values() for record in group], list(calls.values())
         for info in infos.values():
             if info.ends:
-                candidates += _ends(info, shared if info.name.startswith("weights.") else every)
+                candidates += _ends(info, shared if info.name.startswith("weights.") else separate)
     best: dict[tuple[int, int], Extreme] = {}
     for _, candidate in sorted(candidates, key=lambda pair: -pair[0]):
         best.setdefault((candidate.layer, candidate.head), candidate)
@@ -68,11 +68,9 @@ def extremes(records: Sequence[Head], infos: Mapping[str, MeasureInfo]) -> list[
 
 
 def _ends(info: MeasureInfo, heads: Sequence[Sequence[Head]]) -> list[tuple[float, Extreme]]:
-    """The heads at both ends of one measure with their distance; a head is the records of its calls, which read the
-    same.
-    """
-    found = [(calls, calls[0].measures[info.name].value) for calls in heads if info.name in calls[0].measures]
-    present = sorted(((value, calls) for calls, value in found if value is not None), key=lambda pair: pair[0])
+    """Return the heads at both ends of one measure with their distance; each entry has the equal calls of a head."""
+    by_head = [(calls, calls[0].measures[info.name].value) for calls in heads if info.name in calls[0].measures]
+    present = sorted(((value, calls) for calls, value in by_head if value is not None), key=lambda pair: pair[0])
     if len(present) < FEWEST_HEADS:
         return []
     values = torch.tensor([value for value, _ in present], dtype=torch.float64)
@@ -111,15 +109,15 @@ NEVER_RUN = (
     "the model was never loaded, and so not run: each site's queries and keys were compared with those of its own "
     "module, which had its weights alone"
 )
-"""Why there is no error of identity of a model that is read from its files."""
+"""Reason for a missing identity error of a model that is read from its files."""
 Group = Sequence[int]
-"""Heads by their place among the records."""
+"""Positions of heads among the records."""
 
 
 def summarised(
     collector: Collector, names: Sequence[str], identity_error: float | None, seed: int, *, from_files: bool = False
 ) -> Summary:
-    """Medians over the model, each layer and each text (`names`, one a sequence), and the most extreme heads."""
+    """Compute medians over the model, each layer and each text (`names`, one per sequence), and the extreme heads."""
     records = collector.heads()
     by_layer: dict[int, list[int]] = defaultdict(list)
     for place, record in enumerate(records):
@@ -147,7 +145,7 @@ def summarised(
 
 
 def medians(records: Sequence[Head]) -> dict[str, float]:
-    """Median over the heads that have a value, measure by measure; categories have none."""
+    """Compute the median of each measure over the heads that have a value; categories are left out."""
     values: dict[str, list[float]] = defaultdict(list)
     for record in records:
         for name, measure in record.measures.items():
@@ -161,14 +159,14 @@ def _median(values: Iterable[float]) -> float:
 
 
 def by_measure(collector: Collector) -> dict[str, Tensor]:
-    """Each measure of each sequence, (sequences, heads), heads in the order of the records."""
+    """Return each measure per sequence, (sequences, heads), heads in the order of the records."""
     order = sorted(collector.drafts, key=lambda key: (key[0].layer, key[1]))
     names = dict.fromkeys(name for _, name in collector.windows)
     nothing = torch.full((collector.design.count,), torch.nan, dtype=torch.float64)
     return {
         name: torch.stack(
             [
-                found[:, head] if (found := collector.windows.get((site, name))) is not None else nothing
+                values[:, head] if (values := collector.windows.get((site, name))) is not None else nothing
                 for site, head in order
             ],
             1,
@@ -178,61 +176,61 @@ def by_measure(collector: Collector) -> dict[str, Tensor]:
 
 
 def windows_of(collector: Collector, settings: Settings, finished: Sequence[int]) -> Windows:
-    """What each window read of each head; noise has one window an input."""
-    placed = [(text.name, number) for text in settings.texts for number in text.windows]
-    if not placed and settings.noise is not None:
-        placed = [(settings.noise.name, number) for number in range(max(finished, default=-1) + 1)]
+    """Return the values of each head per window; for noise, each input is one window."""
+    places = [(text.name, number) for text in settings.texts for number in text.windows]
+    if not places and settings.noise is not None:
+        places = [(settings.noise.name, number) for number in range(max(finished, default=-1) + 1)]
     heads = [{name: getattr(head, name) for name in HeadId.model_fields} for head in collector.heads()]
-    return Windows([placed[number] for number in finished if number < len(placed)], heads, by_measure(collector))
+    return Windows([places[number] for number in finished if number < len(places)], heads, by_measure(collector))
 
 
 def _errors(
     windows: Mapping[str, Tensor], design: Design, groups: Sequence[Group], seed: int
 ) -> list[dict[str, float]]:
-    """The standard error of each group's median, measure by measure; those that nothing tells are left out."""
-    found: list[dict[str, float]] = [{} for _ in groups]
+    """Compute the standard error of each group's median per measure; errors that can't be estimated are left out."""
+    by_group: list[dict[str, float]] = [{} for _ in groups]
     for name, values in windows.items():
-        for errors, error in zip(found, median_error(values, design, groups, seed=seed), strict=True):
+        for errors, error in zip(by_group, median_error(values, design, groups, seed=seed), strict=True):
             if math.isfinite(error):
                 errors[name] = error
-    return found
+    return by_group
 
 
 def _lone(design: Design) -> dict[str, str]:
-    """Why medians of what windows read have no errors, where one window was all."""
+    """Return the reason why medians over windows lack errors: there is only one window; empty if they have them."""
     return {"median_errors": ONE_WINDOW} if design.freedom < 1 else {}
 
 
 def _nulls(records: Sequence[Head], group: Group, seed: int) -> dict[str, Null]:
-    """What the median of so many heads reads by chance."""
+    """Compute the median of as many heads expected by chance, per measure."""
     each: dict[str, list[Null]] = defaultdict(list)
     for place in group:
         for name, measure in records[place].measures.items():
             if measure.value is not None and measure.null is not None:
                 each[name].append(measure.null)
-    found = {}
+    by_name = {}
     for name, nulls in each.items():
         means, sds = (torch.tensor([getattr(null, part) for null in nulls]) for part in ("mean", "sd"))
         mean, sd = null_of_median(means, sds, seed)
-        found[name] = Null(mean=mean, sd=sd)
-    return found
+        by_name[name] = Null(mean=mean, sd=sd)
+    return by_name
 
 
 def _texts(collector: Collector, names: Sequence[str], seed: int) -> list[TextSummary]:
-    """The medians of each text's own windows, where there are several texts."""
-    every = list(dict.fromkeys(names))
-    windows = by_measure(collector) if len(every) > 1 else {}
-    found = []
-    for text in every if windows else []:
-        own = [place for place, name in enumerate(names) if name == text]
-        values = {name: part[own] for name, part in windows.items()}
+    """Compute the medians of each text's own windows; empty for a single text."""
+    distinct = list(dict.fromkeys(names))
+    windows = by_measure(collector) if len(distinct) > 1 else {}
+    summaries = []
+    for text in distinct if windows else []:
+        rows = [place for place, name in enumerate(names) if name == text]
+        values = {name: part[rows] for name, part in windows.items()}
         heads: list[Group] = [range(next(iter(values.values())).shape[1])]
-        design = Design.plain(len(own))
+        design = Design.plain(len(rows))
         (errors,) = _errors(values, design, heads, seed)
-        found.append(
+        summaries.append(
             TextSummary(
                 name=text,
-                sequences=len(own),
+                sequences=len(rows),
                 medians={
                     name: middle
                     for name, part in values.items()
@@ -242,11 +240,11 @@ def _texts(collector: Collector, names: Sequence[str], seed: int) -> list[TextSu
                 reasons=_lone(design),
             )
         )
-    return found
+    return summaries
 
 
 def _between(texts: Sequence[TextSummary]) -> dict[str, float]:
-    """The standard deviation between the texts' medians."""
+    """Compute the standard deviation between the texts' medians."""
     each: dict[str, list[float]] = defaultdict(list)
     for text in texts:
         for name, median in text.medians.items():
@@ -259,21 +257,21 @@ def _between(texts: Sequence[TextSummary]) -> dict[str, float]:
 
 
 GATHERED_TOGETHER = 4
-"""Sites over which gatherers look in one pass through the texts: a pass for each would cost as many, and one for all
-would hold the tokens of all."""
+"""Sites that gatherers read in one pass through the texts: a pass per site would be slow, and one pass for all sites
+would keep the tokens of all."""
 
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """A part of an inspection that is read by itself, whatever else is."""
+    """Part of an inspection that is read independently of the others."""
 
     stage: Literal["weights", "tokens", "gathered"]  # what it reads
-    sites: tuple[Site, ...]  # of which sites
-    batch: int | None = None  # of which batch; None if it reads weights, or all batches
+    sites: tuple[Site, ...]  # its sites
+    batch: int | None = None  # its batch; None if it reads weights, or all batches
 
     @property
     def name(self) -> str:
-        """What tells it from the others of its run, and people what it is."""
+        """Name that is unique within the run and readable."""
         if self.stage == "tokens":
             return f"tokens of batch {self.batch}"
         layers = f"{self.sites[0].layer}" if len(self.sites) == 1 else f"{self.sites[0].layer}–{self.sites[-1].layer}"
@@ -282,44 +280,44 @@ class WorkUnit:
 
 @dataclass(frozen=True)
 class Frame:
-    """What is known of an inspection before its units are read: all that a report needs beside them."""
+    """Everything that a report needs besides the results of the units, known before these are read."""
 
-    reached: Sequence[Reached]  # the sites that were asked for
+    reached: Sequence[Reached]  # the requested sites
     content: str
-    """A hash of what else determines the readings: the model's config, all that is fed, the analyzers' own code."""
-    show: str | None  # what is to be shown
+    """Hash of what else determines the results: the model's config, all inputs, the analyzers' code."""
+    show: str | None  # what to show
     model: ModelInfo
     settings: Settings
     analyzers: Sequence[Analyzer | Gathering]
     parts: list[str]  # the text of every sequence
-    batches: list[int]  # how many sequences each batch has
-    skipped: list[Skipped]  # what the survey found that is not read
+    batches: list[int]  # number of sequences per batch
+    skipped: list[Skipped]  # what the survey found but can't read
     identity_error: float | None
-    from_files: bool  # whether the model was never loaded, so that it was not run either
+    from_files: bool  # whether the model was never loaded, and so never run
     weights: bool  # whether weights are read
 
     @property
     def sites(self) -> list[Site]:
-        """The sites that were asked for."""
-        return [one.site for one in self.reached]
+        """Requested sites."""
+        return [each.site for each in self.reached]
 
     @property
     def key_heads(self) -> list[list[int]]:
-        """The key head of each of their query heads."""
-        return [list(one.call.key_heads) for one in self.reached]
+        """Key head of each query head, per site."""
+        return [list(each.call.key_heads) for each in self.reached]
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """All that determines what the units find."""
+        """Facts that determine the results of the units."""
         return {
             "command": "inspect",
             "versions": versions(),
-            "model": self.model.model_dump(mode="json", exclude={"id"}),  # a folder that was moved holds the same model
+            "model": self.model.model_dump(mode="json", exclude={"id"}),  # a moved folder holds the same model
             "from_files": self.from_files,
-            "settings": self.settings.model_dump(mode="json", exclude={"notes"}),  # which say how the run came about
+            "settings": self.settings.model_dump(mode="json", exclude={"notes"}),  # notes don't affect numbers
             "show": self.show,
             "weights": self.weights,
-            "analyzers": [[one.name, one.source] for one in self.analyzers],
+            "analyzers": [[each.name, each.source] for each in self.analyzers],
             "sites": [asdict(site) for site in self.sites],
             "key_heads": self.key_heads,
             "parts": self.parts,
@@ -329,11 +327,11 @@ class Frame:
 
     @cached_property
     def units(self) -> dict[str, WorkUnit]:
-        """The units of the run by name, in the order in which the report takes them in."""
+        """Units of the run by name, in the order in which they enter the report."""
         sites = self.sites
         units = [WorkUnit("weights", (site,)) for site in sites if self.weights]
         units += [WorkUnit("tokens", tuple(sites), batch) for batch in range(len(self.batches))]
-        if self.batches and any(isinstance(one, Gathering) for one in self.analyzers):
+        if self.batches and any(isinstance(each, Gathering) for each in self.analyzers):
             blocks = range(0, len(sites), GATHERED_TOGETHER)
             units += [WorkUnit("gathered", tuple(sites[start : start + GATHERED_TOGETHER])) for start in blocks]
         return {unit.name: unit for unit in units}
@@ -347,37 +345,37 @@ def assembled(
     *,
     interrupted: bool = False,
 ) -> tuple[Report, Collector]:
-    """Return the report of a run whose units found these values, and the collector that took them in.
+    """Assemble the report of a run from the values of its units; return it with the collector.
 
-    `missing` units have a reason. The same units give the same report, whoever read them and in whatever order.
+    `missing` units have a reason. The same units give the same report, regardless of reader and order.
     """
     read_from = [f"tokens of batch {batch}" in values for batch in range(len(frame.batches))]
-    every = [read for read, size in zip(read_from, frame.batches, strict=True) for _ in range(size)]
-    finished = [number for number, read in enumerate(every) if read]
+    read_sequences = [read for read, size in zip(read_from, frame.batches, strict=True) for _ in range(size)]
+    finished = [number for number, read in enumerate(read_sequences) if read]
     design = Design.of(frame.parts or [""] * sum(frame.batches), frame.settings.intervals)
     collector = Collector(frame.settings.heads, design=design)
     for site, groups in zip(frame.sites, frame.key_heads, strict=True):
         collector.enter(site, groups)
-    for one in frame.skipped:
-        collector.skip(one.site, one.reason, one.heads, one.measure)
-    settings = _taken_in(frame, values, collector, finished, noted=not interrupted)
+    for each in frame.skipped:
+        collector.skip(each.site, each.reason, each.heads, each.measure)
+    settings = _replay_units(frame, values, collector, finished, noted=not interrupted)
     for name, reason in missing.items():
         for site in frame.units[name].sites:
             collector.skip(site.name, f"{name}: {reason}")
     if interrupted:
-        if len(finished) < len(every):
-            collector.skip(f"{len(every) - len(finished)} of {len(every)} sequences", INTERRUPTED)
+        if len(finished) < len(read_sequences):
+            collector.skip(f"{len(read_sequences) - len(finished)} of {len(read_sequences)} sequences", INTERRUPTED)
         unfinished = [unit for name, unit in frame.units.items() if name not in values and unit.stage != "tokens"]
         for path in dict.fromkeys(site.name for unit in unfinished for site in unit.sites):
             collector.skip(path, INTERRUPTED)
     names = [frame.parts[number] for number in finished] if frame.parts else []
-    read = frame.weights and any(isinstance(one, Analyzer) and one.source == "weights" for one in frame.analyzers)
+    read = frame.weights and any(isinstance(each, Analyzer) and each.source == "weights" for each in frame.analyzers)
     how = conventions(frame.reached, collector.traits) if read else None
     report = report_of(
         "inspect",
         model=frame.model.model_copy(update={"conventions": how}),
         settings=settings,
-        coverage=collector.coverage(dict.fromkeys(one.source for one in frame.analyzers)),
+        coverage=collector.coverage(dict.fromkeys(each.source for each in frame.analyzers)),
         heads=collector.heads(),
         summary=summarised(collector, names, frame.identity_error, settings.seed, from_files=frame.from_files),
         selections=collector.shown,
@@ -387,19 +385,19 @@ def assembled(
     return report, collector
 
 
-def _taken_in(
+def _replay_units(
     frame: Frame, values: Mapping[str, Any], collector: Collector, finished: Sequence[int], *, noted: bool
 ) -> Settings:
-    """Hand all units to the collector, in their order; returns the settings with how much was read, and notes on it."""
+    """Replay all units in their order; return the settings with the number of sequences read, and notes."""
     for name, unit in frame.units.items():
         if unit.stage != "gathered":
             replay(values.get(name, ()), collector, frame.analyzers)
     if not frame.batches:
         return frame.settings
-    collector.close_tokens([one for one in frame.analyzers if isinstance(one, Analyzer)], finished)
+    collector.close_tokens([each for each in frame.analyzers if isinstance(each, Analyzer)], finished)
     whole = len(finished) == sum(frame.batches)
     for name, unit in frame.units.items():
-        if unit.stage == "gathered" and whole:  # what is gathered has a value of every sequence
+        if unit.stage == "gathered" and whole:  # gathered values cover every sequence
             replay(values.get(name, ()), collector, frame.analyzers)
     notes = _notes(frame, collector, finished) if noted else []
     update: dict[str, Any] = {"notes": [*frame.settings.notes, *notes]}
@@ -407,7 +405,7 @@ def _taken_in(
 
 
 def _notes(frame: Frame, collector: Collector, finished: Sequence[int]) -> list[str]:
-    """Return the sentences on texts that the model guesses worse than evenly."""
+    """Return the notes on texts with a higher loss than an even guess."""
     if not collector.losses or any(skip.measure == LOSS for skip in frame.skipped):
         return []
     means = torch.cat([mean for mean, _, _ in collector.losses])

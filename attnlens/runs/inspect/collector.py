@@ -1,4 +1,4 @@
-"""Gathers readings site by site, keeps each window's, and turns them into the heads' records."""
+"""Collect readings by site and window, and turn them into the heads' records."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from attnlens.records import AttentionRows, Coverage, Head, Measure, Null, Query
 from attnlens.registry import Analyzer, Answer, Gathering, MeasureInfo, Named, Readings, measure_sources
 
 PIECE_BYTES = 32 * 2**20
-"""Largest (sequences × heads × tokens × tokens) float64 matrix that is analysed at once."""
+"""Largest (sequences × heads × tokens × tokens) float64 matrix that is analysed at once, in bytes."""
 
 
 def pieces(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
-    """A batch without its padding, in pieces whose score matrices stay under PIECE_BYTES each, with their sequences.
+    """Yield a batch without padding, in pieces with score matrices under PIECE_BYTES each, with their sequences.
 
-    A key that no query may see is padding, and in cross-attention a query that may see none. Sequences of one length
-    stay together; long ones are cut by heads.
+    A key that no query can see is padding, and in cross-attention so is a query that sees none. Sequences of one length
+    stay together; long ones are split by heads.
     """
     for batch, queries, keys in real_parts(query_key.allowed, query_key.query.shape[0], query_key.site.part):
-        rest = query_key.sequences(batch, queries, keys)
-        one_head = 8 * rest.query.shape[-2] * rest.key.shape[-2]
-        together = max(1, PIECE_BYTES // (one_head * len(rest.heads)))
-        heads = max(1, min(len(rest.heads), PIECE_BYTES // one_head))
+        unpadded = query_key.sequences(batch, queries, keys)
+        one_head = 8 * unpadded.query.shape[-2] * unpadded.key.shape[-2]
+        together = max(1, PIECE_BYTES // (one_head * len(unpadded.heads)))
+        heads = max(1, min(len(unpadded.heads), PIECE_BYTES // one_head))
         for start in range(0, len(batch), together):
             rows = range(start, min(start + together, len(batch)))
-            some = rest.sequences(rows, slice(None), slice(None))
-            for head in range(0, len(rest.heads), heads):
-                yield [batch[row] for row in rows], some.select(range(head, min(head + heads, len(rest.heads))))
+            some = unpadded.sequences(rows, slice(None), slice(None))
+            for head in range(0, len(unpadded.heads), heads):
+                yield [batch[row] for row in rows], some.select(range(head, min(head + heads, len(unpadded.heads))))
 
 
 def sequences(query_key: QueryKey) -> Iterator[tuple[int, QueryKey]]:
-    """Each sequence of a batch by itself and without its padding, with its number in the batch."""
+    """Yield each sequence of a batch separately and without its padding, with its number in the batch."""
     for batch, queries, keys in real_parts(query_key.allowed, query_key.query.shape[0], query_key.site.part):
         for row in batch:
             yield row, query_key.sequences([row], queries, keys)
 
 
 def finite_heads(query_key: QueryKey) -> list[int]:
-    """Which heads have finite queries and keys in every sequence, by index."""
-    # a sum is finite where all its terms are, and needs no mask of their size
+    """Return the indices of the heads with finite queries and keys in every sequence."""
+    # a sum is finite only if all its terms are, and needs no mask of their size
     query, key = (part.sum((-1, -2), dtype=torch.float64).isfinite() for part in (query_key.query, query_key.key))
     fine = query & key[..., list(query_key.key_of)]
     return fine.reshape(-1, len(query_key.heads)).all(0).nonzero().flatten().tolist()
 
 
 PAST_ONLY = "not identified: the model never compares a query with a later key"
-"""Why causal heads lack what only a comparison of all pairs fixes."""
+"""Reason why causal heads lack a value that only a comparison of all pairs determines."""
 TWO_DOMAINS = "queries and keys live on different tokens (cross-attention)"
 ONE_WINDOW = "one window has no spread"
 ALONE = "one window of a text has a value, or one text, whose spread nothing tells"
@@ -61,7 +61,7 @@ ALONE = "one window of a text has a value, or one text, whose spread nothing tel
 
 @dataclass(frozen=True)
 class Draft:
-    """A head's record while its dictionaries fill up."""
+    """Record of a head while its dictionaries are filled."""
 
     site: Site
     head: int
@@ -71,12 +71,12 @@ class Draft:
 
     @property
     def whole_curves(self) -> dict[str, list[float]]:
-        """The curves without missing numbers."""
+        """Curves without missing numbers."""
         return {name: curve for name, curve in self.curves.items() if not any(step != step for step in curve)}
 
     @property
     def sources(self) -> set[str]:
-        """The sources of which it has a value."""
+        """Sources that the head has a value from."""
         names = [name for name, measure in self.measures.items() if measure.value is not None]
         known = measure_sources()
         return {known.get(name) or name.partition(".")[0] for name in (*names, *self.whole_curves)}
@@ -84,29 +84,29 @@ class Draft:
 
 @dataclass
 class Collector:
-    """What has been measured so far."""
+    """Measurements of a run so far."""
 
-    chosen_heads: Sequence[int] | None  # heads asked for; None means all
-    drafts: dict[tuple[Site, int], Draft] = field(default_factory=dict)  # the heads asked for
+    chosen_heads: Sequence[int] | None  # requested heads; None: all
+    drafts: dict[tuple[Site, int], Draft] = field(default_factory=dict)  # the requested heads
     design: Design = field(default_factory=lambda: Design(()))
-    """How the sequences were sampled; none before a text is cut."""
+    """Sampling design of the sequences; empty before a text is cut."""
     windows: dict[tuple[Site, str], Tensor] = field(default_factory=dict)
-    """Each scalar of each sequence and head, (sequences, heads), NaN where there is none."""
+    """Each scalar per sequence and head, (sequences, heads), NaN if missing."""
     sums: dict[tuple[Site, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Sum and number of what each sequence's parts read: a module may cut a sequence into windows of its own (Swin)."""
+    """Sum and number of values of each sequence's parts: a module may cut a sequence into windows (Swin)."""
     curves: dict[tuple[Site, str], Stream] = field(default_factory=dict)  # running means of curves over sequences
     skipped: list[Skipped] = field(default_factory=list)  # what could not be measured
     layer_symmetry: dict[int, float | None] = field(default_factory=dict)
-    """Symmetry of the heads' summed matrix by layer."""
+    """Symmetry of the sum of the heads' matrices, by layer."""
     traits: list[Traits] = field(default_factory=list)
-    """What a reader must know of the weights of each site that was read."""
-    shown: list[Selection] = field(default_factory=list)  # the problems that were posed, where they are to be shown
-    rows: list[AttentionRows] = field(default_factory=list)  # rows of attention that are to be shown
+    """Notes for readers on the weights of each site that was read."""
+    shown: list[Selection] = field(default_factory=list)  # posed problems that are to be shown
+    rows: list[AttentionRows] = field(default_factory=list)  # attention rows that are to be shown
     losses: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
-    """Of each batch the mean loss of each sequence, over how many tokens, and the size of the vocabulary."""
+    """Per batch: mean loss of each sequence, its number of predicted tokens, and the vocabulary size."""
 
     def asks(self, head: int) -> bool:
-        """Whether a head was asked for."""
+        """Return whether a head was requested."""
         return self.chosen_heads is None or head in self.chosen_heads
 
     def read_tokens(
@@ -118,7 +118,7 @@ class Collector:
         total: int,
         steps: int | None = None,
     ) -> None:
-        """Take in what analyzers read of a batch, whose rows belong to the sequences with these `numbers`."""
+        """Add what analyzers read from a batch, whose rows belong to the sequences with these `numbers`."""
         for rows, group in pieces(query_key):
             parts = [numbers[row] for row in rows]
             for analyzer in analyzers:
@@ -133,18 +133,18 @@ class Collector:
         readings: Readings,
         steps: int | None = None,
     ) -> None:
-        """Take in readings of the sequences `rows` and `heads` computed: (sequences, heads), or with steps behind.
+        """Add readings of the sequences `rows` and these `heads`: (sequences, heads), or (sequences, heads, steps).
 
-        Curves are averaged; cumulative ones of sequences of different lengths are continued to `steps`.
+        Curves are averaged; cumulative ones of sequences of different lengths are extended to `steps`.
         """
         for name, reading in readings.items():
             if reading.dim() == 3:
-                self.add_curve(site, name, *summed(_continued(reading, heads, total, steps)))
+                self.add_curve(site, name, *summed(_extend_curve(reading, heads, total, steps)))
             else:
                 self.add_values(site, name, list(rows), list(heads), total, reading.double().cpu())
 
     def enter(self, site: Site, key_of: Sequence[int]) -> None:
-        """Note a site that was asked for, with the key head of each of its query heads."""
+        """Add a requested site, with the key head of each of its query heads."""
         for head, kv_head in enumerate(key_of):
             if self.asks(head):
                 self.drafts[site, head] = Draft(site, head, kv_head)
@@ -158,7 +158,7 @@ class Collector:
         nulls: Mapping[str, list[Null]],
         base: Readings | None = None,
     ) -> None:
-        """Enter readings of shape (heads,) or (heads, steps); `nulls` by measure; `base`: those without adapter."""
+        """Add readings, (heads,) or (heads, steps); `nulls` by measure; `base`: readings without the adapter."""
         for info in analyzer.measures:
             for index, head in enumerate(heads):
                 draft = self.drafts.get((site, head))
@@ -170,16 +170,16 @@ class Collector:
                 else:
                     value = None if reading is None else float(reading[index])
                     null = nulls[info.name][index] if info.name in nulls else None
-                    found = _measure(info, site, value, n=1, null=null)
+                    measure = _measure(info, site, value, n=1, null=null)
                     before = float(base[info.name][index]) if base is not None and info.name in base else None
-                    if found.value is not None and before is not None and before == before:
-                        found = found.model_copy(update={"base": before})
-                    draft.measures[info.name] = found
+                    if measure.value is not None and before is not None and before == before:
+                        measure = measure.model_copy(update={"base": before})
+                    draft.measures[info.name] = measure
 
     def add_values(
         self, site: Site, name: str, rows: Sequence[int], heads: Sequence[int], total: int, values: Tensor
     ) -> None:
-        """Keep one number of each of these sequences and heads; those of one sequence's parts are averaged."""
+        """Add one number per sequence and head; the numbers of one sequence's parts are averaged."""
         place = site, name
         empty = torch.zeros(self.design.count, total, dtype=torch.float64)
         sums, counts = self.sums.setdefault(place, (empty, empty.clone()))
@@ -189,28 +189,28 @@ class Collector:
         self.windows[place] = sums / counts
 
     def add_curve(self, site: Site, name: str, count: Tensor, mean: Tensor) -> None:
-        """Keep the running mean of a curve."""
+        """Update the running mean of a curve."""
         self.curves.setdefault((site, name), Stream()).merge(count, mean)
 
     def add_layer(self, layer: int, symmetry: float | None) -> None:
-        """Keep the symmetry of a layer's summed matrix."""
+        """Store the symmetry of a layer's summed matrix."""
         self.layer_symmetry[layer] = symmetry
 
     def add_shown(self, shown: Sequence[Selection], rows: Sequence[AttentionRows]) -> None:
-        """Keep what is to be shown."""
+        """Add selections and attention rows to show."""
         self.shown += shown
         self.rows += rows
 
     def add_traits(self, traits: Traits) -> None:
-        """Keep what a reader must know of a site's weights."""
+        """Add the notes for readers on a site's weights."""
         self.traits.append(traits)
 
     def add_losses(self, means: Tensor, counts: Tensor, vocabulary: int) -> None:
-        """Keep a model's losses on the sequences of a batch."""
+        """Add a model's losses on the sequences of a batch."""
         self.losses.append((means, counts, vocabulary))
 
     def add_answers(self, site: Site, gathering: Gathering, answers: Mapping[int, Answer]) -> None:
-        """Enter what a gatherer says of a site's heads; a head that it never saw has no value, with the reason."""
+        """Add a gatherer's answers for a site's heads; a head it never saw gets a missing value with a reason."""
         for (place, head), draft in self.drafts.items():
             if place != site:
                 continue
@@ -223,7 +223,7 @@ class Collector:
                 draft.measures.update({info.name: nothing for info in gathering.measures if not info.curve})
 
     def close_tokens(self, analyzers: Iterable[Analyzer], finished: Sequence[int]) -> None:
-        """Turn what the `finished` sequences, by number, read into measures and curves."""
+        """Turn the readings of the `finished` sequences, given by number, into measures and curves."""
         rows = list(finished)
         self.design = self.design.select(rows)
         self.windows = {place: values[rows] for place, values in self.windows.items()}
@@ -241,8 +241,8 @@ class Collector:
                     draft.measures[info.name] = _measure(info, site, None, n=0)
 
     def _averaged(self, site: Site, head: int, gathering: Gathering, answer: Answer) -> dict[str, Measure]:
-        """The means over sequences of what each of them read of this head, which are kept."""
-        found = {}
+        """Average a head's values per sequence, and store these values."""
+        means = {}
         for info in gathering.measures:
             if info.name not in answer.windows:
                 continue
@@ -252,11 +252,11 @@ class Collector:
             for sequence, value in answer.windows[info.name].items():
                 self.windows[place][sequence, head] = value
             error = float(standard_error(self.windows[place][:, head], self.design))
-            found[info.name] = self._mean(info, site, head, error)
-        return found
+            means[info.name] = self._mean(info, site, head, error)
+        return means
 
     def _mean(self, info: MeasureInfo, site: Site, head: int, error: float) -> Measure:
-        """One head's mean over sequences."""
+        """Return one head's mean over sequences."""
         values = self.windows[site, info.name][:, head]
         values = values[~values.isnan()]
         if not len(values):
@@ -266,11 +266,11 @@ class Collector:
         return _measure(info, site, float(values.mean()), n=len(values), se=None if why else error, se_reason=why)
 
     def _skip_of(self, site: Site, head: int) -> Skipped | None:
-        """The entry that names this head, if there is one."""
+        """Return the skip entry that lists this head, if any."""
         return next((skip for skip in self.skipped if skip.site == site.name and head in skip.heads), None)
 
     def skip(self, site: str, reason: str, heads: Sequence[int] = (), measure: str | None = None) -> None:
-        """Note what is not measured, and why; the same thing once, and without a source where it holds for several."""
+        """Record what is not measured and why, once; the source is omitted if the reason applies to several."""
         entry = Skipped(site=site, heads=list(heads), measure=measure, reason=reason)
         for place, before in enumerate(self.skipped):
             if before.model_copy(update={"measure": measure}) == entry:
@@ -279,7 +279,7 @@ class Collector:
         self.skipped.append(entry)
 
     def heads(self) -> list[Head]:
-        """The finished records in the order of layer and head."""
+        """Return the finished records, ordered by layer and head."""
         return [
             Head(
                 site=draft.site.name,
@@ -294,51 +294,51 @@ class Collector:
         ]
 
     def coverage(self, sources: Iterable[str]) -> Coverage:
-        """How many of the heads asked for have a value, and how many of those have none from one of the `sources`."""
-        found = {key: draft.sources for key, draft in self.drafts.items() if draft.sources}
-        without = {source: sum(source not in present for present in found.values()) for source in sources}
+        """Count the requested heads that have a value, and those of them that have none from one of the `sources`."""
+        sources_by_head = {key: draft.sources for key, draft in self.drafts.items() if draft.sources}
+        without = {source: sum(source not in present for present in sources_by_head.values()) for source in sources}
         return Coverage(
             sites=len({site for site, _ in self.drafts}),
             heads=len(self.drafts),
-            analysed=len(found),
+            analysed=len(sources_by_head),
             without={source: count for source, count in without.items() if count},
             skipped=self.skipped,
         )
 
 
-def _noted(method: str) -> Callable[..., None]:
-    """A method that notes down its own name and what it is called with."""
+def _recorder(method: str) -> Callable[..., None]:
+    """Build a method that records its name and arguments for replay."""
     return lambda record, *given: record.calls.append([method, _plain(given)])
 
 
 class UnitRecord(Collector):
-    """Notes down what one unit of work hands over, as the plain value of the unit: a list of (method, arguments)."""
+    """Recorder of one unit's results, as the plain value of the unit: a list of (method, arguments)."""
 
     def __init__(self, chosen_heads: Sequence[int] | None) -> None:
         super().__init__(chosen_heads)
         self.calls: list[Any] = []
 
-    add_values = _noted("add_values")
-    add_curve = _noted("add_curve")
-    add_weights = _noted("add_weights")
-    add_layer = _noted("add_layer")
-    add_answers = _noted("add_answers")
-    add_shown = _noted("add_shown")
-    add_traits = _noted("add_traits")
-    add_losses = _noted("add_losses")
+    add_values = _recorder("add_values")
+    add_curve = _recorder("add_curve")
+    add_weights = _recorder("add_weights")
+    add_layer = _recorder("add_layer")
+    add_answers = _recorder("add_answers")
+    add_shown = _recorder("add_shown")
+    add_traits = _recorder("add_traits")
+    add_losses = _recorder("add_losses")
 
     def skip(self, site: str, reason: str, heads: Sequence[int] = (), measure: str | None = None) -> None:
-        """Note down what is not measured."""
+        """Record what is not measured."""
         self.calls.append(["skip", [site, reason, list(heads), measure]])
 
 
 def replay(value: Any, sink: Collector, analyzers: Iterable[Named]) -> None:
-    """Hand over what a unit of work noted down, in its order."""
-    named: dict[tuple[str, str], Named] = {(one.name, one.source): one for one in analyzers}
+    """Apply the calls that a unit recorded to `sink`, in their order."""
+    named: dict[tuple[str, str], Named] = {(each.name, each.source): each for each in analyzers}
     for method, arguments in value:
-        if method not in NOTED:  # the file may be anybody's
+        if method not in NOTED:  # the file is untrusted
             raise ValueError(f"No unit notes down {method}.")
-        getattr(sink, method)(*(_made(part, named) for part in arguments))
+        getattr(sink, method)(*(_restore(part, named) for part in arguments))
 
 
 NOTED = {name for name in vars(UnitRecord) if name == "skip" or name.startswith("add_")}
@@ -347,12 +347,12 @@ PLAIN: dict[str, Any] = {kind.__name__: kind for kind in (Answer, Site, Traits)}
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as lists and dictionaries of tensors and of what JSON holds."""
+    """Convert a value to lists and dictionaries of tensors and JSON values."""
     kind = type(value).__name__
     if kind in RECORDS:
         return {"kind": kind, "of": value.model_dump()}
     if kind in PLAIN:
-        return {"kind": kind, "of": {one.name: _plain(getattr(value, one.name)) for one in fields(value)}}
+        return {"kind": kind, "of": {each.name: _plain(getattr(value, each.name)) for each in fields(value)}}
     if isinstance(value, Named):
         return {"kind": "analyzer", "of": [value.name, value.source]}
     if isinstance(value, Mapping):
@@ -360,10 +360,10 @@ def _plain(value: Any) -> Any:
     return [_plain(part) for part in value] if isinstance(value, list | tuple | range) else value
 
 
-def _made(value: Any, named: Mapping[tuple[str, str], Named]) -> Any:
-    """Return the value of which that is the plain form."""
+def _restore(value: Any, named: Mapping[tuple[str, str], Named]) -> Any:
+    """Restore a value from its plain form."""
     if isinstance(value, list):
-        return [_made(part, named) for part in value]
+        return [_restore(part, named) for part in value]
     if not isinstance(value, dict):
         return value
     kind, of = value["kind"], value["of"]
@@ -371,12 +371,12 @@ def _made(value: Any, named: Mapping[tuple[str, str], Named]) -> Any:
         return RECORDS[kind].model_validate(of)
     if kind == "analyzer":
         return named[of[0], of[1]]
-    parts = {key: _made(part, named) for key, part in of.items()}
+    parts = {key: _restore(part, named) for key, part in of.items()}
     return parts if kind == "map" else PLAIN[kind](**parts)
 
 
-def _continued(reading: Tensor, heads: Sequence[int], total: int, steps: int | None) -> Tensor:
-    """A curve at the places of its heads, NaN for the others; one that has ended early stays where it is."""
+def _extend_curve(reading: Tensor, heads: Sequence[int], total: int, steps: int | None) -> Tensor:
+    """Expand a curve to all heads, NaN for missing ones; a shorter curve is extended by its last value."""
     if steps is not None and reading.shape[2] < steps:
         reading = torch.cat([reading, reading[..., -1:].expand(-1, -1, steps - reading.shape[2])], -1)
     full = reading.new_full((reading.shape[0], total, reading.shape[2]), torch.nan)
@@ -403,6 +403,6 @@ def _measure(
 
 
 def scaled_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> list[Null]:
-    """The null of each head: as drawn from factors of unit norm, or rescaled to the head's own ‖W_Q‖‖W_K‖."""
+    """Return the null of each head: as drawn from factors of unit norm, or rescaled to the head's own ‖W_Q‖‖W_K‖."""
     factors = norms.tolist() if info.grows_with_factors else [1.0] * len(norms)
     return [Null(mean=null[0] * factor, sd=null[1] * abs(factor)) for factor in factors]

@@ -1,4 +1,4 @@
-"""Measures a model's attention heads on weights and real text."""
+"""Measure a model's attention heads from weights and real text."""
 
 from __future__ import annotations
 
@@ -40,44 +40,44 @@ if TYPE_CHECKING:
 
 
 BY_HAND = "the module computes its attention by hand, which is traced on numbers: the model has to be loaded"
-"""Why a site is not read of a model of shapes."""
+"""Reason why a site of a meta-device model is not read."""
 
 
 def of_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Surveyed:
-    """What these inputs show of a model of shapes, whose attention is all behind transformers' interface."""
+    """Survey a model on the meta device (shapes only), whose attention all runs through transformers' interface."""
     try:
-        found = hooks.surveyed(loaded.model, inputs)
+        survey = hooks.surveyed(loaded.model, inputs)
     except (ModelError, *FAILURES) as error:
         first = error.problem if isinstance(error, ModelError) else loading.first_line(error)
         raise ModelError(
             f"{loaded.info.id} can't be read from its files alone, as a pass through it takes numbers ({first})",
             "Leave out --from-files or --device-map: this architecture has to be loaded.",
         ) from error
-    if any(one.site.traced for one in found.reached):
+    if any(each.site.traced for each in survey.reached):
         raise ModelError(
             f"{loaded.info.id} can't be read from its files alone: {BY_HAND}.",
             "Leave out --from-files or --device-map: this architecture has to be loaded.",
         )
-    return found
+    return survey
 
 
 def like(reached: Sequence[Reached], shapes: Sequence[Reached], loaded: loading.Loaded) -> list[Reached]:
-    """The sites of a model of shapes as those that were `reached` in the same model where it runs."""
-    known = {(one.site.path, one.site.ordinal): one for one in shapes}
-    wanted = [(one.site.path, one.site.ordinal) for one in reached]
+    """Return the sites of the meta-device model under the names that were `reached` in the same model when it ran."""
+    known = {(each.site.path, each.site.ordinal): each for each in shapes}
+    wanted = [(each.site.path, each.site.ordinal) for each in reached]
     if list(known) != wanted:
         raise ModelError(
             f"{loaded.info.id} runs other attention than its shapes alone show.", "Leave out --device-map."
         )
-    return [replace(known[place], site=one.site) for place, one in zip(wanted, reached, strict=True)]
+    return [replace(known[place], site=each.site) for place, each in zip(wanted, reached, strict=True)]
 
 
 ALL = "units"
-"""What progress calls the units of all stages."""
+"""Name of the progress over the units of all stages."""
 
 
 def stages(progress: Progress, units: Mapping[str, WorkUnit], batches: Sequence[int]) -> Callable[[str], None]:
-    """Report progress of each stage, sites whose weights are read, sequences, passes of gatherers, and of all units."""
+    """Report progress per stage (sites whose weights are read, sequences, gatherers' passes), and over all units."""
     sizes = {name: 1 if unit.batch is None else batches[unit.batch] for name, unit in units.items()}
     totals: Counter[str] = Counter()
     for name, size in sizes.items():
@@ -86,7 +86,7 @@ def stages(progress: Progress, units: Mapping[str, WorkUnit], batches: Sequence[
     several = len(totals) > 1
 
     def tell(name: str) -> None:
-        if several:  # first, because plain lines have room for one
+        if several:  # first, because plain output prints only one line
             done[ALL] += 1
             progress(ALL, done[ALL], len(units))
         stage = units[name].stage
@@ -116,21 +116,21 @@ class Inspection:
     tokenless: str | None = None
     fed: texts.Batches | None = None
     factors: dict[Site, weights.Factors | UnreadableError] | None = None
-    """What was read of each site's weights, where somebody wants to keep it."""
+    """Factors of each site's weights, kept if a caller needs them."""
     show: str | None = None
     reader: Reader = field(init=False)
     complete: bool = field(default=True, init=False)  # whether every unit has a value
 
     def run(self, contents: Sequence[texts.Content], cut: texts.Cut) -> Report:
-        """Survey, weights, tokens, report."""
+        """Run the survey, weights and tokens, and return the report."""
         return self.finished_from(self.framed(contents, cut))
 
     def framed(self, contents: Sequence[texts.Content], cut: texts.Cut) -> Frame:
-        """Cut the texts and survey the model: all that is known before the first unit is read."""
+        """Cut the texts and survey the model; return everything known before the first unit is read."""
         batches = self._batches(contents, cut)
         with timed(self.timings, "survey"), unspoken() if self._source.deferred is not None else nullcontext():
             self._survey(batches)
-        kept = self.factors is not None
+        keeps_factors = self.factors is not None
         return Frame(
             self.reached,
             content=content_of(self.loaded, self.reached, self.fed, self.analyzers),
@@ -143,7 +143,7 @@ class Inspection:
             skipped=self.collector.skipped,
             identity_error=self.identity_error,
             from_files=self.loaded.deferred is not None,
-            weights=kept or bool(self.reader.of_source("weights")),
+            weights=keeps_factors or bool(self.reader.of_source("weights")),
         )
 
     def finished_from(
@@ -153,9 +153,9 @@ class Inspection:
         store: Store | None = None,
         elsewhere: tuple[Opener, tuple[Any, ...]] | None = None,
     ) -> Report:
-        """Read the units of a run, and put the report together.
+        """Read the units of a run, and assemble the report.
 
-        A unit that fails has a reason in its place. Raises Interrupted, which carries what was finished, ModelError
+        A unit that fails is replaced by its reason. Raise Interrupted, which contains the finished part, ModelError
         if no head has a value, and what `run_units` raises.
         """
         units = list(frame.units)
@@ -178,12 +178,12 @@ class Inspection:
         return report
 
     def read_unit(self, unit: WorkUnit) -> list[Any]:
-        """Read one unit. Raises Stopped if the user interrupts it and what it has found so far can stand by itself."""
+        """Read one unit. Raise Stopped if the user interrupts it and its results so far are usable by themselves."""
         recording, start = UnitRecord(self.settings.heads), time.perf_counter()
         try:
             self._read(unit, recording)
         except KeyboardInterrupt:
-            if unit.stage != "gathered":  # whose sites answer one by one
+            if unit.stage != "gathered":  # whose sites are solved one by one
                 raise
             raise Stopped(unit.name, recording.calls) from None
         finally:
@@ -199,21 +199,21 @@ class Inspection:
             self.reader.tokens_of(self.fed, unit.batch or 0, unit.sites, sink)
 
     def read(self, reached: Sequence[Reached], sites: Collection[Site], fed: texts.Batches) -> None:
-        """Collect what is read of some `sites` of a model that was proven; what is `fed` is that of the settings."""
-        self.sites = tuple(found.site for found in reached)
-        self._enter(reached, [found for found in reached if found.site in sites])
-        for found in self.reached:
-            self.reader.weights_of(found.site, self.collector)
-        chosen = [found.site for found in self.reached]
+        """Read some `sites` of a verified model into the collector; the batches in `fed` match the settings."""
+        self.sites = tuple(each.site for each in reached)
+        self._enter(reached, [each for each in reached if each.site in sites])
+        for each in self.reached:
+            self.reader.weights_of(each.site, self.collector)
+        chosen = [each.site for each in self.reached]
         for number in range(len(fed.batches)):
             self.reader.tokens_of(fed, number, chosen, self.collector)
         self.collector.close_tokens(self.reader.of_source("tokens"), range(fed.sequences))
 
     def _enter(self, every: Sequence[Reached], reached: list[Reached]) -> None:
-        """Note the sites that are read, and how tokens of text alone reach all."""
+        """Enter the sites to read, and prepare the reader with all sites as text alone reaches them."""
         self.reached, seed = reached, self.settings.seed
-        for found in reached:
-            self.collector.enter(found.site, found.call.key_heads)
+        for each in reached:
+            self.collector.enter(each.site, each.call.key_heads)
         source, there = self._source, list(every)
         if self.loaded.shapes is not None:
             there = like(every, of_shapes(source, self._sample(source)).reached, source)
@@ -226,60 +226,60 @@ class Inspection:
 
     @property
     def _source(self) -> loading.Loaded:
-        """The model whose weights are read: as shapes, where it is spread over devices."""
+        """Model whose weights are read: the meta-device one if the model is spread over devices."""
         return self.loaded.shapes or self.loaded
 
     def _sample(self, loaded: loading.Loaded) -> dict[str, Tensor]:
-        """Random ids as long as a window."""
+        """Return random ids as long as a window."""
         return texts.placeholder(loaded, self.settings.tokens or 2, self.settings.seed).batches[0].inputs
 
     def _batches(self, contents: Sequence[texts.Content], cut: texts.Cut) -> tuple[texts.Batch, ...]:
-        """What is fed as batches; none for weights alone, nor for both sources where a text has no tokenizer."""
-        asked, self.settings = self.settings, self.settings.model_copy(update=feeding.NOTHING_FED)
+        """Cut the texts into batches; none for weights alone, or if both sources are read and no tokenizer exists."""
+        requested, self.settings = self.settings, self.settings.model_copy(update=feeding.NOTHING_FED)
         if not contents or not any(analyzer.source == "tokens" for analyzer in self.analyzers):
             return ()
         try:
-            found = texts.batches(self.loaded, contents, cut)
+            batches = texts.batches(self.loaded, contents, cut)
         except TextError as error:
             read = self.loaded.tokenizer is not None or not texts.reads_text(self.loaded) or cut.image or cut.audio
             if read or self.settings.source == "tokens":
                 raise
             self.tokenless = error.problem
             return ()
-        self.settings = feeding.fed(asked, found, self.loaded)
-        feeding.design_of(asked, found)
-        self.fed = found
-        return found.batches
+        self.settings = feeding.fed(requested, batches, self.loaded)
+        feeding.design_of(requested, batches)
+        self.fed = batches
+        return batches.batches
 
     def _survey(self, batches: Sequence[texts.Batch]) -> None:
-        """Find the sites, prove that watching changes nothing, and choose the layers."""
+        """Find the sites, verify that recomputed attention changes nothing, and choose the layers."""
         sample = self._sample(self.loaded)
         deferred = self.loaded.deferred is not None
         survey = of_shapes(self.loaded, sample) if deferred else checks.surveyed(self.loaded, sample)
         window_sites = survey.reached
-        # one long sequence proves as much, and its predictions alone take gigabytes
-        many = any(found.call.query.shape[2] * found.call.key.shape[2] > LONG for found in window_sites)
+        # one long sequence is sufficient, and its predictions alone take gigabytes
+        many = any(each.call.query.shape[2] * each.call.key.shape[2] > LONG for each in window_sites)
         self._prove_identity(texts.first(batches[0].inputs, 1 if many else 2) if batches else sample)
         refuse_initialised(self._source, sample, attention)
         if batches and predicts_text(self.loaded) and (lacking := no_loss(self._source, sample, "causal")):
             self.collector.skip(*lacking, measure=LOSS)
-        self.sites = tuple(found.site for found in window_sites)
+        self.sites = tuple(each.site for each in window_sites)
         layers = self.settings.layers
         checks.check_chosen(layers, self.settings.heads, window_sites)
         self.settings = feeding.seen(self.settings, self.loaded, window_sites)
         self._enter(window_sites, [f for f in window_sites if layers is None or f.site.layer in layers])
         if self.show == ATTENTION:
             refuse_many_rows(self.reached, self.settings.heads)
-        for found in self.reached if self.tokenless else ():
-            self.collector.skip(found.site.name, str(self.tokenless), measure="tokens")
+        for each in self.reached if self.tokenless else ():
+            self.collector.skip(each.site.name, str(self.tokenless), measure="tokens")
         for entry in checks.out_of_reach(self.loaded, survey):
             unseen = deferred and entry.reason == hooks.UNTRACED
             self.collector.skip(entry.site, BY_HAND if unseen else entry.reason)
 
     def _prove_identity(self, inputs: Mapping[str, Tensor]) -> None:
-        """Watching must change nothing; a model with NaN in its weights can't be compared and is left to the heads.
+        """Verify that recomputed attention changes nothing; with NaN in its weights, the model can't be compared.
 
-        One whose weights stay in their files can't run: each site is proven by itself, when it is read.
+        A model whose weights stay in their files can't run: each of its sites is verified when it is read.
         """
         if self.loaded.deferred is not None:
             return
@@ -299,14 +299,14 @@ def inspect(
     progress: Progress = silent,
     **more: Unpack[InspectRequest],
 ) -> Report:
-    """Per-head symmetry, definiteness and spectrum of a model, from its weights and from real text.
+    """Measure symmetry, definiteness and spectrum per head of a model, from its weights and from real text.
 
-    `model` is a hub id, folder, file, `demo`, what `load` gave, or a transformers model in memory with its `tokenizer`
-    (without one its weights alone are read), which stays as it is. `more` are the options of `InspectRequest`: the
-    text, how its windows are sampled, what intervals are over, and those of `load`. Measures are float64; tokens.*
-    carry standard errors, weights.* a null. `select` and `show` are the analyzer selection's: `top-p:0.9` takes as
-    selected what holds that share of the weight. Raises ModelError, TextError, UsageError, IdentityError, and
-    Interrupted, which carries what was finished.
+    `model` is a hub id, folder, file, `demo`, a result of `load`, or a transformers model in memory with its
+    `tokenizer` (without one, only its weights are read), which is not changed. `more` are the options of
+    `InspectRequest`: text, sampling of its windows, population of intervals, and those of `load`. Measures are float64;
+    tokens.* have standard errors, weights.* a null. `select` and `show` belong to the analyzer selection: `top-p:0.9`
+    selects the tokens that hold this share of the weight. Raise ModelError, TextError, UsageError, IdentityError, and
+    Interrupted, which contains the finished part.
     """
     report, written = inspected(model, tokenizer, progress, more)
     written()
@@ -316,25 +316,25 @@ def inspect(
 def inspected(
     model: object, tokenizer: PreTrainedTokenizerBase | None, progress: Progress, more: Mapping[str, Any]
 ) -> tuple[Report, Callable[[], None]]:
-    """The report, and what removes the finished units once it is written; they stay if a unit failed."""
-    given = requests.checked(InspectRequest, more)
-    plan, named = WorkPlan.of(given), isinstance(model, str | PathLike)
+    """Return the report, and a function that removes the finished units once it is written, unless a unit failed."""
+    options = requests.checked(InspectRequest, more)
+    plan, named = WorkPlan.of(options), isinstance(model, str | PathLike)
     if named:
-        plan.check(given["text"])
+        plan.check(options["text"])
     else:
-        refuse_work(given, InspectRequest)
+        refuse_work(options, InspectRequest)
     inspection, contents, cut = prepared(model, tokenizer, progress, more)
     with at_rest(inspection.loaded.model):
         frame = inspection.framed(contents, cut)
         store = plan.store(frame.facts) if named else None
         # whether the model fits into memory is decided here, once for all processes
-        elsewhere = opened, (model, {**given, "from_files": frame.from_files})
+        elsewhere = opened, (model, {**options, "from_files": frame.from_files})
         report = inspection.finished_from(frame, plan, store, elsewhere)
     return report, store.clear if store is not None and inspection.complete else lambda: None
 
 
 def opened(model: str | PathLike[str], given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Compute]:
-    """Prepare the same run in another process: its facts, and what reads its units."""
+    """Prepare the same run in another process: return its facts, and the function that reads its units."""
     inspection, contents, cut = prepared(model, None, silent, given)
     inspection.loaded.model.train(False)
     frame = inspection.framed(contents, cut)
@@ -344,29 +344,29 @@ def opened(model: str | PathLike[str], given: Mapping[str, Any]) -> tuple[Mappin
 def prepared(
     model: object, tokenizer: PreTrainedTokenizerBase | None, progress: Progress, more: Mapping[str, Any]
 ) -> tuple[Inspection, Sequence[texts.Content], texts.Cut]:
-    """The run that was asked for, with its model loaded; its texts, and how they are to be cut."""
-    given = requests.checked(InspectRequest, more)
+    """Prepare the requested run with its model loaded; return it, its texts, and how they are cut."""
+    options = requests.checked(InspectRequest, more)
     subject = held(model, tokenizer)
     load_options = feeding.loading_of(more, subject)
-    adapted = given["adapter"] is not None or (isinstance(subject, loading.Loaded) and subject.adapter is not None)
-    chosen, asked = reading.chosen(
-        reading.settings(given), given["analyzers"], given["select"], given["show"], adapted=adapted
+    adapted = options["adapter"] is not None or (isinstance(subject, loading.Loaded) and subject.adapter is not None)
+    chosen, requested = reading.chosen(
+        reading.settings(options), options["analyzers"], options["select"], options["show"], adapted=adapted
     )
-    reading.refuse_unread(given, asked.source)
-    named = texts.read_each(reading.files(given), offline=given["offline"])
+    reading.refuse_unread(options, requested.source)
+    named = texts.read_each(reading.files(options), offline=options["offline"])
     start = time.perf_counter()
-    loaded, notes = _loaded(subject, load_options, asked)
+    loaded, notes = _load(subject, load_options, requested)
     timings = {"load": time.perf_counter() - start}
-    feeding.refuse_text(loaded, reading.files(given), asked.tokens)
-    asked = asked.model_copy(update={"notes": [*asked.notes, *notes]})
-    settings, told = feeding.of_model(asked, loaded), (Collector(asked.heads), progress, timings)
-    contents = feeding.contents(named, loaded) if asked.source != "weights" else ()
-    inspection = Inspection(loaded, settings, chosen, *told, show=given["show"])
-    return inspection, contents, feeding.cut_of(settings, given)
+    feeding.refuse_text(loaded, reading.files(options), requested.tokens)
+    requested = requested.model_copy(update={"notes": [*requested.notes, *notes]})
+    settings, parts = feeding.of_model(requested, loaded), (Collector(requested.heads), progress, timings)
+    contents = feeding.contents(named, loaded) if requested.source != "weights" else ()
+    inspection = Inspection(loaded, settings, chosen, *parts, show=options["show"])
+    return inspection, contents, feeding.cut_of(settings, options)
 
 
-def _loaded(subject: Any, load_options: loading.Loading, asked: Settings) -> tuple[loading.Loaded, list[str]]:
-    """The model, and what a reader must know of how it was loaded: one too large for memory is left in its files."""
+def _load(subject: Any, load_options: loading.Loading, asked: Settings) -> tuple[loading.Loaded, list[str]]:
+    """Load the model and return notes on it; a model too large for memory is left in its files if possible."""
     if isinstance(subject, loading.Loaded):
         return subject, []
     try:

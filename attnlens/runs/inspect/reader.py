@@ -1,4 +1,4 @@
-"""Reads sites of a model, their weights or what they do with a text, and hands what it finds to a collector."""
+"""Read the weights of a model's sites, or their attention to a text, into a collector."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 
 SIGNS = {"\n": "↵", "\t": "→"}
-"""What stands for a token of white space; a blank is ␣."""
+"""Symbols for tokens of white space; ␣ for a space."""
 
 
 def told(selection: Selection, loaded: loading.Loaded, batches: Sequence[texts.Batch]) -> Selection:
-    """The selection with the texts of its sequences; unchanged where the model reads no text."""
+    """Return the selection with the texts of its sequences; unchanged if the model does not read text."""
     numbers = sorted({pick.sequence for pick in selection.picks})
-    found = [sentence_of(selection.part, loaded, batches, number) for number in numbers]
-    return selection.model_copy(update={"sentences": [sentence for sentence in found if sentence is not None]})
+    sentences = [sentence_of(selection.part, loaded, batches, number) for number in numbers]
+    return selection.model_copy(update={"sentences": [sentence for sentence in sentences if sentence is not None]})
 
 
 def sentence_of(part: Part, loaded: loading.Loaded, batches: Sequence[texts.Batch], number: int) -> Sentence | None:
-    """The tokens that this part of the model reads of a sequence, one word each; None where it reads no text."""
+    """Return the tokens of a sequence that this part of the model reads, one word each; None if it reads no text."""
     tokenizer: Any = loaded.tokenizer
     if part in ("vision", "audio") or loaded.kind not in ("text", "seq2seq") or tokenizer is None:
         return None
@@ -52,8 +52,8 @@ def sentence_of(part: Part, loaded: loading.Loaded, batches: Sequence[texts.Batc
     def words(prefix: str) -> list[str]:
         ids, mask = inputs[f"{prefix}input_ids"][row], inputs.get(f"{prefix}attention_mask")
         real = (ids if mask is None else ids[mask[row].bool()]).tolist()
-        found = [str(tokenizer.decode([id_], clean_up_tokenization_spaces=False)) for id_ in real]
-        return [word.strip() or SIGNS.get(word[:1], "␣") for word in found]
+        decoded = [str(tokenizer.decode([id_], clean_up_tokenization_spaces=False)) for id_ in real]
+        return [word.strip() or SIGNS.get(word[:1], "␣") for word in decoded]
 
     queries = words("decoder_" if part in ("decoder", "cross") and "decoder_input_ids" in inputs else "")
     if part != "cross":
@@ -62,15 +62,15 @@ def sentence_of(part: Part, loaded: loading.Loaded, batches: Sequence[texts.Batc
 
 
 MOST_TOKENS, MOST_ROWS = 512, 40_000
-"""Tokens of the sequence, and rows of all heads together, that a report keeps."""
+"""Maximum number of tokens in a sequence, and of rows over all heads, in a report."""
 MOST_WEIGHTS, LEAST = 8, 0.02
-"""How many weights of a row are kept, and from which size on; the largest always is."""
+"""Maximum number of weights kept per row, and the smallest weight kept; the largest always is."""
 
 
 def refuse_many_rows(reached: Sequence[Reached], heads: Sequence[int] | None) -> None:
-    """Raise UsageError where the heads asked for have more rows, or more tokens, than a report keeps."""
-    shapes = [found.call.query.shape for found in reached]
-    longest = max((max(found.call.query.shape[2], found.call.key.shape[2]) for found in reached), default=0)
+    """Raise UsageError if the requested heads have more rows, or more tokens, than a report keeps."""
+    shapes = [each.call.query.shape for each in reached]
+    longest = max((max(each.call.query.shape[2], each.call.key.shape[2]) for each in reached), default=0)
     rows = sum((shape[1] if heads is None else len(heads)) * shape[2] for shape in shapes)
     if longest > MOST_TOKENS:
         raise UsageError(
@@ -85,8 +85,8 @@ def refuse_many_rows(reached: Sequence[Reached], heads: Sequence[int] | None) ->
 
 
 def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[AttentionRows]:
-    """The rows of every head in the first sequence of the batch, without its padding; none where it holds nothing."""
-    first = next((one for row, one in sequences(query_key) if row == 0), None)
+    """Return the attention rows of every head in the batch's first sequence, without padding; none if it is empty."""
+    first = next((sequence for row, sequence in sequences(query_key) if row == 0), None)
     if first is None:
         return []
     attention = first.attention[0].double().cpu()
@@ -94,10 +94,10 @@ def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[Atten
     weights, keys = attention.topk(min(MOST_WEIGHTS, attention.shape[-1]))
     counts = (weights >= LEAST).sum(-1).clamp(min=1)
     shown = weights.round(decimals=4)
-    found = []
+    records = []
     for index, head in enumerate(query_key.heads):
-        kept = [(row, int(count)) for row, count in enumerate(counts[index])]
-        found.append(
+        rows = [(row, int(count)) for row, count in enumerate(counts[index])]
+        records.append(
             AttentionRows(
                 site=query_key.site.name,
                 layer=query_key.site.layer,
@@ -105,53 +105,53 @@ def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[Atten
                 kv_head=query_key.key_of[index],
                 part=query_key.site.part,
                 sequence=0,
-                keys=[keys[index, row, :count].tolist() for row, count in kept],
-                weights=[shown[index, row, :count].tolist() for row, count in kept],
+                keys=[keys[index, row, :count].tolist() for row, count in rows],
+                weights=[shown[index, row, :count].tolist() for row, count in rows],
                 rest=[
                     round(max(0.0, float(attention[index, row].sum() - weights[index, row, :count].sum())), 4)
-                    for row, count in kept
+                    for row, count in rows
                 ],
                 sentence=sentence,
             )
         )
-    return found
+    return records
 
 
 def _fits(sentence: Sentence, attention: Float[Tensor, "heads queries keys"]) -> bool:
-    """Whether rows and columns are its tokens: modules that attend within windows, or to images too, have others."""
+    """Return whether rows and columns match its tokens: modules with windows, or images too, have other rows."""
     queries = sentence.keys if sentence.queries is None else sentence.queries
     return attention.shape[1:] == (len(queries), len(sentence.keys))
 
 
 def form_on_inputs(factors: Factors | UnreadableError) -> QueryKey | str:
-    """M on (x, 1), or why the logits are not bilinear in one input x."""
+    """Return M on (x, 1), or why the logits are not bilinear in one input x."""
     if isinstance(factors, UnreadableError):
         return factors.problem
     if factors.on_inputs is not None:
         return factors.on_inputs
     if factors.site.part == "cross":
         return "queries and keys come from different inputs (cross-attention)"
-    placed = "turn with their position (RoPE)" if factors.rotation is not None else "have their position added to them"
-    why = "are normalised per token (QK-norm)" if factors.qk_norm else placed
+    reason = "turn with their position (RoPE)" if factors.rotation is not None else "have their position added to them"
+    why = "are normalised per token (QK-norm)" if factors.qk_norm else reason
     return f"the scores are not bilinear in the module's inputs: queries and keys {why}"
 
 
 @dataclass
 class Gathered:
-    """The gatherers of a run: one for each site and each analyzer that gathers."""
+    """Gatherers of a run: one for each site and each gathering analyzer."""
 
-    gatherings: Sequence[Gathering]  # which analyzers
-    collector: Collector  # where their answers go
-    place: Callable[[Site, QueryKey | str], GatheringPlace]  # the terms on which they work, by site and form
+    gatherings: Sequence[Gathering]  # analyzers
+    collector: Collector  # destination of their answers
+    place: Callable[[Site, QueryKey | str], GatheringPlace]  # settings of a gatherer by site and form
     forms: dict[Site, QueryKey | str] = field(default_factory=dict)
     """M on (x, 1), or why the logits are not bilinear in the module's inputs x; filled before the first sequence."""
-    shown: list[Selection] = field(default_factory=list)  # what was posed, where that is to be shown
+    shown: list[Selection] = field(default_factory=list)  # posed problems that are to be shown
     _gatherers: dict[Site, list[tuple[Gathering, Gatherer]]] = field(default_factory=dict)
 
     @contextmanager
     def watching(self, reached: Sequence[Reached]) -> Iterator[Callable[[Site, Call, Sequence[int]], None]]:
-        """Inside, a function that takes in a site's call: (site, call, its rows' numbers of sequences) → None."""
-        wanted = [found for found in reached if isinstance(self.forms.get(found.site), QueryKey)]
+        """Yield a function that adds a site's call: (site, call, sequence number of each row) → None."""
+        wanted = [each for each in reached if isinstance(self.forms.get(each.site), QueryKey)]
         with hooks.inputs_of(wanted) as latest:
 
             def visit(site: Site, call: Call, numbers: Sequence[int]) -> None:
@@ -162,16 +162,16 @@ class Gathered:
                 if site not in self._gatherers:
                     place = self.place(site, form)
                     self._gatherers[site] = [(gathering, gathering.begin(place)) for gathering in self.gatherings]
-                for row, one in sequences(query_key):
-                    # heads that are not asked for cost nothing
-                    heads = [head for head in finite_heads(one) if self.collector.asks(head)]
+                for row, sequence in sequences(query_key):
+                    # skip heads that were not requested
+                    heads = [head for head in finite_heads(sequence) if self.collector.asks(head)]
                     for _, gatherer in self._gatherers[site] if heads else ():
-                        gatherer.update(one.select(heads), numbers[row])
+                        gatherer.update(sequence.select(heads), numbers[row])
 
             yield visit
 
     def close(self, progress: Callable[[str, int, int], None]) -> None:
-        """Let every gatherer answer, site by site; what is answered is kept where the user interrupts."""
+        """Solve every gatherer, site by site; answers so far are kept if the user interrupts."""
         for done, (site, gatherers) in enumerate(self._gatherers.items()):
             for gathering, gatherer in gatherers:
                 progress(gathering.name, done, len(self._gatherers))
@@ -184,35 +184,35 @@ class Gathered:
 
 BLIND = "its mask hides every token from every other and from itself"
 NULL_DRAWS = 64
-"""Random heads behind each null."""
+"""Number of random heads for each null."""
 
 
 @dataclass
 class Reader:
-    """Reads a model that was surveyed."""
+    """Reader of a surveyed model."""
 
     loaded: loading.Loaded
-    source: loading.Loaded  # the same model, from which weights are read
+    source: loading.Loaded  # the same model, whose weights are read
     settings: Settings
     analyzers: Sequence[Analyzer | Gathering]
     show: str | None
     every: Sequence[Reached]  # all sites of the model
-    first: Sequence[Reached]  # the same as one token of text alone reaches them
-    window: Sequence[Reached]  # the same as a window of text alone reaches them
+    first: Sequence[Reached]  # the same sites, reached by one token of text alone
+    window: Sequence[Reached]  # the same sites, reached by a window of text alone
     progress: Progress
     factors: dict[Site, weights.Factors | UnreadableError] | None = None
-    """What was read of each site's weights, where somebody wants to keep it."""
+    """Factors of each site's weights, kept if a caller needs them."""
     _turns: weights.Turns = field(default_factory=weights.Turns)
     _nulls: dict[object, tuple[object, dict[str, tuple[float, float]]]] = field(default_factory=dict)
-    """With the rotation that each was drawn under, so that no other takes its identity."""
+    """Nulls by shape, with the rotation that each was drawn under: keeping it alive prevents reuse of its id."""
 
     def of_source(self, source: str) -> list[Analyzer]:
-        """The analyzers that read one QueryKey of that source at a time."""
+        """Return the analyzers that read one QueryKey of that source at a time."""
         plain = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Analyzer)]
         return [analyzer for analyzer in plain if analyzer.source == source]
 
     def weights_of(self, site: Site, sink: Collector) -> None:
-        """The weights.* measures of a site, with their nulls."""
+        """Compute the weights.* measures of a site, with their nulls."""
         analyzers = self.of_source("weights")
         factors, base = next(self._factors([site]))
         if self.factors is not None:
@@ -226,7 +226,7 @@ class Reader:
         sink.add_traits(factors.traits)
 
     def tokens_of(self, fed: texts.Batches, number: int, sites: Sequence[Site], sink: Collector) -> None:
-        """The tokens.* measures of one batch: each site's queries and keys are analysed and dropped."""
+        """Compute the tokens.* measures of one batch: each site's queries and keys are analysed, then released."""
         batch, chosen, analyzers = fed.batches[number], set(sites), self.of_source("tokens")
         start = sum(other.size for other in fed.batches[:number])
 
@@ -248,14 +248,14 @@ class Reader:
             sink.add_losses(means, counts, guesses.vocabulary)
 
     def gathered_of(self, fed: texts.Batches, sites: Sequence[Site], sink: Collector) -> None:
-        """What the gatherers say of these sites, over all sequences."""
+        """Compute the gatherers' answers for these sites, over all sequences."""
         gatherings = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Gathering)]
         gathered = Gathered(gatherings, sink, self._place)
         if any(gathering.needs_inputs for gathering in gathered.gatherings):
             for site, (factors, _) in zip(sites, self._factors(sites), strict=True):
                 gathered.forms[site] = self._form(factors)
         start, batch = 0, fed.batches[0]
-        with gathered.watching([found for found in self.every if found.site in sites]) as gather:
+        with gathered.watching([each for each in self.every if each.site in sites]) as gather:
 
             def visit(site: Site, call: Call) -> None:
                 if site in sites:
@@ -267,26 +267,26 @@ class Reader:
                     hooks.forward(self.loaded.model, batch.inputs)
                     start += batch.size
         gathered.close(self.progress)
-        sink.add_shown([told(found, self.loaded, fed.batches) for found in gathered.shown], [])
+        sink.add_shown([told(each, self.loaded, fed.batches) for each in gathered.shown], [])
 
     @property
     def _sites(self) -> tuple[Site, ...]:
-        return tuple(found.site for found in self.every)
+        return tuple(each.site for each in self.every)
 
     def _factors(self, sites: Sequence[Site]) -> Iterator[tuple[weights.Factors | UnreadableError, QueryKey | None]]:
         """Yield the factors of each site and its form without the adapter; None if the model has no adapter."""
-        chosen = [place for place, found in enumerate(self.every) if found.site in sites]
+        chosen = [place for place, each in enumerate(self.every) if each.site in sites]
         model, deferred = self.source.model, self.source.deferred
         present = weights.nothing_to_read if deferred is None else deferred.present
-        every = weights.factors(model, self.first, self.window, chosen=chosen, turns=self._turns, present=present)
+        factors = weights.factors(model, self.first, self.window, chosen=chosen, turns=self._turns, present=present)
         for place in chosen:
-            # no variable here keeps the factors that were yielded last
-            yield self._with_base(self.first[place], self.window[place], next(every))
+            # no variable here keeps the factors yielded last alive
+            yield self._with_base(self.first[place], self.window[place], next(factors))
 
     def _with_base(
         self, first: Reached, window: Reached, factors: weights.Factors | UnreadableError
     ) -> tuple[weights.Factors | UnreadableError, QueryKey | None]:
-        """Return one site's factors and its form without the adapter: its own form if the adapter leaves it alone."""
+        """Return a site's factors and its form without the adapter, which is its own form if the adapter skips it."""
         adapter = self.source.adapter
         if adapter is None or isinstance(factors, UnreadableError):
             return factors, None
@@ -302,9 +302,9 @@ class Reader:
         return GatheringPlace(site, form, self.settings.seed, share, self.show == SHOWN)
 
     def _form(self, factors: weights.Factors | UnreadableError) -> QueryKey | str:
-        """M on the module's inputs for the analyzers that gather, in the model's own type, which loses nothing."""
-        form, own = form_on_inputs(factors), self.loaded.model.dtype
-        return replace(form, query=form.query.to(own), key=form.key.to(own)) if isinstance(form, QueryKey) else form
+        """Return M on the module's inputs for gatherers, in the model's own dtype, which is exact."""
+        form, dtype = form_on_inputs(factors), self.loaded.model.dtype
+        return replace(form, query=form.query.to(dtype), key=form.key.to(dtype)) if isinstance(form, QueryKey) else form
 
     def _analyse_weights(
         self, factors: weights.Factors, base: QueryKey | None, analyzers: Sequence[Analyzer], sink: Collector
@@ -318,7 +318,7 @@ class Reader:
         complete = len(finite) == len(whole.heads) and factors.site.part != "cross"
         sink.add_layer(factors.site.layer, linalg.layer_symmetry(factors.summed) if complete else None)
         keys = query_key.key.norm(dim=(1, 2))[list(query_key.key_of)]
-        norms = query_key.query.norm(dim=(1, 2)) * keys  # the scale is in the null, as it is in what is measured
+        norms = query_key.query.norm(dim=(1, 2)) * keys  # both the null and the measure contain the scale
         nulls = self._null_of(query_key, analyzers)
         for analyzer in analyzers:
             scaled: dict[str, list[Null]] = {
@@ -334,7 +334,7 @@ class Reader:
             sink.add_weights(factors.site, finite, analyzer, readings, scaled, before)
 
     def _null_of(self, query_key: QueryKey, analyzers: Sequence[Analyzer]) -> dict[str, tuple[float, float]]:
-        """The nulls of sites of its shape, scale and rotation, drawn once."""
+        """Return the nulls of sites with this shape, scale and rotation; each is drawn once."""
         shape = query_key.query.shape[1:], query_key.key.shape[1:], query_key.scale, id(query_key.rotation)
         if shape not in self._nulls:
             like = replace(query_key, base=None)
@@ -345,7 +345,7 @@ class Reader:
     def _analyse_tokens(
         self, site: Site, query_key: QueryKey, analyzers: Sequence[Analyzer], numbers: Sequence[int], sink: Collector
     ) -> None:
-        """One batch of a site, whose rows belong to the sequences with these `numbers`."""
+        """Analyse one batch of a site, whose rows belong to the sequences with these `numbers`."""
         total = len(query_key.heads)
         finite = finite_heads(query_key)
         self._skip_nonfinite(site, [head for head in query_key.heads if head not in finite], "tokens", sink)
@@ -364,5 +364,5 @@ class Reader:
 
 
 def sequence_numbers(rows: int, batch: texts.Batch, start: int) -> list[int]:
-    """The sequence of each row; there are more rows where a module cuts a sequence into windows (Swin)."""
+    """Return the sequence of each row; there are more rows if a module cuts a sequence into windows (Swin)."""
     return [start + row * batch.size // rows for row in range(rows)]
