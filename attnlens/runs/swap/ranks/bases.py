@@ -165,7 +165,7 @@ def output_metrics(
 
 
 def possible_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
-    """Return the possible forms, the kernel's own first: latents shared or not, of keys after or before the rotation."""
+    """Return the possible forms, the kernel's own first: latents shared or not, of keys after or before rotation."""
     named = next(iter(swaps.values())).kernel
     inputs = texts.placeholder(loaded, 2, 0).batches[0].inputs
     reached = [found for found in hooks.survey(loaded.model, inputs) if found.site in swaps]

@@ -329,10 +329,7 @@ class Budgeting:
         self.swaps = {site: hooks.Replacement(form, swap.heads) for site, swap in self.swaps.items()}
 
     def _searched(self, trial: Trial, budget: float) -> tuple[int, dict[int, PlanStep]]:
-        """Find the step whose rise, including the margin, meets the budget; return it and the measured steps.
-
-        The steps to measure are predicted from the sensitivities.
-        """
+        """Find the last step whose rise plus margin meets the budget, guided by the sensitivities; return all tried."""
         loss = trial.own.mean
         nothing = Rise(share=0.0, sequences=len(trial.own.means), over=trial.own.design.over)
         tried = {0: PlanStep(mean_rank=self.mean_rank(self.ranks_after(0)), predicted=0.0, rise=nothing)}
@@ -388,7 +385,7 @@ class Budgeting:
         return {site: [next(left) for _ in basis.sizes] for site, basis in self.found.items()}
 
     def swapped(self, ranks: Mapping[Site, Sequence[int]], bases: Mapping[Site, Basis] | None = None) -> hooks.Swaps:
-        """Build the swaps with these ranks, using `bases` or `found`; the kernel's `rank` is the largest per key head."""
+        """Build the swaps with these ranks from `bases` or `found`; the kernel's `rank` is the most per key head."""
         bases = bases or self.found
         keys = {site: [len(group) for group in bases[site].groups] for site in ranks}
         most = max(-(-r // count) for s, found in ranks.items() for r, count in zip(found, keys[s], strict=True))
