@@ -143,7 +143,7 @@ def _difference(
     a, b = (part[:, positions][seen].double() for part in (own, new))
     # NaN at the same places counts as equal: a kernel that diverges does not leak, and its loss reports it.
     same = torch.equal(a.nan_to_num(), b.nan_to_num())
-    return 0.0 if same else float((a - b).norm() / a.norm().clamp_min(1e-30))
+    return 0.0 if same else float((a - b).norm() / a.norm().clamp_min(1e-30))  # a can be 0
 
 
 def _tensors(result: ModelOutput) -> Iterator[Tensor]:

@@ -298,7 +298,7 @@ class Course:
         """True if the stage has used its share of the work; attention transfer leaves one step for the next stage."""
         if self.stage == "whole":
             return self.share >= 1
-        return self.share + self.one_step > self.end + 1e-9 or self.share >= self.end
+        return self.share + self.one_step > self.end + 1e-9 or self.share >= self.end  # 1e-9: rounding of shares
 
     def begin(self, stage: HealingStage, rate: float) -> None:
         """Start a stage from the current parameters, or restart it at another rate, with a new optimiser."""

@@ -254,7 +254,7 @@ class Work:
         """Start a stage from the best parameters so far, with the learning rate that a range test chooses."""
         course, leaves = self.course, self.course.healer.leaves
         self.best.restore(leaves)
-        planned = 1 / course.one_step if course.one_step else 1e9
+        planned = 1 / course.one_step if course.one_step else 1e9  # a time does not bound the steps
         count = max(1, min(STEPS, round(planned / 10)))
         endless = cycle(course.train)  # batches in order, repeated, grouped by step
         some = [list(islice(endless, course.per_step)) for _ in range(count)]
@@ -310,7 +310,7 @@ class Work:
         if distances.finite:
             self.best.offer(step, distances.mean, self.course.healer.leaves)
         share, points = self.course.share, sum(one.loss is not None for one in self.curve)
-        passed = points < len(DRAWN) and share >= DRAWN[points] - 1e-9
+        passed = points < len(DRAWN) and share >= DRAWN[points] - 1e-9  # 1e-9: rounding of shares
         drawn = not self.curve or passed or share >= 1
         point = HealingStep(
             step=step,
@@ -328,7 +328,7 @@ class Work:
         course = self.course
         planned = 1 / course.one_step if course.one_step else course.amount.number
         checks = max(FEW, min(CHECKS, int(planned // NEAR)), min(MOST_CHECKS, int(planned // APART)))
-        last = self.seen[-1][0]
+        last = self.seen[-1][0]  # 1e-9 below: rounding of shares
         return int(course.share * checks + 0.5 + 1e-9) > int(last * checks + 0.5 + 1e-9)
 
     def _evaluated(self) -> float | None:

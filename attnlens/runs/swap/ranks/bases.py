@@ -329,7 +329,7 @@ def sensitivities(
     everything once the saturating logits are cut. Raises ModelError if the loss has no gradient.
     """
     totals = {site: torch.zeros(len(basis.sizes), max(basis.sizes) + 1) for site, basis in found.items()}
-    generator, count, kernel = torch.Generator().manual_seed(seed), 0, parsed("rank:65536")
+    generator, count, kernel = torch.Generator().manual_seed(seed), 0, parsed("rank:65536")  # `maps` set the rank
     for fed in batches:
         calls, outputs, loss, drawn = sampled(loaded, sites, found, fed, task, generator)
         gradients = torch.autograd.grad(loss, list(outputs.values()), allow_unused=True)

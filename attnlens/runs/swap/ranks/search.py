@@ -252,7 +252,7 @@ class Budgeting:
     found: dict[Site, Basis] = field(default_factory=dict)  # the directions of each site
     left_out: dict[str, dict[Site, Basis]] = field(default_factory=dict)
     """Directions fitted to all texts but one, by the name of that text."""
-    unit: Unit = "loss"  # whether rises are shares of the loss or of perplexity
+    unit: Unit = "loss"  # rises are shares of the loss or of perplexity
     keep: Keep = keep_nothing
     """Stores the losses of measured plans, from which an interrupted search resumes."""
 
