@@ -67,12 +67,12 @@ def relations(pairing: Pairing, forms: Judged | None) -> list[HeadChange]:
         for head, key_head in enumerate(pairing.key_of(site)):
             if (site.layer, head) not in places:
                 continue
-            told: dict[str, str] = {}
+            fields: dict[str, str] = {}
             if pair is None or forms is None:
-                told["reason"] = _unread(pairing, site, other)
+                fields["reason"] = _explain_unread(pairing, site, other)
             else:
                 relation = _relation(pairing, pair, head, float(forms.p[places[site.layer, head]]))
-                told |= {"reason": "a form is 0 or not finite"} if relation is None else {"relation": relation}
+                fields |= {"reason": "a form is 0 or not finite"} if relation is None else {"relation": relation}
             found.append(
                 HeadChange(
                     site=site.name,
@@ -81,13 +81,13 @@ def relations(pairing: Pairing, forms: Judged | None) -> list[HeadChange]:
                     kv_head=key_head,
                     part=site.part,
                     partner=pairing.order[site][head],
-                    **told,
+                    **fields,
                 )
             )
     return found
 
 
-def _unread(pairing: Pairing, site: Site, other: Site) -> str:
+def _explain_unread(pairing: Pairing, site: Site, other: Site) -> str:
     """Explain why the forms of a site cannot be compared."""
     for which, side, own in (("first", pairing.first, site), ("second", pairing.second, other)):
         read = side.factors(own)
@@ -131,7 +131,7 @@ def told(pairing: Pairing, heads: Sequence[HeadChange], rows: Sequence[MeasureCh
         for first, second in pairing.sites.items()
         if first.part != second.part
     ]
-    return [*_of_weights(pairing), *sight, *_of_order(pairing, heads), *_of_forms(pairing, heads, own)]
+    return [*_of_weights(pairing), *sight, *_order_notes(pairing, heads), *_of_forms(pairing, heads, own)]
 
 
 def _of_weights(pairing: Pairing) -> Iterator[str]:
@@ -159,7 +159,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other.to(one.device, one.dtype))
 
 
-def _of_order(pairing: Pairing, heads: Sequence[HeadChange]) -> Iterator[str]:
+def _order_notes(pairing: Pairing, heads: Sequence[HeadChange]) -> Iterator[str]:
     for site in pairing.unmoved:
         yield (
             f"Layer {site.layer}: the second model has its heads in another order, and --heads compares them by their "
@@ -179,18 +179,18 @@ def _of_forms(
     """Describe the effect of other factors of the same M; `own`: whether the KL of a head alone exceeds rounding."""
     same = {(head.layer, head.head) for head in heads if head.relation == "same form"}
     different = {place for place in same if own.get(place)}
-    turned = {place for place in _turned(pairing, same) if own.get(place) is not False}
+    turned = {place for place in _turned_heads(pairing, same) if own.get(place) is not False}
     gauge = {place for place in same - turned if own.get(place) is False}
     product = "have the same product M but different attention"
     if turned:
         yield (
             f"W_Q and W_K of {counted(len(turned), 'head')} {product}: the rotation acts on permuted rows (a lost RoPE "
-            f"permutation?): {_places(turned)}."
+            f"permutation?): {_format_heads(turned)}."
         )
     if different - turned:
         yield (
             f"W_Q and W_K of {counted(len(different - turned), 'head')} {product}: biases, norms or the mask act "
-            f"differently: {_places(different - turned)}."
+            f"differently: {_format_heads(different - turned)}."
         )
     if gauge:
         yield (
@@ -205,11 +205,11 @@ def _of_forms(
         )
 
 
-def _places(heads: Iterable[tuple[int, int]]) -> str:
+def _format_heads(heads: Iterable[tuple[int, int]]) -> str:
     return listed([f"{layer}.{head}" for layer, head in sorted(heads)])
 
 
-def _turned(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Yield heads whose M agrees only at equal positions, because the rotation acts on other coordinates."""
     for site in pairing.sites:
         pair = pairing.ordered_forms(site) if any(layer == site.layer for layer, _ in heads) else None
@@ -271,7 +271,7 @@ class Changes:
     def found(self, base: ModelInfo) -> Comparison:
         """Build the comparison: all rows, relations of heads, blocks, predictions and notes."""
         rounding, apart = self._rounding(), self._of_forms() | (self._of_rows() if self.pairing.first.batches else {})
-        judged = self._judged(rounding, apart)
+        judged = self._test_measures(rounding, apart)
         rows = named_rows(self.heads, judged, self.fdr, draws.UNDRAWN)
         heads = relations(self.pairing, judged.get(FORMS))
         predicted, why = outcome(self.pairing, self.design)
@@ -283,7 +283,7 @@ class Changes:
             named=sum(row.named for row in rows),
             heads=heads,
             rows=rows,
-            blocks=self._blocks(apart, rounding),
+            blocks=self._test_blocks(apart, rounding),
             outcome=predicted,
             notes=[*told(self.pairing, heads, rows), *why],
         )
@@ -306,7 +306,7 @@ class Changes:
         paths = [[path for path, _ in each] for each in found]
         return found if paths[0] == paths[1] else ([], [])
 
-    def _blocks(self, apart: Mapping[str, Tensor], rounding: Mapping[str, Rounding]) -> list[BlockChange]:
+    def _test_blocks(self, apart: Mapping[str, Tensor], rounding: Mapping[str, Rounding]) -> list[BlockChange]:
         """Test the change of each block's output for the first model's input states."""
         if BLOCKS not in apart:
             return []
@@ -326,7 +326,7 @@ class Changes:
             for place, (path, _) in enumerate(self.blocks[0])
         ]
 
-    def _judged(self, rounding: Mapping[str, Rounding], apart: Mapping[str, Tensor]) -> dict[str, Judged | None]:
+    def _test_measures(self, rounding: Mapping[str, Rounding], apart: Mapping[str, Tensor]) -> dict[str, Judged | None]:
         """Test the changes of each measure; None for categories and measures without drawn rounding."""
         found: dict[str, Judged | None] = {}
         for name in (FORMS, QUERY_ANGLE, KEY_ANGLE):
@@ -396,7 +396,7 @@ class Changes:
             if side.batches:
                 cut = replace(side.cut, sequences=min(draws.FEW, self.design.count))
                 blocks = self.blocks[number]
-                found |= draws.of_tokens(side, side.contents, cut, blocks, generator, self._tell(number))
+                found |= draws.of_tokens(side, side.contents, cut, blocks, generator, self._rounding_progress(number))
             drawn.append(found)
         partners = self.pairing.partners
         combined = {}
@@ -406,7 +406,7 @@ class Changes:
             combined[name] = significance.combined(first, second, squared=name in (ROWS, OWN_ROWS))
         return combined
 
-    def _tell(self, number: int) -> Tell:
+    def _rounding_progress(self, number: int) -> Tell:
         done = number * draws.DRAWS
 
         def tell(steps: int) -> None:

@@ -69,15 +69,15 @@ def record(side: ComparedModel, inputs: Mapping[str, Tensor], blocks: Sequence[B
             found.calls[site] = call
 
     def keep(path: str, block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        names = _names(block)
+        names = _parameter_names(block)
         named = dict(zip(names, args, strict=False)) | given
         kept = {name: named.get(name) for name in {*names[:1], *STATES}}
         found.states[path] = {name: state.clone() for name, state in kept.items() if isinstance(state, Tensor)}
 
-    with _before(blocks, keep), hooks.recorded(blocks) as outputs:
-        _pass(side, inputs, visit)
+    with _pre_hooks(blocks, keep), hooks.recorded(blocks) as outputs:
+        _run_pass(side, inputs, visit)
     found.outputs.update(
-        (path, given.clone()) for path, output in outputs.items() if (given := _first(output)) is not None
+        (path, given.clone()) for path, output in outputs.items() if (given := _output_states(output)) is not None
     )
     return found
 
@@ -102,26 +102,26 @@ def beside(
         if first is None or first not in recorded.calls:  # own-kernel sites of a saved swap are not visited
             return
         found.calls[site] = call
-        own, other = _rows(recorded.side, first), _rows(side, site)
+        own, other = _attention_rows(recorded.side, first), _attention_rows(side, site)
         pair = (recorded.calls[first], own), (call, other)
         found.rows[first] = divergence(*pair, order[first], first, inputs)
 
     def put(path: str, block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any]:
-        names, states = _names(block), recorded.states[path]
-        changed = [_instead(states.get(name), value) for name, value in zip(names, args, strict=False)]
-        named = {name: _instead(states.get(name), value) for name, value in given.items()}
+        names, states = _parameter_names(block), recorded.states[path]
+        changed = [_convert_state(states.get(name), value) for name, value in zip(names, args, strict=False)]
+        named = {name: _convert_state(states.get(name), value) for name, value in given.items()}
         return (*changed, *args[len(names) :]), named
 
-    with _before(blocks, put), hooks.recorded(blocks) as outputs:
-        _pass(side, inputs, visit)
+    with _pre_hooks(blocks, put), hooks.recorded(blocks) as outputs:
+        _run_pass(side, inputs, visit)
     for path, own in recorded.outputs.items():
-        other = _first(outputs.get(path))
+        other = _output_states(outputs.get(path))
         if other is not None and other.shape == own.shape:
             found.blocks[path] = _apart(own, other.to(own.device), inputs)
     return found
 
 
-def _first(output: Any) -> Tensor | None:
+def _output_states(output: Any) -> Tensor | None:
     """Return the states of a block's output: the output itself or its first element; None if it is not a tensor."""
     output = output[0] if isinstance(output, tuple | list) and output else output
     return output if isinstance(output, Tensor) else None
@@ -139,7 +139,7 @@ def _apart(own: Tensor, other: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     return moved.cpu()
 
 
-def _pass(side: ComparedModel, inputs: Mapping[str, Tensor], visit: Callable[[Site, Call], None]) -> None:
+def _run_pass(side: ComparedModel, inputs: Mapping[str, Tensor], visit: Callable[[Site, Call], None]) -> None:
     """Run a forward pass of a side's model and call `visit` for each attention call."""
     model, sites = side.loaded.model, side.inspection.sites
     seen = hooks.replace(model, sites, side.swaps, visit=visit) if side.swaps else hooks.watch(model, sites, visit)
@@ -148,7 +148,7 @@ def _pass(side: ComparedModel, inputs: Mapping[str, Tensor], visit: Callable[[Si
 
 
 @contextmanager
-def _before(blocks: Sequence[Block], hook: Callable[..., Any]) -> Iterator[None]:
+def _pre_hooks(blocks: Sequence[Block], hook: Callable[..., Any]) -> Iterator[None]:
     """Call `hook` before each block in the context: (path, block, args, kwargs) → new (args, kwargs), or None."""
     handles = [block.register_forward_pre_hook(partial(hook, path), with_kwargs=True) for path, block in blocks]
     try:
@@ -158,7 +158,7 @@ def _before(blocks: Sequence[Block], hook: Callable[..., Any]) -> Iterator[None]
             handle.remove()
 
 
-def _instead(state: Tensor | None, own: Any) -> Any:
+def _convert_state(state: Tensor | None, own: Any) -> Any:
     """Convert `state` to the type and device of `own`; `torch.where` lets tracers see `own` as a source too."""
     if state is None or not isinstance(own, Tensor) or own.shape != state.shape:
         return own
@@ -166,7 +166,7 @@ def _instead(state: Tensor | None, own: Any) -> Any:
     return torch.where(always, state.to(own.device, own.dtype), own)
 
 
-def _names(block: nn.Module) -> list[str]:
+def _parameter_names(block: nn.Module) -> list[str]:
     return list(signature(block.forward).parameters)
 
 
@@ -174,7 +174,7 @@ Rows = Callable[[Call], Tensor]
 """Function that computes the attention weights of a call."""
 
 
-def _rows(side: ComparedModel, site: Site) -> Rows:
+def _attention_rows(side: ComparedModel, site: Site) -> Rows:
     """Return the function that computes a site's attention weights, by its own kernel or that of a saved swap."""
     swap = side.swaps.get(site)
 
@@ -211,13 +211,13 @@ def divergence(
         step = max(1, PIECE_BYTES // size)
         for start in range(0, len(batch), step):
             some = list(range(start, min(start + step, len(batch))))
-            one, other = (_whole(rows(call.sequences(some, slice(None), slice(None)))) for call, rows in pair)
+            one, other = (_append_sink(rows(call.sequences(some, slice(None), slice(None)))) for call, rows in pair)
             terms = one * (one.clamp(min=FLOOR).log() - other[:, list(order)].clamp(min=FLOOR).log())
             found[[batch[row] for row in some]] = terms.sum(-1).mean(-1).clamp(min=0)
     return found.cpu()
 
 
-def _whole(rows: Tensor) -> Tensor:
+def _append_sink(rows: Tensor) -> Tensor:
     """Append the share of a sink, 1 − Σ of each row, as a last column."""
     return torch.cat((rows, (1 - rows.sum(-1, keepdim=True)).clamp(min=0)), -1)
 
@@ -277,9 +277,9 @@ def rounded(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Genera
     own: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
         for data, kind in types:
-            places = _places(data, generator)
+            places = _draw_indices(data, generator)
             own.append((data, places, data.take(places)))
-            data.put_(places, _moved(own[-1][2], kind, generator))
+            data.put_(places, _neighbours(own[-1][2], kind, generator))
         yield
     finally:
         for data, places, before in own:
@@ -288,18 +288,18 @@ def rounded(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Genera
 
 def nudged(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
     """Copy a tensor and move one value in twelve by ± one spacing of `kind`: mean 0, the variance of rounding."""
-    places = _places(tensor, generator)
-    return tensor.clone().put_(places, _moved(tensor.take(places), kind, generator))
+    places = _draw_indices(tensor, generator)
+    return tensor.clone().put_(places, _neighbours(tensor.take(places), kind, generator))
 
 
-def _places(tensor: Tensor, generator: torch.Generator) -> Tensor:
+def _draw_indices(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Draw the flat indices of the values to move, one in twelve on average."""
     part, rest = divmod(tensor.numel(), MOVED)
     count = part + int(torch.randint(MOVED, (1,), generator=generator)) // (MOVED - rest)
     return torch.randint(max(tensor.numel(), 1), (count,), generator=generator).to(tensor.device)
 
 
-def _moved(values: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
+def _neighbours(values: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
     """Return a random neighbour of each value in `kind`, away from or towards 0; 0 stays 0."""
     whole, behind = BITS[values.dtype]
     step = 1 << max(behind - BITS[kind][1], 0)
@@ -317,37 +317,37 @@ def of_weights(side: ComparedModel, generator: torch.Generator) -> dict[str, lis
         if not isinstance(factors, weights.Factors):
             continue
         kind = site_type(side.loaded.model, site)
-        for name, changes in _of_site(factors, side.analyzers("weights"), kind, generator).items():
+        for name, changes in _draw_site_changes(factors, side.analyzers("weights"), kind, generator).items():
             nothing = torch.full((DRAWS, len(places)), torch.nan, dtype=torch.float64)
-            every = found.setdefault(name, nothing)
+            table = found.setdefault(name, nothing)
             for head in range(changes.shape[1]):
                 if (site.layer, head) in places:
-                    every[:, places[site.layer, head]] = changes[:, head]
+                    table[:, places[site.layer, head]] = changes[:, head]
     return {name: list(changes) for name, changes in found.items()}
 
 
-def _of_site(
+def _draw_site_changes(
     factors: weights.Factors, analyzers: Sequence[Analyzer], kind: torch.dtype, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Draw the changes of one site's scalars, and the distances of its forms from unrounded ones; (draws, heads)."""
     own = factors.query_key
     fine = finite_heads(own)
     read = [analyzer for analyzer in analyzers if not analyzer.needs_base] if fine else []
-    before = _scalars(read, own.select(fine)) if read else {}
+    before = _compute_scalars(read, own.select(fine)) if read else {}
     drawn: dict[str, list[Tensor]] = defaultdict(list)
     for _ in range(DRAWS):
         query, key = (nudged(part, kind, generator) for part in (factors.maps.query, factors.maps.key))
         other = replace(factors, maps=replace(factors.maps, query=query, key=key)).query_key
         for name, values in distances(own, other).items():
             drawn[name].append(values)
-        for name, values in (_scalars(read, other.select(fine)) if read else {}).items():
-            every = torch.full((len(own.heads),), torch.nan, dtype=torch.float64)
-            every[fine] = values - before[name]
-            drawn[name].append(every)
+        for name, values in (_compute_scalars(read, other.select(fine)) if read else {}).items():
+            change = torch.full((len(own.heads),), torch.nan, dtype=torch.float64)
+            change[fine] = values - before[name]
+            drawn[name].append(change)
     return {name: torch.stack(changes) for name, changes in drawn.items()}
 
 
-def _scalars(analyzers: Sequence[Analyzer], query_key: QueryKey) -> dict[str, Tensor]:
+def _compute_scalars(analyzers: Sequence[Analyzer], query_key: QueryKey) -> dict[str, Tensor]:
     """Compute the scalar measures (no curves) of these analyzers, by name."""
     found: dict[str, Tensor] = {}
     for analyzer in analyzers:

@@ -69,12 +69,12 @@ def read(path: Path) -> Report:
             f"{beside} is not the file that {path.name} was written with.", "Write both again, or take it away."
         )
     try:
-        return report.with_windows(_windows(beside, report))
+        return report.with_windows(_read_windows(beside, report))
     except (KeyError, ValueError, csv.Error):  # UnicodeDecodeError is a ValueError
         raise UsageError(f"{beside} does not hold the windows of {path.name}.", AGAIN) from None
 
 
-def _windows(path: Path, report: Report) -> Windows:
+def _read_windows(path: Path, report: Report) -> Windows:
     """Read the values per window and head from a --windows-csv file."""
     content = read_bytes(path, UsageError, "Write it again with --windows-csv.").decode()
     places = {(head.layer, head.head): place for place, head in enumerate(report.heads)}
@@ -123,13 +123,13 @@ def _windows_read(report: Report) -> list[tuple[object, int]] | None:
 def compared_reports(first: Report, second: Report, fdr: float) -> Comparison:
     """Compare two reports; raise UsageError if they read different windows."""
     refuse_other_settings(first.settings, second.settings)
-    if [_place(head) for head in first.heads] != [_place(head) for head in second.heads]:
+    if [_head_fields(head) for head in first.heads] != [_head_fields(head) for head in second.heads]:
         return apart(first, second, fdr)
     windows = _windows_read(first), _windows_read(second)
     if None not in windows and windows[0] != windows[1]:
         raise UsageError("The two sides list their windows in another order.", AGAIN)
     heads = first.heads, second.heads
-    judged = {name: _judged(first, second, name) for name in first.measure_names()}
+    judged = {name: _test_measure(first, second, name) for name in first.measure_names()}
     rows = named_rows(heads, judged, fdr, NO_ROUNDING)
     paired = first.windows is not None and second.windows is not None
     kinds = [report.settings.dtype for report in (first, second)]
@@ -140,34 +140,34 @@ def compared_reports(first: Report, second: Report, fdr: float) -> Comparison:
         fdr=fdr,
         tests=sum(row.p is not None for row in rows),
         named=sum(row.named for row in rows),
-        heads=[HeadChange(**_place(head), partner=head.head, reason=NO_ROUNDING) for head in first.heads],
+        heads=[HeadChange(**_head_fields(head), partner=head.head, reason=NO_ROUNDING) for head in first.heads],
         rows=rows,
         notes=[*[otherwise] * (kinds[0] != kinds[1]), UNROUNDED, *[UNPAIRED] * (not paired)],
     )
 
 
-def _place(head: Head) -> dict[str, Any]:
+def _head_fields(head: Head) -> dict[str, Any]:
     return head.model_dump(include=set(HeadChange.model_fields) & set(Head.model_fields))
 
 
-def _judged(first: Report, second: Report, name: str) -> Judged | None:
+def _test_measure(first: Report, second: Report, name: str) -> Judged | None:
     """Test a measure's changes, paired if possible; None for categories and measures that do not depend on a text."""
     heads = first.heads, second.heads
     if is_category(heads, name):
         return None
     read = [None if report.windows is None else report.windows.values.get(name) for report in (first, second)]
     if read[0] is not None and read[1] is not None:
-        design = _design(first)
+        design = _sampling_design(first)
         return significance.sampled(read[1] - read[0], design, None, first.settings.seed)
     errors = change(heads, name, "se")
     if bool(errors[0].isnan().all() | errors[1].isnan().all()):
         return None
     before, after = change(heads, name)
     error = (errors[0].square() + errors[1].square()).sqrt()
-    return significance.independent(after - before, error, _design(first).freedom)
+    return significance.independent(after - before, error, _sampling_design(first).freedom)
 
 
-def _design(report: Report) -> Design:
+def _sampling_design(report: Report) -> Design:
     """Return the sampling design of the report's windows."""
     names = [text.name for text in report.settings.texts for _ in text.windows]
     return Design.of(names or [""] * (report.settings.sequences or 0), report.settings.intervals)
@@ -178,7 +178,7 @@ OTHER_HEADS = "The models have other sites or heads, so that none corresponds to
 
 def apart(first: Report, second: Report, fdr: float) -> Comparison:
     """Compare the quartiles of each common measure of two reports whose heads do not correspond."""
-    spreads = {name: (_spread(first, name), _spread(second, name)) for name in first.measure_names()}
+    spreads = {name: (_quartiles(first, name), _quartiles(second, name)) for name in first.measure_names()}
     shifts = [
         Shift(measure=name, before=before, after=after)
         for name, (before, after) in spreads.items()
@@ -187,7 +187,7 @@ def apart(first: Report, second: Report, fdr: float) -> Comparison:
     return Comparison(base=first.model, paired=False, fdr=fdr, shifts=shifts, notes=[OTHER_HEADS])
 
 
-def _spread(report: Report, name: str) -> Spread | None:
+def _quartiles(report: Report, name: str) -> Spread | None:
     """Compute the quartiles over heads with a value; None for categories, or if no head has a value."""
     each = [head.measures[name] for head in report.heads if name in head.measures]
     values = [measure.value for measure in each if measure.value is not None and measure.label is None]
@@ -239,10 +239,10 @@ def compare(
         raise UsageError("Both sides are the same.", "Name another model, or another report.")
     if any(isinstance(side, Report) for side in subjects):
         _refuse_ignored(subjects, options)
-        reports = _reports(subjects, tokenizer, progress, options)
+        reports = _inspect_reports(subjects, tokenizer, progress, options)
         found, report = compared_reports(*reports, given["fdr"]), reports[1]
     else:
-        sides = _sides(subjects, tokenizer, progress, options)
+        sides = _inspect_sides(subjects, tokenizer, progress, options)
         with at_rest(sides[0].loaded.model), at_rest(sides[1].loaded.model):
             found, report = compared(*sides, given["fdr"], progress), sides[1].report
     own = {name: getattr(report, name) for name in ("model", "settings", "coverage", "heads", "summary")}
@@ -265,7 +265,7 @@ def _refuse_ignored(subjects: Sequence[Any], options: Mapping[str, Any]) -> None
         raise UsageError(f"A report is read as it is, so that {', '.join(ignored)} would be ignored.", "Leave it out.")
 
 
-def _reports(
+def _inspect_reports(
     subjects: Sequence[Any], tokenizer: PreTrainedTokenizerBase | None, progress: Progress, options: Mapping[str, Any]
 ) -> tuple[Report, Report]:
     """Return both sides as reports; a model is inspected with the settings of the report on the other side."""
@@ -273,13 +273,13 @@ def _reports(
     first, second = (
         side
         if isinstance(side, Report)
-        else inspect(held(side, tokenizer), progress=progress, **{**like, **_loading(side, options, number)})
+        else inspect(held(side, tokenizer), progress=progress, **{**like, **_select_options(side, options, number)})
         for number, side in enumerate(subjects)
     )
     return first, second
 
 
-def _loading(subject: Any, options: Mapping[str, Any], number: int) -> Any:
+def _select_options(subject: Any, options: Mapping[str, Any], number: int) -> Any:
     """Select the options of one side, without SECOND for the first; named models default to float32."""
     found = {name: value for name, value in options.items() if number or name not in SECOND}
     if isinstance(subject, str | PathLike):
@@ -288,14 +288,14 @@ def _loading(subject: Any, options: Mapping[str, Any], number: int) -> Any:
     return found
 
 
-def _sides(
+def _inspect_sides(
     subjects: Sequence[Any], tokenizer: PreTrainedTokenizerBase | None, progress: Progress, options: Mapping[str, Any]
 ) -> tuple[ComparedModel, ComparedModel]:
     """Inspect both models on the texts of the first."""
     sides: list[ComparedModel] = []
     for number, subject in enumerate(subjects):
         own = None if isinstance(subject, str | PathLike | loading.Loaded) else tokenizer
-        given = _loading(subject, options, number)
+        given = _select_options(subject, options, number)
         swaps = None
         if isinstance(subject, str | PathLike) and (Path(subject).expanduser() / loading.SWAPPED).is_file():
             load_options = {name: value for name, value in given.items() if name in Loading.__annotations__}

@@ -49,14 +49,14 @@ def place(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
 
 def distances_between(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads others"]:
     """Compute ‖M'_g − M_h‖_F/max(‖M_h‖_F, ‖M'_g‖_F) at equal positions from the factors; 0 if both are 0."""
-    squares = torch.stack([_inner(one, one).diagonal() for one in (first, second)])
-    cross = _inner(first, second)
+    squares = torch.stack([_inner_products(one, one).diagonal() for one in (first, second)])
+    cross = _inner_products(first, second)
     size = torch.maximum(squares[0][:, None], squares[1])
     apart = (squares[0][:, None] + squares[1] - 2 * cross).clamp(min=0)
     return torch.where(size == 0, 0.0, apart / size).sqrt().cpu()
 
 
-def _inner(one: QueryKey, other: QueryKey) -> Float[Tensor, "heads others"]:
+def _inner_products(one: QueryKey, other: QueryKey) -> Float[Tensor, "heads others"]:
     """Compute ⟨M_h, M'_g⟩_F = s s' tr(W_Qᵀ W_Q' · W_K'ᵀ W_K)."""
     mine, others = ((each.query.double(), each.paired_key.double()) for each in (one, other))
     rows = [((query.mT @ others[0]) * (key.mT @ others[1])).sum((-2, -1)) for query, key in zip(*mine, strict=True)]
@@ -116,7 +116,7 @@ class ComparedModel:
         inspection.factors = {}
         with at_rest(inspection.loaded.model):
             report = inspection.run(contents, cut)
-        return cls(inspection, _of_weights(report) if swaps else report, contents, cut, swaps or {})
+        return cls(inspection, _remove_token_measures(report) if swaps else report, contents, cut, swaps or {})
 
     @property
     def loaded(self) -> Loaded:
@@ -154,7 +154,7 @@ class ComparedModel:
         return hooks.blocks(self.loaded.model, self.batches[0].inputs) if self.batches else []
 
 
-def _of_weights(report: Report) -> Report:
+def _remove_token_measures(report: Report) -> Report:
     """Return the report with the values of token measures removed."""
     nothing = Measure(value=None, reason=OTHER_KERNEL)
     known = measure_sources()

@@ -47,14 +47,14 @@ class Judged:
         """Compute the change that a test at `level` detects with probability POWER; NaN without an error estimate."""
         found = torch.zeros_like(self.delta)
         if self.se is not None and self.freedom > 0:
-            found = torch.fmax(found, self.se * _reach(level, self.freedom))
+            found = torch.fmax(found, self.se * _detectable_errors(level, self.freedom))
         if self.rounding is not None:
-            reach = _reach(level, self.rounding.freedom)
+            reach = _detectable_errors(level, self.rounding.freedom)
             found = torch.fmax(found, self.rounding.size * (reach**2 if self.rounding.squared else reach))
         return torch.where(found > 0, found, torch.nan)
 
 
-def _reach(level: float, freedom: int) -> float:
+def _detectable_errors(level: float, freedom: int) -> float:
     """Return the standard errors by which a change must differ from 0 to be named with probability POWER."""
     return float(stats.t.isf(level / 2, freedom) + stats.t.ppf(POWER, freedom))
 
@@ -165,7 +165,7 @@ def named_rows(heads: Heads, judged: Mapping[str, Judged | None], fdr: float, un
     """
     rows, places = [], []
     for name, one in judged.items():
-        for place, row in enumerate(_rows(heads, name)):
+        for place, row in enumerate(_plain_rows(heads, name)):
             if one is not None:
                 p, delta = float(one.p[place]), number_of(one.delta[place])
                 found: dict[str, Any] = {"delta": delta, "p": number_of(p)}
@@ -188,16 +188,16 @@ def is_category(heads: Heads, name: str) -> bool:
 
 def change(heads: Heads, name: str, of: str = "value") -> tuple[Tensor, Tensor]:
     """Return a measure's field `of` (`value` or `se`) for the heads of both models; NaN if it is missing."""
-    first, second = (_numbers([head.measures.get(name) for head in each], of) for each in heads)
+    first, second = (_field_tensor([head.measures.get(name) for head in each], of) for each in heads)
     return first, second
 
 
-def _numbers(each: Sequence[Measure | None], of: str) -> Tensor:
+def _field_tensor(each: Sequence[Measure | None], of: str) -> Tensor:
     found = [None if one is None else getattr(one, of) for one in each]
     return torch.tensor([math.nan if number is None else number for number in found], dtype=torch.float64)
 
 
-def _rows(heads: Heads, name: str) -> Iterator[MeasureChange]:
+def _plain_rows(heads: Heads, name: str) -> Iterator[MeasureChange]:
     category = is_category(heads, name)
     for one, other in zip(*heads, strict=True):
         read = {"first": one.measures.get(name), "second": other.measures.get(name)}

@@ -122,17 +122,17 @@ def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | 
 
 def alternatives(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list[Alternative]:
     """Build the controls of a kernel before healing, without those equal to the kernel or to the model's own."""
-    every = [
-        _sink_window(swaps, shapes),
-        _everywhere("one key", swaps, shapes, lambda _: parsed(ONE_KEY)),
-        _everywhere("floor", swaps, shapes, lambda _: parsed(FLOOR)),
+    controls = [
+        _sink_window_control(swaps, shapes),
+        _map_kernels("one key", swaps, shapes, lambda _: parsed(ONE_KEY)),
+        _map_kernels("floor", swaps, shapes, lambda _: parsed(FLOOR)),
     ]
     if all(swap.kernel.filter or swap.kernel.near for swap in swaps.values()):
-        every.append(_everywhere("filter alone", swaps, shapes, lambda kernel: branches(kernel)[0]))
-        every.append(_everywhere("without filter", swaps, shapes, lambda kernel: branches(kernel)[1]))
-    asked = Alternative("without filter", swaps).key
+        controls.append(_map_kernels("filter alone", swaps, shapes, lambda kernel: branches(kernel)[0]))
+        controls.append(_map_kernels("without filter", swaps, shapes, lambda kernel: branches(kernel)[1]))
+    kernel_key = Alternative("without filter", swaps).key
     own = Alternative("without filter", {site: hooks.Replacement(OWN, swap.heads) for site, swap in swaps.items()}).key
-    return [one for one in every if not one.swaps or one.key not in (asked, own)]
+    return [one for one in controls if not one.swaps or one.key not in (kernel_key, own)]
 
 
 def healed_far_part(
@@ -141,7 +141,7 @@ def healed_far_part(
     """Build the control that applies a hybrid's healed far part to all keys; None if the kernel is not a hybrid."""
     if not all(swap.kernel.near for swap in swaps.values()):
         return None
-    found = _everywhere("far part, healed", swaps, shapes, lambda kernel: branches(kernel)[1])
+    found = _map_kernels("far part, healed", swaps, shapes, lambda kernel: branches(kernel)[1])
     found.weights = weights
     return found
 
@@ -160,7 +160,7 @@ def window_beyond(swaps: hooks.Swaps, found: Sequence[Alternative], shapes: Mapp
     return WIDTH if tokens > WIDTH else f"the sequences have {tokens} tokens, and no key is beyond a window of {WIDTH}"
 
 
-def _sink_window(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> Alternative:
+def _sink_window_control(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> Alternative:
     """Build the control whose sink-window keeps as many numbers as the kernel at each site, or give the reason."""
     if any(site.part == "cross" for site in swaps):
         return Alternative("same size", {}, reason=CROSSING)
@@ -182,7 +182,7 @@ def _sink_window(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> Altern
     return Alternative("same size", found, mean_state(found, shapes))
 
 
-def _everywhere(
+def _map_kernels(
     role: ControlRole, swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape], of: Callable[[Kernel], Kernel]
 ) -> Alternative:
     """Build the control whose kernel at each site is `of` applied to the swapped kernel."""

@@ -93,10 +93,10 @@ class Search:
 
     def update(self, call: Call) -> None:
         """Add Σ KL(own ‖ new) of a batch, per share and head."""
-        own = _with_sink(call, weights(call, hooks.OWN))
+        own = _append_sink(call, weights(call, hooks.OWN))
         found = []
         for share in SHARES:
-            new = _with_sink(call, weights(call, self.kernel.with_fitted(self.at(torch.tensor(share)))))
+            new = _append_sink(call, weights(call, self.kernel.with_fitted(self.at(torch.tensor(share)))))
             rows = (own * (own.clamp_min(TINIEST).log() - new.clamp_min(TINIEST).log())).sum(-1)
             found.append(rows.sum((0, 2)).cpu())
         self.divergence = self.divergence + torch.stack(found)
@@ -113,7 +113,7 @@ class Search:
         return self.at(torch.tensor(SHARES)[self.divergence.nan_to_num(torch.inf).argmin(0)])
 
 
-def _with_sink(call: Call, rows: Tensor) -> Tensor:
+def _append_sink(call: Call, rows: Tensor) -> Tensor:
     """Convert attention rows to float64 and append the share of a sink, if there is one, as a last outcome."""
     rows = rows.double()
     return rows if call.sinks is None else torch.cat([rows, (1 - rows.sum(-1, keepdim=True)).clamp_min(0)], -1)
@@ -133,7 +133,7 @@ def fit(
     Makes two passes over the text: least squares in closed form, then the line search of `Search` or, for a hybrid,
     the weight of near keys. Kernels without typed parameters to start from make only the first pass.
     """
-    fits = _fits(swaps)
+    fits = _create_fits(swaps)
     ranks = [(site, found) for site, found in fits.items() if isinstance(found, MapsFit)]
     give_rotations(loaded, swaps, ranks)
     if any(found.by_output for _, found in ranks):
@@ -160,7 +160,7 @@ def unfitted(loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batche
     """Expand unfitted trainable parameters to one value per head, the typed one; fits of `batches` give the shapes."""
     bare = {s: swap for s, swap in swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
     found = dict(swaps)
-    fits = _fits(bare)
+    fits = _create_fits(bare)
     _read(loaded, sites, bare, fits, batches, lambda _: None)
     for site, fitting in fits.items():
         kernel = bare[site].kernel
@@ -173,7 +173,7 @@ def unfitted(loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batche
     return found
 
 
-def _fits(swaps: hooks.Swaps) -> dict[Site, Fit | OutputFit]:
+def _create_fits(swaps: hooks.Swaps) -> dict[Site, Fit | OutputFit]:
     """Create a fit for each swapped site whose kernel has free parameters."""
     fits = {site: swap.kernel.fitting() for site, swap in swaps.items()}
     return {site: found for site, found in fits.items() if found is not None}

@@ -271,7 +271,7 @@ class KernelRun:
         session, candidate = self.session, self.candidate
         with enough_memory(session.loaded.model, session.fed[0].inputs, session.variant(candidate.last)):
             _ = session.own_peak  # measured first, before anything keeps memory allocated
-            swap = self._through()
+            swap = self._run_stages()
         windows = windows_of({(candidate.kernel.spelling, s): d for s, d in candidate.found.items()}, session.settings)
         controls = {str(n): candidate.measured[one.key] for n, one in enumerate(candidate.controls) if one.swaps}
         measured = {**candidate.found, **controls}
@@ -282,7 +282,7 @@ class KernelRun:
             raise KernelInterrupted(reading)
         return reading
 
-    def _through(self) -> Swap:
+    def _run_stages(self) -> Swap:
         session, candidate, timings = self.session, self.candidate, self.session.timings
         with timed(timings, "fit"):
             self._fit()
@@ -324,7 +324,7 @@ class KernelRun:
         session, candidate = self.session, self.candidate
         kernel, needed = candidate.kernel, candidate.kernel.needs_fit
         if session.options.limit is not None:
-            candidate.choice = self._chosen(candidate.last, session.options.limit)
+            candidate.choice = self._choose_ranks(candidate.last, session.options.limit)
             candidate.stages["swapped"] = candidate.choice.swaps
             return
         source = session.calibrated if kernel.fit_reads else session.evaluated.first()  # else only shapes are read
@@ -335,7 +335,7 @@ class KernelRun:
         stage = "swapped" if needed else "fitted"
         candidate.stages[stage] = fit(session.loaded, session.sites, candidate.last, text, *how)
 
-    def _chosen(self, swaps: Swaps, limit: Budget) -> Choice:
+    def _choose_ranks(self, swaps: Swaps, limit: Budget) -> Choice:
         """Return the ranks of the given plan, or search those within the limit."""
         session = self.session
         named, how = session.options.form_named, (session.task, session.options.path, self._seed)
@@ -352,17 +352,17 @@ class KernelRun:
     def _compare(self) -> None:
         """Measure the stages of the candidate so far, and its controls."""
         session, candidate = self.session, self.candidate
-        every = alternatives(candidate.last, session.shapes)
+        controls = alternatives(candidate.last, session.shapes)
         candidate.state = mean_state(candidate.last, session.shapes)
-        candidate.window = window_beyond(candidate.last, every, session.shapes)
-        candidate.controls = every if session.options.controls else []
+        candidate.window = window_beyond(candidate.last, controls, session.shapes)
+        candidate.controls = controls if session.options.controls else []
         for control in candidate.controls:
             control.refuse(session.loaded, session.probe, partial(session.variant, path=EXACT))
-        found = self._compared(self._variants(session.controls))
+        found = self._compare_variants(self._variants(session.controls))
         session.controls |= self._common(found)
-        known = session.controls | found
-        candidate.found |= {stage: known[stage] for stage in candidate.stages}
-        candidate.measured = {one.key: known[one.key] for one in candidate.controls if one.swaps}
+        results = session.controls | found
+        candidate.found |= {stage: results[stage] for stage in candidate.stages}
+        candidate.measured = {one.key: results[one.key] for one in candidate.controls if one.swaps}
         if session.task in ("causal", "masked"):
             one = next(iter(candidate.found.values()))
             names = [session.settings.texts[number].name for number in one.sampled.texts]
@@ -387,7 +387,7 @@ class KernelRun:
             if one.key in found and not (one.weights or any(swap.kernel.fitted for swap in one.swaps.values()))
         }
 
-    def _compared(self, variants: Mapping[object, Variant]) -> dict[object, Differences]:
+    def _compare_variants(self, variants: Mapping[object, Variant]) -> dict[object, Differences]:
         session = self.session
         tell = self._teller("compare", len(variants) * sum(map(tokens_in, session.fed)))
         return compare(session.loaded.model, session.fed, variants, session.task, tell, session.design)
@@ -407,7 +407,7 @@ class KernelRun:
             variants[far.key] = session.variant(far.swaps, far.weights, EXACT)
         if control is not None:
             variants["control"] = session.variant(control[1].healed_swaps(), control[1].values())
-        found = self._compared(variants)
+        found = self._compare_variants(variants)
         candidate.found["healed"] = found["healed"]
         if far is not None:
             candidate.measured[far.key] = found[far.key]
@@ -420,16 +420,16 @@ class KernelRun:
     def _generate(self) -> None:
         """Measure how long the greedy continuations of each stage and control agree with the original's."""
         session, candidate = self.session, self.candidate
-        every = self._variants(session.agreements, EXACT)
-        tell = self._teller("generate", len(every) + 1)
+        variants = self._variants(session.agreements, EXACT)
+        tell = self._teller("generate", len(variants) + 1)
         own, notes = session.continuation
         tell(1)
-        found = agreements(session.loaded.model, own, every, tell)
+        found = agreements(session.loaded.model, own, variants, tell)
         session.agreements |= self._common(found)
-        known = session.agreements | found
-        candidate.agreements = {stage: known[stage] for stage in candidate.stages}
+        results = session.agreements | found
+        candidate.agreements = {stage: results[stage] for stage in candidate.stages}
         for control in candidate.controls:
-            control.agreement = known[control.key] if control.swaps else {}
+            control.agreement = results[control.key] if control.swaps else {}
         self.notes += notes
 
     def _record(self, gates: dict[str, Any], local: Local) -> Swap:

@@ -235,7 +235,7 @@ def _prepared(
         )
     if options.calibrates:
         more = replace(cut, pack=cut.pack or bool(others))
-        calibrated, samples = _calibrated(loaded, options, asked, others or contents, more, evaluated)
+        calibrated, samples = _cut_calibration(loaded, options, asked, others or contents, more, evaluated)
         read = [sample.batches for sample in samples] + ([calibrated] if calibrated else [])
         shared = texts.shared_share(loaded.tokenizer, evaluated.passages, texts.passages(read))
         named = search.joined(read)
@@ -261,7 +261,7 @@ def _prepared(
     )
 
 
-def _calibrated(
+def _cut_calibration(
     loaded: loading.Loaded,
     options: SwapOptions,
     asked: Settings,

@@ -88,7 +88,7 @@ def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: h
     make_folder(real.parent)
     try:
         with _part(real.parent) as part:
-            _write(part, loaded, sites, swaps)
+            _write_folder(part, loaded, sites, swaps)
             part.rename(real)
     except (OSError, SafetensorError) as error:
         raise unwritten_folder(folder, getattr(error, "strerror", None) or str(error)) from None
@@ -112,7 +112,7 @@ def _part(parent: Path) -> Iterator[Path]:
         shutil.rmtree(secret, ignore_errors=True)
 
 
-def _write(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps) -> None:
+def _write_folder(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps) -> None:
     with quiet(), _dequantised(loaded.model):
         loaded.model.save_pretrained(part)
         if loaded.tokenizer is not None:
@@ -205,13 +205,13 @@ def restored(place: Path, **loading: Any) -> Restored:
     loaded = load(str(place), swapped=True, **loading)
     _check_files(facts, {file.name: file.sha256 for file in loaded.info.files}, place)
     inputs = texts.placeholder(loaded, 2, seed=0).batches[0].inputs
-    sites = _sites(facts, hooks.survey(loaded.model, inputs), place)
-    swaps = _swaps(facts, sites, {name: value.to(loaded.model.device) for name, value in fitted.items()}, place)
+    sites = _check_sites(facts, hooks.survey(loaded.model, inputs), place)
+    swaps = _build_swaps(facts, sites, {name: value.to(loaded.model.device) for name, value in fitted.items()}, place)
     try:
         with torch.no_grad(), hooks.replace(loaded.model, sites, swaps):
             hooks.forward(loaded.model, inputs)
     except (*FAILURES, AttnlensError) as error:
-        raise _none(place, f"its kernel does not fit its model ({first_line(error)})") from None
+        raise _error(place, f"its kernel does not fit its model ({first_line(error)})") from None
     return Restored(loaded, sites, swaps, facts.kernel)
 
 
@@ -221,21 +221,21 @@ def _read(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
         refuse_outside(place, place / FACTS)
         facts = SavedSwap.model_validate(read_object(place / FACTS, ModelError, WRITTEN))
     except ModelError as error:
-        raise _none(place, error.problem.rstrip("."), SAVED) from None
+        raise _error(place, error.problem.rstrip("."), SAVED) from None
     except ValidationError as error:
         where, what = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
-        raise _none(place, f"its {FACTS} is not what --save writes ({where}: {what})", SAVED) from None
+        raise _error(place, f"its {FACTS} is not what --save writes ({where}: {what})", SAVED) from None
     try:
         stored = weight_file(place, FITTED)
         digest, fitted = sha256(stored), load_file(stored)
     except (OSError, ModelError, SafetensorError) as error:
-        raise _none(place, first_line(error).rstrip("."), SAVED) from None
+        raise _error(place, first_line(error).rstrip("."), SAVED) from None
     _check_files(facts, {FITTED: digest}, place)
     if {name: list(value.shape) for name, value in fitted.items()} != facts.fitted:
-        raise _none(place, f"its {FITTED} does not hold the parameters that its {FACTS} names")
+        raise _error(place, f"its {FITTED} does not hold the parameters that its {FACTS} names")
     broken = [name for name, value in fitted.items() if not bool(value.isfinite().all())]
     if broken:
-        raise _none(place, f"{broken[0]} in its {FITTED} holds NaN or Inf")
+        raise _error(place, f"{broken[0]} in its {FITTED} holds NaN or Inf")
     return facts, fitted
 
 
@@ -244,39 +244,39 @@ def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> N
     here = {path.name for path in place.glob("*.safetensors")}
     changed = sorted(here ^ facts.files.keys()) or [n for n, own in digests.items() if facts.files.get(n, own) != own]
     if changed:
-        raise _none(place, f"{changed[0]} is not the file that was saved with its {FACTS}")
+        raise _error(place, f"{changed[0]} is not the file that was saved with its {FACTS}")
 
 
-def _sites(facts: SavedSwap, reached: Sequence[hooks.Reached], place: Path) -> tuple[Site, ...]:
+def _check_sites(facts: SavedSwap, reached: Sequence[hooks.Reached], place: Path) -> tuple[Site, ...]:
     """Return the model's sites; raise ModelError if attnlens.json lists other sites, heads or layers."""
     for saved, found in zip(facts.sites, reached, strict=False):
         if saved_site(found.site, None) != saved.model_copy(update={"heads": None}):
-            raise _none(place, f"its {FACTS} names {saved.path} as layer {saved.layer}, which the model does not have")
+            raise _error(place, f"its {FACTS} names {saved.path} as layer {saved.layer}, which the model does not have")
         wrong = [head for head in saved.heads or () if not 0 <= head < found.call.query.shape[1]]
         if wrong or len(set(saved.heads or ())) != len(saved.heads or ()):
-            raise _none(place, f"its {FACTS} swaps heads of {saved.path} that the model does not have, or one twice")
+            raise _error(place, f"its {FACTS} swaps heads of {saved.path} that the model does not have, or one twice")
     if len(facts.sites) != len(reached):
-        raise _none(place, f"its {FACTS} names {len(facts.sites)} sites, and the model has {len(reached)}")
+        raise _error(place, f"its {FACTS} names {len(facts.sites)} sites, and the model has {len(reached)}")
     missed = [layer for layer in facts.swapped if not 0 <= layer < len(reached)]
     if missed or not facts.swapped:
         what = f"layer {missed[0]}, which the model does not have" if missed else "none"
-        raise _none(place, f"its {FACTS} swaps {what}")
+        raise _error(place, f"its {FACTS} swaps {what}")
     return tuple(found.site for found in reached)
 
 
-def _swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str, Tensor], place: Path) -> hooks.Swaps:
+def _build_swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str, Tensor], place: Path) -> hooks.Swaps:
     """Return the kernel of each swapped site; raise ModelError if the sites' fitted parameters differ in names."""
     try:
         kernel = parsed(facts.kernel, allow_signed=True)
     except UsageError as error:
-        raise _none(place, f"its {FACTS} names no kernel: {error.problem.rstrip('.')}") from None
+        raise _error(place, f"its {FACTS} names no kernel: {error.problem.rstrip('.')}") from None
     parts = {name.partition(".")[::2]: value for name, value in fitted.items()}
     own = {
         layer: {name: value for (number, name), value in parts.items() if number == str(layer)}
         for layer in facts.swapped
     }
     if len({tuple(sorted(parameters)) for parameters in own.values()}) > 1:
-        raise _none(place, f"its {FITTED} lacks parameters of some of the layers that are swapped")
+        raise _error(place, f"its {FITTED} lacks parameters of some of the layers that are swapped")
     heads = [None if saved.heads is None else tuple(saved.heads) for saved in facts.sites]
     return {
         sites[layer]: hooks.Replacement(kernel.with_fitted(parameters), heads[layer])
@@ -284,5 +284,5 @@ def _swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str, Tenso
     }
 
 
-def _none(place: Path, why: str, remedy: str = WRITTEN) -> ModelError:
+def _error(place: Path, why: str, remedy: str = WRITTEN) -> ModelError:
     return ModelError(f"{place} holds no swapped model: {why}.", remedy)

@@ -63,10 +63,10 @@ def causality_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Varia
     name = next(name for name in IDS if name in inputs)
     ids = inputs[name]
     half = ids.shape[1] // 2
-    other = torch.cat([ids[:, :half], _random_ids(loaded, ids[:, half:], seed)], 1)
+    other = torch.cat([ids[:, :half], _draw_ids(loaded, ids[:, half:], seed)], 1)
     pair = {**inputs, name: ids}, {**inputs, name: other}
-    return _judged(
-        lambda kernel: _difference(loaded, *pair, kernel, slice(0, half)),
+    return _check_error(
+        lambda kernel: _relative_difference(loaded, *pair, kernel, slice(0, half)),
         variant,
         "later tokens change",
         "The kernel lets the future leak; attnlens gives no numbers for it. Please report it.",
@@ -83,15 +83,15 @@ def mask_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, s
     if name not in inputs or MASKS[name] not in inputs or inputs[name].shape[1] < 2:
         return NO_ROWS if MASKS[name] in inputs else "the model takes no padding"
     pair = _padded(loaded, inputs, seed + 1, left=left), _padded(loaded, inputs, seed + 2, left=left)
-    return _judged(
-        lambda kernel: _difference(loaded, *pair, kernel),
+    return _check_error(
+        lambda kernel: _relative_difference(loaded, *pair, kernel),
         variant,
         "the padding's content changes",
         "The kernel looks at padding; attnlens gives no numbers for it. Please report it.",
     )
 
 
-def _judged(measure: Callable[[Variant], float | None], variant: Variant, when: str, remedy: str) -> float | str:
+def _check_error(measure: Callable[[Variant], float | None], variant: Variant, when: str, remedy: str) -> float | str:
     """Return the error, or a reason for none; raise IdentityError above 1e-5 unless the original model has it too."""
     error = measure(variant)
     if error is None:
@@ -109,7 +109,7 @@ def _padded(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bo
     name = "input_ids"
     padding = min(PADDING, inputs[name].shape[1] // 2)
     ids, mask = inputs[name][:, :-padding], inputs[MASKS[name]][:, :-padding]
-    fill = _random_ids(loaded, ids.new_full((len(ids), padding), -1), seed)
+    fill = _draw_ids(loaded, ids.new_full((len(ids), padding), -1), seed)
     nothing = torch.zeros_like(fill).to(mask)
     parts = ([fill, ids], [nothing, mask]) if left else ([ids, fill], [mask, nothing])
     # inputs per token (token types, boxes on a page) are shifted along with the tokens
@@ -121,7 +121,7 @@ def _padded(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bo
     return found
 
 
-def _difference(
+def _relative_difference(
     loaded: Loaded,
     first: Mapping[str, Tensor],
     second: Mapping[str, Tensor],
@@ -133,7 +133,7 @@ def _difference(
         results = [hooks.forward(loaded.model, inputs, output_hidden_states=True) for inputs in (first, second)]
     shape = next(first[name].shape for name in IDS if name in first)
     own, new = (
-        next((value for value in _tensors(result) if value.dim() > 2 and value.shape[:2] == shape), None)
+        next((value for value in _output_tensors(result) if value.dim() > 2 and value.shape[:2] == shape), None)
         for result in results
     )
     if own is None or new is None:
@@ -146,18 +146,18 @@ def _difference(
     return 0.0 if same else float((a - b).norm() / a.norm().clamp_min(1e-30))  # a can be 0
 
 
-def _tensors(result: ModelOutput) -> Iterator[Tensor]:
+def _output_tensors(result: ModelOutput) -> Iterator[Tensor]:
     """Yield floating outputs, also of nested outputs (CLIP's text model), in order: logits or decoder states first."""
     for name, value in result.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             yield value
         elif isinstance(value, ModelOutput):
-            yield from _tensors(value)
+            yield from _output_tensors(value)
         elif name in ("decoder_hidden_states", "hidden_states"):
             yield value[-1]
 
 
-def _random_ids(loaded: Loaded, like: Tensor, seed: int) -> Tensor:
+def _draw_ids(loaded: Loaded, like: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     known = texts.vocabulary(loaded.model) or texts.CHARACTERS
     standing = texts.standing_ids(loaded.model)
@@ -349,12 +349,12 @@ class Local:
         if self.left:
             notes.append(
                 f"The groups do not divide the key heads at {len(self.left)} of {total} sites: the last latent there "
-                f"has {_numbers(self.left)}."
+                f"has {_format_numbers(self.left)}."
             )
         if self.beyond:
             notes.append(
                 f"group={kernel.parameters['group']:g} is more than the key heads at {len(self.beyond)} of {total} "
-                f"sites ({_numbers(self.beyond)} there): all of them share one latent, as with group=all."
+                f"sites ({_format_numbers(self.beyond)} there): all of them share one latent, as with group=all."
             )
         if kernel.signed:
             notes.append("The kernel can be negative: rows of its attention matrix are no probabilities.")
@@ -394,7 +394,7 @@ def locally(
     return found
 
 
-def _numbers(found: Sequence[int]) -> str:
+def _format_numbers(found: Sequence[int]) -> str:
     """Format the distinct numbers in ascending order, as in `1 or 2`."""
     return " or ".join(map(str, sorted(set(found))))
 

@@ -101,8 +101,8 @@ def head_measures(
         numbers = [torch.nan if one is None or one.value is None else one.value for one in read]
         values[name] = torch.tensor(numbers, dtype=torch.float64)
         if bool(values[name].isnan().all()):
-            told = [one.reason for one in read if one is not None and one.reason]
-            reasons[name] = told[0] if told else "no head has a value"
+            explanations = [one.reason for one in read if one is not None and one.reason]
+            reasons[name] = explanations[0] if explanations else "no head has a value"
         elif all((site, name) in collector.windows for site, _ in units):
             rows = [collector.windows[site, name][:, head or 0] for site, head in units]
             windows[name] = torch.stack(rows, 1)
@@ -149,11 +149,11 @@ def _predictor(name: str, alone: Alone, measures: SweptMeasures, p_values: tuple
     value, harm, layer_numbers = measures.values[name], alone.harms, [site.layer for site, _ in alone.units]
     own = [(site.path, head) for site, head in alone.units]  # ALBERT's layers share heads
     over_heads = rank_correlation(value, harm, own, seed=seed)
-    layers = _ends(rank_correlation(value, harm, layer_numbers, seed=seed))
+    layers = _interval_ends(rank_correlation(value, harm, layer_numbers, seed=seed))
     there = ~(value + harm).isnan()
     measure = measures.windows[name][alone.kept][:, there] if name in measures.windows else value[there]
     rises = (alone.changed - alone.own)[there].mT
-    windows = _ends(over_windows(measure, rises, alone.sizes, alone.design, over_heads.value, seed=seed))
+    windows = _interval_ends(over_windows(measure, rises, alone.sizes, alone.design, over_heads.value, seed=seed))
     missing = {
         "sequences_ci95": "" if windows else ONE_WINDOW if alone.design.freedom < 1 else PARTIAL,
         "layers_ci95": "" if layers else ONE_LAYER,
@@ -163,7 +163,7 @@ def _predictor(name: str, alone: Alone, measures: SweptMeasures, p_values: tuple
         rho=over_heads.value,
         heads=int(there.sum()),
         left_out=int((~there).sum()),
-        heads_ci95=_ends(over_heads),
+        heads_ci95=_interval_ends(over_heads),
         layers_ci95=layers,
         sequences_ci95=windows,
         p_value=p_values[0],
@@ -173,7 +173,7 @@ def _predictor(name: str, alone: Alone, measures: SweptMeasures, p_values: tuple
     )
 
 
-def _ends(found: Interval) -> tuple[float, float] | None:
+def _interval_ends(found: Interval) -> tuple[float, float] | None:
     return None if math.isnan(found.low) else (found.low, found.high)
 
 
@@ -258,11 +258,11 @@ def sweep(
             after[unit].append(found["changed"])
             progress(1)
         before.append(found["own"])
-    every = torch.cat([_sizes(fed, task) for fed in batches])
-    kept = (every > 0).nonzero()[:, 0].tolist()
+    weights = torch.cat([_sequence_weights(fed, task) for fed in batches])
+    kept = (weights > 0).nonzero()[:, 0].tolist()
     changed = torch.stack([torch.cat(after[unit]) for unit in chosen])
     tested = task != "hidden" and not batches[0].noise
-    return Alone(list(chosen), torch.cat(before), changed, every[kept], kept, design.select(kept), tested)
+    return Alone(list(chosen), torch.cat(before), changed, weights[kept], kept, design.select(kept), tested)
 
 
 @dataclass
@@ -281,7 +281,7 @@ class SweptBatch:
     def original(self) -> tuple[dict[str, Any], Tensor, Tensor]:
         """Block outputs, predictions and loss per sequence of the original model."""
         with hooks.recorded(self.blocks) as given:
-            own = _run(self.loaded, self.fed, self.task)
+            own = _run_batch(self.loaded, self.fed, self.task)
         return given, own, _losses(own, own, self.fed, self.task)
 
     def losses(self, site: Site, head: int | None) -> dict[str, Tensor]:
@@ -295,11 +295,11 @@ class SweptBatch:
             hooks.replace(self.loaded.model, self.sites, {site: swap}, self.path),
             hooks.resumed(self.blocks, given, site),
         ):
-            new = _run(self.loaded, self.fed, self.task)
+            new = _run_batch(self.loaded, self.fed, self.task)
         return {"own": own_losses, "changed": _losses(own, new, self.fed, self.task)}
 
 
-def _run(loaded: Loaded, fed: Fed, task: Task) -> Tensor:
+def _run_batch(loaded: Loaded, fed: Fed, task: Task) -> Tensor:
     """Return the predictions at predicted positions, or the (batch, tokens, d_model) states of a headless model."""
     with torch.no_grad():
         result = hooks.forward(loaded.model, fed.inputs, **asking(task))
@@ -321,7 +321,7 @@ def _losses(own: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
     return sequence_losses(new, targets)[0]
 
 
-def _sizes(fed: Fed, task: Task) -> Tensor:
+def _sequence_weights(fed: Fed, task: Task) -> Tensor:
     """Return the weight of each sequence in the mean: its predicted tokens, its real tokens if headless, or 1."""
     if task == "hidden" and "attention_mask" in fed.inputs:
         return fed.inputs["attention_mask"].sum(1).double().cpu()

@@ -28,7 +28,7 @@ SMALLEST = 1e-30
 """Lower bound on ‖own‖² in relative errors, since a site's output can be 0."""
 
 
-class _Seen(Exception):  # noqa: N818  # not an error: it ends a forward pass early
+class _AllModulesRan(Exception):  # noqa: N818  # not an error: it ends a forward pass early
     """Signal that all attention modules to train have run."""
 
 
@@ -64,7 +64,7 @@ def _pairs(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[
     """Yield (new output, original output) of the sites of each module, and the module's regularisers."""
     new, penalties = dict[Site, Tensor](), list[Tensor]()
     paths = {healer.loaded.model.get_submodule(site.path): site.path for site in healer.swaps}
-    calls, own = _passed(healer, inputs, paths)
+    calls, own = _record_calls(healer, inputs, paths)
     swaps = healer.healed_swaps()
 
     def visit(site: Site, call: Call) -> None:
@@ -86,7 +86,7 @@ def _pairs(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[
             penalties.clear()
 
 
-def _passed(
+def _record_calls(
     healer: Healer, inputs: Mapping[str, Tensor], paths: Mapping[nn.Module, str]
 ) -> tuple[list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]], dict[Site, Tensor]]:
     """Record the calls (module, args, kwargs) of these modules in the original model, and their sites' outputs."""
@@ -100,13 +100,13 @@ def _passed(
         if site.path in paths.values():
             own[site] = found
         if len(own) == expected:
-            raise _Seen
+            raise _AllModulesRan
 
     handles = [module.register_forward_pre_hook(entered, with_kwargs=True) for module in paths]
     try:
         with torch.no_grad(), hooks.watch(healer.loaded.model, healer.sites, lambda _site, _call: None, answered):
             hooks.forward(healer.loaded.model, inputs)
-    except _Seen:
+    except _AllModulesRan:
         pass
     finally:
         for handle in handles:
@@ -388,18 +388,18 @@ def chosen_rate(
         tried.append(HealingRate(rate=rate, validation=found.mean if found.finite else None))
         return found.mean if found.finite else math.inf
 
-    known: dict[float, float] = {}
+    distances: dict[float, float] = {}
     for rate in RATES[stage]:
-        known[rate] = distance(rate)
-        if not enough(known[rate], min(known.values()), start):
+        distances[rate] = distance(rate)
+        if not enough(distances[rate], min(distances.values()), start):
             break
-    while min(known.values()) >= start > 0 and min(known) * SLOWER >= LEAST:
-        rate = min(known) * SLOWER
-        known[rate] = distance(rate)
-    least = min(known.values())
+    while min(distances.values()) >= start > 0 and min(distances) * SLOWER >= LEAST:
+        rate = min(distances) * SLOWER
+        distances[rate] = distance(rate)
+    least = min(distances.values())
     if least >= start:
         return 0.0, tried
-    return max(rate for rate, found in known.items() if enough(found, least, start)), tried
+    return max(rate for rate, found in distances.items() if enough(found, least, start)), tried
 
 
 def enough(distance: float, least: float, start: float) -> bool:

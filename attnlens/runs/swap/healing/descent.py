@@ -163,7 +163,7 @@ def heal(
     the initial distance is not finite. After the first checked step, Ctrl-C ends the healing early and sets
     `healer.interrupted`.
     """
-    train, back = split(healer, batches, seed, _trained(asked, batches))
+    train, back = split(healer, batches, seed, _estimate_batches(asked, batches))
     healer.prepare(batches.batches[0])
     few = None  # sequences per step for STEPS_WANTED steps if tokens are requested; None: a batch
     if asked.amount.unit == "tokens" and batches.tokens:
@@ -228,7 +228,7 @@ class Work:
         self.trainings = [HealingTraining.model_validate(one) for one in facts["trainings"]]
         self.ended = facts["ended"]
         self.resumed = True
-        self._tell()
+        self._report_progress()
 
     def train(self, stage: HealingStage) -> None:
         """Run a stage to its end, with a check whenever one is due."""
@@ -245,10 +245,10 @@ class Work:
             now = self.trainings[-1]
             tokens, seconds = now.tokens + tokens, now.seconds + time.monotonic() - started
             speed = tokens / seconds if seconds > 0 else None
-            self._training(steps=now.steps + 1, tokens=tokens, seconds=seconds, tokens_per_second=speed)
-            self._tell()
+            self._update_training(steps=now.steps + 1, tokens=tokens, seconds=seconds, tokens_per_second=speed)
+            self._report_progress()
             if self._due or course.over:
-                self._checked()
+                self._run_check()
 
     def _start(self, stage: HealingStage) -> None:
         """Start a stage from the best parameters so far, with the learning rate that a range test chooses."""
@@ -267,7 +267,7 @@ class Work:
         self.ended = rate == 0
         self.trainings.append(training.model_copy(update={"stopped": self.ended}))
 
-    def _checked(self) -> None:
+    def _run_check(self) -> None:
         """Run a check: keep the best parameters, decide whether the stage continues, and save the state."""
         course = self.course
         whole = self.check(course.step)
@@ -277,13 +277,13 @@ class Work:
             self.best.restore(course.healer.leaves)  # no improvement on the stage's start: restart with smaller steps
             chosen = self.trainings[-1].lowered_from or course.rate
             course.begin(course.stage, course.rate * SLOWER)
-            self._training(learning_rate=course.rate, lowered_from=chosen)
+            self._update_training(learning_rate=course.rate, lowered_from=chosen)
         # end the stage if the distance has not fallen significantly within its last PATIENCE
         since = self.seen[-1][0] - PATIENCE * (course.end - course.begun)
         before = [distances for at, distances in self.seen[:-FEWEST] if at <= since]
         self.ended = not self.patient and bool(before) and not self.seen[-1][1].falls_from(before[-1])
         if self.ended and not course.over:
-            self._training(stopped=True)
+            self._update_training(stopped=True)
         if self.state is not None and course.optimiser is not None:
             store, name = self.state
             leaves = course.healer.leaves
@@ -315,7 +315,7 @@ class Work:
         point = HealingStep(
             step=step,
             validation=distances.mean if distances.finite else None,
-            loss=self._evaluated() if drawn else None,
+            loss=self._evaluation_loss() if drawn else None,
             tokens=self.course.tokens,
             stage=self.course.stage if step else None,
         )
@@ -331,7 +331,7 @@ class Work:
         last = self.seen[-1][0]  # 1e-9 below: rounding of shares
         return int(course.share * checks + 0.5 + 1e-9) > int(last * checks + 0.5 + 1e-9)
 
-    def _evaluated(self) -> float | None:
+    def _evaluation_loss(self) -> float | None:
         """Compute the loss on the evaluation text with the current parameters."""
         healer = self.course.healer
         with (
@@ -340,10 +340,10 @@ class Work:
         ):
             return self.evaluate()
 
-    def _training(self, **changed: Any) -> None:
+    def _update_training(self, **changed: Any) -> None:
         self.trainings[-1] = self.trainings[-1].model_copy(update=changed)
 
-    def _tell(self) -> None:
+    def _report_progress(self) -> None:
         done = int(min(self.course.done, self.course.amount.number))
         self.progress(done - self.told)
         self.told = done
@@ -354,7 +354,7 @@ class Work:
         self.best.restore(healer.leaves)
         for index, point in enumerate(self.curve):
             if point.step == self.best.step and point.loss is None:
-                self.curve[index] = point.model_copy(update={"loss": self._evaluated()})
+                self.curve[index] = point.model_copy(update={"loss": self._evaluation_loss()})
         return Healing(
             steps=int(asked.amount.number) if asked.amount.unit == "steps" else course.step,
             best=self.best.step,
@@ -373,7 +373,7 @@ class Work:
         )
 
 
-def _trained(asked: HealOptions, batches: Batches) -> float:
+def _estimate_batches(asked: HealOptions, batches: Batches) -> float:
     """Estimate the number of training batches; MOST_CHECKS steps if the amount is a time."""
     size = sequences_in(batches.batches[0].inputs)
     steps = {"steps": asked.amount.number, "tokens": asked.amount.number / max(1, size * batches.tokens)}

@@ -46,20 +46,20 @@ def trainable(
     def visit(site: Site, call: Call) -> None:
         inside = {name: p for name, p in leaves.items() if name.startswith(f"{site.path}.") and p.dim() > 1}
         every = tuple(range(call.query.shape[1]))
-        ours, others = _parts(call, (swaps[site].heads or every) if site in swaps else ())
+        ours, others = _split_heads(call, (swaps[site].heads or every) if site in swaps else ())
         for store, part in ((moved, ours), (kept, others)):
             for name, gradient in _gradients(part, inside).items():
                 store[name] = store.get(name, torch.zeros_like(gradient, dtype=torch.bool)) | (gradient != 0)
 
     leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    with torch.enable_grad(), hooks.watch(model, sites, visit), _detached(model):
+    with torch.enable_grad(), hooks.watch(model, sites, visit), _cut_inputs(model):
         torch.func.functional_call(model, leaves, (), {**short, **hooks.without_cache(model)})
     masks = {name: mask & ~kept.get(name, torch.zeros_like(mask)) for name, mask in moved.items()}
     return {name: mask.float() for name, mask in masks.items() if bool(mask.any())}
 
 
 @contextmanager
-def _detached(model: PreTrainedModel) -> Iterator[None]:
+def _cut_inputs(model: PreTrainedModel) -> Iterator[None]:
     """Cut gradients at the inputs of attention modules inside the block.
 
     A weight that several calls share also affects the inputs of later calls, which must not count.
@@ -77,7 +77,7 @@ def _detached(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-def _parts(call: Call, chosen: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+def _split_heads(call: Call, chosen: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
     """Split a call into queries and keys of the chosen heads, and values and other heads' queries and keys."""
     others = [head for head in range(call.query.shape[1]) if head not in chosen]
     used = sorted({head // call.group for head in chosen})
@@ -192,14 +192,14 @@ def changed_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> Ite
 def standing_in(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Replace parameters by these tensors with gradients inside the block, which recomputed blocks use too."""
     named = dict(model.named_parameters())
-    stands = {id(named[name]): value for name, value in values.items()}
+    replacements = {id(named[name]): value for name, value in values.items()}
     before: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     try:
         for module in model.modules():
             for name, own in list(module._parameters.items()):
-                if own is not None and id(own) in stands:
+                if own is not None and id(own) in replacements:
                     before.append((module._parameters, name, own))
-                    module._parameters[name] = stands[id(own)]  # type: ignore[assignment]  # as functional_call
+                    module._parameters[name] = replacements[id(own)]  # type: ignore[assignment]  # as functional_call
         yield
     finally:
         for parameters, name, own in before:
@@ -264,7 +264,7 @@ class Healer:
         for site, swap in self.swaps.items():
             shared = copies(swap.kernel.fitted)
             self.parameters[site] = {
-                name: Trained.of(part.float(), _step(name, swap.kernel, self.convention), shared.get(name))
+                name: Trained.of(part.float(), _step_sizes(name, swap.kernel, self.convention), shared.get(name))
                 for name, part in swap.kernel.fitted.items()
                 if name in swap.kernel.trainable
             }
@@ -329,14 +329,14 @@ class Healer:
         stays active until `back` exits.
         """
         if self.goal == "text" and targets is not None:
-            result = self._as_student(inputs, penalties, back)
+            result = self._run_student(inputs, penalties, back)
             logits, there = predictions(result, Fed(dict(inputs), targets), self.task), targets != NOTHING
             assert logits is not None  # noqa: S101  # a model without predictions has no targets
             return nn.functional.cross_entropy(logits, targets[there], reduction="none"), there.nonzero()[:, 0]
         outputs_of = states_of if self.task == "hidden" else logits_of
         with torch.no_grad():
             own = outputs_of(hooks.forward(self.loaded.model, inputs, **asking(self.task)))
-        new = outputs_of(self._as_student(inputs, penalties, back))
+        new = outputs_of(self._run_student(inputs, penalties, back))
         owners = owners_of(own, inputs)
         if owners is None:  # attribute all to the first sequence
             owners = torch.zeros(own[..., 0].numel(), dtype=torch.long)
@@ -349,14 +349,14 @@ class Healer:
             each = divergence(own.float(), new.float())
         return each.flatten(), owners
 
-    def _as_student(
+    def _run_student(
         self, inputs: Mapping[str, Tensor], penalties: list[Tensor] | None, back: ExitStack | None
     ) -> object:
         with ExitStack() as pass_alone:
             block = back if back is not None and self.blocks else pass_alone
             block.enter_context(self.student(penalties))
             if block is not pass_alone:
-                block.enter_context(_recomputed(self.blocks))
+                block.enter_context(_checkpointed(self.blocks))
             return hooks.forward(self.loaded.model, inputs, **asking(self.task))
 
     @contextmanager
@@ -384,7 +384,7 @@ class Healer:
         return {name: part.value.detach() for name, part in self.weights.items()}
 
 
-def _step(name: str, kernel: Kernel, convention: Convention) -> Tensor | None:
+def _step_sizes(name: str, kernel: Kernel, convention: Convention) -> Tensor | None:
     """Return the step size per column of a map, since optimiser steps are equal in all columns; None: all 1.
 
     For A and B of kernel `rank`: the column length divided by the root mean square, so that long and short columns turn
@@ -403,7 +403,7 @@ def _step(name: str, kernel: Kernel, convention: Convention) -> Tensor | None:
 
 
 @contextmanager
-def _recomputed(blocks: list[nn.Module]) -> Iterator[None]:
+def _checkpointed(blocks: list[nn.Module]) -> Iterator[None]:
     """Apply gradient checkpointing (Chen et al. 2016) to these modules inside the block."""
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -103,13 +103,13 @@ def give_metrics(
             "metric=output weighs pairs by what they do to predictions, and this model makes no predictions.",
             "Leave out metric=output.",
         )
-    metrics = output_metrics(loaded, sites, _first(fed, SEQUENCES), task, seed)
+    metrics = output_metrics(loaded, sites, _first_sequences(fed, SEQUENCES), task, seed)
     for site, fit in by_output:
         heads = swaps[site].heads
         fit.output = metrics[site] if heads is None else metrics[site][list(heads)]
 
 
-def _first(fed: Sequence[Fed], sequences: int) -> Iterator[Fed]:
+def _first_sequences(fed: Sequence[Fed], sequences: int) -> Iterator[Fed]:
     """Yield the first `sequences` sequences of these batches, cutting the last batch if needed."""
     for one in fed:
         count = texts.sequences_in(one.inputs)
@@ -123,13 +123,13 @@ def turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
     """Return the rotation of each site's keys as frequencies, or the reason if it cannot be inverted."""
     inputs = texts.placeholder(loaded, 64, 0).batches[0].inputs
     reached = [found for found in hooks.survey(loaded.model, inputs) if found.site in sites]
-    told = {found.site: found.call.places is not None for found in reached}
+    positioned = {found.site: found.call.places is not None for found in reached}
     found = dict(zip([one.site for one in reached], weights.rotations(loaded.model, reached), strict=True))
-    untold = "the model does not tell its attention the positions of the tokens"
-    return {site: _turn(found[site]) if told[site] else untold for site in sites}
+    unknown = "the model does not tell its attention the positions of the tokens"
+    return {site: _read_turn(found[site]) if positioned[site] else unknown for site in sites}
 
 
-def _turn(found: Rotation | UnreadableError | None) -> Turn | str:
+def _read_turn(found: Rotation | UnreadableError | None) -> Turn | str:
     if isinstance(found, UnreadableError):
         return found.problem
     if found is None:
@@ -262,7 +262,7 @@ def gathered(
     """
     numbers = {form.spelling: {name: int(value) for name, value in form.parameters.items()} for form in forms}
     blank = {form: {site: MapsFit(**given) for site in swaps} for form, given in numbers.items()}
-    give_rotations(loaded, swaps, _every(blank.values()))
+    give_rotations(loaded, swaps, _all_fits(blank.values()))
     names = list(dict.fromkeys(name for name, _ in batches))
     by_text = {
         form: {name: {s: copy(fit) for s, fit in fits.items()} for name in names} for form, fits in blank.items()
@@ -270,13 +270,13 @@ def gathered(
     found = FormsRead({}, {}, by_text)
     for name in next(iter(found.fits.values())):
         own = [fed for text, fed in batches if text == name]
-        give_metrics(loaded, sites, swaps, _every(fits[name] for fits in found.fits.values()), own, task, seed)
+        give_metrics(loaded, sites, swaps, _all_fits(fits[name] for fits in found.fits.values()), own, task, seed)
 
     def visit(site: Site, call: Call) -> None:
         if site not in swaps:
             return
         heads = tuple(sorted(swaps[site].heads or range(call.query.shape[1])))
-        found.heads[site], found.kv_heads[site] = heads, _whole_groups(site, heads, call.group)
+        found.heads[site], found.kv_heads[site] = heads, _check_groups(site, heads, call.group)
         own = [fits[text][site] for fits in found.fits.values()]
         for part in unpadded(call.select(heads), site, fed.inputs):
             by_attention = pairs_weighted(part)
@@ -291,11 +291,11 @@ def gathered(
     return found
 
 
-def _every(fits: Iterable[Fits]) -> list[tuple[Site, MapsFit]]:
+def _all_fits(fits: Iterable[Fits]) -> list[tuple[Site, MapsFit]]:
     return [pair for found in fits for pair in found.items()]
 
 
-def _whole_groups(site: Site, heads: tuple[int, ...], group: int) -> tuple[int, ...]:
+def _check_groups(site: Site, heads: tuple[int, ...], group: int) -> tuple[int, ...]:
     """Return the key heads of these query heads; raise UsageError if other query heads share them."""
     kv_heads = tuple(sorted({head // group for head in heads}))
     every = [head for kv_head in kv_heads for head in range(kv_head * group, (kv_head + 1) * group)]
@@ -337,7 +337,7 @@ def sensitivities(
         for (site, output), gradient in zip(outputs.items(), gradients, strict=True):
             if gradient is not None:
                 with torch.no_grad():
-                    totals[site] = totals[site] + _risen(found[site], kernel, calls[site], output, gradient).cpu()
+                    totals[site] = totals[site] + _squares(found[site], kernel, calls[site], output, gradient).cpu()
         progress(texts.sequences_in(fed.inputs))
     return {site: _between(total / (2 * count), found[site].sizes) for site, total in totals.items()}
 
@@ -347,7 +347,7 @@ def levels(size: int) -> list[int]:
     return [*range(0, size, -(-size // LEVELS)), size]
 
 
-def _risen(
+def _squares(
     basis: Basis,
     kernel: Kernel,
     call: Call,

@@ -73,14 +73,14 @@ def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
     """
     full = latent.rank == size.head_dim * latent.keys
     if full or (latent.rank == 0 and not latent.before):
-        return _bare(size, latent)
+        return _unmapped_costs(size, latent)
     if latent.before:
-        return _before(size, latent)
-    ways = (_made(size, latent, query_folds=folds) for folds in ((True, False) if size.folds else (False,)))
+        return _unrotated_costs(size, latent)
+    ways = (_mapped_costs(size, latent, query_folds=folds) for folds in ((True, False) if size.folds else (False,)))
     return min(ways, key=lambda found: (found.flops, found.parameters))
 
 
-def _made(size: SiteSizes, latent: LatentSizes, *, query_folds: bool) -> Costs:
+def _mapped_costs(size: SiteSizes, latent: LatentSizes, *, query_folds: bool) -> Costs:
     """Compute the costs with W_Q A, or W_Q and A; and with W_K B, or W_K and B."""
     heads, keys, rank = latent.heads, latent.keys, latent.rank
     up = size.head_dim * rank
@@ -93,11 +93,11 @@ def _made(size: SiteSizes, latent: LatentSizes, *, query_folds: bool) -> Costs:
         + (size.key_width + size.key_bias) * key
         + key_map,
         flops=2 * made + 2 * rank * heads * size.keys_seen,
-        cache=_cached(size, latent),
+        cache=_cache_bytes(size, latent),
     )
 
 
-def _before(size: SiteSizes, latent: LatentSizes) -> Costs:
+def _unrotated_costs(size: SiteSizes, latent: LatentSizes) -> Costs:
     """Compute the costs of a latent of keys before the rotation: W_Q; and W_K B and A, or W_K, B and A."""
     whole = latent.keys * size.head_dim
     queries = latent.heads * (size.query_width + size.query_bias) * size.head_dim
@@ -108,12 +108,12 @@ def _before(size: SiteSizes, latent: LatentSizes) -> Costs:
     return Costs(
         parameters=queries + down + up + bias,
         flops=2 * made + 2 * size.head_dim * latent.heads * size.keys_seen,
-        cache=_cached(size, latent),
+        cache=_cache_bytes(size, latent),
         rebuilding=2.0 * up,
     )
 
 
-def _bare(size: SiteSizes, latent: LatentSizes) -> Costs:
+def _unmapped_costs(size: SiteSizes, latent: LatentSizes) -> Costs:
     """Compute the costs of W_Q and W_K without maps, at full rank or rank 0."""
     width = size.head_dim if latent.rank else 0
     queries, keys = latent.heads * width, latent.keys * width
@@ -121,11 +121,11 @@ def _bare(size: SiteSizes, latent: LatentSizes) -> Costs:
     return Costs(
         parameters=queries * (size.query_width + size.query_bias) + keys * (size.key_width + size.key_bias),
         flops=2 * made + 2 * width * latent.heads * size.keys_seen,
-        cache=_cached(size, latent),
+        cache=_cache_bytes(size, latent),
     )
 
 
-def _cached(size: SiteSizes, latent: LatentSizes) -> float:
+def _cache_bytes(size: SiteSizes, latent: LatentSizes) -> float:
     return (latent.rank + latent.keys * size.value_dim) * size.number_bytes if size.cached else 0.0
 
 
@@ -171,7 +171,7 @@ def _sizes(site: Site, call: Call, made: Factors) -> SiteSizes:
 
 def saving(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> dict[str, Any]:
     """Return the fields of a Plan about savings, with `reasons` for unknown ones."""
-    unknown = _unknown_size(found)
+    unknown = _explain_unknown(found)
     names = {"parameters": "parameters", "flops": "flops_per_token", "cache": "cache_bytes_per_token"}
     if unknown is not None:
         return dict.fromkeys(names.values(), Pair(before=None, after=None)) | {
@@ -205,7 +205,7 @@ def _latents(choice: Choice, site: Site) -> list[LatentSizes]:
 
 def keys_to_gain(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> tuple[float | None, str | None]:
     """Return the keys per query above which operations fall, or why there is no number; neither if always or uncut."""
-    unknown = _unknown_size(found)
+    unknown = _explain_unknown(found)
     if unknown is not None:
         return None, unknown
     added = saved = 0.0  # operations added for queries and keys, and saved in scores per key seen
@@ -224,7 +224,7 @@ def keys_to_gain(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> tuple
     return None, NEVER if added >= 0 >= saved and added > saved else None
 
 
-def _unknown_size(found: Mapping[Site, SiteSizes | str]) -> str | None:
+def _explain_unknown(found: Mapping[Site, SiteSizes | str]) -> str | None:
     """Return the reason why the sizes of a site are unknown; None if all are known."""
     return next((f"{site.name}: {size}" for site, size in found.items() if isinstance(size, str)), None)
 
@@ -271,13 +271,13 @@ def planned(
         form=form_name(form),
         forms=choice.forms,
         held_out=choice.held_out,
-        **_ranked(choice),
+        **_rank_fields(choice),
         **saved,
         **{field: list(part.batches.texts) for field, part in zip(PARTS_OF, samples, strict=False)},
     )
 
 
-def _ranked(choice: Choice) -> dict[str, Any]:
+def _rank_fields(choice: Choice) -> dict[str, Any]:
     """Return the fields of a Plan with the rank of each latent, and their means over query heads."""
     ranks = [
         KeyRank(
@@ -304,7 +304,7 @@ def check_fits(plan: Plan, reached: Sequence[Reached]) -> None:
     here = {(found.site.name, head): found for found in reached for head in range(found.call.key.shape[1])}
     problem = next(filter(None, (_mismatch(key, here.get((key.site, key.kv_head))) for key in plan.ranks)), None)
     named = {(key.site, head) for key in plan.ranks for head in key.kv_heads or [key.kv_head]}
-    missed = [where for where, found in here.items() if where not in named and _covered(plan, found, where[1])]
+    missed = [where for where, found in here.items() if where not in named and _covers(plan, found, where[1])]
     if problem is None and missed:
         problem = f"it has no rank for key head {missed[0][1]} of {missed[0][0]}"
     if problem is not None:
@@ -319,7 +319,7 @@ def _mismatch(key: KeyRank, found: Reached | None) -> str | None:
     if found is None:
         return f"it has a rank for key head {key.kv_head} of {key.site}, which is not here"
     where, head_dim = f"at {key.site} key head {key.kv_head}", found.call.query.shape[-1]
-    heads = [head for kv_head in key.kv_heads or [key.kv_head] for head in _heads(found, kv_head)]
+    heads = [head for kv_head in key.kv_heads or [key.kv_head] for head in _query_heads(found, kv_head)]
     if key.heads != heads:
         theirs, ours = (", ".join(map(str, each)) for each in (key.heads, heads))
         return f"{where} serves query heads {theirs} in the plan, and {ours} here"
@@ -332,14 +332,14 @@ def _mismatch(key: KeyRank, found: Reached | None) -> str | None:
     return None
 
 
-def _covered(plan: Plan, found: Reached, kv_head: int) -> bool:
+def _covers(plan: Plan, found: Reached, kv_head: int) -> bool:
     """Return True if the layers, heads and part that the plan was made for include this key head."""
     layers, heads = plan.settings.layers, plan.settings.heads
     chosen = plan.part in (None, found.site.part) and (layers is None or found.site.layer in layers)
-    return chosen and (heads is None or bool(set(heads) & set(_heads(found, kv_head))))
+    return chosen and (heads is None or bool(set(heads) & set(_query_heads(found, kv_head))))
 
 
-def _heads(found: Reached, kv_head: int) -> list[int]:
+def _query_heads(found: Reached, kv_head: int) -> list[int]:
     """Return the query heads that use a key head."""
     group = found.call.group
     return list(range(kv_head * group, (kv_head + 1) * group))

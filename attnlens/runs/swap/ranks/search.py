@@ -121,12 +121,12 @@ def by_text(fed: Sequence[Fed], part: Sample) -> list[tuple[str, Fed]]:
 
 def joined(parts: Iterable[Batches]) -> list[Text]:
     """Merge the texts of several parts by hash; each gets the windows of all parts."""
-    every: dict[str, Text] = {}
+    merged: dict[str, Text] = {}
     for text in (text for part in parts for text in part.texts):
-        known = every.get(text.sha256)
-        windows = sorted({*text.windows, *(known.windows if known else ())})
-        every[text.sha256] = text.model_copy(update={"windows": windows})
-    return list(every.values())
+        other = merged.get(text.sha256)
+        windows = sorted({*text.windows, *(other.windows if other else ())})
+        merged[text.sha256] = text.model_copy(update={"windows": windows})
+    return list(merged.values())
 
 
 UNITS: dict[Unit, Callable[[Tensor], Tensor]] = {"loss": torch.log, "ppl": lambda mean: mean}
@@ -167,13 +167,13 @@ def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit
     if not bool(after.isfinite().all()):
         return None
     design = before.design
-    share, interval = _share(before, after, seed, unit)
+    share, interval = _rise(before, after, seed, unit)
     alone = {}
     for number, name in enumerate(names if len(names) > 1 else ()):
         own = [at for at, text in enumerate(design.texts) if text == number]
         if own:
             part = Losses(before.means[own], before.counts[own], Design.plain(len(own)))
-            alone[name] = _share(part, after[own], seed, unit)
+            alone[name] = _rise(part, after[own], seed, unit)
     return Rise(
         share=share,
         ci95=interval,
@@ -185,7 +185,7 @@ def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit
     )
 
 
-def _share(before: Losses, after: Tensor, seed: int, unit: Unit) -> tuple[float, tuple[float, float] | None]:
+def _rise(before: Losses, after: Tensor, seed: int, unit: Unit) -> tuple[float, tuple[float, float] | None]:
     """Compute the rise and its 95 % interval; the interval is None if there is no spread."""
     own, counts, design = before
     found = paired_difference(own, after, design, weights=counts, of=UNITS[unit], seed=seed)
@@ -268,7 +268,7 @@ class Budgeting:
         self.unit = budget.unit
         fitted = feed(self.loaded, fitting.batches, self.task, self.seed)
         trial = Trial.of(self, choosing)
-        tried = self._formed(by_text(fitted, fitting), trial)
+        tried = self._choose_form(by_text(fitted, fitting), trial)
 
         def measure() -> Tensor:
             costs = sensitivities(self.loaded, self.sites, self.found, fitted, self.task, self.seed, self.progress)
@@ -296,7 +296,7 @@ class Budgeting:
             held_out=bool(self.left_out),
         )
 
-    def _formed(self, fitted: Sequence[tuple[str, Fed]], trial: Trial) -> list[FormTried]:
+    def _choose_form(self, fitted: Sequence[tuple[str, Fed]], trial: Trial) -> list[FormTried]:
         """Fit each form, keep the best at half of full rank, try it weighted by the output too; return the trials."""
         own = next(iter(self.swaps.values())).kernel
         asked = [own] if self.form_named else possible_forms(self.loaded, self.swaps)
@@ -335,7 +335,7 @@ class Budgeting:
         tried = {0: PlanStep(mean_rank=self.mean_rank(self.ranks_after(0)), predicted=0.0, rise=nothing)}
         best, low, high = 0, 0, len(self.steps) + 1
         allowed = budget * loss if self.unit == "loss" else math.log1p(budget)
-        at = min(max(1, self._steps_within(allowed)), len(self.steps))
+        at = min(max(1, self._count_steps(allowed)), len(self.steps))
         for _ in range(TRIES):
             ranks = self.ranks_after(at)
             rise, predicted = trial.rise(ranks), self.predicted(ranks)
@@ -349,13 +349,13 @@ class Budgeting:
                 high = at
             if high - low < 2:
                 break
-            at = self._next(predicted, budget / largest if largest > 0 else math.inf, low, high)
+            at = self._next_step(predicted, budget / largest if largest > 0 else math.inf, low, high)
         return best, tried
 
-    def _next(self, predicted: float, share: float, low: int, high: int) -> int:
+    def _next_step(self, predicted: float, share: float, low: int, high: int) -> int:
         """Predict the step that meets the budget, at least an eighth of the range away from either end."""
         least = max(1, (high - low) // 8)
-        guess = self._steps_within(predicted * share) if math.isfinite(share) else high
+        guess = self._count_steps(predicted * share) if math.isfinite(share) else high
         return min(max(guess, low + least), high - least)
 
     def ranks_after(self, count: int) -> list[int]:
@@ -399,7 +399,7 @@ class Budgeting:
             for site, found in ranks.items()
         }
 
-    def _steps_within(self, cost: float) -> int:
+    def _count_steps(self, cost: float) -> int:
         """Return the largest number of steps whose predicted rise is at most `cost` nats, by bisection."""
         low, high = 0, len(self.steps)
         while low < high:
