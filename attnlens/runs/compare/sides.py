@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 FORM_DISTANCES = (FORMS, QUERY_ANGLE, KEY_ANGLE)
 """Measures of the distance between two forms."""
 ALIKE = 0.5
-"""Heads count as reordered if each is nearer to its partner than this share of the distance to the head in place."""
+"""Heads count as reordered if each moved head's distance to its partner is below this, and below this share of its
+distance to the head in its own place."""
 
 
 def place(first: QueryKey, second: QueryKey) -> tuple[int, ...]:

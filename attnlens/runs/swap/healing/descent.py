@@ -202,7 +202,7 @@ class Work:
     resumed: bool = False
     ended: bool = False  # True if the stage is over
     patient: bool = False  # True: no stage ends early or is skipped, so that a control trains equally long
-    told: int = 0
+    told: int = 0  # amount reported to `progress` so far
 
     def begin(self, saved: dict[str, Any] | None) -> None:
         """Run the check before the first step, or restore a saved state."""
