@@ -1,1 +1,1 @@
-"""Compares two models head by head."""
+"""Compare two models head by head."""

@@ -1,4 +1,4 @@
-"""Makes the rows of a comparison, and says how heads' forms and whole models stand to each other."""
+"""Build the rows of a comparison, and describe the relation of forms and of whole models."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ from attnlens.runs.progress import Progress, Tell
 from attnlens.wording import counted, listed
 
 SURE = 1e-3
-"""p below which a form is another one: rounding alone gives a larger change once in a thousand heads."""
+"""p below which a form counts as changed: rounding alone gives such a change in one of a thousand heads."""
 ROUNDED = 4.0
-"""Spacings, relative to the factors' size, by which they may differ and be the same but for rounding."""
+"""Maximum relative difference of factors, in spacings of their type, that counts as rounding."""
 
 LOST = 1e-3
-"""‖ΔM‖/‖M‖ between rotated positions from which on the rotation acts on other coordinates."""
+"""‖ΔM‖/‖M‖ at different positions above which the rotation counts as acting on other coordinates."""
 
 
 def relations(pairing: Pairing, forms: Judged | None) -> list[HeadChange]:
-    """Of every head of the first report its partner, and how the forms stand to each other."""
+    """Return for each head of the first report its partner, and the relation of their forms."""
     places = {(head.layer, head.head): place for place, head in enumerate(pairing.first.report.heads)}
     found = []
     for site, other in pairing.sites.items():
@@ -67,12 +67,12 @@ def relations(pairing: Pairing, forms: Judged | None) -> list[HeadChange]:
         for head, key_head in enumerate(pairing.key_of(site)):
             if (site.layer, head) not in places:
                 continue
-            told: dict[str, str] = {}
+            fields: dict[str, str] = {}
             if pair is None or forms is None:
-                told["reason"] = _unread(pairing, site, other)
+                fields["reason"] = _explain_unread(pairing, site, other)
             else:
                 relation = _relation(pairing, pair, head, float(forms.p[places[site.layer, head]]))
-                told |= {"reason": "a form is 0 or not finite"} if relation is None else {"relation": relation}
+                fields |= {"reason": "a form is 0 or not finite"} if relation is None else {"relation": relation}
             found.append(
                 HeadChange(
                     site=site.name,
@@ -81,14 +81,14 @@ def relations(pairing: Pairing, forms: Judged | None) -> list[HeadChange]:
                     kv_head=key_head,
                     part=site.part,
                     partner=pairing.order[site][head],
-                    **told,
+                    **fields,
                 )
             )
     return found
 
 
-def _unread(pairing: Pairing, site: Site, other: Site) -> str:
-    """Why the forms of a site can't be compared."""
+def _explain_unread(pairing: Pairing, site: Site, other: Site) -> str:
+    """Explain why the forms of a site cannot be compared."""
     for which, side, own in (("first", pairing.first, site), ("second", pairing.second, other)):
         read = side.factors(own)
         if isinstance(read, UnreadableError):
@@ -104,7 +104,7 @@ def _relation(pairing: Pairing, pair: tuple[QueryKey, QueryKey], head: int, p: f
     if p < SURE:
         return "changed"
     if first.scale == second.scale and pairing.order[first.site] == tuple(range(len(first.heads))):
-        # what is read of equal weights may differ by rounding
+        # factors computed from equal weights can differ by rounding
         modules = [side.loaded.model.get_submodule(first.site.path) for side in (pairing.first, pairing.second)]
         own, others = (dict(module.named_parameters()) for module in modules)
         if own and own.keys() == others.keys() and all(_equal(own[name], others[name]) for name in own):
@@ -118,24 +118,24 @@ def _relation(pairing: Pairing, pair: tuple[QueryKey, QueryKey], head: int, p: f
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
-    """‖W' − W‖_F/‖W‖_F; 0 between zeros."""
+    """Compute ‖W' − W‖_F/‖W‖_F; 0 if both are 0, and 1 if only W is."""
     size = float(one.norm())
     return float((other - one).norm()) / size if size else float(other.norm() > 0)
 
 
 def told(pairing: Pairing, heads: Sequence[HeadChange], rows: Sequence[MeasureChange]) -> list[str]:
-    """What there is to say of the models as wholes, one sentence each."""
+    """Return notes about the models as a whole, one sentence each."""
     own = {(row.layer, row.head): row.beyond_rounding for row in rows if row.measure == OWN_ROWS}
     sight = [
         f"Layer {first.layer} sees otherwise: {first.part} in the first model, {second.part} in the second."
         for first, second in pairing.sites.items()
         if first.part != second.part
     ]
-    return [*_of_weights(pairing), *sight, *_of_order(pairing, heads), *_of_forms(pairing, heads, own)]
+    return [*_of_weights(pairing), *sight, *_order_notes(pairing, heads), *_of_forms(pairing, heads, own)]
 
 
 def _of_weights(pairing: Pairing) -> Iterator[str]:
-    """Which tensors differ, and whether the second model's are the first one's rounded."""
+    """Report which tensors differ, and whether the second model's are the first model's after rounding."""
     first, second = (dict(side.loaded.model.named_parameters()) for side in (pairing.first, pairing.second))
     alone = sorted(first.keys() ^ second.keys())
     if alone:
@@ -159,7 +159,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other.to(one.device, one.dtype))
 
 
-def _of_order(pairing: Pairing, heads: Sequence[HeadChange]) -> Iterator[str]:
+def _order_notes(pairing: Pairing, heads: Sequence[HeadChange]) -> Iterator[str]:
     for site in pairing.unmoved:
         yield (
             f"Layer {site.layer}: the second model has its heads in another order, and --heads compares them by their "
@@ -176,21 +176,21 @@ def _of_order(pairing: Pairing, heads: Sequence[HeadChange]) -> Iterator[str]:
 def _of_forms(
     pairing: Pairing, heads: Sequence[HeadChange], own: Mapping[tuple[int, int], bool | None]
 ) -> Iterator[str]:
-    """Say what other factors of the same product M do to attention; `own`: whether a head's own KL exceeds rounding."""
+    """Describe the effect of other factors of the same M; `own`: whether the KL of a head alone exceeds rounding."""
     same = {(head.layer, head.head) for head in heads if head.relation == "same form"}
     different = {place for place in same if own.get(place)}
-    turned = {place for place in _turned(pairing, same) if own.get(place) is not False}
+    turned = {place for place in _turned_heads(pairing, same) if own.get(place) is not False}
     gauge = {place for place in same - turned if own.get(place) is False}
     product = "have the same product M but different attention"
     if turned:
         yield (
             f"W_Q and W_K of {counted(len(turned), 'head')} {product}: the rotation acts on permuted rows (a lost RoPE "
-            f"permutation?): {_places(turned)}."
+            f"permutation?): {_format_heads(turned)}."
         )
     if different - turned:
         yield (
             f"W_Q and W_K of {counted(len(different - turned), 'head')} {product}: biases, norms or the mask act "
-            f"differently: {_places(different - turned)}."
+            f"differently: {_format_heads(different - turned)}."
         )
     if gauge:
         yield (
@@ -205,12 +205,12 @@ def _of_forms(
         )
 
 
-def _places(heads: Iterable[tuple[int, int]]) -> str:
+def _format_heads(heads: Iterable[tuple[int, int]]) -> str:
     return listed([f"{layer}.{head}" for layer, head in sorted(heads)])
 
 
-def _turned(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Find the heads whose M is the same at equal positions alone, because the rotation acts on other coordinates."""
+def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield heads whose M agrees only at equal positions, because the rotation acts on other coordinates."""
     for site in pairing.sites:
         pair = pairing.ordered_forms(site) if any(layer == site.layer for layer, _ in heads) else None
         rotation = None if pair is None else pair[0].rotation
@@ -228,7 +228,7 @@ OTHER_PREDICTIONS = "Predictions are not compared: the models predict other thin
 
 
 def outcome(pairing: Pairing, design: Design) -> tuple[Outcome | None, list[str]]:
-    """Loss, KL, agreement and hidden states of both models; or None, and why."""
+    """Compare loss, KL, agreement and hidden states of both models; return the outcome or None, and the reasons."""
     sides = pairing.first, pairing.second
     fed = pairing.first.inspection.fed
     if fed is None:
@@ -262,16 +262,16 @@ def outcome(pairing: Pairing, design: Design) -> tuple[Outcome | None, list[str]
 
 @dataclass
 class Changes:
-    """What changed between two models whose heads correspond."""
+    """The changes between two models with corresponding heads."""
 
     pairing: Pairing
     fdr: float
     progress: Progress
 
     def found(self, base: ModelInfo) -> Comparison:
-        """Every row, and what is said of heads and models as wholes."""
+        """Build the comparison: all rows, relations of heads, blocks, predictions and notes."""
         rounding, apart = self._rounding(), self._of_forms() | (self._of_rows() if self.pairing.first.batches else {})
-        judged = self._judged(rounding, apart)
+        judged = self._test_measures(rounding, apart)
         rows = named_rows(self.heads, judged, self.fdr, draws.UNDRAWN)
         heads = relations(self.pairing, judged.get(FORMS))
         predicted, why = outcome(self.pairing, self.design)
@@ -283,31 +283,31 @@ class Changes:
             named=sum(row.named for row in rows),
             heads=heads,
             rows=rows,
-            blocks=self._blocks(apart, rounding),
+            blocks=self._test_blocks(apart, rounding),
             outcome=predicted,
             notes=[*told(self.pairing, heads, rows), *why],
         )
 
     @property
     def design(self) -> Design:
-        """How the windows were sampled."""
+        """Sampling design of the windows."""
         return self.pairing.first.inspection.collector.design
 
     @cached_property
     def heads(self) -> tuple[list[Head], list[Head]]:
-        """The heads of the first report, and the partner of each in the second one."""
+        """Heads of the first report, and their partners in the second."""
         first, second = self.pairing.first.report.heads, self.pairing.second.report.heads
         return first, [second[place] for place in self.pairing.partners.tolist()]
 
     @cached_property
     def blocks(self) -> tuple[list[Block], list[Block]]:
-        """The blocks of both models, where they are called the same."""
+        """Blocks of both models; empty if their paths differ."""
         found = self.pairing.first.blocks(), self.pairing.second.blocks()
         paths = [[path for path, _ in each] for each in found]
         return found if paths[0] == paths[1] else ([], [])
 
-    def _blocks(self, apart: Mapping[str, Tensor], rounding: Mapping[str, Rounding]) -> list[BlockChange]:
-        """How far what each block gives of the first model's states moved."""
+    def _test_blocks(self, apart: Mapping[str, Tensor], rounding: Mapping[str, Rounding]) -> list[BlockChange]:
+        """Test the change of each block's output for the first model's input states."""
         if BLOCKS not in apart:
             return []
         judged = significance.sampled(apart[BLOCKS], self.design, rounding.get(BLOCKS), self.seed)
@@ -326,8 +326,8 @@ class Changes:
             for place, (path, _) in enumerate(self.blocks[0])
         ]
 
-    def _judged(self, rounding: Mapping[str, Rounding], apart: Mapping[str, Tensor]) -> dict[str, Judged | None]:
-        """The changes of every measure; None for categories."""
+    def _test_measures(self, rounding: Mapping[str, Rounding], apart: Mapping[str, Tensor]) -> dict[str, Judged | None]:
+        """Test the changes of each measure; None for categories and measures without drawn rounding."""
         found: dict[str, Judged | None] = {}
         for name in (FORMS, QUERY_ANGLE, KEY_ANGLE):
             if name in apart:
@@ -344,7 +344,7 @@ class Changes:
                 found[name] = significance.sampled(difference, self.design, rounding.get(name), self.seed)
             elif name not in rounding or is_category(self.heads, name):
                 found[name] = None
-            else:  # of the weights: rounding alone decides
+            else:  # measures of weights: p is that of rounding
                 before, after = change(self.heads, name)
                 found[name] = significance.measured(after - before, rounding[name])
         return found
@@ -355,7 +355,7 @@ class Changes:
         return self.pairing.first.inspection.settings.seed
 
     def _of_forms(self) -> dict[str, Tensor]:
-        """Distances between forms, (heads,)."""
+        """Compute the distances between forms, (heads,), by measure."""
         places = {(head.layer, head.head): place for place, head in enumerate(self.heads[0])}
         found: dict[str, Tensor] = {}
         for site in self.pairing.sites:
@@ -368,7 +368,7 @@ class Changes:
         return found
 
     def _of_rows(self) -> dict[str, Tensor]:
-        """Distances between rows of attention, (windows, heads)."""
+        """Compute the distances between attention rows, (windows, heads), and block outputs, (windows, blocks)."""
         first, second = self.pairing.first, self.pairing.second
         collector, start = entered(first, self.design), 0
         sites = {other: site for site, other in self.pairing.sites.items()}
@@ -388,7 +388,7 @@ class Changes:
         return by_measure(collector) | ({BLOCKS: torch.cat(moved)} if moved else {})
 
     def _rounding(self) -> dict[str, Rounding]:
-        """What rounding of both models does to every measure, by draws."""
+        """Estimate the effect of rounding both models on each measure, from draws."""
         drawn: list[dict[str, list[Tensor]]] = []
         for number, side in enumerate((self.pairing.first, self.pairing.second)):
             generator = torch.Generator().manual_seed(self.seed + number)
@@ -396,7 +396,7 @@ class Changes:
             if side.batches:
                 cut = replace(side.cut, sequences=min(draws.FEW, self.design.count))
                 blocks = self.blocks[number]
-                found |= draws.of_tokens(side, side.contents, cut, blocks, generator, self._tell(number))
+                found |= draws.of_tokens(side, side.contents, cut, blocks, generator, self._rounding_progress(number))
             drawn.append(found)
         partners = self.pairing.partners
         combined = {}
@@ -406,7 +406,7 @@ class Changes:
             combined[name] = significance.combined(first, second, squared=name in (ROWS, OWN_ROWS))
         return combined
 
-    def _tell(self, number: int) -> Tell:
+    def _rounding_progress(self, number: int) -> Tell:
         done = number * draws.DRAWS
 
         def tell(steps: int) -> None:

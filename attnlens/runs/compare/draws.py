@@ -1,4 +1,4 @@
-"""Runs two models over the same windows, and draws what rounding alone does to each measure."""
+"""Run two models over the same windows, and simulate the effect of rounding on each measure."""
 
 from __future__ import annotations
 
@@ -31,36 +31,36 @@ if TYPE_CHECKING:
 
 
 FLOOR = 1e-12
-"""Weights below it count as it, so that a key that only one model hides costs at most 27.6 nats."""
+"""Lower bound on attention weights in KL, so that a key hidden in only one model costs at most 27.6 nats."""
 STATES = ("hidden_states", "encoder_hidden_states")
-"""Names under which blocks take states; whatever its name, the first input of a block is one."""
+"""Names of block inputs that are states, besides the first input, which is one whatever its name."""
 
 
 @dataclass
 class Recorded:
-    """One pass of the first model."""
+    """The record of a forward pass of the first model."""
 
     side: ComparedModel
-    calls: dict[Site, Call] = field(default_factory=dict)  # what each site was asked for
+    calls: dict[Site, Call] = field(default_factory=dict)  # attention call of each site
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """The states that each block took, by the block's path and the input's name."""
-    outputs: dict[str, Tensor] = field(default_factory=dict)  # the states that each block gave
+    """Input states of each block, by the block's path and the input's name."""
+    outputs: dict[str, Tensor] = field(default_factory=dict)  # output states of each block, by its path
 
 
 @dataclass
 class Passed:
-    """One pass of a second model, beside the one that was recorded."""
+    """The result of a forward pass of the second model, compared with a recorded pass of the first."""
 
     rows: dict[Site, Tensor] = field(default_factory=dict)
-    """KL(first ‖ second) of each sequence and head, mean over queries; NaN where no query sees a key."""
+    """KL(first ‖ second) of each sequence and head, mean over queries; NaN if no query sees a key."""
     calls: dict[Site, Call] = field(default_factory=dict)
-    """What the second model's sites were asked for, by its own sites."""
+    """Attention calls of the second model, by its own sites."""
     blocks: dict[str, Tensor] = field(default_factory=dict)
-    """‖o' − o‖/‖o‖ of each sequence, o what a block gives of the states that the first model's took."""
+    """‖o' − o‖/‖o‖ of each sequence, o and o' the outputs of the first and second model's block, by block path."""
 
 
 def record(side: ComparedModel, inputs: Mapping[str, Tensor], blocks: Sequence[Block]) -> Recorded:
-    """Run the first model, and keep what the second one is compared with."""
+    """Run the first model, and record attention calls, block inputs and block outputs."""
     found = Recorded(side)
     chosen = set(side.sites)
 
@@ -69,15 +69,15 @@ def record(side: ComparedModel, inputs: Mapping[str, Tensor], blocks: Sequence[B
             found.calls[site] = call
 
     def keep(path: str, block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        names = _names(block)
+        names = _parameter_names(block)
         named = dict(zip(names, args, strict=False)) | given
         kept = {name: named.get(name) for name in {*names[:1], *STATES}}
         found.states[path] = {name: state.clone() for name, state in kept.items() if isinstance(state, Tensor)}
 
-    with _before(blocks, keep), hooks.recorded(blocks) as outputs:
-        _pass(side, inputs, visit)
+    with _pre_hooks(blocks, keep), hooks.recorded(blocks) as outputs:
+        _run_pass(side, inputs, visit)
     found.outputs.update(
-        (path, given.clone()) for path, output in outputs.items() if (given := _first(output)) is not None
+        (path, given.clone()) for path, output in outputs.items() if (given := _output_states(output)) is not None
     )
     return found
 
@@ -90,45 +90,45 @@ def beside(
     order: Mapping[Site, Sequence[int]],
     blocks: Sequence[Block] = (),
 ) -> Passed:
-    """One pass of the side's model, compared with the one that was recorded, by the first model's sites.
+    """Run a side's model and compare the pass with a recorded one, by sites of the first model.
 
-    `sites` are the first model's by the side's, `order` the side's head for each head of the first. With
-    `blocks` each block is given the states that the first model's block took, so that what differs is of the block.
+    `sites` maps the side's sites to the first model's; `order` lists the side's head for each head of the first. Each
+    of `blocks` is given the recorded input states, so that differences stem from that block alone.
     """
     found = Passed()
 
     def visit(site: Site, call: Call) -> None:
         first = sites.get(site)
-        if first is None or first not in recorded.calls:  # which has its own kernel, beside others that have not
+        if first is None or first not in recorded.calls:  # own-kernel sites of a saved swap are not visited
             return
         found.calls[site] = call
-        own, other = _rows(recorded.side, first), _rows(side, site)
+        own, other = _attention_rows(recorded.side, first), _attention_rows(side, site)
         pair = (recorded.calls[first], own), (call, other)
         found.rows[first] = divergence(*pair, order[first], first, inputs)
 
     def put(path: str, block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any]:
-        names, states = _names(block), recorded.states[path]
-        changed = [_instead(states.get(name), value) for name, value in zip(names, args, strict=False)]
-        named = {name: _instead(states.get(name), value) for name, value in given.items()}
+        names, states = _parameter_names(block), recorded.states[path]
+        changed = [_convert_state(states.get(name), value) for name, value in zip(names, args, strict=False)]
+        named = {name: _convert_state(states.get(name), value) for name, value in given.items()}
         return (*changed, *args[len(names) :]), named
 
-    with _before(blocks, put), hooks.recorded(blocks) as outputs:
-        _pass(side, inputs, visit)
+    with _pre_hooks(blocks, put), hooks.recorded(blocks) as outputs:
+        _run_pass(side, inputs, visit)
     for path, own in recorded.outputs.items():
-        other = _first(outputs.get(path))
+        other = _output_states(outputs.get(path))
         if other is not None and other.shape == own.shape:
             found.blocks[path] = _apart(own, other.to(own.device), inputs)
     return found
 
 
-def _first(output: Any) -> Tensor | None:
-    """The states among what a block gives."""
+def _output_states(output: Any) -> Tensor | None:
+    """Return the states of a block's output: the output itself or its first element; None if it is not a tensor."""
     output = output[0] if isinstance(output, tuple | list) and output else output
     return output if isinstance(output, Tensor) else None
 
 
 def _apart(own: Tensor, other: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """‖o' − o‖/‖o‖ of each sequence, without its padding."""
+    """Compute ‖o' − o‖/‖o‖ of each sequence, without padding."""
     own, other = own.double(), other.double()
     masks = (inputs.get(name) for name in ("decoder_attention_mask", "attention_mask"))
     mask = next((mask for mask in masks if mask is not None and mask.shape == own.shape[:2]), None)
@@ -139,8 +139,8 @@ def _apart(own: Tensor, other: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     return moved.cpu()
 
 
-def _pass(side: ComparedModel, inputs: Mapping[str, Tensor], visit: Callable[[Site, Call], None]) -> None:
-    """One forward pass of a side's model, its attention watched."""
+def _run_pass(side: ComparedModel, inputs: Mapping[str, Tensor], visit: Callable[[Site, Call], None]) -> None:
+    """Run a forward pass of a side's model and call `visit` for each attention call."""
     model, sites = side.loaded.model, side.inspection.sites
     seen = hooks.replace(model, sites, side.swaps, visit=visit) if side.swaps else hooks.watch(model, sites, visit)
     with torch.no_grad(), seen:
@@ -148,8 +148,8 @@ def _pass(side: ComparedModel, inputs: Mapping[str, Tensor], visit: Callable[[Si
 
 
 @contextmanager
-def _before(blocks: Sequence[Block], hook: Callable[..., Any]) -> Iterator[None]:
-    """Inside, `hook` is called before each of the blocks: (path, block, arguments, keywords) → other ones, or None."""
+def _pre_hooks(blocks: Sequence[Block], hook: Callable[..., Any]) -> Iterator[None]:
+    """Call `hook` before each block in the context: (path, block, args, kwargs) → new (args, kwargs), or None."""
     handles = [block.register_forward_pre_hook(partial(hook, path), with_kwargs=True) for path, block in blocks]
     try:
         yield
@@ -158,29 +158,29 @@ def _before(blocks: Sequence[Block], hook: Callable[..., Any]) -> Iterator[None]
             handle.remove()
 
 
-def _instead(state: Tensor | None, own: Any) -> Any:
-    """The state in the place of the block's own, of its type and device; so that a tracer sees where it comes from."""
+def _convert_state(state: Tensor | None, own: Any) -> Any:
+    """Convert `state` to the type and device of `own`; `torch.where` lets tracers see `own` as a source too."""
     if state is None or not isinstance(own, Tensor) or own.shape != state.shape:
         return own
     always = torch.ones((), dtype=torch.bool, device=own.device)
     return torch.where(always, state.to(own.device, own.dtype), own)
 
 
-def _names(block: nn.Module) -> list[str]:
+def _parameter_names(block: nn.Module) -> list[str]:
     return list(signature(block.forward).parameters)
 
 
 Rows = Callable[[Call], Tensor]
-"""The attention weights of a call."""
+"""Function that computes the attention weights of a call."""
 
 
-def _rows(side: ComparedModel, site: Site) -> Rows:
-    """How a side's site weighs its keys: by the exponential kernel, or by that of a saved swap."""
+def _attention_rows(side: ComparedModel, site: Site) -> Rows:
+    """Return the function that computes a site's attention weights, by its own kernel or that of a saved swap."""
     swap = side.swaps.get(site)
 
     def rows(call: Call) -> Tensor:
         weights = attention.weights(call, OWN)
-        if swap is not None:  # NaN if its rows are none, or may be negative
+        if swap is not None:  # NaN if it has no attention matrix, or can be negative
             heads = range(call.query.shape[1]) if swap.heads is None else swap.heads
             info = swap.kernel.info
             some = info.form != "output" and info.positive
@@ -194,9 +194,9 @@ def _rows(side: ComparedModel, site: Site) -> Rows:
 def divergence(
     first: tuple[Call, Rows], second: tuple[Call, Rows], order: Sequence[int], site: Site, inputs: Mapping[str, Tensor]
 ) -> Tensor:
-    """KL(P ‖ P') of each sequence and head, mean over its real queries, Σ_j p log(p/p'); (sequences, heads).
+    """Compute KL(P ‖ P') = Σ_j p log(p/p'), mean over real queries, of each sequence and head; (sequences, heads).
 
-    `order` is the second's head for each head of the first.
+    `order` lists the second side's head for each head of the first.
     """
     sides = []
     for call, rows in (first, second):
@@ -211,44 +211,44 @@ def divergence(
         step = max(1, PIECE_BYTES // size)
         for start in range(0, len(batch), step):
             some = list(range(start, min(start + step, len(batch))))
-            one, other = (_whole(rows(call.sequences(some, slice(None), slice(None)))) for call, rows in pair)
+            one, other = (_append_sink(rows(call.sequences(some, slice(None), slice(None)))) for call, rows in pair)
             terms = one * (one.clamp(min=FLOOR).log() - other[:, list(order)].clamp(min=FLOOR).log())
             found[[batch[row] for row in some]] = terms.sum(-1).mean(-1).clamp(min=0)
     return found.cpu()
 
 
-def _whole(rows: Tensor) -> Tensor:
-    """The weights with what a sink takes as a last column."""
+def _append_sink(rows: Tensor) -> Tensor:
+    """Append the share of a sink, 1 − Σ of each row, as a last column."""
     return torch.cat((rows, (1 - rows.sum(-1, keepdim=True)).clamp(min=0)), -1)
 
 
 DRAWS = 5
-"""Times that the weights of each model are nudged."""
+"""Number of random roundings of each model's weights."""
 UNDRAWN = "what rounding does to it is not drawn"
-"""Why a measure that an analyzer gathers from many windows has no p."""
+"""Reason for the missing p of a measure that an analyzer gathers from many windows."""
 FEW = 2
-"""Windows on which it is seen what that does to tokens.*."""
+"""Number of windows on which the effect of rounding on tokens.* is measured."""
 BLOCKS = "compare.block_change"
-"""‖o' − o‖/‖o‖ of what each block gives of the first model's states, block by block and not head by head."""
+"""Name of ‖o' − o‖/‖o‖ of block outputs for the first model's input states; one value per block, not per head."""
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""From the widest spacing to the finest."""
+"""Number types that weights can be stored in, from the widest spacing to the finest."""
 BITS = {
     torch.bfloat16: (torch.int16, 7),
     torch.float16: (torch.int16, 10),
     torch.float32: (torch.int32, 23),
     torch.float64: (torch.int64, 52),
 }
-"""The whole number that has a number's bits, and how many of them are behind the binary point."""
+"""Integer type with the same number of bits, and number of mantissa bits, of each number type."""
 DIFFERENT, MANY = 16, 4096
-"""So many different numbers, among the first so many, say of which type a weight is."""
+"""Distinct values, among the first MANY of a weight, needed to identify its stored type."""
 MOVED = 12
-"""One number of so many moves by a whole spacing: the variance is that of rounding, 1/12 of a spacing squared."""
+"""One number in MOVED moves by one spacing: this gives the variance of rounding, 1/12 of a squared spacing."""
 
 
 def stored_type(weight: Tensor) -> torch.dtype:
-    """The coarsest number type that holds every number of a weight exactly, whatever the model was loaded as.
+    """Return the coarsest number type that represents all values of a weight exactly, whatever its loaded type.
 
-    A weight of few different numbers (gains of 1, zeros) tells nothing, and counts as float32.
+    A weight with few distinct values (gains of 1, zeros) is inconclusive and counts as float32.
     """
     first = weight.flatten()[:MANY]
     if len(first.unique()) < min(DIFFERENT, weight.numel()):  # type: ignore[no-untyped-call]
@@ -261,25 +261,25 @@ def _holds(kind: torch.dtype, weight: Tensor) -> bool:
 
 
 def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
-    """The coarsest type among the matrices of a site's module: that of its queries and keys."""
+    """Return the coarsest stored type of the matrices in a site's module, taken as that of its queries and keys."""
     kinds = [stored_type(weight) for weight in model.get_submodule(site.path).parameters() if weight.dim() > 1]
     return max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
 
 
 def stored_types(model: PreTrainedModel) -> list[tuple[Tensor, torch.dtype]]:
-    """Every weight of the model with the type that it was stored in."""
+    """Return the floating-point weights of a model with their stored types."""
     return [(weight.data, stored_type(weight.data)) for weight in model.parameters() if weight.is_floating_point()]
 
 
 @contextmanager
 def rounded(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Generator) -> Iterator[None]:
-    """Inside, one number of twelve is a spacing of its weight's type larger or smaller; afterwards none is."""
+    """Move one value in twelve of each weight by ± one spacing of its stored type inside the block; restore at exit."""
     own: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
         for data, kind in types:
-            places = _places(data, generator)
+            places = _draw_indices(data, generator)
             own.append((data, places, data.take(places)))
-            data.put_(places, _moved(own[-1][2], kind, generator))
+            data.put_(places, _neighbours(own[-1][2], kind, generator))
         yield
     finally:
         for data, places, before in own:
@@ -287,29 +287,29 @@ def rounded(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Genera
 
 
 def nudged(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
-    """The same numbers, one of twelve a spacing of `kind` up or down: mean 0, the variance of rounding."""
-    places = _places(tensor, generator)
-    return tensor.clone().put_(places, _moved(tensor.take(places), kind, generator))
+    """Copy a tensor and move one value in twelve by ± one spacing of `kind`: mean 0, the variance of rounding."""
+    places = _draw_indices(tensor, generator)
+    return tensor.clone().put_(places, _neighbours(tensor.take(places), kind, generator))
 
 
-def _places(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Which numbers move, by their flat index."""
+def _draw_indices(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw the flat indices of the values to move, one in twelve on average."""
     part, rest = divmod(tensor.numel(), MOVED)
     count = part + int(torch.randint(MOVED, (1,), generator=generator)) // (MOVED - rest)
     return torch.randint(max(tensor.numel(), 1), (count,), generator=generator).to(tensor.device)
 
 
-def _moved(values: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Each number's neighbour in `kind`, away from 0 or towards it; 0 stays 0."""
+def _neighbours(values: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return a random neighbour of each value in `kind`, away from or towards 0; 0 stays 0."""
     whole, behind = BITS[values.dtype]
     step = 1 << max(behind - BITS[kind][1], 0)
     steps = (2 * torch.randint(2, values.shape, generator=generator) - 1).to(values.device, whole) * step
-    # numbers of one sign are in the order of their bits
+    # floats of one sign are ordered like their bits read as integers
     return torch.where(values == 0, values, (values.view(whole) + steps).view(values.dtype))
 
 
 def of_weights(side: ComparedModel, generator: torch.Generator) -> dict[str, list[Tensor]]:
-    """What rounding does to the measures of the forms, draw by draw; of those that have none a NaN."""
+    """Draw the effect of rounding on the measures of forms: (heads,) per draw, NaN for heads without a form."""
     places = {(head.layer, head.head): place for place, head in enumerate(side.report.heads)}
     found: dict[str, Tensor] = {}
     for site in side.sites:
@@ -317,38 +317,38 @@ def of_weights(side: ComparedModel, generator: torch.Generator) -> dict[str, lis
         if not isinstance(factors, weights.Factors):
             continue
         kind = site_type(side.loaded.model, site)
-        for name, changes in _of_site(factors, side.analyzers("weights"), kind, generator).items():
+        for name, changes in _draw_site_changes(factors, side.analyzers("weights"), kind, generator).items():
             nothing = torch.full((DRAWS, len(places)), torch.nan, dtype=torch.float64)
-            every = found.setdefault(name, nothing)
+            table = found.setdefault(name, nothing)
             for head in range(changes.shape[1]):
                 if (site.layer, head) in places:
-                    every[:, places[site.layer, head]] = changes[:, head]
+                    table[:, places[site.layer, head]] = changes[:, head]
     return {name: list(changes) for name, changes in found.items()}
 
 
-def _of_site(
+def _draw_site_changes(
     factors: weights.Factors, analyzers: Sequence[Analyzer], kind: torch.dtype, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Each draw's changes of one site's scalars, and the distances of its heads from themselves; (draws, heads)."""
+    """Draw the changes of one site's scalars, and the distances of its forms from unrounded ones; (draws, heads)."""
     own = factors.query_key
     fine = finite_heads(own)
     read = [analyzer for analyzer in analyzers if not analyzer.needs_base] if fine else []
-    before = _scalars(read, own.select(fine)) if read else {}
+    before = _compute_scalars(read, own.select(fine)) if read else {}
     drawn: dict[str, list[Tensor]] = defaultdict(list)
     for _ in range(DRAWS):
         query, key = (nudged(part, kind, generator) for part in (factors.maps.query, factors.maps.key))
         other = replace(factors, maps=replace(factors.maps, query=query, key=key)).query_key
         for name, values in distances(own, other).items():
             drawn[name].append(values)
-        for name, values in (_scalars(read, other.select(fine)) if read else {}).items():
-            every = torch.full((len(own.heads),), torch.nan, dtype=torch.float64)
-            every[fine] = values - before[name]
-            drawn[name].append(every)
+        for name, values in (_compute_scalars(read, other.select(fine)) if read else {}).items():
+            change = torch.full((len(own.heads),), torch.nan, dtype=torch.float64)
+            change[fine] = values - before[name]
+            drawn[name].append(change)
     return {name: torch.stack(changes) for name, changes in drawn.items()}
 
 
-def _scalars(analyzers: Sequence[Analyzer], query_key: QueryKey) -> dict[str, Tensor]:
-    """What analyzers read of a form, but for curves."""
+def _compute_scalars(analyzers: Sequence[Analyzer], query_key: QueryKey) -> dict[str, Tensor]:
+    """Compute the scalar measures (no curves) of these analyzers, by name."""
     found: dict[str, Tensor] = {}
     for analyzer in analyzers:
         readings = analyzer.function(query_key)
@@ -365,7 +365,7 @@ def of_tokens(
     generator: torch.Generator,
     tell: Tell,
 ) -> dict[str, list[Tensor]]:
-    """What rounding does to the means of tokens.* over a few windows, and the KL between rows that it makes."""
+    """Draw the effect of rounding on the means of tokens.* over a few windows, on attention rows (KL) and on blocks."""
     few = texts.batches(side.loaded, contents, cut)
     design = feeding.design_of(side.inspection.settings.model_copy(update={"intervals": "windows"}), few)
     own = [record(side, batch.inputs, blocks) for batch in few]
@@ -376,7 +376,7 @@ def of_tokens(
     for _ in range(DRAWS):
         with rounded(types, generator):
             run = [beside(one, side, same, batch.inputs, order) for batch, one in zip(few, own, strict=True)]
-            # each block on the states that it took before rounding
+            # each block with its input states before rounding
             fed = [
                 beside(one, side, same, batch.inputs, order, blocks)
                 for batch, one in zip(few, own, strict=True)
@@ -395,9 +395,9 @@ def of_tokens(
 
 
 def of_blocks(found: Mapping[str, Tensor], blocks: Sequence[Block], batch: texts.Batch) -> Tensor:
-    """How far each block's output moved, (sequences, blocks); NaN where it gives no states."""
+    """Arrange the relative changes of block outputs as (sequences, blocks); NaN for blocks without states."""
     nothing = torch.full((batch.size,), torch.nan, dtype=torch.float64)
-    # more rows than sequences where a model cuts each into windows
+    # more rows than sequences if a model cuts each into windows
     each = [found[path].view(batch.size, -1).mean(1) if path in found else nothing for path, _ in blocks]
     return torch.stack(each, 1)
 
@@ -409,7 +409,7 @@ def _read(
     calls: Sequence[Mapping[Site, Call]],
     apart: Mapping[str, Sequence[Mapping[Site, Tensor]]],
 ) -> dict[str, Tensor]:
-    """Read tokens.* of a few windows: each measure as (windows, heads), with the distances of each batch."""
+    """Compute tokens.* on a few windows and enter the distances `apart`: each measure as (windows, heads)."""
     collector, analyzers, start = entered(side, design), side.analyzers("tokens"), 0
     for number, (batch, asked) in enumerate(zip(few, calls, strict=True)):
         for site, call in asked.items():
@@ -425,7 +425,7 @@ def _read(
 
 
 def entered(side: ComparedModel, design: Design) -> Collector:
-    """A collector of all the heads that the side's report has."""
+    """Create a collector of all heads in the side's report."""
     collector = Collector(side.inspection.collector.chosen_heads, design=design)
     for found in side.inspection.reached:
         collector.enter(found.site, found.call.key_heads)
@@ -435,6 +435,6 @@ def entered(side: ComparedModel, design: Design) -> Collector:
 def enter_distances(
     collector: Collector, site: Site, name: str, values: Tensor, batch: texts.Batch, start: int
 ) -> None:
-    """Enter distances of each sequence and head."""
+    """Add the distances `values`, (sequences, heads), of a batch to a collector as measure `name`."""
     numbers = sequence_numbers(len(values), batch, start)
     collector.add_tokens(site, numbers, range(values.shape[1]), values.shape[1], {name: values})

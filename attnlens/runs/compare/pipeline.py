@@ -1,4 +1,4 @@
-"""Compares two models, or two saved reports, on the same windows: which heads changed, and how surely."""
+"""Compare two models, or two saved reports, on the same windows: which heads changed significantly."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ UNROUNDED = (
 )
 NO_ROUNDING = "a report holds no weights, so that nothing says what rounding does"
 SAME = ("seed", "text", "noise", "sequences", "tokens", "pack", "windows", "intervals", "select", "layers", "heads")
-"""Settings that must be the same on both sides."""
+"""Settings that must agree on both sides."""
 AGAIN = "Make both with the same text and options, or give the models themselves."
 
 
 def read(path: Path) -> Report:
-    """A report with what each window read, where the file of --windows-csv that it names lies beside it."""
+    """Read a report and, if it exists, its --windows-csv file; raise UsageError for a changed file or no heads."""
     report = read_report(path)
     if not report.heads:
         raise UsageError(f"{path} has no heads.", "Make one with: attnlens inspect MODEL --json FILE.")
@@ -69,13 +69,13 @@ def read(path: Path) -> Report:
             f"{beside} is not the file that {path.name} was written with.", "Write both again, or take it away."
         )
     try:
-        return report.with_windows(_windows(beside, report))
+        return report.with_windows(_read_windows(beside, report))
     except (KeyError, ValueError, csv.Error):  # UnicodeDecodeError is a ValueError
         raise UsageError(f"{beside} does not hold the windows of {path.name}.", AGAIN) from None
 
 
-def _windows(path: Path, report: Report) -> Windows:
-    """What --windows-csv wrote of these heads."""
+def _read_windows(path: Path, report: Report) -> Windows:
+    """Read the values per window and head from a --windows-csv file."""
     content = read_bytes(path, UsageError, "Write it again with --windows-csv.").decode()
     places = {(head.layer, head.head): place for place, head in enumerate(report.heads)}
     windows: dict[tuple[str, int], int] = {}
@@ -99,7 +99,7 @@ def _table(found: dict[tuple[int, int], float], windows: int, heads: int) -> Ten
 
 
 def refuse_other_settings(first: Settings, second: Settings) -> None:
-    """Raise UsageError for the first setting in which two readings differ, so that their difference means nothing."""
+    """Raise UsageError for the first setting in which two reports differ, which would make changes meaningless."""
     for name in SAME:
         one, other = (getattr(side, name) for side in (first, second))
         one, other = (
@@ -113,7 +113,7 @@ def refuse_other_settings(first: Settings, second: Settings) -> None:
 
 
 def _windows_read(report: Report) -> list[tuple[object, int]] | None:
-    """Return each window as the place of its text among those read, whose name does not count, and its number there."""
+    """Return (index of its text, window number) of each window; indices ignore names of texts. None without windows."""
     if report.windows is None:
         return None
     places = {text.name: place for place, text in enumerate(report.settings.texts)}
@@ -121,15 +121,15 @@ def _windows_read(report: Report) -> list[tuple[object, int]] | None:
 
 
 def compared_reports(first: Report, second: Report, fdr: float) -> Comparison:
-    """What two reports have to do with each other. Raises UsageError where they read other windows."""
+    """Compare two reports; raise UsageError if they read different windows."""
     refuse_other_settings(first.settings, second.settings)
-    if [_place(head) for head in first.heads] != [_place(head) for head in second.heads]:
+    if [_head_fields(head) for head in first.heads] != [_head_fields(head) for head in second.heads]:
         return apart(first, second, fdr)
     windows = _windows_read(first), _windows_read(second)
     if None not in windows and windows[0] != windows[1]:
         raise UsageError("The two sides list their windows in another order.", AGAIN)
     heads = first.heads, second.heads
-    judged = {name: _judged(first, second, name) for name in first.measure_names()}
+    judged = {name: _test_measure(first, second, name) for name in first.measure_names()}
     rows = named_rows(heads, judged, fdr, NO_ROUNDING)
     paired = first.windows is not None and second.windows is not None
     kinds = [report.settings.dtype for report in (first, second)]
@@ -140,35 +140,35 @@ def compared_reports(first: Report, second: Report, fdr: float) -> Comparison:
         fdr=fdr,
         tests=sum(row.p is not None for row in rows),
         named=sum(row.named for row in rows),
-        heads=[HeadChange(**_place(head), partner=head.head, reason=NO_ROUNDING) for head in first.heads],
+        heads=[HeadChange(**_head_fields(head), partner=head.head, reason=NO_ROUNDING) for head in first.heads],
         rows=rows,
         notes=[*[otherwise] * (kinds[0] != kinds[1]), UNROUNDED, *[UNPAIRED] * (not paired)],
     )
 
 
-def _place(head: Head) -> dict[str, Any]:
+def _head_fields(head: Head) -> dict[str, Any]:
     return head.model_dump(include=set(HeadChange.model_fields) & set(Head.model_fields))
 
 
-def _judged(first: Report, second: Report, name: str) -> Judged | None:
-    """The changes of a measure: paired, or of two readings; None for categories and what no text has part in."""
+def _test_measure(first: Report, second: Report, name: str) -> Judged | None:
+    """Test a measure's changes, paired if possible; None for categories and measures that do not depend on a text."""
     heads = first.heads, second.heads
     if is_category(heads, name):
         return None
     read = [None if report.windows is None else report.windows.values.get(name) for report in (first, second)]
     if read[0] is not None and read[1] is not None:
-        design = _design(first)
+        design = _sampling_design(first)
         return significance.sampled(read[1] - read[0], design, None, first.settings.seed)
     errors = change(heads, name, "se")
     if bool(errors[0].isnan().all() | errors[1].isnan().all()):
         return None
     before, after = change(heads, name)
     error = (errors[0].square() + errors[1].square()).sqrt()
-    return significance.independent(after - before, error, _design(first).freedom)
+    return significance.independent(after - before, error, _sampling_design(first).freedom)
 
 
-def _design(report: Report) -> Design:
-    """How the report's windows were sampled."""
+def _sampling_design(report: Report) -> Design:
+    """Return the sampling design of the report's windows."""
     names = [text.name for text in report.settings.texts for _ in text.windows]
     return Design.of(names or [""] * (report.settings.sequences or 0), report.settings.intervals)
 
@@ -177,8 +177,8 @@ OTHER_HEADS = "The models have other sites or heads, so that none corresponds to
 
 
 def apart(first: Report, second: Report, fdr: float) -> Comparison:
-    """A comparison of the quartiles of every measure that both have, as heads don't correspond."""
-    spreads = {name: (_spread(first, name), _spread(second, name)) for name in first.measure_names()}
+    """Compare the quartiles of each common measure of two reports whose heads do not correspond."""
+    spreads = {name: (_quartiles(first, name), _quartiles(second, name)) for name in first.measure_names()}
     shifts = [
         Shift(measure=name, before=before, after=after)
         for name, (before, after) in spreads.items()
@@ -187,8 +187,8 @@ def apart(first: Report, second: Report, fdr: float) -> Comparison:
     return Comparison(base=first.model, paired=False, fdr=fdr, shifts=shifts, notes=[OTHER_HEADS])
 
 
-def _spread(report: Report, name: str) -> Spread | None:
-    """The quartiles over the heads that have a value; None for categories, and where no head has one."""
+def _quartiles(report: Report, name: str) -> Spread | None:
+    """Compute the quartiles over heads with a value; None for categories, or if no head has a value."""
     each = [head.measures[name] for head in report.heads if name in head.measures]
     values = [measure.value for measure in each if measure.value is not None and measure.label is None]
     if not values:
@@ -198,7 +198,7 @@ def _spread(report: Report, name: str) -> Spread | None:
 
 
 SECOND = ("revision", "adapter")
-"""Options that hold for the second model alone."""
+"""Options that apply to the second model only."""
 OTHER_INPUT = (
     "The models read other numbers in the same windows (another tokenizer, or none; other lengths of windows or sizes "
     "of images): what reads them is not compared."
@@ -214,14 +214,14 @@ def compare(
     progress: Progress = silent,
     **more: Unpack[CompareRequest],
 ) -> Report:
-    """Each head's measures in two models on the same windows: second − first, with error, p and q.
+    """Compare the measures of each head in two models on the same windows: second − first, with error, p and q.
 
-    The report is the second model's, with `comparison` (records.Comparison). p is of no change beyond what the windows
-    sampled and rounding of the weights explain; q is Benjamini and Hochberg's over heads × measures; named is q ≤
-    `fdr`. Either side may be a report of `inspect`, or the path of one (`.json`): a model beside it is read with its
-    settings. `tokenizer` is that of models in memory. Models are loaded in float32, where `dtype` says nothing else;
-    `revision` and `adapter` are of the second. Raises what `inspect` raises, and UsageError where both sides are the
-    same, or read other windows.
+    Returns the report of the second model, with `comparison` (records.Comparison). The null hypothesis of p is that
+    sampling of windows and rounding of weights explain the change. q is Benjamini and Hochberg's over heads × measures;
+    a change is named if q ≤ `fdr`. Each side can be a report of `inspect`, or its path (`.json`); a model on the other
+    side is then inspected with its settings. `tokenizer` applies to models in memory. Models are loaded in float32
+    unless `dtype` is given; `revision` and `adapter` apply to the second. Raises what `inspect` raises, and UsageError
+    if both sides are the same, or read different windows.
     """
     start = time.perf_counter()
     given = requests.checked(CompareRequest, more)
@@ -239,10 +239,10 @@ def compare(
         raise UsageError("Both sides are the same.", "Name another model, or another report.")
     if any(isinstance(side, Report) for side in subjects):
         _refuse_ignored(subjects, options)
-        reports = _reports(subjects, tokenizer, progress, options)
+        reports = _inspect_reports(subjects, tokenizer, progress, options)
         found, report = compared_reports(*reports, given["fdr"]), reports[1]
     else:
-        sides = _sides(subjects, tokenizer, progress, options)
+        sides = _inspect_sides(subjects, tokenizer, progress, options)
         with at_rest(sides[0].loaded.model), at_rest(sides[1].loaded.model):
             found, report = compared(*sides, given["fdr"], progress), sides[1].report
     own = {name: getattr(report, name) for name in ("model", "settings", "coverage", "heads", "summary")}
@@ -250,7 +250,7 @@ def compare(
 
 
 def _refuse_ignored(subjects: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Raise UsageError for options that no side of these takes: a report says itself how it was made."""
+    """Raise UsageError for options that no side uses, because a report already contains its settings."""
     known = requests.options(CompareRequest)
     given = [
         name
@@ -265,22 +265,22 @@ def _refuse_ignored(subjects: Sequence[Any], options: Mapping[str, Any]) -> None
         raise UsageError(f"A report is read as it is, so that {', '.join(ignored)} would be ignored.", "Leave it out.")
 
 
-def _reports(
+def _inspect_reports(
     subjects: Sequence[Any], tokenizer: PreTrainedTokenizerBase | None, progress: Progress, options: Mapping[str, Any]
 ) -> tuple[Report, Report]:
-    """Both sides as reports, a model read with the settings of the report beside it."""
+    """Return both sides as reports; a model is inspected with the settings of the report on the other side."""
     like = feeding.recorded(next(side.settings for side in subjects if isinstance(side, Report)))
     first, second = (
         side
         if isinstance(side, Report)
-        else inspect(held(side, tokenizer), progress=progress, **{**like, **_loading(side, options, number)})
+        else inspect(held(side, tokenizer), progress=progress, **{**like, **_select_options(side, options, number)})
         for number, side in enumerate(subjects)
     )
     return first, second
 
 
-def _loading(subject: Any, options: Mapping[str, Any], number: int) -> Any:
-    """The options of one side: how it is loaded, and what it is fed with where no report says so."""
+def _select_options(subject: Any, options: Mapping[str, Any], number: int) -> Any:
+    """Select the options of one side, without SECOND for the first; named models default to float32."""
     found = {name: value for name, value in options.items() if number or name not in SECOND}
     if isinstance(subject, str | PathLike):
         return {"dtype": "float32", **found}
@@ -288,14 +288,14 @@ def _loading(subject: Any, options: Mapping[str, Any], number: int) -> Any:
     return found
 
 
-def _sides(
+def _inspect_sides(
     subjects: Sequence[Any], tokenizer: PreTrainedTokenizerBase | None, progress: Progress, options: Mapping[str, Any]
 ) -> tuple[ComparedModel, ComparedModel]:
-    """Both models inspected on the first one's texts."""
+    """Inspect both models on the texts of the first."""
     sides: list[ComparedModel] = []
     for number, subject in enumerate(subjects):
         own = None if isinstance(subject, str | PathLike | loading.Loaded) else tokenizer
-        given = _loading(subject, options, number)
+        given = _select_options(subject, options, number)
         swaps = None
         if isinstance(subject, str | PathLike) and (Path(subject).expanduser() / loading.SWAPPED).is_file():
             load_options = {name: value for name, value in given.items() if name in Loading.__annotations__}
@@ -310,7 +310,7 @@ def _sides(
 
 
 def compared(first: ComparedModel, second: ComparedModel, fdr: float, progress: Progress) -> Comparison:
-    """What two inspected models have to do with each other."""
+    """Compare two inspected models: heads if they correspond, and text measures if their inputs are the same."""
     if not correspond(first, second):
         return apart(first.report, second.report, fdr)
     if same_input(first, second):

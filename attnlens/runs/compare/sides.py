@@ -1,4 +1,4 @@
-"""The two models of a comparison: what each reads by itself, and how the heads of one are those of the other."""
+"""The two models of a comparison: the inspection of each, and the correspondence of their heads."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORM_DISTANCES = (FORMS, QUERY_ANGLE, KEY_ANGLE)
-"""What is measured of them."""
+"""Measures of the distance between two forms."""
 ALIKE = 0.5
-"""Heads are taken for reordered where each form moved by less than this share of what it differs in its own place."""
+"""Heads count as reordered if each moved head's distance to its partner is below this, and below this share of its
+distance to the head in its own place."""
 
 
 def place(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
-    """The second model's head for each of the first one's at one site, by the distances between forms.
+    """Match the heads of the second model to those of the first at one site, by the distances between forms.
 
-    Another order than their own is taken where every head that it moves is far more like its partner than like the head
-    in its own place.
+    Heads are reordered only if every moved head is much more similar to its partner than to the head in its own place.
     """
     distances = distances_between(first, second)
     if not bool(distances.isfinite().all()):
@@ -49,25 +49,25 @@ def place(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
 
 
 def distances_between(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads others"]:
-    """‖M'_g − M_h‖_F/max(‖M_h‖_F, ‖M'_g‖_F) at equal positions, from the factors' Gram matrices; 0 between zeros."""
-    squares = torch.stack([_inner(one, one).diagonal() for one in (first, second)])
-    cross = _inner(first, second)
+    """Compute ‖M'_g − M_h‖_F/max(‖M_h‖_F, ‖M'_g‖_F) at equal positions from the factors; 0 if both are 0."""
+    squares = torch.stack([_inner_products(one, one).diagonal() for one in (first, second)])
+    cross = _inner_products(first, second)
     size = torch.maximum(squares[0][:, None], squares[1])
     apart = (squares[0][:, None] + squares[1] - 2 * cross).clamp(min=0)
     return torch.where(size == 0, 0.0, apart / size).sqrt().cpu()
 
 
-def _inner(one: QueryKey, other: QueryKey) -> Float[Tensor, "heads others"]:
-    """⟨M_h, M'_g⟩_F = s s' tr(W_Qᵀ W_Q' · W_K'ᵀ W_K)."""
+def _inner_products(one: QueryKey, other: QueryKey) -> Float[Tensor, "heads others"]:
+    """Compute ⟨M_h, M'_g⟩_F = s s' tr(W_Qᵀ W_Q' · W_K'ᵀ W_K)."""
     mine, others = ((each.query.double(), each.paired_key.double()) for each in (one, other))
     rows = [((query.mT @ others[0]) * (key.mT @ others[1])).sum((-2, -1)) for query, key in zip(*mine, strict=True)]
     return one.scale * other.scale * torch.stack(rows)
 
 
 def distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor, " heads"]]:
-    """The distances of corresponding heads' forms; NaN where both M are 0, and where a factor is not finite.
+    """Compute the distances between corresponding heads' forms; NaN if both M are 0 or a factor is not finite.
 
-    Where M alone is 0, all of M' is new and the change is 1.
+    If only M is 0, all of M' is new and the change is 1.
     """
     fine = sorted(set(finite_heads(first)) & set(finite_heads(second)))
     found = {name: torch.full((len(first.heads),), torch.nan, dtype=torch.float64) for name in FORM_DISTANCES}
@@ -76,7 +76,7 @@ def distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor, " he
     first, second = first.select(fine), second.select(fine)
     moved = replace(second, query=second.query * (second.scale / first.scale), scale=first.scale)
     change, _ = linalg.change(moved, first)
-    if first.key_of == second.key_of:  # once for each key head
+    if first.key_of == second.key_of:  # computed once per key head
         read = sorted(set(first.key_of))
         each = linalg.largest_angle(first.key[read], second.key[read])
         keys = each[[read.index(number) for number in first.key_of]]
@@ -89,74 +89,74 @@ def distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor, " he
 
 
 def in_order(second: QueryKey, order: Sequence[int]) -> QueryKey:
-    """The second model's heads in the order of the first one's, each with a key head of its own."""
+    """Reorder the second model's heads like the first model's, each with its own copy of its key head."""
     return replace(second.select(order), heads=tuple(range(len(order))))
 
 
 OTHER_KERNEL = "its attention is of another kernel, and the measure is of the exponential one"
 Block = tuple[str, nn.Module]
-"""A block of the model and its path."""
+"""The path of a block of the model, and the block."""
 
 
 @dataclass
 class ComparedModel:
-    """One model, inspected."""
+    """One model of a comparison with its inspection."""
 
     inspection: Inspection
     report: Report
     contents: Sequence[texts.Content]  # the texts
     cut: texts.Cut  # how they were cut
     swaps: hooks.Swaps = field(default_factory=dict)
-    """The other kernel of a model that was saved with one, by its sites."""
+    """Kernels of a model saved with --save, by site."""
 
     @classmethod
     def of(
         cls, inspection: Inspection, contents: Sequence[texts.Content], cut: texts.Cut, swaps: hooks.Swaps | None = None
     ) -> ComparedModel:
-        """Inspect a model, and keep what is read of its weights; with `swaps` what a text reads has no value."""
+        """Inspect a model and keep the factors of its weights; with `swaps`, measures of the text get no value."""
         inspection.factors = {}
         with at_rest(inspection.loaded.model):
             report = inspection.run(contents, cut)
-        return cls(inspection, _of_weights(report) if swaps else report, contents, cut, swaps or {})
+        return cls(inspection, _remove_token_measures(report) if swaps else report, contents, cut, swaps or {})
 
     @property
     def loaded(self) -> Loaded:
-        """The model."""
+        """The loaded model."""
         return self.inspection.loaded
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """Those that are looked at, in the order of layers."""
+        """Inspected sites, in the order of layers."""
         return tuple(found.site for found in self.inspection.reached)
 
     @property
     def batches(self) -> tuple[texts.Batch, ...]:
-        """What it was fed with; nothing for weights alone."""
+        """Batches fed to the model; empty if only weights were inspected."""
         return () if self.inspection.fed is None else self.inspection.fed.batches
 
     def without_text(self) -> ComparedModel:
-        """The same, of which only the weights are compared."""
+        """Return a copy without batches and windows, of which only the weights are compared."""
         bare = replace(self.inspection)
         bare.fed = None
         windows = Windows([], [], {})
         return replace(self, inspection=bare, report=self.report.model_copy().with_windows(windows))
 
     def analyzers(self, source: str) -> list[Analyzer]:
-        """Those of a source that read one QueryKey at a time."""
+        """Return the analyzers of a source that take one QueryKey at a time."""
         plain = [analyzer for analyzer in self.inspection.analyzers if isinstance(analyzer, Analyzer)]
         return [analyzer for analyzer in plain if analyzer.source == source]
 
     def factors(self, site: Site) -> weights.Factors | UnreadableError | None:
-        """What was read of a site's weights; None where the run read none."""
+        """Return the factors of a site's weights, or why there are none; None if the run did not read weights."""
         return (self.inspection.factors or {}).get(site)
 
     def blocks(self) -> list[Block]:
-        """The model's blocks, each of which runs once; none without a text."""
+        """Return the model's blocks that run once per forward pass; none without a text."""
         return hooks.blocks(self.loaded.model, self.batches[0].inputs) if self.batches else []
 
 
-def _of_weights(report: Report) -> Report:
-    """The report with the measures of the weights alone."""
+def _remove_token_measures(report: Report) -> Report:
+    """Return the report with the values of token measures removed."""
     nothing = Measure(value=None, reason=OTHER_KERNEL)
     known = measure_sources()
 
@@ -170,19 +170,19 @@ def _of_weights(report: Report) -> Report:
 
 @dataclass(frozen=True)
 class Pairing:
-    """Which site and head of the second model each of the first one is compared with."""
+    """The correspondence of sites and heads between two models."""
 
     first: ComparedModel
     second: ComparedModel
-    sites: dict[Site, Site]  # the second model's site for each of the first one's
+    sites: dict[Site, Site]  # second model's site for each site of the first model
     order: dict[Site, tuple[int, ...]] = field(default_factory=dict)
-    """The second model's head for each of the first one's, by the first one's site."""
+    """Second model's head for each head of the first model, by the first model's sites."""
     unmoved: list[Site] = field(default_factory=list)
-    """Sites whose heads stand in another order and are compared by their numbers, since some alone were asked for."""
+    """Sites with reordered heads that are compared by number all the same, because only some heads were requested."""
 
     @classmethod
     def of(cls, first: ComparedModel, second: ComparedModel) -> Pairing:
-        """Sites in their order; heads by their forms where these can be read and all heads are looked at."""
+        """Pair sites in order, and heads by form if forms can be read and all heads are inspected, else by number."""
         sites = dict(zip(first.sites, second.sites, strict=True))
         found = cls(first, second, sites)
         for site in sites:
@@ -196,7 +196,7 @@ class Pairing:
         return found
 
     def forms(self, site: Site) -> tuple[QueryKey, QueryKey] | None:
-        """M of both models, the second's heads in their own order; None where either can't be read."""
+        """Return the forms of both models, heads in their own order; None if one cannot be read or shapes differ."""
         one, other = self.first.factors(site), self.second.factors(self.sites[site])
         if not isinstance(one, weights.Factors) or not isinstance(other, weights.Factors):
             return None
@@ -205,24 +205,24 @@ class Pairing:
         return pair if same else None
 
     def ordered_forms(self, site: Site) -> tuple[QueryKey, QueryKey] | None:
-        """M of both models, head by head compared with its partner."""
+        """Return the forms of both models, with the second's heads in the order of their partners."""
         forms = self.forms(site)
         return None if forms is None else (forms[0], in_order(forms[1], self.order[site]))
 
     def key_of(self, site: Site) -> list[int]:
-        """The key head of each query head of the first model."""
+        """Return the key head of each query head of the first model."""
         return list(next(found.call for found in self.first.inspection.reached if found.site == site).key_heads)
 
     @property
     def partners(self) -> torch.Tensor:
-        """For each head of the first report the place of its partner in the second one."""
+        """Index of each head's partner in the second report, in the order of the first report."""
         places = {(head.layer, head.head): place for place, head in enumerate(self.second.report.heads)}
         layers = {site.layer: self.order[site] for site in self.sites}
         return torch.tensor([places[head.layer, layers[head.layer][head.head]] for head in self.first.report.heads])
 
 
 def correspond(first: ComparedModel, second: ComparedModel) -> bool:
-    """Whether the models have the same sites, with as many heads and key heads at each; what they see may differ."""
+    """Return True if the models have the same sites with equal numbers of heads and key heads; masks may differ."""
     shapes = [
         [(one.site.path, one.site.ordinal, one.call.query.shape[1], one.call.group) for one in side.inspection.reached]
         for side in (first, second)
@@ -231,7 +231,7 @@ def correspond(first: ComparedModel, second: ComparedModel) -> bool:
 
 
 def same_input(first: ComparedModel, second: ComparedModel) -> bool:
-    """Whether both models were fed with the same numbers, window by window."""
+    """Return True if both models were fed the same inputs, window by window."""
     pairs = zip(first.batches, second.batches, strict=False)
     return len(first.batches) == len(second.batches) and all(
         one.inputs.keys() == other.inputs.keys()

@@ -1,4 +1,4 @@
-"""Judges changes: p beyond sampling and rounding, q over everything looked at, the least change that would be named."""
+"""Test changes: p beyond sampling and rounding, q over all tests, and the smallest detectable change."""
 
 from __future__ import annotations
 
@@ -18,53 +18,53 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 POWER = 0.8
-"""With which probability the least change would have been named."""
+"""Probability with which the smallest detectable change is named."""
 UNMOVED = "rounding never moved it, so that nothing says by how much it would"
 ONE_DRAW = "one window, or one text, has no spread"
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What rounding of the weights alone does to a measure, from draws of it."""
+    """The effect on a measure of rounding the weights, estimated from draws."""
 
     size: Float[Tensor, " heads"]
-    """Root mean square of the changes; of a divergence its mean, since that grows with the square of what moves it."""
-    freedom: int  # how many draws of each model there were
-    squared: bool = False  # whether it is a divergence
+    """Root mean square of the changes; for a divergence their mean, since it is quadratic in its cause."""
+    freedom: int  # number of draws per model
+    squared: bool = False  # True for a divergence
 
 
 @dataclass(frozen=True)
 class Judged:
-    """The changes of one measure at all heads."""
+    """The changes of one measure in all heads, with their p."""
 
     delta: Float[Tensor, " heads"]
     p: Float[Tensor, " heads"]
-    se: Float[Tensor, " heads"] | None = None  # over windows
-    freedom: int = 0  # its degrees of freedom
+    se: Float[Tensor, " heads"] | None = None  # standard error over windows
+    freedom: int = 0  # degrees of freedom of the standard error
     rounding: Rounding | None = None
 
     def least(self, level: float) -> Float[Tensor, " heads"]:
-        """The change that a test at that level names with a probability of POWER, sampling or rounding in its way."""
+        """Compute the change that a test at `level` detects with probability POWER; NaN without an error estimate."""
         found = torch.zeros_like(self.delta)
         if self.se is not None and self.freedom > 0:
-            found = torch.fmax(found, self.se * _reach(level, self.freedom))
+            found = torch.fmax(found, self.se * _detectable_errors(level, self.freedom))
         if self.rounding is not None:
-            reach = _reach(level, self.rounding.freedom)
+            reach = _detectable_errors(level, self.rounding.freedom)
             found = torch.fmax(found, self.rounding.size * (reach**2 if self.rounding.squared else reach))
         return torch.where(found > 0, found, torch.nan)
 
 
-def _reach(level: float, freedom: int) -> float:
-    """How many standard errors off a change must be to be named with a probability of POWER."""
+def _detectable_errors(level: float, freedom: int) -> float:
+    """Return the standard errors by which a change must differ from 0 to be named with probability POWER."""
     return float(stats.t.isf(level / 2, freedom) + stats.t.ppf(POWER, freedom))
 
 
 def sampled(
     differences: Float[Tensor, "windows heads"], design: Design, rounding: Rounding | None, seed: int
 ) -> Judged:
-    """Changes that are paired window by window: p is the larger of those of sampling and of rounding.
+    """Test changes paired by window: p is the larger one of sampling and rounding.
 
-    Windows in which either model has no value don't count. No change in any window is p = 1.
+    Windows in which either model has no value are left out. If there is no change in any window, p = 1.
     """
     values = differences.double()
     p = torch.full(values.shape[1:], torch.nan, dtype=torch.float64)
@@ -77,25 +77,25 @@ def sampled(
             p[heads] = p_values(some.mT, design.select(there), torch.ones(len(there)), seed)
     delta = values.nanmean(0)
     p[(values.nan_to_num() == 0).all(0) & ~delta.isnan()] = 1.0
-    # the same change in every window: no sampling would have given another one
+    # equal changes in all windows: no other sample would give another change
     error = standard_error(values, design)
     p[(error == 0) & (delta != 0)] = 0.0
-    # where rounding never moved a measure, windows alone decide
+    # if rounding never moved a measure, p depends on windows alone
     beyond = by_rounding(delta, rounding) if rounding is not None else p
     p = torch.maximum(p, beyond.nan_to_num(nan=0.0))
     return Judged(delta, p, error, design.freedom, rounding)
 
 
 def measured(delta: Float[Tensor, " heads"], rounding: Rounding) -> Judged:
-    """Changes of what no text has part in: p is that of rounding."""
+    """Test changes of measures that do not depend on a text: p is that of rounding, 1 for no change."""
     p = by_rounding(delta, rounding)
     return Judged(delta, torch.where(delta == 0, 1.0, p).masked_fill(~delta.isfinite(), torch.nan), rounding=rounding)
 
 
 def independent(delta: Float[Tensor, " heads"], se: Float[Tensor, " heads"], freedom: int) -> Judged:
-    """Changes between two readings of which the standard errors alone are known: Student's t, never too small an error.
+    """Test changes between two unpaired readings by Student's t, from their standard errors; conservative.
 
-    Readings of the same windows move together, so that the error of their difference is smaller than this.
+    Readings of the same windows are correlated, so the true error of their difference is smaller than `se`.
     """
     p = torch.from_numpy(2 * stats.t.sf((delta.abs() / se).numpy(), max(freedom, 1)))
     p = torch.where(se > 0, p, torch.nan) if freedom > 0 else torch.full_like(delta, torch.nan)
@@ -103,7 +103,7 @@ def independent(delta: Float[Tensor, " heads"], se: Float[Tensor, " heads"], fre
 
 
 def by_rounding(delta: Float[Tensor, " heads"], rounding: Rounding) -> Float[Tensor, " heads"]:
-    """P(|t| ≥ |delta|/size) with as many degrees of freedom as draws; NaN where rounding never moved it."""
+    """Compute P(|t| ≥ |delta|/size), with the draws as degrees of freedom; NaN if rounding never moved the measure."""
     ratios = delta.abs() / rounding.size
     scores = (ratios.sqrt() if rounding.squared else ratios).numpy()
     p = torch.from_numpy(2 * stats.t.sf(scores, rounding.freedom))
@@ -113,9 +113,9 @@ def by_rounding(delta: Float[Tensor, " heads"], rounding: Rounding) -> Float[Ten
 def named(
     rows: Sequence[MeasureChange], judged: Sequence[tuple[Judged | None, int]], fdr: float
 ) -> list[MeasureChange]:
-    """The rows with q, whether they are named, and the least change, over all that have a p.
+    """Add q, `named` and the smallest detectable change to the rows, over all rows with a p.
 
-    `judged` says where each row's change stands: among which changes, and which of them.
+    `judged` gives the tested changes that each row belongs to, and its index among them.
     """
     p = torch.tensor([math.nan if row.p is None else row.p for row in rows], dtype=torch.float64)
     q, chosen = adjusted(p), false_discovery(p, fdr)
@@ -132,17 +132,17 @@ def named(
 
 
 def number_of(value: float | Tensor) -> float | None:
-    """The number, None where there is none."""
+    """Convert a value to float; None if it is NaN or infinite."""
     return float(value) if math.isfinite(value) else None
 
 
 def combined(first: Float[Tensor, "draws heads"], second: Float[Tensor, "draws heads"], *, squared: bool) -> Rounding:
-    """The rounding of both models at once: mean squares of their draws add up, and so do divergences.
+    """Combine the rounding of both models: the mean squares of their draws add up, and so do divergences.
 
-    No head's is less than that of a Gaussian whose largest draw, of as many as there are over all heads, is the largest
-    seen: a measure that jumps (a count of columns, a rank) stays where it is in most draws of most heads.
+    The size of each head is at least that of a Gaussian whose typical maximum, over the draws of all heads, is the
+    largest one seen: a measure that jumps (a count of columns, a rank) does not move in most draws of most heads.
     """
-    # a form of zeros has nothing to round: it is the other one that counts
+    # a form of zeros is not rounded (NaN); then the other model's draws count alone
     each = [part.double() if squared else part.double().square() for part in (first, second)]
     means = torch.stack([part.mean(0) for part in each])
     drawn = torch.cat(each)
@@ -154,18 +154,18 @@ def combined(first: Float[Tensor, "draws heads"], second: Float[Tensor, "draws h
 
 
 Heads = tuple[Sequence[Head], Sequence[Head]]
-"""The heads of the first model, and the partner of each in the second one."""
+"""Heads of the first model, and their partners in the second."""
 CATEGORY = "a category, of which there is no difference"
 
 
 def named_rows(heads: Heads, judged: Mapping[str, Judged | None], fdr: float, unjudged: str) -> list[MeasureChange]:
-    """A row a measure and head, in that order; those that changed beyond chance are named.
+    """Build one row per measure and head, in that order; significant changes are named.
 
-    `unjudged` says why a measure without a judgement has no p.
+    `unjudged` is the reason why measures without a test have no p.
     """
     rows, places = [], []
     for name, one in judged.items():
-        for place, row in enumerate(_rows(heads, name)):
+        for place, row in enumerate(_plain_rows(heads, name)):
             if one is not None:
                 p, delta = float(one.p[place]), number_of(one.delta[place])
                 found: dict[str, Any] = {"delta": delta, "p": number_of(p)}
@@ -182,22 +182,22 @@ def named_rows(heads: Heads, judged: Mapping[str, Judged | None], fdr: float, un
 
 
 def is_category(heads: Heads, name: str) -> bool:
-    """Whether a measure has labels, and no numbers that could be subtracted."""
+    """Return True if a measure has labels instead of numbers."""
     return any(name in head.measures and head.measures[name].label is not None for each in heads for head in each)
 
 
 def change(heads: Heads, name: str, of: str = "value") -> tuple[Tensor, Tensor]:
-    """What both models read of a measure, head by head; NaN where there is nothing. `of` may be its standard error."""
-    first, second = (_numbers([head.measures.get(name) for head in each], of) for each in heads)
+    """Return a measure's field `of` (`value` or `se`) for the heads of both models; NaN if it is missing."""
+    first, second = (_field_tensor([head.measures.get(name) for head in each], of) for each in heads)
     return first, second
 
 
-def _numbers(each: Sequence[Measure | None], of: str) -> Tensor:
+def _field_tensor(each: Sequence[Measure | None], of: str) -> Tensor:
     found = [None if one is None else getattr(one, of) for one in each]
     return torch.tensor([math.nan if number is None else number for number in found], dtype=torch.float64)
 
 
-def _rows(heads: Heads, name: str) -> Iterator[MeasureChange]:
+def _plain_rows(heads: Heads, name: str) -> Iterator[MeasureChange]:
     category = is_category(heads, name)
     for one, other in zip(*heads, strict=True):
         read = {"first": one.measures.get(name), "second": other.measures.get(name)}

@@ -1,1 +1,1 @@
-"""Runs a model with another kernel in its attention and measures what that changes."""
+"""Run a model with another kernel in its attention and measure what changes."""

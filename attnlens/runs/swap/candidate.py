@@ -1,4 +1,4 @@
-"""One kernel on its way through a swap: its stages, what was measured, its controls and its record."""
+"""The state of one kernel during a run: its stages, measurements, controls and record."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from attnlens.runs.swap.ranks.search import Choice
 
 
 def spelled(kernels: Iterable[Kernel]) -> str:
-    """`sink-window:4,68`, or where sites differ `sink-window:4,68–80 by layer`; where some keep all keys, `4,68–all`.
+    """Format the kernels of all sites as one spelling, as in `sink-window:4,68`.
 
-    Windows of different names stand beside each other, `window:2/sink-window:1,2 by layer`.
+    If sites differ, numbers become ranges, `sink-window:4,68–80 by layer`, or `4,68–all` if some sites keep all keys.
+    Different windows are joined by a slash: `window:2/sink-window:1,2 by layer`.
     """
     found = list(dict.fromkeys(kernel.spelling for kernel in kernels))
     if len(found) < 2:
@@ -54,27 +55,27 @@ CROSSING = "queries and keys of cross-attention are of different sequences, so t
 
 @dataclass
 class Alternative:
-    """A control of one kernel, before it is measured."""
+    """A control of one kernel."""
 
     role: ControlRole
-    swaps: hooks.Swaps  # the kernel at each site; empty where there is none
-    state: float | None = None  # numbers that a head keeps, mean over sites
-    reason: str = ""  # why there is none
-    weights: Mapping[str, Tensor] = field(default_factory=dict)  # healed weights by name, of the one that is trained
+    swaps: hooks.Swaps  # the kernel at each site; empty if the control does not exist
+    state: float | None = None  # numbers kept per head, mean over sites
+    reason: str = ""  # why the control does not exist
+    weights: Mapping[str, Tensor] = field(default_factory=dict)  # healed weights by name, of the healed control
     agreement: dict[str, Any] = field(default_factory=dict)
-    """For how long its greedy continuations are the original's, or why that is not known."""
+    """Agreement of its greedy continuations with the original's as fields of an Outcome, or why it is unknown."""
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for alternatives that are the same at every site, which are measured once."""
-        # fitted maps have no spelling: kernels that hold some are known by themselves
+        """Identity of the kernels at all sites; alternatives with equal keys are measured once."""
+        # a spelling does not include fitted maps: kernels with fitted maps are compared by object identity
         found = [
             (site, id(swap.kernel) if swap.kernel.fitted else swap.kernel.spelling) for site, swap in self.swaps.items()
         ]
         return (*found, id(self.weights)) if self.weights else tuple(found)
 
     def refuse(self, loaded: Loaded, inputs: Mapping[str, Tensor], variant: Callable[[hooks.Swaps], Variant]) -> None:
-        """Leave it out, with the reason, where a site refuses its kernel."""
+        """Run the control once; if a site refuses its kernel, remove it and keep the reason."""
         if not self.swaps:
             return
         try:
@@ -84,7 +85,7 @@ class Alternative:
             self.swaps, self.reason = {}, error.problem.rstrip(".")
 
     def record(self, found: Differences | None, seed: int, names: Sequence[str], window: int | str) -> Control:
-        """What was measured of it."""
+        """Build the control's record from its measurements, or from the reason if there are none."""
         if found is None:
             return Control(role=self.role, kernel=None, state=self.state, reasons={"kernel": self.reason})
         outcome = found.outcome(seed, names, window)
@@ -95,7 +96,7 @@ class Alternative:
 
 
 def shapes_of(reached: Sequence[Reached], chosen: Mapping[Site, tuple[int, ...] | None]) -> dict[Site, HeadShape]:
-    """What the state of each chosen site's heads depends on, at the length of the inputs that reached it."""
+    """Return the head shapes of each chosen site, at the length of the surveyed inputs."""
     shapes = {}
     for found in (found for found in reached if found.site in chosen):
         call, seen, heads = found.call, found.call.visible(), chosen[found.site]
@@ -112,7 +113,7 @@ def shapes_of(reached: Sequence[Reached], chosen: Mapping[Site, tuple[int, ...] 
 
 
 def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | None:
-    """Numbers that a swapped head keeps, mean over sites; None for kernels that keep neither keys nor sums of them."""
+    """Return the numbers kept per swapped head, mean over sites; None for kernels without an attention matrix."""
     if any(swap.kernel.info.form == "output" for swap in swaps.values()):
         return None
     found = [(state_numbers(swap.kernel, shapes[site]), shapes[site]) for site, swap in swaps.items()]
@@ -120,33 +121,33 @@ def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | 
 
 
 def alternatives(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list[Alternative]:
-    """The controls of a kernel as it is swapped before any healing; what is the kernel itself is left out."""
-    every = [
-        _sink_window(swaps, shapes),
-        _everywhere("one key", swaps, shapes, lambda _: parsed(ONE_KEY)),
-        _everywhere("floor", swaps, shapes, lambda _: parsed(FLOOR)),
+    """Build the controls of a kernel before healing, without those equal to the kernel or to the model's own."""
+    controls = [
+        _sink_window_control(swaps, shapes),
+        _map_kernels("one key", swaps, shapes, lambda _: parsed(ONE_KEY)),
+        _map_kernels("floor", swaps, shapes, lambda _: parsed(FLOOR)),
     ]
     if all(swap.kernel.filter or swap.kernel.near for swap in swaps.values()):
-        every.append(_everywhere("filter alone", swaps, shapes, lambda kernel: branches(kernel)[0]))
-        every.append(_everywhere("without filter", swaps, shapes, lambda kernel: branches(kernel)[1]))
-    asked = Alternative("without filter", swaps).key
+        controls.append(_map_kernels("filter alone", swaps, shapes, lambda kernel: branches(kernel)[0]))
+        controls.append(_map_kernels("without filter", swaps, shapes, lambda kernel: branches(kernel)[1]))
+    kernel_key = Alternative("without filter", swaps).key
     own = Alternative("without filter", {site: hooks.Replacement(OWN, swap.heads) for site, swap in swaps.items()}).key
-    return [one for one in every if not one.swaps or one.key not in (asked, own)]
+    return [one for one in controls if not one.swaps or one.key not in (kernel_key, own)]
 
 
 def healed_far_part(
     swaps: hooks.Swaps, weights: Mapping[str, Tensor], shapes: Mapping[Site, HeadShape]
 ) -> Alternative | None:
-    """What healing made of a hybrid's far part, for all keys; None for what is no hybrid."""
+    """Build the control that applies a hybrid's healed far part to all keys; None if the kernel is not a hybrid."""
     if not all(swap.kernel.near for swap in swaps.values()):
         return None
-    found = _everywhere("far part, healed", swaps, shapes, lambda kernel: branches(kernel)[1])
+    found = _map_kernels("far part, healed", swaps, shapes, lambda kernel: branches(kernel)[1])
     found.weights = weights
     return found
 
 
 def window_beyond(swaps: hooks.Swaps, found: Sequence[Alternative], shapes: Mapping[Site, HeadShape]) -> int | str:
-    """How many keys the kernel's own window holds, or its sink-window's, or 64; or why there is no such number."""
+    """Return the width of the kernel's window, else of its sink-window control's, else 64; or why there is none."""
     control = next((one for one in found if one.role == "same size"), None)
     for some in (swaps, {} if control is None else control.swaps):
         filters = [one for swap in some.values() if (one := swap.kernel.filter or swap.kernel.near)]
@@ -159,8 +160,8 @@ def window_beyond(swaps: hooks.Swaps, found: Sequence[Alternative], shapes: Mapp
     return WIDTH if tokens > WIDTH else f"the sequences have {tokens} tokens, and no key is beyond a window of {WIDTH}"
 
 
-def _sink_window(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> Alternative:
-    """The sink-window that keeps as much at every site, or why there is none."""
+def _sink_window_control(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> Alternative:
+    """Build the control whose sink-window keeps as many numbers as the kernel at each site, or give the reason."""
     if any(site.part == "cross" for site in swaps):
         return Alternative("same size", {}, reason=CROSSING)
     found: dict[Site, hooks.Replacement] = {}
@@ -181,30 +182,30 @@ def _sink_window(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> Altern
     return Alternative("same size", found, mean_state(found, shapes))
 
 
-def _everywhere(
+def _map_kernels(
     role: ControlRole, swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape], of: Callable[[Kernel], Kernel]
 ) -> Alternative:
-    """The kernel that `of` makes of each site's."""
+    """Build the control whose kernel at each site is `of` applied to the swapped kernel."""
     found = {site: hooks.Replacement(of(swap.kernel), swap.heads) for site, swap in swaps.items()}
     return Alternative(role, found, mean_state(found, shapes))
 
 
 @dataclass
 class Candidate:
-    """One kernel and how far it has come."""
+    """One kernel with its stages and results so far."""
 
     kernel: Kernel
     stages: dict[str, hooks.Swaps]  # the swap at each stage: swapped, fitted, healed
-    found: dict[str, Differences] = field(default_factory=dict)  # what was measured at each stage
+    found: dict[str, Differences] = field(default_factory=dict)  # measurements by stage
     healing: Healing | None = None
     weights: dict[str, Tensor] = field(default_factory=dict)  # healed weights by name
-    choice: Choice | None = None  # the ranks that a budget allows
-    controls: list[Alternative] = field(default_factory=list)  # the simple alternatives to it
-    measured: dict[object, Differences] = field(default_factory=dict)  # what was measured of them, by their keys
-    window: int | str = ""  # beyond how many keys evidence may lie, or why there is no such number
-    state: float | None = None  # numbers that a swapped head keeps
+    choice: Choice | None = None  # ranks that meet the budget, or those of a plan
+    controls: list[Alternative] = field(default_factory=list)  # its controls
+    measured: dict[object, Differences] = field(default_factory=dict)  # measurements of the controls, by their keys
+    window: int | str = ""  # keys beyond which losses are reported, or why there is no number
+    state: float | None = None  # numbers kept per swapped head
     agreements: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """How long each stage's greedy continuations are the original's, as fields of an Outcome."""
+    """Agreement of greedy continuations with the original's by stage, as fields of an Outcome."""
 
     @property
     def last(self) -> hooks.Swaps:
@@ -213,14 +214,14 @@ class Candidate:
 
     @property
     def fitted(self) -> list[str]:
-        """The parameters that were chosen per head from text: not those at their random start."""
+        """Names of the parameters chosen per head from text, without those still at their random initialisation."""
         kernel = next(iter(self.last.values())).kernel
         start = set() if kernel.info.fit_reads or "healed" in self.stages else set(kernel.own_fitted)
         return sorted(set(kernel.chosen) - start)
 
 
 def swap_notes(options: SwapOptions, model: ModelInfo, shared: float, candidate: Candidate) -> list[str]:
-    """What a reader must know of the options, a sentence each; `shared`: share of tokens that calibrated as well."""
+    """Return notes about the options; `shared`: share of evaluated tokens that the calibration text contains too."""
     notes = [] if options.ranks is None else origin(options.ranks, model)
     if shared:
         share = f"{100 * shared:.2g} % of the evaluated tokens"

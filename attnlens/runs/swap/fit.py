@@ -1,4 +1,4 @@
-"""Fits a kernel's free parameters to each head's own kernel, in closed form from calibration text."""
+"""Fit a kernel's free parameters to the original kernel of each head, in closed form from calibration text."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 LARGEST, HALVINGS = 30.0, 50
-"""|log γ| at most, and how often the interval is halved: to 5e-14."""
+"""Bound on |log γ|, and number of halvings of [−30, 30]: to a width of 5e-14."""
 
 
 @dataclass
 class NearShares:
-    """log γ at which near keys have, on average over queries, as large a share of the weights as in the model itself.
+    """Fit of log γ such that near keys have the same mean share of the weights over queries as in the original model.
 
-    That is where Σ KL(own ‖ hybrid) over queries is least: its derivative is Σ γN/(γN + F) − Σ own share, which grows
-    with log γ (N the weights of near keys under γ = 1, F those of far ones and of a sink, which is one more outcome).
-    Queries that see near keys alone count for nothing.
+    This log γ minimises Σ KL(own ‖ hybrid) over queries, whose derivative Σ γN/(γN + F) − Σ own share increases with
+    log γ. N is the weight of near keys at γ = 1; F is that of far keys plus the sink, which counts as an outcome.
+    Queries that see only near keys are ignored.
     """
 
-    kernel: Kernel  # the hybrid with all that is fitted, and γ = 1
+    kernel: Kernel  # the hybrid with its fitted parameters, and γ = 1
     own: list[Float[Tensor, "heads queries"]] = field(default_factory=list)
-    """The share of near keys in the model itself, batch by batch."""
+    """Share of near keys in the original model, one tensor per batch."""
     odds: list[Float[Tensor, "heads queries"]] = field(default_factory=list)  # log N/F
 
     def update(self, call: Call) -> None:
-        """Take in a batch."""
-        assert self.kernel.near is not None  # noqa: S101  # whoever fits γ has a hybrid
+        """Add a batch: append each query's share of near keys and log N/F."""
+        assert self.kernel.near is not None  # noqa: S101  # only hybrids have γ
         every = slice(0, call.query.shape[2]), slice(0, call.key.shape[2])
         near = positions(call, self.kernel.near).kept(self.kernel.near, *every)
         own, new = (weights(call, kernel).double() for kernel in (hooks.OWN, self.kernel))
@@ -58,7 +58,7 @@ class NearShares:
         self.odds.append((among.log() - beyond.log()).transpose(0, 1).flatten(1).cpu())
 
     def best(self) -> dict[str, Tensor]:
-        """All that is fitted, with γ."""
+        """Return the fitted parameters of the hybrid, including log γ, found by bisection; 0 without usable queries."""
         own, odds = torch.cat(self.own, -1), torch.cat(self.odds, -1)
         counts = odds.isfinite()
         low, high = (torch.full((len(own),), bound, dtype=torch.float64) for bound in (-LARGEST, LARGEST))
@@ -71,50 +71,50 @@ class NearShares:
 
 
 MOST_FITTED = 128
-"""Sequences that a fit reads of all that are there for a healing."""
+"""Maximum number of calibration sequences that a fit reads."""
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Shares of the way from the typed to the fitted parameters that are tried."""
+"""Interpolation weights tried between the typed parameters (0) and the fitted ones (1)."""
 TINIEST = 1e-30
-"""Weight below which a kernel forbids a key: its logarithm stays finite."""
+"""Lower bound on attention weights, so that the logarithm of a masked key's weight stays finite."""
 
 
 @dataclass
 class Search:
-    """How far a head's parameters go towards the fitted ones: as far as its attention comes nearer to the own.
+    """Line search per head between the typed and the fitted parameters, minimising the divergence from own attention.
 
-    Least squares weighs every score alike, softmax mostly the large ones: a fit that is nearest in the first sense may
-    be further in the second, which is KL(own ‖ new) of the attention's rows, the share of a sink included.
+    Least squares weights all scores equally, softmax mainly the large ones: the least-squares optimum can have a larger
+    KL(own ‖ new) of the attention rows (including the share of a sink) than the typed parameters have.
     """
 
     kernel: Kernel  # the kernel as typed
-    typed: dict[str, float]  # its parameters before the fit
-    fitted: dict[str, Tensor]  # and after
-    divergence: Tensor = field(default_factory=lambda: torch.zeros(()))  # Σ KL by share and head
+    typed: dict[str, float]  # parameters before the fit
+    fitted: dict[str, Tensor]  # parameters after the fit
+    divergence: Tensor = field(default_factory=lambda: torch.zeros(()))  # Σ KL, (shares, heads)
 
     def update(self, call: Call) -> None:
-        """Take in a batch."""
-        own = _with_sink(call, weights(call, hooks.OWN))
+        """Add Σ KL(own ‖ new) of a batch, per share and head."""
+        own = _append_sink(call, weights(call, hooks.OWN))
         found = []
         for share in SHARES:
-            new = _with_sink(call, weights(call, self.kernel.with_fitted(self.at(torch.tensor(share)))))
+            new = _append_sink(call, weights(call, self.kernel.with_fitted(self.at(torch.tensor(share)))))
             rows = (own * (own.clamp_min(TINIEST).log() - new.clamp_min(TINIEST).log())).sum(-1)
             found.append(rows.sum((0, 2)).cpu())
         self.divergence = self.divergence + torch.stack(found)
 
     def at(self, share: Tensor) -> dict[str, Tensor]:
-        """The parameters at a share of the way, the same for all heads or one for each."""
+        """Interpolate between typed (0) and fitted (1) parameters; `share` is a scalar or has one entry per head."""
         return {
             name: self.typed[name] + share.reshape(-1, *[1] * (part.dim() - 1)).to(part) * (part - self.typed[name])
             for name, part in self.fitted.items()
         }
 
     def best(self) -> dict[str, Tensor]:
-        """The parameters of least divergence, head by head."""
+        """Return the parameters with the smallest divergence, chosen per head."""
         return self.at(torch.tensor(SHARES)[self.divergence.nan_to_num(torch.inf).argmin(0)])
 
 
-def _with_sink(call: Call, rows: Tensor) -> Tensor:
-    """Rows of attention in float64, what a sink takes of them standing as one more outcome."""
+def _append_sink(call: Call, rows: Tensor) -> Tensor:
+    """Convert attention rows to float64 and append the share of a sink, if there is one, as a last outcome."""
     rows = rows.double()
     return rows if call.sinks is None else torch.cat([rows, (1 - rows.sum(-1, keepdim=True)).clamp_min(0)], -1)
 
@@ -128,18 +128,18 @@ def fit(
     task: Task = "hidden",
     seed: int = 0,
 ) -> hooks.Swaps:
-    """The same swaps with parameters fitted per head to the original model's queries and keys (maths.md section 5).
+    """Return the swaps with parameters fitted per head to the original model's queries and keys (maths.md section 5).
 
-    Two passes over the text: least squares in closed form, then the share of the way to it that serves each head best,
-    or of a hybrid the weight of near keys. What is nothing unless it is fitted takes the first alone.
+    Makes two passes over the text: least squares in closed form, then the line search of `Search` or, for a hybrid,
+    the weight of near keys. Kernels without typed parameters to start from make only the first pass.
     """
-    fits = _fits(swaps)
+    fits = _create_fits(swaps)
     ranks = [(site, found) for site, found in fits.items() if isinstance(found, MapsFit)]
     give_rotations(loaded, swaps, ranks)
     if any(found.by_output for _, found in ranks):
         fed = feed(loaded, batches.some(SEQUENCES), task, seed)
         give_metrics(loaded, sites, swaps, ranks, fed, task, seed)
-    hybrid = all(swap.kernel.near is not None for swap in swaps.values())  # whose far parts need shapes alone
+    hybrid = all(swap.kernel.near is not None for swap in swaps.values())  # fits of far parts need only shapes
     _read(loaded, sites, swaps, fits, *((batches.first(), lambda _: None) if hybrid else (batches, progress)))
     solved = {site: found.solve() for site, found in fits.items()}
     searches = dict[Site, Search | NearShares]()
@@ -157,10 +157,10 @@ def fit(
 
 
 def unfitted(loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batches: Iterable[Batch]) -> hooks.Swaps:
-    """Write out trainable free parameters per head at their typed values, in shapes that a fit finds from some text."""
+    """Expand unfitted trainable parameters to one value per head, the typed one; fits of `batches` give the shapes."""
     bare = {s: swap for s, swap in swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
     found = dict(swaps)
-    fits = _fits(bare)
+    fits = _create_fits(bare)
     _read(loaded, sites, bare, fits, batches, lambda _: None)
     for site, fitting in fits.items():
         kernel = bare[site].kernel
@@ -173,8 +173,8 @@ def unfitted(loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batche
     return found
 
 
-def _fits(swaps: hooks.Swaps) -> dict[Site, Fit | OutputFit]:
-    """A fit of every swapped site whose kernel has free parameters."""
+def _create_fits(swaps: hooks.Swaps) -> dict[Site, Fit | OutputFit]:
+    """Create a fit for each swapped site whose kernel has free parameters."""
     fits = {site: swap.kernel.fitting() for site, swap in swaps.items()}
     return {site: found for site, found in fits.items() if found is not None}
 
@@ -187,7 +187,7 @@ def _read(
     batches: Iterable[Batch],
     progress: Tell,
 ) -> None:
-    """Show every fit the head's own queries and keys."""
+    """Update each fit with the queries and keys of its site in the original model."""
 
     def add(site: Site, part: Call) -> None:
         found = fits[site]
@@ -209,7 +209,7 @@ def _each(
     visit: Callable[[Site, Call], None],
     progress: Tell,
 ) -> None:
-    """Show the swapped heads of every swapped site to `visit`, batch by batch."""
+    """Call `visit` with the swapped heads of each swapped site, batch by batch, without padding."""
 
     def answer(site: Site, call: Call) -> None:
         if site in swaps:
@@ -218,6 +218,6 @@ def _each(
                 visit(site, part if heads is None else part.select(heads))
 
     with torch.no_grad(), hooks.watch(loaded.model, sites, answer):
-        for batch in batches:  # which `answer` reads
+        for batch in batches:  # `answer` reads this variable
             hooks.forward(loaded.model, batch.inputs)
             progress(batch.size)

@@ -1,4 +1,4 @@
-"""One kernel of a run of swap-kernel: it is proven, fitted, measured, healed, swept and saved."""
+"""Run one kernel of swap-kernel: check, fit, compare, heal, sweep and save it."""
 
 from __future__ import annotations
 
@@ -64,37 +64,37 @@ from attnlens.runs.swap.sweep import SweptMeasures, swept
 
 @dataclass
 class Swapping:
-    """One run of `swap_kernel`, before its kernels."""
+    """The state of a `swap_kernel` run that its kernels share."""
 
     loaded: loading.Loaded
     options: SwapOptions
     settings: Settings
     task: Task
-    evaluated: texts.Batches  # what is evaluated on, as it was cut
-    fed: list[Fed]  # the same with what is to be predicted
+    evaluated: texts.Batches  # the evaluated sequences, as cut
+    fed: list[Fed]  # the evaluated sequences with their targets
     design: Design  # how the evaluated sequences were sampled
-    calibrated: texts.Batches | None  # what kernels are fitted on, and weights healed
+    calibrated: texts.Batches | None  # the text for fitting and healing
     samples: tuple[Sample, ...]
-    """What a budget fits on, chooses by and promises from; the first of them where its ranks are given."""
+    """Parts of the calibration text to fit on, choose ranks by and estimate the rise on; only the first for a plan."""
     progress: Progress
-    prompts: Prompts | str = "nothing is generated"  # what is continued greedily, or why nothing is
-    shared: float = 0.0  # share of the evaluated tokens that stand in the calibration text too
+    prompts: Prompts | str = "nothing is generated"  # prompts to continue greedily, or why there are none
+    shared: float = 0.0  # share of the evaluated tokens that the calibration text contains too
     sites: tuple[Site, ...] = ()
     heads_of: dict[Site, int] = field(default_factory=dict)
     chosen: dict[Site, tuple[int, ...] | None] = field(default_factory=dict)
-    """Where the kernel is swapped, and in which heads; None means all."""
-    shapes: dict[Site, HeadShape] = field(default_factory=dict)  # what the state of the chosen heads depends on
-    idle: list[Skipped] = field(default_factory=list)  # attention that the evaluated input does not run
+    """Swapped sites with their heads; None means all heads."""
+    shapes: dict[Site, HeadShape] = field(default_factory=dict)  # determines the state size of the chosen heads
+    idle: list[Skipped] = field(default_factory=list)  # attention modules that the evaluated input does not run
     identity_error: float = 0.0
     controls: dict[object, Differences] = field(default_factory=dict)
-    """What was measured of controls, by their keys: several kernels may have one in common."""
+    """Measurements of the controls that several kernels can share, by `Alternative.key`."""
     agreements: dict[object, dict[str, Any]] = field(default_factory=dict)
-    """For how long their greedy continuations are the original's."""
+    """Agreement of these controls' greedy continuations with the original's, by `Alternative.key`."""
     timings: dict[str, float] = field(default_factory=dict)
-    measures: SweptMeasures | None = None  # read for the first kernel whose heads are swept, and the same for all
+    measures: SweptMeasures | None = None  # computed at the first sweep of heads, reused by the others
 
     def survey(self) -> None:
-        """Find, prove and choose the sites; raises UsageError for a kernel without meaning in cross-attention."""
+        """Find and verify the sites and select the chosen ones; raise UsageError for a kernel undefined at one."""
         with timed(self.timings, "survey"), enough_memory(self.loaded.model, self.probe, nullcontext):
             survey = checks.surveyed(self.loaded, self.probe)
             reached = survey.reached
@@ -113,7 +113,7 @@ class Swapping:
     def variant(
         self, swaps: hooks.Swaps, weights: Mapping[str, Tensor] | None = None, path: Route | None = None
     ) -> Variant:
-        """The model with these kernels in place, and with these weights; by that path, or the one asked for."""
+        """Return a context manager that swaps kernels and weights in; `path` defaults to the requested one."""
 
         @contextmanager
         def changed() -> Iterator[None]:
@@ -125,60 +125,60 @@ class Swapping:
 
     @property
     def probe(self) -> dict[str, Tensor]:
-        """Two of the sequences, by which the model is proven."""
+        """The first two evaluated sequences, used for the checks."""
         return texts.first(self.fed[0].inputs, 2)
 
     @property
     def peak(self) -> int | None:
-        """The largest memory of a pass over one batch, as the model is now."""
+        """Peak memory in bytes of a pass over the first batch with the model in its current state; None if unknown."""
         return peak_of(self.loaded.model, lambda: run(self.loaded.model, self.fed[0], self.task))
 
     @cached_property
     def own_peak(self) -> int | None:
-        """The same of the original model."""
+        """Peak memory in bytes of the original model; None if unknown."""
         return self.peak
 
     @cached_property
     def continuation(self) -> tuple[Continued | str, list[str]]:
-        """How the original model continues the prompts, and what a reader must know of it."""
+        """The original model's continuation of the prompts (or why there is none), and notes about it."""
         return own_continuation(self.loaded.model, self.prompts, self.options.generate)
 
     def teller(self, stage: str, total: int, kernel: Kernel) -> Tell:
-        """Tells the progress of a stage of one kernel, which is named where there are several."""
+        """Return a progress callback for a stage of a kernel; its label includes the kernel if there are several."""
         named = f"{kernel.spelling}, {stage}" if len(self.options.kernels) > 1 else stage
         return telling(self.progress, named, total)
 
 
 class KernelFacts(BaseModel):
-    """What is told of one kernel."""
+    """The part of one kernel's result that goes into the report."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     swap: Swap
     plan: Plan | None
     window: int | str
-    """Beyond how many keys evidence may lie, or why there is no such number, of this kernel alone."""
+    """Window in keys beyond which losses are reported for this kernel, or why there is none."""
     notes: list[str]
-    """On the run."""
+    """Notes for the settings of the report."""
 
 
 @dataclass(frozen=True)
 class KernelReading:
-    """What was found of one kernel."""
+    """The result of one kernel."""
 
     facts: KernelFacts
-    losses: dict[str, TokenLosses]  # the losses of each predicted token, by stage, and by the number of a control
-    windows: dict[str, Tensor]  # what each window read, a column a stage
+    losses: dict[str, TokenLosses]  # losses per predicted token, by stage or by the number of a control
+    windows: dict[str, Tensor]  # values per window, by measure; one column per stage
 
     @property
     def value(self) -> dict[str, Any]:
-        """The same as the value of a unit of work."""
+        """The reading as a unit of work's value, which can be stored."""
         losses = {owner: [losses.before[0], losses.after[0], losses.back[0]] for owner, losses in self.losses.items()}
         return {"facts": self.facts.model_dump(), "losses": losses, "windows": self.windows}
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> KernelReading:
-        """Return the reading that is the value of a unit of work."""
+        """Build a reading from a unit of work's value."""
         losses = {owner: TokenLosses(*([part] for part in parts)) for owner, parts in value["losses"].items()}
         return cls(KernelFacts.model_validate(value["facts"]), losses, value["windows"])
 
@@ -186,7 +186,7 @@ class KernelReading:
 def swap_report(
     session: Swapping, values: Mapping[str, Any], missing: Mapping[str, str], timings: Mapping[str, float]
 ) -> Report:
-    """Return the report of a run whose kernels' units have these values; the others have a reason, or none yet."""
+    """Build the report from the values of finished kernels; `missing` explains why others lack one."""
     done = {name: KernelReading.of(value) for name, value in values.items()}
     spellings = [kernel.spelling for kernel in session.options.kernels]
     late = [
@@ -195,7 +195,7 @@ def swap_report(
     readings, settings = list(done.values()), session.settings
     parts = session.evaluated.parts or ("",) * session.evaluated.sequences
     design = Design.of(parts, settings.intervals)
-    # losses beyond a window are all beyond the widest with enough tokens, so that they are of the same tokens
+    # use the widest window with enough tokens for all kernels, so that their losses are over the same tokens
     first = next((losses for reading in readings for losses in reading.losses.values()), TokenLosses())
     windows = [reading.facts.window for reading in readings]
     widest = max((one for one in windows if isinstance(one, int) and first.count(one) >= FEWEST), default=None)
@@ -219,7 +219,7 @@ def swap_report(
 
 
 def _with_window(reading: KernelReading, window: int | str, design: Design, seed: int) -> Swap:
-    """A record with its losses beyond that window, in the place of the kernel's own."""
+    """Return the kernel's record with the losses beyond `window` instead of those beyond the kernel's own window."""
     swap = reading.facts.swap
     if window == reading.facts.window or not isinstance(window, int):
         return swap
@@ -242,12 +242,12 @@ def _with_window(reading: KernelReading, window: int | str, design: Design, seed
 
 
 EXACT: Route = "auto"
-"""How controls are computed, whatever is asked for: a path that is asked for is the kernel's, and all are exact."""
+"""Path of the controls. The `path` option applies to the kernel alone; all paths are exact."""
 UNSWEPT = "The sweep was interrupted before it was finished."
 
 
 class KernelInterrupted(KeyboardInterrupt):
-    """The user ended the healing or the sweep of a kernel; `reading` holds what was found of it."""
+    """Interruption by the user of a kernel's healing or sweep; `reading` holds the results so far."""
 
     def __init__(self, reading: KernelReading) -> None:
         super().__init__()
@@ -256,22 +256,22 @@ class KernelInterrupted(KeyboardInterrupt):
 
 @dataclass
 class KernelRun:
-    """A kernel on its way through a run."""
+    """The run of one kernel."""
 
     session: Swapping
     candidate: Candidate
-    parts: Store | None = None  # where parts of what takes long are kept
+    parts: Store | None = None  # stores parts of long computations
     notes: list[str] = field(default_factory=list)
     plan: Plan | None = None
     interrupted: bool = False
     unsaved: OutputError | None = None  # why the changed model could not be saved
 
     def read(self) -> KernelReading:
-        """Gates, fit, comparison, healing, sweep. Raises KernelInterrupted where the user ended one of the last two."""
+        """Fit, check, compare, heal and sweep the kernel; raise KernelInterrupted if the user ends healing or sweep."""
         session, candidate = self.session, self.candidate
         with enough_memory(session.loaded.model, session.fed[0].inputs, session.variant(candidate.last)):
-            _ = session.own_peak  # before anything takes memory that is not given back
-            swap = self._through()
+            _ = session.own_peak  # measured first, before anything keeps memory allocated
+            swap = self._run_stages()
         windows = windows_of({(candidate.kernel.spelling, s): d for s, d in candidate.found.items()}, session.settings)
         controls = {str(n): candidate.measured[one.key] for n, one in enumerate(candidate.controls) if one.swaps}
         measured = {**candidate.found, **controls}
@@ -282,7 +282,7 @@ class KernelRun:
             raise KernelInterrupted(reading)
         return reading
 
-    def _through(self) -> Swap:
+    def _run_stages(self) -> Swap:
         session, candidate, timings = self.session, self.candidate, self.session.timings
         with timed(timings, "fit"):
             self._fit()
@@ -301,7 +301,7 @@ class KernelRun:
                 of = session.loaded, candidate.choice, session.options.limit, settings, session.fed[0].inputs
                 self.plan = planned(*of, candidate.found, session.samples)
         with timed(timings, "sites"):
-            one = texts.first(session.probe, 1)  # whatever the batch size
+            one = texts.first(session.probe, 1)  # one sequence, so that the result does not depend on the batch size
             local = locally(session.loaded, session.sites, candidate.last, one, session.options.path)
         swap = self._record(gates, local)
         if session.options.sweep and not self.interrupted:
@@ -311,7 +311,7 @@ class KernelRun:
             with changed_weights(session.loaded.model, candidate.weights):
                 try:
                     save_swapped(session.options.save, session.loaded, session.sites, candidate.last)
-                except OutputError as error:  # raised when the report is made
+                except OutputError as error:  # raised once the report is complete
                     self.unsaved = error
         return swap
 
@@ -320,14 +320,14 @@ class KernelRun:
         return keep_nothing if self.parts is None else self.parts.compute
 
     def _fit(self) -> None:
-        """A kernel that is nothing before a fit begins with it; for the others it is a stage."""
+        """Search ranks within the budget, or fit the kernel: as stage `swapped` if it needs a fit, else as `fitted`."""
         session, candidate = self.session, self.candidate
         kernel, needed = candidate.kernel, candidate.kernel.needs_fit
         if session.options.limit is not None:
-            candidate.choice = self._chosen(candidate.last, session.options.limit)
+            candidate.choice = self._choose_ranks(candidate.last, session.options.limit)
             candidate.stages["swapped"] = candidate.choice.swaps
             return
-        source = session.calibrated if kernel.fit_reads else session.evaluated.first()  # of which the shapes are read
+        source = session.calibrated if kernel.fit_reads else session.evaluated.first()  # else only shapes are read
         if source is None or not kernel.fits or not (needed or session.options.fit):
             return
         text, reads = source.some(MOST_FITTED), 1 if needed or kernel.near is not None else 2
@@ -335,8 +335,8 @@ class KernelRun:
         stage = "swapped" if needed else "fitted"
         candidate.stages[stage] = fit(session.loaded, session.sites, candidate.last, text, *how)
 
-    def _chosen(self, swaps: Swaps, limit: Budget) -> Choice:
-        """The ranks of the plan given, or those found within the limit."""
+    def _choose_ranks(self, swaps: Swaps, limit: Budget) -> Choice:
+        """Return the ranks of the given plan, or search those within the limit."""
         session = self.session
         named, how = session.options.form_named, (session.task, session.options.path, self._seed)
         search = partial(Budgeting, session.loaded, session.sites, swaps, *how, form_named=named, keep=self._keep)
@@ -350,19 +350,19 @@ class KernelRun:
             return search(tell).choose(fitting, choosing, promising, limit)
 
     def _compare(self) -> None:
-        """Measure the candidate as far as it has come, and its controls."""
+        """Measure the stages of the candidate so far, and its controls."""
         session, candidate = self.session, self.candidate
-        every = alternatives(candidate.last, session.shapes)
+        controls = alternatives(candidate.last, session.shapes)
         candidate.state = mean_state(candidate.last, session.shapes)
-        candidate.window = window_beyond(candidate.last, every, session.shapes)
-        candidate.controls = every if session.options.controls else []
+        candidate.window = window_beyond(candidate.last, controls, session.shapes)
+        candidate.controls = controls if session.options.controls else []
         for control in candidate.controls:
             control.refuse(session.loaded, session.probe, partial(session.variant, path=EXACT))
-        found = self._compared(self._variants(session.controls))
+        found = self._compare_variants(self._variants(session.controls))
         session.controls |= self._common(found)
-        known = session.controls | found
-        candidate.found |= {stage: known[stage] for stage in candidate.stages}
-        candidate.measured = {one.key: known[one.key] for one in candidate.controls if one.swaps}
+        results = session.controls | found
+        candidate.found |= {stage: results[stage] for stage in candidate.stages}
+        candidate.measured = {one.key: results[one.key] for one in candidate.controls if one.swaps}
         if session.task in ("causal", "masked"):
             one = next(iter(candidate.found.values()))
             names = [session.settings.texts[number].name for number in one.sampled.texts]
@@ -370,7 +370,7 @@ class KernelRun:
             self.notes += guess_notes(torch.cat(one.before), torch.cat(one.counts), names, vocabulary)
 
     def _variants(self, known: Container[object], path: Route | None = None) -> dict[object, Variant]:
-        """The candidate at every stage by that path, and every control by its key, without those that are `known`."""
+        """Return a variant per stage, computed with `path`, and per control whose key is not in `known`."""
         candidate, variant = self.candidate, self.session.variant
         found: dict[object, Variant] = {
             stage: variant(swaps, candidate.weights if stage == "healed" else None, path)
@@ -380,14 +380,14 @@ class KernelRun:
         return found | {one.key: variant(one.swaps, one.weights, EXACT) for one in controls}
 
     def _common(self, found: Mapping[object, Any]) -> dict[object, Any]:
-        """What was found of the controls that another kernel may have, too: those without parameters of their own."""
+        """Select the results of controls without fitted parameters or healed weights: other kernels can share them."""
         return {
             one.key: found[one.key]
             for one in self.candidate.controls
             if one.key in found and not (one.weights or any(swap.kernel.fitted for swap in one.swaps.values()))
         }
 
-    def _compared(self, variants: Mapping[object, Variant]) -> dict[object, Differences]:
+    def _compare_variants(self, variants: Mapping[object, Variant]) -> dict[object, Differences]:
         session = self.session
         tell = self._teller("compare", len(variants) * sum(map(tokens_in, session.fed)))
         return compare(session.loaded.model, session.fed, variants, session.task, tell, session.design)
@@ -407,7 +407,7 @@ class KernelRun:
             variants[far.key] = session.variant(far.swaps, far.weights, EXACT)
         if control is not None:
             variants["control"] = session.variant(control[1].healed_swaps(), control[1].values())
-        found = self._compared(variants)
+        found = self._compare_variants(variants)
         candidate.found["healed"] = found["healed"]
         if far is not None:
             candidate.measured[far.key] = found[far.key]
@@ -418,18 +418,18 @@ class KernelRun:
         candidate.healing = healing
 
     def _generate(self) -> None:
-        """For how long greedy continuations are the original's, of every stage and control."""
+        """Measure how long the greedy continuations of each stage and control agree with the original's."""
         session, candidate = self.session, self.candidate
-        every = self._variants(session.agreements, EXACT)
-        tell = self._teller("generate", len(every) + 1)
+        variants = self._variants(session.agreements, EXACT)
+        tell = self._teller("generate", len(variants) + 1)
         own, notes = session.continuation
         tell(1)
-        found = agreements(session.loaded.model, own, every, tell)
+        found = agreements(session.loaded.model, own, variants, tell)
         session.agreements |= self._common(found)
-        known = session.agreements | found
-        candidate.agreements = {stage: known[stage] for stage in candidate.stages}
+        results = session.agreements | found
+        candidate.agreements = {stage: results[stage] for stage in candidate.stages}
         for control in candidate.controls:
-            control.agreement = known[control.key] if control.swaps else {}
+            control.agreement = results[control.key] if control.swaps else {}
         self.notes += notes
 
     def _record(self, gates: dict[str, Any], local: Local) -> Swap:
@@ -476,13 +476,13 @@ class KernelRun:
         )
 
     def _swept(self, swap: Swap) -> Swap:
-        """The same record with the effects of heads or layers alone; where the user ends that early, without."""
-        # of the stage before healing
+        """Return the record with the effect of each head or layer alone; without effects if the user interrupts."""
+        # the stage before healing
         last = [swaps for stage, swaps in self.candidate.stages.items() if stage != "healed"][-1]
         fitted = key_of({site.name: digest_of(dict(one.kernel.fitted)) for site, one in last.items()})
 
         def keep(name: str, make: Callable[[], Any]) -> Any:
-            return self._keep(f"{name}, parameters {fitted}", make)  # another machine's fit may be another
+            return self._keep(f"{name}, parameters {fitted}", make)  # a fit can differ on another machine
 
         try:
             return swept(self.session, swap, last, self._teller, keep)

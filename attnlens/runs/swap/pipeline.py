@@ -1,4 +1,4 @@
-"""Measures what another kernel does to a model, against the model itself on the same text; proven first."""
+"""Compare a model under other kernels with the original model on the same text."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from attnlens.runs.swap.saved import UnsavedError
 from attnlens.runs.work import Compute, Stopped, WorkPlan, run_units
 
 APART = ("text", "pairs", "image", "audio", "adapter", "calibration", "prompts", "ranks", "save")
-"""Options that name files whose content decides what is found, or what is written beside the report."""
+"""Options that name files: input files, whose content is hashed instead, and the output folder."""
 CallWords = tuple[str | None, Words, Mapping[str, Any]]
-"""Model, kernels and options, checked, for other processes; no model for one in memory, of which nothing is kept."""
+"""Model, kernels and checked options, for worker processes. The model is None for one in memory (nothing is stored)."""
 
 
 @dataclass
 class SwapWork:
-    """The kernels of one run."""
+    """The work of one run, with one unit per kernel."""
 
     session: Swapping
-    words: CallWords  # what was asked for
-    start: float  # when the run began
+    words: CallWords  # the requested model, kernels and options
+    start: float  # start of the run, `time.perf_counter`
     unsaved: OutputError | None = None  # why the changed model could not be saved
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """All that determines what its units find."""
+        """Everything that determines the results of the units."""
         session, options = self.session, self.session.options
         left_out = {*requests.options(SharedRequest), *APART}
         read = [session.evaluated, session.calibrated, *(sample.batches for sample in session.samples)]
@@ -80,24 +80,24 @@ class SwapWork:
 
     @property
     def given(self) -> Mapping[str, Any]:
-        """The options, checked."""
+        """The checked options."""
         return self.words[2]
 
     @property
     def names(self) -> list[str]:
-        """The kernels' spellings, by which their units are named."""
+        """Spellings of the kernels, which name the units."""
         return [kernel.spelling for kernel in self.session.options.kernels]
 
     @cached_property
     def store(self) -> Store | None:
-        """Where units are kept; None for a model in memory."""
+        """Store of the finished units; None for a model in memory."""
         return None if self.words[0] is None else WorkPlan.of(self.given).store(self.facts)
 
     def run(self) -> tuple[Report, Callable[[], None]]:
-        """Return the report, and what removes finished units; Interrupted and UnsavedError hold what was finished."""
+        """Return the report and a function that removes stored units; Interrupted, UnsavedError hold a report too."""
         plan, count = WorkPlan.of(self.given), len(self.names)
         more = telling(self.session.progress, "kernels", count) if count > 1 and plan.shard is None else None
-        # a kernel that is to be saved is computed again: the model that it makes is not in its unit
+        # recompute the kernel for --save: its unit does not contain the swapped model
         store = None if self.session.options.save is not None else self.store
         outcome = run_units(
             self.names,
@@ -118,7 +118,7 @@ class SwapWork:
         return report, self.store.clear if self.store is not None and not outcome.missing else lambda: None
 
     def read_unit(self, name: str) -> dict[str, Any]:
-        """Read one kernel. Of its fit, sweep and healing what is finished is kept until the whole kernel is."""
+        """Run one kernel; finished parts of its fit, sweep and healing are stored until the unit is finished."""
         kernel = next(one for one in self.session.options.kernels if one.spelling == name)
         parts = None if self.store is None else self.store.inside(name)
         swaps = {site: Replacement(kernel, heads) for site, heads in self.session.chosen.items()}
@@ -132,15 +132,15 @@ class SwapWork:
 
 
 def opened(*words: Any) -> tuple[Mapping[str, Any], Compute]:
-    """Prepare the same run in another process: its facts, and what reads its units."""
-    from attnlens.runs.swap.pipeline import prepared  # a worker begins here, and the pipeline comes here too
+    """Prepare the same run in a worker process; return its facts and the function that computes a unit."""
+    from attnlens.runs.swap.pipeline import prepared  # runs in a worker process
 
     work = prepared(*words)
     return work.facts, work.read_unit
 
 
 FITTING, HEALING, MOST_HEALING = 32, 512, 16384
-"""Sequences of calibration text for a fit, and at most for a healing: more where more tokens are to be trained on."""
+"""Calibration sequences for a fit, and minimum and maximum for healing."""
 
 
 @public
@@ -151,12 +151,11 @@ def swap_kernel(
     progress: Progress = silent,
     **more: Unpack[SwapRequest],
 ) -> Report:
-    """The loss, predictions and hidden states of a model under other kernels, against the model itself.
+    """Compare loss, predictions and hidden states of a model under other kernels with those of the original model.
 
     `kernels` are spelled as on the command line (`rbf:gamma=1+window:64`); several are compared. `more` are the
-    options of `SwapRequest`. What is finished of a model that is named is kept, and the same call goes on from there.
-    Raises UsageError, ModelError, TextError, OutputError, IdentityError, and Interrupted, which carries what was
-    finished.
+    options of `SwapRequest`. If `model` is a name, finished work is stored, and the same call resumes from it. Raises
+    UsageError, ModelError, TextError, OutputError, IdentityError, and Interrupted, which holds the finished results.
     """
     report, written = swapped(model, kernels, progress=progress, **more)
     written()
@@ -170,7 +169,7 @@ def swapped(
     progress: Progress = silent,
     **more: Unpack[SwapRequest],
 ) -> tuple[Report, Callable[[], None]]:
-    """The report, and what is to be called when it is written: finished units are not needed any longer then."""
+    """Return the report, and a function to call once it is written, which removes the stored units."""
     given = checked(SwapRequest, more)
     if isinstance(model, loading.Loaded):
         refuse_work(given, SwapRequest)
@@ -182,7 +181,7 @@ def swapped(
 def prepared(
     model: str | PathLike[str] | loading.Loaded, kernels: Words, more: Mapping[str, Any], progress: Progress = silent
 ) -> SwapWork:
-    """The run that was asked for: its model loaded and proven, its texts cut."""
+    """Load the model, cut the texts, find and check the sites, and return the work of the run."""
     start = time.perf_counter()
     given = checked(SwapRequest, more)
     options = SwapOptions.of(kernels, given)
@@ -220,7 +219,7 @@ def _prepared(
     cut: texts.Cut,
     progress: Progress,
 ) -> Swapping:
-    """The run with its texts cut: what is evaluated, and other windows of it, or other texts, to calibrate on."""
+    """Cut the evaluated text and the calibration text (other windows of it, or other texts); return the session."""
     evaluated = texts.batches(loaded, contents, cut)
     task = checks.task_on(loaded, evaluated.batches[0].inputs)
     calibrated: texts.Batches | None = None
@@ -236,7 +235,7 @@ def _prepared(
         )
     if options.calibrates:
         more = replace(cut, pack=cut.pack or bool(others))
-        calibrated, samples = _calibrated(loaded, options, asked, others or contents, more, evaluated)
+        calibrated, samples = _cut_calibration(loaded, options, asked, others or contents, more, evaluated)
         read = [sample.batches for sample in samples] + ([calibrated] if calibrated else [])
         shared = texts.shared_share(loaded.tokenizer, evaluated.passages, texts.passages(read))
         named = search.joined(read)
@@ -262,7 +261,7 @@ def _prepared(
     )
 
 
-def _calibrated(
+def _cut_calibration(
     loaded: loading.Loaded,
     options: SwapOptions,
     asked: Settings,
@@ -270,12 +269,12 @@ def _calibrated(
     cut: texts.Cut,
     evaluated: texts.Batches,
 ) -> tuple[texts.Batches | None, tuple[search.Sample, ...]]:
-    """What kernels are fitted on or weights healed, if any are; and the parts that a budget, or ranks given, read."""
+    """Return the text for fits and healing (None if unused), and the parts that a budget or a plan reads."""
     found: texts.Batches | None = None
     samples: tuple[search.Sample, ...] = ()
     if options.heal is not None or options.limit is None:
         count = FITTING
-        if options.heal is not None:  # as many as are trained on, within bounds; the most where a time is given
+        if options.heal is not None:  # as many as training uses, within bounds; the maximum if a time is given
             amount, tokens = options.heal.amount, cut.tokens or 128
             trained = {"steps": 0.0, "tokens": amount.number / max(1, tokens), "seconds": math.inf}[amount.unit]
             count = int(min(MOST_HEALING, max(HEALING, trained)))

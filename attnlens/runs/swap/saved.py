@@ -1,4 +1,4 @@
-"""Saves a swapped model as an ordinary model folder with attnlens.json, and loads one with its kernel."""
+"""Save a swapped model as an ordinary model folder with attnlens.json, and load one with its kernel."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 FACTS, FITTED = SWAPPED, "attnlens.safetensors"
 PART, LOCK = ".attnlens-save-", "lock"
-"""How the name begins under which a folder is written, and the file in it that its process holds locked."""
+"""Prefix of the temporary folder that a model is written to, and the lock file that the writing process holds in it."""
 
 
 class UnsavedError(OutputError):
-    """The changed model could not be saved; `report` holds what was measured."""
+    """Failure to save the changed model; `report` holds the measurements."""
 
     def __init__(self, error: OutputError, report: Report) -> None:
         super().__init__(error.problem, error.remedy)
@@ -52,43 +52,43 @@ class SavedSite(Record):
     path: str
     """Module path."""
     ordinal: int
-    """Which call of that module."""
+    """Number of the call, among the calls of this module."""
     layer: int
-    """Running number."""
+    """Number of the site in execution order."""
     part: Part
     """encoder, decoder or cross."""
     repeated: bool
-    """Whether the module is called more than once."""
+    """True if the module is called more than once."""
     heads: list[int] | None
-    """Which heads; None means all."""
+    """Swapped heads; None means all."""
 
 
 class SavedSwap(Record):
     """The content of attnlens.json."""
 
     kernel: str
-    """As it can be typed."""
+    """The kernel's spelling on the command line."""
     sites: list[SavedSite]
-    """Every site of the model, in the order of execution."""
+    """All sites of the model, in execution order."""
     swapped: list[int]
-    """The layers that are swapped."""
+    """Numbers of the swapped layers."""
     fitted: dict[str, list[int]]
-    """The shape of each fitted parameter, by layer and name."""
+    """Shape of each fitted parameter, keyed by `layer.name`."""
     files: dict[str, str]
-    """The SHA-256 of every file with weights or fitted parameters, by name."""
+    """SHA-256 of each file of weights or fitted parameters, keyed by file name."""
 
 
 def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps) -> None:
-    """Write the model as it is, its tokenizer, the kernel and its fitted parameters into a new folder.
+    """Write the model in its current state, its tokenizer, the kernel and its fitted parameters to a new folder.
 
-    The folder gets its name when all is written, so that a killed run leaves none. Raises OutputError where it can't be
-    written.
+    The folder is renamed to `folder` once it is complete, so a killed run does not leave a partial one. Raises
+    OutputError if it cannot be written.
     """
     real = Path(os.path.realpath(folder))
     make_folder(real.parent)
     try:
         with _part(real.parent) as part:
-            _write(part, loaded, sites, swaps)
+            _write_folder(part, loaded, sites, swaps)
             part.rename(real)
     except (OSError, SafetensorError) as error:
         raise unwritten_folder(folder, getattr(error, "strerror", None) or str(error)) from None
@@ -96,23 +96,23 @@ def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: h
 
 @contextmanager
 def _part(parent: Path) -> Iterator[Path]:
-    """A new folder in `parent`, in one of a secret name that is removed at the end, as are those of killed runs."""
+    """Create a folder inside a temporary one in `parent`, which is removed at exit; remove those of killed runs too."""
     for left in parent.glob(f"{PART}*/{LOCK}"):
-        with suppress(OSError), opened(left) as lock:  # a pipe, which nobody holds locked, is not waited for
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an OSError where its process is alive
+        with suppress(OSError), opened(left) as lock:  # `opened` does not block on a pipe
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError if the process is alive
             shutil.rmtree(left.parent)
     secret = Path(tempfile.mkdtemp(prefix=PART, dir=parent))
     try:
         with (secret / LOCK).open("xb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             part = secret / "model"
-            part.mkdir()  # with the modes that the umask says, which the secret folder has not
+            part.mkdir()  # with the umask's mode; mkdtemp creates folders with mode 0700
             yield part
     finally:
         shutil.rmtree(secret, ignore_errors=True)
 
 
-def _write(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps) -> None:
+def _write_folder(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps) -> None:
     with quiet(), _dequantised(loaded.model):
         loaded.model.save_pretrained(part)
         if loaded.tokenizer is not None:
@@ -135,7 +135,7 @@ def _write(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swa
 
 @contextmanager
 def _dequantised(model: Any) -> Iterator[None]:
-    """Inside the block a GGUF file's model, whose weights are plain numbers since it was loaded, says so."""
+    """Remove the quantization entries of a GGUF model inside the block: its weights were dequantised at loading."""
     quantizer, config = getattr(model, "hf_quantizer", None), model.config
     if quantizer is None or quantizer.quantization_config.quant_method != "gguf":
         yield
@@ -151,7 +151,7 @@ def _dequantised(model: Any) -> Iterator[None]:
 
 
 def saved_site(site: Site, swap: hooks.Replacement | None) -> SavedSite:
-    """A site as it is written down, with the heads that are swapped."""
+    """Return the record of a site, with its swapped heads."""
     heads = None if swap is None or swap.heads is None else list(swap.heads)
     return SavedSite(
         path=site.path, ordinal=site.ordinal, layer=site.layer, part=site.part, repeated=site.repeated, heads=heads
@@ -163,12 +163,12 @@ SAVED, WRITTEN = "Give a folder that --save wrote.", "Give a folder that --save 
 
 @dataclass(frozen=True)
 class Swapped:
-    """A model whose attention is computed with another kernel, until it is closed."""
+    """A model whose attention uses another kernel until `close` is called."""
 
     model: PreTrainedModel  # ready for any tool that runs a transformers model
-    tokenizer: PreTrainedTokenizerBase | None  # its tokenizer, where it has one
+    tokenizer: PreTrainedTokenizerBase | None  # the model's tokenizer, if it has one
     kernel: str  # the kernel's spelling
-    replacing: ExitStack  # holds the kernel in its place
+    replacing: ExitStack  # context of the replacement
 
     def close(self) -> None:
         """Give the model its own kernel back."""
@@ -177,7 +177,7 @@ class Swapped:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a folder of `--save` holds: a model under its own kernel, all of its sites, and the kernel to swap in."""
+    """The content of a `--save` folder: a model with its own kernel, all of its sites, and the kernels to swap in."""
 
     loaded: Loaded
     sites: tuple[Site, ...]
@@ -187,97 +187,96 @@ class Restored:
 
 @arguments.public
 def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
-    """The model that `swap-kernel --save` wrote, with its kernel in place; `loading` as for `load`.
+    """Load a model that `swap-kernel --save` wrote, with its kernel in place; `loading` as for `load`.
 
-    Raises ModelError where the folder holds no such model, or one of its files is not the one that was written with
-    the others.
+    Raises ModelError if the folder does not hold such a model, or if a file has changed since it was saved.
     """
     found = restored(Path(arguments.path("folder", folder)), **loading)
     replacing = ExitStack()
-    # A tool may use the encoder alone, or nothing at all before it closes.
+    # A caller may run the encoder alone, or close the model without running it.
     replacing.enter_context(hooks.replace(found.loaded.model, found.sites, found.swaps, every_site=False))
     return Swapped(found.loaded.model, found.loaded.tokenizer, found.kernel, replacing)
 
 
 def restored(place: Path, **loading: Any) -> Restored:
-    """The model of such a folder with its kernel beside it; raises what `load_swapped` raises."""
+    """Load the model and the kernel of a `--save` folder without swapping; raises what `load_swapped` raises."""
     checked(Loading, loading)
     facts, fitted = _read(place)
     loaded = load(str(place), swapped=True, **loading)
     _check_files(facts, {file.name: file.sha256 for file in loaded.info.files}, place)
     inputs = texts.placeholder(loaded, 2, seed=0).batches[0].inputs
-    sites = _sites(facts, hooks.survey(loaded.model, inputs), place)
-    swaps = _swaps(facts, sites, {name: value.to(loaded.model.device) for name, value in fitted.items()}, place)
+    sites = _check_sites(facts, hooks.survey(loaded.model, inputs), place)
+    swaps = _build_swaps(facts, sites, {name: value.to(loaded.model.device) for name, value in fitted.items()}, place)
     try:
         with torch.no_grad(), hooks.replace(loaded.model, sites, swaps):
             hooks.forward(loaded.model, inputs)
     except (*FAILURES, AttnlensError) as error:
-        raise _none(place, f"its kernel does not fit its model ({first_line(error)})") from None
+        raise _error(place, f"its kernel does not fit its model ({first_line(error)})") from None
     return Restored(loaded, sites, swaps, facts.kernel)
 
 
 def _read(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
-    """What attnlens.json says and the fitted parameters, which must be what it says of them, and finite numbers."""
+    """Read attnlens.json and the fitted parameters; check the parameters' hash, names, shapes and finiteness."""
     try:
         refuse_outside(place, place / FACTS)
         facts = SavedSwap.model_validate(read_object(place / FACTS, ModelError, WRITTEN))
     except ModelError as error:
-        raise _none(place, error.problem.rstrip("."), SAVED) from None
+        raise _error(place, error.problem.rstrip("."), SAVED) from None
     except ValidationError as error:
         where, what = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
-        raise _none(place, f"its {FACTS} is not what --save writes ({where}: {what})", SAVED) from None
+        raise _error(place, f"its {FACTS} is not what --save writes ({where}: {what})", SAVED) from None
     try:
         stored = weight_file(place, FITTED)
         digest, fitted = sha256(stored), load_file(stored)
     except (OSError, ModelError, SafetensorError) as error:
-        raise _none(place, first_line(error).rstrip("."), SAVED) from None
+        raise _error(place, first_line(error).rstrip("."), SAVED) from None
     _check_files(facts, {FITTED: digest}, place)
     if {name: list(value.shape) for name, value in fitted.items()} != facts.fitted:
-        raise _none(place, f"its {FITTED} does not hold the parameters that its {FACTS} names")
+        raise _error(place, f"its {FITTED} does not hold the parameters that its {FACTS} names")
     broken = [name for name, value in fitted.items() if not bool(value.isfinite().all())]
     if broken:
-        raise _none(place, f"{broken[0]} in its {FITTED} holds NaN or Inf")
+        raise _error(place, f"{broken[0]} in its {FITTED} holds NaN or Inf")
     return facts, fitted
 
 
 def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> None:
-    """Raise ModelError where a file is not the one that attnlens.json names, or one more or less lies beside it."""
+    """Raise ModelError if a weight file is missing, additional, or differs from its hash in attnlens.json."""
     here = {path.name for path in place.glob("*.safetensors")}
     changed = sorted(here ^ facts.files.keys()) or [n for n, own in digests.items() if facts.files.get(n, own) != own]
     if changed:
-        raise _none(place, f"{changed[0]} is not the file that was saved with its {FACTS}")
+        raise _error(place, f"{changed[0]} is not the file that was saved with its {FACTS}")
 
 
-def _sites(facts: SavedSwap, reached: Sequence[hooks.Reached], place: Path) -> tuple[Site, ...]:
-    """The model's sites, which must be those that attnlens.json names, with the heads that it swaps."""
+def _check_sites(facts: SavedSwap, reached: Sequence[hooks.Reached], place: Path) -> tuple[Site, ...]:
+    """Return the model's sites; raise ModelError if attnlens.json lists other sites, heads or layers."""
     for saved, found in zip(facts.sites, reached, strict=False):
         if saved_site(found.site, None) != saved.model_copy(update={"heads": None}):
-            raise _none(place, f"its {FACTS} names {saved.path} as layer {saved.layer}, which the model does not have")
+            raise _error(place, f"its {FACTS} names {saved.path} as layer {saved.layer}, which the model does not have")
         wrong = [head for head in saved.heads or () if not 0 <= head < found.call.query.shape[1]]
         if wrong or len(set(saved.heads or ())) != len(saved.heads or ()):
-            raise _none(place, f"its {FACTS} swaps heads of {saved.path} that the model does not have, or one twice")
+            raise _error(place, f"its {FACTS} swaps heads of {saved.path} that the model does not have, or one twice")
     if len(facts.sites) != len(reached):
-        raise _none(place, f"its {FACTS} names {len(facts.sites)} sites, and the model has {len(reached)}")
+        raise _error(place, f"its {FACTS} names {len(facts.sites)} sites, and the model has {len(reached)}")
     missed = [layer for layer in facts.swapped if not 0 <= layer < len(reached)]
     if missed or not facts.swapped:
         what = f"layer {missed[0]}, which the model does not have" if missed else "none"
-        raise _none(place, f"its {FACTS} swaps {what}")
+        raise _error(place, f"its {FACTS} swaps {what}")
     return tuple(found.site for found in reached)
 
 
-def _swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str, Tensor], place: Path) -> hooks.Swaps:
-    """The kernel at each swapped site, whose fitted parameters must be of the same names at all of them."""
+def _build_swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str, Tensor], place: Path) -> hooks.Swaps:
+    """Return the kernel of each swapped site; raise ModelError if the sites' fitted parameters differ in names."""
     try:
         kernel = parsed(facts.kernel, allow_signed=True)
     except UsageError as error:
-        raise _none(place, f"its {FACTS} names no kernel: {error.problem.rstrip('.')}") from None
+        raise _error(place, f"its {FACTS} names no kernel: {error.problem.rstrip('.')}") from None
     parts = {name.partition(".")[::2]: value for name, value in fitted.items()}
     own = {
         layer: {name: value for (number, name), value in parts.items() if number == str(layer)}
         for layer in facts.swapped
     }
     if len({tuple(sorted(parameters)) for parameters in own.values()}) > 1:
-        raise _none(place, f"its {FITTED} lacks parameters of some of the layers that are swapped")
+        raise _error(place, f"its {FITTED} lacks parameters of some of the layers that are swapped")
     heads = [None if saved.heads is None else tuple(saved.heads) for saved in facts.sites]
     return {
         sites[layer]: hooks.Replacement(kernel.with_fitted(parameters), heads[layer])
@@ -285,5 +284,5 @@ def _swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str, Tenso
     }
 
 
-def _none(place: Path, why: str, remedy: str = WRITTEN) -> ModelError:
+def _error(place: Path, why: str, remedy: str = WRITTEN) -> ModelError:
     return ModelError(f"{place} holds no swapped model: {why}.", remedy)

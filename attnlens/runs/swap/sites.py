@@ -1,4 +1,4 @@
-"""Chooses the sites that a swap replaces, and makes the change at each."""
+"""Choose the sites that a swap replaces, check the swapped model for leaks, and measure the change at each site."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 TOLERANCE = hooks.IDENTITY_TOLERANCE
 PADDING = 4
-"""Tokens of padding that are changed."""
+"""Number of padding tokens whose content is changed."""
 IDS = ("decoder_input_ids", "input_ids")
 NO_ROWS = "the model hands out nothing token by token"
 EVERY = "every token of this model may see every other"
@@ -42,7 +42,7 @@ MASKS = {"decoder_input_ids": "decoder_attention_mask", "input_ids": "attention_
 def leaks(
     loaded: Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor], variant: Variant, seed: int
 ) -> dict[str, Any]:
-    """Measure causality and mask errors, with the `reasons` why one does not apply; raises IdentityError."""
+    """Measure causality and mask errors; `reasons` explains those that do not apply. Raises IdentityError on a leak."""
     decodes = any(site.part == "decoder" for site in sites)
     found: dict[str, float | str] = {"causality_error": EVERY}
     if decodes and any(name in inputs for name in IDS):
@@ -55,18 +55,18 @@ def leaks(
 
 
 def causality_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int) -> float | str:
-    """‖changed − own‖ / ‖own‖ of the outputs in the first half of each sequence when the ids of the second half change.
+    """Measure ‖changed − own‖ / ‖own‖ of the outputs at each sequence's first half when the ids of the second change.
 
-    For a model whose self-attention (or whose decoder's) is causal; the reason why there is none where no output has a
-    row a token, or the model itself shows it. Raises IdentityError above 1e-5.
+    Applies to models with causal (decoder) self-attention. Returns a reason instead of a number if no output has one
+    row per token, or if the original model has the error too. Raises IdentityError above 1e-5.
     """
     name = next(name for name in IDS if name in inputs)
     ids = inputs[name]
     half = ids.shape[1] // 2
-    other = torch.cat([ids[:, :half], _random_ids(loaded, ids[:, half:], seed)], 1)
+    other = torch.cat([ids[:, :half], _draw_ids(loaded, ids[:, half:], seed)], 1)
     pair = {**inputs, name: ids}, {**inputs, name: other}
-    return _judged(
-        lambda kernel: _difference(loaded, *pair, kernel, slice(0, half)),
+    return _check_error(
+        lambda kernel: _relative_difference(loaded, *pair, kernel, slice(0, half)),
         variant,
         "later tokens change",
         "The kernel lets the future leak; attnlens gives no numbers for it. Please report it.",
@@ -74,26 +74,25 @@ def causality_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Varia
 
 
 def mask_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, *, left: bool) -> float | str:
-    """The same at real tokens, when a few tokens of padding before (`left`) or behind each sequence change.
+    """Measure ‖changed − own‖ / ‖own‖ at real tokens when padding before (`left`) or after each sequence changes.
 
-    There is none where the model takes no mask that says what is padding.
-
-    Raises IdentityError above 1e-5.
+    Returns a reason instead of a number if the model does not take a padding mask, if no output has one row per token,
+    or if the original model has the error too. Raises IdentityError above 1e-5.
     """
     name = "input_ids"
     if name not in inputs or MASKS[name] not in inputs or inputs[name].shape[1] < 2:
         return NO_ROWS if MASKS[name] in inputs else "the model takes no padding"
     pair = _padded(loaded, inputs, seed + 1, left=left), _padded(loaded, inputs, seed + 2, left=left)
-    return _judged(
-        lambda kernel: _difference(loaded, *pair, kernel),
+    return _check_error(
+        lambda kernel: _relative_difference(loaded, *pair, kernel),
         variant,
         "the padding's content changes",
         "The kernel looks at padding; attnlens gives no numbers for it. Please report it.",
     )
 
 
-def _judged(measure: Callable[[Variant], float | None], variant: Variant, when: str, remedy: str) -> float | str:
-    """Return the error, or why there is none; raises IdentityError above 1e-5 unless the model itself has it."""
+def _check_error(measure: Callable[[Variant], float | None], variant: Variant, when: str, remedy: str) -> float | str:
+    """Return the error, or a reason for none; raise IdentityError above 1e-5 unless the original model has it too."""
     error = measure(variant)
     if error is None:
         return NO_ROWS
@@ -106,14 +105,14 @@ def _judged(measure: Callable[[Variant], float | None], variant: Variant, when: 
 
 
 def _padded(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bool) -> dict[str, Tensor]:
-    """The beginning of each sequence with random padding at one side; real tokens keep their positions."""
+    """Truncate each sequence and add random padding on one side; real tokens keep their positions."""
     name = "input_ids"
     padding = min(PADDING, inputs[name].shape[1] // 2)
     ids, mask = inputs[name][:, :-padding], inputs[MASKS[name]][:, :-padding]
-    fill = _random_ids(loaded, ids.new_full((len(ids), padding), -1), seed)
+    fill = _draw_ids(loaded, ids.new_full((len(ids), padding), -1), seed)
     nothing = torch.zeros_like(fill).to(mask)
     parts = ([fill, ids], [nothing, mask]) if left else ([ids, fill], [mask, nothing])
-    # what goes with each token (its type, its place on a page) moves with it
+    # inputs per token (token types, boxes on a page) are shifted along with the tokens
     beside = {key: value for key, value in inputs.items() if value.shape[:2] == inputs[name].shape}
     found = {**inputs, **{key: value.roll(padding * left, 1) for key, value in beside.items()}}
     found |= {name: torch.cat(parts[0], 1), MASKS[name]: torch.cat(parts[1], 1)}
@@ -122,19 +121,19 @@ def _padded(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bo
     return found
 
 
-def _difference(
+def _relative_difference(
     loaded: Loaded,
     first: Mapping[str, Tensor],
     second: Mapping[str, Tensor],
     variant: Variant,
     positions: slice = slice(None),
 ) -> float | None:
-    """The relative difference of the two inputs' outputs at these positions; padding is left out."""
+    """Compute the relative difference of two inputs' outputs at real tokens of `positions`; None if there are none."""
     with torch.no_grad(), variant():
         results = [hooks.forward(loaded.model, inputs, output_hidden_states=True) for inputs in (first, second)]
     shape = next(first[name].shape for name in IDS if name in first)
     own, new = (
-        next((value for value in _tensors(result) if value.dim() > 2 and value.shape[:2] == shape), None)
+        next((value for value in _output_tensors(result) if value.dim() > 2 and value.shape[:2] == shape), None)
         for result in results
     )
     if own is None or new is None:
@@ -142,23 +141,23 @@ def _difference(
     mask = first.get(next(MASKS[name] for name in IDS if name in first))
     seen = slice(None) if mask is None else mask[:, positions].bool()
     a, b = (part[:, positions][seen].double() for part in (own, new))
-    # Equal where both diverged alike: a kernel that gives NaN leaks nothing, and its loss will say so.
+    # NaN at the same places counts as equal: a kernel that diverges does not leak, and its loss reports it.
     same = torch.equal(a.nan_to_num(), b.nan_to_num())
-    return 0.0 if same else float((a - b).norm() / a.norm().clamp_min(1e-30))
+    return 0.0 if same else float((a - b).norm() / a.norm().clamp_min(1e-30))  # a can be 0
 
 
-def _tensors(result: ModelOutput) -> Iterator[Tensor]:
-    """Yield floating outputs and those of parts (CLIP's text side): first logits or states, a decoder's if seq2seq."""
+def _output_tensors(result: ModelOutput) -> Iterator[Tensor]:
+    """Yield floating outputs, also of nested outputs (CLIP's text model), in order: logits or decoder states first."""
     for name, value in result.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             yield value
         elif isinstance(value, ModelOutput):
-            yield from _tensors(value)
+            yield from _output_tensors(value)
         elif name in ("decoder_hidden_states", "hidden_states"):
             yield value[-1]
 
 
-def _random_ids(loaded: Loaded, like: Tensor, seed: int) -> Tensor:
+def _draw_ids(loaded: Loaded, like: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     known = texts.vocabulary(loaded.model) or texts.CHARACTERS
     standing = texts.standing_ids(loaded.model)
@@ -178,19 +177,19 @@ def replaced(
     batch: Mapping[str, Any] | None = None,
     allow_signed: bool = False,
 ) -> AbstractContextManager[hooks.CallCounter]:
-    """Attention is softmax(log k + mask) v, with k of that spelling, in every forward pass inside the `with` block.
+    """Replace attention by softmax(log k + mask) v, with the kernel k, in each forward pass inside a `with` block.
 
         with attnlens.replaced(model, "rbf:gamma=1", layers=[2, 3]):
             loss = model(**batch, labels=batch["input_ids"]).loss
 
-    `layers`, `heads` and `part` (encoder, decoder, cross, or a tower) name the attention that is replaced, None all of
-    it; the rest keeps the model's own kernel. The sites are found on made-up inputs, or on a `batch` of its own,
-    which some models need. Before the block, the model must give the same outputs when its own attention is recomputed,
-    and run with the new kernel. The block's value counts, in `calls`, how often each module was reached. At the end the
-    model's own attention is back, after an exception too.
+    `layers`, `heads` and `part` (encoder, decoder, cross, or a tower) select the attention to replace; None selects
+    all. Other attention keeps the model's own kernel. Sites are found on made-up inputs, or on `batch` for models that
+    need their own. On entry, recomputing the model's own attention must reproduce its outputs, and a forward pass with
+    the new kernel must succeed. The context value counts calls of each module in `calls`. On exit, also after an
+    exception, the model's own attention is restored.
 
-    Raises UsageError for a kernel that makes no sense, needs calibration text or has no meaning at a site, ModelError
-    for attention out of reach, IdentityError; and at the end of the block ModelError where a site was never reached.
+    Raises UsageError for a kernel that cannot be parsed, needs calibration text or is undefined at a site, ModelError
+    for attention that cannot be replaced, IdentityError; and on exit ModelError if a site was never reached.
     """
     new = parsed(word("kernel", kernel), allow_signed=switch("allow_signed", allow_signed))
     if new.needs_fit:
@@ -213,7 +212,7 @@ def replaced(
         survey = checks.surveyed(loaded, inputs, made_up=batch is None)
         checks.proven_whole(loaded, inputs)
         chosen = chosen_sites(survey.reached, layers, heads, part)
-        idle_sites(survey, layers)  # refuses attention out of reach
+        idle_sites(survey, layers)  # raises ModelError for attention that cannot be replaced
         refuse_crossing(new, list(chosen))
         sites = tuple(found.site for found in survey.reached)
         swaps = {site: hooks.Replacement(new, its) for site, its in chosen.items()}
@@ -225,13 +224,13 @@ def replaced(
 def chosen_sites(
     reached: Sequence[Reached], layers: Sequence[int] | None, heads: Sequence[int] | None, part: Part | None
 ) -> dict[Site, tuple[int, ...] | None]:
-    """Return these sites, each with its chosen heads (None: all); raises UsageError for missing ones or no site."""
+    """Return the chosen sites with their heads (None: all); raise UsageError for missing ones or if none is left."""
     heads_of = {found.site: found.call.query.shape[1] for found in reached}
     checks.check_chosen(layers, heads, reached)
     sites = [site for site in heads_of if layers is None or site.layer in layers]
     sites = [site for site in sites if part in (None, site.part)]
     own = {site: None if heads is None else tuple(head for head in heads if head < heads_of[site]) for site in sites}
-    # A site with fewer heads than the one that has most may have none of those asked for.
+    # A site with fewer heads than others can lack all of the requested ones.
     found = {site: its for site, its in own.items() if its != ()}
     if not found:
         parts = ", ".join(sorted({site.part for site in heads_of}))
@@ -242,7 +241,7 @@ def chosen_sites(
 
 
 def idle_sites(survey: hooks.Surveyed, layers: Sequence[int] | None) -> list[Skipped]:
-    """Return attention that the inputs skip; raises ModelError if all layers are swapped and one is out of reach."""
+    """Return attention that the inputs do not run; raise ModelError if `layers` is None and some cannot be replaced."""
     missed = survey.missed
     outside = [(path, why) for path, why in missed.items() if why is not None]
     if outside and layers is None:
@@ -254,7 +253,7 @@ def idle_sites(survey: hooks.Surveyed, layers: Sequence[int] | None) -> list[Ski
 
 
 def refuse_crossing(kernel: Kernel, sites: Sequence[Site]) -> None:
-    """Raise UsageError where the kernel has no meaning in a cross-attention among the sites."""
+    """Raise UsageError if one of the sites is cross-attention and the kernel is not defined there."""
     crossing = next((site for site in sites if site.part == "cross"), None)
     placed = kernel.filter or kernel.near
     what, why = kernel.tie or (placed.modifier.name if placed else None), ""
@@ -270,33 +269,33 @@ def refuse_crossing(kernel: Kernel, sites: Sequence[Site]) -> None:
 
 
 ROWS = 256
-"""Rows of the attention matrix that are written out at once."""
+"""Number of attention rows computed at once."""
 PRIMAL = (
     "Primal attention maps each token's own e- and r-scores to the output and reads no values; where the mask is "
     "causal the scores are those of running means of queries and keys, without a mask a token sees no other (samples "
     "apart)."
 )
 CONSTANT = 1e-4
-"""Relative spread of ‖k‖ below which keys have one length; more where the type rounds by more."""
+"""Relative spread of ‖k‖ up to which keys count as equally long; 2 eps of the number type if that is larger."""
 
 
 @dataclass
 class Local:
-    """What one forward pass of the original model shows about a swap, site by site."""
+    """Effects of a swap at each site, computed in one forward pass of the original model."""
 
-    sites: list[SiteSwap] = field(default_factory=list)  # in the order of execution
-    capped: int = 0
-    biased: int = 0
-    sinking: int = 0
-    constant: int = 0  # at how many sites scores are capped, biased, compete with a sink, or keys have one length
-    bounded: int = 0  # at how many sites there are fewer scores than asked for
+    sites: list[SiteSwap] = field(default_factory=list)  # in execution order
+    capped: int = 0  # number of sites with a softcap
+    biased: int = 0  # number of sites with a position bias
+    sinking: int = 0  # number of sites with attention sinks
+    constant: int = 0  # number of sites whose keys have equal lengths
+    bounded: int = 0  # number of sites with fewer primal scores than requested
     left: list[int] = field(default_factory=list)
-    """How many key heads the last latent has, at each site where these are fewer than the others have."""
+    """Number of key heads of the last latent, per site where it has fewer than the other latents."""
     beyond: list[int] = field(default_factory=list)
-    """How many key heads there are, at each site with fewer than were to share a latent."""
+    """Number of key heads, per site with fewer than `group`."""
 
     def count(self, call: Call, kernel: Kernel) -> None:
-        """Note what is special about a site."""
+        """Count the special properties of a site."""
         output = kernel.info.form == "output"
         self.bounded += output and kernel.fitted["query_map"].shape[-1] < kernel.parameters["scores"]
         key_heads = len(set(call.key_heads))
@@ -310,7 +309,7 @@ class Local:
         self.constant += bool((norms.std(-1) <= spread * norms.mean(-1)).all())
 
     def notes(self, kernel: Kernel) -> list[str]:
-        """What a reader must know, one sentence each."""
+        """Return notes for the report, one sentence per property."""
         total = len(self.sites)
         if kernel.info.form == "output":
             notes = [PRIMAL]
@@ -350,12 +349,12 @@ class Local:
         if self.left:
             notes.append(
                 f"The groups do not divide the key heads at {len(self.left)} of {total} sites: the last latent there "
-                f"has {_numbers(self.left)}."
+                f"has {_format_numbers(self.left)}."
             )
         if self.beyond:
             notes.append(
                 f"group={kernel.parameters['group']:g} is more than the key heads at {len(self.beyond)} of {total} "
-                f"sites ({_numbers(self.beyond)} there): all of them share one latent, as with group=all."
+                f"sites ({_format_numbers(self.beyond)} there): all of them share one latent, as with group=all."
             )
         if kernel.signed:
             notes.append("The kernel can be negative: rows of its attention matrix are no probabilities.")
@@ -365,7 +364,7 @@ class Local:
 def locally(
     loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, inputs: Mapping[str, Tensor], path: Route
 ) -> Local:
-    """Each site's own and new output on the original model's queries, keys and values, in one forward pass."""
+    """Compare own and new output of each swapped site, given the original model's queries, keys and values."""
     found = Local()
 
     def visit(site: Site, call: Call) -> None:
@@ -395,14 +394,15 @@ def locally(
     return found
 
 
-def _numbers(found: Sequence[int]) -> str:
-    """`1 or 2`: each once."""
+def _format_numbers(found: Sequence[int]) -> str:
+    """Format the distinct numbers in ascending order, as in `1 or 2`."""
     return " or ".join(map(str, sorted(set(found))))
 
 
 def _off_simplex(call: Call, kernel: Kernel, inputs: Mapping[str, Tensor]) -> float | None:
-    """Mean over real tokens' rows of Σ max(−w, 0) / Σ |w|; 0 for a positive kernel, None where a row is not finite and
-    where there are no rows.
+    """Return the mean of Σ max(−w, 0) / Σ |w| over the attention rows of real tokens, 0 for a positive kernel.
+
+    None if a row is not finite, or if the kernel has no attention matrix.
     """
     if kernel.info.form == "output":
         return None

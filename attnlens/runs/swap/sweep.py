@@ -1,4 +1,4 @@
-"""Swaps each head or layer alone and ranks the effects on the loss."""
+"""Swap each head or layer alone and rank the effects on the loss."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 
 LEVEL = 0.05
-"""p below which a measure is named."""
+"""Corrected p below which a measure counts as a predictor."""
 FEWEST_HEADS = 8
-"""Heads from which measures are set against their harm."""
+"""Minimum number of swept heads to correlate measures with their harm."""
 ONE_LAYER, ONE_WINDOW = "all heads are of one layer", "one window, or one text, has no spread"
 TOO_FEW = "fewer than four heads have both, or the harm is the same in all of them"
 PARTIAL = "some heads have no value in each window"
@@ -46,18 +46,18 @@ CONSTANT = "the same in every head"
 
 @dataclass(frozen=True)
 class SweptMeasures:
-    """The scalar measures of some heads."""
+    """The scalar measures of the swept heads."""
 
-    values: dict[str, Float[Tensor, " units"]]  # by name; NaN in heads without a value
+    values: dict[str, Float[Tensor, " units"]]  # by name; NaN for heads without a value
     windows: dict[str, Float[Tensor, "windows units"]]
-    """The same sequence by sequence, of those that are means over them."""
-    reasons: dict[str, str]  # why a measure is in neither: no head has a value, or all have the same
+    """Values per sequence, for measures that are means over sequences."""
+    reasons: dict[str, str]  # why a measure is missing: no head has a value, or all values are equal
 
 
 def swept(
     session: Swapping, swap: Swap, swaps: hooks.Swaps, teller: Callable[[str, int], Tell], keep: Keep = keep_nothing
 ) -> Swap:
-    """Return the record with the effect of each head or layer alone, and what predicts that of heads."""
+    """Return the record with the effect of each head or layer alone and, for heads, the predictors of the effect."""
     options, seed = session.options, session.settings.seed
     chosen = units(swaps, str(options.sweep), session.heads_of)
     compared = options.sweep == "heads" and options.predictors and len(chosen) >= FEWEST_HEADS
@@ -87,7 +87,7 @@ def swept(
 def head_measures(
     loaded: loading.Loaded, batches: Batches, units: Sequence[Unit], settings: Settings, design: Design
 ) -> SweptMeasures:
-    """Read what `inspect` reads of these heads: one forward pass over the batches, and the weights of their sites."""
+    """Compute the measures of `inspect` for these heads, from one pass over the batches and from their weights."""
     wanted = registry.beside_sweeps()
     collector = Collector(settings.heads, design=design)
     inspection = Inspection(loaded, settings, wanted, collector, silent, {})
@@ -101,8 +101,8 @@ def head_measures(
         numbers = [torch.nan if one is None or one.value is None else one.value for one in read]
         values[name] = torch.tensor(numbers, dtype=torch.float64)
         if bool(values[name].isnan().all()):
-            told = [one.reason for one in read if one is not None and one.reason]
-            reasons[name] = told[0] if told else "no head has a value"
+            explanations = [one.reason for one in read if one is not None and one.reason]
+            reasons[name] = explanations[0] if explanations else "no head has a value"
         elif all((site, name) in collector.windows for site, _ in units):
             rows = [collector.windows[site, name][:, head or 0] for site, head in units]
             windows[name] = torch.stack(rows, 1)
@@ -116,7 +116,7 @@ def head_measures(
 
 
 def predicted_by(alone: Alone, measures: SweptMeasures, seed: int) -> tuple[list[Predictor], Prediction]:
-    """Correlate each measure with the harm of these heads, the surest first; heads that diverged are left out."""
+    """Correlate each measure with the harm of the heads, sorted by corrected p; diverged heads are left out."""
     harm, rises = alone.harms, alone.changed - alone.own
     names, left_out = list(measures.values), dict(measures.reasons)
     table = torch.stack(list(measures.values.values())) if names else torch.zeros(0, len(harm), dtype=torch.float64)
@@ -149,11 +149,11 @@ def _predictor(name: str, alone: Alone, measures: SweptMeasures, p_values: tuple
     value, harm, layer_numbers = measures.values[name], alone.harms, [site.layer for site, _ in alone.units]
     own = [(site.path, head) for site, head in alone.units]  # ALBERT's layers share heads
     over_heads = rank_correlation(value, harm, own, seed=seed)
-    layers = _ends(rank_correlation(value, harm, layer_numbers, seed=seed))
+    layers = _interval_ends(rank_correlation(value, harm, layer_numbers, seed=seed))
     there = ~(value + harm).isnan()
     measure = measures.windows[name][alone.kept][:, there] if name in measures.windows else value[there]
     rises = (alone.changed - alone.own)[there].mT
-    windows = _ends(over_windows(measure, rises, alone.sizes, alone.design, over_heads.value, seed=seed))
+    windows = _interval_ends(over_windows(measure, rises, alone.sizes, alone.design, over_heads.value, seed=seed))
     missing = {
         "sequences_ci95": "" if windows else ONE_WINDOW if alone.design.freedom < 1 else PARTIAL,
         "layers_ci95": "" if layers else ONE_LAYER,
@@ -163,7 +163,7 @@ def _predictor(name: str, alone: Alone, measures: SweptMeasures, p_values: tuple
         rho=over_heads.value,
         heads=int(there.sum()),
         left_out=int((~there).sum()),
-        heads_ci95=_ends(over_heads),
+        heads_ci95=_interval_ends(over_heads),
         layers_ci95=layers,
         sequences_ci95=windows,
         p_value=p_values[0],
@@ -173,16 +173,16 @@ def _predictor(name: str, alone: Alone, measures: SweptMeasures, p_values: tuple
     )
 
 
-def _ends(found: Interval) -> tuple[float, float] | None:
+def _interval_ends(found: Interval) -> tuple[float, float] | None:
     return None if math.isnan(found.low) else (found.low, found.high)
 
 
 Unit = tuple[Site, int | None]
-"""A site, and one of its heads or all."""
+"""A site and the number of one of its heads, or None for all."""
 
 
 def units(swaps: hooks.Swaps, what: str, heads_of: Mapping[Site, int]) -> list[Unit]:
-    """What is swapped alone, one after the other: every chosen head, or every chosen layer."""
+    """List the units that are swapped alone: each chosen layer, or each chosen head."""
     if what == "layers":
         return [(site, None) for site in swaps]
     return [(site, head) for site, swap in swaps.items() for head in swap.heads or range(heads_of[site])]
@@ -190,28 +190,28 @@ def units(swaps: hooks.Swaps, what: str, heads_of: Mapping[Site, int]) -> list[U
 
 @dataclass(frozen=True)
 class Alone:
-    """What each of some units does by itself, sequence by sequence of those in which anything is predicted."""
+    """The effects of units swapped alone, on each sequence with a prediction."""
 
-    units: list[Unit]  # what was swapped alone
-    own: Float[Tensor, " windows"]  # the original's loss, or its distance from itself
-    changed: Float[Tensor, "units windows"]  # the same with each unit swapped
-    sizes: Float[Tensor, " windows"]  # what each sequence weighs in the mean
-    kept: list[int]  # the numbers of these sequences among those fed
-    design: Design  # how they were sampled
-    tested: bool  # whether differences can be tested; distances are never negative
+    units: list[Unit]  # the units that were swapped alone
+    own: Float[Tensor, " windows"]  # loss of the original model, or its distance from itself
+    changed: Float[Tensor, "units windows"]  # loss, or distance from the original, with each unit swapped
+    sizes: Float[Tensor, " windows"]  # weight of each sequence in the mean
+    kept: list[int]  # indices of these sequences among all fed sequences
+    design: Design  # how the sequences were sampled
+    tested: bool  # whether differences are tested: losses are, distances (never negative) are not
 
     @property
     def harms(self) -> Float[Tensor, " units"]:
-        """The mean rise of each unit; NaN where it diverged."""
+        """Mean rise caused by each unit; NaN if the model diverged."""
         means = (self.changed - self.own).double() @ self.sizes / self.sizes.sum()
         return torch.where(self.changed.isfinite().all(1), means, torch.nan)
 
     def effects(self, seed: int) -> list[Effect]:
-        """The effect of each unit, the most harmful first.
+        """Return the effect of each unit, in order of decreasing harm; diverged units come first.
 
         Effects are differences of the loss in nats, with paired 95 % intervals and two-sided p-values over sequences;
-        `significant` holds at a false discovery rate of 5 %. On noise the effect is KL(original ‖ changed), of a
-        headless model 1 − cosine of its hidden states: distances, which are never negative and have no p-value.
+        `significant` controls the false discovery rate at 5 %. On noise the effect is KL(original ‖ changed), for a
+        headless model 1 − cosine of its hidden states: these distances are never negative and have no p-value.
         """
         effects = []
         for (site, head), new in zip(self.units, self.changed, strict=True):
@@ -224,7 +224,7 @@ class Alone:
         if self.tested:
             differences = self.changed - self.own
             finite = differences.isfinite().all(1)
-            found = torch.full((len(effects),), torch.nan, dtype=torch.float64)  # one that diverged has no p-value
+            found = torch.full((len(effects),), torch.nan, dtype=torch.float64)  # a diverged unit has no p-value
             found[finite] = p_values(differences[finite], self.design, self.sizes, seed)
             effects = [
                 effect.model_copy(update={"p_value": None if p != p else p, "significant": named})
@@ -245,7 +245,7 @@ def sweep(
     progress: Tell,
     keep: Keep = keep_nothing,
 ) -> Alone:
-    """Swap each unit alone and skip the blocks before it; `keep` may know what an earlier run found."""
+    """Measure the loss with each unit swapped alone, reusing outputs of earlier blocks; `keep` stores each result."""
     blocks = hooks.blocks(loaded.model, batches[0].inputs)
     before: list[Tensor] = []
     after: dict[Unit, list[Tensor]] = defaultdict(list)
@@ -258,16 +258,16 @@ def sweep(
             after[unit].append(found["changed"])
             progress(1)
         before.append(found["own"])
-    every = torch.cat([_sizes(fed, task) for fed in batches])
-    kept = (every > 0).nonzero()[:, 0].tolist()
+    weights = torch.cat([_sequence_weights(fed, task) for fed in batches])
+    kept = (weights > 0).nonzero()[:, 0].tolist()
     changed = torch.stack([torch.cat(after[unit]) for unit in chosen])
     tested = task != "hidden" and not batches[0].noise
-    return Alone(list(chosen), torch.cat(before), changed, every[kept], kept, design.select(kept), tested)
+    return Alone(list(chosen), torch.cat(before), changed, weights[kept], kept, design.select(kept), tested)
 
 
 @dataclass
 class SweptBatch:
-    """A batch on which units are swapped alone."""
+    """A batch for swapping units alone."""
 
     loaded: Loaded
     sites: tuple[Site, ...]
@@ -275,32 +275,32 @@ class SweptBatch:
     fed: Fed
     task: Task
     path: Route
-    blocks: list[tuple[str, nn.Module]]  # of the model, in the order of execution
+    blocks: list[tuple[str, nn.Module]]  # the model's blocks in execution order
 
     @cached_property
     def original(self) -> tuple[dict[str, Any], Tensor, Tensor]:
-        """What each block gives under the model's own kernel, what is predicted, and the loss of each sequence."""
+        """Block outputs, predictions and loss per sequence of the original model."""
         with hooks.recorded(self.blocks) as given:
-            own = _run(self.loaded, self.fed, self.task)
+            own = _run_batch(self.loaded, self.fed, self.task)
         return given, own, _losses(own, own, self.fed, self.task)
 
     def losses(self, site: Site, head: int | None) -> dict[str, Tensor]:
-        """The original's loss of each sequence, and the same with a head of a site, or all of them, swapped."""
+        """Compute the loss of each sequence in the original model, and with one head (None: all) of a site swapped."""
         given, own, own_losses = self.original
         swap = self.swaps[site]
-        if head is not None:  # with its own fitted parameters
+        if head is not None:  # select the head's fitted parameters
             index = head if swap.heads is None else swap.heads.index(head)
             swap = hooks.Replacement(swap.kernel.of_head(index), (head,))
         with (
             hooks.replace(self.loaded.model, self.sites, {site: swap}, self.path),
             hooks.resumed(self.blocks, given, site),
         ):
-            new = _run(self.loaded, self.fed, self.task)
+            new = _run_batch(self.loaded, self.fed, self.task)
         return {"own": own_losses, "changed": _losses(own, new, self.fed, self.task)}
 
 
-def _run(loaded: Loaded, fed: Fed, task: Task) -> Tensor:
-    """The predictions at the predicted positions, or a headless model's (batch, tokens, d_model) states."""
+def _run_batch(loaded: Loaded, fed: Fed, task: Task) -> Tensor:
+    """Return the predictions at predicted positions, or the (batch, tokens, d_model) states of a headless model."""
     with torch.no_grad():
         result = hooks.forward(loaded.model, fed.inputs, **asking(task))
     found = predictions(result, fed, task)
@@ -308,21 +308,21 @@ def _run(loaded: Loaded, fed: Fed, task: Task) -> Tensor:
 
 
 def _losses(own: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
-    """The mean loss of each sequence; on noise KL, of a headless model the mean of 1 − cosine over its real tokens."""
+    """Compute the mean loss of each sequence; on noise KL(own ‖ new), for headless models 1 − cosine at real tokens."""
     if task == "hidden":
         apart = 1 - torch.nn.functional.cosine_similarity(own.double(), new.double(), dim=-1)
-        apart = apart.reshape(texts.sequences_in(fed.inputs), -1)  # of images cut into windows, or in one row
+        apart = apart.reshape(texts.sequences_in(fed.inputs), -1)  # rows can be windows of an image, or hold all images
         mask = fed.inputs.get("attention_mask", torch.ones_like(apart))
         mask = mask if mask.shape == apart.shape else torch.ones_like(apart)
-        return ((apart * mask).sum(1) / mask.sum(1)).clamp_min(0).cpu()  # below 0 is rounding
+        return ((apart * mask).sum(1) / mask.sum(1)).clamp_min(0).cpu()  # negative values are rounding errors
     targets = own.argmax(-1, keepdim=True) if fed.targets is None else fed.targets
     if fed.noise:
         return sequence_means(divergence(own, new), targets != NOTHING)[0].clamp_min(0)
     return sequence_losses(new, targets)[0]
 
 
-def _sizes(fed: Fed, task: Task) -> Tensor:
-    """What each sequence weighs in the mean: its predicted tokens, its real tokens where nothing is predicted, or 1."""
+def _sequence_weights(fed: Fed, task: Task) -> Tensor:
+    """Return the weight of each sequence in the mean: its predicted tokens, its real tokens if headless, or 1."""
     if task == "hidden" and "attention_mask" in fed.inputs:
         return fed.inputs["attention_mask"].sum(1).double().cpu()
     if fed.targets is None:

@@ -1,1 +1,1 @@
-"""Trains swapped heads towards the original model, or on text: W_Q, W_K and the kernel's own parameters."""
+"""Train W_Q, W_K and the kernel parameters of swapped heads, towards the original model or on text."""

@@ -1,4 +1,4 @@
-"""The state of a healing while it trains, and the range test (Smith 2017) that chooses its learning rate."""
+"""The state of a healing during training, and the range test (Smith 2017) that chooses its learning rate."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from attnlens.runs.outputs import tokens_in
 from attnlens.runs.swap.healing.healer import Healer
 
 SMALLEST = 1e-30
-"""‖own‖² below which a site's output counts as this: a site that gives nothing has no relative error."""
+"""Lower bound on ‖own‖² in relative errors, since a site's output can be 0."""
 
 
-class _Seen(Exception):  # noqa: N818  # no error: it ends a pass whose rest nobody needs
-    """All attention modules that are trained have run."""
+class _AllModulesRan(Exception):  # noqa: N818  # not an error: it ends a forward pass early
+    """Signal that all attention modules to train have run."""
 
 
 def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) -> float:
-    """Σ_sites ‖new − own‖² / ‖own‖² of softmax(…)V, mean over sequences; the leaves gain its gradient times `weight`.
+    """Compute the attention transfer loss, add `weight` times its gradient to the leaves, and return the loss.
 
-    (Zhang et al. 2024, LoLCATs, Eq. 6, with relative errors, so that every site counts.) The original model runs once,
-    up to the last site that is trained; each module then runs again by itself on what it was given there, so that
-    nothing is derived through the model, and one module's graph is held at a time. Primal attention: + its regulariser.
+    The loss is Σ_sites ‖new − own‖² / ‖own‖² of the site outputs softmax(…)V, mean over sequences (Zhang et al. 2024,
+    LoLCATs, Eq. 6, with relative errors so that all sites count). Primal attention adds its regulariser. The original
+    model runs once, up to the last trained site. Each module then runs alone on its recorded input, so gradients do not
+    pass through the model, and only one module's graph is in memory.
     """
     total = 0.0
     with torch.enable_grad():
@@ -45,14 +46,14 @@ def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) 
             errors = [_relative_errors(*pair, inputs).mean() for pair in pairs]
             penalty = healer.penalty(penalties) / (1 if healer.convention == "paper" else len(healer.swaps))
             loss = sum(errors, torch.zeros((), device=errors[0].device)) + penalty
-            if loss.requires_grad:  # a site whose weights others share may have nothing to train
+            if loss.requires_grad:  # a site that shares its weights can lack trainable ones
                 (weight * loss).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
     return total
 
 
 def transferred(healer: Healer, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The same sum for each sequence, without gradient or regulariser."""
+    """Return Σ_sites ‖new − own‖² / ‖own‖² of each sequence, without gradient and regulariser."""
     with torch.no_grad():
         each = [_relative_errors(*pair, inputs) for pairs, _ in _pairs(healer, inputs) for pair in pairs]
     alike = [found for found in each if len(found) == len(each[0])]
@@ -60,10 +61,10 @@ def transferred(healer: Healer, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def _pairs(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[tuple[Tensor, Tensor]], list[Tensor]]]:
-    """Module by module: what its sites answer and what they answered in the original model, and its regularisers."""
+    """Yield (new output, original output) of the sites of each module, and the module's regularisers."""
     new, penalties = dict[Site, Tensor](), list[Tensor]()
     paths = {healer.loaded.model.get_submodule(site.path): site.path for site in healer.swaps}
-    calls, own = _passed(healer, inputs, paths)
+    calls, own = _record_calls(healer, inputs, paths)
     swaps = healer.healed_swaps()
 
     def visit(site: Site, call: Call) -> None:
@@ -85,10 +86,10 @@ def _pairs(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[
             penalties.clear()
 
 
-def _passed(
+def _record_calls(
     healer: Healer, inputs: Mapping[str, Tensor], paths: Mapping[nn.Module, str]
 ) -> tuple[list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]], dict[Site, Tensor]]:
-    """The calls (module, args, kwargs) of these modules in the original model, and what their sites answer."""
+    """Record the calls (module, args, kwargs) of these modules in the original model, and their sites' outputs."""
     calls, own = list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]](), dict[Site, Tensor]()
     expected = sum(site.path in paths.values() for site in healer.sites)
 
@@ -99,13 +100,13 @@ def _passed(
         if site.path in paths.values():
             own[site] = found
         if len(own) == expected:
-            raise _Seen
+            raise _AllModulesRan
 
     handles = [module.register_forward_pre_hook(entered, with_kwargs=True) for module in paths]
     try:
         with torch.no_grad(), hooks.watch(healer.loaded.model, healer.sites, lambda _site, _call: None, answered):
             hooks.forward(healer.loaded.model, inputs)
-    except _Seen:
+    except _AllModulesRan:
         pass
     finally:
         for handle in handles:
@@ -114,26 +115,26 @@ def _passed(
 
 
 def _relative_errors(new: Tensor, own: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Of each sequence ‖new − own‖² / ‖own‖² over real tokens, whatever else is in its batch."""
+    """Compute ‖new − own‖² / ‖own‖² of each sequence over its real tokens."""
     real = hooks.real_tokens(own, inputs)
     missed, whole = ((part.float().square().flatten(2).sum(-1) * real).sum(1) for part in (new - own, own))
     return missed / whole.clamp_min(SMALLEST)
 
 
 SHARE, MOST, A_BATCH = 0.125, 4, 40
-"""Share of the calibration batches that is kept back from training, how many at most, and for how many batches that are
-trained on there is one: measuring on them should take less than the training."""
+"""Held-out batches: share of the calibration batches, maximum number, and training batches per held-out batch, so that
+checks take less time than training."""
 
 
 @dataclass
 class HeldOut:
-    """The batches kept back, and what was measured on them."""
+    """The held-out batches, on which distances are measured."""
 
     healer: Healer
     fed: Sequence[Fed]
 
     def distances(self, stage: HealingStage = "whole", most: int = MOST) -> Distances:
-        """What a stage makes smaller, for each sequence of the first `most` batches; of the whole the distance."""
+        """Measure the stage's loss on each sequence of the first `most` batches, without gradients and regulariser."""
         if stage == "transfer":
             errors = torch.cat([transferred(self.healer, one.inputs) for one in self.fed[:most]])
             return Distances(errors, torch.ones_like(errors))
@@ -144,25 +145,25 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Distances:
-    """Distances sequence by sequence."""
+    """Distances of several sequences from their goal."""
 
-    each: Tensor  # their means over tokens, float64
-    counts: Tensor  # over how many tokens
+    each: Tensor  # mean distance over the tokens of each sequence, float64
+    counts: Tensor  # number of these tokens
 
     @property
     def mean(self) -> float:
-        """Over all tokens, ∞ where it is not finite; below 0 it is rounding, and no nearer than the model itself."""
+        """Mean over all tokens, ∞ if it is not finite; clamped to 0, since negative values are rounding errors."""
         if not self.finite:
             return math.inf
         return max(0.0, float((self.each * self.counts).sum() / self.counts.sum()))
 
     @property
     def finite(self) -> bool:
-        """Whether there is one."""
+        """True if the distance of every sequence is finite."""
         return math.isfinite(float(self.each.sum()))
 
     def falls_from(self, before: Distances) -> bool:
-        """Whether the paired 95 % interval is below `before`; the mean alone with fewer than FEWEST_DRAWS."""
+        """Return True if the paired 95 % interval lies below `before`; use the mean for fewer than FEWEST_DRAWS."""
         if not (self.finite and before.finite):
             return self.finite
         value, _, high = paired_difference(before.each, self.each, weights=self.counts)
@@ -171,32 +172,32 @@ class Distances:
 
 @dataclass
 class Best:
-    """The step with the least distance so far, whose numbers are kept."""
+    """The step with the smallest distance so far, and its parameters."""
 
     step: int = 0
     distance: float = math.inf
     kept: list[Tensor] = field(default_factory=list)
 
     def offer(self, step: int, distance: float, leaves: Sequence[Tensor]) -> None:
-        """Keep the numbers where the distance is the least."""
-        if distance < self.distance:  # strictly: of equals the first, and never NaN
+        """Keep the parameters if the distance is the smallest so far."""
+        if distance < self.distance:  # strict: keeps the first of equal steps, and never NaN
             self.step, self.distance = step, distance
             self.kept = [leaf.detach().clone() for leaf in leaves]
 
     def restore(self, leaves: Sequence[Tensor]) -> None:
-        """Put the best step's numbers back."""
+        """Set the leaves to the parameters of the best step."""
         put_back(leaves, self.kept)
 
 
 def put_back(leaves: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-    """Give the leaves these numbers."""
+    """Copy these values into the leaves."""
     with torch.no_grad():
         for leaf, value in zip(leaves, kept, strict=True):
             leaf.copy_(value)
 
 
 def split(healer: Healer, batches: Batches, seed: int, trained: float = math.inf) -> tuple[list[Fed], list[Fed]]:
-    """Split into training batches and those kept back, spread over the texts; raises TextError for fewer than two."""
+    """Split into training and held-out batches, spread over the texts; raise TextError for fewer than two batches."""
     if len(batches) < 2:
         raise TextError(
             "Healing needs two batches of calibration text at least: one to train, one to choose the best step.",
@@ -211,7 +212,7 @@ def split(healer: Healer, batches: Batches, seed: int, trained: float = math.inf
 
 
 def parts_of(fed: Sequence[Fed], size: int | None) -> tuple[list[Fed], int]:
-    """Cut batches into parts of at most `size` sequences; also return how many parts make a step of `size`."""
+    """Cut batches into parts of at most `size` sequences; also return the number of parts per step."""
     whole = texts.sequences_in(fed[0].inputs)
     if size is None or size == whole:
         return list(fed), 1
@@ -228,89 +229,89 @@ def parts_of(fed: Sequence[Fed], size: int | None) -> tuple[list[Fed], int]:
 
 
 STAGES: tuple[HealingStage, ...] = ("transfer", "whole")
-"""In their order."""
+"""Stages in order."""
 TRANSFER: dict[HealingGoal, float] = {"teacher": 0.9, "text": 0.25}
-"""Share of all work at which attention transfer ends at the latest, by what is learned. Chosen on `demo`: a token of
-attention transfer gains more than one of the whole model's; of a new text it teaches nothing."""
+"""Share of the total work at which attention transfer ends at the latest, by goal. Tuned on `demo`: per token, transfer
+gains more than end-to-end training, but it does not learn a new text."""
 WARM_UP = 20
-"""Steps over which the learning rate rises, and no more than a tenth of the stage's."""
+"""Warm-up steps of the learning rate, at most a tenth of the stage's steps."""
 LOWEST = 0.02
-"""Share of the learning rate to which the cosine falls."""
+"""Share of the learning rate at the end of the cosine decay."""
 BETAS = 0.9, 0.95
-"""Averages of AdamW: of few steps the usual 0.999 remembers the first, whose gradients are larger."""
+"""AdamW's β₁ and β₂. With few steps, the usual β₂ = 0.999 is dominated by the larger gradients of the first steps."""
 LONGEST = 1.0
-"""Norm to which a gradient is cut."""
+"""Maximum gradient norm, for clipping."""
 
 
 @dataclass
 class Course:
-    """How far a healing has come, and how it goes on."""
+    """The training state of a healing, and its learning rate schedule."""
 
     healer: Healer
-    train: Sequence[Fed]  # what is trained on, in parts that are run at once
-    per_step: int  # how many of them make a step
-    amount: Amount  # how long it trains
+    train: Sequence[Fed]  # training text, in parts that run as one batch
+    per_step: int  # parts per step
+    amount: Amount  # amount of training
     generator: torch.Generator  # draws the order of the text
-    order: list[int] = field(default_factory=list)  # what is left of this round through the text, last first
+    order: list[int] = field(default_factory=list)  # parts left in this epoch, next one last
     stage: HealingStage = "transfer"
-    begun: float = 0.0  # share of all work at which the stage began
+    begun: float = 0.0  # share of the total work at which the stage started
     step: int = 0
     tokens: int = 0
-    spent: float = 0.0  # seconds of the sessions before this one
-    within: int = 0  # steps of this stage at this rate
+    spent: float = 0.0  # seconds of previous sessions
+    within: int = 0  # steps of this stage at the current rate
     rate: float = 0.0
     optimiser: torch.optim.AdamW | None = None
-    step_tokens: float = 0.0  # tokens of a step, about
-    start: float = field(default_factory=time.monotonic)  # when this session began
+    step_tokens: float = 0.0  # mean number of tokens per step
+    start: float = field(default_factory=time.monotonic)  # start of this session
 
     def __post_init__(self) -> None:
-        """Count the tokens of a step."""
+        """Set `step_tokens`."""
         self.step_tokens = sum(map(tokens_in, self.train)) / len(self.train) * self.per_step
 
     @property
     def seconds(self) -> float:
-        """Since the healing began, all sessions together."""
+        """Seconds of healing, over all sessions."""
         return self.spent + time.monotonic() - self.start
 
     @property
     def done(self) -> float:
-        """How much is done, in the unit of the amount."""
+        """Finished work, in the unit of the amount."""
         return {"steps": self.step, "tokens": self.tokens, "seconds": self.seconds}[self.amount.unit]
 
     @property
     def share(self) -> float:
-        """Of all work, what is done."""
+        """Finished share of the total work, at most 1."""
         return min(1.0, self.done / self.amount.number)
 
     @property
     def one_step(self) -> float:
-        """The share of all work that a step is, about; 0 where a time was given."""
+        """Approximate share of the total work per step; 0 if the amount is a time."""
         return {"steps": 1.0, "tokens": self.step_tokens, "seconds": 0.0}[self.amount.unit] / self.amount.number
 
     @property
     def end(self) -> float:
-        """Share of all work at which the stage ends."""
+        """Share of the total work at which the stage ends."""
         return TRANSFER[self.healer.goal] if self.stage == "transfer" else 1.0
 
     @property
     def over(self) -> bool:
-        """Whether the stage has had its share; attention transfer leaves a step for the whole model."""
+        """True if the stage has used its share of the work; attention transfer leaves one step for the next stage."""
         if self.stage == "whole":
             return self.share >= 1
-        return self.share + self.one_step > self.end + 1e-9 or self.share >= self.end
+        return self.share + self.one_step > self.end + 1e-9 or self.share >= self.end  # 1e-9: rounding of shares
 
     def begin(self, stage: HealingStage, rate: float) -> None:
-        """A new stage, or the same one at another rate, from the numbers as they are."""
+        """Start a stage from the current parameters, or restart it at another rate, with a new optimiser."""
         self.stage, self.begun, self.rate, self.within = stage, self.share, rate, 0
         self.optimiser = adamw(self.healer.leaves, rate)
 
     def advance(self) -> int:
-        """One step; its tokens."""
+        """Make one training step and return its number of tokens."""
         parts = []
         for _ in range(self.per_step):
             self.order = self.order or torch.randperm(len(self.train), generator=self.generator).tolist()
             parts.append(self.train[self.order.pop()])
-        assert self.optimiser is not None  # noqa: S101  # begun
+        assert self.optimiser is not None  # noqa: S101  # set by `begin`
         for group in self.optimiser.param_groups:
             group["lr"] = self.rate * self.shape()
         descend(self.healer, self.optimiser, parts, self.stage)
@@ -319,26 +320,26 @@ class Course:
         return found
 
     def shape(self) -> float:
-        """The step's share of the stage's rate: it rises over the warm-up and falls as a cosine."""
+        """Return the factor of the stage's rate at this step: linear warm-up, then cosine decay."""
         wide = self.end - self.begun
         steps = math.inf if not self.one_step else wide / self.one_step
         return shape(self.within, (self.share - self.begun) / wide if wide > 0 else 1.0, steps)
 
 
 def adamw(leaves: Sequence[Tensor], rate: float) -> torch.optim.AdamW:
-    """AdamW without decay: what is trained is a change, and 0 means none."""
+    """Build AdamW without weight decay, because the leaves are changes of weights."""
     return torch.optim.AdamW(list(leaves), lr=rate, betas=BETAS, weight_decay=0.0)
 
 
 def shape(step: int, share: float, steps: float) -> float:
-    """min(1, (step + 1) / warm-up) times a cosine from 1 to LOWEST over the stage's share."""
+    """Return min(1, (step + 1) / warm-up) times a cosine that falls from 1 to LOWEST as `share` rises from 0 to 1."""
     warm = min(WARM_UP, max(1, steps // 10))
     fall = (1 + math.cos(math.pi * min(1.0, max(0.0, share)))) / 2
     return min(1.0, (step + 1) / warm) * (LOWEST + (1 - LOWEST) * fall)
 
 
 def descend(healer: Healer, optimiser: torch.optim.Optimizer, parts: Sequence[Fed], stage: HealingStage) -> None:
-    """One step down the mean loss over all tokens of these batches, whose gradients are added up."""
+    """Make one optimiser step on the mean loss over all tokens of `parts`, with summed and clipped gradients."""
     optimiser.zero_grad()
     counts = [tokens_in(part) for part in parts]
     for part, count in zip(parts, counts, strict=True):
@@ -355,23 +356,22 @@ RATES: dict[HealingStage, tuple[float, ...]] = {
     "transfer": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
     "whole": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
 }
-"""What is tried, from the least on, until one gains less than ENOUGH of what the best has gained."""
+"""Learning rates tried, in ascending order, until one gains less than ENOUGH of the best gain."""
 SLOWER, LEAST = 0.1, 1e-7
-"""Where none leads nearer than the start, this share of the least is tried, down to the smallest that is."""
+"""If no rate improves on the start, the smallest is multiplied by SLOWER and tried, down to LEAST."""
 STEPS = 8
-"""Steps at each rate, over which it rises and falls, and no more than a tenth of all that are planned."""
+"""Steps per tried rate, over which it rises and falls; at most a tenth of all planned steps."""
 ENOUGH = 0.9
-"""Share of the largest gain from which a larger rate is taken: over more steps it gains more."""
+"""Share of the best gain that suffices for a larger rate, which gains more over more steps."""
 
 
 def chosen_rate(
     healer: Healer, stage: HealingStage, steps: Sequence[Sequence[Fed]], held: HeldOut
 ) -> tuple[float, list[HealingRate]]:
-    """The largest rate after whose steps the held-out distance has fallen as far as after any, and what was tried.
+    """Return the largest rate whose steps reduce the held-out distance enough, and the tried rates.
 
-    As far: by at least ENOUGH of the largest fall.
-
-    The numbers are put back. 0 where no rate leads nearer than the start.
+    Enough means at least ENOUGH of the largest reduction. The rate is 0 if none reduces the distance. The parameters
+    are restored after each trial.
     """
     before = [leaf.detach().clone() for leaf in healer.leaves]
     start = held.distances(stage, most=1).mean
@@ -388,20 +388,20 @@ def chosen_rate(
         tried.append(HealingRate(rate=rate, validation=found.mean if found.finite else None))
         return found.mean if found.finite else math.inf
 
-    known: dict[float, float] = {}
+    distances: dict[float, float] = {}
     for rate in RATES[stage]:
-        known[rate] = distance(rate)
-        if not enough(known[rate], min(known.values()), start):
+        distances[rate] = distance(rate)
+        if not enough(distances[rate], min(distances.values()), start):
             break
-    while min(known.values()) >= start > 0 and min(known) * SLOWER >= LEAST:
-        rate = min(known) * SLOWER
-        known[rate] = distance(rate)
-    least = min(known.values())
+    while min(distances.values()) >= start > 0 and min(distances) * SLOWER >= LEAST:
+        rate = min(distances) * SLOWER
+        distances[rate] = distance(rate)
+    least = min(distances.values())
     if least >= start:
         return 0.0, tried
-    return max(rate for rate, found in known.items() if enough(found, least, start)), tried
+    return max(rate for rate, found in distances.items() if enough(found, least, start)), tried
 
 
 def enough(distance: float, least: float, start: float) -> bool:
-    """Whether a rate gains nearly what the best one gains."""
+    """Return True if the reduction start − distance is at least ENOUGH of the best one, start − least."""
     return start - distance >= ENOUGH * (start - least)

@@ -1,4 +1,4 @@
-"""Trains swapped heads by AdamW, first site by site and then as a whole, and keeps the step of least distance."""
+"""Train swapped heads with AdamW, first per site and then end to end, and keep the step with the smallest distance."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from attnlens.runs.swap.one_kernel import Swapping
 
 COURSE = ("stage", "begun", "rate", "within", "step", "tokens", "order")
-"""Fields of a course that are kept as they are."""
+"""Fields of a `Course` that are stored without conversion."""
 
 
 NO_PEAK = "this platform does not tell it"
@@ -62,10 +62,10 @@ def healed(
     *,
     control: bool = False,
 ) -> tuple[Healing, Healer]:
-    """Heal a swap; as `control`, train the original model on the same batches, equally long, all of it on the text.
+    """Heal a swap; with `control`, train the original model on the same batches for the same amount instead.
 
-    The original's attention has nothing to learn from itself: what the swap spends on attention transfer, the control
-    spends on the text. `parts`: where the state is kept. Raises UsageError where there is no text to learn.
+    The control skips attention transfer, since the original model is its own target there, and spends that amount on
+    the text. `parts` stores the state. Raises UsageError for the goal `text` if the model predicts no token of a text.
     """
     if asked.goal == "text" and (session.task in ("hidden", "classification") or calibrated.made_up):
         raise UsageError(
@@ -87,7 +87,7 @@ def healed(
         seed=seed,
         recompute=asked.checkpointing,
     )
-    # what determines the numbers of a healing beside the model, texts and options of the run
+    # facts that determine the result besides the model, texts and options of the run
     facts = [
         [site.name, swap.kernel.spelling, swap.heads, digest_of(dict(swap.kernel.fitted))]
         for site, swap in swaps.items()
@@ -103,7 +103,7 @@ def healed(
 
 
 def control_of(trained: Healing, control: Differences, healed: Differences, seed: int) -> HealingControl | None:
-    """The control's record; None where one of the two models has no finite loss."""
+    """Build the control's record; None if one of the two models has no finite loss."""
     changed, own = control.outcome(seed, []), healed.outcome(seed, [])
     if changed.get("perplexity") is None or own.get("perplexity") is None:
         return None
@@ -121,7 +121,7 @@ def control_of(trained: Healing, control: Differences, healed: Differences, seed
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """A hash of names and numbers."""
+    """Return a hash of the names, types, shapes and values of tensors: 16 hex digits of SHA-256."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
@@ -130,19 +130,19 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 CHECKS, FEW, MOST_CHECKS = 10, 5, 100
-"""How often the held-out distance is measured during a healing; of few steps, and of many at most."""
+"""Number of held-out checks during a healing: the default, the minimum for few steps, and the maximum for many."""
 NEAR, APART = 4, 50
-"""About how many steps lie between two checks at least, and at most."""
+"""Approximate minimum and maximum number of steps between two checks."""
 PATIENCE, FEWEST = 0.3, 3
-"""Share of a stage's work, and checks, after which these must have gained something beyond the interval."""
+"""Early stopping: share of a stage's work, and number of checks, within which the distance must fall significantly."""
 STEPS_WANTED = 400
-"""Steps that a number of tokens is divided into, where a batch is large enough: on `demo` 200 k tokens gain more in
-400 steps than in 200, and little more in 800."""
+"""Number of steps to divide a token amount into, if batches are large enough. On `demo`, 200 k tokens gain more in 400
+steps than in 200, and little more in 800."""
 DRAWN = (0.0, 0.05, 0.15, 0.35, 0.65, 1.0)
-"""Shares of all work at which the loss on the evaluation text is measured for the picture."""
+"""Shares of the total work at which the loss on the evaluation text is measured for the figure."""
 
 Evaluate = Callable[[], float | None]
-"""The loss on the evaluation text of the model as it is."""
+"""Function that returns the current model's loss on the evaluation text."""
 
 
 def heal(
@@ -155,17 +155,17 @@ def heal(
     state: tuple[Store, str] | None = None,
     stages: tuple[HealingStage, ...] = STAGES,
 ) -> Healing:
-    """Train for the amount asked for, stage after stage, and keep the step with the least distance on text kept back.
+    """Train for the requested amount, stage by stage, and keep the step with the smallest held-out distance.
 
-    The best numbers stay in the healer. While no check of a stage is better than its start, it begins again with
-    smaller steps; it ends early where checks gain nothing beyond their interval. With a `state` it is kept at
-    each check, and a healing that was killed goes on from there. Raises TextError where there are fewer than two
-    batches, ModelError where the distance is not finite. Once a step was checked, Ctrl-C ends it early, and
-    `healer.interrupted` says so.
+    The healer ends with the parameters of the best step. While no check of a stage improves on its start, the stage
+    restarts with smaller steps. It ends early if checks no longer improve significantly. With `state`, each check
+    stores the state, from which a killed healing resumes. Raises TextError for fewer than two batches, ModelError if
+    the initial distance is not finite. After the first checked step, Ctrl-C ends the healing early and sets
+    `healer.interrupted`.
     """
-    train, back = split(healer, batches, seed, _trained(asked, batches))
+    train, back = split(healer, batches, seed, _estimate_batches(asked, batches))
     healer.prepare(batches.batches[0])
-    few = None  # sequences of a step if tokens are asked for: few, for STEPS_WANTED steps; None: those of a batch
+    few = None  # sequences per step for STEPS_WANTED steps if tokens are requested; None: a batch
     if asked.amount.unit == "tokens" and batches.tokens:
         size = sequences_in(batches.batches[0].inputs)
         few = int(max(1, min(size, asked.amount.number / batches.tokens / STEPS_WANTED)))
@@ -187,25 +187,25 @@ def heal(
 
 @dataclass
 class Work:
-    """A healing at work: its course, its checks, and what is told of them."""
+    """A healing in progress: its course, its checks and its records."""
 
     course: Course
     held: HeldOut
     evaluate: Evaluate
     progress: Tell
-    state: tuple[Store, str] | None  # where the state is kept at each check, and under which name
+    state: tuple[Store, str] | None  # the store of the state, and its name there
     best: Best = field(default_factory=Best)
     curve: list[HealingStep] = field(default_factory=list)
-    trainings: list[HealingTraining] = field(default_factory=list)  # one for each stage that has begun
+    trainings: list[HealingTraining] = field(default_factory=list)  # one per started stage
     seen: list[tuple[float, Distances]] = field(default_factory=list)
-    """The checks of this stage, and at which share of all work they were."""
+    """Checks of the current stage: share of the total work, and the distances."""
     resumed: bool = False
-    ended: bool = False  # whether the stage is over
-    patient: bool = False  # whether no stage ends early or is left out: what is compared is trained equally long
-    told: int = 0
+    ended: bool = False  # True if the stage is over
+    patient: bool = False  # True: no stage ends early or is skipped, so that a control trains equally long
+    told: int = 0  # amount reported to `progress` so far
 
     def begin(self, saved: dict[str, Any] | None) -> None:
-        """Measure the check before the first step, or restore the state that was saved."""
+        """Run the check before the first step, or restore a saved state."""
         if saved is None:
             self.check(0)
             return
@@ -228,10 +228,10 @@ class Work:
         self.trainings = [HealingTraining.model_validate(one) for one in facts["trainings"]]
         self.ended = facts["ended"]
         self.resumed = True
-        self._tell()
+        self._report_progress()
 
     def train(self, stage: HealingStage) -> None:
-        """A stage to its end."""
+        """Run a stage to its end, with a check whenever one is due."""
         course = self.course
         if not self.resumed:
             course.stage, course.begun = stage, course.share
@@ -239,24 +239,24 @@ class Work:
                 return
             self._start(stage)
         self.resumed = False
-        while not (self.ended or (course.over and course.step)):  # one step at least, however short the time
+        while not (self.ended or (course.over and course.step)):  # at least one step, even if the time is over
             started = time.monotonic()
             tokens = course.advance()
             now = self.trainings[-1]
             tokens, seconds = now.tokens + tokens, now.seconds + time.monotonic() - started
             speed = tokens / seconds if seconds > 0 else None
-            self._training(steps=now.steps + 1, tokens=tokens, seconds=seconds, tokens_per_second=speed)
-            self._tell()
+            self._update_training(steps=now.steps + 1, tokens=tokens, seconds=seconds, tokens_per_second=speed)
+            self._report_progress()
             if self._due or course.over:
-                self._checked()
+                self._run_check()
 
     def _start(self, stage: HealingStage) -> None:
-        """Begin a stage from the best numbers so far, at the rate that a range test chooses."""
+        """Start a stage from the best parameters so far, with the learning rate that a range test chooses."""
         course, leaves = self.course, self.course.healer.leaves
         self.best.restore(leaves)
-        planned = 1 / course.one_step if course.one_step else 1e9
+        planned = 1 / course.one_step if course.one_step else 1e9  # a time does not bound the steps
         count = max(1, min(STEPS, round(planned / 10)))
-        endless = cycle(course.train)  # from the first batch on, a step's at a time
+        endless = cycle(course.train)  # batches in order, repeated, grouped by step
         some = [list(islice(endless, course.per_step)) for _ in range(count)]
         rate, tried = chosen_rate(course.healer, stage, some, self.held)
         if not rate and self.patient:
@@ -267,23 +267,23 @@ class Work:
         self.ended = rate == 0
         self.trainings.append(training.model_copy(update={"stopped": self.ended}))
 
-    def _checked(self) -> None:
-        """Check: keep the best numbers, decide whether the stage goes on, and save the state."""
+    def _run_check(self) -> None:
+        """Run a check: keep the best parameters, decide whether the stage continues, and save the state."""
         course = self.course
         whole = self.check(course.step)
         distances = whole if course.stage == "whole" else self.held.distances(course.stage)
         self.seen.append((course.share, distances))
         if not any(found.mean < self.seen[0][1].mean for _, found in self.seen) and not course.over:
-            self.best.restore(course.healer.leaves)  # nothing nearer than the stage's start: smaller steps
+            self.best.restore(course.healer.leaves)  # no improvement on the stage's start: restart with smaller steps
             chosen = self.trainings[-1].lowered_from or course.rate
             course.begin(course.stage, course.rate * SLOWER)
-            self._training(learning_rate=course.rate, lowered_from=chosen)
-        # a stage ends if the checks of its last PATIENCE gained nothing beyond their interval
+            self._update_training(learning_rate=course.rate, lowered_from=chosen)
+        # end the stage if the distance has not fallen significantly within its last PATIENCE
         since = self.seen[-1][0] - PATIENCE * (course.end - course.begun)
         before = [distances for at, distances in self.seen[:-FEWEST] if at <= since]
         self.ended = not self.patient and bool(before) and not self.seen[-1][1].falls_from(before[-1])
         if self.ended and not course.over:
-            self._training(stopped=True)
+            self._update_training(stopped=True)
         if self.state is not None and course.optimiser is not None:
             store, name = self.state
             leaves = course.healer.leaves
@@ -301,7 +301,7 @@ class Work:
             store.keep(name, value)
 
     def check(self, step: int) -> Distances:
-        """Measure the distance, keep the numbers where it is the least, and draw the loss where that is due."""
+        """Measure the distance, keep the best parameters, extend the curve; raise ModelError if step 0 diverges."""
         distances = self.held.distances()
         if step == 0 and not distances.finite:
             raise ModelError(
@@ -310,12 +310,12 @@ class Work:
         if distances.finite:
             self.best.offer(step, distances.mean, self.course.healer.leaves)
         share, points = self.course.share, sum(one.loss is not None for one in self.curve)
-        passed = points < len(DRAWN) and share >= DRAWN[points] - 1e-9
+        passed = points < len(DRAWN) and share >= DRAWN[points] - 1e-9  # 1e-9: rounding of shares
         drawn = not self.curve or passed or share >= 1
         point = HealingStep(
             step=step,
             validation=distances.mean if distances.finite else None,
-            loss=self._evaluated() if drawn else None,
+            loss=self._evaluation_loss() if drawn else None,
             tokens=self.course.tokens,
             stage=self.course.stage if step else None,
         )
@@ -324,15 +324,15 @@ class Work:
 
     @property
     def _due(self) -> bool:
-        """Whether a check is due: at odd shares of twice as many parts as there are checks, 0.05, 0.15, …"""
+        """True if a check is due: checks lie in the middle of equal parts of the work (0.05, 0.15, … for 10 checks)."""
         course = self.course
         planned = 1 / course.one_step if course.one_step else course.amount.number
         checks = max(FEW, min(CHECKS, int(planned // NEAR)), min(MOST_CHECKS, int(planned // APART)))
-        last = self.seen[-1][0]
+        last = self.seen[-1][0]  # 1e-9 below: rounding of shares
         return int(course.share * checks + 0.5 + 1e-9) > int(last * checks + 0.5 + 1e-9)
 
-    def _evaluated(self) -> float | None:
-        """The loss on the evaluation text with the numbers as they are."""
+    def _evaluation_loss(self) -> float | None:
+        """Compute the loss on the evaluation text with the current parameters."""
         healer = self.course.healer
         with (
             changed_weights(healer.loaded.model, healer.values()),
@@ -340,21 +340,21 @@ class Work:
         ):
             return self.evaluate()
 
-    def _training(self, **changed: Any) -> None:
+    def _update_training(self, **changed: Any) -> None:
         self.trainings[-1] = self.trainings[-1].model_copy(update=changed)
 
-    def _tell(self) -> None:
+    def _report_progress(self) -> None:
         done = int(min(self.course.done, self.course.amount.number))
         self.progress(done - self.told)
         self.told = done
 
     def finished(self, asked: HealOptions, batch: int) -> Healing:
-        """The best numbers put back, and the record."""
+        """Restore the best parameters and build the record."""
         course, healer = self.course, self.course.healer
         self.best.restore(healer.leaves)
         for index, point in enumerate(self.curve):
             if point.step == self.best.step and point.loss is None:
-                self.curve[index] = point.model_copy(update={"loss": self._evaluated()})
+                self.curve[index] = point.model_copy(update={"loss": self._evaluation_loss()})
         return Healing(
             steps=int(asked.amount.number) if asked.amount.unit == "steps" else course.step,
             best=self.best.step,
@@ -373,8 +373,8 @@ class Work:
         )
 
 
-def _trained(asked: HealOptions, batches: Batches) -> float:
-    """How many batches are trained on, about: MOST_CHECKS where a time was given."""
+def _estimate_batches(asked: HealOptions, batches: Batches) -> float:
+    """Estimate the number of training batches; MOST_CHECKS steps if the amount is a time."""
     size = sequences_in(batches.batches[0].inputs)
     steps = {"steps": asked.amount.number, "tokens": asked.amount.number / max(1, size * batches.tokens)}
     whole = 1 if asked.amount.unit == "tokens" else max(1.0, (asked.batch or size) / size)

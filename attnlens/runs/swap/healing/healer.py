@@ -1,4 +1,4 @@
-"""A model with another kernel that is trained: its numbers, and how far its predictions are from their goal."""
+"""The trainable parameters of a swapped model, and the distance of its predictions from their goal."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from attnlens.runs.swap.fit import TINIEST, unfitted
 def trainable(
     model: PreTrainedModel, sites: tuple[Site, ...], swaps: hooks.Swaps, inputs: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Masks of the weights (two axes or more) of swapped sites: 1 where an entry moves queries or keys of swapped heads
-    and moves neither values nor other heads' queries and keys.
+    """Return masks of the swapped sites' weights (two axes or more) that select the entries to train.
 
-    Read from gradients, so that it holds for every layout: fused, interleaved, shared by several heads or sites.
+    An entry is 1 if it affects queries or keys of swapped heads, but neither values nor other heads' queries and keys.
+    Computed from gradients, so any layout works: fused, interleaved, shared by several heads or sites.
     """
     short = texts.first(inputs, 1)
     moved: dict[str, Tensor] = {}
@@ -46,22 +46,23 @@ def trainable(
     def visit(site: Site, call: Call) -> None:
         inside = {name: p for name, p in leaves.items() if name.startswith(f"{site.path}.") and p.dim() > 1}
         every = tuple(range(call.query.shape[1]))
-        ours, others = _parts(call, (swaps[site].heads or every) if site in swaps else ())
+        ours, others = _split_heads(call, (swaps[site].heads or every) if site in swaps else ())
         for store, part in ((moved, ours), (kept, others)):
             for name, gradient in _gradients(part, inside).items():
                 store[name] = store.get(name, torch.zeros_like(gradient, dtype=torch.bool)) | (gradient != 0)
 
     leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    with torch.enable_grad(), hooks.watch(model, sites, visit), _detached(model):
+    with torch.enable_grad(), hooks.watch(model, sites, visit), _cut_inputs(model):
         torch.func.functional_call(model, leaves, (), {**short, **hooks.without_cache(model)})
     masks = {name: mask & ~kept.get(name, torch.zeros_like(mask)) for name, mask in moved.items()}
     return {name: mask.float() for name, mask in masks.items() if bool(mask.any())}
 
 
 @contextmanager
-def _detached(model: PreTrainedModel) -> Iterator[None]:
-    """Cut gradients at the inputs of attention modules: a weight that several calls share moves the later ones' inputs,
-    which is not what it makes.
+def _cut_inputs(model: PreTrainedModel) -> Iterator[None]:
+    """Cut gradients at the inputs of attention modules inside the block.
+
+    A weight that several calls share also affects the inputs of later calls, which must not count.
     """
 
     def cut(
@@ -76,8 +77,8 @@ def _detached(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-def _parts(call: Call, chosen: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """Queries and keys of the chosen heads, and the tensors that must not move: values, and what other heads use."""
+def _split_heads(call: Call, chosen: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """Split a call into queries and keys of the chosen heads, and values and other heads' queries and keys."""
     others = [head for head in range(call.query.shape[1]) if head not in chosen]
     used = sorted({head // call.group for head in chosen})
     elsewhere = sorted({head // call.group for head in others})
@@ -86,7 +87,7 @@ def _parts(call: Call, chosen: Sequence[int]) -> tuple[list[Tensor], list[Tensor
 
 
 def _gradients(parts: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients of a random combination of the parts by leaf; those that it does not depend on are left out."""
+    """Return the gradient of a random linear combination of `parts` per leaf, without leaves it does not depend on."""
     generator = torch.Generator().manual_seed(0)
     sums = [(part * torch.randn(part.shape, generator=generator).to(part)).sum() for part in parts if part.numel()]
     total = sum((part.float() for part in sums), torch.zeros(()))
@@ -98,18 +99,18 @@ def _gradients(parts: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[st
 
 @dataclass
 class Trained:
-    """A part of a weight or a kernel's parameter; its change is float32, so that small steps in bfloat16 add up."""
+    """A trainable weight or kernel parameter; its change is float32, so that small steps of a bfloat16 one add up."""
 
-    start: Tensor  # its value before
-    change: Tensor  # what is added to it, float32 and a leaf
+    start: Tensor  # initial value
+    change: Tensor  # added to the initial value; a float32 leaf
     mask: Tensor | None = None
-    """1 where a weight belongs to W_Q or W_K of the swapped heads, or how long its steps are; None: 1 everywhere."""
+    """Factor of the change: 1 for the entries to train of a weight, or a step size; None: 1 everywhere."""
     rows: Tensor | None = None
-    """Which row of `start` each head has, where several have one in common; None: each has its own."""
+    """Row of `start` of each head, if heads share rows; None: each head has its own."""
 
     @classmethod
     def of(cls, start: Tensor, mask: Tensor | None = None, copies: Tensor | None = None) -> Trained:
-        """A free change, 0 at first; heads of equal numbers in `copies` have one in common."""
+        """Create an unconstrained change, initially 0; heads with equal numbers in `copies` share it."""
         if copies is not None:
             first = [int((copies == number).nonzero()[0]) for number in range(int(copies.max()) + 1)]
             start, mask = start[first], None if mask is None else mask[first]
@@ -117,36 +118,36 @@ class Trained:
 
     @property
     def added(self) -> Tensor:
-        """What is added to it, in float32."""
+        """Masked change, float32."""
         return self.change if self.mask is None else self.change * self.mask
 
     @property
     def value(self) -> Tensor:
-        """Its value now, head by head."""
+        """Current value, one row per head."""
         found = (self.start.float() + self.added).to(self.start.dtype)
         return found if self.rows is None else found[self.rows]
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What the optimiser changes."""
+        """Tensors that the optimiser updates."""
         return [self.change]
 
     @property
     def count(self) -> int:
-        """How many numbers are trained."""
+        """Number of trained entries."""
         return self.change.numel() if self.mask is None else int((self.mask != 0).sum())
 
 
 @dataclass
 class LowRankChange(Trained):
-    """A weight W + mask ∘ (U Vᵀ), U and V of R columns (Hu et al. 2022, Eq. 3, with the scale in the learning rate)."""
+    """A weight W + mask ∘ (U Vᵀ), U and V with R columns (Hu et al. 2022, Eq. 3; the scale is in the learning rate)."""
 
     right: Tensor = field(default_factory=lambda: torch.zeros(()))
-    """V; `change` is U, 0 at first, so that the weight begins as it is."""
+    """V; `change` is U, initially 0, so that the weight starts unchanged."""
 
     @classmethod
     def of_rank(cls, start: Tensor, mask: Tensor, rank: int, seed: int) -> LowRankChange:
-        """A change of rank R, V drawn from N(0, 1/R) by `seed`."""
+        """Create a change of rank R, with V drawn from N(0, 1/R) using `seed`."""
         rows, columns = start.flatten(1).shape
         drawn = torch.randn(columns, rank, generator=torch.Generator().manual_seed(seed)) * rank**-0.5
         left = torch.zeros(rows, rank, device=start.device, requires_grad=True)
@@ -155,7 +156,7 @@ class LowRankChange(Trained):
     @property
     def added(self) -> Tensor:
         """mask ∘ (U Vᵀ)."""
-        assert self.mask is not None  # noqa: S101  # only weights have a low rank
+        assert self.mask is not None  # noqa: S101  # only weights, which have masks, are of low rank
         return (self.change @ self.right.mT).view_as(self.mask) * self.mask
 
     @property
@@ -165,7 +166,7 @@ class LowRankChange(Trained):
 
     @property
     def count(self) -> int:
-        """Numbers of U's and V's rows that reach any entry of the mask."""
+        """Number of entries in those rows of U and V that affect an entry of the mask."""
         assert self.mask is not None  # noqa: S101
         seen = self.mask.flatten(1) != 0
         return int(seen.any(1).sum() + seen.any(0).sum()) * self.change.shape[1]
@@ -173,7 +174,7 @@ class LowRankChange(Trained):
 
 @contextmanager
 def changed_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside the block the model has these weights; its own are put back at the end."""
+    """Set these weights of the model inside the block, and restore the original ones at exit."""
     named = dict(model.named_parameters())
     before = {name: named[name].detach().clone() for name in values}
     try:
@@ -189,16 +190,16 @@ def changed_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> Ite
 
 @contextmanager
 def standing_in(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put these tensors, with gradients, in the parameters' place, for blocks that are computed again too."""
+    """Replace parameters by these tensors with gradients inside the block, which recomputed blocks use too."""
     named = dict(model.named_parameters())
-    stands = {id(named[name]): value for name, value in values.items()}
+    replacements = {id(named[name]): value for name, value in values.items()}
     before: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     try:
         for module in model.modules():
             for name, own in list(module._parameters.items()):
-                if own is not None and id(own) in stands:
+                if own is not None and id(own) in replacements:
                     before.append((module._parameters, name, own))
-                    module._parameters[name] = stands[id(own)]  # type: ignore[assignment]  # as torch does itself
+                    module._parameters[name] = replacements[id(own)]  # type: ignore[assignment]  # as functional_call
         yield
     finally:
         for parameters, name, own in before:
@@ -207,28 +208,30 @@ def standing_in(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None
 
 @dataclass
 class Healer:
-    """One healing: the original model teaches itself with another kernel."""
+    """The student of a healing: a swapped model, trained towards the original model or on text."""
 
     loaded: Loaded
     sites: tuple[Site, ...]
     swaps: hooks.Swaps
     task: Task
     path: Route
-    eta: float | None = None  # weight of the KSVD regulariser, for kernels that have one; None for the others
-    convention: Convention = "paper"  # how its objective J is counted
-    goal: HealingGoal = "teacher"  # what it learns: the original model's predictions, or the text
-    rank: int | None = None  # rank of each weight's change; None where it is free
-    seed: int = 0  # what changes of low rank are drawn by, together with the names of their weights
+    eta: float | None = None  # weight of the KSVD regulariser; None for kernels without one
+    convention: Convention = "paper"  # convention of the regulariser's objective J
+    goal: HealingGoal = "teacher"  # target: the original model's predictions, or the text
+    rank: int | None = None  # rank of each weight's change; None: unconstrained
+    seed: int = 0  # seed of low-rank changes, combined with the name of each weight
     weights: dict[str, Trained] = field(default_factory=dict)
     parameters: dict[Site, dict[str, Trained]] = field(default_factory=dict)
     recompute: bool = False
-    """Whether activations inside the model's blocks are computed again on the way back, and not kept."""
-    blocks: list[nn.Module] = field(default_factory=list)  # these blocks
-    interrupted: bool = False  # whether the user ended it early
+    """True: recompute activations inside the model's blocks in the backward pass instead of storing them."""
+    blocks: list[nn.Module] = field(default_factory=list)  # blocks to recompute
+    interrupted: bool = False  # True if the user ended the healing early
 
     def prepare(self, batch: Batch) -> None:
-        """Find what is trained: the entries of weights that make queries and keys of swapped heads and nothing else,
-        and the kernels' trainable parameters (primal: its maps, too), which begin as fitted, or else as typed.
+        """Create the trainable changes of weights and kernel parameters.
+
+        These are the weight entries that `trainable` selects, and the kernels' trainable parameters (for primal its
+        maps too), which start at their fitted or else typed values. Raises ModelError if there are no such weights.
         """
         masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
         if not masks:
@@ -236,7 +239,7 @@ class Healer:
                 "No weight moves queries or keys of swapped heads, and those alone.", "Swap without --heal."
             )
         self.swaps = unfitted(self.loaded, self.sites, self.swaps, [batch])
-        if self.convention == "code":  # √(nΛ) in the place of Λ, n the length of a sequence: J is 0 there
+        if self.convention == "code":  # start at √(nΛ) instead of Λ, n the sequence length: J is 0 there
             for site, swap in self.swaps.items():
                 of = swap.kernel.fitted
                 if swap.kernel.info.form == "output":
@@ -248,7 +251,7 @@ class Healer:
             if self.rank is None or self.rank >= min(named[name].flatten(1).shape):
                 self.weights[name] = Trained.of(named[name], mask)
             else:
-                # by name, so that no two weights of one shape draw the same V
+                # the seed depends on the name, so that weights of equal shape draw different V
                 drawn = int.from_bytes(hashlib.sha256(f"{self.seed} {name}".encode()).digest()[:7], "big")
                 self.weights[name] = LowRankChange.of_rank(named[name], mask, self.rank, drawn)
         if self.recompute:
@@ -261,25 +264,25 @@ class Healer:
         for site, swap in self.swaps.items():
             shared = copies(swap.kernel.fitted)
             self.parameters[site] = {
-                name: Trained.of(part.float(), _step(name, swap.kernel, self.convention), shared.get(name))
+                name: Trained.of(part.float(), _step_sizes(name, swap.kernel, self.convention), shared.get(name))
                 for name, part in swap.kernel.fitted.items()
                 if name in swap.kernel.trainable
             }
 
     @property
     def leaves(self) -> list[Tensor]:
-        """Everything that the optimiser changes."""
+        """All tensors that the optimiser updates."""
         every = [*self.weights.values(), *(part for found in self.parameters.values() for part in found.values())]
         return [leaf for part in every for leaf in part.leaves]
 
     @property
     def count(self) -> int:
-        """How many numbers are trained."""
+        """Number of trained entries."""
         of_weights = sum(part.count for part in self.weights.values())
         return of_weights + sum(part.change.numel() for found in self.parameters.values() for part in found.values())
 
     def healed_swaps(self) -> hooks.Swaps:
-        """The swaps with the kernels' parameters as trained so far."""
+        """Return the swaps with the current kernel parameters."""
         return {
             site: hooks.Replacement(
                 swap.kernel.with_fitted(
@@ -291,7 +294,7 @@ class Healer:
         }
 
     def descend(self, inputs: Mapping[str, Tensor], targets: Tensor | None, weight: float) -> None:
-        """Add `weight` times the loss's gradient to the leaves; the model stays the student on the way back."""
+        """Add `weight` times the gradient of the loss to the leaves; the student stays active in the backward pass."""
         penalties: list[Tensor] = []
         with torch.enable_grad(), ExitStack() as back:
             each, _ = self._each(inputs, targets, penalties, back)
@@ -299,14 +302,14 @@ class Healer:
             loss.backward()  # type: ignore[no-untyped-call]
 
     def penalty(self, penalties: list[Tensor]) -> Tensor | float:
-        """η times the sum of the layers' regularisers, in the code's convention their mean; 0 without."""
+        """Return η times the sum of the layers' regularisers (their mean by convention `code`); 0 if there are none."""
         if not self.eta or not penalties:
             return 0.0
         each = torch.stack(penalties)
         return self.eta * (each.sum() if self.convention == "paper" else each.mean())
 
     def by_sequence(self, inputs: Mapping[str, Tensor], targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The mean distance of each sequence that has one, and over how many tokens."""
+        """Return the mean distance of each sequence with compared tokens, and their number."""
         with torch.no_grad():
             each, owners = self._each(inputs, targets)
         return owned_means(each, owners, texts.sequences_in(inputs))
@@ -318,24 +321,24 @@ class Healer:
         penalties: list[Tensor] | None = None,
         back: ExitStack | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The loss at each compared token, whose mean training minimises, and the sequence that it is of.
+        """Compute the loss at each compared token, and the number of its sequence; training minimises the mean loss.
 
-        KL(original ‖ swapped) at real tokens in nats, or a headless model's 1 − cosine; where the text is learned, nats
-        of `targets`. Each primal layer's J² is added to `penalties`, where there is a list; η times their sum is added
-        to the mean (Chen et al. 2023, section 3.3). The model stays the student until `back` ends, where that is given
-        and blocks are computed again.
+        The loss is KL(original ‖ swapped) at real tokens in nats, for headless models 1 − cosine of the states, for the
+        goal `text` the cross-entropy of `targets` in nats. J² of each primal layer is appended to `penalties`, if it is
+        a list; training adds η times their sum (Chen et al. 2023, section 3.3). If blocks are recomputed, the student
+        stays active until `back` exits.
         """
         if self.goal == "text" and targets is not None:
-            result = self._as_student(inputs, penalties, back)
+            result = self._run_student(inputs, penalties, back)
             logits, there = predictions(result, Fed(dict(inputs), targets), self.task), targets != NOTHING
             assert logits is not None  # noqa: S101  # a model without predictions has no targets
             return nn.functional.cross_entropy(logits, targets[there], reduction="none"), there.nonzero()[:, 0]
         outputs_of = states_of if self.task == "hidden" else logits_of
         with torch.no_grad():
             own = outputs_of(hooks.forward(self.loaded.model, inputs, **asking(self.task)))
-        new = outputs_of(self._as_student(inputs, penalties, back))
+        new = outputs_of(self._run_student(inputs, penalties, back))
         owners = owners_of(own, inputs)
-        if owners is None:  # all count as the first's
+        if owners is None:  # attribute all to the first sequence
             owners = torch.zeros(own[..., 0].numel(), dtype=torch.long)
         own, new = (
             hooks.at_real_tokens(part, inputs) if self.task != "classification" else part for part in (own, new)
@@ -346,19 +349,19 @@ class Healer:
             each = divergence(own.float(), new.float())
         return each.flatten(), owners
 
-    def _as_student(
+    def _run_student(
         self, inputs: Mapping[str, Tensor], penalties: list[Tensor] | None, back: ExitStack | None
     ) -> object:
         with ExitStack() as pass_alone:
             block = back if back is not None and self.blocks else pass_alone
             block.enter_context(self.student(penalties))
             if block is not pass_alone:
-                block.enter_context(_recomputed(self.blocks))
+                block.enter_context(_checkpointed(self.blocks))
             return hooks.forward(self.loaded.model, inputs, **asking(self.task))
 
     @contextmanager
     def student(self, penalties: list[Tensor] | None = None) -> Iterator[None]:
-        """Inside the block the model is the one that is trained: its kernels, and its weights with their gradients."""
+        """Turn the model into the student inside the block: swapped kernels, and trained weights with gradients."""
         swaps, values = self.healed_swaps(), {name: part.value for name, part in self.weights.items()}
 
         def visit(site: Site, call: Call) -> None:
@@ -372,21 +375,21 @@ class Healer:
             yield
 
     def regulariser(self, call: Call, swap: hooks.Replacement) -> Tensor:
-        """J² of one layer."""
+        """Compute J² of one layer."""
         part = call if swap.heads is None else call.select(swap.heads)
         return regulariser(part, swap.kernel, self.convention)
 
     def values(self) -> dict[str, Tensor]:
-        """The trained weights by name."""
+        """Return the current values of the trained weights, by name, without gradients."""
         return {name: part.value.detach() for name, part in self.weights.items()}
 
 
-def _step(name: str, kernel: Kernel, convention: Convention) -> Tensor | None:
-    """By how much a change of a map's columns is scaled, as an optimiser's steps are equal in all of them; None: not.
+def _step_sizes(name: str, kernel: Kernel, convention: Convention) -> Tensor | None:
+    """Return the step size per column of a map, since optimiser steps are equal in all columns; None: all 1.
 
-    Of A and B of a rank: a column's length, as a share of the root mean square, so that long and short ones turn alike.
-    Of primal's maps: √σ, σ of the mean over tokens; J has the curvature C/σ in a column, and equal steps would leap out
-    of its valley where σ is small.
+    For A and B of kernel `rank`: the column length divided by the root mean square, so that long and short columns turn
+    by equal angles. For primal's maps: √σ, at most 1, σ of the mean over tokens: J has curvature C/σ in a column, and
+    unscaled steps would overshoot if σ is small.
     """
     if name not in ("query_map", "key_map"):
         return None
@@ -400,12 +403,12 @@ def _step(name: str, kernel: Kernel, convention: Convention) -> Tensor | None:
 
 
 @contextmanager
-def _recomputed(blocks: list[nn.Module]) -> Iterator[None]:
-    """Inside the block each of these keeps its inputs alone (gradient checkpointing, Chen et al. 2016)."""
+def _checkpointed(blocks: list[nn.Module]) -> Iterator[None]:
+    """Apply gradient checkpointing (Chen et al. 2016) to these modules inside the block."""
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     try:
         yield
     finally:
         for block in blocks:
-            del block.forward  # the class's own method is seen again
+            del block.forward  # uncovers the method of the class

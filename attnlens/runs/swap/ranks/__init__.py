@@ -1,1 +1,1 @@
-"""Finds the rank of each key head within a budget of loss, or takes the ranks of a plan."""
+"""Find the rank of each key head within a loss budget, or take the ranks of a plan."""

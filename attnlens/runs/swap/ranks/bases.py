@@ -1,4 +1,4 @@
-"""Directions of latents at every swapped site, and the sensitivity of the loss to each."""
+"""Directions of the latents at each swapped site, and the sensitivity of the loss to their ranks."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ if TYPE_CHECKING:
 def sampled(
     loaded: Loaded, sites: tuple[Site, ...], wanted: Collection[Site], fed: Fed, task: Task, generator: torch.Generator
 ) -> tuple[dict[Site, Call], dict[Site, Tensor], Tensor, int]:
-    """Calls, outputs of the `wanted` sites, and the summed loss in nats of targets drawn from the model's predictions.
+    """Run a batch with targets drawn from the model's predictions; return calls, outputs, loss and target count.
 
-    The outputs are (batch, queries, heads, value_dim) and in the loss's graph. The last number is that of the targets.
-
-    Raises ModelError where that loss has no gradient.
+    Calls are those of all sites. Outputs of the `wanted` sites, (batch, queries, heads, value_dim), are in the graph of
+    the loss, which is summed over targets, in nats. Raises ModelError if the loss has no gradient.
     """
     calls: dict[Site, Call] = {}
     outputs: dict[Site, Tensor] = {}
@@ -58,7 +57,7 @@ def sampled(
 
 @contextmanager
 def _differentiable(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block every weight asks for gradients, so that what comes of it has some."""
+    """Let all floating-point weights require gradients inside the block."""
     before = [(weight, weight.requires_grad) for weight in model.parameters() if weight.is_floating_point()]
     try:
         for weight, _ in before:
@@ -70,11 +69,11 @@ def _differentiable(model: PreTrainedModel) -> Iterator[None]:
 
 
 SEQUENCES = 16
-"""Sequences of a text whose gradients make the output metric, at most."""
+"""Maximum number of sequences per text for the gradients of the output metric."""
 
 
 def give_rotations(loaded: Loaded, swaps: hooks.Swaps, fits: Iterable[tuple[Site, MapsFit]]) -> None:
-    """Set how keys are turned back before the rotation; raises UsageError at a site where that is unknown."""
+    """Set the rotation of fits of keys before the rotation; raise UsageError at a site where it is unknown."""
     before = [(site, fit) for site, fit in fits if fit.before]
     found = turns(loaded, list(swaps)) if before else {}
     for site, fit in before:
@@ -95,7 +94,7 @@ def give_metrics(
     task: Task,
     seed: int,
 ) -> None:
-    """Set the metric of these batches for fits by output; raises UsageError or ModelError without a loss gradient."""
+    """Set the output metric of fits that need one; raise UsageError or ModelError without predictions or gradient."""
     by_output = [(site, fit) for site, fit in fits if fit.by_output]
     if not by_output:
         return
@@ -104,14 +103,14 @@ def give_metrics(
             "metric=output weighs pairs by what they do to predictions, and this model makes no predictions.",
             "Leave out metric=output.",
         )
-    metrics = output_metrics(loaded, sites, _first(fed, SEQUENCES), task, seed)
+    metrics = output_metrics(loaded, sites, _first_sequences(fed, SEQUENCES), task, seed)
     for site, fit in by_output:
         heads = swaps[site].heads
         fit.output = metrics[site] if heads is None else metrics[site][list(heads)]
 
 
-def _first(fed: Sequence[Fed], sequences: int) -> Iterator[Fed]:
-    """The first `sequences` of these batches, whatever their size."""
+def _first_sequences(fed: Sequence[Fed], sequences: int) -> Iterator[Fed]:
+    """Yield the first `sequences` sequences of these batches, cutting the last batch if needed."""
     for one in fed:
         count = texts.sequences_in(one.inputs)
         if sequences <= 0:
@@ -121,16 +120,16 @@ def _first(fed: Sequence[Fed], sequences: int) -> Iterator[Fed]:
 
 
 def turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
-    """The rotation of each site's keys by frequencies, or why there is none that could be taken back."""
+    """Return the rotation of each site's keys as frequencies, or the reason if it cannot be inverted."""
     inputs = texts.placeholder(loaded, 64, 0).batches[0].inputs
     reached = [found for found in hooks.survey(loaded.model, inputs) if found.site in sites]
-    told = {found.site: found.call.places is not None for found in reached}
+    positioned = {found.site: found.call.places is not None for found in reached}
     found = dict(zip([one.site for one in reached], weights.rotations(loaded.model, reached), strict=True))
-    untold = "the model does not tell its attention the positions of the tokens"
-    return {site: _turn(found[site]) if told[site] else untold for site in sites}
+    unknown = "the model does not tell its attention the positions of the tokens"
+    return {site: _read_turn(found[site]) if positioned[site] else unknown for site in sites}
 
 
-def _turn(found: Rotation | UnreadableError | None) -> Turn | str:
+def _read_turn(found: Rotation | UnreadableError | None) -> Turn | str:
     if isinstance(found, UnreadableError):
         return found.problem
     if found is None:
@@ -148,10 +147,10 @@ def _turn(found: Rotation | UnreadableError | None) -> Turn | str:
 def output_metrics(
     loaded: Loaded, sites: tuple[Site, ...], fed: Iterable[Fed], task: Task, seed: int
 ) -> dict[Site, Float[Tensor, "heads value_dim value_dim"]]:
-    """E[g gᵀ] of each head, g = ∂loss/∂o with targets that the model itself draws: W_Oᵀ F W_O of its output o.
+    """Compute Σ g gᵀ over tokens for each head, g = ∂loss/∂o of its output o, with targets drawn from the model.
 
-    F is the Fisher information of the predictions at the residual stream (Martens 2020, Eq. 7); with F = 1 a head's
-    metric is W_OᵀW_O.
+    Up to a factor this estimates W_Oᵀ F W_O, F the Fisher information of the predictions at the residual stream
+    (Martens 2020, Eq. 7); with F = 1 the metric is W_OᵀW_O.
     """
     totals: dict[Site, Tensor] = {}
     generator = torch.Generator().manual_seed(seed)
@@ -166,7 +165,7 @@ def output_metrics(
 
 
 def possible_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
-    """Return every form at these sites, the kernel's own first: shared latents, keys before the rotation."""
+    """Return the possible forms, the kernel's own first: latents shared or not, of keys after or before rotation."""
     named = next(iter(swaps.values())).kernel
     inputs = texts.placeholder(loaded, 2, 0).batches[0].inputs
     reached = [found for found in hooks.survey(loaded.model, inputs) if found.site in swaps]
@@ -176,12 +175,12 @@ def possible_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
 
 
 def by_output(form: Kernel) -> Kernel:
-    """The same form with pairs weighted by what they do to the output."""
+    """Return the form with pairs weighted by their effect on the output."""
     return _with(form, metric=OUTPUT)
 
 
 def form_name(form: Kernel) -> str:
-    """`group=all,rotation=before,metric=attention`: as it is typed behind `rank:`."""
+    """Format the form as typed after `rank:`, as in `group=all,rotation=before,metric=attention`."""
     words = {p.name: {number: word for word, number in p.words} for p in form.info.parameters}
     values = {name: form.parameters[name] for name in ("group", "rotation", "metric")}
     return ",".join(f"{name}={words[name].get(value, f'{value:g}')}" for name, value in values.items())
@@ -192,52 +191,52 @@ def _with(kernel: Kernel, **parameters: float) -> Kernel:
 
 
 Fits = dict[Site, MapsFit]
-"""What was read at each site."""
+"""The fit of each site."""
 
 
 @dataclass(frozen=True)
 class Basis:
     """The latents of one site, and the heads that read them."""
 
-    heads: tuple[int, ...]  # the query heads swapped, those of one key head side by side
+    heads: tuple[int, ...]  # swapped query heads, ordered by key head
     kv_heads: tuple[int, ...]  # their key heads
     latents: Latents  # the directions of each latent
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers that each latent's keys have."""
+        """Full rank of each latent: the summed size of its keys."""
         return self.latents.sizes
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
-        """The key heads of each latent, as the module counts them."""
+        """Key heads of each latent, numbered as in the module."""
         return [tuple(self.kv_heads[own] for own in group) for group in self.latents.groups]
 
     @property
     def latent_of(self) -> list[int]:
-        """The latent of each query head swapped."""
+        """Latent of each swapped query head."""
         groups = self.latents.groups
         return [next(at for at, group in enumerate(groups) if own in group) for own in self.latents.key_of]
 
     def heads_of(self, latent: int) -> list[int]:
-        """The query heads that read a latent."""
+        """Return the query heads that use a latent."""
         return [head for head, own in zip(self.heads, self.latent_of, strict=True) if own == latent]
 
     def maps(self, ranks: Sequence[int]) -> dict[str, Tensor]:
-        """The kernel's fitted parameters where each latent keeps so many numbers."""
+        """Return the kernel's fitted parameters for these ranks, one per latent."""
         return self.latents.maps(ranks)
 
 
 @dataclass
 class FormsRead:
-    """What was read of the calibration texts, form by form and text by text."""
+    """The fits to the calibration texts, by form and text."""
 
-    heads: dict[Site, tuple[int, ...]]  # the query heads swapped at each site
+    heads: dict[Site, tuple[int, ...]]  # swapped query heads of each site
     kv_heads: dict[Site, tuple[int, ...]]  # their key heads
-    fits: dict[str, dict[str, Fits]]  # of each form of latents, by its spelling, the fits by text and site
+    fits: dict[str, dict[str, Fits]]  # fits by spelling of the form, text and site
 
     def bases(self, form: str, without: str | None = None) -> dict[Site, Basis]:
-        """The directions of every site, fitted to all texts, or to all but one."""
+        """Return the directions of each site, fitted to all texts, or to all but `without`."""
         read = [fits for name, fits in self.fits[form].items() if name != without]
         return {
             site: Basis(self.heads[site], self.kv_heads[site], reduce(MapsFit.plus, (f[site] for f in read)).latents())
@@ -255,15 +254,15 @@ def gathered(
     seed: int,
     progress: Tell,
 ) -> FormsRead:
-    """What every form of latents reads of these batches, each of one text, in one pass of the original model.
+    """Fit each form of latents to these batches, each of one text, in one pass of the original model.
 
-    Where pairs are weighted by the output, each text's are by gradients of that text: what is read of it alone stays
-    out of maps fitted to the others. Raises UsageError where some, but not all of the query heads that share a key head
-    are swapped, and what `give_rotations` and `give_metrics` raise.
+    If pairs are weighted by the output, the weights of each text come from gradients on that text, so that maps fitted
+    to the other texts do not depend on it. Raises UsageError if only some of the query heads that share a key head are
+    swapped, and what `give_rotations` and `give_metrics` raise.
     """
     numbers = {form.spelling: {name: int(value) for name, value in form.parameters.items()} for form in forms}
     blank = {form: {site: MapsFit(**given) for site in swaps} for form, given in numbers.items()}
-    give_rotations(loaded, swaps, _every(blank.values()))
+    give_rotations(loaded, swaps, _all_fits(blank.values()))
     names = list(dict.fromkeys(name for name, _ in batches))
     by_text = {
         form: {name: {s: copy(fit) for s, fit in fits.items()} for name in names} for form, fits in blank.items()
@@ -271,13 +270,13 @@ def gathered(
     found = FormsRead({}, {}, by_text)
     for name in next(iter(found.fits.values())):
         own = [fed for text, fed in batches if text == name]
-        give_metrics(loaded, sites, swaps, _every(fits[name] for fits in found.fits.values()), own, task, seed)
+        give_metrics(loaded, sites, swaps, _all_fits(fits[name] for fits in found.fits.values()), own, task, seed)
 
     def visit(site: Site, call: Call) -> None:
         if site not in swaps:
             return
         heads = tuple(sorted(swaps[site].heads or range(call.query.shape[1])))
-        found.heads[site], found.kv_heads[site] = heads, _whole_groups(site, heads, call.group)
+        found.heads[site], found.kv_heads[site] = heads, _check_groups(site, heads, call.group)
         own = [fits[text][site] for fits in found.fits.values()]
         for part in unpadded(call.select(heads), site, fed.inputs):
             by_attention = pairs_weighted(part)
@@ -285,19 +284,19 @@ def gathered(
                 fit.update(part, by_attention)
 
     with torch.no_grad(), hooks.watch(loaded.model, sites, visit):
-        for text, fed in batches:  # noqa: B007  # which `visit` reads
+        for text, fed in batches:  # noqa: B007  # `visit` reads both variables
             hooks.forward(loaded.model, fed.inputs)
             progress(texts.sequences_in(fed.inputs))
     found.heads = {site: found.heads[site] for site in swaps}
     return found
 
 
-def _every(fits: Iterable[Fits]) -> list[tuple[Site, MapsFit]]:
+def _all_fits(fits: Iterable[Fits]) -> list[tuple[Site, MapsFit]]:
     return [pair for found in fits for pair in found.items()]
 
 
-def _whole_groups(site: Site, heads: tuple[int, ...], group: int) -> tuple[int, ...]:
-    """The key heads of these query heads."""
+def _check_groups(site: Site, heads: tuple[int, ...], group: int) -> tuple[int, ...]:
+    """Return the key heads of these query heads; raise UsageError if other query heads share them."""
     kv_heads = tuple(sorted({head // group for head in heads}))
     every = [head for kv_head in kv_heads for head in range(kv_head * group, (kv_head + 1) * group)]
     if list(heads) != every:
@@ -309,7 +308,7 @@ def _whole_groups(site: Site, heads: tuple[int, ...], group: int) -> tuple[int, 
 
 
 LEVELS = 16
-"""Ranks whose loss is estimated, evenly spaced from 0 to head_dim; the others lie on the lines between them."""
+"""Number of evenly spaced ranks from 0 to full rank whose loss is estimated; others are interpolated linearly."""
 
 
 def sensitivities(
@@ -321,16 +320,16 @@ def sensitivities(
     seed: int,
     progress: Tell,
 ) -> dict[Site, Float[Tensor, "latents ranks"]]:
-    """The rise of the loss in nats per prediction where that latent alone keeps 0 … all of its numbers.
+    """Estimate the rise of the loss, in nats per prediction, if one latent alone has rank 0 … its full rank.
 
     The output of query i changes by δo_i, computed through the softmax, and the loss by ⟨g_i, δo_i⟩, g_i = ∂loss/∂o_i.
-    With targets drawn from the model's own predictions that has mean 0 and its second moment is the Fisher information
-    (Martens 2020, Eq. 7), so that the rise is ½ Σ_i ⟨g_i, δo_i⟩², queries and heads taken as independent. A gradient
-    of the logits would say 0 for a saturated head, which loses everything once the logits that saturate it are cut.
-    Raises ModelError where the loss has no gradient.
+    With targets drawn from the model's own predictions, this change has mean 0, and its second moment is the Fisher
+    information (Martens 2020, Eq. 7). The rise is therefore ½ Σ_i ⟨g_i, δo_i⟩², with queries and heads taken as
+    independent. A gradient with respect to the logits would be 0 for a saturated head, although such a head loses
+    everything once the saturating logits are cut. Raises ModelError if the loss has no gradient.
     """
     totals = {site: torch.zeros(len(basis.sizes), max(basis.sizes) + 1) for site, basis in found.items()}
-    generator, count, kernel = torch.Generator().manual_seed(seed), 0, parsed("rank:65536")
+    generator, count, kernel = torch.Generator().manual_seed(seed), 0, parsed("rank:65536")  # `maps` set the rank
     for fed in batches:
         calls, outputs, loss, drawn = sampled(loaded, sites, found, fed, task, generator)
         gradients = torch.autograd.grad(loss, list(outputs.values()), allow_unused=True)
@@ -338,24 +337,24 @@ def sensitivities(
         for (site, output), gradient in zip(outputs.items(), gradients, strict=True):
             if gradient is not None:
                 with torch.no_grad():
-                    totals[site] = totals[site] + _risen(found[site], kernel, calls[site], output, gradient).cpu()
+                    totals[site] = totals[site] + _squares(found[site], kernel, calls[site], output, gradient).cpu()
         progress(texts.sequences_in(fed.inputs))
     return {site: _between(total / (2 * count), found[site].sizes) for site, total in totals.items()}
 
 
 def levels(size: int) -> list[int]:
-    """The ranks whose loss is estimated, all of them among them."""
+    """Return the ranks whose loss is estimated, including 0 and `size`."""
     return [*range(0, size, -(-size // LEVELS)), size]
 
 
-def _risen(
+def _squares(
     basis: Basis,
     kernel: Kernel,
     call: Call,
     output: Float[Tensor, "batch queries all_heads value_dim"],
     gradient: Float[Tensor, "batch queries all_heads value_dim"],
 ) -> Float[Tensor, "latents ranks"]:
-    """Σ_i ⟨g_i, δo_i⟩² at every level of rank, summed over the heads of each latent; 0 at the other ranks."""
+    """Compute Σ_i ⟨g_i, δo_i⟩² at each level of rank, summed over the heads of each latent; 0 at other ranks."""
     heads, sizes = list(basis.heads), basis.sizes
     own, slope, part = output[:, :, heads], gradient[:, :, heads].double(), call.select(heads)
     found = torch.zeros(len(sizes), max(sizes) + 1, dtype=torch.float64)
@@ -371,7 +370,7 @@ def _risen(
 
 
 def _between(costs: Float[Tensor, "latents ranks"], sizes: Sequence[int]) -> Float[Tensor, "latents ranks"]:
-    """The ranks between two levels on the line that joins those; ∞ beyond all of a latent's numbers."""
+    """Interpolate linearly between the levels of rank, and set ∞ beyond a latent's full rank, in place."""
     for row, size in zip(costs, sizes, strict=True):
         row[size + 1 :] = torch.inf
         for low, high in pairwise(levels(size)):

@@ -1,4 +1,4 @@
-"""Plans of ranks: applied to a model, checked head by head, and what they save in parameters, operations and bytes."""
+"""Apply rank plans to a model, check them per head, and count the parameters, operations and bytes they save."""
 
 from __future__ import annotations
 
@@ -25,64 +25,63 @@ from attnlens.runs.swap.ranks.search import Budgeting, Choice, Sample, by_text, 
 
 @dataclass(frozen=True)
 class SiteSizes:
-    """What one site's queries and keys are made of."""
+    """Sizes of one site's queries and keys."""
 
-    query_width: int  # d_model: entries of an input of the queries
-    key_width: int  # the same of the keys
-    head_dim: int
-    value_dim: int  # entries of a key, and of a value
-    query_bias: bool
-    key_bias: bool  # whether there are biases
-    folds: bool  # whether maps can be multiplied into W_Q and W_K: no rotation and no norm stands between
-    folds_before: bool  # whether maps of keys before the rotation can be multiplied into W_K: no norm stands between
+    query_width: int  # d_model: size of the inputs of the queries
+    key_width: int  # size of the inputs of the keys
+    head_dim: int  # size of a key
+    value_dim: int  # size of a value
+    query_bias: bool  # True if W_Q has a bias
+    key_bias: bool  # True if W_K has a bias
+    folds: bool  # True if maps can be multiplied into W_Q and W_K: there is no rotation or norm between them
+    folds_before: bool  # True if maps of keys before the rotation can be multiplied into W_K: there is no norm between
     keys_seen: float  # keys that a query sees, mean over the sequence
-    keys_a_query: float  # keys made for each query that is made: 1, but in cross-attention
+    keys_a_query: float  # keys computed per computed query: 1 except in cross-attention
     number_bytes: int  # bytes of a cached number
-    cached: bool  # whether a key-value cache keeps a key for every token: in a decoder's self-attention
+    cached: bool  # True if a key-value cache stores a key per token: in a decoder's self-attention
 
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """What one latent is read and written by."""
+    """Rank of one latent, and the number of heads that use it."""
 
     heads: int  # query heads that read it
     keys: int  # key heads that share it
-    rank: int  # numbers that it keeps of a token
-    before: bool = False  # whether it is of keys before the rotation, which are made of it again
+    rank: int  # numbers kept per token
+    before: bool = False  # True if it compresses keys before the rotation, which are rebuilt from it
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a latent's key heads and their query heads take."""
+    """Costs of a latent's key heads and their query heads."""
 
     parameters: float
-    flops: float  # for each query's token
-    cache: float  # bytes of a token
-    rebuilding: float = 0.0  # operations that make the keys of one cached token again of the latent
+    flops: float  # per query token
+    cache: float  # bytes per token
+    rebuilding: float = 0.0  # operations to rebuild the keys of one cached token from the latent
 
 
 def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
-    """Of the key heads of one latent and their query heads; at full rank, of the model's own.
+    """Compute the costs of one latent's key heads and their query heads; at full rank, those of the original model.
 
-    A product of m × n numbers takes 2mn operations; a score 2 for each entry of its key; a cached token keeps the
-    latent and all of its values. Where maps fold, one W_K B (d_model × r) serves the latent, and queries are made by
-    W_Q A of each head (d_model × r), or by W_Q and then A (head_dim × r for each key head): whichever takes fewer
-    operations, or else fewer numbers. The second is cheaper where a latent that key heads share is wider than a head.
-    Where maps don't fold, W_Q and W_K stay, A and B (head_dim × r for each key head) come on top, and only scores and
-    cache shrink; rank 0 needs none of them. Before the rotation queries stay as they are, and keys are made of the
-    latent.
+    An m × n matrix takes 2mn operations, a score 2 per entry of its key. A cached token stores the latent and its
+    values. If maps fold, keys need one W_K B (d_model × r) per latent. Queries need W_Q A of each head (d_model × r),
+    or W_Q followed by A (head_dim × r per key head), whichever takes fewer operations, or else fewer parameters. The
+    latter is cheaper if a shared latent is wider than a head. If maps do not fold, A and B (head_dim × r per key head)
+    are added to W_Q and W_K, and only scores and cache shrink. Rank 0 needs none of these matrices. For latents of keys
+    before the rotation, queries are unchanged, and keys are rebuilt from the latent.
     """
     full = latent.rank == size.head_dim * latent.keys
     if full or (latent.rank == 0 and not latent.before):
-        return _bare(size, latent)
+        return _unmapped_costs(size, latent)
     if latent.before:
-        return _before(size, latent)
-    ways = (_made(size, latent, query_folds=folds) for folds in ((True, False) if size.folds else (False,)))
+        return _unrotated_costs(size, latent)
+    ways = (_mapped_costs(size, latent, query_folds=folds) for folds in ((True, False) if size.folds else (False,)))
     return min(ways, key=lambda found: (found.flops, found.parameters))
 
 
-def _made(size: SiteSizes, latent: LatentSizes, *, query_folds: bool) -> Costs:
-    """W_Q A, or W_Q and A; W_K B, or W_K and B."""
+def _mapped_costs(size: SiteSizes, latent: LatentSizes, *, query_folds: bool) -> Costs:
+    """Compute the costs with W_Q A, or W_Q and A; and with W_K B, or W_K and B."""
     heads, keys, rank = latent.heads, latent.keys, latent.rank
     up = size.head_dim * rank
     query, query_map = (rank, 0) if query_folds else (size.head_dim, up)
@@ -94,12 +93,12 @@ def _made(size: SiteSizes, latent: LatentSizes, *, query_folds: bool) -> Costs:
         + (size.key_width + size.key_bias) * key
         + key_map,
         flops=2 * made + 2 * rank * heads * size.keys_seen,
-        cache=_cached(size, latent),
+        cache=_cache_bytes(size, latent),
     )
 
 
-def _before(size: SiteSizes, latent: LatentSizes) -> Costs:
-    """W_Q; W_K B and A, or W_K, B and A."""
+def _unrotated_costs(size: SiteSizes, latent: LatentSizes) -> Costs:
+    """Compute the costs of a latent of keys before the rotation: W_Q; and W_K B and A, or W_K, B and A."""
     whole = latent.keys * size.head_dim
     queries = latent.heads * (size.query_width + size.query_bias) * size.head_dim
     down = size.key_width * latent.rank if size.folds_before else size.key_width * whole + whole * latent.rank
@@ -109,36 +108,36 @@ def _before(size: SiteSizes, latent: LatentSizes) -> Costs:
     return Costs(
         parameters=queries + down + up + bias,
         flops=2 * made + 2 * size.head_dim * latent.heads * size.keys_seen,
-        cache=_cached(size, latent),
+        cache=_cache_bytes(size, latent),
         rebuilding=2.0 * up,
     )
 
 
-def _bare(size: SiteSizes, latent: LatentSizes) -> Costs:
-    """W_Q and W_K alone, of the rank that the latent has: all of it, or none."""
+def _unmapped_costs(size: SiteSizes, latent: LatentSizes) -> Costs:
+    """Compute the costs of W_Q and W_K without maps, at full rank or rank 0."""
     width = size.head_dim if latent.rank else 0
     queries, keys = latent.heads * width, latent.keys * width
     made = queries * size.query_width + size.keys_a_query * keys * size.key_width
     return Costs(
         parameters=queries * (size.query_width + size.query_bias) + keys * (size.key_width + size.key_bias),
         flops=2 * made + 2 * width * latent.heads * size.keys_seen,
-        cache=_cached(size, latent),
+        cache=_cache_bytes(size, latent),
     )
 
 
-def _cached(size: SiteSizes, latent: LatentSizes) -> float:
+def _cache_bytes(size: SiteSizes, latent: LatentSizes) -> float:
     return (latent.rank + latent.keys * size.value_dim) * size.number_bytes if size.cached else 0.0
 
 
 NO_CACHE = "no decoder's self-attention is swapped; what a cache keeps of another sequence's tokens is not counted"
 NEVER = "operations do not fall, however many keys a query sees"
 PARTS_OF = ("fitted_on", "chosen_on", "promised_on")
-"""The fields of a Plan that name the parts of the calibration text."""
+"""Fields of a Plan that list the parts of the calibration text."""
 SHARED = "one module computes several sites, whose ranks differ"
 
 
 def sizes(loaded: Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor]) -> dict[Site, SiteSizes | str]:
-    """The sizes of each of these sites at the length of `inputs`, or the reason why they are not known."""
+    """Return the sizes of each site at the length of `inputs`, or the reason if they are unknown."""
     reached = {found.site: found.call for found in hooks.survey(loaded.model, inputs)}
     layers = {site.layer for site in sites}
     first, window = (
@@ -171,8 +170,8 @@ def _sizes(site: Site, call: Call, made: Factors) -> SiteSizes:
 
 
 def saving(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> dict[str, Any]:
-    """The fields of a Plan that say what is saved, and why one of them is not known."""
-    unknown = _unknown_size(found)
+    """Return the fields of a Plan about savings, with `reasons` for unknown ones."""
+    unknown = _explain_unknown(found)
     names = {"parameters": "parameters", "flops": "flops_per_token", "cache": "cache_bytes_per_token"}
     if unknown is not None:
         return dict.fromkeys(names.values(), Pair(before=None, after=None)) | {
@@ -205,11 +204,11 @@ def _latents(choice: Choice, site: Site) -> list[LatentSizes]:
 
 
 def keys_to_gain(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> tuple[float | None, str | None]:
-    """Return from how many keys per query on operations fall, or why there is no number; neither if always or uncut."""
-    unknown = _unknown_size(found)
+    """Return the keys per query above which operations fall, or why there is no number; neither if always or uncut."""
+    unknown = _explain_unknown(found)
     if unknown is not None:
         return None, unknown
-    added = saved = 0.0  # operations that queries and keys take more, and those that scores take less for each key seen
+    added = saved = 0.0  # operations added for queries and keys, and saved in scores per key seen
     for site, size in found.items():
         for latent in _latents(choice, site):
             if isinstance(size, SiteSizes):
@@ -225,8 +224,8 @@ def keys_to_gain(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> tuple
     return None, NEVER if added >= 0 >= saved and added > saved else None
 
 
-def _unknown_size(found: Mapping[Site, SiteSizes | str]) -> str | None:
-    """Why the sizes of a site are not known."""
+def _explain_unknown(found: Mapping[Site, SiteSizes | str]) -> str | None:
+    """Return the reason why the sizes of a site are unknown; None if all are known."""
     return next((f"{site.name}: {size}" for site, size in found.items() if isinstance(size, str)), None)
 
 
@@ -239,8 +238,9 @@ def planned(
     compared: Mapping[str, Differences],
     samples: Sequence[Sample],
 ) -> Plan:
-    """The record of a choice; `compared` is what was measured on the evaluation text, by stage, and `samples` are the
-    parts of the calibration text.
+    """Build the record of a choice.
+
+    `compared` are the measurements on the evaluation text by stage, `samples` the parts of the calibration text.
     """
     found = sizes(loaded, list(choice.bases), inputs)
     names = [text.name for text in settings.texts]
@@ -271,14 +271,14 @@ def planned(
         form=form_name(form),
         forms=choice.forms,
         held_out=choice.held_out,
-        **_ranked(choice),
+        **_rank_fields(choice),
         **saved,
         **{field: list(part.batches.texts) for field, part in zip(PARTS_OF, samples, strict=False)},
     )
 
 
-def _ranked(choice: Choice) -> dict[str, Any]:
-    """The ranks latent by latent, and their means over query heads."""
+def _rank_fields(choice: Choice) -> dict[str, Any]:
+    """Return the fields of a Plan with the rank of each latent, and their means over query heads."""
     ranks = [
         KeyRank(
             site=site.name,
@@ -300,11 +300,11 @@ def _ranked(choice: Choice) -> dict[str, Any]:
 
 
 def check_fits(plan: Plan, reached: Sequence[Reached]) -> None:
-    """Raise UsageError for the first site, key head, query head or head_dim that plan and model do not share."""
+    """Raise UsageError if plan and model differ in a site, key head, query head or head_dim; report the first."""
     here = {(found.site.name, head): found for found in reached for head in range(found.call.key.shape[1])}
     problem = next(filter(None, (_mismatch(key, here.get((key.site, key.kv_head))) for key in plan.ranks)), None)
     named = {(key.site, head) for key in plan.ranks for head in key.kv_heads or [key.kv_head]}
-    missed = [where for where, found in here.items() if where not in named and _covered(plan, found, where[1])]
+    missed = [where for where, found in here.items() if where not in named and _covers(plan, found, where[1])]
     if problem is None and missed:
         problem = f"it has no rank for key head {missed[0][1]} of {missed[0][0]}"
     if problem is not None:
@@ -315,11 +315,11 @@ def check_fits(plan: Plan, reached: Sequence[Reached]) -> None:
 
 
 def _mismatch(key: KeyRank, found: Reached | None) -> str | None:
-    """In what one key head of the plan is not this model's."""
+    """Describe how a key head of the plan differs from the model's; None if it does not."""
     if found is None:
         return f"it has a rank for key head {key.kv_head} of {key.site}, which is not here"
     where, head_dim = f"at {key.site} key head {key.kv_head}", found.call.query.shape[-1]
-    heads = [head for kv_head in key.kv_heads or [key.kv_head] for head in _heads(found, kv_head)]
+    heads = [head for kv_head in key.kv_heads or [key.kv_head] for head in _query_heads(found, kv_head)]
     if key.heads != heads:
         theirs, ours = (", ".join(map(str, each)) for each in (key.heads, heads))
         return f"{where} serves query heads {theirs} in the plan, and {ours} here"
@@ -332,24 +332,23 @@ def _mismatch(key: KeyRank, found: Reached | None) -> str | None:
     return None
 
 
-def _covered(plan: Plan, found: Reached, kv_head: int) -> bool:
-    """Whether the plan was made for such a key head, by the layers, heads and the part that it was asked for."""
+def _covers(plan: Plan, found: Reached, kv_head: int) -> bool:
+    """Return True if the layers, heads and part that the plan was made for include this key head."""
     layers, heads = plan.settings.layers, plan.settings.heads
     chosen = plan.part in (None, found.site.part) and (layers is None or found.site.layer in layers)
-    return chosen and (heads is None or bool(set(heads) & set(_heads(found, kv_head))))
+    return chosen and (heads is None or bool(set(heads) & set(_query_heads(found, kv_head))))
 
 
-def _heads(found: Reached, kv_head: int) -> list[int]:
-    """The query heads that read that key head."""
+def _query_heads(found: Reached, kv_head: int) -> list[int]:
+    """Return the query heads that use a key head."""
     group = found.call.group
     return list(range(kv_head * group, (kv_head + 1) * group))
 
 
 def given(search: Budgeting, fitting: Sample, plan: Plan) -> Choice:
-    """The plan's ranks, which fit the model, with their maps fitted; nothing is searched, and nothing promised.
+    """Fit the maps for the ranks of a plan, without search or promise; the plan must fit the model.
 
-    The fit reads that part of the text which a search would fit on, so that a plan gives the same swap again on the
-    model and the texts that it was found on.
+    The fit uses the same part of the text as a search, so a plan reproduces its swap on the same model and texts.
     """
     fitted = feed(search.loaded, fitting.batches, search.task, search.seed)
     form = next(iter(search.swaps.values())).kernel
@@ -360,7 +359,7 @@ def given(search: Budgeting, fitting: Sample, plan: Plan) -> Choice:
 
 
 def origin(plan: Plan, model: ModelInfo) -> list[str]:
-    """A note where the plan was made on another model or other weights."""
+    """Return a note if the plan was made for another model or other weights, else no note."""
     if (plan.model.id, plan.model.revision, plan.model.files) == (model.id, model.revision, model.files):
         return []
     same = bool(model.files) and [f.sha256 for f in plan.model.files] == [f.sha256 for f in model.files]

@@ -1,4 +1,4 @@
-"""Searches the smallest ranks within a budget: nested plans, fitted, chosen and promised on separate windows."""
+"""Search the smallest ranks within a budget: fit, choose and promise on separate windows, among nested plans."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 SEQUENCES = 192
-"""Windows of calibration text that a budget asks for, over all texts and parts."""
+"""Number of calibration windows for a budget, over all texts and parts."""
 PARTS = 3
-"""Each window of a text in turn is fitted on, chosen by, and promised from."""
+"""Number of parts of the calibration text: for fitting, choosing ranks and estimating the promised rise, in turn."""
 LEAST = 4
-"""Windows of each text in a part, at least: what one or two rise by says little of a text."""
+"""Minimum number of windows per text and part: one or two do not represent a text."""
 
 
 class Sample(NamedTuple):
     """A part of the calibration text."""
 
     batches: Batches  # its windows
-    design: Design  # of which text each of them is, and over what intervals are
+    design: Design  # text of each window, and what intervals are over
 
 
 def wanted(contents: Sequence[Content]) -> int:
-    """How many windows a budget asks for: enough of each text for every part."""
+    """Return the number of windows for a budget: SEQUENCES, or LEAST for each text and part if that is more."""
     return max(SEQUENCES, PARTS * LEAST * len(contents))
 
 
@@ -71,10 +71,11 @@ def samples(
     intervals: Intervals | None,
     count: int = PARTS,
 ) -> tuple[Sample, ...]:
-    """The first `count` of the parts: windows i, i + 3, i + 6 … of those chosen of each text; none is evaluated.
+    """Return the first `count` parts of the calibration text, without evaluated windows.
 
-    Raises TextError where a text has too few windows beside those evaluated, or where one part says what another does;
-    UsageError where intervals over texts are wanted of fewer than five.
+    Part i consists of windows i, i + 3, i + 6 … of the windows chosen of each text. Raises TextError if a text has too
+    few windows that are not evaluated, or if a part repeats tokens of earlier ones; UsageError for intervals over texts
+    with fewer than five texts.
     """
     found: list[Batches] = []
     for turn in range(count):
@@ -108,7 +109,7 @@ def samples(
 
 
 def by_text(fed: Sequence[Fed], part: Sample) -> list[tuple[str, Fed]]:
-    """The batches of a part, those cut in two or more that hold windows of several texts, each with its text's name."""
+    """Split the batches of a part such that each contains windows of one text; return (text name, batch) pairs."""
     found, start = [], 0
     for one in fed:
         names = part.batches.parts[start : start + texts.sequences_in(one.inputs)]
@@ -119,38 +120,38 @@ def by_text(fed: Sequence[Fed], part: Sample) -> list[tuple[str, Fed]]:
 
 
 def joined(parts: Iterable[Batches]) -> list[Text]:
-    """The texts of several parts, each with the windows of all of them."""
-    every: dict[str, Text] = {}
+    """Merge the texts of several parts by hash; each gets the windows of all parts."""
+    merged: dict[str, Text] = {}
     for text in (text for part in parts for text in part.texts):
-        known = every.get(text.sha256)
-        windows = sorted({*text.windows, *(known.windows if known else ())})
-        every[text.sha256] = text.model_copy(update={"windows": windows})
-    return list(every.values())
+        other = merged.get(text.sha256)
+        windows = sorted({*text.windows, *(other.windows if other else ())})
+        merged[text.sha256] = text.model_copy(update={"windows": windows})
+    return list(merged.values())
 
 
 UNITS: dict[Unit, Callable[[Tensor], Tensor]] = {"loss": torch.log, "ppl": lambda mean: mean}
-"""Of what mean losses have the difference log(after / before), of loss or of perplexity."""
+"""Function f of a mean loss with f(after) − f(before) = log(after / before), of the loss or of perplexity."""
 
 
 class Losses(NamedTuple):
-    """Of the sequences that have anything to predict."""
+    """Losses of the sequences with predictions."""
 
     means: Float[Tensor, " some"]  # nats per prediction
-    counts: Float[Tensor, " some"]  # how many predictions each has
-    design: Design  # how they were sampled
+    counts: Float[Tensor, " some"]  # number of predictions
+    design: Design  # how the sequences were sampled
 
     @property
     def mean(self) -> float:
-        """Over all predictions."""
+        """Mean over all predictions, in nats."""
         return float((self.means * self.counts).sum() / self.counts.sum())
 
 
 def losses(loaded: Loaded, batches: Sequence[Fed], task: Task, design: Design) -> Losses:
-    """The loss of each sequence under the model as it is now; `design` is that of all the sequences."""
+    """Compute the loss of each sequence with predictions in the current model; `design` covers all sequences."""
     found, there = [], []
     for fed in batches:
         logits = run(loaded.model, fed, task).logits
-        assert logits is not None and fed.targets is not None  # noqa: S101, PT018  # check_task has seen to it
+        assert logits is not None and fed.targets is not None  # noqa: S101, PT018  # ensured by check_task
         found.append(sequence_losses(logits, fed.targets))
         there.append((fed.targets != NOTHING).any(1).cpu())
     means, counts = (torch.cat(part) for part in zip(*found, strict=True))
@@ -158,21 +159,21 @@ def losses(loaded: Loaded, batches: Sequence[Fed], task: Task, design: Design) -
 
 
 def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit: Unit = "loss") -> Rise | None:
-    """after / before − 1 of the mean loss over tokens, or of perplexity, its exponential; None where it diverges.
+    """Compute after / before − 1 of the mean loss over tokens (or its exponential, perplexity); None if it diverges.
 
-    `after` is the mean loss of each sequence under the changed model. `names` are those of the design's texts, each of
-    which has its own rise beside the common one where there are several.
+    `after` is the mean loss of each sequence in the changed model. `names` are the texts of the design; if there are
+    several, the rise of each text is computed too.
     """
     if not bool(after.isfinite().all()):
         return None
     design = before.design
-    share, interval = _share(before, after, seed, unit)
+    share, interval = _rise(before, after, seed, unit)
     alone = {}
     for number, name in enumerate(names if len(names) > 1 else ()):
         own = [at for at, text in enumerate(design.texts) if text == number]
         if own:
             part = Losses(before.means[own], before.counts[own], Design.plain(len(own)))
-            alone[name] = _share(part, after[own], seed, unit)
+            alone[name] = _rise(part, after[own], seed, unit)
     return Rise(
         share=share,
         ci95=interval,
@@ -184,8 +185,8 @@ def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit
     )
 
 
-def _share(before: Losses, after: Tensor, seed: int, unit: Unit) -> tuple[float, tuple[float, float] | None]:
-    """The rise and its interval, None where there is no spread to judge by."""
+def _rise(before: Losses, after: Tensor, seed: int, unit: Unit) -> tuple[float, tuple[float, float] | None]:
+    """Compute the rise and its 95 % interval; the interval is None if there is no spread."""
     own, counts, design = before
     found = paired_difference(own, after, design, weights=counts, of=UNITS[unit], seed=seed)
     share, low, high = (math.expm1(end) for end in found)
@@ -193,23 +194,23 @@ def _share(before: Losses, after: Tensor, seed: int, unit: Unit) -> tuple[float,
 
 
 def rise_in(found: Differences, names: Sequence[str], seed: int, unit: Unit = "loss") -> Rise | None:
-    """The same of a comparison on the evaluation text."""
+    """Compute the rise of a comparison on the evaluation text; see `rise_of`."""
     before, after, counts = (torch.cat(part) for part in (found.before, found.after, found.counts))
     return rise_of(Losses(before, counts, found.sampled), after, names, seed, unit)
 
 
 MARGIN = 2
-"""Half-widths of its interval by which a plan's estimated rise has to stay below the budget. With one, the rise over
-all windows keeps the budget too, but the promise made from as much other text reaches beyond it in a third of runs;
-with two in 5 % of them (benchmarks/promises.py), for ranks larger by 0.4 to 0.6 of 16."""
+"""Half-widths of its interval by which a plan's estimated rise must stay below the budget. With 1, the rise over all
+windows meets the budget too, but the promise from an equal amount of other text exceeds it in a third of the runs;
+with 2 in 5 % of them (benchmarks/promises.py), at the cost of ranks larger by 0.4 to 0.6 of 16."""
 TRIES = 7
-"""How many nested plans are measured."""
+"""Maximum number of nested plans measured."""
 FORMS = 5
-"""How many forms of latents are compared at most."""
+"""Maximum number of forms of latents compared."""
 
 
 def check_task(task: Task) -> None:
-    """Raise UsageError where a model has no loss against the text that a budget could be a share of."""
+    """Raise UsageError if the model has no loss on the text, which a budget is a share of."""
     if task not in ("causal", "masked", "seq2seq"):
         what = f"has {HEADLESS}" if task == "hidden" else "is measured against its own choices alone"
         raise UsageError(
@@ -220,24 +221,24 @@ def check_task(task: Task) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """The cheapest plan that was found."""
+    """The plan with the smallest ranks found, or a given one."""
 
-    bases: dict[Site, Basis]  # the directions of every site
-    ranks: dict[Site, list[int]]  # the numbers that every latent keeps
-    swaps: hooks.Swaps  # the swap that has them
-    estimated: Rise | None  # on the calibration text that chose it; None where the ranks were given
+    bases: dict[Site, Basis]  # the directions of each site
+    ranks: dict[Site, list[int]]  # the rank of each latent
+    swaps: hooks.Swaps  # the swap with these ranks
+    estimated: Rise | None  # rise on the text that chose the ranks; None if they were given
     promised: Rise | None
-    """On calibration text that neither fitted nor chose; None where it diverges, or where the ranks were given."""
-    steps: list[PlanStep]  # the nested plans that were measured, the largest ranks first
-    reason: str | None  # why no direction could be spared
+    """Rise on calibration text not used to fit or choose; None if it diverges, or if the ranks were given."""
+    steps: list[PlanStep]  # the measured nested plans, by decreasing ranks
+    reason: str | None  # why no rank could be reduced
     forms: list[FormTried] = field(default_factory=list)
-    """The forms of latents that were compared, at half of the numbers."""
-    held_out: bool = False  # whether each text was judged by maps fitted to the others alone
+    """The compared forms of latents, at half of full rank."""
+    held_out: bool = False  # True if each text was measured with maps fitted to the other texts
 
 
 @dataclass
 class Budgeting:
-    """One search for ranks."""
+    """A search for ranks."""
 
     loaded: Loaded
     sites: tuple[Site, ...]
@@ -246,31 +247,32 @@ class Budgeting:
     path: Route
     seed: int
     progress: Tell
-    form_named: bool = False  # whether the form of the latents is that of the kernel, and none is chosen
-    margin: float = MARGIN  # half-widths of the estimate's interval that have to fit below the budget
-    found: dict[Site, Basis] = field(default_factory=dict)  # the directions of every site
+    form_named: bool = False  # True: use the kernel's form of latents instead of choosing one
+    margin: float = MARGIN  # see MARGIN
+    found: dict[Site, Basis] = field(default_factory=dict)  # the directions of each site
     left_out: dict[str, dict[Site, Basis]] = field(default_factory=dict)
-    """Those fitted to all texts but one, by that text's name."""
-    unit: Unit = "loss"  # what a rise is a share of
+    """Directions fitted to all texts but one, by the name of that text."""
+    unit: Unit = "loss"  # rises are shares of the loss or of perplexity
     keep: Keep = keep_nothing
-    """Keeps the losses of the plans that were measured, from which an interrupted search resumes."""
+    """Stores the losses of measured plans, from which an interrupted search resumes."""
 
     def choose(self, fitting: Sample, choosing: Sample, promising: Sample, budget: Budget) -> Choice:
-        """The smallest ranks among nested plans whose rise on `choosing` stays below the budget by `margin` half-widths
-        of its interval, and within it on every text alone, where there are several. `promising` chooses nothing.
+        """Choose the smallest ranks among nested plans that stay within the budget.
 
-        Where there are several texts, the rise on each is that of maps fitted to the others alone, so that the promise
-        covers a kind of text that was not fitted on. The form of the latents is that of least rise at half of the
-        numbers. Raises TextError where there is no loss, and what `gathered` and `sensitivities` raise.
+        The rise on `choosing` must stay below the budget by `margin` half-widths of its interval, and within it on each
+        single text. `promising` only serves for the promised rise. If there are several texts, the rise on each is
+        measured with maps fitted to the others, so that the promise covers texts that were not fitted on. The form of
+        the latents is the one with the smallest rise at half of full rank. Raises TextError if the loss is 0, and what
+        `gathered` and `sensitivities` raise.
         """
         self.unit = budget.unit
         fitted = feed(self.loaded, fitting.batches, self.task, self.seed)
         trial = Trial.of(self, choosing)
-        tried = self._formed(by_text(fitted, fitting), trial)
+        tried = self._choose_form(by_text(fitted, fitting), trial)
 
         def measure() -> Tensor:
             costs = sensitivities(self.loaded, self.sites, self.found, fitted, self.task, self.seed, self.progress)
-            wide = max(cost.shape[-1] for cost in costs.values())  # ∞ beyond a latent's own numbers
+            wide = max(cost.shape[-1] for cost in costs.values())  # pad with ∞ beyond a latent's full rank
             rows = [
                 torch.nn.functional.pad(costs[s], (0, wide - costs[s].shape[-1]), value=torch.inf) for s in self.found
             ]
@@ -294,8 +296,8 @@ class Budgeting:
             held_out=bool(self.left_out),
         )
 
-    def _formed(self, fitted: Sequence[tuple[str, Fed]], trial: Trial) -> list[FormTried]:
-        """Fit every form and keep the best at half of the numbers, then weighted by the output; return those tried."""
+    def _choose_form(self, fitted: Sequence[tuple[str, Fed]], trial: Trial) -> list[FormTried]:
+        """Fit each form, keep the best at half of full rank, try it weighted by the output too; return the trials."""
         own = next(iter(self.swaps.values())).kernel
         asked = [own] if self.form_named else possible_forms(self.loaded, self.swaps)
         read = self.gather(fitted, asked)
@@ -310,32 +312,30 @@ class Budgeting:
         return [one for _, _, one in tried]
 
     def _tried(self, read: FormsRead, form: Kernel, trial: Trial) -> FormTried:
-        """The rise where every latent of that form keeps half of its numbers."""
+        """Measure the rise if each latent of this form has half of its full rank."""
         self.take(read, form)
         ranks = [size // 2 for basis in self.found.values() for size in basis.sizes]
         return FormTried(form=form_name(form), rise=trial.rise(ranks))
 
     def gather(self, fitted: Sequence[tuple[str, Fed]], forms: Sequence[Kernel]) -> FormsRead:
-        """What these forms read of the calibration texts."""
+        """Fit these forms to the calibration texts; see `gathered`."""
         return gathered(self.loaded, self.sites, self.swaps, forms, fitted, self.task, self.seed, self.progress)
 
     def take(self, read: FormsRead, form: Kernel) -> None:
-        """Go on with that form, fitted to all texts, and to all but each where there are several."""
+        """Use this form, fitted to all texts and, if there are several, also to all texts but one."""
         self.found = read.bases(form.spelling)
         names = list(read.fits[form.spelling])
         self.left_out = {name: read.bases(form.spelling, name) for name in names} if len(names) > 1 else {}
         self.swaps = {site: hooks.Replacement(form, swap.heads) for site, swap in self.swaps.items()}
 
     def _searched(self, trial: Trial, budget: float) -> tuple[int, dict[int, PlanStep]]:
-        """The step where the interval, widened to the margin, meets the budget, and those tried: guessed from what the
-        sensitivities predicted.
-        """
+        """Find the last step whose rise plus margin meets the budget, guided by the sensitivities; return all tried."""
         loss = trial.own.mean
         nothing = Rise(share=0.0, sequences=len(trial.own.means), over=trial.own.design.over)
         tried = {0: PlanStep(mean_rank=self.mean_rank(self.ranks_after(0)), predicted=0.0, rise=nothing)}
         best, low, high = 0, 0, len(self.steps) + 1
         allowed = budget * loss if self.unit == "loss" else math.log1p(budget)
-        at = min(max(1, self._steps_within(allowed)), len(self.steps))
+        at = min(max(1, self._count_steps(allowed)), len(self.steps))
         for _ in range(TRIES):
             ranks = self.ranks_after(at)
             rise, predicted = trial.rise(ranks), self.predicted(ranks)
@@ -349,28 +349,28 @@ class Budgeting:
                 high = at
             if high - low < 2:
                 break
-            at = self._next(predicted, budget / largest if largest > 0 else math.inf, low, high)
+            at = self._next_step(predicted, budget / largest if largest > 0 else math.inf, low, high)
         return best, tried
 
-    def _next(self, predicted: float, share: float, low: int, high: int) -> int:
-        """Where the rise meets the budget if it grows as predicted, an eighth of the way from either end at least."""
+    def _next_step(self, predicted: float, share: float, low: int, high: int) -> int:
+        """Predict the step that meets the budget, at least an eighth of the range away from either end."""
         least = max(1, (high - low) // 8)
-        guess = self._steps_within(predicted * share) if math.isfinite(share) else high
+        guess = self._count_steps(predicted * share) if math.isfinite(share) else high
         return min(max(guess, low + least), high - least)
 
     def ranks_after(self, count: int) -> list[int]:
-        """The numbers of every latent after so many steps."""
+        """Return the rank of each latent after `count` steps."""
         ranks = [size for basis in self.found.values() for size in basis.sizes]
         for latent, rank in self.steps[:count]:
             ranks[latent] = rank
         return ranks
 
     def predicted(self, ranks: Sequence[int]) -> float:
-        """The sum of the sensitivities in nats."""
+        """Return the rise predicted for these ranks: the sum of their sensitivities, in nats."""
         return float(self.table.gather(1, torch.tensor(ranks)[:, None]).sum())
 
     def mean_rank(self, ranks: Sequence[int]) -> float:
-        """Numbers for each key head, mean over query heads."""
+        """Return the rank per key head, mean over query heads."""
         latents = [
             (len(group), len(basis.heads_of(at)))
             for basis in self.found.values()
@@ -380,12 +380,12 @@ class Budgeting:
         return total / sum(heads for _, heads in latents)
 
     def by_site(self, ranks: Sequence[int]) -> dict[Site, list[int]]:
-        """The numbers of each site's latents."""
+        """Split the ranks of all latents by site."""
         left = iter(ranks)
         return {site: [next(left) for _ in basis.sizes] for site, basis in self.found.items()}
 
     def swapped(self, ranks: Mapping[Site, Sequence[int]], bases: Mapping[Site, Basis] | None = None) -> hooks.Swaps:
-        """The swaps with these numbers, of all texts' maps or of others; the kernel names the largest of them."""
+        """Build the swaps with these ranks from `bases` or `found`; the kernel's `rank` is the most per key head."""
         bases = bases or self.found
         keys = {site: [len(group) for group in bases[site].groups] for site in ranks}
         most = max(-(-r // count) for s, found in ranks.items() for r, count in zip(found, keys[s], strict=True))
@@ -399,8 +399,8 @@ class Budgeting:
             for site, found in ranks.items()
         }
 
-    def _steps_within(self, cost: float) -> int:
-        """How many steps the sensitivities allow."""
+    def _count_steps(self, cost: float) -> int:
+        """Return the largest number of steps whose predicted rise is at most `cost` nats, by bisection."""
         low, high = 0, len(self.steps)
         while low < high:
             middle = (low + high + 1) // 2
@@ -410,16 +410,16 @@ class Budgeting:
 
 @dataclass(frozen=True)
 class Trial:
-    """What ranks do to the loss on one part of the calibration text."""
+    """Measurement of the rise caused by ranks on one part of the calibration text."""
 
     search: Budgeting
     part: Sample
-    fed: list[Fed]  # the part with its targets
-    own: Losses  # of the model as it is
+    fed: list[Fed]  # batches of the part with targets
+    own: Losses  # losses of the original model
 
     @classmethod
     def of(cls, search: Budgeting, part: Sample) -> Trial:
-        """Raises TextError where the model has nothing to lose on it."""
+        """Create a trial with the losses of the original model; raise TextError if their mean is 0."""
         fed = feed(search.loaded, part.batches, search.task, search.seed)
         own = losses(search.loaded, fed, search.task, part.design)
         if not own.mean > 0:
@@ -427,7 +427,7 @@ class Trial:
         return cls(search, part, fed, own)
 
     def rise(self, ranks: Sequence[int]) -> Rise | None:
-        """With the numbers of every latent; None where it diverges. Each text under maps that did not read it."""
+        """Measure the rise for the rank of each latent, with maps not fitted to the text; None if it diverges."""
         search, found = self.search, []
         by_site = search.by_site(ranks)
         for name, batches in groupby(by_text(self.fed, self.part), key=itemgetter(0)):
@@ -458,7 +458,7 @@ def _rise_of(tried: tuple[Kernel, FormsRead, FormTried]) -> float:
 
 
 def budget_work(fitting: Sample, choosing: Sample, promising: Sample, *, form_named: bool) -> int:
-    """Sequences that go through the model at most: to fit, for every form and plan tried, and to promise."""
+    """Return the maximum number of sequences run through the model: to fit, to try forms and plans, and to promise."""
     times = (2, TRIES, 1) if form_named else (3, FORMS + TRIES, 1)
     return sum(
         often * part.batches.sequences for often, part in zip(times, (fitting, choosing, promising), strict=True)
