@@ -128,7 +128,7 @@ class AsymmetricProduct(nn.Module):
 
 
 class SymmetricProduct(nn.Module):
-    """Additive scores log k_T(t_i, t_j) = s⟨t_i W_T, t_j W_T⟩, exponential kernel of the sinusoids (Eq. 9)."""
+    """Additive scores log k_T(t_i, t_j) = s⟨t_i W_T, t_j W_T⟩, exponential kernel of sinusoids (Eq. 9)."""
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()

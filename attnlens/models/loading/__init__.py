@@ -249,7 +249,7 @@ def _refuse_swapped(place: Location) -> None:
 
 
 def _written(name: object) -> str:
-    """Return the model's name as a string; paths start with `./`, so that none is taken for a hub id or `demo`."""
+    """Return the model's name as a string; a relative path gets `./` in front, unlike a hub id or `demo`."""
     if isinstance(name, os.PathLike):
         arguments.path("name", name)
         return os.path.join(os.curdir, os.fspath(name))  # noqa: PTH118  # pathlib would drop the dot again
