@@ -116,7 +116,7 @@ def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
 def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
     """Return the path of the weight file `name` in the folder.
 
-    Raises ModelError if it is missing, no regular file, unreadable, or (without `may_lead_out`) links out of the folder.
+    Raises ModelError if it is missing, unreadable, not a regular file, or links out (without `may_lead_out`).
     """
     path = folder / name
     if not is_there(path, SAY_READABLE):
