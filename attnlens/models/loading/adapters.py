@@ -261,10 +261,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
 def _place(
     file: Path, header: Mapping[str, Stored], model: PreTrainedModel
 ) -> tuple[dict[str, str], dict[str, str], tuple[str, ...]]:
-    """Map peft's parameters to low-rank tensors, the model's parameters to whole ones, and list unmatched tensors.
-
-    Raises ModelError if a tensor is not part of LoRA or occurs twice, or if the file has no low-rank pair.
-    """
+    """Map peft's parameters to low-rank tensors and the model's to whole ones, and list tensors that match neither."""
     low_rank, whole, unplaced = dict[str, str](), dict[str, str](), list[str]()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     present = parameters | {path for path, _ in model.named_modules()}

@@ -335,10 +335,7 @@ def looks_like_path(name: str) -> bool:
 
 
 def _weights_among(names: Collection[str], where: str, allow_pickle: bool) -> tuple[Storage, str]:
-    """Choose the weights among those files (safetensors, then GGUF, then pickle); return their form and first file.
-
-    Raises ModelError if none can be read: several GGUF files, a pickle without `allow_pickle`, or no weights.
-    """
+    """Return the form and first file of the weights: safetensors, GGUF, or allowed pickle. Raises ModelError if none."""
     for file in (SINGLE, SHARDED):
         if file in names:
             return "safetensors", file

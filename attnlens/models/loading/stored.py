@@ -180,10 +180,7 @@ def safetensors_header(file: Path) -> dict[str, Stored]:
 
 
 def pickled_header(file: Path) -> dict[str, Stored]:
-    """Return the tensors of a pickle that the user allowed; torch's weights_only mode builds nothing but tensors.
-
-    Raises ModelError if the file is truncated, in another format, or contains other objects.
-    """
+    """Return the tensors of an allowed pickle; weights_only builds only those. Raises ModelError for other content."""
     import torch
 
     try:

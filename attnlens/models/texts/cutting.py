@@ -1,4 +1,4 @@
-"""Makes the inputs of a model: windows or lines of texts, or noise for one that reads pixels or sound."""
+"""Build the inputs of a model: windows or lines of texts, or noise if it reads pixels or sound."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ if TYPE_CHECKING:
     from attnlens.models.loading import Loaded
 
 IDS = ("input_ids", "inputs", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
-"""What is made of a text."""
+"""Names of the inputs that are built from a text."""
 Cuttings: TypeAlias = WindowedText | list[tuple[list[int], list[int]]]
-"""Of each sequence of a text its ids, and its token types where it is a pair."""
+"""(ids, token types) of each sequence of a text; token types are empty unless it is a pair."""
 
 
 @dataclass(frozen=True)
 class TokenRows:
-    """The ids of sequences; none of them where no tokens are fed."""
+    """The ids of sequences; empty if the model reads no tokens."""
 
     ids: Sequence[Sequence[int]]
-    """Of each sequence."""
+    """Ids of each sequence."""
     types: Sequence[Sequence[int]] = ()
-    """Of which text of a pair each id is; empty where no pairs are fed."""
+    """Token types of each sequence, which number the texts of a pair; empty without pairs."""
     names: tuple[str, ...] = ()
-    """The text that each sequence is of."""
+    """Name of the text that each sequence belongs to."""
 
 
 def batches(
@@ -77,11 +77,11 @@ def batches(
     apart_from: Batches | None = None,
     skip_noise: int = 0,
 ) -> Batches:
-    """The inputs of `loaded` made of the texts, without the windows of `apart_from`, which were cut alike.
+    """Build the inputs of `loaded` from the texts, without the windows in `apart_from`, which were cut the same way.
 
-    A model of pixels or sound gets noise from the seed, the first `skip_noise` draws left out (and its decoder, or
-    CLIP's text side, the texts). Raises TextError where a text is too short or foreign to the model, or there is no
-    usable tokenizer; UsageError for numbers that make no sense, or more tokens than the model has positions.
+    A model of pixels or sound gets noise from the seed, without the first `skip_noise` draws (its decoder, or CLIP's
+    text encoder, gets the texts). Raises TextError if a text is too short or foreign to the model, or there is no
+    usable tokenizer; UsageError for invalid numbers, or more tokens than the model has positions.
     """
     for option, number in (("sequences", cut.sequences), ("batch-size", cut.batch_size)):
         if number < 1:
@@ -115,9 +115,9 @@ def batches(
 
 
 def _each(files: Mapping[Modality, Sequence[object]], most: int) -> int | None:
-    """How many sequences have a file of their own: one that stood beside two would count as two; None without files.
+    """Return how many sequences get a file of each modality; a file in two sequences would count twice. None: no files.
 
-    Raises UsageError where there are not as many files of each modality, or more than sequences.
+    Raises UsageError if the modalities have different numbers of files, or there are more than `most`.
     """
     if not files:
         return None
@@ -133,7 +133,7 @@ def _each(files: Mapping[Modality, Sequence[object]], most: int) -> int | None:
 
 
 def _short(count: int, files: int | None, cut: Cut, texts: Sequence[Text]) -> Iterator[str]:
-    """Why there are fewer sequences than were asked for, if there are."""
+    """Yield sentences on why there are fewer sequences than requested, if so."""
     if not texts or count >= cut.sequences:
         return
     what = "lines" if not cut.pack else "windows"
@@ -146,36 +146,35 @@ def _short(count: int, files: int | None, cut: Cut, texts: Sequence[Text]) -> It
 
 
 def _check_kind(loaded: Loaded) -> None:
-    """Raise TextError for a model whose inputs can't be made up."""
+    """Raise TextError if the model requires an input that attnlens can't make up."""
     made = (*media_of(loaded.model, loaded.folder).names, *IDS * reads_text(loaded))
     if missing := [name for name in wanted(loaded.model) if name not in made]:
         raise TextError(*not_made(loaded.model, missing))
 
 
 def reads_text(loaded: Loaded) -> bool:
-    """Whether any part of the model reads token ids (Whisper's decoder and CLIP's text side do)."""
+    """Return whether any part of the model reads token ids (as Whisper's decoder and CLIP's text encoder do)."""
     return reads_ids(loaded.model) or decodes_text(loaded.model)
 
 
 def reads_noise(loaded: Loaded) -> bool:
-    """Whether the model's main input is made up (pixels, sound, series), so that what it says of it has no loss."""
+    """Return whether the model's main input is made up (pixels, sound, series), so that it has no meaningful loss."""
     return loaded.kind not in ("text", "seq2seq")
 
 
 def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, bare: bool = False) -> Batches:
-    """Random ids (and noise for models of pixels or sound) of the right shape: to find a model's sites without a text.
+    """Build random ids (and noise for models of pixels or sound), to find a model's attention sites without a text.
 
-    `bare` leaves out the images and sounds that ids of their own stand for, so that these see text alone.
-
-    Raises TextError for a model whose inputs attnlens can't make up.
+    `bare` omits images and sounds that have placeholder ids, so that such models see only text. Raises TextError if
+    the model requires an input that attnlens can't make up.
     """
     _check_kind(loaded)
     rows: list[list[int]] = []
     if reads_text(loaded):
-        draws = Random(seed)  # noqa: S311  # no secret
+        draws = Random(seed)  # noqa: S311  # not for cryptography
         known = vocabulary(loaded.model) or CHARACTERS
         standing = standing_ids(loaded.model)
-        # none stands for a part of an image
+        # without placeholders of images and sounds
         usable = filter(lambda number: number not in standing, iter(lambda: draws.randrange(known), None))
         rows = [list(islice(usable, tokens)) for _ in range(sequences)]
     media = media_of(loaded.model, loaded.folder)
@@ -188,7 +187,7 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, b
 def _fed(
     loaded: Loaded, contents: Sequence[Content], cut: Cut, taken: Mapping[str, AbstractSet[int]]
 ) -> tuple[TokenRows, list[Text]]:
-    """The ids of every sequence, and what is fed of each text."""
+    """Cut the texts and choose sequences; return their ids and a record per text. Raises TextError if none is left."""
     if not reads_text(loaded):
         return TokenRows(()), []
     length = window_length(loaded.model, cut.tokens)
@@ -217,7 +216,7 @@ def _fed(
 
 
 def _sequences(loaded: Loaded, content: Content, length: int, cut: Cut) -> Cuttings:
-    """All windows, lines or pairs of a text, with the token types of pairs; cut anew only in another way than last."""
+    """Cut a text into all its windows, lines or pairs, or return the last result if it was cut in the same way."""
     way = (loaded.tokenizer, length, cut.pairs, cut.pack, cut.placement != "first")
     if way in content.made:
         known: Cuttings = content.made[way]
@@ -225,7 +224,7 @@ def _sequences(loaded: Loaded, content: Content, length: int, cut: Cut) -> Cutti
     if loaded.tokenizer is None:
         problem = f"This model has no usable tokenizer: {loaded.tokenizer_problem}."
         raise TextError(problem, "Put its tokenizer files beside its weights, or use --source weights.")
-    content.made.clear()  # of a series of checkpoints each has a tokenizer of its own
+    content.made.clear()  # each checkpoint of a series has its own tokenizer, so results would pile up
     read = thinned(content, spread=cut.placement != "first")
     made: Cuttings
     if cut.pairs:
@@ -239,13 +238,13 @@ def _sequences(loaded: Loaded, content: Content, length: int, cut: Cut) -> Cutti
 
 
 def _in_batches(loaded: Loaded, feed: Feed, rows: TokenRows, count: int, size: int) -> tuple[Batch, ...]:
-    """The sequences, so many in a forward pass; one alone where the images of several would stand in one row."""
+    """Split the sequences into batches of `size`; of 1 for files, or if the patches of all images form one row."""
     size = 1 if feed.media.alone or feed.files else size
     return tuple(_batch(loaded, feed, rows, range(start, min(start + size, count))) for start in range(0, count, size))
 
 
 def _batch(loaded: Loaded, feed: Feed, rows: TokenRows, numbers: range) -> Batch:
-    """Sequences that stand behind equally many ids for an image or a sound."""
+    """Build one batch of sequences, each preceded by the same placeholders of images and sounds."""
     model, of = loaded.model, slice(numbers.start, numbers.stop)
     part = TokenRows(rows.ids[of], rows.types[of], rows.names[of])
     standing = feed.placeholders(numbers.start)
@@ -254,7 +253,7 @@ def _batch(loaded: Loaded, feed: Feed, rows: TokenRows, numbers: range) -> Batch
     inputs = feed.take(numbers)
     if part.ids:
         choices = (getattr(loaded.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
-        padding = next((choice for choice in choices if choice is not None), 0)  # which the mask hides
+        padding = next((choice for choice in choices if choice is not None), 0)  # the mask hides padding
         ids, mask = token_tensors(whole, padding)
         inputs |= text_inputs(model, ids, mask, len(before)) | types_of(model, standing, ids)
     if part.types and "token_type_ids" in signature(model.forward).parameters:
