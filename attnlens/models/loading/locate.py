@@ -335,7 +335,7 @@ def looks_like_path(name: str) -> bool:
 
 
 def _weights_among(names: Collection[str], where: str, allow_pickle: bool) -> tuple[Storage, str]:
-    """Return the form and first file of the weights: safetensors, GGUF, or allowed pickle. Raises ModelError if none."""
+    """Return form and first file of the weights: safetensors, else GGUF, else allowed pickle; or raise ModelError."""
     for file in (SINGLE, SHARDED):
         if file in names:
             return "safetensors", file
