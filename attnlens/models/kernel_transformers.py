@@ -101,8 +101,8 @@ class PositionTable(nn.Module):
     def forward(self, query: Float[Tensor, "batch heads queries head_dim"], keys: int, scale: float) -> Added:
         """Compute log L for every query and key, with distances clipped to ±FURTHEST; `scale` is s."""
         index = distances(query.shape[2], keys, query.device).clamp(-FURTHEST, FURTHEST) + FURTHEST
-        every = query @ self.vectors.mT * scale
-        return every.gather(-1, index.expand(*every.shape[:2], -1, -1))
+        products = query @ self.vectors.mT * scale
+        return products.gather(-1, index.expand(*products.shape[:2], -1, -1))
 
 
 class AsymmetricProduct(nn.Module):
@@ -122,9 +122,9 @@ class AsymmetricProduct(nn.Module):
         queries = query.shape[2]
         places = torch.arange(1 - keys, queries, device=query.device, dtype=query.dtype)
         projected = self.relative(sinusoids(places, self.relative.in_features))
-        every: Tensor = query @ projected.unflatten(1, (self.heads, -1)).permute(1, 2, 0) * scale
+        products: Tensor = query @ projected.unflatten(1, (self.heads, -1)).permute(1, 2, 0) * scale
         index = distances(queries, keys, query.device) + keys - 1
-        return every.gather(-1, index.expand(*every.shape[:2], -1, -1))
+        return products.gather(-1, index.expand(*products.shape[:2], -1, -1))
 
 
 class SymmetricProduct(nn.Module):
@@ -177,42 +177,42 @@ class KernelAttention(nn.Module):
         self, features: States, key_value_states: States | None = None, kept: Bool[Tensor, "batch keys"] | None = None
     ) -> States:
         """Return what `features` attend to in `key_value_states` (None: themselves); `kept` masks out padding keys."""
-        read = features if key_value_states is None else key_value_states
-        query, key, value = features, read, read
+        source = features if key_value_states is None else key_value_states
+        query, key, value = features, source, source
         if self.positions == "sum":  # Eq. 4
-            query, key = features + _places(features), read + _places(read)
+            query, key = features + _places(features), source + _places(source)
         if self.form.in_value and self.positions != "none":  # Eq. 7
-            value = read + _places(read)
+            value = source + _places(source)
         queries, keys = self._split(self.query(query)), self._split((self.key or self.query)(key))
         if self.primal is not None:
-            found = self.primal(queries, keys, causal=self.causal, kept=None if kept is None else kept[:, None])
+            attended = self.primal(queries, keys, causal=self.causal, kept=None if kept is None else kept[:, None])
         else:
             assert self.value is not None  # noqa: S101
-            found = self._attended(
+            attended = self._attended(
                 queries, keys, self._split(self.value(value)), kept, cross=key_value_states is not None
             )
-        output: Tensor = self.output(found.transpose(1, 2).flatten(2))
+        output: Tensor = self.output(attended.transpose(1, 2).flatten(2))
         return output
 
     @property
     def kernel_parameters(self) -> int:
         """Number of the kernel's parameters: projections of queries, keys and positions, without values and output."""
         parts = [part for part in (self.query, self.key, self.added) if part is not None]
-        return sum(one.numel() for part in parts for one in part.parameters())
+        return sum(parameter.numel() for part in parts for parameter in part.parameters())
 
     def _attended(self, query: Split, key: Split, value: Split, kept: Tensor | None, *, cross: bool) -> Split:
         scale = query.shape[-1] ** -0.5
         bias = None if self.added is None else self.added(query, key.shape[2], scale)
         allowed = self._allowed(query, key, kept)
-        named = self.config._attn_implementation
-        if named not in (OWN, None):
+        implementation = self.config._attn_implementation
+        if implementation not in (OWN, None):
             query, key, scale = as_exponential(query, key, scale, self.kernel)
-            own = named == "sdpa" and self.causal and allowed is None  # torch is fastest if it builds the mask itself
-            more = {"scaling": scale, "position_bias": bias, "is_causal": own}
-            if self.causal and allowed is None and not own:
+            is_causal = implementation == "sdpa" and self.causal and allowed is None  # fastest with torch's own mask
+            options = {"scaling": scale, "position_bias": bias, "is_causal": is_causal}
+            if self.causal and allowed is None and not is_causal:
                 allowed = (distances(query.shape[2], key.shape[2], query.device) >= 0)[None, None]
-            answered: Tensor = ALL_ATTENTION_FUNCTIONS[named](self, query, key, value, allowed, **more)[0]
-            return answered.transpose(1, 2)
+            output: Tensor = ALL_ATTENTION_FUNCTIONS[implementation](self, query, key, value, allowed, **options)[0]
+            return output.transpose(1, 2)
         call = Call(
             *(query, key, value, scale),
             allowed=allowed,
@@ -236,9 +236,9 @@ class KernelAttention(nn.Module):
 
 
 def _projection(d_model: int) -> nn.Linear:
-    found = nn.Linear(d_model, d_model, bias=False)
-    nn.init.xavier_uniform_(found.weight)
-    return found
+    layer = nn.Linear(d_model, d_model, bias=False)
+    nn.init.xavier_uniform_(layer.weight)
+    return layer
 
 
 def _places(features: States) -> Float[Tensor, "tokens d_model"]:
@@ -323,8 +323,8 @@ class LanguageModel(nn.Module):
     def forward(self, inputs: Tensor, kept: Unpadded = None, given: Tensor | None = None) -> Tensor:
         """Map ids (batch, tokens) to logits (batch, tokens, vocabulary)."""
         del given
-        found: Tensor = self.decoder(self.words(inputs), kept)
-        return self.words.logits(found)
+        features: Tensor = self.decoder(self.words(inputs), kept)
+        return self.words.logits(features)
 
 
 class EncoderDecoder(nn.Module):
@@ -364,13 +364,13 @@ class Classifier(nn.Module):
     def forward(self, inputs: Tensor, kept: Unpadded = None, given: Tensor | None = None) -> Tensor:
         """Map ids (batch, tokens) or a series (batch, steps, channels) to logits (batch, classes)."""
         del given
-        read = self.words or self.channels
-        assert read is not None  # noqa: S101  # one of the two
-        found = self.encoder(read(inputs), kept)
+        embed = self.words or self.channels
+        assert embed is not None  # noqa: S101  # one of the two
+        features = self.encoder(embed(inputs), kept)
         if kept is None:
-            return cast("Tensor", self.classes(found.mean(1)))
-        share = kept[..., None].to(found.dtype)
-        return cast("Tensor", self.classes((found * share).sum(1) / share.sum(1).clamp_min(1)))
+            return cast("Tensor", self.classes(features.mean(1)))
+        share = kept[..., None].to(features.dtype)
+        return cast("Tensor", self.classes((features * share).sum(1) / share.sum(1).clamp_min(1)))
 
 
 REMEDY = "Restore the config.json that attnlens study wrote."

@@ -119,9 +119,9 @@ def load(
     missing, the weights don't fit the config, the model was saved with another kernel, or the adapter is invalid or
     belongs to another base; TooLargeError if the model does not fit into free memory.
     """
-    given = locals()
-    checked(Loading, {name: given[name] for name in Loading.__annotations__})
-    refuse_beside_map(given)
+    options = locals()
+    checked(Loading, {name: options[name] for name in Loading.__annotations__})
+    refuse_beside_map(options)
     place_on = device_of(device)
     place = find(_written(name), revision, offline=offline, allow_pickle=allow_pickle, leave_weights=from_files)
     if not swapped:
@@ -155,28 +155,28 @@ def _loaded(
             stored = dict(files.table(stored))
         with bounded(place, stored):
             files = gguf_files(place, config) if place.gguf else files
-            own: Any = (config.dtype if method else None) or torch.float32
-            weights = None if files is None else read_all(files, own if isinstance(kind, str) else kind)
+            config_dtype: Any = (config.dtype if method else None) or torch.float32
+            weights = None if files is None else read_all(files, config_dtype if isinstance(kind, str) else kind)
             ignored = getattr(files, "ignored", ())
-            model, found = built(place, config, kind, trust_remote_code, stored, weights, ignored)
+            model, loading_info = built(place, config, kind, trust_remote_code, stored, weights, ignored)
         adapted = None if adapter is None else merge(adapter, model)
         tokenizer = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
     model.requires_grad_(False).to(device)  # type: ignore[arg-type]  # the decorator of .to hides self
-    return _described(place, model, found, method, tokenizer, adapter=adapted)
+    return _described(place, model, loading_info, method, tokenizer, adapter=adapted)
 
 
 def _described(
     place: Location,
     model: PreTrainedModel,
-    found: Mapping[str, Any],
+    loading_info: Mapping[str, Any],
     method: str | None = None,
     tokenizer: tuple[Any, str] = (None, "the model's weights are read from their files, so that it can't run"),
     adapter: Adapted | None = None,
     deferred: DeferredWeights | None = None,
     shapes: Loaded | None = None,
 ) -> Loaded:
-    """Return the model with its description; `found` is the loading info that transformers returned."""
-    missing, unused = (tuple(sorted(found[name])) for name in ("missing_keys", "unexpected_keys"))
+    """Return the model with its description; `loading_info` is what transformers returned for it."""
+    missing, unused = (tuple(sorted(loading_info[name])) for name in ("missing_keys", "unexpected_keys"))
     info = ModelInfo(
         id=place.id,
         revision=place.revision,
@@ -206,10 +206,10 @@ def _spread(place: Location, dtype: str, max_cpu_memory: str | None, trust_remot
         spread = spread_over_devices(max_cpu_memory)
         kind = "auto" if dtype == "auto" else getattr(torch, dtype)
         with removed_with(spread["offload_folder"]) as keep, bounded(place, stored):
-            model, found = built(place, config, kind, trust_remote_code, stored, spread=spread)
+            model, loading_info = built(place, config, kind, trust_remote_code, stored, spread=spread)
             keep(model)
         tokenizer = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
-    return _described(place, model.requires_grad_(False), found, None, tokenizer, shapes=shapes)
+    return _described(place, model.requires_grad_(False), loading_info, None, tokenizer, shapes=shapes)
 
 
 def _unread(place: Location, dtype: str, trust_remote_code: bool, adapter: object) -> Loaded:
@@ -230,11 +230,11 @@ def _unread(place: Location, dtype: str, trust_remote_code: bool, adapter: objec
         with bounded(place, stored), one_thread():
             shapes = announced(files.shapes)
             ignored = getattr(files, "ignored", ())
-            model, found = built(place, config, torch.float32, trust_remote_code, stored, shapes, ignored)
+            model, loading_info = built(place, config, torch.float32, trust_remote_code, stored, shapes, ignored)
     # position tables were computed in float32, as in a loaded model; weights are read as float64, which loses nothing
     widen(model.requires_grad_(False))
     weights = DeferredWeights(model, files, None if dtype == "auto" else getattr(torch, dtype))
-    return _described(place, model, found, method, deferred=weights)
+    return _described(place, model, loading_info, method, deferred=weights)
 
 
 def _refuse_swapped(place: Location) -> None:

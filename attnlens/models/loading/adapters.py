@@ -269,14 +269,14 @@ def _place(
         name = stored.removeprefix(PREFIX).replace(".base_layer.", ".")
         part = PART.fullmatch(name)
         stem = part[1] if part else name
-        own = next((one for one in names_in_model(stem, model.base_model_prefix) if one in present), stem)
-        key = f"{own}.{part[2]}.default{'' if 'embedding' in part[2] else '.weight'}" if part else own
+        target = next((alias for alias in names_in_model(stem, model.base_model_prefix) if alias in present), stem)
+        key = f"{target}.{part[2]}.default{'' if 'embedding' in part[2] else '.weight'}" if part else target
         if not stored.startswith(PREFIX) or (part is None and "lora_" in name) or key in low_rank or key in whole:
             raise ModelError(f"{file} holds {shortened(stored)}, which is no part of LoRA, or twice.", SAY_MERGE)
         if part:
             low_rank[key] = stored
-        elif own in parameters:
-            whole[own] = stored
+        elif target in parameters:
+            whole[target] = stored
         else:
             unplaced.append(stored)
     if not low_rank:
@@ -305,13 +305,13 @@ def _expanded(
     def matches(expression: str, paths: list[str]) -> list[str]:
         if len(expression) > LONGEST:
             raise ValueError(f"an expression for modules has more than {LONGEST} characters")
-        found = []
+        matched = []
         for path in paths:
-            if (left := ends - time.monotonic()) <= 0:
+            if (remaining := ends - time.monotonic()) <= 0:
                 raise TimeoutError(f"its expressions can't be compared with modules within {SECONDS:.0f} s")
-            if regex.fullmatch(expression, path, timeout=left):
-                found.append(path)
-        return found
+            if regex.fullmatch(expression, path, timeout=remaining):
+                matched.append(path)
+        return matched
 
     values = {name: settings[name] for name in NAMING if name in settings}
     if values.get("target_modules", "all-linear") == "all-linear":
@@ -326,7 +326,7 @@ def _expanded(
     values["exclude_modules"] = [*values.get("exclude_modules", []), *saved]
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = {key: matches(rf"(?:.*\.)?(?:{key})", modules) for key in values.get(name, {})}
-        if unused := [key for key, found in pattern.items() if not found]:
+        if unused := [key for key, matched in pattern.items() if not matched]:
             problem = f"{file} has {written(unused[0])} in {name}, which matches none of the adapted modules"
             raise ModelError(f"{problem}.", "If the adapter was trained so, remove that key from the file.")
         chosen = {path: values[name][key] for key in reversed(pattern) for path in pattern[key]}  # the first key counts
@@ -349,14 +349,14 @@ def _check_tensors(
         problem = "lacks" if different[0] in expected else "holds"
         raise ModelError(f"The adapter {problem} {named(different)}, against its settings.", SAY_AGAIN)
     for name, stored in names.items():
-        found, shape = header[stored], tuple(expected[name].shape)
-        if found.shape != shape:
+        entry, shape = header[stored], tuple(expected[name].shape)
+        if entry.shape != shape:
             is_whole = ".lora_" not in name
-            sizes = ", where ".join(" × ".join(map(str, sizes)) for sizes in (found.shape, shape))
+            sizes = ", where ".join(" × ".join(map(str, sizes)) for sizes in (entry.shape, shape))
             raise ModelError(
                 f"The adapter holds {shortened(stored)} of {sizes} belongs: it is of another base, or of "
                 f"{'a resized vocabulary' if is_whole else 'other settings'}.",
                 f"{say_base} If that is MODEL: {SAY_MERGE if is_whole else SAY_AGAIN}",
             )
-        if found.encoded:
-            raise ModelError(f"The adapter stores {shortened(stored)} as {found.type}.", SAY_MERGE)
+        if entry.encoded:
+            raise ModelError(f"The adapter stores {shortened(stored)} as {entry.type}.", SAY_MERGE)

@@ -77,8 +77,8 @@ def no_kernels() -> Iterator[None]:
     only when transformers is first imported) stops them; HF_HUB_OFFLINE would still run code cached earlier.
     """
     hub: Any = import_module("transformers.integrations.hub_kernels")
-    own = getattr(hub, "get_kernel_hub", None)
-    if own is None:  # the package `kernels` is not installed
+    original = getattr(hub, "get_kernel_hub", None)
+    if original is None:  # the package `kernels` is not installed
         yield
         return
 
@@ -90,7 +90,7 @@ def no_kernels() -> Iterator[None]:
     try:
         yield
     finally:
-        hub.get_kernel_hub = package.get_kernel = own
+        hub.get_kernel_hub = package.get_kernel = original
 
 
 TIMES, PARTS_TIMES = 8, 16
@@ -218,10 +218,10 @@ def built(
             there = (place.folder / "generation_config.json").is_file()
             settings = GenerationConfig.from_pretrained(place.folder, local_files_only=True) if there else None
             options |= {"state_dict": dict(weights), "generation_config": settings}
-        named = model_class(config, gguf=bool(place.gguf), own_code=own_code)
-        if weights is not None and hasattr(named, "_model_mapping"):  # an Auto class requires a folder
-            named = named._model_mapping[type(config)]
-        model, found = named.from_pretrained(
+        class_ = model_class(config, gguf=bool(place.gguf), own_code=own_code)
+        if weights is not None and hasattr(class_, "_model_mapping"):  # an Auto class requires a folder
+            class_ = class_._model_mapping[type(config)]
+        model, loading_info = class_.from_pretrained(
             place.folder if weights is None else None,
             config=config,
             dtype=dtype,
@@ -237,6 +237,6 @@ def built(
             **spread,
             **options,
         )
-    found = {**found, "unexpected_keys": {*found["unexpected_keys"], *ignored}}
-    check_loaded(place, model, stored, found)
-    return model, found
+    loading_info = {**loading_info, "unexpected_keys": {*loading_info["unexpected_keys"], *ignored}}
+    check_loaded(place, model, stored, loading_info)
+    return model, loading_info

@@ -41,9 +41,9 @@ def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> Any:
         return getattr(transformers, next((name for name in AUTO_CLASSES if name in auto_map), "AutoModel"))
     known = own_models(config.model_type) or transformers
     for name in config.architectures or ():
-        named = getattr(known, name, None)
-        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
-            return named
+        class_ = getattr(known, name, None)
+        if isinstance(class_, type) and issubclass(class_, transformers.PreTrainedModel):
+            return class_
     if gguf and config.is_encoder_decoder:
         return transformers.AutoModelForSeq2SeqLM
     if gguf and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -113,9 +113,9 @@ def load_tokenizer(place: Location, config: PreTrainedConfig, *, trust_remote_co
             known = len(tokenizer)
     except TextError as error:
         return None, error.problem
-    wanted = getattr(text_config(config), "vocab_size", None) or 0
-    if known * 10 < wanted:
-        problem = f"the tokenizer has {known} tokens and the model {wanted}: its files are missing or of another kind"
+    expected = getattr(text_config(config), "vocab_size", None) or 0
+    if known * 10 < expected:
+        problem = f"the tokenizer has {known} tokens and the model {expected}: its files are missing or of another kind"
         return None, problem
     return tokenizer, ""
 
@@ -180,7 +180,7 @@ def check_config(place: Location) -> None:
     for name, kind, words in kinds:
         value = place.config.get(name)
         inside = value if isinstance(value, list) else []
-        if value is not None and (not isinstance(value, kind) or not all(isinstance(one, str) for one in inside)):
+        if value is not None and (not isinstance(value, kind) or not all(isinstance(item, str) for item in inside)):
             raise ModelError(f"{file} says {name} = {written(value)}, which must be {words}.", SAY_MEND)
     for path, value in fields(place.config):
         if path.endswith("partial_rotary_factor") and isinstance(value, int | float) and not 0 < value <= LARGEST_SHARE:
@@ -198,8 +198,8 @@ def check_config(place: Location) -> None:
 
 def settings_of(config: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """Return the quantisation method and its settings in a checked config; None if weights are plain numbers."""
-    found = (value for path, value in fields(config) if path in READ_SETTINGS and isinstance(value, dict))
-    settings = next(found, None)
+    candidates = (value for path, value in fields(config) if path in READ_SETTINGS and isinstance(value, dict))
+    settings = next(candidates, None)
     return None if settings is None else (str(_method(settings)), settings)
 
 
@@ -220,9 +220,9 @@ def _method(settings: dict[str, Any]) -> object:
 def check_counts(place: Location, tensors: int) -> None:
     """Raise ModelError if the config has more layers or labels than a model with so many tensors can have."""
     for path, value in fields(place.config):
-        if not (found := LISTED.search(path)):
+        if not (match := LISTED.search(path)):
             continue
-        most = MOST_LABELS if found[0] == "num_labels" else max(tensors, SHARED_LAYERS)
+        most = MOST_LABELS if match[0] == "num_labels" else max(tensors, SHARED_LAYERS)
         for count in value if isinstance(value, list) else [value]:
             if isinstance(count, int | float) and count > most:
                 raise ModelError(
@@ -239,30 +239,30 @@ def take_choices(config: object) -> None:
     """
     from transformers import PreTrainedConfig
 
-    left, seen = [config], set[int]()
-    while left:
-        each = left.pop()
-        inside = vars(each) if isinstance(each, PreTrainedConfig) else each
-        if id(each) in seen:
+    pending, seen = [config], set[int]()
+    while pending:
+        item = pending.pop()
+        inside = vars(item) if isinstance(item, PreTrainedConfig) else item
+        if id(item) in seen:
             continue
-        seen.add(id(each))
+        seen.add(id(item))
         if isinstance(inside, dict):
             inside.update(dict.fromkeys(CHOICES & inside.keys()))
-            left += inside.values()
+            pending += inside.values()
         elif isinstance(inside, list | tuple):
-            left += inside
+            pending += inside
 
 
 def refuse_mismatch(place: Location, mismatched: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> None:
     """Raise ModelError if any tensors (name, stored shape, shape by the config) are mismatched."""
     if not mismatched:
         return
-    name, stored, wanted = sorted(mismatched)[0]
+    name, stored, expected = sorted(mismatched)[0]
     more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
-    has, asks = (" × ".join(map(str, shape)) for shape in (stored, wanted))
-    differing = {want for have, want in zip(stored, wanted, strict=False) if have != want}
-    said = [f"{shortened(path)} = {value}" for path, value in sizes(place.config) if value in differing]
-    because = f" ({', '.join(said)})" if said else ""
+    has, asks = (" × ".join(map(str, shape)) for shape in (stored, expected))
+    differing = {want for have, want in zip(stored, expected, strict=False) if have != want}
+    causes = [f"{shortened(path)} = {value}" for path, value in sizes(place.config) if value in differing]
+    because = f" ({', '.join(causes)})" if causes else ""
     raise ModelError(
         f"{place.folder / place.file} can't be loaded: {name}{more} is {has} there and {asks} by config.json{because}.",
         "Give the weights their own config.",

@@ -67,12 +67,12 @@ class DeferredWeights:
 
         Raises ModelError if a file contradicts its header, or has changed.
         """
-        kept = [(owner, dict(owner._parameters), dict(owner._buffers)) for owner in module.modules()]
+        saved = [(owner, dict(owner._parameters), dict(owner._buffers)) for owner in module.modules()]
         try:
             self._place(module, wanted())
             yield
         finally:
-            for owner, parameters, buffers in kept:
+            for owner, parameters, buffers in saved:
                 owner._parameters.update(parameters)
                 owner._buffers.update(buffers)
 
@@ -97,10 +97,10 @@ class DeferredWeights:
 
     def sample(self, modules: Iterable[nn.Module]) -> bytes:
         """Return some bytes of each tensor of these modules, as stored in their files."""
-        wanted = dict[str, None]()
+        names = dict[str, None]()
         for module in dict.fromkeys(modules):
-            wanted |= dict.fromkeys(self.needed(module, [name for name, _ in module.named_parameters()]))
-        return self.files.sample(wanted)
+            names |= dict.fromkeys(self.needed(module, [name for name, _ in module.named_parameters()]))
+        return self.files.sample(names)
 
     def _place(self, module: nn.Module, wanted: Collection[str]) -> None:
         """Read the tensors of a module, and let transformers convert them and assign them to its parameters."""
@@ -116,9 +116,9 @@ class DeferredWeights:
             tensors[name] = tensor if exact else tensor.to(dtype)  # exact values are widened only once, later
         settings = LoadStateDictConfig(dtype=self.model.dtype, weight_mapping=self._mapping)
         with one_thread(), quiet():
-            found, _ = convert_and_load_state_dict_in_model(self.model, tensors, settings)
+            loading_info, _ = convert_and_load_state_dict_in_model(self.model, tensors, settings)
         path = self._paths[module]
-        if found.mismatched_keys or found.conversion_errors:
+        if loading_info.mismatched_keys or loading_info.conversion_errors:
             raise ModelError(f"The weights of {path} don't have the shapes of their config.", "Download them again.")
         for name, part in module.named_parameters():
             part.requires_grad_(False)
@@ -143,13 +143,13 @@ class DeferredWeights:
 
         renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
-        state, prefix, found = self.model.state_dict(), self.model.base_model_prefix, {}
+        state, prefix, targets = self.model.state_dict(), self.model.base_model_prefix, {}
         for name in self.files.shapes:
             target, pattern = rename_source_key(name, renamings, converters, prefix, state)
             if target not in state and name in state:  # as transformers does: a name of the model stays
                 target, pattern = rename_source_key(name, [], [], prefix, state)
-            found[name] = target, pattern is not None
-        return found
+            targets[name] = target, pattern is not None
+        return targets
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
@@ -229,15 +229,15 @@ def widen(model: PreTrainedModel) -> None:
 @contextmanager
 def unspoken() -> Iterator[None]:
     """Silence torch's messages on stderr about shape computations that need numbers; our own errors report them."""
-    told = logging.getLogger("torch._subclasses.fake_tensor")
-    level = told.level
-    told.setLevel(logging.CRITICAL + 1)
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        told.setLevel(level)
+        logger.setLevel(level)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -263,10 +263,10 @@ def files_of(place: Location, config: PreTrainedConfig) -> SafetensorsFiles | Co
     if place.form == "pickle":
         raise ModelError(f"{path} is a pickle, of which no single tensors are read.", "Convert it to safetensors.")
     if place.form == "gguf":
-        found = gguf_files(place, config)
-        if found is None:
+        gguf = gguf_files(place, config)
+        if gguf is None:
             raise ModelError(f"{path} has an architecture of which no single tensors are read.", SAY_LOAD)
-        return found
+        return gguf
     files = RemoteFiles([RemoteFile(*both) for both in place.urls]) if place.urls else SafetensorsFiles(place.weights)
     method = method_of(place)
     return files if method is None else CodedFiles(files, coded_weights(place, method, files.table({})))
@@ -274,12 +274,12 @@ def files_of(place: Location, config: PreTrainedConfig) -> SafetensorsFiles | Co
 
 def read_all(files: SafetensorsFiles | CodedFiles | GgufFiles, dtype: torch.dtype) -> dict[str, Tensor]:
     """Read all tensors, 64 at a time; decoded tensors are converted to `dtype`, others keep their stored type."""
-    names, found = list(files.shapes), dict[str, Tensor]()
+    names, tensors = list(files.shapes), dict[str, Tensor]()
     coded = files.coded if isinstance(files, CodedFiles) else files.shapes
     for start in range(0, len(names), 64):
         for name, tensor in files.read(names[start : start + 64]).items():
-            found[name] = tensor.to(dtype) if name in coded else tensor
-    return found
+            tensors[name] = tensor.to(dtype) if name in coded else tensor
+    return tensors
 
 
 class SafetensorsFiles:
@@ -321,12 +321,12 @@ class SafetensorsFiles:
         file.check()
         try:
             with safe_open(file.path, framework="pt") as content:
-                found = take(content, name)
+                result = take(content, name)
         except (SafetensorError, OSError) as error:
             file.check()
             raise ModelError(f"{file.path} can't be read: {first_line(error)}", "Download it again.") from None
         file.check()
-        return found
+        return result
 
 
 def _ends(content: Any, name: str) -> bytes:
@@ -358,12 +358,12 @@ class RemoteFile:
 
         self.name, self.url = name, url
         try:
-            found = get_hf_file_metadata(self.url)
+            metadata = get_hf_file_metadata(self.url)
         except (HfHubHTTPError, ConnectionFailure) as error:
             raise ModelError(f"{self.name} can't be read from the hub: {first_line(error)}", SAY_LATER) from error
-        if found.size is None:
+        if metadata.size is None:
             raise ModelError(f"The hub does not say how large {self.name} is.", "Download the model.")
-        self.size, self.stamp = found.size, found.etag or ""
+        self.size, self.stamp = metadata.size, metadata.etag or ""
         length = int.from_bytes(self.read(0, LENGTH), "little") if self.size >= LENGTH else 0
         if not 0 < length <= min(LONGEST, self.size - LENGTH):
             raise ModelError(f"{self.name} is cut off or no safetensors file.", "Download it again.")
@@ -372,7 +372,7 @@ class RemoteFile:
     def entries(self) -> dict[str, tuple[Stored, int]]:
         """Return each tensor's shape, type and start offset. Raises ModelError if the header contradicts the file."""
         begin = LENGTH + len(self.header)
-        found: dict[str, tuple[Stored, int]] = {}
+        tensors: dict[str, tuple[Stored, int]] = {}
         try:
             for name, entry in json.loads(self.header).items():
                 if name != "__metadata__":
@@ -381,10 +381,10 @@ class RemoteFile:
                     if not begin <= start <= end <= self.size or end - start != stored.bytes:
                         problem = f"{self.name} is cut off, or says another size of {shortened(name)} than it has."
                         raise ModelError(problem, "Download it again.")
-                    found[name] = stored, start
+                    tensors[name] = stored, start
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             raise ModelError(f"{self.name} has no header of a safetensors file.", "Download it again.") from None
-        return found
+        return tensors
 
     def read(self, start: int, count: int) -> bytearray:
         """Read `count` bytes from offset `start`. Raises ModelError if they do not arrive in ATTEMPTS attempts."""
@@ -399,8 +399,8 @@ class RemoteFile:
                 problem = first_line(error)
             if len(data) == count:
                 return data
-        said = problem or f"{len(data)} of {count} bytes came"
-        raise ModelError(f"{self.name} can't be read from the hub: {said}.", SAY_LATER)
+        reason = problem or f"{len(data)} of {count} bytes came"
+        raise ModelError(f"{self.name} can't be read from the hub: {reason}.", SAY_LATER)
 
     def _ask(self, start: int, count: int, data: bytearray) -> None:
         """Request the missing rest of the range, and append to `data` what arrives."""
@@ -437,17 +437,17 @@ class RemoteFiles(SafetensorsFiles):
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read these tensors. Raises ModelError if the hub does not deliver them, or their type is unknown."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name in names:
             file, stored, start = self._spans[name]
             entry = {"dtype": stored.type, "shape": stored.shape, "data_offsets": [0, stored.bytes]}
             header = json.dumps({name: entry}).encode()
             try:  # the library parses a file with this one tensor
                 content = len(header).to_bytes(LENGTH, "little") + header + file.read(start, stored.bytes)
-                found |= load_bytes(bytes(content))
+                tensors |= load_bytes(bytes(content))
             except (SafetensorError, KeyError):
                 raise ModelError(f"{file.name} holds {shortened(name)} in an unknown type.", "Download it.") from None
-        return found
+        return tensors
 
 
 @dataclass
@@ -469,11 +469,11 @@ class CodedFiles:
         """Shapes of all tensors after decoding. Raises ModelError if the files don't determine them."""
         stored = self.files.shapes
         used = {name for weight in self.coded.values() for name in weight.parts.values()}
-        found = {name: shape for name, shape in stored.items() if name not in used}
+        decoded = {name: shape for name, shape in stored.items() if name not in used}
         for name, weight in self.coded.items():
-            shapes = {part: stored[own] for part, own in weight.parts.items()}
-            found[name] = weight.computed(weight.scheme.shape, shapes, partial(self._part, weight))
-        return found
+            shapes = {part: stored[stored_name] for part, stored_name in weight.parts.items()}
+            decoded[name] = weight.computed(weight.scheme.shape, shapes, partial(self._part, weight))
+        return decoded
 
     def table(self, stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
         """Return the shape and type that each tensor would have in files with decoded weights."""
@@ -495,14 +495,14 @@ class CodedFiles:
 
         Raises ModelError if one can't be decoded, or a file is gone, truncated, or has changed since it was opened.
         """
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name in names:
             parts = self.files.read(self._stored(name))
             if weight := self.coded.get(name):
-                codes = {part: parts[own] for part, own in weight.parts.items()}
+                codes = {part: parts[stored_name] for part, stored_name in weight.parts.items()}
                 parts = {name: weight.computed(weight.scheme.decode, codes, weight.settings)}
-            found |= parts
-        return found
+            tensors |= parts
+        return tensors
 
     def _part(self, weight: CodedWeight, part: str) -> Tensor:
         return self.files.read([weight.parts[part]])[weight.parts[part]]

@@ -137,9 +137,9 @@ class _Reader:
         return iter(range(count))
 
     def unpacked(self, form: str) -> tuple[Any, ...]:
-        found = struct.unpack_from(f"<{form}", self.data, self.at)
+        values = struct.unpack_from(f"<{form}", self.data, self.at)
         self.at += struct.calcsize(f"<{form}")
-        return found
+        return values
 
     def text(self) -> str:
         (length,) = self.unpacked("Q")
@@ -265,9 +265,9 @@ class Settings:
     def _factors(self, entry: Entry) -> list[float]:
         if entry.type == 0 and len(entry.shape) == 1:  # ggml's number of float32
             start = self.header.data + entry.offset
-            found = numpy.fromfile(self.path, "<f4", entry.shape[0], offset=start).astype(float)
-            if numpy.isfinite(found).all() and (found > 0).all():
-                return [float(factor) for factor in found]
+            factors = numpy.fromfile(self.path, "<f4", entry.shape[0], offset=start).astype(float)
+            if numpy.isfinite(factors).all() and (factors > 0).all():
+                return [float(factor) for factor in factors]
         raise ModelError(f"{self.path} has {entry.name}, which holds no frequency factors.", SAY_SAFETENSORS)
 
     def number(self, name: str, default: float) -> float:
@@ -321,8 +321,8 @@ class Settings:
         pattern, kinds = self.fields[name], getattr(config, "layer_types", None) or []
         if isinstance(pattern, int) and pattern > 0:
             pattern = [layer % pattern < pattern - 1 for layer in range(len(kinds))]
-        own = [kind == "sliding_attention" for kind in kinds]
-        if pattern and [bool(slides) for slides in pattern][: len(kinds)] != own:
+        expected = [kind == "sliding_attention" for kind in kinds]
+        if pattern and [bool(slides) for slides in pattern][: len(kinds)] != expected:
             raise self.refusal(name)
 
     # --- rotation
@@ -355,15 +355,15 @@ class Settings:
                 if len(factors) != count:
                     raise ModelError(f"{self.path} has {len(factors)} factors in {name}, not {count}.", SAY_SAFETENSORS)
             lengths = dict(zip(("long_factor", "short_factor"), both, strict=True))
-            own = {"factor": 1.0, "attention_factor": stretch, "original_max_position_embeddings": first}
-            return {"rope_type": "longrope"} | lengths | own
+            parameters = {"factor": 1.0, "attention_factor": stretch, "original_max_position_embeddings": first}
+            return {"rope_type": "longrope"} | lengths | parameters
         if stretch != 1:
             raise self.refusal("rope.scaling.attn_factor")
-        own = {"rope_type": kind, "factor": factor}
+        parameters = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
-            own |= {f"beta_{end}": self.number(f"rope.scaling.yarn_beta_{end}", usual) for end, usual in BETAS}
-            own |= {"original_max_position_embeddings": first, "attention_factor": 1 + 0.1 * math.log(factor)}
-        return {} if kind == "none" else own
+            parameters |= {f"beta_{end}": self.number(f"rope.scaling.yarn_beta_{end}", usual) for end, usual in BETAS}
+            parameters |= {"original_max_position_embeddings": first, "attention_factor": 1 + 0.1 * math.log(factor)}
+        return {} if kind == "none" else parameters
 
     def _apply_rotation(self, config: PreTrainedConfig) -> None:
         takes_sections = self.header.architecture.startswith("qwen35")
@@ -371,16 +371,16 @@ class Settings:
         for name, value in self.fields.items():
             if name.startswith("rope.") and value and name.removeprefix("rope.") not in known:
                 raise self.refusal(name)
-        every = getattr(config, "rope_parameters", None)
-        if not every:
+        parameters = getattr(config, "rope_parameters", None)
+        if not parameters:
             if self.factors or self._scaling[0] != "none":
                 raise ModelError(f"{self.path} has a rotation that transformers' model of it lacks.", SAY_SAFETENSORS)
             return
-        full = every.get("full_attention", every)
+        full = parameters.get("full_attention", parameters)
         if "rope.freq_base" in self.fields:
             full["rope_theta"] = self.number("rope.freq_base", 0)
-        if "rope.freq_base_swa" in self.fields and "sliding_attention" in every:
-            every["sliding_attention"]["rope_theta"] = self.number("rope.freq_base_swa", 0)
+        if "rope.freq_base_swa" in self.fields and "sliding_attention" in parameters:
+            parameters["sliding_attention"]["rope_theta"] = self.number("rope.freq_base_swa", 0)
         if full.get("rope_type") == "proportional":  # its factors come from the config
             return
         rotation = self._rotation(config)
@@ -393,12 +393,12 @@ class Settings:
         for name, table in model.named_buffers():
             if not name.endswith("inv_freq") or "original" in name:
                 continue
-            own = table.detach().double().cpu().numpy()
-            wanted = self._frequencies(own.size, local="sliding" in name)
-            if wanted.shape != own.shape or not numpy.allclose(own, wanted, rtol=1e-5, atol=1e-12):
-                said = [f"{name} = {value}" for name, value in self.fields.items() if name.startswith("rope.")]
+            actual = table.detach().double().cpu().numpy()
+            expected = self._frequencies(actual.size, local="sliding" in name)
+            if expected.shape != actual.shape or not numpy.allclose(actual, expected, rtol=1e-5, atol=1e-12):
+                rope = [f"{name} = {value}" for name, value in self.fields.items() if name.startswith("rope.")]
                 raise ModelError(
-                    f"{self.path} says {', '.join([*said, *self.factors]) or 'nothing of its rotation'}, which is not "
+                    f"{self.path} says {', '.join([*rope, *self.factors]) or 'nothing of its rotation'}, which is not "
                     f"{name} of transformers' {type(model).__name__}.",
                     SAY_SAFETENSORS,
                 )
@@ -412,8 +412,8 @@ class Settings:
         if local:
             base = self.number("rope.freq_base_swa", 10000.0 if self.header.architecture == "gemma3" else base)
         divisors = self.factors.get(FACTORS[0]) or self.factors.get(FACTORS[2]) or [1.0] * count
-        said = int(self.number(f"rope.dimension_count{'_swa' * local}", 2 * count)) // 2
-        if base <= 1 or not said == len(divisors) == count:
+        rotated = int(self.number(f"rope.dimension_count{'_swa' * local}", 2 * count)) // 2
+        if base <= 1 or not rotated == len(divisors) == count:
             return numpy.empty(0)
         steps = numpy.arange(count)
         plain: numpy.ndarray[Any, Any] = base ** (-steps / count)
@@ -434,8 +434,8 @@ class Settings:
 
 def _scale(config: PreTrainedConfig) -> float:
     """Return the factor that the config applies to scores, such as head_dim^(−1/2)."""
-    own = getattr(config, "attention_multiplier", None)
-    return float(own or (getattr(config, "query_pre_attn_scalar", None) or _head_dim(config)) ** -0.5)
+    multiplier = getattr(config, "attention_multiplier", None)
+    return float(multiplier or (getattr(config, "query_pre_attn_scalar", None) or _head_dim(config)) ** -0.5)
 
 
 def _head_dim(config: PreTrainedConfig) -> int:
@@ -469,9 +469,9 @@ class GgufFiles:
         self.ignored: list[str] = []
         """Tensors of the file that match no tensor of the model."""
         for entry in header.tensors:
-            own = self._map.get(entry.name) or self._map.get(entry.name.removesuffix(".weight"))  # experts lack it
-            if own in self._shapes:
-                self._sources.setdefault(str(own), []).append(entry)
+            target = self._map.get(entry.name) or self._map.get(entry.name.removesuffix(".weight"))  # experts lack it
+            if target in self._shapes:
+                self._sources.setdefault(str(target), []).append(entry)
             elif entry.name not in FACTORS:  # Settings applies these
                 self.ignored.append(entry.name)
 
@@ -495,25 +495,25 @@ class GgufFiles:
 
     def sample(self, names: Iterable[str]) -> bytes:
         """Return a few stored bytes of each of these tensors."""
-        found = []
+        parts = []
         for entry in (entry for name in names for entry in self._sources[name]):
             last = max(0, _bytes(entry) - SAMPLE)
-            found += [self._data(entry, start, min(SAMPLE, _bytes(entry))).tobytes() for start in (0, last // 2, last)]
-        return b"".join(found)
+            parts += [self._data(entry, start, min(SAMPLE, _bytes(entry))).tobytes() for start in (0, last // 2, last)]
+        return b"".join(parts)
 
     def _data(self, entry: Entry, start: int, count: int) -> numpy.ndarray[Any, Any]:
         """Read `count` bytes of a tensor from `start`. Raises ModelError if the file changed since it was opened."""
         self._file.check()
-        found = numpy.fromfile(self._file.path, numpy.uint8, count, offset=self._header.data + entry.offset + start)
+        values = numpy.fromfile(self._file.path, numpy.uint8, count, offset=self._header.data + entry.offset + start)
         self._file.check()
-        return found
+        return values
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read and decode these tensors. Raises ModelError if the file has changed since it was opened."""
         import torch
 
         library: Any = import_module("gguf")
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for entry in (entry for name in names for entry in self._sources[name]):
             kind = library.GGMLQuantizationType(entry.type)
             data = self._data(entry, 0, _bytes(entry))
@@ -522,11 +522,11 @@ class GgufFiles:
             values = data.view(plain).reshape(shape) if plain else data.reshape(shape)
             values = values.astype("<f4") if kind.name == "F64" else library.dequantize(values, kind)
             result = self._processor.process(
-                weights=values, name=entry.name, tensor_key_mapping=self._map, parsed_parameters={"tensors": found}
+                weights=values, name=entry.name, tensor_key_mapping=self._map, parsed_parameters={"tensors": tensors}
             )
             if result.name in self._map:
-                found[self._map[result.name]] = torch.from_numpy(numpy.array(result.weights))
-        return found
+                tensors[self._map[result.name]] = torch.from_numpy(numpy.array(result.weights))
+        return tensors
 
 
 def _two_levels(model: Any) -> Any:
@@ -550,9 +550,9 @@ def read_once() -> Iterator[None]:
     without it, loading takes three times as long.
     """
     library: Any = import_module("gguf")
-    own: Any = library.GGUFReader
+    original: Any = library.GGUFReader
 
-    class Plain(own):  # type: ignore[misc]  # a class of a package that ships no types
+    class Plain(original):  # type: ignore[misc]  # a class of a package that ships no types
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, numpy.asarray(value) if name == "data" else value)
 
@@ -561,4 +561,4 @@ def read_once() -> Iterator[None]:
     try:
         yield
     finally:
-        library.GGUFReader = own
+        library.GGUFReader = original

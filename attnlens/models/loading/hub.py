@@ -51,10 +51,10 @@ class Hub:
         if not reachable(constants.ENDPOINT):
             return self.cached("the hub can't be reached")
         try:
-            found = HfApi().model_info(self.id, revision=self.revision, timeout=ANSWER)
-            if not found.sha:
+            info = HfApi().model_info(self.id, revision=self.revision, timeout=ANSWER)
+            if not info.sha:
                 raise ValueError("it names no commit")  # noqa: TRY301  # handled below with all other invalid answers
-            names = [sibling.rfilename for sibling in found.siblings or []]
+            names = [sibling.rfilename for sibling in info.siblings or []]
             return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=wanted(names)))
         except (HfHubHTTPError, HFValidationError) as error:
             raise self._refusal(error) from error
@@ -151,8 +151,8 @@ def reachable(endpoint: str) -> bool:
 def _address(written: str, variable: str) -> tuple[SplitResult, int]:
     """Parse an address and its port. Raises ModelError without the address, since a proxy's can contain a password."""
     try:
-        found = urlsplit(written if "://" in written else f"//{written}")
-        port = found.port
+        parts = urlsplit(written if "://" in written else f"//{written}")
+        port = parts.port
     except ValueError as error:
         raise ModelError(f"{variable} is no address: {error}", f"Mend the variable {variable}, or unset it.") from None
-    return found, port or (443 if found.scheme == "https" else 80)
+    return parts, port or (443 if parts.scheme == "https" else 80)

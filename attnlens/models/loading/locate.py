@@ -61,8 +61,8 @@ class WatchedFile:
 
     def _stamp(self) -> tuple[int, int, int]:
         with readable(self.path):
-            found = self.path.stat()
-        return found.st_mtime_ns, found.st_size, found.st_ino
+            status = self.path.stat()
+        return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 @contextmanager
@@ -139,15 +139,15 @@ def check_small(folder: Path, names: Iterable[str]) -> None:
         if name == "additional_chat_templates" and os.path.isdir(path):  # noqa: PTH112  # never raises
             refuse_outside(folder, path)
             check_small(folder, (f"{name}/{inside}" for inside in names_in(path)))
-        read = any(fnmatch(name, pattern) for pattern in READ)
-        if not (read or name.endswith(SMALL_FILES)) or os.path.isdir(path):  # noqa: PTH112  # never raises
+        is_read = any(fnmatch(name, pattern) for pattern in READ)
+        if not (is_read or name.endswith(SMALL_FILES)) or os.path.isdir(path):  # noqa: PTH112  # never raises
             continue
-        found = path.stat() if is_there(path, SAY_READABLE) else None  # None: a dangling link
-        if found:
-            refuse_other_kinds(found, str(path), ModelError, SAY_AGAIN)
-        if read:
+        status = path.stat() if is_there(path, SAY_READABLE) else None  # None: a dangling link
+        if status:
+            refuse_other_kinds(status, str(path), ModelError, SAY_AGAIN)
+        if is_read:
             refuse_outside(folder, path)
-        if read and found and found.st_size > LARGEST:
+        if is_read and status and status.st_size > LARGEST:
             raise ModelError(f"{path} holds more than {LARGEST // 2**20} MiB.", SAY_AGAIN)
         if name == "generation_config.json":  # transformers reads it without reporting errors
             read_json(path)
@@ -253,10 +253,10 @@ def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None
     names = names_in(folder)
     if _is_adapter(names):
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") if ADAPTER_CONFIG in names else None
-        named = shortened(base) if isinstance(base, str) and base.strip() else "BASE"
+        base_name = shortened(base) if isinstance(base, str) and base.strip() else "BASE"
         raise ModelError(
-            f"{name} holds an adapter of {'an unnamed model' if named == 'BASE' else named}, and no model.",
-            f"Give its base as the model: attnlens inspect {shlex.quote(named)} --adapter {shlex.quote(name)}",
+            f"{name} holds an adapter of {'an unnamed model' if base_name == 'BASE' else base_name}, and no model.",
+            f"Give its base as the model: attnlens inspect {shlex.quote(base_name)} --adapter {shlex.quote(name)}",
         )
     form, file = _weights_among(names, str(folder), allow_pickle)
     if form != "gguf" and CONFIG not in names:

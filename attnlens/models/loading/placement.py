@@ -35,22 +35,22 @@ GIB = 2**30
 
 def free_memory() -> int | None:
     """Return the bytes that this process can still allocate, by the system and its cgroups; None if unknown."""
-    found = []
+    limits = []
     for line in MEMINFO.read_text().splitlines() if MEMINFO.is_file() else ():
         if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) * 1024)
+            limits.append(int(line.split()[1]) * 1024)
     for group, (limit, usage, of_files) in _groups():
         try:
-            left = int((group / limit).read_text()) - int((group / usage).read_text())
+            available = int((group / limit).read_text()) - int((group / usage).read_text())
         except (OSError, ValueError):  # no such file, or the limit is "max"
             continue
         # usage includes cached file pages, which the kernel frees on demand
         counts = group / "memory.stat"
         lines = counts.read_text().splitlines() if counts.is_file() else ()
-        found.append(left + sum(int(line.split()[1]) for line in lines if line.startswith(f"{of_files} ")))
-    if not found and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return min(found, default=None)
+        limits.append(available + sum(int(line.split()[1]) for line in lines if line.startswith(f"{of_files} ")))
+    if not limits and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(limits, default=None)
 
 
 def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
@@ -59,9 +59,9 @@ def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
         _, controllers, path = line.split(":", 2)
         for controller in {*controllers.split(",")} & VERSIONS.keys():
             root, names = VERSIONS[controller]
-            own = GROUPS / root / path.lstrip("/")
+            cgroup = GROUPS / root / path.lstrip("/")
             # a container sees its own cgroup as the root, under any path
-            yield from ((group, names) for group in (own, *own.parents) if group.is_relative_to(GROUPS / root))
+            yield from ((group, names) for group in (cgroup, *cgroup.parents) if group.is_relative_to(GROUPS / root))
 
 
 def give_back() -> None:
@@ -132,7 +132,7 @@ def refuse_beside_map(given: Mapping[str, Any]) -> None:
             raise UsageError("--max-cpu-memory bounds what --device-map takes.", "Add --device-map auto.")
         return
     others = {"device": given["device"] != "auto", "from_files": given["from_files"], "adapter": given["adapter"]}
-    if name := next((name for name, asked in others.items() if asked), None):
+    if name := next((name for name, is_set in others.items() if is_set), None):
         raise UsageError(f"--{name.replace('_', '-')} makes no sense beside --device-map.", "Leave one of them out.")
 
 

@@ -53,10 +53,10 @@ def method_of(place: Location) -> str | None:
 
     Raises ModelError if the weights are a pickle, or use an unsupported variant of the method.
     """
-    found = settings_of(place.config)
-    if found is None or found[0] not in DECODED:
+    quantisation = settings_of(place.config)
+    if quantisation is None or quantisation[0] not in DECODED:
         return None
-    method, settings = found
+    method, settings = quantisation
     reason = "are a pickle" if place.form == "pickle" else _refusal(method, settings)
     if reason is not None:
         raise ModelError(f"The weights of {place.folder} are quantised by {method} and {reason}.", SAY_UNQUANTISED)
@@ -100,8 +100,8 @@ class CodedWeight:
 
 def coded_weights(place: Location, method: str, names: Mapping[str, object]) -> dict[str, CodedWeight]:
     """Return the weights stored as codes among tensors with these names. Raises ModelError if there are none."""
-    found = settings_of(place.config)
-    settings: Settings = found[1] if found else {}
+    quantisation = settings_of(place.config)
+    settings: Settings = quantisation[1] if quantisation else {}
     where = f"{place.folder} ({method})"
     weights = [
         CodedWeight(stem + scheme.target, scheme, parts, settings, where)
@@ -130,10 +130,10 @@ def float8(parts: Parts, settings: Settings) -> Tensor:
     """Compute codes · scale, with one scale per tensor, per row, or per block of `weight_block_size`."""
     if str(parts[""].dtype) not in FLOAT8:
         raise CodesError(f"its codes are {parts[''].dtype} and no float8")
-    scale, said = _scale(parts), settings.get("weight_block_size")
-    if said and scale.numel() == 1 and any(size > side for size, side in zip(parts[""].shape, said, strict=False)):
-        raise CodesError(f"it has one scale, and weight_block_size is {said}")
-    return parts[""].float() * _spread(scale, parts[""].shape, said or [128, 128])  # transformers' default
+    scale, block = _scale(parts), settings.get("weight_block_size")
+    if block and scale.numel() == 1 and any(size > side for size, side in zip(parts[""].shape, block, strict=False)):
+        raise CodesError(f"it has one scale, and weight_block_size is {block}")
+    return parts[""].float() * _spread(scale, parts[""].shape, block or [128, 128])  # transformers' default
 
 
 def compressed(parts: Parts, settings: Settings) -> Tensor:
@@ -178,9 +178,9 @@ def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
         raise CodesError(f"a scale of {tuple(scale.shape)} does not go with codes of {tuple(shape)}")
     sides = block if isinstance(block, list) and len(block) == 2 else (None, None)
     by_rows = grid.shape[-2:] == (shape[-2], 1)
-    for axis, said in zip((-2, -1), sides, strict=True):
+    for axis, size in zip((-2, -1), sides, strict=True):
         length, count = shape[axis], grid.shape[axis]
-        side = said if isinstance(said, int) and said > 0 and not by_rows else {1: length, length: 1}.get(count)
+        side = size if isinstance(size, int) and size > 0 and not by_rows else {1: length, length: 1}.get(count)
         if side is None or ceil(length / side) != count:
             of = "" if side is None else f" into blocks of {side}"
             raise CodesError(f"{count} scales do not divide {length} codes{of}")
@@ -191,9 +191,9 @@ def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
 def _weight_groups(settings: Settings) -> list[dict[str, Any]]:
     """Return the `weights` settings of each group in the config of compressed-tensors."""
     groups = settings.get("config_groups")
-    every = groups.values() if isinstance(groups, dict) else ()
-    found = [group.get("weights") for group in every if isinstance(group, dict)]
-    return [weights for weights in found if isinstance(weights, dict)]
+    values = groups.values() if isinstance(groups, dict) else ()
+    settings_by_group = [group.get("weights") for group in values if isinstance(group, dict)]
+    return [weights for weights in settings_by_group if isinstance(weights, dict)]
 
 
 # --- codes packed into words: GPTQ, AWQ, compressed-tensors ----------------------------------------------------------
@@ -208,8 +208,8 @@ def packed(parts: Parts, settings: Settings) -> Tensor:
     if scale is None or scale.dim() != 2 or len(shape) != 2 or words.dim() != 2 or words.shape[0] != shape[0]:
         raise CodesError("its codes, scales and shape don't go together")
     groups = _weight_groups(settings)
-    asked = {group.get("num_bits") for group in groups}
-    fitting = [bits for bits in (2, 4, 8) if bits in asked and ceil(shape[1] * bits / 32) == words.shape[1]]
+    declared = {group.get("num_bits") for group in groups}
+    fitting = [bits for bits in (2, 4, 8) if bits in declared and ceil(shape[1] * bits / 32) == words.shape[1]]
     if len(fitting) != 1:
         raise CodesError(f"{words.shape[1]} words a row are no {shape[1]} codes of 2, 4 or 8 bits")
     bits = fitting[0]
@@ -226,7 +226,7 @@ def gptq(parts: Parts, settings: Settings) -> Tensor:
     """Compute ((codes − zero) · scale)ᵀ, packed along inputs; zeros are stored minus 1, except in gptq_v2."""
     words, zero_words, scale = _three(parts)
     bits = _bits(zero_words.shape[1], scale.shape[1])
-    overridden = {name for own in (settings.get("dynamic") or {}).values() for name in own or {}}
+    overridden = {name for overrides in (settings.get("dynamic") or {}).values() for name in overrides or {}}
     settings = {name: value for name, value in settings.items() if name not in overridden}  # they vary by module
     if settings.get("bits", bits) != bits:
         raise CodesError(f"its codes have {bits} bits, and bits is {settings['bits']}")
@@ -283,10 +283,10 @@ def _three(parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
 
 def _matrices(shapes: PartShapes) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of codes, zeros and scales. Raises CodesError if one is missing or not a matrix."""
-    found = tuple(shapes.get(part, ()) for part in ("", ".qzeros", ".scales"))
-    if any(len(shape) != 2 for shape in found):
+    parts = tuple(shapes.get(part, ()) for part in ("", ".qzeros", ".scales"))
+    if any(len(shape) != 2 for shape in parts):
         raise CodesError("it lacks zeros or scales, or its codes, zeros and scales are no matrices")
-    return found
+    return parts
 
 
 def _bits(zero_words: int, scales: int) -> int:
@@ -318,8 +318,8 @@ def microscaled(parts: Parts, _settings: Settings) -> Tensor:
     _blocks({name: tuple(part.shape) for name, part in parts.items()})
     if (codes.dtype, scale.dtype) != (torch.uint8, torch.uint8):
         raise CodesError("its codes and scales are no bytes")
-    found: Tensor = convert_moe_packed_tensors(codes, scale, dtype=torch.float32)
-    return found
+    weight: Tensor = convert_moe_packed_tensors(codes, scale, dtype=torch.float32)
+    return weight
 
 
 def _blocks(shapes: PartShapes) -> tuple[int, ...]:
@@ -347,20 +347,20 @@ def four_bits(parts: Parts, settings: Settings) -> Tensor:
     if values is None or values.shape != (16,):
         raise CodesError("it has no table of sixteen values")
     count = prod(shape)
-    found = values.float()[torch.stack([codes >> 4, codes & 15], -1).flatten().long()[:count]]
-    return (found * _by_block(_largest(parts, state), side, count)).reshape(*shape)
+    mapped = values.float()[torch.stack([codes >> 4, codes & 15], -1).flatten().long()[:count]]
+    return (mapped * _by_block(_largest(parts, state), side, count)).reshape(*shape)
 
 
 def _state(parts: Parts) -> dict[str, Any]:
     """Parse bitsandbytes' description of the codes: JSON stored as a tensor of bytes. Raises CodesError if it can't."""
     stored = next((value for part, value in parts.items() if part.startswith(QUANT_STATE)), None)
     try:
-        found = json.loads(bytes(stored.tolist())) if stored is not None and stored.numel() < 2**16 else None
+        state = json.loads(bytes(stored.tolist())) if stored is not None and stored.numel() < 2**16 else None
     except (ValueError, TypeError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        state = None
+    if not isinstance(state, dict):
         raise CodesError("nothing says what its codes are")
-    return found
+    return state
 
 
 def _largest(parts: Parts, state: Mapping[str, Any]) -> Tensor:
@@ -425,10 +425,10 @@ def in_pairs(shapes: PartShapes, _read: PartReader) -> tuple[int, ...]:
 def stated(shapes: PartShapes, read: PartReader) -> tuple[int, ...]:
     """Return the stored shape: compressed-tensors has a tensor for it, bitsandbytes an entry of the quant_state."""
     state = {part: read(part) for part in shapes if part.startswith(QUANT_STATE)}
-    found = read("_shape").tolist() if "_shape" in shapes else _state(state).get("shape")
-    if not (isinstance(found, list) and found and all(isinstance(size, int) and size > 0 for size in found)):
+    shape = read("_shape").tolist() if "_shape" in shapes else _state(state).get("shape")
+    if not (isinstance(shape, list) and shape and all(isinstance(size, int) and size > 0 for size in shape)):
         raise CodesError("nothing says which shape it has")
-    return tuple(found)
+    return tuple(shape)
 
 
 @dataclass(frozen=True)

@@ -103,11 +103,11 @@ def _twice(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     taken: dict[str, str] = {}
     for name in stored:
-        own = next((each for each in names_in_model(name, model.base_model_prefix) if each in parameters), None)
-        if own is not None and name not in unexpected:
-            if own in taken:
-                return taken[own], name
-            taken[own] = name
+        parameter = next((each for each in names_in_model(name, model.base_model_prefix) if each in parameters), None)
+        if parameter is not None and name not in unexpected:
+            if parameter in taken:
+                return taken[parameter], name
+            taken[parameter] = name
     return None
 
 
@@ -149,16 +149,16 @@ def tensors_in(place: Location) -> dict[str, Stored]:
     same name, since transformers then takes the last one, regardless of the index.
     """
     reading = {"safetensors": safetensors_header, "pickle": pickled_header, "gguf": _gguf}[place.form]
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for file in place.weights:
         with readable(file):
             content = reading(file)
-        if twice := sorted(found.keys() & content.keys()):
+        if twice := sorted(tensors.keys() & content.keys()):
             raise ModelError(f"{file} holds {named(twice)}, and so does another of the weight files.", SAY_ONCE)
-        found |= content
-    if not found:
+        tensors |= content
+    if not tensors:
         raise ModelError(f"{place.folder / place.file} holds no tensors.", "Download the model again.")
-    return found
+    return tensors
 
 
 def numbers_in(tensors: Mapping[str, Stored]) -> int:

@@ -88,10 +88,10 @@ def batches(
             raise UsageError(f"--{option} {number} is none at all.", f"Give at least --{option} 1.")
     _check_kind(loaded)
     files, records = dict[Modality, list[dict[str, "Tensor"]]](), list[list[Text]]()
-    asked: dict[Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
-    for modality in (modality for modality, paths in asked.items() if paths):
-        files[modality], read = read_files(loaded, modality, asked[modality])
-        records.append(read)
+    media_paths: dict[Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
+    for modality in (modality for modality, paths in media_paths.items() if paths):
+        files[modality], file_records = read_files(loaded, modality, media_paths[modality])
+        records.append(file_records)
     each = _each(files, cut.sequences)
     taken = apart_from.taken if apart_from else {}
     cuts, texts = _fed(loaded, contents, replace(cut, sequences=each or cut.sequences), taken)
@@ -105,7 +105,7 @@ def batches(
         batches=_in_batches(loaded, feed, cuts, count, cut.batch_size),
         sequences=count,
         tokens=max(map(len, cuts.ids), default=0),
-        texts=(*texts, *(one for named in records for one in named[:count]), *feed.texts),
+        texts=(*texts, *(record for of_modality in records for record in of_modality[:count]), *feed.texts),
         unknown=unknown,
         pack=cut.pack,
         notes=(*(() if files else media.notes), *_short(count, each, cut, texts)),
@@ -121,11 +121,11 @@ def _each(files: Mapping[Modality, Sequence[object]], most: int) -> int | None:
     """
     if not files:
         return None
-    counts = {modality: len(found) for modality, found in files.items()}
+    counts = {modality: len(inputs) for modality, inputs in files.items()}
     least = min(counts.values())
     if max(counts.values()) > least:
-        said = " and ".join(f"{count} of --{modality}" for modality, count in counts.items())
-        raise UsageError(f"Each sequence has one file of each kind, and there are {said}.", "Give as many of each.")
+        counted = " and ".join(f"{count} of --{modality}" for modality, count in counts.items())
+        raise UsageError(f"Each sequence has one file of each kind, and there are {counted}.", "Give as many of each.")
     if least > most:
         problem = f"Each sequence has a file of its own: {least} are more than --sequences {most}."
         raise UsageError(problem, f"Give --sequences {least}.")
@@ -147,8 +147,8 @@ def _short(count: int, files: int | None, cut: Cut, texts: Sequence[Text]) -> It
 
 def _check_kind(loaded: Loaded) -> None:
     """Raise TextError if the model requires an input that attnlens can't make up."""
-    made = (*media_of(loaded.model, loaded.folder).names, *IDS * reads_text(loaded))
-    if missing := [name for name in wanted(loaded.model) if name not in made]:
+    available = (*media_of(loaded.model, loaded.folder).names, *IDS * reads_text(loaded))
+    if missing := [name for name in wanted(loaded.model) if name not in available]:
         raise TextError(*not_made(loaded.model, missing))
 
 
@@ -179,9 +179,9 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, b
         rows = [list(islice(usable, tokens)) for _ in range(sequences)]
     media = media_of(loaded.model, loaded.folder)
     feed = Feed(loaded.model, without_placeholders(media) if bare else media, seed)
-    named = [Text(name="random tokens", sha256=sha256(repr(rows).encode()).hexdigest())] * bool(rows)
-    made = _in_batches(loaded, feed, TokenRows(rows), sequences, sequences)
-    return Batches(made, sequences, tokens * bool(rows), (*named, *feed.texts), {})
+    texts = [Text(name="random tokens", sha256=sha256(repr(rows).encode()).hexdigest())] * bool(rows)
+    passes = _in_batches(loaded, feed, TokenRows(rows), sequences, sequences)
+    return Batches(passes, sequences, tokens * bool(rows), (*texts, *feed.texts), {})
 
 
 def _fed(
@@ -191,18 +191,18 @@ def _fed(
     if not reads_text(loaded):
         return TokenRows(()), []
     length = window_length(loaded.model, cut.tokens)
-    every = [_sequences(loaded, content, length, cut) for content in contents]
+    cuttings = [_sequences(loaded, content, length, cut) for content in contents]
     digests = [sha256(content.text.encode()).hexdigest() for content in contents]
-    gone = [taken.get(digest, frozenset()) for digest in digests]
-    counts = shares([len(found) - len(used) for found, used in zip(every, gone, strict=True)], cut.sequences)
+    skips = [taken.get(digest, frozenset()) for digest in digests]
+    counts = shares([len(cutting) - len(used) for cutting, used in zip(cuttings, skips, strict=True)], cut.sequences)
     rows, types, names, texts = list[list[int]](), list[list[int]](), list[str](), list[Text]()
-    for content, found, used, count, digest in zip(contents, every, gone, counts, digests, strict=True):
-        numbers = chosen(len(found), count, cut.placement, cut.seed, used)[cut.turn[0] :: cut.turn[1]]
-        rows += [found[number][0] for number in numbers]
-        types += [found[number][1] for number in numbers if cut.pairs]
+    for content, cutting, used, count, digest in zip(contents, cuttings, skips, counts, digests, strict=True):
+        numbers = chosen(len(cutting), count, cut.placement, cut.seed, used)[cut.turn[0] :: cut.turn[1]]
+        rows += [cutting[number][0] for number in numbers]
+        types += [cutting[number][1] for number in numbers if cut.pairs]
         names += [content.name] * len(numbers)
         if numbers:
-            texts.append(Text(name=content.name, sha256=digest, windows=numbers, available=len(found)))
+            texts.append(Text(name=content.name, sha256=digest, windows=numbers, available=len(cutting)))
     if not rows:
         raise TextError(
             f"The text ({', '.join(content.name for content in contents)}) has nothing left beside what is evaluated.",
@@ -225,16 +225,16 @@ def _sequences(loaded: Loaded, content: Content, length: int, cut: Cut) -> Cutti
         problem = f"This model has no usable tokenizer: {loaded.tokenizer_problem}."
         raise TextError(problem, "Put its tokenizer files beside its weights, or use --source weights.")
     content.made.clear()  # each checkpoint of a series has its own tokenizer, so results would pile up
-    read = thinned(content, spread=cut.placement != "first")
-    made: Cuttings
+    thin = thinned(content, spread=cut.placement != "first")
+    cuttings: Cuttings
     if cut.pairs:
-        made = pairs(loaded.tokenizer, read, tokens=length)
+        cuttings = pairs(loaded.tokenizer, thin, tokens=length)
     elif cut.pack:
-        made = windows(loaded.tokenizer, read, tokens=length)
+        cuttings = windows(loaded.tokenizer, thin, tokens=length)
     else:
-        made = [(ids, []) for ids in lines(loaded.tokenizer, read, tokens=length)]
-    content.made[way] = made
-    return made
+        cuttings = [(ids, []) for ids in lines(loaded.tokenizer, thin, tokens=length)]
+    content.made[way] = cuttings
+    return cuttings
 
 
 def _in_batches(loaded: Loaded, feed: Feed, rows: TokenRows, count: int, size: int) -> tuple[Batch, ...]:

@@ -105,7 +105,7 @@ def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
 
 
 def _find_media(model: PreTrainedModel, folder: Path | None) -> Media:
-    found, notes = Media(), list[str]()
+    media, notes = Media(), list[str]()
     for modality in modalities(model):
         reader, problem = None, ""
         try:
@@ -116,10 +116,10 @@ def _find_media(model: PreTrainedModel, folder: Path | None) -> Media:
         try:
             if problem:
                 inputs = _make_up(model, modality, None, 0, 0)
-            one = Media({modality: reader}, frozenset(inputs), alone=not PACKED.isdisjoint(inputs))
+            candidate = Media({modality: reader}, frozenset(inputs), alone=not PACKED.isdisjoint(inputs))
             if reads_ids(model) and not hasattr(model, "get_text_features"):  # CLIP puts no image among its ids
-                one = replace(one, before=((modality, *_count_parts(model, modality, inputs)),))
-                _try(model, one)
+                candidate = replace(candidate, before=((modality, *_count_parts(model, modality, inputs)),))
+                _try(model, candidate)
         except (TextError, *FAILURES) as error:
             needed = _input_name(model, modality) in wanted(model)
             if is_memory(error) or (needed and isinstance(error, TextError)):
@@ -128,12 +128,12 @@ def _find_media(model: PreTrainedModel, folder: Path | None) -> Media:
                 why = error.problem if isinstance(error, TextError) else f"{_failure(error)}."
                 notes.append(f"No {modality} is fed: {why}{f' No processor: {problem}' if problem else ''}")
                 continue
-            one = replace(one, before=())
+            candidate = replace(candidate, before=())
         if problem:
             notes.append(f"Each {modality} is random numbers of the shape in config.json. No processor: {problem}")
-        names, before = found.names | one.names, found.before + one.before
-        found = Media({**found.readers, **one.readers}, names, before, alone=found.alone or one.alone)
-    return replace(found, notes=tuple(notes))
+        names, before = media.names | candidate.names, media.before + candidate.before
+        media = Media({**media.readers, **candidate.readers}, names, before, alone=media.alone or candidate.alone)
+    return replace(media, notes=tuple(notes))
 
 
 def modalities(model: PreTrainedModel) -> list[Modality]:
@@ -143,9 +143,9 @@ def modalities(model: PreTrainedModel) -> list[Modality]:
 
 def without_placeholders(media: Media) -> Media:
     """Return `media` without the modalities that have placeholder ids."""
-    gone = {modality for modality, _, _ in media.before}
-    readers = {modality: reader for modality, reader in media.readers.items() if modality not in gone}
-    return replace(media, readers=readers, before=(), alone=media.alone and "image" not in gone)
+    removed = {modality for modality, _, _ in media.before}
+    readers = {modality: reader for modality, reader in media.readers.items() if modality not in removed}
+    return replace(media, readers=readers, before=(), alone=media.alone and "image" not in removed)
 
 
 class Feed:
@@ -167,16 +167,16 @@ class Feed:
 
     def placeholders(self, number: int) -> Standing:
         """Return the placeholders before the text of a sequence."""
-        found = [one for one in self.media.before if one[0] not in self.files]
+        placeholders = [placeholder for placeholder in self.media.before if placeholder[0] not in self.files]
         for modality, inputs in self.files.items():
             try:
-                found.append((modality, *_count_parts(self._model, modality, inputs[number])))
+                placeholders.append((modality, *_count_parts(self._model, modality, inputs[number])))
             except FAILURES as error:
                 if is_memory(error):
                     raise
                 problem = f"The {modality} can't be fed: {_failure(error)}."
                 raise ModelError(problem, f"Leave out --{modality}.") from error
-        return tuple(found)
+        return tuple(placeholders)
 
     def take(self, numbers: Iterable[int]) -> dict[str, Tensor]:
         """Return the inputs of these sequences."""
@@ -186,19 +186,19 @@ class Feed:
         for number in numbers:
             inputs = dict[str, "Tensor"]()
             for modality in self._drawn:
-                made = _make_up(self._model, modality, self.media.readers[modality], self._seed, number + self._skip)
-                for value in made.values():
+                drawn = _make_up(self._model, modality, self.media.readers[modality], self._seed, number + self._skip)
+                for value in drawn.values():
                     self._digests[modality].update(value.numpy().tobytes())
-                inputs |= made
+                inputs |= drawn
             for modality in self.files:
                 inputs |= self.files[modality][number]
             each.append(inputs)
-        return {name: torch.cat([one[name] for one in each]) for name in each[0]}
+        return {name: torch.cat([item[name] for item in each]) for name in each[0]}
 
     @property
     def texts(self) -> list[Text]:
         """Record of each modality's random inputs, with their digest."""
-        return [Text(name=RANDOM[modality], sha256=one.hexdigest()) for modality, one in self._digests.items()]
+        return [Text(name=RANDOM[modality], sha256=digest.hexdigest()) for modality, digest in self._digests.items()]
 
 
 def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tuple[list[dict[str, Tensor]], list[Text]]:
@@ -232,8 +232,8 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
     options: dict[str, Any] = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
     with suppress(OSError):  # neither a folder nor in the hub's cache
         revision = getattr(model.config, "_commit_hash", None)
-        found = [cached_file(str(place), name, revision=revision, **options) for name in SETTINGS if place]
-        files = [path for path in found if path]
+        paths = [cached_file(str(place), name, revision=revision, **options) for name in SETTINGS if place]
+        files = [path for path in paths if path]
     if not files:
         problem = f"{place or type(model).__name__} has no {SETTINGS[1]}, which says how an {modality} is prepared."
         raise ModelError(problem, "Put it beside the weights, or give the prepared inputs to attnlens.capture.")
@@ -295,8 +295,8 @@ def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
     if not shape:
         raise TextError(*not_made(model, [name]))
     if not all(isinstance(side, int) and side > 0 for side in shape) or prod(shape) > LARGEST_INPUT:
-        asked = " × ".join(shortened(str(side)) for side in shape)
-        problem = f"The config asks for {name} of {asked} numbers, which attnlens does not make up."
+        sizes = " × ".join(shortened(str(side)) for side in shape)
+        problem = f"The config asks for {name} of {sizes} numbers, which attnlens does not make up."
         raise TextError(problem, "Mend its sizes in config.json.")
     return shape
 
@@ -367,14 +367,14 @@ def _process(model: PreTrainedModel, modality: Modality, reader: Any, raw: Any, 
 
 def _parameters(model: PreTrainedModel) -> dict[str, str]:
     """Return the parameters of the model's forward pass, keyed by the names that processors give them."""
-    taken = signature(model.forward).parameters
-    names = {name: name for name in taken}
-    names |= {alias: name for name, alias in ALIASES.items() if name in taken}
-    if "grid_thw" in taken and "hidden_states" in taken:
+    parameters = signature(model.forward).parameters
+    names = {name: name for name in parameters}
+    names |= {alias: name for name, alias in ALIASES.items() if name in parameters}
+    if "grid_thw" in parameters and "hidden_states" in parameters:
         names["pixel_values"] = "hidden_states"
     if "input_ids" in names:  # `attention_mask` belongs to the ids
         names.pop("attention_mask", None)
-    masks = [name for name in MASKS if name in taken]
+    masks = [name for name in MASKS if name in parameters]
     return ({"attention_mask": masks[0]} if masks else {}) | names
 
 
@@ -431,9 +431,9 @@ def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str
     if token is None or not owners:
         return 0, 0
     run = getattr(owners[-1], FEATURES[modality])  # the innermost module's method lists all parameters by name
-    taken = signature(run).parameters
+    parameters = signature(run).parameters
     with torch.no_grad():
-        result: Any = run(**{name: value for name, value in placed(model, inputs).items() if name in taken})
+        result: Any = run(**{name: value for name, value in placed(model, inputs).items() if name in parameters})
     features = result if isinstance(result, list | tuple | torch.Tensor) else result.pooler_output
     return token, sum(value.shape[:-1].numel() for value in _tensors(features))
 
@@ -470,8 +470,8 @@ def standing_ids(model: PreTrainedModel) -> set[int]:
 
 def plain_ids(model: PreTrainedModel, count: int) -> list[int]:
     """Return the first `count` ids from 10 on that are not placeholders."""
-    taken = standing_ids(model)
-    return [number for number in range(10, 10 + count + len(taken)) if number not in taken][:count]
+    placeholders = standing_ids(model)
+    return [number for number in range(10, 10 + count + len(placeholders)) if number not in placeholders][:count]
 
 
 def types_of(model: PreTrainedModel, standing: Standing, ids: Tensor) -> dict[str, Tensor]:

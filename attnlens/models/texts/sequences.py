@@ -53,19 +53,19 @@ def text_inputs(
     if reads_ids(model):
         inputs |= {"input_ids": ids, "inputs": ids, "attention_mask": mask}
     if decodes_text(model):
-        said, seen = ids[:, start:], mask[:, start:]
-        decoder_ids = shifted(model, said) if reads_ids(model) else said
+        decoder_text, seen = ids[:, start:], mask[:, start:]
+        decoder_ids = shifted(model, decoder_text) if reads_ids(model) else decoder_text
         inputs |= {"decoder_input_ids": decoder_ids, "decoder_attention_mask": seen}
-    taken = set(signature(model.forward).parameters)
-    taken -= {"inputs"} if "input_ids" in taken else set()
-    return {name: tensor.to(device_of_inputs(model)) for name, tensor in inputs.items() if name in taken}
+    parameters = set(signature(model.forward).parameters)
+    parameters -= {"inputs"} if "input_ids" in parameters else set()
+    return {name: tensor.to(device_of_inputs(model)) for name, tensor in inputs.items() if name in parameters}
 
 
 def reads_ids(model: PreTrainedModel) -> bool:
     """Return whether the model, or its encoder, reads token ids; Perceiver names them `inputs`."""
-    taken = signature(model.forward).parameters
-    named = model.main_input_name == "inputs" and not model.config.is_encoder_decoder
-    return "input_ids" in taken or (named and "inputs" in taken and vocabulary(model) is not None)
+    parameters = signature(model.forward).parameters
+    names_inputs = model.main_input_name == "inputs" and not model.config.is_encoder_decoder
+    return "input_ids" in parameters or (names_inputs and "inputs" in parameters and vocabulary(model) is not None)
 
 
 def decodes_text(model: PreTrainedModel) -> bool:
@@ -75,9 +75,9 @@ def decodes_text(model: PreTrainedModel) -> bool:
 
 def vocabulary(model: PreTrainedModel) -> int | None:
     """Return the size of the model's vocabulary by its config, else by its embedding; None if neither gives it."""
-    said: int | None = getattr(text_config(model.config), "vocab_size", None)
-    if said is not None:
-        return said
+    size: int | None = getattr(text_config(model.config), "vocab_size", None)
+    if size is not None:
+        return size
     try:
         known: int | None = getattr(model.get_input_embeddings(), "num_embeddings", None)
     except NotImplementedError:
@@ -103,19 +103,19 @@ def not_made(model: PreTrainedModel, names: Sequence[str]) -> tuple[str, str]:
 
 def shifted(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:
     """Shift ids right for a decoder, by the model's method or its start token. Raises TextError if it has neither."""
-    own: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    method: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     names = ["decoder_start_token_id"]
-    if own is None:
+    if method is None:
         names += ["bos_token_id", "pad_token_id"]
     else:
         with suppress(
             ValueError, TypeError, AttributeError, IndexError
         ):  # T5 needs the start token in its config; MusicGen generates no text
-            result: Tensor = own(labels=ids)
+            result: Tensor = method(labels=ids)
             return result
     settings = model.config, getattr(model, "generation_config", None)
     starts = (getattr(config, name, None) for name in names for config in settings)
-    start = next((found for found in starts if found is not None), None)
+    start = next((id_ for id_ in starts if id_ is not None), None)
     known = vocabulary(model)
     if not isinstance(start, int) or not 0 <= start < (known or start + 1):
         raise TextError(*NO_START)
@@ -133,10 +133,10 @@ def unknown_shares(
 ) -> dict[str, float]:
     """Return the share of each text's ids that are the unknown token; `names` are the texts of the rows."""
     unknown = getattr(tokenizer, "unk_token_id", None)
-    found = defaultdict[str, list[bool]](list)
+    flags = defaultdict[str, list[bool]](list)
     for row, name in zip(rows, names, strict=True):
-        found[name] += [unknown is not None and id_ == unknown for id_ in row]
-    return {name: sum(ids) / len(ids) for name, ids in found.items()}
+        flags[name] += [unknown is not None and id_ == unknown for id_ in row]
+    return {name: sum(ids) / len(ids) for name, ids in flags.items()}
 
 
 def foreign_notes(shares: Mapping[str, float]) -> list[str]:
@@ -162,14 +162,14 @@ def _sentence(name: str, share: float) -> str:
 
 def shares(available: Sequence[int], wanted: int) -> list[int]:
     """Return the number of windows of each text: as equal as possible, `wanted` in total or all available ones."""
-    given = [0] * len(available)
-    left = min(wanted, sum(available))
-    while left:
-        open_ = [text for text, most in enumerate(available) if given[text] < most]
-        for text in open_[: left if left < len(open_) else None]:
-            given[text] += 1
-            left -= 1
-    return given
+    counts = [0] * len(available)
+    remaining = min(wanted, sum(available))
+    while remaining:
+        open_ = [text for text, most in enumerate(available) if counts[text] < most]
+        for text in open_[: remaining if remaining < len(open_) else None]:
+            counts[text] += 1
+            remaining -= 1
+    return counts
 
 
 def chosen(available: int, wanted: int, placement: Placement, seed: int, taken: Collection[int] = ()) -> list[int]:
@@ -238,30 +238,30 @@ def lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) 
     special_tokens(tokenizer, content, tokens)
     written = [line.removesuffix("\r") for line in content.text.split("\n") if line.strip()]
     with _told(content), _repeatable(tokenizer):
-        every: list[list[int]] = tokenizer(written, truncation=True, max_length=tokens)["input_ids"]
-    found = [ids for ids in every if len(ids) >= 2]
-    if not found:
+        rows: list[list[int]] = tokenizer(written, truncation=True, max_length=tokens)["input_ids"]
+    long_enough = [ids for ids in rows if len(ids) >= 2]
+    if not long_enough:
         raise TextError(f"No line of the text ({content.name}) has two tokens.", "Give a text with longer lines.")
-    return found
+    return long_enough
 
 
 def pairs(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[tuple[list[int], list[int]]]:
     """Return ids and token types of each line's two texts, which the tokenizer joins and truncates to `tokens` ids."""
-    found = []
+    rows = []
     for number, line in enumerate(content.text.split("\n"), 1):
         if not line.strip():
             continue
-        one, tab, other = line.removesuffix("\r").partition("\t")
-        if not tab or "\t" in other or not one.strip() or not other.strip():
+        first, tab, second = line.removesuffix("\r").partition("\t")
+        if not tab or "\t" in second or not first.strip() or not second.strip():
             raise TextError(
                 f"Line {number} of {content.name} is no pair: it needs two texts and one tab between them.",
                 "Write one pair a line: FIRST<tab>SECOND.",
             )
         with _told(content), _repeatable(tokenizer):
-            made = tokenizer(one, other, truncation=True, max_length=tokens, return_token_type_ids=True)
-        ids: list[int] = made["input_ids"]
-        found.append((ids, list(made.get("token_type_ids", [0] * len(ids)))))
-    return found
+            encoded = tokenizer(first, second, truncation=True, max_length=tokens, return_token_type_ids=True)
+        ids: list[int] = encoded["input_ids"]
+        rows.append((ids, list(encoded.get("token_type_ids", [0] * len(ids)))))
+    return rows
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens: int) -> tuple[list[int], list[int]]:
@@ -315,10 +315,10 @@ def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, longes
     """Tokenize `text`: without special tokens if `longest` is None, else with them and truncated to `longest` ids."""
     with _told(content), _repeatable(tokenizer):
         if longest is None:
-            found = tokenizer(text, add_special_tokens=False, verbose=False)
+            encoded = tokenizer(text, add_special_tokens=False, verbose=False)
         else:
-            found = tokenizer(text, truncation=True, max_length=longest)
-        ids: list[int] = found["input_ids"]
+            encoded = tokenizer(text, truncation=True, max_length=longest)
+        ids: list[int] = encoded["input_ids"]
     return ids
 
 

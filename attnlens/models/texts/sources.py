@@ -46,8 +46,8 @@ def text_of(asked: DatasetRows, *, most: int, offline: bool = False) -> tuple[st
             )
         text = _joined(_values(parts[split], asked), most)
     label = Path(place).name if Path(place).is_absolute() else asked.name
-    told = {"config": asked.config, "split": split, "column": asked.column}
-    name = ",".join([DATASETS + label, *(f"{key}={value}" for key, value in told.items() if value is not None)])
+    options = {"config": asked.config, "split": split, "column": asked.column}
+    name = ",".join([DATASETS + label, *(f"{key}={value}" for key, value in options.items() if value is not None)])
     return (name if len(text) < most else f"{name} (the first {most:,} characters)"), text
 
 
@@ -92,8 +92,8 @@ def _refusing(name: str) -> Iterator[None]:
         yield
     # RuntimeError: the dataset is a script, which the library does not run
     except (OSError, ValueError, RuntimeError, DatasetsError, HTTPError) as error:
-        said = shortened(str(error)) or type(error).__name__
-        raise TextError(f"The dataset {name} can't be read: {said.rstrip('.')}.", SAY_NAME) from None
+        message = shortened(str(error)) or type(error).__name__
+        raise TextError(f"The dataset {name} can't be read: {message.rstrip('.')}.", SAY_NAME) from None
 
 
 def _values(rows: Iterable[Mapping[str, Any]], asked: DatasetRows) -> Iterator[str]:
@@ -154,8 +154,8 @@ def read(path: str, *, offline: bool = False) -> Content:
 
     Raises TextError if it is not a readable text, or if `offline` and the dataset is not a local folder.
     """
-    if (asked := dataset_rows(path)) is not None:
-        name, text = corpora.text_of(asked, most=LONGEST, offline=offline)
+    if (rows := dataset_rows(path)) is not None:
+        name, text = corpora.text_of(rows, most=LONGEST, offline=offline)
         return Content(text, name)
     return Content(_decoded(_bytes_of(path), path), "stdin" if path == "-" else Path(path).name)
 
@@ -164,27 +164,27 @@ def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, 
     """Read the texts of those paths under unique names. Raises TextError if one is empty, or two are the same text."""
     each = [read(path, offline=offline) for path in paths]
     names = [content.name for content in each]
-    found = tuple(
+    contents = tuple(
         content if names.count(content.name) == 1 else replace(content, name=path)
         for path, content in zip(paths, each, strict=True)
     )
-    for content in found:
+    for content in contents:
         if not content.text.strip():
             raise TextError(f"The text is empty: {content.name}.", "Give a text of at least a few hundred words.")
-    named: dict[str, str] = {}
-    for content in found:
-        if content.text in named:
-            raise TextError(f"{named[content.text]} and {content.name} are the same text.", "Name each text once.")
-        named[content.text] = content.name
-    return found
+    known: dict[str, str] = {}
+    for content in contents:
+        if content.text in known:
+            raise TextError(f"{known[content.text]} and {content.name} are the same text.", "Name each text once.")
+        known[content.text] = content.name
+    return contents
 
 
 def sample(model: str) -> tuple[Content, ...]:
     """Return the built-in texts for a model: passages of the book that `demo` was trained on and, unless the model is
     `demo` or one of its checkpoints, documentation in modern English and Python source code.
     """
-    own = model == "demo" or _lies_in(model, DEMO)
-    names = dict(list(SAMPLE_NAMES.items())[: 1 if own else None])
+    is_demo = model == "demo" or _lies_in(model, DEMO)
+    names = dict(list(SAMPLE_NAMES.items())[: 1 if is_demo else None])
     return tuple(Content(_decoded(_bytes_of(str(path)), name), name) for path, name in names.items())
 
 

@@ -70,8 +70,8 @@ def tasks_of(model: PreTrainedModel) -> list[Task]:
     from transformers.models.auto import modeling_auto as auto
 
     def added(mapping: str) -> Collection[type]:  # classes registered at run time, such as those of `study`
-        found: dict[Any, type] = getattr(getattr(auto, mapping, None), "_extra_content", {})
-        return found.values()
+        listed: dict[Any, type] = getattr(getattr(auto, mapping, None), "_extra_content", {})
+        return listed.values()
 
     name = type(model).__name__
     tasks: dict[Task, tuple[str, ...]] = {
@@ -81,20 +81,20 @@ def tasks_of(model: PreTrainedModel) -> list[Task]:
         "masked": ("MASKED_LM",),
         "classification": ("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION"),
     }
-    found: list[Task] = [
+    listed: list[Task] = [
         # language models with image or sound input are listed as seq2seq, but have no separate decoder
         "causal" if task == "seq2seq" and not decodes_text(model) else task
         for task, mappings in tasks.items()
         if any(name in getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").values() for mapping in mappings)
         or any(type(model) in added(f"MODEL_FOR_{mapping}_MAPPING") for mapping in mappings)
     ]
-    return [*dict.fromkeys(found), "hidden"]
+    return [*dict.fromkeys(listed), "hidden"]
 
 
 def logits_of(result: Any) -> Float[Tensor, "batch ..."]:
     """Return the logits in a model's output."""
-    found: Tensor = result.logits
-    return found
+    logits: Tensor = result.logits
+    return logits
 
 
 def of_text(
@@ -117,17 +117,17 @@ def last_states(result: Any) -> Float[Tensor, "batch tokens d_model"] | None:
         states = getattr(result, name, None)
         if states and isinstance(states[-1], Tensor):  # MaskFormer's Swin has a tuple for each stage
             return states[-1]
-    named = result if isinstance(result, ModelOutput) else {}
-    embeddings = [value for name, value in named.items() if name.endswith("_embeds")]
-    paired = len(embeddings) > 1 and all(one.dim() == 2 and one.shape == embeddings[0].shape for one in embeddings)
+    outputs = result if isinstance(result, ModelOutput) else {}
+    embeddings = [value for name, value in outputs.items() if name.endswith("_embeds")]
+    paired = len(embeddings) > 1 and all(part.dim() == 2 and part.shape == embeddings[0].shape for part in embeddings)
     return torch.stack(embeddings, 1) if paired else None
 
 
 def states_of(result: Any) -> Float[Tensor, "batch ... d_model"]:
     """Return the last hidden states of a headless model, or its first output if it returns none."""
-    found = last_states(result)
+    states = last_states(result)
     first: Tensor = result[0]
-    return first if found is None else found
+    return first if states is None else states
 
 
 def asking(task: Task) -> dict[str, bool]:
@@ -142,7 +142,7 @@ def feed(loaded: Loaded, batches: Batches, task: Task, seed: int) -> list[Fed]:
     """
     generator = torch.Generator().manual_seed(seed)
     fed = (_fed(loaded, batch, task, generator) for batch in batches)
-    return [replace(one, noise=batches.made_up) for one in fed]
+    return [replace(item, noise=batches.made_up) for item in fed]
 
 
 def meanings(task: Task, *, noise: bool) -> list[str]:

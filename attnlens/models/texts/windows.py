@@ -41,11 +41,11 @@ def shared_share(
 def repeated_share(tokenizer: PreTrainedTokenizerBase | None, sequences: Sequence[Ids]) -> float:
     """Return the share, 0 to 1, of tokens in runs of RUN that several sequences contain, without special tokens."""
     bare = _bare(tokenizer, sequences)
-    every = [_runs(row, RUN) if len(row) >= RUN else [] for row in bare]
-    holders = Counter(run for runs in every for run in set(runs))
+    all_runs = [_runs(row, RUN) if len(row) >= RUN else [] for row in bare]
+    holders = Counter(run for runs in all_runs for run in set(runs))
     again = {run for run, count in holders.items() if count > 1}
     total = sum(map(len, bare))
-    return _count_covered(every, RUN, again) / total if total else 0.0
+    return _count_covered(all_runs, RUN, again) / total if total else 0.0
 
 
 def share_in_runs(evaluated: Sequence[Ids], calibrated: Sequence[Ids]) -> float:
@@ -79,9 +79,9 @@ def _runs(passage: Ids, length: int) -> list[bytes]:
 
 def _covered(evaluated: Sequence[Sequence[bytes]], length: int, calibrated: Sequence[Ids]) -> int:
     """Count the tokens of passages, given as their runs of `length`, in runs that also occur in `calibrated`."""
-    wanted = {run for runs in evaluated for run in runs}
-    held = {run for passage in calibrated for run in _runs(passage, length) if run in wanted}
-    return _count_covered(evaluated, length, held)
+    evaluated_runs = {run for runs in evaluated for run in runs}
+    shared = {run for passage in calibrated for run in _runs(passage, length) if run in evaluated_runs}
+    return _count_covered(evaluated, length, shared)
 
 
 def _count_covered(passages: Iterable[Sequence[bytes]], length: int, held: Container[bytes]) -> int:
@@ -168,16 +168,16 @@ class Batches:
         count = -(-len(self.batches) * sequences // self.sequences)
         if count >= len(self.batches):
             return self
-        found = tuple(self.batches[index * len(self.batches) // count] for index in range(count))
-        return replace(self, batches=found, sequences=sum(batch.size for batch in found))
+        batches = tuple(self.batches[index * len(self.batches) // count] for index in range(count))
+        return replace(self, batches=batches, sequences=sum(batch.size for batch in batches))
 
     @property
     def ids(self) -> list[tuple[int, ...]]:
         """Ids of each sequence's text, without padding; empty if the model reads no tokens."""
-        said = [batch.inputs.get("input_ids", batch.inputs.get("decoder_input_ids")) for batch in self.batches]
+        all_ids = [batch.inputs.get("input_ids", batch.inputs.get("decoder_input_ids")) for batch in self.batches]
         return [
             tuple(row[batch.start : length])
-            for batch, ids in zip(self.batches, said, strict=True)
+            for batch, ids in zip(self.batches, all_ids, strict=True)
             for row, length in zip([] if ids is None else ids.tolist(), batch.lengths, strict=True)
         ]
 
@@ -199,18 +199,18 @@ class Batches:
 
 def passages(several: Iterable[Batches]) -> list[tuple[int, ...]]:
     """Return the ids of all sequences, joining consecutive windows of a text to one passage, across all batches."""
-    said: dict[tuple[str, int], tuple[int, ...]] = {}
+    ids_by_window: dict[tuple[str, int], tuple[int, ...]] = {}
     packed = True
-    for found in several:
-        numbers = [number for text in found.texts for number in text.windows]
-        said |= zip(zip(found.parts, numbers, strict=True), found.ids, strict=True)
-        packed &= found.pack
+    for batches in several:
+        numbers = [number for text in batches.texts for number in text.windows]
+        ids_by_window |= zip(zip(batches.parts, numbers, strict=True), batches.ids, strict=True)
+        packed &= batches.pack
     joined: list[tuple[int, ...]] = []
-    for name, number in sorted(said):
-        if packed and (name, number - 1) in said:
-            joined[-1] += said[name, number]
+    for name, number in sorted(ids_by_window):
+        if packed and (name, number - 1) in ids_by_window:
+            joined[-1] += ids_by_window[name, number]
         else:
-            joined.append(said[name, number])
+            joined.append(ids_by_window[name, number])
     return joined
 
 
