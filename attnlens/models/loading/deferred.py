@@ -113,7 +113,7 @@ class DeferredWeights:
         tensors, dtype = self.files.read(names), self.rounded_to
         for name, tensor in tensors.items():
             exact = dtype is None or (tensor.is_floating_point() and torch.promote_types(tensor.dtype, dtype) == dtype)
-            tensors[name] = tensor if exact else tensor.to(dtype)  # exact values are widened only once, later
+            tensors[name] = tensor if exact else tensor.to(dtype)  # exact in `dtype`: widened only once, later
         settings = LoadStateDictConfig(dtype=self.model.dtype, weight_mapping=self._mapping)
         with one_thread(), quiet():
             loading_info, _ = convert_and_load_state_dict_in_model(self.model, tensors, settings)

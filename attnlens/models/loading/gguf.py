@@ -249,7 +249,7 @@ OF_ATTENTION = re.compile(r"attn|rope_f")
 
 
 class Settings:
-    """The settings of attention in one GGUF file, to be applied to a config or refused."""
+    """Attention settings of a GGUF file, each of which is applied to a config, checked, or rejected."""
 
     def __init__(self, path: Path, header: Header) -> None:
         self.path, self.header = path, header
@@ -301,7 +301,7 @@ class Settings:
                     "attention.value_length": _head_dim(config),
                 }.get(name, 0.0)
                 unset = value == 0 and name != "attention.causal"
-                if not unset and not math.isclose(self.number(name, 0.0), usual, rel_tol=1e-6):
+                if not unset and not math.isclose(self.number(name, 0.0), usual, rel_tol=1e-6):  # stored in float32
                     raise self.refusal(name)
         self._apply_rotation(config)
 
@@ -395,6 +395,7 @@ class Settings:
                 continue
             actual = table.detach().double().cpu().numpy()
             expected = self._frequencies(actual.size, local="sliding" in name)
+            # transformers computes inv_freq in float32
             if expected.shape != actual.shape or not numpy.allclose(actual, expected, rtol=1e-5, atol=1e-12):
                 rope = [f"{name} = {value}" for name, value in self.fields.items() if name.startswith("rope.")]
                 raise ModelError(
@@ -426,7 +427,7 @@ class Settings:
                 return numpy.empty(0)
             low, high = (count * math.log(first / each) / math.log(base) for each in turns)
             low, high = max(math.floor(low), 0), min(math.ceil(high), 2 * count - 1)
-            ramp = numpy.clip((steps - low) / max(high - low, 1e-3), 0, 1)
+            ramp = numpy.clip((steps - low) / max(high - low, 1e-3), 0, 1)  # 1e-3 as in llama.cpp
             plain *= 1 - ramp + ramp / factor
             return plain
         return numpy.asarray(plain / divisors / factor)

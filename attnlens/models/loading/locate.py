@@ -210,7 +210,7 @@ class Location:
 
     @property
     def weights(self) -> tuple[Path, ...]:
-        """The weight files: the one file, or the shards that the index names.
+        """Paths of the weight files: the single file, or the shards in the index.
 
         Raises ModelError if the index is unreadable or invalid, or if a file is missing or links out of the folder.
         """

@@ -172,7 +172,7 @@ def safetensors_header(file: Path) -> dict[str, Stored]:
 
     try:
         with safe_open(file, framework="pt") as content:
-            slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # it is no dict
+            slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # content is not a dict
             return {name: Stored(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except SafetensorError as error:
         problem = f"{file} is cut off or no safetensors file: {shortened(str(error))}."
