@@ -1,4 +1,4 @@
-"""Small transformers whose attention has any kernel, positions and value function (Tsai et al. 2019)."""
+"""Small transformers with a configurable attention kernel, position encoding and value function (Tsai et al. 2019)."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     Unpadded = Bool[Tensor, "batch tokens"] | None
 
 Placing = Literal["none", "sum", "table", "product", "symmetric product"]
-"""How attention reads positions t beside features f: not at all; k(f + t, f' + t') (Eq. 4); L(t − t', f)·k(f, f') with
+"""How positions t enter attention next to features f: not at all; k(f + t, f' + t') (Eq. 4); L(t − t', f)·k(f, f') with
 a learned table (Eq. 6); k(f, f')·k_f(t, t') with an asymmetric kernel (Eq. 5); or k_F(f, f')·k_T(t, t') with symmetric
-ones (Eq. 9)."""
+kernels (Eq. 9)."""
 Place = Literal["encoder", "decoder", "cross"]
-"""Which attention of a model: the self-attention of its encoder, that of its decoder, or that between them."""
+"""Role of an attention module: self-attention of the encoder, self-attention of the decoder, or cross-attention."""
 EVERYWHERE: tuple[Place, ...] = ("encoder", "decoder", "cross")
 
 
@@ -53,63 +53,63 @@ class AttentionForm:
     """Attention by Definition 1 of Tsai et al.: Σ_j k(x_i, x_j)/Σ k · v(x_j) over the keys that the filter allows."""
 
     kernel: str = "exponential"
-    """As it can be typed: `rbf:gamma=1`; of features, or of features and positions under "sum"."""
+    """Kernel in command-line syntax, such as `rbf:gamma=1`; takes features, or features plus positions under "sum"."""
     symmetric: bool = False
-    """Whether queries and keys are one projection, W_Q = W_K."""
+    """True if queries and keys share one projection, W_Q = W_K."""
     positions: Placing = "none"
     """How positions enter."""
     places: tuple[Place, ...] = EVERYWHERE
-    """Which attentions read positions."""
+    """The attention modules that use positions."""
     in_value: bool = False
-    """Whether values hold positions, v(x) = (f + t)W_V (Eq. 7), or not, v(x) = f W_V (Eq. 8)."""
+    """True if values include positions, v(x) = (f + t)W_V (Eq. 7); otherwise v(x) = f W_V (Eq. 8)."""
     primal: Literal["none", "last", "all"] = "none"
-    """Which layers attend by Primal-Attention (Chen et al. 2023) in the place of a kernel."""
+    """Layers that use Primal-Attention (Chen et al. 2023) instead of a kernel."""
     scores: int = 0
-    """s, the scores of each primal head."""
+    """Number s of scores of each primal head."""
     eta: float = 0.0
     """Weight η of the primal layers' regulariser ΣJ² in the loss."""
 
     @property
     def shares_projection(self) -> bool:
-        """Whether queries and keys are one projection: where asked for, and in Eq. 9, whose kernels are symmetric."""
+        """True if queries and keys share one projection: on request, and in Eq. 9, whose kernels are symmetric."""
         return self.symmetric or self.positions == "symmetric product"
 
 
-FURTHEST = 16  # the distance from which on a table knows no difference (Shaw et al. 2018).
+FURTHEST = 16  # largest distance with a vector of its own; larger ones are clipped to it (Shaw et al. 2018)
 WAVELENGTH = 10_000.0
 
 
 def sinusoids(places: Float[Tensor, " places"], d_model: int) -> Float[Tensor, "places d_model"]:
-    """sin(t/10000^{2p/d}) for p < d/2, then the cosines (Vaswani et al. 2017, halves in the place of pairs)."""
+    """Return sin(t/10000^{2p/d}) for p < d/2, then the cosines (Vaswani et al. 2017, in halves instead of pairs)."""
     half = torch.arange((d_model + 1) // 2, device=places.device, dtype=places.dtype)
     angles = places[:, None] * torch.exp(-math.log(WAVELENGTH) * 2 * half / d_model)
     return torch.cat((angles.sin(), angles.cos()), 1)[:, :d_model]
 
 
 def distances(queries: int, keys: int, device: torch.device) -> Tensor:
-    """t_i − t_j of every query and key, (queries, keys)."""
+    """Return t_i − t_j for every query i and key j, (queries, keys)."""
     return torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)
 
 
 class PositionTable(nn.Module):
-    """log L(t_i − t_j, f_i) = s⟨f_i W_Q, a_{t_i − t_j}⟩ with a learned vector for each distance (Eq. 6)."""
+    """Additive scores log L(t_i − t_j, f_i) = s⟨f_i W_Q, a_{t_i − t_j}⟩, a learned vector for each distance (Eq. 6)."""
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
         self.vectors = nn.Parameter(torch.randn(2 * FURTHEST + 1, d_model // heads) * (d_model // heads) ** -0.5)
 
     def forward(self, query: Float[Tensor, "batch heads queries head_dim"], keys: int, scale: float) -> Added:
-        """Distances beyond FURTHEST are as FURTHEST."""
+        """Compute log L for every query and key, with distances clipped to ±FURTHEST; `scale` is s."""
         index = distances(query.shape[2], keys, query.device).clamp(-FURTHEST, FURTHEST) + FURTHEST
-        every = query @ self.vectors.mT * scale
-        return every.gather(-1, index.expand(*every.shape[:2], -1, -1))
+        products = query @ self.vectors.mT * scale
+        return products.gather(-1, index.expand(*products.shape[:2], -1, -1))
 
 
 class AsymmetricProduct(nn.Module):
-    """log k_f(t_i, t_j) = s⟨f_i W_Q, r_{t_i − t_j} W_R⟩ with the sinusoids r of a distance (Eq. 5).
+    """Additive scores log k_f(t_i, t_j) = s⟨f_i W_Q, r_{t_i − t_j} W_R⟩ with the sinusoids r of a distance (Eq. 5).
 
-    A sum of cos((t_i − t_j)/λ_p) and sin((t_i − t_j)/λ_p) whose coefficients the query's features say, as in
-    Transformer-XL, without its two learned offsets.
+    They are a sum of cos((t_i − t_j)/λ_p) and sin((t_i − t_j)/λ_p) with coefficients computed from the query's
+    features, as in Transformer-XL, without its two learned offsets.
     """
 
     def __init__(self, d_model: int, heads: int) -> None:
@@ -118,17 +118,17 @@ class AsymmetricProduct(nn.Module):
         self.relative = nn.Linear(d_model, d_model, bias=False)
 
     def forward(self, query: Float[Tensor, "batch heads queries head_dim"], keys: int, scale: float) -> Added:
-        """One product a distance, read out by pair."""
+        """Compute one product per query and distance, and gather log k_f for every query and key; `scale` is s."""
         queries = query.shape[2]
         places = torch.arange(1 - keys, queries, device=query.device, dtype=query.dtype)
         projected = self.relative(sinusoids(places, self.relative.in_features))
-        every: Tensor = query @ projected.unflatten(1, (self.heads, -1)).permute(1, 2, 0) * scale
+        products: Tensor = query @ projected.unflatten(1, (self.heads, -1)).permute(1, 2, 0) * scale
         index = distances(queries, keys, query.device) + keys - 1
-        return every.gather(-1, index.expand(*every.shape[:2], -1, -1))
+        return products.gather(-1, index.expand(*products.shape[:2], -1, -1))
 
 
 class SymmetricProduct(nn.Module):
-    """log k_T(t_i, t_j) = s⟨t_i W_T, t_j W_T⟩, the exponential kernel of the sinusoids of both places (Eq. 9)."""
+    """Additive scores log k_T(t_i, t_j) = s⟨t_i W_T, t_j W_T⟩, exponential kernel of sinusoids (Eq. 9)."""
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class SymmetricProduct(nn.Module):
         self.place = nn.Linear(d_model, d_model, bias=False)
 
     def forward(self, query: Float[Tensor, "batch heads queries head_dim"], keys: int, scale: float) -> Added:
-        """The same for every sequence."""
+        """Compute log k_T for every query and key, which is the same for all sequences (batch of 1); `scale` is s."""
         places = torch.arange(max(query.shape[2], keys), device=query.device, dtype=query.dtype)
         projected: Tensor = self.place(sinusoids(places, self.place.in_features))
         split: Tensor = projected.unflatten(1, (self.heads, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
@@ -144,16 +144,16 @@ class SymmetricProduct(nn.Module):
 
 
 OWN = "eager"
-"""What transformers calls the implementation under which a module answers itself, by its kernel."""
+"""transformers' name of the attention implementation under which a module computes attention by its own kernel."""
 ADDED = {"table": PositionTable, "product": AsymmetricProduct, "symmetric product": SymmetricProduct}
 
 
 class KernelAttention(nn.Module):
-    """Σ_j k(x_i, x_j)/Σ_j k(x_i, x_j) · v(x_j) W_O over the allowed j (Tsai et al. 2019, Definition 1), of all heads.
+    """Attention Σ_j k(x_i, x_j)/Σ_j k(x_i, x_j) · v(x_j) W_O over the allowed j, all heads (Tsai et al. 2019, Def. 1).
 
-    x = (f, t): features and positions; `form` says how they meet. Where a configuration names another implementation of
-    attention than its own, as while attnlens watches or replaces it, that one answers: softmax of the kernel's
-    logarithm, handed over as products of other queries and keys.
+    x = (f, t): features and positions, combined according to `form`. If the configuration names another attention
+    implementation than OWN, as it does while attnlens watches or replaces attention, that implementation computes the
+    softmax of the kernel's logarithm, which it receives as products of transformed queries and keys.
     """
 
     def __init__(self, config: Any, form: AttentionForm, place: Place, *, primal: bool = False) -> None:
@@ -176,43 +176,43 @@ class KernelAttention(nn.Module):
     def forward(
         self, features: States, key_value_states: States | None = None, kept: Bool[Tensor, "batch keys"] | None = None
     ) -> States:
-        """What `features` read of `key_value_states` (None: of themselves); `kept` says which keys are no padding."""
-        read = features if key_value_states is None else key_value_states
-        query, key, value = features, read, read
+        """Return what `features` attend to in `key_value_states` (None: themselves); `kept` masks out padding keys."""
+        source = features if key_value_states is None else key_value_states
+        query, key, value = features, source, source
         if self.positions == "sum":  # Eq. 4
-            query, key = features + _places(features), read + _places(read)
+            query, key = features + _places(features), source + _places(source)
         if self.form.in_value and self.positions != "none":  # Eq. 7
-            value = read + _places(read)
+            value = source + _places(source)
         queries, keys = self._split(self.query(query)), self._split((self.key or self.query)(key))
         if self.primal is not None:
-            found = self.primal(queries, keys, causal=self.causal, kept=None if kept is None else kept[:, None])
+            attended = self.primal(queries, keys, causal=self.causal, kept=None if kept is None else kept[:, None])
         else:
             assert self.value is not None  # noqa: S101
-            found = self._attended(
+            attended = self._attended(
                 queries, keys, self._split(self.value(value)), kept, cross=key_value_states is not None
             )
-        output: Tensor = self.output(found.transpose(1, 2).flatten(2))
+        output: Tensor = self.output(attended.transpose(1, 2).flatten(2))
         return output
 
     @property
     def kernel_parameters(self) -> int:
-        """How many numbers its kernel has: projections of queries, keys and positions, without values and output."""
+        """Number of the kernel's parameters: projections of queries, keys and positions, without values and output."""
         parts = [part for part in (self.query, self.key, self.added) if part is not None]
-        return sum(one.numel() for part in parts for one in part.parameters())
+        return sum(parameter.numel() for part in parts for parameter in part.parameters())
 
     def _attended(self, query: Split, key: Split, value: Split, kept: Tensor | None, *, cross: bool) -> Split:
         scale = query.shape[-1] ** -0.5
         bias = None if self.added is None else self.added(query, key.shape[2], scale)
         allowed = self._allowed(query, key, kept)
-        named = self.config._attn_implementation
-        if named not in (OWN, None):
+        implementation = self.config._attn_implementation
+        if implementation not in (OWN, None):
             query, key, scale = as_exponential(query, key, scale, self.kernel)
-            own = named == "sdpa" and self.causal and allowed is None  # torch is fastest where it makes the mask
-            more = {"scaling": scale, "position_bias": bias, "is_causal": own}
-            if self.causal and allowed is None and not own:
+            is_causal = implementation == "sdpa" and self.causal and allowed is None  # fastest with torch's own mask
+            options = {"scaling": scale, "position_bias": bias, "is_causal": is_causal}
+            if self.causal and allowed is None and not is_causal:
                 allowed = (distances(query.shape[2], key.shape[2], query.device) >= 0)[None, None]
-            answered: Tensor = ALL_ATTENTION_FUNCTIONS[named](self, query, key, value, allowed, **more)[0]
-            return answered.transpose(1, 2)
+            output: Tensor = ALL_ATTENTION_FUNCTIONS[implementation](self, query, key, value, allowed, **options)[0]
+            return output.transpose(1, 2)
         call = Call(
             *(query, key, value, scale),
             allowed=allowed,
@@ -224,7 +224,7 @@ class KernelAttention(nn.Module):
         return attend(call, self.kernel).transpose(1, 2)
 
     def _allowed(self, query: Split, key: Split, kept: Tensor | None) -> Tensor | None:
-        """The filter: keys that are no padding, and under causality none that come later; None: as `causal` says."""
+        """Return the mask of allowed keys: not padding and, if causal, not later; None if `causal` alone decides."""
         if kept is None:
             return None
         seen = kept[:, None, None, :].expand(-1, 1, query.shape[2], -1)
@@ -236,19 +236,19 @@ class KernelAttention(nn.Module):
 
 
 def _projection(d_model: int) -> nn.Linear:
-    found = nn.Linear(d_model, d_model, bias=False)
-    nn.init.xavier_uniform_(found.weight)
-    return found
+    layer = nn.Linear(d_model, d_model, bias=False)
+    nn.init.xavier_uniform_(layer.weight)
+    return layer
 
 
 def _places(features: States) -> Float[Tensor, "tokens d_model"]:
-    """t of each token, as large as the features that a layer norm leaves."""
+    """Return the sinusoids t of each token, whose size is that of features after a layer norm."""
     places = torch.arange(features.shape[1], device=features.device, dtype=features.dtype)
     return sinusoids(places, features.shape[2])
 
 
 class Layer(nn.Module):
-    """x + A(LN(x)), then what it reads of a memory, then x + F(LN(x)); F of 4 d_model GELUs."""
+    """Pre-norm layer: x + A(LN(x)), then cross-attention to a memory if any, then x + F(LN(x)) with GELUs in F."""
 
     def __init__(self, config: Any, form: AttentionForm, place: Place, number: int, *, crosses: bool) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class Layer(nn.Module):
     def forward(
         self, x: States, kept: Unpadded = None, memory: States | None = None, memory_kept: Unpadded = None
     ) -> States:
-        """The layer's output; `kept` and `memory_kept` say what is no padding."""
+        """Return the layer's output; `kept` and `memory_kept` are True for tokens that are not padding."""
         x = x + self.dropout(self.attention(self.attention_norm(x), kept=kept))
         if self.cross_attention is not None and self.cross_norm is not None:
             x = x + self.dropout(self.cross_attention(self.cross_norm(x), memory, memory_kept))
@@ -275,7 +275,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers of one place, with a layer norm at their end."""
+    """Layers of an encoder or a decoder, followed by a layer norm."""
 
     def __init__(self, config: Any, form: AttentionForm, place: Place, *, crosses: bool = False) -> None:
         super().__init__()
@@ -287,14 +287,14 @@ class Stack(nn.Module):
     def forward(
         self, x: States, kept: Unpadded = None, memory: States | None = None, memory_kept: Unpadded = None
     ) -> States:
-        """The last layer's output, normed."""
+        """Return the last layer's output after the layer norm."""
         for layer in self.layers:
             x = layer(x, kept, memory, memory_kept)
         return cast("Tensor", self.norm(x))
 
 
 class Embeddings(nn.Module):
-    """Token embeddings √d_model E, and the logits h Eᵀ of what comes next."""
+    """Token embeddings √d_model E, and the logits h Eᵀ of the next token."""
 
     def __init__(self, size: int, d_model: int) -> None:
         super().__init__()
@@ -302,18 +302,18 @@ class Embeddings(nn.Module):
         nn.init.normal_(self.table.weight, std=d_model**-0.5)
 
     def forward(self, ids: Tensor) -> States:
-        """(batch, tokens) → features."""
+        """Embed ids (batch, tokens) as features (batch, tokens, d_model)."""
         features: Tensor = self.table(ids) * self.table.embedding_dim**0.5
         return features
 
     def logits(self, features: States) -> Float[Tensor, "batch tokens vocabulary"]:
-        """Of every word."""
+        """Return the logits of every token of the vocabulary."""
         logits: Tensor = features @ self.table.weight.mT
         return logits
 
 
 class LanguageModel(nn.Module):
-    """Predicts each next token by a causal stack."""
+    """Causal language model: a decoder stack that predicts each next token."""
 
     def __init__(self, config: Any, form: AttentionForm) -> None:
         super().__init__()
@@ -321,14 +321,14 @@ class LanguageModel(nn.Module):
         self.decoder = Stack(config, form, "decoder")
 
     def forward(self, inputs: Tensor, kept: Unpadded = None, given: Tensor | None = None) -> Tensor:
-        """(batch, tokens) ids → (batch, tokens, vocabulary) logits."""
+        """Map ids (batch, tokens) to logits (batch, tokens, vocabulary)."""
         del given
-        found: Tensor = self.decoder(self.words(inputs), kept)
-        return self.words.logits(found)
+        features: Tensor = self.decoder(self.words(inputs), kept)
+        return self.words.logits(features)
 
 
 class EncoderDecoder(nn.Module):
-    """Predicts each next token of a target from the source: encoder self-, decoder self- and cross-attention."""
+    """Encoder and decoder with cross-attention, which predict each next token of a target from the source."""
 
     def __init__(self, config: Any, form: AttentionForm) -> None:
         super().__init__()
@@ -337,21 +337,21 @@ class EncoderDecoder(nn.Module):
         self.decoder = Stack(config, form, "decoder", crosses=True)
 
     def encode(self, inputs: Tensor, kept: Unpadded = None) -> States:
-        """(batch, tokens) ids of sources → their features."""
+        """Map ids of sources (batch, tokens) to their features."""
         return cast("Tensor", self.encoder(self.words(inputs), kept))
 
     def decode(self, given: Tensor, memory: States, kept: Unpadded = None) -> Tensor:
-        """(batch, target tokens) ids → (batch, target tokens, vocabulary) logits of the next; `kept` of the memory."""
+        """Map target ids (batch, tokens) to logits (batch, tokens, vocabulary); `kept` masks padding of the memory."""
         return self.words.logits(self.decoder(self.words(given), None, memory, kept))
 
     def forward(self, inputs: Tensor, kept: Unpadded = None, given: Tensor | None = None) -> Tensor:
-        """Sources and targets so far → logits; padding of targets comes after what is predicted: none sees it."""
+        """Map source ids and target ids to logits; targets are padded on the right, which causality hides."""
         assert given is not None  # noqa: S101  # a translation has a target
         return self.decode(given, self.encode(inputs, kept), kept)
 
 
 class Classifier(nn.Module):
-    """Predicts a class from the mean of an encoder's features; reads words, or the channels of a series."""
+    """Classifier on the mean of an encoder's features, for token ids or for the channels of a time series."""
 
     def __init__(self, config: Any, form: AttentionForm) -> None:
         super().__init__()
@@ -362,15 +362,15 @@ class Classifier(nn.Module):
         self.classes = nn.Linear(d_model, config.classes)
 
     def forward(self, inputs: Tensor, kept: Unpadded = None, given: Tensor | None = None) -> Tensor:
-        """(batch, tokens) ids or (batch, steps, channels) → (batch, classes) logits."""
+        """Map ids (batch, tokens) or a series (batch, steps, channels) to logits (batch, classes)."""
         del given
-        read = self.words or self.channels
-        assert read is not None  # noqa: S101  # one of the two
-        found = self.encoder(read(inputs), kept)
+        embed = self.words or self.channels
+        assert embed is not None  # noqa: S101  # one of the two
+        features = self.encoder(embed(inputs), kept)
         if kept is None:
-            return cast("Tensor", self.classes(found.mean(1)))
-        share = kept[..., None].to(found.dtype)
-        return cast("Tensor", self.classes((found * share).sum(1) / share.sum(1).clamp_min(1)))
+            return cast("Tensor", self.classes(features.mean(1)))
+        share = kept[..., None].to(features.dtype)
+        return cast("Tensor", self.classes((features * share).sum(1) / share.sum(1).clamp_min(1)))
 
 
 REMEDY = "Restore the config.json that attnlens study wrote."
@@ -404,7 +404,7 @@ class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call
 
     @property
     def attention_form(self) -> AttentionForm:
-        """Which attention the model has; raises ModelError for fields that make none."""
+        """The model's attention form. Raises ModelError if the fields in `form` are not those of an AttentionForm."""
         try:
             return TypeAdapter(AttentionForm).validate_json(json.dumps(self.form), strict=True, extra="forbid")
         except (ValidationError, TypeError) as error:
@@ -414,10 +414,10 @@ class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call
 
 
 class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
-    """What the three small transformers have in common as models of transformers."""
+    """Base class of the three small transformers as models of transformers."""
 
     config_class = KernelTransformerConfig
-    stacks: ClassVar[type[nn.Module]]  # the module that computes
+    stacks: ClassVar[type[nn.Module]]  # class of the module that computes the logits
 
     def __init__(self, config: KernelTransformerConfig) -> None:
         super().__init__(config)
@@ -426,33 +426,33 @@ class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        """Tell so, as transformers guesses it from names in a model's file, and would miss `KernelAttention`."""
+        """Return True: transformers would guess it from names in a model's file, and miss `KernelAttention`."""
         return True
 
     def attentions(self) -> list[KernelAttention]:
-        """Its attention modules, in the order in which they run."""
+        """Return the model's attention modules in the order in which they run."""
         return [module for module in self.modules() if isinstance(module, KernelAttention)]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Weights are drawn where modules are made."""
+        """Do nothing: the modules draw their weights when they are built."""
 
 
 class KernelTransformerForCausalLM(KernelTransformer):  # type: ignore[no-untyped-call]
-    """Predicts the next token."""
+    """Causal language model."""
 
     stacks = LanguageModel
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **_more: Any
     ) -> CausalLMOutput:
-        """(batch, tokens) ids → logits; with `labels`, which are shifted here, the loss."""
+        """Map ids (batch, tokens) to logits; with `labels`, which are shifted here, also compute the loss."""
         logits = self.core(input_ids, _kept(attention_mask))
         loss = None if labels is None else _loss(logits[:, :-1], labels[:, 1:])
         return CausalLMOutput(loss=loss, logits=logits)
 
 
 class KernelTransformerForSeq2SeqLM(KernelTransformer):  # type: ignore[no-untyped-call]
-    """Writes a sentence for a sentence."""
+    """Sequence-to-sequence model, as for translation."""
 
     stacks = EncoderDecoder
 
@@ -464,20 +464,20 @@ class KernelTransformerForSeq2SeqLM(KernelTransformer):  # type: ignore[no-untyp
         labels: Tensor | None = None,
         **_more: Any,
     ) -> Seq2SeqLMOutput:
-        """Ids of sources and of targets so far → logits of what comes next; with `labels`, the loss."""
+        """Map source ids and decoder ids to logits of the next tokens; with `labels`, also compute the loss."""
         logits = self.core(input_ids, _kept(attention_mask), decoder_input_ids)
         return Seq2SeqLMOutput(loss=None if labels is None else _loss(logits, labels), logits=logits)
 
 
 class KernelTransformerForSequenceClassification(KernelTransformer):  # type: ignore[no-untyped-call]
-    """Names a class."""
+    """Sequence classifier."""
 
     stacks = Classifier
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **_more: Any
     ) -> SequenceClassifierOutput:
-        """Ids, or a series (batch, steps, channels), → logits of the classes."""
+        """Map ids (batch, tokens) or a series (batch, steps, channels) to logits; with `labels`, compute the loss."""
         logits = self.core(input_ids, _kept(attention_mask))
         return SequenceClassifierOutput(loss=None if labels is None else _loss(logits, labels), logits=logits)
 
@@ -487,11 +487,11 @@ MODELS: dict[str, type[KernelTransformer]] = {
     "translation": KernelTransformerForSeq2SeqLM,
     "classification": KernelTransformerForSequenceClassification,
 }
-"""The model of each form of task."""
+"""Model class of each kind of task."""
 
 
 def made(form_of_task: str, config: KernelTransformerConfig, seed: int) -> KernelTransformer:
-    """A new model, its weights drawn by `seed` alone."""
+    """Build a new model whose weights depend on `seed` alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config.is_encoder_decoder = form_of_task == "translation"
@@ -499,12 +499,12 @@ def made(form_of_task: str, config: KernelTransformerConfig, seed: int) -> Kerne
 
 
 def _kept(mask: Tensor | None) -> Tensor | None:
-    """Which tokens are no padding; None where none is."""
+    """Return the mask of tokens that are not padding; None if no token is padding."""
     return None if mask is None or bool((mask != 0).all()) else mask != 0
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, -2), labels.flatten())  # which leaves out −100
+    return functional.cross_entropy(logits.flatten(0, -2), labels.flatten())  # ignores targets of −100
 
 
 AutoConfig.register(KERNEL_TRANSFORMER, KernelTransformerConfig, exist_ok=True)

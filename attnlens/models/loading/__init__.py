@@ -1,4 +1,4 @@
-"""Loads a model from its name and describes it before it has run."""
+"""Load a model by its name and describe it before it has run."""
 
 from __future__ import annotations
 
@@ -40,48 +40,48 @@ if TYPE_CHECKING:
     from attnlens.models.loading.deferred import DeferredWeights
 
 SWAPPED = "attnlens.json"
-"""What lies beside weights that were saved with another kernel."""
+"""Name of the file that marks a folder whose model was saved with another kernel."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in evaluation mode without gradients, and what belongs to it."""
+    """A model in evaluation mode without gradients, with its tokenizer and description."""
 
     model: PreTrainedModel
     """The model, with the head that the checkpoint names."""
     tokenizer: PreTrainedTokenizerBase | None
-    """Its tokenizer, or None."""
+    """The model's tokenizer, or None."""
     tokenizer_problem: str
-    """Why there is no tokenizer; empty where there is one."""
+    """Reason why there is no tokenizer; empty if there is one."""
     info: ModelInfo
-    """Which model it is; its conventions are not known yet."""
+    """Description of the model; its conventions are not known yet."""
     kind: InputKind
-    """What it reads."""
+    """Kind of input that the model reads."""
     missing_keys: tuple[str, ...] = ()
-    """Parameters that the checkpoint lacks, so that they hold random numbers."""
+    """Parameters that the checkpoint lacks; their values are random."""
     unused_keys: tuple[str, ...] = ()
-    """Tensors of the checkpoint that the model has no place for."""
+    """Tensors of the checkpoint that the model does not use."""
     adapter: Adapted | None = None
-    """The adapter that was merged into its weights."""
+    """The adapter that was merged into the weights."""
     folder: Path | None = None
-    """Where the checkpoint lies; None for a model in memory."""
+    """Folder of the checkpoint; None for a model in memory."""
     deferred: DeferredWeights | None = None
-    """Where its weights are read from, module by module, where it has shapes alone; None where it is in memory."""
+    """Source of the weights, read module by module, if the model has only shapes; None if it is in memory."""
     shapes: Loaded | None = None
-    """The same model as shapes, from whose files weights are read where this one is spread over devices."""
+    """The same model with only shapes, whose files weights are read from if this model is spread over devices."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number type of its weights."""
+        """Number type of the weights."""
         if self.deferred is None:
             return self.model.dtype
         import torch
 
-        return self.deferred.rounded_to or torch.float32  # as the model would be loaded
+        return self.deferred.rounded_to or torch.float32  # the type that the model would be loaded in
 
     @property
     def nonfinite(self) -> list[str]:
-        """The parameters with NaN or Inf in them, in the model's order; of deferred ones among those read so far."""
+        """Parameters with NaN or Inf, in the model's order; if weights are deferred, among those read so far."""
         source = self if self.shapes is None else self.shapes
         return nonfinite_tensors(self.model) if source.deferred is None else source.deferred.nonfinite
 
@@ -102,26 +102,26 @@ def load(
     device_map: str | None = None,
     max_cpu_memory: str | None = None,
 ) -> Loaded:
-    """The model called `name`: `demo`, a folder, a .gguf or .safetensors file, or a hub id (`org/name@revision`).
+    """Load the model called `name`: `demo`, a folder, a .gguf or .safetensors file, or a hub id (`org/name@revision`).
 
     A path object always means a file or folder, never the hub. `dtype="auto"` is the checkpoint's own type, but half
     precision is raised to float32 on the CPU, where it is slow and inaccurate; a GGUF file is dequantised.
-    `device="auto"` is the first of cuda, mps, cpu that is there. `offline` looks into the local cache alone; without
-    it, a hub that does not answer within two seconds is left alone, too. `swapped` reads the weights that
-    `swap-kernel --save` wrote, without the kernel that they were made for, which `load_swapped` puts in its place.
+    `device="auto"` is the first of cuda, mps, cpu that is available. `offline` uses the local cache only; so does a
+    load without it if the hub does not answer within two seconds. `swapped` reads the weights that
+    `swap-kernel --save` wrote, without the kernel that they were made for; `load_swapped` adds that kernel.
     `adapter` names a LoRA, rsLoRA or DoRA adapter of peft (a folder or a hub id), which is merged into the weights.
-    `from_files` builds the model from shapes alone, and weights are read module by module where they lie: it can't run,
-    and `inspect` reads its weights.* measures. `device_map="auto"` spreads the model over GPUs, memory (at most
-    `max_cpu_memory`, as in "8GB") and disk, in the checkpoint's own type.
+    `from_files` builds the model from shapes alone and reads weights from their files, module by module: the model
+    can't run, and `inspect` computes its weights.* measures. `device_map="auto"` spreads the model over GPUs, memory
+    (at most `max_cpu_memory`, as in "8GB") and disk, in the checkpoint's own type.
 
-    Raises UsageError for words that make no sense (unknown dtype, a revision of a folder); ModelError where the model
-    is not there, its files are broken, it needs a pickle or foreign code that was not allowed, a package is missing,
-    its weights don't fit its config, it was saved with another kernel, the adapter is none or of another base, or there
-    is no such device; TooLargeError where it does not fit into the memory that is free.
+    Raises UsageError for invalid arguments (unknown dtype, a revision of a folder); ModelError if the model or the
+    device does not exist, files are broken, the model needs a pickle or foreign code that was not allowed, a package is
+    missing, the weights don't fit the config, the model was saved with another kernel, or the adapter is invalid or
+    belongs to another base; TooLargeError if the model does not fit into free memory.
     """
-    given = locals()
-    checked(Loading, {name: given[name] for name in Loading.__annotations__})
-    refuse_beside_map(given)
+    options = locals()
+    checked(Loading, {name: options[name] for name in Loading.__annotations__})
+    refuse_beside_map(options)
     place_on = device_of(device)
     place = find(_written(name), revision, offline=offline, allow_pickle=allow_pickle, leave_weights=from_files)
     if not swapped:
@@ -137,7 +137,7 @@ def load(
 def _loaded(
     place: Location, adapter: AdapterFiles | None, dtype: str, device: torch.device, trust_remote_code: bool
 ) -> Loaded:
-    """The model at that place, its codes decoded and the adapter merged, on that device."""
+    """Load the model at `place` onto `device`, with quantised weights decoded and the adapter merged."""
     import torch
 
     from attnlens.models.loading.deferred import files_of, read_all
@@ -155,28 +155,28 @@ def _loaded(
             stored = dict(files.table(stored))
         with bounded(place, stored):
             files = gguf_files(place, config) if place.gguf else files
-            own: Any = (config.dtype if method else None) or torch.float32
-            weights = None if files is None else read_all(files, own if isinstance(kind, str) else kind)
+            config_dtype: Any = (config.dtype if method else None) or torch.float32
+            weights = None if files is None else read_all(files, config_dtype if isinstance(kind, str) else kind)
             ignored = getattr(files, "ignored", ())
-            model, found = built(place, config, kind, trust_remote_code, stored, weights, ignored)
+            model, loading_info = built(place, config, kind, trust_remote_code, stored, weights, ignored)
         adapted = None if adapter is None else merge(adapter, model)
         tokenizer = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
     model.requires_grad_(False).to(device)  # type: ignore[arg-type]  # the decorator of .to hides self
-    return _described(place, model, found, method, tokenizer, adapter=adapted)
+    return _described(place, model, loading_info, method, tokenizer, adapter=adapted)
 
 
 def _described(
     place: Location,
     model: PreTrainedModel,
-    found: Mapping[str, Any],
+    loading_info: Mapping[str, Any],
     method: str | None = None,
     tokenizer: tuple[Any, str] = (None, "the model's weights are read from their files, so that it can't run"),
     adapter: Adapted | None = None,
     deferred: DeferredWeights | None = None,
     shapes: Loaded | None = None,
 ) -> Loaded:
-    """The model with what is known of it; `found` is what transformers tells of its loading."""
-    missing, unused = (tuple(sorted(found[name])) for name in ("missing_keys", "unexpected_keys"))
+    """Return the model with its description; `loading_info` is what transformers returned for it."""
+    missing, unused = (tuple(sorted(loading_info[name])) for name in ("missing_keys", "unexpected_keys"))
     info = ModelInfo(
         id=place.id,
         revision=place.revision,
@@ -193,7 +193,7 @@ def _described(
 
 
 def _spread(place: Location, dtype: str, max_cpu_memory: str | None, trust_remote_code: bool) -> Loaded:
-    """The model over all devices, and as shapes. Raises ModelError for files that can't be read in parts."""
+    """Load the model spread over all devices, and its shapes. Raises ModelError if its files can't be read in parts."""
     import torch
 
     if place.form != "safetensors" or method_of(place) is not None:
@@ -206,14 +206,14 @@ def _spread(place: Location, dtype: str, max_cpu_memory: str | None, trust_remot
         spread = spread_over_devices(max_cpu_memory)
         kind = "auto" if dtype == "auto" else getattr(torch, dtype)
         with removed_with(spread["offload_folder"]) as keep, bounded(place, stored):
-            model, found = built(place, config, kind, trust_remote_code, stored, spread=spread)
+            model, loading_info = built(place, config, kind, trust_remote_code, stored, spread=spread)
             keep(model)
         tokenizer = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
-    return _described(place, model.requires_grad_(False), found, None, tokenizer, shapes=shapes)
+    return _described(place, model.requires_grad_(False), loading_info, None, tokenizer, shapes=shapes)
 
 
 def _unread(place: Location, dtype: str, trust_remote_code: bool, adapter: object) -> Loaded:
-    """The model at that place as shapes, its weights left in their files. Raises ModelError beside an adapter."""
+    """Build the model at `place` from shapes, leaving its weights in their files. Raises ModelError for an adapter."""
     if adapter is not None:
         raise ModelError("An adapter can't be merged into a model that is not loaded.", "Merge it first, and save it.")
     import torch
@@ -230,11 +230,11 @@ def _unread(place: Location, dtype: str, trust_remote_code: bool, adapter: objec
         with bounded(place, stored), one_thread():
             shapes = announced(files.shapes)
             ignored = getattr(files, "ignored", ())
-            model, found = built(place, config, torch.float32, trust_remote_code, stored, shapes, ignored)
-    # its tables of positions are those of a model in float32; its weights are read as float64, which loses nothing
+            model, loading_info = built(place, config, torch.float32, trust_remote_code, stored, shapes, ignored)
+    # position tables were computed in float32, as in a loaded model; weights are read as float64, which loses nothing
     widen(model.requires_grad_(False))
     weights = DeferredWeights(model, files, None if dtype == "auto" else getattr(torch, dtype))
-    return _described(place, model, found, method, deferred=weights)
+    return _described(place, model, loading_info, method, deferred=weights)
 
 
 def _refuse_swapped(place: Location) -> None:
@@ -249,7 +249,7 @@ def _refuse_swapped(place: Location) -> None:
 
 
 def _written(name: object) -> str:
-    """The model's name as a string; a path is written so that it can't be mistaken for a hub id or `demo`."""
+    """Return the model's name as a string; a relative path gets `./` in front, unlike a hub id or `demo`."""
     if isinstance(name, os.PathLike):
         arguments.path("name", name)
         return os.path.join(os.curdir, os.fspath(name))  # noqa: PTH118  # pathlib would drop the dot again

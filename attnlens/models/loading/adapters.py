@@ -1,4 +1,4 @@
-"""Finds LoRA, rsLoRA and DoRA adapters, checks them, and merges them into a loaded model with peft."""
+"""Find LoRA, rsLoRA and DoRA adapters, check them, and merge them into a loaded model with peft."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import regex  # Python's own re can't be stopped, and the expressions come from a stranger's file
+import regex  # unlike re it has a timeout, which matters because the expressions come from an untrusted file
 
 from attnlens.errors import ModelError
 from attnlens.files import sha256, shortened, with_home, written
@@ -43,14 +43,14 @@ PART = re.compile(r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_
 LONGEST, SECONDS = 4096, 10.0
 """Characters of the longest expression for module names, and the time limit for matching all of them."""
 LARGEST = 2**20
-"""Bytes of adapter_config.json: every name in it is compared with every module."""
+"""Maximum size of adapter_config.json in bytes, since every name in it is compared with every module."""
 NAMING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern")
 APPLIED = {"r", "lora_alpha", "use_rslora", "use_dora"}
 WITHOUT_EFFECT = {
     *("task_type", "auto_mapping", "peft_version", "inference_mode", "revision", "lora_dropout", "runtime_config"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "qalora_group_size"),
     *("peft_type", "base_model_name_or_path", "init_lora_weights"),
-    *("bias", "modules_to_save"),  # what they train is stored whole, and every stored tensor is applied
+    *("bias", "modules_to_save"),  # these train whole tensors, and every stored tensor is applied
     "fan_in_fan_out",  # peft decides it by the layer's class
 }
 """Settings that do not change how the stored tensors are merged."""
@@ -61,10 +61,10 @@ SAY_AGAIN = "Get the adapter again."
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """Where an adapter lies on this machine."""
+    """Location of an adapter on this machine."""
 
     id: str
-    """As given, without the revision."""
+    """The name that the user gave, without the revision."""
     folder: Path
     revision: str | None = None
     """The commit of an adapter from the hub."""
@@ -73,7 +73,7 @@ class AdapterFiles:
 def find_adapter(name: str, *, offline: bool) -> AdapterFiles:
     """Find the adapter `name`: a folder, or a hub id (`org/name@revision`).
 
-    Raises ModelError if there is none, or peft is not installed.
+    Raises ModelError if no such adapter exists, or peft is not installed.
     """
     if find_spec("peft") is None:
         raise ModelError("--adapter needs peft, which is not installed.", "Run: pip install 'attnlens[adapters]'")
@@ -114,15 +114,15 @@ class Adapted:
 
     info: AdapterInfo
     layers: Mapping[str, Any]
-    """peft's merged layers by the path of the module that each wrapped, apart from the model, weights on meta."""
+    """peft's merged layers, removed from the model, keyed by the path of the wrapped module; base weights on meta."""
     originals: Mapping[str, Tensor]
-    """The base's tensors in place of those that the adapter stores whole, by the name of the parameter."""
+    """The base model's values of the tensors that the adapter stores whole, keyed by parameter name."""
     unplaced: tuple[str, ...]
-    """Whole tensors of the adapter for which the model has no place."""
+    """Whole tensors of the adapter that match no parameter of the model."""
 
     @contextmanager
     def removed(self, model: PreTrainedModel, path: str) -> Iterator[bool]:
-        """Context manager: give the module at `path` the base's weights in float64; yield whether they differ.
+        """Give the module at `path` the base model's float64 weights inside the context; yield whether they differ.
 
         peft takes W = W'/D − s·BA from the rounded W', so that W' − W has exactly the adapter's rank.
         """
@@ -216,7 +216,7 @@ def merge(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
 
 
 def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:
-    """Raise ModelError if a changed parameter is also another one of the model, which would change with it."""
+    """Raise ModelError if a changed parameter is shared with another name in the model, which would change with it."""
     shared: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared[parameter].append(name)
@@ -247,7 +247,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
     settings = {name: value for name, value in read_json(file).items() if value is not None}
     others = [name for name, value in settings.items() if value and name not in {*NAMING, *APPLIED, *WITHOUT_EFFECT}]
     others += [name for name in ("r", "lora_alpha") if not isinstance(settings.get(name, 8), int | float)]
-    # what else it may be (PiSSA, OLoRA, LoftQ …) changes the base's weights as well
+    # all other initialisations (PiSSA, OLoRA, LoftQ …) change the base model's weights as well
     if settings.get("init_lora_weights") not in (True, False, None, "gaussian", "orthogonal", "eva"):
         others = ["init_lora_weights"]
     if settings.get("peft_type") != "LORA":
@@ -261,7 +261,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
 def _place(
     file: Path, header: Mapping[str, Stored], model: PreTrainedModel
 ) -> tuple[dict[str, str], dict[str, str], tuple[str, ...]]:
-    """Sort an adapter's tensors: low-rank ones by peft's parameter, whole ones by the model's, others without place."""
+    """Map peft's parameters to low-rank tensors and the model's to whole ones, and list tensors that match neither."""
     low_rank, whole, unplaced = dict[str, str](), dict[str, str](), list[str]()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     present = parameters | {path for path, _ in model.named_modules()}
@@ -269,14 +269,14 @@ def _place(
         name = stored.removeprefix(PREFIX).replace(".base_layer.", ".")
         part = PART.fullmatch(name)
         stem = part[1] if part else name
-        own = next((one for one in names_in_model(stem, model.base_model_prefix) if one in present), stem)
-        key = f"{own}.{part[2]}.default{'' if 'embedding' in part[2] else '.weight'}" if part else own
+        target = next((alias for alias in names_in_model(stem, model.base_model_prefix) if alias in present), stem)
+        key = f"{target}.{part[2]}.default{'' if 'embedding' in part[2] else '.weight'}" if part else target
         if not stored.startswith(PREFIX) or (part is None and "lora_" in name) or key in low_rank or key in whole:
             raise ModelError(f"{file} holds {shortened(stored)}, which is no part of LoRA, or twice.", SAY_MERGE)
         if part:
             low_rank[key] = stored
-        elif own in parameters:
-            whole[own] = stored
+        elif target in parameters:
+            whole[target] = stored
         else:
             unplaced.append(stored)
     if not low_rank:
@@ -287,9 +287,9 @@ def _place(
 def _expanded(
     settings: Mapping[str, Any], file: Path, model: PreTrainedModel, modules: list[str], say_base: str
 ) -> dict[str, Any]:
-    """Return the settings that name modules, with a stranger's expressions replaced by paths: peft matches with re.
+    """Return the settings that name modules, with untrusted expressions expanded to paths because peft uses plain re.
 
-    Raises ModelError if the model lacks an adapted module, or settings and tensors name different ones.
+    Raises ModelError if the model lacks an adapted module, or settings and tensors name different modules.
     """
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -305,13 +305,13 @@ def _expanded(
     def matches(expression: str, paths: list[str]) -> list[str]:
         if len(expression) > LONGEST:
             raise ValueError(f"an expression for modules has more than {LONGEST} characters")
-        found = []
+        matched = []
         for path in paths:
-            if (left := ends - time.monotonic()) <= 0:
+            if (remaining := ends - time.monotonic()) <= 0:
                 raise TimeoutError(f"its expressions can't be compared with modules within {SECONDS:.0f} s")
-            if regex.fullmatch(expression, path, timeout=left):
-                found.append(path)
-        return found
+            if regex.fullmatch(expression, path, timeout=remaining):
+                matched.append(path)
+        return matched
 
     values = {name: settings[name] for name in NAMING if name in settings}
     if values.get("target_modules", "all-linear") == "all-linear":
@@ -326,7 +326,7 @@ def _expanded(
     values["exclude_modules"] = [*values.get("exclude_modules", []), *saved]
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = {key: matches(rf"(?:.*\.)?(?:{key})", modules) for key in values.get(name, {})}
-        if unused := [key for key, found in pattern.items() if not found]:
+        if unused := [key for key, matched in pattern.items() if not matched]:
             problem = f"{file} has {written(unused[0])} in {name}, which matches none of the adapted modules"
             raise ModelError(f"{problem}.", "If the adapter was trained so, remove that key from the file.")
         chosen = {path: values[name][key] for key in reversed(pattern) for path in pattern[key]}  # the first key counts
@@ -344,19 +344,19 @@ def _expanded(
 def _check_tensors(
     header: Mapping[str, Stored], names: Mapping[str, str], expected: Mapping[str, Tensor], say_base: str
 ) -> None:
-    """Raise ModelError if the stored tensors are not the expected ones by name, shape and type, before one is read."""
+    """Raise ModelError, before reading any tensor, if stored names, shapes or types differ from the expected ones."""
     if different := sorted(expected.keys() ^ names.keys()):
         problem = "lacks" if different[0] in expected else "holds"
         raise ModelError(f"The adapter {problem} {named(different)}, against its settings.", SAY_AGAIN)
     for name, stored in names.items():
-        found, shape = header[stored], tuple(expected[name].shape)
-        if found.shape != shape:
+        entry, shape = header[stored], tuple(expected[name].shape)
+        if entry.shape != shape:
             is_whole = ".lora_" not in name
-            sizes = ", where ".join(" × ".join(map(str, sizes)) for sizes in (found.shape, shape))
+            sizes = ", where ".join(" × ".join(map(str, sizes)) for sizes in (entry.shape, shape))
             raise ModelError(
                 f"The adapter holds {shortened(stored)} of {sizes} belongs: it is of another base, or of "
                 f"{'a resized vocabulary' if is_whole else 'other settings'}.",
                 f"{say_base} If that is MODEL: {SAY_MERGE if is_whole else SAY_AGAIN}",
             )
-        if found.encoded:
-            raise ModelError(f"The adapter stores {shortened(stored)} as {found.type}.", SAY_MERGE)
+        if entry.encoded:
+            raise ModelError(f"The adapter stores {shortened(stored)} as {entry.type}.", SAY_MERGE)

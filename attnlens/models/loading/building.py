@@ -1,4 +1,4 @@
-"""Builds a model from its config and tensors with transformers, quietly and within bounds; its errors become ours."""
+"""Build a model from its config and tensors with transformers, silently and within size limits; convert its errors."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Inside, transformers and accelerate log nothing that is not critical; what was set is set again at the end.
+    """Let transformers and accelerate log only critical messages inside the context; restore their levels at the end.
 
-    Its errors repeat what a config says, control characters and all; what matters of them is raised.
-    Some models log when they are run and not when they are loaded: Mamba tells at its first forward pass which of its
-    kernels are not installed.
+    Their messages repeat a config's content, including control characters; serious problems are raised as errors.
+    Some models log when they run, not when they are loaded: Mamba logs at its first forward pass which of its kernels
+    are not installed.
     """
     from transformers.utils import logging
 
@@ -55,7 +55,7 @@ def unlogged() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, transformers shows no bars and logs nothing, and nothing warns; for the time that a model is loaded."""
+    """Silence progress bars, logs and warnings inside the context, while a model is loaded."""
     from transformers.utils import logging
 
     with ExitStack() as undo:
@@ -70,15 +70,15 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def no_kernels() -> Iterator[None]:
-    """Inside, transformers downloads no compiled code from the hub; models compute the same without it.
+    """Keep transformers from downloading compiled code from the hub inside the context; models compute the same.
 
-    A patch, because security needs it and no switch covers it: with the package `kernels`, RWKV, YOSO and MRA
+    This is a patch, because security needs it and no setting covers it: with the package `kernels`, RWKV, YOSO and MRA
     call transformers' get_kernel while they are built, and neither use_kernels=False nor USE_HUB_KERNELS (which is read
-    only when transformers is first imported) stops them; HF_HUB_OFFLINE would still run what an earlier program cached.
+    only when transformers is first imported) stops them; HF_HUB_OFFLINE would still run code cached earlier.
     """
     hub: Any = import_module("transformers.integrations.hub_kernels")
-    own = getattr(hub, "get_kernel_hub", None)
-    if own is None:  # the package is not installed
+    original = getattr(hub, "get_kernel_hub", None)
+    if original is None:  # the package `kernels` is not installed
         yield
         return
 
@@ -90,27 +90,27 @@ def no_kernels() -> Iterator[None]:
     try:
         yield
     finally:
-        hub.get_kernel_hub = package.get_kernel = own
+        hub.get_kernel_hub = package.get_kernel = original
 
 
 TIMES, PARTS_TIMES = 8, 16
-"""A model may have so many times the numbers of its files (tied weights are stored once), and times their tensors."""
+"""Factors by which a model can exceed its files' numbers (tied weights are stored once), and their tensor count."""
 SPARE, SPARE_BUFFERS, SPARE_PARTS = 2**24, 2**28, 2**12
-"""What a model may have beside: numbers, numbers in tables of positions and masks, modules and tensors."""
+"""Additional allowances: numbers in weights, numbers in buffers (position tables, masks), modules and tensors."""
 
 
 @contextmanager
 def bounded(place: Location, stored: Mapping[str, Stored]) -> Iterator[None]:
-    """Inside, a model that outgrows its files is given up while it is built, when its tensors take no memory yet.
+    """Raise ModelError inside the context if a model under construction becomes too large for its files.
 
-    Raises ModelError there, with the largest size in the config.
+    Its tensors are still on the meta device and take no memory. The error names the largest size in the config.
     """
     from torch.nn.modules import module
 
     limits = {"numbers": TIMES * numbers_in(stored) + SPARE, "parts": PARTS_TIMES * len(stored) + SPARE_PARTS}
     limits["buffers"] = limits["numbers"] + SPARE_BUFFERS
     counts = dict.fromkeys(limits, 0)
-    thread = get_ident()  # the hooks are torch's own and see what every thread builds
+    thread = get_ident()  # torch's hooks are global and also see modules built by other threads
 
     def counter(kind: str) -> Callable[[nn.Module, str, Any], None]:
         def count(_owner: nn.Module, _name: str, value: Any) -> None:
@@ -139,12 +139,12 @@ def bounded(place: Location, stored: Mapping[str, Stored]) -> Iterator[None]:
 
 
 def checked_files(place: Location, trust_remote_code: bool, *, adapter_too: bool = False) -> dict[str, Stored]:
-    """The tensors of the weight files; raises ModelError for what can be told from the files before they are loaded."""
+    """Check a model's files before it is loaded, and return their tensors. Raises ModelError for unsafe or bad ones."""
     from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
     names = names_in(place.folder)
     refuse_other_forms(place.folder, names, adapter_too=adapter_too)
-    if place.form != "gguf":  # which holds its config and tokenizer itself
+    if place.form != "gguf":  # a GGUF file includes its config and tokenizer
         check_small(place.folder, names)
     check_config(place)
     if not trust_remote_code:
@@ -152,7 +152,7 @@ def checked_files(place: Location, trust_remote_code: bool, *, adapter_too: bool
     if place.gguf and not (is_gguf_available() and is_accelerate_available()):
         problem = f"{place.file} needs the packages gguf and accelerate, which are not both installed."
         raise ModelError(problem, 'Run: pip install "attnlens[gguf]"')
-    if place.urls:  # whose headers are read where the files lie
+    if place.urls:  # not downloaded: their headers are read from the hub later
         return {}
     stored = tensors_in(place)
     check_counts(place, len(stored))
@@ -160,7 +160,7 @@ def checked_files(place: Location, trust_remote_code: bool, *, adapter_too: bool
 
 
 def config_of(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
-    """Its configuration. Raises ModelError where it can't be read."""
+    """Load the model's configuration. Raises ModelError if it can't be read."""
     from transformers import AutoConfig
 
     own_models(place.config.get("model_type"))
@@ -178,7 +178,7 @@ def config_of(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def gguf_files(place: Location, config: PreTrainedConfig) -> GgufFiles | None:
-    """Open the tensors of a GGUF file; None if transformers loads its architecture in another way."""
+    """Open the tensors of a GGUF file; return None if transformers has its newer loader for the architecture."""
     from transformers.integrations.gguf.utils import is_gguf_arch_supported
 
     path = place.folder / place.file
@@ -199,10 +199,10 @@ def built(
     ignored: Iterable[str] = (),
     spread: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """The model, checked against its files, and what transformers tells of its loading.
+    """Load the model, check it against its files, and return it with transformers' loading info.
 
-    It is built from `weights` where they had to be decoded, which left the tensors `ignored` out; `spread` are the
-    options of transformers that say over which devices.
+    `weights` are decoded weights, if given, and `ignored` the names of tensors left out of them; `spread` are the
+    options of transformers that spread the model over devices.
     """
     from transformers import GenerationConfig
 
@@ -214,29 +214,29 @@ def built(
     problem = f"{place.folder / place.file}{config_file} can't be loaded"
     with foreign(problem, "Check that weights and config belong together."):
         if weights is not None:
-            # what transformers reads beside the weights where it finds them itself: it may name the first token
+            # transformers reads this file only with weights from the folder; it can set the decoder's start token
             there = (place.folder / "generation_config.json").is_file()
             settings = GenerationConfig.from_pretrained(place.folder, local_files_only=True) if there else None
             options |= {"state_dict": dict(weights), "generation_config": settings}
-        named = model_class(config, gguf=bool(place.gguf), own_code=own_code)
-        if weights is not None and hasattr(named, "_model_mapping"):  # an Auto class, which wants a folder
-            named = named._model_mapping[type(config)]
-        model, found = named.from_pretrained(
+        class_ = model_class(config, gguf=bool(place.gguf), own_code=own_code)
+        if weights is not None and hasattr(class_, "_model_mapping"):  # an Auto class requires a folder
+            class_ = class_._model_mapping[type(config)]
+        model, loading_info = class_.from_pretrained(
             place.folder if weights is None else None,
             config=config,
             dtype=dtype,
             use_safetensors=place.form == "safetensors",
             weights_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are named, and refused
+            ignore_mismatched_sizes=True,  # check_loaded refuses them by name
             local_files_only=True,
-            # a folder that can't exist: else transformers, if peft is installed, applies an adapter that lies beside
-            # the weights, unchecked, and may follow the name of its base
+            # a folder that can't exist: otherwise transformers, if peft is installed, applies an unchecked adapter
+            # next to the weights, and may load the base that it names
             adapter_kwargs={"subfolder": "\0"},
             **(place.gguf if weights is None else {}),
             **spread,
             **options,
         )
-    found = {**found, "unexpected_keys": {*found["unexpected_keys"], *ignored}}
-    check_loaded(place, model, stored, found)
-    return model, found
+    loading_info = {**loading_info, "unexpected_keys": {*loading_info["unexpected_keys"], *ignored}}
+    check_loaded(place, model, stored, loading_info)
+    return model, loading_info

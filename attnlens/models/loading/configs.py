@@ -1,4 +1,4 @@
-"""Checks config.json before a model is built, and finds the class and the tokenizer that a checkpoint asks for."""
+"""Check config.json before a model is built, and find the class and the tokenizer of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 InputKind = Literal["text", "seq2seq", "pixels", "pixels+text", "audio", "other"]
 
 AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM")
-"""The heads that predict tokens, for a checkpoint that brings its own code."""
+"""Auto classes with a head that predicts tokens, tried for a checkpoint with its own code."""
 
 
 def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> Any:
-    """The class named by the config's `architectures` (the right head, or none), else a fitting Auto class.
+    """Return the class named by the config's `architectures` (the right head, or none), else a fitting Auto class.
 
-    A GGUF file names no class; it holds a language model, so it gets that head. Whatever else names no class that
-    transformers knows is loaded without a head.
+    A GGUF file names no class, but contains a language model, so it gets a language model head. Every other
+    checkpoint without a class of transformers is loaded without a head.
     """
     import transformers
 
@@ -41,9 +41,9 @@ def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> Any:
         return getattr(transformers, next((name for name in AUTO_CLASSES if name in auto_map), "AutoModel"))
     known = own_models(config.model_type) or transformers
     for name in config.architectures or ():
-        named = getattr(known, name, None)
-        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
-            return named
+        class_ = getattr(known, name, None)
+        if isinstance(class_, type) and issubclass(class_, transformers.PreTrainedModel):
+            return class_
     if gguf and config.is_encoder_decoder:
         return transformers.AutoModelForSeq2SeqLM
     if gguf and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -52,7 +52,7 @@ def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> Any:
 
 
 def own_models(model_type: object) -> ModuleType | None:
-    """The module with the models that `study` saves, which transformers then knows; None for any other type."""
+    """Import the module of the models that `study` saves, which registers them; return None for any other type."""
     if model_type != KERNEL_TRANSFORMER:
         return None
     from attnlens.models import kernel_transformers
@@ -61,7 +61,7 @@ def own_models(model_type: object) -> ModuleType | None:
 
 
 def refuse_own_code(config: dict[str, Any], where: str) -> None:
-    """Raise ModelError where the model brings code that transformers does not know itself; never ask on stdin."""
+    """Raise ModelError if the model brings code for a type that transformers lacks; never prompt on stdin."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if config.get("auto_map") and str(config.get("model_type")) not in CONFIG_MAPPING:
@@ -70,15 +70,15 @@ def refuse_own_code(config: dict[str, Any], where: str) -> None:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of the part that reads text; of two, the encoder's (MusicGen)."""
+    """Return the configuration of the part that reads text; the encoder's if there are two (MusicGen)."""
     try:
         return config.get_text_config()
-    except ValueError:  # transformers calls it ambiguous
+    except ValueError:  # ambiguous: two parts read text
         return config.get_text_config(encoder=True)
 
 
 def kind_of(model: PreTrainedModel) -> InputKind:
-    """What the model reads: text, text on both sides (seq2seq), pixels, pixels and text (CLIP), sound, or other."""
+    """Return what the model reads: text, text on both sides (seq2seq), pixels, pixels+text (CLIP), audio, or other."""
     main = model.main_input_name
     if not isinstance(main, str) or main not in signature(model.forward).parameters:
         return "other"
@@ -91,15 +91,15 @@ def kind_of(model: PreTrainedModel) -> InputKind:
 
 
 def has_tokenizer(place: Location) -> bool:
-    """Whether a tokenizer's files lie beside the weights, or within them."""
+    """Return whether the folder has tokenizer files, or the weights are GGUF, which includes the tokenizer."""
     return bool(place.gguf) or any(path for pattern in TOKENIZERS for path in Path(place.folder).glob(pattern))
 
 
 def load_tokenizer(place: Location, config: PreTrainedConfig, *, trust_remote_code: bool) -> tuple[Any, str]:
-    """The tokenizer and an empty text, or None and why there is none.
+    """Load the tokenizer; return it with an empty string, or None with the reason why there is none.
 
-    Where files are missing, transformers returns a tokenizer of about five tokens that reads everything as unknown; the
-    size of its vocabulary gives it away.
+    If files are missing, transformers returns a tokenizer with about five tokens, which maps all text to unknown; it is
+    recognised by the size of its vocabulary.
     """
     from transformers import AutoTokenizer
 
@@ -113,19 +113,19 @@ def load_tokenizer(place: Location, config: PreTrainedConfig, *, trust_remote_co
             known = len(tokenizer)
     except TextError as error:
         return None, error.problem
-    wanted = getattr(text_config(config), "vocab_size", None) or 0
-    if known * 10 < wanted:
-        problem = f"the tokenizer has {known} tokens and the model {wanted}: its files are missing or of another kind"
+    expected = getattr(text_config(config), "vocab_size", None) or 0
+    if known * 10 < expected:
+        problem = f"the tokenizer has {known} tokens and the model {expected}: its files are missing or of another kind"
         return None, problem
     return tokenizer, ""
 
 
 @contextmanager
 def foreign(problem: str, remedy: str, kind: type[AttnlensError] = ModelError) -> Iterator[None]:
-    """Inside, whatever transformers or a tokenizer raises becomes an error of that kind, but for a lack of memory.
+    """Convert every error of transformers or a tokenizer inside the context to `kind`; ModelError if memory is short.
 
-    No list of what they raise for a stranger's files is whole. The package tokenizers raises bare Exception, and a
-    panic of its Rust, which is no Exception.
+    Such libraries raise arbitrary types for malformed files: the package tokenizers raises bare Exception, and its
+    Rust panics are not even Exceptions.
     """
     try:
         yield
@@ -147,30 +147,30 @@ SIZES = {
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_attention_heads", "num_key_value_heads"),
     *("n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"),
 }
-"""Names that transformers' families give to widths, layers and heads."""
+"""Names of widths, layer counts and head counts in the configs of transformers."""
 LISTED = re.compile(r"(layers?|depths?|num_labels)$")
-"""Names of the counts for which config classes make a list, or a map, before anything is checked."""
+"""Names of counts for which config classes build a list or a map before any check."""
 SHARED_LAYERS, MOST_LABELS = 1000, 2**20
-"""Layers that a model may have whatever its tensors are, since layers may share them (ALBERT); and labels."""
+"""Layers allowed for any number of tensors, since layers can share them (ALBERT); maximum number of labels."""
 CHOICES = {
     *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
     *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
     *("fusion_config", "transformers_weights"),
 }
-"""What a config may say of the code that computes a model, and of the file that its weights are read from."""
+"""Settings that choose the code that computes a model, or the file that its weights are read from."""
 DECODED = ("fp8", "fbgemm_fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "bitsandbytes")
-"""Methods of quantisation that attnlens decodes into plain numbers."""
+"""Quantisation methods that attnlens decodes into plain numbers."""
 READ_SETTINGS = ("quantization_config", "compression_config", "text_config.quantization_config")
-"""Where a config may say how weights are quantised: of the model, or its language model, and of no other part."""
+"""Fields that describe quantised weights, of the whole model or of its language model; no other part is decoded."""
 LARGEST_SHARE = 16
-"""Above what transformers' own configs say of the part of a head that is rotated; EfficientLoFTR's says 4."""
+"""Maximum partial_rotary_factor, above all values in transformers' own configs (EfficientLoFTR has 4)."""
 SAY_MEND = "Mend the config, or download the model again."
 
 
 def check_config(place: Location) -> None:
-    """Raise ModelError for what transformers would take or divide by, and weights in codes that are not decoded.
+    """Raise ModelError for invalid values that transformers would accept, and for unsupported quantisation.
 
-    That are sizes below 1, names that are not names, and tables of rotations without end; transformers checks the rest.
+    Such values are sizes below 1, names of the wrong type, and rotary tables of any size; transformers checks others.
     """
     file = place.folder / CONFIG
     for path, size in sizes(place.config):
@@ -180,7 +180,7 @@ def check_config(place: Location) -> None:
     for name, kind, words in kinds:
         value = place.config.get(name)
         inside = value if isinstance(value, list) else []
-        if value is not None and (not isinstance(value, kind) or not all(isinstance(one, str) for one in inside)):
+        if value is not None and (not isinstance(value, kind) or not all(isinstance(item, str) for item in inside)):
             raise ModelError(f"{file} says {name} = {written(value)}, which must be {words}.", SAY_MEND)
     for path, value in fields(place.config):
         if path.endswith("partial_rotary_factor") and isinstance(value, int | float) and not 0 < value <= LARGEST_SHARE:
@@ -197,14 +197,14 @@ def check_config(place: Location) -> None:
 
 
 def settings_of(config: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """By which method weights are quantised, and how, by what check_config lets pass; None for plain numbers."""
-    found = (value for path, value in fields(config) if path in READ_SETTINGS and isinstance(value, dict))
-    settings = next(found, None)
+    """Return the quantisation method and its settings in a checked config; None if weights are plain numbers."""
+    candidates = (value for path, value in fields(config) if path in READ_SETTINGS and isinstance(value, dict))
+    settings = next(candidates, None)
     return None if settings is None else (str(_method(settings)), settings)
 
 
 def drop_settings(config: PreTrainedConfig) -> None:
-    """Take out what says that weights are codes, which have been decoded."""
+    """Remove the quantisation settings from the config, because the weights have been decoded."""
     for part in (config, getattr(config, "text_config", None)):
         for name in ("quantization_config", "compression_config"):
             if part is not None and hasattr(part, name):
@@ -218,11 +218,11 @@ def _method(settings: dict[str, Any]) -> object:
 
 
 def check_counts(place: Location, tensors: int) -> None:
-    """Raise ModelError for more layers or labels than a model of so many tensors can have."""
+    """Raise ModelError if the config has more layers or labels than a model with so many tensors can have."""
     for path, value in fields(place.config):
-        if not (found := LISTED.search(path)):
+        if not (match := LISTED.search(path)):
             continue
-        most = MOST_LABELS if found[0] == "num_labels" else max(tensors, SHARED_LAYERS)
+        most = MOST_LABELS if match[0] == "num_labels" else max(tensors, SHARED_LAYERS)
         for count in value if isinstance(value, list) else [value]:
             if isinstance(count, int | float) and count > most:
                 raise ModelError(
@@ -233,36 +233,36 @@ def check_counts(place: Location, tensors: int) -> None:
 
 
 def take_choices(config: object) -> None:
-    """Leave the choice of code to transformers' defaults, whatever config.json says, in the configs within it too.
+    """Set all CHOICES in the config and its nested configs to None, so that transformers' defaults apply.
 
-    A name of a kernel in it would be downloaded and run.
+    transformers would download and run a kernel named there.
     """
     from transformers import PreTrainedConfig
 
-    left, seen = [config], set[int]()
-    while left:
-        each = left.pop()
-        inside = vars(each) if isinstance(each, PreTrainedConfig) else each
-        if id(each) in seen:
+    pending, seen = [config], set[int]()
+    while pending:
+        item = pending.pop()
+        inside = vars(item) if isinstance(item, PreTrainedConfig) else item
+        if id(item) in seen:
             continue
-        seen.add(id(each))
+        seen.add(id(item))
         if isinstance(inside, dict):
             inside.update(dict.fromkeys(CHOICES & inside.keys()))
-            left += inside.values()
+            pending += inside.values()
         elif isinstance(inside, list | tuple):
-            left += inside
+            pending += inside
 
 
 def refuse_mismatch(place: Location, mismatched: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> None:
-    """Raise ModelError where tensors of the checkpoint (name, its shape, the config's shape) don't have their size."""
+    """Raise ModelError if any tensors (name, stored shape, shape by the config) are mismatched."""
     if not mismatched:
         return
-    name, stored, wanted = sorted(mismatched)[0]
+    name, stored, expected = sorted(mismatched)[0]
     more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
-    has, asks = (" × ".join(map(str, shape)) for shape in (stored, wanted))
-    differing = {want for have, want in zip(stored, wanted, strict=False) if have != want}
-    said = [f"{shortened(path)} = {value}" for path, value in sizes(place.config) if value in differing]
-    because = f" ({', '.join(said)})" if said else ""
+    has, asks = (" × ".join(map(str, shape)) for shape in (stored, expected))
+    differing = {want for have, want in zip(stored, expected, strict=False) if have != want}
+    causes = [f"{shortened(path)} = {value}" for path, value in sizes(place.config) if value in differing]
+    because = f" ({', '.join(causes)})" if causes else ""
     raise ModelError(
         f"{place.folder / place.file} can't be loaded: {name}{more} is {has} there and {asks} by config.json{because}.",
         "Give the weights their own config.",
@@ -270,18 +270,18 @@ def refuse_mismatch(place: Location, mismatched: Sequence[tuple[str, Sequence[in
 
 
 def sizes(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """The sizes of a config and of those nested in it (text_config.hidden_size), by dotted path."""
+    """Yield the sizes of a config and its nested configs, each with its dotted path (text_config.hidden_size)."""
     latent = any(path.rpartition(".")[2] == "qk_nope_head_dim" for path, _ in fields(config))
     for path, value in fields(config):
         name = path.rpartition(".")[2]
         if latent and name == "head_dim":
-            continue  # latent attention has head sizes of its own, and may say 0 here (GLM 5)
+            continue  # latent attention has separate head sizes, and this one can be 0 (GLM 5)
         if name in SIZES and isinstance(value, int) and not isinstance(value, bool):
             yield path, value
 
 
 def fields(config: dict[str, Any], above: str = "") -> Iterator[tuple[str, object]]:
-    """The fields of a config and of those nested in it, by dotted path."""
+    """Yield the fields of a config and its nested configs, each with its dotted path."""
     for name, value in config.items():
         yield f"{above}{name}", value
         if isinstance(value, dict):

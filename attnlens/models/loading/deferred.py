@@ -1,7 +1,7 @@
-"""Models of shapes alone, built by transformers' own loading, whose weights are read from their files module by module.
+"""Models that have only shapes, built by transformers' own loading; weights are read from their files module by module.
 
-safetensors files of this machine are read by the safetensors library, which maps a file only while it reads a tensor;
-those of a hub by byte ranges; codes and GGUF files one weight at a time.
+Local safetensors files are read by the safetensors library, which maps a file only while it reads a tensor. Files on a
+hub are read by byte ranges, quantised weights and GGUF files one weight at a time.
 """
 
 from __future__ import annotations
@@ -45,80 +45,80 @@ if TYPE_CHECKING:
 
 @dataclass
 class DeferredWeights:
-    """The weights of a model that has shapes alone: each module's are read while somebody looks at it."""
+    """Weights of a model that has only shapes; the weights of a module are read while it is being inspected."""
 
     model: PreTrainedModel
-    """The model of shapes."""
+    """The model, whose tensors have only shapes."""
     files: SafetensorsFiles | CodedFiles | GgufFiles
-    """What its weights are read from."""
+    """Files that the weights are read from."""
     rounded_to: torch.dtype | None
-    """The type to which they are rounded when they are read; None: as they lie."""
+    """Type to which weights are rounded when read; None: the stored type."""
     bytes_read: int = 0
-    """How much was read so far."""
+    """Number of bytes read so far."""
     nonfinite: list[str] = field(default_factory=list)
-    """Names of parameters with NaN or Inf, among those read so far."""
+    """Names of parameters with NaN or Inf among those read so far."""
 
     def __post_init__(self) -> None:
         without_choices(self.model)
 
     @contextmanager
     def present(self, module: nn.Module, wanted: Callable[[], Collection[str]]) -> Iterator[None]:
-        """Inside, the `module` has values for the `wanted` of its parameters and buffers.
+        """Give the `module` values for its `wanted` parameters and buffers inside the context.
 
-        Raises ModelError where a file does not hold what it announced, or has changed.
+        Raises ModelError if a file contradicts its header, or has changed.
         """
-        kept = [(owner, dict(owner._parameters), dict(owner._buffers)) for owner in module.modules()]
+        saved = [(owner, dict(owner._parameters), dict(owner._buffers)) for owner in module.modules()]
         try:
             self._place(module, wanted())
             yield
         finally:
-            for owner, parameters, buffers in kept:
+            for owner, parameters, buffers in saved:
                 owner._parameters.update(parameters)
                 owner._buffers.update(buffers)
 
     @contextmanager
     def whole(self, path: str) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
-        """Inside, the module of that path has all its weights, in float64; with it comes the model around it."""
+        """Read all weights of the module at `path`, in float64, inside the context; yield the model and the module."""
         module = self.model.get_submodule(path)
         names = [name for part in (module.named_parameters(), module.named_buffers()) for name, _ in part]
         with self.present(module, lambda: names):
             yield self.model, module
 
     def needed(self, module: nn.Module, wanted: Collection[str]) -> list[str]:
-        """The tensors of the files that these parameters of the module are made of."""
+        """Return the names, in the files, of the tensors that the `wanted` parameters of the module are made of."""
         inside = f"{self._paths[module]}."
         targets = {inside + name for name in wanted}
         return [
             name
             for name, (target, converted) in self._targets.items()
-            # what is converted may become several parameters, and only the first is known before
+            # a converted tensor may become several parameters, of which only the first is known before reading
             if target in targets or (converted and target.startswith(inside))
         ]
 
     def sample(self, modules: Iterable[nn.Module]) -> bytes:
-        """Some bytes of each tensor of these modules, as their files have them."""
-        wanted = dict[str, None]()
+        """Return some bytes of each tensor of these modules, as stored in their files."""
+        names = dict[str, None]()
         for module in dict.fromkeys(modules):
-            wanted |= dict.fromkeys(self.needed(module, [name for name, _ in module.named_parameters()]))
-        return self.files.sample(wanted)
+            names |= dict.fromkeys(self.needed(module, [name for name, _ in module.named_parameters()]))
+        return self.files.sample(names)
 
     def _place(self, module: nn.Module, wanted: Collection[str]) -> None:
-        """Read the tensors of a module, and let transformers convert and place them."""
+        """Read the tensors of a module, and let transformers convert them and assign them to its parameters."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
-        give_back()  # what the module before left
+        give_back()  # memory freed by the previous module
         names = self.needed(module, wanted)
         self.bytes_read += self.files.size(names)
         tensors, dtype = self.files.read(names), self.rounded_to
         for name, tensor in tensors.items():
             exact = dtype is None or (tensor.is_floating_point() and torch.promote_types(tensor.dtype, dtype) == dtype)
-            tensors[name] = tensor if exact else tensor.to(dtype)  # what the type holds exactly is widened once
+            tensors[name] = tensor if exact else tensor.to(dtype)  # exact in `dtype`: widened only once, later
         settings = LoadStateDictConfig(dtype=self.model.dtype, weight_mapping=self._mapping)
         with one_thread(), quiet():
-            found, _ = convert_and_load_state_dict_in_model(self.model, tensors, settings)
+            loading_info, _ = convert_and_load_state_dict_in_model(self.model, tensors, settings)
         path = self._paths[module]
-        if found.mismatched_keys or found.conversion_errors:
+        if loading_info.mismatched_keys or loading_info.conversion_errors:
             raise ModelError(f"The weights of {path} don't have the shapes of their config.", "Download them again.")
         for name, part in module.named_parameters():
             part.requires_grad_(False)
@@ -131,46 +131,46 @@ class DeferredWeights:
 
     @cached_property
     def _mapping(self) -> list[Any]:
-        """How transformers renames and converts the tensors of such a checkpoint."""
+        """Renamings and conversions that transformers applies to the tensors of such a checkpoint."""
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         return list(get_model_conversion_mapping(self.model, None, None))
 
     @cached_property
     def _targets(self) -> Mapping[str, tuple[str, bool]]:
-        """Name in the files → the (first) parameter or buffer that it becomes, and whether it is converted."""
+        """Map from a name in the files to the (first) parameter or buffer it becomes, and whether it is converted."""
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
         renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
-        state, prefix, found = self.model.state_dict(), self.model.base_model_prefix, {}
+        state, prefix, targets = self.model.state_dict(), self.model.base_model_prefix, {}
         for name in self.files.shapes:
             target, pattern = rename_source_key(name, renamings, converters, prefix, state)
-            if target not in state and name in state:  # as transformers does: it should not have been renamed
+            if target not in state and name in state:  # as transformers does: a name of the model stays
                 target, pattern = rename_source_key(name, [], [], prefix, state)
-            found[name] = target, pattern is not None
-        return found
+            targets[name] = target, pattern is not None
+        return targets
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
 
 ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Under this name transformers is told to place tensors one after the other: its threads would share one mode."""
+"""Environment variable that makes transformers place tensors one by one: its threads would share one fake mode."""
 
 
 class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """Computes with shapes; two tensors are never equal there, so that transformers keeps those apart that it may tie.
+    """Mode that computes with shapes, in which no two tensors are equal, so that transformers does not tie them.
 
-    Checkpoints that hold a tied weight under both of its names make it compare them.
+    transformers compares two tensors if a checkpoint stores a tied weight under both of its names.
     """
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What torch calls for each operation."""
+        """Return False for `equal`, and dispatch every other operation as FakeTensorMode does."""
         return False if func is torch.ops.aten.equal.default else super().dispatch(func, types, args, kwargs)
 
 
 class Announced:
-    """A tensor of a file as transformers takes it from there: its shape is known, its numbers are not read."""
+    """Stand-in for a tensor slice of a file, in the interface that transformers reads: a known shape, no numbers."""
 
     dtype = torch.float32
 
@@ -183,19 +183,19 @@ class Announced:
 
 
 def announced(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Tensors of these shapes by name, which take part in computations as shapes."""
+    """Return stand-ins for tensors of these shapes, keyed by name, which take part in computations as shapes."""
     mode = ShapesAlone(allow_non_fake_inputs=True)
     return {name: Announced(shape, mode) for name, shape in shapes.items()}
 
 
 def is_announced(tensor: Tensor) -> bool:
-    """Whether it has a shape and no numbers."""
+    """Return whether the tensor has a shape but no numbers."""
     return isinstance(tensor, FakeTensor)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, transformers places tensors one after the other."""
+    """Make transformers place tensors one by one inside the context."""
     before = {name: value for name, value in os.environ.items() if name == ONE_THREAD}
     os.environ[ONE_THREAD] = "1"
     try:
@@ -206,14 +206,14 @@ def one_thread() -> Iterator[None]:
 
 
 def without_choices(model: PreTrainedModel) -> None:
-    """Let mixtures of experts compute in the form in which no shape depends on which expert a token chose."""
+    """Set mixtures of experts to the implementation in which no shape depends on which expert a token chose."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
             module.set_experts_implementation("batched_mm")
 
 
 def widen(model: PreTrainedModel) -> None:
-    """Make the model's tensors float64, those that are shapes and those that have numbers; tied ones stay tied."""
+    """Convert the model's floating-point tensors to float64, with or without numbers; tied tensors stay tied."""
     wide: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, part in module._parameters.items():
@@ -228,28 +228,28 @@ def widen(model: PreTrainedModel) -> None:
 
 @contextmanager
 def unspoken() -> Iterator[None]:
-    """Inside, torch does not tell on stderr which computations of shapes want numbers; they are refused in words."""
-    told = logging.getLogger("torch._subclasses.fake_tensor")
-    level = told.level
-    told.setLevel(logging.CRITICAL + 1)
+    """Silence torch's messages on stderr about shape computations that need numbers; our own errors report them."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        told.setLevel(level)
+        logger.setLevel(level)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
 LENGTH = 8
-"""Bytes in front of a safetensors header, which say how long it is."""
+"""Bytes before a safetensors header, which give its length."""
 LONGEST = 100 * 2**20
-"""Bytes of a header beyond which it is refused, as the safetensors library does."""
+"""Maximum size of a header in bytes, as in the safetensors library."""
 SAMPLE = 4096
-"""Numbers at the beginning, in the middle and at the end of a tensor that stand for it, up to a row."""
+"""Numbers sampled at the beginning, in the middle and at the end of a tensor, in whole rows, at least one."""
 ATTEMPTS = 5
-"""How often a range is asked for; each time what has arrived already is not asked for again."""
+"""Number of requests for a range; each asks only for the bytes that have not arrived."""
 WAIT = 0.5
 """Seconds before the second attempt, doubled before each later one."""
 PATIENCE = 30.0
@@ -258,79 +258,79 @@ SAY_LATER = "Run it again: what is finished is kept."
 
 
 def files_of(place: Location, config: PreTrainedConfig) -> SafetensorsFiles | CodedFiles | GgufFiles:
-    """Open the weight files of that place. Raises ModelError for a form that is not read in parts."""
+    """Open the weight files at `place`. Raises ModelError if they are in a form that can't be read in parts."""
     path = place.folder / place.file
     if place.form == "pickle":
         raise ModelError(f"{path} is a pickle, of which no single tensors are read.", "Convert it to safetensors.")
     if place.form == "gguf":
-        found = gguf_files(place, config)
-        if found is None:
+        gguf = gguf_files(place, config)
+        if gguf is None:
             raise ModelError(f"{path} has an architecture of which no single tensors are read.", SAY_LOAD)
-        return found
+        return gguf
     files = RemoteFiles([RemoteFile(*both) for both in place.urls]) if place.urls else SafetensorsFiles(place.weights)
     method = method_of(place)
     return files if method is None else CodedFiles(files, coded_weights(place, method, files.table({})))
 
 
 def read_all(files: SafetensorsFiles | CodedFiles | GgufFiles, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Read all tensors, a few at a time; those that were codes become that type, others stay as they lie."""
-    names, found = list(files.shapes), dict[str, Tensor]()
+    """Read all tensors, 64 at a time; decoded tensors are converted to `dtype`, others keep their stored type."""
+    names, tensors = list(files.shapes), dict[str, Tensor]()
     coded = files.coded if isinstance(files, CodedFiles) else files.shapes
     for start in range(0, len(names), 64):
         for name, tensor in files.read(names[start : start + 64]).items():
-            found[name] = tensor.to(dtype) if name in coded else tensor
-    return found
+            tensors[name] = tensor.to(dtype) if name in coded else tensor
+    return tensors
 
 
 class SafetensorsFiles:
-    """The tensors of safetensors files on this machine, none of which is read before it is asked for."""
+    """The tensors of local safetensors files, each read only on request."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.headers: list[FileInParts] = []
         self._entries: dict[str, tuple[WatchedFile, Stored]] = {}
         for file in map(WatchedFile, paths):
             self._entries |= {name: (file, stored) for name, stored in safetensors_header(file.path).items()}
-            with file.path.open("rb") as content:  # which the library has found to be whole
+            with file.path.open("rb") as content:  # the library has checked that the file is complete
                 header = content.read(int.from_bytes(content.read(LENGTH), "little"))
             self.headers.append(file.in_report(sha256(header).hexdigest()))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors."""
+        """Shapes of all tensors, keyed by name."""
         return {name: stored.shape for name, (_, stored) in self._entries.items()}
 
     def table(self, _stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
-        """How the tensors lie in the files."""
+        """Return the shape and type of each tensor as stored in the files."""
         return {name: stored for name, (_, stored) in self._entries.items()}
 
     def size(self, names: Iterable[str]) -> int:
-        """How many bytes these tensors have."""
+        """Return the size of these tensors in bytes."""
         return sum(self._entries[name][1].bytes for name in names)
 
     def sample(self, names: Iterable[str]) -> bytes:
-        """Some numbers of each of these tensors: a file's time may be set."""
+        """Return some numbers of each of these tensors, since a file's modification time can be set to any value."""
         return b"".join(self._opened(name, _ends) for name in names)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """These tensors. Raises ModelError where a file is gone, cut off, or has changed since it was opened."""
+        """Read these tensors. Raises ModelError if a file is gone, truncated, or has changed since it was opened."""
         return {name: self._opened(name, lambda content, name: content.get_tensor(name)) for name in names}
 
     def _opened(self, name: str, take: Callable[[Any, str], Any]) -> Any:
-        """Open the file of a tensor, take something of it, and close it: what was mapped is given back."""
+        """Open the file of a tensor, return what `take` reads of it, and close it, which unmaps the file."""
         file, _ = self._entries[name]
         file.check()
         try:
             with safe_open(file.path, framework="pt") as content:
-                found = take(content, name)
+                result = take(content, name)
         except (SafetensorError, OSError) as error:
             file.check()
             raise ModelError(f"{file.path} can't be read: {first_line(error)}", "Download it again.") from None
         file.check()
-        return found
+        return result
 
 
 def _ends(content: Any, name: str) -> bytes:
-    """Return the first, middle and last numbers of a tensor, by rows if it has rows."""
+    """Return the bytes of a tensor's first, middle and last rows; those of a scalar in full."""
     part = content.get_slice(name)
     shape = part.get_shape()
     if not shape:
@@ -345,10 +345,10 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 class RemoteFile:
-    """A safetensors file of a hub's repository at one commit, of which ranges are read; its stamp names its content.
+    """A safetensors file in a hub repository at one commit, read by ranges; its stamp (ETag) identifies its content.
 
-    huggingface_hub's own readers of ranges hold an answer of any length in memory, also of a server that sends the
-    whole file, and ask for all of a range again where the connection drops.
+    huggingface_hub's own range readers hold a response of any length in memory, even if a server sends the whole
+    file, and request the full range again if the connection drops.
     """
 
     def __init__(self, name: str, url: str) -> None:
@@ -358,21 +358,21 @@ class RemoteFile:
 
         self.name, self.url = name, url
         try:
-            found = get_hf_file_metadata(self.url)
+            metadata = get_hf_file_metadata(self.url)
         except (HfHubHTTPError, ConnectionFailure) as error:
             raise ModelError(f"{self.name} can't be read from the hub: {first_line(error)}", SAY_LATER) from error
-        if found.size is None:
+        if metadata.size is None:
             raise ModelError(f"The hub does not say how large {self.name} is.", "Download the model.")
-        self.size, self.stamp = found.size, found.etag or ""
+        self.size, self.stamp = metadata.size, metadata.etag or ""
         length = int.from_bytes(self.read(0, LENGTH), "little") if self.size >= LENGTH else 0
         if not 0 < length <= min(LONGEST, self.size - LENGTH):
             raise ModelError(f"{self.name} is cut off or no safetensors file.", "Download it again.")
         self.header = bytes(self.read(LENGTH, length))
 
     def entries(self) -> dict[str, tuple[Stored, int]]:
-        """Return each tensor's shape and type, and where it begins. Raises ModelError for a header that lies."""
+        """Return each tensor's shape, type and start offset. Raises ModelError if the header contradicts the file."""
         begin = LENGTH + len(self.header)
-        found: dict[str, tuple[Stored, int]] = {}
+        tensors: dict[str, tuple[Stored, int]] = {}
         try:
             for name, entry in json.loads(self.header).items():
                 if name != "__metadata__":
@@ -381,13 +381,13 @@ class RemoteFile:
                     if not begin <= start <= end <= self.size or end - start != stored.bytes:
                         problem = f"{self.name} is cut off, or says another size of {shortened(name)} than it has."
                         raise ModelError(problem, "Download it again.")
-                    found[name] = stored, start
+                    tensors[name] = stored, start
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             raise ModelError(f"{self.name} has no header of a safetensors file.", "Download it again.") from None
-        return found
+        return tensors
 
     def read(self, start: int, count: int) -> bytearray:
-        """Read so many bytes from there on. Raises ModelError if they can't be had in ATTEMPTS attempts."""
+        """Read `count` bytes from offset `start`. Raises ModelError if they do not arrive in ATTEMPTS attempts."""
         from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]
 
         data, problem = bytearray(), ""
@@ -399,17 +399,17 @@ class RemoteFile:
                 problem = first_line(error)
             if len(data) == count:
                 return data
-        said = problem or f"{len(data)} of {count} bytes came"
-        raise ModelError(f"{self.name} can't be read from the hub: {said}.", SAY_LATER)
+        reason = problem or f"{len(data)} of {count} bytes came"
+        raise ModelError(f"{self.name} can't be read from the hub: {reason}.", SAY_LATER)
 
     def _ask(self, start: int, count: int, data: bytearray) -> None:
-        """Add to `data` what arrives of the range behind it."""
+        """Request the missing rest of the range, and append to `data` what arrives."""
         hub: Any = import_module("huggingface_hub.utils")
         first = start + len(data)
         span = {"Range": f"bytes={first}-{start + count - 1}", "Accept-Encoding": "identity"}
         options = {"headers": hub.build_hf_headers() | span, "timeout": PATIENCE, "follow_redirects": True}
         with hub.get_session().stream("GET", self.url, **options) as answer:
-            if answer.status_code in (429, 500, 502, 503, 504):  # busy: the same question may be asked again
+            if answer.status_code in (429, 500, 502, 503, 504):  # busy: the caller tries again
                 return
             sent = answer.headers.get("Content-Range", "")
             if answer.status_code != 206 or not sent.startswith(f"bytes {first}-"):
@@ -432,81 +432,81 @@ class RemoteFiles(SafetensorsFiles):
         self._entries = {name: (file, stored) for name, (file, stored, *_) in self._spans.items()}  # type: ignore[misc]
 
     def sample(self, _names: Iterable[str]) -> bytes:
-        """Nothing: the stamp is made of the content."""
+        """Return no bytes, because the stamp already identifies the content."""
         return b""
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """These tensors. Raises ModelError if they can't be had."""
-        found: dict[str, Tensor] = {}
+        """Read these tensors. Raises ModelError if the hub does not deliver them, or their type is unknown."""
+        tensors: dict[str, Tensor] = {}
         for name in names:
             file, stored, start = self._spans[name]
             entry = {"dtype": stored.type, "shape": stored.shape, "data_offsets": [0, stored.bytes]}
             header = json.dumps({name: entry}).encode()
-            try:  # as a file of one tensor, by the library
+            try:  # the library parses a file with this one tensor
                 content = len(header).to_bytes(LENGTH, "little") + header + file.read(start, stored.bytes)
-                found |= load_bytes(bytes(content))
+                tensors |= load_bytes(bytes(content))
             except (SafetensorError, KeyError):
                 raise ModelError(f"{file.name} holds {shortened(name)} in an unknown type.", "Download it.") from None
-        return found
+        return tensors
 
 
 @dataclass
 class CodedFiles:
-    """The tensors of safetensors files, those that are codes under the names of the weights that they stand for."""
+    """The tensors of safetensors files with quantised weights, which are decoded and have the weights' own names."""
 
     files: SafetensorsFiles
-    """The tensors as they lie."""
+    """The tensors as stored."""
     coded: Mapping[str, CodedWeight]
-    """The weights that are codes."""
+    """The quantised weights, keyed by name."""
 
     @property
     def headers(self) -> list[FileInParts]:
-        """What stands for the files in a report."""
+        """Records of the files for a report."""
         return self.files.headers
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, decoded. Raises ModelError if the files don't determine them."""
+        """Shapes of all tensors after decoding. Raises ModelError if the files don't determine them."""
         stored = self.files.shapes
         used = {name for weight in self.coded.values() for name in weight.parts.values()}
-        found = {name: shape for name, shape in stored.items() if name not in used}
+        decoded = {name: shape for name, shape in stored.items() if name not in used}
         for name, weight in self.coded.items():
-            shapes = {part: stored[own] for part, own in weight.parts.items()}
-            found[name] = weight.computed(weight.scheme.shape, shapes, partial(self._part, weight))
-        return found
+            shapes = {part: stored[stored_name] for part, stored_name in weight.parts.items()}
+            decoded[name] = weight.computed(weight.scheme.shape, shapes, partial(self._part, weight))
+        return decoded
 
     def table(self, stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
-        """How the tensors would lie in files that hold them decoded."""
+        """Return the shape and type that each tensor would have in files with decoded weights."""
         types = self.files.table(stored)
         return {
             name: Stored(shape, "F32") if name in self.coded else types[name] for name, shape in self.shapes.items()
         }
 
     def size(self, names: Iterable[str]) -> int:
-        """How many bytes are read for these."""
+        """Return how many bytes are read for these tensors."""
         return self.files.size(stored for name in names for stored in self._stored(name))
 
     def sample(self, names: Iterable[str]) -> bytes:
-        """Some numbers of what each of these is made of."""
+        """Return some numbers of each stored tensor that these tensors are decoded from."""
         return self.files.sample(stored for name in names for stored in self._stored(name))
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read and decode these tensors.
 
-        Raises ModelError if one can't be decoded, or a file is gone, cut off, or has changed since it was opened.
+        Raises ModelError if one can't be decoded, or a file is gone, truncated, or has changed since it was opened.
         """
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name in names:
             parts = self.files.read(self._stored(name))
             if weight := self.coded.get(name):
-                codes = {part: parts[own] for part, own in weight.parts.items()}
+                codes = {part: parts[stored_name] for part, stored_name in weight.parts.items()}
                 parts = {name: weight.computed(weight.scheme.decode, codes, weight.settings)}
-            found |= parts
-        return found
+            tensors |= parts
+        return tensors
 
     def _part(self, weight: CodedWeight, part: str) -> Tensor:
         return self.files.read([weight.parts[part]])[weight.parts[part]]
 
     def _stored(self, name: str) -> Collection[str]:
-        """The tensors of the files that one is made of."""
+        """Return the names of the stored tensors that the tensor `name` is made of."""
         return self.coded[name].parts.values() if name in self.coded else [name]

@@ -1,6 +1,6 @@
-"""Read GGUF files: the header within bounds, the settings of attention that transformers drops, and single tensors.
+"""Read GGUF files: the header with bounds checks, attention settings that transformers drops, and single tensors.
 
-llama.cpp is the reference for what a field or tensor means.
+llama.cpp is the reference for the meaning of fields and tensors.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 VERSIONS = (2, 3)
 MOST_ITEMS = 2**21
-"""Fields, tensors, and entries of lists in a header, all together; the largest vocabularies have half of it."""
+"""Maximum total number of fields, tensors and list entries in a header; the largest vocabularies need half of it."""
 LONGEST_VALUE = 4096
 """Bytes of a text, and entries of a list, beyond which a field's value is skipped."""
 FORMATS = ("B", "b", "H", "h", "I", "i", "f", "?", "", "", "Q", "q", "d")
-"""How the value of a field is packed, by the number of its type; texts and lists have none."""
+"""struct format of a field's value, indexed by GGUF's type number; empty for texts and lists."""
 TEXT, LIST = 8, 9
 SAMPLE = 4096
-"""Bytes at the beginning, in the middle and at the end of a tensor that stand for it."""
+"""Bytes sampled at the beginning, in the middle and at the end of a tensor."""
 SAY_AGAIN = "Download it again."
 SAY_SAFETENSORS = "Get the model as safetensors: this GGUF file can't be read exactly."
 SAY_LOAD = "Leave out --from-files."
@@ -50,43 +50,43 @@ SAY_LOAD = "Leave out --from-files."
 
 
 class Entry(NamedTuple):
-    """One line of the table of tensors."""
+    """One entry of the tensor table."""
 
     name: str
     shape: tuple[int, ...]
-    """In torch's order."""
+    """Shape in torch's order, the reverse of GGUF's."""
     type: int
-    """ggml's number of how it is stored."""
+    """ggml's number of the storage type."""
     offset: int
-    """Where its data begin, from the beginning of all data."""
+    """Offset of the tensor's data in bytes, relative to `Header.data`."""
 
 
 class Header(NamedTuple):
     """The metadata of a GGUF file."""
 
     fields: dict[str, Any]
-    """Numbers, short texts and short lists of numbers by name; None for longer values."""
+    """Numbers, short texts and short lists of numbers, keyed by name; None for longer values."""
     tensors: list[Entry]
-    """The table of tensors."""
+    """The tensor table."""
     data: int
-    """Where the data of the tensors begin."""
+    """Offset of the tensor data in the file, in bytes."""
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of the architecture."""
+        """Name of the architecture in llama.cpp."""
         return str(self.fields.get("general.architecture"))
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The fields of the architecture, without its name in front."""
+        """Fields of the architecture, without its name as prefix."""
         prefix = f"{self.architecture}."
         return {name.removeprefix(prefix): value for name, value in self.fields.items() if name.startswith(prefix)}
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a GGUF file whose data are all there.
+    """Read the header of a GGUF file, and check that the file is complete.
 
-    Raises ModelError if the file is not GGUF, is cut off, or has counts that no model has.
+    Raises ModelError if the file is not GGUF, is truncated, or has implausible counts.
     """
     with path.open("rb") as file:
         try:
@@ -104,7 +104,7 @@ def read_header(path: Path) -> Header:
 
 
 class _Reader:
-    """A place in a GGUF file, and what is read from there on; struct.error where the file ends before."""
+    """Parser with a position in a GGUF file; its methods raise struct.error if the file ends too early."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data = path, data
@@ -130,29 +130,29 @@ class _Reader:
         return Header(fields, entries, -(-self.at // alignment) * alignment)
 
     def counted(self, count: int) -> Iterator[int]:
-        """So many steps; raises ModelError where they are more than a header can have."""
+        """Return an iterator of `count` steps. Raises ModelError if the header has more than MOST_ITEMS in total."""
         self.items += count
         if self.items > MOST_ITEMS:
             raise ModelError(f"{self.path} announces {self.items} entries in its header.", SAY_AGAIN)
         return iter(range(count))
 
     def unpacked(self, form: str) -> tuple[Any, ...]:
-        found = struct.unpack_from(f"<{form}", self.data, self.at)
+        values = struct.unpack_from(f"<{form}", self.data, self.at)
         self.at += struct.calcsize(f"<{form}")
-        return found
+        return values
 
     def text(self) -> str:
         (length,) = self.unpacked("Q")
         return bytes(self.unpacked(f"{self.within(length)}s")[0]).decode()
 
     def within(self, length: int) -> int:
-        """The length of what lies within the file; a longer one is none that `struct` could be asked for."""
+        """Return `length`. Raises struct.error if fewer bytes remain: struct can't be given an arbitrary length."""
         if length > len(self.data) - self.at:
             raise struct.error
         return length
 
     def value(self, kind: int) -> Any:
-        """Read one value of that type; skip a long text, and a list that is long or holds texts: they are None."""
+        """Read one value of type `kind`; skip long texts, long lists and lists of texts, and return None for them."""
         if kind == TEXT:
             (length,) = struct.unpack_from("<Q", self.data, self.at)
             if length <= LONGEST_VALUE:
@@ -194,7 +194,7 @@ class _Reader:
 
 
 def _check(path: Path, header: Header, size: int) -> None:
-    """Raise ModelError for more layers than tensors (the config's lists grow with them), and for data not all there."""
+    """Raise ModelError for more layers than tensors (lists in the config grow with layers), and for truncated data."""
     count = len(header.tensors)
     for name, number in header.fields.items():
         if name.endswith(".block_count") and isinstance(number, int) and number > count:
@@ -210,7 +210,7 @@ def _check(path: Path, header: Header, size: int) -> None:
 
 
 def _bytes(entry: Entry) -> int:
-    """Return how many bytes a tensor takes in the file."""
+    """Return the size of a tensor in the file, in bytes."""
     numbers, size = import_module("gguf").GGML_QUANT_SIZES[entry.type]
     return int(prod(entry.shape) // numbers * size)
 
@@ -227,29 +227,29 @@ ATTRIBUTES = {
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
 }
-"""Fields whose value a config takes under one of these names."""
+"""Config attributes for the value of each field; those that the config has are set."""
 BY_SHAPE = tuple(f"attention.{name}" for name in ("head_count", "head_count_kv", "key_length_swa", "value_length_swa"))
-"""Fields that the shapes of the tensors repeat, so that transformers refuses a wrong one."""
+"""Fields that the tensor shapes repeat, so that transformers rejects a wrong value."""
 ROTATION = (
     *("dimension_count", "dimension_count_swa", "freq_base", "freq_base_swa", "scale_linear", "scaling.type"),
     *("scaling.factor", "scaling.original_context_length", "scaling.finetuned", "scaling.attn_factor"),
     *("scaling.yarn_beta_fast", "scaling.yarn_beta_slow"),
 )
-"""What is applied or checked of the fields that begin with `rope.`."""
+"""Fields with the prefix `rope.` that are applied or checked."""
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors by which the frequencies of a rotation are divided."""
+"""Tensors that the frequencies of a rotation are divided by."""
 HIDDEN_SCALES = ("logit_scale", "residual_scale", "embedding_scale", "use_parallel_residual")
-"""Fields that change what attention reads, and that some architectures of llama.cpp have."""
+"""Fields of some llama.cpp architectures that change hidden states or logits."""
 BETAS = (("fast", 32.0), ("slow", 1.0))
-"""The ends of the ramp of yarn, and where they are if a file does not say it."""
+"""Ends of YaRN's ramp, in rotations over the original context, with llama.cpp's defaults."""
 LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
-"""Layers of the size of Gemma whose scale is of the width of the model, and not of a head."""
+"""Layer count of the Gemma size whose score scale uses hidden_size / heads instead of head_dim."""
 OF_ATTENTION = re.compile(r"attn|rope_f")
-"""What marks a tensor that changes attention."""
+"""Pattern in the names of tensors that change attention."""
 
 
 class Settings:
-    """The settings of attention in one GGUF file, to be applied to a config or refused."""
+    """Attention settings of a GGUF file, each of which is applied to a config, checked, or rejected."""
 
     def __init__(self, path: Path, header: Header) -> None:
         self.path, self.header = path, header
@@ -257,7 +257,7 @@ class Settings:
         self.factors = {entry.name: self._factors(entry) for entry in header.tensors if entry.name in FACTORS}
 
     def refusal(self, name: str) -> ModelError:
-        """Build the error for a field that can't be applied."""
+        """Build the ModelError for a field that can't be applied."""
         field = f"{self.header.architecture}.{name}"
         return ModelError(f"{self.path} says {shortened(field)} = {written(self.fields[name])}, which transformers' "
                           "model of it does not compute.", SAY_SAFETENSORS)  # fmt: skip
@@ -265,20 +265,20 @@ class Settings:
     def _factors(self, entry: Entry) -> list[float]:
         if entry.type == 0 and len(entry.shape) == 1:  # ggml's number of float32
             start = self.header.data + entry.offset
-            found = numpy.fromfile(self.path, "<f4", entry.shape[0], offset=start).astype(float)
-            if numpy.isfinite(found).all() and (found > 0).all():
-                return [float(factor) for factor in found]
+            factors = numpy.fromfile(self.path, "<f4", entry.shape[0], offset=start).astype(float)
+            if numpy.isfinite(factors).all() and (factors > 0).all():
+                return [float(factor) for factor in factors]
         raise ModelError(f"{self.path} has {entry.name}, which holds no frequency factors.", SAY_SAFETENSORS)
 
     def number(self, name: str, default: float) -> float:
-        """Return a field that must be a finite number of at least 0. Raises ModelError for anything else."""
+        """Return a field as a number. Raises ModelError if it is not a finite number of at least 0."""
         value = self.fields.get(name, default)
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise self.refusal(name)
         return float(value)
 
     def apply(self, config: PreTrainedConfig) -> None:
-        """Set in the config what transformers' reader drops. Raises ModelError for a field that it can't express."""
+        """Set the settings that transformers' reader drops. Raises ModelError for a field that no config expresses."""
         architecture = self.header.architecture
         if architecture in LARGE_GEMMA and hasattr(config, "query_pre_attn_scalar"):
             large = config.num_hidden_layers == LARGE_GEMMA[architecture]
@@ -301,7 +301,7 @@ class Settings:
                     "attention.value_length": _head_dim(config),
                 }.get(name, 0.0)
                 unset = value == 0 and name != "attention.causal"
-                if not unset and not math.isclose(self.number(name, 0.0), usual, rel_tol=1e-6):
+                if not unset and not math.isclose(self.number(name, 0.0), usual, rel_tol=1e-6):  # stored in float32
                     raise self.refusal(name)
         self._apply_rotation(config)
 
@@ -316,20 +316,20 @@ class Settings:
                 setattr(config, attribute, value if value or name.endswith(("epsilon", "layers")) else None)
 
     def _check_pattern(self, config: PreTrainedConfig) -> None:
-        """Raise ModelError if other layers have a window than the config says."""
+        """Raise ModelError if the layers with a sliding window differ from those of the config."""
         name = "attention.sliding_window_pattern"
         pattern, kinds = self.fields[name], getattr(config, "layer_types", None) or []
         if isinstance(pattern, int) and pattern > 0:
             pattern = [layer % pattern < pattern - 1 for layer in range(len(kinds))]
-        own = [kind == "sliding_attention" for kind in kinds]
-        if pattern and [bool(slides) for slides in pattern][: len(kinds)] != own:
+        expected = [kind == "sliding_attention" for kind in kinds]
+        if pattern and [bool(slides) for slides in pattern][: len(kinds)] != expected:
             raise self.refusal(name)
 
     # --- rotation
 
     @cached_property
     def _scaling(self) -> tuple[str, float]:
-        """The type and factor of scaling; llama.cpp takes a factor alone for linear."""
+        """Type and factor of the rotation's scaling; as in llama.cpp, a factor without a type means linear."""
         factor = self.number("rope.scaling.factor", self.number("rope.scale_linear", 0.0)) or 1.0
         kind = self.fields.get("rope.scaling.type") or "linear"
         if kind not in ("none", "linear", "yarn", "longrope"):
@@ -341,7 +341,7 @@ class Settings:
         return ("none", 1.0) if usual else (kind, factor)
 
     def _rotation(self, config: PreTrainedConfig) -> dict[str, Any]:
-        """Express the scaling as transformers does."""
+        """Return the scaling as transformers' rope_parameters, {} if none. Raises ModelError if that is impossible."""
         kind, factor = self._scaling
         first = int(self.number("rope.scaling.original_context_length", 0)) or config.max_position_embeddings
         stretch = self.number("rope.scaling.attn_factor", 1.0)
@@ -355,15 +355,15 @@ class Settings:
                 if len(factors) != count:
                     raise ModelError(f"{self.path} has {len(factors)} factors in {name}, not {count}.", SAY_SAFETENSORS)
             lengths = dict(zip(("long_factor", "short_factor"), both, strict=True))
-            own = {"factor": 1.0, "attention_factor": stretch, "original_max_position_embeddings": first}
-            return {"rope_type": "longrope"} | lengths | own
+            parameters = {"factor": 1.0, "attention_factor": stretch, "original_max_position_embeddings": first}
+            return {"rope_type": "longrope"} | lengths | parameters
         if stretch != 1:
             raise self.refusal("rope.scaling.attn_factor")
-        own = {"rope_type": kind, "factor": factor}
+        parameters = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
-            own |= {f"beta_{end}": self.number(f"rope.scaling.yarn_beta_{end}", usual) for end, usual in BETAS}
-            own |= {"original_max_position_embeddings": first, "attention_factor": 1 + 0.1 * math.log(factor)}
-        return {} if kind == "none" else own
+            parameters |= {f"beta_{end}": self.number(f"rope.scaling.yarn_beta_{end}", usual) for end, usual in BETAS}
+            parameters |= {"original_max_position_embeddings": first, "attention_factor": 1 + 0.1 * math.log(factor)}
+        return {} if kind == "none" else parameters
 
     def _apply_rotation(self, config: PreTrainedConfig) -> None:
         takes_sections = self.header.architecture.startswith("qwen35")
@@ -371,17 +371,17 @@ class Settings:
         for name, value in self.fields.items():
             if name.startswith("rope.") and value and name.removeprefix("rope.") not in known:
                 raise self.refusal(name)
-        every = getattr(config, "rope_parameters", None)
-        if not every:
+        parameters = getattr(config, "rope_parameters", None)
+        if not parameters:
             if self.factors or self._scaling[0] != "none":
                 raise ModelError(f"{self.path} has a rotation that transformers' model of it lacks.", SAY_SAFETENSORS)
             return
-        full = every.get("full_attention", every)
+        full = parameters.get("full_attention", parameters)
         if "rope.freq_base" in self.fields:
             full["rope_theta"] = self.number("rope.freq_base", 0)
-        if "rope.freq_base_swa" in self.fields and "sliding_attention" in every:
-            every["sliding_attention"]["rope_theta"] = self.number("rope.freq_base_swa", 0)
-        if full.get("rope_type") == "proportional":  # whose factors are the config's own
+        if "rope.freq_base_swa" in self.fields and "sliding_attention" in parameters:
+            parameters["sliding_attention"]["rope_theta"] = self.number("rope.freq_base_swa", 0)
+        if full.get("rope_type") == "proportional":  # its factors come from the config
             return
         rotation = self._rotation(config)
         full.update(rotation)
@@ -389,31 +389,32 @@ class Settings:
             config.original_max_position_embeddings = rotation["original_max_position_embeddings"]
 
     def check_rotation(self, model: PreTrainedModel) -> None:
-        """Raise ModelError if a table of the model's frequencies is not what llama.cpp computes from the file."""
+        """Raise ModelError if the model's rotary frequencies differ from those that llama.cpp would compute."""
         for name, table in model.named_buffers():
             if not name.endswith("inv_freq") or "original" in name:
                 continue
-            own = table.detach().double().cpu().numpy()
-            wanted = self._frequencies(own.size, local="sliding" in name)
-            if wanted.shape != own.shape or not numpy.allclose(own, wanted, rtol=1e-5, atol=1e-12):
-                said = [f"{name} = {value}" for name, value in self.fields.items() if name.startswith("rope.")]
+            actual = table.detach().double().cpu().numpy()
+            expected = self._frequencies(actual.size, local="sliding" in name)
+            # transformers computes inv_freq in float32
+            if expected.shape != actual.shape or not numpy.allclose(actual, expected, rtol=1e-5, atol=1e-12):
+                rope = [f"{name} = {value}" for name, value in self.fields.items() if name.startswith("rope.")]
                 raise ModelError(
-                    f"{self.path} says {', '.join([*said, *self.factors]) or 'nothing of its rotation'}, which is not "
+                    f"{self.path} says {', '.join([*rope, *self.factors]) or 'nothing of its rotation'}, which is not "
                     f"{name} of transformers' {type(model).__name__}.",
                     SAY_SAFETENSORS,
                 )
 
     def _frequencies(self, count: int, *, local: bool) -> numpy.ndarray[Any, Any]:
-        """Compute the frequencies of a rotation as llama.cpp does, of layers with a window if `local`.
+        """Compute the `count` frequencies of a rotation as llama.cpp does; of sliding-window layers if `local`.
 
-        None are returned if the file has another count of them.
+        The result is empty if the file's settings imply another count or are invalid.
         """
         base, kind, factor = self.number("rope.freq_base", 10000.0), *self._scaling
         if local:
             base = self.number("rope.freq_base_swa", 10000.0 if self.header.architecture == "gemma3" else base)
         divisors = self.factors.get(FACTORS[0]) or self.factors.get(FACTORS[2]) or [1.0] * count
-        said = int(self.number(f"rope.dimension_count{'_swa' * local}", 2 * count)) // 2
-        if base <= 1 or not said == len(divisors) == count:
+        rotated = int(self.number(f"rope.dimension_count{'_swa' * local}", 2 * count)) // 2
+        if base <= 1 or not rotated == len(divisors) == count:
             return numpy.empty(0)
         steps = numpy.arange(count)
         plain: numpy.ndarray[Any, Any] = base ** (-steps / count)
@@ -426,20 +427,20 @@ class Settings:
                 return numpy.empty(0)
             low, high = (count * math.log(first / each) / math.log(base) for each in turns)
             low, high = max(math.floor(low), 0), min(math.ceil(high), 2 * count - 1)
-            ramp = numpy.clip((steps - low) / max(high - low, 1e-3), 0, 1)
+            ramp = numpy.clip((steps - low) / max(high - low, 1e-3), 0, 1)  # 1e-3 as in llama.cpp
             plain *= 1 - ramp + ramp / factor
             return plain
         return numpy.asarray(plain / divisors / factor)
 
 
 def _scale(config: PreTrainedConfig) -> float:
-    """Return the scale of scores by the config."""
-    own = getattr(config, "attention_multiplier", None)
-    return float(own or (getattr(config, "query_pre_attn_scalar", None) or _head_dim(config)) ** -0.5)
+    """Return the factor that the config applies to scores, such as head_dim^(−1/2)."""
+    multiplier = getattr(config, "attention_multiplier", None)
+    return float(multiplier or (getattr(config, "query_pre_attn_scalar", None) or _head_dim(config)) ** -0.5)
 
 
 def _head_dim(config: PreTrainedConfig) -> int:
-    """Return the width of a head by the config."""
+    """Return the dimension of a head by the config."""
     sizes = [getattr(config, name, None) for name in ("global_head_dim", "head_dim", "d_kv")]
     heads = getattr(config, "num_attention_heads", None) or 1
     return int(next(filter(None, sizes), None) or config.hidden_size // heads)
@@ -449,9 +450,9 @@ def _head_dim(config: PreTrainedConfig) -> int:
 
 
 class GgufFiles:
-    """The tensors of a GGUF file under the names that they have in the model, decoded one by one.
+    """The tensors of a GGUF file under their names in the model, decoded one by one.
 
-    transformers' own loading reads whole files only; its names and conversions are used, one tensor at a time.
+    transformers' own loading reads only whole files; its names and conversions are applied to one tensor at a time.
     """
 
     def __init__(self, path: Path, header: Header, config: PreTrainedConfig, named: Any) -> None:
@@ -459,7 +460,7 @@ class GgufFiles:
 
         self._file, self._header = WatchedFile(path), header
         self._module: Any = import_module("transformers.modeling_gguf_pytorch_utils")
-        with torch.device("meta"):  # an Auto class makes a model of a config by another method
+        with torch.device("meta"):  # an Auto class builds a model by from_config, another class by its constructor
             model = getattr(named, "from_config", named)(config)
         self._shapes = {name: tuple(part.shape) for name, part in model.state_dict().items()}
         processor = self._module.TENSOR_PROCESSORS.get(header.architecture, self._module.TensorProcessor)
@@ -467,53 +468,53 @@ class GgufFiles:
         self._map: dict[str, str] = self._module.get_gguf_hf_weights_map(_two_levels(model), self._processor)
         self._sources: dict[str, list[Entry]] = {}
         self.ignored: list[str] = []
-        """Tensors of the file that have no place in the model."""
+        """Tensors of the file that match no tensor of the model."""
         for entry in header.tensors:
-            own = self._map.get(entry.name) or self._map.get(entry.name.removesuffix(".weight"))  # experts have no end
-            if own in self._shapes:
-                self._sources.setdefault(str(own), []).append(entry)
-            elif entry.name not in FACTORS:  # which Settings applies
+            target = self._map.get(entry.name) or self._map.get(entry.name.removesuffix(".weight"))  # experts lack it
+            if target in self._shapes:
+                self._sources.setdefault(str(target), []).append(entry)
+            elif entry.name not in FACTORS:  # Settings applies these
                 self.ignored.append(entry.name)
 
     @property
     def headers(self) -> list[FileInParts]:
-        """What stands for the file in a report."""
+        """Record of the file for a report."""
         return [self._file.in_report(sha256(repr(self._header).encode()).hexdigest())]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, as the model has them."""
+        """Shapes of all tensors, keyed by their names in the model."""
         return {name: self._shapes[name] for name in self._sources}
 
     def table(self, stored: Mapping[str, Any]) -> Mapping[str, Any]:
-        """How the tensors lie in the file, by its own names."""
+        """Return `stored`, the shape and type of each tensor by its name in the file."""
         return stored
 
     def size(self, names: Iterable[str]) -> int:
-        """How many bytes these tensors have in the file."""
+        """Return the size of these tensors in the file, in bytes."""
         return sum(_bytes(entry) for name in names for entry in self._sources[name])
 
     def sample(self, names: Iterable[str]) -> bytes:
-        """A few bytes of each of these tensors as they lie."""
-        found = []
+        """Return a few stored bytes of each of these tensors."""
+        parts = []
         for entry in (entry for name in names for entry in self._sources[name]):
             last = max(0, _bytes(entry) - SAMPLE)
-            found += [self._data(entry, start, min(SAMPLE, _bytes(entry))).tobytes() for start in (0, last // 2, last)]
-        return b"".join(found)
+            parts += [self._data(entry, start, min(SAMPLE, _bytes(entry))).tobytes() for start in (0, last // 2, last)]
+        return b"".join(parts)
 
     def _data(self, entry: Entry, start: int, count: int) -> numpy.ndarray[Any, Any]:
-        """Read bytes of a tensor. Raises ModelError if the file has changed since it was opened."""
+        """Read `count` bytes of a tensor from `start`. Raises ModelError if the file changed since it was opened."""
         self._file.check()
-        found = numpy.fromfile(self._file.path, numpy.uint8, count, offset=self._header.data + entry.offset + start)
+        values = numpy.fromfile(self._file.path, numpy.uint8, count, offset=self._header.data + entry.offset + start)
         self._file.check()
-        return found
+        return values
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read and decode these tensors. Raises ModelError if the file has changed since it was opened."""
         import torch
 
         library: Any = import_module("gguf")
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for entry in (entry for name in names for entry in self._sources[name]):
             kind = library.GGMLQuantizationType(entry.type)
             data = self._data(entry, 0, _bytes(entry))
@@ -522,17 +523,17 @@ class GgufFiles:
             values = data.view(plain).reshape(shape) if plain else data.reshape(shape)
             values = values.astype("<f4") if kind.name == "F64" else library.dequantize(values, kind)
             result = self._processor.process(
-                weights=values, name=entry.name, tensor_key_mapping=self._map, parsed_parameters={"tensors": found}
+                weights=values, name=entry.name, tensor_key_mapping=self._map, parsed_parameters={"tensors": tensors}
             )
             if result.name in self._map:
-                found[self._map[result.name]] = torch.from_numpy(numpy.array(result.weights))
-        return found
+                tensors[self._map[result.name]] = torch.from_numpy(numpy.array(result.weights))
+        return tensors
 
 
 def _two_levels(model: Any) -> Any:
-    """Stand in for a model where names are mapped, which would go through the children of children, too.
+    """Return a stand-in for a model whose grandchildren are hidden from transformers' name mapping.
 
-    They add no name, since a file is made of the model or of the model within it, and cost seconds.
+    Visiting them costs seconds and adds no name: a file stores the model, or the base model inside it.
     """
 
     def stand_in(part: Any, children: list[tuple[str, Any]]) -> Any:
@@ -543,16 +544,16 @@ def _two_levels(model: Any) -> Any:
 
 @contextmanager
 def read_once() -> Iterator[None]:
-    """Inside, transformers reads a file's header once, and in a third of the time.
+    """Make transformers read a file's header only once inside the context, and in a third of the time.
 
-    It reads it for the config and the tokenizer, 3 seconds each for a vocabulary of 50,000, most of them in slices of
-    numpy's memmap; there is no other way to hand it what was read. Security does not need this; loading would take
-    three times as long.
+    It reads the header for the config and again for the tokenizer, 3 seconds each for a vocabulary of 50,000, mostly in
+    slices of numpy's memmap, and has no parameter for a header that was read before. This patch only saves time:
+    without it, loading takes three times as long.
     """
     library: Any = import_module("gguf")
-    own: Any = library.GGUFReader
+    original: Any = library.GGUFReader
 
-    class Plain(own):  # type: ignore[misc]  # a class of a package that ships no types
+    class Plain(original):  # type: ignore[misc]  # a class of a package that ships no types
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, numpy.asarray(value) if name == "data" else value)
 
@@ -561,4 +562,4 @@ def read_once() -> Iterator[None]:
     try:
         yield
     finally:
-        library.GGUFReader = own
+        library.GGUFReader = original

@@ -1,4 +1,4 @@
-"""Fetches a hub model into a local folder, without waiting for a network that is not there."""
+"""Fetch a hub model into a local folder, without waiting long for an unreachable network."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 PATIENCE = 2.0
 """Seconds within which the hub must accept a connection."""
 ANSWER = 8.0
-"""Seconds within which it must answer the first question."""
+"""Seconds within which the hub must answer the first request."""
 OFFLINE = "--offline forbids the network"
 
 
 @dataclass(frozen=True)
 class Hub:
-    """One model of the hub at one revision."""
+    """A model on the hub at one revision."""
 
     id: str
     """`name` or `org/name`."""
@@ -35,15 +35,15 @@ class Hub:
     """Branch, tag or commit; None means the default branch."""
 
     def fetched(self, wanted: Callable[[Collection[str]], list[str]]) -> Path:
-        """The folder that holds `wanted(names of all files)`, downloaded if need be; its name is the commit.
+        """Download the files `wanted(names of all files)` unless cached; return their folder, named by the commit.
 
-        Without a connection the local cache answers. Raises ModelError if the model is unknown, gated or not
-        reachable, the revision does not exist, or what answers is no hub, such as a log-in page.
+        Without a connection the local cache is used. Raises ModelError if the model is unknown, gated or not
+        reachable, the revision does not exist, or the server is not a hub, such as a log-in page.
         """
         from huggingface_hub import HfApi, constants, is_offline_mode, snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-        # httpx's or httpx2's, whichever the hub's client is built on
+        # the class of httpx or httpx2, depending on the version of huggingface_hub
         from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]
 
         if is_offline_mode():
@@ -51,10 +51,10 @@ class Hub:
         if not reachable(constants.ENDPOINT):
             return self.cached("the hub can't be reached")
         try:
-            found = HfApi().model_info(self.id, revision=self.revision, timeout=ANSWER)
-            if not found.sha:
-                raise ValueError("it names no commit")  # noqa: TRY301  # one refusal for all that is no answer of a hub
-            names = [sibling.rfilename for sibling in found.siblings or []]
+            info = HfApi().model_info(self.id, revision=self.revision, timeout=ANSWER)
+            if not info.sha:
+                raise ValueError("it names no commit")  # noqa: TRY301  # handled below with all other invalid answers
+            names = [sibling.rfilename for sibling in info.siblings or []]
             return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=wanted(names)))
         except (HfHubHTTPError, HFValidationError) as error:
             raise self._refusal(error) from error
@@ -67,15 +67,15 @@ class Hub:
             ) from None
 
     def cached(self, why: str) -> Path:
-        """The folder in the local cache, which alone is asked because of `why`; its name is the commit.
+        """Return the model's folder in the local cache, named by the commit; `why` the hub is not used.
 
-        Raises ModelError where the cache does not have it.
+        Raises ModelError, which contains `why`, if the model is not cached.
         """
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
         try:
-            # only the config is asked for: other programs cache only the files that they need
+            # request only the config, because other programs cache only the files that they need
             folder = snapshot_download(
                 self.id, revision=self.revision, allow_patterns="config.json", local_files_only=True
             )
@@ -90,10 +90,10 @@ class Hub:
         return Path(folder)
 
     def _refusal(self, error: Exception) -> ModelError:
-        """The hub's answer in two lines."""
+        """Build the ModelError for an error answer of the hub."""
         from huggingface_hub import errors
 
-        if isinstance(error, errors.GatedRepoError):  # a child of RepositoryNotFoundError, so it comes first
+        if isinstance(error, errors.GatedRepoError):  # a subclass of RepositoryNotFoundError, so it comes first
             return ModelError(
                 f"{self.id} is gated: its owner gives access on request.",
                 f"Ask on the page of {self.id} on the hub, then run `hf auth login`.",
@@ -109,25 +109,25 @@ class Hub:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text that says something (and what a colon at its end announces), or its type.
+    """Return the first non-empty line of an error's text, with the next line if it ends with a colon, or its type.
 
-    Shortened, since it may repeat a file's content.
+    The result is shortened, since it may repeat a file's content.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines or isinstance(error, KeyError):  # whose text is the key alone
+    if not lines or isinstance(error, KeyError):  # the text of a KeyError is only the key
         return shortened(" ".join([type(error).__name__, *lines[:1]]))
     return shortened(" ".join(lines[:2]) if lines[0].endswith(":") else lines[0])
 
 
 def check_endpoint() -> None:
-    """Raise ModelError where HF_ENDPOINT is no address: importing the hub's library would fail on it."""
+    """Raise ModelError if HF_ENDPOINT is not a valid address: importing huggingface_hub would fail."""
     _address(os.environ.get("HF_ENDPOINT") or "", "HF_ENDPOINT")
 
 
 def reachable(endpoint: str) -> bool:
-    """Whether `endpoint`, or the proxy that leads there, accepts a connection within PATIENCE seconds.
+    """Return whether `endpoint`, or the proxy to it, accepts a connection within PATIENCE seconds.
 
-    Raises ModelError where one of them is no address.
+    Raises ModelError if one of them is not a valid address.
     """
     parts, _ = _address(endpoint, "HF_ENDPOINT")
     proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
@@ -141,7 +141,7 @@ def reachable(endpoint: str) -> bool:
         except OSError:
             answers.append(False)
 
-    # a name that does not resolve may block for longer than any socket timeout, hence the thread
+    # resolving an unknown name can block for longer than any socket timeout, hence the thread
     thread = Thread(target=knock, daemon=True)
     thread.start()
     thread.join(PATIENCE)
@@ -149,10 +149,10 @@ def reachable(endpoint: str) -> bool:
 
 
 def _address(written: str, variable: str) -> tuple[SplitResult, int]:
-    """An address and its port. Raises ModelError, which does not repeat it: a proxy's may hold a password."""
+    """Parse an address and its port. Raises ModelError without the address, since a proxy's can contain a password."""
     try:
-        found = urlsplit(written if "://" in written else f"//{written}")
-        port = found.port
+        parts = urlsplit(written if "://" in written else f"//{written}")
+        port = parts.port
     except ValueError as error:
         raise ModelError(f"{variable} is no address: {error}", f"Mend the variable {variable}, or unset it.") from None
-    return found, port or (443 if found.scheme == "https" else 80)
+    return parts, port or (443 if parts.scheme == "https" else 80)

@@ -1,4 +1,4 @@
-"""Finds the files that a model's name means (`demo`, a folder, a weight file, a hub id), and which may be read."""
+"""Find the files of a model by its name (`demo`, a folder, a weight file, a hub id), and check which can be read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENIZERS = (
     *("tokenizer*", "vocab*", "*vocab.json", "merges*", "dict.txt", "tekken*"),
     *("*.model", "*.spm", "*.codes", "*.tiktoken"),
 )
-"""Names of the files in which tokenizers are kept."""
+"""Name patterns of tokenizer files."""
 READ = (
     "config.json",
     "generation_config.json",
@@ -31,9 +31,9 @@ READ = (
     "normalizer.json",
     *TOKENIZERS,
 )
-"""Names of the small files beside the weights that transformers may open."""
+"""Name patterns of the small files next to the weights that transformers may open."""
 SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
-"""How the names of what is downloaded with the weights end."""
+"""Suffixes of the files that are downloaded with the weights."""
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
 SAY_AGAIN = "Download the model again."
@@ -42,14 +42,14 @@ SAY_PATH = "Give the path of a folder with config.json and weights, of a .gguf f
 
 
 class WatchedFile:
-    """A weight file of which parts are read, and which must stay as it was when it was opened."""
+    """A weight file that is read in parts, and must not change after it was opened."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._seen = self._stamp()
 
     def in_report(self, digest: str) -> FileInParts:
-        """Return what stands for the file in a report, with the hash of its header."""
+        """Return the record of the file for a report, with `digest` as the hash of its header."""
         changed, size, _ = self._seen
         return FileInParts(name=self.path.name, bytes=size, header_sha256=digest, stamp=str(changed))
 
@@ -61,13 +61,13 @@ class WatchedFile:
 
     def _stamp(self) -> tuple[int, int, int]:
         with readable(self.path):
-            found = self.path.stat()
-        return found.st_mtime_ns, found.st_size, found.st_ino
+            status = self.path.stat()
+        return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 @contextmanager
 def readable(path: Path, remedy: str = SAY_READABLE) -> Iterator[None]:
-    """Inside, ModelError is raised where the system does not let that file or folder be read."""
+    """Convert OSError inside the context to ModelError: the file or folder can't be read."""
     try:
         yield
     except OSError as error:
@@ -75,30 +75,30 @@ def readable(path: Path, remedy: str = SAY_READABLE) -> Iterator[None]:
 
 
 def is_there(path: Path, remedy: str = SAY_PATH) -> bool:
-    """Whether there is something at that path; raises ModelError where that can't be told."""
+    """Return whether `path` exists. Raises ModelError if the system does not allow the check."""
     with readable(path, remedy):
         try:
             path.stat()
-        except (FileNotFoundError, NotADirectoryError, ValueError):  # a name with a NUL in it
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: the name contains NUL
             return False
         return True
 
 
 def names_in(folder: Path) -> set[str]:
-    """The names of what lies in a folder; raises ModelError where it can't be looked into."""
+    """Return the names of all entries of a folder. Raises ModelError if it can't be read."""
     with readable(folder, "Make the folder readable."):
-        return set(os.listdir(folder))  # noqa: PTH208  # names alone are wanted
+        return set(os.listdir(folder))  # noqa: PTH208  # only names are needed
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a model's file; raises ModelError where it can't be read or holds something else."""
+    """Read the JSON object in a model's file. Raises ModelError if the file can't be read or contains another type."""
     return read_object(path, ModelError, SAY_AGAIN)
 
 
 def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
-    """The names of the weight files that an index names.
+    """Return the sorted names of the weight files in an index.
 
-    Raises ModelError where one is no bare name ending in `suffix`, by which it would be opened as something else.
+    Raises ModelError if one is not a bare name with this `suffix`: transformers would open it as another format.
     """
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
@@ -114,9 +114,9 @@ def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
 
 
 def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
-    """The weight file of that name in the folder.
+    """Return the path of the weight file `name` in the folder.
 
-    Raises ModelError where it is missing, no file or unreadable, or leads out of the folder and must not.
+    Raises ModelError if it is missing, unreadable, not a regular file, or links out (without `may_lead_out`).
     """
     path = folder / name
     if not is_there(path, SAY_READABLE):
@@ -130,33 +130,33 @@ def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
 
 
 def check_small(folder: Path, names: Iterable[str]) -> None:
-    """Raise ModelError for what transformers would open beside the weights, and should not.
+    """Raise ModelError for unsafe entries that transformers would open next to the weights.
 
-    That is what is no file (a named pipe would be waited for), leads out of the folder, or is too large.
+    Such entries are not regular files (reading a named pipe would block), link out of the folder, or are too large.
     """
     for name in sorted(names):
         path = folder / name
-        if name == "additional_chat_templates" and os.path.isdir(path):  # noqa: PTH112  # which never raises
+        if name == "additional_chat_templates" and os.path.isdir(path):  # noqa: PTH112  # never raises
             refuse_outside(folder, path)
             check_small(folder, (f"{name}/{inside}" for inside in names_in(path)))
-        read = any(fnmatch(name, pattern) for pattern in READ)
-        if not (read or name.endswith(SMALL_FILES)) or os.path.isdir(path):  # noqa: PTH112  # which never raises
+        is_read = any(fnmatch(name, pattern) for pattern in READ)
+        if not (is_read or name.endswith(SMALL_FILES)) or os.path.isdir(path):  # noqa: PTH112  # never raises
             continue
-        found = path.stat() if is_there(path, SAY_READABLE) else None  # a link to nothing
-        if found:
-            refuse_other_kinds(found, str(path), ModelError, SAY_AGAIN)
-        if read:
+        status = path.stat() if is_there(path, SAY_READABLE) else None  # None: a dangling link
+        if status:
+            refuse_other_kinds(status, str(path), ModelError, SAY_AGAIN)
+        if is_read:
             refuse_outside(folder, path)
-        if read and found and found.st_size > LARGEST:
+        if is_read and status and status.st_size > LARGEST:
             raise ModelError(f"{path} holds more than {LARGEST // 2**20} MiB.", SAY_AGAIN)
-        if name == "generation_config.json":  # which transformers reads without a word on what is wrong in it
+        if name == "generation_config.json":  # transformers reads it without reporting errors
             read_json(path)
 
 
 def refuse_other_forms(folder: Path, names: Iterable[str], *, adapter_too: bool = False) -> None:
-    """Raise ModelError where weights lie in the folder of which attnlens would read a part, or something else.
+    """Raise ModelError if the folder has an adapter next to the weights, or a distributed checkpoint.
 
-    `adapter_too`: an adapter that lies there is the one that was asked for.
+    `adapter_too`: the user asked for the adapter in this folder.
     """
     for name in sorted(names):
         if name in ADAPTERS and not adapter_too:
@@ -164,17 +164,17 @@ def refuse_other_forms(folder: Path, names: Iterable[str], *, adapter_too: bool 
                 f"{folder} holds an adapter ({name}) beside the weights, and nothing says whether it is to be applied.",
                 f"Add --adapter {shlex.quote(str(folder))}, or move the adapter's files into another folder.",
             )
-        if fnmatch(name, "shard-[0-9]*-model-*"):  # which transformers reads in the place of any other file
+        if fnmatch(name, "shard-[0-9]*-model-*"):  # transformers reads it instead of any other file
             problem = f"{folder} holds a distributed checkpoint ({shortened(name)}), which attnlens does not read."
             raise ModelError(problem, "Save the model with save_pretrained into another folder.")
 
 
 def refuse_outside(folder: Path, path: Path) -> None:
-    """Raise ModelError where links lead out of the folder; the hub's cache keeps the files themselves in `blobs`."""
+    """Raise ModelError if `path` links out of the folder, except into `blobs`, where the hub's cache stores files."""
     real = Path(os.path.realpath(path))
     homes = [Path(os.path.realpath(folder))]
     if folder.parent.name == "snapshots":
-        homes.append(Path(os.path.realpath(folder.parent.parent)) / "blobs")  # itself no link
+        homes.append(Path(os.path.realpath(folder.parent.parent)) / "blobs")  # not resolved: it must not be a link
     if not any(real.is_relative_to(home) for home in homes):
         problem = f"{path} leads out of its folder, to {shortened(str(real))}."
         raise ModelError(problem, "Put the file itself in its place.")
@@ -191,29 +191,28 @@ SUFFIXES: dict[Storage, str] = {"safetensors": ".safetensors", "pickle": ".bin",
 
 @dataclass(frozen=True)
 class Location:
-    """Where a model lies on this machine, and in which form."""
+    """Location of a model on this machine, and the form of its weights."""
 
     id: str
-    """The name as given, without the revision."""
+    """The name that the user gave, without the revision."""
     folder: Path
     """The folder of config, tokenizer and weights."""
     form: Storage
-    """How the weights are stored."""
+    """Storage format of the weights."""
     file: str
-    """The weight file in that folder, or the index that names its shards."""
+    """Name of the weight file in that folder, or of the index of its shards."""
     revision: str | None = None
     """The commit of a hub model."""
     named: bool = False
-    """Whether the weight file itself was named, so that a link in its place is the caller's own word."""
+    """True if the user named the weight file itself; a symlink is then trusted."""
     urls: tuple[tuple[str, str], ...] = ()
-    """Names and addresses of the weight files of a hub model that were not downloaded."""
+    """(name, URL) of each weight file of a hub model whose weights were not downloaded."""
 
     @property
     def weights(self) -> tuple[Path, ...]:
-        """The weight files: the one file, or the shards that the index names.
+        """Paths of the weight files: the single file, or the shards in the index.
 
-        Raises ModelError where the index is unreadable or names what is no weight file in the folder, and for a file
-        that is not there or leads out of the folder.
+        Raises ModelError if the index is unreadable or invalid, or if a file is missing or links out of the folder.
         """
         if not self.file.endswith(".json"):
             return (weight_file(self.folder, self.file, may_lead_out=self.named),)
@@ -222,22 +221,22 @@ class Location:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The content of config.json; empty for a GGUF file, which carries its own."""
+        """Content of config.json; empty for a GGUF file, which includes its own config."""
         return {} if self.form == "gguf" else read_json(self.folder / CONFIG)
 
     @property
     def gguf(self) -> dict[str, str]:
-        """The argument by which transformers is told to read a GGUF file."""
+        """Keyword argument that makes transformers read a GGUF file; empty for other formats."""
         return {"gguf_file": self.file} if self.form == "gguf" else {}
 
 
 def find(
     name: str, revision: str | None, *, offline: bool, allow_pickle: bool, leave_weights: bool = False
 ) -> Location:
-    """The place of the model called `name`: `demo`, a path, or a hub id (`org/name@revision`), in this order.
+    """Locate the model `name`: `demo`, a path, or a hub id (`org/name@revision`), tried in this order.
 
-    `leave_weights`: a hub model's weights are not downloaded where they are not here already. Raises ModelError where
-    there is no such model, or it has no weights that may be read; UsageError for a revision of something that has none.
+    `leave_weights`: do not download a hub model's weights unless they are cached. Raises ModelError if no such model
+    exists, or it has no weights that can be read; UsageError for a revision of `demo` or of a path.
     """
     demo = name.partition("@")[0] == "demo"
     path = DEMO if demo else with_home(name)
@@ -254,10 +253,10 @@ def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None
     names = names_in(folder)
     if _is_adapter(names):
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") if ADAPTER_CONFIG in names else None
-        named = shortened(base) if isinstance(base, str) and base.strip() else "BASE"
+        base_name = shortened(base) if isinstance(base, str) and base.strip() else "BASE"
         raise ModelError(
-            f"{name} holds an adapter of {'an unnamed model' if named == 'BASE' else named}, and no model.",
-            f"Give its base as the model: attnlens inspect {shlex.quote(named)} --adapter {shlex.quote(name)}",
+            f"{name} holds an adapter of {'an unnamed model' if base_name == 'BASE' else base_name}, and no model.",
+            f"Give its base as the model: attnlens inspect {shlex.quote(base_name)} --adapter {shlex.quote(name)}",
         )
     form, file = _weights_among(names, str(folder), allow_pickle)
     if form != "gguf" and CONFIG not in names:
@@ -266,13 +265,13 @@ def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None
 
 
 def _is_adapter(names: Collection[str]) -> bool:
-    """Whether there is an adapter and no weights of a model."""
+    """Return whether these files include an adapter but no weights of a model."""
     weights = (*SUFFIXES.values(), ".index.json")
     return not set(ADAPTERS).isdisjoint(names) and not any(name.endswith(weights) for name in {*names} - {*ADAPTERS})
 
 
 def _in_file(name: str, path: Path) -> Location:
-    """A bare weight file; a safetensors file takes its config and tokenizer from its folder."""
+    """Locate a single weight file; a safetensors file takes its config and tokenizer from its folder."""
     if path.suffix == ".gguf":
         return Location(name, path.parent, "gguf", path.name, named=True)
     if path.suffix != ".safetensors":
@@ -317,7 +316,7 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
 
 
 def _hub(name: str, revision: str | None) -> Hub:
-    """The model of the hub that is meant. Raises ModelError for what is a path, UsageError for two revisions."""
+    """Parse a hub id with its revision. Raises ModelError for a path, UsageError for no id or for two revisions."""
     id_, _, after = name.partition("@")
     if not id_:
         raise UsageError(f"{shortened(name)} names no model.", "Write it as org/name@revision.")
@@ -330,13 +329,13 @@ def _hub(name: str, revision: str | None) -> Hub:
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether it can be no hub id."""
+    """Return whether `name` is a path, which can't be a hub id."""
     starts, ends = (".", "/", "~"), ("/", ".gguf", ".safetensors")
     return name.startswith(starts) or name.endswith(ends) or "\\" in name or name.count("/") > 1
 
 
 def _weights_among(names: Collection[str], where: str, allow_pickle: bool) -> tuple[Storage, str]:
-    """The form of the weights among those files, and the file to read first: safetensors before GGUF before pickles."""
+    """Return form and first file of the weights: safetensors, else GGUF, else allowed pickle; or raise ModelError."""
     for file in (SINGLE, SHARDED):
         if file in names:
             return "safetensors", file

@@ -1,4 +1,4 @@
-"""The device and number type on which a model runs, and the memory that is free for it."""
+"""The device and number type of a model, and the memory that is free for it."""
 
 from __future__ import annotations
 
@@ -29,45 +29,45 @@ VERSIONS = {
     "": ("", ("memory.max", "memory.current", "inactive_file")),
     "memory": ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
 }
-"""Controller, as Linux lists it → the folder of its groups, and how a limit and what is taken are called there."""
+"""Cgroup controller, as Linux lists it → its folder under GROUPS, and its names of limit, usage and file pages."""
 GIB = 2**30
 
 
 def free_memory() -> int | None:
-    """Bytes that this process may still take: what the system has, and what its control group leaves; None: unknown."""
-    found = []
+    """Return the bytes that this process can still allocate, by the system and its cgroups; None if unknown."""
+    limits = []
     for line in MEMINFO.read_text().splitlines() if MEMINFO.is_file() else ():
         if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) * 1024)
+            limits.append(int(line.split()[1]) * 1024)
     for group, (limit, usage, of_files) in _groups():
         try:
-            left = int((group / limit).read_text()) - int((group / usage).read_text())
-        except (OSError, ValueError):  # there is none, or it is "max"
+            available = int((group / limit).read_text()) - int((group / usage).read_text())
+        except (OSError, ValueError):  # no such file, or the limit is "max"
             continue
-        # pages of files are counted as taken, and given back when they are wanted
+        # usage includes cached file pages, which the kernel frees on demand
         counts = group / "memory.stat"
         lines = counts.read_text().splitlines() if counts.is_file() else ()
-        found.append(left + sum(int(line.split()[1]) for line in lines if line.startswith(f"{of_files} ")))
-    if not found and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return min(found, default=None)
+        limits.append(available + sum(int(line.split()[1]) for line in lines if line.startswith(f"{of_files} ")))
+    if not limits and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(limits, default=None)
 
 
 def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The control groups that bound this process's memory: its own, and those that hold that one; a job's is one."""
+    """Yield the cgroups that limit this process's memory: its own and its parents, such as a batch job's."""
     for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
         _, controllers, path = line.split(":", 2)
         for controller in {*controllers.split(",")} & VERSIONS.keys():
             root, names = VERSIONS[controller]
-            own = GROUPS / root / path.lstrip("/")
-            # a container sees its own group as the root, whatever it is called outside
-            yield from ((group, names) for group in (own, *own.parents) if group.is_relative_to(GROUPS / root))
+            cgroup = GROUPS / root / path.lstrip("/")
+            # a container sees its own cgroup as the root, under any path
+            yield from ((group, names) for group in (cgroup, *cgroup.parents) if group.is_relative_to(GROUPS / root))
 
 
 def give_back() -> None:
-    """Give what was freed back to the system, of which glibc keeps the pieces between those that are in use.
+    """Return freed memory to the system; glibc keeps the free pieces between those in use.
 
-    What it keeps grows from layer to layer: 0.1 to 0.2 GB after 36 of an 8 B model.
+    Without this they grow from layer to layer: 0.1 to 0.2 GB after 36 layers of an 8 B model.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
@@ -75,7 +75,7 @@ def give_back() -> None:
 
 
 def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch.dtype) -> None:
-    """Raise TooLargeError where the tensors, as that type, are larger than the memory that is free."""
+    """Raise TooLargeError if the tensors, converted to `dtype`, are larger than the free memory."""
     needed, free = numbers_in(stored) * dtype.itemsize, free_memory()
     if free is not None and needed > free:
         raise TooLargeError(
@@ -89,9 +89,9 @@ NO_SUCH = "Choose --device auto or --device cpu."
 
 
 def device_of(name: str) -> torch.device:
-    """The device called `name`; `auto` is the first of cuda, mps, cpu that is there.
+    """Return the device called `name`; `auto` is the first of cuda, mps, cpu that is available.
 
-    Raises ModelError for one that this machine does not have.
+    Raises ModelError if this machine lacks the device.
     """
     import torch
 
@@ -107,9 +107,9 @@ def device_of(name: str) -> torch.device:
 
 
 def dtype_of(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype | str:
-    """The type called `name`; `auto` is the checkpoint's own, but half precision is raised to float32 on the CPU.
+    """Return the type called `name`; `auto` is the checkpoint's own, but half precision becomes float32 on the CPU.
 
-    There, half precision is slow, and its rounding would be read as asymmetry.
+    On a CPU, half precision is slow, and its rounding errors would be measured as asymmetry.
     """
     import torch
 
@@ -122,7 +122,7 @@ def dtype_of(name: str, config: PreTrainedConfig, device: torch.device) -> torch
 
 
 def refuse_beside_map(given: Mapping[str, Any]) -> None:
-    """Raise UsageError for what makes no sense in or beside --device-map, and for a bound on memory without it.
+    """Raise UsageError for options that contradict --device-map, and for --max-cpu-memory without it.
 
     `given` are the arguments of `load`.
     """
@@ -132,14 +132,14 @@ def refuse_beside_map(given: Mapping[str, Any]) -> None:
             raise UsageError("--max-cpu-memory bounds what --device-map takes.", "Add --device-map auto.")
         return
     others = {"device": given["device"] != "auto", "from_files": given["from_files"], "adapter": given["adapter"]}
-    if name := next((name for name, asked in others.items() if asked), None):
+    if name := next((name for name, is_set in others.items() if is_set), None):
         raise UsageError(f"--{name.replace('_', '-')} makes no sense beside --device-map.", "Leave one of them out.")
 
 
 def device_of_inputs(model: PreTrainedModel) -> torch.device:
-    """The device on which the model takes its inputs: that of its first weight which lies on any.
+    """Return the device that the model takes its inputs on: the device of its first weight that is not on meta.
 
-    Of a model that is spread over devices, weights that wait in other places are on the meta device.
+    If a model is spread over devices, its offloaded weights are on the meta device.
     """
     import torch
 
@@ -147,9 +147,9 @@ def device_of_inputs(model: PreTrainedModel) -> torch.device:
 
 
 def spread_over_devices(max_cpu_memory: str | None) -> dict[str, Any]:
-    """The options under which transformers spreads a model over GPUs, memory and disk: device_map="auto".
+    """Return the options that make transformers spread a model over GPUs, memory and disk: device_map="auto".
 
-    Raises UsageError where accelerate is missing.
+    Raises UsageError if accelerate is not installed.
     """
     try:
         from accelerate.utils import convert_file_size_to_int, get_max_memory
@@ -158,14 +158,14 @@ def spread_over_devices(max_cpu_memory: str | None) -> dict[str, Any]:
         raise UsageError(problem, 'Run: pip install "attnlens[big]"') from None
     most = get_max_memory()
     free = free_memory() or most["cpu"]
-    # passes and measures need the rest
+    # forward passes and measures need the other quarter
     most["cpu"] = int(0.75 * free) if max_cpu_memory is None else convert_file_size_to_int(max_cpu_memory)
     return {"device_map": "auto", "max_memory": most, "offload_folder": tempfile.mkdtemp(prefix="attnlens-")}
 
 
 @contextmanager
 def removed_with(folder: str) -> Iterator[Callable[[PreTrainedModel], None]]:
-    """The folder with weights that transformers converts is removed with the model that is handed on, else at once."""
+    """Remove the offload folder when the model passed to the yielded function is freed; without one, on exit."""
     owners: list[PreTrainedModel] = []
     try:
         yield owners.append
@@ -177,6 +177,6 @@ def removed_with(folder: str) -> Iterator[Callable[[PreTrainedModel], None]]:
 
 
 def places_of(model: PreTrainedModel) -> str:
-    """Where the model computes, as a report says it: its device, or the devices over which it is spread."""
+    """Return the model's device, or the devices that it is spread over, as text for a report."""
     spread = getattr(model, "hf_device_map", None)
     return str(device_of_inputs(model)) if spread is None else ", ".join(sorted(set(map(str, spread.values()))))

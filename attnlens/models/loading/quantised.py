@@ -1,8 +1,8 @@
 """Decode weights stored as codes with scales: fp8, mxfp4, GPTQ, AWQ, compressed-tensors, bitsandbytes.
 
-W = (codes − zeros) · scales, in each method's own order. transformers decodes mxfp4. Its other decoders can't be used:
-that of fp8 guesses the side of a block from the number of scales, and refuses smaller blocks at an edge; those of
-GPTQ, AWQ, compressed-tensors and bitsandbytes need packages that the bare install lacks, most of them a GPU as well.
+W = (codes − zeros) · scales, in the layout of each method. transformers decodes mxfp4. Its other decoders can't be
+used: the fp8 decoder guesses the block size from the number of scales, and rejects smaller blocks at an edge; those of
+GPTQ, AWQ, compressed-tensors and bitsandbytes need packages that the bare install lacks, and most also need a GPU.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ if TYPE_CHECKING:
 
 Returned = TypeVar("Returned")
 Parts = Mapping[str, "Tensor"]
-"""End of a tensor's name → the tensor; the codes under the empty end."""
+"""The tensors of a weight, keyed by the suffix of their names; "" is the key of the codes."""
 PartShapes = Mapping[str, tuple[int, ...]]
 Settings = Mapping[str, Any]
-"""What config.json says of the codes."""
+"""Quantisation settings in config.json."""
 
 SAY_UNQUANTISED = "Get the model unquantised, or as GGUF."
 FLOAT8 = ("torch.float8_e4m3fn", "torch.float8_e5m2")
 SCALES = ("_scale_inv", "_scale", ".scale", ".qscale_weight")
-"""How the names of scales of float8 end, two behind the weight's name and two behind its module's."""
+"""Suffixes of float8 scales: two after the weight's name, two after its module's name."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which of the eight codes in a word of AWQ belongs to which of eight neighbouring columns."""
+"""Position in an AWQ word of the code for each of eight neighbouring columns."""
 COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
-"""The formats of compressed-tensors that are decoded."""
+"""Formats of compressed-tensors that are decoded."""
 QUANT_STATE = ".quant_state.bitsandbytes__"
-"""How the name of what bitsandbytes says of its codes goes on behind the weight's, before their kind."""
+"""Suffix after the weight's name, followed by the code type, of bitsandbytes' tensor that describes the codes."""
 
 
 class CodesError(Exception):
-    """Why codes can't be decoded; CodedWeight says of which tensor."""
+    """Reason why codes can't be decoded; CodedWeight adds the tensor's name."""
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def method_of(place: Location) -> str | None:
-    """Return the method by which the weights are quantised, if attnlens is to decode them; None for all others.
+    """Return the quantisation method of the weights if it is one that attnlens decodes, else None.
 
-    Raises ModelError if they lie in a pickle, or the method has a form that is not decoded.
+    Raises ModelError if the weights are a pickle, or use an unsupported variant of the method.
     """
-    found = settings_of(place.config)
-    if found is None or found[0] not in DECODED:
+    quantisation = settings_of(place.config)
+    if quantisation is None or quantisation[0] not in DECODED:
         return None
-    method, settings = found
+    method, settings = quantisation
     reason = "are a pickle" if place.form == "pickle" else _refusal(method, settings)
     if reason is not None:
         raise ModelError(f"The weights of {place.folder} are quantised by {method} and {reason}.", SAY_UNQUANTISED)
@@ -64,7 +64,7 @@ def method_of(place: Location) -> str | None:
 
 
 def _refusal(method: str, settings: Settings) -> str | None:
-    """Return why checkpoints with those settings are not decoded; None if they are."""
+    """Return the reason why checkpoints with those settings can't be decoded; None if they can."""
     if method == "compressed-tensors":
         unknown = settings.get("format") not in COMPRESSED
         sparse = (settings.get("sparsity_config") or {}) not in ({}, {"format": "dense"})
@@ -79,18 +79,18 @@ def _refusal(method: str, settings: Settings) -> str | None:
 
 @dataclass(frozen=True)
 class CodedWeight:
-    """A weight that is stored as codes: which tensors it is made of, and how."""
+    """A weight that is stored as codes, with its tensors and its scheme."""
 
     name: str
     scheme: Scheme
     parts: Mapping[str, str]
-    """End of a name → the tensor of the files that is called so; the codes under the empty end."""
+    """Names of its tensors in the files, keyed by their suffix; "" is the key of the codes."""
     settings: Settings
     where: str
-    """The method and the place, for errors."""
+    """Folder and method, for errors."""
 
     def computed(self, function: Callable[..., Returned], *arguments: object) -> Returned:
-        """Return what its scheme computes of its parts. Raises ModelError if they don't determine it."""
+        """Call a function of the scheme and return its result. Raises ModelError, with the name, for a CodesError."""
         try:
             return function(*arguments)
         except CodesError as error:
@@ -99,9 +99,9 @@ class CodedWeight:
 
 
 def coded_weights(place: Location, method: str, names: Mapping[str, object]) -> dict[str, CodedWeight]:
-    """List the weights that are stored as codes among the tensors of such names. Raises ModelError if none is."""
-    found = settings_of(place.config)
-    settings: Settings = found[1] if found else {}
+    """Return the weights stored as codes among tensors with these names. Raises ModelError if there are none."""
+    quantisation = settings_of(place.config)
+    settings: Settings = quantisation[1] if quantisation else {}
     where = f"{place.folder} ({method})"
     weights = [
         CodedWeight(stem + scheme.target, scheme, parts, settings, where)
@@ -114,7 +114,7 @@ def coded_weights(place: Location, method: str, names: Mapping[str, object]) -> 
 
 
 def _groups(schemes: tuple[Scheme, ...], names: Mapping[str, object]) -> Iterator[tuple[Scheme, str, dict[str, str]]]:
-    """Yield each coded weight: its scheme, its stem, and the tensors that it is made of by their part."""
+    """Yield each coded weight: its scheme, the stem of its name, and the names of its tensors keyed by suffix."""
     for scheme in schemes:
         for name in names:
             stem = name.removesuffix(scheme.code)
@@ -127,13 +127,13 @@ def _groups(schemes: tuple[Scheme, ...], names: Mapping[str, object]) -> Iterato
 
 
 def float8(parts: Parts, settings: Settings) -> Tensor:
-    """Compute codes · scale, with one scale for the tensor, for each row, or for each block of `weight_block_size`."""
+    """Compute codes · scale, with one scale per tensor, per row, or per block of `weight_block_size`."""
     if str(parts[""].dtype) not in FLOAT8:
         raise CodesError(f"its codes are {parts[''].dtype} and no float8")
-    scale, said = _scale(parts), settings.get("weight_block_size")
-    if said and scale.numel() == 1 and any(size > side for size, side in zip(parts[""].shape, said, strict=False)):
-        raise CodesError(f"it has one scale, and weight_block_size is {said}")
-    return parts[""].float() * _spread(scale, parts[""].shape, said or [128, 128])  # as transformers assumes
+    scale, block = _scale(parts), settings.get("weight_block_size")
+    if block and scale.numel() == 1 and any(size > side for size, side in zip(parts[""].shape, block, strict=False)):
+        raise CodesError(f"it has one scale, and weight_block_size is {block}")
+    return parts[""].float() * _spread(scale, parts[""].shape, block or [128, 128])  # transformers' default
 
 
 def compressed(parts: Parts, settings: Settings) -> Tensor:
@@ -162,7 +162,7 @@ def _scale(parts: Parts) -> Tensor:
 
 
 def _zeros(parts: Parts, group: Settings) -> Tensor | None:
-    """Return the zeros of compressed-tensors; raises CodesError if the settings say that there are none."""
+    """Return the zeros of compressed-tensors, or None. Raises CodesError for nonzero ones if `symmetric` is true."""
     zero = parts.get("_zero_point")
     if zero is not None and group.get("symmetric") and bool(zero.any()):
         raise CodesError("it has zeros, and symmetric is true")
@@ -170,7 +170,7 @@ def _zeros(parts: Parts, group: Settings) -> Tensor | None:
 
 
 def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
-    """Return a scale for every code: of the tensor's, each row's, or each block's."""
+    """Expand scales (one per tensor, per row or per block) to one per code; a single scale stays a scalar."""
     if scale.numel() == 1:
         return scale.reshape(())
     grid = scale[:, None] if scale.dim() == 1 else scale
@@ -178,9 +178,9 @@ def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
         raise CodesError(f"a scale of {tuple(scale.shape)} does not go with codes of {tuple(shape)}")
     sides = block if isinstance(block, list) and len(block) == 2 else (None, None)
     by_rows = grid.shape[-2:] == (shape[-2], 1)
-    for axis, said in zip((-2, -1), sides, strict=True):
+    for axis, size in zip((-2, -1), sides, strict=True):
         length, count = shape[axis], grid.shape[axis]
-        side = said if isinstance(said, int) and said > 0 and not by_rows else {1: length, length: 1}.get(count)
+        side = size if isinstance(size, int) and size > 0 and not by_rows else {1: length, length: 1}.get(count)
         if side is None or ceil(length / side) != count:
             of = "" if side is None else f" into blocks of {side}"
             raise CodesError(f"{count} scales do not divide {length} codes{of}")
@@ -189,18 +189,18 @@ def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
 
 
 def _weight_groups(settings: Settings) -> list[dict[str, Any]]:
-    """Return what the settings of compressed-tensors say of weights, group by group."""
+    """Return the `weights` settings of each group in the config of compressed-tensors."""
     groups = settings.get("config_groups")
-    every = groups.values() if isinstance(groups, dict) else ()
-    found = [group.get("weights") for group in every if isinstance(group, dict)]
-    return [weights for weights in found if isinstance(weights, dict)]
+    values = groups.values() if isinstance(groups, dict) else ()
+    settings_by_group = [group.get("weights") for group in values if isinstance(group, dict)]
+    return [weights for weights in settings_by_group if isinstance(weights, dict)]
 
 
 # --- codes packed into words: GPTQ, AWQ, compressed-tensors ----------------------------------------------------------
 
 
 def packed(parts: Parts, settings: Settings) -> Tensor:
-    """Compute (codes − 2^(b−1) − zero) · scale of b bits, packed along rows (compressed-tensors)."""
+    """Compute (codes − 2^(b−1) − zero) · scale for codes of b bits, packed along rows (compressed-tensors)."""
     import torch
 
     words, scale = parts[""], parts.get("_scale")
@@ -208,8 +208,8 @@ def packed(parts: Parts, settings: Settings) -> Tensor:
     if scale is None or scale.dim() != 2 or len(shape) != 2 or words.dim() != 2 or words.shape[0] != shape[0]:
         raise CodesError("its codes, scales and shape don't go together")
     groups = _weight_groups(settings)
-    asked = {group.get("num_bits") for group in groups}
-    fitting = [bits for bits in (2, 4, 8) if bits in asked and ceil(shape[1] * bits / 32) == words.shape[1]]
+    declared = {group.get("num_bits") for group in groups}
+    fitting = [bits for bits in (2, 4, 8) if bits in declared and ceil(shape[1] * bits / 32) == words.shape[1]]
     if len(fitting) != 1:
         raise CodesError(f"{words.shape[1]} words a row are no {shape[1]} codes of 2, 4 or 8 bits")
     bits = fitting[0]
@@ -223,11 +223,11 @@ def packed(parts: Parts, settings: Settings) -> Tensor:
 
 
 def gptq(parts: Parts, settings: Settings) -> Tensor:
-    """Compute ((codes − zero) · scale)ᵀ, packed along inputs; zeros are stored less 1, but in the format gptq_v2."""
+    """Compute ((codes − zero) · scale)ᵀ, packed along inputs; zeros are stored minus 1, except in gptq_v2."""
     words, zero_words, scale = _three(parts)
     bits = _bits(zero_words.shape[1], scale.shape[1])
-    overridden = {name for own in (settings.get("dynamic") or {}).values() for name in own or {}}
-    settings = {name: value for name, value in settings.items() if name not in overridden}  # modules have their own
+    overridden = {name for overrides in (settings.get("dynamic") or {}).values() for name in overrides or {}}
+    settings = {name: value for name, value in settings.items() if name not in overridden}  # they vary by module
     if settings.get("bits", bits) != bits:
         raise CodesError(f"its codes have {bits} bits, and bits is {settings['bits']}")
     codes = _unpacked(words.mT, bits).mT
@@ -241,7 +241,7 @@ def gptq(parts: Parts, settings: Settings) -> Tensor:
 
 
 def awq(parts: Parts, settings: Settings) -> Tensor:
-    """Compute ((codes − zero) · scale)ᵀ of four bits, packed along outputs in the order of AWQ_ORDER."""
+    """Compute ((codes − zero) · scale)ᵀ for codes of four bits, packed along outputs in the order of AWQ_ORDER."""
     words, zero_words, scale = _three(parts)
     codes, zeros = (
         _unpacked(part, 4).reshape(*part.shape, 8)[..., list(AWQ_ORDER)].flatten(-2) for part in (words, zero_words)
@@ -252,9 +252,9 @@ def awq(parts: Parts, settings: Settings) -> Tensor:
 
 
 def _transposed(codes: Tensor, zeros: Tensor, scale: Tensor, settings: Settings, index: Tensor | None = None) -> Tensor:
-    """Compute ((codes − zero) · scale)ᵀ of codes with a row for each input, zeros and scales with one for each group.
+    """Compute ((codes − zero) · scale)ᵀ, where codes have one row per input, zeros and scales one row per group.
 
-    `index` is the group of each input; without it they lie one after the other.
+    `index` is the group of each input; None means that groups are consecutive runs of inputs.
     """
     import torch
 
@@ -274,7 +274,7 @@ def _transposed(codes: Tensor, zeros: Tensor, scale: Tensor, settings: Settings,
 
 
 def _three(parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, zeros and scales, of which GPTQ and AWQ have all."""
+    """Return codes, zeros and scales of GPTQ or AWQ. Raises CodesError if one is missing or malformed."""
     _matrices({name: tuple(part.shape) for name, part in parts.items()})
     if str(parts[""].dtype) != "torch.int32":
         raise CodesError("its codes are no words of 32 bits")
@@ -282,15 +282,15 @@ def _three(parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _matrices(shapes: PartShapes) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of codes, zeros and scales, each a matrix."""
-    found = tuple(shapes.get(part, ()) for part in ("", ".qzeros", ".scales"))
-    if any(len(shape) != 2 for shape in found):
+    """Return the shapes of codes, zeros and scales. Raises CodesError if one is missing or not a matrix."""
+    parts = tuple(shapes.get(part, ()) for part in ("", ".qzeros", ".scales"))
+    if any(len(shape) != 2 for shape in parts):
         raise CodesError("it lacks zeros or scales, or its codes, zeros and scales are no matrices")
-    return found
+    return parts
 
 
 def _bits(zero_words: int, scales: int) -> int:
-    """Return how many bits a code has, by the zeros of a group: as many as its scales, packed."""
+    """Return the bits per code: a group has as many packed zeros as scales. Raises CodesError if not 2, 4 or 8."""
     bits = 32 * zero_words / max(scales, 1)
     if bits not in (2, 4, 8):
         raise CodesError(f"its codes have {bits:g} bits, and not 2, 4 or 8")
@@ -298,7 +298,7 @@ def _bits(zero_words: int, scales: int) -> int:
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """Return the codes in words of 32 bits, the lowest bits first."""
+    """Unpack the codes in words of 32 bits, lowest bits first."""
     import torch
 
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
@@ -310,7 +310,7 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def microscaled(parts: Parts, _settings: Settings) -> Tensor:
-    """Compute FP4[code] · 2^(scale − 127), two codes a byte, a scale for each block (mxfp4), as transformers does."""
+    """Compute FP4[code] · 2^(scale − 127) by transformers, for two codes per byte and one scale per block (mxfp4)."""
     import torch
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -318,19 +318,19 @@ def microscaled(parts: Parts, _settings: Settings) -> Tensor:
     _blocks({name: tuple(part.shape) for name, part in parts.items()})
     if (codes.dtype, scale.dtype) != (torch.uint8, torch.uint8):
         raise CodesError("its codes and scales are no bytes")
-    found: Tensor = convert_moe_packed_tensors(codes, scale, dtype=torch.float32)
-    return found
+    weight: Tensor = convert_moe_packed_tensors(codes, scale, dtype=torch.float32)
+    return weight
 
 
 def _blocks(shapes: PartShapes) -> tuple[int, ...]:
-    """Return the shape of the blocks of mxfp4, each with a scale."""
+    """Return the shape of mxfp4's blocks. Raises CodesError unless each block has one scale."""
     if len(shapes[""]) != 4 or shapes[""][:3] != shapes["_scales"]:
         raise CodesError("its blocks and scales don't go together")
     return shapes[""]
 
 
 def four_bits(parts: Parts, settings: Settings) -> Tensor:
-    """Compute map[code] · absmax of each block, two codes a byte, the higher bits first (bitsandbytes nf4 and fp4)."""
+    """Compute map[code] · absmax per block, for two codes per byte, higher bits first (bitsandbytes nf4 and fp4)."""
     import torch
 
     state = _state(parts)
@@ -347,24 +347,24 @@ def four_bits(parts: Parts, settings: Settings) -> Tensor:
     if values is None or values.shape != (16,):
         raise CodesError("it has no table of sixteen values")
     count = prod(shape)
-    found = values.float()[torch.stack([codes >> 4, codes & 15], -1).flatten().long()[:count]]
-    return (found * _by_block(_largest(parts, state), side, count)).reshape(*shape)
+    mapped = values.float()[torch.stack([codes >> 4, codes & 15], -1).flatten().long()[:count]]
+    return (mapped * _by_block(_largest(parts, state), side, count)).reshape(*shape)
 
 
 def _state(parts: Parts) -> dict[str, Any]:
-    """Read what bitsandbytes says of the codes in JSON, which it stores as a tensor of bytes."""
+    """Parse bitsandbytes' description of the codes: JSON stored as a tensor of bytes. Raises CodesError if it can't."""
     stored = next((value for part, value in parts.items() if part.startswith(QUANT_STATE)), None)
     try:
-        found = json.loads(bytes(stored.tolist())) if stored is not None and stored.numel() < 2**16 else None
+        state = json.loads(bytes(stored.tolist())) if stored is not None and stored.numel() < 2**16 else None
     except (ValueError, TypeError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        state = None
+    if not isinstance(state, dict):
         raise CodesError("nothing says what its codes are")
-    return found
+    return state
 
 
 def _largest(parts: Parts, state: Mapping[str, Any]) -> Tensor:
-    """Return absmax of each block, which may itself be codes with a map, an absmax of each block, and an offset."""
+    """Return absmax of each block, decoded if it is itself stored as codes with map, absmax per block and offset."""
     absmax = parts.get(".absmax")
     if absmax is None:
         raise CodesError("it has no absmax")
@@ -386,7 +386,7 @@ def _by_block(largest: Tensor, side: int, count: int) -> Tensor:
 
 
 def eight_bits(parts: Parts, settings: Settings) -> Tensor:
-    """Compute codes · SCB/127 row by row (bitsandbytes LLM.int8)."""
+    """Compute codes · SCB/127 for each row (bitsandbytes LLM.int8)."""
     codes, largest = parts[""], parts.get(".SCB")
     if settings.get("load_in_4bit"):
         raise CodesError("its codes have eight bits, and load_in_4bit is true")
@@ -401,50 +401,50 @@ def eight_bits(parts: Parts, settings: Settings) -> Tensor:
 # --- shapes, and the table of methods --------------------------------------------------------------------------------
 
 PartReader = Callable[[str], "Tensor"]
-"""Reads one of the tensors that a weight is made of, by the end of its name."""
+"""Function that reads one tensor of a weight by the suffix of its name."""
 
 
 def along_inputs(shapes: PartShapes, _read: PartReader) -> tuple[int, ...]:
-    """Return the shape of a weight of GPTQ, in whose words the codes of neighbouring inputs lie."""
+    """Return the shape of a GPTQ weight, whose words pack the codes of neighbouring inputs."""
     words, zero_words, scale = _matrices(shapes)
     return scale[1], words[0] * 32 // _bits(zero_words[1], scale[1])
 
 
 def along_outputs(shapes: PartShapes, _read: PartReader) -> tuple[int, ...]:
-    """Return the shape of a weight of AWQ, in whose words the codes of neighbouring outputs lie."""
+    """Return the shape of an AWQ weight, whose words pack the codes of neighbouring outputs."""
     words, _, scale = _matrices(shapes)
     return scale[1], words[0]
 
 
 def in_pairs(shapes: PartShapes, _read: PartReader) -> tuple[int, ...]:
-    """Return the shape of experts of mxfp4: (experts, rows, blocks, bytes) → (experts, numbers, rows)."""
+    """Return the shape of mxfp4 experts: blocks (experts, rows, blocks, bytes) decode to (experts, numbers, rows)."""
     experts, rows, blocks, pairs = _blocks(shapes)
     return experts, 2 * blocks * pairs, rows
 
 
 def stated(shapes: PartShapes, read: PartReader) -> tuple[int, ...]:
-    """Return the shape that compressed-tensors writes beside its words, and bitsandbytes into its state."""
+    """Return the stored shape: compressed-tensors has a tensor for it, bitsandbytes an entry of the quant_state."""
     state = {part: read(part) for part in shapes if part.startswith(QUANT_STATE)}
-    found = read("_shape").tolist() if "_shape" in shapes else _state(state).get("shape")
-    if not (isinstance(found, list) and found and all(isinstance(size, int) and size > 0 for size in found)):
+    shape = read("_shape").tolist() if "_shape" in shapes else _state(state).get("shape")
+    if not (isinstance(shape, list) and shape and all(isinstance(size, int) and size > 0 for size in shape)):
         raise CodesError("nothing says which shape it has")
-    return tuple(found)
+    return tuple(shape)
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one kind of coded weight is stored."""
+    """Storage scheme of one kind of coded weight."""
 
     code: str
-    """How the name of its codes ends, behind the weight's stem."""
+    """Suffix of the codes' name after the weight's stem."""
     target: str
-    """How the weight's own name ends."""
+    """Suffix of the weight's own name after the stem."""
     companions: tuple[str, ...]
-    """The ends of the names of what else it is made of; one of them must be there."""
+    """Suffixes of its other tensors; at least one of them must exist."""
     decode: Callable[[Parts, Settings], Tensor]
-    """(parts by those ends, the codes by "", settings) → the weight in float32; raises CodesError."""
+    """Function from parts and settings to the weight in float32; raises CodesError."""
     shape: Callable[[PartShapes, PartReader], tuple[int, ...]] = lambda shapes, _read: shapes[""]
-    """(shapes of the parts, what reads one of them) → the weight's shape, by default that of the codes."""
+    """Function from the parts' shapes, and a reader of parts, to the weight's shape; by default the codes' shape."""
 
 
 _FLOAT8 = (Scheme("", "", SCALES[:2], float8), Scheme(".weight", ".weight", SCALES[2:], float8))

@@ -1,4 +1,4 @@
-"""Lists the tensors in weight files by their headers alone, and checks that a loaded model has their numbers."""
+"""List the tensors in weight files by their headers alone, and check that a loaded model has their numbers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 PACKED = ("qweight", "qzeros", "weight_packed", "SCB", "absmax", "quant_map")
-"""What quantised checkpoints call their codes, and what these alone have."""
+"""Names of tensors that only quantised checkpoints have."""
 SCALE = re.compile(r"(_scale|_scale_inv|_scales|_zero_point|\.scales?)$")
-"""How the names of scales and zeros end, behind the name of their weight."""
+"""Suffixes of scales and zeros after the name of their weight."""
 
 
 def check_loaded(
     place: Location, model: PreTrainedModel, stored: Mapping[str, Stored], found: Mapping[str, Any]
 ) -> None:
-    """Raise ModelError where transformers loaded a model that its files don't hold, as `found` tells of the loading.
+    """Raise ModelError if the loaded model differs from its files; `found` is transformers' loading info.
 
-    It leaves an adapter's tensors out, takes codes for numbers, fills at random what does not fit, and takes either of
-    two tensors that stand for one.
+    Without an error, transformers ignores an adapter's tensors, reads quantised codes as numbers, fills mismatched
+    parameters at random, and picks either of two tensors for one parameter.
     """
     where = place.folder / place.file
     if low_rank := [name for name in sorted(found["unexpected_keys"]) if re.search(r"(^|[._])lora_", name)]:
@@ -60,7 +60,7 @@ def check_loaded(
 
 
 def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
-    """Names of the parameters with NaN or Inf in them, in the model's order; those on disk are read one by one."""
+    """Return the names of parameters with NaN or Inf, in the model's order; offloaded ones are loaded one by one."""
     from transformers.integrations.accelerate import load_offloaded_parameter
 
     return [
@@ -72,16 +72,16 @@ def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
 
 
 def _of_codes(name: str, stored: Mapping[str, Stored]) -> bool:
-    """Whether a tensor without a place is codes, or the scale or zero of a weight that is stored."""
+    """Return whether an unused tensor has a name of quantised codes, or is the scale or zero of a stored weight."""
     stem = SCALE.sub("", name)
     return _leaf(name) in PACKED or (stem != name and (stem in stored or f"{stem}.weight" in stored))
 
 
 def _codes(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set[str]) -> list[str]:
-    """The tensors whose codes were taken for numbers: all that are no buffers, and are not left out."""
+    """Return the encoded tensors that were loaded as numbers: all except buffers, unexpected and ignored tensors."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     others = {name for name, _ in model.named_buffers()} | unexpected
-    # transformers may store a buffer under another path; its own name stays
+    # transformers can store a buffer under another path, so that only its last name component is compared
     counters = {_leaf(name) for name, buffer in model.named_buffers() if not buffer.is_floating_point()}
     counters -= set(map(_leaf, parameters))
     ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ["(?!)"]))
@@ -99,80 +99,80 @@ def _leaf(name: str) -> str:
 
 
 def _twice(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set[str]) -> tuple[str, str] | None:
-    """The first two tensors that are the same parameter, one with and one without the name of the model within."""
+    """Return the first two stored tensors of one parameter, with and without the base model's prefix; else None."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     taken: dict[str, str] = {}
     for name in stored:
-        own = next((each for each in names_in_model(name, model.base_model_prefix) if each in parameters), None)
-        if own is not None and name not in unexpected:
-            if own in taken:
-                return taken[own], name
-            taken[own] = name
+        parameter = next((each for each in names_in_model(name, model.base_model_prefix) if each in parameters), None)
+        if parameter is not None and name not in unexpected:
+            if parameter in taken:
+                return taken[parameter], name
+            taken[parameter] = name
     return None
 
 
 def names_in_model(name: str, prefix: str) -> tuple[str, ...]:
-    """What a tensor may be called in the model: as it is, with and without the name of the model within the model."""
+    """Return the possible names of a tensor in the model: unchanged, with, and without the base model's prefix."""
     return name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")
 
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""safetensors' names of the types in which a number is stored as itself."""
+"""safetensors' names of the floating-point types of unquantised weights."""
 SAY_ONCE = "Save the model again, so that each of its tensors is stored once."
 DECODED = "GGUF"
-"""Stands for the types of a GGUF file, all of which are decoded."""
+"""Type recorded for every tensor of a GGUF file, since all its types are decoded."""
 
 
 class Stored(NamedTuple):
-    """How one tensor lies in a file."""
+    """Shape and type of a tensor in a file."""
 
     shape: tuple[int, ...]
     type: str
-    """In safetensors' spelling, or DECODED."""
+    """Name of the type in safetensors, or DECODED."""
 
     @property
     def bytes(self) -> int:
-        """How many it has, by the number in the name of its type (BF16, F8_E4M3; BOOL takes a byte)."""
+        """Size in bytes, by the number of bits in the name of its type (BF16, F8_E4M3; BOOL takes a byte)."""
         bits = re.search(r"\d+", self.type)
         return prod(self.shape) * (int(bits[0]) if bits else 8) // 8
 
     @property
     def encoded(self) -> bool:
-        """Whether what is stored are codes, or truth values, and not the numbers themselves."""
+        """True if the values are codes, integers or truth values instead of floating-point numbers."""
         return self.type not in (*FLOATS, DECODED)
 
 
 def tensors_in(place: Location) -> dict[str, Stored]:
-    """All tensors of the weight files.
+    """Return all tensors of the weight files, keyed by name.
 
-    Raises ModelError where one can't be read, is cut off or something else, and where two hold a tensor of one name: of
-    these transformers takes the last, whatever the index says.
+    Raises ModelError if a file can't be read, is truncated or in another format, and if two files have a tensor of the
+    same name, since transformers then takes the last one, regardless of the index.
     """
     reading = {"safetensors": safetensors_header, "pickle": pickled_header, "gguf": _gguf}[place.form]
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for file in place.weights:
         with readable(file):
             content = reading(file)
-        if twice := sorted(found.keys() & content.keys()):
+        if twice := sorted(tensors.keys() & content.keys()):
             raise ModelError(f"{file} holds {named(twice)}, and so does another of the weight files.", SAY_ONCE)
-        found |= content
-    if not found:
+        tensors |= content
+    if not tensors:
         raise ModelError(f"{place.folder / place.file} holds no tensors.", "Download the model again.")
-    return found
+    return tensors
 
 
 def numbers_in(tensors: Mapping[str, Stored]) -> int:
-    """How many numbers they have, all together."""
+    """Return the total number of values in these tensors."""
     return sum(prod(tensor.shape) for tensor in tensors.values())
 
 
 def safetensors_header(file: Path) -> dict[str, Stored]:
-    """The tensors of one file; raises ModelError where it is cut off or something else."""
+    """Return the tensors of a safetensors file. Raises ModelError if it is truncated or in another format."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="pt") as content:
-            slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # it is no dict
+            slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # content is not a dict
             return {name: Stored(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except SafetensorError as error:
         problem = f"{file} is cut off or no safetensors file: {shortened(str(error))}."
@@ -180,7 +180,7 @@ def safetensors_header(file: Path) -> dict[str, Stored]:
 
 
 def pickled_header(file: Path) -> dict[str, Stored]:
-    """The same of a pickle, which was allowed; torch builds tensors from it and nothing else."""
+    """Return the tensors of an allowed pickle; weights_only builds only those. Raises ModelError for other content."""
     import torch
 
     try:
@@ -206,6 +206,6 @@ def _gguf(file: Path) -> dict[str, Stored]:
 
 
 def named(names: Iterable[str]) -> str:
-    """`a`, or `a and 3 more`."""
+    """Format names as `a`, or `a and 3 more`."""
     first, *more = map(shortened, names)
     return f"{first} and {len(more)} more" if more else first

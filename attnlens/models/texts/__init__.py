@@ -1,4 +1,4 @@
-"""What a model is fed with: windows or lines of texts, and images and sounds, from files or random."""
+"""Inputs of a model: windows or lines of texts, and images and sounds, from files or random."""
 
 from attnlens.models.texts.cutting import batches, placeholder, reads_noise, reads_text
 from attnlens.models.texts.media import media_of, plain_ids, standing_ids

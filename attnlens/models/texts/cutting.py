@@ -1,4 +1,4 @@
-"""Makes the inputs of a model: windows or lines of texts, or noise for one that reads pixels or sound."""
+"""Build the inputs of a model: windows or lines of texts, or noise if it reads pixels or sound."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ if TYPE_CHECKING:
     from attnlens.models.loading import Loaded
 
 IDS = ("input_ids", "inputs", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
-"""What is made of a text."""
+"""Names of the inputs that are built from a text."""
 Cuttings: TypeAlias = WindowedText | list[tuple[list[int], list[int]]]
-"""Of each sequence of a text its ids, and its token types where it is a pair."""
+"""(ids, token types) of each sequence of a text; token types are empty unless it is a pair."""
 
 
 @dataclass(frozen=True)
 class TokenRows:
-    """The ids of sequences; none of them where no tokens are fed."""
+    """The ids of sequences; empty if the model reads no tokens."""
 
     ids: Sequence[Sequence[int]]
-    """Of each sequence."""
+    """Ids of each sequence."""
     types: Sequence[Sequence[int]] = ()
-    """Of which text of a pair each id is; empty where no pairs are fed."""
+    """Token types of each sequence, which number the texts of a pair; empty without pairs."""
     names: tuple[str, ...] = ()
-    """The text that each sequence is of."""
+    """Name of the text that each sequence belongs to."""
 
 
 def batches(
@@ -77,21 +77,21 @@ def batches(
     apart_from: Batches | None = None,
     skip_noise: int = 0,
 ) -> Batches:
-    """The inputs of `loaded` made of the texts, without the windows of `apart_from`, which were cut alike.
+    """Build the inputs of `loaded` from the texts, without the windows in `apart_from`, which were cut the same way.
 
-    A model of pixels or sound gets noise from the seed, the first `skip_noise` draws left out (and its decoder, or
-    CLIP's text side, the texts). Raises TextError where a text is too short or foreign to the model, or there is no
-    usable tokenizer; UsageError for numbers that make no sense, or more tokens than the model has positions.
+    A model of pixels or sound gets noise from the seed, without the first `skip_noise` draws (its decoder, or CLIP's
+    text encoder, gets the texts). Raises TextError if a text is too short or foreign to the model, or there is no
+    usable tokenizer; UsageError for invalid numbers, or more tokens than the model has positions.
     """
     for option, number in (("sequences", cut.sequences), ("batch-size", cut.batch_size)):
         if number < 1:
             raise UsageError(f"--{option} {number} is none at all.", f"Give at least --{option} 1.")
     _check_kind(loaded)
     files, records = dict[Modality, list[dict[str, "Tensor"]]](), list[list[Text]]()
-    asked: dict[Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
-    for modality in (modality for modality, paths in asked.items() if paths):
-        files[modality], read = read_files(loaded, modality, asked[modality])
-        records.append(read)
+    media_paths: dict[Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
+    for modality in (modality for modality, paths in media_paths.items() if paths):
+        files[modality], file_records = read_files(loaded, modality, media_paths[modality])
+        records.append(file_records)
     each = _each(files, cut.sequences)
     taken = apart_from.taken if apart_from else {}
     cuts, texts = _fed(loaded, contents, replace(cut, sequences=each or cut.sequences), taken)
@@ -105,7 +105,7 @@ def batches(
         batches=_in_batches(loaded, feed, cuts, count, cut.batch_size),
         sequences=count,
         tokens=max(map(len, cuts.ids), default=0),
-        texts=(*texts, *(one for named in records for one in named[:count]), *feed.texts),
+        texts=(*texts, *(record for of_modality in records for record in of_modality[:count]), *feed.texts),
         unknown=unknown,
         pack=cut.pack,
         notes=(*(() if files else media.notes), *_short(count, each, cut, texts)),
@@ -115,17 +115,17 @@ def batches(
 
 
 def _each(files: Mapping[Modality, Sequence[object]], most: int) -> int | None:
-    """How many sequences have a file of their own: one that stood beside two would count as two; None without files.
+    """Return how many sequences get a file of each modality; a file in two sequences would count twice. None: no files.
 
-    Raises UsageError where there are not as many files of each modality, or more than sequences.
+    Raises UsageError if the modalities have different numbers of files, or there are more than `most`.
     """
     if not files:
         return None
-    counts = {modality: len(found) for modality, found in files.items()}
+    counts = {modality: len(inputs) for modality, inputs in files.items()}
     least = min(counts.values())
     if max(counts.values()) > least:
-        said = " and ".join(f"{count} of --{modality}" for modality, count in counts.items())
-        raise UsageError(f"Each sequence has one file of each kind, and there are {said}.", "Give as many of each.")
+        counted = " and ".join(f"{count} of --{modality}" for modality, count in counts.items())
+        raise UsageError(f"Each sequence has one file of each kind, and there are {counted}.", "Give as many of each.")
     if least > most:
         problem = f"Each sequence has a file of its own: {least} are more than --sequences {most}."
         raise UsageError(problem, f"Give --sequences {least}.")
@@ -133,7 +133,7 @@ def _each(files: Mapping[Modality, Sequence[object]], most: int) -> int | None:
 
 
 def _short(count: int, files: int | None, cut: Cut, texts: Sequence[Text]) -> Iterator[str]:
-    """Why there are fewer sequences than were asked for, if there are."""
+    """Yield sentences on why there are fewer sequences than requested, if so."""
     if not texts or count >= cut.sequences:
         return
     what = "lines" if not cut.pack else "windows"
@@ -146,64 +146,63 @@ def _short(count: int, files: int | None, cut: Cut, texts: Sequence[Text]) -> It
 
 
 def _check_kind(loaded: Loaded) -> None:
-    """Raise TextError for a model whose inputs can't be made up."""
-    made = (*media_of(loaded.model, loaded.folder).names, *IDS * reads_text(loaded))
-    if missing := [name for name in wanted(loaded.model) if name not in made]:
+    """Raise TextError if the model requires an input that attnlens can't make up."""
+    available = (*media_of(loaded.model, loaded.folder).names, *IDS * reads_text(loaded))
+    if missing := [name for name in wanted(loaded.model) if name not in available]:
         raise TextError(*not_made(loaded.model, missing))
 
 
 def reads_text(loaded: Loaded) -> bool:
-    """Whether any part of the model reads token ids (Whisper's decoder and CLIP's text side do)."""
+    """Return whether any part of the model reads token ids (as Whisper's decoder and CLIP's text encoder do)."""
     return reads_ids(loaded.model) or decodes_text(loaded.model)
 
 
 def reads_noise(loaded: Loaded) -> bool:
-    """Whether the model's main input is made up (pixels, sound, series), so that what it says of it has no loss."""
+    """Return whether the model's main input is made up (pixels, sound, series), so that it has no meaningful loss."""
     return loaded.kind not in ("text", "seq2seq")
 
 
 def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, bare: bool = False) -> Batches:
-    """Random ids (and noise for models of pixels or sound) of the right shape: to find a model's sites without a text.
+    """Build random ids (and noise for models of pixels or sound), to find a model's attention sites without a text.
 
-    `bare` leaves out the images and sounds that ids of their own stand for, so that these see text alone.
-
-    Raises TextError for a model whose inputs attnlens can't make up.
+    `bare` omits images and sounds that have placeholder ids, so that such models see only text. Raises TextError if
+    the model requires an input that attnlens can't make up.
     """
     _check_kind(loaded)
     rows: list[list[int]] = []
     if reads_text(loaded):
-        draws = Random(seed)  # noqa: S311  # no secret
+        draws = Random(seed)  # noqa: S311  # not for cryptography
         known = vocabulary(loaded.model) or CHARACTERS
         standing = standing_ids(loaded.model)
-        # none stands for a part of an image
+        # without placeholders of images and sounds
         usable = filter(lambda number: number not in standing, iter(lambda: draws.randrange(known), None))
         rows = [list(islice(usable, tokens)) for _ in range(sequences)]
     media = media_of(loaded.model, loaded.folder)
     feed = Feed(loaded.model, without_placeholders(media) if bare else media, seed)
-    named = [Text(name="random tokens", sha256=sha256(repr(rows).encode()).hexdigest())] * bool(rows)
-    made = _in_batches(loaded, feed, TokenRows(rows), sequences, sequences)
-    return Batches(made, sequences, tokens * bool(rows), (*named, *feed.texts), {})
+    texts = [Text(name="random tokens", sha256=sha256(repr(rows).encode()).hexdigest())] * bool(rows)
+    passes = _in_batches(loaded, feed, TokenRows(rows), sequences, sequences)
+    return Batches(passes, sequences, tokens * bool(rows), (*texts, *feed.texts), {})
 
 
 def _fed(
     loaded: Loaded, contents: Sequence[Content], cut: Cut, taken: Mapping[str, AbstractSet[int]]
 ) -> tuple[TokenRows, list[Text]]:
-    """The ids of every sequence, and what is fed of each text."""
+    """Cut the texts and choose sequences; return their ids and a record per text. Raises TextError if none is left."""
     if not reads_text(loaded):
         return TokenRows(()), []
     length = window_length(loaded.model, cut.tokens)
-    every = [_sequences(loaded, content, length, cut) for content in contents]
+    cuttings = [_sequences(loaded, content, length, cut) for content in contents]
     digests = [sha256(content.text.encode()).hexdigest() for content in contents]
-    gone = [taken.get(digest, frozenset()) for digest in digests]
-    counts = shares([len(found) - len(used) for found, used in zip(every, gone, strict=True)], cut.sequences)
+    skips = [taken.get(digest, frozenset()) for digest in digests]
+    counts = shares([len(cutting) - len(used) for cutting, used in zip(cuttings, skips, strict=True)], cut.sequences)
     rows, types, names, texts = list[list[int]](), list[list[int]](), list[str](), list[Text]()
-    for content, found, used, count, digest in zip(contents, every, gone, counts, digests, strict=True):
-        numbers = chosen(len(found), count, cut.placement, cut.seed, used)[cut.turn[0] :: cut.turn[1]]
-        rows += [found[number][0] for number in numbers]
-        types += [found[number][1] for number in numbers if cut.pairs]
+    for content, cutting, used, count, digest in zip(contents, cuttings, skips, counts, digests, strict=True):
+        numbers = chosen(len(cutting), count, cut.placement, cut.seed, used)[cut.turn[0] :: cut.turn[1]]
+        rows += [cutting[number][0] for number in numbers]
+        types += [cutting[number][1] for number in numbers if cut.pairs]
         names += [content.name] * len(numbers)
         if numbers:
-            texts.append(Text(name=content.name, sha256=digest, windows=numbers, available=len(found)))
+            texts.append(Text(name=content.name, sha256=digest, windows=numbers, available=len(cutting)))
     if not rows:
         raise TextError(
             f"The text ({', '.join(content.name for content in contents)}) has nothing left beside what is evaluated.",
@@ -217,7 +216,7 @@ def _fed(
 
 
 def _sequences(loaded: Loaded, content: Content, length: int, cut: Cut) -> Cuttings:
-    """All windows, lines or pairs of a text, with the token types of pairs; cut anew only in another way than last."""
+    """Cut a text into all its windows, lines or pairs, or return the last result if it was cut in the same way."""
     way = (loaded.tokenizer, length, cut.pairs, cut.pack, cut.placement != "first")
     if way in content.made:
         known: Cuttings = content.made[way]
@@ -225,27 +224,27 @@ def _sequences(loaded: Loaded, content: Content, length: int, cut: Cut) -> Cutti
     if loaded.tokenizer is None:
         problem = f"This model has no usable tokenizer: {loaded.tokenizer_problem}."
         raise TextError(problem, "Put its tokenizer files beside its weights, or use --source weights.")
-    content.made.clear()  # of a series of checkpoints each has a tokenizer of its own
-    read = thinned(content, spread=cut.placement != "first")
-    made: Cuttings
+    content.made.clear()  # each checkpoint of a series has its own tokenizer, so results would pile up
+    thin = thinned(content, spread=cut.placement != "first")
+    cuttings: Cuttings
     if cut.pairs:
-        made = pairs(loaded.tokenizer, read, tokens=length)
+        cuttings = pairs(loaded.tokenizer, thin, tokens=length)
     elif cut.pack:
-        made = windows(loaded.tokenizer, read, tokens=length)
+        cuttings = windows(loaded.tokenizer, thin, tokens=length)
     else:
-        made = [(ids, []) for ids in lines(loaded.tokenizer, read, tokens=length)]
-    content.made[way] = made
-    return made
+        cuttings = [(ids, []) for ids in lines(loaded.tokenizer, thin, tokens=length)]
+    content.made[way] = cuttings
+    return cuttings
 
 
 def _in_batches(loaded: Loaded, feed: Feed, rows: TokenRows, count: int, size: int) -> tuple[Batch, ...]:
-    """The sequences, so many in a forward pass; one alone where the images of several would stand in one row."""
+    """Split the sequences into batches of `size`; of 1 for files, or if the patches of all images form one row."""
     size = 1 if feed.media.alone or feed.files else size
     return tuple(_batch(loaded, feed, rows, range(start, min(start + size, count))) for start in range(0, count, size))
 
 
 def _batch(loaded: Loaded, feed: Feed, rows: TokenRows, numbers: range) -> Batch:
-    """Sequences that stand behind equally many ids for an image or a sound."""
+    """Build one batch of sequences, each preceded by the same placeholders of images and sounds."""
     model, of = loaded.model, slice(numbers.start, numbers.stop)
     part = TokenRows(rows.ids[of], rows.types[of], rows.names[of])
     standing = feed.placeholders(numbers.start)
@@ -254,7 +253,7 @@ def _batch(loaded: Loaded, feed: Feed, rows: TokenRows, numbers: range) -> Batch
     inputs = feed.take(numbers)
     if part.ids:
         choices = (getattr(loaded.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
-        padding = next((choice for choice in choices if choice is not None), 0)  # which the mask hides
+        padding = next((choice for choice in choices if choice is not None), 0)  # the mask hides padding
         ids, mask = token_tensors(whole, padding)
         inputs |= text_inputs(model, ids, mask, len(before)) | types_of(model, standing, ids)
     if part.types and "token_type_ids" in signature(model.forward).parameters:

@@ -1,4 +1,4 @@
-"""Images and sounds for a model: read from files or made up, and prepared by the checkpoint's own processor."""
+"""Images and sounds for a model, read from files or generated at random, and prepared by the checkpoint's processor."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ INPUTS: dict[Modality, tuple[str, ...]] = {
 }
 """Names of the prepared image or sound in a forward pass."""
 RANDOM: dict[str, str] = {"image": "random pixels", "audio": "random sound"}
-"""Names of made-up inputs in reports."""
+"""Names of random inputs in reports."""
 TOKENS = {"image": ("image_token_id", "image_token_index"), "audio": ("audio_token_id", "audio_token_index")}
-"""Names in the config of the id that holds the place of a part of an image or sound."""
+"""Names in the config of the placeholder id for a part of an image or sound."""
 FEATURES = {"image": "get_image_features", "audio": "get_audio_features"}
-"""Methods of a model that return these parts."""
+"""Methods of a model that return the features of these parts."""
 MASKS = ("feature_attention_mask", "input_features_mask", "padding_mask")
 """Names of a sound's mask in models that also read text."""
 ALIASES = {"grid_thw": "image_grid_thw", "merge_sizes": "image_merge_sizes", "pixel_position_ids": "image_position_ids"}
-"""Names that vision towers by themselves give to what processors call otherwise."""
+"""Parameter names of stand-alone vision towers, and the names of the same inputs in processors."""
 SETTINGS = ("processor_config.json", "preprocessor_config.json")
 """Files in which transformers looks for the settings of a processor."""
 SAY = {
@@ -57,17 +57,17 @@ SAY = {
     "audio": "Give a .wav file of plain samples (PCM of 8, 16, 24 or 32 bits).",
 }
 LARGEST_FILE = 2**28
-"""Bytes of the largest image or sound that is read."""
+"""Maximum size of an image or sound file in bytes."""
 LARGEST_INPUT = 2**24
 """Largest number of values in one image or sound: 2364 × 2364 pixels in colour, or 17 minutes at 16 kHz."""
 MEMORY = 2**32
 """Bytes that a processor may allocate: its settings come from the checkpoint and may ask for any size."""
 COLOURS, IMAGE_SIZE = 16, 224
-"""Random colours along each side of a made-up image, and its pixels. Processors keep differences of this size."""
+"""Random colours, and pixels, along each side of a random image. Processors keep differences of this size."""
 FRAMES, MOST_FRAMES = 8, 256
-"""Frames of a made-up video if the config does not say how many, and the most for a processor."""
+"""Frames of a random video if the config does not give their number, and the maximum for a processor."""
 RATE = 16_000
-"""Samples per second, and in one made-up sound, if the processor does not say its rate."""
+"""Samples per second if the processor does not give its rate, and length of a random sound without a processor."""
 UNPREPARED = (*FAILURES, OSError, ImportError, MemoryError, StrictDataclassError)
 """Errors of processors, whose settings come from the checkpoint."""
 Standing = tuple[tuple[Modality, int, int], ...]
@@ -79,9 +79,9 @@ class Media:
     """Images and sounds that a model can be fed."""
 
     readers: Mapping[Modality, Any] = field(default_factory=dict)
-    """The checkpoint's processor of each modality that is fed; None: numbers of the shape in the config."""
+    """The checkpoint's processor of each modality that is fed; None for random numbers of the shape in the config."""
     names: frozenset[str] = frozenset()
-    """Keyword arguments of the forward pass that are made of them."""
+    """Keyword arguments of the forward pass for these modalities."""
     before: Standing = ()
     """Placeholders before each text."""
     notes: tuple[str, ...] = ()
@@ -94,10 +94,10 @@ _cache: WeakKeyDictionary[PreTrainedModel, Media] = WeakKeyDictionary()
 
 
 def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
-    """Find out once which images and sounds the model can be fed, by a trial pass on random ones.
+    """Determine, once per model, which images and sounds it can be fed, by a trial pass on random ones.
 
-    `folder` holds the processor's settings; without it, they are looked up by the name the model was loaded by. A
-    modality is left out, with a note, if its tower or the model fails on it and the model also runs without.
+    `folder` contains the processor's settings; without it, they are looked up by the name the model was loaded by. A
+    modality is left out, with a note, if its tower or the model fails on it and the model also runs without it.
     """
     if model not in _cache:
         _cache[model] = _find_media(model, folder)
@@ -105,7 +105,7 @@ def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
 
 
 def _find_media(model: PreTrainedModel, folder: Path | None) -> Media:
-    found, notes = Media(), list[str]()
+    media, notes = Media(), list[str]()
     for modality in modalities(model):
         reader, problem = None, ""
         try:
@@ -116,10 +116,10 @@ def _find_media(model: PreTrainedModel, folder: Path | None) -> Media:
         try:
             if problem:
                 inputs = _make_up(model, modality, None, 0, 0)
-            one = Media({modality: reader}, frozenset(inputs), alone=not PACKED.isdisjoint(inputs))
+            candidate = Media({modality: reader}, frozenset(inputs), alone=not PACKED.isdisjoint(inputs))
             if reads_ids(model) and not hasattr(model, "get_text_features"):  # CLIP puts no image among its ids
-                one = replace(one, before=((modality, *_count_parts(model, modality, inputs)),))
-                _try(model, one)
+                candidate = replace(candidate, before=((modality, *_count_parts(model, modality, inputs)),))
+                _try(model, candidate)
         except (TextError, *FAILURES) as error:
             needed = _input_name(model, modality) in wanted(model)
             if is_memory(error) or (needed and isinstance(error, TextError)):
@@ -128,28 +128,28 @@ def _find_media(model: PreTrainedModel, folder: Path | None) -> Media:
                 why = error.problem if isinstance(error, TextError) else f"{_failure(error)}."
                 notes.append(f"No {modality} is fed: {why}{f' No processor: {problem}' if problem else ''}")
                 continue
-            one = replace(one, before=())
+            candidate = replace(candidate, before=())
         if problem:
             notes.append(f"Each {modality} is random numbers of the shape in config.json. No processor: {problem}")
-        names, before = found.names | one.names, found.before + one.before
-        found = Media({**found.readers, **one.readers}, names, before, alone=found.alone or one.alone)
-    return replace(found, notes=tuple(notes))
+        names, before = media.names | candidate.names, media.before + candidate.before
+        media = Media({**media.readers, **candidate.readers}, names, before, alone=media.alone or candidate.alone)
+    return replace(media, notes=tuple(notes))
 
 
 def modalities(model: PreTrainedModel) -> list[Modality]:
-    """Return what the model reads besides text, by the parameters of its forward pass."""
+    """Return the modalities that the model reads besides text, by the parameters of its forward pass."""
     return [modality for modality, inputs in INPUTS.items() if not _parameters(model).keys().isdisjoint(inputs)]
 
 
 def without_placeholders(media: Media) -> Media:
-    """Return the same without the modalities that ids hold a place for."""
-    gone = {modality for modality, _, _ in media.before}
-    readers = {modality: reader for modality, reader in media.readers.items() if modality not in gone}
-    return replace(media, readers=readers, before=(), alone=media.alone and "image" not in gone)
+    """Return `media` without the modalities that have placeholder ids."""
+    removed = {modality for modality, _, _ in media.before}
+    readers = {modality: reader for modality, reader in media.readers.items() if modality not in removed}
+    return replace(media, readers=readers, before=(), alone=media.alone and "image" not in removed)
 
 
 class Feed:
-    """Give the images and sounds of sequences by their number: made up, or the files of a modality."""
+    """Images and sounds of numbered sequences: random, or from the files of a modality."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Feed:
         skip: int = 0,
         files: Mapping[Modality, Sequence[Mapping[str, Tensor]]] | None = None,
     ) -> None:
-        """Begin with draw number `skip`."""
+        """Start random inputs at draw number `skip`."""
         self.media, self.files = media, files or {}
         self._model, self._seed, self._skip = model, seed, skip
         self._drawn = [modality for modality in media.readers if modality not in self.files]
@@ -167,16 +167,16 @@ class Feed:
 
     def placeholders(self, number: int) -> Standing:
         """Return the placeholders before the text of a sequence."""
-        found = [one for one in self.media.before if one[0] not in self.files]
+        placeholders = [placeholder for placeholder in self.media.before if placeholder[0] not in self.files]
         for modality, inputs in self.files.items():
             try:
-                found.append((modality, *_count_parts(self._model, modality, inputs[number])))
+                placeholders.append((modality, *_count_parts(self._model, modality, inputs[number])))
             except FAILURES as error:
                 if is_memory(error):
                     raise
                 problem = f"The {modality} can't be fed: {_failure(error)}."
                 raise ModelError(problem, f"Leave out --{modality}.") from error
-        return tuple(found)
+        return tuple(placeholders)
 
     def take(self, numbers: Iterable[int]) -> dict[str, Tensor]:
         """Return the inputs of these sequences."""
@@ -186,26 +186,26 @@ class Feed:
         for number in numbers:
             inputs = dict[str, "Tensor"]()
             for modality in self._drawn:
-                made = _make_up(self._model, modality, self.media.readers[modality], self._seed, number + self._skip)
-                for value in made.values():
+                drawn = _make_up(self._model, modality, self.media.readers[modality], self._seed, number + self._skip)
+                for value in drawn.values():
                     self._digests[modality].update(value.numpy().tobytes())
-                inputs |= made
+                inputs |= drawn
             for modality in self.files:
                 inputs |= self.files[modality][number]
             each.append(inputs)
-        return {name: torch.cat([one[name] for one in each]) for name in each[0]}
+        return {name: torch.cat([item[name] for item in each]) for name in each[0]}
 
     @property
     def texts(self) -> list[Text]:
-        """What was made up, with its digest."""
-        return [Text(name=RANDOM[modality], sha256=one.hexdigest()) for modality, one in self._digests.items()]
+        """Record of each modality's random inputs, with their digest."""
+        return [Text(name=RANDOM[modality], sha256=digest.hexdigest()) for modality, digest in self._digests.items()]
 
 
 def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tuple[list[dict[str, Tensor]], list[Text]]:
-    """Return the inputs that the checkpoint's processor makes of each file, and a record of each file.
+    """Prepare each file with the checkpoint's processor; return the inputs, and a record of each file.
 
-    Raises UsageError if the model reads no such thing, TextError for a file that can't be read, and ModelError if
-    the checkpoint has no processor, or one that fails.
+    Raises UsageError if the model does not read the modality, TextError if a file can't be read, and ModelError if
+    the checkpoint has no processor, or the processor fails.
     """
     if modality not in modalities(loaded.model):
         problem = f"{loaded.info.id} reads no {modality}, so that --{modality} would be ignored."
@@ -221,9 +221,9 @@ def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tupl
 
 
 def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | None) -> Any:
-    """Load the checkpoint's processor of images, or of sounds; from local files and without code of its own.
+    """Load the checkpoint's image or audio processor, from local files and without running the checkpoint's code.
 
-    Raises ModelError if there is none, or none that can be loaded.
+    Raises ModelError if there is no processor, or it can't be loaded.
     """
     from transformers import AutoFeatureExtractor, AutoImageProcessor
     from transformers.utils.hub import cached_file
@@ -232,8 +232,8 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
     options: dict[str, Any] = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
     with suppress(OSError):  # neither a folder nor in the hub's cache
         revision = getattr(model.config, "_commit_hash", None)
-        found = [cached_file(str(place), name, revision=revision, **options) for name in SETTINGS if place]
-        files = [path for path in found if path]
+        paths = [cached_file(str(place), name, revision=revision, **options) for name in SETTINGS if place]
+        files = [path for path in paths if path]
     if not files:
         problem = f"{place or type(model).__name__} has no {SETTINGS[1]}, which says how an {modality} is prepared."
         raise ModelError(problem, "Put it beside the weights, or give the prepared inputs to attnlens.capture.")
@@ -250,9 +250,9 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
 
 
 def _make_up(model: PreTrainedModel, modality: Modality, reader: Any, seed: int, number: int) -> dict[str, Tensor]:
-    """Return the inputs of one random image or sound, which depend on seed and number alone.
+    """Return the inputs of one random image or sound, which depend only on seed and number.
 
-    Raises ModelError if the processor fails on it, TextError if there is no processor and the shape is not known.
+    Raises ModelError if the processor fails, TextError if there is no processor and the shape is unknown.
     """
     import numpy as np
     import torch
@@ -276,7 +276,7 @@ def _make_up(model: PreTrainedModel, modality: Modality, reader: Any, seed: int,
 def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
     """Return the shape of one image, video or sound by the config.
 
-    Raises TextError for a spectrogram of an unknown layout, and for sizes that make no sense.
+    Raises TextError for a spectrogram of unknown layout, and for invalid sizes.
     """
     name, shape = _input_name(model, modality), tuple[Any, ...]()
     if modality == "image":
@@ -295,8 +295,8 @@ def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
     if not shape:
         raise TextError(*not_made(model, [name]))
     if not all(isinstance(side, int) and side > 0 for side in shape) or prod(shape) > LARGEST_INPUT:
-        asked = " × ".join(shortened(str(side)) for side in shape)
-        problem = f"The config asks for {name} of {asked} numbers, which attnlens does not make up."
+        sizes = " × ".join(shortened(str(side)) for side in shape)
+        problem = f"The config asks for {name} of {sizes} numbers, which attnlens does not make up."
         raise TextError(problem, "Mend its sizes in config.json.")
     return shape
 
@@ -336,13 +336,13 @@ def _samples(path: str, content: bytes, expected: int) -> Float[np.ndarray, " sa
 
 
 def _rate(reader: Any) -> int:
-    """Return the samples per second that a processor expects; RATE if it names none, or one that makes no sense."""
+    """Return the samples per second that a processor expects; RATE if it gives none, or an invalid number."""
     rate = getattr(reader, "sampling_rate", None)
     return rate if isinstance(rate, int) and 0 < rate <= LARGEST_INPUT else RATE
 
 
 def _process(model: PreTrainedModel, modality: Modality, reader: Any, raw: Any, name: str) -> dict[str, Tensor]:
-    """Return what the processor makes of pictures or samples, under the names of the model's forward pass."""
+    """Apply the processor to pictures or samples; return its tensors, keyed by the model's parameter names."""
     import torch
 
     names = _parameters(model)
@@ -367,20 +367,20 @@ def _process(model: PreTrainedModel, modality: Modality, reader: Any, raw: Any, 
 
 def _parameters(model: PreTrainedModel) -> dict[str, str]:
     """Return the parameters of the model's forward pass, keyed by the names that processors give them."""
-    taken = signature(model.forward).parameters
-    names = {name: name for name in taken}
-    names |= {alias: name for name, alias in ALIASES.items() if name in taken}
-    if "grid_thw" in taken and "hidden_states" in taken:
+    parameters = signature(model.forward).parameters
+    names = {name: name for name in parameters}
+    names |= {alias: name for name, alias in ALIASES.items() if name in parameters}
+    if "grid_thw" in parameters and "hidden_states" in parameters:
         names["pixel_values"] = "hidden_states"
-    if "input_ids" in names:  # `attention_mask` is theirs
+    if "input_ids" in names:  # `attention_mask` belongs to the ids
         names.pop("attention_mask", None)
-    masks = [name for name in MASKS if name in taken]
+    masks = [name for name in MASKS if name in parameters]
     return ({"attention_mask": masks[0]} if masks else {}) | names
 
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Raise MemoryError inside beyond MEMORY more bytes, on systems that limit a process's addresses (Linux)."""
+    """Raise MemoryError inside the context beyond MEMORY more bytes, if the system can limit addresses (Linux)."""
     try:
         from resource import RLIM_INFINITY, RLIMIT_AS, getpagesize, getrlimit, setrlimit
 
@@ -404,7 +404,7 @@ def _input_name(model: PreTrainedModel, modality: Modality) -> str:
 
 
 def setting(model: PreTrainedModel, *names: str) -> Any:
-    """Return the first of these settings in the model's config or a config inside it, the outermost first, or None."""
+    """Return the first of these settings in the model's config, else in its nested configs, level by level, or None."""
     level: list[Any] = [model.config]
     while level:
         values = [value for config in level for name in names if (value := getattr(config, name, None)) is not None]
@@ -430,16 +430,16 @@ def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str
     owners = [part for part in model.modules() if hasattr(part, FEATURES[modality])]
     if token is None or not owners:
         return 0, 0
-    run = getattr(owners[-1], FEATURES[modality])  # the innermost names all its parameters
-    taken = signature(run).parameters
+    run = getattr(owners[-1], FEATURES[modality])  # the innermost module's method lists all parameters by name
+    parameters = signature(run).parameters
     with torch.no_grad():
-        result: Any = run(**{name: value for name, value in placed(model, inputs).items() if name in taken})
+        result: Any = run(**{name: value for name, value in placed(model, inputs).items() if name in parameters})
     features = result if isinstance(result, list | tuple | torch.Tensor) else result.pooler_output
     return token, sum(value.shape[:-1].numel() for value in _tensors(features))
 
 
 def _try(model: PreTrainedModel, media: Media) -> None:
-    """Run the model on a few ids after one image or sound; raises what it raises."""
+    """Run the model on a few ids after one image or sound; its errors propagate."""
     import torch
 
     before = ids_of(media.before)
@@ -464,18 +464,18 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def standing_ids(model: PreTrainedModel) -> set[int]:
-    """Return the ids that hold the place of a part of an image or sound."""
+    """Return the placeholder ids for parts of images and sounds."""
     return {token for names in TOKENS.values() for name in names if (token := setting(model, name)) is not None}
 
 
 def plain_ids(model: PreTrainedModel, count: int) -> list[int]:
-    """Return so many ids from 10 on that are no placeholders."""
-    taken = standing_ids(model)
-    return [number for number in range(10, 10 + count + len(taken)) if number not in taken][:count]
+    """Return the first `count` ids from 10 on that are not placeholders."""
+    placeholders = standing_ids(model)
+    return [number for number in range(10, 10 + count + len(placeholders)) if number not in placeholders][:count]
 
 
 def types_of(model: PreTrainedModel, standing: Standing, ids: Tensor) -> dict[str, Tensor]:
-    """Return which ids are placeholders of which modality, if the model asks for it."""
+    """Return `mm_token_type_ids`, the modality of each id, if the model's forward pass has this parameter."""
     if not standing or "mm_token_type_ids" not in signature(model.forward).parameters:
         return {}
     types = ids.new_zeros(ids.shape)
@@ -486,7 +486,7 @@ def types_of(model: PreTrainedModel, standing: Standing, ids: Tensor) -> dict[st
 
 
 def placed(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Move inputs to the model's device, floating-point numbers to its type."""
+    """Move inputs to the model's device, and convert floating-point inputs to its number type."""
     device = device_of_inputs(model)
     return {
         name: value.to(device, model.dtype if value.is_floating_point() else None) for name, value in inputs.items()

@@ -1,4 +1,4 @@
-"""How a text becomes sequences of token ids, which are fed, and what of it a tokenizer does not know."""
+"""Cut a text into sequences of token ids, choose those that are fed, and measure the share of unknown tokens."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 NO_START = ("The model's config names no start token that its decoder knows.", "Set decoder_start_token_id in it.")
 CHARACTERS = 128
-"""From how many ids is drawn for a model that takes any (CANINE hashes characters)."""
+"""Number of ids to draw from for a model that takes any id (CANINE hashes characters)."""
 
 
 def token_tensors(
     rows: Sequence[Sequence[int]], pad: int
 ) -> tuple[Int[Tensor, "batch tokens"], Int[Tensor, "batch tokens"]]:
-    """Ids padded on the right to the longest row, and the mask: 1 for a token, 0 for padding."""
+    """Return ids padded on the right to the longest row, and the mask: 1 for a token, 0 for padding."""
     import torch
 
     width = max(map(len, rows))
@@ -43,41 +43,41 @@ def token_tensors(
 def text_inputs(
     model: PreTrainedModel, ids: Int[Tensor, "batch tokens"], mask: Int[Tensor, "batch tokens"], start: int = 0
 ) -> dict[str, Tensor]:
-    """Keyword arguments of the model for those ids, on its device; a decoder gets those from `start` on.
+    """Return keyword arguments of the model for those ids, on its device; a decoder gets the ids from `start` on.
 
-    A decoder beside an encoder that reads the same text gets it shifted to the right by the start token, so that its
-    mask is the encoder's; a decoder beside an encoder that reads pixels or sound gets the text as it is, whose special
-    tokens begin with the start token.
+    If the encoder reads the same text, the decoder gets it shifted to the right by the start token, so that both have
+    the same mask. If the encoder reads pixels or sound, the decoder gets the text unchanged, since its special tokens
+    begin with the start token.
     """
     inputs: dict[str, Tensor] = {}
     if reads_ids(model):
         inputs |= {"input_ids": ids, "inputs": ids, "attention_mask": mask}
     if decodes_text(model):
-        said, seen = ids[:, start:], mask[:, start:]
-        decoder_ids = shifted(model, said) if reads_ids(model) else said
+        decoder_text, seen = ids[:, start:], mask[:, start:]
+        decoder_ids = shifted(model, decoder_text) if reads_ids(model) else decoder_text
         inputs |= {"decoder_input_ids": decoder_ids, "decoder_attention_mask": seen}
-    taken = set(signature(model.forward).parameters)
-    taken -= {"inputs"} if "input_ids" in taken else set()
-    return {name: tensor.to(device_of_inputs(model)) for name, tensor in inputs.items() if name in taken}
+    parameters = set(signature(model.forward).parameters)
+    parameters -= {"inputs"} if "input_ids" in parameters else set()
+    return {name: tensor.to(device_of_inputs(model)) for name, tensor in inputs.items() if name in parameters}
 
 
 def reads_ids(model: PreTrainedModel) -> bool:
-    """Whether token ids are what the model reads, or a part of it; Perceiver calls them just inputs."""
-    taken = signature(model.forward).parameters
-    named = model.main_input_name == "inputs" and not model.config.is_encoder_decoder
-    return "input_ids" in taken or (named and "inputs" in taken and vocabulary(model) is not None)
+    """Return whether the model, or its encoder, reads token ids; Perceiver names them `inputs`."""
+    parameters = signature(model.forward).parameters
+    names_inputs = model.main_input_name == "inputs" and not model.config.is_encoder_decoder
+    return "input_ids" in parameters or (names_inputs and "inputs" in parameters and vocabulary(model) is not None)
 
 
 def decodes_text(model: PreTrainedModel) -> bool:
-    """Whether a decoder beside an encoder reads token ids; DETR's reads queries of its own."""
+    """Return whether the model has an encoder and a decoder that reads token ids (DETR's reads learned queries)."""
     return bool(model.config.is_encoder_decoder) and "decoder_input_ids" in signature(model.forward).parameters
 
 
 def vocabulary(model: PreTrainedModel) -> int | None:
-    """How many token ids the model knows, by its config or else its embedding; None where neither says."""
-    said: int | None = getattr(text_config(model.config), "vocab_size", None)
-    if said is not None:
-        return said
+    """Return the size of the model's vocabulary by its config, else by its embedding; None if neither gives it."""
+    size: int | None = getattr(text_config(model.config), "vocab_size", None)
+    if size is not None:
+        return size
     try:
         known: int | None = getattr(model.get_input_embeddings(), "num_embeddings", None)
     except NotImplementedError:
@@ -86,7 +86,7 @@ def vocabulary(model: PreTrainedModel) -> int | None:
 
 
 def wanted(model: PreTrainedModel) -> list[str]:
-    """What the model's forward pass can't do without, by its signature; its main input where that names nothing."""
+    """Return the required parameters of the model's forward pass; its main input if no parameter is required."""
     parameters = signature(model.forward).parameters.values()
     needed = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
     main = model.main_input_name
@@ -94,7 +94,7 @@ def wanted(model: PreTrainedModel) -> list[str]:
 
 
 def not_made(model: PreTrainedModel, names: Sequence[str]) -> tuple[str, str]:
-    """What is wrong where these inputs can't be made up, and what to do."""
+    """Return the problem and the remedy of the error for inputs that can't be made up."""
     return (
         f"attnlens can't make up {' and '.join(names)} for a {type(model).__name__}.",
         "Put the checkpoint's preprocessor_config.json beside its weights, or give the inputs to attnlens.capture.",
@@ -102,20 +102,20 @@ def not_made(model: PreTrainedModel, names: Sequence[str]) -> tuple[str, str]:
 
 
 def shifted(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:
-    """What a decoder reads to learn those ids, by the model's own rule if any: a start token, then all but the last."""
-    own: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    """Shift ids right for a decoder, by the model's method or its start token. Raises TextError if it has neither."""
+    method: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     names = ["decoder_start_token_id"]
-    if own is None:
+    if method is None:
         names += ["bos_token_id", "pad_token_id"]
     else:
         with suppress(
             ValueError, TypeError, AttributeError, IndexError
-        ):  # T5 wants it in its config; MusicGen writes no text
-            result: Tensor = own(labels=ids)
+        ):  # T5 needs the start token in its config; MusicGen generates no text
+            result: Tensor = method(labels=ids)
             return result
     settings = model.config, getattr(model, "generation_config", None)
     starts = (getattr(config, name, None) for name in names for config in settings)
-    start = next((found for found in starts if found is not None), None)
+    start = next((id_ for id_ in starts if id_ is not None), None)
     known = vocabulary(model)
     if not isinstance(start, int) or not 0 <= start < (known or start + 1):
         raise TextError(*NO_START)
@@ -123,29 +123,29 @@ def shifted(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Ten
 
 
 FOREIGN = 0.5
-"""Share of unknown tokens from which a text is foreign to a model: it reads little more than that there is a word."""
+"""Share of unknown tokens from which a text is foreign to a model, which then sees little more than word positions."""
 TOLD = 0.1
-"""Share of unknown tokens from which a reader is told."""
+"""Share of unknown tokens from which the report contains a note."""
 
 
 def unknown_shares(
     tokenizer: PreTrainedTokenizerBase | None, rows: Sequence[Sequence[int]], names: Sequence[str]
 ) -> dict[str, float]:
-    """Share of each text's ids that are the tokenizer's unknown token; `names` says of which text each row is."""
+    """Return the share of each text's ids that are the unknown token; `names` are the texts of the rows."""
     unknown = getattr(tokenizer, "unk_token_id", None)
-    found = defaultdict[str, list[bool]](list)
+    flags = defaultdict[str, list[bool]](list)
     for row, name in zip(rows, names, strict=True):
-        found[name] += [unknown is not None and id_ == unknown for id_ in row]
-    return {name: sum(ids) / len(ids) for name, ids in found.items()}
+        flags[name] += [unknown is not None and id_ == unknown for id_ in row]
+    return {name: sum(ids) / len(ids) for name, ids in flags.items()}
 
 
 def foreign_notes(shares: Mapping[str, float]) -> list[str]:
-    """A sentence for each text of which a tenth or more is unknown."""
+    """Return a sentence for each text with a share of unknown tokens of at least TOLD."""
     return [_sentence(name, share) for name, share in shares.items() if share >= TOLD]
 
 
 def refuse_foreign(shares: Mapping[str, float]) -> None:
-    """Raise TextError for the text of which most is unknown, from half of it on: readable text beside it is no help."""
+    """Raise TextError if a text's share of unknown tokens is at least FOREIGN, even if other texts are readable."""
     name, share = max(shares.items(), key=lambda found: found[1], default=("", 0.0))
     if share >= FOREIGN:
         raise TextError(
@@ -161,26 +161,26 @@ def _sentence(name: str, share: float) -> str:
 
 
 def shares(available: Sequence[int], wanted: int) -> list[int]:
-    """How many windows each text gives: as equal as the texts allow, `wanted` in all, or all there are."""
-    given = [0] * len(available)
-    left = min(wanted, sum(available))
-    while left:
-        open_ = [text for text, most in enumerate(available) if given[text] < most]
-        for text in open_[: left if left < len(open_) else None]:
-            given[text] += 1
-            left -= 1
-    return given
+    """Return the number of windows of each text: as equal as possible, `wanted` in total or all available ones."""
+    counts = [0] * len(available)
+    remaining = min(wanted, sum(available))
+    while remaining:
+        open_ = [text for text, most in enumerate(available) if counts[text] < most]
+        for text in open_[: remaining if remaining < len(open_) else None]:
+            counts[text] += 1
+            remaining -= 1
+    return counts
 
 
 def chosen(available: int, wanted: int, placement: Placement, seed: int, taken: Collection[int] = ()) -> list[int]:
-    """The numbers of the windows that are fed, ascending, of `available` ones without those `taken`.
+    """Return the numbers, ascending, of k = `wanted` windows out of the n `available` ones that are not `taken`.
 
     `spread` is systematic sampling: the window numbers ⌊(i + u)·n/k⌋ for i = 0 … k − 1, u in [0, 1) drawn from `seed`
-    (Cochran 1977, chapter 8); `random` draws k of n without replacement; `first` are the first k.
+    (Cochran 1977, chapter 8); `random` draws k of n without replacement; `first` takes the first k.
     """
     free = [number for number in range(available) if number not in taken]
     count = min(wanted, len(free))
-    draws = Random(seed)  # noqa: S311  # no secret
+    draws = Random(seed)  # noqa: S311  # not for cryptography
     if placement == "first":
         return free[:count]
     if placement == "random":
@@ -190,34 +190,34 @@ def chosen(available: int, wanted: int, placement: Placement, seed: int, taken: 
 
 
 DRAWN = ("dropout", "alpha")
-"""What makes a tokenizer cut words at random, where it is set: BPE-dropout, and sampling from a unigram model."""
+"""Attributes that make a tokenizer split words at random: BPE-dropout, and sampling from a unigram model."""
 LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
 @dataclass(frozen=True)
 class WindowedText:
-    """A running text's ids in windows, each cut when it is asked for: of thousands a few are fed."""
+    """The windows of a running text, each cut on request, since only a few of thousands are fed."""
 
     ids: Sequence[int]
-    """Of the whole text."""
+    """Ids of the whole text."""
     room: int
-    """How many of them a window takes."""
+    """Number of the text's ids in a window."""
     before: Sequence[int]
-    """Special tokens at each window's beginning."""
+    """Special tokens at the beginning of each window."""
     after: Sequence[int]
-    """Special tokens at each window's end."""
+    """Special tokens at the end of each window."""
 
     def __len__(self) -> int:
         return len(self.ids) // self.room
 
     def __getitem__(self, number: int) -> tuple[list[int], list[int]]:
-        """The window's ids, and no token types."""
+        """Return the ids of window `number`, and an empty list of token types."""
         start = number * self.room
         return [*self.before, *self.ids[start : start + self.room], *self.after], []
 
 
 def windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> WindowedText:
-    """All windows of the running text, one behind the other, each of `tokens` ids with the special tokens."""
+    """Cut the running text into consecutive windows of `tokens` ids, including the special tokens."""
     before, after = special_tokens(tokenizer, content, tokens)
     room = tokens - len(before) - len(after)
     ids = _ids(tokenizer, content, content.text, None)
@@ -230,42 +230,42 @@ def windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int
 
 
 def lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[list[int]]:
-    """All non-empty lines, each with the tokenizer's special tokens, truncated to `tokens` ids.
+    """Return the ids of all non-empty lines, each with the tokenizer's special tokens, truncated to `tokens` ids.
 
-    A line of fewer than two tokens has no pair to look at and is left out. Raises TextError where no line is left,
-    UsageError where the special tokens leave no room.
+    Lines of fewer than two tokens have no pair of tokens and are left out. Raises TextError if no line is left,
+    UsageError if the special tokens leave no room.
     """
     special_tokens(tokenizer, content, tokens)
     written = [line.removesuffix("\r") for line in content.text.split("\n") if line.strip()]
     with _told(content), _repeatable(tokenizer):
-        every: list[list[int]] = tokenizer(written, truncation=True, max_length=tokens)["input_ids"]
-    found = [ids for ids in every if len(ids) >= 2]
-    if not found:
+        rows: list[list[int]] = tokenizer(written, truncation=True, max_length=tokens)["input_ids"]
+    long_enough = [ids for ids in rows if len(ids) >= 2]
+    if not long_enough:
         raise TextError(f"No line of the text ({content.name}) has two tokens.", "Give a text with longer lines.")
-    return found
+    return long_enough
 
 
 def pairs(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[tuple[list[int], list[int]]]:
-    """Ids and token types of every line of two texts, joined and truncated to `tokens` ids by the tokenizer."""
-    found = []
+    """Return ids and token types of each line's two texts, which the tokenizer joins and truncates to `tokens` ids."""
+    rows = []
     for number, line in enumerate(content.text.split("\n"), 1):
         if not line.strip():
             continue
-        one, tab, other = line.removesuffix("\r").partition("\t")
-        if not tab or "\t" in other or not one.strip() or not other.strip():
+        first, tab, second = line.removesuffix("\r").partition("\t")
+        if not tab or "\t" in second or not first.strip() or not second.strip():
             raise TextError(
                 f"Line {number} of {content.name} is no pair: it needs two texts and one tab between them.",
                 "Write one pair a line: FIRST<tab>SECOND.",
             )
         with _told(content), _repeatable(tokenizer):
-            made = tokenizer(one, other, truncation=True, max_length=tokens, return_token_type_ids=True)
-        ids: list[int] = made["input_ids"]
-        found.append((ids, list(made.get("token_type_ids", [0] * len(ids)))))
-    return found
+            encoded = tokenizer(first, second, truncation=True, max_length=tokens, return_token_type_ids=True)
+        ids: list[int] = encoded["input_ids"]
+        rows.append((ids, list(encoded.get("token_type_ids", [0] * len(ids)))))
+    return rows
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens: int) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after a sequence, read off the beginning of the text."""
+    """Return the special tokens before and after a sequence, found by tokenizing the beginning of the text."""
     sample = content.text.strip()[:40]
     bare, whole = _ids(tokenizer, content, sample, None), _ids(tokenizer, content, sample, 10**6)
     starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
@@ -283,7 +283,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
 
 
 def window_length(model: PreTrainedModel, tokens: int | None) -> int:
-    """`tokens`, or where it is None the lesser of 128 and what the model's positions allow."""
+    """Return `tokens` or, if it is None, 128 or the model's number of positions if smaller. Raises UsageError."""
     limit = position_limit(model)
     if limit is not None and limit < 2:
         raise UsageError(f"The model reads {limit} token, which has no pair to look at.", "Use --source weights.")
@@ -297,7 +297,7 @@ def window_length(model: PreTrainedModel, tokens: int | None) -> int:
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """How many tokens the model has positions for; None where positions are relative without an end (T5)."""
+    """Return the number of the model's positions; None if unknown or if positions are relative and unbounded (T5)."""
     from torch.nn import Embedding
 
     config = text_config(model.config)
@@ -312,19 +312,19 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, longest: int | None) -> list[int]:
-    """Ids of a part of the content without special tokens (None), or with them and truncated to `longest`."""
+    """Tokenize `text`: without special tokens if `longest` is None, else with them and truncated to `longest` ids."""
     with _told(content), _repeatable(tokenizer):
         if longest is None:
-            found = tokenizer(text, add_special_tokens=False, verbose=False)
+            encoded = tokenizer(text, add_special_tokens=False, verbose=False)
         else:
-            found = tokenizer(text, truncation=True, max_length=longest)
-        ids: list[int] = found["input_ids"]
+            encoded = tokenizer(text, truncation=True, max_length=longest)
+        ids: list[int] = encoded["input_ids"]
     return ids
 
 
 @contextmanager
 def _repeatable(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Inside, a text is cut in the same way each time: cuts at random are for training."""
+    """Switch off a tokenizer's random splits, which are for training, inside the context."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     drawn = {name: share for name in DRAWN if (share := getattr(model, name, None)) is not None}
     try:
@@ -337,7 +337,7 @@ def _repeatable(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 
 
 def _told(content: Content) -> AbstractContextManager[None]:
-    """Turns what a tokenizer raises over that text into a TextError."""
+    """Return a context manager that converts a tokenizer's errors on that text to TextError."""
     return foreign(
         f"The tokenizer fails on the text ({content.name})",
         "Put its own tokenizer files beside the model, or use --source weights.",

@@ -1,4 +1,4 @@
-"""Where the texts come from: files, standard input, rows of datasets, or the built-in samples."""
+"""Sources of texts: files, standard input, rows of datasets, or the built-in samples."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from attnlens.models.loading.hub import reachable
 from attnlens.models.texts import sources as corpora
 
 OF_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-"""What the name of a dataset of the hub looks like; one without an owner might be one of the library's readers."""
+"""Pattern of a dataset's name on the hub; a name without an owner could mean one of the library's file readers."""
 USUAL = "test"
 SAY_NAME = "Name an OWNER/NAME of the hub that you may see, or a folder of data files (jsonl, parquet, csv, txt)."
 
 
 def text_of(asked: DatasetRows, *, most: int, offline: bool = False) -> tuple[str, str]:
-    """What the rows are called, and the rows themselves, a line each: as many as make `most` characters.
+    """Return a name for the rows, and the rows as lines of text, cut off after `most` characters.
 
-    Rows are streamed, and no code of the dataset is run. Raises UsageError where the library is not installed,
-    TextError where there is no such dataset, configuration, split or column, or it can't be had.
+    Rows are streamed, and no code of the dataset is run. Raises UsageError if `datasets` is not installed, TextError if
+    the dataset, configuration, split or column does not exist or can't be read.
     """
     try:
         import datasets
@@ -46,14 +46,14 @@ def text_of(asked: DatasetRows, *, most: int, offline: bool = False) -> tuple[st
             )
         text = _joined(_values(parts[split], asked), most)
     label = Path(place).name if Path(place).is_absolute() else asked.name
-    told = {"config": asked.config, "split": split, "column": asked.column}
-    name = ",".join([DATASETS + label, *(f"{key}={value}" for key, value in told.items() if value is not None)])
+    options = {"config": asked.config, "split": split, "column": asked.column}
+    name = ",".join([DATASETS + label, *(f"{key}={value}" for key, value in options.items() if value is not None)])
     return (name if len(text) < most else f"{name} (the first {most:,} characters)"), text
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, neither datasets nor the hub's client tells of each try and failure."""
+    """Silence the messages of datasets and huggingface_hub about retries and failures inside the context."""
     from datasets.utils import logging
     from huggingface_hub.utils import logging as of_hub
 
@@ -68,7 +68,7 @@ def quiet() -> Iterator[None]:
 
 
 def _place(name: str, *, offline: bool) -> str:
-    """The path of a folder, or a name of the hub that can be asked. Raises TextError where it is neither."""
+    """Return the path of a local folder, or the name of a dataset on a reachable hub. Raises TextError for neither."""
     from huggingface_hub import constants, is_offline_mode
 
     folder = with_home(name)
@@ -84,20 +84,20 @@ def _place(name: str, *, offline: bool) -> str:
 
 @contextmanager
 def _refusing(name: str) -> Iterator[None]:
-    """Inside, what the library says of a dataset becomes a TextError."""
+    """Convert errors of the library about a dataset to TextError inside the context."""
     from datasets.exceptions import DatasetsError
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of whichever library the hub's is
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2
 
     try:
         yield
-    # RuntimeError: of a dataset that is a script, which the library does not run
+    # RuntimeError: the dataset is a script, which the library does not run
     except (OSError, ValueError, RuntimeError, DatasetsError, HTTPError) as error:
-        said = shortened(str(error)) or type(error).__name__
-        raise TextError(f"The dataset {name} can't be read: {said.rstrip('.')}.", SAY_NAME) from None
+        message = shortened(str(error)) or type(error).__name__
+        raise TextError(f"The dataset {name} can't be read: {message.rstrip('.')}.", SAY_NAME) from None
 
 
 def _values(rows: Iterable[Mapping[str, Any]], asked: DatasetRows) -> Iterator[str]:
-    """The column's text, row by row. Raises TextError where there is no such column, or no text in it."""
+    """Yield the column's text row by row. Raises TextError if the column is missing or does not contain text."""
     for number, row in enumerate(rows, 1):
         if asked.column not in row:
             raise TextError(
@@ -129,67 +129,67 @@ SAMPLE_NAMES = {
     SAMPLES / "documentation.txt": "attnlens documentation",
     SAMPLES / "source.txt": "attnlens source code",
 }
-"""The built-in samples: three kinds of text, because one text is not text."""
+"""Names of the built-in samples: three kinds of text, because results from one kind do not hold for others."""
 LARGEST_FILE = 2**30
-"""Bytes of the largest text that is read."""
+"""Maximum size of a text in bytes."""
 LONGEST, BLOCKS = 2**23, 64
-"""Characters of a text beyond which windows are cut from so many blocks, spread evenly over it."""
+"""Characters beyond which a text is replaced by blocks that are spread evenly over it, and the number of blocks."""
 SAY_TEXT = "Give a plain text file in UTF-8."
 
 
 @dataclass(frozen=True)
 class Content:
-    """A text and what it is called."""
+    """A text and its name."""
 
     text: str
     """The text itself."""
     name: str
-    """File name, `stdin`, the rows of a dataset as they are asked for, or what a built-in text is."""
+    """File name, `stdin`, the specification of a dataset's rows, or the name of a built-in text."""
     made: dict[object, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """What this text was cut into last: a run cuts its texts several times."""
+    """Cache of the last cutting, keyed by its options, since a run cuts its texts several times."""
 
 
 def read(path: str, *, offline: bool = False) -> Content:
-    """That file, standard input (`-`), which may be empty, or the rows of a dataset (`datasets:NAME`).
+    """Read a file, standard input (`-`), which can be empty, or the rows of a dataset (`datasets:NAME`).
 
-    Raises TextError where it is no text that can be read; `offline`: where the hub would be asked.
+    Raises TextError if it is not a readable text, or if `offline` and the dataset is not a local folder.
     """
-    if (asked := dataset_rows(path)) is not None:
-        name, text = corpora.text_of(asked, most=LONGEST, offline=offline)
+    if (rows := dataset_rows(path)) is not None:
+        name, text = corpora.text_of(rows, most=LONGEST, offline=offline)
         return Content(text, name)
     return Content(_decoded(_bytes_of(path), path), "stdin" if path == "-" else Path(path).name)
 
 
 def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, ...]:
-    """The texts of those files, as `read` has them, under names of their own; none where no file is named."""
+    """Read the texts of those paths under unique names. Raises TextError if one is empty, or two are the same text."""
     each = [read(path, offline=offline) for path in paths]
     names = [content.name for content in each]
-    found = tuple(
+    contents = tuple(
         content if names.count(content.name) == 1 else replace(content, name=path)
         for path, content in zip(paths, each, strict=True)
     )
-    for content in found:
+    for content in contents:
         if not content.text.strip():
             raise TextError(f"The text is empty: {content.name}.", "Give a text of at least a few hundred words.")
-    named: dict[str, str] = {}
-    for content in found:
-        if content.text in named:
-            raise TextError(f"{named[content.text]} and {content.name} are the same text.", "Name each text once.")
-        named[content.text] = content.name
-    return found
+    known: dict[str, str] = {}
+    for content in contents:
+        if content.text in known:
+            raise TextError(f"{known[content.text]} and {content.name} are the same text.", "Name each text once.")
+        known[content.text] = content.name
+    return contents
 
 
 def sample(model: str) -> tuple[Content, ...]:
-    """The built-in texts for a model of that name: for `demo` and its checkpoints passages of the book that it was
-    trained on; for any other model those passages, documentation in modern English, and Python source code.
+    """Return the built-in texts for a model: passages of the book that `demo` was trained on and, unless the model is
+    `demo` or one of its checkpoints, documentation in modern English and Python source code.
     """
-    own = model == "demo" or _lies_in(model, DEMO)
-    names = dict(list(SAMPLE_NAMES.items())[: 1 if own else None])
+    is_demo = model == "demo" or _lies_in(model, DEMO)
+    names = dict(list(SAMPLE_NAMES.items())[: 1 if is_demo else None])
     return tuple(Content(_decoded(_bytes_of(str(path)), name), name) for path, name in names.items())
 
 
 def thinned(content: Content, *, spread: bool) -> Content:
-    """The text, or where it is longer than LONGEST its beginning, or BLOCKS pieces spread evenly over it."""
+    """Return the text or, if it is longer than LONGEST, its beginning or (`spread`) BLOCKS pieces spread over it."""
     length, size = len(content.text), LONGEST // BLOCKS
     if length <= LONGEST:
         return content
@@ -200,7 +200,7 @@ def thinned(content: Content, *, spread: bool) -> Content:
 
 
 def _lies_in(path: str, folder: Path) -> bool:
-    """Whether the path leads into the folder; False where the current folder, from which it starts, is gone."""
+    """Return whether the path resolves into the folder; False if the working directory was deleted."""
     try:
         return Path(path).resolve().is_relative_to(folder)
     except (OSError, ValueError):
@@ -212,7 +212,7 @@ def _bytes_of(path: str) -> bytes:
         return read_bytes(with_home(path), TextError, SAY_TEXT, most=LARGEST_FILE)
     try:
         return read_stream(sys.stdin.buffer, "stdin", TextError, SAY_TEXT, most=LARGEST_FILE)
-    except (OSError, AttributeError):  # opened for writing, or closed
+    except (OSError, AttributeError):  # stdin is write-only or closed
         raise TextError("stdin can't be read.", "Send it a text, as in: attnlens inspect --text - < FILE") from None
 
 

@@ -1,4 +1,4 @@
-"""The prediction task of a model and the targets that a text gives it."""
+"""The prediction task of a model, and its targets for given inputs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NOTHING = -100
-"""The target where nothing is predicted."""
+"""Target at positions without a prediction, which torch's cross_entropy ignores."""
 MASKED_SHARE = 0.15
-"""Share of tokens that a masked language model has to guess (Devlin et al. 2019)."""
+"""Share of tokens that are masked for a masked language model to predict (Devlin et al. 2019)."""
 HEADLESS = "no head that predicts a class, a masked token, or a token from those before it alone"
-"""What a model lacks whose hidden states are compared."""
+"""Description of what a model lacks if its hidden states are compared."""
 MEANINGS: dict[Task, str] = {
     "causal": "loss: the next token",
     "masked": f"loss: {MASKED_SHARE:.0%} of the tokens, masked",
@@ -37,121 +37,121 @@ ON_NOISE = (
     "images and sounds are random noise that attnlens made up: the answers of both models to it are compared, and "
     "there is no loss"
 )
-"""The meaning where a loss would have none."""
+"""Explanation for inputs of noise, on which a loss means nothing."""
 NO_LOSS = "the model's input is noise that attnlens made up, on which a loss means nothing"
 
 
 @dataclass(frozen=True)
 class Fed:
-    """One forward pass and what it should predict."""
+    """One forward pass and its targets."""
 
     inputs: dict[str, Tensor]
-    """`model(**inputs)`."""
+    """Arguments of `model(**inputs)`."""
     targets: Int[Tensor, "batch positions"] | None
-    """The right token at each position of the logits, −100 where nothing is predicted; None where the original model's
-    own choice is the target, or there is none."""
+    """Correct token at each position of the logits, −100 for no prediction; None if the original model's choice is the
+    target, or there is none."""
     noise: bool = False
-    """Whether the model reads noise: its predictions there can be compared, and have no loss."""
+    """True if the model reads noise: its predictions can be compared, but have no loss."""
 
     def rows(self, low: int, high: int) -> Fed:
-        """The sequences low … high − 1 alone."""
+        """Return only the sequences low … high − 1."""
         count = sequences_in(self.inputs)
         inputs = {name: part[low:high] if len(part) == count else part for name, part in self.inputs.items()}
         return replace(self, inputs=inputs, targets=None if self.targets is None else self.targets[low:high])
 
 
 def task_of(model: PreTrainedModel) -> Task:
-    """What the head of the model's class predicts; `hidden` where it has none."""
+    """Return the task of the head of the model's class; `hidden` if it has none."""
     return tasks_of(model)[0]
 
 
 def tasks_of(model: PreTrainedModel) -> list[Task]:
-    """All that the model's class is listed for, the likeliest first (XLM's next and masked tokens); `hidden` last."""
+    """Return all tasks that the model's class is listed for, likeliest first (XLM: causal, masked); `hidden` last."""
     from transformers.models.auto import modeling_auto as auto
 
-    def added(mapping: str) -> Collection[type]:  # as the classes of `study` are
-        found: dict[Any, type] = getattr(getattr(auto, mapping, None), "_extra_content", {})
-        return found.values()
+    def added(mapping: str) -> Collection[type]:  # classes registered at run time, such as those of `study`
+        listed: dict[Any, type] = getattr(getattr(auto, mapping, None), "_extra_content", {})
+        return listed.values()
 
     name = type(model).__name__
     tasks: dict[Task, tuple[str, ...]] = {
-        # before the others: transformers lists BART among the masked models too
+        # first, because transformers also lists BART among the masked models
         "seq2seq": ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"),
         "causal": ("CAUSAL_LM",),
         "masked": ("MASKED_LM",),
         "classification": ("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION"),
     }
-    found: list[Task] = [
-        # language models that see or hear stand among the first, and have no decoder of their own
+    listed: list[Task] = [
+        # language models with image or sound input are listed as seq2seq, but have no separate decoder
         "causal" if task == "seq2seq" and not decodes_text(model) else task
         for task, mappings in tasks.items()
         if any(name in getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").values() for mapping in mappings)
         or any(type(model) in added(f"MODEL_FOR_{mapping}_MAPPING") for mapping in mappings)
     ]
-    return [*dict.fromkeys(found), "hidden"]
+    return [*dict.fromkeys(listed), "hidden"]
 
 
 def logits_of(result: Any) -> Float[Tensor, "batch ..."]:
-    """A model's predictions."""
-    found: Tensor = result.logits
-    return found
+    """Return the logits in a model's output."""
+    logits: Tensor = result.logits
+    return logits
 
 
 def of_text(
     logits: Float[Tensor, "batch positions classes"], targets: Int[Tensor, "batch tokens"], *, sees: bool
 ) -> Float[Tensor, "batch tokens classes"]:
-    """The predictions at the text's tokens: the last, as a model that `sees` may put its image before them (GIT).
+    """Return the predictions at the text's tokens: the last ones if the model `sees`, since an image can precede them.
 
-    Of any other they are the first, with what is left of its positions behind (Perceiver).
+    GIT is such a model. In other models they are the first ones, before unused positions (Perceiver).
     """
     count = targets.shape[1]
     return logits[:, -count:] if sees else logits[:, :count]
 
 
 def last_states(result: Any) -> Float[Tensor, "batch tokens d_model"] | None:
-    """The last hidden states of outputs that carry them: the decoder's where there is one.
+    """Return the last hidden states of a model's output, of the decoder if there is one; None if it has none.
 
-    Of CLIP and its like, whose classes are whatever texts stand in a batch, the embeddings of each image and its text.
+    For models like CLIP, whose classes are the texts of a batch, return the embeddings of each image and its text.
     """
     for name in ("decoder_hidden_states", "hidden_states"):
         states = getattr(result, name, None)
-        if states and isinstance(states[-1], Tensor):  # MaskFormer's Swin has several for each stage
+        if states and isinstance(states[-1], Tensor):  # MaskFormer's Swin has a tuple for each stage
             return states[-1]
-    named = result if isinstance(result, ModelOutput) else {}
-    embeddings = [value for name, value in named.items() if name.endswith("_embeds")]
-    paired = len(embeddings) > 1 and all(one.dim() == 2 and one.shape == embeddings[0].shape for one in embeddings)
+    outputs = result if isinstance(result, ModelOutput) else {}
+    embeddings = [value for name, value in outputs.items() if name.endswith("_embeds")]
+    paired = len(embeddings) > 1 and all(part.dim() == 2 and part.shape == embeddings[0].shape for part in embeddings)
     return torch.stack(embeddings, 1) if paired else None
 
 
 def states_of(result: Any) -> Float[Tensor, "batch ... d_model"]:
-    """What stands for a headless model's states: the last hidden ones, or its first output where it gives none."""
-    found = last_states(result)
+    """Return the last hidden states of a headless model, or its first output if it returns none."""
+    states = last_states(result)
     first: Tensor = result[0]
-    return first if found is None else found
+    return first if states is None else states
 
 
 def asking(task: Task) -> dict[str, bool]:
-    """What a forward pass is asked for beside its outputs, so that `states_of` finds hidden states."""
+    """Return the arguments of a forward pass with which its output contains the hidden states for `states_of`."""
     return {"output_hidden_states": True} if task == "hidden" else {}
 
 
 def feed(loaded: Loaded, batches: Batches, task: Task, seed: int) -> list[Fed]:
-    """The batches with their targets; for a masked language model the tokens to guess are drawn from `seed`.
+    """Add targets to the batches; for a masked language model, `seed` determines which tokens are masked.
 
-    Raises TextError where a masked language model's tokenizer has no mask token.
+    Raises TextError if a masked language model's tokenizer has no mask token.
     """
     generator = torch.Generator().manual_seed(seed)
     fed = (_fed(loaded, batch, task, generator) for batch in batches)
-    return [replace(one, noise=batches.made_up) for one in fed]
+    return [replace(item, noise=batches.made_up) for item in fed]
 
 
 def meanings(task: Task, *, noise: bool) -> list[str]:
-    """What the loss is, and why there is none."""
+    """Return sentences on what the loss or comparison means, and on noise, which has no loss."""
     return [MEANINGS[task]] * (task == "hidden" or not noise) + [ON_NOISE] * noise
 
 
 def check_input(evaluated: Batches) -> None:
-    """Raise UsageError where the model is fed with noise: it has no loss that could be spent."""
+    """Raise UsageError if the model's input is noise: there is no loss to set a budget for."""
     if evaluated.made_up:
         raise UsageError(
             "This model's input is noise that attnlens makes up, so that there is no loss to spend.",
@@ -172,14 +172,14 @@ def _fed(loaded: Loaded, batch: Batch, task: Task, generator: torch.Generator) -
 
 
 def _next(ids: Tensor, mask: Tensor | None, start: int = 0) -> Tensor:
-    """The token after each position; none after the last, none that is padding, and none before the text's `start`."""
+    """Return the token after each position; NOTHING for padding, before the text's `start` and at the last position."""
     real = ids.clone() if mask is None else ids.masked_fill(mask == 0, NOTHING)
     real[:, :start] = NOTHING
     return torch.cat([real[:, 1:], torch.full_like(real[:, :1], NOTHING)], 1)
 
 
 def _drawn(ids: Tensor, mask: Tensor | None, generator: torch.Generator) -> Float[Tensor, "batch tokens"]:
-    """Uniform in [0, 1) at real tokens, sequence by sequence, so that batches don't matter; 2 elsewhere."""
+    """Draw uniform numbers in [0, 1) for real tokens, by sequence, so that batch size has no effect; 2 for padding."""
     draws = torch.full(ids.shape, 2.0)
     for row, length in zip(draws, [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist(), strict=True):
         row[:length] = torch.rand(length, generator=generator)
@@ -196,7 +196,7 @@ def _masked(loaded: Loaded, inputs: dict[str, Tensor], generator: torch.Generato
     special = torch.isin(ids, torch.tensor(loaded.tokenizer.all_special_ids, device=ids.device))
     draws = _drawn(ids, inputs.get("attention_mask"), generator).masked_fill(special, 2.0)
     chosen = draws < MASKED_SHARE
-    # A short line may draw none; then its smallest draw is taken, unless there are special tokens only.
+    # if no draw of a short line is below the share, mask its smallest one, unless all its tokens are special
     chosen |= (draws == draws.amin(1, keepdim=True)) & (draws < 1) & ~chosen.any(1, keepdim=True)
     targets = ids.masked_fill(~chosen, NOTHING)
     return Fed({**inputs, "input_ids": ids.masked_fill(chosen, mask_id)}, targets)
