@@ -269,7 +269,7 @@ def log_magnitude(value: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def least(of: dtype) -> float:
-    """Return the number added to every ⟨φ(q), φ(k)⟩, so that queries without features attend uniformly (float32: 1e-31).
+    """Return the number added to every ⟨φ(q), φ(k)⟩, so queries without features attend uniformly (float32: 1e-31).
 
     It is the smallest normal number over eps: such small sums are still of normal numbers, and 1/k has a gradient.
     """
