@@ -29,8 +29,8 @@ RANK = f"least m found with mean_i ½Σ_j|p̂_ij − p_ij| ≤ {ERROR}, p̂_ij =
 
 def _measure(name: str, meaning: str, formula: str, *, low: int, **rest: Any) -> MeasureInfo:
     settings: dict[str, Any] = {"self_only": False, "has_null": False, "paper": WRIGHT} | rest
-    said = " (not identified)" if settings.get("identified") == "nowhere" else ""
-    return MeasureInfo(f"features.{name}", meaning + said, formula, low=low, **settings)
+    suffix = " (not identified)" if settings.get("identified") == "nowhere" else ""
+    return MeasureInfo(f"features.{name}", meaning + suffix, formula, low=low, **settings)
 
 
 def _by_chance(name: str, of: str, formula: str, *, low: int, **rest: Any) -> MeasureInfo:

@@ -35,8 +35,8 @@ def _scalar(name: str, meaning: str, formula: str, missing: str, **rest: Any) ->
     changes every cosine.
     """
     settings: dict[str, Any] = {"low": 0, "self_only": False, "has_null": False, "identified": "nowhere"} | rest
-    said = "" if settings["identified"] == "everywhere" else " (not identified)"
-    return MeasureInfo(f"ksvd.{name}", meaning + said, formula, missing=missing, **settings)
+    suffix = "" if settings["identified"] == "everywhere" else " (not identified)"
+    return MeasureInfo(f"ksvd.{name}", meaning + suffix, formula, missing=missing, **settings)
 
 
 def _curves(matrix: str, words: str, symbol: str, **rest: Any) -> tuple[MeasureInfo, ...]:

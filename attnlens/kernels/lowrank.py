@@ -162,7 +162,7 @@ class Grams:
 
     def as_heavy_as(self, other: Grams) -> Grams:
         """Return the same moments, with weights scaled to the sum of the other's."""
-        factor = sum(map(float, other.totals)) / max(sum(map(float, self.totals)), 1e-300)
+        factor = sum(map(float, other.totals)) / max(sum(map(float, self.totals)), 1e-300)  # avoids division by 0
         keys, sums, totals = ([factor * one for one in parts] for parts in (self.keys, self.sums, self.totals))
         return replace(self, queries=factor * self.queries, keys=keys, sums=sums, totals=totals)
 
@@ -212,8 +212,8 @@ def latents_of(call: Call, group: int) -> tuple[tuple[tuple[int, ...], ...], tup
     """
     numbers = sorted(set(call.key_heads))
     key_of = tuple(numbers.index(number) for number in call.key_heads)
-    every = tuple(range(len(numbers)))
-    return tuple(every[start : start + group] for start in range(0, len(every), group)), key_of
+    all_heads = tuple(range(len(numbers)))
+    return tuple(all_heads[start : start + group] for start in range(0, len(all_heads), group)), key_of
 
 
 @dataclass(frozen=True)
@@ -358,8 +358,8 @@ class MapsFit:
     def plus(self, other: MapsFit) -> MapsFit:
         """Return the fit to both texts."""
         found = copy(self)
-        found.grams = _joined(self.grams, other.grams)
-        found.outputs = _joined(self.outputs, other.outputs)
+        found.grams = _join(self.grams, other.grams)
+        found.outputs = _join(self.outputs, other.outputs)
         return found
 
     def latents(self) -> Latents:
@@ -373,11 +373,11 @@ class MapsFit:
         return latents.maps([min(self.rank, latents.head_dim) * len(group) for group in latents.groups])
 
 
-def _joined(one: Grams | None, other: Grams | None) -> Grams | None:
+def _join(one: Grams | None, other: Grams | None) -> Grams | None:
     return one if other is None or one is None else one.plus(other)
 
 
-def _low(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Tensor, **more: object) -> Low:
+def _low_rank_dot(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Tensor, **more: object) -> Low:
     if "members" in more:
         raise UsageError(
             "The keys of this rank kernel share a latent: it has no scores of one head alone.",
@@ -431,7 +431,7 @@ def _shared(call: Call, *, members: Tensor | None = None, **maps: Any) -> Call |
             told=False,
         ),
     ),
-    dot=_low,
+    dot=_low_rank_dot,
     prepare=_shared,
     fused="SDPA with a smaller head_dim",
     fit=MapsFit,

@@ -212,7 +212,7 @@ def nearest_call(
 
 
 def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) -> tuple[Query, Key, float]:
-    """Return queries and keys unchanged for the oracle's tie; raise UsageError for the form, which needs calls."""
+    """Return queries and keys unchanged for the oracle's tie; raise UsageError for the form, which mixes both."""
     if how == ORACLE:
         return query, key, scale
     raise UsageError(
@@ -323,9 +323,9 @@ class PrimalFit:
         y = output.double()
         if kept is not None:
             z, y = z.masked_fill(~kept[..., None], 0.0), y.masked_fill(~kept[..., None], 0.0)
-        held = (torch.arange(self.seen, self.seen + len(z), device=z.device) % HELD_OUT) == 1
+        held_out = (torch.arange(self.seen, self.seen + len(z), device=z.device) % HELD_OUT) == 1
         self.seen += len(z)
-        for part, chosen in enumerate((~held, held)):
+        for part, chosen in enumerate((~held_out, held_out)):
             if bool(chosen.any()):
                 found = _moments(z[chosen], y[chosen])
                 before = self.parts[part]
@@ -339,19 +339,19 @@ class PrimalFit:
         min(s, features), and scores beyond the rank of K are zero. Raises TextError for fewer than two sequences, and
         for fewer tokens than scores.
         """
-        train, held = self.parts
-        if train is None or held is None:
+        train, held_out = self.parts
+        if train is None or held_out is None:
             raise TextError("primal needs two calibration sequences at least.", "Give a longer --calibration text.")
-        every = train + held
-        if int(every.tokens.min()) < self.scores:
+        both = train + held_out
+        if int(both.tokens.min()) < self.scores:
             raise TextError(
                 f"primal with {self.scores} scores needs as many tokens of calibration text; "
-                f"there are {int(every.tokens.min())}.",
+                f"there are {int(both.tokens.min())}.",
                 "Give a longer --calibration text, or fewer scores.",
             )
-        query_map, key_map, log_multipliers = singular_maps(every, self.scores)
+        query_map, key_map, log_multipliers = singular_maps(both, self.scores)
         maps = _assembled(query_map, key_map)
-        parts = [moments.of_scores(maps) for moments in (train, held, every)]
+        parts = [moments.of_scores(maps) for moments in (train, held_out, both)]
         errors = torch.stack([lost(parts[1], *regression(parts[0], parts[0].tokens * 0 + s)) for s in STRENGTHS])
         best = torch.tensor(STRENGTHS).to(errors)[errors.argmin(0)]
         output_map, offset = regression(parts[2], best)
@@ -361,7 +361,7 @@ class PrimalFit:
             "log_multipliers": log_multipliers,
             "output_map": output_map,
             "offset": offset,
-            "tokens": every.tokens / every.sequences,
+            "tokens": both.tokens / both.sequences,
         }
 
 

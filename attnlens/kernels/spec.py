@@ -53,16 +53,16 @@ class Kernel:
     @cached_property
     def spelling(self) -> str:
         """Spelling that can be typed: `rbf:gamma=0.5+window:64`."""
-        numbers = _spelled(self.info.name, _told(self.info, self.parameters))
+        numbers = _spell(self.info.name, _named_parameters(self.info, self.parameters))
         if self.oracle:
             return numbers
         if (self.tie or self.filter) and self.info.name == "exponential":
             numbers = ""
         more = [self.tie] if self.tie else []
         if self.filter:
-            more.append(_spelled(self.filter.modifier.name, self.filter.parameters, named=False))
+            more.append(_spell(self.filter.modifier.name, self.filter.parameters, named=False))
         if self.near:
-            more.append(_spelled(self.near.modifier.name, self.near.parameters, named=False))
+            more.append(_spell(self.near.modifier.name, self.near.parameters, named=False))
         return "+".join(([numbers] if numbers else []) + more)
 
     @cached_property
@@ -276,7 +276,7 @@ def least(of: dtype) -> float:
     return torch.finfo(of).tiny / torch.finfo(of).eps
 
 
-def _told(info: KernelInfo, parameters: Mapping[str, float]) -> dict[str, float | str]:
+def _named_parameters(info: KernelInfo, parameters: Mapping[str, float]) -> dict[str, float | str]:
     """Return the parameters that a spelling includes, as words if they have some."""
     found: dict[str, float | str] = {}
     for known in info.parameters:
@@ -286,7 +286,7 @@ def _told(info: KernelInfo, parameters: Mapping[str, float]) -> dict[str, float 
     return found
 
 
-def _spelled(name: str, parameters: Mapping[str, float | str], named: bool = True) -> str:
+def _spell(name: str, parameters: Mapping[str, float | str], named: bool = True) -> str:
     shown = {
         key: value if isinstance(value, str) else repr(value).removesuffix(".0") for key, value in parameters.items()
     }
@@ -304,8 +304,8 @@ def pairs_seen(
     allowed: Bool[Tensor, "#batch #heads queries keys"] | None,
 ) -> Float[Tensor, "#batch #heads queries keys"]:
     """Return 1 where a query sees a key, in float64; 0 for queries that see fewer than two keys (no choice)."""
-    every = query.double().new_ones(1, 1, query.shape[-2], key.shape[-2])
-    seen = every if allowed is None else allowed.double()
+    ones = query.double().new_ones(1, 1, query.shape[-2], key.shape[-2])
+    seen = ones if allowed is None else allowed.double()
     return seen * (seen.sum(-1, keepdim=True) >= 2)
 
 
@@ -347,6 +347,7 @@ def _attention(
     """Compute the head's own attention over the pairs seen, without a sink's weight; 0 for a query without a choice."""
     query, key = call.query.double(), call.paired_key.double()
     scores = score(query, key, call.scale, call.softcap)
+    # finite instead of −∞: the softmax of a row without keys must not be NaN, which would survive the factor 0
     scores = (scores if call.bias is None else scores + call.bias).masked_fill(seen == 0, -1e30)
     if call.sinks is not None:
         sink = call.sinks.to(scores)[:, None, None].expand(*scores.shape[:-1], 1)

@@ -49,14 +49,14 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
         name, _, numbers = part.strip().partition(":")
         checked_name("kernel", name, [*known, *TIES, *FILTERS, *HYBRIDS])
         if name in TIES:
-            _numbers(name, numbers, ())
+            _parse_numbers(name, numbers, ())
             tie.append(name)
         elif name in FILTERS:
             filtered.append(_key_filter(FILTERS[name], numbers))
         elif name in HYBRIDS:
             near.append(_key_filter(HYBRIDS[name], numbers))
         else:
-            base.append(Kernel(known[name], _numbers(name, numbers, known[name].parameters)))
+            base.append(Kernel(known[name], _parse_numbers(name, numbers, known[name].parameters)))
     for what, parts in (("kernel", base), ("tie", tie), ("filter", filtered), ("hybrid", near)):
         if len(parts) > 1:
             raise UsageError(f"{words!r} has more than one {what}.", f"Give one {what}, or another --kernel for each.")
@@ -77,11 +77,11 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
 
 
 def _key_filter(modifier: Modifier, numbers: str) -> KeyFilter:
-    values = _numbers(modifier.name, numbers, modifier.parameters)
+    values = _parse_numbers(modifier.name, numbers, modifier.parameters)
     return KeyFilter(modifier, {key: int(value) for key, value in values.items()})
 
 
-def _numbers(name: str, words: str, parameters: Sequence[KernelParameter]) -> dict[str, float]:
+def _parse_numbers(name: str, words: str, parameters: Sequence[KernelParameter]) -> dict[str, float]:
     """Parse `gamma=1,…` or bare values in order, check them, and add defaults."""
     values: dict[str, float] = {}
     for index, word in enumerate(filter(None, words.split(","))):
@@ -95,7 +95,7 @@ def _numbers(name: str, words: str, parameters: Sequence[KernelParameter]) -> di
             raise UsageError(f"{name} has no parameter {key.strip()!r}.", _help(name, parameters))
         if wanted.name in values:
             raise UsageError(f"{name}: {wanted.name} is given twice.", _help(name, parameters))
-        values[wanted.name] = _number(name, wanted, value.strip())
+        values[wanted.name] = _parse_number(name, wanted, value.strip())
     for parameter in parameters:
         if parameter.name not in values:
             if parameter.default is None:
@@ -105,7 +105,7 @@ def _numbers(name: str, words: str, parameters: Sequence[KernelParameter]) -> di
     return {p.name: values[p.name] for p in parameters}
 
 
-def _number(name: str, parameter: KernelParameter, word: str) -> float:
+def _parse_number(name: str, parameter: KernelParameter, word: str) -> float:
     known = dict(parameter.words)
     if word in known:
         return known[word]
@@ -118,13 +118,13 @@ def _number(name: str, parameter: KernelParameter, word: str) -> float:
     except ValueError:
         what = "a whole number" if parameter.kind is int else "a number"
         raise UsageError(f"{name}: {parameter.name} must be {what}, not {word!r}.", _help(name, [parameter])) from None
-    border = _crossed(parameter, value)
+    border = _violated_bound(parameter, value)
     if border:
         raise UsageError(f"{name}: {parameter.name} must be {border}, not {word}.", _help(name, [parameter]))
     return value
 
 
-def _crossed(parameter: KernelParameter, value: float) -> str | None:
+def _violated_bound(parameter: KernelParameter, value: float) -> str | None:
     """Return in words the bound of its range that `value` violates; None if it is in range."""
     above = parameter.above is not None and value <= parameter.above
     # math.isfinite raises for integers beyond the largest float

@@ -114,16 +114,16 @@ def qualified(what: str, space: Space) -> str:
     return f"selection.{'projected_' if space == 'projected' else ''}{what}"
 
 
-def _placed(info: MeasureInfo, space: Space) -> MeasureInfo:
+def _in_space(info: MeasureInfo, space: Space) -> MeasureInfo:
     words = WORDS[space]
     texts = {name: getattr(info, name).format(**words) for name in ("meaning", "formula")}
     behind = sum(other.series > 0 for other in OF_SPACE) * SPACES.index(space)
     series = info.series and info.series + behind
-    placed = replace(info, name=qualified(info.name, space), space=space, null="rotations", series=series, **texts)
-    return replace(placed, sized_by="d_model and the queries that were posed")
+    renamed = replace(info, name=qualified(info.name, space), space=space, null="rotations", series=series, **texts)
+    return replace(renamed, sized_by="d_model and the queries that were posed")
 
 
-MEASURES = (DECIDED, *POSED, *(_placed(info, space) for space in SPACES for info in OF_SPACE))
+MEASURES = (DECIDED, *POSED, *(_in_space(info, space) for space in SPACES for info in OF_SPACE))
 
 
 @gathering("selection", source="tokens", measures=MEASURES, by_default=False, needs_inputs=True)

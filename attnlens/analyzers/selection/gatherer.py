@@ -159,8 +159,8 @@ class Selector:
             copies = kept.copies[kept.place_of[head][2]]
             self.shares[head][sequence] = _decided(query_key.select([index]), copies, sink)
         self.scale, self.biased = query_key.scale, self.biased or query_key.bias is not None
-        held = sum(before.key.shape[-2] for before in self.kept)
-        if not self.biased and (not self.kept or held + kept.key.shape[-2] <= MOST_TOKENS):
+        stored_tokens = sum(before.key.shape[-2] for before in self.kept)
+        if not self.biased and (not self.kept or stored_tokens + kept.key.shape[-2] <= MOST_TOKENS):
             self.kept.append(kept)
 
     def solve(self) -> dict[int, Answer]:
@@ -187,7 +187,7 @@ class Selector:
         """Solve one head's own problem in the first space, or return the reason why there is none."""
         if head not in self.softmax:
             return "its queries or keys are NaN or Inf in every sequence"
-        return next(self._judged(head, None))[2]
+        return next(self._solve_spaces(head, None))[2]
 
     def _read(self, query_key: QueryKey, sequence: int) -> Kept:
         """Return the parts of the sequence that its heads need."""
@@ -197,20 +197,20 @@ class Selector:
         masks = torch.ones(1, queries, keys).bool() if query_key.allowed is None else query_key.allowed[0].cpu()
         of_mask = [index % len(masks) for index in range(len(query_key.heads))]  # one mask for all, or one per head
         if not isinstance(self.place.form, str) and query_key.inputs is not None:
-            inputs = torch.nn.functional.pad(_small(query_key.inputs), (0, 1), value=1.0)
-            copies = tuple(self._known(first_copies(inputs[0], mask), at) for at, mask in enumerate(masks))
+            inputs = torch.nn.functional.pad(_to_storage(query_key.inputs), (0, 1), value=1.0)
+            copies = tuple(self._deduplicate(first_copies(inputs[0], mask), at) for at, mask in enumerate(masks))
             places = {head: (0, 0, of_mask[index]) for index, head in enumerate(query_key.heads)}
             return Kept(sequence, inputs, inputs, copies, places)
-        query, key = _small(query_key.query)[0], _small(query_key.key)[0]
+        query, key = _to_storage(query_key.query)[0], _to_storage(query_key.key)[0]
         pairs = sorted(set(zip(query_key.key_of, of_mask, strict=True)))
-        copies = tuple(self._known(first_copies(key[of], masks[mask]), at) for at, (of, mask) in enumerate(pairs))
+        copies = tuple(self._deduplicate(first_copies(key[of], masks[mask]), at) for at, (of, mask) in enumerate(pairs))
         places = {
             head: (index, query_key.key_of[index], pairs.index((query_key.key_of[index], of_mask[index])))
             for index, head in enumerate(query_key.heads)
         }
         return Kept(sequence, query, key, copies, places)
 
-    def _known(self, copies: Int[Tensor, "queries keys"], at: int) -> Int[Tensor, "queries keys"]:
+    def _deduplicate(self, copies: Int[Tensor, "queries keys"], at: int) -> Int[Tensor, "queries keys"]:
         """Return the previous sequence's matrix if it is equal, to save memory: most sequences share one."""
         if self.kept and at < len(self.kept[-1].copies) and self.kept[-1].copies[at].equal(copies):
             return self.kept[-1].copies[at]
@@ -230,7 +230,7 @@ class Selector:
         projected = [replace(scene, tokens=scene.tokens @ key, queries=scene.queries @ query) for scene in scenes]
         return projected, _unit(key.shape[-1], form.scale)
 
-    def _judged(self, head: int, draw: int | None) -> Iterator[tuple[Space, Chosen, Nearness | str]]:
+    def _solve_spaces(self, head: int, draw: int | None) -> Iterator[tuple[Space, Chosen, Nearness | str]]:
         """Yield each space's choice and solution; the head chooses once for all spaces, a draw of its null in each."""
         from attnlens.maths.attsvm.head import choose, nearness_of
 
@@ -250,7 +250,7 @@ class Selector:
         shown = [self.spaces[0]] if self.place.shown and draw is None else []
         return {
             space: reading_of(chosen, found, numbers if space in shown else None)
-            for space, chosen, found in self._judged(head, draw)
+            for space, chosen, found in self._solve_spaces(head, draw)
         }
 
     def _answer(self, head: int, own: BySpace, draws: Sequence[BySpace]) -> Answer:
@@ -286,7 +286,7 @@ class Selector:
         )
 
 
-def _small(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+def _to_storage(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Move to main memory, as float32 at most (the models' precision); float64 stays."""
     tensor = tensor.detach().cpu()
     return tensor if tensor.dtype == torch.float64 else tensor.float()

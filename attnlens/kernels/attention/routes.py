@@ -29,7 +29,7 @@ def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "b
     (half precision: by where they round to it). Rows that may see nothing have no such sum: they are uniform in row
     tiles and bands, zero elsewhere. Raises UsageError if no route supports the call: see route.
     """
-    call, kernel = _prepared(call, kernel)
+    call, kernel = _prepare(call, kernel)
     return _COMPUTED[route(call, kernel, path)](call, kernel).transpose(1, 2)
 
 
@@ -40,7 +40,7 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
     scores. Raises UsageError for a tie, filter or hybrid in cross-attention, for sinks with a signed kernel, for hidden
     pairs or sinks under a tie of whole sequences, and with path="fused" if no fused route is exact for this call.
     """
-    call, kernel = _prepared(call, kernel)
+    call, kernel = _prepare(call, kernel)
     _refuse(call, kernel)
     if kernel.info.form == "output":
         return "primal scores"
@@ -62,7 +62,7 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
     )
 
 
-def _prepared(call: Call, kernel: Kernel) -> tuple[Call, Kernel]:
+def _prepare(call: Call, kernel: Kernel) -> tuple[Call, Kernel]:
     """Return the call and the kernel to compute; an analysis is refused by the name the user typed, not by its tie."""
     if kernel.oracle and not call.cross and call.query.shape[2] == call.key.shape[2]:
         refuse_hidden(call, kernel)
@@ -90,7 +90,7 @@ def _refuse(call: Call, kernel: Kernel) -> None:
         )
 
 
-def _of_any(call: Call, kernel: Kernel) -> str | None:
+def _general_obstacle(call: Call, kernel: Kernel) -> str | None:
     """Return why no fused route except bands supports the call; None if one may."""
     if call.dropout:
         return "dropout acts on attention weights, which a fused path never writes out"
@@ -105,52 +105,52 @@ def _of_any(call: Call, kernel: Kernel) -> str | None:
     return None
 
 
-def _of_products(call: Call, kernel: Kernel) -> str | None:
+def _sdpa_obstacle(call: Call, kernel: Kernel) -> str | None:
     if kernel.info.dot is None:
         return ""
-    return _of_linear(call, kernel, "mask that SDPA computes by itself") or _of_any(call, kernel)
+    return _linear_obstacle(call, kernel, "mask that SDPA computes by itself") or _general_obstacle(call, kernel)
 
 
-def _of_hybrids(call: Call, kernel: Kernel) -> str | None:
+def _hybrid_obstacle(call: Call, kernel: Kernel) -> str | None:
     if kernel.near is None:
         return ""
     if call.query.shape[2] != call.key.shape[2]:
         return "with a key-value cache a query's row is computed whole"
     if kernel.near.modifier.from_start and call.allowed is not None and not bool(call.allowed[..., -1, 0].all()):
         return "sequences padded on the left have their first tokens elsewhere"
-    return _of_features(call, kernel)
+    return _sums_obstacle(call, kernel)
 
 
-def _of_features(call: Call, kernel: Kernel) -> str | None:
+def _sums_obstacle(call: Call, kernel: Kernel) -> str | None:
     if kernel.info.feature_map is None:
         return ""
-    found = _of_linear(call, kernel, "running sum")
+    found = _linear_obstacle(call, kernel, "running sum")
     if found is None and call.bias is not None:
         return "the model adds a bias to its scores, which a running sum can't"
-    found = found or _of_any(call, kernel)
+    found = found or _general_obstacle(call, kernel)
     if found is None and reach(call) is None:
         return "the mask is neither causal nor a mask of padded keys alone"
     return found
 
 
-def _of_linear(call: Call, kernel: Kernel, what: str) -> str | None:
+def _linear_obstacle(call: Call, kernel: Kernel, what: str) -> str | None:
     """Return why neither products nor sums support the call; `what` completes "the filter … is no"."""
     if kernel.info.form == "score" and call.softcap is not None:
         return CAPPED
     return None if kernel.filter is None else f"the filter {kernel.filter.modifier.name} is no {what}"
 
 
-def _of_scores(call: Call, kernel: Kernel) -> str | None:
+def _flex_obstacle(call: Call, kernel: Kernel) -> str | None:
     if kernel.info.form != "score" or kernel.signed:
         return ""
     if not call.query.is_cuda:
         return f"{kernel.info.name} is fused by FlexAttention on a GPU alone"
     if kernel.fitted:
         return "its parameters are fitted to each head"
-    return _of_any(call, kernel)
+    return _general_obstacle(call, kernel)
 
 
-def _of_bands(call: Call, kernel: Kernel) -> str | None:
+def _bands_obstacle(call: Call, kernel: Kernel) -> str | None:
     if kernel.filter is None:
         return ""
     if kernel.filter.reach is None:
@@ -159,11 +159,11 @@ def _of_bands(call: Call, kernel: Kernel) -> str | None:
 
 
 _OBSTACLES: dict[str, Callable[[Call, Kernel], str | None]] = {
-    "sdpa": _of_products,
-    "running sums": lambda call, kernel: "" if kernel.near is not None else _of_features(call, kernel),
-    "window and running sums": _of_hybrids,
-    "flex attention": _of_scores,
-    "banded tiles": _of_bands,
+    "sdpa": _sdpa_obstacle,
+    "running sums": lambda call, kernel: "" if kernel.near is not None else _sums_obstacle(call, kernel),
+    "window and running sums": _hybrid_obstacle,
+    "flex attention": _flex_obstacle,
+    "banded tiles": _bands_obstacle,
 }
 """Fused routes, fastest first, and why a call cannot use them: None if it can, "" if the route is for other kernels."""
 

@@ -119,15 +119,15 @@ def by_sums(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries va
             return phi
         return phi.masked_fill(~found.kept[..., rows, None], 0.0)
 
-    sums = (_causal if found.causal else _everything)(query, key, value, side)
-    even = _even(value, found)
+    sums = (_causal if found.causal else _bidirectional)(query, key, value, side)
+    even = _uniform_sums(value, found)
     # if a signed sum cancels, adding the least number would hide it
     sums = torch.where((sums == 0).all(-1, keepdim=True), even, sums) if kernel.signed else sums + least(exact) * even
     blind = even[..., -1:] == 0
     return (sums[..., :-1] / sums[..., -1:].masked_fill(blind, 1.0)).to(call.query.dtype)
 
 
-def _even(
+def _uniform_sums(
     value: Float[Tensor, "batch heads keys value_dim"], found: Reach
 ) -> Float[Tensor, "batch heads rows value_dim"]:
     """Compute Σ_j v_j over the allowed keys for each row; one row for all if all see the same keys."""
@@ -152,7 +152,7 @@ def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
     return torch.cat(found, dim=-2)
 
 
-def _everything(query: Query, key: Key, value: Value, side: Side) -> Sums:
+def _bidirectional(query: Query, key: Key, value: Value, side: Side) -> Sums:
     """Compute row i as φ(q_i) Σ_j φ(k_j) v_jᵀ, in the order of products that needs fewer numbers."""
     queries = [slice(start, start + CHUNK) for start in range(0, query.shape[-2], CHUNK)]
     keys = [slice(start, start + CHUNK) for start in range(0, key.shape[-2], CHUNK)]
@@ -226,7 +226,7 @@ def by_hybrid(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries 
     assert kernel.near is not None  # noqa: S101
     tokens, distance = call.query.shape[2], kernel.near.parameters["width"] - 1
     sinks = kernel.near.parameters.get("sinks", 0)
-    sides, key = _sides(call, kernel, found, sinks), call.paired_key
+    sides, key = _far_features(call, kernel, found, sinks), call.paired_key
     starts, places = range(0, tokens, CHUNK), torch.arange(tokens, device=key.device)
     sums = [sides.key[..., s : s + CHUNK, :].mT @ sides.value[..., s : s + CHUNK, :] for s in starts]
     nothing = torch.zeros_like(sums[0])
@@ -240,14 +240,14 @@ def by_hybrid(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries 
         far = before[first] if after is None else before[first] + after[last]
         start, stop = first * CHUNK, min(last * CHUNK, tokens)
         columns = torch.cat((places[: min(sinks, start)], places[start:stop], places[stop:sinks]))
-        met = _met(call, kernel, key, sides, found, rows, columns)
+        met = _sum_near_and_far(call, kernel, key, sides, found, rows, columns)
         rows_found.append(met + sides.query[..., rows, :] @ far)
-    every = torch.cat(rows_found, dim=-2)
-    total = every[..., -1:]
-    return (every[..., :-1] / total.masked_fill(total == 0, 1.0)).to(call.query.dtype)
+    sums_of_rows = torch.cat(rows_found, dim=-2)
+    total = sums_of_rows[..., -1:]
+    return (sums_of_rows[..., :-1] / total.masked_fill(total == 0, 1.0)).to(call.query.dtype)
 
 
-def _sides(call: Call, kernel: Kernel, found: Reach, sinks: int) -> FarFeatures:
+def _far_features(call: Call, kernel: Kernel, found: Reach, sinks: int) -> FarFeatures:
     exact = torch.promote_types(call.query.dtype, torch.float32)
     query, key = (
         kernel.phi(x.to(exact), call.scale, side) for x, side in ((call.query, "query"), (call.paired_key, "key"))
@@ -258,7 +258,7 @@ def _sides(call: Call, kernel: Kernel, found: Reach, sinks: int) -> FarFeatures:
     return FarFeatures(query, key, pad(call.paired_value.to(exact), (0, 1), value=1.0))
 
 
-def _met(
+def _sum_near_and_far(
     call: Call,
     kernel: Kernel,
     key: Key,

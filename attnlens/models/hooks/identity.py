@@ -180,7 +180,7 @@ def _site_error(found: Reached, given: Mapping[str, Any], inputs: Mapping[str, T
     if not answered:
         raise RuntimeError(f"{found.site.path} asks for no attention by itself")
     first, second = (real_outputs(one if isinstance(one, tuple) else (one,), mask)[0] for one in (own, again))
-    return _relative(first, second)
+    return _relative_difference(first, second)
 
 
 @contextmanager
@@ -241,10 +241,10 @@ def difference(model: PreTrainedModel, inputs: Mapping[str, Tensor], change: Abs
         with change:
             again = real_outputs(forward(model, inputs), inputs)
     pairs = zip(own, again, strict=True)
-    return float(torch.stack([_relative(a, b) for a, b in pairs]).max())  # torch's max is NaN if any of them is
+    return float(torch.stack([_relative_difference(a, b) for a, b in pairs]).max())  # max is NaN if one is
 
 
-def _relative(own: Tensor, again: Tensor) -> Tensor:
+def _relative_difference(own: Tensor, again: Tensor) -> Tensor:
     """Compute ‖own − again‖ / ‖own‖ in float64, in parts, since predictions for long texts are large.
 
     Numbers that are infinite in both tensors count as equal (Grounding DINO's hidden words).

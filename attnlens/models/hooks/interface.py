@@ -44,7 +44,7 @@ def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | N
         yield
     finally:
         for config, own in before:
-            config._attn_implementation_internal = own
+            config._attn_implementation_internal = own  # the public setter would also change subconfigurations
 
 
 def choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> None:
@@ -147,10 +147,10 @@ def read_call(
         module=module,
         places=places if isinstance(places, Tensor) and places.shape[1:] == query.shape[2:3] else None,
     )
-    return _narrowed(call, more)
+    return _restrict_to_indexer(call, more)
 
 
-def _narrowed(call: Call, more: dict[str, Any]) -> Call:
+def _restrict_to_indexer(call: Call, more: dict[str, Any]) -> Call:
     """Restrict the call to the keys that a sparse model's indexer chose for each query, if the model has an indexer.
 
     transformers' own functions get it as part of the mask; others get indices of keys or of blocks (MiniMax-M3).
@@ -171,7 +171,7 @@ def _narrowed(call: Call, more: dict[str, Any]) -> Call:
 
 NAMES = "attnlens_"  # prefix of the names under which attnlens registers its answers with transformers
 
-_door_numbers = count()
+_name_numbers = count()
 _answering: WeakSet[nn.Module] = WeakSet()
 
 
@@ -189,19 +189,19 @@ def opened(
     Attention that goes through transformers' interface is answered there. Hand-written attention is traced in `modules`
     (None: all); `content` and `prove` are passed to `tracing`. The value maps each unreadable module to the reason.
     """
-    names = _register(f"{NAMES}{next(_door_numbers)}", answer)
+    names = _register(f"{NAMES}{next(_name_numbers)}", answer)
     nothing: Refused = {}
     skipped = nullcontext(nothing) if modules is not None and not modules else None
     try:
         with (
-            _noted(model),
+            _mark_answered(model),
             implementation(model, *names),
             skipped or tracing(model, answer, modules=modules, content=content, prove=prove) as refused,
         ):
             yield refused
     finally:
         for name in names:
-            del AttentionInterface._global_mapping[name]
+            del AttentionInterface._global_mapping[name]  # transformers has no function to unregister
             del AttentionMaskInterface._global_mapping[name]
 
 
@@ -299,7 +299,7 @@ def watch(
             answered(site, found)
         return found
 
-    with _counted(model, sites, answer) as counter:
+    with _count_calls(model, sites, answer) as counter:
         yield counter
 
 
@@ -332,7 +332,7 @@ def replace(
             answered(site, found)
         return found
 
-    with _counted(model, sites, answer) as counter:
+    with _count_calls(model, sites, answer) as counter:
         yield counter
     missed = [site.name for site in swaps if not counter.calls[site.path]]
     if missed and every_site:
@@ -354,7 +354,7 @@ def swapped(call: Call, swap: Replacement, path: Route = "auto") -> Tensor:
 
 
 @contextmanager
-def _counted(
+def _count_calls(
     model: PreTrainedModel, sites: tuple[Site, ...], answer: Callable[[Site, Call], Tensor]
 ) -> Iterator[CallCounter]:
     by_call = {(site.path, site.ordinal): site for site in sites}
@@ -379,7 +379,7 @@ def is_answered(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def _noted(model: PreTrainedModel) -> Iterator[None]:
+def _mark_answered(model: PreTrainedModel) -> Iterator[None]:
     """Mark the model as answered inside the `with`, even if none of its configurations names an implementation."""
     first = model not in _answering
     _answering.add(model)

@@ -39,17 +39,17 @@ def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
     writing = set(decoder.modules()) - {model} if isinstance(decoder, nn.Module) else set()
     for inner in model.modules():  # outer modules first
         if isinstance(inner, PreTrainedModel) and inner is not model:
-            part, inside = _reads(inner), set(inner.modules())
+            part, inside = _only_modality(inner), set(inner.modules())
             found = {module: tower for module, tower in found.items() if module not in inside}
             found |= {} if part is None else dict.fromkeys(inside, part)
     found = {module: part for module, part in found.items() if module not in writing}
     return found if len(set(found.values())) > 1 else {}
 
 
-def _reads(model: PreTrainedModel) -> Part | None:
+def _only_modality(model: PreTrainedModel) -> Part | None:
     """Return the only modality that a model reads, or None if it reads several."""
-    said = model.input_modalities
-    parts = {OF_MODALITY[one] for one in ([said] if isinstance(said, str) else said) if one in OF_MODALITY}
+    declared = model.input_modalities
+    parts = {OF_MODALITY[one] for one in ([declared] if isinstance(declared, str) else declared) if one in OF_MODALITY}
     return parts.pop() if len(parts) == 1 else None
 
 
@@ -77,7 +77,7 @@ class Reached:
     @property
     def other(self) -> str | None:
         """Name of the argument with the other sequence of a cross-attention; None if there is none."""
-        return _other(self.arguments)
+        return _other_input(self.arguments)
 
     @property
     def layout(self) -> tuple[int, ...]:
@@ -113,14 +113,14 @@ class Surveyed:
     def missed(self) -> dict[str, str | None]:
         """Paths of attention modules that are not sites, with the reason; None if the module did not run."""
         used = {id(part) for found in self.reached for part in found.module.modules()}
-        every = dict(self.model.named_modules())
-        owners = {name for name, module in every.items() if any(id(part) in used for part in module.modules())}
-        found = {name: self.refused[module] for name, module in every.items() if module in self.refused}
+        named = dict(self.model.named_modules())
+        owners = {name for name, module in named.items() if any(id(part) in used for part in module.modules())}
+        found = {name: self.refused[module] for name, module in named.items() if module in self.refused}
         missed: dict[str, str | None] = dict(found)
-        for name, module in every.items():
+        for name, module in named.items():
             inside = any(is_attention(child) for child in module.modules() if child is not module)
-            told = any(f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") for other in found)
-            if is_attention(module) and not (inside or told or name in owners or id(module) in used):
+            covered = any(f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") for other in found)
+            if is_attention(module) and not (inside or covered or name in owners or id(module) in used):
                 missed[name] = UNTRACED if module in self.ran else None
         return missed
 
@@ -158,10 +158,10 @@ def surveyed(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Surveyed:
     calls = [found for found in calls if found[0] not in refused]
     if not calls:
         raise out_of_reach(model, {modules[module]: reason for module, reason in refused.items()}, ran)
-    return Surveyed(model, _numbered(model, modules, calls), ran, refused)
+    return Surveyed(model, _number_sites(model, modules, calls), ran, refused)
 
 
-def _numbered(
+def _number_sites(
     model: PreTrainedModel, modules: Mapping[nn.Module, str], calls: list[tuple[nn.Module, Call, dict[str, Any]]]
 ) -> list[Reached]:
     """Convert the calls of a pass to sites, numbered over the pass and within each module."""
@@ -182,7 +182,7 @@ def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: Any) -
 
     A model that draws random numbers (ViTMAE's masks) draws the same numbers in every pass.
     """
-    with _uncached(model), _same_draws(model):
+    with _disable_cache(model), _fix_seed(model):
         return model(**inputs, **without_cache(model), **more)
 
 
@@ -192,7 +192,7 @@ def without_cache(model: PreTrainedModel) -> dict[str, bool]:
 
 
 @contextmanager
-def _uncached(model: PreTrainedModel) -> Iterator[None]:
+def _disable_cache(model: PreTrainedModel) -> Iterator[None]:
     """Switch off `use_cache` in all configurations inside the `with`: submodels do not receive the argument."""
     asking = [config for config in configs_of(model) if getattr(config, "use_cache", False)]
     for config in asking:
@@ -205,7 +205,7 @@ def _uncached(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _same_draws(model: PreTrainedModel) -> Iterator[None]:
+def _fix_seed(model: PreTrainedModel) -> Iterator[None]:
     """Seed the random draws of a model in eval mode inside the `with`; generators outside are unaffected."""
     if model.training:
         yield
@@ -226,16 +226,16 @@ def real_outputs(result: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     then differ.
     """
     values = result.to_tuple() if hasattr(result, "to_tuple") else result
-    tensors = [value for value in values if _is_numbers(value)] or list(_nested(values))
+    tensors = [value for value in values if _is_numbers(value)] or list(_nested_tensors(values))
     return [at_real_tokens(tensor, inputs) for tensor in tensors]
 
 
-def _nested(values: Any) -> Iterator[Tensor]:
+def _nested_tensors(values: Any) -> Iterator[Tensor]:
     for value in values:
         if _is_numbers(value):
             yield value
         elif isinstance(value, tuple | list):
-            yield from _nested(value)
+            yield from _nested_tensors(value)
 
 
 def _is_numbers(value: object) -> bool:
@@ -264,7 +264,7 @@ def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return dict(zip(positional, args, strict=False)) | kwargs
 
 
-def _other(arguments: dict[str, Any]) -> str | None:
+def _other_input(arguments: dict[str, Any]) -> str | None:
     """Return the argument name of the other sequence: one of CROSS_INPUTS, or a `key` that is not the query."""
     query, key = arguments.get("query"), arguments.get("key")
     named = [name for name in CROSS_INPUTS if arguments.get(name) is not None]
@@ -274,7 +274,7 @@ def _other(arguments: dict[str, Any]) -> str | None:
 
 def _part(call: Call, arguments: dict[str, Any]) -> Part:
     """Return the part of a call: "cross" if it has another sequence, "decoder" if causal, "encoder" otherwise."""
-    if _other(arguments) is not None or call.query.shape[2] != call.key.shape[2]:
+    if _other_input(arguments) is not None or call.query.shape[2] != call.key.shape[2]:
         return "cross"
     above = torch.ones(call.query.shape[2], call.key.shape[2], dtype=torch.bool, device=call.query.device).triu(1)
     seen = call.visible()
@@ -323,14 +323,14 @@ def real_parts(
     A key that no query may see is padding; in cross-attention so is a query that may see no key. A sequence in which no
     query sees a key is skipped.
     """
-    every = list(range(sequences)), slice(None), slice(None)
+    whole = list(range(sequences)), slice(None), slice(None)
     if allowed is None:
-        yield every
+        yield whole
         return
     keys = allowed.any(dim=-2).any(dim=-2).expand(sequences, -1)
     queries = allowed.any(dim=-1).any(dim=-2).expand(sequences, -1) if part == "cross" else keys
     if bool(keys.all()) and bool(queries.all()):
-        yield every
+        yield whole
         return
     for sequence in keys.any(-1).nonzero().flatten().tolist():
         yield [sequence], queries[sequence].nonzero().squeeze(-1), keys[sequence].nonzero().squeeze(-1)

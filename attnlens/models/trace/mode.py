@@ -89,8 +89,8 @@ def affine(signs: Tensor, zero: Tensor, scores: Tensor) -> Affine:
     allowed, bias = split_mask(zero)
     # pairs that no product changes are masked too: by a factor of 0, or by a number so large that scores are lost in it
     seen = (scores != zero) if allowed is None else allowed & (scores != zero)
-    wanted = _centred(signs.to(zero), seen)
-    gain = _centred(scores - zero, seen)
+    wanted = _centre(signs.to(zero), seen)
+    gain = _centre(scores - zero, seen)
     factor = (gain * wanted).sum((0, 2, 3)) / wanted.square().sum((0, 2, 3))
     if not bool((factor.isfinite() & (factor != 0)).all()):
         raise unread("its scores do not depend on its queries and keys")
@@ -109,8 +109,8 @@ def check_moved(query: Tensor, key: Tensor, found: Affine, zero: Tensor, scores:
     """
     seen = torch.ones_like(zero, dtype=torch.bool) if found.allowed is None else found.allowed
     product = query.to(zero) @ key.to(zero).expand(-1, query.shape[1], -1, -1).transpose(-1, -2)
-    predicted = _centred(found.factor.view(1, -1, 1, 1) * product, seen)
-    moved = _centred(scores.to(zero) - zero, seen)
+    predicted = _centre(found.factor.view(1, -1, 1, 1) * product, seen)
+    moved = _centre(scores.to(zero) - zero, seen)
     size = predicted.norm() + torch.where(seen, zero, 0.0).norm()
     error = float((moved - predicted).norm() / size)
     if not error <= rounding_of(query.dtype):
@@ -122,7 +122,7 @@ def rounding_of(dtype: torch.dtype) -> float:
     return max(TOLERANCE, 8 * torch.finfo(dtype).eps)
 
 
-def _centred(scores: Tensor, seen: Tensor) -> Tensor:
+def _centre(scores: Tensor, seen: Tensor) -> Tensor:
     """Centre scores over the keys each query sees, with 0 elsewhere; without centring if no query sees two keys."""
     kept = torch.where(seen, scores, 0.0)
     if bool((seen.sum(-1) < 2).all()):
@@ -218,7 +218,7 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: n
     query, scale = lead.split(product.left), float(found.factor[0].detach())
     if bool(((found.factor - scale).abs() > 32 * torch.finfo(found.factor.dtype).eps * abs(scale)).any()):
         query, scale = query * found.factor.view(1, -1, 1, 1).to(query.dtype), 1.0
-    key, value = _paired(lead.split(product.right), lead.like(value.shape[:-2]).split(value))
+    key, value = _pair_heads(lead.split(product.right), lead.like(value.shape[:-2]).split(value))
     wide = torch.promote_types(query.dtype, value.dtype)  # GPT-J converts its queries and keys to float32
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
     call = Call(
@@ -245,7 +245,7 @@ def fused_call(given: Mapping[str, Any], tokens: Tokens, module: nn.Module) -> t
     allowed, bias = split_mask(mask)
     if allowed is not None and bool(allowed.all()):
         allowed = None
-    key, value = _paired(*(_of_sequences(lead, part) for part in (key, given["value"])))
+    key, value = _pair_heads(*(_of_sequences(lead, part) for part in (key, given["value"])))
     call = Call(
         query=lead.split(query),
         key=key,
@@ -268,7 +268,7 @@ def _of_sequences(lead: Lead, part: Tensor) -> Tensor:
     return lead.split(part)
 
 
-def _paired(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _pair_heads(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Repeat the heads of keys or of values, so that both have equally many."""
     if key.shape[1] == value.shape[1]:
         return key, value
@@ -337,8 +337,8 @@ class _Tracer(TorchFunctionMode):
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             with torch._C.DisableTorchFunction():
                 if not self.running:
-                    held = (*module.parameters(), *module.buffers())
-                    self.constants = {tensor.untyped_storage().data_ptr() for tensor in held}
+                    state = (*module.parameters(), *module.buffers())
+                    self.constants = {tensor.untyped_storage().data_ptr() for tensor in state}
                     begun = _content(module, args, kwargs) if content is None else content
                     self.known.inputs.update(dict.fromkeys(begun, True))
                 first = next((tensor for tensor in tensors((args, kwargs)) if tensor.is_floating_point()), None)
@@ -419,7 +419,7 @@ class _Tracer(TorchFunctionMode):
             return call, of_sum
 
         own = partial(function, *args, **kwargs)
-        return self._site(shared, read, own, weights.dtype, found.arranged if found is not None else _same)
+        return self._site(shared, read, own, weights.dtype, found.arranged if found is not None else _identity)
 
     def _fused(self, args: Any, kwargs: Any) -> Tensor:
         """Answer attention that the module itself computes with torch's fused function."""
@@ -435,7 +435,7 @@ class _Tracer(TorchFunctionMode):
             return call, lead
 
         own = partial(F.scaled_dot_product_attention, **given)
-        return self._site(self.running, read, own, given["value"].dtype, _same)
+        return self._site(self.running, read, own, given["value"].dtype, _identity)
 
     def _site(
         self,
@@ -450,11 +450,11 @@ class _Tracer(TorchFunctionMode):
         if owner is None or owner in self.refused or (self.modules is not None and owner not in self.modules):
             result = own()
         else:
-            result = self._answered(*owners[-1], read, own, arranged).to(dtype)
+            result = self._answer_site(*owners[-1], read, own, arranged).to(dtype)
         self.known.inputs[result] = True
         return result
 
-    def _answered(
+    def _answer_site(
         self,
         owner: nn.Module,
         tokens: Tokens,
@@ -464,13 +464,13 @@ class _Tracer(TorchFunctionMode):
     ) -> Tensor:
         try:
             call, lead = read(owner, tokens)
-            sighted = arranged(lead.back(_sighted(call)))
+            sighted = arranged(lead.back(_sees_any_key(call)))
             if not self.prove:
                 answered = arranged(lead.back(self.answer(call)))
                 # models differ in what they return for a query that sees no key
                 return answered if bool(sighted.all()) else torch.where(sighted, answered, own())
             result = own()
-            _check(arranged(lead.back(attend(call, OWN, "eager"))), result, sighted)
+            _check_output(arranged(lead.back(attend(call, OWN, "eager"))), result, sighted)
         except UnreadableError as refusal:
             if self.modules is not None:  # it was read before: leaving it to the model now would go unnoticed
                 raise ModelError(
@@ -483,11 +483,11 @@ class _Tracer(TorchFunctionMode):
         return result
 
 
-def _same(output: Tensor) -> Tensor:
+def _identity(output: Tensor) -> Tensor:
     return output
 
 
-def _sighted(call: Call) -> Tensor:
+def _sees_any_key(call: Call) -> Tensor:
     """Return which queries see any key, (batch, queries, heads, 1)."""
     batch, heads, queries, _ = call.query.shape
     seen = call.visible()
@@ -495,7 +495,7 @@ def _sighted(call: Call) -> Tensor:
     return some.expand(batch, heads, queries).transpose(1, 2)[..., None]
 
 
-def _check(found: Tensor, own: Tensor, sighted: Tensor) -> None:
+def _check_output(found: Tensor, own: Tensor, sighted: Tensor) -> None:
     """Raise UnreadableError if the output computed from the traced attention is not the module's own."""
     seen, expected = (torch.where(sighted, part, 0.0).double() for part in (found, own))
     error = float((seen - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float64).tiny))

@@ -56,7 +56,7 @@ def operands(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     if function not in FUNCTIONS:
         return None
     if function is torch.einsum:
-        found = _einsum(args)
+        found = _parse_einsum(args)
         return None if found is None else found[1:]
     first, second = _arguments(function, args, kwargs)
     return (first, second) if isinstance(first, Tensor) and isinstance(second, Tensor) else None
@@ -103,20 +103,20 @@ def _arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return (second, first) if function is Tensor.__rmatmul__ else (first, second)
 
 
-def _einsum(args: tuple[Any, ...]) -> tuple[tuple[str, str, str], Tensor, Tensor] | None:
+def _parse_einsum(args: tuple[Any, ...]) -> tuple[tuple[str, str, str], Tensor, Tensor] | None:
     """Return the axes of both operands and of the result, and the operands of torch.einsum; None for any other form."""
     if not args or not isinstance(args[0], str):
         return None
     given = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     equation = args[0].replace(" ", "")
-    if len(given) != 2 or "->" not in equation or (spelled := _spelled(equation, given)) is None:
+    if len(given) != 2 or "->" not in equation or (spelled := _expand_ellipses(equation, given)) is None:
         return None
     inputs, result = spelled.split("->")
     left, right = inputs.split(",")
     return (left, right, result), given[0], given[1]
 
 
-def _spelled(equation: str, given: Sequence[Tensor]) -> str | None:
+def _expand_ellipses(equation: str, given: Sequence[Tensor]) -> str | None:
     """Replace the ellipses of the equation with letters; return None if they stand for different numbers of axes."""
     inputs = equation.partition("->")[0].split(",")
     counts = {part.dim() - len(axes) + 3 for axes, part in zip(inputs, given, strict=True) if "..." in axes}
@@ -127,12 +127,12 @@ def _spelled(equation: str, given: Sequence[Tensor]) -> str | None:
 
 
 def _einsum_product(args: tuple[Any, ...]) -> Product | None:
-    found = _einsum(args)
+    found = _parse_einsum(args)
     if found is None:
         return None
     (left, right, result), one, other = found
     summed = [axis for axis in left if axis in right and axis not in result]
-    rows, columns = _own(left, right, result), _own(right, left, result)
+    rows, columns = _free_axes(left, right, result), _free_axes(right, left, result)
     if len(summed) != 1 or len(rows) != 1 or len(columns) != 1 or result[-2:] != rows + columns:
         return None
     lead = result[:-2]
@@ -150,14 +150,14 @@ def _einsum_product(args: tuple[Any, ...]) -> Product | None:
 
 
 def _einsum_sum(args: tuple[Any, ...], weights: Tensor) -> Sum | None:
-    found = _einsum(args)
+    found = _parse_einsum(args)
     if found is None:
         return None
     (axes, others, result), one, other = found
     if other is weights:
         axes, others, other = others, axes, one
     lead, rows, summed = axes[:-2], axes[-2], axes[-1]
-    size = _own(others, axes, result)
+    size = _free_axes(others, axes, result)
     if set(others) != {*lead, summed, size} or len(size) != 1 or set(result) != {*lead, rows, size}:
         return None
     value = other.permute([others.index(axis) for axis in f"{lead}{summed}{size}"])
@@ -165,7 +165,7 @@ def _einsum_sum(args: tuple[Any, ...], weights: Tensor) -> Sum | None:
     return Sum(value, lambda output: output.permute(order))
 
 
-def _own(axes: str, other: str, result: str) -> str:
+def _free_axes(axes: str, other: str, result: str) -> str:
     """Return the axes that only one operand has and that are in the result."""
     return "".join(axis for axis in axes if axis not in other and axis in result)
 
@@ -209,9 +209,9 @@ def begun(
     found: Product, result: Tensor, running: tuple[nn.Module, ...], *, content: bool, prove: bool
 ) -> tuple[TracedScores, Standins]:
     """Start scores from a product, with its stand-ins; with `prove`, also that of other queries and keys."""
-    moved = _moved(found) if prove else None
+    moved = _random_operands(found) if prove else None
     # neighbouring keys have different signs, so that a query that sees several keys sees both signs
-    left, right = _signs(found.left), (torch.arange(found.right.shape[-2]) % 2 * 2 - 1)[:, None].to(found.right)
+    left, right = _random_signs(found.left), (torch.arange(found.right.shape[-2]) % 2 * 2 - 1)[:, None].to(found.right)
     scores = TracedScores(found, content, running, left @ right.T, moved)
     wide = torch.promote_types(result.dtype, torch.float32)
     if found.plain:
@@ -226,13 +226,13 @@ def begun(
     return scores, Standins(zero, signs, None if moved is None else found.again(*moved))
 
 
-def _signs(part: Tensor) -> Tensor:
+def _random_signs(part: Tensor) -> Tensor:
     """Return (rows, 1): a seeded −1 or 1 for each row of an operand."""
     generator = torch.Generator().manual_seed(part.shape[-2])
     return (torch.randint(2, (part.shape[-2], 1), generator=generator) * 2 - 1).to(part)
 
 
-def _moved(found: Product) -> tuple[Tensor, Tensor]:
+def _random_operands(found: Product) -> tuple[Tensor, Tensor]:
     """Return other queries and keys of about the same size, seeded."""
     generator = torch.Generator().manual_seed(0)
     return tuple(  # type: ignore[return-value]  # two elements
@@ -274,7 +274,7 @@ class Provenance:
         """Call the function, and record the facts about its result."""
         given = list(tensors((args, kwargs)))
         carried: dict[TracedScores, None] = {}
-        ends = _ends(function, given)
+        ends = _ends_scores(function, given)
         if not ends:
             for tensor in given:
                 carried.update(dict.fromkeys(self.scores.get(tensor, ())))
@@ -282,7 +282,7 @@ class Provenance:
         result = function(*args, **kwargs)
         target = args[0] if function is Tensor.__setitem__ else result
         for scores, standins in steps.items():
-            self._keep(scores, standins, target)
+            self._record_standins(scores, standins, target)
         name = getattr(function, "__name__", "")
         shape_alone = name.endswith("_like") or name.startswith("new_")  # `zeros_like`, `new_ones`
         dependent = any(tensor in self.inputs for tensor in given) and not shape_alone
@@ -314,14 +314,14 @@ class Provenance:
             found = function(*new_args, **new_kwargs)
             return new_args[0] if function is Tensor.__setitem__ else found
 
-        in_place = _in_place(function)
+        in_place = _is_in_place(function)
         known = next(self.scores[tensor][scores] for tensor in given if scores in self.scores.get(tensor, ()))
         try:
             return known.map(substituted)
         except RuntimeError:  # a function of another library, on numbers of a type it was not made for
             return None
 
-    def _keep(self, scores: TracedScores, steps: list[Any] | None, target: Any) -> None:
+    def _record_standins(self, scores: TracedScores, steps: list[Any] | None, target: Any) -> None:
         """Record the stand-ins of every tensor of a result."""
         if steps is None:
             return
@@ -344,12 +344,12 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(part)
 
 
-def _ends(function: Any, given: Sequence[Tensor]) -> bool:
+def _ends_scores(function: Any, given: Sequence[Tensor]) -> bool:
     """Return whether scores end at the function; the elementwise maximum of two tensors is a step like others."""
     return function in STEPS_END and not (function in LARGER and len(given) == 2)
 
 
-def _in_place(function: Any) -> bool:
+def _is_in_place(function: Any) -> bool:
     """Return whether a function of torch changes its first argument in place: `add_`, `__iadd__`, `__setitem__`."""
     name = getattr(function, "__name__", "")
     return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))

@@ -104,30 +104,30 @@ class Probe:
         `other` is the other sequence of cross-attention. Raises UnreadableError if the module cannot be called alone.
         """
         laid = [self._as_given(part) for part in (hidden, other)]
-        given = self._everywhere(self.reached.input_name, laid[0])
+        given = self._under_all_names(self.reached.input_name, laid[0])
         if self.reached.other is not None:
-            given |= self._everywhere(self.reached.other, laid[1])
+            given |= self._under_all_names(self.reached.other, laid[1])
         try:
-            call = self._asked(given, laid)
+            call = self._request(given, laid)
         except UnreadableError:
             mask = self.reached.arguments.get("attention_mask")
-            if not isinstance(mask, Tensor) or self.arguments["attention_mask"] is not None or self._shorter:
+            if not isinstance(mask, Tensor) or self.arguments["attention_mask"] is not None or self._is_shorter:
                 raise
-            call = self._asked(given | {"attention_mask": mask[:1]}, laid)  # it needs a mask (DeBERTa)
+            call = self._request(given | {"attention_mask": mask[:1]}, laid)  # it needs a mask (DeBERTa)
         self._check(call, hidden, hidden if self.reached.other is None else other)
         return call
 
-    def _asked(self, given: Mapping[str, Tensor], content: Sequence[Tensor]) -> Call:
+    def _request(self, given: Mapping[str, Tensor], content: Sequence[Tensor]) -> Call:
         def answer(call: Call) -> Tensor:
-            raise _Asked(call)
+            raise _AttentionRequested(call)
 
         # attention that goes through transformers' interface need not be traced
         traced = None if self.reached.site.traced else ()
         with opened(self.model, answer, modules=traced, content=content), FewTokens():
             try:
                 functional_call(self.reached.module, dict(self.weights), kwargs={**self.arguments, **given})
-            except _Asked as asked:
-                return asked.call
+            except _AttentionRequested as requested:
+                return requested.call
             except FAILURES as error:  # a module of another library, on inputs it was not written for
                 first = next(iter(str(error).splitlines()), type(error).__name__)
                 raise unreadable(f"its attention module can't be called on its own ({first})") from error
@@ -141,10 +141,10 @@ class Probe:
         """Raise UnreadableError if a call does not have one query and one key per head for each token given."""
         captured = self.reached.call
         for name, tokens in zip(("query", "key"), given, strict=True):
-            asked, heads = tuple(getattr(call, name).shape[:3]), getattr(captured, name).shape[1]
+            actual, heads = tuple(getattr(call, name).shape[:3]), getattr(captured, name).shape[1]
             wanted = tokens.shape[0], heads, tokens[0, ..., 0].numel()
-            if asked != wanted:
-                raise unreadable(f"its {name} has (batch, heads, tokens) {asked}, where its inputs have {wanted}")
+            if actual != wanted:
+                raise unreadable(f"its {name} has (batch, heads, tokens) {actual}, where its inputs have {wanted}")
 
     @property
     def captured(self) -> tuple[Tensor, Tensor]:
@@ -159,7 +159,7 @@ class Probe:
             return tokens.flatten(0, 1)
         return tokens.permute([self.layout.index(axis) for axis in range(tokens.dim())])
 
-    def _everywhere(self, name: str, tokens: Tensor) -> dict[str, Tensor]:
+    def _under_all_names(self, name: str, tokens: Tensor) -> dict[str, Tensor]:
         """Return these tokens under each name under which the module got the same tensor (CTRL: v, k and q)."""
         given = self.reached.arguments
         return {other: tokens for other, value in given.items() if value is given[name]}
@@ -174,11 +174,11 @@ class Probe:
         arguments = {name: _in_float64(value) for name, value in self.reached.arguments.items()}
         mask = arguments.get("attention_mask")
         dropped = [name for name, value in arguments.items() if isinstance(value, Cache)]
-        dropped += ["attention_mask"] * (isinstance(mask, Tensor) and (len(mask) > 1 or self._shorter))
+        dropped += ["attention_mask"] * (isinstance(mask, Tensor) and (len(mask) > 1 or self._is_shorter))
         return arguments | dict.fromkeys(dropped)
 
     @property
-    def _shorter(self) -> bool:
+    def _is_shorter(self) -> bool:
         """Whether the probe's sequences have fewer tokens than those of the captured call."""
         return not self.whole and any(math.prod(tokens) > 1 for _, *tokens, _ in self.shapes)
 
@@ -195,7 +195,7 @@ class Probe:
     @cached_property
     def least(self) -> int:
         """Smallest number of sequences the module accepts: 1, or that of the captured call, set by its masks."""
-        return self.shapes[0][0] if self._of_one is None else 1
+        return self.shapes[0][0] if self._single_sequence is None else 1
 
     @cached_property
     def odd(self) -> Call:
@@ -205,10 +205,10 @@ class Probe:
     @cached_property
     def alike(self) -> Call:
         """The module's call on the least number of sequences, with the same token at every position."""
-        return self(*self.random(self.least, seed=ALIKE)) if self._of_one is None else self._of_one
+        return self(*self.random(self.least, seed=ALIKE)) if self._single_sequence is None else self._single_sequence
 
     @cached_property
-    def _of_one(self) -> Call | None:
+    def _single_sequence(self) -> Call | None:
         """The module's call on one such sequence; None if it does not accept one."""
         try:
             return self(*self.random(1, seed=ALIKE))
@@ -286,7 +286,7 @@ ODD = 7
 """Number of sequences tried first; a power of two might fit by accident an input made for another number."""
 
 
-class _Asked(BaseException):  # not an Exception, which a module might catch
+class _AttentionRequested(BaseException):  # not an Exception, which a module might catch
     """Raised when a module requests an attention computation, to stop it there."""
 
     def __init__(self, call: Call) -> None:
@@ -340,13 +340,13 @@ def norms_inside(module: nn.Module) -> Norms:
     found = {}
     for part in module.modules():
         plain = "Norm" in type(part).__name__ and next(part.children(), None) is None
-        if plain and (norm := _read(part)) is not None:
+        if plain and (norm := _read_norm(part)) is not None:
             found[part] = norm
     return found
 
 
 @torch.no_grad()
-def _read(module: nn.Module) -> Norm | None:
+def _read_norm(module: nn.Module) -> Norm | None:
     weight = next(module.parameters(), None)
     shape = getattr(module, "normalized_shape", ANY_WIDTH) if weight is None else weight.shape
     ones = torch.ones(shape, dtype=torch.float64, device=None if weight is None else weight.device)

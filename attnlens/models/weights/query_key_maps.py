@@ -104,8 +104,8 @@ def _holds(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
     if norms:
         parts = [nn.functional.normalize(part, dim=-1) for part in parts]
     if rotation is None:
-        return not any(_moved(part) for part in parts)
-    return not any(_missed(part, rotation, rounding_of(probe)) for part in parts)
+        return not any(_changes_with_position(part) for part in parts)
+    return not any(_differs_from(part, rotation, rounding_of(probe)) for part in parts)
 
 
 def rotation_of(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation | None:
@@ -124,9 +124,9 @@ def rotation_of(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation |
     used, others = _sides(probe.alike), _parts(probe, probe.random(few, seed=6))
     if norms:  # lengths may depend on the position, e.g. with a temperature for long contexts (Beam)
         used, others = ([nn.functional.normalize(part, dim=-1) for part in side] for side in (used, others))
-    if not any(_moved(part) for part in used):
+    if not any(_changes_with_position(part) for part in used):
         return None
-    if not any(_moved(part - other) for part, other in zip(used, others, strict=True)):
+    if not any(_changes_with_position(part - other) for part, other in zip(used, others, strict=True)):
         return None
     if probe.reached.site.part == "cross":
         raise unreadable("queries and keys of two sequences depend on their positions")
@@ -134,11 +134,11 @@ def rotation_of(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation |
         bare = _parts(probe, probe.random(many, seed=5))
     rounding = rounding_of(probe)
     found = fitted(bare[0], bare[1], rounding)
-    if any(_missed(part, found, rounding) for part in used):
+    if any(_differs_from(part, found, rounding) for part in used):
         raise unreadable(DIRECTION)
     if found.by_distance and rounding > SINGLE:
-        found = _steady(found)
-    same = next((one for one in known if _same(one, found)), None)
+        found = _fit_frequencies(found)
+    same = next((one for one in known if _are_equal(one, found)), None)
     if same is None:
         known.append(found)
     return same or found
@@ -160,7 +160,7 @@ def rotations(model: PreTrainedModel, window: list[Reached]) -> Iterator[Rotatio
 
 def frequencies(rotation: Rotation) -> Float[Tensor, " pairs"]:
     """Return θ of φ(i) = iθ in [−π, π) for a rotation by distance, fitted by least squares over its positions."""
-    return _wrapped(_steady(rotation).angles[1])
+    return _wrap(_fit_frequencies(rotation).angles[1])
 
 
 def rounding_of(probe: Probe) -> float:
@@ -179,7 +179,7 @@ def _sides(call: Call) -> list[Float[Tensor, "rows positions head_dim"]]:
     return [part[part.isfinite().flatten(1).all(-1)].flatten(0, 1) for part in parts]
 
 
-def _moved(part: Float[Tensor, "rows positions head_dim"]) -> bool:
+def _changes_with_position(part: Float[Tensor, "rows positions head_dim"]) -> bool:
     return bool(((part - part[:, :1]).norm(dim=-1) > STILL * part.norm(dim=-1)).any())
 
 
@@ -196,11 +196,11 @@ def fitted(
     sides = [_overlaps(part, pairs) for part in (query, key)]
     both = _signal(sides[0]) & _signal(sides[1])
     found = Rotation(pairs, (sides[0] + sides[1]).angle(), query.shape[-1])
-    if _large((sides[0] * sides[1].conj())[:, both].angle(), rounding):
+    if _exceed_rounding((sides[0] * sides[1].conj())[:, both].angle(), rounding):
         raise unreadable("queries and keys turn differently with position")
-    if any(_missed(part, found, rounding) for part in (query, key)):
+    if any(_differs_from(part, found, rounding) for part in (query, key)):
         raise unreadable(DIRECTION)
-    return replace(found, by_distance=not _large(_wrapped(found.angles.diff(dim=0) - found.angles[1]), rounding))
+    return replace(found, by_distance=not _exceed_rounding(_wrap(found.angles.diff(dim=0) - found.angles[1]), rounding))
 
 
 def _pairs(rows: Float[Tensor, "rows positions head_dim"]) -> Int[Tensor, "pairs 2"]:
@@ -242,38 +242,38 @@ def _signal(side: Complex[Tensor, "positions pairs"]) -> Bool[Tensor, " pairs"]:
     return lengths > torch.finfo(lengths.dtype).eps * lengths.max()
 
 
-def _missed(part: Float[Tensor, "rows positions head_dim"], rotation: Rotation, rounding: float) -> bool:
+def _differs_from(part: Float[Tensor, "rows positions head_dim"], rotation: Rotation, rounding: float) -> bool:
     """Return whether part[:, i] differs from part[:, 0] R(i)."""
     difference = rotation.turned(part[:, :1].expand_as(part)) - part
     return bool((difference.norm(dim=-1) > max(ANGLE, 4 * rounding) * part.norm(dim=-1)).any())
 
 
-def _large(angles: Float[Tensor, "positions pairs"], rounding: float) -> bool:
+def _exceed_rounding(angles: Float[Tensor, "positions pairs"], rounding: float) -> bool:
     """Return whether angles are not 0 at some position, allowing 4 roundings: of cos and sin at two positions."""
     sizes = angles.square().sum(-1).sqrt()
     return bool((sizes > max(ANGLE, 4 * rounding) * angles.shape[-1] ** 0.5).any())
 
 
-def _wrapped(angles: Tensor) -> Tensor:
+def _wrap(angles: Tensor) -> Tensor:
     """Return the angles wrapped to [−π, π)."""
     wrapped: Tensor = (angles + math.pi).remainder(2 * math.pi) - math.pi
     return wrapped
 
 
-def _steady(rotation: Rotation) -> Rotation:
+def _fit_frequencies(rotation: Rotation) -> Rotation:
     """Return the rotation with φ(i) = iθ for the least-squares θ, which removes the rounding of cos and sin."""
     first = rotation.angles[1]
-    turns = (_wrapped(rotation.angles.diff(dim=0) - first) + first).cumsum(0)  # without removing whole turns
+    turns = (_wrap(rotation.angles.diff(dim=0) - first) + first).cumsum(0)  # without removing whole turns
     steps = torch.arange(len(rotation.angles)).to(first)
     frequencies = (steps[1:, None] * turns).sum(0) / steps.square().sum()
     return replace(rotation, angles=steps[:, None] * frequencies)
 
 
-def _same(one: Rotation, other: Rotation) -> bool:
+def _are_equal(one: Rotation, other: Rotation) -> bool:
     """Return whether two rotations differ only by rounding."""
     alike = torch.equal(one.pairs, other.pairs) and one.angles.shape == other.angles.shape
     alike = alike and one.by_distance == other.by_distance
-    return alike and bool((_wrapped(one.angles - other.angles).abs() < EQUAL).all())
+    return alike and bool((_wrap(one.angles - other.angles).abs() < EQUAL).all())
 
 
 Sides = tuple[Tensor, Tensor]  # queries and keys
@@ -307,14 +307,14 @@ def factors(
             leader = turns.leader(window, place)
             if leader != place and not turns.knows(window[leader]):
                 with suppress(UnreadableError):  # read only for its rotation; sites it cannot lead get their own
-                    _of_site(model, first[leader], window[leader], turns, present, leading=True)
+                    _read_site(model, first[leader], window[leader], turns, present, leading=True)
             turns.read(window[leader])
-            yield _of_site(model, first[place], window[place], turns, present, leading=leader == place)
+            yield _read_site(model, first[place], window[place], turns, present, leading=leader == place)
         except UnreadableError as error:
             yield error
 
 
-def _of_site(
+def _read_site(
     model: PreTrainedModel, one: Reached, many: Reached, turns: Turns, present: Present, *, leading: bool
 ) -> Factors:
     """Return the factors of one site; the float64 copies of its weights are freed on return."""
@@ -357,11 +357,11 @@ def _checked_maps(probe: Probe, norms: Norms, turned: Rotation | None) -> tuple[
     reason = _mismatch(*sides)
     if reason is None:
         return maps, ()
-    found = _normalised(*sides) if norms else None
+    found = _find_groups(*sides) if norms else None
     if found is None:
         with linear(norms), WithoutLengths():
             maps = _maps(probe, turned)
-        found = _normalised(*_first_tokens(probe, maps))
+        found = _find_groups(*_first_tokens(probe, maps))
         if found is None:
             remedy = "The tokens.* measures of this site stand; weights.* do not exist."
             raise NotBilinearError(f"{reason}, so that its scores are not bilinear in them", remedy)
@@ -448,15 +448,15 @@ def _first_tokens(probe: Probe, maps: Maps) -> tuple[Sides, Sides]:
     return (seen[0], seen[1]), (expected[0], expected[1])
 
 
-def _normalised(seen: Sides, expected: Sides) -> Groups | None:
+def _find_groups(seen: Sides, expected: Sides) -> Groups | None:
     """Return groups of coordinates in which queries and keys are positive multiples of the expected ones, or None.
 
     The groups are all coordinates of a head, or the non-affine and the affine coordinates of keys (latent attention).
     """
     size = seen[1].shape[-1]
-    every = (torch.arange(size),)
-    if _mismatch(seen, expected, every) is None:
-        return every
+    all_coordinates = (torch.arange(size),)
+    if _mismatch(seen, expected, all_coordinates) is None:
+        return all_coordinates
     difference = (seen[1] - expected[1]).flatten(0, 1).norm(dim=0)
     affine = difference <= TOLERANCE * expected[1].flatten(0, 1).norm(dim=0)
     parts = ((~affine).nonzero().flatten().cpu(), affine.nonzero().flatten().cpu())

@@ -77,8 +77,8 @@ class Factors:
     rotation: Rotation | None
     """R(i), or None if queries and keys are not rotated by their position."""
     groups: tuple[Int[Tensor, " some"], ...] = ()
-    """The coordinates of a head that are normalised per token by one scalar, W_Q and W_K carrying the gains only: all
-    under QK-norm, the nope part and what is beside it under latent attention; none without normalisation."""
+    """Groups of a head's coordinates, each normalised per token by one scalar; W_Q and W_K contain only the gains. All
+    coordinates under QK-norm; the nope part and the other part under latent attention; none without normalisation."""
 
     @property
     def qk_norm(self) -> bool:
@@ -151,8 +151,8 @@ class Factors:
     @property
     def on_inputs(self) -> QueryKey | None:
         """M on (x, 1), biases as last row of the factors; None if the logits are not bilinear in one input x."""
-        placed = self.rotation is not None or self.maps.query_bias.shape[1] > 1
-        if placed or self.qk_norm or self.site.part == "cross":
+        positional = self.rotation is not None or self.maps.query_bias.shape[1] > 1
+        if positional or self.qk_norm or self.site.part == "cross":
             return None
         sides = ((self.maps.query, self.maps.query_bias), (self.maps.key, self.maps.key_bias))
         query, key = (torch.cat(side, 1) for side in sides)
@@ -282,13 +282,13 @@ def _candidates(
 ) -> Iterator[tuple[Tensor | None, Tensor, Tensor]]:
     """Yield the matrices that may contain a column: the map below them, their rows, and their products."""
     for number, one in enumerate(given):
-        for place, rows in enumerate(_oriented(weights, one.seen.shape[1])):
+        for place, rows in enumerate(_oriented_matrices(weights, one.seen.shape[1])):
             if (number, place) not in known:
                 known[number, place] = one.seen @ rows.mT
             yield one.down, rows, known[number, place]
 
 
-def _oriented(weights: Iterable[Tensor], size: int) -> Iterator[Float[Tensor, "rows d_model"]]:
+def _oriented_matrices(weights: Iterable[Tensor], size: int) -> Iterator[Float[Tensor, "rows d_model"]]:
     """Yield the matrices that can multiply a vector of this size, outputs first: linear layers', then Conv1D's."""
     known = [weight for weight in weights if type(weight) in (Tensor, torch.nn.Parameter)]
     matrices = [weight for weight in known if weight.dim() == 2 and weight.is_floating_point()]
@@ -298,41 +298,41 @@ def _oriented(weights: Iterable[Tensor], size: int) -> Iterator[Float[Tensor, "r
 
 def _piece(seen: Tensor, columns: Tensor, below: Tensor | None, rows: Tensor, answers: Tensor) -> FoundColumns | None:
     """Return those columns that are multiples of these rows; None if the first column is not among them."""
-    places = _places(seen, answers)
+    places = _matching_rows(seen, answers)
     if places is None:
         return None
     factors = _factors(seen, answers[:, places])
-    fits = _fitting(seen, factors * answers[:, places])
-    return FoundColumns(columns[fits], _taken(rows, places[fits], factors[fits]), below) if bool(fits[0]) else None
+    fits = _equal_columns(seen, factors * answers[:, places])
+    return FoundColumns(columns[fits], _scaled(rows, places[fits], factors[fits]), below) if bool(fits[0]) else None
 
 
-def _places(seen: Tensor, answers: Tensor) -> Int[Tensor, " columns"] | None:
+def _matching_rows(seen: Tensor, answers: Tensor) -> Int[Tensor, " columns"] | None:
     """Return the index of each column's row; None if the first column has no row.
 
     Tries consecutive rows from the first column's on; if they are too few or do not fit, returns the most similar rows.
     """
-    start, count = _nearest(seen[:, :1], answers), seen.shape[1]
-    if not _is(seen[:, :1], answers[:, start]):
+    start, count = _most_similar_rows(seen[:, :1], answers), seen.shape[1]
+    if not _all_match(seen[:, :1], answers[:, start]):
         return None
     places = torch.arange(int(start), int(start) + count, device=answers.device)
-    if int(start) + count <= answers.shape[1] and _is(seen, answers[:, places]):
+    if int(start) + count <= answers.shape[1] and _all_match(seen, answers[:, places]):
         return places
-    return _nearest(seen, answers)
+    return _most_similar_rows(seen, answers)
 
 
-def _is(seen: Tensor, found: Tensor) -> bool:
+def _all_match(seen: Tensor, found: Tensor) -> bool:
     """Return whether every column is a multiple of the matched vector."""
-    return bool(_fitting(seen, _factors(seen, found) * found).all())
+    return bool(_equal_columns(seen, _factors(seen, found) * found).all())
 
 
-def _fitting(seen: Tensor, found: Tensor) -> Bool[Tensor, " columns"]:
+def _equal_columns(seen: Tensor, found: Tensor) -> Bool[Tensor, " columns"]:
     """Return which columns equal the matched vectors; the rounding of subtracting the bias scales with all columns."""
     border = SAME * seen.norm(dim=0) + torch.finfo(seen.dtype).eps * seen.norm()
     fits: Tensor = (seen - found).norm(dim=0) <= border
     return fits
 
 
-def _nearest(seen: Tensor, answers: Tensor) -> Int[Tensor, " columns"]:
+def _most_similar_rows(seen: Tensor, answers: Tensor) -> Int[Tensor, " columns"]:
     """Return the row whose products have the direction most similar to each column, up to sign and length."""
     unit = torch.nn.functional.normalize(answers, dim=0)
     return torch.cat([(part.mT @ unit).abs_().argmax(1) for part in torch.split(seen, AT_ONCE, dim=1)])
@@ -344,7 +344,7 @@ def _factors(seen: Tensor, found: Tensor) -> Float[Tensor, " columns"]:
     return torch.where((factors - 1).abs() < ONE, 1.0, factors)
 
 
-def _taken(rows: Tensor, places: Tensor, factors: Tensor) -> Float[Tensor, "columns d_model"]:
+def _scaled(rows: Tensor, places: Tensor, factors: Tensor) -> Float[Tensor, "columns d_model"]:
     """Return the rows times their factors; consecutive rows with factor 1 as a view, which needs no memory."""
     start, count = int(places[0]), len(places)
     ordered = torch.equal(places, torch.arange(start, start + count, device=places.device))
