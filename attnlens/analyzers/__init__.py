@@ -1,4 +1,4 @@
-"""The analyzers, one question a file; importing the room registers them all."""
+"""The analyzers, one question per file; importing the package registers them all."""
 
 from importlib import import_module
 from pkgutil import iter_modules

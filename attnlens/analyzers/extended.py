@@ -1,4 +1,4 @@
-"""Measures of a causal head's scores extended to pairs that the model never compares; runs only where named."""
+"""Measures of a causal head's scores extended to pairs that the model never compares; run only on request."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ else:
 
 
 ERROR = 0.1
-"""ε: the total variation, in [0, 1], that is allowed between the two attentions of a query, in the mean."""
-LARGEST = 64  # the last order that the kernel taylor:N takes
+"""ε: largest mean total variation, in [0, 1], between the two attentions of a query."""
+LARGEST = 64  # last order that the kernel taylor:N accepts
 WITHIN = f"within {ERROR} of its own, in total variation"
 CHOICE = "no query sees two keys"
 BEYOND = f"no order up to {LARGEST} is within {ERROR} in any window, or {CHOICE}"
@@ -29,12 +29,12 @@ RANK = f"least m found with mean_i ½Σ_j|p̂_ij − p_ij| ≤ {ERROR}, p̂_ij =
 
 def _measure(name: str, meaning: str, formula: str, *, low: int, **rest: Any) -> MeasureInfo:
     settings: dict[str, Any] = {"self_only": False, "has_null": False, "paper": WRIGHT} | rest
-    said = " (not identified)" if settings.get("identified") == "nowhere" else ""
-    return MeasureInfo(f"features.{name}", meaning + said, formula, low=low, **settings)
+    suffix = " (not identified)" if settings.get("identified") == "nowhere" else ""
+    return MeasureInfo(f"features.{name}", meaning + suffix, formula, low=low, **settings)
 
 
 def _by_chance(name: str, of: str, formula: str, *, low: int, **rest: Any) -> MeasureInfo:
-    """The null of a measure, which is drawn from queries and keys and so is not identified itself."""
+    """Describe the null of a measure, which is drawn from queries and keys and so is not identified itself."""
     return _measure(
         f"{name}_by_chance",
         f"what features.{name} is for {GAUSSIAN} over a window",

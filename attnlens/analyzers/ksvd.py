@@ -1,4 +1,4 @@
-"""Kernel SVD of a head's attention: residual of its leading pairs, objective J, and where its values lie."""
+"""Kernel SVD of a head's attention: residual of its leading pairs, objective J, and location of its values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ else:
     linalg = LazyModule("attnlens.maths.linalg")
 
 SHARE = 0.9
-"""Share of a kernel's squared size that its s leading components hold at least: rank90, head by head."""
+"""Share of a kernel's squared size that its s leading components hold at least: defines rank90, head by head."""
 NO_KERNEL = "all queries or all keys are zero"
 ONE_KEY = "all queries are zero, or all keys have one direction"
 NO_ATTENTION = (
@@ -29,18 +29,18 @@ NO_ATTENTION = (
 
 
 def _scalar(name: str, meaning: str, formula: str, missing: str, **rest: Any) -> MeasureInfo:
-    """A scalar of the cosine kernel, which cross-attention has as well and Gaussian weights are no null for.
+    """Describe a scalar of the cosine kernel, which cross-attention also has and which has no Gaussian null.
 
-    That kernel is not identified: k + c for every key k adds s·⟨q, c⟩ to a query's scores, which softmax ignores, and
+    That kernel is not identified: k + c for every key k adds s·⟨q, c⟩ to a query's scores, which softmax ignores, but
     changes every cosine.
     """
     settings: dict[str, Any] = {"low": 0, "self_only": False, "has_null": False, "identified": "nowhere"} | rest
-    said = "" if settings["identified"] == "everywhere" else " (not identified)"
-    return MeasureInfo(f"ksvd.{name}", meaning + said, formula, missing=missing, **settings)
+    suffix = "" if settings["identified"] == "everywhere" else " (not identified)"
+    return MeasureInfo(f"ksvd.{name}", meaning + suffix, formula, missing=missing, **settings)
 
 
 def _curves(matrix: str, words: str, symbol: str, **rest: Any) -> tuple[MeasureInfo, ...]:
-    """The cumulative singular values of a matrix, of the first power (with these settings) and squared."""
+    """Describe the cumulative singular values of a matrix: of the first power (with these settings) and squared."""
     settings: dict[str, Any] = {"low": 0, "high": 1, "curve": True, "self_only": False, "has_null": False}
     settings["use"] = "The sooner it nears 1, the fewer components hold the matrix."
     if not symbol.startswith("P"):
@@ -140,7 +140,7 @@ TOKENS = (
 
 
 def rank_alone(query_key: QueryKey) -> Readings:
-    """`ksvd.rank90` without the other measures, at a fraction of their cost."""
+    """Compute `ksvd.rank90` without the other measures, at a fraction of their cost."""
     queries, keys = (ksvd.cosine_features(side) for side in (query_key.query, query_key.paired_key))
     return {"ksvd.rank90": linalg.rank_at(ksvd.dual(queries, keys, s=keys.shape[-1]).values, SHARE)}
 
@@ -160,7 +160,7 @@ def of_tokens(query_key: QueryKey) -> Readings:
     centred = ksvd.dual(queries, ksvd.centred(keys), s=keys.shape[-1])
     rank = linalg.rank_at(solution.values, SHARE)
     asymmetry = rank * float("nan")
-    if query_key.site.part != "cross":  # K's leading singular spaces are of the same tokens
+    if query_key.site.part != "cross":  # K's leading singular spaces are comparable only if both are of the same tokens
         asymmetry = ksvd.mean_angle(solution.left, solution.right, rank.nan_to_num(0.0))
     return {
         "ksvd.first_share": attention[..., 0] / attention.sum(-1),
@@ -177,12 +177,12 @@ def of_tokens(query_key: QueryKey) -> Readings:
 
 
 def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
-    """The rank s of K(I − 11ᵀ/n), and the share of the values' spread inside its s leading right singular space.
+    """Compute the rank s of K(I − 11ᵀ/n), and the share of the values' spread in its s leading right singular space.
 
-    Chen et al. 2023 put the values in the place of K's right singular vectors, and centred values in the space of K
-    itself is what one would write down first. But where rank90 = 1 that space is one near-constant vector, of which no
-    centred value has anything: the share was 0 by construction, and s/n not its chance. Centring K over keys, as the
-    values are, leaves both in the n − 1 dimensions orthogonal to 1, so that random values have s/(n − 1) on average.
+    Chen et al. 2023 put the values in place of K's right singular vectors; the obvious measure would use centred values
+    and the space of K itself. But if rank90 = 1, that space is one near-constant vector, which no centred value has a
+    part in: the share would be 0 by construction, and s/n not its expectation. Centring K over keys, like the values,
+    leaves both in the n − 1 dimensions orthogonal to 1, so that random values have s/(n − 1) on average.
     """
     rank = linalg.rank_at(centred.values, SHARE)
     value, share = query_key.paired_value, rank * float("nan")
@@ -196,7 +196,7 @@ def _objective(
     queries: Float[Tensor, "*batch heads queries head_dim"],
     keys: Float[Tensor, "*batch heads keys head_dim"],
 ) -> Float[Tensor, "*batch heads"]:
-    """|J|/Σσ at the primal solution."""
+    """Compute |J|/Σσ at the primal solution."""
     found = ksvd.primal(solution, queries, keys)
     e, r = found.e_scores(queries), found.r_scores(keys)
     objective = ksvd.objective(e, r, found.query_weight, found.key_weight, found.multipliers)
@@ -204,7 +204,7 @@ def _objective(
 
 
 def _cumulated(matrix: str, values: Float[Tensor, "*batch heads steps"]) -> Readings:
-    """The two curves of a matrix."""
+    """Compute the two cumulative curves of a matrix."""
     return {
         f"ksvd.{matrix}_spectrum": linalg.cumulative(values),
         f"ksvd.{matrix}_energy": linalg.cumulative(values.square()),

@@ -104,7 +104,7 @@ WEIGHTS = (
 )
 
 LONG = "more than 2,048² pairs and {}: read fewer --tokens"
-"""What a long head lacks, and why; the number is that of attnlens.maths.linalg.long."""
+"""Reason why a measure is missing for a long head; the number is that of attnlens.maths.linalg.long."""
 GAPS = LONG.format("a mask with gaps, or no solution by conjugate gradients")
 NOTHING_SEEN = "the logits depend on the query alone, which softmax ignores"
 HIDDEN = "the mask hides pairs, which leaves it open"
@@ -112,14 +112,14 @@ KERNEL, SCORES = "kernel_shares", "score_shares"
 
 
 def _share(name: str, meaning: str, formula: str, **rest: Any) -> MeasureInfo:
-    """A share of what softmax sees."""
+    """Describe a share of the part of the logits that softmax sees."""
     missing = f"{NOTHING_SEEN}, or it has {GAPS}"
     settings: dict[str, Any] = {"low": 0, "high": 1, "missing": missing, "has_null": False, "headline": True}
     return MeasureInfo(f"tokens.share_{name}", meaning, formula, **settings | rest)
 
 
 def _kernel_share(name: str, meaning: str, formula: str, use: str) -> MeasureInfo:
-    """A share that only heads have that see all pairs."""
+    """Describe a share that is defined only for heads that see all pairs."""
     missing = f"{HIDDEN}, or {NOTHING_SEEN}, or it has {LONG.format('logits that are not bilinear')}"
     rest = {"missing": missing, "identified": "all pairs", "wholes": (KERNEL,)}
     return _share(name, meaning, formula, ends="largest", use=use, **rest)
@@ -261,7 +261,7 @@ def of_tokens(query_key: QueryKey) -> Readings:
 
 
 def _of_all_pairs(query_key: QueryKey) -> Readings:
-    """What only heads have whose mask hides no pair; NaN for others."""
+    """Return the measures defined only for heads whose mask hides no pair; NaN for other heads."""
     names = ("share_positive", "share_negative", "share_skew", "definite")
     compared = linalg.compares_all(query_key)
     if not compared.any():

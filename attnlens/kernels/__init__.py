@@ -1,4 +1,4 @@
-"""Attention kernels, defined in the files of this room; a Kernel is one with its parameters."""
+"""Attention kernels, defined in the modules of this package; a Kernel is a kernel with its parameters."""
 
 from attnlens.kernels.modifiers import FILTERS, HYBRIDS, TIES, Modifier
 from attnlens.kernels.spec import Kernel

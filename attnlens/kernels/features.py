@@ -21,10 +21,10 @@ else:
     torch = LazyModule("torch")
 
 RELU_FLOOR = 1e-3
-"""What Performer's code adds to every feature (kernel_epsilon), without which a row of attention can be 0/0."""
+"""Constant that Performer's code adds to every feature (kernel_epsilon), so that no row of attention is 0/0."""
 
 LARGEST_EXPONENT = 40.0
-"""Bound of ⟨ω, x√s⟩ − s‖x‖²/2. It takes 40/‖x√s‖ + ‖x√s‖/2 ≥ √80 standard deviations of ω to get there."""
+"""Bound of ⟨ω, x√s⟩ − s‖x‖²/2. Reaching it takes 40/‖x√s‖ + ‖x√s‖/2 ≥ √80 standard deviations of ω."""
 
 SUMMED: dict[str, Any] = {
     "positive": True,
@@ -41,7 +41,7 @@ SUMMED: dict[str, Any] = {
 def elu(x: Tokens, scale: float, side: str) -> Tokens:
     """Linear attention with positive features: x + 1 above 0, eˣ below."""
     x = wide(x) * scale**0.5
-    # elu(x) + 1 would lose eˣ below 1e-7.
+    # elu(x) + 1 would round eˣ below 1e-7 to 0.
     positive: Tensor = x.relu()
     return positive + x.clamp_max(0.0).exp()
 
@@ -94,8 +94,8 @@ def uniform(x: Tokens, scale: float, side: str) -> Float[Tensor, "batch heads to
 class LearnedStart:
     """the maps W of queries and keys: at first rows of random orthogonal directions with the lengths of Gaussian rows.
 
-    Before training, then, φ(q)φ(k) is nearly positive random features of ±ω (Choromanski et al. 2021, Lemma 1): Σ_l
-    e^{⟨ω_l, x⟩} is about e^{‖x‖²/2} times their number, and softmax divides by it. Nothing is read but the shapes.
+    Before training, φ(q)φ(k) is therefore close to positive random features of ±ω (Choromanski et al. 2021, Lemma 1):
+    Σ_l e^{⟨ω_l, x⟩} is about e^{‖x‖²/2} times their number, and softmax divides by it. Only shapes are read.
     """
 
     def __init__(self, count: int) -> None:
@@ -104,7 +104,7 @@ class LearnedStart:
         self.weight: Tensor | None = None
 
     def update(self, call: Call) -> None:
-        """Take in the shapes of a batch."""
+        """Record the shapes of a batch."""
         from attnlens.maths.ksvd.dual import orthogonal_draws
 
         heads, head_dim = call.query.shape[1], call.query.shape[-1]
@@ -112,7 +112,7 @@ class LearnedStart:
         self.weight = weight.expand(heads, -1, -1)
 
     def solve(self) -> dict[str, Float[Tensor, "heads half head_dim"]]:
-        """`query_weight` and `key_weight`, equal at first."""
+        """Return `query_weight` and `key_weight`, (heads, half, head_dim), initially equal."""
         assert self.weight is not None  # noqa: S101  # a fit has seen some text
         return {"query_weight": self.weight.clone(), "key_weight": self.weight.clone()}
 

@@ -1,4 +1,4 @@
-"""The kernel `rank`: best logits of a given rank by a closed form on calibration text, and latents of key heads."""
+"""The kernel `rank`: best logits of a given rank, in closed form from calibration text, and latents of key heads."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ else:
 class Turn:
     """RoPE as one frequency and one partner of each coordinate: x_c(p) = x_c cos ω_c p + x_π(c) sin ω_c p.
 
-    Su et al. 2021 (RoFormer), Eq. 16; of a pair that turns by θ the first coordinate has ω = −θ, the second θ.
+    Su et al. 2021 (RoFormer), Eq. 16. In a pair that rotates by θ, the first coordinate has ω = −θ, the second θ.
     """
 
-    frequency: Float[Tensor, " head_dim"]  # ω; 0 for a coordinate that stands still
-    partner: Int[Tensor, " head_dim"]  # π, the coordinate that each turns with; itself where it stands still
+    frequency: Float[Tensor, " head_dim"]  # ω; 0 for an unrotated coordinate
+    partner: Int[Tensor, " head_dim"]  # π, the coordinate that each rotates with; itself if unrotated
 
     def turned(self, x: Tokens, places: Int[Tensor, "#batch tokens"], *, back: bool = False) -> Tokens:
-        """x at position 0 turned to its place, or `back` from it."""
+        """Rotate x from position 0 to its positions, or `back` to position 0."""
         angles = places[:, None, :, None].double() * self.frequency.double().to(x.device)
         sine = -angles.sin() if back else angles.sin()
         found: Tensor = x * angles.cos().to(x) + x[..., self.partner.to(x.device)] * sine.to(x)
@@ -59,10 +59,10 @@ def shared_keys(
     frequency: Float[Tensor, "heads head_dim"] | None = None,
     partner: Int[Tensor, "heads head_dim"] | None = None,
 ) -> Call:
-    """The call whose exponential kernel is that of the latents: ⟨q A, z⟩, or ⟨q, k̂⟩ with k̂ = R(j)(z Aᵀ + offset).
+    """Return the call whose exponential kernel is the latents': ⟨q A, z⟩, or ⟨q, k̂⟩ with k̂ = R(j)(z Aᵀ + offset).
 
-    z = Σ_m k_m B_m of the latent's `members`, each named by a query head that reads it. Where the latent is of keys
-    before the rotation (`frequency` is given), the keys are made of it again, and turned to their places.
+    z = Σ_m k_m B_m over the latent's `members`, each identified by a query head that reads it. If the latent is of keys
+    before the rotation (`frequency` is given), the keys are reconstructed from it and rotated to their positions.
     """
     query, key = wide(call.query), wide(call.paired_key)
     turn = Turn(frequency[0], partner[0]) if frequency is not None and partner is not None else None
@@ -81,9 +81,9 @@ def shared_keys(
 
 
 def placed(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#batch keys"]]:
-    """The positions of queries and keys; with a key-value cache the keys before the first query's stand in a row.
+    """Return the positions of queries and keys; with a key-value cache, keys before the first query are consecutive.
 
-    Raises UsageError where the model does not tell them.
+    Raises UsageError if the model does not pass positions to its attention.
     """
     own = call.places
     if own is None or own.shape[-1] != call.query.shape[2] or call.cross:
@@ -100,19 +100,19 @@ def placed(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#bat
 
 @dataclass
 class Grams:
-    """Second moments of queries and keys over the calibration text, of the latents that key heads share.
+    """Second moments of queries and keys over the calibration text, for latents shared by key heads.
 
-    C_q = Σ_i u_i q_i q_iᵀ of each key head, u_i the sum of its weights, and C_k = Σ_ij w_ij (k_j − k̄_i)(k_j − k̄_i)ᵀ of
-    the stacked keys of a latent, k̄_i = Σ_j w_ij k_j / Σ_j w_ij, summed over the query heads that read them. Before the
-    rotation the mean is one for all queries, as softmax ignores what a row has in common only after it.
+    C_q = Σ_i u_i q_i q_iᵀ of each key head, u_i the sum of its weights, and C_k = Σ_ij w_ij (k_j − k̄_i)(k_j − k̄_i)ᵀ
+    of the stacked keys of a latent, k̄_i = Σ_j w_ij k_j / Σ_j w_ij, summed over the query heads that read them. Before
+    the rotation one mean serves all queries, since softmax ignores a row's common part only after the rotation.
     """
 
     groups: tuple[tuple[int, ...], ...]
-    """The key heads of each latent, counted among those swapped."""
+    """Key heads of each latent, as indices among those swapped."""
     key_of: tuple[int, ...]
-    """The key head of each swapped query head, counted likewise."""
+    """Key head of each swapped query head, as index among those swapped."""
     turn: Turn | None = None
-    """How keys are turned back to position 0 first; None: they are taken as they are."""
+    """Rotation by which keys are first brought back to position 0; None if they are used as they are."""
     queries: Tensor = field(default_factory=lambda: torch.zeros(()))
     """C_q, (kv_heads, head_dim, head_dim)."""
     keys: list[Tensor] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Grams:
     sums: list[Tensor] = field(default_factory=list)
     """Σ_j w_j k_j of each latent, before the rotation."""
     totals: list[Tensor] = field(default_factory=list)
-    """Σ_j w_j."""
+    """Σ_j w_j of each latent."""
 
     def update(self, call: Call, weight: Weight) -> None:
         """Add the pairs of a batch, each with its weight."""
@@ -129,10 +129,10 @@ class Grams:
             places = placed(call)
             query, key = (self.turn.turned(x, at, back=True) for x, at in zip((query, key), places, strict=True))
         elif call.sinks is None:
-            # changes nothing but rounding, in which keys with a large common part would lose their differences
+            # affects only rounding, in which keys with a large common part would lose their differences
             key = key - key.mean(-2, keepdim=True)
         rows = weight.sum(-1, keepdim=True)
-        # a sink is one more outcome: each query that has a choice counts alike
+        # a sink is one more outcome: each query that has a choice counts equally
         rows = rows if call.sinks is None else (rows > 0).to(rows)
         each = ((query * rows).mT @ query).sum(0)
         self.queries = self.queries + self._summed(each)
@@ -141,33 +141,33 @@ class Grams:
             store[:] = [a + b for a, b in zip(store, parts, strict=True)] if store else list(parts)
 
     def _summed(self, each: Tensor) -> Tensor:
-        """The sum over the query heads of each key head."""
+        """Sum over the query heads of each key head."""
         places = torch.tensor(self.key_of, device=each.device)
         return each.new_zeros(len(set(self.key_of)), *each.shape[1:]).index_add(0, places, each)
 
     def _of_latent(
         self, group: tuple[int, ...], key: Tensor, weight: Weight, rows: Tensor, *, sinks: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """C_k, Σ w k and Σ w of one latent."""
+        """Compute C_k, Σ w k and Σ w of one latent."""
         heads = [head for head, own in enumerate(self.key_of) if own in group]
         stack = torch.cat([key[:, self.key_of.index(own)] for own in group], -1)
         by_key = weight[:, heads].sum((1, 2))[..., None]
         second = ((stack * by_key).mT @ stack).sum(0)
         if self.turn is None:
             mean = weight[:, heads] @ stack[:, None]
-            # what a sink leaves of 1 is the weight of a key at 0; else the weights of a row are its whole
+            # with a sink, the rest of 1 is the weight of a key at 0; else a row's weights are the whole
             whole = 1.0 if sinks else rows[:, heads].clamp_min(torch.finfo(mean.dtype).tiny)
             second = second - ((mean / whole).mT @ mean).sum((0, 1))
         return second, (stack * by_key).sum((0, 1)), by_key.sum()
 
     def as_heavy_as(self, other: Grams) -> Grams:
-        """The same moments with weights of the other's sum."""
-        factor = sum(map(float, other.totals)) / max(sum(map(float, self.totals)), 1e-300)
+        """Return the same moments, with weights scaled to the sum of the other's."""
+        factor = sum(map(float, other.totals)) / max(sum(map(float, self.totals)), 1e-300)  # avoids division by 0
         keys, sums, totals = ([factor * one for one in parts] for parts in (self.keys, self.sums, self.totals))
         return replace(self, queries=factor * self.queries, keys=keys, sums=sums, totals=totals)
 
     def plus(self, other: Grams) -> Grams:
-        """Those of both texts together."""
+        """Return the moments of both texts together."""
         keys, sums, totals = (
             [a + b for a, b in zip(mine, theirs, strict=True)]
             for mine, theirs in ((self.keys, other.keys), (self.sums, other.sums), (self.totals, other.totals))
@@ -175,7 +175,7 @@ class Grams:
         return replace(self, queries=self.queries + other.queries, keys=keys, sums=sums, totals=totals)
 
     def latents(self) -> Latents:
-        """The directions of every latent, the leading ones first: A and B of C_q^½ C_k^½ = UΣVᵀ."""
+        """Compute the directions of every latent, the leading ones first: A and B of C_q^½ C_k^½ = UΣVᵀ."""
         from torch.nn.functional import pad
 
         size, maps = self.queries.shape[-1], []
@@ -194,9 +194,9 @@ class Grams:
 
 
 def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
-    """Which query heads hold copies of one map, by its name: those of equal numbers; none where no maps are shared.
+    """Return, by parameter name, which query heads hold copies of one map (equal numbers); empty if no maps are shared.
 
-    B is one for all readers of a latent, A and the offset for those of a key head.
+    B is shared by all readers of a latent, A and the offset by those of a key head.
     """
     if "key_head" not in fitted:
         return {}
@@ -206,27 +206,27 @@ def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
 
 
 def latents_of(call: Call, group: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """The key heads of each latent, and of each query head, both counted among those of the call.
+    """Return the key heads of each latent, and the key head of each query head, as indices among those of the call.
 
-    Where `group` does not divide them, the last latent has what is left.
+    If `group` does not divide their number, the last latent is smaller.
     """
     numbers = sorted(set(call.key_heads))
     key_of = tuple(numbers.index(number) for number in call.key_heads)
-    every = tuple(range(len(numbers)))
-    return tuple(every[start : start + group] for start in range(0, len(every), group)), key_of
+    all_heads = tuple(range(len(numbers)))
+    return tuple(all_heads[start : start + group] for start in range(0, len(all_heads), group)), key_of
 
 
 @dataclass(frozen=True)
 class Latents:
-    """The directions of one site's latents, the leading ones first; query heads that share a key head share them.
+    """The directions of one site's latents, the leading ones first; query heads of one key head share them.
 
-    Were they not shared, each query head would need a key of its own, and a cached token would grow instead of shrink.
+    Otherwise each query head would need a key of its own, and a cached token would grow instead of shrink.
     """
 
     groups: tuple[tuple[int, ...], ...]
-    """The key heads of each latent, counted among those swapped."""
+    """Key heads of each latent, as indices among those swapped."""
     key_of: tuple[int, ...]
-    """The key head of each swapped query head, counted likewise."""
+    """Key head of each swapped query head, as index among those swapped."""
     query_map: Float[Tensor, "latents size size"]
     """A = C_q^{−½}UΣ^½, C_q the block diagonal of those of the latent's key heads; zeros beyond a smaller latent."""
     key_map: Float[Tensor, "latents size size"]
@@ -234,7 +234,7 @@ class Latents:
     mean: Float[Tensor, "kv_heads head_dim"] | None = None
     """k̄ before the rotation; None for latents of rotated keys."""
     turn: Turn | None = None
-    """The rotation that the keys are given back."""
+    """Rotation applied to the reconstructed keys; None for latents of rotated keys."""
 
     @property
     def head_dim(self) -> int:
@@ -243,13 +243,13 @@ class Latents:
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers of each latent that cuts nothing: those of its keys."""
+        """Size of each latent before it is cut: the numbers of its keys."""
         return [self.head_dim * len(group) for group in self.groups]
 
     def maps(self, ranks: Sequence[int]) -> dict[str, Tensor]:
-        """The fitted parameters of the swapped query heads where each latent keeps so many numbers.
+        """Return the fitted parameters of the swapped query heads if each latent keeps that many numbers.
 
-        They are as wide as the largest latent, with zeros beyond a smaller one; the identity where a latent keeps all.
+        They are as wide as the largest latent, with zeros beyond a smaller one; the identity if a latent keeps all.
         """
         width, device = max(1, *ranks), self.key_map.device
         kept = torch.arange(self.key_map.shape[-1], device=device) < torch.tensor(ranks, device=device)[:, None]
@@ -259,14 +259,14 @@ class Latents:
             torch.where(whole[:, None, None], same, side * kept[:, None])[..., :width]
             for side in (self.query_map, self.key_map)
         ]
-        # one map for each query head, where no other reads its latent: nothing could make shared ones differ
+        # one map per query head if no other reads its latent: no sharing has to be preserved
         if self.turn is None and len(self.groups) == len(self.key_of):
             order = [self.groups.index((own,)) for own in self.key_of]
             return dict(zip(("query_map", "key_map"), (side[order] for side in cut), strict=True))
         return self._shared(*cut)
 
     def _shared(self, query_map: Tensor, key_map: Tensor) -> dict[str, Tensor]:
-        """The parameters of `shared_keys`, head by head."""
+        """Return the parameters of `shared_keys`, head by head."""
         size, most = self.head_dim, max(map(len, self.groups))
         names = "query_map", "key_map", "members", "key_head", "offset"
         found: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -293,7 +293,7 @@ class Latents:
 def directions(
     queries: Float[Tensor, "*latents size size"], keys: Float[Tensor, "*latents size size"]
 ) -> tuple[Float[Tensor, "*latents size size"], Float[Tensor, "*latents size size"]]:
-    """A = C_q^{−½}UΣ^½ and B = C_k^{−½}VΣ^½ of C_q^½ C_k^½ = UΣVᵀ, the leading directions first.
+    """Compute A = C_q^{−½}UΣ^½ and B = C_k^{−½}VΣ^½ of C_q^½ C_k^½ = UΣVᵀ, the leading directions first.
 
     The first r columns of both are the best maps of rank r, so that the logits of all ranks are nested.
     """
@@ -305,10 +305,10 @@ def directions(
 
 
 def roots(gram: Gram) -> tuple[Gram, Gram]:
-    """C^½ and the pseudo-inverse C^{−½} of Gram matrices; eigenvalues up to eps · size · largest count as zero."""
+    """Compute C^½ and the pseudo-inverse C^{−½} of Gram matrices; eigenvalues up to eps · size · largest count as 0."""
     values, vectors = torch.linalg.eigh(gram)
     border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]
-    # Strict: a zero matrix has border 0 and keeps nothing.
+    # Strict: a zero matrix has border 0 and keeps no direction.
     kept = values > border
     root = torch.where(kept, values, 0.0).sqrt()
     inverse = torch.where(kept, torch.where(kept, values, 1.0).rsqrt(), 0.0)
@@ -318,19 +318,19 @@ def roots(gram: Gram) -> tuple[Gram, Gram]:
 ALL = 65536
 """More key heads than any site has: all of them share one latent."""
 AFTER, BEFORE = 0, 1
-"""Whether latents are of rotated keys, or of keys before the rotation."""
+"""Values of `rotation`: latents of keys after, or before, the rotation."""
 ATTENTION, OUTPUT = 0, 1
-"""What pairs of queries and keys are weighted by."""
+"""Values of `metric`: weights of the pairs of queries and keys."""
 
 
 class MapsFit:
     """the maps of queries and keys to r dimensions: C_q^½ C_k^½ = UΣVᵀ, A = C_q^{−½}U_rΣ_r^½, B = C_k^{−½}V_rΣ_r^½.
 
-    C_q = Σ_i q_i q_iᵀ and C_k = Σ_ij w_ij (k_j − k̄_i)(k_j − k̄_i)ᵀ, w half the head's own attention, half even over
-    the keys seen, k̄_i = Σ_j w_ij k_j: the least-squares best logits of rank r up to what softmax ignores (⟨q, k̄⟩
-    among it), where queries and keys are independent. A sink is one more outcome, whose logit no map changes: as a key
-    at 0, with the weight that is left of 1. Query heads of one key head share its maps; `group` key heads share one
-    latent of r numbers for each of them.
+    C_q = Σ_i q_i q_iᵀ and C_k = Σ_ij w_ij (k_j − k̄_i)(k_j − k̄_i)ᵀ, w half the head's own attention, half uniform over
+    the keys seen, k̄_i = Σ_j w_ij k_j: the least-squares best logits of rank r, up to terms that softmax ignores (such
+    as ⟨q, k̄⟩), if queries and keys are independent. A sink is one more outcome, whose logit no map changes: it acts as
+    a key at 0 with the rest of the weight. Query heads of one key head share its maps; `group` key heads share one
+    latent, with r numbers for each of them.
     """
 
     def __init__(self, rank: int, group: int = 1, rotation: int = AFTER, metric: int = ATTENTION) -> None:
@@ -338,46 +338,46 @@ class MapsFit:
         self.rank, self.group = rank, group
         self.before, self.by_output = rotation == BEFORE, metric == OUTPUT
         self.turn: Turn | None = None
-        """The rotation, which whoever fits keys before it must give."""
+        """The rotation; callers that fit keys before it must set it."""
         self.output: Float[Tensor, "heads value_dim value_dim"] | None = None
-        """G = E[g gᵀ] of the gradient g of each head's output, which whoever fits by the output must give."""
+        """G = E[g gᵀ] of the gradient g of each head's output; callers that fit by the output must set it."""
         self.grams: Grams | None = None
         self.outputs: Grams | None = None
-        """The same moments, pairs weighted by what they do to the output."""
+        """The same moments, with pairs weighted by their effect on the output."""
 
     def update(self, call: Call, by_attention: Weight | None = None) -> None:
-        """Add this batch's C_q and C_k; `by_attention` are its `pairs_weighted`, where they are known."""
+        """Add this batch's C_q and C_k; `by_attention` is its `pairs_weighted`, if already computed."""
         blank = partial(Grams, *latents_of(call, self.group), turn=self.turn if self.before else None)
         self.grams = self.grams or blank()
         self.grams.update(call, pairs_weighted(call) if by_attention is None else by_attention)
         if self.by_output:
-            assert self.output is not None  # noqa: S101  # whoever fits by the output has given it
+            assert self.output is not None  # noqa: S101  # callers that fit by the output have set it
             self.outputs = self.outputs or blank()
             self.outputs.update(call, output_weighted(call, self.output))
 
     def plus(self, other: MapsFit) -> MapsFit:
-        """The fit to both texts."""
+        """Return the fit to both texts."""
         found = copy(self)
-        found.grams = _joined(self.grams, other.grams)
-        found.outputs = _joined(self.outputs, other.outputs)
+        found.grams = _join(self.grams, other.grams)
+        found.outputs = _join(self.outputs, other.outputs)
         return found
 
     def latents(self) -> Latents:
-        """The directions; by the output metric half of the weight is the attention's, half the output's."""
+        """Return the directions; with the output metric half of the weight is the attention's, half the output's."""
         assert self.grams is not None  # noqa: S101  # a fit has seen some text
         return (self.grams if self.outputs is None else self.grams.plus(self.outputs.as_heavy_as(self.grams))).latents()
 
     def solve(self) -> dict[str, Tensor]:
-        """The parameters of the swapped heads, r at most head_dim; the identity where nothing is cut."""
+        """Return the parameters of the swapped heads, r at most head_dim; the identity if nothing is cut."""
         latents = self.latents()
         return latents.maps([min(self.rank, latents.head_dim) * len(group) for group in latents.groups])
 
 
-def _joined(one: Grams | None, other: Grams | None) -> Grams | None:
+def _join(one: Grams | None, other: Grams | None) -> Grams | None:
     return one if other is None or one is None else one.plus(other)
 
 
-def _low(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Tensor, **more: object) -> Low:
+def _low_rank_dot(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Tensor, **more: object) -> Low:
     if "members" in more:
         raise UsageError(
             "The keys of this rank kernel share a latent: it has no scores of one head alone.",
@@ -388,7 +388,7 @@ def _low(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Tenso
 
 
 def _shared(call: Call, *, members: Tensor | None = None, **maps: Any) -> Call | None:
-    """The call of latents that key heads share, or that are of keys before the rotation; None for those of a head."""
+    """Return the call of latents shared by key heads or of keys before the rotation; None for a head's own latents."""
     names = ("query_map", "key_map", "offset", "frequency", "partner")
     return None if members is None else shared_keys(call, members=members, **{n: maps[n] for n in names if n in maps})
 
@@ -431,7 +431,7 @@ def _shared(call: Call, *, members: Tensor | None = None, **maps: Any) -> Call |
             told=False,
         ),
     ),
-    dot=_low,
+    dot=_low_rank_dot,
     prepare=_shared,
     fused="SDPA with a smaller head_dim",
     fit=MapsFit,

@@ -22,32 +22,32 @@ else:
 
 
 def skewless(log_k: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
-    """L − JAJ up to query-only terms, J = I − 11ᵀ/n and A the skew part of L: the gates on queries and keys stay."""
+    """Return L − JAJ up to query-only terms, J = I − 11ᵀ/n, A the skew part of L: gates on queries and keys remain."""
     core, key = _identified(log_k)
     return (core + core.mT) / 2 + key
 
 
 def negativeless(log_k: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
-    """L − Σ μ₋uuᵀ up to query-only terms, μ and u of JSJ, S the symmetric part of L: skew part and key term stay."""
+    """Return L − Σ μ₋uuᵀ up to query-only terms, μ and u of JSJ, S = sym L: the skew part and key term remain."""
     core, key = _identified(log_k)
     return _positive(core) + (core - core.mT) / 2 + key
 
 
 def mercer(log_k: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
-    """Σ μ₊uuᵀ of JSJ with the key term 1cᵀ: a positive definite kernel times a key gate."""
+    """Return Σ μ₊uuᵀ of JSJ plus the key term 1cᵀ: a positive definite kernel times a key gate."""
     core, key = _identified(log_k)
     return _positive(core) + key
 
 
 def keyless(log_k: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
-    """JLJ, which is L − 1cᵀ up to query-only terms, c the centred column means of L: no key is liked by all queries."""
+    """Return JLJ, which is L − 1cᵀ up to query-only terms, c the centred column means of L: no key gate is left."""
     return _identified(log_k)[0]
 
 
 def _positive(core: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
-    """Σ μ₊uuᵀ of the symmetric part of JLJ.
+    """Compute Σ μ₊uuᵀ of the symmetric part of JLJ.
 
-    NaN where it is not finite; no gradient, as eigenvalues meet at 0 where L has a small rank.
+    NaN if JLJ is not finite. The result has no usable gradient, since eigenvalues meet at 0 if L has a small rank.
     """
     if not bool(core.isfinite().all()):
         return core * torch.nan
@@ -57,7 +57,7 @@ def _positive(core: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
 
 
 def _identified(log_k: Float[Tensor, "*batch n n"]) -> tuple[Float[Tensor, "*batch n n"], Float[Tensor, "*batch 1 n"]]:
-    """JLJ and c; JLJ + 1cᵀ = LJ is what softmax sees of L (maths of `linalg.anatomy`)."""
+    """Split L into JLJ and c; JLJ + 1cᵀ = LJ is the part of L that softmax sees (maths in `linalg.anatomy`)."""
     seen = log_k - log_k.mean(-1, keepdim=True)
     key = seen.mean(-2, keepdim=True)
     return seen - key, key
@@ -65,28 +65,28 @@ def _identified(log_k: Float[Tensor, "*batch n n"]) -> tuple[Float[Tensor, "*bat
 
 @dataclass(frozen=True)
 class Modifier:
-    """A tie or a filter, as `attnlens list kernels` shows it."""
+    """A tie, a filter or a hybrid, as shown by `attnlens list kernels`."""
 
     name: str
-    """As on the command line."""
+    """Name on the command line."""
     formula: str
-    """What it does to log k, or which keys j a query i keeps."""
+    """Effect on log k, or the condition for a query i to keep a key j."""
     meaning: str
-    """In plain words."""
+    """Effect in plain words."""
     source: str
-    """The paper."""
+    """The paper that defines it."""
     parameters: tuple[KernelParameter, ...] = ()
-    """What it takes."""
+    """Its parameters."""
     keeps: Callable[..., Bool[Tensor, "*shape"]] | None = None
-    """Filters: (query positions, key positions, **parameters) → which keys are kept, by broadcasting."""
+    """Filters: maps (query positions, key positions, **parameters) to which keys are kept, with broadcasting."""
     reach: Callable[..., int | None] | None = None
-    """Filters: how far |i − j| a kept key may be from its query; None: any distance."""
+    """Filters: largest |i − j| of a kept key, in tokens; None for any distance."""
     from_start: bool = False
-    """Filters: whether places count from the start of the text, and not from each other alone."""
+    """Filters: whether positions count from the start of the text, and not only relative to each other."""
     part: Callable[[Pairs], Pairs] | None = None
-    """Ties of whole sequences: log k of all pairs of tokens → what it leaves, up to query-only terms."""
+    """Ties of whole sequences: maps log k of all pairs of tokens to the part kept, up to query-only terms."""
     caution: str = ""
-    """What a reader of its numbers must know, in a sentence."""
+    """Warning for readers of its numbers, one sentence."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,13 @@ class KeyFilter:
     parameters: Mapping[str, int]
 
     def keeps(self, queries: Int[Tensor, "*batch q"], keys: Int[Tensor, "*batch k"]) -> Bool[Tensor, "*batch q k"]:
-        """Which keys at positions `keys` a query at `queries` keeps; causality is the mask's business."""
-        assert self.modifier.keeps is not None  # noqa: S101  # a tie is no filter
+        """Return which keys at positions `keys` a query at `queries` keeps; causality is left to the mask."""
+        assert self.modifier.keeps is not None  # noqa: S101  # a tie is not a filter
         return self.modifier.keeps(queries[..., None], keys[..., None, :], **self.parameters)
 
     @property
     def reach(self) -> int | None:
-        """The largest |i − j| of a kept key; None where keys at any distance may be kept."""
+        """Largest |i − j| of a kept key, in tokens; None if keys at any distance may be kept."""
         return self.modifier.reach(**self.parameters) if self.modifier.reach is not None else None
 
 
@@ -112,7 +112,7 @@ def _count(name: str, meaning: str) -> KernelParameter:
 
 
 WHOLE = "Whole matrices of log k are taken apart, in O(T²) memory: this is for analysis."
-"""What must be known of ties that see a sequence as a whole."""
+"""Warning for ties that need a whole sequence."""
 
 TIES = {
     tie.name: tie
@@ -161,7 +161,7 @@ TIES = {
         ),
     )
 }
-"""How queries and keys can be tied, self-attention only."""
+"""Ties of queries and keys, for self-attention only."""
 
 FILTERS = {
     found.name: found
@@ -195,11 +195,11 @@ FILTERS = {
         ),
     )
 }
-"""Which keys a query keeps, by position."""
+"""Filters: which keys a query keeps, by position."""
 
 
 def _hybrid(name: str, window: str, near: str, meaning: str, source: str) -> Modifier:
-    """The hybrid whose near keys are those that the filter `window` keeps; `near` is their condition."""
+    """Build the hybrid whose near keys are those that the filter `window` keeps; `near` is their condition."""
     found = FILTERS[window]
     return Modifier(
         name,
@@ -229,15 +229,15 @@ HYBRIDS = {
         ),
     )
 }
-"""Which keys keep the model's own kernel, beside a kernel of features for all others."""
+"""Hybrids: near keys keep the model's own kernel, and all other keys have a kernel of features."""
 MODIFIERS.update(TIES, FILTERS, HYBRIDS)
 
 NEAR_WEIGHT = "near_log_weight"
-"""The name of log γ, (heads,), among a hybrid's fitted parameters."""
+"""Name of log γ, (heads,), among the fitted parameters of a hybrid."""
 
 
 class NearFit:
-    """log γ of a hybrid, at first 0, beside what the fit of its far part chooses."""
+    """A hybrid's fit: log γ, initially 0, together with the parameters that the fit of its far part chooses."""
 
     def __init__(self, own: Fit | None) -> None:
         self.own = own
@@ -246,13 +246,13 @@ class NearFit:
         self.heads = 0
 
     def update(self, call: Call) -> None:
-        """Take in a batch."""
+        """Add a batch."""
         self.heads = call.query.shape[1]
         if self.own is not None:
             self.own.update(call)
 
     def solve(self) -> dict[str, Shaped[Tensor, "heads ..."]]:
-        """The far part's parameters and `near_log_weight`."""
+        """Return the parameters of the far part, and `near_log_weight`."""
         found = {} if self.own is None else self.own.solve()
         device = next(iter(found.values())).device if found else None
         return found | {NEAR_WEIGHT: torch.zeros(self.heads, device=device)}

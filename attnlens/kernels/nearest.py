@@ -29,11 +29,11 @@ else:
     torch = LazyModule("torch")
 
 STEPS, ENOUGH = 500, 1e-9
-"""Steps towards the nearest positive form at most, and the relative change at which they end."""
+"""Most steps towards the nearest positive form, and the relative change below which they end."""
 
 
 def own_form(like: Float[Tensor, "heads size"]) -> Float[Tensor, "heads size size"]:
-    """N₀ = [[0, I], [0, 0]] of each head: uᵀN₀u' = ⟨q, k'⟩."""
+    """Return N₀ = [[0, I], [0, 0]] of each head: uᵀN₀u' = ⟨q, k'⟩."""
     size = like.shape[-1] // 2
     return torch.diag(like.new_ones(size), size).expand(len(like), -1, -1)
 
@@ -41,15 +41,15 @@ def own_form(like: Float[Tensor, "heads size"]) -> Float[Tensor, "heads size siz
 def nearest_symmetric(
     own: Square, queries: Square, keys: Square
 ) -> tuple[Square, Square, Float[Tensor, "*heads size size"]]:
-    """P, X and weights: N = PXPᵀ is the symmetric N of least tr (N−N₀)ᵀC_q(N−N₀)C_k.
+    """Compute P, X and weights: N = PXPᵀ is the symmetric N of least tr (N−N₀)ᵀC_q(N−N₀)C_k.
 
-    PᵀC_kP = 1 and PᵀC_qP = diag λ, so that with X₀ = P⁻¹N₀P⁻ᵀ the error is Σ_ab λ_a (X−X₀)²_ab, and
-    X_ab = (λ_a X₀_ab + λ_b X₀_ba)/(λ_a+λ_b); off the span of the tokens X is 0. Where C_q = C_k = C, N = C^{−½} sym(C^½
-    N₀ C^½) C^{−½}. The weights are (λ_a+λ_b)/2: the error of another X' is that of X and Σ weights (X'−X)².
+    PᵀC_kP = 1 and PᵀC_qP = diag λ, so that with X₀ = P⁻¹N₀P⁻ᵀ the error is Σ_ab λ_a (X−X₀)²_ab, and X_ab = (λ_a X₀_ab +
+    λ_b X₀_ba)/(λ_a+λ_b); off the span of the tokens X is 0. If C_q = C_k = C, N = C^{−½} sym(C^½ N₀ C^½) C^{−½}. The
+    weights are (λ_a+λ_b)/2: the error of another X' is that of X plus Σ weights (X'−X)².
     """
     root, inverse = roots(queries + keys)
     values, vectors = torch.linalg.eigh(inverse @ queries @ inverse)
-    # of C_q + C_k, shares of both: queries have `share` of a direction, keys the rest
+    # shares of C_q + C_k: queries have `share` of a direction, keys the rest
     share = values.clamp(0, 1)
     basis = inverse @ vectors
     back = vectors.mT @ root @ own @ root @ vectors
@@ -60,9 +60,9 @@ def nearest_symmetric(
 
 
 def nearest_positive(form: Square, weights: Float[Tensor, "*heads size size"]) -> Square:
-    """The positive semidefinite X' of least Σ weights (X'−X)², by accelerated projected gradients.
+    """Find the positive semidefinite X' of least Σ weights (X'−X)², by accelerated projected gradients.
 
-    Of equal weights it is [X]₊, the first step. Beck & Teboulle 2009 (FISTA); restarts of O'Donoghue & Candès 2015.
+    For equal weights it is [X]₊, the first step. Beck & Teboulle 2009 (FISTA); restarts of O'Donoghue & Candès 2015.
     """
     step = weights / weights.amax((-2, -1), keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     border = ENOUGH * form.norm(dim=(-2, -1))
@@ -71,7 +71,7 @@ def nearest_positive(form: Square, weights: Float[Tensor, "*heads size size"]) -
     for _ in range(STEPS):
         following = positive_part(ahead - step * (ahead - form))
         moved = following - found
-        back = ((ahead - following) * moved).sum((-2, -1), keepdim=True) > 0  # the momentum climbs: begin again
+        back = ((ahead - following) * moved).sum((-2, -1), keepdim=True) > 0  # the momentum points uphill: restart
         quicker = torch.where(back, 1.0, (1 + (1 + 4 * pace.square()).sqrt()) / 2)
         ahead = following + torch.where(back, 0.0, (pace - 1) / quicker) * moved
         found, pace = following, quicker
@@ -81,39 +81,39 @@ def nearest_positive(form: Square, weights: Float[Tensor, "*heads size size"]) -
 
 
 def positive_part(form: Square) -> Square:
-    """[X]₊: X with its negative eigenvalues put to 0."""
+    """Compute [X]₊: X with its negative eigenvalues set to 0."""
     values, vectors = torch.linalg.eigh(form)
     found: Tensor = (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT
     return found
 
 
 def factored(basis: Square, form: Square) -> tuple[Float[Tensor, "heads size rank"], Float[Tensor, "heads rank"]]:
-    """F and signs with F diag(signs) Fᵀ = PXPᵀ, the largest eigenvalues of X first; zeros beyond a head's rank."""
+    """Compute F and signs with F diag(signs) Fᵀ = PXPᵀ, largest |eigenvalue| first; zeros beyond a head's rank."""
     values, vectors = torch.linalg.eigh(form)
     order = values.abs().argsort(-1, descending=True)
     values = values.gather(-1, order)
     vectors = vectors.gather(-1, order[..., None, :].expand_as(vectors))
     border = torch.finfo(form.dtype).eps * form.shape[-1] * values[..., :1].abs()
-    # Strict: a zero form has border 0 and keeps nothing.
+    # Strict: a zero form has border 0 and keeps no direction.
     signs = values.sign() * (values.abs() > border)
     width = max(1, int(signs.abs().sum(-1).max()))
     factor = basis @ vectors * (values.abs().sqrt() * signs.abs())[..., None, :]
     return factor[..., :width].contiguous(), signs[..., :width].contiguous()
 
 
-SYMMETRIC, POSITIVE, NO_KEY, NO_SKEW = range(4)  # what of the logits is kept
+SYMMETRIC, POSITIVE, NO_KEY, NO_SKEW = range(4)  # the part of the logits that is kept
 FITTED, ORACLE = 0, 1  # a form fitted to calibration text, or the parts of the evaluated text's own logits
 TIES_OF = {SYMMETRIC: "skewless", POSITIVE: "mercer", NO_KEY: "keyless", NO_SKEW: "skewless"}
-"""The tie that is each part exactly."""
+"""The tie that extracts each part exactly."""
 
 
 class NearestFit:
     """the form N of each token's (query, key): min tr (N−N₀)ᵀC_q(N−N₀)C_k, N symmetric or positive; and the gate N₀ᵀū.
 
     The logits are s⟨q_i, k_j⟩ = s u_iᵀN₀u_j, u = [q; k], N₀ = [[0, I], [0, 0]]. With ū the mean of u over queries they
-    are s(u_i−ū)ᵀN₀(u_j−ū), the key gate s⟨q̄, k_j⟩, and terms of the query alone, which softmax ignores. C_q = Σ_i (u_i−
-    ū)(u_i−ū)ᵀ and C_k = Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ, m_i = Σ_j p_ij u_j, p the head's own attention: the variance of
-    the logits' error under it, twice the KL to second order, where queries and keys are independent.
+    are s(u_i−ū)ᵀN₀(u_j−ū), the key gate s⟨q̄, k_j⟩, and query-only terms, which softmax ignores. C_q = Σ_i
+    (u_i−ū)(u_i−ū)ᵀ and C_k = Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ, m_i = Σ_j p_ij u_j, p the head's own attention. This is the
+    variance of the logits' error under p, twice the KL to second order, if queries and keys are independent.
     """
 
     def __init__(self, part: int, how: int = FITTED) -> None:
@@ -127,7 +127,7 @@ class NearestFit:
         """Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ."""
 
     def update(self, call: Call) -> None:
-        """Add the pairs of a batch. Raises UsageError where the logits are no form of a token's query and key."""
+        """Add the pairs of a batch. Raises UsageError if the logits are not a form of a token's query and key."""
         refuse(call)
         u, weight = joined(call.query.double(), call.paired_key.double()), own_attention(call)
         rows = weight.sum(-1, keepdim=True)
@@ -140,7 +140,7 @@ class NearestFit:
         self.seen = self.seen + ((apart * weight.sum(-2)[..., None]).mT @ apart - mean.mT @ mean).sum(0)
 
     def solve(self) -> dict[str, Tensor]:
-        """The fitted parameters of the swapped heads: centre ū, and but for no-key the factor, its signs and the gate.
+        """Return the fitted parameters of the swapped heads: centre ū and, except for no-key, factor, signs and gate.
 
         N = F diag(signs) Fᵀ, factor F (heads, 2·head_dim, r), signs ±1 (0 beyond a head's own rank).
         """
@@ -159,12 +159,12 @@ class NearestFit:
 
 
 def joined(query: Query, key: Key) -> Float[Tensor, "batch heads tokens size"]:
-    """u = [q; k] of each token and query head."""
+    """Return u = [q; k] of each token and query head."""
     return torch.cat((query, key), -1)
 
 
 def refuse(call: Call) -> None:
-    """Raise UsageError where queries and keys are not of the same tokens, or query-only terms of logits count."""
+    """Raise UsageError if queries and keys are of different tokens, or if query-only terms of logits matter."""
     if call.cross or call.query.shape[-2] != call.key.shape[-2]:
         raise UsageError(
             f"nearest needs the query and the key of each token; this site has {call.query.shape[-2]} queries and "
@@ -189,9 +189,9 @@ def nearest_call(
     signs: Float[Tensor, "heads rank"] | None = None,
     gate: Float[Tensor, "heads size"] | None = None,
 ) -> Call:
-    """The call whose exponential kernel is s(x_iᵀ diag(signs) x_j + g_i + g_j), x = Fᵀ(u−ū), g = ⟨gate, u−ū⟩.
+    """Return the call whose exponential kernel is s(x_iᵀ diag(signs) x_j + g_i + g_j), x = Fᵀ(u−ū), g = ⟨gate, u−ū⟩.
 
-    Without g_i under no-skew, which softmax can't tell; no-key: s⟨q_i−q̄, k_j⟩.
+    Under no-skew g_i is omitted, which softmax ignores; under no-key it is s⟨q_i−q̄, k_j⟩.
     """
     if centre is None:
         raise UsageError("nearest is nothing before it is fitted to a head.", "Add some calibration text.")
@@ -212,7 +212,7 @@ def nearest_call(
 
 
 def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) -> tuple[Query, Key, float]:
-    """Queries and keys as they are for the oracle's tie; raises UsageError for the form, which has none of a query."""
+    """Return queries and keys unchanged for the oracle's tie; raise UsageError for the form, which mixes both."""
     if how == ORACLE:
         return query, key, scale
     raise UsageError(
@@ -222,7 +222,7 @@ def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) ->
 
 
 def tie_of(part: float, how: float) -> str | None:
-    """The tie that is that part of the evaluated text's own logits; None for the fitted form."""
+    """Return the tie that extracts this part of the evaluated text's own logits; None for the fitted form."""
     return TIES_OF[int(part)] if how == ORACLE else None
 
 
@@ -267,8 +267,8 @@ def nearest(score: Float[Tensor, "*scores"], **_form: object) -> Float[Tensor, "
     return score
 
 
-HELD_OUT = 4  # one sequence in so many is kept back from the least squares, to choose how strong its ridge is
-STRENGTHS = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # ridges that are tried, for scores of unit variance
+HELD_OUT = 4  # one sequence in this many is held out from the least squares, to choose the strength of its ridge
+STRENGTHS = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # ridge strengths tried, for scores of unit variance
 
 
 @dataclass
@@ -281,17 +281,17 @@ class Moments:
     sequences: int
 
     def __add__(self, other: Moments) -> Moments:
-        """The moments of both."""
+        """Return the moments of both."""
         sums = self.gram + other.gram, self.cross + other.cross, self.energy + other.energy
         return Moments(*sums, self.sequences + other.sequences)
 
     @property
     def tokens(self) -> Float[Tensor, " heads"]:
-        """How many tokens there were."""
+        """Number of tokens, by head."""
         return self.gram[..., -1, -1]
 
     def of_scores(self, maps: Float[Tensor, "heads size columns"]) -> Moments:
-        """The same sums for [e; r; 1], `maps` making them of z."""
+        """Return the same sums for [e; r; 1], the image of z under `maps`."""
         return Moments(maps.mT @ self.gram @ maps, maps.mT @ self.cross, self.energy, self.sequences)
 
 
@@ -299,10 +299,10 @@ class PrimalFit:
     """the scores' maps by KSVD and the output's by least squares: C_q^½ C_k^½ = UΣVᵀ, W_e = C_k^½V, W_r = C_q^½U.
 
     C_q = mean Fφ(q)φ(q)ᵀFᵀ and C_k over the calibration tokens: e and r are the leading left and right singular vectors
-    of those tokens' K = Φ_qΦ_kᵀ (Chen et al. 2023, Thm. 3.2 and Eq. 6) times Σ, up to a factor that W_c takes up. Λ is
-    (nΣ)⁻¹ with n the mean length of a sequence, so that the mean over those sequences of J is 0. W_c and b map [e; r]
-    to the head's own output by ridge regression; its strength is chosen on a part of the calibration text that the
-    regression does not see.
+    of those tokens' K = Φ_qΦ_kᵀ (Chen et al. 2023, Thm. 3.2 and Eq. 6) times Σ, up to a factor that W_c absorbs. Λ is
+    (nΣ)⁻¹ with n the mean length of a sequence, so that the mean of J over those sequences is 0. W_c and b map [e; r]
+    to the head's own output by ridge regression; the ridge's strength is chosen on a held-out part of the calibration
+    text.
     """
 
     def __init__(self, scores: int, samples: int) -> None:
@@ -318,40 +318,40 @@ class PrimalFit:
         kept: Bool[Tensor, "#batch #heads tokens"] | None,
         output: Float[Tensor, "batch heads tokens value_dim"],
     ) -> None:
-        """Take in a batch's features, which tokens are real, and the head's own output."""
+        """Add a batch's features and the head's own output, restricted to the tokens that `kept` marks as real."""
         z = torch.cat([query, key, torch.ones_like(query[..., :1])], -1).double()
         y = output.double()
         if kept is not None:
             z, y = z.masked_fill(~kept[..., None], 0.0), y.masked_fill(~kept[..., None], 0.0)
-        held = (torch.arange(self.seen, self.seen + len(z), device=z.device) % HELD_OUT) == 1
+        held_out = (torch.arange(self.seen, self.seen + len(z), device=z.device) % HELD_OUT) == 1
         self.seen += len(z)
-        for part, chosen in enumerate((~held, held)):
+        for part, chosen in enumerate((~held_out, held_out)):
             if bool(chosen.any()):
                 found = _moments(z[chosen], y[chosen])
                 before = self.parts[part]
                 self.parts[part] = found if before is None else before + found
 
     def solve(self) -> dict[str, Float[Tensor, "heads ..."]]:
-        """`query_map`, `key_map` (heads, features, s'), `log_multipliers` (heads, s'), `output_map` (heads, 2s',
-        value_dim), `offset` (heads, value_dim) and `tokens` (heads,), the mean length of a calibration sequence.
+        """Return the fitted parameters.
 
-        s' = min(s, features); scores beyond the rank of K are zero.
-
-        Raises TextError for fewer than two sequences, and fewer tokens than scores.
+        They are `query_map`, `key_map` (heads, features, s'), `log_multipliers` (heads, s'), `output_map` (heads, 2s',
+        value_dim), `offset` (heads, value_dim) and `tokens` (heads,), the mean length of a calibration sequence; s' =
+        min(s, features), and scores beyond the rank of K are zero. Raises TextError for fewer than two sequences, and
+        for fewer tokens than scores.
         """
-        train, held = self.parts
-        if train is None or held is None:
+        train, held_out = self.parts
+        if train is None or held_out is None:
             raise TextError("primal needs two calibration sequences at least.", "Give a longer --calibration text.")
-        every = train + held
-        if int(every.tokens.min()) < self.scores:
+        both = train + held_out
+        if int(both.tokens.min()) < self.scores:
             raise TextError(
                 f"primal with {self.scores} scores needs as many tokens of calibration text; "
-                f"there are {int(every.tokens.min())}.",
+                f"there are {int(both.tokens.min())}.",
                 "Give a longer --calibration text, or fewer scores.",
             )
-        query_map, key_map, log_multipliers = singular_maps(every, self.scores)
+        query_map, key_map, log_multipliers = singular_maps(both, self.scores)
         maps = _assembled(query_map, key_map)
-        parts = [moments.of_scores(maps) for moments in (train, held, every)]
+        parts = [moments.of_scores(maps) for moments in (train, held_out, both)]
         errors = torch.stack([lost(parts[1], *regression(parts[0], parts[0].tokens * 0 + s)) for s in STRENGTHS])
         best = torch.tensor(STRENGTHS).to(errors)[errors.argmin(0)]
         output_map, offset = regression(parts[2], best)
@@ -361,7 +361,7 @@ class PrimalFit:
             "log_multipliers": log_multipliers,
             "output_map": output_map,
             "offset": offset,
-            "tokens": every.tokens / every.sequences,
+            "tokens": both.tokens / both.sequences,
         }
 
 
@@ -370,13 +370,13 @@ def _moments(z: Float[Tensor, "batch heads tokens size"], y: Float[Tensor, "batc
 
 
 def singular_maps(moments: Moments, scores: int) -> tuple[Map, Map, Float[Tensor, "heads scores"]]:
-    """W_e, W_r and log Λ; columns beyond the rank of K are zero."""
+    """Compute W_e, W_r and log Λ; columns beyond the rank of K are zero."""
     size = (moments.gram.shape[-1] - 1) // 2
     grams = moments.gram / moments.tokens[:, None, None]
     query_root, key_root = roots(grams[..., :size, :size])[0], roots(grams[..., size:-1, size:-1])[0]
     left, values, right = torch.linalg.svd(query_root @ key_root)
     left, values, right = left[..., :scores], values[..., :scores], right.mT[..., :scores]
-    # Strict: where K is zero all are.
+    # Strict: if K is zero, so are all singular values.
     alive = values > torch.finfo(values.dtype).eps * size * values[..., :1]
     length = (moments.tokens / moments.sequences)[:, None]
     log_multipliers = -(length * torch.where(alive, values, 1.0)).log()
@@ -384,7 +384,7 @@ def singular_maps(moments: Moments, scores: int) -> tuple[Map, Map, Float[Tensor
 
 
 def _assembled(query_map: Map, key_map: Map) -> Float[Tensor, "heads size columns"]:
-    """The block diagonal map of [Fφ(q); Fφ(k); 1] to [e; r; 1]."""
+    """Build the block diagonal map from [Fφ(q); Fφ(k); 1] to [e; r; 1]."""
     heads, size, scores = query_map.shape
     maps = query_map.new_zeros(heads, 2 * size + 1, 2 * scores + 1)
     maps[:, :size, :scores], maps[:, size:-1, scores:-1], maps[:, -1, -1] = query_map, key_map, 1.0
@@ -392,13 +392,13 @@ def _assembled(query_map: Map, key_map: Map) -> Float[Tensor, "heads size column
 
 
 def regression(moments: Moments, strength: Float[Tensor, " heads"]) -> tuple[OutputMap, Offset]:
-    """W_c and b that minimise Σ‖y − W_cᵀz − b‖²/n + strength·‖DW_c‖², D the scores' standard deviations."""
+    """Find W_c and b that minimise Σ‖y − W_cᵀz − b‖²/n + strength·‖DW_c‖², D the scores' standard deviations."""
     count = moments.tokens[:, None, None]
     mean, own = moments.gram[:, :-1, -1:] / count, moments.cross[:, -1:] / count
     spread = moments.gram[:, :-1, :-1] / count - mean @ mean.mT
     shared = moments.cross[:, :-1] / count - mean @ own
     deviation = spread.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt()[..., None]
-    # A score that never changes says nothing; dividing by its rounding would.
+    # A constant score carries no information; dividing by its deviation would amplify rounding.
     alive = deviation > torch.finfo(spread.dtype).eps ** 0.5 * mean.abs()
     scale = torch.where(alive, deviation, 1.0)
     values, vectors = torch.linalg.eigh(torch.where(alive & alive.mT, spread / (scale * scale.mT), 0.0))
@@ -410,7 +410,7 @@ def regression(moments: Moments, strength: Float[Tensor, " heads"]) -> tuple[Out
 
 
 def lost(moments: Moments, output_map: OutputMap, offset: Offset) -> Float[Tensor, " heads"]:
-    """Σ‖y − W_cᵀz − b‖² of every head."""
+    """Compute Σ‖y − W_cᵀz − b‖² of every head."""
     whole = torch.cat([output_map, offset[:, None]], -2)
     quadratic = (whole * (moments.gram @ whole)).sum((-2, -1))
     return moments.energy - 2 * (whole * moments.cross).sum((-2, -1)) + quadratic

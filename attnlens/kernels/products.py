@@ -1,4 +1,4 @@
-"""Kernels of the score s⟨q, k⟩ alone, and of a distance, an overlap or an angle between query and key."""
+"""Kernels of the score s⟨q, k⟩, and kernels of a distance, an overlap or an angle between query and key."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ else:
     torch = LazyModule("torch")
 
 PAIR: dict[str, Any] = {"positive": True, "symmetric": True, "features": "infinite", "form": "pair"}
-A_DECADE = 16  # offsets tried from c to 10c
+A_DECADE = 16  # offsets tried per factor of 10
 
 LARGEST_NARROW_ORDER = 8
-"""Order above which the alternating sum, whose terms are e^{2|x|} times their sum, wants float64."""
+"""Order above which float64 is used: the terms of the alternating sum are e^{2|x|} times as large as the sum."""
 
 
 @kernel(
@@ -56,8 +56,8 @@ def exponential(score: Score) -> Score:
 class OffsetFit:
     """the offset c of each head: least squares of s⟨q, k⟩ − p·log|s⟨q, k⟩ + c|, row-centred, on a grid of both signs.
 
-    The grid is 0 and ±p·10^{−1 … 2}, sixteen to a decade, its best value refined by a parabola in log|c|. The degree p
-    stays as typed, so that no c makes (x + c)^p the exponential: that takes p = c → ∞.
+    The grid is 0 and ±p·10^{−1 … 2}, with sixteen values per factor of 10; its best value is refined by a parabola in
+    log|c|. The degree p stays fixed, so that no c makes (x + c)^p the exponential: that would need p = c → ∞.
     """
 
     def __init__(self, degree: int, offset: float) -> None:
@@ -68,7 +68,7 @@ class OffsetFit:
         self.errors = torch.zeros(())
 
     def update(self, call: Call) -> None:
-        """Add every offset's squared error on this batch."""
+        """Add the squared error of every offset on this batch."""
         query, seen = some_rows(call)
         score = query @ call.paired_key.double().mT * call.scale
         batch = [
@@ -78,11 +78,11 @@ class OffsetFit:
         self.errors = self.errors + torch.stack(batch)
 
     def solve(self) -> dict[str, Float[Tensor, " heads"]]:
-        """`offset_of_head`."""
+        """Return `offset_of_head`, (heads,)."""
         errors = self.errors
         offsets = errors.new_tensor(self.offsets)
         best = errors.argmin(0)
-        # 0 and the ends of each sign's grid have no neighbours on both sides.
+        # 0 and the ends of each sign's grid have only one neighbour of the same sign.
         size = len(self.offsets) // 2
         inner = (best % size != 0) & (best != size - 1) & (best != size + 1)
         at = best.clamp(1, len(self.offsets) - 2)
@@ -97,7 +97,7 @@ def _shifted(score: Score, offset: float, offset_of_head: Float[Tensor, " heads"
 
 
 def _odd_sign(value: Score) -> Score:
-    """The sign, + at 0, where the magnitude is bounded from below: a row of zeros stays uniform."""
+    """Return the sign, + at 0: the magnitude is bounded from below, so that a row of zeros stays uniform."""
     return 1.0 - 2.0 * (value < 0).to(value)
 
 
@@ -132,7 +132,7 @@ def polynomial(
 
 
 def _partial_exponential(score: Score, order: int) -> Score:
-    """Σ_{n≤N} xⁿ/n!, by Horner's rule from the last term."""
+    """Compute Σ_{n≤N} xⁿ/n! by Horner's rule, from the last term."""
     score = score.double() if order > LARGEST_NARROW_ORDER else wide(score)
     total = score / order + 1
     for n in range(order - 1, 0, -1):
@@ -192,9 +192,9 @@ def hard(score: Score) -> Score:
 class OriginFit:
     """the origin b of each head, so that distances are ‖q + b − k‖: least squares of s⟨q, k⟩ − log k, row-centred.
 
-    Pairs are weighted half by attention, half evenly. That is linear in b: with γ as typed, the regression of
-    ½‖k‖² + (1 − 2γ)/(2γ)·⟨q, k⟩ on k, both row-centred. A term linear in k cannot take −γs‖k‖² back, so that the kernel
-    stays an RBF, except where all keys lie on a sphere.
+    Pairs are weighted half by attention, half uniformly. With γ fixed this is linear in b: the regression of ½‖k‖² + (1
+    − 2γ)/(2γ)·⟨q, k⟩ on k, both row-centred. A term linear in k cannot cancel −γs‖k‖², so that the kernel stays an RBF,
+    unless all keys lie on a sphere.
     """
 
     def __init__(self, gamma: float) -> None:
@@ -203,7 +203,7 @@ class OriginFit:
         self.scatter = self.target = torch.zeros(())
 
     def update(self, call: Call) -> None:
-        """Add this batch's normal equations; z_ij = ½‖k_j‖² + (1 − 2γ)/(2γ)·⟨q_i, k_j⟩ is never written out."""
+        """Add this batch's normal equations; z_ij = ½‖k_j‖² + (1 − 2γ)/(2γ)·⟨q_i, k_j⟩ is never stored."""
         seen, query, key = pairs_weighted(call), call.query.double(), call.paired_key
         half = key.double().square().sum(-1, keepdim=True) / 2
         key, mean, scatter = centred_keys(key, seen)
@@ -214,14 +214,14 @@ class OriginFit:
         self.target = self.target + (key * by_key).sum((0, 2)) - (mean * by_query).sum((0, 2))
 
     def solve(self) -> dict[str, Float[Tensor, "heads head_dim"]]:
-        """`origin`."""
+        """Return `origin`, (heads, head_dim)."""
         rtol = torch.finfo(self.scatter.dtype).eps * self.scatter.shape[-1]
         inverse = torch.linalg.pinv(self.scatter, rtol=rtol, hermitian=True)
         return {"origin": (inverse @ self.target[..., None])[..., 0]}
 
 
 def _key_term(key: Key, origin: Float[Tensor, "heads head_dim"] | None) -> Float[Tensor, "batch heads keys"]:
-    """⟨b, k⟩ − ½‖k‖²."""
+    """Compute ⟨b, k⟩ − ½‖k‖²."""
     key = wide(key)
     term = -key.square().sum(-1) / 2
     return term if origin is None else term + (key * origin.to(key)[:, None]).sum(-1)
@@ -230,7 +230,7 @@ def _key_term(key: Key, origin: Float[Tensor, "heads head_dim"] | None) -> Float
 def _rbf_dot(
     query: Query, key: Key, scale: float, gamma: float, origin: Float[Tensor, "heads head_dim"] | None = None
 ) -> tuple[Float[Tensor, "batch heads queries wider"], Float[Tensor, "batch heads keys wider"], float]:
-    """2γs⟨[q, 1], [k, ⟨b,k⟩ − ½‖k‖²]⟩ = log k + γs‖q + b‖²; in half precision the last entry is two, high + low."""
+    """Return the factors of 2γs⟨[q, 1], [k, ⟨b,k⟩ − ½‖k‖²]⟩ = log k + γs‖q + b‖²; half precision splits the last."""
     term = _key_term(key, origin)[..., None]
     parts = [term.to(key)]
     if term.dtype != key.dtype:
@@ -302,14 +302,14 @@ def l2(query: Query, key: Key, scale: float) -> Log:
 
 
 def _distance(query: Query, key: Key, norm: int) -> Log:
-    """‖q − k‖, without the cancellation of ‖q‖² + ‖k‖² − 2⟨q, k⟩."""
+    """Compute ‖q − k‖ without the cancellation of ‖q‖² + ‖k‖² − 2⟨q, k⟩."""
     return torch.cdist(wide(query), wide(key), norm, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 class BetaFit:
     """the β of each head: the slope of s⟨q, k⟩ on cos(q, k), both row-centred, and at least 0.
 
-    The cosine has no lengths left, so that no β makes it the exponential kernel unless all ‖q‖‖k‖ are equal.
+    The cosine contains no lengths, so that no β makes it the exponential kernel unless all ‖q‖‖k‖ are equal.
     """
 
     def __init__(self, beta: float) -> None:
@@ -327,13 +327,13 @@ class BetaFit:
         self.square = self.square + cosine.square().sum((0, 2, 3))
 
     def solve(self) -> dict[str, Float[Tensor, " heads"]]:
-        """`beta_of_head`."""
+        """Return `beta_of_head`, (heads,)."""
         tiny = torch.finfo(self.square.dtype).tiny
         return {"beta_of_head": (self.product / self.square.clamp_min(tiny)).clamp_min(0.0)}
 
 
 def _unit(x: Float[Tensor, "batch heads tokens head_dim"]) -> Float[Tensor, "batch heads tokens head_dim"]:
-    """x/‖x‖, in float32 at least; 0 stays 0."""
+    """Compute x/‖x‖ in float32 at least; 0 stays 0."""
     from attnlens.maths.ksvd.dual import unit
 
     return unit(wide(x))
@@ -353,7 +353,7 @@ def _cosine_dot(
     formula="β·cos(q, k)",
     source="Henry et al. 2020 (query-key normalisation)",
     **PAIR,
-    # With ‖q‖ = ‖k‖ = √head_dim, entries of unit variance, s⟨q, k⟩ is √head_dim·cos: 8 for the usual 64.
+    # With ‖q‖ = ‖k‖ = √head_dim (entries of unit variance), s⟨q, k⟩ is √head_dim·cos: 8 for the usual 64.
     parameters=(KernelParameter("beta", "the inverse temperature β", float, default=8.0, above=0.0),),
     dot=_cosine_dot,
     fused="SDPA on normalised queries and keys",

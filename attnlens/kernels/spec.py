@@ -1,4 +1,4 @@
-"""A Kernel in use: a registered kernel with its parameters, tie and filter; and the distance of one to a head's own."""
+"""A Kernel in use: a registered kernel with its parameters, tie and filter; helpers that fit one to a head's own."""
 
 from __future__ import annotations
 
@@ -35,39 +35,39 @@ ALL = slice(None)
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel with everything that it needs to be computed."""
+    """A kernel with everything needed to compute it."""
 
     info: KernelInfo
-    """Which kernel."""
+    """The registered kernel."""
     parameters: Mapping[str, float] = field(default_factory=dict)
-    """Its parameters, defaults included."""
+    """Its parameters, including defaults."""
     tie: str | None = None
-    """A name among TIES."""
+    """Name of a tie in TIES, or None."""
     filter: KeyFilter | None = None
-    """Which keys a query keeps, beside the model's own mask."""
+    """Filter of the keys a query keeps, in addition to the model's own mask."""
     fitted: Mapping[str, Shaped[Tensor, "heads ..."]] = field(default_factory=dict)
-    """Parameters chosen per head."""
+    """Parameters chosen per head by a fit."""
     near: KeyFilter | None = None
-    """Of a hybrid: the keys that keep the model's own kernel. This kernel is that of the others."""
+    """For a hybrid: the filter of keys that keep the model's own kernel. All other keys use this kernel."""
 
     @cached_property
     def spelling(self) -> str:
-        """As it can be typed: `rbf:gamma=0.5+window:64`."""
-        numbers = _spelled(self.info.name, _told(self.info, self.parameters))
+        """Spelling that can be typed: `rbf:gamma=0.5+window:64`."""
+        numbers = _spell(self.info.name, _named_parameters(self.info, self.parameters))
         if self.oracle:
             return numbers
         if (self.tie or self.filter) and self.info.name == "exponential":
             numbers = ""
         more = [self.tie] if self.tie else []
         if self.filter:
-            more.append(_spelled(self.filter.modifier.name, self.filter.parameters, named=False))
+            more.append(_spell(self.filter.modifier.name, self.filter.parameters, named=False))
         if self.near:
-            more.append(_spelled(self.near.modifier.name, self.near.parameters, named=False))
+            more.append(_spell(self.near.modifier.name, self.near.parameters, named=False))
         return "+".join(([numbers] if numbers else []) + more)
 
     @cached_property
     def formula(self) -> str:
-        """log k, with what its tie and filter make of it."""
+        """Formula of log k, including the effect of its tie and filter."""
         if self.oracle and self.tie is not None:  # no form is fitted
             return f"{TIES[self.tie].formula}; L the head's own s⟨q_i, k_j⟩ in a whole sequence"
         parts = [self.info.formula]
@@ -81,38 +81,38 @@ class Kernel:
 
     @cached_property
     def signed(self) -> bool:
-        """Whether k can be negative, so that attention is k / Σk and not softmax(log k)."""
+        """Whether k can be negative, so that attention is k / Σk instead of softmax(log k)."""
         odd = any(p.even and self.parameters[p.name] % 2 for p in self.info.parameters)
         return odd or not self.info.positive
 
     @property
     def oracle(self) -> bool:
-        """Whether it takes the evaluated text's own log k apart, by its tie: an analysis, and no model."""
+        """Whether its tie decomposes the evaluated text's own log k: an analysis, not a model."""
         return self.info.oracle is not None and self.info.oracle(**self.parameters) is not None
 
     @property
     def tied_by(self) -> str:
-        """What was typed to have its tie: the tie's name, or the analysis that has it (`nearest:positive,oracle`)."""
+        """Name the user typed for its tie: the tie's, or that of its analysis (`nearest:positive,oracle`)."""
         return re.sub(r"\w+=", "", self.spelling) if self.oracle else self.tie or ""
 
     @property
     def needs_fit(self) -> bool:
-        """Whether it is nothing without calibration text."""
+        """Whether it is undefined without calibration text."""
         return self.info.needs_fit and not self.oracle
 
     @property
     def fits(self) -> bool:
-        """Whether a fit has something to choose."""
+        """Whether a fit has parameters to choose."""
         return self.info.fit is not None or self.near is not None
 
     @property
     def fit_reads(self) -> bool:
-        """Whether its fit reads text, and not shapes alone."""
+        """Whether its fit reads text, and not only shapes."""
         return self.info.fit_reads or self.near is not None
 
     @property
     def part(self) -> Callable[[Pairs], Pairs] | None:
-        """What its tie leaves of a whole sequence's log k, up to query-only terms; None for ties of single pairs."""
+        """Map from a whole sequence's log k to its tie's part, up to query-only terms; None for pairwise ties."""
         return None if self.tie is None else TIES[self.tie].part
 
     @property
@@ -122,27 +122,27 @@ class Kernel:
 
     @property
     def joins(self) -> bool:
-        """Whether key heads share what it is fitted to, so that no head can have it alone."""
+        """Whether key heads share its fitted parameters, so that it cannot be applied to a single head."""
         return self.parameters.get("group", 1) > 1
 
     def leaves(self, key_heads: int) -> int:
-        """How many key heads its last latent has, where that is fewer than the others have; else 0."""
+        """Return the number of key heads in its last latent if that is fewer than in the others; else 0."""
         return key_heads % min(int(self.parameters.get("group", 1)), key_heads)
 
     def of_head(self, index: int) -> Kernel:
-        """The kernel of one of the heads that it is fitted to, by its number among them."""
+        """Return the kernel of one of the heads that it is fitted to, by index among them."""
         fitted = {name: part[index : index + 1] for name, part in self.fitted.items()}
         if "members" in fitted:
-            fitted["members"] = fitted["members"] * 0  # its own key is the only one there
+            fitted["members"] = fitted["members"] * 0  # the only key there is its own
         return self.with_fitted(fitted)
 
     @property
     def has_gradient(self) -> bool:
-        """Whether attention has a gradient in queries and keys: eigenvalues of which many meet at 0 have none."""
+        """Whether attention has a gradient in queries and keys; eigenvalues that meet at 0 have none."""
         return self.info.reads and not self.info.hard and self.tie not in ("mercer", "negativeless")
 
     def prepared(self, call: Call) -> tuple[Call, Kernel]:
-        """The call and the kernel of which attention is computed: itself, or a call whose exponential kernel it is."""
+        """Return the call and kernel to compute: these, or a call whose exponential kernel equals this kernel."""
         if self.oracle:
             return call, replace(self, info=KERNELS["exponential"], parameters={})
         found = None if self.info.prepare is None else self.info.prepare(call, **self.parameters, **self.fitted)
@@ -152,49 +152,49 @@ class Kernel:
 
     @property
     def own_fitted(self) -> dict[str, Shaped[Tensor, "heads ..."]]:
-        """The fitted parameters that the kernel's functions take: all but a hybrid's weight of near keys."""
+        """Fitted parameters that the kernel's functions take: all except a hybrid's weight of near keys."""
         return {name: part for name, part in self.fitted.items() if name != NEAR_WEIGHT}
 
     @property
     def chosen(self) -> list[str]:
-        """The fitted parameters that a fit chose: not which key heads share a latent, nor the model's own rotation."""
+        """Names of parameters chosen by the fit: not which key heads share a latent, nor the model's own rotation."""
         return sorted(name for name in self.fitted if name not in ("members", "key_head", "frequency", "partner"))
 
     @property
     def trainable(self) -> tuple[str, ...]:
-        """Fitted parameters that healing may train on."""
+        """Names of fitted parameters that healing may train."""
         return self.info.trainable + ((NEAR_WEIGHT,) if self.near is not None else ())
 
     def fitting(self) -> Fit | OutputFit | None:
-        """What chooses its free parameters per head from calibration text; None: it has none."""
+        """Return the object that chooses free parameters per head from calibration text; None if there are none."""
         own = None if self.info.fit is None else self.info.fit(**self.parameters)
         if self.near is None:
             return own
-        assert own is None or isinstance(own, Fit)  # noqa: S101  # parsed has refused the others
+        assert own is None or isinstance(own, Fit)  # noqa: S101  # parsed refuses the others
         return NearFit(own)
 
     def phi(self, x: Query, scale: float, side: str) -> Float[Tensor, "batch heads queries features"]:
-        """φ of one side of queries and keys, "query" or "key", for a kernel that is ⟨φ(q), φ(k)⟩.
+        """Compute φ of the queries or keys (`side`: "query" or "key"), for a kernel that is ⟨φ(q), φ(k)⟩.
 
-        Raises UsageError where it is nothing before it is fitted.
+        Raises UsageError if the kernel needs a fit and has none.
         """
-        assert self.info.feature_map is not None  # noqa: S101  # whoever sums features has seen to it
+        assert self.info.feature_map is not None  # noqa: S101  # callers that sum features check this
         self._refuse_unfitted()
         return self.info.feature_map(x, scale, side, **self.parameters, **self.own_fitted)
 
     def with_fitted(self, fitted: Mapping[str, Shaped[Tensor, "heads ..."]]) -> Kernel:
-        """The same kernel with parameters chosen per head."""
+        """Return the same kernel with these parameters chosen per head."""
         return replace(self, fitted=dict(fitted))
 
     def log(
         self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = ALL, columns: slice = ALL
     ) -> Float[Tensor, "batch heads rows columns"]:
-        """log|k(q, k)| of these rows and columns, exact and with its query-only terms; keys are repeated under GQA.
+        """Compute log|k(q, k)| of these rows and columns, exact and with query-only terms; keys are repeated under GQA.
 
-        Score kernels read softcap · tanh(s⟨q, k⟩ / softcap) where the model caps its scores; the others have no score
-        to cap. In float32 at least, but for a score that is itself the answer (exponential, rank, hard). A tie of
-        whole sequences takes all these tokens for one, and keeps no query-only terms. Of a hybrid: that of far keys.
-        Raises UsageError for a tie where queries and keys are not the same tokens, and for a rank that is not fitted.
+        Score kernels use softcap · tanh(s⟨q, k⟩ / softcap) if the model caps its scores; the others have no score to
+        cap. In float32 at least, unless the result is the score itself (exponential, rank, hard). A tie of whole
+        sequences treats these tokens as one sequence, without query-only terms. For a hybrid: the kernel of far keys.
+        Raises UsageError for a tie if queries and keys are of different tokens, and for a rank without fit.
         """
         query, key = self.tied(query, key)
         if self.part is not None:
@@ -207,7 +207,7 @@ class Kernel:
     def sign(
         self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = ALL, columns: slice = ALL
     ) -> Float[Tensor, "batch heads rows columns"]:
-        """The sign of k, for a kernel that is `signed`."""
+        """Compute the sign of k, for a kernel that is `signed`."""
         assert self.info.sign is not None  # noqa: S101  # a kernel that can be negative has one
         query, key = self.tied(query, key)
         found = score(query[..., rows, :], key[..., columns, :], scale, softcap)
@@ -216,7 +216,7 @@ class Kernel:
     def tied(
         self, query: Query, key: Float[Tensor, "batch kv_heads keys head_dim"]
     ) -> tuple[Float[Tensor, "batch _ queries head_dim"], Float[Tensor, "batch _ keys head_dim"]]:
-        """Queries and keys after the tie; raises UsageError where it needs them of the same tokens and they are not."""
+        """Return queries and keys after the tie; raise UsageError if they must be, but are not, of the same tokens."""
         if self.tie is None:
             return query, key
         if query.shape[-2] != key.shape[-2]:
@@ -252,32 +252,32 @@ class Kernel:
 
 
 def score(query: Query, key: Key, scale: float, softcap: Cap) -> Log:
-    """s⟨q, k⟩, bounded by the model's softcap where it has one."""
+    """Compute s⟨q, k⟩, bounded by the model's softcap if it has one."""
     product = query @ key.mT * scale
     return product if softcap is None else (product / softcap).tanh() * softcap
 
 
 def wide(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """In float32 at least: half precision has too few digits for the logarithm of a kernel."""
+    """Convert to float32 at least: half precision has too few digits for the logarithm of a kernel."""
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
 def log_magnitude(value: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """log|x|, in float32 at least, no lower than that of the smallest normal number: a row of zeros stays uniform."""
+    """Compute log|x| in float32 at least, bounded by the smallest normal number: a row of zeros stays uniform."""
     value = wide(value)
     return value.abs().clamp_min(torch.finfo(value.dtype).tiny).log()
 
 
 def least(of: dtype) -> float:
-    """What every ⟨φ(q), φ(k)⟩ gets added, so that a query without features attends evenly: 1e-31 in float32.
+    """Return the number added to every ⟨φ(q), φ(k)⟩, so queries without features attend uniformly (float32: 1e-31).
 
-    The smallest normal number over eps: what is as small is a sum of normal numbers still, and 1/k has a gradient.
+    It is the smallest normal number over eps: such small sums are still of normal numbers, and 1/k has a gradient.
     """
     return torch.finfo(of).tiny / torch.finfo(of).eps
 
 
-def _told(info: KernelInfo, parameters: Mapping[str, float]) -> dict[str, float | str]:
-    """The parameters that a spelling names, as words where they have some."""
+def _named_parameters(info: KernelInfo, parameters: Mapping[str, float]) -> dict[str, float | str]:
+    """Return the parameters that a spelling includes, as words if they have some."""
     found: dict[str, float | str] = {}
     for known in info.parameters:
         value = parameters[known.name]
@@ -286,7 +286,7 @@ def _told(info: KernelInfo, parameters: Mapping[str, float]) -> dict[str, float 
     return found
 
 
-def _spelled(name: str, parameters: Mapping[str, float | str], named: bool = True) -> str:
+def _spell(name: str, parameters: Mapping[str, float | str], named: bool = True) -> str:
     shown = {
         key: value if isinstance(value, str) else repr(value).removesuffix(".0") for key, value in parameters.items()
     }
@@ -295,7 +295,7 @@ def _spelled(name: str, parameters: Mapping[str, float | str], named: bool = Tru
 
 
 MOST_ROWS = 32
-"""Queries of a sequence whose rows are written out, where a parameter has no closed form in head_dim sums."""
+"""Queries per sequence whose rows are computed, for parameters without a closed form in head_dim sums."""
 
 
 def pairs_seen(
@@ -303,18 +303,18 @@ def pairs_seen(
     key: Float[Tensor, "batch heads keys head_dim"],
     allowed: Bool[Tensor, "#batch #heads queries keys"] | None,
 ) -> Float[Tensor, "#batch #heads queries keys"]:
-    """1 where a query sees a key, in float64; 0 throughout for a query that sees fewer than two: it has no choice."""
-    every = query.double().new_ones(1, 1, query.shape[-2], key.shape[-2])
-    seen = every if allowed is None else allowed.double()
+    """Return 1 where a query sees a key, in float64; 0 for queries that see fewer than two keys (no choice)."""
+    ones = query.double().new_ones(1, 1, query.shape[-2], key.shape[-2])
+    seen = ones if allowed is None else allowed.double()
     return seen * (seen.sum(-1, keepdim=True) >= 2)
 
 
 def pairs_weighted(call: Call) -> Float[Tensor, "batch heads queries keys"]:
-    """½·(the head's own attention) + ½·(1/number of keys seen) over the pairs seen: every query counts alike.
+    """Compute ½·(the head's own attention) + ½·(1/number of keys seen) over the pairs seen; all queries count equally.
 
     The variance of a change of logits under the attention itself is twice its KL to second order: errors count where
-    the head looks. The uniform half keeps the keys in sight that it ignores, which a wrong fit could raise. A row sums
-    to 1, less half of what a sink takes.
+    the head attends. The uniform half keeps the keys that the head ignores, which a wrong fit could raise. A row sums
+    to 1, minus half of a sink's weight.
     """
     query, key = call.query.double(), call.paired_key.double()
     seen = pairs_seen(query, key, call.visible())
@@ -322,16 +322,16 @@ def pairs_weighted(call: Call) -> Float[Tensor, "batch heads queries keys"]:
 
 
 def own_attention(call: Call) -> Float[Tensor, "batch heads queries keys"]:
-    """The head's own attention over the pairs seen; rows of queries that see fewer than two keys are 0."""
+    """Compute the head's own attention over the pairs seen; rows of queries that see fewer than two keys are 0."""
     return _attention(call, pairs_seen(call.query, call.paired_key, call.visible()))
 
 
 def output_weighted(
     call: Call, metric: Float[Tensor, "heads value_dim value_dim"]
 ) -> Float[Tensor, "batch heads queries keys"]:
-    """a_ij² (v_j − ō_i)ᵀ W_OᵀW_O (v_j − ō_i), ō_i = Σ_j a_ij v_j: what an error of the logit ij does to the output.
+    """Compute a_ij² (v_j − ō_i)ᵀ W_OᵀW_O (v_j − ō_i), ō_i = Σ_j a_ij v_j: the effect of a logit's error on the output.
 
-    To first order δo_i = Σ_j a_ij δ_ij (v_j − ō_i). `metric` is W_OᵀW_O of each head, or what stands in its place.
+    To first order δo_i = Σ_j a_ij δ_ij (v_j − ō_i). `metric` is W_OᵀW_O of each head, or a substitute for it.
     """
     own = own_attention(call)
     value, metric = call.paired_value.double(), metric.double().to(own.device)
@@ -344,9 +344,10 @@ def output_weighted(
 def _attention(
     call: Call, seen: Float[Tensor, "#batch #heads queries keys"]
 ) -> Float[Tensor, "batch heads queries keys"]:
-    """The head's own attention over the pairs seen, less what a sink takes; 0 for a query without a choice."""
+    """Compute the head's own attention over the pairs seen, without a sink's weight; 0 for a query without a choice."""
     query, key = call.query.double(), call.paired_key.double()
     scores = score(query, key, call.scale, call.softcap)
+    # finite instead of −∞: the softmax of a row without keys must not be NaN, which would survive the factor 0
     scores = (scores if call.bias is None else scores + call.bias).masked_fill(seen == 0, -1e30)
     if call.sinks is not None:
         sink = call.sinks.to(scores)[:, None, None].expand(*scores.shape[:-1], 1)
@@ -358,7 +359,7 @@ def _attention(
 def some_rows(
     call: Call,
 ) -> tuple[Float[Tensor, "batch heads rows head_dim"], Float[Tensor, "#batch #heads rows keys"]]:
-    """Evenly spaced queries, at most MOST_ROWS of a sequence, its last among them, in float64, and what they see."""
+    """Return up to MOST_ROWS evenly spaced queries per sequence, including the last, in float64, and what they see."""
     step = -(-call.query.shape[-2] // MOST_ROWS)
     rows = slice((call.query.shape[-2] - 1) % step, None, step)
     query = call.query[..., rows, :].double()
@@ -368,7 +369,7 @@ def some_rows(
 def row_centred(
     values: Float[Tensor, "batch heads rows keys"], seen: Float[Tensor, "#batch #heads rows keys"]
 ) -> Float[Tensor, "batch heads rows keys"]:
-    """Each row minus its mean over the keys seen; 0 elsewhere."""
+    """Subtract from each row its mean over the keys seen; 0 elsewhere."""
     mean = (values * seen).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp_min(1)
     return (values - mean) * seen
 
@@ -376,7 +377,7 @@ def row_centred(
 def squared_error(
     difference: Float[Tensor, "batch heads rows keys"], seen: Float[Tensor, "#batch #heads rows keys"]
 ) -> Float[Tensor, "batch heads rows"]:
-    """Σ_j (d_ij − d̄_i)² of every row."""
+    """Compute Σ_j (d_ij − d̄_i)² of every row."""
     return row_centred(difference, seen).square().sum(-1)
 
 
@@ -387,10 +388,10 @@ def centred_keys(
     Float[Tensor, "batch heads queries head_dim"],
     Float[Tensor, "heads head_dim head_dim"],
 ]:
-    """Keys minus their sequence's mean, in float64; the mean m_i of those that each query sees; their scatter.
+    """Return keys minus their sequence's mean, in float64; the mean m_i of the keys each query sees; the keys' scatter.
 
     The scatter is Σ_i Σ_{j seen by i} (k_j − m_i)(k_j − m_i)ᵀ = Σ_j (queries that see j) k_j k_jᵀ − Σ_i (keys that i
-    sees) m_i m_iᵀ, which no shift of all keys changes; without the shift it would be lost in rounding.
+    sees) m_i m_iᵀ, which does not change if all keys are shifted; without the shift it would be lost in rounding.
     """
     key = key.double() - key.double().mean(-2, keepdim=True)
     count = seen.sum(-1)[..., None]

@@ -1,4 +1,4 @@
-"""Parses the spelling of a kernel, such as `rbf:gamma=1+window:64`, and counts what it keeps of the tokens."""
+"""Parse the spelling of a kernel, such as `rbf:gamma=1+window:64`, and count what it stores per head."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ for _file in ("products", "features", "lowrank", "nearest"):
 
 
 def kernels() -> dict[str, KernelInfo]:
-    """Every kernel by name, in the order of entry."""
+    """Return every kernel by name, in the order of registration."""
     _load_offered()
     return dict(KERNELS)
 
 
 @cache
 def _load_offered() -> None:
-    """Import the kernels that other packages offer; once in a process."""
+    """Import the kernels offered by other packages, once per process."""
     for entry in metadata.entry_points(group="attnlens.kernels"):
         entry.load()
 
 
-EXAMPLES = {"sinks": 4, "width": 64, "stride": 8}  # numbers of filters and hybrids for an example
+EXAMPLES = {"sinks": 4, "width": 64, "stride": 8}  # numbers used in examples of filters and hybrids
 
 
 def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
-    """The kernel that `words` spell: `name:parameter=value,…`, with ties and filters joined by `+`, in any order.
+    """Parse the kernel spelled by `words`: `name:parameter=value,…`, with ties and filters joined by `+`, in any order.
 
-    Values may be typed without their names, in the order of the parameters (`rank:8`, `sink-window:4,64`); a tie or
-    filter alone goes with the exponential kernel, a hybrid with a kernel of features.
-    Raises UsageError for an unknown name (did you mean), a parameter that does not exist or has the wrong type or
-    range, two kernels, ties or filters, and an odd power where signed kernels are not allowed.
+    Values may be given without names, in the order of the parameters (`rank:8`, `sink-window:4,64`). A tie or filter
+    alone applies to the exponential kernel; a hybrid needs a kernel of features. Raises UsageError for an unknown name
+    (with a suggestion), for a parameter that does not exist or has a wrong type or range, for two kernels, ties or
+    filters, and for an odd power unless signed kernels are allowed.
     """
     known = kernels()
     base, tie, filtered, near = [], [], [], []
-    # The plus of 1e+06 joins nothing.
+    # Do not split at the plus of 1e+06.
     for part in re.split(r"(?<!\d[eE])\+", words):
         name, _, numbers = part.strip().partition(":")
         checked_name("kernel", name, [*known, *TIES, *FILTERS, *HYBRIDS])
         if name in TIES:
-            _numbers(name, numbers, ())
+            _parse_numbers(name, numbers, ())
             tie.append(name)
         elif name in FILTERS:
             filtered.append(_key_filter(FILTERS[name], numbers))
         elif name in HYBRIDS:
             near.append(_key_filter(HYBRIDS[name], numbers))
         else:
-            base.append(Kernel(known[name], _numbers(name, numbers, known[name].parameters)))
+            base.append(Kernel(known[name], _parse_numbers(name, numbers, known[name].parameters)))
     for what, parts in (("kernel", base), ("tie", tie), ("filter", filtered), ("hybrid", near)):
         if len(parts) > 1:
             raise UsageError(f"{words!r} has more than one {what}.", f"Give one {what}, or another --kernel for each.")
@@ -77,12 +77,12 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
 
 
 def _key_filter(modifier: Modifier, numbers: str) -> KeyFilter:
-    values = _numbers(modifier.name, numbers, modifier.parameters)
+    values = _parse_numbers(modifier.name, numbers, modifier.parameters)
     return KeyFilter(modifier, {key: int(value) for key, value in values.items()})
 
 
-def _numbers(name: str, words: str, parameters: Sequence[KernelParameter]) -> dict[str, float]:
-    """`gamma=1,…` or bare values in order, checked, with defaults."""
+def _parse_numbers(name: str, words: str, parameters: Sequence[KernelParameter]) -> dict[str, float]:
+    """Parse `gamma=1,…` or bare values in order, check them, and add defaults."""
     values: dict[str, float] = {}
     for index, word in enumerate(filter(None, words.split(","))):
         key, equals, value = word.partition("=")
@@ -95,7 +95,7 @@ def _numbers(name: str, words: str, parameters: Sequence[KernelParameter]) -> di
             raise UsageError(f"{name} has no parameter {key.strip()!r}.", _help(name, parameters))
         if wanted.name in values:
             raise UsageError(f"{name}: {wanted.name} is given twice.", _help(name, parameters))
-        values[wanted.name] = _number(name, wanted, value.strip())
+        values[wanted.name] = _parse_number(name, wanted, value.strip())
     for parameter in parameters:
         if parameter.name not in values:
             if parameter.default is None:
@@ -105,7 +105,7 @@ def _numbers(name: str, words: str, parameters: Sequence[KernelParameter]) -> di
     return {p.name: values[p.name] for p in parameters}
 
 
-def _number(name: str, parameter: KernelParameter, word: str) -> float:
+def _parse_number(name: str, parameter: KernelParameter, word: str) -> float:
     known = dict(parameter.words)
     if word in known:
         return known[word]
@@ -118,16 +118,16 @@ def _number(name: str, parameter: KernelParameter, word: str) -> float:
     except ValueError:
         what = "a whole number" if parameter.kind is int else "a number"
         raise UsageError(f"{name}: {parameter.name} must be {what}, not {word!r}.", _help(name, [parameter])) from None
-    border = _crossed(parameter, value)
+    border = _violated_bound(parameter, value)
     if border:
         raise UsageError(f"{name}: {parameter.name} must be {border}, not {word}.", _help(name, [parameter]))
     return value
 
 
-def _crossed(parameter: KernelParameter, value: float) -> str | None:
-    """The border of its range that `value` is beyond, in words."""
+def _violated_bound(parameter: KernelParameter, value: float) -> str | None:
+    """Return in words the bound of its range that `value` violates; None if it is in range."""
     above = parameter.above is not None and value <= parameter.above
-    # math.isfinite takes no whole number beyond the largest float
+    # math.isfinite raises for integers beyond the largest float
     if above or value != value or abs(value) == float("inf"):
         return "finite" if parameter.above is None else f"finite and above {parameter.above:g}"
     if parameter.low is not None and value < parameter.low:
@@ -149,7 +149,7 @@ def _refuse_signed(kernel: Kernel, allowed: bool) -> None:
 
 
 def _refuse_parts(words: str, kernel: Kernel) -> None:
-    """A tie of whole sequences takes log k of every pair apart, which must be there and be all of the kernel."""
+    """Refuse a tie of whole sequences if a filter hides pairs or if log k does not determine the kernel."""
     info = kernel.info
     if kernel.part is None or info.form == "output":
         return
@@ -168,7 +168,7 @@ def _refuse_parts(words: str, kernel: Kernel) -> None:
 
 
 def _refuse_beside(words: str, kernel: Kernel, ties: Sequence[str]) -> None:
-    """A kernel that reads query and key of each token is symmetric or not by itself."""
+    """Refuse a tie with a kernel that reads query and key of each token: its own form decides its symmetry."""
     if kernel.info.oracle is not None and ties:
         raise UsageError(
             f"{words!r}: {kernel.info.name} says itself which parts are kept, and {ties[0]} would tie others.",
@@ -177,7 +177,7 @@ def _refuse_beside(words: str, kernel: Kernel, ties: Sequence[str]) -> None:
 
 
 def _refuse_tied(words: str, kernel: Kernel) -> None:
-    """Keys that come of several heads or of positions have no query of theirs that they could be tied to."""
+    """Refuse a tie if keys are made from several heads or from positions: they have no own query to be tied to."""
     spoken = [p for p in kernel.info.parameters if not p.told and kernel.parameters[p.name] != p.default]
     if kernel.info.prepare is not None and kernel.tie is not None and spoken and not kernel.oracle:
         raise UsageError(
@@ -187,7 +187,7 @@ def _refuse_tied(words: str, kernel: Kernel) -> None:
 
 
 def _refuse_hybrid(words: str, kernel: Kernel) -> None:
-    """A hybrid sums positive features of its far keys, and has no room for a tie or another filter."""
+    """Refuse a hybrid without positive features for its far keys, or with a tie or another filter."""
     if kernel.near is None:
         return
     info, other = kernel.info, kernel.tie or (kernel.filter.modifier.name if kernel.filter else None)
@@ -206,7 +206,7 @@ def _refuse_hybrid(words: str, kernel: Kernel) -> None:
 
 
 def far_kernels() -> list[str]:
-    """The kernels that a hybrid can have beyond its window."""
+    """Return the names of the kernels that a hybrid can use beyond its window."""
     return [info.name for info in kernels().values() if info.form == "features" and info.positive]
 
 
@@ -216,14 +216,14 @@ def _how_many(parameters: Iterable[KernelParameter]) -> str:
 
 
 def default_of(parameter: KernelParameter) -> str:
-    """Its default as it is typed; … where it must be typed."""
+    """Return the parameter's default as typed; … if it must be given."""
     if parameter.default is None:
         return "…"
     return next((word for word, number in parameter.words if number == parameter.default), f"{parameter.default:g}")
 
 
 def example(name: str, parameters: Sequence[KernelParameter]) -> str:
-    """A filter or hybrid with numbers, `sink-window:4,64`."""
+    """Return an example of a filter or hybrid with numbers: `sink-window:4,64`."""
     return f"{name}:{','.join(str(EXAMPLES[parameter.name]) for parameter in parameters)}"
 
 
@@ -237,32 +237,32 @@ def _help(name: str, parameters: Sequence[KernelParameter]) -> str:
 
 
 ONE_KEY, FLOOR = "hard", "uniform"
-"""The kernels between which all others lie: all weight on one key, and on all keys alike."""
+"""The two extreme kernels: all weight on one key, and equal weight on all keys."""
 SINKS, WIDTH = 4, 64
-"""First tokens and nearest ones of the sink-window beside a kernel whose state grows with the text."""
+"""First and nearest tokens of the sink-window that is compared with a kernel whose state grows with the text."""
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What the state of a site's heads depends on."""
+    """The sizes that determine the state of a site's heads."""
 
-    heads: int  # how many of its query heads have the kernel
+    heads: int  # number of query heads that have the kernel
     head_dim: int
     value_dim: int
-    tokens: int  # how many keys the last query meets
-    causal: bool  # whether no query sees a key behind it
+    tokens: int  # number of keys that the last query sees
+    causal: bool  # whether no query sees a later key
 
     @property
     def token(self) -> int:
-        """Numbers that a cache keeps of a token: its key and its value."""
+        """Numbers that a cache stores per token: its key and its value."""
         return self.head_dim + self.value_dim
 
 
 def state_numbers(kernel: Kernel, shape: HeadShape) -> float | None:
-    """Numbers that a head keeps when it has read `tokens` tokens; None where it keeps them all whole.
+    """Return the numbers that a head stores after reading `tokens` tokens; None if it stores all of them in full.
 
-    A filter keeps the keys and values that one query may see; running sums over m features keep m·(value_dim + 1); keys
-    of r numbers keep tokens·(r + value_dim). A hybrid keeps sums and the keys of its window.
+    A filter stores the keys and values that one query may see; running sums over m features store m·(value_dim + 1);
+    keys of r numbers store tokens·(r + value_dim). A hybrid stores sums and the keys of its window.
     """
     cached = cached_numbers(kernel)
     token = shape.token if cached is None else cached + shape.value_dim
@@ -278,12 +278,12 @@ def state_numbers(kernel: Kernel, shape: HeadShape) -> float | None:
 
 
 def kept_keys(found: KeyFilter, shape: HeadShape) -> int:
-    """The most keys that any of `tokens` queries sees through the filter."""
+    """Return the most keys that any of `tokens` queries sees through the filter."""
     import torch
 
     places = torch.arange(shape.tokens)
     most = 0
-    for start in range(0, shape.tokens, 1024):  # rows of a long text, a part at a time
+    for start in range(0, shape.tokens, 1024):  # rows of a long text, in parts
         kept = found.keeps(places[start : start + 1024], places)
         kept = kept & (places[start : start + 1024, None] >= places) if shape.causal else kept
         most = max(most, int(kept.sum(-1).max()))
@@ -291,16 +291,16 @@ def kept_keys(found: KeyFilter, shape: HeadShape) -> int:
 
 
 def cached_numbers(kernel: Kernel) -> float | None:
-    """Numbers that a cache keeps of a token's key, mean over heads, where a fitted map shortens keys; else None.
+    """Return the mean over heads of the numbers a cache stores per key, if a fitted map shortens keys; else None.
 
-    Of a latent that key heads share, each has its part.
+    If key heads share a latent, each counts its part.
     """
     import torch
 
     key_map = kernel.fitted.get("key_map") if kernel.info.form == "score" else None
     if key_map is None:
         return None
-    # a head of a smaller rank than the others has columns of zeros
+    # a head of smaller rank than the others has columns of zeros
     kept = (key_map != 0).flatten(1, -2).any(-2).sum(-1).double()
     members = kernel.fitted.get("members")
     sharing = 1.0 if members is None else torch.tensor([float(len(row.unique())) for row in members])
@@ -308,7 +308,7 @@ def cached_numbers(kernel: Kernel) -> float | None:
 
 
 def feature_count(kernel: Kernel, shape: HeadShape) -> int | None:
-    """The length of φ(k), for kernels that are computed by running sums; else None."""
+    """Return the length of φ(k) for kernels that are computed by running sums; else None."""
     import torch
 
     if kernel.info.feature_map is None:
@@ -319,13 +319,13 @@ def feature_count(kernel: Kernel, shape: HeadShape) -> int | None:
 
 
 def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
-    """The model's own kernel over ⌊state/(head_dim + value_dim)⌋ keys: first tokens and the nearest; None: over all.
+    """Return the model's own kernel on ⌊state/(head_dim + value_dim)⌋ keys, first and nearest; None if on all keys.
 
-    4 of them are first tokens, at most half; of a state without bound 4 beside 64. Where both directions are seen,
-    |i − j| < w holds 2w − 1 keys: then one first token less, if need be, makes their number exact.
+    4 of them are first tokens, at most half; for an unbounded state 4 and 64. If both directions are seen, |i − j| < w
+    keeps 2w − 1 keys; one first token fewer then makes the number exact, if necessary.
     """
     keys = SINKS + WIDTH if state is None else int(state // shape.token)
-    assert keys  # noqa: S101  # whoever asks has a state of one token at least
+    assert keys  # noqa: S101  # callers have a state of at least one token
     if keys >= shape.tokens:
         return None
     sinks = min(SINKS, keys // 2)
@@ -337,14 +337,12 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
 
 
 def filtered(name: str, **parameters: int) -> Kernel:
-    """The model's own kernel behind that filter."""
+    """Return the model's own kernel behind the named filter."""
     return Kernel(kernels()["exponential"], filter=KeyFilter(FILTERS[name], parameters))
 
 
 def branches(kernel: Kernel) -> tuple[Kernel, Kernel]:
-    """What a kernel behind a filter, or a hybrid, is made of: that window with the model's own kernel, and the kernel
-    without it.
-    """
+    """Split a hybrid or a filtered kernel into the model's own kernel in that window and the kernel without it."""
     near = kernel.filter
     if kernel.near is not None:
         keeps = kernel.near.modifier.keeps

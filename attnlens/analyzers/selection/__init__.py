@@ -1,4 +1,4 @@
-"""Att-SVM measures: how near a head's token selection comes to its max-margin SVM."""
+"""Att-SVM measures: how close a head's token selection is to its max-margin SVM."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from functools import partial
 from attnlens.choices import WHERE_POSED, Space
 from attnlens.registry import Gatherer, GatheringPlace, MeasureInfo, gathering
 
-MOST_QUERIES = 64  # how many of a head's queries are posed at most
+MOST_QUERIES = 64  # most queries posed per head
 SPACES: tuple[Space, ...] = ("input", "projected")
-"""On the module's inputs x and z, with the head's M; and on its k and q (after rotation), with the unit matrix times s.
-These are two questions about one selection, and their answers are not compared with each other."""
+"""On the module's inputs x and z with the head's M, or on k and q (after rotation) with s·I: not comparable."""
 WORDS: dict[Space, dict[str, str]] = {
     "input": {"where": WHERE_POSED["input"], "x": "x", "z": "z", "M": "M"},
     "projected": {"where": WHERE_POSED["projected"], "x": "k", "z": "q", "M": "s·I"},
 }
-"""What stands for the names in braces in OF_SPACE."""
+"""Replacements for the names in braces in OF_SPACE."""
 PAPER = "Tarzanagh et al. 2023"
 selection_measure = partial(MeasureInfo, self_only=False, has_null=False)
 DECIDED = selection_measure(
@@ -50,7 +49,7 @@ POSED = (
         use="Below ½, some of the choices that the SVM is held to were hardly made.",
     ),
 )
-"""What was posed: it is chosen once for all spaces."""
+"""Measures of what was posed, which is chosen once for all spaces."""
 OF_SPACE = (
     selection_measure(
         "margin",
@@ -107,24 +106,24 @@ OF_SPACE = (
         use="A curve that starts near 0 and soon rises has few near-ties; a flat one near 1 is an SVM's.",
     ),
 )
-"""What the SVM of one space says of the head."""
+"""Measures of a head by the SVM of one space."""
 
 
 def qualified(what: str, space: Space) -> str:
-    """The name of a measure of one space: `selection.margin`, `selection.projected_margin`."""
+    """Return the name of a measure in one space: `selection.margin`, `selection.projected_margin`."""
     return f"selection.{'projected_' if space == 'projected' else ''}{what}"
 
 
-def _placed(info: MeasureInfo, space: Space) -> MeasureInfo:
+def _in_space(info: MeasureInfo, space: Space) -> MeasureInfo:
     words = WORDS[space]
     texts = {name: getattr(info, name).format(**words) for name in ("meaning", "formula")}
     behind = sum(other.series > 0 for other in OF_SPACE) * SPACES.index(space)
     series = info.series and info.series + behind
-    placed = replace(info, name=qualified(info.name, space), space=space, null="rotations", series=series, **texts)
-    return replace(placed, sized_by="d_model and the queries that were posed")
+    renamed = replace(info, name=qualified(info.name, space), space=space, null="rotations", series=series, **texts)
+    return replace(renamed, sized_by="d_model and the queries that were posed")
 
 
-MEASURES = (DECIDED, *POSED, *(_placed(info, space) for space in SPACES for info in OF_SPACE))
+MEASURES = (DECIDED, *POSED, *(_in_space(info, space) for space in SPACES for info in OF_SPACE))
 
 
 @gathering("selection", source="tokens", measures=MEASURES, by_default=False, needs_inputs=True)

@@ -1,4 +1,4 @@
-"""Keeps the sequences that a head reads, poses and solves its selection problem and nulls, and reads the measures."""
+"""Store the sequences that a head reads, pose and solve its selection problem and nulls, and compute the measures."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ else:
 
 @dataclass(frozen=True)
 class SelectionReading:
-    """What one problem read, without its tensors."""
+    """The results of one problem, without its tensors."""
 
     values: dict[str, float]
-    """By measure, without what says in which space."""
+    """Value by measure, without the space in the name."""
     reason: str | None
-    """Why there are no more of them."""
+    """Reason why further measures are missing."""
     margins: list[float] = field(default_factory=list)
     """Least margin of each query over the best possible, ascending."""
     best: float = 0.0
-    """1/‖W_mm‖."""
+    """Best possible margin, 1/‖W_mm‖."""
     picks: list[records.Pick] = field(default_factory=list)
-    """What was posed, where that is to be shown."""
+    """The posed queries and their selections, if they are to be shown."""
 
 
-BySpace = dict[Space, SelectionReading]  # what the problems of one form read, space by space
+BySpace = dict[Space, SelectionReading]  # results of one form's problems, space by space
 
 
 def reading_of(chosen: Chosen, found: Nearness | str, numbers: Sequence[int] | None) -> SelectionReading:
-    """A solved problem without its tensors; with its picks where the sequences' `numbers` are given."""
+    """Summarise a solved problem without its tensors; include its picks if the sequences' `numbers` are given."""
     posed = {"queries": float(len(chosen.sets))}
     if chosen.sets:
         posed["least_decided"] = float(chosen.log_odds.min().sigmoid())
@@ -66,20 +66,20 @@ def reading_of(chosen: Chosen, found: Nearness | str, numbers: Sequence[int] | N
 
 
 def measured(what: str, own: SelectionReading, draws: Sequence[SelectionReading] = ()) -> records.Measure:
-    """A problem's reading with the null that its draws make, where there are any."""
+    """Return a problem's measure, with the null from its draws if there are any."""
     if what not in own.values:
         return records.Measure(value=None, reason=own.reason)
     return records.Measure(value=own.values[what], n=round(own.values["queries"]), null=_null(what, draws))
 
 
 def _null(what: str, draws: Sequence[SelectionReading]) -> records.Null | None:
-    """Mean and sd over the draws that have the measure; None for fewer than two."""
+    """Return mean and sd over the draws that have the measure; None for fewer than two."""
     values = torch.tensor([draw.values[what] for draw in draws if what in draw.values], dtype=torch.float64)
     return records.Null(mean=float(values.mean()), sd=float(values.std())) if len(values) > 1 else None
 
 
 def _picks(found: Nearness, numbers: Sequence[int]) -> list[records.Pick]:
-    """Every posed query, with the places of what it selects and of its support."""
+    """Return every posed query, with the positions of its selected tokens and of its support."""
     problem, solution = found.posed.problem, found.solution
     carrying = solution.support & ~problem.equal
     return [
@@ -96,28 +96,28 @@ def _picks(found: Nearness, numbers: Sequence[int]) -> list[records.Pick]:
 
 
 MOST_TOKENS = 4096
-"""Tokens of text that a problem may draw its queries from: 32 windows of 128; the first sequences fed are taken."""
-NULL_DRAWS = 8  # random heads behind each head's null
+"""Most tokens of text a problem draws its queries from: 32 windows of 128; the first sequences fed are used."""
+NULL_DRAWS = 8  # random heads in each head's null
 BIASED = "a position bias is added to the scores, so that the selection is not the form's alone"
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of one sequence."""
+    """The stored part of one sequence."""
 
     sequence: int
-    """Its number among those fed."""
+    """Index of the sequence among those fed."""
     query: Float[Tensor, "heads queries head_dim"]
-    """Or the module's inputs with a 1 behind, (1, n, d_model + 1)."""
+    """Queries; or the module's inputs with a 1 appended, (1, n, d_model + 1)."""
     key: Float[Tensor, "kv_heads keys head_dim"]
-    """Or the same inputs."""
+    """Keys; or the same inputs."""
     copies: tuple[Int[Tensor, "queries keys"], ...]
-    """What first_copies says, one for every mask and key head."""
+    """Result of first_copies, one per mask and key head."""
     place_of: dict[int, tuple[int, int, int]]
-    """Head → where its queries, keys and copies are."""
+    """Maps a head to the indices of its queries, keys and copies."""
 
     def scene(self, head: int) -> Scene:
-        """The sequence as that head meets it, in float64."""
+        """Return the sequence as the head sees it, in float64."""
         from attnlens.maths.attsvm.head import Scene
 
         query, key, copies = self.place_of[head]
@@ -125,10 +125,10 @@ class Kept:
 
 
 class Selector:
-    """Gathers one site's sequences and poses every head's own selection problem on them, in every space that it has.
+    """Gathers one site's sequences and poses every head's own selection problem on them, in every available space.
 
-    Up to MOST_TOKENS tokens of a site are kept, float32 at most: the module's inputs where M lives on them, else the
-    queries and keys. In each space the null turns that space's form by random rotations on both sides; each turned head
+    Up to MOST_TOKENS tokens of a site are stored, in float32 at most: the module's inputs if M acts on them, else the
+    queries and keys. In each space the null rotates that space's form at random on both sides; each rotated head
     selects its own tokens and has its own most decided queries among the same sequences.
     """
 
@@ -136,7 +136,7 @@ class Selector:
         self.place = place
         self.kept: list[Kept] = []
         self.shares: dict[int, dict[int, float]] = defaultdict(dict)
-        """The share of each sequence's queries that are decided, by head."""
+        """Share of each sequence's queries that are decided, by head."""
         self.kv_heads: dict[int, int] = {}
         self.softmax: dict[int, Softmax] = {}
         self.scale = 1.0
@@ -144,11 +144,11 @@ class Selector:
 
     @property
     def spaces(self) -> tuple[Space, ...]:
-        """Where the problems are posed; the first is that which is shown and trained on."""
+        """Spaces in which the problems are posed; the first is the one shown and trained on."""
         return ("projected",) if isinstance(self.place.form, str) else SPACES
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
-        """Count the decided queries of one sequence, and keep it where there is room."""
+        """Count the decided queries of one sequence, and store the sequence if there is room."""
         from attnlens.maths.attsvm.head import Softmax
 
         kept = self._read(query_key, sequence)
@@ -159,12 +159,12 @@ class Selector:
             copies = kept.copies[kept.place_of[head][2]]
             self.shares[head][sequence] = _decided(query_key.select([index]), copies, sink)
         self.scale, self.biased = query_key.scale, self.biased or query_key.bias is not None
-        held = sum(before.key.shape[-2] for before in self.kept)
-        if not self.biased and (not self.kept or held + kept.key.shape[-2] <= MOST_TOKENS):
+        stored_tokens = sum(before.key.shape[-2] for before in self.kept)
+        if not self.biased and (not self.kept or stored_tokens + kept.key.shape[-2] <= MOST_TOKENS):
             self.kept.append(kept)
 
     def solve(self) -> dict[int, Answer]:
-        """Pose and solve every head's problem and its nulls', a worker each."""
+        """Pose and solve every head's problem and those of its null, in parallel workers."""
         if self.biased:
             nothing = records.Measure(value=None, reason=BIASED)
             names = [info.name for info in MEASURES if not info.curve and info is not DECIDED]
@@ -180,44 +180,44 @@ class Selector:
         }
 
     def scenes(self, head: int) -> list[Scene]:
-        """The kept sequences as one head meets them, in the first space."""
+        """Return the stored sequences as one head sees them, in the first space."""
         return [kept.scene(head) for kept in self.kept if head in kept.place_of]
 
     def nearness(self, head: int) -> Nearness | str:
-        """One head's own problem in the first space, solved, or the reason why there is none."""
+        """Solve one head's own problem in the first space, or return the reason why there is none."""
         if head not in self.softmax:
             return "its queries or keys are NaN or Inf in every sequence"
-        return next(self._judged(head, None))[2]
+        return next(self._solve_spaces(head, None))[2]
 
     def _read(self, query_key: QueryKey, sequence: int) -> Kept:
-        """The sequence with what its heads need of it."""
+        """Return the parts of the sequence that its heads need."""
         from attnlens.maths.attsvm.head import first_copies
 
         queries, keys = query_key.query.shape[-2], query_key.key.shape[-2]
         masks = torch.ones(1, queries, keys).bool() if query_key.allowed is None else query_key.allowed[0].cpu()
-        of_mask = [index % len(masks) for index in range(len(query_key.heads))]  # one mask for all, or one a head
+        of_mask = [index % len(masks) for index in range(len(query_key.heads))]  # one mask for all, or one per head
         if not isinstance(self.place.form, str) and query_key.inputs is not None:
-            inputs = torch.nn.functional.pad(_small(query_key.inputs), (0, 1), value=1.0)
-            copies = tuple(self._known(first_copies(inputs[0], mask), at) for at, mask in enumerate(masks))
+            inputs = torch.nn.functional.pad(_to_storage(query_key.inputs), (0, 1), value=1.0)
+            copies = tuple(self._deduplicate(first_copies(inputs[0], mask), at) for at, mask in enumerate(masks))
             places = {head: (0, 0, of_mask[index]) for index, head in enumerate(query_key.heads)}
             return Kept(sequence, inputs, inputs, copies, places)
-        query, key = _small(query_key.query)[0], _small(query_key.key)[0]
+        query, key = _to_storage(query_key.query)[0], _to_storage(query_key.key)[0]
         pairs = sorted(set(zip(query_key.key_of, of_mask, strict=True)))
-        copies = tuple(self._known(first_copies(key[of], masks[mask]), at) for at, (of, mask) in enumerate(pairs))
+        copies = tuple(self._deduplicate(first_copies(key[of], masks[mask]), at) for at, (of, mask) in enumerate(pairs))
         places = {
             head: (index, query_key.key_of[index], pairs.index((query_key.key_of[index], of_mask[index])))
             for index, head in enumerate(query_key.heads)
         }
         return Kept(sequence, query, key, copies, places)
 
-    def _known(self, copies: Int[Tensor, "queries keys"], at: int) -> Int[Tensor, "queries keys"]:
-        """The same matrix of the last sequence, where that is equal: most sequences share one."""
+    def _deduplicate(self, copies: Int[Tensor, "queries keys"], at: int) -> Int[Tensor, "queries keys"]:
+        """Return the previous sequence's matrix if it is equal, to save memory: most sequences share one."""
         if self.kept and at < len(self.kept[-1].copies) and self.kept[-1].copies[at].equal(copies):
             return self.kept[-1].copies[at]
         return copies
 
     def _posed_in(self, space: Space, head: int) -> tuple[list[Scene], FactoredForm]:
-        """The sequences and the head's form in one of its spaces; the scores are the same in all."""
+        """Return the sequences and the head's form in one of its spaces; the scores are the same in all."""
         from attnlens.maths.attsvm.head import FactoredForm
 
         scenes, form = self.scenes(head), self.place.form
@@ -230,8 +230,8 @@ class Selector:
         projected = [replace(scene, tokens=scene.tokens @ key, queries=scene.queries @ query) for scene in scenes]
         return projected, _unit(key.shape[-1], form.scale)
 
-    def _judged(self, head: int, draw: int | None) -> Iterator[tuple[Space, Chosen, Nearness | str]]:
-        """Space by space; the head chooses once for all of them, a draw of its null anew in each."""
+    def _solve_spaces(self, head: int, draw: int | None) -> Iterator[tuple[Space, Chosen, Nearness | str]]:
+        """Yield each space's choice and solution; the head chooses once for all spaces, a draw of its null in each."""
         from attnlens.maths.attsvm.head import choose, nearness_of
 
         chosen = None
@@ -244,13 +244,13 @@ class Selector:
             yield space, chosen, nearness_of(scenes, form, chosen)
 
     def _readings(self, task: tuple[int, int | None]) -> BySpace:
-        """One head's problems, or those of its null's draw."""
+        """Solve one head's problems, or those of a draw of its null."""
         head, draw = task
         numbers = [kept.sequence for kept in self.kept if head in kept.place_of]
         shown = [self.spaces[0]] if self.place.shown and draw is None else []
         return {
             space: reading_of(chosen, found, numbers if space in shown else None)
-            for space, chosen, found in self._judged(head, draw)
+            for space, chosen, found in self._solve_spaces(head, draw)
         }
 
     def _answer(self, head: int, own: BySpace, draws: Sequence[BySpace]) -> Answer:
@@ -261,7 +261,7 @@ class Selector:
             if space in own:
                 nulls = [draw[space] for draw in draws]
                 measures |= {qualified(kind, space): measured(kind, own[space], nulls) for kind in kinds}
-            else:  # the place of the form says why there is none
+            else:  # the form is then the reason why there is none
                 nothing = records.Measure(value=None, reason=str(self.place.form))
                 measures |= dict.fromkeys((qualified(kind, space) for kind in kinds), nothing)
         return Answer(
@@ -286,14 +286,14 @@ class Selector:
         )
 
 
-def _small(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """In main memory and at most float32, which is what models compute in; float64 stays."""
+def _to_storage(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Move to main memory, as float32 at most (the models' precision); float64 stays."""
     tensor = tensor.detach().cpu()
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _decided(query_key: QueryKey, copies: Int[Tensor, "queries keys"], sink: float | None) -> float:
-    """The share of a sequence's queries with p_max ≥ ½ in one head's own attention."""
+    """Return the share of a sequence's queries with p_max ≥ ½ in one head's own attention."""
     from attnlens.maths.attsvm.head import Softmax, log_odds, share_decided
 
     logits, visible = query_key.logits[0, 0].cpu(), copies > 0
@@ -302,7 +302,7 @@ def _decided(query_key: QueryKey, copies: Int[Tensor, "queries keys"], sink: flo
 
 
 def _unit(size: int, scale: float) -> FactoredForm:
-    """s·I between keys and queries."""
+    """Return the form s·I between keys and queries."""
     from attnlens.maths.attsvm.head import FactoredForm
 
     unit = torch.eye(size, dtype=torch.float64)
@@ -310,5 +310,5 @@ def _unit(size: int, scale: float) -> FactoredForm:
 
 
 def _seed(*parts: int | str) -> int:
-    """A seed of its own for every seed, layer, head, draw and space, whatever their order."""
+    """Return a distinct seed for each seed, layer, head, draw and space, independent of the order of calls."""
     return int.from_bytes(sha256(repr(parts).encode()).digest()[:7], "big")

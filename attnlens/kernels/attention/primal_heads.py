@@ -25,17 +25,18 @@ if TYPE_CHECKING:
 class PrimalHeads(nn.Module):
     """o_i = W_c[e_i; r_i] + b with e_i = W_eᵀFφ(q_i), r_i = W_rᵀFφ(k_i), φ(x) = x/‖x‖ (Chen et al. 2023, Eq. 6).
 
-    For one layer's heads after the projections of queries and keys; there are no values. O(T·s) time and memory. As in
-    the published code, W_c and b are shared by the heads of a layer, and initial values are: W_e and W_r orthogonal
-    between heads (each head's ‖W‖_F is 1; the columns of one head are not orthogonal), Λ uniform in (0, 1), W_c as
-    torch's Linear. Λ is kept as its logarithm, so that it stays positive; the published code keeps it free and squares
-    it. F = I (`samples` = 0) bounds the rank by head_dim: more scores are allowed and add none, with a warning. With
-    F = X', `samples` evenly spaced rows that are handed to `forward`, it is bounded by both.
+    This module serves one layer's heads, after the projections of queries and keys; there are no values. O(T·s) time
+    and memory. As in the published code, W_c and b are shared by the heads of a layer, with these initial values: W_e
+    and W_r orthogonal between heads (each head's ‖W‖_F is 1; the columns of one head are not orthogonal), Λ uniform in
+    (0, 1), W_c as in torch's Linear. Λ is stored as its logarithm and so stays positive; the published code squares a
+    free Λ. F = I (`samples` = 0) bounds the rank by head_dim; further scores add nothing and cause a warning. With F =
+    X', `samples` evenly spaced rows of those passed to `forward`, the rank is bounded by both.
     """
 
     def __init__(self, heads: int, head_dim: int, scores: int, value_dim: int | None = None, samples: int = 0) -> None:
-        """Raises UsageError for a count that is not whole or below 1 (`samples`: below 0); warns of scores beyond the
-        rank's bound.
+        """Build the module; warn if there are more scores than the bound of the rank.
+
+        Raises UsageError for a count that is not an integer or is below 1 (`samples`: below 0).
         """
         super().__init__()
         for name, count in (("heads", heads), ("head_dim", head_dim), ("scores", scores), ("samples", samples)):
@@ -53,12 +54,11 @@ class PrimalHeads(nn.Module):
         size = (heads, samples or head_dim, scores)
         self.query_map = nn.Parameter(nn.init.orthogonal_(torch.empty(size)))
         self.key_map = nn.Parameter(nn.init.orthogonal_(torch.empty(size)))
-        # torch.rand is 0 now and then, whose logarithm is not finite
+        # torch.rand is occasionally 0, whose logarithm is not finite
         self.log_multipliers = nn.Parameter(torch.rand(heads, scores).clamp_min(1e-4).log())
         self.output = nn.Linear(2 * scores, value_dim or head_dim)
         self.last: tuple[Tensor, Tensor, Tensor | None] | None = None
-        """e, r and `kept` of the last forward pass: with their graph in training until `regulariser` has used them, and
-        without one in eval mode, where they stay."""
+        """e, r, `kept` of the last pass: in training with graph until `regulariser` uses them, in eval mode without."""
 
     def forward(
         self,
@@ -69,10 +69,10 @@ class PrimalHeads(nn.Module):
         kept: Bool[Tensor, "#batch #heads tokens"] | None = None,
         rows: Float[Tensor, "batch heads tokens head_dim"] | None = None,
     ) -> Float[Tensor, "batch heads tokens value_dim"]:
-        """The output; `kept` says which tokens are no padding, `rows` are the inputs that X' is sampled from.
+        """Compute the output; `kept` marks tokens that are not padding, `rows` are the inputs that X' is sampled from.
 
         `causal`: queries and keys are averaged over the tokens 0 … i before they are normalised, as in the published
-        code. Raises UsageError where rows are missing or causal and sampled.
+        code. Raises UsageError if rows are missing, or for sampling with `causal`.
         """
         query, key = wide(query), wide(key)
         if causal:
@@ -93,10 +93,10 @@ class PrimalHeads(nn.Module):
         return self.output(torch.cat([e, r], -1).to(self.output.weight.dtype))  # type: ignore[no-any-return]
 
     def objectives(self, convention: Convention = "paper") -> Float[Tensor, "batch heads"]:
-        """J of the last forward pass, by sequence and head.
+        """Compute J of the last forward pass, by sequence and head.
 
-        Raises UsageError where there was none, where `regulariser` used it up, and where J is to be trained through a
-        pass whose gradients were not recorded: it would lack those through e and r.
+        Raises UsageError if there was no pass, if `regulariser` used it up, or if J is to be trained through a pass
+        that recorded no gradients: those through e and r would be missing.
         """
         if self.last is None:
             raise UsageError(
@@ -113,17 +113,17 @@ class PrimalHeads(nn.Module):
         return objectives(e, r, *maps, kept, convention)
 
     def release(self) -> None:
-        """Let go of the last forward pass where it holds a graph, and with it the memory of the whole model's."""
+        """Drop the last forward pass if it has a graph, which keeps the whole model's activations in memory."""
         if self.last is not None and self.last[0].requires_grad:
             self.last = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies carry no scores: they belong to a graph."""
+        """Return the state without scores, since they belong to a graph."""
         return {**self.__dict__, "last": None}
 
 
 def _callers_level() -> int:
-    """The `stacklevel` at which `warnings.warn` names the line outside attnlens that led here, however deep."""
+    """Return the `stacklevel` at which `warnings.warn` names the line outside attnlens that made the call."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("attnlens."):
         frame, level = frame.f_back, level + 1
@@ -133,12 +133,12 @@ def _callers_level() -> int:
 class PrimalAttention(nn.Module):
     """Multi-head Primal-Attention with its projections of queries, keys and output, for any model.
 
-    `samples` > 0 is the paper's data-dependent F = X': each head's slice of evenly spaced rows of the input. As in the
-    published code there is no data-dependent causal form.
+    `samples` > 0 selects the paper's data-dependent F = X': each head's slice of evenly spaced rows of the input. As in
+    the published code, there is no data-dependent causal form.
     """
 
     def __init__(self, d_model: int, heads: int, scores: int, *, causal: bool = False, samples: int = 0) -> None:
-        """Raises UsageError for numbers that do not go together; warns where head_dim or samples bound the rank."""
+        """Build the layer; raise UsageError for inconsistent numbers, warn if head_dim or samples bound the rank."""
         super().__init__()
         if heads < 1 or d_model % heads:
             raise UsageError(f"{d_model} dimensions do not divide into {heads} heads.", "Choose a divisor of d_model.")
@@ -151,7 +151,7 @@ class PrimalAttention(nn.Module):
     def forward(
         self, inputs: Float[Tensor, "batch tokens d_model"], kept: Bool[Tensor, "batch tokens"] | None = None
     ) -> Float[Tensor, "batch tokens d_model"]:
-        """The layer's output; `kept` is False at padded tokens, whose heads give zero."""
+        """Compute the layer's output; `kept` is False at padded tokens, whose heads return zero."""
         rows = self._split(inputs) if self.heads.samples else None
         mask = None if kept is None else kept[:, None]
         query, key = self._split(self.query(inputs)), self._split(self.key(inputs))
@@ -165,12 +165,12 @@ class PrimalAttention(nn.Module):
 
 
 def regulariser(model: nn.Module, convention: Convention = "paper") -> Float[Tensor, ""]:
-    """What η multiplies in the training loss L + η·ΣJ², for the last forward pass of all primal layers, ≥ 0.
+    """Compute the term ≥ 0 that η multiplies in the training loss L + η·ΣJ², for all primal layers' last forward pass.
 
     paper: Σ_layers Σ_heads J², J summed over the tokens of a sequence; code: mean_layers (mean_heads J)², J a mean over
-    tokens with Λ²; both in the mean over the batch's sequences. Differentiable after a pass in training mode, which it
-    uses up, so that no graph outlives the step; after one in eval mode it is a number, to be asked under torch.no_grad.
-    Raises UsageError for a model without primal attention, and where `PrimalHeads.objectives` does.
+    tokens with Λ². Both are averaged over the batch's sequences. After a training pass it is differentiable and uses
+    the pass up, so that no graph outlives the step; after an eval pass it is a number, to be computed under
+    torch.no_grad. Raises UsageError for a model without primal attention, and as `PrimalHeads.objectives` does.
     """
     layers = [part for part in model.modules() if isinstance(part, PrimalHeads)]
     if not layers:

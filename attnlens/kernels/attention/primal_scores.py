@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Features:
-    """What the scores of every token are linear in: e_i = W_eᵀFφ(q_i), r_j = W_rᵀFφ(k_j) (Chen et al. 2023, Eq. 6)."""
+    """Features mapped linearly to scores: e_i = W_eᵀFφ(q_i), r_j = W_rᵀFφ(k_j) (Chen et al. 2023, Eq. 6)."""
 
     query: Float[Tensor, "batch heads tokens features"]
     """Fφ(q), in float32 or better."""
     key: Float[Tensor, "batch heads tokens features"]
-    """Fφ(k), keys repeated under GQA."""
+    """Fφ(k), with keys repeated under GQA."""
     kept: Bool[Tensor, "#batch #heads tokens"] | None = None
-    """Which tokens are no padding; None means all."""
+    """Which tokens are not padding; None for all."""
 
 
 def features(call: Call, samples: int = 0) -> Features:
-    """Cosine features of a call's queries and keys, of their running means where the mask is causal.
+    """Compute cosine features of a call's queries and keys, or of their running means if the mask is causal.
 
     The running means are those of the published code for language modelling and reinforcement learning: both queries
     and keys are averaged over the tokens 0 … i *before* they are normalised (so that the divisor cancels). Without a
-    mask nothing is averaged. F is the identity where `samples` = 0, so that a token's scores depend on it alone; else F
-    holds that many evenly spaced rows of φ(k) (the paper takes rows of the module's input, which a call does not have).
-    Raises UsageError for what has no such scores: cross-attention, a key-value cache, a mask that is neither causal nor
-    one of padding, and samples under a causal mask.
+    causal mask nothing is averaged. F is the identity if `samples` = 0, so that a token's scores depend only on that
+    token; otherwise F consists of that many evenly spaced rows of φ(k) (the paper takes rows of the module's input,
+    which a call does not have). Raises UsageError if the scores are not defined: for cross-attention, a key-value
+    cache, a mask that is neither causal nor one of padding, and samples under a causal mask.
     """
     found = whole_reach(call)
     query, key = wide(call.query), wide(call.paired_key)
@@ -62,7 +62,7 @@ def features(call: Call, samples: int = 0) -> Features:
 
 
 def whole_reach(call: Call) -> Reach:
-    """Whether the call is causal, and which of its tokens are real; raises UsageError where primal has no meaning."""
+    """Return whether the call is causal and which tokens are real; raise UsageError if primal scores are undefined."""
     refuse_primal(call)
     found = reach(call)
     if found is None:
@@ -75,7 +75,7 @@ def whole_reach(call: Call) -> Reach:
 
 
 def refuse_primal(call: Call) -> None:
-    """Raise UsageError where e- and r-scores do not belong to the same tokens."""
+    """Raise UsageError if e- and r-scores belong to different tokens."""
     if call.cross:
         raise UsageError(
             "Primal attention puts a token's e-score (of its query) beside its r-score (of its key); in "
@@ -91,14 +91,14 @@ def refuse_primal(call: Call) -> None:
 
 
 def by_primal(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries value_dim"]:
-    """W_c[e_i; r_i] + b for every token; the values are not used (Chen et al. 2023, Eq. 6 and section 3.3)."""
+    """Compute W_c[e_i; r_i] + b for every token; values are not used (Chen et al. 2023, Eq. 6 and section 3.3)."""
     found = features(call, int(kernel.parameters.get("samples", 0)))
     output: Tensor = kernel.info.function(found.query, found.key, **kernel.parameters, **kernel.fitted)
     return output.to(call.query.dtype)
 
 
 def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Tensor, ""]:
-    """What η multiplies, of one layer under a primal kernel: see `of_layer`."""
+    """Compute the term that η multiplies, for one layer under a primal kernel: see `of_layer`."""
     found = features(call, int(kernel.parameters.get("samples", 0)))
     maps = [kernel.fitted[name].to(found.query) for name in ("query_map", "key_map", "log_multipliers")]
     return of_layer(
@@ -108,7 +108,7 @@ def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Ten
 
 
 def of_layer(found: Float[Tensor, "batch heads"], convention: Convention) -> Float[Tensor, ""]:
-    """The mean over sequences of one layer's regulariser: Σ_heads J² (paper), (mean_heads J)² (code)."""
+    """Average one layer's regulariser over sequences: Σ_heads J² (paper), (mean_heads J)² (code)."""
     return ksvd.regulariser(found[:, None], convention).mean()
 
 
@@ -121,9 +121,9 @@ def objectives(
     kept: Bool[Tensor, "#batch #heads tokens"] | None,
     convention: Convention,
 ) -> Float[Tensor, "batch heads"]:
-    """J of every sequence and head (ksvd.objective) over its real tokens: padding enters neither sums nor means."""
+    """Compute J of every sequence and head (ksvd.objective) over real tokens: padding enters neither sums nor means."""
     if kept is not None:
-        # the code's mean divides by all tokens
+        # in the code convention ksvd.objective divides by all tokens: rescale to the real ones
         count = kept.sum(-1).clamp_min(1) if convention == "code" else kept.shape[-1]
         share = (kept * (kept.shape[-1] / torch.as_tensor(count).to(e)[..., None]).sqrt())[..., None]
         e, r = e * share, r * share
@@ -133,7 +133,7 @@ def objectives(
 def running(
     x: Float[Tensor, "batch heads tokens head_dim"], kept: Bool[Tensor, "#batch #heads tokens"] | None = None
 ) -> Float[Tensor, "batch heads tokens head_dim"]:
-    """Row i: the mean of the rows 0 … i that are kept; zero before the first of them."""
+    """Compute row i as the mean of the kept rows among 0 … i; zero before the first kept row."""
     if kept is None:
         count = torch.arange(1, x.shape[-2] + 1, device=x.device, dtype=x.dtype)[:, None]
         return x.cumsum(-2) / count

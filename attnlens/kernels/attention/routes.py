@@ -1,4 +1,4 @@
-"""Chooses the fastest exact route for a call, and says why a faster one does not apply."""
+"""Choose the fastest exact route for a call, and explain why a faster one does not apply."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ CAPPED = "the model caps its scores (softcap)"
 
 
 def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "batch queries heads value_dim"]:
-    """softmax(log k(q, k) + bias, over the keys allowed) v, for signed kernels Σ k v / Σ k; laid out as models want.
+    """Compute softmax(log k(q, k) + bias, over the allowed keys) v, for signed kernels Σ k v / Σ k, in models' layout.
 
-    All paths are exact: each computes this sum over the same keys, cuts nothing off, and differs from the others by the
-    rounding of its numbers' type (half precision: where it rounds to it). Rows that may see nothing are no such sum:
-    uniform in row tiles and bands, zero elsewhere. Raises UsageError where no path can serve: see route.
+    All routes are exact: they sum over the same keys without truncation, and differ only by the rounding of their dtype
+    (half precision: by where they round to it). Rows that may see nothing have no such sum: they are uniform in row
+    tiles and bands, zero elsewhere. Raises UsageError if no route supports the call: see route.
     """
-    call, kernel = _prepared(call, kernel)
+    call, kernel = _prepare(call, kernel)
     return _COMPUTED[route(call, kernel, path)](call, kernel).transpose(1, 2)
 
 
 def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
-    """How `attend` computes the call: sdpa, running sums, window and running sums, flex attention, banded tiles, row
-    tiles, whole matrices, or primal scores.
+    """Return the route by which `attend` computes the call.
 
-    Raises UsageError for a tie, filter or hybrid in cross-attention, for sinks beside a signed kernel, for hidden pairs
-    or sinks under a tie of whole sequences, and with path="fused" where no fused path is exact for this call.
+    One of: sdpa, running sums, window and running sums, flex attention, banded tiles, row tiles, whole matrices, primal
+    scores. Raises UsageError for a tie, filter or hybrid in cross-attention, for sinks with a signed kernel, for hidden
+    pairs or sinks under a tie of whole sequences, and with path="fused" if no fused route is exact for this call.
     """
-    call, kernel = _prepared(call, kernel)
+    call, kernel = _prepare(call, kernel)
     _refuse(call, kernel)
     if kernel.info.form == "output":
         return "primal scores"
@@ -62,15 +62,15 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
     )
 
 
-def _prepared(call: Call, kernel: Kernel) -> tuple[Call, Kernel]:
-    """The call and the kernel that are computed; an analysis is refused by the name that was typed, not by its tie."""
+def _prepare(call: Call, kernel: Kernel) -> tuple[Call, Kernel]:
+    """Return the call and the kernel to compute; an analysis is refused by the name the user typed, not by its tie."""
     if kernel.oracle and not call.cross and call.query.shape[2] == call.key.shape[2]:
         refuse_hidden(call, kernel)
     return kernel.prepared(call)
 
 
 def _refuse(call: Call, kernel: Kernel) -> None:
-    """Raise UsageError for what has no meaning."""
+    """Raise UsageError for combinations that are not defined."""
     if kernel.info.form == "output":
         refuse_primal(call)
     if call.cross and (kernel.filter is not None or kernel.near is not None):
@@ -90,8 +90,8 @@ def _refuse(call: Call, kernel: Kernel) -> None:
         )
 
 
-def _of_any(call: Call, kernel: Kernel) -> str | None:
-    """What no fused path but the bands can do."""
+def _general_obstacle(call: Call, kernel: Kernel) -> str | None:
+    """Return why no fused route except bands supports the call; None if one may."""
     if call.dropout:
         return "dropout acts on attention weights, which a fused path never writes out"
     if call.sinks is not None:
@@ -105,52 +105,52 @@ def _of_any(call: Call, kernel: Kernel) -> str | None:
     return None
 
 
-def _of_products(call: Call, kernel: Kernel) -> str | None:
+def _sdpa_obstacle(call: Call, kernel: Kernel) -> str | None:
     if kernel.info.dot is None:
         return ""
-    return _of_linear(call, kernel, "mask that SDPA computes by itself") or _of_any(call, kernel)
+    return _linear_obstacle(call, kernel, "mask that SDPA computes by itself") or _general_obstacle(call, kernel)
 
 
-def _of_hybrids(call: Call, kernel: Kernel) -> str | None:
+def _hybrid_obstacle(call: Call, kernel: Kernel) -> str | None:
     if kernel.near is None:
         return ""
     if call.query.shape[2] != call.key.shape[2]:
         return "with a key-value cache a query's row is computed whole"
     if kernel.near.modifier.from_start and call.allowed is not None and not bool(call.allowed[..., -1, 0].all()):
         return "sequences padded on the left have their first tokens elsewhere"
-    return _of_features(call, kernel)
+    return _sums_obstacle(call, kernel)
 
 
-def _of_features(call: Call, kernel: Kernel) -> str | None:
+def _sums_obstacle(call: Call, kernel: Kernel) -> str | None:
     if kernel.info.feature_map is None:
         return ""
-    found = _of_linear(call, kernel, "running sum")
+    found = _linear_obstacle(call, kernel, "running sum")
     if found is None and call.bias is not None:
         return "the model adds a bias to its scores, which a running sum can't"
-    found = found or _of_any(call, kernel)
+    found = found or _general_obstacle(call, kernel)
     if found is None and reach(call) is None:
         return "the mask is neither causal nor a mask of padded keys alone"
     return found
 
 
-def _of_linear(call: Call, kernel: Kernel, what: str) -> str | None:
-    """What neither products nor sums can do; `what`: what a filter is not."""
+def _linear_obstacle(call: Call, kernel: Kernel, what: str) -> str | None:
+    """Return why neither products nor sums support the call; `what` completes "the filter … is no"."""
     if kernel.info.form == "score" and call.softcap is not None:
         return CAPPED
     return None if kernel.filter is None else f"the filter {kernel.filter.modifier.name} is no {what}"
 
 
-def _of_scores(call: Call, kernel: Kernel) -> str | None:
+def _flex_obstacle(call: Call, kernel: Kernel) -> str | None:
     if kernel.info.form != "score" or kernel.signed:
         return ""
     if not call.query.is_cuda:
         return f"{kernel.info.name} is fused by FlexAttention on a GPU alone"
     if kernel.fitted:
         return "its parameters are fitted to each head"
-    return _of_any(call, kernel)
+    return _general_obstacle(call, kernel)
 
 
-def _of_bands(call: Call, kernel: Kernel) -> str | None:
+def _bands_obstacle(call: Call, kernel: Kernel) -> str | None:
     if kernel.filter is None:
         return ""
     if kernel.filter.reach is None:
@@ -159,13 +159,13 @@ def _of_bands(call: Call, kernel: Kernel) -> str | None:
 
 
 _OBSTACLES: dict[str, Callable[[Call, Kernel], str | None]] = {
-    "sdpa": _of_products,
-    "running sums": lambda call, kernel: "" if kernel.near is not None else _of_features(call, kernel),
-    "window and running sums": _of_hybrids,
-    "flex attention": _of_scores,
-    "banded tiles": _of_bands,
+    "sdpa": _sdpa_obstacle,
+    "running sums": lambda call, kernel: "" if kernel.near is not None else _sums_obstacle(call, kernel),
+    "window and running sums": _hybrid_obstacle,
+    "flex attention": _flex_obstacle,
+    "banded tiles": _bands_obstacle,
 }
-"""Fused paths, the fastest first, and what keeps a call from them: None is nothing, "" that it is not the kernel's."""
+"""Fused routes, fastest first, and why a call cannot use them: None if it can, "" if the route is for other kernels."""
 
 _COMPUTED: dict[str, Callable[[Call, Kernel], Tensor]] = {
     "sdpa": by_products,

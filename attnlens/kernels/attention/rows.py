@@ -1,4 +1,4 @@
-"""Attention weights written out for a tile of query rows, or of whole matrices under a tie; masks and positions."""
+"""Attention weights for a tile of query rows, or for whole matrices under a tie; masks and positions."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 GAP = -math.log(torch.finfo(torch.float64).eps)
-"""A score that is lower than another by more has no weight beside it: e^−36 is float64's rounding."""
+"""Score difference beyond which the lower score has no weight: e^−36 is float64's rounding."""
 
 LOST = -1 / torch.finfo(torch.float32).eps
-"""A number beside which a float32 score loses all its decimals: −1e9 and the type's least number are beyond it."""
+"""Numbers up to this, when added, erase a float32 score's decimals: −1e9 and the dtype's minimum are below it."""
 
 
 def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Which keys are allowed, and what a mask of numbers adds beside that: a position bias, or None.
+    """Split a mask into the allowed keys and the position bias that it adds, or None.
 
-    One number for all visible pairs is no bias (EoMT adds 1). A masked pair has the bias that the same head gives it in
-    another sequence (Swin's windows), where all that see it agree; else 0.
+    A constant added to all visible pairs is not a bias (EoMT adds 1). A masked pair gets the bias that the same head
+    gives it in other sequences (Swin's windows), if all that see it agree, else 0.
     """
     if mask is None or mask.dtype == torch.bool:
         return mask, None
@@ -46,18 +46,18 @@ def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def visible_under(mask: Tensor) -> Tensor:
-    """Which entries of an added mask leave their pair visible, whatever number stands for a masked one.
+    """Return which entries of an additive mask leave their pair visible, whatever number represents a masked pair.
 
-    Masked is what is so low that a float32 score beside it is lost; and what lies so far below its row's largest entry
-    that its weight is below rounding, with a gap of that width above it in which its head has no entry. So −100 on top
-    of a position bias is a mask (Swin), and a bias that falls with distance in small steps is none (ALiBi).
+    Entries are masked if a float32 score added to them is lost, or if they are so far below their row's largest entry
+    that their weight is below rounding, with a gap of that width above them without entries of their head. So −100 on
+    top of a position bias is a mask (Swin), and a bias that falls with distance in small steps is not (ALiBi).
     """
     masked = mask <= max(torch.finfo(mask.dtype).min / 2, LOST)
     largest = mask.masked_fill(masked, -math.inf).amax(-1, keepdim=True)
     below = (mask - largest).masked_fill(masked, -math.inf)
     others = [axis for axis in range(mask.dim()) if axis != mask.dim() - 3]
     lowest = torch.zeros_like(below.amin(others, keepdim=True))
-    # Not strict: what lies exactly at the gap's end still has a weight that is not lost.
+    # Not strict: an entry exactly at the gap's end still has a weight above rounding.
     while bool(((reached := below.where(below >= lowest - GAP, 0.0).amin(others, keepdim=True)) < lowest).any()):
         lowest = reached
     return below >= lowest
@@ -65,31 +65,31 @@ def visible_under(mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Positions:
-    """Places among the keys of a call."""
+    """Positions of a call's queries among its keys."""
 
     own: Int[Tensor, "#batch queries"]
-    """The index, among the keys, of each query's own token."""
+    """Index, among the keys, of each query's own token."""
     first: Int[Tensor, "#batch 1"]
-    """The index of the sequence's first token: what stands before it is padding."""
+    """Index of the sequence's first token; keys before it are padding."""
 
     def kept(self, found: KeyFilter, rows: slice, columns: slice) -> Bool[Tensor, "#batch 1 rows columns"]:
-        """Which of the keys `columns` the filter lets the queries `rows` see; places count from the first token."""
+        """Return which keys of `columns` the filter keeps for queries `rows`, by positions from the first token."""
         keys = torch.arange(columns.start, columns.stop, device=self.own.device) - self.first
         return found.keeps(self.own[:, rows] - self.first, keys)[:, None]
 
     def reached(self, distance: int, rows: slice) -> slice:
-        """The keys at most `distance` away from some query of `rows`."""
+        """Return the range of keys at most `distance` away from some query of `rows`."""
         own = self.own[:, rows]
         return slice(max(0, int(own.min()) - distance), int(own.max()) + distance + 1)
 
 
 def positions(call: Call, found: KeyFilter) -> Positions:
-    """The place of every query among the keys, and of the sequence's start.
+    """Find the position of every query among the keys, and the start of each sequence.
 
-    Without a key-value cache query i is key i. With one there are more keys than queries, and a query's own key is the
-    last that it may see. A sequence starts at the first key that any of its queries may see.
-    Raises UsageError for cross-attention, where nothing says which keys are the queries' own, and where a filter counts
-    from the start of the text, which a model's own sliding window hides once there is a cache.
+    Without a key-value cache query i is key i. With a cache there are more keys than queries, and a query's own key is
+    the last one that it may see. A sequence starts at the first key that any of its queries may see. Raises UsageError
+    for cross-attention, which has no own keys of queries, and for a filter that counts from the start of the text if
+    the model's own sliding window hides that start behind a cache.
     """
     queries, keys = call.query.shape[2], call.key.shape[2]
     if call.cross:
@@ -118,9 +118,9 @@ def positions(call: Call, found: KeyFilter) -> Positions:
 
 
 def _windowed(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> bool:
-    """Whether the module says that it has a sliding window, or its mask shows that it slides."""
+    """Return whether the module declares a sliding window, or its mask shows one."""
     config = getattr(call.module, "config", None)
-    # a layer's own word first: None in a layer of full attention beside others that slide
+    # the layer's own setting first: it is None in a full-attention layer of a model with sliding ones
     if getattr(call.module, "sliding_window", getattr(config, "sliding_window", None)) is not None:
         return True
     if seen is None:
@@ -131,7 +131,7 @@ def _windowed(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> bo
 
 
 def unplaced(reason: str) -> UsageError:
-    """The error for a filter where queries have no place among the keys."""
+    """Build the error for a filter if queries have no position among the keys."""
     return UsageError(
         f"A filter or hybrid needs each query's place among the keys, but {reason}.",
         "Leave out such sites with --part or --layers, or use the kernel without it.",
@@ -139,9 +139,9 @@ def unplaced(reason: str) -> UsageError:
 
 
 def by_whole(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries value_dim"]:
-    """softmax(what the tie leaves of log k + bias) v over each sequence's real tokens; rows of padding are zero.
+    """Compute softmax(log k as its tie leaves it + bias) v over each sequence's real tokens; padded rows are zero.
 
-    O(T²) memory, one sequence of the batch at a time; in float64, as means are taken away.
+    Takes O(T²) memory, for one sequence of the batch at a time. Runs in float64, since means are subtracted.
     """
     value = call.paired_value
     found = value.new_zeros(*call.query.shape[:3], value.shape[-1])
@@ -151,7 +151,7 @@ def by_whole(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries v
 
 
 def whole_weights(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries keys"]:
-    """The attention matrices of `by_whole`, in float64; rows and columns of padding are zero."""
+    """Return the attention matrices of `by_whole`, in float64; rows and columns of padding are zero."""
     found = call.query.new_zeros(*call.query.shape[:3], call.key.shape[2], dtype=torch.float64)
     for index, real, rows in _sequences(call, kernel):
         found[index][:, real[:, None], real] = rows
@@ -159,7 +159,7 @@ def whole_weights(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads quer
 
 
 def refuse_hidden(call: Call, kernel: Kernel) -> None:
-    """Raise UsageError where the tie's parts are no property of the model: a mask hides pairs, or a sink competes."""
+    """Raise UsageError if the tie's parts are not properties of the model: a mask hides pairs, or a sink competes."""
     name = kernel.tied_by
     if call.sinks is not None:
         raise UsageError(
@@ -178,9 +178,9 @@ def refuse_hidden(call: Call, kernel: Kernel) -> None:
 
 
 def _sequences(call: Call, kernel: Kernel) -> Iterator[tuple[int, Int[Tensor, " n"], Float[Tensor, "heads n n"]]]:
-    """Each sequence of the batch: its number, its real tokens' places, their attention matrices."""
+    """Yield for each sequence of the batch its index, the positions of its real tokens, and its attention matrices."""
     key, untied, part = call.paired_key, replace(kernel, tie=None), kernel.part
-    assert part is not None  # noqa: S101  # route has seen to it
+    assert part is not None  # noqa: S101  # guaranteed by route
     for index, kept in enumerate(_real(call)):
         one, real = slice(index, index + 1), kept.nonzero()[:, 0]
         query, its_key = (x[one, :, real].double() for x in (call.query, key))
@@ -191,23 +191,23 @@ def _sequences(call: Call, kernel: Kernel) -> Iterator[tuple[int, Int[Tensor, " 
 
 
 def _real(call: Call) -> Bool[Tensor, "batch tokens"]:
-    """Which tokens are no padding: those that some query may see."""
+    """Return which tokens are not padding: those that some query may see."""
     batch, _, tokens, _ = call.query.shape
     if call.allowed is None:
         return torch.ones(batch, tokens, dtype=torch.bool, device=call.query.device)
     return call.allowed.any(dim=1).any(dim=1).expand(batch, -1)
 
 
-TILE_BYTES = 4 << 20  # how large one tile of scores may be, in float32; about four such tensors live at a time
+TILE_BYTES = 4 << 20  # size of one tile of float32 scores; about four tensors of this size are alive at a time
 
 
 def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tensor, "batch heads rows keys"]:
-    """softmax(log k(q, k) + bias, over the keys allowed) of the queries `rows`, in float32 or better.
+    """Compute softmax(log k(q, k) + bias, over the allowed keys) of the queries `rows`, in float32 or better.
 
-    The share of a sink is left out. A signed kernel gives k · exp(bias) / Σ, not finite where the sum is zero; the hard
-    kernel gives 1 to the largest score, the first of equal ones. A row that may see nothing is uniform, as in
-    transformers' eager attention; under a tie of whole sequences, rows of padding are zero. Raises UsageError for a tie
-    or a filter where queries have no place among the keys.
+    The weight of a sink is left out. A signed kernel gives k · exp(bias) / Σ, which is not finite if the sum is zero;
+    the hard kernel gives 1 to the largest score, the first of equal ones. A row that may see nothing is uniform, as in
+    transformers' eager attention; under a tie of whole sequences, padded rows are zero. Raises UsageError for a tie or
+    a filter if queries have no position among the keys.
     """
     call, kernel = kernel.prepared(call)
     if kernel.part is not None:
@@ -218,10 +218,10 @@ def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tens
 
 
 def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Float[Tensor, "batch heads queries value_dim"]:
-    """The output from one tile of rows after another; `banded`: each with the keys alone that its filter can reach.
+    """Compute the output tile by tile of rows; if `banded`, each tile uses only the keys that its filter can reach.
 
-    Where gradients are asked for, a tile's weights are computed again in the backward pass, so that memory stays
-    O(T · tile) there, too.
+    If gradients are required, a tile's weights are recomputed in the backward pass, so that memory stays O(T · tile)
+    there too.
     """
     value = call.paired_value
     where = _places(call, kernel)
@@ -232,7 +232,7 @@ def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Float[Tensor, "batc
         return output(tiles[0])
     if torch.is_grad_enabled():
         return torch.cat([checkpoint(output, rows, use_reentrant=False) for rows in tiles], dim=-2)
-    # Written in place, the widest tile first: small results between large scratch tensors would scatter the heap.
+    # Written in place, the widest tile first: small results between large scratch tensors would fragment the heap.
     whole = value.new_empty(*call.query.shape[:3], value.shape[-1])
     for rows in reversed(tiles):
         whole[..., rows, :] = output(rows)
@@ -240,7 +240,7 @@ def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Float[Tensor, "batc
 
 
 def _places(call: Call, kernel: Kernel) -> Positions | None:
-    """Places among the keys, where the kernel asks for them."""
+    """Return the positions among the keys, if the kernel needs them."""
     found = kernel.filter or kernel.near
     return None if found is None else positions(call, found)
 
@@ -260,7 +260,7 @@ def _tile(
 
 
 def _tiles(call: Call, reach: int | None) -> list[slice]:
-    """Equal slices of the queries within the budget; a band's tiles are about as high as it is wide."""
+    """Split the queries into equal slices within the memory budget; a band's tiles are about as high as wide."""
     batch, heads, queries = call.query.shape[:3]
     width = call.key.shape[2] if reach is None else min(call.key.shape[2], 4 * max(reach, 64))
     height = max(16, TILE_BYTES // (4 * batch * heads * width))
@@ -270,7 +270,7 @@ def _tiles(call: Call, reach: int | None) -> list[slice]:
 
 
 def _columns(call: Call, where: Positions | None, reach: int | None, rows: slice) -> slice:
-    """The keys that some query of the tile may see; all of them if one of the queries may see none."""
+    """Return the range of keys that some query of the tile may see; all keys if one of the queries may see none."""
     keys = call.key.shape[2]
     start, stop = 0, min(rows.stop, keys) if call.causal and call.allowed is None else keys
     if where is not None and reach is not None:
@@ -310,7 +310,7 @@ def _weights(
     if kernel.signed:
         sign = kernel.sign(call.query, key, call.scale, softcap=call.softcap, rows=rows, columns=columns)
     if seen is not None:
-        # −∞ and no least number, which would win over log 0 = −∞ of the keys that are allowed; a sink takes blind rows
+        # −∞, since a finite minimum would exceed log 0 = −∞ of allowed keys; a sink takes the weight of blind rows
         blind = ~seen.any(-1, keepdim=True) & (call.sinks is None)
         log_k = torch.where(seen, log_k, torch.where(blind, 0.0, -torch.inf).to(log_k.dtype))
         sign = None if sign is None else torch.where(blind, 1, sign)
@@ -324,7 +324,7 @@ def _normalised(
     *,
     hard: bool,
 ) -> Float[Tensor, "batch heads rows columns"]:
-    """The weights of the keys from log|k|, masked with −∞, and the sign of k."""
+    """Compute the weights of the keys from log|k|, masked with −∞, and the sign of k."""
     if sign is not None:
         mass = (log_k - log_k.detach().amax(-1, keepdim=True)).exp() * sign
         return mass / mass.sum(-1, keepdim=True)

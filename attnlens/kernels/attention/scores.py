@@ -18,28 +18,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COMPILATION = {
-    # otherwise a kernel that is recompiled too often is computed in O(T²) memory, and nobody is told
+    # otherwise a kernel recompiled too often silently falls back to O(T²) memory
     "fail_on_recompile_limit_hit": True,
-    # torch counts all kernels and kinds of shapes of one process together
+    # torch counts all kernels and kinds of shapes of a process together
     "recompile_limit": 64,
-    # a kernel's numbers belong to its formula: as variables they can't stand in a score_mod
+    # a kernel's parameters belong to its formula: a score_mod cannot use them as variables
     "specialize_float": True,
     "specialize_int": True,
 }
-"""How torch compiles here."""
+"""torch compilation settings for these kernels."""
 
 Mod = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
-"""(batch, head, query, key), all indices, → whether the query may see the key."""
+"""Maps indices (batch, head, query, key) to whether the query may see the key."""
 
 
 def by_scores(call: Call, kernel: Kernel, *, compiled: bool = True) -> Float[Tensor, "batch heads queries value_dim"]:
-    """softmax(log k(s⟨q, k⟩) + bias, over the keys allowed) v, each score changed where it is made.
+    """Compute softmax(log k(s⟨q, k⟩) + bias, over the allowed keys) v, transforming each score where it is computed.
 
-    Compiled once for a spelling of the kernel; `compiled=False` is the same arithmetic without a kernel, for tests.
-    Blocks of keys that no query of a block sees are not computed. Rows that may see nothing are zero.
+    Compiled once per spelling of the kernel; `compiled=False` runs the same arithmetic uncompiled, for tests. Blocks of
+    keys that no query of a block sees are skipped. Rows that may see nothing are zero.
     """
     query, key = kernel.tied(call.query, call.paired_key)
-    key = key.clone() if key is query else key  # torch compiles no kernel of one tensor twice
+    key = key.clone() if key is query else key  # torch cannot compile a kernel that gets the same tensor twice
     of = _compiled(kernel.spelling) if compiled else flex_attention
     with torch._dynamo.config.patch(COMPILATION):
         found = of(
@@ -55,12 +55,12 @@ def by_scores(call: Call, kernel: Kernel, *, compiled: bool = True) -> Float[Ten
 
 @cache
 def _compiled(spelling: str) -> Any:
-    """FlexAttention for one spelling of a kernel."""
+    """Compile FlexAttention for one spelling of a kernel."""
     return torch.compile(flex_attention)
 
 
 def _score_mod(call: Call, kernel: Kernel) -> Callable[..., Tensor]:
-    """(score, batch, head, query, key) → log k + bias."""
+    """Build the function (score, batch, head, query, key) → log k + bias."""
     log_k, numbers, cap, bias = kernel.info.function, dict(kernel.parameters), call.softcap, _indexed(call, call.bias)
 
     def changed(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def _score_mod(call: Call, kernel: Kernel) -> Callable[..., Tensor]:
 
 
 def _block_mask(call: Call, kernel: Kernel, *, compiled: bool) -> BlockMask | None:
-    """Causality, the model's mask and the kernel's filter as one; None where all see all."""
+    """Combine causality, the model's mask and the kernel's filter; return None if every query sees every key."""
     mods = [*_causal(call), *_allowed(call), *_kept(call, kernel)]
     if not mods:
         return None
@@ -114,7 +114,7 @@ def _kept(call: Call, kernel: Kernel) -> list[Mod]:
 
 
 def _indexed(call: Call, matrix: Tensor | None) -> Mod | None:
-    """A mask or bias as a function of indices."""
+    """Return a mask or bias as a function of indices."""
     if matrix is None:
         return None
     whole = matrix.expand(*call.query.shape[:2], *matrix.shape[2:])

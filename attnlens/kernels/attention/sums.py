@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
 
 def by_products(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries value_dim"]:
-    """softmax(s'⟨q', k'⟩ + bias, over the keys allowed) v with the kernel's own q', k' and s'; rows that may see
-    nothing are zero.
+    """Compute softmax(s'⟨q', k'⟩ + bias, over the allowed keys) v with the kernel's own q', k' and s'.
 
-    Nothing of size queries × keys is made but the mask that the model itself hands over, or its sum with the bias.
+    Rows that may see nothing are zero. No tensor of size queries × keys is made except the mask that the model itself
+    passes, or its sum with the bias.
     """
-    assert kernel.info.dot is not None  # noqa: S101  # route has seen to it
+    assert kernel.info.dot is not None  # noqa: S101  # guaranteed by route
     query, key = kernel.tied(call.query, call.paired_key)
     value = call.paired_value
     query, key, scale = kernel.info.dot(query, key, call.scale, **kernel.parameters, **kernel.fitted)
     query, key = query.to(value.dtype), key.to(value.dtype)
     mask = _mask(call)
     if mask is None and call.causal:
-        # with equal numbers of queries and keys torch takes its fast kernel; the keys cropped are seen by none
+        # with equally many queries and keys torch uses its fast kernel; no query sees the keys cropped here
         key, value = key[..., : query.shape[-2], :], value[..., : query.shape[-2], :]
-    # torch's fast kernels want one head_dim for all three, on a GPU a multiple of 8; zeros change no product
+    # torch's fast kernels need one head_dim for all three, on a GPU a multiple of 8; zeros change no product
     width = max(query.shape[-1], value.shape[-1])
     width += -width % 8 if query.is_cuda else 0
-    # `pad` copies even what has that width
+    # `pad` copies even a tensor that has that width
     query, key, padded = (
         (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))) for x in (query, key, value)
     )
@@ -54,7 +54,7 @@ def by_products(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads querie
 
 
 def _mask(call: Call) -> Shaped[Tensor, "#batch #heads queries keys"] | None:
-    """What SDPA takes as a mask: booleans, or the bias with −∞ where nothing is seen."""
+    """Return the mask for SDPA: booleans, or the bias with −∞ at pairs that are not seen."""
     if call.bias is None:
         return call.allowed
     seen = call.visible()
@@ -68,10 +68,10 @@ def as_exponential(
     scale: float,
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor, float]:
-    """q', k' and s' with s'⟨q'_i, k'_j⟩ = log k(q_i, k_j), up to what a row's softmax ignores.
+    """Return q', k' and s' with s'⟨q'_i, k'_j⟩ = log k(q_i, k_j), up to terms that a row's softmax ignores.
 
-    Of the same head_dim, or one more, where the kernel is one of products (exponential, rbf, cosine); else q' is log k
-    itself and k' the identity. Raises ModelError for a kernel that can be negative, whose attention is no softmax.
+    For kernels that are products (exponential, rbf, cosine) head_dim is the same or one larger; otherwise q' is log k
+    itself and k' the identity. Raises ModelError for a kernel that can be negative, whose attention is not a softmax.
     """
     if kernel.signed:
         raise ModelError(
@@ -86,28 +86,28 @@ def as_exponential(
     return logits, identity.expand(*key.shape[:2], -1, -1), 1.0
 
 
-CHUNK = 64  # tokens that meet each other one by one before they enter the sum
+CHUNK = 64  # tokens whose pairs are computed one by one before they are added to the running sum
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Which keys enter whose sum."""
+    """The keys that each query sums over."""
 
     causal: bool
-    """Whether query i sums over the keys 0 … i, or every query over all."""
+    """Whether query i sums over the keys 0 … i; otherwise every query sums over all keys."""
     kept: Bool[Tensor, "#batch #heads keys"] | None = None
-    """Which keys are no padding; None means all."""
+    """Which keys are not padding; None for all."""
 
 
 def by_sums(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries value_dim"]:
-    """φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i) Σ_j φ(k_j) over the keys allowed (Katharopoulos et al. 2020, Eq. 5, 9 and 10).
+    """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i) Σ_j φ(k_j) over the allowed keys.
 
-    Sums in float32 or better, with `least` added to every φ(q_i)φ(k_j) as in Kernel.log, so that a query whose features
-    underflow attends evenly to the keys allowed; with signed features one does whose sums are all zero. A query that
-    may see nothing gets zero, and one whose signed denominators cancel to zero no finite number.
+    (Katharopoulos et al. 2020, Eq. 5, 9, 10.) Sums are in float32 or better, with `least` added to φ(q_i)φ(k_j) as in
+    Kernel.log: queries whose features underflow attend uniformly. With signed features only a query whose sums are all
+    zero does. A query that sees nothing gets zero; one whose signed denominators cancel gets no finite number.
     """
     found = reach(call)
-    assert found is not None  # noqa: S101  # route has seen to it
+    assert found is not None  # noqa: S101  # guaranteed by route
     exact = torch.promote_types(call.query.dtype, torch.float32)
     query, key = (x.to(exact) for x in kernel.tied(call.query, call.paired_key))
     # a last column of ones sums the denominators along with the values
@@ -119,29 +119,29 @@ def by_sums(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries va
             return phi
         return phi.masked_fill(~found.kept[..., rows, None], 0.0)
 
-    sums = (_causal if found.causal else _everything)(query, key, value, side)
-    even = _even(value, found)
-    # added to a signed sum that cancels, the least number would hide it
+    sums = (_causal if found.causal else _bidirectional)(query, key, value, side)
+    even = _uniform_sums(value, found)
+    # if a signed sum cancels, adding the least number would hide it
     sums = torch.where((sums == 0).all(-1, keepdim=True), even, sums) if kernel.signed else sums + least(exact) * even
     blind = even[..., -1:] == 0
     return (sums[..., :-1] / sums[..., -1:].masked_fill(blind, 1.0)).to(call.query.dtype)
 
 
-def _even(
+def _uniform_sums(
     value: Float[Tensor, "batch heads keys value_dim"], found: Reach
 ) -> Float[Tensor, "batch heads rows value_dim"]:
-    """Row i: Σ_j v_j over the keys allowed; one row for all where all see the same."""
+    """Compute Σ_j v_j over the allowed keys for each row; one row for all if all see the same keys."""
     if found.kept is not None:
         value = value.masked_fill(~found.kept[..., None], 0.0)
     return value.cumsum(-2) if found.causal else value.sum(-2, keepdim=True)
 
 
 Side = Callable[["Tensor", str, slice], "Tensor"]
-"""(vectors, "query" or "key", rows) → φ of those rows, zero for padding."""
+"""Maps (vectors, "query" or "key", rows) to φ of those rows, zero for padding."""
 
 
 def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
-    """Row i: φ(q_i) Σ_{j ≤ i} φ(k_j) v_jᵀ; within a chunk by products, before it by the sum."""
+    """Compute row i as φ(q_i) Σ_{j ≤ i} φ(k_j) v_jᵀ: pairs within a chunk by products, earlier keys by the sum."""
     total, found = None, []
     for start in range(0, query.shape[-2], CHUNK):
         rows = slice(start, start + CHUNK)
@@ -152,8 +152,8 @@ def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
     return torch.cat(found, dim=-2)
 
 
-def _everything(query: Query, key: Key, value: Value, side: Side) -> Sums:
-    """Row i: φ(q_i) Σ_j φ(k_j) v_jᵀ, from the side on which fewer numbers are needed."""
+def _bidirectional(query: Query, key: Key, value: Value, side: Side) -> Sums:
+    """Compute row i as φ(q_i) Σ_j φ(k_j) v_jᵀ, in the order of products that needs fewer numbers."""
     queries = [slice(start, start + CHUNK) for start in range(0, query.shape[-2], CHUNK)]
     keys = [slice(start, start + CHUNK) for start in range(0, key.shape[-2], CHUNK)]
     if len(queries) == 1:
@@ -164,7 +164,7 @@ def _everything(query: Query, key: Key, value: Value, side: Side) -> Sums:
 
 
 def reach(call: Call) -> Reach | None:
-    """The keys that each query sums over, where the mask is causal, hides padded keys, both, or nothing; else None."""
+    """Return the keys each query sums over; None unless the mask is causal, hides padded keys, both, or nothing."""
     seen = call.allowed
     queries, keys = call.query.shape[2], call.key.shape[2]
     if seen is None:
@@ -189,9 +189,9 @@ def near_scores(
     rows: slice,
     columns: slice | Int[Tensor, " columns"],
 ) -> tuple[Float[Tensor, "batch heads rows columns"], Float[Tensor, "batch heads rows 1"]]:
-    """s_ij − max_near s_ij + log γ, and that maximum, 0 where no key is near; s the model's own scores, bias included.
+    """Compute s_ij − max_near s_ij + log γ, and that maximum (0 if no key is near).
 
-    (Zhang et al. 2024, LoLCATs; keys are paired with their query heads.)
+    s are the model's own scores, bias included (Zhang et al. 2024, LoLCATs); keys are paired with their query heads.
     """
     own = score(wide(call.query[..., rows, :]), wide(key[..., columns, :]), call.scale, call.softcap)
     own = own if call.bias is None else own + call.bias[..., rows, columns]
@@ -204,29 +204,29 @@ def near_scores(
 
 @dataclass(frozen=True)
 class FarFeatures:
-    """What the far part is made of."""
+    """The features and values of the far part of a hybrid."""
 
     query: Float[Tensor, "batch heads tokens features"]
-    """φ(q), and the least number."""
+    """φ(q), with the least number appended."""
     key: Float[Tensor, "batch heads tokens features"]
-    """φ(k), and 1; 0 for padding, and for the first tokens where these are near to all."""
+    """φ(k), with 1 appended; 0 for padding, and for the first tokens if these are near to all queries."""
     value: Float[Tensor, "batch heads tokens wider"]
-    """Values, and 1, which sums the denominators."""
+    """Values, with 1 appended to sum the denominators."""
 
 
 def by_hybrid(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Σ_j w_ij v_j / Σ_j w_ij, w_ij = γ·exp(s_ij − max_near s_ij) of near keys and φ(q_i)φ(k_j) of the others.
+    """Compute Σ_j w_ij v_j / Σ_j w_ij, w_ij = γ·exp(s_ij − max_near s_ij) for near keys, φ(q_i)φ(k_j) for the others.
 
-    Exact, in O(T·(w + chunk + features)) memory: a chunk of queries meets the chunks that its window touches one by
-    one, first tokens that are near to all too, and the sum Σ_j φ(k_j) v_jᵀ of the others. In float32 or better, with
-    `least` added to every φ(q_i)φ(k_j) as in Kernel.log. A query that may see nothing gets zero.
+    Exact, in O(T·(w + chunk + features)) memory: a chunk of queries meets one by one the keys of the chunks that its
+    window touches, and first tokens that are near to all; the others enter by the sum Σ_j φ(k_j) v_jᵀ. In float32 or
+    better, with `least` added to every φ(q_i)φ(k_j) as in Kernel.log. A query that may see nothing gets zero.
     """
     found = reach(call)
-    assert found is not None  # noqa: S101  # route has seen to both
+    assert found is not None  # noqa: S101  # route guarantees both
     assert kernel.near is not None  # noqa: S101
     tokens, distance = call.query.shape[2], kernel.near.parameters["width"] - 1
     sinks = kernel.near.parameters.get("sinks", 0)
-    sides, key = _sides(call, kernel, found, sinks), call.paired_key
+    sides, key = _far_features(call, kernel, found, sinks), call.paired_key
     starts, places = range(0, tokens, CHUNK), torch.arange(tokens, device=key.device)
     sums = [sides.key[..., s : s + CHUNK, :].mT @ sides.value[..., s : s + CHUNK, :] for s in starts]
     nothing = torch.zeros_like(sums[0])
@@ -240,14 +240,14 @@ def by_hybrid(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries 
         far = before[first] if after is None else before[first] + after[last]
         start, stop = first * CHUNK, min(last * CHUNK, tokens)
         columns = torch.cat((places[: min(sinks, start)], places[start:stop], places[stop:sinks]))
-        met = _met(call, kernel, key, sides, found, rows, columns)
+        met = _sum_near_and_far(call, kernel, key, sides, found, rows, columns)
         rows_found.append(met + sides.query[..., rows, :] @ far)
-    every = torch.cat(rows_found, dim=-2)
-    total = every[..., -1:]
-    return (every[..., :-1] / total.masked_fill(total == 0, 1.0)).to(call.query.dtype)
+    sums_of_rows = torch.cat(rows_found, dim=-2)
+    total = sums_of_rows[..., -1:]
+    return (sums_of_rows[..., :-1] / total.masked_fill(total == 0, 1.0)).to(call.query.dtype)
 
 
-def _sides(call: Call, kernel: Kernel, found: Reach, sinks: int) -> FarFeatures:
+def _far_features(call: Call, kernel: Kernel, found: Reach, sinks: int) -> FarFeatures:
     exact = torch.promote_types(call.query.dtype, torch.float32)
     query, key = (
         kernel.phi(x.to(exact), call.scale, side) for x, side in ((call.query, "query"), (call.paired_key, "key"))
@@ -258,7 +258,7 @@ def _sides(call: Call, kernel: Kernel, found: Reach, sinks: int) -> FarFeatures:
     return FarFeatures(query, key, pad(call.paired_value.to(exact), (0, 1), value=1.0))
 
 
-def _met(
+def _sum_near_and_far(
     call: Call,
     kernel: Kernel,
     key: Key,
@@ -267,8 +267,8 @@ def _met(
     rows: slice,
     columns: Int[Tensor, " columns"],
 ) -> Float[Tensor, "batch heads rows wider"]:
-    """Σ w_ij v_j over the keys `columns`, near ones and others."""
-    assert kernel.near is not None  # noqa: S101  # by_hybrid has seen to it
+    """Compute Σ w_ij v_j over the keys `columns`, near and far."""
+    assert kernel.near is not None  # noqa: S101  # guaranteed by by_hybrid
     i, j = torch.arange(rows.start, rows.stop, device=key.device), columns
     near = kernel.near.keeps(i, j)
     far = ~near
@@ -276,7 +276,7 @@ def _met(
         near, far = near & (i[:, None] >= j), far & (i[:, None] >= j)
     near = near[None, None] if found.kept is None else near & found.kept[..., None, columns]
     own, _ = near_scores(call, kernel, key, near, rows, columns)
-    # masked before exp: a score above those seen would overflow, and give NaN for a gradient
+    # masked before exp: a hidden score above the seen ones would overflow, and its gradient would be NaN
     within = own.masked_fill(~near, -torch.inf).exp()
     beyond = (sides.query[..., rows, :] @ sides.key[..., columns, :].mT).masked_fill(~far, 0.0)
     return (within + beyond) @ sides.value[..., columns, :]

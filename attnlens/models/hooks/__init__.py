@@ -1,4 +1,4 @@
-"""Watches a running model's attention, or replaces its kernel, through transformers' own interface."""
+"""Watch a running model's attention, or replace its kernel, through transformers' attention interface."""
 
 from attnlens.kernels import OWN
 from attnlens.models.hooks.identity import (

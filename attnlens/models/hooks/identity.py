@@ -1,4 +1,4 @@
-"""Replays a model's blocks, and measures how much its outputs change under recomputed attention."""
+"""Replay a model's blocks, and measure how much its outputs change if attnlens recomputes the attention."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from attnlens.records import Call, Site
 
 
 def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
-    """The elements of the model's outermost module lists that run once in a forward pass, in the order of execution.
+    """Return the path and module of each block that runs exactly once in a forward pass, in order of execution.
 
-    None is found in a model that calls one module again and again (ALBERT): then nothing can be left out.
+    Blocks are the elements of the outermost module lists. A model that calls one module repeatedly (ALBERT) has none.
     """
     listed: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
@@ -42,7 +42,7 @@ def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[s
 
 @contextmanager
 def recorded(found: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, Any]]:
-    """What each block gives in the forward pass inside the `with`, by its path."""
+    """Record the output of each block in the forward pass inside the `with`, keyed by the block's path."""
     given: dict[str, Any] = {}
 
     def remember(path: str) -> Any:
@@ -55,9 +55,9 @@ def recorded(found: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, Any]]
 
 @contextmanager
 def resumed(found: Sequence[tuple[str, nn.Module]], given: Mapping[str, Any], site: Site) -> Iterator[None]:
-    """Let the blocks that run before the one that holds `site` answer with what they gave, without computing.
+    """Replay the recorded outputs of the blocks that run before the block of `site`, instead of computing them.
 
-    Exact as long as what is changed lies in that block or behind it. Where no block holds the site, all are computed.
+    The result is exact if all changes are in that block or later. If no block contains the site, all are computed.
     """
     holding = [index for index, (path, _) in enumerate(found) if site.path.startswith(f"{path}.")]
     before = found[: holding[0]] if holding else []
@@ -67,14 +67,14 @@ def resumed(found: Sequence[tuple[str, nn.Module]], given: Mapping[str, Any], si
         yield
     finally:
         for _, block in before:
-            del block.forward  # the class's own method is seen again
+            del block.forward  # makes the method of the class visible again
 
 
 @contextmanager
 def handed_out(model: PreTrainedModel, reached: Sequence[Reached], found: dict[Site, Tensor]) -> Iterator[None]:
-    """Inside, the model uses transformers' eager attention, and `found` are the weights of its softmaxes.
+    """Collect in `found` the attention weights that transformers' eager attention computes inside the `with`.
 
-    Where none has the shape of a site's (a sink has a column of its own), they are what the module hands out.
+    They come from the site's softmax if its shape fits; otherwise (a sink adds a column) from the module's output.
     """
     shapes = {one.site: (*one.call.query.shape[:3], one.call.key.shape[2]) for one in reached}
     sites = {(site.path, site.ordinal): site for site in shapes}
@@ -94,12 +94,12 @@ def handed_out(model: PreTrainedModel, reached: Sequence[Reached], found: dict[S
             calls[path] += 1
             for part in output if isinstance(output, tuple) and softmaxes[path] < calls[path] else ():
                 if isinstance(part, Tensor) and part.shape == shapes[site]:
-                    found[site] = part  # the last of them, as T5 hands out its position bias first
+                    found[site] = part  # the last one: T5 returns its position bias first
 
         return hook
 
     handles = [one.module.register_forward_hook(remember(one.site.path)) for one in reached if one.site.ordinal == 0]
-    unused = attrgetter("value")  # the model does not go on with the answer
+    unused = attrgetter("value")  # the model does not use the answer
     with hooked(handles), implementation(model, "eager"), tracing(model, unused, prove=True, shown=shown):
         yield
 
@@ -107,20 +107,19 @@ def handed_out(model: PreTrainedModel, reached: Sequence[Reached], found: dict[S
 IDENTITY_TOLERANCE = 1e-5
 """Largest relative difference between a model's outputs and those under attention recomputed by attnlens."""
 
-PART = 2**22  # numbers of outputs that are compared at once
+PART = 2**22  # output numbers compared at once
 
 Precise = Callable[[Reached], AbstractContextManager[tuple[PreTrainedModel, nn.Module]]]
-"""A site → a context in which its module, and the model that this is part of, compute in float64."""
+"""Maps a site to a context in which its module, and the model the module belongs to, compute in float64."""
 
 
 def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise: Precise | None = None) -> float:
-    """‖own − recomputed‖ / ‖own‖ over the model's outputs, own being what the untouched model computes.
+    """Compute ‖original − recomputed‖ / ‖original‖ over the model's outputs.
 
     Rounding alone can exceed the tolerance in a deep, saturated or half-precision model. Such a model is measured site
-    by site: each module computes in float64 on what the model itself gives it, so that what remains is a real
-    difference, and no second model is needed. The first error stands where a module can't run by itself in float64, and
-    where the model does not repeat itself. `precise` says where these modules are; None: the model's own are widened,
-    one after the other.
+    by site: each module computes in float64 on its inputs in the unmodified model, so that any remaining difference is
+    real. The first error is returned if a module cannot run alone in float64, or if the model does not repeat its own
+    outputs. `precise` provides the float64 modules; None widens the model's own, one by one.
     """
     error = difference(model, inputs, opened(model, recompute))
     rounds = error > IDENTITY_TOLERANCE and model.dtype != torch.float64
@@ -130,17 +129,17 @@ def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise
         except RuntimeError as failure:
             if is_memory(failure):
                 raise
-            return error  # a module turns some of its numbers into float32 itself
+            return error  # a module converts some of its numbers to float32 itself
     return error
 
 
 def recompute(call: Call) -> Tensor:
-    """The model's own attention, from its queries and keys: (batch, queries, heads, value_dim)."""
+    """Compute the model's own attention from its queries and keys: (batch, queries, heads, value_dim)."""
     return attend(call, OWN, "eager")
 
 
 def largest_at_a_site(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise: Precise) -> float:
-    """The largest error of a site's module on its own inputs, in one pass of the untouched model."""
+    """Return the largest error of any site's module on its own inputs, measured in one pass of the unmodified model."""
     waiting: dict[nn.Module, list[Reached]] = defaultdict(list)
     for found in survey(model, inputs):
         waiting[found.module].append(found)
@@ -148,7 +147,7 @@ def largest_at_a_site(model: PreTrainedModel, inputs: Mapping[str, Tensor], prec
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
         if pending := waiting[module]:
-            waiting[module] = []  # what it is asked for here is not the model's own pass
+            waiting[module] = []  # calls made during the check are not part of the model's own pass
             errors.append(_site_error(pending[0], by_name(module, args, kwargs), inputs, precise))
             waiting[module] = pending[1:]
 
@@ -159,10 +158,10 @@ def largest_at_a_site(model: PreTrainedModel, inputs: Mapping[str, Tensor], prec
 
 
 def _site_error(found: Reached, given: Mapping[str, Any], inputs: Mapping[str, Tensor], precise: Precise) -> Tensor:
-    """‖own − recomputed‖ / ‖own‖ of one module in float64.
+    """Compute ‖original − recomputed‖ / ‖original‖ of one module in float64.
 
-    What it attends over is what the model `given` it; masks and positions are those that it has under each attention.
-    Raises RuntimeError where the module by itself asks for no attention, so that nothing was recomputed.
+    The module runs on its inputs in the unmodified model (`given`), with the masks and positions of each
+    implementation. Raises RuntimeError if it computes no attention when run alone, so that nothing was recomputed.
     """
     answered: list[None] = []
 
@@ -181,12 +180,12 @@ def _site_error(found: Reached, given: Mapping[str, Any], inputs: Mapping[str, T
     if not answered:
         raise RuntimeError(f"{found.site.path} asks for no attention by itself")
     first, second = (real_outputs(one if isinstance(one, tuple) else (one,), mask)[0] for one in (own, again))
-    return _relative(first, second)
+    return _relative_difference(first, second)
 
 
 @contextmanager
 def widened(model: PreTrainedModel, found: Reached) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
-    """Inside, the site's module computes in float64; its own numbers come back at the end."""
+    """Let the site's module compute in float64 inside the `with`, and restore its original numbers at the end."""
     module = found.module
     kept = [(part, part.data) for part in (*module.parameters(), *module.buffers()) if part.is_floating_point()]
     upcasting = [part for part in module.modules() if getattr(part, "reorder_and_upcast_attn", False)]
@@ -204,7 +203,7 @@ def widened(model: PreTrainedModel, found: Reached) -> Iterator[tuple[PreTrained
 
 
 def _in_float64(given: Any, module: nn.Module) -> Any:
-    """The arguments of a module on its own device, numbers as float64."""
+    """Move the arguments of a module to its device and convert floating-point tensors to float64."""
     if isinstance(given, Tensor):
         there = given.to(next(module.parameters()).device)
         return there.double() if there.is_floating_point() else there
@@ -214,9 +213,9 @@ def _in_float64(given: Any, module: nn.Module) -> Any:
 
 
 def allow_float64(model: PreTrainedModel) -> None:
-    """Switch off what refuses float64 in a model of our own; in exact arithmetic the result is the same.
+    """Switch off the features that refuse float64, in a model that attnlens loaded.
 
-    These are the grouped product of a mixture of experts, and GPT-2's option to compute its attention in float32.
+    They are the grouped product of experts and GPT-2's attention in float32. In exact arithmetic nothing changes.
     """
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
@@ -226,29 +225,29 @@ def allow_float64(model: PreTrainedModel) -> None:
 
 
 def as_dtype(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The inputs with their floating-point tensors (pixels, audio features) in another type."""
+    """Convert the floating-point tensors among the inputs (pixels, audio features) to `dtype`."""
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
 
 
 def repeat_error(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> float:
-    """The same of the untouched model's outputs in two passes: 0 but for a model that is random itself."""
+    """Return the relative difference between two passes of the unmodified model: 0 unless the model is random."""
     return difference(model, inputs, nullcontext())
 
 
 def difference(model: PreTrainedModel, inputs: Mapping[str, Tensor], change: AbstractContextManager[object]) -> float:
-    """‖own − changed‖ / ‖own‖ of the output that changes most inside `change`."""
+    """Compute ‖original − changed‖ / ‖original‖ of the output that changes most inside `change`."""
     with torch.no_grad():
         own = real_outputs(forward(model, inputs), inputs)
         with change:
             again = real_outputs(forward(model, inputs), inputs)
     pairs = zip(own, again, strict=True)
-    return float(torch.stack([_relative(a, b) for a, b in pairs]).max())  # torch's max is NaN where one of them is
+    return float(torch.stack([_relative_difference(a, b) for a, b in pairs]).max())  # max is NaN if one is
 
 
-def _relative(own: Tensor, again: Tensor) -> Tensor:
-    """‖own − again‖ / ‖own‖ in float64, a part at a time, as predictions of long texts are large.
+def _relative_difference(own: Tensor, again: Tensor) -> Tensor:
+    """Compute ‖own − again‖ / ‖own‖ in float64, in parts, since predictions for long texts are large.
 
-    Numbers that are infinite in both are the same (Grounding DINO's hidden words).
+    Numbers that are infinite in both tensors count as equal (Grounding DINO's hidden words).
     """
     change = size = torch.zeros((), dtype=torch.float64, device=own.device)
     for a, b in zip(*(torch.split(part.flatten(), PART) for part in (own, again)), strict=True):

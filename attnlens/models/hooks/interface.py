@@ -1,4 +1,4 @@
-"""Watches attention or replaces its kernel inside `with`: sites are counted, and everything is restored."""
+"""Watch attention or replace its kernel inside a `with`: sites are counted, and everything is restored at its end."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from attnlens.models.trace import Refused, tracing
 from attnlens.records import Call, Site
 
 IN_REACH = "BERT, GPT-2, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT, CLIP and most newer families"
-"""Whose attention goes through transformers' interface."""
+"""Families whose attention goes through transformers' interface, for error messages."""
 PIECES = ("Output", "Projection", "Structure", "Bias", "MLP", "Norm", "Residual")
-"""What the names of modules beside attention end in."""
+"""Name endings of modules whose names contain "Attention" although they do not compute it."""
 
 
 @contextmanager
 def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | None = None) -> Iterator[None]:
-    """Inside the block the model uses the attention implementation `name`; every configuration is restored at its end.
+    """Use the attention implementation `name` inside the `with`, and restore every configuration after it.
 
-    Those parts whose own implementation is the eager one use `in_place_of_eager`, if it is given; a part that computes
-    its attention by hand has no other.
+    Parts that were set to eager attention use `in_place_of_eager`, if it is given. A part that computes its attention
+    by hand can only be set to eager.
     """
     before = implementations(model)
     try:
@@ -44,11 +44,11 @@ def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | N
         yield
     finally:
         for config, own in before:
-            config._attn_implementation_internal = own
+            config._attn_implementation_internal = own  # the public setter would also change subconfigurations
 
 
 def choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> None:
-    """Set the implementation of every part that goes through the interface; the model's own class need not."""
+    """Set the implementation of each part of the model that uses the interface. Raises ModelError if there is none."""
     if not (parts := _parts(model)):
         raise out_of_reach(model)
     before = implementations(model)
@@ -60,20 +60,20 @@ def choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> None:
 
 
 def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """Of the model and the models inside it, those whose attention goes through the interface."""
+    """Return those of the model and its submodels whose attention goes through transformers' interface."""
     inside = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     return [part for part in inside if part._can_set_attn_implementation()]
 
 
 def configs_of(model: PreTrainedModel) -> list[Any]:
-    """Every configuration in use, each once."""
+    """Return every configuration in use, each once."""
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     nested = [getattr(config, name, None) for config in configs for name in getattr(config, "sub_configs", {})]
     return list({id(config): config for config in [*configs, *nested] if config is not None}.values())
 
 
 def implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
-    """Every configuration that carries the name of an attention implementation, with that name."""
+    """Return every configuration that names an attention implementation, with that name."""
     named = [config for config in configs_of(model) if hasattr(config, "_attn_implementation")]
     return [(config, config._attn_implementation_internal) for config in named]
 
@@ -81,9 +81,9 @@ def implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
 def out_of_reach(
     model: PreTrainedModel, refused: Mapping[str, str] | None = None, ran: Iterable[nn.Module] | None = None
 ) -> ModelError:
-    """The error for a model none of whose attention is read: it has none, ran none, or computes it in another way.
+    """Build the error for a model without readable attention: it has none, ran none, or computes it in another way.
 
-    `refused` says by module what was found and why it can't be read; `ran` are the modules of a pass.
+    `refused` maps the path of each unreadable module to the reason; `ran` are the modules that ran in a pass.
     """
     name = type(model).__name__
     if refused:
@@ -102,7 +102,7 @@ def out_of_reach(
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module's class calls itself attention, and no piece beside it."""
+    """Return whether a module's class name contains "Attention" and does not end like that of a helper module."""
     name = type(module).__name__
     return "Attention" in name and not name.endswith(PIECES)
 
@@ -110,9 +110,9 @@ def is_attention(module: nn.Module) -> bool:
 def read_call(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, more: dict[str, Any]
 ) -> Call:
-    """The arguments of transformers' attention functions in one vocabulary.
+    """Convert the arguments of one of transformers' attention functions to a Call.
 
-    Raises ModelError for one that changes the scores and is not known here.
+    Raises ModelError for an unsupported argument that changes the scores.
     """
     scaling = more.get("scaling")
     if more.get("sinks") is not None:
@@ -120,12 +120,12 @@ def read_call(
             f"{type(module).__name__} gives every query a sink of its own, which attnlens can't compute yet.",
             "Choose another model; one sink for each head is supported.",
         )
-    if isinstance(scaling, complex):  # the root of a negative number in a config
+    if isinstance(scaling, complex):  # config.json led to the square root of a negative number
         raise ModelError(f"{type(module).__name__} multiplies its scores by {scaling:.3g}.", "Mend its config.json.")
-    heads = max(key.shape[1], value.shape[1])  # one of them may be shared by more queries than the other
+    heads = max(key.shape[1], value.shape[1])  # keys or values may have fewer heads
     if key.shape[1] != value.shape[1]:
         key, value = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (key, value))
-    if mask is not None:  # one row may stand for all queries (LightGlue)
+    if mask is not None:  # one row may apply to all queries (LightGlue)
         mask = mask[..., : key.shape[2]].expand(*mask.shape[:-2], query.shape[2], -1)
     allowed, added = split_mask(mask)
     bias = more.get("position_bias")
@@ -138,7 +138,7 @@ def read_call(
         value=value,
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         allowed=allowed,
-        # transformers' own rule for a missing mask (its SDPA function)
+        # transformers' own rule if there is no mask (its SDPA function)
         causal=mask is None and query.shape[2] > 1 and bool(getattr(module, "is_causal", True) if own is None else own),
         bias=added if bias is None else bias,
         softcap=more.get("softcap"),
@@ -147,14 +147,13 @@ def read_call(
         module=module,
         places=places if isinstance(places, Tensor) and places.shape[1:] == query.shape[2:3] else None,
     )
-    return _narrowed(call, more)
+    return _restrict_to_indexer(call, more)
 
 
-def _narrowed(call: Call, more: dict[str, Any]) -> Call:
-    """The call with those keys alone visible that a sparse model's indexer chose for each query, where it has one.
+def _restrict_to_indexer(call: Call, more: dict[str, Any]) -> Call:
+    """Restrict the call to the keys that a sparse model's indexer chose for each query, if the model has an indexer.
 
-    Modules put them into the mask that they give to transformers' own functions; others get the numbers of the keys, or
-    of blocks of keys (MiniMax-M3).
+    transformers' own functions get it as part of the mask; others get indices of keys or of blocks (MiniMax-M3).
     """
     indices, blocks = more.get("indices"), more.get("block_indices")
     if indices is None and blocks is None:
@@ -170,9 +169,9 @@ def _narrowed(call: Call, more: dict[str, Any]) -> Call:
     return changed(call, allowed=chosen if seen is None else chosen & seen, causal=False)
 
 
-NAMES = "attnlens_"  # how the names begin under which transformers knows attnlens' answers
+NAMES = "attnlens_"  # prefix of the names under which attnlens registers its answers with transformers
 
-_door_numbers = count()
+_name_numbers = count()
 _answering: WeakSet[nn.Module] = WeakSet()
 
 
@@ -185,53 +184,53 @@ def opened(
     content: Collection[Tensor] | None = None,
     prove: bool = False,
 ) -> Iterator[Refused]:
-    """Every attention computation of `model` is answered by `answer` inside the block; restored at its end.
+    """Answer every attention computation of `model` with `answer` inside the `with`, and restore the model at its end.
 
-    Attention that goes through transformers' interface is answered there. Of what modules compute by hand that of
-    `modules` is traced, None being all; `content` and `prove` are those of `tracing`. The block's value says which
-    could not be read.
+    Attention that goes through transformers' interface is answered there. Hand-written attention is traced in `modules`
+    (None: all); `content` and `prove` are passed to `tracing`. The value maps each unreadable module to the reason.
     """
-    names = _register(f"{NAMES}{next(_door_numbers)}", answer)
+    names = _register(f"{NAMES}{next(_name_numbers)}", answer)
     nothing: Refused = {}
     skipped = nullcontext(nothing) if modules is not None and not modules else None
     try:
         with (
-            _noted(model),
+            _mark_answered(model),
             implementation(model, *names),
             skipped or tracing(model, answer, modules=modules, content=content, prove=prove) as refused,
         ):
             yield refused
     finally:
         for name in names:
-            del AttentionInterface._global_mapping[name]
+            del AttentionInterface._global_mapping[name]  # transformers has no function to unregister
             del AttentionMaskInterface._global_mapping[name]
 
 
 def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor]) -> None:
-    """Answer every attention computation of `model` by `answer` for good, for a model that owns its attention.
+    """Answer every attention computation of `model` with `answer` permanently, for a model built to use it.
 
-    transformers then knows it by `name`, in this process. Raises ModelError where no part of the model goes through the
+    transformers then knows it by `name`, in this process. Raises ModelError if no part of the model goes through the
     interface.
     """
     choose(model, *_register(name, answer))
 
 
 def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
-    """The names under which transformers knows `answer`: in the place of its SDPA function, and of its eager one.
+    """Register `answer` with transformers, and return its names in place of the SDPA and of the eager function.
 
-    Each has the mask function that goes with what it replaces; without one the mask silently becomes None.
+    Each name also gets the mask function of the function it replaces; without one, transformers silently passes None as
+    the mask.
     """
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **more: Any
     ) -> tuple[Tensor, None]:
-        with torch._C.DisableTorchFunction():  # what answers is not traced
+        with torch._C.DisableTorchFunction():  # the answer itself is not traced
             answered = answer(read_call(module, query, key, value, attention_mask, more))
             # transformers' own functions return contiguous tensors, and some modules rely on it
             return answered.contiguous(), None
 
     def as_eager(*args: Any, **more: Any) -> tuple[Tensor, None]:
-        return attention(*args, **more | {"is_causal": False})  # eager functions mask nothing by themselves
+        return attention(*args, **more | {"is_causal": False})  # eager functions apply no causal mask of their own
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, sdpa_mask)
@@ -242,14 +241,14 @@ def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
 
 @dataclass
 class CallCounter:
-    """Counts calls while attention is watched or replaced, so that each is known by its site."""
+    """Counts calls while attention is watched or replaced, so that each call can be matched to its site."""
 
-    sites: Mapping[tuple[str, int], Site]  # the sites to expect, by path and ordinal
+    sites: Mapping[tuple[str, int], Site]  # expected sites, by path and ordinal
     names: Mapping[nn.Module, str]  # module → dotted path
-    calls: Counter[str] = field(default_factory=Counter)  # how often each path was called so far
+    calls: Counter[str] = field(default_factory=Counter)  # number of calls so far, by path
 
     def site(self, module: nn.Module) -> Site:
-        """The site of the module's next call; passes follow each other, so ordinals repeat from 0."""
+        """Return the site of the module's next call, or raise ModelError if no site of the module is known."""
         path = self.names[module]
         own = self._ordinals(path)
         if not own:
@@ -261,7 +260,7 @@ class CallCounter:
         return self.sites[path, (self.calls[path] - 1) % own]
 
     def begin(self, *_: Any) -> None:
-        """A pass begins: ordinals are 0 again, also where an exception ended the one before."""
+        """Start a pass: set ordinals back to 0, even if an exception ended the previous pass."""
         for path in self.calls:
             self.calls[path] += -self.calls[path] % self._ordinals(path)
 
@@ -271,14 +270,14 @@ class CallCounter:
 
 @dataclass(frozen=True)
 class Replacement:
-    """Which kernel takes the place of a site's own, and in which heads."""
+    """The kernel that replaces a site's own, and the heads in which it does."""
 
-    kernel: Kernel  # the new one; its fitted parameters are those of `heads`, in their order
-    heads: tuple[int, ...] | None = None  # query heads; None means all
+    kernel: Kernel  # the new kernel; its fitted parameters are those of `heads`, in their order
+    heads: tuple[int, ...] | None = None  # query heads; None for all
 
 
 Swaps = Mapping[Site, Replacement]
-"""What is swapped at which sites."""
+"""Maps each swapped site to its replacement."""
 
 
 @contextmanager
@@ -290,7 +289,7 @@ def watch(
 ) -> Iterator[CallCounter]:
     """Show every attention computation to `visit` and answer it with the model's own kernel.
 
-    `answered` is shown the answer, (batch, queries, heads, value_dim), as the model goes on with it.
+    `answered` is called with the answer, (batch, queries, heads, value_dim), before the model uses it.
     """
 
     def answer(site: Site, call: Call) -> Tensor:
@@ -300,7 +299,7 @@ def watch(
             answered(site, found)
         return found
 
-    with _counted(model, sites, answer) as counter:
+    with _count_calls(model, sites, answer) as counter:
         yield counter
 
 
@@ -315,11 +314,12 @@ def replace(
     visit: Callable[[Site, Call], None] | None = None,
     answered: Callable[[Site, Tensor], None] | None = None,
 ) -> Iterator[CallCounter]:
-    """Answer the sites of `swaps` with their new kernels and the others with the model's own.
+    """Answer the sites of `swaps` with their new kernels and all other sites with the model's own.
 
-    `path` is how the new kernels are computed; `visit` sees what the sites of `swaps` are asked for, and `answered`
-    what they answer, (batch, queries, heads, value_dim). Raises UsageError where a kernel can't serve a site, and with
-    `every_site` ModelError at the end of the block where one of them was never reached.
+    `path` is the route by which the new kernels are computed. `visit` is called with each attention computation at the
+    sites of `swaps`, and `answered` with its answer, (batch, queries, heads, value_dim). Raises UsageError if a kernel
+    does not support a site. With `every_site`, raises ModelError at the end of the `with` if a site of `swaps` was
+    never reached.
     """
 
     def answer(site: Site, call: Call) -> Tensor:
@@ -332,7 +332,7 @@ def replace(
             answered(site, found)
         return found
 
-    with _counted(model, sites, answer) as counter:
+    with _count_calls(model, sites, answer) as counter:
         yield counter
     missed = [site.name for site in swaps if not counter.calls[site.path]]
     if missed and every_site:
@@ -343,7 +343,7 @@ def replace(
 
 
 def swapped(call: Call, swap: Replacement, path: Route = "auto") -> Tensor:
-    """The output of one site under a swap: (batch, queries, heads, value_dim)."""
+    """Compute the output of one site under a swap: (batch, queries, heads, value_dim)."""
     total = call.query.shape[1]
     if swap.heads is None or swap.heads == tuple(range(total)):
         return attend(call, swap.kernel, path)
@@ -354,7 +354,7 @@ def swapped(call: Call, swap: Replacement, path: Route = "auto") -> Tensor:
 
 
 @contextmanager
-def _counted(
+def _count_calls(
     model: PreTrainedModel, sites: tuple[Site, ...], answer: Callable[[Site, Call], Tensor]
 ) -> Iterator[CallCounter]:
     by_call = {(site.path, site.ordinal): site for site in sites}
@@ -374,13 +374,13 @@ def _counted(
 
 
 def is_answered(model: PreTrainedModel) -> bool:
-    """Whether attnlens answers attention of the model: for a while, or installed for good."""
+    """Return whether attnlens currently answers the model's attention, inside a `with` or permanently."""
     return model in _answering or any((name or "").startswith(NAMES) for _, name in implementations(model))
 
 
 @contextmanager
-def _noted(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block the model is known to be answered, also where its configurations name no implementation."""
+def _mark_answered(model: PreTrainedModel) -> Iterator[None]:
+    """Mark the model as answered inside the `with`, even if none of its configurations names an implementation."""
     first = model not in _answering
     _answering.add(model)
     try:

@@ -1,4 +1,4 @@
-"""Lists the attention sites of one forward pass, with their inputs, towers and padding."""
+"""List the attention sites of one forward pass, with their inputs, towers and padding."""
 
 from __future__ import annotations
 
@@ -24,63 +24,64 @@ from attnlens.models.trace import Refused, hooked
 from attnlens.records import Call, Site
 
 OF_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "audio": "audio", "text": "text"}
-"""The tower of a modality, by transformers' own word for it."""
+"""Tower of each modality, keyed by transformers' name for the modality."""
 
 
 def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
-    """Each attention module's tower, where the model has more than one; nothing where one encoder is all there is.
+    """Return each module's tower if the model has more than one, and an empty dict if it has a single encoder.
 
-    A module belongs to the innermost model around it that says what it reads; where that reads several modalities it
-    is none's. A decoder is no tower of an encoder–decoder: Whisper has an encoder, and Florence-2 vision and text.
+    A module belongs to the innermost submodel around it that declares its input modalities. If that submodel reads
+    several modalities, the module has no tower. The decoder of an encoder–decoder is not a tower: Whisper has one
+    encoder, Florence-2 has vision and text.
     """
     found: dict[nn.Module, Part] = {}
     decoder = model.get_decoder() if model.config.is_encoder_decoder else None  # type: ignore[no-untyped-call]
     writing = set(decoder.modules()) - {model} if isinstance(decoder, nn.Module) else set()
-    for inner in model.modules():  # from the outside in
+    for inner in model.modules():  # outer modules first
         if isinstance(inner, PreTrainedModel) and inner is not model:
-            part, inside = _reads(inner), set(inner.modules())
+            part, inside = _only_modality(inner), set(inner.modules())
             found = {module: tower for module, tower in found.items() if module not in inside}
             found |= {} if part is None else dict.fromkeys(inside, part)
     found = {module: part for module, part in found.items() if module not in writing}
     return found if len(set(found.values())) > 1 else {}
 
 
-def _reads(model: PreTrainedModel) -> Part | None:
-    """The only modality that a model reads; None where it reads several."""
-    said = model.input_modalities
-    parts = {OF_MODALITY[one] for one in ([said] if isinstance(said, str) else said) if one in OF_MODALITY}
+def _only_modality(model: PreTrainedModel) -> Part | None:
+    """Return the only modality that a model reads, or None if it reads several."""
+    declared = model.input_modalities
+    parts = {OF_MODALITY[one] for one in ([declared] if isinstance(declared, str) else declared) if one in OF_MODALITY}
     return parts.pop() if len(parts) == 1 else None
 
 
 CROSS_INPUTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
-"""The names under which transformers' attention modules take the other sequence of a cross-attention."""
+"""Names under which transformers' attention modules take the other sequence of a cross-attention."""
 
 UNTRACED = "no softmax of queries times keys that sums up values was found in it"
-"""Why a module that runs, and calls itself attention, is no site."""
+"""Reason why a module that runs, and whose class is named attention, is not a site."""
 
 
 @dataclass(frozen=True)
 class Reached:
-    """A site that a forward pass reached, with what its module was called with."""
+    """A site that a forward pass reached, with the arguments of its module's call."""
 
     site: Site
     module: nn.Module
-    arguments: dict[str, Any]  # the arguments of the module's call, by parameter name
-    call: Call  # what the module asked for
+    arguments: dict[str, Any]  # arguments of the module's call, by parameter name
+    call: Call  # the attention computation that the module requested
 
     @property
     def input_name(self) -> str:
-        """The name of the module's input: by transformers' convention the first tensor of numbers that it is given."""
+        """Name of the module's input: by transformers' convention its first floating-point tensor argument."""
         return next(name for name, value in self.arguments.items() if _is_numbers(value))
 
     @property
     def other(self) -> str | None:
-        """The name of the argument that carries the other sequence of a cross-attention."""
-        return _other(self.arguments)
+        """Name of the argument with the other sequence of a cross-attention; None if there is none."""
+        return _other_input(self.arguments)
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """The axes of its inputs in the order (batch, tokens, …, d_model); XLNet has the tokens first."""
+        """Axes of the module's inputs in the order (batch, tokens, …, d_model); XLNet puts the tokens first."""
         given, query = self.arguments[self.input_name], self.call.query
         usual = tuple(range(given.dim()))
         for axes in (usual, (1, 0, *usual[2:]), (0, *usual[2:], 1)) if given.dim() > 2 else ():
@@ -90,50 +91,47 @@ class Reached:
         return usual
 
     def sequences(self, given: Tensor) -> Tensor:
-        """Inputs of the module as (batch, tokens, …, d_model)."""
+        """Return inputs of the module as (batch, tokens, …, d_model)."""
         return as_sequences(given, self.layout)
 
 
 def as_sequences(given: Tensor, layout: tuple[int, ...]) -> Tensor:
-    """A module's inputs as (batch, tokens, …, d_model), where their axes have this layout or there is no batch."""
+    """Return a module's inputs as (batch, tokens, …, d_model), given their `layout`; add a missing batch axis."""
     return given[None] if given.dim() == 2 else given.permute(layout)
 
 
 @dataclass(frozen=True)
 class Surveyed:
-    """What one forward pass showed of a model's attention."""
+    """The attention that one forward pass of a model showed."""
 
     model: PreTrainedModel
-    reached: list[Reached]  # the sites, in the order of their calls
-    ran: set[nn.Module]  # the modules that ran
-    refused: Refused  # those whose hand-written attention can't be read, and why
+    reached: list[Reached]  # sites in the order of their calls
+    ran: set[nn.Module]  # modules that ran
+    refused: Refused  # modules whose hand-written attention cannot be read, and the reasons
 
     @property
     def missed(self) -> dict[str, str | None]:
-        """Paths of attention modules that are not among the sites, and why; None where one does not run."""
+        """Paths of attention modules that are not sites, with the reason; None if the module did not run."""
         used = {id(part) for found in self.reached for part in found.module.modules()}
-        every = dict(self.model.named_modules())
-        owners = {name for name, module in every.items() if any(id(part) in used for part in module.modules())}
-        found = {name: self.refused[module] for name, module in every.items() if module in self.refused}
+        named = dict(self.model.named_modules())
+        owners = {name for name, module in named.items() if any(id(part) in used for part in module.modules())}
+        found = {name: self.refused[module] for name, module in named.items() if module in self.refused}
         missed: dict[str, str | None] = dict(found)
-        for name, module in every.items():
+        for name, module in named.items():
             inside = any(is_attention(child) for child in module.modules() if child is not module)
-            told = any(f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") for other in found)
-            if is_attention(module) and not (inside or told or name in owners or id(module) in used):
+            covered = any(f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") for other in found)
+            if is_attention(module) and not (inside or covered or name in owners or id(module) in used):
                 missed[name] = UNTRACED if module in self.ran else None
         return missed
 
 
 def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Reached]:
-    """The sites that one forward pass reaches, in order. Raises what `surveyed` raises."""
+    """Return the sites that one forward pass reaches, in order. Raises what `surveyed` raises."""
     return surveyed(model, inputs).reached
 
 
 def surveyed(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Surveyed:
-    """Run one forward pass, and tell what attention it shows.
-
-    Raises ModelError where the model has no softmax attention that can be read.
-    """
+    """Run one forward pass and return the attention it shows. Raises ModelError if no attention can be read."""
     modules = {module: name for name, module in model.named_modules()}
     running: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     ran = set[nn.Module]()
@@ -152,7 +150,7 @@ def surveyed(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Surveyed:
         calls.append((module, call, by_name(module, *running[module])))
         return attend(call, OWN, "eager")
 
-    # All modules, as which of them will ask for attention is not known before; only those that run are kept.
+    # Hook all modules, since it is not known which compute attention; only those running are kept.
     hooks = [module.register_forward_pre_hook(entered, with_kwargs=True) for module in modules]
     hooks += [module.register_forward_hook(lambda module, *_: running.pop(module, None) and None) for module in modules]
     with hooked(hooks), torch.no_grad(), opened(model, answer, prove=True) as refused:
@@ -160,13 +158,13 @@ def surveyed(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Surveyed:
     calls = [found for found in calls if found[0] not in refused]
     if not calls:
         raise out_of_reach(model, {modules[module]: reason for module, reason in refused.items()}, ran)
-    return Surveyed(model, _numbered(model, modules, calls), ran, refused)
+    return Surveyed(model, _number_sites(model, modules, calls), ran, refused)
 
 
-def _numbered(
+def _number_sites(
     model: PreTrainedModel, modules: Mapping[nn.Module, str], calls: list[tuple[nn.Module, Call, dict[str, Any]]]
 ) -> list[Reached]:
-    """The calls of a pass as sites, numbered in their order, and each module's own calls too."""
+    """Convert the calls of a pass to sites, numbered over the pass and within each module."""
     total, seen, reached = Counter(modules[module] for module, _, _ in calls), Counter[str](), []
     tower = towers(model)
     for layer, (module, call, bound) in enumerate(calls):
@@ -180,22 +178,22 @@ def _numbered(
 
 
 def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: Any) -> Any:
-    """The model's outputs without a cache, so that every query meets every key in one call.
+    """Return the model's outputs without a cache, so that every query meets every key in one call.
 
-    A model that draws random numbers (ViTMAE's masks) draws the same ones in every pass.
+    A model that draws random numbers (ViTMAE's masks) draws the same numbers in every pass.
     """
-    with _uncached(model), _same_draws(model):
+    with _disable_cache(model), _fix_seed(model):
         return model(**inputs, **without_cache(model), **more)
 
 
 def without_cache(model: PreTrainedModel) -> dict[str, bool]:
-    """The argument that keeps a model from filling a cache, where it names it."""
+    """Return the argument that keeps a model from filling a cache, if its `forward` has one."""
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
 @contextmanager
-def _uncached(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block no configuration asks for a cache: the models inside a model are not told by argument."""
+def _disable_cache(model: PreTrainedModel) -> Iterator[None]:
+    """Switch off `use_cache` in all configurations inside the `with`: submodels do not receive the argument."""
     asking = [config for config in configs_of(model) if getattr(config, "use_cache", False)]
     for config in asking:
         config.use_cache = False
@@ -207,8 +205,8 @@ def _uncached(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _same_draws(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block a model that is not in training draws from one seed; what is drawn outside is not touched."""
+def _fix_seed(model: PreTrainedModel) -> Iterator[None]:
+    """Seed the random draws of a model in eval mode inside the `with`; generators outside are unaffected."""
     if model.training:
         yield
         return
@@ -216,27 +214,28 @@ def _same_draws(model: PreTrainedModel) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         if device.type == "cpu":
             torch.default_generator.manual_seed(0)
-        else:  # this seeds all devices, and writes the stack down for those that nothing ran on yet
+        else:  # this seeds all devices, and records the stack trace for devices that are not initialised yet
             torch.manual_seed(0)
         yield
 
 
 def real_outputs(result: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """The tensors of numbers in a model's output at its real tokens; nested ones where there are no others (backbones).
+    """Return the floating-point outputs of a model at its real tokens; nested ones only if there are no others.
 
-    Padding is left out because a padded query may have no key at all, and then implementations differ rightly.
+    Backbones have only nested ones. Padding is left out because a padded query may see no key, and implementations may
+    then differ.
     """
     values = result.to_tuple() if hasattr(result, "to_tuple") else result
-    tensors = [value for value in values if _is_numbers(value)] or list(_nested(values))
+    tensors = [value for value in values if _is_numbers(value)] or list(_nested_tensors(values))
     return [at_real_tokens(tensor, inputs) for tensor in tensors]
 
 
-def _nested(values: Any) -> Iterator[Tensor]:
+def _nested_tensors(values: Any) -> Iterator[Tensor]:
     for value in values:
         if _is_numbers(value):
             yield value
         elif isinstance(value, tuple | list):
-            yield from _nested(value)
+            yield from _nested_tensors(value)
 
 
 def _is_numbers(value: object) -> bool:
@@ -244,29 +243,29 @@ def _is_numbers(value: object) -> bool:
 
 
 def at_real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """A (batch, tokens, …) tensor without its padding, (real tokens, …); any other as it is."""
+    """Return a (batch, tokens, …) tensor without padding as (real tokens, …); return any other tensor unchanged."""
     masks = [inputs[name].bool() for name in ("decoder_attention_mask", "attention_mask") if name in inputs]
     for mask in masks:
         if mask.shape == tensor.shape[:2]:
-            return tensor.flatten(0, 1) if bool(mask.all()) else tensor[mask]  # the first takes no memory
+            return tensor.flatten(0, 1) if bool(mask.all()) else tensor[mask]  # flattening takes no memory
     return tensor
 
 
 def real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """1 at the real tokens of a (batch, tokens, …) tensor, 0 at its padding, (batch, tokens)."""
+    """Return a (batch, tokens) mask of a (batch, tokens, …) tensor: 1 at real tokens, 0 at padding."""
     masks = [inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in inputs]
     whole = tensor.new_ones(tensor.shape[:2], dtype=torch.float32)
     return next((mask.to(whole) for mask in masks if mask.shape == tensor.shape[:2]), whole)
 
 
 def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a module's call under the names of its parameters."""
+    """Return the arguments of a module's call, keyed by parameter name."""
     positional = list(inspect.signature(module.forward).parameters)
     return dict(zip(positional, args, strict=False)) | kwargs
 
 
-def _other(arguments: dict[str, Any]) -> str | None:
-    """The argument with another sequence: by transformers' names, or keys that are not the queries (a pooling head)."""
+def _other_input(arguments: dict[str, Any]) -> str | None:
+    """Return the argument name of the other sequence: one of CROSS_INPUTS, or a `key` that is not the query."""
     query, key = arguments.get("query"), arguments.get("key")
     named = [name for name in CROSS_INPUTS if arguments.get(name) is not None]
     between = isinstance(query, Tensor) and isinstance(key, Tensor) and query is not key
@@ -274,8 +273,8 @@ def _other(arguments: dict[str, Any]) -> str | None:
 
 
 def _part(call: Call, arguments: dict[str, Any]) -> Part:
-    """Cross-attention has another sequence; a decoder's self-attention sees nothing above the diagonal."""
-    if _other(arguments) is not None or call.query.shape[2] != call.key.shape[2]:
+    """Return the part of a call: "cross" if it has another sequence, "decoder" if causal, "encoder" otherwise."""
+    if _other_input(arguments) is not None or call.query.shape[2] != call.key.shape[2]:
         return "cross"
     above = torch.ones(call.query.shape[2], call.key.shape[2], dtype=torch.bool, device=call.query.device).triu(1)
     seen = call.visible()
@@ -285,7 +284,7 @@ def _part(call: Call, arguments: dict[str, Any]) -> Part:
 
 @contextmanager
 def inputs_of(reached: Iterable[Reached]) -> Iterator[dict[nn.Module, Tensor]]:
-    """Inside the block, module → the inputs (batch, tokens, d_model) of its latest call, for these sites' modules."""
+    """Record the latest inputs of these sites' modules inside the `with`: module → (batch, tokens, d_model)."""
     latest: dict[nn.Module, Tensor] = {}
     known = {found.module: found for found in reached}
 
@@ -298,9 +297,9 @@ def inputs_of(reached: Iterable[Reached]) -> Iterator[dict[nn.Module, Tensor]]:
 
 
 def hiding_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
-    """The same computation, in which queries of padding see nothing.
+    """Return the same computation with all keys hidden from padded queries of a cross-attention.
 
-    In self-attention they are the tokens that nobody sees; in cross-attention only the mask among the inputs tells.
+    In self-attention, padding is the tokens that no query sees. In cross-attention only a mask shows it.
     """
     mask = inputs.get("decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask")
     if not call.cross or mask is None or mask.shape != call.query.shape[::2] or bool(mask.all()):
@@ -310,7 +309,7 @@ def hiding_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
 
 
 def unpadded(call: Call, site: Site, inputs: Mapping[str, Tensor]) -> Iterator[Call]:
-    """The same computation without padding: sequence by sequence, or whole where there is none."""
+    """Yield the same computation without padding: sequence by sequence, or whole if there is no padding."""
     hiding = hiding_padding(call, inputs)
     for batch, queries, keys in real_parts(hiding.allowed, call.query.shape[0], site.part):
         yield call if isinstance(queries, slice) else hiding.sequences(batch, queries, keys)
@@ -319,18 +318,19 @@ def unpadded(call: Call, site: Site, inputs: Mapping[str, Tensor]) -> Iterator[C
 def real_parts(
     allowed: Tensor | None, sequences: int, part: Part
 ) -> Iterator[tuple[list[int], Tensor | slice, Tensor | slice]]:
-    """Sequences of a batch with the queries and keys that are no padding; one in which no query sees a key is left out.
+    """Yield the sequences of a batch with the indices of their queries and keys that are not padding.
 
-    A key that no query may see is padding, and in cross-attention a query that may see none.
+    A key that no query may see is padding; in cross-attention so is a query that may see no key. A sequence in which no
+    query sees a key is skipped.
     """
-    every = list(range(sequences)), slice(None), slice(None)
+    whole = list(range(sequences)), slice(None), slice(None)
     if allowed is None:
-        yield every
+        yield whole
         return
     keys = allowed.any(dim=-2).any(dim=-2).expand(sequences, -1)
     queries = allowed.any(dim=-1).any(dim=-2).expand(sequences, -1) if part == "cross" else keys
     if bool(keys.all()) and bool(queries.all()):
-        yield every
+        yield whole
         return
     for sequence in keys.any(-1).nonzero().flatten().tolist():
         yield [sequence], queries[sequence].nonzero().squeeze(-1), keys[sequence].nonzero().squeeze(-1)

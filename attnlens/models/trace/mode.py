@@ -1,4 +1,4 @@
-"""Reads hand-written attention as a Call, and answers it in the place of the module's own weighted sums."""
+"""Read hand-written attention as a Call, and answer it in place of the module's own weighted sums."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from attnlens.models.trace.scores import (
 )
 from attnlens.records import Call
 
-TOLERANCE = 1e-4  # largest relative difference between what was predicted and what the model's own steps give
+TOLERANCE = 1e-4  # largest relative difference between a prediction and the result of the model's own steps
 
 
 @dataclass(eq=False)
 class TracedSoftmax:
     """A softmax over keys, and the products that reach it."""
 
-    logits: Tensor  # its argument
-    carried: Mapping[TracedScores, Standins]  # the products in it
-    used: bool = False  # whether its weights have summed up values
+    logits: Tensor  # argument of the softmax
+    carried: Mapping[TracedScores, Standins]  # products in the argument, with their stand-ins
+    used: bool = False  # whether its weights have already summed up values
 
     def scores(self) -> TracedScores:
-        """The one product of queries and keys in it.
+        """Return the one product of queries and keys in the softmax's argument.
 
-        What is added may hold products with positions, one side of which does not depend on the inputs. Raises
-        UnreadableError where there are several that do, or where it is not known which it is.
+        Added terms may contain products with positions, one side of which does not depend on the inputs. Raises
+        UnreadableError if several products depend on the inputs on both sides, or if none of several does.
         """
         content = [scores for scores in self.carried if scores.content]
         if len(content) > 1:
@@ -62,35 +62,35 @@ class TracedSoftmax:
 
 
 def unread(reason: str) -> UnreadableError:
-    """The error for hand-written attention that is left to the model."""
+    """Build the error for hand-written attention that is left to the model."""
     return UnreadableError(reason, "The other sites stand; this one is left out.")
 
 
 @dataclass(frozen=True)
 class Affine:
-    """Scores = factor · product + bias on the allowed pairs, (batch, heads, queries, keys), but for a term per query.
+    """Scores = factor · product + bias on the allowed pairs, (batch, heads, queries, keys), up to a term per query.
 
-    The softmax does not see such a term.
+    The softmax ignores such a term.
     """
 
-    factor: Tensor  # (heads,): what multiplies the product
-    allowed: Tensor | None  # which keys a query may see; None means all
-    bias: Tensor | None  # what is added; None where nothing is
+    factor: Tensor  # (heads,): the factor of the product
+    allowed: Tensor | None  # which keys a query may see; None for all
+    bias: Tensor | None  # the term added; None if there is none
 
 
 def affine(signs: Tensor, zero: Tensor, scores: Tensor) -> Affine:
-    """The affine map that gives `zero` for a product of 0 and `scores` for the product `signs`, (queries, keys).
+    """Find the affine map that gives `zero` for a product of 0 and `scores` for the product `signs`, (queries, keys).
 
-    Both are (batch, heads, queries, keys). Raises UnreadableError where the factor is not the same for all pairs of a
-    head, or is 0.
+    Both are (batch, heads, queries, keys). Raises UnreadableError if the factor differs between pairs of a head, or is
+    0.
     """
     if bool(zero.isnan().any()):
         raise unread("what is added to its scores is not a number")
     allowed, bias = split_mask(zero)
-    # what no product moves is masked too: by a factor of 0, or by a number beside which all others are lost
+    # pairs that no product changes are masked too: by a factor of 0, or by a number so large that scores are lost in it
     seen = (scores != zero) if allowed is None else allowed & (scores != zero)
-    wanted = _centred(signs.to(zero), seen)
-    gain = _centred(scores - zero, seen)
+    wanted = _centre(signs.to(zero), seen)
+    gain = _centre(scores - zero, seen)
     factor = (gain * wanted).sum((0, 2, 3)) / wanted.square().sum((0, 2, 3))
     if not bool((factor.isfinite() & (factor != 0)).all()):
         raise unread("its scores do not depend on its queries and keys")
@@ -103,14 +103,14 @@ def affine(signs: Tensor, zero: Tensor, scores: Tensor) -> Affine:
 
 
 def check_moved(query: Tensor, key: Tensor, found: Affine, zero: Tensor, scores: Tensor) -> None:
-    """Raise UnreadableError where the softmax's argument is not factor · ⟨query, key⟩ + bias for these.
+    """Raise UnreadableError if the softmax's argument is not factor · ⟨query, key⟩ + bias for these queries and keys.
 
-    They are other queries and keys than the model's, and `scores` what its own steps make of them.
+    They are not the model's queries and keys, and `scores` is the result of the model's own steps on them.
     """
     seen = torch.ones_like(zero, dtype=torch.bool) if found.allowed is None else found.allowed
     product = query.to(zero) @ key.to(zero).expand(-1, query.shape[1], -1, -1).transpose(-1, -2)
-    predicted = _centred(found.factor.view(1, -1, 1, 1) * product, seen)
-    moved = _centred(scores.to(zero) - zero, seen)
+    predicted = _centre(found.factor.view(1, -1, 1, 1) * product, seen)
+    moved = _centre(scores.to(zero) - zero, seen)
     size = predicted.norm() + torch.where(seen, zero, 0.0).norm()
     error = float((moved - predicted).norm() / size)
     if not error <= rounding_of(query.dtype):
@@ -118,12 +118,12 @@ def check_moved(query: Tensor, key: Tensor, found: Affine, zero: Tensor, scores:
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """The largest relative difference that is no misreading, of what a module computes in that type."""
+    """Return the largest relative difference explained by rounding, for results that a module computes in this type."""
     return max(TOLERANCE, 8 * torch.finfo(dtype).eps)
 
 
-def _centred(scores: Tensor, seen: Tensor) -> Tensor:
-    """Scores without their mean over the keys that a query sees, and 0 elsewhere; as they are if all see one."""
+def _centre(scores: Tensor, seen: Tensor) -> Tensor:
+    """Centre scores over the keys each query sees, with 0 elsewhere; without centring if no query sees two keys."""
     kept = torch.where(seen, scores, 0.0)
     if bool((seen.sum(-1) < 2).all()):
         return kept
@@ -131,7 +131,7 @@ def _centred(scores: Tensor, seen: Tensor) -> Tensor:
 
 
 Tokens = tuple[int, ...] | None
-"""The axes of a module's first input but the last: sequences and tokens; None where it has no input of numbers."""
+"""Axes of a module's first input except the last: sequences and tokens; None if it has no floating-point input."""
 
 
 @dataclass(frozen=True)
@@ -139,22 +139,22 @@ class Lead:
     """The leading axes of queries, keys and scores; heads are one of them, or the inner part of the only one."""
 
     shape: tuple[int, ...]
-    axis: int  # the axis of the heads, where the only one counts as (sequences, heads)
+    axis: int  # axis of the heads, where a single axis counts as (sequences, heads)
     heads: int
 
     @property
     def _whole(self) -> tuple[int, ...]:
-        """The axes, heads apart."""
+        """The axes, with heads as an axis of their own."""
         return (self.shape[0] // self.heads, self.heads) if len(self.shape) == 1 else self.shape
 
     def like(self, shape: tuple[int, ...]) -> Lead:
-        """The same axes, merged or told apart as those of another tensor are."""
+        """Return the same axes, merged or separated like those of another tensor."""
         if self.axis != 1 or {len(shape), len(self.shape)} != {1, 2}:
             return self
         return Lead((math.prod(self._whole),) if len(shape) == 1 else self._whole, 1, self.heads)
 
     def split(self, tensor: Tensor) -> Tensor:
-        """(leading axes, a, b) as (batch, heads, a, b); heads stay 1 where one serves all."""
+        """Reshape (leading axes, a, b) to (batch, heads, a, b); heads stay 1 if one entry serves all of them."""
         last = tensor.shape[-2:]
         if len(self.shape) == 1:
             return tensor.expand(*self.shape, *last).reshape(*self._whole, *last)
@@ -164,18 +164,18 @@ class Lead:
         return tensor.expand(*wanted, *last).movedim(self.axis, -3).reshape(-1, one, *last)
 
     def back(self, output: Tensor) -> Tensor:
-        """(batch, queries, heads, value_dim), in the order of the axes: (…, queries, value_dim)."""
+        """Reshape (batch, queries, heads, value_dim) to (…, queries, value_dim), with the original order of axes."""
         others = [size for axis, size in enumerate(self._whole) if axis != self.axis]
         found = output.transpose(1, 2).reshape(*others, self.heads, *output.shape[1::2])
         return found.movedim(-3, self.axis).reshape(*self.shape, *found.shape[-2:])
 
 
 def lead_of(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -> Lead:
-    """The axes of scores of so many queries and keys, in a module that was called with these tokens.
+    """Determine the axes of scores with these numbers of queries and keys, in a module called with these tokens.
 
-    There are as many heads as there are queries for each token; or keys, where a module pools its queries. Four axes
-    are (sequences, heads, queries, keys), as everywhere in transformers. Raises UnreadableError where an axis could
-    be another one.
+    There are as many heads as queries per token, or as keys per token if a module pools its queries. Four axes are
+    (sequences, heads, queries, keys), as everywhere in transformers. Raises UnreadableError if the axis of the heads is
+    ambiguous.
     """
     total, count = math.prod(shape), math.prod(tokens or (0,))
     counts = [total * each // count for each in (queries, keys) if count and total * each % count == 0]
@@ -183,7 +183,7 @@ def lead_of(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -> 
         if not counts or total * queries % (count or 1) or not counts[0] or shape[0] % counts[0]:
             raise unread(f"its heads can't be told from its sequences: queries have the axes {(*shape, queries)}")
         return Lead(shape, 1, counts[0])
-    # The first axis of a lone sequence: its tokens can't be counted where channels come before them (SqueezeBERT).
+    # Exclude the first axis of a lone sequence: tokens cannot be counted if channels come before them (SqueezeBERT).
     lone = {0} if tokens and tokens[0] == shape[0] == 1 else set[int]()
     fitting = [axis for axis, size in enumerate(shape) if size in counts and axis not in lone]
     if 1 in fitting or (len(shape) == 2 and not fitting):
@@ -194,10 +194,10 @@ def lead_of(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -> 
 
 
 def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: nn.Module) -> tuple[Call, Lead]:
-    """Queries, keys, scale, mask and bias behind a softmax whose weights sum up `value`, (…, keys, value_dim).
+    """Return queries, keys, scale, mask and bias of a softmax whose weights sum up `value`, (…, keys, value_dim).
 
-    `tokens` are those that `module` was called with. Raises UnreadableError where the softmax's argument is not
-    factor · ⟨query, key⟩ plus something that does not depend on their product.
+    `tokens` are those that `module` was called with. Raises UnreadableError if the softmax's argument is not factor ·
+    ⟨query, key⟩ plus a term that does not depend on their product.
     """
     scores = softmax.scores()
     product, standins = scores.product, softmax.carried[scores]
@@ -218,8 +218,8 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: n
     query, scale = lead.split(product.left), float(found.factor[0].detach())
     if bool(((found.factor - scale).abs() > 32 * torch.finfo(found.factor.dtype).eps * abs(scale)).any()):
         query, scale = query * found.factor.view(1, -1, 1, 1).to(query.dtype), 1.0
-    key, value = _paired(lead.split(product.right), lead.like(value.shape[:-2]).split(value))
-    wide = torch.promote_types(query.dtype, value.dtype)  # GPT-J turns its queries and keys into float32
+    key, value = _pair_heads(lead.split(product.right), lead.like(value.shape[:-2]).split(value))
+    wide = torch.promote_types(query.dtype, value.dtype)  # GPT-J converts its queries and keys to float32
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
     call = Call(
         query=query,
@@ -236,7 +236,7 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: n
 
 
 def fused_call(given: Mapping[str, Any], tokens: Tokens, module: nn.Module) -> tuple[Call, Lead]:
-    """The arguments of torch's scaled_dot_product_attention, called by a module itself, as a Call."""
+    """Convert the arguments of torch's scaled_dot_product_attention, called by a module itself, to a Call."""
     query, key, mask, scale = given["query"], given["key"], given.get("attn_mask"), given.get("scale")
     lead = lead_of(tuple(query.shape[:-2]), query.shape[-2], key.shape[-2], tokens)
     if mask is not None:
@@ -245,7 +245,7 @@ def fused_call(given: Mapping[str, Any], tokens: Tokens, module: nn.Module) -> t
     allowed, bias = split_mask(mask)
     if allowed is not None and bool(allowed.all()):
         allowed = None
-    key, value = _paired(*(_of_sequences(lead, part) for part in (key, given["value"])))
+    key, value = _pair_heads(*(_of_sequences(lead, part) for part in (key, given["value"])))
     call = Call(
         query=lead.split(query),
         key=key,
@@ -262,14 +262,14 @@ def fused_call(given: Mapping[str, Any], tokens: Tokens, module: nn.Module) -> t
 
 
 def _of_sequences(lead: Lead, part: Tensor) -> Tensor:
-    """Keys or values as (batch, kv_heads, keys, size); under GQA they have fewer heads than the queries."""
+    """Return keys or values as (batch, kv_heads, keys, size); under GQA they have fewer heads than the queries."""
     if part.dim() == 4 and lead.axis == 1 and part.shape[0] == lead.shape[0]:
         return part
     return lead.split(part)
 
 
-def _paired(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values with as many heads each."""
+def _pair_heads(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat the heads of keys or of values, so that both have equally many."""
     if key.shape[1] == value.shape[1]:
         return key, value
     heads = max(key.shape[1], value.shape[1])
@@ -278,15 +278,15 @@ def _paired(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 SOFTMAXES = frozenset({torch.softmax, F.softmax, Tensor.softmax})
 FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-"""The arguments of torch's fused attention, in their order."""
+"""Parameters of torch's fused attention, in order."""
 
 Refused = dict[nn.Module, str]
-"""Attention that was found and can't be read: the module that computes it → why."""
+"""Unreadable attention that was found: maps the module that computes it to the reason."""
 
 
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Remove these hooks at the end of the block."""
+    """Remove these hooks at the end of the `with`."""
     try:
         yield
     finally:
@@ -304,14 +304,14 @@ def tracing(
     prove: bool = False,
     shown: Callable[[nn.Module, Tensor], None] | None = None,
 ) -> Iterator[Refused]:
-    """Inside the block `answer` takes the place of each weighted sum of hand-written attention in `model`.
+    """Let `answer` replace each weighted sum of hand-written attention in `model` inside the `with`.
 
-    Only that of `modules` is looked at, None being all. `content` are the tensors that carry what the model is about;
-    None stands for what it is called with, but masks and positions. With `prove` the model goes on with its own sums,
-    and each is held against what follows from the traced queries, keys and values; so is the softmax's argument for
-    other queries and keys. What doesn't agree is refused, and left to the model; of `modules`, which were read before,
-    it is a ModelError. `shown` is given the attention weights that the model itself computes, (batch, heads, queries,
-    keys), and the module whose they are.
+    Only `modules` are traced, all if None. `content` are the tensors that carry the model's content; None stands for
+    the model's inputs except masks and positions. With `prove` the model continues with its own sums, and each is
+    compared with the one computed from the traced queries, keys and values; the softmax's argument is also compared for
+    other queries and keys. Attention that does not agree is refused and left to the model; in a module of `modules`,
+    which was read before, it raises a ModelError. `shown` is called with the module and the attention weights that the
+    model itself computes, (batch, heads, queries, keys).
     """
     tracer = _Tracer(answer, None if modules is None else set(modules), prove=prove)
     tracer.shown = shown
@@ -332,13 +332,13 @@ class _Tracer(TorchFunctionMode):
         self.constants: set[int] = set()
 
     def entered(self, content: Collection[Tensor] | None) -> Callable[..., None]:
-        """The hook for a module that begins: at the outermost one the inputs are noted."""
+        """Build the hook that runs when a module starts; for the outermost module it records the inputs."""
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             with torch._C.DisableTorchFunction():
                 if not self.running:
-                    held = (*module.parameters(), *module.buffers())
-                    self.constants = {tensor.untyped_storage().data_ptr() for tensor in held}
+                    state = (*module.parameters(), *module.buffers())
+                    self.constants = {tensor.untyped_storage().data_ptr() for tensor in state}
                     begun = _content(module, args, kwargs) if content is None else content
                     self.known.inputs.update(dict.fromkeys(begun, True))
                 first = next((tensor for tensor in tensors((args, kwargs)) if tensor.is_floating_point()), None)
@@ -347,13 +347,13 @@ class _Tracer(TorchFunctionMode):
         return enter
 
     def left(self, module: nn.Module, *_: Any) -> None:
-        """The hook for a module that ends."""
+        """Remove the module that ends from the running modules (hook)."""
         self.running.pop()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is F.multi_head_attention_forward:
-            with self:  # its steps are traced as those of any other module
+            with self:  # its steps are traced like those of any other module
                 return _plain_multi_head(*args, **kwargs)
         if self.modules is not None and not any(module in self.modules for module, _ in self.running):
             return self.known.call(function, args, kwargs)
@@ -370,12 +370,12 @@ class _Tracer(TorchFunctionMode):
         return self._product(function, args, kwargs, pair)
 
     def _product(self, function: Any, args: Any, kwargs: Any, pair: tuple[Tensor, Tensor]) -> Tensor:
-        """A product, which is the beginning of scores unless one side is a weight of the model."""
-        # a weight that waits on disk lies elsewhere in every pass, and is a parameter still
+        """Compute a product; it starts new scores unless one side is a weight of the model."""
+        # a weight offloaded to disk has a different address in every pass, but is still a Parameter
         constant = any(
             isinstance(part, nn.Parameter) or part.untyped_storage().data_ptr() in self.constants for part in pair
         )
-        if constant and function is torch.einsum:  # it may mix heads
+        if constant and function is torch.einsum:  # the einsum may mix heads
             return self.known.call(function, args, kwargs)  # type: ignore[no-any-return]  # a product is a tensor
         result: Tensor = function(*args, **kwargs)
         dependent = [part in self.known.inputs for part in pair]
@@ -396,13 +396,13 @@ class _Tracer(TorchFunctionMode):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if logits in self.known.inputs:
             self.known.inputs[result] = True
-        # without scores it chooses among something else than keys: experts, classes
+        # without scores, the softmax is not over keys but over experts or classes
         if dim in (-1, logits.dim() - 1) and (carried := self.known.scores.get(logits)):
             self.known.weights[result] = TracedSoftmax(logits, carried)
         return result
 
     def _sum(self, function: Any, args: Any, kwargs: Any, weights: Tensor) -> Tensor:
-        """A product of attention weights with what they weigh: here a site is known, and answered."""
+        """Compute a product of attention weights with values: here a site is complete, and is answered."""
         softmax = self.known.weights[weights]
         scores = next(iter(softmax.carried))
         shared = [pair for pair, module in zip(self.running, scores.modules, strict=False) if pair[0] is module]
@@ -419,23 +419,23 @@ class _Tracer(TorchFunctionMode):
             return call, of_sum
 
         own = partial(function, *args, **kwargs)
-        return self._site(shared, read, own, weights.dtype, found.arranged if found is not None else _same)
+        return self._site(shared, read, own, weights.dtype, found.arranged if found is not None else _identity)
 
     def _fused(self, args: Any, kwargs: Any) -> Tensor:
-        """Attention by torch's own function, called by the module itself."""
+        """Answer attention that the module itself computes with torch's fused function."""
         given = dict(zip(FUSED, args, strict=False)) | kwargs
 
         def read(module: nn.Module, tokens: Tokens) -> tuple[Call, Lead]:
             call, lead = fused_call(given, tokens, module)
             if self.shown is not None:
-                # its output for the identity matrix as values
+                # the weights are the output for the identity matrix as values
                 key = given["key"]
                 unit = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
                 self.shown(module, lead.split(F.scaled_dot_product_attention(**{**given, "value": unit})))
             return call, lead
 
         own = partial(F.scaled_dot_product_attention, **given)
-        return self._site(self.running, read, own, given["value"].dtype, _same)
+        return self._site(self.running, read, own, given["value"].dtype, _identity)
 
     def _site(
         self,
@@ -445,16 +445,16 @@ class _Tracer(TorchFunctionMode):
         dtype: torch.dtype,
         arranged: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """The result of one site, of that type, whose `own` is the model's; the innermost of its modules owns it."""
+        """Compute the result of one site in `dtype`: the answer, or the model's `own`; the last of `owners` owns it."""
         owner = owners[-1][0] if owners else None
         if owner is None or owner in self.refused or (self.modules is not None and owner not in self.modules):
             result = own()
         else:
-            result = self._answered(*owners[-1], read, own, arranged).to(dtype)
+            result = self._answer_site(*owners[-1], read, own, arranged).to(dtype)
         self.known.inputs[result] = True
         return result
 
-    def _answered(
+    def _answer_site(
         self,
         owner: nn.Module,
         tokens: Tokens,
@@ -464,15 +464,15 @@ class _Tracer(TorchFunctionMode):
     ) -> Tensor:
         try:
             call, lead = read(owner, tokens)
-            sighted = arranged(lead.back(_sighted(call)))
+            sighted = arranged(lead.back(_sees_any_key(call)))
             if not self.prove:
                 answered = arranged(lead.back(self.answer(call)))
-                # what a query that sees no key is given differs from model to model
+                # models differ in what they return for a query that sees no key
                 return answered if bool(sighted.all()) else torch.where(sighted, answered, own())
             result = own()
-            _check(arranged(lead.back(attend(call, OWN, "eager"))), result, sighted)
+            _check_output(arranged(lead.back(attend(call, OWN, "eager"))), result, sighted)
         except UnreadableError as refusal:
-            if self.modules is not None:  # it was read before, and nobody would know
+            if self.modules is not None:  # it was read before: leaving it to the model now would go unnoticed
                 raise ModelError(
                     f"A {type(owner).__name__} can't be read on these inputs: {refusal.problem}.",
                     "Give inputs of the same kind as those that its sites were found on.",
@@ -483,20 +483,20 @@ class _Tracer(TorchFunctionMode):
         return result
 
 
-def _same(output: Tensor) -> Tensor:
+def _identity(output: Tensor) -> Tensor:
     return output
 
 
-def _sighted(call: Call) -> Tensor:
-    """(batch, queries, heads, 1): which queries see any key."""
+def _sees_any_key(call: Call) -> Tensor:
+    """Return which queries see any key, (batch, queries, heads, 1)."""
     batch, heads, queries, _ = call.query.shape
     seen = call.visible()
     some = torch.ones(1, 1, queries, dtype=torch.bool, device=call.query.device) if seen is None else seen.any(-1)
     return some.expand(batch, heads, queries).transpose(1, 2)[..., None]
 
 
-def _check(found: Tensor, own: Tensor, sighted: Tensor) -> None:
-    """Raise UnreadableError where the output from what was traced is not the module's own."""
+def _check_output(found: Tensor, own: Tensor, sighted: Tensor) -> None:
+    """Raise UnreadableError if the output computed from the traced attention is not the module's own."""
     seen, expected = (torch.where(sighted, part, 0.0).double() for part in (found, own))
     error = float((seen - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float64).tiny))
     if not error <= rounding_of(own.dtype):
@@ -504,7 +504,7 @@ def _check(found: Tensor, own: Tensor, sighted: Tensor) -> None:
 
 
 def _content(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors in a module's arguments that carry what it is about: not its masks, nor positions."""
+    """Return the tensors among a module's arguments that carry content: not its masks, nor positions."""
     names = list(inspect.signature(module.forward).parameters)
     given = dict(zip(names, args, strict=False)) | kwargs
     return [
@@ -517,8 +517,8 @@ def _content(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 _plain_multi_head = types.FunctionType(
     F.multi_head_attention_forward.__code__,
-    vars(F) | {"has_torch_function": lambda _arguments: False},  # else it would ask the mode again, and again
+    vars(F) | {"has_torch_function": lambda _arguments: False},  # otherwise it would call the mode again, without end
     argdefs=F.multi_head_attention_forward.__defaults__,
 )
-"""torch's multi_head_attention_forward, which does not hand itself over to a mode."""
+"""torch's multi_head_attention_forward, without its dispatch to function modes."""
 _plain_multi_head.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__

@@ -1,4 +1,4 @@
-"""Products of queries and keys, their way to a softmax, and the stand-ins that show what each step does."""
+"""Track products of queries and keys to a softmax, with stand-ins that show what each step does to them."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class Product:
     again: Callable[[Tensor, Tensor], Tensor]
     """The call's result, (…, rows, columns), for other operands of the same shapes."""
     plain: bool
-    """Whether the result is left · rightᵀ and nothing beside it."""
+    """Whether the result is exactly left · rightᵀ."""
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """The leading axes of the result."""
+        """Leading axes of the result."""
         return tuple(torch.broadcast_shapes(self.left.shape[:-2], self.right.shape[:-2]))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A product of attention weights with what they weigh."""
+    """A product of attention weights with values."""
 
     value: Tensor
-    """(…, keys, value_dim), its leading axes in the order of the weights'."""
+    """(…, keys, value_dim), its leading axes in the order of the weights' axes."""
     arranged: Callable[[Tensor], Tensor]
-    """(…, queries, value_dim), the axes in the order of the weights', as the call's own result has them."""
+    """Maps (…, queries, value_dim), with axes in the order of the weights', to the layout of the call's own result."""
 
 
 MATMULS = frozenset(
@@ -48,22 +48,22 @@ MATMULS = frozenset(
 )
 ADDING = frozenset({torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm})
 FUNCTIONS = MATMULS | ADDING | {torch.einsum, F.linear}
-"""The functions whose result is a product of two of their arguments, plus a multiple of a third."""
+"""Functions whose result is a product of two arguments, plus possibly a multiple of a third."""
 
 
 def operands(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """The two tensors that a call multiplies as matrices; None where it is no such call."""
+    """Return the two tensors that a call multiplies as matrices; None for any other call."""
     if function not in FUNCTIONS:
         return None
     if function is torch.einsum:
-        found = _einsum(args)
+        found = _parse_einsum(args)
         return None if found is None else found[1:]
     first, second = _arguments(function, args, kwargs)
     return (first, second) if isinstance(first, Tensor) and isinstance(second, Tensor) else None
 
 
 def product(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
-    """The call as a product of queries with keys; None where its axes are not those of one."""
+    """Return the call as a product of queries with keys; None if its axes do not fit one."""
     if function is torch.einsum:
         return _einsum_product(args)
     first, second = _arguments(function, args, kwargs)
@@ -84,7 +84,7 @@ def product(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pro
 
 
 def weighted_sum(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: Tensor) -> Sum | None:
-    """The call as Σ_j weights_ij value_j; None where it is another product."""
+    """Return the call as Σ_j weights_ij value_j; None if it is another product."""
     if function is torch.einsum:
         return _einsum_sum(args, weights)
     first, second = _arguments(function, args, kwargs)
@@ -94,7 +94,7 @@ def weighted_sum(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], w
 
 
 def _arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The two operands among the arguments, in the order of their product."""
+    """Return the two operands among the arguments, in the order of their product."""
     names = ("batch1", "mat1") if function in ADDING else ("input", "self")
     others = ("batch2", "mat2", "other", "tensor2", "weight")
     place = 1 if function in ADDING else 0
@@ -103,21 +103,21 @@ def _arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return (second, first) if function is Tensor.__rmatmul__ else (first, second)
 
 
-def _einsum(args: tuple[Any, ...]) -> tuple[tuple[str, str, str], Tensor, Tensor] | None:
-    """Axes of both operands and of the result, and the operands of torch.einsum; None where it is no such product."""
+def _parse_einsum(args: tuple[Any, ...]) -> tuple[tuple[str, str, str], Tensor, Tensor] | None:
+    """Return the axes of both operands and of the result, and the operands of torch.einsum; None for any other form."""
     if not args or not isinstance(args[0], str):
         return None
     given = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     equation = args[0].replace(" ", "")
-    if len(given) != 2 or "->" not in equation or (spelled := _spelled(equation, given)) is None:
+    if len(given) != 2 or "->" not in equation or (spelled := _expand_ellipses(equation, given)) is None:
         return None
     inputs, result = spelled.split("->")
     left, right = inputs.split(",")
     return (left, right, result), given[0], given[1]
 
 
-def _spelled(equation: str, given: Sequence[Tensor]) -> str | None:
-    """The equation with letters in place of its ellipses; None where these stand for unequally many axes."""
+def _expand_ellipses(equation: str, given: Sequence[Tensor]) -> str | None:
+    """Replace the ellipses of the equation with letters; return None if they stand for different numbers of axes."""
     inputs = equation.partition("->")[0].split(",")
     counts = {part.dim() - len(axes) + 3 for axes, part in zip(inputs, given, strict=True) if "..." in axes}
     if len(counts) > 1:
@@ -127,12 +127,12 @@ def _spelled(equation: str, given: Sequence[Tensor]) -> str | None:
 
 
 def _einsum_product(args: tuple[Any, ...]) -> Product | None:
-    found = _einsum(args)
+    found = _parse_einsum(args)
     if found is None:
         return None
     (left, right, result), one, other = found
     summed = [axis for axis in left if axis in right and axis not in result]
-    rows, columns = _own(left, right, result), _own(right, left, result)
+    rows, columns = _free_axes(left, right, result), _free_axes(right, left, result)
     if len(summed) != 1 or len(rows) != 1 or len(columns) != 1 or result[-2:] != rows + columns:
         return None
     lead = result[:-2]
@@ -150,14 +150,14 @@ def _einsum_product(args: tuple[Any, ...]) -> Product | None:
 
 
 def _einsum_sum(args: tuple[Any, ...], weights: Tensor) -> Sum | None:
-    found = _einsum(args)
+    found = _parse_einsum(args)
     if found is None:
         return None
     (axes, others, result), one, other = found
     if other is weights:
         axes, others, other = others, axes, one
     lead, rows, summed = axes[:-2], axes[-2], axes[-1]
-    size = _own(others, axes, result)
+    size = _free_axes(others, axes, result)
     if set(others) != {*lead, summed, size} or len(size) != 1 or set(result) != {*lead, rows, size}:
         return None
     value = other.permute([others.index(axis) for axis in f"{lead}{summed}{size}"])
@@ -165,17 +165,17 @@ def _einsum_sum(args: tuple[Any, ...], weights: Tensor) -> Sum | None:
     return Sum(value, lambda output: output.permute(order))
 
 
-def _own(axes: str, other: str, result: str) -> str:
-    """The axes of one operand alone that are in the result."""
+def _free_axes(axes: str, other: str, result: str) -> str:
+    """Return the axes that only one operand has and that are in the result."""
     return "".join(axis for axis in axes if axis not in other and axis in result)
 
 
 @dataclass(eq=False)
 class TracedScores:
-    """A product of queries and keys on its way to a softmax, and what every step would give for other products.
+    """A product of queries and keys on its way to a softmax, with the results that each step gives for other products.
 
-    A step is executed on each of the stand-ins as it is on the model's own tensor. So the softmax's argument is known
-    as an affine function of the product without knowing what the steps do.
+    Every step runs on each of the stand-ins as on the model's own tensor. So the softmax's argument is known as an
+    affine function of the product, although the steps themselves are not interpreted.
     """
 
     product: Product
@@ -183,35 +183,35 @@ class TracedScores:
     content: bool
     """Whether both sides depend on the model's inputs."""
     modules: tuple[nn.Module, ...]
-    """The modules that were running, the outermost first."""
+    """The modules running at the product, outermost first."""
     signs: Tensor
-    """(queries, keys): −1 and 1, the entries of a product that the second stand-in holds, the same for all heads."""
+    """(queries, keys): −1 and 1, the entries of the product in the second stand-in, equal for all heads."""
     moved: tuple[Tensor, Tensor] | None
-    """Other queries and keys, for which the third stand-in holds the product; None where nothing is to be proven."""
+    """Other queries and keys, whose product is in the third stand-in; None if nothing is to be proven."""
     scaled_by_inputs: bool = False
-    """Whether a step multiplied it by something that depends on the inputs."""
+    """Whether a step multiplied the product by a tensor that depends on the inputs."""
 
 
 @dataclass(frozen=True)
 class Standins:
-    """What a tensor would be if the product were another one."""
+    """The values a tensor would have for other products."""
 
-    zero: Tensor  # if the product were 0: what is added to it
-    signs: Tensor  # if the product were `TracedScores.signs`.
-    moved: Tensor | None  # if the product were that of `TracedScores.moved`.
+    zero: Tensor  # for a product of 0: the terms added to it
+    signs: Tensor  # for the product `TracedScores.signs`
+    moved: Tensor | None  # for the product of `TracedScores.moved`
 
     def map(self, change: Callable[[str], Any]) -> list[Any]:
-        """`change` of each stand-in's name, None for one that there is not."""
+        """Return `change` of each stand-in's name, None for a missing one."""
         return [change("zero"), change("signs"), None if self.moved is None else change("moved")]
 
 
 def begun(
     found: Product, result: Tensor, running: tuple[nn.Module, ...], *, content: bool, prove: bool
 ) -> tuple[TracedScores, Standins]:
-    """The scores that begin with a product, and its stand-ins; with `prove`, also that of other queries and keys."""
-    moved = _moved(found) if prove else None
-    # signs of neighbouring keys differ, so that no query sees one sign alone where it sees several keys
-    left, right = _signs(found.left), (torch.arange(found.right.shape[-2]) % 2 * 2 - 1)[:, None].to(found.right)
+    """Start scores from a product, with its stand-ins; with `prove`, also that of other queries and keys."""
+    moved = _random_operands(found) if prove else None
+    # neighbouring keys have different signs, so that a query that sees several keys sees both signs
+    left, right = _random_signs(found.left), (torch.arange(found.right.shape[-2]) % 2 * 2 - 1)[:, None].to(found.right)
     scores = TracedScores(found, content, running, left @ right.T, moved)
     wide = torch.promote_types(result.dtype, torch.float32)
     if found.plain:
@@ -226,16 +226,16 @@ def begun(
     return scores, Standins(zero, signs, None if moved is None else found.again(*moved))
 
 
-def _signs(part: Tensor) -> Tensor:
-    """(rows, 1): −1 or 1 for each row of an operand, seeded."""
+def _random_signs(part: Tensor) -> Tensor:
+    """Return (rows, 1): a seeded −1 or 1 for each row of an operand."""
     generator = torch.Generator().manual_seed(part.shape[-2])
     return (torch.randint(2, (part.shape[-2], 1), generator=generator) * 2 - 1).to(part)
 
 
-def _moved(found: Product) -> tuple[Tensor, Tensor]:
-    """Other queries and keys of about the same size, seeded."""
+def _random_operands(found: Product) -> tuple[Tensor, Tensor]:
+    """Return other queries and keys of about the same size, seeded."""
     generator = torch.Generator().manual_seed(0)
-    return tuple(  # type: ignore[return-value]  # two of them
+    return tuple(  # type: ignore[return-value]  # two elements
         (torch.randn(part.shape, generator=generator).to(part) * part.detach().std()).to(part.dtype)
         for part in (found.left, found.right)
     )
@@ -247,9 +247,9 @@ STEPS_END = frozenset(
     | {torch.layer_norm, torch.group_norm, torch.batch_norm, Tensor.log_softmax}
     | {torch.max, torch.amax, Tensor.max, Tensor.amax, torch.logsumexp, Tensor.logsumexp}
 )
-"""Functions behind which a tensor is no longer the scores of a head, or its weights; nor is a row's largest score."""
+"""Functions after which a tensor no longer contains scores or weights of a head; a row's maximum does not either."""
 LARGER = frozenset({torch.max, Tensor.max})
-"""Functions that give the largest of one tensor, or the larger of two."""
+"""Functions that return the maximum of one tensor, or the elementwise maximum of two."""
 MULTIPLYING = frozenset(
     {torch.mul, torch.multiply, torch.div, torch.divide, torch.true_divide, torch.pow, torch.addcmul, torch.addcdiv}
     | {getattr(Tensor, name) for name in ("pow", "pow_", "addcmul", "addcmul_", "addcdiv", "addcdiv_", "__pow__")}
@@ -261,20 +261,20 @@ MULTIPLYING = frozenset(
 
 @dataclass
 class Provenance:
-    """What is known of the tensors of one forward pass; none of them is kept alive."""
+    """Facts about the tensors of one forward pass; tensors are held by weak references."""
 
     scores: MutableMapping[Tensor, dict[TracedScores, Standins]] = field(default_factory=WeakIdKeyDictionary)
-    """Tensor → what it is for other products, by product."""
+    """Tensor → its values for other products, by product."""
     inputs: MutableMapping[Tensor, bool] = field(default_factory=WeakIdKeyDictionary)
-    """The tensors that depend on the model's inputs, masks and positions apart."""
+    """Tensors that depend on the model's inputs other than masks and positions."""
     weights: MutableMapping[Tensor, Any] = field(default_factory=WeakIdKeyDictionary)
-    """Tensor → the softmax whose weights it holds."""
+    """Tensor → the softmax whose weights it contains."""
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The function's result, with what is known of it."""
+        """Call the function, and record the facts about its result."""
         given = list(tensors((args, kwargs)))
         carried: dict[TracedScores, None] = {}
-        ends = _ends(function, given)
+        ends = _ends_scores(function, given)
         if not ends:
             for tensor in given:
                 carried.update(dict.fromkeys(self.scores.get(tensor, ())))
@@ -282,7 +282,7 @@ class Provenance:
         result = function(*args, **kwargs)
         target = args[0] if function is Tensor.__setitem__ else result
         for scores, standins in steps.items():
-            self._keep(scores, standins, target)
+            self._record_standins(scores, standins, target)
         name = getattr(function, "__name__", "")
         shape_alone = name.endswith("_like") or name.startswith("new_")  # `zeros_like`, `new_ones`
         dependent = any(tensor in self.inputs for tensor in given) and not shape_alone
@@ -297,7 +297,7 @@ class Provenance:
     def _step(
         self, scores: TracedScores, function: Any, args: Any, kwargs: Any, given: list[Tensor]
     ) -> list[Any] | None:
-        """The function's results on the three stand-ins; None where it can't be executed on them."""
+        """Return the function's results on the three stand-ins; None if it fails on them."""
         others = [tensor for tensor in given if scores not in self.scores.get(tensor, ())]
         if function in MULTIPLYING and any(tensor in self.inputs for tensor in others):
             scores.scaled_by_inputs = True
@@ -307,22 +307,22 @@ class Provenance:
                 known = self.scores.get(value, {}).get(scores) if isinstance(value, Tensor) else None
                 if known is not None:
                     return getattr(known, name)
-                # what a step changes in place is changed once, by the model itself
+                # copy the target of an in-place step, which the model itself must change only once
                 return value.clone() if isinstance(value, Tensor) and in_place and value is given[0] else value
 
             new_args, new_kwargs = tree_map(other, (args, kwargs))
             found = function(*new_args, **new_kwargs)
             return new_args[0] if function is Tensor.__setitem__ else found
 
-        in_place = _in_place(function)
+        in_place = _is_in_place(function)
         known = next(self.scores[tensor][scores] for tensor in given if scores in self.scores.get(tensor, ()))
         try:
             return known.map(substituted)
-        except RuntimeError:  # somebody's function, on numbers of another type than it was made for
+        except RuntimeError:  # a function of another library, on numbers of a type it was not made for
             return None
 
-    def _keep(self, scores: TracedScores, steps: list[Any] | None, target: Any) -> None:
-        """Note the stand-ins of every tensor of a result."""
+    def _record_standins(self, scores: TracedScores, steps: list[Any] | None, target: Any) -> None:
+        """Record the stand-ins of every tensor of a result."""
         if steps is None:
             return
         parts = [list(tensors(step)) for step in steps]
@@ -333,7 +333,7 @@ class Provenance:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in arguments or results, in order."""
+    """Yield the tensors in arguments or results, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -344,12 +344,12 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(part)
 
 
-def _ends(function: Any, given: Sequence[Tensor]) -> bool:
-    """Whether scores end at the function; the larger of two tensors, element by element, is a step like others."""
+def _ends_scores(function: Any, given: Sequence[Tensor]) -> bool:
+    """Return whether scores end at the function; the elementwise maximum of two tensors is a step like others."""
     return function in STEPS_END and not (function in LARGER and len(given) == 2)
 
 
-def _in_place(function: Any) -> bool:
-    """Whether a function of torch changes its first argument: `add_`, `__iadd__`, `__setitem__`."""
+def _is_in_place(function: Any) -> bool:
+    """Return whether a function of torch changes its first argument in place: `add_`, `__iadd__`, `__setitem__`."""
     name = getattr(function, "__name__", "")
     return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))

@@ -1,4 +1,4 @@
-"""Probes modules with few tokens, and reads their weights and norms in float64."""
+"""Probe modules with few tokens, and read their weights and norms in float64."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Tokens that are linear combinations of a few."""
+    """Many tokens that are linear combinations of a few tokens."""
 
-    few: Float[Tensor, "few d_model"]  # these
-    shares: Float[Tensor, "*tokens few"]  # how much of each is in every token
+    few: Float[Tensor, "few d_model"]  # the few tokens
+    shares: Float[Tensor, "*tokens few"]  # coefficient of each of the few in every token
 
     @cached_property
     def tokens(self) -> Float[Tensor, "*tokens d_model"]:
-        """All of them, one and the same tensor whoever asks."""
+        """All tokens. Cached, so that `is_made` can recognise this tensor."""
         return self.shares @ self.few
 
     def is_made(self, tokens: Tensor) -> bool:
-        """Whether these are its tokens, seen with other axes in front or not."""
+        """Return whether `tokens` is this mixture's own tensor, possibly with reshaped leading axes."""
         own = self.tokens
         if own._version:  # a module has changed them in place
             return False
@@ -47,7 +47,7 @@ class Mixture:
 
 
 class FewTokens(TorchFunctionMode):
-    """Inside, a linear layer of tokens that repeat one, or of these mixtures, multiplies its weights by a few alone."""
+    """Torch function mode: F.linear of repeated tokens or these mixtures multiplies weights only by distinct tokens."""
 
     def __init__(self, mixtures: Sequence[Mixture] = ()) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class FewTokens(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch."""
+        """Call a torch function, with the shortcut for F.linear."""
         if function is F.linear and not kwargs and len(args) in (2, 3) and type(args[0]) is Tensor:
             return self._linear(*args)
         return function(*args, **kwargs or {})
@@ -71,152 +71,152 @@ class FewTokens(TorchFunctionMode):
         if any(step == 0 and size > 1 for step, size in zip(steps[:-1], x.shape[:-1], strict=True)):
             one = x[tuple(slice(0, 1) if step == 0 else slice(None) for step in steps[:-1])]
             found = F.linear(one, weight, bias)
-            return found.expand(*x.shape[:-1], -1).contiguous()  # modules may change it in place
+            return found.expand(*x.shape[:-1], -1).contiguous()  # contiguous, since modules may change it in place
         return F.linear(x, weight, bias)
 
 
 TOLERANCE = 1e-4
-"""Largest relative difference between a module and what is said of it; norms and cos, sin are mostly float32."""
+"""Largest relative difference between a module and its linear model; norms and cos, sin are mostly float32."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A module that is called on its own, on tokens of our choice."""
+    """A module that can be called on its own, on chosen tokens."""
 
     model: PreTrainedModel
-    """The model around it."""
+    """The model that contains the module."""
     reached: Reached
-    """The module, and the arguments it was last called with."""
+    """The module, and the arguments of its last call."""
     weights: Mapping[str, Tensor]
-    """The module's parameters and buffers in float64, which stand in for its own during a call."""
+    """The module's parameters and buffers in float64, which replace its own during a call."""
     layout: tuple[int, ...]
-    """The axes of the module's inputs as (batch, tokens, …, d_model); one token does not tell."""
+    """Axes of the module's inputs as (batch, tokens, …, d_model), which a call with one token does not show."""
     whole: bool = False
-    """Whether it is given sequences of the captured length, and not of one token."""
+    """Whether the module is given sequences of the captured length instead of one token."""
     batch: int | None = None
-    """How many sequences it is given at once; None: any number."""
+    """Number of sequences the module is given at once; None: any number."""
 
     def __call__(
         self, hidden: Float[Tensor, "batch tokens d_model"], other: Float[Tensor, "batch tokens d_other"]
     ) -> Call:
-        """What the module asks for on these inputs (`other`: the other sequence, used by cross-attention alone).
+        """Return the attention computation that the module requests for these inputs, and compute nothing after it.
 
-        What it would do with an answer is not computed. Raises UnreadableError where the module can't be called alone.
+        `other` is the other sequence of cross-attention. Raises UnreadableError if the module cannot be called alone.
         """
         laid = [self._as_given(part) for part in (hidden, other)]
-        given = self._everywhere(self.reached.input_name, laid[0])
+        given = self._under_all_names(self.reached.input_name, laid[0])
         if self.reached.other is not None:
-            given |= self._everywhere(self.reached.other, laid[1])
+            given |= self._under_all_names(self.reached.other, laid[1])
         try:
-            call = self._asked(given, laid)
+            call = self._request(given, laid)
         except UnreadableError:
             mask = self.reached.arguments.get("attention_mask")
-            if not isinstance(mask, Tensor) or self.arguments["attention_mask"] is not None or self._shorter:
+            if not isinstance(mask, Tensor) or self.arguments["attention_mask"] is not None or self._is_shorter:
                 raise
-            call = self._asked(given | {"attention_mask": mask[:1]}, laid)  # it needs one (DeBERTa)
+            call = self._request(given | {"attention_mask": mask[:1]}, laid)  # it needs a mask (DeBERTa)
         self._check(call, hidden, hidden if self.reached.other is None else other)
         return call
 
-    def _asked(self, given: Mapping[str, Tensor], content: Sequence[Tensor]) -> Call:
+    def _request(self, given: Mapping[str, Tensor], content: Sequence[Tensor]) -> Call:
         def answer(call: Call) -> Tensor:
-            raise _Asked(call)
+            raise _AttentionRequested(call)
 
-        # what goes through transformers' interface need not be traced
+        # attention that goes through transformers' interface need not be traced
         traced = None if self.reached.site.traced else ()
         with opened(self.model, answer, modules=traced, content=content), FewTokens():
             try:
                 functional_call(self.reached.module, dict(self.weights), kwargs={**self.arguments, **given})
-            except _Asked as asked:
-                return asked.call
-            except FAILURES as error:  # somebody's module on inputs it never met
+            except _AttentionRequested as requested:
+                return requested.call
+            except FAILURES as error:  # a module of another library, on inputs it was not written for
                 first = next(iter(str(error).splitlines()), type(error).__name__)
                 raise unreadable(f"its attention module can't be called on its own ({first})") from error
         raise unreadable("its attention module, called on its own, asks for no attention")
 
     def check_captured(self) -> None:
-        """Raise UnreadableError where the captured call has other queries and keys than its tokens'."""
+        """Raise UnreadableError if the captured call does not have one query and one key per token of its inputs."""
         self._check(self.reached.call, *self.captured)
 
     def _check(self, call: Call, *given: Tensor) -> None:
-        """Raise UnreadableError where a call has not one query and one key a head for each token given."""
+        """Raise UnreadableError if a call does not have one query and one key per head for each token given."""
         captured = self.reached.call
         for name, tokens in zip(("query", "key"), given, strict=True):
-            asked, heads = tuple(getattr(call, name).shape[:3]), getattr(captured, name).shape[1]
+            actual, heads = tuple(getattr(call, name).shape[:3]), getattr(captured, name).shape[1]
             wanted = tokens.shape[0], heads, tokens[0, ..., 0].numel()
-            if asked != wanted:
-                raise unreadable(f"its {name} has (batch, heads, tokens) {asked}, where its inputs have {wanted}")
+            if actual != wanted:
+                raise unreadable(f"its {name} has (batch, heads, tokens) {actual}, where its inputs have {wanted}")
 
     @property
     def captured(self) -> tuple[Tensor, Tensor]:
-        """What it was called with, (batch, tokens, …, d_model): its inputs and, of cross-attention, the other ones."""
+        """Captured inputs, (batch, tokens, …, d_model): the first sequence and, for cross-attention, the other one."""
         names = self.reached.input_name, self.reached.other or self.reached.input_name
         first, other = (as_sequences(self.reached.arguments[name], self.layout) for name in names)
         return first, other
 
     def _as_given(self, tokens: Tensor) -> Tensor:
-        """These tokens with the axes of the module's own inputs; where those have no batch, one behind the other."""
+        """Return these tokens with the axes of the module's inputs; without a batch axis, concatenate sequences."""
         if self.reached.arguments[self.reached.input_name].dim() == 2:
             return tokens.flatten(0, 1)
         return tokens.permute([self.layout.index(axis) for axis in range(tokens.dim())])
 
-    def _everywhere(self, name: str, tokens: Tensor) -> dict[str, Tensor]:
-        """These tokens under every name under which the module was given the same ones (CTRL: v, k and q)."""
+    def _under_all_names(self, name: str, tokens: Tensor) -> dict[str, Tensor]:
+        """Return these tokens under each name under which the module got the same tensor (CTRL: v, k and q)."""
         given = self.reached.arguments
         return {other: tokens for other, value in given.items() if value is given[name]}
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the module's last call in float64, without a cache, and a mask made for other sequences.
+        """Arguments of the module's last call in float64, without a cache and without a mask made for other sequences.
 
-        The mask says which keys are used and not what they are. With fewer tokens than it is for, Swin makes of it one
-        of another shape, which takes the square of the tokens in memory for each sequence.
+        The mask determines which keys are used, not their values. With fewer tokens than the mask is for, Swin expands
+        it to a shape whose memory per sequence grows with the square of the tokens.
         """
         arguments = {name: _in_float64(value) for name, value in self.reached.arguments.items()}
         mask = arguments.get("attention_mask")
         dropped = [name for name, value in arguments.items() if isinstance(value, Cache)]
-        dropped += ["attention_mask"] * (isinstance(mask, Tensor) and (len(mask) > 1 or self._shorter))
+        dropped += ["attention_mask"] * (isinstance(mask, Tensor) and (len(mask) > 1 or self._is_shorter))
         return arguments | dict.fromkeys(dropped)
 
     @property
-    def _shorter(self) -> bool:
-        """Whether it is given fewer tokens than the module was called with."""
+    def _is_shorter(self) -> bool:
+        """Whether the probe's sequences have fewer tokens than those of the captured call."""
         return not self.whole and any(math.prod(tokens) > 1 for _, *tokens, _ in self.shapes)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """(batch, tokens, …, d_model) of what the module was called with; of cross-attention both sequences'."""
+        """Shapes (batch, tokens, …, d_model) of the captured inputs; for cross-attention of both sequences."""
         return [tuple(part.shape) for part in self.captured[: 1 if self.reached.other is None else 2]]
 
     @property
     def tokens(self) -> int:
-        """Tokens in each of the sequences that the module was called with."""
+        """Number of tokens in each captured sequence."""
         return math.prod(self.shapes[0][1:-1])
 
     @cached_property
     def least(self) -> int:
-        """The least number of sequences that it takes: one, or those of the captured call, whose masks carry them."""
-        return self.shapes[0][0] if self._of_one is None else 1
+        """Smallest number of sequences the module accepts: 1, or that of the captured call, set by its masks."""
+        return self.shapes[0][0] if self._single_sequence is None else 1
 
     @cached_property
     def odd(self) -> Call:
-        """What it asks for on ODD sequences."""
+        """The module's call on ODD sequences."""
         return self(*self.random(ODD, seed=0))
 
     @cached_property
     def alike(self) -> Call:
-        """What it asks for on the least number of sequences, the same token at every position."""
-        return self(*self.random(self.least, seed=ALIKE)) if self._of_one is None else self._of_one
+        """The module's call on the least number of sequences, with the same token at every position."""
+        return self(*self.random(self.least, seed=ALIKE)) if self._single_sequence is None else self._single_sequence
 
     @cached_property
-    def _of_one(self) -> Call | None:
-        """The same of one sequence, where it takes one."""
+    def _single_sequence(self) -> Call | None:
+        """The module's call on one such sequence; None if it does not accept one."""
         try:
             return self(*self.random(1, seed=ALIKE))
         except UnreadableError:
             return None
 
     def random(self, batch: int, seed: int, *, alike: bool = True) -> tuple[Tensor, Tensor]:
-        """Seeded standard normal inputs, `alike` at every position or not; one and the same for self-attention."""
+        """Return seeded standard normal inputs, `alike` at all positions or not; for self-attention one tensor."""
         generator = torch.Generator().manual_seed(seed)
         draws = []
         for _, *tokens, size in self.shapes:
@@ -226,7 +226,7 @@ class Probe:
         return draws[0], draws[-1]
 
     def mixed(self, batch: int, seed: int) -> tuple[Mixture, Mixture]:
-        """The same unlike at every position, each token a mixture of MIXED random ones."""
+        """Return seeded inputs with different tokens at all positions, each a mixture of MIXED random tokens."""
         generator = torch.Generator().manual_seed(seed)
         like, draws = self.arguments[self.reached.input_name], []
         for _, *tokens, size in self.shapes:
@@ -237,9 +237,9 @@ class Probe:
 
 
 def alone(probe: Probe) -> Probe:
-    """The probe with the least that the module takes on its own: a token, a sequence, or all that was captured.
+    """Return the probe with the smallest input the module accepts: a token, a sequence, or the whole captured batch.
 
-    Raises UnreadableError where it takes none of them.
+    Raises UnreadableError if it accepts none of them.
     """
     captured = probe.shapes[0]
     for candidate in (probe, replace(probe, whole=True), replace(probe, whole=True, batch=captured[0])):
@@ -254,18 +254,18 @@ def alone(probe: Probe) -> Probe:
 
 
 Present = Callable[[nn.Module, Callable[[], Collection[str]]], AbstractContextManager[None]]
-"""(module, names) → a context in which the module's parameters and buffers of these names have values."""
+"""Maps (module, names) to a context in which the module's parameters and buffers of these names have values."""
 
 
 def nothing_to_read(_module: nn.Module, _names: Callable[[], Collection[str]]) -> AbstractContextManager[None]:
-    """The context of a model that is in memory."""
+    """Return the empty context used for a model that is already in memory."""
     return nullcontext()
 
 
 def used_weights(model: PreTrainedModel, reached: Reached, layout: tuple[int, ...]) -> list[str]:
-    """The names of the module's parameters that its queries and keys depend on, and of its buffers.
+    """Return the names of the parameters that the module's queries and keys depend on, and of all its buffers.
 
-    Told by which of them have a gradient: values are not needed, and those of projections behind are never read.
+    Found by which parameters have a gradient: no values are needed, and parameters of later projections are never read.
     """
     leaves = {
         name: part.detach().requires_grad_(part.is_floating_point()) for name, part in reached.module.named_parameters()
@@ -280,14 +280,14 @@ def used_weights(model: PreTrainedModel, reached: Reached, layout: tuple[int, ..
     return [name for name, slope in zip(floating, slopes, strict=bool(outputs)) if slope is not None] + list(buffers)
 
 
-ALIKE = 4  # seed of the tokens that are the same at every position
-MIXED = 16  # of how many random tokens those at all positions are mixtures
+ALIKE = 4  # seed of the tokens that are repeated at every position
+MIXED = 16  # number of random tokens in a mixture
 ODD = 7
-"""How many sequences are tried at first: a power of two may fit by accident what was made for another number."""
+"""Number of sequences tried first; a power of two might fit by accident an input made for another number."""
 
 
-class _Asked(BaseException):  # no Exception, which a module might catch
-    """A module has asked for an attention computation."""
+class _AttentionRequested(BaseException):  # not an Exception, which a module might catch
+    """Raised when a module requests an attention computation, to stop it there."""
 
     def __init__(self, call: Call) -> None:
         super().__init__()
@@ -295,13 +295,13 @@ class _Asked(BaseException):  # no Exception, which a module might catch
 
 
 def float64_weights(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of one module in float64; those that hold no such numbers as they are."""
+    """Return the parameters and buffers of one module, the floating-point ones in float64."""
     with torch.no_grad():
         return {name: _in_float64(part) for name, part in (*module.named_parameters(), *module.named_buffers())}
 
 
 def _in_float64(value: Any) -> Any:
-    """The tensors of floating-point or complex numbers in it, in double precision."""
+    """Convert tensors of floating-point or complex numbers, also in tuples and lists, to double precision."""
     if isinstance(value, Tensor):
         wide = torch.complex128 if value.is_complex() else torch.float64
         return value.to(wide) if value.is_complex() or value.is_floating_point() else value
@@ -311,50 +311,50 @@ def _in_float64(value: Any) -> Any:
 
 
 def unreadable(reason: str) -> UnreadableError:
-    """The error for a site whose weights can't be read."""
+    """Build the error for a site whose weights cannot be read."""
     return UnreadableError(reason, "The tokens.* measures of this site stand; weights.* can't be read.")
 
 
 @dataclass(frozen=True)
 class Norm:
-    """A normalisation that is a linear map up to a positive scalar per token: x → g∘x, or g∘(x − mean)."""
+    """A normalisation that is linear up to a positive scalar per token: x → g∘x, or g∘(x − mean)."""
 
     gain: Tensor
-    """g in float64, of the coordinates' shape or one number for all; entries may be 0 (Gemma: 1 + w, w = −1)."""
+    """g in float64, one gain per coordinate or one for all; gains may be 0 (Gemma: 1 + w, w = −1)."""
     centred: bool
-    """Whether the mean is removed."""
+    """Whether the mean is subtracted."""
 
 
 Norms = Mapping[nn.Module, Norm]
 
 ANY_WIDTH = (8,)
-"""On how many coordinates a norm without weights is tried, where it does not say how many it takes."""
+"""Shape of the test input for a norm without weights that does not declare its own shape."""
 
 
 def norms_inside(module: nn.Module) -> Norms:
-    """The normalisations inside an attention module.
+    """Find the normalisations inside an attention module.
 
-    RMSNorm is g∘x/rms(x), LayerNorm without bias g∘(x − mean)/sd; both are positive multiples of a linear map. A norm
-    that is neither is left out, and the affine check then refuses the site.
+    RMSNorm is g∘x/rms(x), LayerNorm without bias g∘(x − mean)/sd; both are positive multiples of a linear map. Norms of
+    any other form are omitted, and the affine check then refuses the site.
     """
     found = {}
     for part in module.modules():
         plain = "Norm" in type(part).__name__ and next(part.children(), None) is None
-        if plain and (norm := _read(part)) is not None:
+        if plain and (norm := _read_norm(part)) is not None:
             found[part] = norm
     return found
 
 
 @torch.no_grad()
-def _read(module: nn.Module) -> Norm | None:
+def _read_norm(module: nn.Module) -> Norm | None:
     weight = next(module.parameters(), None)
     shape = getattr(module, "normalized_shape", ANY_WIDTH) if weight is None else weight.shape
     ones = torch.ones(shape, dtype=torch.float64, device=None if weight is None else weight.device)
     try:
         norm = _linear_norm(module, ones)
-    except FAILURES:  # it takes more than one tensor (Zaya), or images (LeViT)
+    except FAILURES:  # it takes several tensors (Zaya), or images (LeViT)
         return None
-    # A norm without weights has one gain for all coordinates, of whatever number.
+    # A norm without weights has one gain for all coordinates, whatever their number.
     return norm if weight is not None or norm is None else replace(norm, gain=norm.gain.flatten()[0])
 
 
@@ -367,20 +367,20 @@ def _linear_norm(module: nn.Module, ones: Tensor) -> Norm | None:
         y = x - x.mean(-1, keepdim=True) if centred else x
         gain = functional_call(module, weights, (unit,)) / unit  # rms(unit) = 1, and the mean of alternating signs is 0
         expected = gain * y / y.square().mean(-1, keepdim=True).sqrt()
-        # Not strict: gains that are all 0 make a norm whose every output is 0.
+        # Not strict: if all gains are 0, the norm's output and both sides are 0.
         if bool((functional_call(module, weights, (x,)) - expected).norm() <= TOLERANCE * expected.norm()):
             return Norm(gain, centred)
     return None
 
 
 def without_gains(norms: Norms) -> Norms:
-    """The same norms with gain 1, so that a coordinate whose gain is 0 shows what becomes of it behind the norm."""
+    """Return the same norms with gain 1, so that coordinates with gain 0 can be followed through the norm."""
     return {module: replace(norm, gain=torch.ones_like(norm.gain)) for module, norm in norms.items()}
 
 
 @contextmanager
 def linear(norms: Norms) -> Iterator[None]:
-    """Inside, each of these norms keeps its gain (and centring) and drops the positive scalar per token."""
+    """Let these norms keep their gain (and centring) and drop the positive scalar per token inside the `with`."""
 
     def answer(module: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> Tensor:
         norm, x = norms[module], inputs[0]
@@ -395,18 +395,18 @@ LENGTHS = frozenset(
     {torch.rsqrt, Tensor.rsqrt, torch.sqrt, Tensor.sqrt, torch.norm, Tensor.norm, torch.linalg.norm}
     | {torch.linalg.vector_norm}
 )
-"""What normalisations that are no modules multiply or divide by."""
+"""Functions that compute the lengths in hand-written normalisations."""
 
 
 class WithoutLengths(TorchFunctionMode):
-    """Inside, x/‖x‖ and x · rsqrt(mean x²), written by hand, are x: the positive scalar per token is dropped."""
+    """Torch function mode that drops hand-written lengths: x/‖x‖ and x · rsqrt(mean x²) become x."""
 
     def __torch_function__(
         self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch."""
+        """Call a torch function, with the lengths of tokens replaced by 1."""
         if function is F.normalize and args:
             return args[0]
         result = function(*args, **kwargs or {})
-        # Those of tokens have axes; the root of a constant, as of head_dim, is part of the scale.
+        # Lengths of tokens have axes; the root of a constant, such as head_dim, belongs to the scale and is kept.
         return torch.ones_like(result) if function in LENGTHS and result.dim() else result

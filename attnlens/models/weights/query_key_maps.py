@@ -1,4 +1,4 @@
-"""Factors of each head's matrix M from the weights of its module, and the rotation of its queries and keys."""
+"""Compute the factors of each head's matrix M from its module's weights, and the rotation of its queries and keys."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 
 ROWS = 16
-"""Queries and keys from which pairs are told: a wrong partner explains a share of about 1/ROWS, the right one all."""
-POSITIONS = 32  # how many positions are looked at to tell the pairs
+"""Queries and keys that determine the pairs: a wrong partner explains a share of about 1/ROWS, the right one all."""
+POSITIONS = 32  # positions used to determine the pairs
 STILL = 1e-5
-"""Relative change below which a coordinate stands still: above the rounding of cos and sin in float32."""
+"""Relative change up to which a coordinate counts as constant: above the rounding of cos and sin in float32."""
 ANGLE = 1e-3
-"""Largest error of an angle, root mean square over the pairs; positions times frequencies are float32."""
-EQUAL = 1e-6  # difference of angles below which two rotations are one: far below what any measure shows
+"""Largest root-mean-square error of an angle over the pairs; positions times frequencies are float32."""
+EQUAL = 1e-6  # difference of angles below which two rotations count as equal: far too small to affect any measure
 SINGLE = torch.finfo(torch.float32).eps
 """Relative rounding of cos and sin in a model that is not in half precision."""
 DIRECTION = "position changes more than the direction of queries and keys"
@@ -55,66 +55,66 @@ DIRECTION = "position changes more than the direction of queries and keys"
 
 @dataclass
 class Turns:
-    """The rotations of a model's sites, each fitted at the first site of its class that is given those positions."""
+    """The rotations of a model's sites, each fitted at the first site of its class that has those positions."""
 
     _fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
 
     def leader(self, window: Sequence[Reached], place: int) -> int:
-        """The place of the first site that is turned as this one is, as far as can be told without its weights."""
+        """Return the index of the first site of the same kind, which rotates alike as far as arguments show."""
         own = _kind(window[place])
         return next(other for other, reached in enumerate(window) if _kind(reached) == own)
 
     def knows(self, reached: Reached) -> bool:
-        """Whether the leader of its kind was read."""
+        """Return whether the leader of this site's kind has been read."""
         return _kind(reached) in self._fitted
 
     def read(self, leader: Reached) -> None:
-        """Note that the leader of its kind is read, though it may have no rotation that fits."""
+        """Record that the leader of a kind has been read, even if no rotation fits it."""
         self._fitted.setdefault(_kind(leader), (_positions(leader), {}))
 
     def of(self, probe: Probe, norms: Norms, *, leading: bool) -> Rotation | None:
-        """A site's rotation: its leader's where that holds here too (layers without may lie between others).
+        """Return a site's rotation: the leader's if it also fits here, otherwise a new fit.
 
-        Norms stand for a fit of directions, which is kept apart from one of queries and keys as they are.
+        Layers without rotation may lie between others. Fits under `norms` concern directions only and are stored apart.
         """
         kind = _kind(probe.reached)
         fits = self._fitted.get(kind, ([], {}))[1]
         if not leading and bool(norms) in fits and _holds(probe, norms, fits[bool(norms)]):
             return fits[bool(norms)]
         found = rotation_of(probe, norms, [])
-        if leading:  # the positions are kept, so that no others take their addresses
+        if leading:  # store the positions too, so that no other tensors reuse their addresses
             self._fitted.setdefault(kind, (_positions(probe.reached), {}))[1][bool(norms)] = found
         return found
 
 
 def _kind(reached: Reached) -> object:
-    """What sites that are turned alike have in common: class, part, and the very positions that they are given."""
+    """Return the key shared by sites that rotate alike: class, part, and the identity of their position tensors."""
     return type(reached.module), reached.site.part, *map(id, _positions(reached))
 
 
 def _positions(reached: Reached) -> list[Tensor]:
-    """The cos and sin that the module is given, where it is given any: they are the same objects for all layers."""
+    """Return the cos and sin tensors passed to the module, if any; all layers receive the same objects."""
     given = reached.arguments.get("position_embeddings")
     return [part for part in given if isinstance(part, Tensor)] if isinstance(given, tuple | list) else []
 
 
 def _holds(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
-    """Whether queries and keys of one and the same input turn so (layers without positions may lie between others)."""
+    """Return whether queries and keys of one repeated token rotate like this (some layers may have no positions)."""
     parts = _sides(probe.alike)
     if norms:
         parts = [nn.functional.normalize(part, dim=-1) for part in parts]
     if rotation is None:
-        return not any(_moved(part) for part in parts)
-    return not any(_missed(part, rotation, rounding_of(probe)) for part in parts)
+        return not any(_changes_with_position(part) for part in parts)
+    return not any(_differs_from(part, rotation, rounding_of(probe)) for part in parts)
 
 
 def rotation_of(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation | None:
-    """R(i) with q_i = q_0 R(i) for one and the same input, or None where position makes no difference or is added.
+    """Fit R(i) with q_i = q_0 R(i) for a repeated token; return None if position has no effect or is added.
 
-    Fitted pair by pair from queries and keys, those of a module with QK-norm without its gains: a gain of 0 hides what
-    its coordinate does. That the same R turns queries and keys as the model has them, gains and all, is checked;
-    its angles are those of distances (Su et al. 2021, RoFormer, Eq. 16) or of each place of an image. One that is
-    `known` is returned as the same object.
+    The fit works pair by pair on queries and keys. Under QK-norm it omits the gains, since a gain of 0 hides its
+    coordinate's rotation; that the same R rotates the model's actual queries and keys is then checked. Angles are those
+    of distances (Su et al. 2021, RoFormer, Eq. 16) or of each place in an image. If an equal rotation is in `known`,
+    that object is returned.
     """
     if probe.tokens < 2:
         return None
@@ -122,11 +122,11 @@ def rotation_of(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation |
     few = probe.least
     many = few if few > 1 else -(-ROWS // heads)
     used, others = _sides(probe.alike), _parts(probe, probe.random(few, seed=6))
-    if norms:  # lengths may depend on the position, as under a temperature of long contexts (Beam)
+    if norms:  # lengths may depend on the position, e.g. with a temperature for long contexts (Beam)
         used, others = ([nn.functional.normalize(part, dim=-1) for part in side] for side in (used, others))
-    if not any(_moved(part) for part in used):
+    if not any(_changes_with_position(part) for part in used):
         return None
-    if not any(_moved(part - other) for part, other in zip(used, others, strict=True)):
+    if not any(_changes_with_position(part - other) for part, other in zip(used, others, strict=True)):
         return None
     if probe.reached.site.part == "cross":
         raise unreadable("queries and keys of two sequences depend on their positions")
@@ -134,20 +134,20 @@ def rotation_of(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation |
         bare = _parts(probe, probe.random(many, seed=5))
     rounding = rounding_of(probe)
     found = fitted(bare[0], bare[1], rounding)
-    if any(_missed(part, found, rounding) for part in used):
+    if any(_differs_from(part, found, rounding) for part in used):
         raise unreadable(DIRECTION)
     if found.by_distance and rounding > SINGLE:
-        found = _steady(found)
-    same = next((one for one in known if _same(one, found)), None)
+        found = _fit_frequencies(found)
+    same = next((one for one in known if _are_equal(one, found)), None)
     if same is None:
         known.append(found)
     return same or found
 
 
 def rotations(model: PreTrainedModel, window: list[Reached]) -> Iterator[Rotation | UnreadableError | None]:
-    """The rotation of every site in turn, None where its keys are not rotated, or the error that says why it is unread.
+    """Yield the rotation of each site, None if its keys are not rotated, or the error that makes it unreadable.
 
-    `window` are the sites as reached by as many positions as are wanted.
+    `window` lists the sites, reached with as many positions as are wanted.
     """
     known: list[Rotation] = []
     for reached in window:
@@ -159,17 +159,17 @@ def rotations(model: PreTrainedModel, window: list[Reached]) -> Iterator[Rotatio
 
 
 def frequencies(rotation: Rotation) -> Float[Tensor, " pairs"]:
-    """θ of φ(i) = iθ, for a rotation of distances, by least squares over its positions; in [−π, π)."""
-    return _wrapped(_steady(rotation).angles[1])
+    """Return θ of φ(i) = iθ in [−π, π) for a rotation by distance, fitted by least squares over its positions."""
+    return _wrap(_fit_frequencies(rotation).angles[1])
 
 
 def rounding_of(probe: Probe) -> float:
-    """The relative rounding of the module's own numbers, such as cos and sin."""
+    """Return the relative rounding of the dtype of the module's numbers, such as cos and sin."""
     return float(torch.finfo(probe.reached.call.query.dtype).eps)
 
 
 def _parts(probe: Probe, inputs: tuple[Tensor, Tensor]) -> list[Float[Tensor, "rows positions head_dim"]]:
-    """Queries and keys of all inputs and heads; heads with NaN are left out."""
+    """Return queries and keys of all inputs and heads, without heads that have NaN."""
     with torch.no_grad():
         return _sides(probe(*inputs))
 
@@ -179,35 +179,35 @@ def _sides(call: Call) -> list[Float[Tensor, "rows positions head_dim"]]:
     return [part[part.isfinite().flatten(1).all(-1)].flatten(0, 1) for part in parts]
 
 
-def _moved(part: Float[Tensor, "rows positions head_dim"]) -> bool:
+def _changes_with_position(part: Float[Tensor, "rows positions head_dim"]) -> bool:
     return bool(((part - part[:, :1]).norm(dim=-1) > STILL * part.norm(dim=-1)).any())
 
 
 def fitted(
     query: Float[Tensor, "rows positions head_dim"], key: Float[Tensor, "rows positions head_dim"], rounding: float
 ) -> Rotation:
-    """The rotation of these queries and keys, each row one input at every position; cos and sin have that `rounding`.
+    """Fit the rotation of these queries and keys; each row is one input at every position.
 
-    The angle of a pair is arg Σ conj(w_0) w_i over queries and keys, w = x_a + i x_b, its least-squares fit. A pair
-    without signal in either has none, and stands still: it adds nothing to any score. Raises UnreadableError where
-    queries and keys turn differently, and where position does more than turn.
+    `rounding` is that of cos and sin. A pair's angle is arg Σ conj(w_0) w_i over queries and keys, w = x_a + i x_b, its
+    least-squares fit. A pair without signal in queries or keys counts as unrotated, since it adds nothing to scores.
+    Raises UnreadableError if queries and keys rotate differently, or if position does more than rotate.
     """
     pairs = _pairs(torch.cat((query, key)))
     sides = [_overlaps(part, pairs) for part in (query, key)]
     both = _signal(sides[0]) & _signal(sides[1])
     found = Rotation(pairs, (sides[0] + sides[1]).angle(), query.shape[-1])
-    if _large((sides[0] * sides[1].conj())[:, both].angle(), rounding):
+    if _exceed_rounding((sides[0] * sides[1].conj())[:, both].angle(), rounding):
         raise unreadable("queries and keys turn differently with position")
-    if any(_missed(part, found, rounding) for part in (query, key)):
+    if any(_differs_from(part, found, rounding) for part in (query, key)):
         raise unreadable(DIRECTION)
-    return replace(found, by_distance=not _large(_wrapped(found.angles.diff(dim=0) - found.angles[1]), rounding))
+    return replace(found, by_distance=not _exceed_rounding(_wrap(found.angles.diff(dim=0) - found.angles[1]), rounding))
 
 
 def _pairs(rows: Float[Tensor, "rows positions head_dim"]) -> Int[Tensor, "pairs 2"]:
-    """Which coordinates turn together: x_i[a] is a sum of x_0[a] and of one other coordinate x_0[b].
+    """Find which coordinates rotate together: x_i[a] is a sum of multiples of x_0[a] and one other coordinate x_0[b].
 
-    Of what x_0[a] leaves of x_i[a], the right partner explains all, and a wrong one little (least squares). A turning
-    coordinate that is 0 at position 0 has a partner all the same, from which it takes its values.
+    The part of x_i[a] not explained by x_0[a] is fully explained by the right partner and barely by a wrong one (least
+    squares). A coordinate that is 0 at position 0 also has a partner, from which it takes its values.
     """
     start = rows[:, 0]
     later = rows[:, torch.linspace(1, rows.shape[1] - 1, min(rows.shape[1] - 1, POSITIONS)).long()]
@@ -230,55 +230,55 @@ def _pairs(rows: Float[Tensor, "rows positions head_dim"]) -> Int[Tensor, "pairs
 
 
 def _overlaps(part: Tensor, pairs: Int[Tensor, "pairs 2"]) -> Complex[Tensor, "positions pairs"]:
-    """Σ conj(w_0) w_i."""
+    """Compute Σ conj(w_0) w_i."""
     first, second = pairs.unbind(-1)
     turning = torch.complex(part[..., first], part[..., second])
     return (turning[:, :1].conj() * turning).sum(0)
 
 
 def _signal(side: Complex[Tensor, "positions pairs"]) -> Bool[Tensor, " pairs"]:
-    """Which pairs have an angle: their length at position 0 is above rounding beside the longest."""
+    """Return which pairs have an angle: their length at position 0 exceeds the rounding of the longest."""
     lengths = side[0].abs()
     return lengths > torch.finfo(lengths.dtype).eps * lengths.max()
 
 
-def _missed(part: Float[Tensor, "rows positions head_dim"], rotation: Rotation, rounding: float) -> bool:
-    """Whether part[:, i] is anything but part[:, 0] R(i)."""
+def _differs_from(part: Float[Tensor, "rows positions head_dim"], rotation: Rotation, rounding: float) -> bool:
+    """Return whether part[:, i] differs from part[:, 0] R(i)."""
     difference = rotation.turned(part[:, :1].expand_as(part)) - part
     return bool((difference.norm(dim=-1) > max(ANGLE, 4 * rounding) * part.norm(dim=-1)).any())
 
 
-def _large(angles: Float[Tensor, "positions pairs"], rounding: float) -> bool:
-    """Whether angles that should be 0 are not, at some position; 4 roundings: of cos and sin, at two positions."""
+def _exceed_rounding(angles: Float[Tensor, "positions pairs"], rounding: float) -> bool:
+    """Return whether angles are not 0 at some position, allowing 4 roundings: of cos and sin at two positions."""
     sizes = angles.square().sum(-1).sqrt()
     return bool((sizes > max(ANGLE, 4 * rounding) * angles.shape[-1] ** 0.5).any())
 
 
-def _wrapped(angles: Tensor) -> Tensor:
-    """The same angles in [−π, π)."""
+def _wrap(angles: Tensor) -> Tensor:
+    """Return the angles wrapped to [−π, π)."""
     wrapped: Tensor = (angles + math.pi).remainder(2 * math.pi) - math.pi
     return wrapped
 
 
-def _steady(rotation: Rotation) -> Rotation:
-    """φ(i) = iθ for the least-squares θ: of angles from rounding cos and sin, which is what they were made from."""
+def _fit_frequencies(rotation: Rotation) -> Rotation:
+    """Return the rotation with φ(i) = iθ for the least-squares θ, which removes the rounding of cos and sin."""
     first = rotation.angles[1]
-    turns = (_wrapped(rotation.angles.diff(dim=0) - first) + first).cumsum(0)  # whole turns are not taken off
+    turns = (_wrap(rotation.angles.diff(dim=0) - first) + first).cumsum(0)  # without removing whole turns
     steps = torch.arange(len(rotation.angles)).to(first)
     frequencies = (steps[1:, None] * turns).sum(0) / steps.square().sum()
     return replace(rotation, angles=steps[:, None] * frequencies)
 
 
-def _same(one: Rotation, other: Rotation) -> bool:
-    """Whether two rotations differ by rounding alone."""
+def _are_equal(one: Rotation, other: Rotation) -> bool:
+    """Return whether two rotations differ only by rounding."""
     alike = torch.equal(one.pairs, other.pairs) and one.angles.shape == other.angles.shape
     alike = alike and one.by_distance == other.by_distance
-    return alike and bool((_wrapped(one.angles - other.angles).abs() < EQUAL).all())
+    return alike and bool((_wrap(one.angles - other.angles).abs() < EQUAL).all())
 
 
 Sides = tuple[Tensor, Tensor]  # queries and keys
 Groups = tuple[Tensor, ...]  # coordinates of a head that are normalised together
-CHUNK = 512  # how many probe tokens go through a module at once
+CHUNK = 512  # probe tokens that go through a module at once
 
 
 def factors(
@@ -290,34 +290,34 @@ def factors(
     turns: Turns | None = None,
     present: Present = nothing_to_read,
 ) -> Iterator[Factors | UnreadableError]:
-    """The effective W_Q, W_K of every site in turn, or the error that says why a site has none.
+    """Yield the effective W_Q, W_K of each site, or the error that makes the site unreadable.
 
-    `first` are the sites as reached by a single token (position 0), `window` as reached by as many positions as
+    `first` are the sites reached by a single token (position 0), `window` the sites reached by as many positions as
     distances are wanted. The Jacobian is the map if the map is affine, which is checked at other inputs. Norms inside
-    the module keep their gains and drop their positive per-token scalars; where they stand in the way of queries or
-    keys (QK-norm) the directions are checked. All in float64, from a copy of one module at a time.
+    the module keep their gains and drop their positive per-token scalars; if they act on queries or keys themselves
+    (QK-norm), only directions are checked. Works in float64, on a copy of one module at a time.
 
-    `chosen` are the places of the sites that are read, all if None; what is read of a site does not depend on which
-    others are: a rotation is fitted at the first site that has it, whether chosen or not, and kept in `turns`. Inside
-    `present` a module of a model that is not in memory has the weights of those names, which is all that is read of it.
+    `chosen` are the indices of the sites to read, None for all. A site's result does not depend on the choice: a
+    rotation is fitted at the first site that has it, chosen or not, and stored in `turns`. Inside `present`, a module
+    of a model that is not in memory has the weights of the given names; no others are read.
     """
     turns = Turns() if turns is None else turns
     for place in range(len(window)) if chosen is None else chosen:
         try:
             leader = turns.leader(window, place)
             if leader != place and not turns.knows(window[leader]):
-                with suppress(UnreadableError):  # read for its rotation alone; sites that it can't lead have their own
-                    _of_site(model, first[leader], window[leader], turns, present, leading=True)
+                with suppress(UnreadableError):  # read only for its rotation; sites it cannot lead get their own
+                    _read_site(model, first[leader], window[leader], turns, present, leading=True)
             turns.read(window[leader])
-            yield _of_site(model, first[place], window[place], turns, present, leading=leader == place)
+            yield _read_site(model, first[place], window[place], turns, present, leading=leader == place)
         except UnreadableError as error:
             yield error
 
 
-def _of_site(
+def _read_site(
     model: PreTrainedModel, one: Reached, many: Reached, turns: Turns, present: Present, *, leading: bool
 ) -> Factors:
-    """The factors of one site, whose copies in float64 end with the call."""
+    """Return the factors of one site; the float64 copies of its weights are freed on return."""
     with present(one.module, partial(used_weights, model, one, many.layout)):
         weights = float64_weights(one.module)
         probe = alone(Probe(model, one, weights, many.layout))
@@ -328,10 +328,10 @@ def _of_site(
 
 def _factors(probe: Probe, window: Probe, turned_as: Callable[[Probe, Norms], Rotation | None]) -> Factors:
     window.check_captured()
-    if is_announced(probe.odd.query) or is_announced(probe.odd.key):  # shapes without numbers
+    if is_announced(probe.odd.query) or is_announced(probe.odd.key):  # tensors with shapes but no numbers
         raise unreadable("its queries or keys depend on what other modules compute, so that the model has to be loaded")
     norms = norms_inside(probe.reached.module)
-    # Where one token is not taken, position is looked at first, so that each token of a sequence can be a probe.
+    # If one token is not accepted, fit the rotation first, so that each token of a sequence can be a probe.
     turned = turned_as(window, {}) if probe.whole else None
     maps, groups = _checked_maps(probe, norms, turned)
     rotation = turned_as(window, norms if groups else {})
@@ -344,24 +344,24 @@ def _factors(probe: Probe, window: Probe, turned_as: Callable[[Probe, Norms], Ro
 
 
 def _checked_maps(probe: Probe, norms: Norms, turned: Rotation | None) -> tuple[Maps, Groups]:
-    """The maps, and the groups of coordinates that are normalised together; raises NotBilinearError where it is not so.
+    """Return the maps and the groups of coordinates normalised together; raise NotBilinearError if there are none.
 
-    Normalisations that are no modules are taken out where the others don't explain queries and keys.
+    Hand-written normalisations are removed if those in modules do not explain the queries and keys.
     """
     with linear(norms):
         rows = rows_of_weights(probe)
         if rows is not None and not norms:
-            return rows, ()  # which random inputs have shown
+            return rows, ()  # the random inputs have shown this
         maps = rows or products_of_weights(probe) or _maps(probe, turned)
     sides = _first_tokens(probe, maps)
     reason = _mismatch(*sides)
     if reason is None:
         return maps, ()
-    found = _normalised(*sides) if norms else None
+    found = _find_groups(*sides) if norms else None
     if found is None:
         with linear(norms), WithoutLengths():
             maps = _maps(probe, turned)
-        found = _normalised(*_first_tokens(probe, maps))
+        found = _find_groups(*_first_tokens(probe, maps))
         if found is None:
             remedy = "The tokens.* measures of this site stand; weights.* do not exist."
             raise NotBilinearError(f"{reason}, so that its scores are not bilinear in them", remedy)
@@ -369,12 +369,12 @@ def _checked_maps(probe: Probe, norms: Norms, turned: Rotation | None) -> tuple[
 
 
 def _maps(probe: Probe, turned: Rotation | None) -> Maps:
-    """∂q/∂x and ∂k/∂y at position 0 by forward-mode differentiation, and what is left at zero input.
+    """Compute ∂q/∂x and ∂k/∂y at position 0 by forward-mode differentiation, and the biases at zero input.
 
-    Probe i carries the tangent e_i, so that row i of W comes out exactly, without a difference that rounds; a head
-    whose weights are NaN spoils no other (as it would in a backward pass, where 0 · NaN enters every gradient). A probe
-    is a token, `turned` back to position 0, or a whole sequence of one token where queries and keys come from two, and
-    where cos and sin are rounded in half precision.
+    Probe i carries the tangent e_i, so that row i of W is exact, without the rounding of a difference. NaN weights of
+    one head do not spread to others (in a backward pass they would: 0 · NaN enters every gradient). A probe is a token,
+    rotated back to position 0 by `turned`, or a whole sequence of one token if queries and keys come from two sequences
+    or if cos and sin are rounded to half precision.
     """
     alike = probe.reached.site.part == "cross" or (turned is not None and rounding_of(probe) > SINGLE)
     base = probe.random(1, seed=1)
@@ -394,7 +394,7 @@ def _maps(probe: Probe, turned: Rotation | None) -> Maps:
 def _tangents(
     probe: Probe, base: tuple[Tensor, Tensor], start: int, step: int, turned: Rotation | None, alike: bool
 ) -> tuple[Tensor, Tensor]:
-    """Rows start … start + step of the two Jacobians, (rows, heads, head_dim) each; fewer where the width ends."""
+    """Compute rows start … start + step of both Jacobians, (rows, heads, head_dim) each; fewer at the end."""
     counts = [max(0, min(step, x.shape[-1] - start)) for x in base]
     with torch.no_grad(), forward_ad.dual_level():
         duals = []
@@ -421,7 +421,7 @@ def _tangents(
 
 
 def _with_positions(maps: Maps, window: Probe) -> Maps:
-    """The maps with the biases of every position, where they are not all the same."""
+    """Return the maps with the biases of every position, if they differ."""
     with torch.no_grad():
         zero = window(*(torch.zeros_like(x) for x in window.random(window.least, seed=1)))
     biases = []
@@ -433,9 +433,9 @@ def _with_positions(maps: Maps, window: Probe) -> Maps:
 
 
 def _first_tokens(probe: Probe, maps: Maps) -> tuple[Sides, Sides]:
-    """Queries and keys of the first token of eight sequences: those of the module and those of the maps.
+    """Return queries and keys of the first token of eight sequences, from the module and from the maps.
 
-    (sequences, heads, head_dim) each, without the heads that have NaN.
+    Each is (sequences, heads, head_dim), without the heads that have NaN.
     """
     inputs = probe.random(8, seed=2, alike=False)
     with torch.no_grad():
@@ -448,24 +448,24 @@ def _first_tokens(probe: Probe, maps: Maps) -> tuple[Sides, Sides]:
     return (seen[0], seen[1]), (expected[0], expected[1])
 
 
-def _normalised(seen: Sides, expected: Sides) -> Groups | None:
-    """The groups of coordinates in which queries and keys are positive multiples of the expected ones; None: none are.
+def _find_groups(seen: Sides, expected: Sides) -> Groups | None:
+    """Return groups of coordinates in which queries and keys are positive multiples of the expected ones, or None.
 
-    All coordinates of a head, or those of the keys that are no affine function and those that are (latent attention).
+    The groups are all coordinates of a head, or the non-affine and the affine coordinates of keys (latent attention).
     """
     size = seen[1].shape[-1]
-    every = (torch.arange(size),)
-    if _mismatch(seen, expected, every) is None:
-        return every
+    all_coordinates = (torch.arange(size),)
+    if _mismatch(seen, expected, all_coordinates) is None:
+        return all_coordinates
     difference = (seen[1] - expected[1]).flatten(0, 1).norm(dim=0)
     affine = difference <= TOLERANCE * expected[1].flatten(0, 1).norm(dim=0)
     parts = ((~affine).nonzero().flatten().cpu(), affine.nonzero().flatten().cpu())
-    # The direction of a single number says next to nothing.
+    # The direction of a single number is only a sign, which proves nothing.
     return parts if min(map(len, parts)) > 1 and _mismatch(seen, expected, parts) is None else None
 
 
 def _mismatch(seen: Sides, expected: Sides, groups: Groups = ()) -> str | None:
-    """Why those expected are not those seen, up to a positive scalar in each group, or None where they are."""
+    """Return why the seen values are not the expected ones, up to a positive scalar per group; None if they are."""
     kind = "no positive multiple of an affine function" if groups else "no affine function"
     for name, theirs, ours in zip(("queries", "keys"), seen, expected, strict=True):
         pairs = [(unit(theirs[..., part]), unit(ours[..., part])) for part in groups] or [(theirs, ours)]
@@ -477,7 +477,7 @@ def _mismatch(seen: Sides, expected: Sides, groups: Groups = ()) -> str | None:
 
 
 def _check_everywhere(found: Factors, window: Probe) -> None:
-    """Raise UnreadableError where queries and keys of unlike tokens at all positions are not what the factors say."""
+    """Raise UnreadableError if the factors do not reproduce queries and keys of different tokens at all positions."""
     mixtures = window.mixed(window.least, seed=3)
     inputs = mixtures[0].tokens, mixtures[1].tokens
     with torch.no_grad(), FewTokens(mixtures):
@@ -492,9 +492,9 @@ def _check_everywhere(found: Factors, window: Probe) -> None:
 
 
 def rebuilt(found: Reached, factors: Factors) -> QueryKey:
-    """The site's queries and keys rebuilt as (x W_Q + b_Q) R(i) from the module's inputs x.
+    """Return the site's queries and keys rebuilt as (x W_Q + b_Q) R(i) from the module's inputs x.
 
-    Under QK-norm the per-token length, which W_Q does not carry, is taken from the captured queries and keys.
+    Under QK-norm, the length per token, which W_Q does not contain, is taken from the captured queries and keys.
     """
     captured = found.call.query_key(found.site)
     x, y = (found.sequences(found.arguments[name]) for name in (found.input_name, found.other or found.input_name))

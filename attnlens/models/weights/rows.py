@@ -1,4 +1,4 @@
-"""The query and key maps of a site: its factors, and how they are found among the rows of weights or as products."""
+"""The query and key maps of a site: its factors, found among the rows of weights or as products of two matrices."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LatentMap:
-    """W_h = D U_h, as latent attention makes its keys."""
+    """W_h = D U_h, the form in which latent attention computes its keys."""
 
-    up: Float[Tensor, "heads rank head_dim"]  # U_h; NaN in the coordinates that are made in another way
-    down: Float[Tensor, "d_model rank"]  # D, one for all heads
+    up: Float[Tensor, "heads rank head_dim"]  # U_h; NaN in coordinates that are computed in another way
+    down: Float[Tensor, "d_model rank"]  # D, shared by all heads
 
 
 @dataclass(frozen=True)
 class Maps:
-    """q = x W_Q + b_Q and k = y W_K + b_K without their rotation, float64."""
+    """The maps q = x W_Q + b_Q and k = y W_K + b_K, before any rotation, in float64."""
 
     query: Float[Tensor, "heads d_model head_dim"]
     key: Float[Tensor, "kv_heads d_other head_dim"]
     query_bias: Float[Tensor, "heads queries head_dim"]
-    """One for all, or one for each position where the module adds positions to its inputs (DETR)."""
+    """One bias for all positions, or one per position if the module adds positions to its inputs (DETR)."""
     key_bias: Float[Tensor, "kv_heads keys head_dim"]
     key_latent: LatentMap | None = field(default=None, kw_only=True)
-    """W_K as a product, where it was found as one."""
+    """W_K as a product, if it was found as one."""
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries (batch, heads, tokens, head_dim) and keys (batch, kv_heads, tokens, head_dim) of x and y."""
+        """Return queries (batch, heads, tokens, head_dim) and keys (batch, kv_heads, tokens, head_dim) of x and y."""
         query, key = (
             _heads(part.double().flatten(1, -2), factor) + bias[:, : part[0, ..., 0].numel()]
             for part, factor, bias in ((x, self.query, self.query_bias), (y, self.key, self.key_bias))
@@ -49,12 +49,12 @@ class Maps:
 
 @dataclass(frozen=True)
 class Traits:
-    """What a reader must know of a site's weights, without the weights."""
+    """Properties of a site's weights that reports need, without the weights themselves."""
 
-    rotary: bool  # whether queries and keys are turned with their position
+    rotary: bool  # whether queries and keys are rotated by their position
     qk_norm: bool  # whether they are normalised per token
     latent: bool  # whether one part of the keys is normalised and the other is not
-    biased: bool  # whether a bias is added to queries or keys, which the form leaves out
+    biased: bool  # whether a bias, which the form omits, is added to queries or keys
 
 
 @dataclass(frozen=True)
@@ -63,22 +63,22 @@ class Factors:
 
     Latent attention (MLA, DeepSeek V2) has two such scalars: with c = y W_DKV and rms its root mean square, a head's
     score is a(x) · [x M_n yᵀ / rms(c) + x M_r(j − i) yᵀ], M_n = s W_DQ g_Q W_UQ W_UKᵀ g_K W_DKVᵀ of the part without
-    positions (nope) and M_r(Δ) = s W_DQ g_Q W_QR R(−Δ) W_KRᵀ of the part that turns (rope). a(x) is one factor for all
-    scores of a query and drops out; rms(c) weighs one part against the other, key by key, so that the sum is no one
-    bilinear form, and each part is one up to positive factors. weights.* are those of M_n; `parts` has both.
+    positions (nope) and M_r(Δ) = s W_DQ g_Q W_QR R(−Δ) W_KRᵀ of the rotated part (rope). a(x) is one factor for all
+    scores of a query and drops out; rms(c) weights one part against the other, key by key: the sum is not one bilinear
+    form, but each part is, up to positive factors. weights.* are those of M_n; `parts` has both.
     """
 
     site: Site
-    """Where."""
+    """The site."""
     maps: Maps
     """W_Q, W_K and the biases."""
     scale: float
-    """Factor of the product."""
+    """Factor of the product of queries and keys."""
     rotation: Rotation | None
-    """R(i), or None where queries and keys are not turned with their position."""
+    """R(i), or None if queries and keys are not rotated by their position."""
     groups: tuple[Int[Tensor, " some"], ...] = ()
-    """The coordinates of a head that are normalised per token by one scalar, W_Q and W_K carrying the gains only: all
-    under QK-norm, the nope part and what is beside it under latent attention; none without normalisation."""
+    """Groups of a head's coordinates, each normalised per token by one scalar; W_Q and W_K contain only the gains. All
+    coordinates under QK-norm; the nope part and the other part under latent attention; none without normalisation."""
 
     @property
     def qk_norm(self) -> bool:
@@ -92,7 +92,7 @@ class Factors:
 
     @property
     def traits(self) -> Traits:
-        """What of them outlives their numbers."""
+        """The properties of the factors that are kept without their numbers."""
         biased = bool(self.maps.query_bias.any() or self.maps.key_bias.any())
         return Traits(self.rotation is not None, self.qk_norm, self.latent, biased)
 
@@ -109,7 +109,7 @@ class Factors:
 
     @property
     def parts(self) -> tuple[QueryKey, ...]:
-        """The form; of latent attention that of the nope part and that of the rope part."""
+        """The bilinear form; for latent attention the form of the nope part and that of the rope part."""
         heads = tuple(range(self.maps.query.shape[0]))
         group = len(heads) // self.maps.key.shape[0]
         whole = QueryKey(
@@ -136,7 +136,7 @@ class Factors:
 
     @property
     def summed(self) -> QueryKey:
-        """A form with the sum of the heads of `query_key`: one head, (Σ_h W_Q,h U_hᵀ) Dᵀ, where W_K,h = D U_h."""
+        """A form whose M is the sum over heads of `query_key`, as one head (Σ_h W_Q,h U_hᵀ) Dᵀ, if W_K,h = D U_h."""
         form, product = self.query_key, self.maps.key_latent
         if product is None or form.rotation is not None:
             return form
@@ -150,16 +150,16 @@ class Factors:
 
     @property
     def on_inputs(self) -> QueryKey | None:
-        """M on (x, 1), the biases a last row of the factors; None where the logits are not bilinear in one input x."""
-        placed = self.rotation is not None or self.maps.query_bias.shape[1] > 1
-        if placed or self.qk_norm or self.site.part == "cross":
+        """M on (x, 1), biases as last row of the factors; None if the logits are not bilinear in one input x."""
+        positional = self.rotation is not None or self.maps.query_bias.shape[1] > 1
+        if positional or self.qk_norm or self.site.part == "cross":
             return None
         sides = ((self.maps.query, self.maps.query_bias), (self.maps.key, self.maps.key_bias))
         query, key = (torch.cat(side, 1) for side in sides)
         return replace(self.query_key, query=query, key=key)
 
     def rebuilt(self, x: Tensor, y: Tensor, seen: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Queries and keys of these inputs; under QK-norm with the lengths of those `seen`, which W does not carry."""
+        """Compute queries and keys of these inputs; under QK-norm take lengths from `seen`, which W does not have."""
         found = []
         for given, own in zip(self.maps(x, y), seen, strict=True):
             part = given if self.rotation is None else self.rotation.turned(given)
@@ -171,18 +171,18 @@ class Factors:
 
 
 def _heads(x: Tensor, factor: Tensor) -> Tensor:
-    """x W of each head, (batch, heads, tokens, head_dim)."""
-    found = nn.functional.linear(x, factor.mT.flatten(0, 1))  # rows of weights as they lie
+    """Compute x W of each head, (batch, heads, tokens, head_dim)."""
+    found = nn.functional.linear(x, factor.mT.flatten(0, 1))  # rows of weights in their memory order
     return found.reshape(*x.shape[:-1], len(factor), -1).transpose(1, 2)
 
 
 def unit(rows: Tensor) -> Tensor:
-    """Each row with length 1."""
+    """Scale each row to length 1."""
     return nn.functional.normalize(rows, dim=-1)
 
 
 def _coordinates(factor: Tensor, kept: Int[Tensor, " some"]) -> Tensor:
-    """Some coordinates of each head; neighbours are a view, which costs no memory."""
+    """Return some coordinates of each head; consecutive ones as a view, which needs no memory."""
     first, count = int(kept[0]), len(kept)
     if torch.equal(kept, torch.arange(first, first + count, device=kept.device)):
         return factor[..., first : first + count]
@@ -190,22 +190,22 @@ def _coordinates(factor: Tensor, kept: Int[Tensor, " some"]) -> Tensor:
 
 
 DRAWS = 8
-"""Random inputs: what is no multiple of a row passes for one at all of them with probability about SAME ** DRAWS."""
+"""Random inputs; a coordinate that is not a multiple of a row passes as one with probability about SAME ** DRAWS."""
 SAME = 1e-10
-"""Largest relative difference between a coordinate and the row that it is said to be, both in float64."""
-ONE = 1e-13  # relative rounding of a coordinate's factor: one so close to 1 is 1
+"""Largest relative difference between a coordinate and the row it is matched with, both in float64."""
+ONE = 1e-13  # relative rounding of a coordinate's factor: a factor this close to 1 is set to 1
 AT_ONCE = 512  # coordinates that are compared with all rows, or multiplied out, at once
 
 
 class Given(NamedTuple):
-    """What a matrix may be multiplied by: the inputs x, or what lies between two linear layers, z = x Dᵀ."""
+    """A vector that a matrix may multiply: the inputs x, or the vector between two linear layers, z = x Dᵀ."""
 
     seen: Float[Tensor, "draws rank"]  # its values at the random inputs
-    down: Float[Tensor, "rank d_model"] | None = None  # D; None: x itself
+    down: Float[Tensor, "rank d_model"] | None = None  # D; None for x itself
 
 
 class FoundColumns(NamedTuple):
-    """Columns of W that are found in one matrix: w = uᵀD, or u where there is no D."""
+    """Columns of W found in one matrix: w = uᵀD, or u if D is None."""
 
     columns: Int[Tensor, " some"]
     up: Float[Tensor, "some rank"]
@@ -213,15 +213,15 @@ class FoundColumns(NamedTuple):
 
 
 Known = dict[tuple[int, int], Tensor]
-"""The answers of the matrices that were tried, by their places and those of what is given to them."""
+"""Cached products of the matrices tried, keyed by (index of the multiplied vector, index of the matrix)."""
 
 
 def rows_of_weights(probe: Probe) -> Maps | None:
-    """W_Q and W_K where every column of theirs is a multiple of one row of a weight matrix: q_hk(x) = c θ_r · x + b.
+    """Find W_Q and W_K if each of their columns is a multiple of one row of a weight matrix: q_hk(x) = c θ_r · x + b.
 
-    That is so for linear layers, fused or not, whatever their layout, with gains and scales behind them (c); it is told
-    by DRAWS random inputs, and the columns are then taken from the weights, which the Jacobian costs d_model times as
-    much to find. None where it is not so (latent attention), or the module takes no single tokens, or has NaN.
+    This holds for linear layers, fused or not, of any layout, with gains and scales after them (c). It is tested on
+    DRAWS random inputs. The columns are read from the weights: the Jacobian would cost d_model times as much. Returns
+    None if it does not hold (latent attention), if the module accepts no single token, or if there is NaN.
     """
     if probe.whole or probe.batch is not None:
         return None
@@ -237,7 +237,7 @@ def rows_of_weights(probe: Probe) -> Maps | None:
 
 
 def asked(probe: Probe, inputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Queries and keys of these inputs without their biases, (draws, heads, head_dim), and the biases."""
+    """Return queries and keys of these inputs without biases, (draws, heads, head_dim), and the biases."""
     with torch.no_grad():
         call = probe(*(torch.cat((torch.zeros_like(x[:1]), x)) for x in inputs))
     biases = [part[0, :, :1].double() for part in (call.query, call.key)]
@@ -250,7 +250,7 @@ def asked(probe: Probe, inputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]
 def pieces_of(
     seen: Float[Tensor, "draws columns"], given: Sequence[Given], weights: Sequence[Tensor], known: Known
 ) -> list[FoundColumns] | None:
-    """All columns with the first matrix that has them, as multiples of its rows; None where some column is in none."""
+    """Match all columns to multiples of rows of the first matrix that has them; return None if any has no match."""
     if not bool(seen.isfinite().all()):
         return None
     pieces, left = [], torch.arange(seen.shape[1], device=seen.device)
@@ -265,7 +265,7 @@ def pieces_of(
 
 
 def composed(pieces: Sequence[FoundColumns], shape: torch.Size) -> Float[Tensor, "heads d_model head_dim"]:
-    """W of each head; of rows of a single matrix a view."""
+    """Return W of each head; a view, if its columns are rows of a single matrix."""
     first = pieces[0]
     if len(pieces) == 1 and first.down is None:
         whole = first.up
@@ -280,16 +280,16 @@ def composed(pieces: Sequence[FoundColumns], shape: torch.Size) -> Float[Tensor,
 def _candidates(
     given: Sequence[Given], weights: Sequence[Tensor], known: Known
 ) -> Iterator[tuple[Tensor | None, Tensor, Tensor]]:
-    """The matrices that may have a column: what lies below, their rows, and their answers."""
+    """Yield the matrices that may contain a column: the map below them, their rows, and their products."""
     for number, one in enumerate(given):
-        for place, rows in enumerate(_oriented(weights, one.seen.shape[1])):
+        for place, rows in enumerate(_oriented_matrices(weights, one.seen.shape[1])):
             if (number, place) not in known:
                 known[number, place] = one.seen @ rows.mT
             yield one.down, rows, known[number, place]
 
 
-def _oriented(weights: Iterable[Tensor], size: int) -> Iterator[Float[Tensor, "rows d_model"]]:
-    """The matrices that such an input can be multiplied by, outputs first: linear layers', then Conv1D's."""
+def _oriented_matrices(weights: Iterable[Tensor], size: int) -> Iterator[Float[Tensor, "rows d_model"]]:
+    """Yield the matrices that can multiply a vector of this size, outputs first: linear layers', then Conv1D's."""
     known = [weight for weight in weights if type(weight) in (Tensor, torch.nn.Parameter)]
     matrices = [weight for weight in known if weight.dim() == 2 and weight.is_floating_point()]
     yield from (weight for weight in matrices if weight.shape[1] == size)
@@ -297,55 +297,55 @@ def _oriented(weights: Iterable[Tensor], size: int) -> Iterator[Float[Tensor, "r
 
 
 def _piece(seen: Tensor, columns: Tensor, below: Tensor | None, rows: Tensor, answers: Tensor) -> FoundColumns | None:
-    """Those of the columns that are multiples of these rows; None where the first is not among them."""
-    places = _places(seen, answers)
+    """Return those columns that are multiples of these rows; None if the first column is not among them."""
+    places = _matching_rows(seen, answers)
     if places is None:
         return None
     factors = _factors(seen, answers[:, places])
-    fits = _fitting(seen, factors * answers[:, places])
-    return FoundColumns(columns[fits], _taken(rows, places[fits], factors[fits]), below) if bool(fits[0]) else None
+    fits = _equal_columns(seen, factors * answers[:, places])
+    return FoundColumns(columns[fits], _scaled(rows, places[fits], factors[fits]), below) if bool(fits[0]) else None
 
 
-def _places(seen: Tensor, answers: Tensor) -> Int[Tensor, " columns"] | None:
-    """The row of each column; None where none is the first column.
+def _matching_rows(seen: Tensor, answers: Tensor) -> Int[Tensor, " columns"] | None:
+    """Return the index of each column's row; None if the first column has no row.
 
-    In their order from the one that is the first column on, where they are enough and fit, else those most like them.
+    Tries consecutive rows from the first column's on; if they are too few or do not fit, returns the most similar rows.
     """
-    start, count = _nearest(seen[:, :1], answers), seen.shape[1]
-    if not _is(seen[:, :1], answers[:, start]):
+    start, count = _most_similar_rows(seen[:, :1], answers), seen.shape[1]
+    if not _all_match(seen[:, :1], answers[:, start]):
         return None
     places = torch.arange(int(start), int(start) + count, device=answers.device)
-    if int(start) + count <= answers.shape[1] and _is(seen, answers[:, places]):
+    if int(start) + count <= answers.shape[1] and _all_match(seen, answers[:, places]):
         return places
-    return _nearest(seen, answers)
+    return _most_similar_rows(seen, answers)
 
 
-def _is(seen: Tensor, found: Tensor) -> bool:
-    """Whether every column is a multiple of what was found."""
-    return bool(_fitting(seen, _factors(seen, found) * found).all())
+def _all_match(seen: Tensor, found: Tensor) -> bool:
+    """Return whether every column is a multiple of the matched vector."""
+    return bool(_equal_columns(seen, _factors(seen, found) * found).all())
 
 
-def _fitting(seen: Tensor, found: Tensor) -> Bool[Tensor, " columns"]:
-    """Which columns are what was found; what subtracting the bias rounds is of the size of all columns."""
+def _equal_columns(seen: Tensor, found: Tensor) -> Bool[Tensor, " columns"]:
+    """Return which columns equal the matched vectors; the rounding of subtracting the bias scales with all columns."""
     border = SAME * seen.norm(dim=0) + torch.finfo(seen.dtype).eps * seen.norm()
     fits: Tensor = (seen - found).norm(dim=0) <= border
     return fits
 
 
-def _nearest(seen: Tensor, answers: Tensor) -> Int[Tensor, " columns"]:
-    """The row of each column whose answers have the most similar direction, whatever their sign and length."""
+def _most_similar_rows(seen: Tensor, answers: Tensor) -> Int[Tensor, " columns"]:
+    """Return the row whose products have the direction most similar to each column, up to sign and length."""
     unit = torch.nn.functional.normalize(answers, dim=0)
     return torch.cat([(part.mT @ unit).abs_().argmax(1) for part in torch.split(seen, AT_ONCE, dim=1)])
 
 
 def _factors(seen: Tensor, found: Tensor) -> Float[Tensor, " columns"]:
-    """c of each column, by least squares."""
+    """Fit c of each column by least squares."""
     factors = (seen * found).sum(0) / found.square().sum(0).clamp(min=torch.finfo(found.dtype).tiny)
     return torch.where((factors - 1).abs() < ONE, 1.0, factors)
 
 
-def _taken(rows: Tensor, places: Tensor, factors: Tensor) -> Float[Tensor, "columns d_model"]:
-    """The rows times their factors: of neighbours that are taken as they are a view, which costs no memory."""
+def _scaled(rows: Tensor, places: Tensor, factors: Tensor) -> Float[Tensor, "columns d_model"]:
+    """Return the rows times their factors; consecutive rows with factor 1 as a view, which needs no memory."""
     start, count = int(places[0]), len(places)
     ordered = torch.equal(places, torch.arange(start, start + count, device=places.device))
     taken = rows[start : start + count] if ordered else rows[places]
@@ -353,12 +353,12 @@ def _taken(rows: Tensor, places: Tensor, factors: Tensor) -> Float[Tensor, "colu
 
 
 def products_of_weights(probe: Probe) -> Maps | None:
-    """W_Q and W_K where q_hk(x) = c υ · z + b, υ a row of one matrix, and z_r = c_r θ_r · x + a_r, θ_r rows of another.
+    """Find W_Q and W_K if q_hk(x) = c υ · z + b, υ a row of a matrix, and z_r = c_r θ_r · x + a_r, θ_r rows of another.
 
-    That is so where a linear layer, a norm without its lengths and a second linear layer follow each other; some
-    columns may be rows of one matrix alone. Both steps are told as `rows_of_weights` tells its rows, by the same random
-    inputs: z is what the module itself hands to its second layer, so that c_r has the gains, and None is given where z
-    is not linear in x or queries and keys are not linear in z.
+    This holds for a linear layer, a norm without its lengths and a second linear layer in sequence; some columns may be
+    rows of one matrix alone. Both steps are tested as in `rows_of_weights`, on the same random inputs: z is what the
+    module passes to its second layer, so that c_r includes the gains. Returns None if z is not linear in x, or queries
+    and keys are not linear in z.
     """
     if probe.whole or probe.batch is not None:
         return None
@@ -378,7 +378,7 @@ def products_of_weights(probe: Probe) -> Maps | None:
 
 @contextmanager
 def _inner_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Inside, the list takes in what those parts of the module are called with that have a matrix."""
+    """Record the inputs of those parts of the module that have a matrix, in the yielded list, inside the `with`."""
     noted: list[Tensor] = []
 
     def note(_part: nn.Module, given: tuple[object, ...]) -> None:
@@ -391,10 +391,10 @@ def _inner_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def _latents(outer: Given, inner: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[Given]:
-    """Those of the inner inputs, without what they are at zero, that are multiples of rows of weights times x."""
+    """Yield those inner inputs, minus their values at zero, that are multiples of rows of weights times x."""
     for given in inner:
         z = given.double().flatten(1)
-        if len(z) == len(outer.seen) + 1 and z.shape[1] == given.shape[-1]:  # one for each token
+        if len(z) == len(outer.seen) + 1 and z.shape[1] == given.shape[-1]:  # one per token
             seen = z[1:] - z[:1]
             pieces = pieces_of(seen, [outer], weights, {})
             if pieces is not None:
@@ -402,7 +402,7 @@ def _latents(outer: Given, inner: Sequence[Tensor], weights: Sequence[Tensor]) -
 
 
 def _product(pieces: Sequence[FoundColumns], shape: torch.Size) -> LatentMap | None:
-    """The largest piece that is a product."""
+    """Return the largest piece that is a product of two matrices, or None."""
     products = [(piece, piece.down) for piece in pieces if piece.down is not None]
     if not products:
         return None
