@@ -2,7 +2,7 @@
 
 >>> import torch
 >>> from transformers import BertConfig
->>> from attnlens import primal
+>>> from attnlens.lab import primal
 >>> sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 >>> config = BertConfig(vocab_size=50, max_position_embeddings=16, architectures=["BertForMaskedLM"], **sizes)
 >>> model = primal.build(config, layers="last", scores=8)  # Primal.+: canonical attention but in the last layer

@@ -21,7 +21,7 @@ from attnlens.requests.run_options import WorkRequest
 from attnlens.runs import checks
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from attnlens.models.loading import Loaded
 

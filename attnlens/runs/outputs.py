@@ -25,7 +25,6 @@ from attnlens.wording import counted
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
-    from transformers import PreTrainedModel
 
 
 Variant = Callable[[], AbstractContextManager[object]]

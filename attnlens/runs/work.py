@@ -23,7 +23,7 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Event, Thread, local
 from traceback import clear_frames
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from platformdirs import user_cache_path
 
@@ -40,9 +40,6 @@ from attnlens.errors import (
 from attnlens.files import with_home
 from attnlens.runs.store import OTHER_WORK, Store, difference, key_of, output_errors
 from attnlens.wording import clean
-
-if TYPE_CHECKING:
-    pass
 
 LOG = logging.getLogger("attnlens")
 Compute = Callable[[str], Any]

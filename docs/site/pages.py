@@ -19,7 +19,7 @@ from attnlens.report.sections.section import Section
 ROOT = Path(__file__).parents[2]
 BESIDE = ("SECURITY.md", "CHANGELOG.md", "LICENSE", "training/train_demo.py")
 """What the pages link to outside docs/."""
-SOLVERS = ("attsvm", "ksvd", "primal")
+SOLVERS = ("maths.attsvm", "maths.ksvd", "lab.primal")
 """Submodules that docs/python.md offers."""
 TOLD = {
     "measures": "`attnlens explain NAME` prints each of these pages in the terminal, `attnlens list measures` all.",

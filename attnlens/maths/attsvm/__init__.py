@@ -5,7 +5,7 @@ All functions take plain tensors and work in float64, without a model. `selectio
 norm, and `separable` checks whether any W exists.
 
 >>> import torch
->>> from attnlens import attsvm
+>>> from attnlens.maths import attsvm
 >>> tokens = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
 >>> chosen = torch.tensor([0, 1, 0, 3, 2, 1])
 >>> problem = attsvm.causal(tokens, chosen)

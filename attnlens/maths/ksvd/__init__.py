@@ -3,7 +3,7 @@
 All functions take plain tensors (…, tokens, features) and work in float64 over all leading axes, without a model.
 
 >>> import torch
->>> from attnlens import ksvd
+>>> from attnlens.maths import ksvd
 >>> falling = torch.logspace(0, -2, 16)
 >>> query, key = torch.randn(2, 4, 200, 16, generator=torch.Generator().manual_seed(0)) * falling
 >>> queries, keys = ksvd.cosine_features(query), ksvd.cosine_features(key)

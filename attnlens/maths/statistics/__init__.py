@@ -4,7 +4,7 @@ The studies under `benchmarks/` compare two measures of the same heads by Spearm
 over whole `groups` of heads such as layers:
 
 >>> import torch
->>> from attnlens import statistics
+>>> from attnlens.maths import statistics
 >>> depth = torch.arange(32.0)
 >>> noisy = depth + 4 * torch.randn(32, generator=torch.Generator().manual_seed(0))
 >>> found = statistics.rank_correlation(depth, noisy)

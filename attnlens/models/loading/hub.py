@@ -8,15 +8,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from attnlens.errors import ModelError
 from attnlens.files import shortened
-
-if TYPE_CHECKING:
-    pass
 
 PATIENCE = 2.0
 """Seconds within which the hub must accept a connection."""

@@ -15,7 +15,6 @@ from attnlens.arguments import DATASETS, DatasetRows, dataset_rows
 from attnlens.errors import TextError, UsageError
 from attnlens.files import read_bytes, read_stream, shortened, with_home
 from attnlens.models.loading.hub import reachable
-from attnlens.models.texts import sources as corpora
 
 OF_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """Pattern of a dataset's name on the hub; a name without an owner could mean one of the library's file readers."""
@@ -155,7 +154,7 @@ def read(path: str, *, offline: bool = False) -> Content:
     Raises TextError if it is not a readable text, or if `offline` and the dataset is not a local folder.
     """
     if (rows := dataset_rows(path)) is not None:
-        name, text = corpora.text_of(rows, most=LONGEST, offline=offline)
+        name, text = text_of(rows, most=LONGEST, offline=offline)
         return Content(text, name)
     return Content(_decoded(_bytes_of(path), path), "stdin" if path == "-" else Path(path).name)
 

@@ -133,8 +133,6 @@ class SwapWork:
 
 def opened(*words: Any) -> tuple[Mapping[str, Any], Compute]:
     """Prepare the same run in a worker process; return its facts and the function that computes a unit."""
-    from attnlens.runs.swap.pipeline import prepared  # runs in a worker process
-
     work = prepared(*words)
     return work.facts, work.read_unit
 
