@@ -266,11 +266,20 @@ def _make_up(model: PreTrainedModel, modality: Modality, reader: Any, seed: int,
         raw: Any = draws.normal(0, 0.1, _rate(reader)).astype(np.float32)
     else:
         moving = _input_name(model, modality) == model.main_input_name and setting(model, "num_frames")
+        sides = [side if isinstance(side, int) and 0 < side < IMAGE_SIZE else IMAGE_SIZE for side in _sides(model)]
         raw = [
-            Image.fromarray(draws.integers(0, 256, (COLOURS, COLOURS, 3), np.uint8)).resize((IMAGE_SIZE, IMAGE_SIZE))
+            Image.fromarray(draws.integers(0, 256, (COLOURS, COLOURS, 3), np.uint8)).resize((sides[1], sides[0]))
             for _ in range(moving if moving in range(1, MOST_FRAMES + 1) else 1)
         ]
     return _process(model, modality, reader, raw, "a random one")
+
+
+def _sides(model: PreTrainedModel) -> tuple[Any, Any]:
+    """Return the height and width of an image by the config, as the file has them; IMAGE_SIZE if it names none."""
+    size = setting(model, "image_size", "crop_size", "input_size", "img_size") or IMAGE_SIZE
+    if isinstance(size, dict):
+        return size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))
+    return (size[-2], size[-1]) if isinstance(size, list | tuple) else (size, size)
 
 
 def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
@@ -280,11 +289,7 @@ def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
     """
     name, shape = _input_name(model, modality), tuple[Any, ...]()
     if modality == "image":
-        size = setting(model, "image_size", "crop_size", "input_size", "img_size") or IMAGE_SIZE
-        if isinstance(size, dict):
-            size = size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))
-        shape = (setting(model, "num_channels", "in_channels", "in_chans") or 3,)
-        shape += (size[-2], size[-1]) if isinstance(size, list | tuple) else (size, size)
+        shape = (setting(model, "num_channels", "in_channels", "in_chans") or 3, *_sides(model))
         frames = setting(model, "num_frames", "frames_per_clip")
         if name == "pixel_values_videos" or (frames and name == model.main_input_name):
             shape = (frames or FRAMES, *shape)
