@@ -172,7 +172,8 @@ def test_no_output_replaces_an_input(here, capsys, words, part):
 def test_a_file_beside_the_work_names_no_output_and_no_input(here, capsys, line):
     key = line.split()[0]
     Path("attnlens.toml").write_text(f"{line}\nquiet = true\n")
-    refused(capsys, "inspect", f"may not say by {key}", f"Take {key} out", key.replace("-", "_").upper())
+    variable = () if key in ("model", "models") else (key.replace("-", "_").upper(),)  # arguments have no variable
+    refused(capsys, "inspect", f"may not say by {key}", f"Take {key} out", *variable)
     Path("attnlens.toml").unlink()
     Path("pyproject.toml").write_text(f"[tool.attnlens]\n{line}\n")
     refused(capsys, "inspect", f"may not say by {key}")

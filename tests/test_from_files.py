@@ -146,7 +146,7 @@ def test_a_file_in_which_one_layers_queries_were_changed_gives_other_numbers_the
 
 @pytest.mark.parametrize(
     "place",
-    ["demo", *sorted((files("attnlens") / "demo" / "checkpoints").iterdir())],
+    ["demo", *sorted((files("attnlens.models") / "demo" / "checkpoints").iterdir())],
     ids=lambda place: Path(place).name,
 )
 def test_the_demo_model_and_its_checkpoints_are_read_from_their_file(place):

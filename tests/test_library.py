@@ -30,7 +30,7 @@ from attnlens.models import hooks
 from attnlens.models.hooks import Replacement
 
 PACKAGE = Path(attnlens.__file__).parent
-MATHS = ("attsvm", "ksvd", "linalg", "statistics", "primal")
+MATHS = ("maths.attsvm", "maths.ksvd", "maths.linalg", "maths.statistics", "lab.primal")
 REPRODUCED = ("bert", "albert", "gpt2", "gpt_oss", "gemma2", "t5", "bart")
 """Families that hand out their attention matrices: plain, one module called again and again, causal, sinks and groups,
 softcap and window, position bias, cross-attention."""
@@ -86,7 +86,7 @@ def test_every_promised_name_resolves(name):
 
 def test_names_are_listed_once_and_another_is_refused():
     assert sorted(attnlens.__all__) == attnlens.__all__ == dir(attnlens)
-    assert set(attnlens._HOMES) | set(attnlens._SUBMODULES) | {"__version__"} == set(attnlens.__all__)
+    assert set(attnlens._HOMES) | set(attnlens._PACKAGES) | {"__version__"} == set(attnlens.__all__)
     assert attnlens.maths.ksvd is import_module("attnlens.maths.ksvd")
     with pytest.raises(AttributeError, match="no attribute 'ksdv'"):
         attnlens.ksdv  # noqa: B018
@@ -98,10 +98,10 @@ def test_type_checkers_are_told_of_every_lazy_name():
     assert names - {None} == set(attnlens.__all__) - {"__version__"}
 
 
-@pytest.mark.parametrize("room", ["attsvm", "primal", "statistics"])
-def test_the_examples_of_a_room_run_and_show_what_they_say(room):
+@pytest.mark.parametrize("package", ["maths.attsvm", "lab.primal", "maths.statistics"])
+def test_the_examples_of_a_package_run_and_show_what_they_say(package):
     with torch.random.fork_rng():
-        found = doctest.testmod(getattr(attnlens, room))
+        found = doctest.testmod(import_module(f"attnlens.{package}"))
     assert found.attempted >= 5
     assert found.failed == 0
 
@@ -115,15 +115,15 @@ def names_used(path: Path) -> set[str]:
     return read | imported | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
-@pytest.mark.parametrize("room", MATHS)
-def test_what_a_room_exports_is_used_by_the_package_or_shown_in_its_examples(room):
-    module = getattr(attnlens, room)
+@pytest.mark.parametrize("package", MATHS)
+def test_what_a_package_exports_is_used_by_others_or_shown_in_its_examples(package):
+    module = import_module(f"attnlens.{package}")
     init = Path(module.__file__)
     used = set().union(*(names_used(path) for path in PACKAGE.rglob("*.py") if path != init))
     shown = "\n".join(re.findall(r"^>>> (.*)$", module.__doc__ or "", re.MULTILINE))
     tree = ast.parse(init.read_text())
     imported = [
-        node for node in tree.body if isinstance(node, ast.ImportFrom) and f"attnlens.{room}." in str(node.module)
+        node for node in tree.body if isinstance(node, ast.ImportFrom) and f"attnlens.{package}." in str(node.module)
     ]
     exported = getattr(module, "__all__", [alias.name for node in imported for alias in node.names])
     assert [name for name in exported if name not in used and not re.search(rf"\b{name}\b", shown)] == []

@@ -450,7 +450,7 @@ def test_a_saved_one_is_refused_by_from_pretrained_and_comes_back_by_build(name,
     type(canonical)(made)
     model.save_pretrained(tmp_path / "primal")
     for loader in (type(canonical), tf.AutoModel):
-        with pytest.raises(ValueError, match=r"attnlens\.primal\.build"):
+        with pytest.raises(ValueError, match=r"attnlens\.lab\.primal\.build"):
             loader.from_pretrained(tmp_path / "primal")
     saved = tf.AutoConfig.from_pretrained(tmp_path / "primal")
     assert saved.attnlens_primal == [{"layer": 1, "scores": 6, "samples": 0}]

@@ -145,7 +145,7 @@ def test_the_shown_table_is_the_real_one():
 
 
 def test_the_demos_losses_are_those_of_its_training():
-    facts = json.loads((ROOT / "attnlens" / "demo" / "training.json").read_text())
+    facts = json.loads((ROOT / "attnlens" / "models" / "demo" / "training.json").read_text())
     losses = f"**{facts['loss_per_token']:.3f} nats per token, {facts['loss_per_byte']:.3f} per byte**"
     assert losses in PAGES["models.md"]
     assert facts["loss_per_token"] < 0.6 * facts["unigram_per_token"]
