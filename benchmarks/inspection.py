@@ -40,14 +40,14 @@ def main() -> None:
 
 
 def against_forward(loaded: Loaded, name: str, tokens: int, sequences: int, rounds: int) -> None:
-    """run.inspect on tokens, in turn with the forward."""
+    """attnlens.inspect on tokens, in turn with the forward."""
     batches = subjects.batches(loaded, tokens, sequences)
     tasks = [partial(subjects.inspected, loaded, task, tokens, sequences) for task in subjects.TASKS]
     plain, *ours = medians(rounds, partial(subjects.forward, loaded, batches), *tasks)
     print(
         f"\ninspect --source tokens: {name}, {sequences} sequences of {tokens} tokens, one thread, medians of {rounds}"
     )
-    print("  ours is all of run.inspect on a loaded model: tokenizing, survey, identity proof, forward, report")
+    print("  ours is all of attnlens.inspect on a loaded model: tokenizing, survey, identity proof, forward, report")
     for (task, target), taken in zip(TARGETS.items(), ours, strict=True):
         print(f"  {task}: ours {taken:.2f} s, forward {plain:.2f} s, ratio {taken / plain:.1f} (target ≤ {target})")
     error = rank_error(tasks[-1](), loaded, batches)

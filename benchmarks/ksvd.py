@@ -3,7 +3,7 @@
 python benchmarks/ksvd.py [--quick]
 
 Medians of runs taken in turn, in one process and on one thread, of the two analyzers alone, on queries and keys that
-were captured before, and of all of run.inspect with either, on a model that is already loaded.
+were captured before, and of all of attnlens.inspect with either, on a model that is already loaded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
     alone = [partial(analysed, found.of_tokens, sites) for found in (ksvd, spectrum)]
     row("the analyzers alone", *medians(rounds, *alone))
     whole = [partial(inspected, loaded, found, tokens, sequences) for found in ("ksvd", "spectrum")]
-    row("all of run.inspect", *medians(rounds, *whole))
+    row("all of attnlens.inspect", *medians(rounds, *whole))
 
 
 def row(name: str, ours: float, theirs: float) -> None:

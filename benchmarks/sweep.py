@@ -39,7 +39,7 @@ import tiny
 
 import attnlens
 from attnlens.errors import AttnlensError
-from attnlens.models import hooks, texts
+from attnlens.models import hooks, loading, texts
 from attnlens.records import Site
 from attnlens.runs.progress import Interrupted
 
@@ -137,7 +137,7 @@ def told(folder: str) -> dict[str, Any]:
     return row
 
 
-def checked(loaded: attnlens.Loaded) -> dict[str, Any]:
+def checked(loaded: loading.Loaded) -> dict[str, Any]:
     """Captured attention against the model's softmaxes, RBF attention against a naive one, and planted weights."""
     inputs = texts.placeholder(loaded, TOKENS, 0, sequences=2).batches[0].inputs
     found: dict[str, Any] = {}

@@ -16,6 +16,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LIGHT = ("analyzers", "checks", "errors", "files", "records", "registry", "report.atlas", "requests")
 LIGHT += ("cli.commands", "cli.entry", *(f"kernels.{path.stem}" for path in PACKAGE.glob("kernels/*.py")))
 """Modules and packages that the commands import before they answer `--help`, `list` or a usage error."""
+SHOWING = ("pictures", "sentences", "render", "export.py", "shapes.py")
+"""Parts of report/ that do not ask for a report's kind."""
 KINDS = {"command", "swap", "experiments", "trajectories", "doctor"}
 """Fields that tell one kind of report from another."""
 
@@ -34,6 +36,7 @@ def test_commands_answer_without_loading_a_heavy_library():
     assert len(light) > 40
     assert heavy_libraries_after(f"import {', '.join(light)}") == set()
     assert heavy_libraries_after("import attnlens.maths.linalg") == {"torch"}
+    assert heavy_libraries_after("import attnlens.cli.analyses") >= {"torch", "transformers"}, "preloaded for workers"
 
 
 def kinds_asked(source: str) -> set[str]:
@@ -51,7 +54,7 @@ def kinds_asked(source: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("package", ["cli", *(f"report/{name}" for name in ("pictures", "sentences", "render"))])
+@pytest.mark.parametrize("package", ["cli", *(f"report/{name}" for name in SHOWING)])
 def test_only_sections_asks_what_kind_of_report_it_has(package):
     files = [path for path in FILES if (PACKAGE / package) in (path, *path.parents)]
     assert files

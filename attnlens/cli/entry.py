@@ -71,7 +71,8 @@ def exit_code(words: Sequence[str] | None = None) -> int:
         first = (sys.argv[1:] if words is None else words)[:1]
         command = error.ctx.command_path if error.ctx else f"attnlens {first[0]}"
         problem = UNSET_VARIABLE.sub(lambda found: found[0] * (found[1] in os.environ), error.format_message())
-        removed = next((remedy for name, remedy in REMOVED.items() if re.search(rf"(?<![\w-]){name}\b", problem)), None)
+        unknown = re.match(r"No such (?:option|command):? '?([\w-]+)", problem)
+        removed = REMOVED.get(unknown[1]) if unknown else None
         complain(problem, removed or f"Run: {command} --help")
         return UNUSABLE
     except typer.Exit as stop:

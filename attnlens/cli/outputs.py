@@ -102,7 +102,7 @@ def begin_workers(settings: Mapping[str, Any]) -> None:
     if settings.get("engine") == "local":
         from attnlens.runs.work import start_server
 
-        start_server(settings["jobs"])
+        start_server(settings["jobs"], "attnlens.cli.analyses")
 
 
 def end_strictly(report: Report) -> None:

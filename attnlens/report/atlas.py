@@ -187,8 +187,8 @@ def subject_of(report: Report, part: str) -> Subject:
 def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject: Subject) -> bool:
     """Return True if the heads of one part have the values of an atlas model, whatever the names of its files.
 
-    Copies agree exactly, quantised weights and fine-tunings nearly. If the report covers only some heads, or has fewer
-    than ENOUGH comparable measures, a model with about as many parameters counts as the same.
+    Copies agree exactly, quantised weights and fine-tunings nearly. With fewer than ENOUGH comparable measures, a model
+    with about as many parameters is the same if the report covers only some heads, or if these measures agree.
     """
     if not heads or model.part != subject.part:
         return False

@@ -326,7 +326,7 @@ def _compute_in_worker(opener: Opener, arguments: tuple[Any, ...], store: Store,
 _server_started = False
 
 
-def start_server(jobs: int) -> None:
+def start_server(jobs: int, module: str) -> None:
     """Start the process that the workers of `--jobs` are forked from, which imports the library in the meantime.
 
     The program calls it before it imports torch. Each worker imports the library itself on systems other than Linux,
@@ -337,7 +337,7 @@ def start_server(jobs: int) -> None:
         return
     from multiprocessing import forkserver  # Windows lacks it
 
-    forkserver.set_forkserver_preload(["attnlens.runs"])
+    forkserver.set_forkserver_preload([module])
     before = os.environ.copy()
     os.environ.update(dict.fromkeys(THREADS, "1"))
     with _interruptions_blocked():

@@ -286,5 +286,5 @@ def _check(
 
 
 def longest(lr: float) -> int:
-    """Return the number of iterations t with (1 + lr)^2t ≤ 1e250: W stays within float64 for any gradients."""
+    """Return the largest number of iterations t with (1 + lr)^2t ≤ 1e250: W stays within float64 for any gradients."""
     return int(250 * math.log(10) / (2 * math.log1p(lr)))

@@ -266,7 +266,7 @@ def _make_up(model: PreTrainedModel, modality: Modality, reader: Any, seed: int,
         raw: Any = draws.normal(0, 0.1, _rate(reader)).astype(np.float32)
     else:
         moving = _input_name(model, modality) == model.main_input_name and setting(model, "num_frames")
-        sides = [side if isinstance(side, int) and 0 < side < IMAGE_SIZE else IMAGE_SIZE for side in _sides(model)]
+        sides = [side if type(side) is int and 0 < side < IMAGE_SIZE else IMAGE_SIZE for side in _sides(model)]
         raw = [
             Image.fromarray(draws.integers(0, 256, (COLOURS, COLOURS, 3), np.uint8)).resize((sides[1], sides[0]))
             for _ in range(moving if moving in range(1, MOST_FRAMES + 1) else 1)
@@ -279,7 +279,8 @@ def _sides(model: PreTrainedModel) -> tuple[Any, Any]:
     size = setting(model, "image_size", "crop_size", "input_size", "img_size") or IMAGE_SIZE
     if isinstance(size, dict):
         return size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))
-    return (size[-2], size[-1]) if isinstance(size, list | tuple) else (size, size)
+    sides = size if isinstance(size, list | tuple) else (size,)
+    return sides[-2:][0], sides[-1]
 
 
 def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:

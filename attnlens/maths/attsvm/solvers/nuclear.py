@@ -474,7 +474,7 @@ def violation(
 def carriers(
     problem: Problem, multipliers: Float[Tensor, " constraints"], W: Float[Tensor, "d d_query"]
 ) -> Bool[Tensor, " constraints"]:
-    """Return the constraints with λ above rounding, at inequalities above the slack: interior points have all λ > 0."""
+    """Return the constraints with |λ| above rounding, and above the slack at inequalities: inside, all λ ≠ 0."""
     count = len(multipliers)
     share = multipliers.abs() * count / multipliers.abs().sum().clamp(min=EPS)
     slack = (problem.scores(W) - problem.margins) / problem.margins.abs().max().clamp(min=EPS)
