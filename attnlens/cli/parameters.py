@@ -98,7 +98,9 @@ def _parse_entry(file: str, key: str, value: Any, known: Mapping[str, Any]) -> t
     if why == "dangerous":
         raise UsageError(f"{file} may not switch on {key}.", "Give it on the command line, if you mean it.")
     if why:
-        places = "on the command line" + (f" or in ATTNLENS_{name.upper()}" if declared.envvar else "")
+        places = "on the command line" + (
+            "" if isinstance(declared, ArgumentInfo) else f" or in ATTNLENS_{name.upper()}"
+        )
         raise UsageError(
             f"{file} may not say by {key} what is {why}: it may come from a stranger.",
             f"Take {key} out of {file}, and name it {places}.",

@@ -224,7 +224,8 @@ def run_units(
         remaining = [name for name in names if name not in values and store.load(name) is None]
         raise ShardFinished(len(names) - len(remaining), len(names), remaining, missing)
     if failures and not values and not stopped:
-        name, first = next(iter(failures.items()))
+        name = next(iter(missing))
+        first = failures[name]
         raise first.error or ModelError(f"No unit could be computed; {name}: {first.reason}.", "Use fewer --jobs.")
     return Outcome({name: values[name] for name in names if name in values}, missing, stopped)
 
