@@ -787,8 +787,9 @@ def test_shards_of_which_a_unit_failed_name_it_and_the_whole_command_computes_it
 @pytest.mark.parametrize("jobs", [(), ("--jobs", "2")], ids=["here", "elsewhere"])
 def test_an_error_of_what_all_units_share_and_one_in_all_of_them_end_the_run(jobs, patchy, tmp_path, monkeypatch):
     monkeypatch.setenv("PATCHY_KIND", "own")
+    monkeypatch.setenv("PATCHY", "3")  # the last of four units: with two workers, it only starts after two others ended
     ended(patched(tmp_path / "a.json", *jobs), "The model is broken.", "Mend it.")
-    assert patchy.read_text() == "1\n1\n"
+    assert patchy.read_text() == "3\n3\n"
     assert not (tmp_path / "a.json").exists()
     assert finished(tmp_path / "a.work"), "what is finished stays"
     monkeypatch.setenv("PATCHY", "0,1,2,3")
