@@ -8,11 +8,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from attnlens import requests
 from attnlens.arguments import public
 from attnlens.choices import ATTENTION
 from attnlens.errors import FAILURES, ModelError, TextError, TooLargeError, UnreadableError
@@ -22,7 +21,7 @@ from attnlens.models.hooks import Reached
 from attnlens.models.loading.deferred import unspoken
 from attnlens.records import Report, Settings, Site
 from attnlens.registry import Analyzer, Gathering
-from attnlens.requests import InspectRequest, reading
+from attnlens.requests import InspectRequest, reading, takes
 from attnlens.runs import checks, feeding
 from attnlens.runs.checks import attention, no_loss, refuse_initialised
 from attnlens.runs.feeding import LOSS, predicts_text
@@ -51,12 +50,12 @@ def of_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Sur
         first = error.problem if isinstance(error, ModelError) else loading.first_line(error)
         raise ModelError(
             f"{loaded.info.id} can't be read from its files alone, as a pass through it takes numbers ({first})",
-            "Leave out --from-files or --device-map: this architecture has to be loaded.",
+            "Leave out --device files or spread: this architecture has to be loaded.",
         ) from error
     if any(each.site.traced for each in survey.reached):
         raise ModelError(
             f"{loaded.info.id} can't be read from its files alone: {BY_HAND}.",
-            "Leave out --from-files or --device-map: this architecture has to be loaded.",
+            "Leave out --device files or spread: this architecture has to be loaded.",
         )
     return survey
 
@@ -67,7 +66,7 @@ def like(reached: Sequence[Reached], shapes: Sequence[Reached], loaded: loading.
     wanted = [(each.site.path, each.site.ordinal) for each in reached]
     if list(known) != wanted:
         raise ModelError(
-            f"{loaded.info.id} runs other attention than its shapes alone show.", "Leave out --device-map."
+            f"{loaded.info.id} runs other attention than its shapes alone show.", "Leave out --device spread."
         )
     return [replace(known[place], site=each.site) for place, each in zip(wanted, reached, strict=True)]
 
@@ -292,80 +291,81 @@ TOO_LARGE = "The weights were read from their files, layer by layer, as the mode
 
 
 @public
+@takes(InspectRequest)
 def inspect(
     model: str | PathLike[str] | loading.Loaded | PreTrainedModel = "demo",
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress = silent,
-    **more: Unpack[InspectRequest],
+    request: InspectRequest,
 ) -> Report:
     """Measure symmetry, definiteness and spectrum per head of a model, from its weights and from real text.
 
     `model` is a hub id, folder, file, `demo`, a result of `load`, or a transformers model in memory with its
-    `tokenizer` (without one, only its weights are read), which is not changed. `more` are the options of
-    `InspectRequest`: text, sampling of its windows, population of intervals, and those of `load`. Measures are float64;
+    `tokenizer` (without one, only its weights are read), which is not changed. Measures are float64;
     tokens.* have standard errors, weights.* a null. `select` and `show` belong to the analyzer selection: `top-p:0.9`
     selects the tokens that hold this share of the weight. Raise ModelError, TextError, UsageError, IdentityError, and
     Interrupted, which contains the finished part.
     """
-    report, written = inspected(model, tokenizer, progress, more)
-    written()
+    report, clear_work = run_inspect(model, request, tokenizer, progress)
+    clear_work()
     return report
 
 
-def inspected(
-    model: object, tokenizer: PreTrainedTokenizerBase | None, progress: Progress, more: Mapping[str, Any]
+def run_inspect(
+    model: object,
+    request: InspectRequest,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: Progress = silent,
 ) -> tuple[Report, Callable[[], None]]:
     """Return the report, and a function that removes the finished units once it is written, unless a unit failed."""
-    options = requests.checked(InspectRequest, more)
-    plan, named = WorkPlan.of(options), isinstance(model, str | PathLike)
+    plan, named = WorkPlan.of(request), isinstance(model, str | PathLike)
     if named:
-        plan.check(options["text"])
+        plan.check(request.text)
     else:
-        refuse_work(options, InspectRequest)
-    inspection, contents, cut = prepared(model, tokenizer, progress, more)
+        refuse_work(request)
+    inspection, contents, cut = prepared(model, request, tokenizer, progress)
     with at_rest(inspection.loaded.model):
         frame = inspection.framed(contents, cut)
         store = plan.store(frame.facts) if named else None
         # whether the model fits into memory is decided here, once for all processes
-        elsewhere = opened, (model, {**options, "from_files": frame.from_files})
+        elsewhere = opened, (model, request.changed(from_files=frame.from_files))
         report = inspection.finished_from(frame, plan, store, elsewhere)
     return report, store.clear if store is not None and inspection.complete else lambda: None
 
 
-def opened(model: str | PathLike[str], given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Compute]:
+def opened(model: str | PathLike[str], request: InspectRequest) -> tuple[Mapping[str, Any], Compute]:
     """Prepare the same run in another process: return its facts, and the function that reads its units."""
-    inspection, contents, cut = prepared(model, None, silent, given)
+    inspection, contents, cut = prepared(model, request, None, silent)
     inspection.loaded.model.train(False)
     frame = inspection.framed(contents, cut)
     return frame.facts, lambda name: inspection.read_unit(frame.units[name])
 
 
 def prepared(
-    model: object, tokenizer: PreTrainedTokenizerBase | None, progress: Progress, more: Mapping[str, Any]
+    model: object, request: InspectRequest, tokenizer: PreTrainedTokenizerBase | None, progress: Progress
 ) -> tuple[Inspection, Sequence[texts.Content], texts.Cut]:
     """Prepare the requested run with its model loaded; return it, its texts, and how they are cut."""
-    options = requests.checked(InspectRequest, more)
     subject = held(model, tokenizer)
-    load_options = feeding.loading_of(more, subject)
-    adapted = options["adapter"] is not None or (isinstance(subject, loading.Loaded) and subject.adapter is not None)
+    load_options = feeding.load_options(request, subject)
+    adapted = request.adapter is not None or (isinstance(subject, loading.Loaded) and subject.adapter is not None)
     chosen, requested = reading.chosen(
-        reading.settings(options), options["analyzers"], options["select"], options["show"], adapted=adapted
+        reading.settings(request), request.analyzers, request.select, request.show, adapted=adapted
     )
-    reading.refuse_unread(options, requested.source)
-    named = texts.read_each(reading.files(options), offline=options["offline"])
+    reading.refuse_unread(request, requested.source)
+    named = texts.read_each(reading.files(request), offline=request.offline)
     start = time.perf_counter()
     loaded, notes = _load(subject, load_options, requested)
     timings = {"load": time.perf_counter() - start}
-    feeding.refuse_text(loaded, reading.files(options), requested.tokens)
+    feeding.refuse_text(loaded, reading.files(request), requested.tokens)
     requested = requested.model_copy(update={"notes": [*requested.notes, *notes]})
     settings, parts = feeding.of_model(requested, loaded), (Collector(requested.heads), progress, timings)
     contents = feeding.contents(named, loaded) if requested.source != "weights" else ()
-    inspection = Inspection(loaded, settings, chosen, *parts, show=options["show"])
-    return inspection, contents, feeding.cut_of(settings, options)
+    inspection = Inspection(loaded, settings, chosen, *parts, show=request.show)
+    return inspection, contents, feeding.cut_of(settings, request)
 
 
-def _load(subject: Any, load_options: loading.Loading, asked: Settings) -> tuple[loading.Loaded, list[str]]:
+def _load(subject: Any, load_options: dict[str, Any], asked: Settings) -> tuple[loading.Loaded, list[str]]:
     """Load the model and return notes on it; a model too large for memory is left in its files if possible."""
     if isinstance(subject, loading.Loaded):
         return subject, []
