@@ -424,7 +424,7 @@ def test_a_plan_that_contradicts_itself_is_refused(tmp_path, monkeypatch):
     error = refused(UsageError, WorkPlan(tmp_path, engine="ray").check, "Ray is not installed.")
     assert error.remedy == 'Run: pip install "attnlens[ray]"'
     assert WorkPlan.of(InspectRequest(work="x", shard="2/3", length=3)) == WorkPlan("x", shard=(2, 3))
-    assert WorkPlan.of({"shard": None}) == NOTHING_KEPT
+    assert WorkPlan.of(InspectRequest()) == NOTHING_KEPT
 
 
 # --- addresses --------------------------------------------------------------------------------------------------------

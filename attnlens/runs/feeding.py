@@ -220,6 +220,6 @@ def refuse_text(loaded: loading.Loaded, text: Sequence[str], tokens: int | None)
         return
     read = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.wanted(loaded.model)))
     raise UsageError(
-        f"{loaded.info.id} reads {read} and no text, so that text and tokens would be ignored.",
+        f"{loaded.info.id} reads {read} and no text, so that text and length would be ignored.",
         "Leave out --text, --calibration and --length.",
     )
