@@ -5,24 +5,24 @@ from attnlens.maths.linalg.attention import (
     anatomy,
     attention_rank,
     attention_singular_values,
-    centred,
     definite,
     definite_kernel,
     entropy,
     even_weight,
     first_weight,
     max_weight,
+    remove_row_sums,
 )
 from attnlens.maths.linalg.forms import (
     Form,
-    averaged,
+    average_rotations,
     change,
     directionality,
     largest_angle,
     layer_symmetry,
+    rotation_traces,
     symmetry,
     symmetry_by_distance,
-    traces,
 )
 from attnlens.maths.linalg.spectra import (
     cumulative,
@@ -38,4 +38,4 @@ from attnlens.maths.linalg.spectra import (
     stable_rank,
     taylor_order,
 )
-from attnlens.maths.linalg.visible import VisibleShares, compares_all, seen, seen_rank, visible_shares
+from attnlens.maths.linalg.visible import VisibleShares, compares_all, visible_rank, visible_scores, visible_shares
