@@ -172,7 +172,7 @@ class Selector:
             return {head: Answer(dict.fromkeys(names, nothing), decided) for head, decided in windows.items()}
         heads = [head for head in sorted(self.shares) if any(head in kept.place_of for kept in self.kept)]
         tasks = [(head, draw) for head in heads for draw in (None, *range(NULL_DRAWS))]
-        found = linalg.in_pool(self._readings, tasks)
+        found = linalg.map_in_pool(self._readings, tasks)
         several = 1 + NULL_DRAWS
         return {
             head: self._answer(head, found[several * index], found[several * index + 1 : several * (index + 1)])

@@ -30,7 +30,7 @@ from attnlens.maths.linalg.spectra import (
     effective_rank,
     feature_rank,
     gaussian_like,
-    in_pool,
+    map_in_pool,
     over_heads,
     product_singular_values,
     rank_at,

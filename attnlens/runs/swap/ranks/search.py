@@ -17,7 +17,7 @@ from attnlens.choices import Intervals, Unit
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import Kernel
 from attnlens.kernels.attention import Route
-from attnlens.maths.linalg.spectra import nested
+from attnlens.maths.linalg.spectra import nested_steps
 from attnlens.maths.statistics import Design, further, paired_difference
 from attnlens.maths.statistics.design import FEWEST_TEXTS
 from attnlens.models import hooks, texts
@@ -280,7 +280,7 @@ class Budgeting:
 
         whole = self.swapped(self.by_site([size for basis in self.found.values() for size in basis.sizes]))
         self.table = self.keep(f"sensitivities {key_of(digests_of(whole))}", measure)
-        self.steps = nested(self.table)
+        self.steps = nested_steps(self.table)
         best, steps = self._searched(trial, budget.share)
         chosen = self.ranks_after(best)
         reason = None if best else "no plan tried with fewer directions stayed well within the budget"
