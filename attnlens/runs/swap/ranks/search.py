@@ -18,7 +18,7 @@ from attnlens.errors import TextError, UsageError
 from attnlens.kernels import Kernel
 from attnlens.kernels.attention import Route
 from attnlens.maths.linalg.spectra import nested_steps
-from attnlens.maths.statistics import Design, further, paired_difference
+from attnlens.maths.statistics import Design, paired_difference, prediction_bound
 from attnlens.maths.statistics.design import FEWEST_TEXTS
 from attnlens.models import hooks, texts
 from attnlens.models.loading import Loaded
@@ -181,7 +181,7 @@ def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit
         sequences=len(after),
         by_text={name: found for name, (found, _) in alone.items()},
         ci95_by_text={name: ends for name, (_, ends) in alone.items() if ends is not None},
-        further=further([found for found, _ in alone.values()]) if len(alone) > 1 else None,
+        further=prediction_bound([found for found, _ in alone.values()]) if len(alone) > 1 else None,
     )
 
 
