@@ -27,18 +27,18 @@ a constraint's slack.
 """
 
 from attnlens.maths.attsvm.descent import Descent, Instances, Linear, Loss, Normaliser, Relu, Scores, descend
+from attnlens.maths.attsvm.frobenius import Separability, separable, solve
+from attnlens.maths.attsvm.nuclear import certify_nuclear, nuclear_rank, solve_nuclear
 from attnlens.maths.attsvm.problem import (
     Problem,
     Solution,
     Status,
     causal,
-    certified,
+    certify,
     finite_part,
     next_token,
     prompt,
     selection,
     selection_sets,
 )
-from attnlens.maths.attsvm.solvers.frobenius import Separability, separable, solve
-from attnlens.maths.attsvm.solvers.nuclear import certified_nuclear, nuclear_rank, solve_nuclear
-from attnlens.maths.attsvm.solvers.soft import SoftMargin, soft_margin
+from attnlens.maths.attsvm.soft import SoftMargin, soft_margin
