@@ -423,11 +423,11 @@ def test_null_heads_read_the_null():
 
 def test_the_turned_form_has_the_same_singular_values_and_other_directions():
     form = FactoredForm(random(9, 3), random(7, 3, seed=1))
-    turned = form.turned(0)
+    turned = form.rotate_randomly(0)
     values = [torch.linalg.svdvals(one.left @ one.right.mT)[:3] for one in (form, turned)]
     assert torch.allclose(*values)
     assert not torch.allclose(form.left @ form.right.mT, turned.left @ turned.right.mT)
-    unit = FactoredForm(torch.eye(6).double(), 0.5 * torch.eye(6).double()).turned(3)
+    unit = FactoredForm(torch.eye(6).double(), 0.5 * torch.eye(6).double()).rotate_randomly(3)
     product = unit.left @ unit.right.mT
     assert torch.allclose(product @ product.mT, 0.25 * torch.eye(6).double())
 

@@ -2,7 +2,8 @@
 
 All functions take plain tensors and work in float64, without a model. `selection`, `prompt`, `causal`,
 `selection_sets`, `finite_part` and `next_token` pose a problem; `solve` minimises ‖W‖_F, `solve_nuclear` the nuclear
-norm, and `separable` checks whether any W exists.
+norm, and `separable` checks whether any W exists. A `Solution` contains the certificate of its optimality or of
+infeasibility. `head` compares an attention head with its SVM. Importers: as for `attnlens.maths`.
 
 >>> import torch
 >>> from attnlens.maths import attsvm

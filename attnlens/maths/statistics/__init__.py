@@ -1,5 +1,8 @@
 """Standard errors, intervals, nulls and false discovery rates: the uncertainty of measures.
 
+Inputs are tensors with one row per window or head and a `Design`, which says how windows were sampled; outputs are
+tensors, numbers or an `Interval`. Importers: as for `attnlens.maths`.
+
 The studies under `benchmarks/` compare two measures of the same heads by Spearman's ρ with an interval over heads, or
 over whole `groups` of heads such as layers:
 
