@@ -205,7 +205,11 @@ def solve_by_nnls(rows: Float[ndarray, "k width"], bounds: Loads, free: Bool[nda
     missed = bounds[free] - rows[free] @ shortest
     if free.any() and np.abs(missed).max() > INCONSISTENT * np.abs(bounds[free]).max():
         return scatter(missed, free)
-    outside = left - left @ row_projection(rows[free]) if free.any() else left
+    outside = left
+    if free.any():
+        _, sizes, basis = np.linalg.svd(rows[free], full_matrices=False)
+        basis = basis[sizes > DEPENDENT * sizes.max(initial=0.0)]
+        outside = left - left @ (basis.T @ basis)
     loads, exists = solve_inequalities(outside, right - left @ shortest)
     multipliers = scatter(loads, ~free)
     if free.any():
@@ -219,14 +223,6 @@ def scatter(loads: Float[ndarray, " some"], where: Bool[ndarray, " k"]) -> Loads
     multipliers = np.zeros(len(where))
     multipliers[where] = loads
     return multipliers
-
-
-def row_projection(rows: Float[ndarray, "k width"]) -> Float[ndarray, "width width"]:
-    """Return the projection onto the span of the rows."""
-    _, sizes, basis = np.linalg.svd(rows, full_matrices=False)
-    independent = basis[sizes > DEPENDENT * sizes.max(initial=0.0)]
-    projection: Float[ndarray, "width width"] = independent.T @ independent
-    return projection
 
 
 def solve_inequalities(rows: Float[ndarray, "k width"], bounds: Loads) -> tuple[Loads, bool]:

@@ -318,7 +318,11 @@ def solve_reduced(problem: Problem, frobenius: Solution, tolerance: float, limit
             refined = refine_on_face(problem, answer.multipliers, answer.W, answer.support | problem.equal)
             polished = answer if refined is None else certify_nuclear(problem, *refined, tolerance, steps)
             answer = polished if polished.gap is not None and polished.gap < answer.gap else answer
-        joining = find_violated(problem, working, W)
+        # The most violated constraints outside the working set join: at most as many as are in it, plus one.
+        slack = problem.scores(W) - problem.margins
+        slack[working] = math.inf
+        most_violated = slack.topk(min(len(working) + 1, len(slack)), largest=False)
+        joining = most_violated.indices[most_violated.values < 0]
         if answer.status == "optimal" or steps >= limit or (goal <= tolerance / 2 and not len(joining)):
             return answer
         working = torch.cat([working, joining])
@@ -347,6 +351,17 @@ def certify_nuclear(
     norm = float(torch.linalg.matrix_norm(feasible, "nuc"))
     dual = max(0.0, float(problem.margins @ multipliers))
     gap = max(0.0, (norm - dual) / norm) if norm > 0 else 0.0
+    unit, largest_margin = norm if norm > 0 else 1.0, problem.margins.abs().max().clamp(min=EPS)
+    slack = problem.scores(feasible) - problem.margins
+    # Optimality conditions: complementarity, equalities, and ⟨Σλ u zᵀ, W⟩ = ‖W‖_* (stationarity).
+    kkt = [
+        (multipliers * slack)[~problem.equal].abs() / unit,
+        slack[problem.equal].abs() / largest_margin,
+        ((norm - (problem.form(multipliers) * feasible).sum()) / unit).abs()[None],
+    ]
+    # Interior points have no λ = 0: support are those above rounding and, at inequalities, above the slack.
+    share = multipliers.abs() * len(multipliers) / multipliers.abs().sum().clamp(min=EPS)
+    support = (share > EPS * len(multipliers)) & (problem.equal | (share > slack / largest_margin))
     return Solution(
         status="optimal" if gap <= tolerance else "inaccurate",
         multipliers=multipliers,
@@ -354,9 +369,9 @@ def certify_nuclear(
         norm=norm,
         gap=gap,
         least=least,
-        kkt=kkt_violation(problem, multipliers, feasible, norm),
+        kkt=float(torch.cat(kkt).max()),
         residual=None,
-        support=find_support(problem, multipliers, feasible),
+        support=support,
         iterations=iterations,
     )
 
@@ -394,14 +409,6 @@ def solve_working_set(
     return replace(best, W=best.W * height / length), multipliers
 
 
-def find_violated(problem: Problem, working: Int[Tensor, " working"], W: Matrix) -> Int[Tensor, " joining"]:
-    """Return the constraints outside the working set that W violates most: at most as many as are in it, plus one."""
-    slack = problem.scores(W) - problem.margins
-    slack[working] = math.inf
-    least = slack.topk(min(len(working) + 1, len(slack)), largest=False)
-    return least.indices[least.values < 0]
-
-
 def scale_to_feasible(problem: Problem, W: Matrix) -> tuple[Matrix | None, float | None]:
     """Return W projected on the equalities and scaled to its least margin, or None, and that margin minus b."""
     inequal = ~problem.equal
@@ -429,21 +436,3 @@ def project_on_equalities(problem: Problem, W: Matrix) -> Matrix:
         missing = equal.margins - equal.scores(W)
         W = W + equal.form(torch.linalg.lstsq(equal.gram, missing[:, None], driver="gelsd").solution[:, 0])
     return W
-
-
-def kkt_violation(problem: Problem, multipliers: Multipliers, W: Matrix, norm: float) -> float:
-    """Return the largest of λ(uWz − b)/‖W‖_*, |uWz − b|/max b at equalities, 1 − ⟨Σλ u zᵀ, W⟩/‖W‖_* (stationarity)."""
-    slack, inequal = problem.scores(W) - problem.margins, ~problem.equal
-    unit = norm if norm > 0 else 1.0
-    parts = [(multipliers * slack)[inequal].abs() / unit]
-    parts.append(slack[problem.equal].abs() / problem.margins.abs().max().clamp(min=EPS))
-    parts.append(((norm - (problem.form(multipliers) * W).sum()) / unit).abs()[None])
-    return float(torch.cat(parts).max())
-
-
-def find_support(problem: Problem, multipliers: Multipliers, W: Matrix) -> Bool[Tensor, " constraints"]:
-    """Return the constraints with |λ| above rounding, and above the slack at inequalities: inside, all λ ≠ 0."""
-    count = len(multipliers)
-    share = multipliers.abs() * count / multipliers.abs().sum().clamp(min=EPS)
-    slack = (problem.scores(W) - problem.margins) / problem.margins.abs().max().clamp(min=EPS)
-    return (share > EPS * count) & (problem.equal | (share > slack))

@@ -17,7 +17,7 @@ from scipy.sparse.csgraph import connected_components
 from attnlens.errors import UnposedError, UsageError
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int, Integer, Shaped
+    from jaxtyping import Bool, Float, Int, Shaped
     from torch import Tensor
 
     Each = Float[Tensor, " constraints"]
@@ -148,7 +148,9 @@ def selection(
     samples, length = tokens.shape[:2]
     seen = as_mask("allowed", allowed, samples, length)
     rows = torch.arange(samples)
-    chosen = require_integers("chosen tokens", chosen)
+    chosen = require_real("chosen tokens", chosen)
+    if chosen.is_floating_point() or chosen.dtype == torch.bool:
+        raise UsageError(f"The chosen tokens have dtype {chosen.dtype}.", "Give integers, as .long() does.")
     if chosen.shape != (samples,) or queries.shape[0] != samples:
         raise UsageError(f"{samples} samples don't have one query and one chosen token each.", "Give one of each.")
     within = (chosen >= 0) & (chosen < length)
@@ -363,14 +365,6 @@ def require_real(name: str, tensor: object) -> Shaped[Tensor, "*shape"]:
     if tensor.is_complex():
         raise UsageError(f"The {name} are complex numbers.", "Give real ones, for example their real parts.")
     return tensor
-
-
-def require_integers(name: str, tensor: object) -> Integer[Tensor, "*shape"]:
-    """Return a tensor of integers unchanged; raise UsageError for anything else."""
-    numbers = require_real(name, tensor)
-    if numbers.is_floating_point() or numbers.dtype == torch.bool:
-        raise UsageError(f"The {name} have dtype {numbers.dtype}, but are indices.", "Give integers, as .long() does.")
-    return numbers
 
 
 def check_limits(tolerance: float, limit: int = 1) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,7 +65,12 @@ def attention_rank(query_key: QueryKey, share: float) -> Float[Tensor, "*batch h
     """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ², σ of P; NaN if P = 0 or if `least_rank` proves no k."""
     if not is_long(query_key):
         return rank_at(attention_singular_values(query_key), share)
-    return map_heads(partial(_long_rank, share=share), query_key)
+
+    def rank(head: QueryKey) -> float:
+        matrix = TiledMatrix(lambda: (tile.attention[0, 0] for _, tile in split_tiles(head)), head.key.shape[-2])
+        return least_rank(matrix, share)
+
+    return map_heads(rank, query_key)
 
 
 def remove_row_sums(attention: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch n m"]:
@@ -95,11 +99,6 @@ def _first_weights(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n"]
         place = query_key.allowed.byte().argmax(-1, keepdim=True)
         first = attention.gather(-1, place.expand(*attention.shape[:-1], 1))[..., 0]
     return first, _allowed_keys(query_key) >= 2
-
-
-def _long_rank(head: QueryKey, share: float) -> float:
-    matrix = TiledMatrix(lambda: (tile.attention[0, 0] for _, tile in split_tiles(head)), head.key.shape[-2])
-    return least_rank(matrix, share)
 
 
 def _allowed_keys(query_key: QueryKey) -> Float[Tensor, "*batch heads n"]:
@@ -219,7 +218,7 @@ def _long_verdict(head: QueryKey) -> float:
     n = head.query.shape[-2]
     gauge, half, largest = _gauge(head)
     rounding = EPS * max(largest, n)
-    # Strict: as in `_has_witness`.
+    # Strict: as in `_verdicts`.
     if any(float(kernel.amax()) > 1 + rounding * n for _, kernel in _kernel_tiles(head, gauge, half)):
         return INDEFINITE
     if n > FACTORED:
@@ -265,7 +264,9 @@ def _verdicts(logits: Float[Tensor, "some n n"]) -> Float[Tensor, " some"]:
     for size in sorted({min(n, GLANCE), n}):
         undecided = verdicts.isnan().nonzero()[:, 0]
         kernel = _unit_kernel(logits[undecided, :size, :size] + gauge[undecided, :size, None])
-        has_witness = _has_witness(kernel, rounding[undecided])
+        # A witness is an entry above 1: its 2 × 2 minor has the eigenvalue 1 − entry < 0. Strict, and beyond rounding
+        # times n, the trace, which bounds the largest eigenvalue of a semidefinite matrix.
+        has_witness = kernel.flatten(1).amax(-1) > 1 + rounding[undecided] * size
         verdicts[undecided[has_witness]] = INDEFINITE
     verdicts[undecided[~has_witness]] = _decide_by_cholesky(kernel[~has_witness], rounding[undecided[~has_witness]])
     return verdicts
@@ -279,12 +280,6 @@ def _unit_kernel(logits: Float[Tensor, "some n n"]) -> Float[Tensor, "some n n"]
     diagonal = logits.diagonal(dim1=-2, dim2=-1) / 2
     kernel = (logits - diagonal[..., None] - diagonal[..., None, :]).clamp_(max=1.0).exp_()
     return (kernel + kernel.mT).div_(2)
-
-
-def _has_witness(kernel: Float[Tensor, "some n n"], rounding: Float[Tensor, " some"]) -> Bool[Tensor, " some"]:
-    """Return whether an entry exceeds 1, so that a 2 × 2 minor has the eigenvalue 1 − entry < 0."""
-    # Strict, and beyond rounding times n, the trace, which bounds the largest eigenvalue of a semidefinite matrix.
-    return kernel.flatten(1).amax(-1) > 1 + rounding * kernel.shape[-1]
 
 
 def _decide_by_cholesky(kernel: Float[Tensor, "some n n"], rounding: Float[Tensor, " some"]) -> Float[Tensor, " some"]:

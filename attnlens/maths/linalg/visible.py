@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -203,9 +203,16 @@ def visible_rank(query_key: QueryKey, share: float) -> Float[Tensor, "*batch hea
     Bilinear scores of all pairs are s·q(k − k̄)ᵀ and stay factored. All others go through their Gram matrix; if they
     are long, only its leading eigenvalues are computed (`least_rank`).
     """
+
+    def rank(head: QueryKey) -> float:
+        if not _long_sums(head)[0] > 0:
+            return math.nan
+        rows = TiledMatrix(lambda: (_centre_scores(tile)[1][0, 0] for _, tile in split_tiles(head)), head.key.shape[-2])
+        return least_rank(rows, share)
+
     if not (query_key.bilinear and bool(compares_all(query_key).all())):
         if is_long(query_key):
-            return map_heads(partial(_long_rank, share=share), query_key)
+            return map_heads(rank, query_key)
         return rank_at(over_heads(_gram_values, visible_scores(query_key)), share)
     key = query_key.paired_key.double()
     values = abs(query_key.scale) * product_singular_values(query_key.query, key - key.mean(-2, keepdim=True))
@@ -250,14 +257,6 @@ def _long_sums(head: QueryKey) -> tuple[Float[Tensor, ""], Float[Tensor, " m"], 
         by_distance[start : start + height + width - 1] += distance_sums(centred)[0].roll(height - 1)[:-1]
     whole, energy = torch.stack(norms).norm(dim=0)
     return energy.square() * _exceeds_rounding(energy, whole, m), by_key, by_distance
-
-
-def _long_rank(head: QueryKey, share: float) -> float:
-    """Return the rank of the row-centred visible scores of one long head."""
-    if not _long_sums(head)[0] > 0:
-        return math.nan
-    matrix = TiledMatrix(lambda: (_centre_scores(tile)[1][0, 0] for _, tile in split_tiles(head)), head.key.shape[-2])
-    return least_rank(matrix, share)
 
 
 def _centre_scores(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m"], Float[Tensor, "*batch heads n m"]]:
