@@ -202,9 +202,9 @@ def solve_by_nnls(rows: Float[ndarray, "k width"], bounds: Loads, free: Bool[nda
     """
     left, right = rows[~free], bounds[~free]
     shortest = np.linalg.lstsq(rows[free], bounds[free], rcond=DEPENDENT)[0] if free.any() else np.zeros(rows.shape[1])
-    missed = bounds[free] - rows[free] @ shortest
-    if free.any() and np.abs(missed).max() > INCONSISTENT * np.abs(bounds[free]).max():
-        return scatter(missed, free)
+    residual = bounds[free] - rows[free] @ shortest
+    if free.any() and np.abs(residual).max() > INCONSISTENT * np.abs(bounds[free]).max():
+        return scatter(residual, free)
     outside = left
     if free.any():
         _, sizes, basis = np.linalg.svd(rows[free], full_matrices=False)
@@ -321,15 +321,15 @@ class ProjectedConstraints:
         return factor_gram(self.gram(rows, rows), 1.0)
 
     def complete(
-        self, rows: Int[ndarray, " rows"], loads: Float[ndarray, " rows"], met: bool = True
+        self, rows: Int[ndarray, " rows"], loads: Float[ndarray, " rows"], meet_bounds: bool = True
     ) -> tuple[Int[ndarray, " all"], Float[ndarray, " all"]]:
-        """Add λ of the equalities to these λ such that every equality has its b, or 0 if `met` is false."""
+        """Add λ of the equalities to these λ such that every equality has its b, or 0 if `meet_bounds` is false."""
         zeros = np.zeros(len(self.independent))
-        goal = self.whole.bounds[self.independent] if met else zeros
+        goal = self.whole.bounds[self.independent] if meet_bounds else zeros
         all_rows, multipliers = np.append(rows, self.independent), np.append(loads, zeros)
         for _ in range(1 + REFINEMENTS):
-            missing = goal - self.whole.scores(all_rows, multipliers)[self.independent]
-            multipliers[len(rows) :] += self.solve_root(self.solve_root(missing), transposed=True)
+            residual = goal - self.whole.scores(all_rows, multipliers)[self.independent]
+            multipliers[len(rows) :] += self.solve_root(self.solve_root(residual), transposed=True)
         return all_rows, multipliers
 
     def refine(self, rows: Int[ndarray, " rows"], loads: Float[ndarray, " rows"]) -> Float[ndarray, " rows"]:
@@ -353,10 +353,10 @@ class ProjectedConstraints:
 
     def find_inconsistency(self) -> tuple[Int[ndarray, " one"], Float[ndarray, " one"]]:
         """Return the dependent equality that the others contradict most, and its residual's sign; empty if none."""
-        missed = (self.whole.bounds - self.equality_scores)[self.dependent]
-        beyond = np.abs(missed) > MISSED * np.abs(self.whole.bounds[self.whole.free]).max()
-        worst = np.argsort(-np.abs(missed))[:1] if beyond.any() else np.flatnonzero(beyond)
-        return self.dependent[worst], np.sign(missed[worst])
+        residual = (self.whole.bounds - self.equality_scores)[self.dependent]
+        beyond = np.abs(residual) > MISSED * np.abs(self.whole.bounds[self.whole.free]).max()
+        worst = np.argsort(-np.abs(residual))[:1] if beyond.any() else np.flatnonzero(beyond)
+        return self.dependent[worst], np.sign(residual[worst])
 
 
 def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Solution:
@@ -390,8 +390,8 @@ def solve_projected(problem: Problem, space: ProjectedConstraints, tolerance: fl
     """Solve a problem with many equalities on its inequalities alone, projected off the equalities."""
     working, steps = WorkingSet(space, np.arange(0), tolerance), 0
 
-    def certify_rows(rows: Int[ndarray, " k"], loads: Float[ndarray, " k"], met: bool = True) -> Solution:
-        return certify(problem, unscale(space.whole, *space.complete(rows, loads, met)), tolerance, steps)
+    def certify_rows(rows: Int[ndarray, " k"], loads: Float[ndarray, " k"], meet_bounds: bool = True) -> Solution:
+        return certify(problem, unscale(space.whole, *space.complete(rows, loads, meet_bounds)), tolerance, steps)
 
     def certify_refined(loads: Float[ndarray, " k"]) -> Solution:
         return certify_rows(working.rows, space.refine(working.rows, loads))
@@ -399,7 +399,7 @@ def solve_projected(problem: Problem, space: ProjectedConstraints, tolerance: fl
     contradiction = space.find_inconsistency()
     while steps < limit:
         if len(contradiction[0]):
-            proof = certify_rows(*contradiction, met=False)
+            proof = certify_rows(*contradiction, meet_bounds=False)
             if proof.status == "infeasible":
                 return proof
         steps += 1
@@ -411,7 +411,7 @@ def solve_projected(problem: Problem, space: ProjectedConstraints, tolerance: fl
     if answer.status != "inaccurate" or steps == limit:
         return answer
     loads = working.solve_nnls() if working.patience else working.loads  # without patience they already are NNLS's
-    proof = certify_rows(working.rows, loads, met=False)
+    proof = certify_rows(working.rows, loads, meet_bounds=False)
     return proof if proof.status == "infeasible" else certify_refined(loads)
 
 

@@ -146,7 +146,7 @@ def selection(
     """
     tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
     samples, length = tokens.shape[:2]
-    seen = as_mask("allowed", allowed, samples, length)
+    visible = as_mask("allowed", allowed, samples, length)
     rows = torch.arange(samples)
     chosen = require_real("chosen tokens", chosen)
     if chosen.is_floating_point() or chosen.dtype == torch.bool:
@@ -154,9 +154,9 @@ def selection(
     if chosen.shape != (samples,) or queries.shape[0] != samples:
         raise UsageError(f"{samples} samples don't have one query and one chosen token each.", "Give one of each.")
     within = (chosen >= 0) & (chosen < length)
-    if not within.all() or not seen[rows, chosen].all():
+    if not within.all() or not visible[rows, chosen].all():
         raise UsageError("A chosen token is none of the allowed ones.", "Choose among the tokens that the query sees.")
-    rivals = seen.clone()
+    rivals = visible.clone()
     rivals[rows, chosen] = False
     row, rival = rivals.nonzero(as_tuple=True)
     bounds = torch.ones(samples).double() if margins is None else as_finite("margins", margins, 1)
@@ -203,8 +203,8 @@ def selection_sets(
     one representative of O_i. Raises UsageError as `selection` does and for an empty O_i; UnposedError if all are kept.
     """
     tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
-    seen = as_mask("allowed", allowed, *tokens.shape[:2])
-    sets, first = merge_duplicates(tokens, as_sets(tokens, queries, sets, seen), seen)
+    visible = as_mask("allowed", allowed, *tokens.shape[:2])
+    sets, first = merge_duplicates(tokens, as_sets(tokens, queries, sets, visible), visible)
     representative = sets.int().argmax(-1)
     others = first.clone()
     others[torch.arange(len(tokens)), representative] = False
@@ -258,11 +258,11 @@ def build_problem(
 
 
 def merge_duplicates(
-    tokens: Float[Tensor, "n tokens d"], sets: Bool[Tensor, "n tokens"], seen: Bool[Tensor, "n tokens"]
+    tokens: Float[Tensor, "n tokens d"], sets: Bool[Tensor, "n tokens"], visible: Bool[Tensor, "n tokens"]
 ) -> tuple[Bool[Tensor, "n tokens"], Bool[Tensor, "n tokens"]]:
-    """Return the sets extended by all copies of kept tokens, and which seen tokens are the first of their copies."""
-    same = find_equal_tokens(tokens) & seen[:, :, None] & seen[:, None]
-    first = seen & ~same.tril(-1).any(-1)
+    """Return the sets extended by all copies of kept tokens, and which visible tokens are the first of their copies."""
+    same = find_equal_tokens(tokens) & visible[:, :, None] & visible[:, None]
+    first = visible & ~same.tril(-1).any(-1)
     return (same & sets[:, None]).any(-1), first
 
 
@@ -346,13 +346,13 @@ def as_sets(
     tokens: Float[Tensor, "n tokens d"],
     queries: Float[Tensor, "n d_query"],
     sets: Bool[Tensor, "n tokens"],
-    seen: Bool[Tensor, "n tokens"],
+    visible: Bool[Tensor, "n tokens"],
 ) -> Bool[Tensor, "n tokens"]:
     """Return the sets O_i, one per query; raise UsageError if one is empty or has a token its query does not see."""
     sets = as_mask("sets", sets, *tokens.shape[:2])
     if len(queries) != len(tokens):
         raise UsageError(f"{len(queries)} queries for {len(tokens)} samples.", "Give one query a sample.")
-    if not sets.any(-1).all() or (sets & ~seen).any():
+    if not sets.any(-1).all() or (sets & ~visible).any():
         raise UsageError("A set of kept tokens is empty, or has one that its query doesn't see.", "Keep one it sees.")
     return sets
 
@@ -414,8 +414,8 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
     multipliers = torch.where(problem.equal, multipliers.double(), multipliers.double().clamp(min=0.0))
     W = problem.form(multipliers)
     norm, value = float(W.norm()), float(multipliers @ bounds)
-    reach: Each = problem.differences.norm(dim=-1) * problem.paired_queries.norm(dim=-1)  # ‖u zᵀ‖
-    weight = float(multipliers.abs() @ reach)
+    lengths: Each = problem.differences.norm(dim=-1) * problem.paired_queries.norm(dim=-1)  # ‖u zᵀ‖
+    weight = float(multipliers.abs() @ lengths)
     if value > PROOF * float(multipliers.abs() @ bounds.abs()) and norm <= PROOF * weight:
         # Gordan's certificate: Σλ = 1 over the inequalities, or Σ|λ| = 1 if all constraints are equalities.
         total = float(multipliers[~problem.equal].sum()) or float(multipliers.abs().sum())
@@ -432,7 +432,7 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
             iterations=iterations,
         )
     factor = value / norm**2 if value > 0.0 and norm > 0.0 else 0.0
-    return _build_solution(problem, multipliers * factor, W * factor, reach, tolerance, iterations)
+    return _build_solution(problem, multipliers * factor, W * factor, lengths, tolerance, iterations)
 
 
 def _find_support(weights: Each) -> Bool[Tensor, " constraints"]:
@@ -441,17 +441,17 @@ def _find_support(weights: Each) -> Bool[Tensor, " constraints"]:
 
 
 def _build_solution(
-    problem: Problem, multipliers: Each, W: Float[Tensor, "d d_query"], reach: Each, tolerance: float, iterations: int
+    problem: Problem, multipliers: Each, W: Float[Tensor, "d d_query"], lengths: Each, tolerance: float, iterations: int
 ) -> Solution:
     """Build the Solution of λ at its dual optimum along the ray, W = W(λ)."""
     norm, scores, bounds, price = float(W.norm()), problem.scores(W), problem.margins, multipliers.abs()
     factor = _feasible_scale(problem, scores)
     slack = problem.violations(factor * scores)
-    infeasible = bool((slack > ROUNDING * (bounds.abs() + factor * norm * reach)).any())
+    infeasible = bool((slack > ROUNDING * (bounds.abs() + factor * norm * lengths)).any())
     primal = math.inf if infeasible else 0.5 * (factor * norm) ** 2 + float(price @ slack)
     gap = max((primal - 0.5 * norm**2) / primal, 0.0) if 0.0 < primal < math.inf else primal
     # Optimality conditions besides W = W(λ): feasibility, and complementarity λ|score − b|/‖W‖². `tiny` avoids 0/0.
-    span = (bounds.abs() + norm * reach).clamp(min=torch.finfo(torch.float64).tiny)
+    span = (bounds.abs() + norm * lengths).clamp(min=torch.finfo(torch.float64).tiny)
     kkt = float((problem.violations(scores) / span).max())
     if norm > 0.0:
         kkt = max(kkt, float((price * (scores - bounds).abs()).max()) / norm**2)
@@ -464,7 +464,7 @@ def _build_solution(
         least=None if problem.equal.all() else float((scores - bounds)[~problem.equal].min()),
         kkt=kkt,
         residual=None,
-        support=_find_support(price * reach),
+        support=_find_support(price * lengths),
         iterations=iterations,
     )
 

@@ -79,16 +79,16 @@ def sampled_rows(x: Float[Tensor, "*batch n features"], count: int) -> Float[Ten
 
 
 def evenly_spaced(
-    x: Float[Tensor, "*batch n features"], count: int, kept: Bool[Tensor, "*#batch n"] | None = None
+    x: Float[Tensor, "*batch n features"], count: int, mask: Bool[Tensor, "*#batch n"] | None = None
 ) -> Float[Tensor, "*batch count features"]:
-    """Return rows ⌊i(n − 1)/(count − 1)⌋ of the n that are `kept` (None: all), in x's own type, as the published code.
+    """Return rows ⌊i(n − 1)/(count − 1)⌋ of the n where the mask is true (None: all), as the published code does.
 
-    Rows are repeated if n < count; the first row is returned if none is kept.
+    The result has x's own type. Rows are repeated if n < count; the first row is returned if the mask is all false.
     """
-    if kept is None:
-        kept = x.new_ones(x.shape[-2], dtype=torch.bool)
-    order = (~kept).int().argsort(dim=-1, stable=True)
-    steps = torch.arange(count, device=x.device) * (kept.sum(-1, keepdim=True) - 1).clamp_min(0)
+    if mask is None:
+        mask = x.new_ones(x.shape[-2], dtype=torch.bool)
+    order = (~mask).int().argsort(dim=-1, stable=True)
+    steps = torch.arange(count, device=x.device) * (mask.sum(-1, keepdim=True) - 1).clamp_min(0)
     index = order.gather(-1, steps // max(count - 1, 1))
     return x.gather(-2, index[..., None].expand(*x.shape[:-2], count, x.shape[-1]))
 

@@ -138,8 +138,8 @@ def share_inside(
 ) -> Float[Tensor, "*batch"]:
     """Return ‖H_rᵀ V‖²/‖V‖² in [0, 1], V centred over tokens, H_r the first `sizes` of orthonormal columns.
 
-    Use H_r of K(I − 11ᵀ/n), centred (`centre_rows`) like V. It is orthogonal to the vector 1 and contains, for
-    V with independent normal entries, sizes/(n − 1) on average. A space that leans towards 1 contains less, down to
+    Use H_r of K(I − 11ᵀ/n), whose key features are centred like V. It is orthogonal to the vector 1 and contains, for V
+    with independent normal entries, sizes/(n − 1) on average. A space that leans towards 1 contains less, down to
     (sizes − 1)/(n − 1), as that of K itself if its first mode is near-constant. NaN if all tokens have the same value.
     """
     centred = centre_rows(values)

@@ -61,10 +61,10 @@ def _sum_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
     """Return the symmetry of Σ_h M_h, NaN for a zero matrix."""
     # Query heads that share a key head share its factor, so their own factors can be summed first.
     kv_heads, rows, size = query_key.key.shape
-    summed = query_key.query.new_zeros(kv_heads, size, rows, dtype=torch.float64)
+    query_sums = query_key.query.new_zeros(kv_heads, size, rows, dtype=torch.float64)
     for head, key_head in enumerate(query_key.key_of):
-        summed[key_head] += query_key.query[head].mT  # in the memory order of the weights' rows
-    query, key = _concatenate(summed.mT), _concatenate(query_key.key)
+        query_sums[key_head] += query_key.query[head].mT  # in the memory order of the weights' rows
+    query, key = _concatenate(query_sums.mT), _concatenate(query_key.key)
     if query_key.rotation is None:
         if 3 * query.shape[1] < len(query):  # three Gram matrices take fewer multiplications than the matrix
             return _trace_ratio(_gram_by_panels(query), _gram_by_panels(key), key.mT @ query)
@@ -214,9 +214,9 @@ def average_rotations(
     order, angles = _order(rotation), _angles(rotation)
     waves = torch.polar(torch.ones_like(angles), angles)
     first, mixed, back_mixed, second = _blocks(matrix, order)
-    against = torch.complex(first + second, back_mixed - mixed) * (waves.T @ waves.conj() / (2 * len(angles)))
-    along = torch.complex(first - second, -mixed - back_mixed) * (waves.T @ waves / (2 * len(angles))).conj()
-    total, difference = against + along, against - along
+    difference_part = torch.complex(first + second, back_mixed - mixed) * (waves.T @ waves.conj() / (2 * len(angles)))
+    sum_part = torch.complex(first - second, -mixed - back_mixed) * (waves.T @ waves / (2 * len(angles))).conj()
+    total, difference = difference_part + sum_part, difference_part - sum_part
     upper = torch.cat((total.real, -total.imag), -1)
     mean = torch.cat((upper, torch.cat((difference.imag, difference.real), -1)), -2)
     return _index(mean, order.argsort()[: rotation.size])

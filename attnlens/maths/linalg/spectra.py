@@ -166,8 +166,8 @@ def _draw_normal(
     n = side.shape[-2]
     mixing = torch.randn(n, n, generator=generator, dtype=torch.float64).to(side.device)
     mean = side.mean(-2, keepdim=True)
-    drawn: Tensor = mean + mixing @ (side - mean) / n**0.5
-    return drawn
+    sample: Tensor = mean + mixing @ (side - mean) / n**0.5
+    return sample
 
 
 def _visible_pairs(query_key: QueryKey) -> Bool[Tensor, "*batch heads n m"]:

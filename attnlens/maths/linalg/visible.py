@@ -105,36 +105,36 @@ def _fit_mask(packed: bytes | None, n: int, m: int, distances: bool, device: tor
     if packed is not None:
         bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), count=n * m)
         visible = torch.from_numpy(bits).to(visible).view(n, m)
-    rooted = visible / visible.sum(-1, keepdim=True).clamp(min=1).sqrt()
-    keys = EvenSolver(n) if packed is None else _build_solver(-rooted.mT @ rooted, visible.sum(0))
+    scaled = visible / visible.sum(-1, keepdim=True).clamp(min=1).sqrt()
+    keys = EvenSolver(n) if packed is None else _build_solver(-scaled.mT @ scaled, visible.sum(0))
     if not distances:
         return AdditiveFit(keys, None, visible[:0].mT, torch.zeros(0, dtype=torch.long, device=device))
-    counts, normal, shared, present = _distance_equations(visible, rooted)
+    counts, normal, shared, present = _distance_equations(visible, scaled)
     normal.addmm_(shared.mT, keys(shared.mT).mT, alpha=-1)
     return AdditiveFit(keys, _build_solver(normal, counts), shared, present)
 
 
 def _distance_equations(
-    visible: Float[Tensor, "n m"], rooted: Float[Tensor, "n m"]
+    visible: Float[Tensor, "n m"], scaled: Float[Tensor, "n m"]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the pairs per distance, c's normal equations minus these on the diagonal, the block with b, and `present`.
 
-    `rooted` is the mask over the root of each query's number of keys, which eliminates the row constants.
+    `scaled` is the mask over the root of each query's number of keys, which eliminates the row constants.
     """
     n, m = visible.shape
     queries, keys = (torch.arange(size, device=visible.device) for size in (n, m))
     place = (keys - queries[:, None]) % (n + m)
     present = torch.bincount(place[visible > 0], minlength=n + m).nonzero()[:, 0]
-    by_query = visible.new_zeros(n, n + m).scatter_(1, place, rooted)[:, present]
+    by_query = visible.new_zeros(n, n + m).scatter_(1, place, scaled)[:, present]
     by_key = visible.new_zeros(m, n + m).scatter_(1, place.mT, visible.mT)[:, present]
-    return by_key.sum(0), -by_query.mT @ by_query, by_key - rooted.mT @ by_query, present
+    return by_key.sum(0), -by_query.mT @ by_query, by_key - scaled.mT @ by_query, present
 
 
-def _build_solver(reduced: Float[Tensor, "size size"], counts: Float[Tensor, " size"]) -> Solver:
-    """Build the solver of the normal equations diag(pairs of each term) + `reduced`; `reduced` is modified in place."""
-    reduced.diagonal().add_(counts)
+def _build_solver(normal: Float[Tensor, "size size"], counts: Float[Tensor, " size"]) -> Solver:
+    """Build the solver of the normal equations diag(pairs of each term) + `normal`; `normal` is modified in place."""
+    normal.diagonal().add_(counts)
     scale = counts.clamp(min=1).rsqrt()
-    matrix = reduced.mul_(scale).mul_(scale[:, None])
+    matrix = normal.mul_(scale).mul_(scale[:, None])
     factor = matrix.clone()
     factor.diagonal().add_(RIDGE)
     return Solver(matrix, torch.linalg.cholesky(factor), scale)

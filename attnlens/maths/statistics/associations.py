@@ -146,11 +146,11 @@ def rank_correlation(
     value = float(_correlations(x, y, torch.ones(1, len(x), dtype=torch.float64))[0])
     if math.isnan(value) or design.units < 2:
         return Interval(value, math.nan, math.nan)
-    drawn = _correlations(x, y, design.draws(draws, seed))
-    drawn = drawn[drawn.isfinite()].clamp(-NEAR_ONE, NEAR_ONE).atanh()
+    samples = _correlations(x, y, design.draws(draws, seed))
+    samples = samples[samples.isfinite()].clamp(-NEAR_ONE, NEAR_ONE).atanh()
     centre = math.atanh(max(-NEAR_ONE, min(NEAR_ONE, value)))
     widening = math.sqrt(design.units / (design.units - 1)) * student_over_normal(level, design.units - 1)
-    ends = drawn.quantile(drawn.new_tensor([(1 - level) / 2, (1 + level) / 2])).tolist()
+    ends = samples.quantile(samples.new_tensor([(1 - level) / 2, (1 + level) / 2])).tolist()
     low, high = (math.tanh(centre + widening * (end - centre)) for end in ends)
     return Interval(value, low, high)
 
@@ -190,8 +190,9 @@ def permutation_tests(
     Westfall & Young 1993, section 2.6), which bounds the probability of reporting any unassociated measure. A harm's
     rank is that among all heads. NaN for a measure with fewer than four heads, or a constant one.
     """
-    known = ~harm.isnan()
-    values, ranks = measures.double()[:, known], rank_values(harm[known]) if bool(known.any()) else harm[known].double()
+    has_harm = ~harm.isnan()
+    values, harm = measures.double()[:, has_harm], harm[has_harm].double()
+    ranks = rank_values(harm) if len(harm) else harm
     present = ~values.isnan()
     centred = torch.zeros_like(values)
     for row, (value, heads) in enumerate(zip(values, present, strict=True)):
@@ -202,8 +203,8 @@ def permutation_tests(
     generator = np.random.default_rng(seed)
     beyond, largest = torch.zeros_like(observed), torch.zeros_like(observed)
     for size in [1000] * (draws // 1000) + [draws % 1000]:
-        drawn = generator.permuted(np.tile(ranks.numpy(), (size, 1)), axis=1)
-        scores = _permutation_scores(centred, present.double(), torch.from_numpy(drawn))
+        samples = generator.permuted(np.tile(ranks.numpy(), (size, 1)), axis=1)
+        scores = _permutation_scores(centred, present.double(), torch.from_numpy(samples))
         beyond += (scores >= observed - ROUNDING).sum(0)
         most = scores.nan_to_num(nan=0.0).amax(1, keepdim=True) if scores.numel() else scores
         largest += (most >= observed - ROUNDING).sum(0)
@@ -252,12 +253,12 @@ def windows_interval(
         present = (~measure.isnan()).double()
         values = rank_values(times @ measure.double().nan_to_num(nan=0.0) / (times @ present))
     first, second = (side - side.mean(1, keepdim=True) for side in (values, harms))
-    drawn = (first * second).sum(1) / (first.square().sum(1) * second.square().sum(1)).sqrt()
-    drawn = drawn[drawn.isfinite()].clamp(-NEAR_ONE, NEAR_ONE).atanh()
-    if len(drawn) < 2:
+    samples = (first * second).sum(1) / (first.square().sum(1) * second.square().sum(1)).sqrt()
+    samples = samples[samples.isfinite()].clamp(-NEAR_ONE, NEAR_ONE).atanh()
+    if len(samples) < 2:
         return Interval(value, math.nan, math.nan)
     centre = math.atanh(max(-NEAR_ONE, min(NEAR_ONE, value)))
-    half_width = float(stats.t.ppf(0.975, design.freedom)) * float(drawn.std())
+    half_width = float(stats.t.ppf(0.975, design.freedom)) * float(samples.std())
     return Interval(value, math.tanh(centre - half_width), math.tanh(centre + half_width))
 
 

@@ -257,7 +257,7 @@ def p_values(
     centred = differences - mean.mT  # without large means, which would cost digits
     if design.exchangeable < FEWEST_DRAWS or design.count > MOST_WINDOWS:
         return _student_p(scores, design.freedom)
-    beyond, drawn = torch.zeros_like(scores), torch.zeros_like(scores)
+    beyond, samples = torch.zeros_like(scores), torch.zeros_like(scores)
     largest = torch.zeros(len(scores), ENOUGH, dtype=torch.float64)
     for times in torch.split(design.draws(DRAWS, seed), PIECE):
         active = (beyond < ENOUGH) & ~scores.isnan()
@@ -266,17 +266,17 @@ def p_values(
         means, errors = design.weighted_means(centred[active], size, times)
         sample_scores = (means.abs() / errors).nan_to_num(nan=0.0).mT
         beyond[active] += (sample_scores >= scores[active, None]).sum(1)
-        drawn[active] += len(times)
+        samples[active] += len(times)
         largest[active] = torch.cat((largest[active], sample_scores), 1).topk(ENOUGH).values
-    counted = torch.where(scores.isnan(), torch.nan, (1 + beyond) / (1 + drawn))
-    return torch.where(beyond < ENOUGH, _tail_p(scores, largest[:, -1], drawn, design.freedom), counted)
+    counted = torch.where(scores.isnan(), torch.nan, (1 + beyond) / (1 + samples))
+    return torch.where(beyond < ENOUGH, _tail_p(scores, largest[:, -1], samples, design.freedom), counted)
 
 
 def _tail_p(
-    scores: Float[Tensor, " units"], largest: Float[Tensor, " units"], drawn: Float[Tensor, " units"], freedom: int
+    scores: Float[Tensor, " units"], largest: Float[Tensor, " units"], samples: Float[Tensor, " units"], freedom: int
 ) -> Float[Tensor, " units"]:
-    """Return P(|t| ≥ score/c), c ≥ 1 such that it is ENOUGH/drawn at the samples' ENOUGHth `largest` score."""
-    quantile = torch.from_numpy(stats.t.isf(ENOUGH / (2 * drawn.clamp(min=ENOUGH).numpy()), freedom))
+    """Return P(|t| ≥ score/c), c ≥ 1 such that it is ENOUGH/samples at the samples' ENOUGHth `largest` score."""
+    quantile = torch.from_numpy(stats.t.isf(ENOUGH / (2 * samples.clamp(min=ENOUGH).numpy()), freedom))
     return _student_p(scores / (largest / quantile).clamp(min=1), freedom)
 
 
