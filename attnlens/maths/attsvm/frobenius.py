@@ -30,9 +30,9 @@ LARGE = 2**22
 PIVOTS = 3
 """Consecutive exchanges without a new minimum of wrong signs before pivoting gives up."""
 DEPENDENT = 1e-11
-"""Relative singular value below which equalities are linearly dependent: rounding, with a margin of 10⁴."""
+"""Relative singular value below which equalities are linearly dependent; rounding is far smaller."""
 INCONSISTENT = 1e-9
-"""Residual, relative to the largest b, up to which equalities count as consistent: below it dependence decides."""
+"""Residual, relative to the largest b, up to which equalities count as consistent with each other."""
 LEAST_DAMPING = 1e-12
 """Damping, relative to the diagonal of G, below which a step is Newton's up to rounding."""
 SHORTEST = 1e-6
@@ -187,7 +187,7 @@ def damped_step(
         if slope + 0.5 * float(moved @ block @ moved) <= DECREASE * slope:
             better = loads.copy()
             better[active] += moved
-            # A whole step asks for less damping, less than half of one for more.
+            # Damp less after a whole step, more after a quarter of one or less.
             factor = 0.1 if share == 1.0 else 10.0 if share < 0.3 else 1.0
             return better, max(damping * factor, LEAST_DAMPING)
         share *= 0.5

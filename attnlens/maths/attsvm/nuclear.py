@@ -359,7 +359,7 @@ def certify_nuclear(
         slack[problem.equal].abs() / largest_margin,
         ((norm - (problem.form(multipliers) * feasible).sum()) / unit).abs()[None],
     ]
-    # Interior points have no λ = 0: support are those above rounding and, at inequalities, above the slack.
+    # No λ of an interior point is 0: the support has those above rounding and, at inequalities, above the slack.
     share = multipliers.abs() * len(multipliers) / multipliers.abs().sum().clamp(min=EPS)
     support = (share > EPS * len(multipliers)) & (problem.equal | (share > slack / largest_margin))
     return Solution(

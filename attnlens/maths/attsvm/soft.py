@@ -31,7 +31,7 @@ BETWEEN = 25
 POWERS = 50
 """Products that estimate the largest eigenvalue of G."""
 NEWTON, WIDEST = 30, 1000
-"""Newton steps of one polishing, and the most λ that a step solves for: a few milliseconds per step."""
+"""Newton steps of one polishing, and the most λ that a step solves for: its cost grows with their cube."""
 RIDGES = tuple(10.0**power for power in range(-12, 1, 2))
 """Added to the diagonal of G, which is 1: if G is singular, steps would otherwise be too long for the bounds."""
 ABOVE = 1.1

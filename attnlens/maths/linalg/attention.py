@@ -187,7 +187,7 @@ def _shares(core: Tensor, salience: Tensor, whole: Tensor, uncentred: Tensor, n:
 
 EPS = torch.finfo(torch.float64).eps
 GLANCE = 128
-"""Tokens of the leading block that is searched for a witness before the whole matrix: most heads have one there."""
+"""Tokens of the leading block that is searched for a witness before the whole matrix, which costs more."""
 FACTORED = 8192
 """Most tokens of a long kernel that is formed and factored whole if no tile has a witness: three matrices of 0.5 GB."""
 POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan

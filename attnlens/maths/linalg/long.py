@@ -22,7 +22,7 @@ LONG = 2048**2
 TILE = 1 << 22
 """Numbers in one tile: 32 MB of float64. About five tiles are in memory at a time."""
 BLOCK = 64
-"""Vectors multiplied at once: enough that reading a tile is not slower than multiplying it."""
+"""Vectors multiplied at once: tiles are computed anew for each product, and serve all of them."""
 SMALL = 1024
 """Largest number of columns of a matrix that is decomposed as a whole."""
 LARGEST_BASIS = 1024
@@ -65,9 +65,8 @@ def map_heads(
     """Apply `function` to every head of every sequence in turn, each as a batch of one sequence and one head."""
     lead, batch = query_key.query.shape[:-2], query_key
     if len(lead) == 1:  # one sequence without a batch axis
-        query, key, allowed, bias = (
-            None if part is None else part[None] for part in (batch.query, batch.key, batch.allowed, batch.bias)
-        )
+        query, key = batch.query[None], batch.key[None]
+        allowed, bias = (None if mask is None else mask[None] for mask in (batch.allowed, batch.bias))
         batch = replace(batch, query=query, key=key, allowed=allowed, bias=bias, value=None, inputs=None)
     results = [
         function(batch.sequences([number], slice(None), slice(None)).select([head]))
