@@ -16,10 +16,10 @@ The packages `analyzers`, `kernels`, `lab`, `maths` and `records` are imported a
 
 from __future__ import annotations
 
+from attnlens.lazy import import_submodules
+
 TYPE_CHECKING = False  # importing typing takes as long as everything else that happens before Ctrl-C is handled
 if TYPE_CHECKING:
-    from typing import Any
-
     from attnlens import analyzers as analyzers
     from attnlens import kernels as kernels
     from attnlens import lab as lab
@@ -69,18 +69,12 @@ _NAMES = {
     "runs.swap.saved": ("load_swapped",),
     "runs.swap.sites": ("replaced",),
 }
-_HOMES = {name: f"attnlens.{module}" for module, names in _NAMES.items() for name in names}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted([*_PACKAGES, *_HOMES, "__version__"])  # noqa: PLE0605
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name at its first use, so that importing attnlens does not load torch."""
-    if name in _PACKAGES or name in _HOMES:
-        from importlib import import_module
-
-        return import_module(f"attnlens.{name}") if name in _PACKAGES else getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'attnlens' has no attribute {name!r}")
+__getattr__ = import_submodules(__name__, _PACKAGES, _HOMES)  # importing attnlens must not load torch
 
 
 def __dir__() -> list[str]:

@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+TYPE_CHECKING = False  # `attnlens` itself imports this file, and importing typing would double its time
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+    from typing import Any
+
+
+def import_submodules(
+    package: str, submodules: Collection[str], homes: Mapping[str, str] | None = None
+) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package that imports its parts at their first use.
+
+    `submodules` are modules or packages inside it. `homes` maps other names to the submodules that define them.
+    """
+
+    def import_name(name: str) -> Any:
+        from importlib import import_module
+
+        if name in submodules:
+            return import_module(f"{package}.{name}")
+        if homes and name in homes:
+            return getattr(import_module(f"{package}.{homes[name]}"), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return import_name
 
 
 class LazyModule:
@@ -13,4 +35,6 @@ class LazyModule:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        from importlib import import_module
+
         return getattr(import_module(self._name), attribute)

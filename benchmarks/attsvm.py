@@ -248,7 +248,7 @@ def scs(problem: Problem) -> float:
     import cvxpy
     import numpy as np
 
-    from attnlens.maths.attsvm.solvers.nuclear import row_basis
+    from attnlens.maths.attsvm.nuclear import row_basis
 
     u = (problem.differences @ row_basis(problem.differences)).numpy()
     z = (problem.paired_queries @ row_basis(problem.queries)).numpy()

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from attnlens.errors import UnposedError, UsageError
-from attnlens.maths.attsvm import Problem, certified, prompt, selection, separable, soft_margin, solve
-from attnlens.maths.attsvm.solvers import frobenius
+from attnlens.maths.attsvm import Problem, certify, frobenius, prompt, selection, separable, soft_margin, solve
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "attsvm_golden.json").read_text())
 
@@ -177,7 +176,7 @@ def test_gap_is_a_bound_for_any_multipliers(seed: int, strength: float, noise: i
     problem = (drawn, varied)[seed % 2](seed)
     best = solve(problem)
     off = torch.randn(len(best.multipliers), generator=torch.Generator().manual_seed(noise)).double()
-    answer = certified(problem, best.multipliers + strength * off * best.multipliers.abs().mean())
+    answer = certify(problem, best.multipliers + strength * off * best.multipliers.abs().mean())
     assert answer.status != "infeasible"
     if answer.gap < math.inf:
         assert answer.norm >= best.norm * (1.0 - 1e-9)
@@ -188,7 +187,7 @@ def test_gap_is_a_bound_for_any_multipliers(seed: int, strength: float, noise: i
 def test_no_multipliers_prove_nothing() -> None:
     """Control: an infinite primal value never passes for a closed gap."""
     problem = drawn(0)
-    answer = certified(problem, torch.zeros(len(problem.margins)).double())
+    answer = certify(problem, torch.zeros(len(problem.margins)).double())
     assert answer.status == "inaccurate"
     assert answer.gap == math.inf
 
@@ -304,7 +303,7 @@ def test_problem_of_thousands_of_constraints() -> None:
 @pytest.mark.parametrize("wrong", [torch.zeros(3), torch.full((42,), math.nan)])
 def test_multipliers_of_another_problem_are_refused(wrong: torch.Tensor) -> None:
     with pytest.raises(UsageError):
-        certified(drawn(0), wrong)
+        certify(drawn(0), wrong)
 
 
 def test_empty_problem_is_refused() -> None:
@@ -386,14 +385,14 @@ def test_degenerate_problem_is_solved_without_nnls(seed: int, monkeypatch: pytes
     rank = np.linalg.matrix_rank(dense(problem))
     assert len(problem.margins) > 128 > rank
     asked = []
-    damped, nearest = frobenius.damped, frobenius.nearest
-    monkeypatch.setattr(frobenius, "damped", lambda *given: asked.append(1) or damped(*given))
-    monkeypatch.setattr(frobenius, "nearest", refuse)
+    damped, nearest = frobenius.damped_step, frobenius.solve_by_nnls
+    monkeypatch.setattr(frobenius, "damped_step", lambda *given: asked.append(1) or damped(*given))
+    monkeypatch.setattr(frobenius, "solve_by_nnls", refuse)
     answer = solve(problem)
     assert asked
     assert answer.status == "optimal"
     every = np.zeros(len(problem.margins), dtype=bool)
-    reference = certified(problem, torch.from_numpy(nearest(dense(problem), np.ones(len(every)), every)))
+    reference = certify(problem, torch.from_numpy(nearest(dense(problem), np.ones(len(every)), every)))
     assert reference.status == "optimal"
     assert answer.norm == pytest.approx(reference.norm, rel=1e-9)
 
@@ -403,7 +402,7 @@ def test_contradictory_problem_still_needs_nnls(monkeypatch: pytest.MonkeyPatch)
     away = replace(problem, differences=torch.cat([problem.differences[:-1], -problem.differences[:1]]))
     away = replace(away, query_of=torch.cat([problem.query_of[:-1], problem.query_of[:1]]))
     assert solve(away).status == "infeasible"
-    monkeypatch.setattr(frobenius, "nearest", refuse)
+    monkeypatch.setattr(frobenius, "solve_by_nnls", refuse)
     with pytest.raises(AssertionError, match="NNLS was asked"):
         solve(away)
 
@@ -416,7 +415,7 @@ def test_damped_step_never_raises_the_objective(damping: float) -> None:
     free, loads = np.zeros(len(rows), dtype=bool), np.zeros(len(rows))
     values = [0.0]
     for _ in range(30):
-        loads, damping = frobenius.damped(gram, bounds, free, loads, damping)
+        loads, damping = frobenius.damped_step(gram, bounds, free, loads, damping)
         assert (loads >= 0.0).all()
         values.append(0.5 * loads @ gram @ loads - bounds @ loads)
     assert values[-1] < -0.1
@@ -432,5 +431,5 @@ def test_products_query_by_query_are_the_gathered_ones(grouped: bool) -> None:
     assert (problem.counts is not None) == grouped
     v = torch.randn(4, 10, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     naive = torch.stack([u @ v[q] for u, q in zip(problem.differences, problem.query_of.tolist(), strict=True)])
-    assert torch.allclose(problem.along(v), naive, rtol=1e-13, atol=1e-13)
-    assert not torch.allclose(problem.along(v.roll(1, 0)), naive, rtol=1e-2)
+    assert torch.allclose(problem.components(v), naive, rtol=1e-13, atol=1e-13)
+    assert not torch.allclose(problem.components(v.roll(1, 0)), naive, rtol=1e-2)

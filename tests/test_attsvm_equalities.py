@@ -15,8 +15,9 @@ from attnlens.errors import UsageError
 from attnlens.maths.attsvm import (
     Problem,
     causal,
-    certified,
-    certified_nuclear,
+    certify,
+    certify_nuclear,
+    frobenius,
     head,
     prompt,
     selection,
@@ -26,7 +27,6 @@ from attnlens.maths.attsvm import (
     solve,
     solve_nuclear,
 )
-from attnlens.maths.attsvm.solvers import frobenius
 
 
 def kept_half(seed: int, d: int, n: int = 16, length: int = 24, wide: int = 8) -> Problem:
@@ -63,13 +63,13 @@ def test_many_equalities_leave_the_norm_of_a_general_solver(seed: int) -> None:
 
 
 def test_no_step_solves_for_an_equality_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem, widths, real = kept_half(0, 50), [], frobenius.pivoted
+    problem, widths, real = kept_half(0, 50), [], frobenius.exchange_signs
 
     def watched(gram: np.ndarray, bounds: np.ndarray, free: np.ndarray, support: np.ndarray) -> np.ndarray | None:
         widths.append((len(gram), bool(free.any())))
         return real(gram, bounds, free, support)
 
-    monkeypatch.setattr(frobenius, "pivoted", watched)
+    monkeypatch.setattr(frobenius, "exchange_signs", watched)
     assert solve(problem).status == "optimal"
     assert widths
     assert not any(free for _, free in widths)
@@ -155,8 +155,8 @@ def sized(power: int) -> Problem:
 @pytest.mark.parametrize("power", [-200, -170, -160, 160, 170, 200])
 def test_sizes_beyond_float64_are_refused_by_name(power: int) -> None:
     problem = sized(power)
-    calls = [solve, separable, solve_nuclear, lambda it: soft_margin(it, 1.0), lambda it: certified(it, it.margins)]
-    calls.append(lambda it: certified_nuclear(it, it.margins, torch.eye(6).double()))
+    calls = [solve, separable, solve_nuclear, lambda it: soft_margin(it, 1.0), lambda it: certify(it, it.margins)]
+    calls.append(lambda it: certify_nuclear(it, it.margins, torch.eye(6).double()))
     for call in calls:
         with pytest.raises(UsageError, match="difference of two tokens"):
             call(problem)

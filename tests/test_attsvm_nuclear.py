@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from attnlens.errors import AttnlensError
 from attnlens.maths import attsvm
-from attnlens.maths.attsvm import Problem, certified_nuclear, nuclear_rank, solve, solve_nuclear
-from attnlens.maths.attsvm.solvers import nuclear
+from attnlens.maths.attsvm import Problem, certify_nuclear, nuclear, nuclear_rank, solve, solve_nuclear
 
 GOLDEN = Path(__file__).parent / "data" / "attsvm_golden.json"
 GOLDENS = json.loads(GOLDEN.read_text())
@@ -158,7 +157,7 @@ def test_equalities_alone_are_the_finite_part():
 def test_repeated_equalities_change_nothing():
     once = with_sets(2)
     rows = torch.cat([torch.arange(len(once.margins)), once.equal.nonzero().flatten()])
-    assert solve_nuclear(nuclear.part(once, rows), 1e-8).norm == pytest.approx(solve_nuclear(once, 1e-8).norm, rel=1e-7)
+    assert solve_nuclear(once.select(rows), 1e-8).norm == pytest.approx(solve_nuclear(once, 1e-8).norm, rel=1e-7)
 
 
 @pytest.mark.parametrize("problem", [separable(10, 12, 8, seed=1), separable(6, 30, 9, seed=2)], ids=["square", "long"])
@@ -191,7 +190,7 @@ def solved(sets):
 def test_no_multipliers_and_no_form_certify_more_than_the_optimum(seed, noise, sets):
     problem, best = solved(sets)
     multipliers = best.multipliers + noise * random(len(best.multipliers), seed=seed)
-    found = certified_nuclear(problem, multipliers, best.W + noise * random(*best.W.shape, seed=seed + 1))
+    found = certify_nuclear(problem, multipliers, best.W + noise * random(*best.W.shape, seed=seed + 1))
     if found.W is None:
         assert (found.status, found.norm, found.gap) == ("inaccurate", None, math.inf)
         assert noise >= 0.3
@@ -209,7 +208,7 @@ def test_multipliers_below_zero_would_certify_too_much_and_are_dropped():
     claim = float(problem.margins @ tied.multipliers / torch.linalg.matrix_norm(problem.form(tied.multipliers), 2))
     assert claim > best.norm * 1.02
     assert (tied.multipliers < 0).any()
-    found = certified_nuclear(problem, tied.multipliers, tied.W)
+    found = certify_nuclear(problem, tied.multipliers, tied.W)
     assert found.norm * (1 - found.gap) <= best.norm
 
 
@@ -231,9 +230,9 @@ def test_the_support_carries_the_solution_and_the_rest_is_idle():
     carrying = found.support.nonzero().flatten()
     assert 0 < len(carrying) < len(problem.margins)
     torch.testing.assert_close(problem.scores(found.W)[carrying], problem.margins[carrying], atol=1e-9, rtol=0)
-    alone = solve_nuclear(nuclear.part(problem, carrying), TIGHT)
+    alone = solve_nuclear(problem.select(carrying), TIGHT)
     assert alone.norm == pytest.approx(found.norm, rel=1e-9)
-    fewer = solve_nuclear(nuclear.part(problem, carrying[1:]), TIGHT)
+    fewer = solve_nuclear(problem.select(carrying[1:]), TIGHT)
     assert fewer.norm < found.norm * (1 - 1e-6)
 
 
@@ -276,7 +275,7 @@ def test_an_infeasible_problem_returns_its_proof_and_no_form(pose):
 
 
 def test_no_constraint_is_an_error():
-    nothing = nuclear.part(separable(), torch.zeros(0, dtype=torch.long))
+    nothing = separable().select(torch.zeros(0, dtype=torch.long))
     with pytest.raises(AttnlensError):
         solve_nuclear(nothing)
 
@@ -368,7 +367,7 @@ def test_dimensions_that_no_token_uses_cost_nothing():
 def test_order_of_constraints_does_not_matter():
     problem = separable(5, 6, 5, seed=9)
     order = torch.randperm(len(problem.margins), generator=torch.Generator().manual_seed(0))
-    one, other = solve_nuclear(problem, 1e-9), solve_nuclear(nuclear.part(problem, order), 1e-9)
+    one, other = solve_nuclear(problem, 1e-9), solve_nuclear(problem.select(order), 1e-9)
     assert other.norm == pytest.approx(one.norm, rel=1e-8)
     assert torch.equal(one.support[order], other.support)
 

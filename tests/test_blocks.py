@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from attnlens.maths.statistics.associations import Blocks, _moderated, holm, pairs_of
+from attnlens.maths.statistics.associations import Blocks, _moderate_variances, holm, pairs_of
 
 STUDIES = 600
 NOISE = {
@@ -80,7 +80,7 @@ def test_a_prior_is_found_in_variances_that_were_drawn_from_it():
     """s² = s₀² d₀/χ²_d₀ · χ²_d/d, with d₀ = 6 and s₀² = 4: both are found again (Smyth 2004)."""
     draws = np.random.default_rng(0)
     variances = 4 * 6 / draws.chisquare(6, 20_000) * draws.chisquare(3, 20_000) / 3
-    moderated, prior = _moderated(variances, 3, others=20_000, counted=1.0)
+    moderated, prior = _moderate_variances(variances, 3, others=20_000, counted=1.0)
     assert prior == pytest.approx(6, rel=0.1)
     assert moderated[0] == pytest.approx((6 * 4 + 3 * variances[0]) / 9, rel=0.05)
 

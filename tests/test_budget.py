@@ -21,7 +21,7 @@ from attnlens import arguments
 from attnlens.arguments import Budget
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
-from attnlens.maths.linalg.spectra import nested
+from attnlens.maths.linalg.spectra import nested_steps
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, texts
 from attnlens.models.texts import Cut
@@ -179,7 +179,7 @@ def test_only_levels_are_estimated_and_the_ranks_between_lie_on_lines():
     found = _between(table, [64])
     assert bool(found.isfinite().all())
     assert found[0, 6] == (found[0, 4] + found[0, 8]) / 2
-    assert len(nested(found.double())) == 16, "no step ends between two levels"
+    assert len(nested_steps(found.double())) == 16, "no step ends between two levels"
 
 
 def of_logits(loaded, sites, found, batches, task, seed, progress):
@@ -249,7 +249,7 @@ def test_nested_plans_grow_dearer_and_each_is_the_cheapest_of_its_size(table):
     cost = torch.tensor(table, dtype=torch.float64)
     ranks = [5] * len(table)
     sums, every = [0.0], list(itertools.product(range(6), repeat=len(table)))
-    for head, rank in nested(cost):
+    for head, rank in nested_steps(cost):
         assert rank < ranks[head], "a step only ever takes directions away"
         ranks[head] = rank
         sums.append(sum(row[r] for row, r in zip(table, ranks, strict=True)))
@@ -261,7 +261,7 @@ def test_nested_plans_grow_dearer_and_each_is_the_cheapest_of_its_size(table):
 
 def test_heads_of_fewer_directions_have_no_further_steps():
     table = torch.tensor([[3.0, 1.0, 0.0, torch.inf, torch.inf], [8.0, 4.0, 2.0, 1.0, 0.0]])
-    assert sorted(rank for head, rank in nested(table) if head == 0) == [0, 1]
+    assert sorted(rank for head, rank in nested_steps(table) if head == 0) == [0, 1]
 
 
 def test_a_planted_head_of_rank_four_gets_no_more_than_four(demo):

@@ -14,7 +14,16 @@ from attnlens.lab.experiments.one_head import FACTORS, as_instances, hardening, 
 from attnlens.lab.experiments.settings import ExperimentSettings
 from attnlens.lab.reproduce import converge_head, posed
 from attnlens.maths import attsvm
-from attnlens.maths.attsvm.head import FactoredForm, Nearness, Scene, Softmax, first_copies, nearness, score_gaps
+from attnlens.maths.attsvm.head import (
+    FactoredForm,
+    Nearness,
+    Scene,
+    Softmax,
+    choose,
+    compare_with_svm,
+    count_copies,
+    score_gaps,
+)
 from attnlens.requests import reading
 
 HEAD = (3, 2)
@@ -97,9 +106,11 @@ def planted(softmax: Softmax) -> tuple[list[Scene], Nearness]:
     """One sequence of three equal tokens and four others, seen by queries that are tokens themselves."""
     tokens = torch.randn(7, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     tokens[1] = tokens[2] = tokens[0]
-    copies = first_copies(tokens, torch.ones(7, 7, dtype=torch.bool)).double().log()
+    copies = count_copies(tokens, torch.ones(7, 7, dtype=torch.bool)).double().log()
     scenes, unit = [Scene(tokens, tokens, copies)], torch.eye(5, dtype=torch.float64)
-    chosen, near = nearness(scenes, FactoredForm(unit, unit), softmax)
+    form = FactoredForm(unit, unit)
+    chosen = choose(scenes, form, softmax)
+    near = compare_with_svm(scenes, form, chosen)
     assert isinstance(near, Nearness)
     assert len(chosen.sets) == 7
     return scenes, near

@@ -56,7 +56,7 @@ def textbook_gradient(instances, W, loss="logistic"):
 
 
 def ours(instances, W, loss="logistic"):
-    seen, gaps = instances.gaps(W, instances.first())
+    seen, gaps = instances.gaps(W, instances.anchor_first())
     direction, scale = gradient(instances, seen, gaps.log_softmax(-1), loss)
     return direction * scale.exp()[:, None, None]
 
@@ -133,7 +133,7 @@ def test_the_direction_survives_saturation_and_the_textbooks_does_not(size):
     drawn = draw(3, 4, 5, 1, 11)
     W = size * 10 * normalised(starts(drawn, 5, "random")[0])
     exact = high_precision(drawn.instances, W)
-    seen, gaps = drawn.instances.gaps(W, drawn.instances.first())
+    seen, gaps = drawn.instances.gaps(W, drawn.instances.anchor_first())
     direction, _ = gradient(drawn.instances, seen, gaps.log_softmax(-1), "logistic")
     torch.testing.assert_close(normalised(direction)[0], exact, rtol=0, atol=1e-10)
     textbook = textbook_gradient(drawn.instances, W)
@@ -144,7 +144,7 @@ def test_the_direction_survives_saturation_and_the_textbooks_does_not(size):
 def test_weights_below_the_smallest_float_still_give_a_direction():
     drawn = draw(3, 4, 5, 1, 11)
     W = 1e5 * normalised(starts(drawn, 5, "random")[0])
-    seen, gaps = drawn.instances.gaps(W, drawn.instances.first())
+    seen, gaps = drawn.instances.gaps(W, drawn.instances.anchor_first())
     others = gaps.log_softmax(-1).sort(-1).values[..., :-1]
     assert (others < math.log(1e-300)).all()
     direction, scale = gradient(drawn.instances, seen, gaps.log_softmax(-1), "logistic")
@@ -167,7 +167,7 @@ def test_duplicates_of_the_chosen_token_pull_nowhere():
 
 
 def ours_direction(instances, W):
-    seen, gaps = instances.gaps(W, instances.first())
+    seen, gaps = instances.gaps(W, instances.anchor_first())
     return gradient(instances, seen, gaps.log_softmax(-1), "logistic")[0]
 
 

@@ -219,7 +219,7 @@ def test_the_error_behind_the_rank_is_the_one_of_loops():
     for head in range(3):
         kernel = (given.attention[head] + 0.2 * random(N, N, seed=head)).double()
         visible = CAUSAL[0].double()
-        ours = spectra._apart(kernel, given.attention[head], visible)
+        ours = spectra._kernel_error(kernel, given.attention[head], visible)
         assert ours == pytest.approx(naive_apart(kernel, given, head), abs=1e-12)
         assert ours > 0.01
 

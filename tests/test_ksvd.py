@@ -406,11 +406,11 @@ def test_unit_rows_keep_their_type_and_have_right_and_finite_gradients():
 
 def test_centring_key_features_takes_the_row_means_out_of_the_kernel():
     queries, keys, _, kernel = problem()
-    close(queries @ ksvd.centred(keys).mT, kernel - kernel.mean(-1, keepdim=True))
+    close(queries @ ksvd.centre_rows(keys).mT, kernel - kernel.mean(-1, keepdim=True))
     alike = random(2, 1, 6).repeat(1, 30, 1)
     alike[1, 0] += 0.2
-    assert ksvd.centred(alike)[0].eq(0).all()
-    assert ksvd.dual(queries[:2], ksvd.centred(alike), 3).rank.tolist() == [0, 1]
+    assert ksvd.centre_rows(alike)[0].eq(0).all()
+    assert ksvd.dual(queries[:2], ksvd.centre_rows(alike), 3).rank.tolist() == [0, 1]
     assert (alike[0] - alike[0].mean(0)).abs().max() > 0, "the control: rounding is left otherwise"
 
 
@@ -561,7 +561,7 @@ def test_by_chance_the_share_is_that_of_the_dimensions_orthogonal_to_one():
     sizes, values = torch.full((400,), 2), random(400, 20, 50, seed=2)
     shares = {
         name: ksvd.share_inside(values, ksvd.dual(queries, side, 4).right, sizes).mean().item()
-        for name, side in (("K", keys), ("K(I − 11ᵀ/n)", ksvd.centred(keys)))
+        for name, side in (("K", keys), ("K(I − 11ᵀ/n)", ksvd.centre_rows(keys)))
     }
     assert shares["K(I − 11ᵀ/n)"] == pytest.approx(2 / 19, rel=0.02)
     assert shares["K"] == pytest.approx(1 / 19, rel=0.02), "the control: one of its two directions holds nothing"

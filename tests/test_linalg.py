@@ -214,10 +214,10 @@ NONE = Rotation(torch.empty(0, 2, dtype=torch.long), torch.empty(7, 0).double(),
 def test_rotation_sums_are_those_of_the_matrices_multiplied_out(rotation):
     matrices, size = turns(rotation), rotation.size
     x, y = random(3, 2, size, size), random(3, 2, size, size, seed=1)
-    close(linalg.averaged(rotation, x), sum(r.mT @ x @ r for r in matrices) / 7)
-    close(linalg.averaged(rotation.transposed, x), sum(r @ x @ r.mT for r in matrices) / 7)
+    close(linalg.average_rotations(rotation, x), sum(r.mT @ x @ r for r in matrices) / 7)
+    close(linalg.average_rotations(rotation.transposed, x), sum(r @ x @ r.mT for r in matrices) / 7)
     multiplied = [(x @ (r.mT @ y @ r + r @ y @ r.mT) / 2).diagonal(dim1=-2, dim2=-1).sum((-2, -1)) for r in matrices]
-    close(linalg.traces(rotation, x, y), torch.stack(multiplied, -1))
+    close(linalg.rotation_traces(rotation, x, y), torch.stack(multiplied, -1))
     tokens = random(2, 5, size)
     close(rotation.turned(tokens), torch.stack([tokens[:, i] @ matrices[i] for i in range(5)], 1))
 

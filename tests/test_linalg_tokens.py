@@ -68,9 +68,9 @@ def test_where_no_query_chooses_there_is_no_entropy():
 
 
 def test_centring_leaves_nothing_of_even_attention():
-    assert (linalg.centred(torch.full((5, 7), 1 / 7, dtype=torch.float64)) == 0).all()
+    assert (linalg.remove_row_sums(torch.full((5, 7), 1 / 7, dtype=torch.float64)) == 0).all()
     attention = torch.softmax(random(5, 7), -1)
-    close(linalg.centred(attention), attention - torch.ones(5, 7).double() / 7)
+    close(linalg.remove_row_sums(attention), attention - torch.ones(5, 7).double() / 7)
 
 
 # --- the anatomy of logits --------------------------------------------------------------------------------------------

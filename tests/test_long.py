@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnlens.analyzers import ksvd, spectrum, symmetry
 from attnlens.maths import linalg
 from attnlens.maths.linalg import long as tiled
-from attnlens.maths.linalg.long import IntervalMask, TiledMatrix, interval_mask, least_rank, tiles
+from attnlens.maths.linalg.long import IntervalMask, TiledMatrix, find_intervals, least_rank, split_tiles
 
 T = 240
 ALL = torch.ones(T, T, dtype=torch.bool)
@@ -106,7 +106,7 @@ def test_one_sequence_without_a_batch_axis_and_a_zero_head(long):
     torch.testing.assert_close(shares.distance, whole.distance, rtol=0, atol=1e-9)
     nothing = query_key(torch.zeros(2, T, 4), random(2, T, 4), "tokens", allowed=MASKS["causal"][None])
     assert long(linalg.visible_shares, nothing).key.isnan().all()
-    assert long(linalg.seen_rank, nothing, 0.9).isnan().all()
+    assert long(linalg.visible_rank, nothing, 0.9).isnan().all()
 
 
 @pytest.mark.parametrize("hidden", [False, True])
@@ -124,18 +124,18 @@ def test_cross_attention_in_tiles(hidden, long):
 def test_a_mask_with_gaps_has_no_shares_and_its_attention_is_measured(long):
     mask = ALL.tril() & ((torch.arange(T) < 4) | (torch.arange(T)[:, None] - torch.arange(T) < 50))
     found = query_key(random(2, T, 4), random(2, T, 4, seed=1), "tokens", part="decoder", allowed=mask[None])
-    assert interval_mask(mask) is None
+    assert find_intervals(mask) is None
     assert long(linalg.visible_shares, found).key.isnan().all()
     torch.testing.assert_close(long(linalg.first_weight, found), linalg.first_weight(found))
 
 
 def test_conjugate_gradients_that_do_not_arrive_have_no_value(monkeypatch):
-    fit = interval_mask(MASKS["causal"])
+    fit = find_intervals(MASKS["causal"])
     assert isinstance(fit, IntervalMask)
     right = random(T) - random(T).mean()
-    assert not np.isnan(fit.explained(right, None)[0])
+    assert not np.isnan(fit.explained_squares(right, None)[0])
     monkeypatch.setattr("attnlens.maths.linalg.long.STEPS", 2)
-    assert np.isnan(fit.explained(right, None)[0])
+    assert np.isnan(fit.explained_squares(right, None)[0])
 
 
 @pytest.mark.parametrize("factored", [T, T - 1], ids=["factored", "not factored"])
@@ -195,8 +195,8 @@ def test_residuals_bound_the_energies_of_every_ritz_pair():
             left = matrix - matrix @ vectors[:, :pairs] @ vectors[:, :pairs].T
             rest = float(torch.linalg.matrix_norm(left, 2)) ** 2
             for rank in (3, 10, 50):
-                assert ritz.most(rank, pairs, rest) >= energies[:rank].sum() - 1e-12
-            bounds = list(tiled._norms_left(halves(matrix), ritz, pairs, torch.Generator().manual_seed(1)))
+                assert ritz.bound_energy(rank, pairs, rest) >= energies[:rank].sum() - 1e-12
+            bounds = list(tiled._bound_deflated_norm(halves(matrix), ritz, pairs, torch.Generator().manual_seed(1)))
             assert min(bounds) >= rest
             assert bounds[-1] <= 1.5 * rest, "near enough to prove something by"
 
@@ -257,7 +257,7 @@ def test_no_matrix_of_all_pairs_is_formed(long):
 
 def test_tiles_are_of_long_heads_alone_and_meet_the_whole(long):
     found = heads()
-    assert [part for _, part in tiles(found)] == [found]
-    parts = long(lambda: list(tiles(found)))
+    assert [part for _, part in split_tiles(found)] == [found]
+    parts = long(lambda: list(split_tiles(found)))
     assert torch.cat([part.query for _, part in parts], -2).equal(found.query)
     assert max(part.key.shape[-2] for _, part in parts[:3]) < T, "keys that none of them may see are left out"

@@ -16,7 +16,7 @@ from scipy.stats import spearmanr
 
 import attnlens
 from attnlens.maths.statistics import Design
-from attnlens.maths.statistics.associations import over_windows, permutation_tests, split_half
+from attnlens.maths.statistics.associations import permutation_tests, split_half, windows_interval
 from attnlens.records import Site, Swap, read_report
 from attnlens.report.pictures import panel_figure, swap_panels
 from attnlens.report.pictures.style import house_style
@@ -92,12 +92,12 @@ def test_shuffled_heads_of_a_real_sweep_are_named_at_the_stated_rate(report):
     )
 
 
-def test_the_interval_over_windows_is_the_bootstrap_of_both_sides():
+def test_the_windows_interval_is_the_bootstrap_of_both_sides():
     """Naively: each sample's means and Spearman's ρ, from the same draws."""
     measure, harm, sizes = drawn(0, 10, 12) + drawn(3, 12), drawn(1, 10, 12) + drawn(3, 12), drawn(2, 10).abs() + 1
     design = Design.plain(10)
     value = float(spearmanr(measure.mean(0), (sizes @ harm) / sizes.sum())[0])
-    found = over_windows(measure, harm, sizes, design, value, draws=200)
+    found = windows_interval(measure, harm, sizes, design, value, draws=200)
     rhos = []
     for times in 1 + (design.draws(200, 0) - 1) * math.sqrt(10 / 9):
         own = (times[:, None] * measure).sum(0) / times.sum()
@@ -105,9 +105,9 @@ def test_the_interval_over_windows_is_the_bootstrap_of_both_sides():
         rhos.append(math.atanh(spearmanr(own, other)[0]))
     reach = 2.2621571628 * np.std(rhos, ddof=1)
     assert found[1:] == pytest.approx((math.tanh(math.atanh(value) - reach), math.tanh(math.atanh(value) + reach)))
-    still = over_windows(measure.mean(0), harm, sizes, design, value, draws=200)
+    still = windows_interval(measure.mean(0), harm, sizes, design, value, draws=200)
     assert still.high - still.low < found.high - found.low, "a measure of the weights does not vary"
-    assert math.isnan(over_windows(measure[:1], harm[:1], sizes[:1], Design.plain(1), value).low)
+    assert math.isnan(windows_interval(measure[:1], harm[:1], sizes[:1], Design.plain(1), value).low)
 
 
 def test_the_reliability_is_that_of_the_noise():

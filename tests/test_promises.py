@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from attnlens.kernels.lowrank import Latents
-from attnlens.maths.linalg.spectra import nested
+from attnlens.maths.linalg.spectra import nested_steps
 from attnlens.maths.statistics import Design
 from attnlens.models.texts.sequences import chosen
 from attnlens.runs.swap.ranks import search as calibration
@@ -63,7 +63,7 @@ def searched(costs, trial):
     search = Budgeting(None, (), {}, "causal", "auto", 0, lambda _: None)
     nothing = torch.zeros(1, RANKS, RANKS)
     search.found = {None: Basis((0,), (0,), Latents(((0,),), (0,), nothing, nothing))}
-    search.table, search.steps = costs[None], nested(costs[None])
+    search.table, search.steps = costs[None], nested_steps(costs[None])
     best, tried = search._searched(trial, BUDGET)
     return (search.ranks_after(best), tried[best].rise) if best else None
 

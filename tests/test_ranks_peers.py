@@ -121,8 +121,8 @@ def test_a_peer_under_rope_and_biases_is_its_weights_changed_in_place():
 def test_one_more_draw_stays_below_its_bound_as_often_as_said():
     generator = torch.Generator().manual_seed(0)
     draws = torch.randn(4000, 6, generator=generator, dtype=torch.float64)
-    below = [float(row[5]) <= statistics.further(row[:5].tolist()) for row in draws]
+    below = [float(row[5]) <= statistics.prediction_bound(row[:5].tolist()) for row in draws]
     assert abs(sum(below) / len(below) - 0.95) < 3.5 * (0.95 * 0.05 / len(below)) ** 0.5
     mean = [float(row[5]) <= float(row[:5].mean() + 2.132 * row[:5].std() / 5**0.5) for row in draws]
     assert sum(mean) / len(mean) < 0.85, "the control: an interval of the mean"
-    assert statistics.further([0.1]) != statistics.further([0.1])
+    assert statistics.prediction_bound([0.1]) != statistics.prediction_bound([0.1])

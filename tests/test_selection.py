@@ -20,8 +20,8 @@ from attnlens.maths.attsvm.head import (
     Scene,
     Softmax,
     choose,
-    first_copies,
-    nearness,
+    compare_with_svm,
+    count_copies,
     pose,
     projected_norm,
 )
@@ -41,7 +41,7 @@ CAUSAL = torch.ones(7, 7, dtype=torch.bool).tril()
 def scene(tokens, queries=None, allowed=None):
     queries = tokens if queries is None else queries
     allowed = torch.ones(len(queries), len(tokens), dtype=torch.bool) if allowed is None else allowed
-    return Scene(tokens, queries, first_copies(tokens, allowed).double().log())
+    return Scene(tokens, queries, count_copies(tokens, allowed).double().log())
 
 
 def scenes(count, n, d, *, seed=0, allowed=None):
@@ -50,6 +50,11 @@ def scenes(count, n, d, *, seed=0, allowed=None):
 
 def dense(form):
     return FactoredForm(form, torch.eye(form.shape[1], dtype=torch.float64))
+
+
+def nearness(found, form, softmax, **rest):
+    chosen = choose(found, form, softmax, **rest)
+    return chosen, compare_with_svm(found, form, chosen)
 
 
 def judged(found, form, **rest):
@@ -126,10 +131,10 @@ def _whole(near, found, chosen):
 
 def _judge_on(found, form, chosen):
     from attnlens.maths.attsvm import solve
-    from attnlens.maths.attsvm.head import judged as judge
+    from attnlens.maths.attsvm.head import compare_with_solution
 
     posed = pose(found, form, chosen)
-    return judge(chosen, posed, solve(posed.problem, tolerance=1e-10))
+    return compare_with_solution(chosen, posed, solve(posed.problem, tolerance=1e-10))
 
 
 @pytest.mark.parametrize("angle", [0.3, 1.0, 1.4])
@@ -299,9 +304,9 @@ def test_duplicate_tokens_are_one_and_their_weights_add():
 
 def test_a_copy_that_a_query_may_not_see_does_not_count():
     tokens = torch.cat([random(3, 4), random(3, 4)[:1]])
-    counts = first_copies(tokens, torch.ones(4, 4).bool().tril())
+    counts = count_copies(tokens, torch.ones(4, 4).bool().tril())
     assert counts.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [2, 1, 1, 0]]
-    later = first_copies(tokens, torch.tensor([[False, True, True, True]]))
+    later = count_copies(tokens, torch.tensor([[False, True, True, True]]))
     assert later.tolist() == [[0, 1, 1, 1]], "the first that is seen, where the first of all is not"
 
 
@@ -418,11 +423,11 @@ def test_null_heads_read_the_null():
 
 def test_the_turned_form_has_the_same_singular_values_and_other_directions():
     form = FactoredForm(random(9, 3), random(7, 3, seed=1))
-    turned = form.turned(0)
+    turned = form.rotate_randomly(0)
     values = [torch.linalg.svdvals(one.left @ one.right.mT)[:3] for one in (form, turned)]
     assert torch.allclose(*values)
     assert not torch.allclose(form.left @ form.right.mT, turned.left @ turned.right.mT)
-    unit = FactoredForm(torch.eye(6).double(), 0.5 * torch.eye(6).double()).turned(3)
+    unit = FactoredForm(torch.eye(6).double(), 0.5 * torch.eye(6).double()).rotate_randomly(3)
     product = unit.left @ unit.right.mT
     assert torch.allclose(product @ product.mT, 0.25 * torch.eye(6).double())
 

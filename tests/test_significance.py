@@ -16,7 +16,7 @@ from scipy import stats
 
 import attnlens
 from attnlens.maths import linalg
-from attnlens.maths.statistics import Design, adjusted, false_discovery, p_values
+from attnlens.maths.statistics import Design, adjust_p_values, false_discovery, p_values
 from attnlens.runs.compare import significance
 from attnlens.runs.compare.draws import nudged, rounded, stored_type, stored_types
 from attnlens.runs.compare.significance import Rounding
@@ -98,12 +98,12 @@ def test_small_p_values_are_as_rare_as_they_say():
 
 def test_q_is_benjamini_and_hochbergs():
     p = torch.rand(200, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 3
-    q = adjusted(p)
+    q = adjust_p_values(p)
     assert q.numpy() == pytest.approx(stats.false_discovery_control(p.numpy()))
     assert torch.equal(q <= 0.05, false_discovery(p, 0.05))
     holes = torch.cat((p, torch.full((5,), torch.nan, dtype=torch.float64)))
-    assert torch.equal(adjusted(holes)[:200], q)
-    assert adjusted(holes)[200:].isnan().all()
+    assert torch.equal(adjust_p_values(holes)[:200], q)
+    assert adjust_p_values(holes)[200:].isnan().all()
 
 
 @pytest.mark.parametrize(

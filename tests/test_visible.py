@@ -113,7 +113,7 @@ def test_a_large_term_of_the_query_alone_changes_nothing(name):
     torch.testing.assert_close(
         stack_of(linalg.visible_shares(shifted)), stack_of(linalg.visible_shares(plain)), **close
     )
-    torch.testing.assert_close(linalg.seen(shifted), linalg.seen(plain), rtol=0, atol=1e-10)
+    torch.testing.assert_close(linalg.visible_scores(shifted), linalg.visible_scores(plain), rtol=0, atol=1e-10)
 
 
 def test_planted_heads_read_what_was_planted():
@@ -141,8 +141,8 @@ def test_where_nothing_is_seen_there_are_no_shares():
         query_key(random(2, 5, 4), random(2, 5, 4), "tokens", allowed=torch.zeros(1, 5, 5, dtype=torch.bool)),
     ):
         assert stack_of(linalg.visible_shares(found)).isnan().all()
-        assert (linalg.seen(found) == 0).all()
-        assert linalg.seen_rank(found, 0.9).isnan().all()
+        assert (linalg.visible_scores(found) == 0).all()
+        assert linalg.visible_rank(found, 0.9).isnan().all()
 
 
 @each_mask
@@ -152,11 +152,11 @@ def test_the_rank_of_what_is_seen(name, softcap):
     visible = (ALL if mask is None else mask).double()
     scores = found.logits * visible
     scores = (scores - scores.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)) * visible
-    torch.testing.assert_close(linalg.seen(found), scores)
+    torch.testing.assert_close(linalg.visible_scores(found), scores)
     energies = torch.linalg.svdvals(scores).square()
     passed = energies.cumsum(-1) / energies.sum(-1, keepdim=True)
     for share in (0.5, 0.9, 0.99):
-        assert linalg.seen_rank(found, share).tolist() == (1 + (passed < share).sum(-1)).tolist()
+        assert linalg.visible_rank(found, share).tolist() == (1 + (passed < share).sum(-1)).tolist()
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 4), (5, 1), (6, 6), (4, 9)])

@@ -18,7 +18,7 @@ from attnlens.analyzers.selection.gatherer import Kept
 from attnlens.kernels.attention import attend
 from attnlens.kernels.attention.primal_scores import running
 from attnlens.maths import attsvm, ksvd, linalg, statistics
-from attnlens.maths.attsvm.solvers.nuclear import Found
+from attnlens.maths.attsvm.nuclear import Iterate
 from attnlens.records import Call, QueryKey, Site
 
 NAMES = ("analyzers", "kernels", "maths")
@@ -38,8 +38,8 @@ WRONG = {
     "attention": lambda: running(zeros(1, 2, 5, 4), ones(1, 2, 6).bool()),
     "attention, laid out": lambda: attend(call(value=zeros(1, 2, 6, 4)), kernels.parsed("rbf")),
     "attsvm": lambda: attsvm.selection(zeros(2, 3, 4), zeros(3, 4), NONE),
-    "attsvm.solvers": lambda: attsvm.nuclear_rank(zeros(3)),
-    "attsvm.solvers, numpy": lambda: Found(zeros(3, 2).numpy(), zeros(3, 2).numpy(), 1),
+    "attsvm.nuclear": lambda: attsvm.nuclear_rank(zeros(3)),
+    "attsvm.nuclear, numpy": lambda: Iterate(zeros(3, 2).numpy(), zeros(3, 2).numpy(), 1),
     "kernels": lambda: kernels.parsed("rbf").log(zeros(1, 2, 5, 4), zeros(1, 3, 5, 4), 1.0),
     "ksvd": lambda: ksvd.dual(zeros(5, 3), zeros(7, 4), s=1),
     "linalg": lambda: linalg.definite(zeros(2, 5, 4)),

@@ -157,7 +157,7 @@ def of_tokens(query_key: QueryKey) -> Readings:
     beyond = linalg.attention_singular_values(query_key, without_row_sums=True)
     queries, keys = (ksvd.cosine_features(side) for side in (query_key.query, query_key.paired_key))
     solution = ksvd.dual(queries, keys, s=keys.shape[-1])
-    centred = ksvd.dual(queries, ksvd.centred(keys), s=keys.shape[-1])
+    centred = ksvd.dual(queries, ksvd.centre_rows(keys), s=keys.shape[-1])
     rank = linalg.rank_at(solution.values, SHARE)
     asymmetry = rank * float("nan")
     if query_key.site.part != "cross":  # K's leading singular spaces are comparable only if both are of the same tokens

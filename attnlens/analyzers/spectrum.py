@@ -179,7 +179,7 @@ def of_tokens(query_key: QueryKey) -> Readings:
         "tokens.effective_rank": linalg.effective_rank(values),
         "tokens.rank90": linalg.attention_rank(query_key, 0.9),
         "tokens.centred_effective_rank": linalg.effective_rank(beyond),
-        "tokens.logit_rank90": linalg.seen_rank(query_key, 0.9),
+        "tokens.logit_rank90": linalg.visible_rank(query_key, 0.9),
         "tokens.singular_values": linalg.cumulative(values),
         "tokens.singular_values_energy": linalg.cumulative(values.square()),
     }

@@ -1,11 +1,5 @@
 """Code that trains or rebuilds models: the papers' experiments and tables on small transformers, Primal-Attention."""
 
-from importlib import import_module
-from typing import Any
+from attnlens.lazy import import_submodules
 
-
-def __getattr__(name: str) -> Any:
-    """Import a submodule on first use, as in `attnlens.lab.primal`."""
-    if name == "primal":
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = import_submodules(__name__, ("primal",))

@@ -1,11 +1,15 @@
-"""Mathematics on plain tensors, usable without a model: linear algebra, KSVD, Att-SVM and statistics."""
+"""Mathematics on plain tensors, usable without a model.
 
-from importlib import import_module
-from typing import Any
+- `linalg`: spectra, ranks, symmetry, definiteness, visible scores of factored matrices.
+- `ksvd`: kernel singular value decomposition, dual and primal.
+- `attsvm`: attention as a support vector machine: problems, solvers with certificates, gradient descent.
+- `statistics`: standard errors, intervals, p-values, nulls, associations.
 
+Inputs are tensors, or a `QueryKey` of one attention site; outputs are tensors, numbers, or frozen results with their
+errors. All computations are in float64. Importers: the packages above `maths` in the import-linter contract of
+pyproject.toml, `kernels` to `cli`.
+"""
 
-def __getattr__(name: str) -> Any:
-    """Import a subpackage on first access, as in `attnlens.maths.attsvm`."""
-    if name in ("attsvm", "ksvd", "linalg", "statistics"):
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+from attnlens.lazy import import_submodules
+
+__getattr__ = import_submodules(__name__, ("attsvm", "ksvd", "linalg", "statistics"))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnlens.errors import FAILURES, ModelError, TextError, UsageError, is_memory
 from attnlens.maths.statistics import Design, paired_difference
-from attnlens.maths.statistics.design import Likeness
+from attnlens.maths.statistics.design import LinearCKA
 from attnlens.models import texts
 from attnlens.models.loading import Loaded, first_line
 from attnlens.models.texts.sequences import position_limit
@@ -258,7 +258,7 @@ class Differences:
     real: list[Tensor] = field(default_factory=list)  # number of real tokens per sequence that the cosines cover
     by_token: TokenLosses = field(default_factory=TokenLosses)  # loss of each predicted token of causal models
     directionless: bool = False  # whether a hidden state is zero, so that its angle is undefined
-    likeness: Likeness | None = None
+    likeness: LinearCKA | None = None
     seconds: list[float] = field(default_factory=list)  # of each forward pass of the variant
     own_seconds: list[float] = field(default_factory=list)  # of each forward pass of the original
     sizes: list[int] = field(default_factory=list)  # tokens of each pass
@@ -303,7 +303,7 @@ class Differences:
         )
         self.cosines.append(means)
         self.real.append(counts)
-        self.likeness = self.likeness or Likeness(own.shape[-1], own.device)
+        self.likeness = self.likeness or LinearCKA(own.shape[-1], own.device)
         self.likeness.add(own, new)
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str | None = None) -> dict[str, Any]:

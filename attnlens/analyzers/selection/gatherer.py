@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnlens.maths import linalg
-    from attnlens.maths.attsvm.head import Chosen, FactoredForm, Nearness, Scene, Softmax
+    from attnlens.maths.attsvm.head import FactoredForm, Nearness, Scene, Selections, Softmax
 else:
     linalg = LazyModule("attnlens.maths.linalg")
     torch = LazyModule("torch")
@@ -47,7 +47,7 @@ class SelectionReading:
 BySpace = dict[Space, SelectionReading]  # results of one form's problems, space by space
 
 
-def reading_of(chosen: Chosen, found: Nearness | str, numbers: Sequence[int] | None) -> SelectionReading:
+def reading_of(chosen: Selections, found: Nearness | str, numbers: Sequence[int] | None) -> SelectionReading:
     """Summarise a solved problem without its tensors; include its picks if the sequences' `numbers` are given."""
     posed = {"queries": float(len(chosen.sets))}
     if chosen.sets:
@@ -112,7 +112,7 @@ class Kept:
     key: Float[Tensor, "kv_heads keys head_dim"]
     """Keys; or the same inputs."""
     copies: tuple[Int[Tensor, "queries keys"], ...]
-    """Result of first_copies, one per mask and key head."""
+    """Result of count_copies, one per mask and key head."""
     place_of: dict[int, tuple[int, int, int]]
     """Maps a head to the indices of its queries, keys and copies."""
 
@@ -172,7 +172,7 @@ class Selector:
             return {head: Answer(dict.fromkeys(names, nothing), decided) for head, decided in windows.items()}
         heads = [head for head in sorted(self.shares) if any(head in kept.place_of for kept in self.kept)]
         tasks = [(head, draw) for head in heads for draw in (None, *range(NULL_DRAWS))]
-        found = linalg.in_pool(self._readings, tasks)
+        found = linalg.map_in_pool(self._readings, tasks)
         several = 1 + NULL_DRAWS
         return {
             head: self._answer(head, found[several * index], found[several * index + 1 : several * (index + 1)])
@@ -191,19 +191,19 @@ class Selector:
 
     def _read(self, query_key: QueryKey, sequence: int) -> Kept:
         """Return the parts of the sequence that its heads need."""
-        from attnlens.maths.attsvm.head import first_copies
+        from attnlens.maths.attsvm.head import count_copies
 
         queries, keys = query_key.query.shape[-2], query_key.key.shape[-2]
         masks = torch.ones(1, queries, keys).bool() if query_key.allowed is None else query_key.allowed[0].cpu()
         of_mask = [index % len(masks) for index in range(len(query_key.heads))]  # one mask for all, or one per head
         if not isinstance(self.place.form, str) and query_key.inputs is not None:
             inputs = torch.nn.functional.pad(_to_storage(query_key.inputs), (0, 1), value=1.0)
-            copies = tuple(self._deduplicate(first_copies(inputs[0], mask), at) for at, mask in enumerate(masks))
+            copies = tuple(self._deduplicate(count_copies(inputs[0], mask), at) for at, mask in enumerate(masks))
             places = {head: (0, 0, of_mask[index]) for index, head in enumerate(query_key.heads)}
             return Kept(sequence, inputs, inputs, copies, places)
         query, key = _to_storage(query_key.query)[0], _to_storage(query_key.key)[0]
         pairs = sorted(set(zip(query_key.key_of, of_mask, strict=True)))
-        copies = tuple(self._deduplicate(first_copies(key[of], masks[mask]), at) for at, (of, mask) in enumerate(pairs))
+        copies = tuple(self._deduplicate(count_copies(key[of], masks[mask]), at) for at, (of, mask) in enumerate(pairs))
         places = {
             head: (index, query_key.key_of[index], pairs.index((query_key.key_of[index], of_mask[index])))
             for index, head in enumerate(query_key.heads)
@@ -230,18 +230,18 @@ class Selector:
         projected = [replace(scene, tokens=scene.tokens @ key, queries=scene.queries @ query) for scene in scenes]
         return projected, _unit(key.shape[-1], form.scale)
 
-    def _solve_spaces(self, head: int, draw: int | None) -> Iterator[tuple[Space, Chosen, Nearness | str]]:
+    def _solve_spaces(self, head: int, draw: int | None) -> Iterator[tuple[Space, Selections, Nearness | str]]:
         """Yield each space's choice and solution; the head chooses once for all spaces, a draw of its null in each."""
-        from attnlens.maths.attsvm.head import choose, nearness_of
+        from attnlens.maths.attsvm.head import choose, compare_with_svm
 
         chosen = None
         for space in self.spaces:
             scenes, form = self._posed_in(space, head)
             if draw is not None:
-                form = form.turned(_seed(self.place.seed, self.place.site.layer, head, draw, space))
+                form = form.rotate_randomly(_seed(self.place.seed, self.place.site.layer, head, draw, space))
             if chosen is None or draw is not None:
                 chosen = choose(scenes, form, self.softmax[head], MOST_QUERIES, self.place.top_p)
-            yield space, chosen, nearness_of(scenes, form, chosen)
+            yield space, chosen, compare_with_svm(scenes, form, chosen)
 
     def _readings(self, task: tuple[int, int | None]) -> BySpace:
         """Solve one head's problems, or those of a draw of its null."""

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from attnlens.lab.experiments.settings import CORRELATION, ExperimentSettings, Progress, curve, silent
 from attnlens.maths import attsvm
 from attnlens.maths.attsvm.descent import Instances, Scores
-from attnlens.maths.attsvm.head import Nearness, Softmax, log_odds, span
+from attnlens.maths.attsvm.head import Nearness, Softmax, log_odds, row_span
 from attnlens.records.studies import Curve, Experiment
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def as_instances(problem: Problem) -> Instances:
 
 def starts(found: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, BilinearForm | KeyQueryPair]:
     """Return the initial W or (K, Q): zero or small, and the head's ΠM: parts outside the problem's span never move."""
-    basis = span(found.posed.problem.differences)
+    basis = row_span(found.posed.problem.differences)
     left, right = basis @ (basis.mT @ found.posed.form.left), found.posed.form.right
     if as_form:
         head_form = (left @ right.mT)[None]

@@ -2,7 +2,8 @@
 
 All functions take plain tensors and work in float64, without a model. `selection`, `prompt`, `causal`,
 `selection_sets`, `finite_part` and `next_token` pose a problem; `solve` minimises ‖W‖_F, `solve_nuclear` the nuclear
-norm, and `separable` checks whether any W exists.
+norm, and `separable` checks whether any W exists. A `Solution` contains the certificate of its optimality or of
+infeasibility. `head` compares an attention head with its SVM. Importers: as for `attnlens.maths`.
 
 >>> import torch
 >>> from attnlens.maths import attsvm
@@ -27,18 +28,18 @@ a constraint's slack.
 """
 
 from attnlens.maths.attsvm.descent import Descent, Instances, Linear, Loss, Normaliser, Relu, Scores, descend
+from attnlens.maths.attsvm.frobenius import Separability, separable, solve
+from attnlens.maths.attsvm.nuclear import certify_nuclear, nuclear_rank, solve_nuclear
 from attnlens.maths.attsvm.problem import (
     Problem,
     Solution,
     Status,
     causal,
-    certified,
+    certify,
     finite_part,
     next_token,
     prompt,
     selection,
     selection_sets,
 )
-from attnlens.maths.attsvm.solvers.frobenius import Separability, separable, solve
-from attnlens.maths.attsvm.solvers.nuclear import certified_nuclear, nuclear_rank, solve_nuclear
-from attnlens.maths.attsvm.solvers.soft import SoftMargin, soft_margin
+from attnlens.maths.attsvm.soft import SoftMargin, soft_margin

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     BilinearForm = Float[Tensor, "trials d d_query"]
     Weights = Float[Tensor, "trials n T"]
-    Read = tuple[Float[Tensor, "trials n"], Float[Tensor, "trials n T"]]
+    Output = tuple[Float[Tensor, "trials n"], Float[Tensor, "trials n T"]]
     """(f, γ_t − γ_α)."""
     KeyQueryPair = tuple[Float[Tensor, "trials d m"], Float[Tensor, "trials d_query m"]]
 
@@ -32,7 +32,7 @@ class Anchored(NamedTuple):
     """x_α."""
     differences: Float[Tensor, "trials n T d"]
     """u_t = x_t − x_α."""
-    rest: Bool[Tensor, "trials n T"]
+    pulls: Bool[Tensor, "trials n T"]
     """True if t is allowed and u_t is not 0; α itself and its duplicates have no effect on the gradient."""
 
 
@@ -42,11 +42,11 @@ class Linear:
 
     v: Float[Tensor, "trials d"]
 
-    def read(self, weights: Weights, seen: Anchored) -> Read:
+    def evaluate(self, weights: Weights, anchored: Anchored) -> Output:
         """Return (f, γ_t − γ_α) for γ_t = vᵀx_t."""
         v = self.v[:, None, :, None]
-        rises = (seen.differences @ v).squeeze(-1)
-        return (seen.token[..., None, :] @ v).flatten(2).squeeze(-1) + (weights * rises).sum(-1), rises
+        rises = (anchored.differences @ v).squeeze(-1)
+        return (anchored.token[..., None, :] @ v).flatten(2).squeeze(-1) + (weights * rises).sum(-1), rises
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Relu:
 
     V: Float[Tensor, "trials hidden d"]
 
-    def read(self, weights: Weights, seen: Anchored) -> Read:
+    def evaluate(self, weights: Weights, anchored: Anchored) -> Output:
         """Return (f, γ_t − γ_α) for γ_t = Σ_j [(V a)_j > 0] (V x_t)_j."""
-        mean = seen.token + (weights[..., None, :] @ seen.differences).squeeze(-2)
+        mean = anchored.token + (weights[..., None, :] @ anchored.differences).squeeze(-2)
         hidden = mean @ self.V.mT
         slope = (hidden > 0).to(hidden.dtype) @ self.V
-        return hidden.relu().sum(-1), (seen.differences @ slope[..., None]).squeeze(-1)
+        return hidden.relu().sum(-1), (anchored.differences @ slope[..., None]).squeeze(-1)
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class Scores:
 
     scores: Float[Tensor, "trials n T"]
 
-    def read(self, weights: Weights, seen: Anchored) -> Read:
+    def evaluate(self, weights: Weights, anchored: Anchored) -> Output:
         """Return (f, γ_t − γ_α) for the given scores γ."""
-        chosen = self.scores.gather(-1, seen.chosen[..., None])
+        chosen = self.scores.gather(-1, anchored.chosen[..., None])
         rises = self.scores - chosen
         return chosen.squeeze(-1) + (weights * rises).sum(-1), rises
 
@@ -95,29 +95,29 @@ class Instances:
     allowed: Bool[Tensor, "trials n T"] | None = None
     """Tokens that take part in the softmax (a causal mask); None: all."""
 
-    def anchored(self, chosen: Int[Tensor, "trials n"]) -> Anchored:
+    def anchor(self, chosen: Int[Tensor, "trials n"]) -> Anchored:
         """Return the tokens relative to the chosen ones."""
         index = chosen[..., None, None].expand(-1, -1, 1, self.tokens.shape[-1])
         token = self.tokens.gather(2, index)
         differences = self.tokens - token
-        rest = (differences != 0).any(-1)
-        return Anchored(chosen, token.squeeze(2), differences, rest if self.allowed is None else rest & self.allowed)
+        pulls = (differences != 0).any(-1)
+        return Anchored(chosen, token.squeeze(2), differences, pulls if self.allowed is None else pulls & self.allowed)
 
-    def first(self) -> Anchored:
+    def anchor_first(self) -> Anchored:
         """Return the tokens relative to the first one that takes part."""
         if self.allowed is None:
-            return self.anchored(torch.zeros(self.tokens.shape[:2], dtype=torch.long, device=self.tokens.device))
-        return self.anchored(self.allowed.to(torch.uint8).argmax(-1))
+            return self.anchor(torch.zeros(self.tokens.shape[:2], dtype=torch.long, device=self.tokens.device))
+        return self.anchor(self.allowed.to(torch.uint8).argmax(-1))
 
-    def gaps(self, W: BilinearForm, seen: Anchored) -> tuple[Anchored, Float[Tensor, "trials n T"]]:
+    def gaps(self, W: BilinearForm, anchored: Anchored) -> tuple[Anchored, Float[Tensor, "trials n T"]]:
         """Return (α, x_tᵀWz − x_αᵀWz ≤ 0), after moving α to the token of the largest score if that is larger."""
         score = (self.queries @ W.mT)[..., None]
-        gaps = self._masked((seen.differences @ score).squeeze(-1))
+        gaps = self._masked((anchored.differences @ score).squeeze(-1))
         if (gaps > 0).any():
-            seen = self.anchored(torch.where((gaps > 0).any(-1), gaps.argmax(-1), seen.chosen))
+            anchored = self.anchor(torch.where((gaps > 0).any(-1), gaps.argmax(-1), anchored.chosen))
             # Rounding can leave a gap of one ulp above the new anchor, whose gap of 0 is the largest by definition.
-            gaps = self._masked((seen.differences @ score).squeeze(-1)).clamp(max=0)
-        return seen, gaps
+            gaps = self._masked((anchored.differences @ score).squeeze(-1)).clamp(max=0)
+        return anchored, gaps
 
     def _masked(self, gaps: Float[Tensor, "trials n T"]) -> Float[Tensor, "trials n T"]:
         return gaps if self.allowed is None else gaps.masked_fill(~self.allowed, -math.inf)
@@ -126,8 +126,6 @@ class Instances:
 Loss = Literal["logistic", "exponential", "log"]
 Normaliser = Literal["form", "own"]
 LARGEST = torch.finfo(torch.float64).max
-LOSSES: tuple[Loss, ...] = ("logistic", "exponential", "log")
-NORMALISERS: tuple[Normaliser, ...] = ("form", "own")
 
 
 @dataclass(frozen=True)
@@ -160,10 +158,6 @@ class Descent:
         return cosine
 
 
-def silent(_done: int, _total: int) -> None:
-    """Show no progress."""
-
-
 def descend(
     instances: Instances,
     start: BilinearForm | KeyQueryPair,
@@ -174,7 +168,7 @@ def descend(
     normaliser: Normaliser = "own",
     floor: float = 0.0,
     record: Collection[int] = (),
-    progress: Callable[[int, int], None] = silent,
+    progress: Callable[[int, int], object] = lambda _done, _total: None,
 ) -> Descent:
     """Iterate W ← W − lr·∇_W/‖∇_W‖_F of the mean loss, from `start` (Tarzanagh et al. 2023, W-GD, normalised).
 
@@ -188,46 +182,46 @@ def descend(
     """
     parts: tuple[Tensor, ...] = (start,) if isinstance(start, torch.Tensor) else start
     _check(instances, parts, iterations, lr, loss, normaliser)
-    wanted = sorted({step for step in record if 0 <= step < iterations} | {iterations})
-    seen, read, stationary = instances.first(), [], torch.zeros(())
+    steps = sorted({step for step in record if 0 <= step < iterations} | {iterations})
+    anchored, records, stationary = instances.anchor_first(), [], torch.zeros(())
     for step in range(iterations + 1):
         W = parts[0] if len(parts) == 1 else parts[0] @ parts[1].mT
-        seen, gaps = instances.gaps(W, seen)
+        anchored, gaps = instances.gaps(W, anchored)
         log_weights = gaps.log_softmax(-1)
-        if step in wanted:
-            read.append((W, seen.chosen, log_weights.amax(-1).exp()))
+        if step in steps:
+            records.append((W, anchored.chosen, log_weights.amax(-1).exp()))
         if step == iterations:
             break
-        D, scale = gradient(instances, seen, log_weights, loss)
+        D, scale = gradient(instances, anchored, log_weights, loss)
         stationary = (D == 0).flatten(1).all(-1)
         parts = _step(parts, D, lr, normaliser, floor * (-scale).exp().clamp(max=LARGEST))  # 0 · ∞ is NaN
         progress(step + 1, iterations)
-    forms, chosen, largest = (torch.stack(column) for column in zip(*read, strict=True))
-    return Descent(tuple(wanted), forms, chosen, largest, log_weights, stationary)
+    forms, chosen, largest = (torch.stack(column) for column in zip(*records, strict=True))
+    return Descent(tuple(steps), forms, chosen, largest, log_weights, stationary)
 
 
 def gradient(
-    instances: Instances, seen: Anchored, log_weights: Float[Tensor, "trials n T"], loss: Loss
+    instances: Instances, anchored: Anchored, log_weights: Float[Tensor, "trials n T"], loss: Loss
 ) -> tuple[BilinearForm, Float[Tensor, " trials"]]:
     """Return (D, c), ∇ = D·e^c, for the mean loss: ∇ = (1/n) Σ_i ℓ'_i Σ_{t≠α} s_it (γ_it − γ̄_i) u_it z_iᵀ.
 
     The textbook's Σ_t s_t (γ_t − f) x_t has the same terms and α's own, which cancels all of them: no digits remain
     once 1 − s_α < 1e-16. Logarithms keep the direction if every s_t underflows, and D's coefficients are ≤ 1.
     """
-    output, rises = instances.head.read(log_weights.exp(), seen)
+    output, rises = instances.head.evaluate(log_weights.exp(), anchored)
     margin = instances.labels * output
     # γ_t − γ̄ from differences to γ_α alone, so that it is exact to its last digit if s_α rounds to 1.
-    apart = rises - (log_weights.exp() * rises).sum(-1, keepdim=True)
+    deviations = rises - (log_weights.exp() * rises).sum(-1, keepdim=True)
     # log |ℓ'(Yf)|: of logistic, σ(−Yf); of exponential, e^(−Yf); of log, 1/(Yf)
     slope = logsigmoid(-margin) if loss == "logistic" else -margin if loss == "exponential" else -margin.log()
-    logs = log_weights + slope[..., None] + apart.abs().log()
-    logs = logs.masked_fill(~seen.rest, -math.inf)
-    top = logs.flatten(1).amax(-1)
-    scale = torch.where(top.isfinite(), top, 0.0)
+    logs = log_weights + slope[..., None] + deviations.abs().log()
+    logs = logs.masked_fill(~anchored.pulls, -math.inf)
+    largest = logs.flatten(1).amax(-1)
+    scale = torch.where(largest.isfinite(), largest, 0.0)
     # ℓ'_i s_it (γ_it − γ̄_i)/n for t ≠ α, scaled so that a trial's largest is 1, or 0 if its gradient is 0.
-    pull = -instances.labels[..., None] * apart.sign() * (logs - scale[:, None, None]).exp()
-    along = (pull[..., None, :] @ seen.differences).squeeze(-2)
-    return along.mT @ instances.queries, scale - math.log(instances.labels.shape[1])
+    pull = -instances.labels[..., None] * deviations.sign() * (logs - scale[:, None, None]).exp()
+    by_query = (pull[..., None, :] @ anchored.differences).squeeze(-2)
+    return by_query.mT @ instances.queries, scale - math.log(instances.labels.shape[1])
 
 
 def _step(
@@ -261,30 +255,29 @@ def _check(
         raise UsageError(f"iterations={iterations} trains nothing.", "Give at least 1.")
     if not (math.isfinite(lr) and lr > 0):
         raise UsageError(f"lr={lr} is no step downhill.", "Give a number above 0, such as 0.1.")
-    if loss not in LOSSES:
-        raise UsageError(f"There is no loss {loss!r}.", f"There are: {', '.join(LOSSES)}.")
-    if normaliser not in NORMALISERS:
-        raise UsageError(f"There is no normaliser {normaliser!r}.", f"There are: {', '.join(NORMALISERS)}.")
+    for option, value, type_ in (("loss", loss, Loss), ("normaliser", normaliser, Normaliser)):
+        if value not in get_args(type_):
+            raise UsageError(f"There is no {option} {value!r}.", f"There are: {', '.join(get_args(type_))}.")
     for name, tensor in [("tokens", instances.tokens), ("queries", instances.queries), *(("start", p) for p in parts)]:
         if not tensor.isfinite().all():
             raise UsageError(f"The {name} hold NaN or Inf.", "Give finite numbers.")
     trials, d, d_query = len(instances.tokens), instances.tokens.shape[-1], instances.queries.shape[-1]
-    wanted = [(trials, d, d_query)]
+    needed = [(trials, d, d_query)]
     if len(parts) == 2:
         m = parts[0].shape[-1]
-        wanted = [(trials, d, m), (trials, d_query, m)]
+        needed = [(trials, d, m), (trials, d_query, m)]
         if any((part == 0).all() for part in parts):
             raise UsageError("K = 0 or Q = 0 is where training never leaves.", "Start from random factors.")
     shapes = [tuple(part.shape) for part in parts]
-    if shapes != wanted:
-        raise UsageError(f"The start has the shapes {shapes}.", f"These instances need {wanted}.")
-    if len(parts) == 2 and normaliser == "form" and iterations > longest(lr):
+    if shapes != needed:
+        raise UsageError(f"The start has the shapes {shapes}.", f"These instances need {needed}.")
+    if len(parts) == 2 and normaliser == "form" and iterations > most_iterations(lr):
         raise UsageError(
             f"K and Q could grow beyond float64 in {iterations} iterations with lr={lr}.",
-            f"Choose normaliser=own, or at most {longest(lr)} iterations.",
+            f"Choose normaliser=own, or at most {most_iterations(lr)} iterations.",
         )
 
 
-def longest(lr: float) -> int:
+def most_iterations(lr: float) -> int:
     """Return the largest number of iterations t with (1 + lr)^2t ≤ 1e250: W stays within float64 for any gradients."""
     return int(250 * math.log(10) / (2 * math.log1p(lr)))

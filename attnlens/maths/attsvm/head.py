@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from attnlens.errors import UnposedError
-from attnlens.maths.attsvm.problem import Problem, posed
-from attnlens.maths.attsvm.solvers.frobenius import solve
+from attnlens.maths.attsvm.frobenius import solve
+from attnlens.maths.attsvm.problem import build_problem
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
     from torch import Tensor
 
-    from attnlens.maths.attsvm.problem import Solution
+    from attnlens.maths.attsvm.problem import Problem, Solution
 
 TIE = 1e-6
 """Scores closer than this share of a query's largest |score| are equal: about ten roundings of a float32 model."""
@@ -24,6 +24,10 @@ MOST_CONSTRAINTS = 2**15
 """Constraints beyond which fewer queries are posed: 100 MB of differences of 384 numbers."""
 MOST_EQUALITIES = 2**11
 """Equalities beyond which fewer queries are posed: their factor is 32 MB and takes a fraction of a second."""
+TOLERANCE = 1e-8
+"""Relative duality gap of a head's SVM; its norm is then known to half of this."""
+SPAN = 1e-6
+"""Relative singular value below which differences of tokens span nothing: rounding of float32 inputs."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,15 @@ class FactoredForm:
         """Return xᵀ M z of every query and token."""
         return (queries @ self.right) @ (tokens @ self.left).mT
 
-    def turned(self, seed: int) -> FactoredForm:
+    def rotate_randomly(self, seed: int) -> FactoredForm:
         """Return O₁ M O₂ᵀ with O₁, O₂ Haar-random: the same singular values in random directions."""
-        generator = torch.Generator().manual_seed(seed)
-        return FactoredForm(_randomise_frame(self.left, generator), _randomise_frame(self.right, generator))
+        generator, factors = torch.Generator().manual_seed(seed), []
+        for factor in (self.left, self.right):
+            frame, core = torch.linalg.qr(factor)
+            frame, upper = torch.linalg.qr(torch.randn(frame.shape, generator=generator, dtype=torch.float64))
+            # Q is uniform (Haar) only if the diagonal of R is positive.
+            factors.append((frame * upper.diagonal().sign()) @ core)
+        return FactoredForm(*factors)
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ class Softmax:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Selections:
     """Queries of several scenes, each with the tokens that its head selects."""
 
     scene: Int[Tensor, " queries"]
@@ -103,7 +112,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Posed:
+class HeadProblem:
     """The selection problem of a head, and the head's form in the problem's coordinates."""
 
     problem: Problem
@@ -114,22 +123,22 @@ class Posed:
     """Index of the token on the lesser side of each constraint, in its scene."""
 
 
-def first_copies(tokens: Float[Tensor, "keys d"], allowed: Bool[Tensor, "queries keys"]) -> Int[Tensor, "queries keys"]:
+def count_copies(tokens: Float[Tensor, "keys d"], allowed: Bool[Tensor, "queries keys"]) -> Int[Tensor, "queries keys"]:
     """Count the copies of each token a query may see, at the first of them, 0 elsewhere: equal tokens are one."""
     if not len(tokens):
         return allowed.int()
     kind = torch.unique(tokens, dim=0, return_inverse=True)[1]
     if int(kind.max()) + 1 == len(tokens):
         return allowed.int()
-    same, seen = (kind[:, None] == kind).double(), allowed.double()
-    before = seen @ same.triu(1)
-    counts: Tensor = (seen @ same).masked_fill(~allowed | (before > 0), 0.0).int()
+    same, visible = (kind[:, None] == kind).double(), allowed.double()
+    earlier = visible @ same.triu(1)
+    counts: Tensor = (visible @ same).masked_fill(~allowed | (earlier > 0), 0.0).int()
     return counts
 
 
 def choose(
     scenes: Sequence[Scene], form: FactoredForm, softmax: Softmax, most: int = 64, top_p: float | None = None
-) -> Chosen:
+) -> Selections:
     """Select the head's most decided queries (largest p_max), at most `most`, and the tokens that they select.
 
     A query selects the token of the largest score or, with `top_p`, the fewest tokens with that share of the weight.
@@ -140,41 +149,43 @@ def choose(
     """
     longest = max((len(scene.tokens) for scene in scenes), default=1)
     most = max(1, min(most, MOST_CONSTRAINTS // max(longest, 1)))
-    odds, places, sets = [torch.empty(0, dtype=torch.float64)], list[tuple[int, int]](), list["Tensor"]()
-    tied, shares = 0, list[float]()
+    odds_of_scenes, places, sets = [torch.empty(0, dtype=torch.float64)], list[tuple[int, int]](), list["Tensor"]()
+    tied, decided = 0, list[float]()
     for number, scene in enumerate(scenes):
-        scores = form.scores(scene.tokens, scene.queries)
-        visible = scene.visible
-        seen = visible.sum(-1)
+        scores, visible = form.scores(scene.tokens, scene.queries), scene.visible
+        visible_counts = visible.sum(-1)
         log_weights = softmax.capped(scores) + scene.log_copies
         masked = scores.masked_fill(~visible, -torch.inf)
         chosen = _select_largest(masked) if top_p is None else _select_top_p(masked, log_weights, softmax, top_p)
         gap = masked.masked_fill(~chosen, torch.inf).amin(-1) - masked.masked_fill(chosen, -torch.inf).amax(-1)
-        able = gap.isfinite() & (2 * seen >= seen.max())
+        eligible = gap.isfinite() & (2 * visible_counts >= visible_counts.max())
         clear = gap > TIE * scores.abs().amax(-1)  # strict: if all scores are zero, nothing is selected
-        decided = log_odds(masked, log_weights, softmax)
-        positions = (able & clear).nonzero().flatten()
-        positions = positions[decided[positions].argsort(descending=True, stable=True)][:most]
-        tied += int((able & ~clear).sum())
-        shares.append(share_decided(decided))
-        odds.append(decided[positions])
+        odds = log_odds(masked, log_weights, softmax)
+        positions = (eligible & clear).nonzero().flatten()
+        positions = positions[odds[positions].argsort(descending=True, stable=True)][:most]
+        tied += int((eligible & ~clear).sum())
+        decided.append(share_decided(odds))
+        odds_of_scenes.append(odds[positions])
         places += [(number, position) for position in positions.tolist()]
         sets += list(chosen[positions])
-    pooled = torch.cat(odds)
-    order = pooled.argsort(descending=True, stable=True)[:most]
+    all_odds = torch.cat(odds_of_scenes)
+    order = all_odds.argsort(descending=True, stable=True)[:most]
     equalities = torch.tensor([int(sets[index].sum()) - 1 for index in order.tolist()]).cumsum(0)
     order = order[: max(1, int((equalities <= MOST_EQUALITIES).sum()))]
-    rows = torch.tensor(places, dtype=torch.long).reshape(-1, 2)[order]
-    whole = tuple(sets[index] for index in order.tolist())
-    return Chosen(
-        rows[:, 0], rows[:, 1], whole, pooled[order], tied, float(torch.tensor(shares, dtype=torch.float64).nanmean())
+    scene_of, position = torch.tensor(places, dtype=torch.long).reshape(-1, 2)[order].unbind(1)
+    return Selections(
+        scene=scene_of,
+        position=position,
+        sets=tuple(sets[index] for index in order.tolist()),
+        log_odds=all_odds[order],
+        tied=tied,
+        decided=float(torch.tensor(decided, dtype=torch.float64).nanmean()),
     )
 
 
 def share_decided(odds: Float[Tensor, " queries"]) -> float:
     """Return the share of one sequence's queries with p_max ≥ ½; NaN if no query sees a token."""
-    seeing = odds[~odds.isnan()]
-    return float((seeing >= 0).double().mean())
+    return float((odds[~odds.isnan()] >= 0).double().mean())
 
 
 def log_odds(
@@ -194,7 +205,7 @@ def log_odds(
     return best_logit - others
 
 
-def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Chosen) -> Posed:
+def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> HeadProblem:
     """Build the problem whose feasible directions select what the head selects: u W z ≥ 1 from O_i to all others.
 
     Several tokens in one O_i must have equal scores (Tarzanagh et al. 2023, the generalised SVM). Raises UnposedError
@@ -202,38 +213,24 @@ def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Chosen) -> Posed:
     """
     differences, others, inside, query_of = list["Tensor"](), list["Tensor"](), list["Tensor"](), list["Tensor"]()
     queries = []
-    for row, (number, position, kept) in enumerate(chosen.rows):
+    for row, (number, position, selected) in enumerate(chosen.rows):
         scene = scenes[number]
-        keeper = int(kept.int().argmax())
+        representative = int(selected.int().argmax())
         rivals = scene.visible[position]
-        rivals[keeper] = False
+        rivals[representative] = False
         others.append(rivals.nonzero().flatten())
-        differences.append(scene.tokens[keeper] - scene.tokens[others[-1]])
-        inside.append(kept[others[-1]])
+        differences.append(scene.tokens[representative] - scene.tokens[others[-1]])
+        inside.append(selected[others[-1]])
         query_of.append(torch.full_like(others[-1], row))
         queries.append(scene.queries[position])
     if not queries:
         raise UnposedError("No query selects a token.", "Give sequences of at least two tokens.")
-    basis = query_basis(torch.stack(queries))
-    equal = torch.cat(inside)
-    problem = posed(torch.cat(differences), torch.stack(queries) @ basis, torch.cat(query_of), (~equal).double(), equal)
-    return Posed(problem, FactoredForm(form.left, basis.mT @ form.right), torch.cat(others))
-
-
-def query_basis(queries: Float[Tensor, "queries d_query"]) -> Float[Tensor, "d_query rank"]:
-    """Return an orthonormal basis of the queries' span, up to eps · size · largest singular value."""
-    _, values, vectors = torch.linalg.svd(queries, full_matrices=False)
-    border = torch.finfo(torch.float64).eps * max(queries.shape) * values[:1]
-    basis: Tensor = vectors[values > border].mT  # strict: zero queries span nothing
-    return basis
-
-
-def _randomise_frame(factor: Float[Tensor, "d rank"], generator: torch.Generator) -> Float[Tensor, "d rank"]:
-    """Return the factor with its orthonormal frame replaced by a Haar-random one."""
-    frame, core = torch.linalg.qr(factor)
-    drawn, upper = torch.linalg.qr(torch.randn(frame.shape, generator=generator, dtype=torch.float64))
-    turned: Tensor = (drawn * upper.diagonal().sign()) @ core
-    return turned
+    z, equal = torch.stack(queries), torch.cat(inside)
+    _, values, vectors = torch.linalg.svd(z, full_matrices=False)
+    # The queries' span, up to rounding. Strict: zero queries span nothing.
+    basis = vectors[values > torch.finfo(torch.float64).eps * max(z.shape) * values[:1]].mT
+    problem = build_problem(torch.cat(differences), z @ basis, torch.cat(query_of), (~equal).double(), equal)
+    return HeadProblem(problem, FactoredForm(form.left, basis.mT @ form.right), torch.cat(others))
 
 
 def _select_largest(masked: Float[Tensor, "queries keys"]) -> Bool[Tensor, "queries keys"]:
@@ -252,23 +249,16 @@ def _select_top_p(
     order = masked.argsort(dim=-1, descending=True, stable=True)
     shares = (log_weights - total).exp().nan_to_num(nan=0.0).gather(-1, order)
     before = shares.cumsum(-1) - shares
-    kept = torch.zeros_like(masked, dtype=torch.bool).scatter(-1, order, before < top_p)
-    return kept & (masked > -torch.inf)
-
-
-TOLERANCE = 1e-8
-"""Relative duality gap of a head's SVM; its norm is then known to half of this."""
-SPAN = 1e-6
-"""Relative singular value below which differences of tokens span nothing: rounding of float32 inputs."""
+    return torch.zeros_like(masked, dtype=torch.bool).scatter(-1, order, before < top_p) & (masked > -torch.inf)
 
 
 @dataclass(frozen=True)
 class Nearness:
     """A head compared with the max-margin form that selects the same tokens, independent of the scale of M."""
 
-    chosen: Chosen
-    """Posed queries and their selected tokens."""
-    posed: Posed
+    chosen: Selections
+    """HeadProblem queries and their selected tokens."""
+    posed: HeadProblem
     """The selection problem."""
     solution: Solution
     """Its certified solution W_mm."""
@@ -287,30 +277,23 @@ class Nearness:
         return self.margins / self.best
 
 
-def nearness(
-    scenes: Sequence[Scene], form: FactoredForm, softmax: Softmax, most: int = 64, top_p: float | None = None
-) -> tuple[Chosen, Nearness | str]:
-    """Return what a head selects, and its comparison with the SVM of its own problem or the reason why there is none.
+def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Nearness | str:
+    """Compare a head with the SVM of its selections; return the reason if there is no such SVM.
 
-    If sets of several tokens are kept, M is compared without its finite part W_fin, the least form with M's own score
-    differences inside the sets. Trained forms tend to W_fin + R · W_mm, and only the remainder can meet the equalities.
+    The scenes are those of which the queries were chosen, or others with the same scores. If sets of several tokens are
+    selected, M is compared without its finite part W_fin, the least form with M's own score differences inside the
+    sets. Trained forms tend to W_fin + R · W_mm, and only the remainder can meet the equalities.
     """
-    chosen = choose(scenes, form, softmax, most, top_p)
-    return chosen, nearness_of(scenes, form, chosen)
-
-
-def nearness_of(scenes: Sequence[Scene], form: FactoredForm, chosen: Chosen) -> Nearness | str:
-    """Return the comparison for queries that were chosen before, on the same scenes or others with the same scores."""
     try:
-        posed_problem = pose(scenes, form, chosen)
+        posed = pose(scenes, form, chosen)
     except UnposedError:
         if chosen.tied:
             return f"the largest scores are equal in all {chosen.tied} queries that may choose"
         return "no query may choose between different tokens"
-    return judged(chosen, posed_problem, solve(posed_problem.problem, tolerance=TOLERANCE))
+    return compare_with_solution(chosen, posed, solve(posed.problem, tolerance=TOLERANCE))
 
 
-def judged(chosen: Chosen, posed: Posed, solution: Solution) -> Nearness | str:
+def compare_with_solution(chosen: Selections, posed: HeadProblem, solution: Solution) -> Nearness | str:
     """Compare the head with the solution of its problem; return the reason if there is no solution."""
     if solution.status == "infeasible":
         return "no form separates the selected tokens from the others with equal scores among them"
@@ -320,14 +303,15 @@ def judged(chosen: Chosen, posed: Posed, solution: Solution) -> Nearness | str:
     gaps, whole = score_gaps(problem, form), projected_norm(problem, form)
     squared = whole**2
     if bool(problem.equal.any()):
-        equal = problem.equal  # equalities alone, with the head's own differences: u W z = u M z
-        u, q = problem.differences[equal], problem.query_of[equal]
-        finite = solve(Problem(u, problem.queries, q, gaps[equal], equal[equal]), tolerance=TOLERANCE)
+        # The finite part: equalities alone, with the head's own differences, u W z = u M z.
+        equalities = problem.equal.nonzero().flatten()
+        finite = solve(replace(problem.select(equalities), margins=gaps[equalities]), tolerance=TOLERANCE)
         if finite.W is None:
             return "no form has the head's own score differences among the selected tokens"
         gaps = gaps - problem.scores(finite.W)
         squared -= float(finite.W.square().sum())
-    if not squared > (SPAN * whole) ** 2:  # strict: a form equal to its finite part leaves at most this much rounding
+    # Strict: a form equal to its finite part leaves at most this much rounding.
+    if not squared > (SPAN * whole) ** 2:
         return "the head's form tells no token from another here"
     free, size = ~problem.equal, squared**0.5
     least = gaps.new_full((len(problem.queries),), torch.inf)
@@ -338,16 +322,16 @@ def judged(chosen: Chosen, posed: Posed, solution: Solution) -> Nearness | str:
 
 def score_gaps(problem: Problem, form: FactoredForm) -> Float[Tensor, " constraints"]:
     """Return u_cᵀ M z_q(c), the head's score of the kept token minus that of the other."""
-    return problem.along((problem.queries @ form.right) @ form.left.mT)
+    return problem.components((problem.queries @ form.right) @ form.left.mT)
 
 
 def projected_norm(problem: Problem, form: FactoredForm) -> float:
     """Return ‖ΠM‖_F, Π the projection onto span(U) ⊗ span(Z); the query coordinates already span their space."""
-    left = span(problem.differences).mT @ form.left
+    left = row_span(problem.differences).mT @ form.left
     return float((left @ form.right.mT).norm())
 
 
-def span(rows: Float[Tensor, "rows d"]) -> Float[Tensor, "d rank"]:
+def row_span(rows: Float[Tensor, "rows d"]) -> Float[Tensor, "d rank"]:
     """Return an orthonormal basis of the rows' span, from their Gram matrix; directions below SPAN are left out."""
     numbers = rows.numpy()
     # numpy detects that a matrix times its own transpose is symmetric, which halves the work.

@@ -20,238 +20,18 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Shaped
     from torch import Tensor
 
-
-def selection(
-    tokens: Float[Tensor, "n tokens d"],
-    queries: Float[Tensor, "n d_query"],
-    chosen: Int[Tensor, " n"],
-    allowed: Bool[Tensor, "n tokens"] | None = None,
-    margins: Float[Tensor, " n"] | None = None,
-) -> Problem:
-    """Build the problem (x_α − x_t)ᵀ W z ≥ b for every allowed t ≠ α (Tarzanagh et al. 2023, Eq. Att-SVM).
-
-    One token α is kept. `margins` is b of each sample, 1 by default. A duplicate of the chosen token gives a constraint
-    that cannot be met. Raises UsageError for shapes or indices that do not fit, numbers that are not finite, and a
-    chosen token that is not allowed; UnposedError if there is no token to separate from.
-    """
-    tokens, queries = finite("tokens", tokens, 3), finite("queries", queries, 2)
-    samples, length = tokens.shape[:2]
-    seen = mask("allowed", allowed, samples, length)
-    every = torch.arange(samples)
-    chosen = indices("chosen tokens", chosen)
-    if chosen.shape != (samples,) or queries.shape[0] != samples:
-        raise UsageError(f"{samples} samples don't have one query and one chosen token each.", "Give one of each.")
-    within = (chosen >= 0) & (chosen < length)
-    if not within.all() or not seen[every, chosen].all():
-        raise UsageError("A chosen token is none of the allowed ones.", "Choose among the tokens that the query sees.")
-    rivals = seen.clone()
-    rivals[every, chosen] = False
-    row, rival = rivals.nonzero(as_tuple=True)
-    bounds = torch.ones(samples).double() if margins is None else finite("margins", margins, 1)
-    if bounds.shape != (samples,):
-        raise UsageError(f"{len(bounds)} margins for {samples} samples.", "Give one margin a sample.")
-    return posed(tokens[row, chosen[row]] - tokens[row, rival], queries, row, bounds[row])
-
-
-def prompt(
-    tokens: Float[Tensor, "n tokens d"], chosen: Int[Tensor, " n"], margins: Float[Tensor, " n"] | None = None
-) -> Problem:
-    """Build the max-margin problem (k_α − k_t)ᵀ p ≥ b (Tarzanagh et al. 2023): the prompt p is W for the query 1.
-
-    Raises what `selection` raises.
-    """
-    tokens = finite("tokens", tokens, 3)
-    return selection(tokens, torch.ones(len(tokens), 1).double(), chosen, margins=margins)
-
-
-def causal(
-    tokens: Float[Tensor, "tokens d"],
-    chosen: Int[Tensor, " tokens"],
-    queries: Float[Tensor, "tokens d_query"] | None = None,
-) -> Problem:
-    """Build the problem (x_{α(i)} − x_t)ᵀ W z_i ≥ 1 for every position i and t ≤ i, t ≠ α(i); by default z = x.
-
-    Raises what `selection` raises; UnposedError for a sequence of one token.
-    """
-    tokens = finite("tokens", tokens, 2)
-    length = len(tokens)
-    sees = torch.ones(length, length, dtype=torch.bool).tril()
-    return selection(tokens.expand(length, *tokens.shape), tokens if queries is None else queries, chosen, sees)
-
-
-def selection_sets(
-    tokens: Float[Tensor, "n tokens d"],
-    queries: Float[Tensor, "n d_query"],
-    sets: Bool[Tensor, "n tokens"],
-    allowed: Bool[Tensor, "n tokens"] | None = None,
-) -> Problem:
-    """Build the problem u W z = 0 inside O_i, ≥ 1 from O_i to the others (Tarzanagh et al. 2023, Gen-SVM).
-
-    The tokens of O_i are kept; exact duplicates count as one token, kept if any of them is. Every constraint starts at
-    one representative of O_i. Raises UsageError as `selection` does and for an empty O_i; UnposedError if all are kept.
-    """
-    tokens, queries = finite("tokens", tokens, 3), finite("queries", queries, 2)
-    seen = mask("allowed", allowed, *tokens.shape[:2])
-    sets, first = merged(tokens, checked_sets(tokens, queries, sets, seen), seen)
-    keeper = sets.int().argmax(-1)
-    others = first.clone()
-    others[torch.arange(len(tokens)), keeper] = False
-    if not (others & ~sets).any():
-        raise UnposedError("Every token is kept.", "Keep fewer tokens, so that there is something to separate.")
-    row, other = others.nonzero(as_tuple=True)
-    inside = sets[row, other]
-    return posed(tokens[row, keeper[row]] - tokens[row, other], queries, row, (~inside).double(), inside)
-
-
-def finite_part(
-    tokens: Float[Tensor, "n tokens d"],
-    queries: Float[Tensor, "n d_query"],
-    weights: Float[Tensor, "n tokens"],
-    sets: Bool[Tensor, "n tokens"],
-) -> Problem:
-    """Build the problem (x_r − x_t)ᵀ W z = log(s_r/s_t) inside O_i of W_fin, the part that stays finite.
-
-    Eq. 8 of Tarzanagh et al. 2023. `weights` are the attention weights s, > 0 inside O_i; duplicates share their mean.
-    Raises UsageError as `selection_sets` does and for a weight of 0 inside O_i; UnposedError if every O_i is one token.
-    """
-    tokens, queries, weights = finite("tokens", tokens, 3), finite("queries", queries, 2), finite("weights", weights, 2)
-    sets = checked_sets(tokens, queries, sets, torch.ones(tokens.shape[:2], dtype=torch.bool))
-    if weights.shape != sets.shape or not (weights[sets] > 0).all():
-        raise UsageError("A token that is kept has no positive weight.", "Give the attention weights, one a token.")
-    sets, first = merged(tokens, sets, torch.ones_like(sets))
-    same = equal_tokens(tokens).double()
-    logs = ((same @ weights[..., None]).squeeze(-1) / same.sum(-1)).log()
-    keeper = sets.int().argmax(-1)
-    inside = sets & first
-    inside[torch.arange(len(tokens)), keeper] = False
-    row, other = inside.nonzero(as_tuple=True)
-    ratios = logs[row, keeper[row]] - logs[row, other]
-    equal = torch.ones(len(row), dtype=torch.bool)
-    return posed(tokens[row, keeper[row]] - tokens[row, other], queries, row, ratios, equal)
-
-
-def posed(
-    differences: Float[Tensor, "constraints d"],
-    queries: Float[Tensor, "queries d_query"],
-    query_of: Int[Tensor, " constraints"],
-    margins: Float[Tensor, " constraints"],
-    equal: Bool[Tensor, " constraints"] | None = None,
-) -> Problem:
-    """Build the problem of these constraints, by default all inequalities; raise UnposedError if there are none."""
-    if not len(differences):
-        raise UnposedError("There is no other token to separate from.", "Give sequences of at least two tokens.")
-    free = torch.zeros(len(differences), dtype=torch.bool) if equal is None else equal
-    return Problem(differences, queries, query_of, margins, free)
-
-
-def finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[Tensor, "*shape"]:
-    """Return the numbers in float64; raise UsageError unless they are real and finite, with `axes` axes and a width."""
-    numbers = real(name, numbers)
-    if numbers.ndim != axes:
-        raise UsageError(f"The {name} have {numbers.ndim} axes, not {axes}.", "Give them as documented.")
-    if axes > 1 and not numbers.shape[-1]:
-        raise UsageError(f"The {name} have no dimension (d = 0).", "Give at least one.")
-    if not numbers.isfinite().all():
-        raise UsageError(f"The {name} hold numbers that aren't finite.", "Look for an overflow where they come from.")
-    return numbers.detach().double()
-
-
-def mask(name: str, given: Bool[Tensor, "n tokens"] | None, samples: int, length: int) -> Bool[Tensor, "n tokens"]:
-    """Return the mask, all true by default; raise UsageError if its shape differs."""
-    if given is None:
-        return torch.ones(samples, length, dtype=torch.bool)
-    if real(f"flags `{name}`", given).shape != (samples, length):
-        raise UsageError(f"`{name}` has shape {tuple(given.shape)}, not {(samples, length)}.", "Give one flag a token.")
-    return given.bool()
-
-
-def checked_sets(
-    tokens: Float[Tensor, "n tokens d"],
-    queries: Float[Tensor, "n d_query"],
-    sets: Bool[Tensor, "n tokens"],
-    seen: Bool[Tensor, "n tokens"],
-) -> Bool[Tensor, "n tokens"]:
-    """Return the sets O_i, one per query; raise UsageError if one is empty or has a token its query does not see."""
-    sets = mask("sets", sets, *tokens.shape[:2])
-    if len(queries) != len(tokens):
-        raise UsageError(f"{len(queries)} queries for {len(tokens)} samples.", "Give one query a sample.")
-    if not sets.any(-1).all() or (sets & ~seen).any():
-        raise UsageError("A set of kept tokens is empty, or has one that its query doesn't see.", "Keep one it sees.")
-    return sets
-
-
-def merged(
-    tokens: Float[Tensor, "n tokens d"], sets: Bool[Tensor, "n tokens"], seen: Bool[Tensor, "n tokens"]
-) -> tuple[Bool[Tensor, "n tokens"], Bool[Tensor, "n tokens"]]:
-    """Return the sets extended by all copies of kept tokens, and which seen tokens are the first of their copies."""
-    same = equal_tokens(tokens) & seen[:, :, None] & seen[:, None]
-    first = seen & ~same.tril(-1).any(-1)
-    return (same & sets[:, None]).any(-1), first
-
-
-def equal_tokens(tokens: Float[Tensor, "n tokens d"]) -> Bool[Tensor, "n tokens tokens"]:
-    """Return which pairs of tokens of a sample are equal in every number."""
-    # Adding 0 makes −0 and 0 the same row; comparing pairs of rows outright would take n · T² · d bytes.
-    kinds = torch.stack([(sample + 0.0).unique(dim=0, return_inverse=True)[1] for sample in tokens])
-    return kinds[:, :, None] == kinds[:, None]
-
-
-Edges = set[tuple[int, int]]
-
-
-def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vocab d"]) -> Problem:
-    """Build the problem (e_i − e_j)ᵀ W e_k = 0 inside cycles of k's graph, ≥ 1 along its other edges (Graph-SVM).
-
-    A sequence is its input tokens, then its label (Li et al. 2024). The graph of a last input token k has an edge from
-    the label to each input token of all sequences ending in k; a cycle is a strongly connected component. Raises
-    UsageError for sequences of fewer than two tokens and ids outside the vocabulary; UnposedError if no graph has an
-    edge.
-    """
-    embeddings = finite("embeddings", embeddings, 2)
-    graphs = priorities(sequences, len(embeddings))
-    rows: list[tuple[int, int, int, bool]] = []
-    for query, edges in enumerate(graphs.values()):
-        rows += [(query, *row) for row in constraints_of(edges, len(embeddings))]
-    query_of, upper, lower, equal = torch.tensor(rows, dtype=torch.long).reshape(-1, 4).unbind(1)
-    differences = embeddings[upper] - embeddings[lower]
-    queries = embeddings[torch.tensor(list(graphs), dtype=torch.long)]
-    return posed(differences, queries, query_of, 1.0 - equal.double(), equal.bool())
-
-
-def priorities(sequences: Sequence[Sequence[int]], vocabulary: int) -> dict[int, Edges]:
-    """Return the edges (label, input token) of every last input token, without loops; raise as `next_token` does."""
-    graphs: dict[int, Edges] = defaultdict(set)
-    for sequence in sequences:
-        if len(sequence) < 2 or not all(0 <= token < vocabulary for token in sequence):
-            raise UsageError(
-                f"A sequence is no input and label of {vocabulary} tokens: {str(list(sequence))[:40]}",
-                "Give at least one input token and the label, all of them in the vocabulary.",
-            )
-        *inputs, label = sequence
-        graphs[inputs[-1]] |= {(label, token) for token in inputs if token != label}
-    return graphs
-
-
-def constraints_of(edges: Edges, vocabulary: int) -> list[tuple[int, int, bool]]:
-    """Return (upper, lower, equal) of each component's tokens against its first, then of edges between components."""
-    if not edges:
-        return []
-    upper, lower = np.array(sorted(edges)).T
-    graph = coo_array((np.ones(len(upper)), (upper, lower)), shape=(vocabulary, vocabulary))
-    component = connected_components(graph, connection="strong")[1]
-    first = {component[token]: token for token in range(vocabulary - 1, -1, -1)}
-    tied = [(int(first[component[t]]), t, True) for t in range(vocabulary) if first[component[t]] != t]
-    return tied + [(int(i), int(j), False) for i, j in zip(upper, lower, strict=True) if component[i] != component[j]]
-
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int, Integer, Shaped
-    from torch import Tensor
-
     Each = Float[Tensor, " constraints"]
 
 MANY = 8
-"""Constraints per query from which products are computed query by query."""
+"""Constraints per query from which products are computed query by query: with fewer, the loop takes longer."""
+LEAST, MOST = 1e-50, 1e50
+"""Sizes between which λ ~ b/‖u zᵀ‖² and ‖W‖² ~ b²/‖u zᵀ‖² stay within float64."""
+PROOF = 1e-10
+"""‖Σλ u zᵀ‖ / Σ|λ|‖u zᵀ‖ up to which λ proves that no W exists: any W would be 10¹⁰ times the constraints' scale."""
+ROUNDING = 1e-10
+"""Violation of a constraint, relative to |b| + ‖W‖‖u zᵀ‖, that float64 leaves if scaling cannot remove it."""
+NEGLIGIBLE = 1e-9
+"""Share of the largest λ‖u zᵀ‖ below which a constraint does not count as support: λ is known to the duality gap."""
 
 
 @dataclass(frozen=True)
@@ -291,11 +71,21 @@ class Problem:
         counts: list[int] = self.query_of.bincount(minlength=len(self.queries)).tolist()
         return counts
 
+    def select(self, rows: Int[Tensor, " rows"]) -> Problem:
+        """Return the problem with these constraints only."""
+        differences, query_of = self.differences[rows], self.query_of[rows]
+        return Problem(differences, self.queries, query_of, self.margins[rows], self.equal[rows])
+
     def scores(self, W: Float[Tensor, "d d_query"]) -> Float[Tensor, " constraints"]:
         """Return u_cᵀ W z_q(c), which must be ≥ b_c."""
-        return self.along(self.queries @ W.mT)
+        return self.components(self.queries @ W.mT)
 
-    def along(self, directions: Float[Tensor, "queries d"]) -> Float[Tensor, " constraints"]:
+    def violations(self, scores: Float[Tensor, " constraints"]) -> Float[Tensor, " constraints"]:
+        """Return |score − b| of each equality and max(0, b − score) of each inequality."""
+        short = self.margins - scores
+        return torch.where(self.equal, short.abs(), short.clamp(min=0.0))
+
+    def components(self, directions: Float[Tensor, "queries d"]) -> Float[Tensor, " constraints"]:
         """Return u_c · v_q(c), the component of each constraint along its query's direction."""
         if self.counts is None or len(self.query_of) < MANY * len(self.queries):
             return (self.differences * directions[self.query_of]).sum(-1)
@@ -341,30 +131,243 @@ class Solution:
     """Number of steps of the outer loop."""
 
 
-LEAST, MOST = 1e-50, 1e50
-"""Sizes between which λ ~ b/‖u zᵀ‖² and ‖W‖² ~ b²/‖u zᵀ‖² stay within float64."""
+def selection(
+    tokens: Float[Tensor, "n tokens d"],
+    queries: Float[Tensor, "n d_query"],
+    chosen: Int[Tensor, " n"],
+    allowed: Bool[Tensor, "n tokens"] | None = None,
+    margins: Float[Tensor, " n"] | None = None,
+) -> Problem:
+    """Build the problem (x_α − x_t)ᵀ W z ≥ b for every allowed t ≠ α (Tarzanagh et al. 2023, Eq. Att-SVM).
+
+    One token α is kept. `margins` is b of each sample, 1 by default. A duplicate of the chosen token gives a constraint
+    that cannot be met. Raises UsageError for shapes or indices that do not fit, numbers that are not finite, and a
+    chosen token that is not allowed; UnposedError if there is no token to separate from.
+    """
+    tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
+    samples, length = tokens.shape[:2]
+    visible = as_mask("allowed", allowed, samples, length)
+    rows = torch.arange(samples)
+    chosen = require_real("chosen tokens", chosen)
+    if chosen.is_floating_point() or chosen.dtype == torch.bool:
+        raise UsageError(f"The chosen tokens have dtype {chosen.dtype}.", "Give integers, as .long() does.")
+    if chosen.shape != (samples,) or queries.shape[0] != samples:
+        raise UsageError(f"{samples} samples don't have one query and one chosen token each.", "Give one of each.")
+    within = (chosen >= 0) & (chosen < length)
+    if not within.all() or not visible[rows, chosen].all():
+        raise UsageError("A chosen token is none of the allowed ones.", "Choose among the tokens that the query sees.")
+    rivals = visible.clone()
+    rivals[rows, chosen] = False
+    row, rival = rivals.nonzero(as_tuple=True)
+    bounds = torch.ones(samples).double() if margins is None else as_finite("margins", margins, 1)
+    if bounds.shape != (samples,):
+        raise UsageError(f"{len(bounds)} margins for {samples} samples.", "Give one margin a sample.")
+    return build_problem(tokens[row, chosen[row]] - tokens[row, rival], queries, row, bounds[row])
 
 
-def real(name: str, given: object) -> Shaped[Tensor, "*shape"]:
+def prompt(
+    tokens: Float[Tensor, "n tokens d"], chosen: Int[Tensor, " n"], margins: Float[Tensor, " n"] | None = None
+) -> Problem:
+    """Build the max-margin problem (k_α − k_t)ᵀ p ≥ b (Tarzanagh et al. 2023): the prompt p is W for the query 1.
+
+    Raises what `selection` raises.
+    """
+    tokens = as_finite("tokens", tokens, 3)
+    return selection(tokens, torch.ones(len(tokens), 1).double(), chosen, margins=margins)
+
+
+def causal(
+    tokens: Float[Tensor, "tokens d"],
+    chosen: Int[Tensor, " tokens"],
+    queries: Float[Tensor, "tokens d_query"] | None = None,
+) -> Problem:
+    """Build the problem (x_{α(i)} − x_t)ᵀ W z_i ≥ 1 for every position i and t ≤ i, t ≠ α(i); by default z = x.
+
+    Raises what `selection` raises; UnposedError for a sequence of one token.
+    """
+    tokens = as_finite("tokens", tokens, 2)
+    length = len(tokens)
+    past = torch.ones(length, length, dtype=torch.bool).tril()
+    return selection(tokens.expand(length, *tokens.shape), tokens if queries is None else queries, chosen, past)
+
+
+def selection_sets(
+    tokens: Float[Tensor, "n tokens d"],
+    queries: Float[Tensor, "n d_query"],
+    sets: Bool[Tensor, "n tokens"],
+    allowed: Bool[Tensor, "n tokens"] | None = None,
+) -> Problem:
+    """Build the problem u W z = 0 inside O_i, ≥ 1 from O_i to the others (Tarzanagh et al. 2023, Gen-SVM).
+
+    The tokens of O_i are kept; exact duplicates count as one token, kept if any of them is. Every constraint starts at
+    one representative of O_i. Raises UsageError as `selection` does and for an empty O_i; UnposedError if all are kept.
+    """
+    tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
+    visible = as_mask("allowed", allowed, *tokens.shape[:2])
+    sets, first = merge_duplicates(tokens, as_sets(tokens, queries, sets, visible), visible)
+    representative = sets.int().argmax(-1)
+    others = first.clone()
+    others[torch.arange(len(tokens)), representative] = False
+    if not (others & ~sets).any():
+        raise UnposedError("Every token is kept.", "Keep fewer tokens, so that there is something to separate.")
+    row, other = others.nonzero(as_tuple=True)
+    inside, differences = sets[row, other], tokens[row, representative[row]] - tokens[row, other]
+    return build_problem(differences, queries, row, (~inside).double(), inside)
+
+
+def finite_part(
+    tokens: Float[Tensor, "n tokens d"],
+    queries: Float[Tensor, "n d_query"],
+    weights: Float[Tensor, "n tokens"],
+    sets: Bool[Tensor, "n tokens"],
+) -> Problem:
+    """Build the problem (x_r − x_t)ᵀ W z = log(s_r/s_t) inside O_i of W_fin, the part that stays finite.
+
+    Eq. 8 of Tarzanagh et al. 2023. `weights` are the attention weights s, > 0 inside O_i; duplicates share their mean.
+    Raises UsageError as `selection_sets` does and for a weight of 0 inside O_i; UnposedError if every O_i is one token.
+    """
+    tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
+    weights = as_finite("weights", weights, 2)
+    sets = as_sets(tokens, queries, sets, torch.ones(tokens.shape[:2], dtype=torch.bool))
+    if weights.shape != sets.shape or not (weights[sets] > 0).all():
+        raise UsageError("A token that is kept has no positive weight.", "Give the attention weights, one a token.")
+    sets, first = merge_duplicates(tokens, sets, torch.ones_like(sets))
+    same = find_equal_tokens(tokens).double()
+    logs = ((same @ weights[..., None]).squeeze(-1) / same.sum(-1)).log()
+    representative = sets.int().argmax(-1)
+    inside = sets & first
+    inside[torch.arange(len(tokens)), representative] = False
+    row, other = inside.nonzero(as_tuple=True)
+    differences = tokens[row, representative[row]] - tokens[row, other]
+    ratios = logs[row, representative[row]] - logs[row, other]
+    return build_problem(differences, queries, row, ratios, torch.ones(len(row), dtype=torch.bool))
+
+
+def build_problem(
+    differences: Float[Tensor, "constraints d"],
+    queries: Float[Tensor, "queries d_query"],
+    query_of: Int[Tensor, " constraints"],
+    margins: Float[Tensor, " constraints"],
+    equal: Bool[Tensor, " constraints"] | None = None,
+) -> Problem:
+    """Build the problem of these constraints, by default all inequalities; raise UnposedError if there are none."""
+    if not len(differences):
+        raise UnposedError("There is no other token to separate from.", "Give sequences of at least two tokens.")
+    equal = torch.zeros(len(differences), dtype=torch.bool) if equal is None else equal
+    return Problem(differences, queries, query_of, margins, equal)
+
+
+def merge_duplicates(
+    tokens: Float[Tensor, "n tokens d"], sets: Bool[Tensor, "n tokens"], visible: Bool[Tensor, "n tokens"]
+) -> tuple[Bool[Tensor, "n tokens"], Bool[Tensor, "n tokens"]]:
+    """Return the sets extended by all copies of kept tokens, and which visible tokens are the first of their copies."""
+    same = find_equal_tokens(tokens) & visible[:, :, None] & visible[:, None]
+    first = visible & ~same.tril(-1).any(-1)
+    return (same & sets[:, None]).any(-1), first
+
+
+def find_equal_tokens(tokens: Float[Tensor, "n tokens d"]) -> Bool[Tensor, "n tokens tokens"]:
+    """Return which pairs of tokens of a sample are equal in every number."""
+    # Adding 0 makes −0 and 0 the same row; comparing pairs of rows outright would take n · T² · d bytes.
+    kinds = torch.stack([(sample + 0.0).unique(dim=0, return_inverse=True)[1] for sample in tokens])
+    return kinds[:, :, None] == kinds[:, None]
+
+
+Edges = set[tuple[int, int]]
+
+
+def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vocab d"]) -> Problem:
+    """Build the problem (e_i − e_j)ᵀ W e_k = 0 inside cycles of k's graph, ≥ 1 along its other edges (Graph-SVM).
+
+    A sequence is its input tokens, then its label (Li et al. 2024). The graph of a last input token k has an edge from
+    the label to each input token of all sequences ending in k; a cycle is a strongly connected component. Raises
+    UsageError for sequences of fewer than two tokens and ids outside the vocabulary; UnposedError if no graph has an
+    edge.
+    """
+    embeddings = as_finite("embeddings", embeddings, 2)
+    graphs = build_priority_graphs(sequences, len(embeddings))
+    rows: list[tuple[int, int, int, bool]] = []
+    for query, edges in enumerate(graphs.values()):
+        rows += [(query, *row) for row in constrain_graph(edges, len(embeddings))]
+    query_of, upper, lower, equal = torch.tensor(rows, dtype=torch.long).reshape(-1, 4).unbind(1)
+    differences = embeddings[upper] - embeddings[lower]
+    queries = embeddings[torch.tensor(list(graphs), dtype=torch.long)]
+    return build_problem(differences, queries, query_of, 1.0 - equal.double(), equal.bool())
+
+
+def build_priority_graphs(sequences: Sequence[Sequence[int]], vocabulary: int) -> dict[int, Edges]:
+    """Return the edges (label, input token) of every last input token, without loops; raise as `next_token` does."""
+    graphs: dict[int, Edges] = defaultdict(set)
+    for sequence in sequences:
+        if len(sequence) < 2 or not all(0 <= token < vocabulary for token in sequence):
+            raise UsageError(
+                f"A sequence is no input and label of {vocabulary} tokens: {str(list(sequence))[:40]}",
+                "Give at least one input token and the label, all of them in the vocabulary.",
+            )
+        *inputs, label = sequence
+        graphs[inputs[-1]] |= {(label, token) for token in inputs if token != label}
+    return graphs
+
+
+def constrain_graph(edges: Edges, vocabulary: int) -> list[tuple[int, int, bool]]:
+    """Return (upper, lower, equal) of each component's tokens against its first, then of edges between components."""
+    if not edges:
+        return []
+    upper, lower = np.array(sorted(edges)).T
+    graph = coo_array((np.ones(len(upper)), (upper, lower)), shape=(vocabulary, vocabulary))
+    component = connected_components(graph, connection="strong")[1]
+    first = {component[token]: token for token in range(vocabulary - 1, -1, -1)}
+    tied = [(int(first[component[t]]), t, True) for t in range(vocabulary) if first[component[t]] != t]
+    return tied + [(int(i), int(j), False) for i, j in zip(upper, lower, strict=True) if component[i] != component[j]]
+
+
+def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[Tensor, "*shape"]:
+    """Return the numbers in float64; raise UsageError unless they are real and finite, with `axes` axes and a width."""
+    numbers = require_real(name, numbers)
+    if numbers.ndim != axes:
+        raise UsageError(f"The {name} have {numbers.ndim} axes, not {axes}.", "Give them as documented.")
+    if axes > 1 and not numbers.shape[-1]:
+        raise UsageError(f"The {name} have no dimension (d = 0).", "Give at least one.")
+    if not numbers.isfinite().all():
+        raise UsageError(f"The {name} hold numbers that aren't finite.", "Look for an overflow where they come from.")
+    return numbers.detach().double()
+
+
+def as_mask(name: str, mask: Bool[Tensor, "n tokens"] | None, samples: int, length: int) -> Bool[Tensor, "n tokens"]:
+    """Return the mask, all true by default; raise UsageError if its shape differs."""
+    if mask is None:
+        return torch.ones(samples, length, dtype=torch.bool)
+    if require_real(f"flags `{name}`", mask).shape != (samples, length):
+        raise UsageError(f"`{name}` has shape {tuple(mask.shape)}, not {(samples, length)}.", "Give one per token.")
+    return mask.bool()
+
+
+def as_sets(
+    tokens: Float[Tensor, "n tokens d"],
+    queries: Float[Tensor, "n d_query"],
+    sets: Bool[Tensor, "n tokens"],
+    visible: Bool[Tensor, "n tokens"],
+) -> Bool[Tensor, "n tokens"]:
+    """Return the sets O_i, one per query; raise UsageError if one is empty or has a token its query does not see."""
+    sets = as_mask("sets", sets, *tokens.shape[:2])
+    if len(queries) != len(tokens):
+        raise UsageError(f"{len(queries)} queries for {len(tokens)} samples.", "Give one query a sample.")
+    if not sets.any(-1).all() or (sets & ~visible).any():
+        raise UsageError("A set of kept tokens is empty, or has one that its query doesn't see.", "Keep one it sees.")
+    return sets
+
+
+def require_real(name: str, tensor: object) -> Shaped[Tensor, "*shape"]:
     """Return a tensor of real numbers unchanged; raise UsageError for anything else."""
-    if not isinstance(given, torch.Tensor):
-        raise UsageError(
-            f"The {name} are {type(given).__name__}, not a torch tensor.", "Wrap them: torch.as_tensor(…)."
-        )
-    if given.is_complex():
+    if not isinstance(tensor, torch.Tensor):
+        kind = type(tensor).__name__
+        raise UsageError(f"The {name} are {kind}, not a torch tensor.", "Wrap them: torch.as_tensor(…).")
+    if tensor.is_complex():
         raise UsageError(f"The {name} are complex numbers.", "Give real ones, for example their real parts.")
-    return given
+    return tensor
 
 
-def indices(name: str, given: object) -> Integer[Tensor, "*shape"]:
-    """Return a tensor of integers unchanged; raise UsageError for anything else."""
-    numbers = real(name, given)
-    if numbers.is_floating_point() or numbers.dtype == torch.bool:
-        raise UsageError(f"The {name} have dtype {numbers.dtype}, but are indices.", "Give integers, as .long() does.")
-    return numbers
-
-
-def bounded(tolerance: float, limit: int = 1) -> None:
+def check_limits(tolerance: float, limit: int = 1) -> None:
     """Raise UsageError unless the tolerance is positive and the limit at least 1."""
     if not tolerance > 0.0:
         raise UsageError(f"The tolerance is {tolerance}, but must be positive.", "Give a relative gap such as 1e-9.")
@@ -372,37 +375,29 @@ def bounded(tolerance: float, limit: int = 1) -> None:
         raise UsageError(f"The limit is {limit}, but one step is the least.", "Give a limit of at least 1.")
 
 
-def ordinary(problem: Problem) -> None:
+def check_sizes(problem: Problem) -> None:
     """Raise UsageError if squares and products of a problem's numbers would over- or underflow float64.
 
     Each difference, query and margin that is not zero must have its largest |number| in [1e-50, 1e50].
     """
-    every = {
+    parts = {
         "difference of two tokens": problem.differences,
         "query": problem.queries,
         "margin": problem.margins[:, None],
     }
-    for name, rows in every.items():
+    for name, rows in parts.items():
         if not rows.numel():
             continue
         sizes = rows.abs().amax(-1)
-        odd = sizes[(sizes != 0.0) & ~((sizes >= LEAST) & (sizes <= MOST))]
-        if len(odd):
+        extreme = sizes[(sizes != 0.0) & ~((sizes >= LEAST) & (sizes <= MOST))]
+        if len(extreme):
             raise UsageError(
-                f"A {name} has size {float(odd[0]):.0e}, whose powers leave float64.",
+                f"A {name} has size {float(extreme[0]):.0e}, whose powers leave float64.",
                 f"Scale the tokens, queries and margins to between {LEAST:.0e} and {MOST:.0e}.",
             )
 
 
-PROOF = 1e-10
-"""‖Σλ u zᵀ‖ / Σ|λ|‖u zᵀ‖ up to which λ proves that no W exists: any W would be 10¹⁰ times the constraints' scale."""
-ROUNDING = 1e-10
-"""Violation of a constraint, relative to |b| + ‖W‖‖u zᵀ‖, that float64 leaves if scaling cannot remove it."""
-NEGLIGIBLE = 1e-9
-"""Share of the largest λ‖u zᵀ‖ below which a constraint does not count as support."""
-
-
-def certified(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterations: int = 0) -> Solution:
+def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterations: int = 0) -> Solution:
     """Return the solution that λ proves: D = (Σλb)²/(2‖W(λ)‖²) ≤ ½‖W*‖² ≤ P, the value of W(λ) scaled to feasibility.
 
     Negative λ at inequalities are set to 0, so that D is a true bound for any λ. If scaling is impossible (equalities
@@ -411,90 +406,72 @@ def certified(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iter
     UsageError if λ has another length or is not finite, for a tolerance ≤ 0, and for sizes outside [1e-50, 1e50], where
     rounding to 0 or ∞ would pass for a proof.
     """
-    bounded(tolerance)
-    ordinary(problem)
+    check_limits(tolerance)
+    check_sizes(problem)
     if multipliers.shape != problem.margins.shape or not multipliers.isfinite().all():
         raise UsageError("The multipliers are not one finite number a constraint.", "Give λ of this problem.")
-    free, bounds = problem.equal, problem.margins
-    multipliers = torch.where(free, multipliers.double(), multipliers.double().clamp(min=0.0))
+    bounds = problem.margins
+    multipliers = torch.where(problem.equal, multipliers.double(), multipliers.double().clamp(min=0.0))
     W = problem.form(multipliers)
     norm, value = float(W.norm()), float(multipliers @ bounds)
-    reach: Each = problem.differences.norm(dim=-1) * problem.paired_queries.norm(dim=-1)  # ‖u zᵀ‖
-    weight = float(multipliers.abs() @ reach)
+    lengths: Each = problem.differences.norm(dim=-1) * problem.paired_queries.norm(dim=-1)  # ‖u zᵀ‖
+    weight = float(multipliers.abs() @ lengths)
     if value > PROOF * float(multipliers.abs() @ bounds.abs()) and norm <= PROOF * weight:
-        return refuted(multipliers, free, norm, iterations)
+        # Gordan's certificate: Σλ = 1 over the inequalities, or Σ|λ| = 1 if all constraints are equalities.
+        total = float(multipliers[~problem.equal].sum()) or float(multipliers.abs().sum())
+        return Solution(
+            status="infeasible",
+            multipliers=multipliers / total,
+            W=None,
+            norm=None,
+            gap=None,
+            least=None,
+            kkt=None,
+            residual=norm / total,
+            support=_find_support(multipliers.abs()),
+            iterations=iterations,
+        )
     factor = value / norm**2 if value > 0.0 and norm > 0.0 else 0.0
-    return judged(problem, multipliers * factor, W * factor, reach, tolerance, iterations)
+    return _build_solution(problem, multipliers * factor, W * factor, lengths, tolerance, iterations)
 
 
-def refuted(multipliers: Each, free: Bool[Tensor, " constraints"], norm: float, iterations: int) -> Solution:
-    """Build the infeasible solution (Gordan): λ with Σλ = 1 over inequalities, or Σ|λ| = 1 if all are equalities."""
-    total = float(multipliers[~free].sum()) or float(multipliers.abs().sum())
-    return Solution(
-        status="infeasible",
-        multipliers=multipliers / total,
-        W=None,
-        norm=None,
-        gap=None,
-        least=None,
-        kkt=None,
-        residual=norm / total,
-        support=carried(multipliers.abs()),
-        iterations=iterations,
-    )
+def _find_support(weights: Each) -> Bool[Tensor, " constraints"]:
+    """Return which weights exceed the rounding of the largest."""
+    return weights > NEGLIGIBLE * weights.max()
 
 
-def carried(loads: Each) -> Bool[Tensor, " constraints"]:
-    """Return which loads exceed rounding of the largest."""
-    return loads > NEGLIGIBLE * loads.max()
-
-
-def judged(
-    problem: Problem, multipliers: Each, W: Float[Tensor, "d d_query"], reach: Each, tolerance: float, iterations: int
+def _build_solution(
+    problem: Problem, multipliers: Each, W: Float[Tensor, "d d_query"], lengths: Each, tolerance: float, iterations: int
 ) -> Solution:
     """Build the Solution of λ at its dual optimum along the ray, W = W(λ)."""
-    free, bounds = problem.equal, problem.margins
-    norm, scores = float(W.norm()), problem.scores(W)
-    price = multipliers.abs()
-    factor = feasible_scale(scores, bounds, free)
-    slack = violations(factor * scores, bounds, free)
-    span = bounds.abs() + factor * norm * reach
-    broken = bool((slack > ROUNDING * span).any())
-    primal = math.inf if broken else 0.5 * (factor * norm) ** 2 + float(price @ slack)
+    norm, scores, bounds, price = float(W.norm()), problem.scores(W), problem.margins, multipliers.abs()
+    factor = _feasible_scale(problem, scores)
+    slack = problem.violations(factor * scores)
+    infeasible = bool((slack > ROUNDING * (bounds.abs() + factor * norm * lengths)).any())
+    primal = math.inf if infeasible else 0.5 * (factor * norm) ** 2 + float(price @ slack)
     gap = max((primal - 0.5 * norm**2) / primal, 0.0) if 0.0 < primal < math.inf else primal
-    status: Status = "optimal" if gap <= tolerance else "inaccurate"
+    # Optimality conditions besides W = W(λ): feasibility, and complementarity λ|score − b|/‖W‖². `tiny` avoids 0/0.
+    span = (bounds.abs() + norm * lengths).clamp(min=torch.finfo(torch.float64).tiny)
+    kkt = float((problem.violations(scores) / span).max())
+    if norm > 0.0:
+        kkt = max(kkt, float((price * (scores - bounds).abs()).max()) / norm**2)
     return Solution(
-        status=status,
+        status="optimal" if gap <= tolerance else "inaccurate",
         multipliers=multipliers,
         W=W * factor,
         norm=norm * factor,
         gap=gap,
-        least=None if free.all() else float((scores - bounds)[~free].min()),
-        kkt=optimality(scores, bounds, free, price, norm, reach),
+        least=None if problem.equal.all() else float((scores - bounds)[~problem.equal].min()),
+        kkt=kkt,
         residual=None,
-        support=carried(price * reach),
+        support=_find_support(price * lengths),
         iterations=iterations,
     )
 
 
-def feasible_scale(scores: Each, bounds: Each, free: Bool[Tensor, " constraints"]) -> float:
+def _feasible_scale(problem: Problem, scores: Each) -> float:
     """Return the least t with t · score ≥ b wherever b > 0; 1 if none exists or an equality with b ≠ 0 fixes it."""
-    positive = ~free & (bounds > 0.0)
-    if not positive.any() or (bounds[free] != 0.0).any() or not (scores[positive] > 0.0).all():
+    bounds, positive = problem.margins, ~problem.equal & (problem.margins > 0.0)
+    if not positive.any() or (bounds[problem.equal] != 0.0).any() or not (scores[positive] > 0.0).all():
         return 1.0
     return float((bounds[positive] / scores[positive]).max())
-
-
-def violations(scores: Each, bounds: Each, free: Bool[Tensor, " constraints"]) -> Each:
-    """Return each constraint's violation: |score − b| at equalities, max(0, b − score) at inequalities."""
-    short = bounds - scores
-    return torch.where(free, short.abs(), short.clamp(min=0.0))
-
-
-def optimality(
-    scores: Each, bounds: Each, free: Bool[Tensor, " constraints"], price: Each, norm: float, reach: Each
-) -> float:
-    """Return the larger of violation/(|b| + ‖W‖‖u zᵀ‖) and λ|score − b|/‖W‖²; W = W(λ) by construction."""
-    span = bounds.abs() + norm * reach
-    broken = float((violations(scores, bounds, free) / span.clamp(min=torch.finfo(torch.float64).tiny)).max())
-    return max(broken, float((price * (scores - bounds).abs()).max()) / norm**2) if norm > 0.0 else broken

@@ -1,6 +1,7 @@
 """Attention as an asymmetric kernel machine: kernel SVD, dual and primal (Chen et al. 2023).
 
-All functions take plain tensors (…, tokens, features) and work in float64 over all leading axes, without a model.
+All functions take plain tensors (…, tokens, features) and work in float64 over all leading axes, without a model. They
+return tensors, or a frozen `Dual`, `Primal` or `Nystrom`. Importers: as for `attnlens.maths`.
 
 >>> import torch
 >>> from attnlens.maths import ksvd
@@ -38,7 +39,7 @@ from attnlens.maths.ksvd.dual import (
     Dual,
     Nystrom,
     SparseSolver,
-    centred,
+    centre_rows,
     cosine_features,
     dual,
     evenly_spaced,

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+EPS = torch.finfo(torch.float64).eps
+
+
 def cosine_features(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_dim"]:
     """Return φ(x) = x/‖x‖ in float64 (Chen et al. 2023, section 4.1): K is a cosine. A zero vector stays zero."""
     return unit(x.double())
@@ -32,22 +35,21 @@ def unit(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_
     """
     # x/‖x‖ does not depend on this divisor, so its gradient is not needed.
     largest = x.detach().abs().amax(-1, keepdim=True)
-    level = x / torch.where(largest > 0, largest, 1.0)
-    length = level.norm(dim=-1, keepdim=True)
-    return level / torch.where(length > 0, length, 1.0)
+    scaled = x / torch.where(largest > 0, largest, 1.0)
+    length = scaled.norm(dim=-1, keepdim=True)
+    return scaled / torch.where(length > 0, length, 1.0)
 
 
-def centred(x: Float[Tensor, "*batch n features"]) -> Float[Tensor, "*batch n features"]:
+def centre_rows(x: Float[Tensor, "*batch n features"]) -> Float[Tensor, "*batch n features"]:
     """Return (I − 11ᵀ/n)X, the rows minus their mean, in float64; exactly zero if they differ by rounding alone.
 
     Applied to key features it removes the mean over keys from every row of K: Φ_q((I − 11ᵀ/n)Φ_k)ᵀ = K(I − 11ᵀ/n).
     """
     x = x.double()
-    apart = x - x.mean(-2, keepdim=True)
-    whole, left = (torch.linalg.matrix_norm(each) for each in (x, apart))
+    deviations = x - x.mean(-2, keepdim=True)
     # Strict: equal rows leave rounding of at most this size.
-    kept = left > torch.finfo(x.dtype).eps * x.shape[-2] * whole
-    return torch.where(kept[..., None, None], apart, 0.0)
+    differ = torch.linalg.matrix_norm(deviations) > EPS * x.shape[-2] * torch.linalg.matrix_norm(x)
+    return torch.where(differ[..., None, None], deviations, 0.0)
 
 
 def random_features(
@@ -59,7 +61,7 @@ def random_features(
     in float64. The exponent is at most ‖ω‖²/2, about head_dim/2, and cannot overflow for any usual head_dim. Raises
     UsageError if count < 1.
     """
-    at_least_one("count", count)
+    require_positive("count", count)
     x = x.double() * scale**0.5
     draws = orthogonal_draws(count, x.shape[-1], seed).to(x.device)
     exponent: Tensor = x @ draws.mT - x.square().sum(-1, keepdim=True) / 2
@@ -72,29 +74,29 @@ def sampled_rows(x: Float[Tensor, "*batch n features"], count: int) -> Float[Ten
     The data-dependent F = X' of Chen et al. 2023 (Eq. 6, f(X)); their code takes min(n, 10·s) rows in this way. Raises
     UsageError if count < 1.
     """
-    at_least_one("count", count)
+    require_positive("count", count)
     return evenly_spaced(x.double(), min(count, x.shape[-2]))
 
 
 def evenly_spaced(
-    x: Float[Tensor, "*batch n features"], count: int, kept: Bool[Tensor, "*#batch n"] | None = None
+    x: Float[Tensor, "*batch n features"], count: int, mask: Bool[Tensor, "*#batch n"] | None = None
 ) -> Float[Tensor, "*batch count features"]:
-    """Return rows ⌊i(n − 1)/(count − 1)⌋ of the n that are `kept` (None: all), in x's own type, as the published code.
+    """Return rows ⌊i(n − 1)/(count − 1)⌋ of the n where the mask is true (None: all), as the published code does.
 
-    Rows are repeated if n < count; the first row is returned if none is kept.
+    The result has x's own type. Rows are repeated if n < count; the first row is returned if the mask is all false.
     """
-    if kept is None:
-        kept = x.new_ones(x.shape[-2], dtype=torch.bool)
-    order = (~kept).int().argsort(dim=-1, stable=True)
-    steps = torch.arange(count, device=x.device) * (kept.sum(-1, keepdim=True) - 1).clamp_min(0)
+    if mask is None:
+        mask = x.new_ones(x.shape[-2], dtype=torch.bool)
+    order = (~mask).int().argsort(dim=-1, stable=True)
+    steps = torch.arange(count, device=x.device) * (mask.sum(-1, keepdim=True) - 1).clamp_min(0)
     index = order.gather(-1, steps // max(count - 1, 1))
     return x.gather(-2, index[..., None].expand(*x.shape[:-2], count, x.shape[-1]))
 
 
-def at_least_one(name: str, number: int) -> None:
+def require_positive(name: str, number: int) -> None:
     """Raise UsageError for a count of 0 or less."""
     if number < 1:
-        raise UsageError(f"{name} is {number}.", "It counts something that must be there: give 1 or more.")
+        raise UsageError(f"{name} is {number}.", "It must be a positive number: give 1 or more.")
 
 
 @lru_cache(maxsize=16)
@@ -104,15 +106,12 @@ def orthogonal_draws(count: int, head_dim: int, seed: int) -> Float[Tensor, "cou
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator().manual_seed(seed)
         shape, float64 = (-(-count // head_dim), head_dim, head_dim), torch.float64
-        upright, upper = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=float64))
+        frames, upper = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=float64))
         # QR is unique, and Q uniform, only if the diagonal of R is positive.
-        directions = (upright * upper.diagonal(dim1=-2, dim2=-1).sign()[:, None]).mT.reshape(-1, head_dim)
+        directions = (frames * upper.diagonal(dim1=-2, dim2=-1).sign()[:, None]).mT.reshape(-1, head_dim)
         lengths = torch.randn(directions.shape, generator=generator, dtype=float64).norm(dim=-1, keepdim=True)
         draws: Tensor = directions * lengths
         return draws[:count]
-
-
-EPS = torch.finfo(torch.float64).eps
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class Dual:
     """σ, descending, in the kernel's unit."""
     right: Float[Tensor, "*batch m s"]
     """H_r, one row per key; its non-zero columns are orthonormal."""
-    asked: int
+    requested: int
     """Requested number of components s; K can have fewer."""
 
     @property
@@ -139,10 +138,10 @@ class Dual:
     @property
     def shortfall(self) -> str | None:
         """Sentence saying why there are fewer components than requested; None if there are as many."""
-        found = self.values.shape[-1]
-        if found >= self.asked:
+        s = self.values.shape[-1]
+        if s >= self.requested:
             return None
-        return f"s = {self.asked} was asked for, but K has rank {found} at most: s is {found}"
+        return f"s = {self.requested} was asked for, but K has rank {s} at most: s is {s}"
 
     @property
     def multipliers(self) -> Float[Tensor, "*batch s"]:
@@ -180,14 +179,14 @@ def dual(
     more. σ up to eps · features · ‖Φ_q Fᵀ‖_F ‖Φ_k Fᵀ‖_F count as 0. Raises UsageError if s < 1 or if an argument
     contains NaN or Inf.
     """
-    at_least_one("s", s)
+    require_positive("s", s)
     for name, value in (("query features", query_features), ("key features", key_features), ("projection", projection)):
         if value is not None:
-            all_finite(name, value)
+            require_finite(name, value)
     left, right = _factors(query_features, key_features, projection)
     n, m = left.shape[-2], right.shape[-2]
     packed = over_heads(_packed_svd, left, right)
-    return _truncated(packed[..., :n, :], packed[..., n : n + m, :], packed[..., -2, :], packed[..., -1, :1], s)
+    return _truncate(packed[..., :n, :], packed[..., n : n + m, :], packed[..., -2, :], packed[..., -1, :1], s)
 
 
 def matrix_dual(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
@@ -196,18 +195,18 @@ def matrix_dual(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
     σ up to eps · max(n, m) · σ₁ count as 0. Raises UsageError if s < 1 or if K contains NaN or Inf. `truncated` is
     faster for large n.
     """
-    at_least_one("s", s)
-    all_finite("kernel matrix", matrix)
+    require_positive("s", s)
+    require_finite("kernel matrix", matrix)
     matrix = matrix.double()
     n, m = matrix.shape[-2:]
     packed = over_heads(_packed_matrix_svd, matrix)
     values = packed[..., -1, :]
-    return _truncated(packed[..., :n, :], packed[..., n : n + m, :], values, EPS * max(n, m) * values[..., :1], s)
+    return _truncate(packed[..., :n, :], packed[..., n : n + m, :], values, EPS * max(n, m) * values[..., :1], s)
 
 
-def all_finite(name: str, given: Float[Tensor, "*shape"]) -> None:
+def require_finite(name: str, tensor: Float[Tensor, "*shape"]) -> None:
     """Raise UsageError for NaN and Inf, for which no singular vectors exist."""
-    if not bool(given.isfinite().all()):
+    if not bool(tensor.isfinite().all()):
         verb = "have" if name.endswith("s") else "has"
         raise UsageError(f"The {name} {verb} NaN or Inf.", "Leave out the heads whose queries or keys are broken.")
 
@@ -273,7 +272,7 @@ def _packed_matrix_svd(matrix: Float[Tensor, "some n m"]) -> Float[Tensor, "some
     return torch.cat([u, vh.mT, values[:, None]], 1)
 
 
-def _truncated(
+def _truncate(
     left: Float[Tensor, "*batch n least"],
     right: Float[Tensor, "*batch m least"],
     values: Float[Tensor, "*batch least"],
@@ -281,14 +280,14 @@ def _truncated(
     s: int,
 ) -> Dual:
     """Return the first s components, with those at or below the border set to zero."""
-    # Strict: a zero matrix has border 0 and keeps nothing.
-    kept = (values > border)[..., :s]
-    columns = kept[..., None, :]
+    # Strict: a zero matrix has border 0, and none of its values is above it.
+    above = (values > border)[..., :s]
+    columns = above[..., None, :]
     return Dual(
         left=torch.where(columns, left[..., :s], 0.0),
-        values=torch.where(kept, values[..., :s], 0.0),
+        values=torch.where(above, values[..., :s], 0.0),
         right=torch.where(columns, right[..., :s], 0.0),
-        asked=s,
+        requested=s,
     )
 
 
@@ -305,18 +304,18 @@ def truncated(matrix: Float[Tensor, "*batch n m"], s: int, solver: SparseSolver 
     is as fast, and is used. For K from features use `dual`, which is exact and faster. σ up to eps · max(n, m) · σ₁
     count as 0. Raises UsageError if s < 1 or if the matrix contains NaN or Inf.
     """
-    at_least_one("s", s)
+    require_positive("s", s)
     n, m = matrix.shape[-2:]
     if 4 * s >= min(n, m):
         return matrix_dual(matrix, s)
-    all_finite("kernel matrix", matrix)
+    require_finite("kernel matrix", matrix)
     flat = matrix.detach().double().cpu().reshape(-1, n, m).numpy()
-    triplets = [_sparse_svd(each, s, solver) for each in flat]
+    triplets = [_sparse_svd(head, s, solver) for head in flat]
     left, values, right = (
         torch.from_numpy(np.stack(part)).reshape(*matrix.shape[:-2], *part[0].shape).to(matrix.device)
         for part in zip(*triplets, strict=True)
     )
-    return Dual(left, values, right, asked=s)
+    return Dual(left, values, right, requested=s)
 
 
 def _sparse_svd(
@@ -328,8 +327,8 @@ def _sparse_svd(
     start = np.random.default_rng(0).standard_normal(n if solver == "propack" else min(n, m))
     u, values, vh = svds(matrix, k=s, solver=solver, v0=start, tol=0)
     order = np.argsort(-values)
-    kept = values[order] > EPS * max(n, m) * values.max()
-    return u[:, order] * kept, values[order] * kept, vh[order].T * kept
+    above = values[order] > EPS * max(n, m) * values.max()
+    return u[:, order] * above, values[order] * above, vh[order].T * above
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 
 from attnlens.choices import Convention
 from attnlens.errors import UsageError
-from attnlens.maths.ksvd.dual import Dual, centred
+from attnlens.maths.ksvd.dual import Dual, centre_rows
 from attnlens.maths.linalg import singular_values
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ class Primal:
 
     def e_scores(self, query_features: Float[Tensor, "*batch n features"]) -> Float[Tensor, "*batch n s"]:
         """Return e_i = W_eᵀ F φ_q(x_i) of any queries."""
-        return query_features.double() @ self._mapped(self.query_weight)
+        return query_features.double() @ self._apply_projection(self.query_weight)
 
     def r_scores(self, key_features: Float[Tensor, "*batch m features"]) -> Float[Tensor, "*batch m s"]:
         """Return r_j = W_rᵀ F φ_k(x_j) of any keys."""
-        return key_features.double() @ self._mapped(self.key_weight)
+        return key_features.double() @ self._apply_projection(self.key_weight)
 
-    def _mapped(self, weight: Float[Tensor, "*batch sampled s"]) -> Float[Tensor, "*batch features s"]:
+    def _apply_projection(self, weight: Float[Tensor, "*batch sampled s"]) -> Float[Tensor, "*batch features s"]:
         return weight if self.projection is None else self.projection.double().mT @ weight
 
 
@@ -55,8 +55,7 @@ def primal(
     through_keys = key_features.double().mT @ solution.right
     through_queries = query_features.double().mT @ solution.left
     if projection is not None:
-        wide = projection.double()
-        through_keys, through_queries = wide @ through_keys, wide @ through_queries
+        through_keys, through_queries = projection.double() @ through_keys, projection.double() @ through_queries
     return Primal(through_keys, through_queries, solution.multipliers, projection)
 
 
@@ -75,7 +74,7 @@ def objective(
     tr(W_eᵀW_r), 0 if Λ² is n/σ instead of Λ = 1/σ. Differentiable in every argument. Raises UsageError for another
     convention.
     """
-    _check(convention)
+    _check_convention(convention)
     trace = (query_weight * key_weight).sum((-2, -1))
     weight = (multipliers if convention == "paper" else multipliers.square())[..., None, :]
     spread_e, spread_r = ((scores.square() * weight).sum(-1) for scores in (e, r))
@@ -92,13 +91,13 @@ def regulariser(
     The paper has one J per layer and does not mention heads. Here each head is a problem of its own, so that J < 0 of
     one head cannot cancel J > 0 of another, as it can in the code's mean. Raises UsageError for another convention.
     """
-    _check(convention)
+    _check_convention(convention)
     if convention == "paper":
         return objectives.square().sum((-2, -1))
     return objectives.mean(-1).square().mean(-1)
 
 
-def _check(convention: str) -> None:
+def _check_convention(convention: str) -> None:
     if convention not in get_args(Convention):
         raise UsageError(f"{convention!r} is no convention of the objective J.", 'Write "paper" or "code".')
 
@@ -112,11 +111,12 @@ def principal_angles(
     cosines, so that both are exact to rounding (Knyazev & Argentati 2002).
     """
     overlap = left.mT @ right
-    cosines = singular_values(overlap).clamp(max=1.0)
+    cosines = singular_values(overlap).clamp(max=1.0)  # rounding can leave a cosine above 1
     # parts outside the left space, ascending like the angles, except that zero columns come first
     sines = singular_values(right - left @ overlap).clamp(max=1.0).flip(-1)
     empty = (right == 0).all(-2).sum(-1, keepdim=True)
     places = (torch.arange(sines.shape[-1], device=sines.device) + empty).clamp(max=sines.shape[-1] - 1)
+    # At 45° both are as exact; the acos of a cosine near 1 would lose half of the digits.
     return torch.where(cosines > 0.5**0.5, sines.gather(-1, places).asin(), cosines.acos())
 
 
@@ -128,9 +128,9 @@ def mean_angle(
     0 if both spans are equal, as for a symmetric K; π/2 if they are orthogonal. If singular values are equal at the
     border, the span is arbitrary.
     """
-    kept = torch.arange(left.shape[-1], device=left.device) < sizes[..., None]
-    angles = principal_angles(*(torch.where(kept[..., None, :], part, 0.0) for part in (left, right)))
-    return torch.where(kept, angles, 0.0).sum(-1) / kept.sum(-1)
+    first = torch.arange(left.shape[-1], device=left.device) < sizes[..., None]
+    angles = principal_angles(*(torch.where(first[..., None, :], part, 0.0) for part in (left, right)))
+    return torch.where(first, angles, 0.0).sum(-1) / first.sum(-1)
 
 
 def share_inside(
@@ -138,11 +138,11 @@ def share_inside(
 ) -> Float[Tensor, "*batch"]:
     """Return ‖H_rᵀ V‖²/‖V‖² in [0, 1], V centred over tokens, H_r the first `sizes` of orthonormal columns.
 
-    Use H_r of K(I − 11ᵀ/n), whose key features are `centred` like V. It is orthogonal to the vector 1 and contains, for
-    V with independent normal entries, sizes/(n − 1) on average. A space that leans towards 1 contains less, down to
+    Use H_r of K(I − 11ᵀ/n), whose key features are centred like V. It is orthogonal to the vector 1 and contains, for V
+    with independent normal entries, sizes/(n − 1) on average. A space that leans towards 1 contains less, down to
     (sizes − 1)/(n − 1), as that of K itself if its first mode is near-constant. NaN if all tokens have the same value.
     """
-    spread = centred(values)
-    kept = torch.arange(basis.shape[-1], device=basis.device) < sizes[..., None]
-    inside = ((basis.mT @ spread).square().sum(-1) * kept).sum(-1)
-    return inside / spread.square().sum((-2, -1))
+    centred = centre_rows(values)
+    first = torch.arange(basis.shape[-1], device=basis.device) < sizes[..., None]
+    inside = ((basis.mT @ centred).square().sum(-1) * first).sum(-1)
+    return inside / centred.square().sum((-2, -1))

@@ -1,28 +1,38 @@
-"""Linear algebra of factored matrices A Bᵀ in float64, without forming the products."""
+"""Linear algebra of factored matrices A Bᵀ in float64, without forming the products where that can be avoided.
+
+- `forms`: the bilinear form M = W_Q W_Kᵀ of a head, also under rotation: symmetry, spectrum, change, angles.
+- `attention`: measures of attention weights, the parts of the scores, definiteness of the kernel.
+- `visible`: scores on the pairs that the mask leaves visible.
+- `spectra`: ranks of spectra, features that attention needs, the thread pool over heads.
+- `long`: leading spectra and sums of sequences whose n × m matrices are read in tiles.
+
+Inputs are a `QueryKey`, a `Form` of one, or stacks of matrices; outputs are tensors with one value or curve per head.
+Importers: as for `attnlens.maths`, and `ksvd` and `statistics` beside it.
+"""
 
 from attnlens.maths.linalg.attention import (
     Anatomy,
     anatomy,
     attention_rank,
     attention_singular_values,
-    centred,
     definite,
     definite_kernel,
     entropy,
     even_weight,
     first_weight,
     max_weight,
+    remove_row_sums,
 )
 from attnlens.maths.linalg.forms import (
     Form,
-    averaged,
+    average_rotations,
     change,
     directionality,
     largest_angle,
     layer_symmetry,
+    rotation_traces,
     symmetry,
     symmetry_by_distance,
-    traces,
 )
 from attnlens.maths.linalg.spectra import (
     cumulative,
@@ -30,7 +40,7 @@ from attnlens.maths.linalg.spectra import (
     effective_rank,
     feature_rank,
     gaussian_like,
-    in_pool,
+    map_in_pool,
     over_heads,
     product_singular_values,
     rank_at,
@@ -38,4 +48,4 @@ from attnlens.maths.linalg.spectra import (
     stable_rank,
     taylor_order,
 )
-from attnlens.maths.linalg.visible import VisibleShares, compares_all, seen, seen_rank, visible_shares
+from attnlens.maths.linalg.visible import VisibleShares, compares_all, visible_rank, visible_scores, visible_shares

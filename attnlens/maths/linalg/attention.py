@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from attnlens.maths.linalg.long import TiledMatrix, each_head, is_long, least_rank, tiles
+from attnlens.maths.linalg.long import TiledMatrix, is_long, least_rank, map_heads, split_tiles
 from attnlens.maths.linalg.spectra import over_heads, rank_at, singular_values
 
 if TYPE_CHECKING:
@@ -25,17 +24,17 @@ def entropy(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
     Queries with fewer than two allowed keys are left out; NaN if none remain. A sink logit counts as one more allowed
     key, with the probability that it takes.
     """
-    return _mean(query_key, _entropies)
+    return _average_queries(query_key, _entropies)
 
 
 def max_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
     """Return the mean over queries of max_j p_ij, in [0, 1], without queries that see no key; NaN if none remain."""
-    return _mean(query_key, lambda tile: (tile.attention.amax(-1), _allowed_keys(tile) >= 1))
+    return _average_queries(query_key, lambda tile: (tile.attention.amax(-1), _allowed_keys(tile) >= 1))
 
 
 def first_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
     """Return the mean weight of each query's first visible key, in [0, 1], over queries with at least two; else NaN."""
-    return _mean(query_key, _first_weights)
+    return _average_queries(query_key, _first_weights)
 
 
 def even_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
@@ -43,7 +42,7 @@ def even_weight(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
 
     A sink logit counts as one more key. NaN if no query sees two keys.
     """
-    return _mean(query_key, lambda tile: (1 / _choices(tile).clamp(min=1), _allowed_keys(tile) >= 2))
+    return _average_queries(query_key, lambda tile: (1 / _choices(tile).clamp(min=1), _allowed_keys(tile) >= 2))
 
 
 def attention_singular_values(
@@ -58,7 +57,7 @@ def attention_singular_values(
     name = "centred_attention_singular_values" if without_row_sums else "attention_singular_values"
     if name not in query_key.shared:
         attention = query_key.attention
-        query_key.shared[name] = singular_values(centred(attention) if without_row_sums else attention)
+        query_key.shared[name] = singular_values(remove_row_sums(attention) if without_row_sums else attention)
     return query_key.shared[name]
 
 
@@ -66,15 +65,20 @@ def attention_rank(query_key: QueryKey, share: float) -> Float[Tensor, "*batch h
     """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ², σ of P; NaN if P = 0 or if `least_rank` proves no k."""
     if not is_long(query_key):
         return rank_at(attention_singular_values(query_key), share)
-    return each_head(query_key, partial(_long_rank, share=share))
+
+    def rank(head: QueryKey) -> float:
+        matrix = TiledMatrix(lambda: (tile.attention[0, 0] for _, tile in split_tiles(head)), head.key.shape[-2])
+        return least_rank(matrix, share)
+
+    return map_heads(rank, query_key)
 
 
-def centred(attention: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch n m"]:
+def remove_row_sums(attention: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch n m"]:
     """Return P(I − 11ᵀ/m), the deviation from uniform attention P − 11ᵀ/m if rows sum to 1; rounding is set to zero."""
-    beyond = attention - attention.mean(-1, keepdim=True)
+    deviation = attention - attention.mean(-1, keepdim=True)
     border = torch.finfo(attention.dtype).eps * attention.shape[-1] * torch.linalg.matrix_norm(attention)
     # Strict: a uniform matrix leaves rounding of at most this norm.
-    return torch.where((torch.linalg.matrix_norm(beyond) > border)[..., None, None], beyond, 0.0)
+    return torch.where((torch.linalg.matrix_norm(deviation) > border)[..., None, None], deviation, 0.0)
 
 
 def _entropies(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n"], Bool[Tensor, "*batch heads n"]]:
@@ -97,11 +101,6 @@ def _first_weights(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n"]
     return first, _allowed_keys(query_key) >= 2
 
 
-def _long_rank(head: QueryKey, share: float) -> float:
-    matrix = TiledMatrix(lambda: (tile.attention[0, 0] for _, tile in tiles(head)), head.key.shape[-2])
-    return least_rank(matrix, share)
-
-
 def _allowed_keys(query_key: QueryKey) -> Float[Tensor, "*batch heads n"]:
     """Return the number of keys that each query may see."""
     rows = query_key.query[..., 0]
@@ -115,13 +114,13 @@ def _choices(query_key: QueryKey) -> Float[Tensor, "*batch heads n"]:
     return _allowed_keys(query_key) + (query_key.sinks is not None)
 
 
-def _mean(
-    query_key: QueryKey, of_queries: Callable[[QueryKey], tuple[Float[Tensor, "*batch n"], Bool[Tensor, "*batch n"]]]
+def _average_queries(
+    query_key: QueryKey, compute: Callable[[QueryKey], tuple[Float[Tensor, "*batch n"], Bool[Tensor, "*batch n"]]]
 ) -> Float[Tensor, "*batch"]:
-    """Average a per-query quantity over the queries marked as valid, computing it tile by tile."""
-    parts = [of_queries(tile) for _, tile in tiles(query_key)]
-    values, where = (torch.cat(part, -1) for part in zip(*parts, strict=True))
-    return torch.where(where, values, 0.0).sum(-1) / where.sum(-1)
+    """Average a quantity over the queries that `compute` marks as valid, tile by tile; NaN if there are none."""
+    parts = [compute(tile) for _, tile in split_tiles(query_key)]
+    values, valid = (torch.cat(part, -1) for part in zip(*parts, strict=True))
+    return torch.where(valid, values, 0.0).sum(-1) / valid.sum(-1)
 
 
 @dataclass(frozen=True)
@@ -168,11 +167,11 @@ def _factored_parts(query: Float[Tensor, "some n head_dim"], key: Float[Tensor, 
 
 
 def _dense_parts(logits: Float[Tensor, "some n n"]) -> Tensor:
-    seen = logits - logits.mean(-1, keepdim=True)
-    salience = seen.mean(-2, keepdim=True)
+    centred = logits - logits.mean(-1, keepdim=True)
+    salience = centred.mean(-2, keepdim=True)
     n = logits.shape[-1]
-    whole, uncentred = (matrix.square().sum((-2, -1)) for matrix in (seen, logits))
-    return _shares(seen - salience, n * salience.square().sum((-2, -1)), whole, uncentred, n)
+    whole, uncentred = (matrix.square().sum((-2, -1)) for matrix in (centred, logits))
+    return _shares(centred - salience, n * salience.square().sum((-2, -1)), whole, uncentred, n)
 
 
 def _shares(core: Tensor, salience: Tensor, whole: Tensor, uncentred: Tensor, n: int) -> Float[Tensor, "some parts"]:
@@ -182,12 +181,13 @@ def _shares(core: Tensor, salience: Tensor, whole: Tensor, uncentred: Tensor, n:
     skew = ((core - core.mT) / 2).square().sum((-2, -1))
     parts = torch.stack((positive, negative, skew, salience), -1)
     # Strict: logits that depend on the query alone leave rounding of at most this norm.
-    seen = whole > (torch.finfo(whole.dtype).eps * n) ** 2 * uncentred
-    return torch.where(seen[..., None], parts / whole[..., None], torch.nan)
+    defined = whole > (torch.finfo(whole.dtype).eps * n) ** 2 * uncentred
+    return torch.where(defined[..., None], parts / whole[..., None], torch.nan)
 
 
 EPS = torch.finfo(torch.float64).eps
-GLANCE = 128  # tokens of the leading block that is searched for a witness before the whole matrix
+GLANCE = 128
+"""Tokens of the leading block that is searched for a witness before the whole matrix, which costs more."""
 FACTORED = 8192
 """Most tokens of a long kernel that is formed and factored whole if no tile has a witness: three matrices of 0.5 GB."""
 POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan
@@ -210,7 +210,7 @@ def definite_kernel(query_key: QueryKey) -> Float[Tensor, "*batch heads"]:
     Long logits are searched for a witness in tiles.
     """
     content = replace(query_key.content, allowed=None)
-    return each_head(content, _long_verdict) if is_long(content) else definite(content.logits)
+    return map_heads(_long_verdict, content) if is_long(content) else definite(content.logits)
 
 
 def _long_verdict(head: QueryKey) -> float:
@@ -218,7 +218,7 @@ def _long_verdict(head: QueryKey) -> float:
     n = head.query.shape[-2]
     gauge, half, largest = _gauge(head)
     rounding = EPS * max(largest, n)
-    # Strict: as in `_witness`.
+    # Strict: as in `_verdicts`.
     if any(float(kernel.amax()) > 1 + rounding * n for _, kernel in _kernel_tiles(head, gauge, half)):
         return INDEFINITE
     if n > FACTORED:
@@ -226,7 +226,7 @@ def _long_verdict(head: QueryKey) -> float:
     whole = gauge.new_empty(1, n, n)
     for rows, kernel in _kernel_tiles(head, gauge, half):
         whole[0, rows] = kernel
-    return float(_by_cholesky(whole, gauge.new_tensor([rounding])))
+    return float(_decide_by_cholesky(whole, gauge.new_tensor([rounding])))
 
 
 def _kernel_tiles(
@@ -234,17 +234,17 @@ def _kernel_tiles(
 ) -> Iterator[tuple[slice, Float[Tensor, "rows n"]]]:
     """Yield the rows of `_unit_kernel` of one long head."""
     offset = gauge - half
-    for rows, tile in tiles(head):
-        down, across = tile.logits[0, 0], head.sequences([0], slice(None), rows).logits[0, 0].mT
-        kernel = (down + offset[rows, None] - half).clamp_(max=1.0).exp_()
-        yield rows, kernel.add_((across + offset - half[rows, None]).clamp_(max=1.0).exp_()).div_(2)
+    for rows, tile in split_tiles(head):
+        logits, transposed = tile.logits[0, 0], head.sequences([0], slice(None), rows).logits[0, 0].mT
+        kernel = (logits + offset[rows, None] - half).clamp_(max=1.0).exp_()
+        yield rows, kernel.add_((transposed + offset - half[rows, None]).clamp_(max=1.0).exp_()).div_(2)
 
 
 def _gauge(head: QueryKey) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], float]:
     """Return κ − ρ, half the diagonal of the logits after adding κ − ρ, and the largest |L| of one long head."""
     means, diagonal, largest = [], [], 0.0
     columns = torch.zeros(head.query.shape[-2], dtype=torch.float64, device=head.query.device)
-    for rows, tile in tiles(head):
+    for rows, tile in split_tiles(head):
         logits = tile.logits[0, 0]
         means.append(logits.mean(-1))
         columns += logits.sum(0)
@@ -255,17 +255,20 @@ def _gauge(head: QueryKey) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], fl
 
 
 def _verdicts(logits: Float[Tensor, "some n n"]) -> Float[Tensor, " some"]:
+    """Search a leading block for a witness, then the whole; decide the heads without one by Cholesky."""
     verdicts = logits.new_full(logits.shape[:1], UNDECIDED)
     n = logits.shape[-1]
     gauge = logits.mean(-2) - logits.mean(-1)
     low, high = logits.flatten(1).aminmax(dim=-1)
     rounding = EPS * torch.maximum(-low, high).clamp(min=n)  # relative rounding of a sum over K
     for size in sorted({min(n, GLANCE), n}):
-        open_ = verdicts.isnan().nonzero()[:, 0]
-        kernel = _unit_kernel(logits[open_, :size, :size] + gauge[open_, :size, None])
-        witnessed = _witness(kernel, rounding[open_])
-        verdicts[open_[witnessed]] = INDEFINITE
-    verdicts[open_[~witnessed]] = _by_cholesky(kernel[~witnessed], rounding[open_[~witnessed]])
+        undecided = verdicts.isnan().nonzero()[:, 0]
+        kernel = _unit_kernel(logits[undecided, :size, :size] + gauge[undecided, :size, None])
+        # A witness is an entry above 1: its 2 × 2 minor has the eigenvalue 1 − entry < 0. Strict, and beyond rounding
+        # times n, the trace, which bounds the largest eigenvalue of a semidefinite matrix.
+        has_witness = kernel.flatten(1).amax(-1) > 1 + rounding[undecided] * size
+        verdicts[undecided[has_witness]] = INDEFINITE
+    verdicts[undecided[~has_witness]] = _decide_by_cholesky(kernel[~has_witness], rounding[undecided[~has_witness]])
     return verdicts
 
 
@@ -279,27 +282,21 @@ def _unit_kernel(logits: Float[Tensor, "some n n"]) -> Float[Tensor, "some n n"]
     return (kernel + kernel.mT).div_(2)
 
 
-def _witness(kernel: Float[Tensor, "some n n"], rounding: Float[Tensor, " some"]) -> Bool[Tensor, " some"]:
-    """Return whether an entry exceeds 1, so that a 2 × 2 minor has the eigenvalue 1 − entry < 0."""
-    # Strict, and beyond rounding times n, the trace, which bounds the largest eigenvalue of a semidefinite matrix.
-    return kernel.flatten(1).amax(-1) > 1 + rounding * kernel.shape[-1]
-
-
-def _by_cholesky(kernel: Float[Tensor, "some n n"], rounding: Float[Tensor, " some"]) -> Float[Tensor, " some"]:
+def _decide_by_cholesky(kernel: Float[Tensor, "some n n"], rounding: Float[Tensor, " some"]) -> Float[Tensor, " some"]:
     """Return POSITIVE if K + tol has a Cholesky factor, INDEFINITE if K + 4 tol has none; tol = rounding · ‖K‖_∞.
 
     The factorisation rounds by less than tol, so success means λ_min > −2 tol; failure at 4 tol means λ_min < −3 tol.
     Between the two the result is UNDECIDED: the matrix is as close to the boundary as its rounding.
     """
     tolerance = rounding * kernel.sum(-1).amax(-1)
-    positive = _factors(kernel, tolerance)
+    positive = _has_cholesky(kernel, tolerance)
     verdicts = torch.where(positive, POSITIVE, UNDECIDED).to(kernel)
-    rest = ~positive
-    verdicts[rest] = torch.where(_factors(kernel[rest], 4 * tolerance[rest]), UNDECIDED, INDEFINITE).to(kernel)
+    nearly = _has_cholesky(kernel[~positive], 4 * tolerance[~positive])
+    verdicts[~positive] = torch.where(nearly, UNDECIDED, INDEFINITE).to(kernel)
     return verdicts
 
 
-def _factors(kernel: Float[Tensor, "some n n"], shift: Float[Tensor, " some"]) -> Bool[Tensor, " some"]:
+def _has_cholesky(kernel: Float[Tensor, "some n n"], shift: Float[Tensor, " some"]) -> Bool[Tensor, " some"]:
     """Return whether K + shift · I has a Cholesky factor."""
     shifted = kernel.clone()
     shifted.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])

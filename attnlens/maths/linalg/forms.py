@@ -12,7 +12,6 @@ import torch
 from torch.nn.functional import pad
 
 from attnlens.maths.linalg.spectra import over_heads
-from attnlens.records import QueryKey, Rotation
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -20,10 +19,12 @@ if TYPE_CHECKING:
 
     from attnlens.records import QueryKey, Rotation
 
-
-PANELS = 4  # panels in which a symmetric product is multiplied: 5/8 of the full product
+PANELS = 4
+"""Column panels in which AᵀA is computed on and above the diagonal: 10 of 16 blocks, 5/8 of the multiplications."""
 ROWS = 512
 """Rows of a factor multiplied at once: with their products they fit in the second-level cache."""
+LARGEST_CONDITION = 1e5
+"""Condition above which no Cholesky root is used: its relative error, eps · condition², is then about 2e-6."""
 
 
 def symmetry(form: Form) -> Float[Tensor, "*batch heads"]:
@@ -34,7 +35,7 @@ def symmetry(form: Form) -> Float[Tensor, "*batch heads"]:
     """
     if not (form.rotation is None or form.rotation.by_distance):
         return _trace_ratio(form.query_mean, form.key_mean, form.cross_mean)
-    return _over_distances(*form.distance_traces)
+    return _divide_over_distances(*form.distance_traces)
 
 
 def symmetry_by_distance(form: Form) -> Float[Tensor, "*batch heads positions"]:
@@ -52,27 +53,28 @@ def layer_symmetry(query_key: QueryKey) -> float | None:
     """
     if query_key.site.part == "cross":
         return None
-    score = float(_summed_symmetry(query_key))
+    score = float(_sum_symmetry(query_key))
     return None if math.isnan(score) else score
 
 
-def _summed_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
+def _sum_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
+    """Return the symmetry of Σ_h M_h, NaN for a zero matrix."""
     # Query heads that share a key head share its factor, so their own factors can be summed first.
     kv_heads, rows, size = query_key.key.shape
-    summed = query_key.query.new_zeros(kv_heads, size, rows, dtype=torch.float64)
+    query_sums = query_key.query.new_zeros(kv_heads, size, rows, dtype=torch.float64)
     for head, key_head in enumerate(query_key.key_of):
-        summed[key_head] += query_key.query[head].mT  # in the memory order of the weights' rows
-    query, key = _concatenate(summed.mT), _concatenate(query_key.key)
+        query_sums[key_head] += query_key.query[head].mT  # in the memory order of the weights' rows
+    query, key = _concatenate(query_sums.mT), _concatenate(query_key.key)
     if query_key.rotation is None:
         if 3 * query.shape[1] < len(query):  # three Gram matrices take fewer multiplications than the matrix
-            return _trace_ratio(_gram_trace(query), _gram_trace(key), key.mT @ query)
+            return _trace_ratio(_gram_by_panels(query), _gram_by_panels(key), key.mT @ query)
         matrix = query @ key.mT
         return (matrix * matrix.mT).sum() / matrix.square().sum()
     rotation = query_key.rotation
-    query_gram, key_gram, cross = _gram_trace(query), _gram_trace(key), key.mT @ query
+    query_gram, key_gram, cross = _gram_by_panels(query), _gram_by_panels(key), key.mT @ query
     if not rotation.by_distance:
         return _trace_ratio(*(_average_blocks(rotation, gram) for gram in (query_gram, key_gram, cross)))
-    return _over_distances(_block_traces(rotation, cross, cross), _block_traces(rotation, query_gram, key_gram))
+    return _divide_over_distances(_block_traces(rotation, cross, cross), _block_traces(rotation, query_gram, key_gram))
 
 
 def directionality(form: Form) -> Float[Tensor, "*batch heads"]:
@@ -83,14 +85,15 @@ def directionality(form: Form) -> Float[Tensor, "*batch heads"]:
     """
     query_gram, key_gram = form.query_gram, form.key_gram
     if form.rotation is not None:
-        query_gram, key_gram = (averaged(form.rotation.transposed, mean) for mean in (form.query_mean, form.key_mean))
+        query_gram = average_rotations(form.rotation.transposed, form.query_mean)
+        key_gram = average_rotations(form.rotation.transposed, form.key_mean)
     query, key = form.query_key.query, form.query_key.key
-    rows = _outstanding(over_heads(_row_norms, query, key_gram).squeeze(-2))
+    rows = _sum_outstanding(over_heads(_row_norms, query, key_gram).squeeze(-2))
     if form.group is None:
-        columns = _outstanding(over_heads(_row_norms, form.query_key.paired_key, query_gram).squeeze(-2))
-    else:
-        below = query_gram.reshape(*query_gram.shape[:-3], -1, form.group * query_gram.shape[-1], query_gram.shape[-1])
-        columns = _outstanding(over_heads(_row_norms, key, below).flatten(-3, -2))
+        columns = _sum_outstanding(over_heads(_row_norms, form.query_key.paired_key, query_gram).squeeze(-2))
+    else:  # the Gram matrices of the query heads that share a key head, stacked, so that each key head is read once
+        grams = query_gram.reshape(*query_gram.shape[:-3], -1, form.group * query_gram.shape[-1], query_gram.shape[-1])
+        columns = _sum_outstanding(over_heads(_row_norms, key, grams).flatten(-3, -2))
     none = rows + columns == 0
     return torch.where(none, 0.0, (rows - columns) / torch.where(none, 1.0, rows + columns))
 
@@ -109,13 +112,13 @@ def _row_norms(factor: Tensor, grams: Tensor) -> Tensor:
     return torch.stack(norms).clamp(min=0).sqrt()
 
 
-def _outstanding(norms: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
+def _sum_outstanding(norms: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
     """Sum the norms that exceed mean + 2 sd (unbiased), strictly, as defined by Saponati et al."""
     border = norms.mean(-1, keepdim=True) + 2 * norms.std(-1, keepdim=True)
     return torch.where(norms > border, norms, 0.0).sum(-1)
 
 
-def _over_distances(
+def _divide_over_distances(
     crossed: Float[Tensor, "*batch positions"], squared: Float[Tensor, "*batch positions"]
 ) -> Float[Tensor, "*batch"]:
     """Return the ratio of both sums over all |Δ| < positions: every distance except 0 counts twice."""
@@ -135,7 +138,7 @@ def _average_blocks(rotation: Rotation, gram: Float[Tensor, "columns columns"]) 
     """Average the Gram matrix of all heads' stacked factors over rotations, applying the same rotation to each head."""
     heads = len(gram) // rotation.size
     blocks = gram.reshape(heads, rotation.size, heads, rotation.size).transpose(1, 2)
-    return averaged(rotation, blocks).transpose(1, 2).reshape(gram.shape)
+    return average_rotations(rotation, blocks).transpose(1, 2).reshape(gram.shape)
 
 
 def _concatenate(factor: Float[Tensor, "heads d_model head_dim"]) -> Float[Tensor, "d_model columns"]:
@@ -143,7 +146,7 @@ def _concatenate(factor: Float[Tensor, "heads d_model head_dim"]) -> Float[Tenso
     return factor.double().mT.flatten(0, 1).mT  # a view: the weights' rows are stored head after head
 
 
-def _gram_trace(factor: Float[Tensor, "d_model columns"]) -> Float[Tensor, "columns columns"]:
+def _gram_by_panels(factor: Float[Tensor, "d_model columns"]) -> Float[Tensor, "columns columns"]:
     """Return AᵀA, computing only the blocks on and above the diagonal and mirroring them."""
     gram, size = factor.new_empty(factor.shape[1], factor.shape[1]), max(1, -(-factor.shape[1] // PANELS))
     for start in range(0, len(gram), size):
@@ -163,12 +166,8 @@ def _block_traces(
     size = rotation.size
     heads = len(left) // size
     x, y = (gram.reshape(heads, size, heads, size) for gram in (left, right))
-    rows = [traces(rotation, x[row].transpose(0, 1), y[:, :, row]) for row in range(heads)]
+    rows = [rotation_traces(rotation, x[row].transpose(0, 1), y[:, :, row]) for row in range(heads)]
     return torch.stack(rows).sum(0)
-
-
-LARGEST_CONDITION = 1e5
-"""Condition above which the Cholesky factor of a Gram matrix is not used, because its error grows with the square."""
 
 
 def cholesky_root(
@@ -186,25 +185,25 @@ def cholesky_root(
 def factor_root(factor: Float[Tensor, "some n size"]) -> Float[Tensor, "some size size"]:
     """Return R of the QR of A = U R, padded with rows of zeros if A has fewer rows than columns."""
     upper: Tensor = torch.linalg.qr(factor.double(), mode="r").R
-    return torch.nn.functional.pad(upper, (0, 0, 0, upper.shape[-1] - upper.shape[-2]))
+    return pad(upper, (0, 0, 0, upper.shape[-1] - upper.shape[-2]))
 
 
 def eigenvalue_root(gram: Float[Tensor, "some size size"]) -> Float[Tensor, "some size size"]:
     """Return R by eigenvalues; those up to eps · size · largest, possibly negative by rounding, count as zero.
 
-    For an ill-conditioned B whose factor A is too long for QR. Values of R below 1e-8 of the largest are rounding.
+    For an ill-conditioned Gram matrix whose factor is too long for QR. Values of R below 1e-8 (√eps) of the largest are
+    rounding.
     """
     values, vectors = torch.linalg.eigh(gram)
     border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]
-    # Strict: a zero matrix has border 0 and keeps nothing.
-    kept = torch.where(values > border, values, 0.0).sqrt()
-    root: Tensor = kept[..., None] * vectors.mT
+    # Strict: a zero matrix has border 0, and none of its values counts.
+    root: Tensor = torch.where(values > border, values, 0.0).sqrt()[..., None] * vectors.mT
     return root
 
 
 # Sums over positions are quadratic in the rotation R. R does not mix different pairs of coordinates, so the sums follow
 # from products of cos and sin of two pairs: of the order of head_dim² at each position, not head_dim³.
-def averaged(
+def average_rotations(
     rotation: Rotation, matrix: Float[Tensor, "*batch head_dim head_dim"]
 ) -> Float[Tensor, "*batch head_dim head_dim"]:
     """Return mean_i R(i)ᵀ X R(i).
@@ -215,15 +214,15 @@ def averaged(
     order, angles = _order(rotation), _angles(rotation)
     waves = torch.polar(torch.ones_like(angles), angles)
     first, mixed, back_mixed, second = _blocks(matrix, order)
-    against = torch.complex(first + second, back_mixed - mixed) * (waves.T @ waves.conj() / (2 * len(angles)))
-    along = torch.complex(first - second, -mixed - back_mixed) * (waves.T @ waves / (2 * len(angles))).conj()
-    total, difference = against + along, against - along
+    difference_part = torch.complex(first + second, back_mixed - mixed) * (waves.T @ waves.conj() / (2 * len(angles)))
+    sum_part = torch.complex(first - second, -mixed - back_mixed) * (waves.T @ waves / (2 * len(angles))).conj()
+    total, difference = difference_part + sum_part, difference_part - sum_part
     upper = torch.cat((total.real, -total.imag), -1)
     mean = torch.cat((upper, torch.cat((difference.imag, difference.real), -1)), -2)
     return _index(mean, order.argsort()[: rotation.size])
 
 
-def traces(
+def rotation_traces(
     rotation: Rotation,
     left: Float[Tensor, "*batch terms head_dim head_dim"],
     right: Float[Tensor, "*batch terms head_dim head_dim"],
@@ -246,10 +245,10 @@ def _order(rotation: Rotation) -> Int[Tensor, " even"]:
 
     Unrotated coordinates are paired too; if their number is odd, a coordinate of zeros completes the last pair.
     """
-    turning = rotation.pairs.flatten()
-    still = torch.ones(rotation.size + rotation.size % 2, dtype=torch.bool, device=turning.device)
-    still[turning] = False
-    return torch.cat((rotation.pairs, still.nonzero().reshape(-1, 2))).T.flatten()
+    rotated = rotation.pairs.flatten()
+    unrotated = torch.ones(rotation.size + rotation.size % 2, dtype=torch.bool, device=rotated.device)
+    unrotated[rotated] = False
+    return torch.cat((rotation.pairs, unrotated.nonzero().reshape(-1, 2))).T.flatten()
 
 
 def _angles(rotation: Rotation) -> Float[Tensor, "positions half"]:
@@ -290,13 +289,13 @@ class Form:
     @property
     def query_gram(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
         """G_Q = W_QᵀW_Q."""
-        return self._shared("query_gram", lambda: _gram(self.query_key.query))
+        return self._compute_once("query_gram", lambda: _gram(self.query_key.query))
 
     @property
     def key_gram(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
         """G_K = W_KᵀW_K of each head's key head, computed once per key head."""
         key_of = list(self.query_key.key_of)
-        return self._shared("key_gram", lambda: _gram(self.query_key.key)[..., key_of, :, :])
+        return self._compute_once("key_gram", lambda: _gram(self.query_key.key)[..., key_of, :, :])
 
     @cached_property
     def cross(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
@@ -305,8 +304,9 @@ class Form:
         if self.group is None:
             return over_heads(_inner, self.query_key.paired_key.double(), query)
         *lead, heads, rows, size = query.shape
-        beside = query.mT.reshape(*lead, heads // self.group, self.group * size, rows).mT
-        crossed = over_heads(_inner, self.query_key.key.double(), beside)
+        # The query heads of one key head, side by side: one product per key head.
+        grouped = query.mT.reshape(*lead, heads // self.group, self.group * size, rows).mT
+        crossed = over_heads(_inner, self.query_key.key.double(), grouped)
         return crossed.reshape(*crossed.shape[:-1], self.group, size).movedim(-2, -3).flatten(-4, -3)
 
     @property
@@ -319,17 +319,17 @@ class Form:
     @property
     def query_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
         """Gram matrix of the stacked [W_Q R(i)]_i over the number of positions; G_Q without rotation."""
-        return self._shared("query_mean", lambda: self._averaged(self.query_gram))
+        return self._compute_once("query_mean", lambda: self._average(self.query_gram))
 
     @property
     def key_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
         """Gram matrix of the stacked [W_K R(i)]_i over the number of positions; G_K without rotation."""
-        return self._shared("key_mean", lambda: self._averaged(self.key_gram))
+        return self._compute_once("key_mean", lambda: self._average(self.key_gram))
 
     @cached_property
     def cross_mean(self) -> Float[Tensor, "*batch heads head_dim head_dim"]:
         """C averaged over rotations, for self-attention; C without rotation."""
-        return self._averaged(self.cross)
+        return self._average(self.cross)
 
     @cached_property
     def distance_traces(
@@ -343,7 +343,7 @@ class Form:
         if self.rotation is None:
             return (cross * cross.mT).sum((-2, -1))[..., None], (query * key).sum((-2, -1))[..., None]
         query, key, cross = (gram.unsqueeze(-3) for gram in (query, key, cross))
-        return traces(self.rotation, cross, cross), traces(self.rotation, query, key)
+        return rotation_traces(self.rotation, cross, cross), rotation_traces(self.rotation, query, key)
 
     @property
     def norm(self) -> Float[Tensor, "*batch heads"]:
@@ -358,11 +358,9 @@ class Form:
         values = over_heads(_singular_values, query, key)
         bad = values[..., 0].isnan()
         if bad.any():
-            roots = (
-                self._root(bad, query[bad], self.query_key.query),
-                self._root(bad, key[bad], self.query_key.paired_key),
-            )
-            values[bad] = over_heads(_core_singular_values, *roots)
+            query_root = self._root(bad, query[bad], self.query_key.query)
+            key_root = self._root(bad, key[bad], self.query_key.paired_key)
+            values[bad] = over_heads(_core_singular_values, query_root, key_root)
         return values * abs(self.query_key.scale)
 
     @cached_property
@@ -399,15 +397,15 @@ class Form:
         eigenvalues = over_heads(torch.linalg.eigvals, self.cross_mean)
         return eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)
 
-    def _shared(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+    def _compute_once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         """Compute a value once per QueryKey, for all analyzers."""
         shared = self.query_key.shared
         if name not in shared:
             shared[name] = compute()
         return shared[name]
 
-    def _averaged(self, gram: Tensor) -> Tensor:
-        return gram if self.rotation is None else averaged(self.rotation, gram)
+    def _average(self, gram: Tensor) -> Tensor:
+        return gram if self.rotation is None else average_rotations(self.rotation, gram)
 
     def _root(
         self, where: Bool[Tensor, "*batch heads"], gram: Float[Tensor, "some size size"], *factors: Tensor
@@ -433,24 +431,24 @@ def _joint(query: Tensor, key: Tensor, cross: Tensor) -> Tensor:
 
 def _singular_values(query: Tensor, key: Tensor) -> Tensor:
     """Return σ(R_Q R_Kᵀ) by Cholesky roots; NaN if a Gram matrix is ill-conditioned."""
-    (query, good_query), (key, good_key) = cholesky_root(query), cholesky_root(key)
-    return torch.where((good_query & good_key)[:, None], _core_singular_values(query, key), torch.nan)
+    (query_root, good_query), (key_root, good_key) = cholesky_root(query), cholesky_root(key)
+    return torch.where((good_query & good_key)[:, None], _core_singular_values(query_root, key_root), torch.nan)
 
 
-def _core_singular_values(query: Tensor, key: Tensor) -> Tensor:
-    values: Tensor = torch.linalg.svdvals(query @ key.mT)
+def _core_singular_values(query_root: Tensor, key_root: Tensor) -> Tensor:
+    values: Tensor = torch.linalg.svdvals(query_root @ key_root.mT)
     return values
 
 
 def _symmetric_eigenvalues(query: Tensor, key: Tensor, cross: Tensor) -> Tensor:
     """Return the eigenvalues of S/s by a Cholesky root; NaN if the joint Gram matrix is ill-conditioned."""
-    both, good = cholesky_root(_joint(query, key, cross))
-    return torch.where(good[:, None], _core_symmetric_eigenvalues(both), torch.nan)
+    joint_root, good = cholesky_root(_joint(query, key, cross))
+    return torch.where(good[:, None], _core_symmetric_eigenvalues(joint_root), torch.nan)
 
 
-def _core_symmetric_eigenvalues(both: Tensor) -> Tensor:
-    size = both.shape[-1] // 2
-    core = both[..., :size] @ both[..., size:].mT
+def _core_symmetric_eigenvalues(joint_root: Tensor) -> Tensor:
+    size = joint_root.shape[-1] // 2
+    core = joint_root[..., :size] @ joint_root[..., size:].mT
     values: Tensor = torch.linalg.eigvalsh((core + core.mT) / 2)
     return values
 
@@ -466,13 +464,13 @@ def change(query_key: QueryKey, base: QueryKey) -> tuple[Float[Tensor, "*batch h
     # ‖M‖_F = s·√tr(G_Q G_K) at equal positions
     query, key = base.query.double(), base.paired_key.double()
     squared = ((query.mT @ query) * (key.mT @ key)).sum((-2, -1))
-    norm = squared.clamp(min=0).sqrt() * abs(base.scale)
-    size = values.square().sum(-1).sqrt()
-    most = max(query_key.query.shape[-2], query_key.key.shape[-2])
-    border = torch.finfo(torch.float32).eps * most * torch.maximum(norm, size)
+    norm = squared.clamp(min=0).sqrt() * abs(base.scale)  # rounding can leave the square of 0 below 0
+    difference = values.square().sum(-1).sqrt()
+    rows = max(query_key.query.shape[-2], query_key.key.shape[-2])
+    border = torch.finfo(torch.float32).eps * rows * torch.maximum(norm, difference)
     # Strict: if nothing changed, no σ is above the border; if M and ΔM are 0, the border is 0.
     rank = (values > border[..., None]).sum(-1).to(values)
-    return size / norm, rank.masked_fill(norm == 0, torch.nan)
+    return difference / norm, rank.masked_fill(norm == 0, torch.nan)
 
 
 def _difference_singular_values(query_key: QueryKey, base: QueryKey) -> Float[Tensor, "*batch heads twice"]:
@@ -498,33 +496,33 @@ def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_
 
 
 def largest_angle(
-    one: Float[Tensor, "*batch n head_dim"], other: Float[Tensor, "*batch n head_dim"]
+    first: Float[Tensor, "*batch n head_dim"], second: Float[Tensor, "*batch n head_dim"]
 ) -> Float[Tensor, "*batch"]:
     """Return the largest principal angle between two column spaces, in degrees, in [0, 90].
 
     asin ‖(I − U Uᵀ)V‖₂ for orthonormal bases U and V, exact for small angles (Björck & Golub 1973). Directions with a
     singular value within rounding, eps · n · σ₁, do not count. 90 if the ranks differ, NaN if both are 0.
     """
-    return over_heads(_subspace_angles, one.double(), other.double())
+    return over_heads(_largest_angles, first.double(), second.double())
 
 
-def _subspace_angles(one: Tensor, other: Tensor) -> Tensor:
-    return torch.stack([_angle(*pair) for pair in zip(one, other, strict=True)])
+def _largest_angles(first: Tensor, second: Tensor) -> Tensor:
+    angles = []
+    for factors in zip(first, second, strict=True):
+        U, V = (_column_basis(factor) for factor in factors)
+        if U.shape != V.shape:
+            angles.append(first.new_tensor(90.0))
+        elif not U.shape[1]:
+            angles.append(first.new_tensor(torch.nan))
+        else:
+            sine: Tensor = torch.linalg.matrix_norm(V - U @ (U.mT @ V), ord=2)
+            angles.append(sine.clamp(max=1).asin().rad2deg())  # rounding can leave a sine above 1
+    return torch.stack(angles)
 
 
-def _angle(one: Tensor, other: Tensor) -> Tensor:
-    first, second = _basis(one), _basis(other)
-    if first.shape != second.shape:
-        return one.new_tensor(90.0)
-    if not first.shape[1]:
-        return one.new_tensor(torch.nan)
-    sine: Tensor = torch.linalg.matrix_norm(second - first @ (first.mT @ second), ord=2)
-    return sine.clamp(max=1).asin().rad2deg()
-
-
-def _basis(factor: Tensor) -> Tensor:
+def _column_basis(factor: Tensor) -> Tensor:
     """Return orthonormal columns that span the column space of the factor."""
     left, values, _ = torch.linalg.svd(factor, full_matrices=False)
     # Strict: a zero factor spans nothing.
-    kept: Tensor = left[:, values > torch.finfo(values.dtype).eps * max(factor.shape) * values[0]]
-    return kept
+    basis: Tensor = left[:, values > torch.finfo(values.dtype).eps * max(factor.shape) * values[0]]
+    return basis

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,9 +22,15 @@ if TYPE_CHECKING:
     from attnlens.records import QueryKey
 
 
-STEPS = 20  # steps of each iteration; three times as many find up to a sixth fewer features on demo
-RIDGE, BOUND = 1e-9, 3.0
-"""Regularisation of Newton's equations per query, and the bound on each entry of a Newton step."""
+EPS = torch.finfo(torch.float64).eps
+STEPS = 20
+"""Steps of each iteration; three times as many find up to a sixth fewer features on demo."""
+RIDGE = 1e-9
+"""Regularisation of Newton's equations per query: adding a constant to b changes nothing, so that they are singular."""
+BOUND = 3.0
+"""Bound on each entry of a Newton step: where a weight is 1, b is unbounded and Newton's steps diverge."""
+PIECE = 1 << 18
+"""Numbers in one worker's piece: 2 MB of float64 fit in the second-level cache."""
 
 
 def taylor_order(
@@ -40,11 +46,11 @@ def taylor_order(
     Float64 suffices up to N = 64: the alternating sum for x < 0 has an error of e^{|x|}·1e−16 relative to a row's
     largest weight. Where that matters (|x| > 32), even the exact sum is larger than its neighbours until N > e·|x|.
     """
-    score, posed, seen = query_key.content.logits, query_key, _visible(query_key)
+    score, weighting, visible = query_key.content.logits, query_key, _visible_pairs(query_key)
     shift = torch.zeros_like(score[..., :1])
     if centred:
-        score, posed = query_key.logits, replace(query_key, bias=None)
-        shift = score.masked_fill(~seen, 0.0).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
+        score, weighting = query_key.logits, replace(query_key, bias=None)
+        shift = score.masked_fill(~visible, 0.0).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)
     score = score - shift
     term = total = torch.ones_like(score)
     order = torch.full_like(score[..., 0, 0], torch.nan)
@@ -54,7 +60,8 @@ def taylor_order(
             total = total + term
         if n % 2 == 0:
             # Even partial sums are positive; negative values are rounding and set to 0.
-            distance = _error(_attention(total.clamp(min=0), -shift, posed), query_key.attention, seen.sum(-1))
+            approximation = _normalise_kernel(total.clamp(min=0), -shift, weighting)
+            distance = _total_variation(approximation, query_key.attention, visible.sum(-1))
             # NaN compares as false: a head without such queries has no value.
             order = torch.where(order.isnan() & (distance <= error), float(n), order)
         if not bool(order.isnan().any()):
@@ -74,29 +81,27 @@ def feature_rank(query_key: QueryKey, error: float) -> Float[Tensor, "*batch hea
     subspace iteration. The least m is found by bisection. m is an upper bound: the least rank under a mask has no
     closed form. NaN if no query sees two keys.
     """
-    visible = _visible(query_key)
-    return over_heads(partial(_ranks, error), query_key.attention, visible.double())[..., 0]
+
+    def ranks(attention: Tensor, visible: Tensor) -> Tensor:
+        numbers = [_bisect_rank(*head, error) for head in zip(attention, visible, strict=True)]
+        return attention.new_tensor(numbers)[:, None]
+
+    return over_heads(ranks, query_key.attention, _visible_pairs(query_key).double())[..., 0]
 
 
-def _ranks(error: float, attention: Float[Tensor, "some n m"], visible: Float[Tensor, "some n m"]) -> Tensor:
-    """Return the rank of each head, as (some, 1)."""
-    ranks = [_rank(each, seen, error) for each, seen in zip(attention, visible, strict=True)]
-    return attention.new_tensor(ranks)[:, None]
-
-
-def _rank(attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"], error: float) -> float:
-    """Find the least m by bisection between 1 and full rank."""
+def _bisect_rank(attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"], error: float) -> float:
+    """Find the least m of one head by bisection between 1 and full rank."""
     if not bool((visible.sum(-1) >= 2).any()):
         return torch.nan
-    alone = _fit_by_key(attention, visible)
-    if _apart(alone, attention, visible) <= error:
+    by_key = _fit_by_key(attention, visible)
+    if _kernel_error(by_key, attention, visible) <= error:
         return 1.0
-    start = torch.where(visible > 0, attention, alone)
+    start = torch.where(visible > 0, attention, by_key)
     directions = torch.linalg.svd(start, full_matrices=False).Vh.mT
     low, high = 1, min(attention.shape)
     while high - low > 1:
         middle = (low + high) // 2
-        fits = _fits(attention, visible, start, directions[:, :middle], error)
+        fits = _can_fit(attention, visible, start, directions[:, :middle], error)
         low, high = (low, middle) if fits else (middle, high)
     return float(high)
 
@@ -104,7 +109,7 @@ def _rank(attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"], error:
 def _fit_by_key(attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
     """Return e^{b_j}/Σ_{j seen by i} e^{b_j} at all pairs, times i's total attention; b maximises the likelihood.
 
-    Newton's method maximises Σ_ij p_ij log p̂_ij, concave in b. Steps are bounded: for weights of 1 b is unbounded.
+    Newton's method maximises Σ_ij p_ij log p̂_ij, concave in b.
     """
     hidden, totals = visible == 0, attention.sum(-1, keepdim=True)
     scores = attention.new_zeros(attention.shape[-1])
@@ -119,7 +124,7 @@ def _fit_by_key(attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"]) 
     return totals * (scores - total).clamp(max=0).exp()
 
 
-def _fits(
+def _can_fit(
     attention: Float[Tensor, "n m"],
     visible: Float[Tensor, "n m"],
     start: Float[Tensor, "n m"],
@@ -132,68 +137,71 @@ def _fits(
         basis = torch.linalg.qr(filled @ directions).Q
         directions = filled.mT @ basis
         low_rank = basis @ directions.mT
-        if _apart(low_rank, attention, visible) <= error:
+        if _kernel_error(low_rank, attention, visible) <= error:
             return True
         filled = torch.where(visible > 0, attention, low_rank)
     return False
 
 
-def _apart(kernel: Float[Tensor, "n m"], attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"]) -> float:
+def _kernel_error(
+    kernel: Float[Tensor, "n m"], attention: Float[Tensor, "n m"], visible: Float[Tensor, "n m"]
+) -> float:
     """Return the error of a kernel whose rows are scaled like attention, with the sink's weight as in attention."""
-    shown = kernel * visible
-    total = shown.sum(-1, keepdim=True) + (1 - attention.sum(-1, keepdim=True)).clamp(min=0)
-    return float(_error(shown / torch.where(total > 0, total, torch.nan), attention, visible.sum(-1)))
+    weights = kernel * visible
+    total = weights.sum(-1, keepdim=True) + (1 - attention.sum(-1, keepdim=True)).clamp(min=0)
+    return float(_total_variation(weights / torch.where(total > 0, total, torch.nan), attention, visible.sum(-1)))
 
 
 def gaussian_like(query_key: QueryKey, seed: int = 0) -> QueryKey:
     """Draw independent normal queries and keys with the mean and covariance of the head's own over the tokens."""
     generator = torch.Generator().manual_seed(seed)
-    query, key = (_normal(side.double(), generator) for side in (query_key.query, query_key.paired_key))
+    query, key = (_draw_normal(side.double(), generator) for side in (query_key.query, query_key.paired_key))
     return replace(query_key, query=query, key=key, key_of=tuple(range(len(query_key.heads))), value=None)
 
 
-def _normal(
+def _draw_normal(
     side: Float[Tensor, "*batch heads n head_dim"], generator: torch.Generator
 ) -> Float[Tensor, "*batch heads n head_dim"]:
     """Return mean + G(X − mean)/√n, with one standard normal G for all heads and windows of n tokens."""
     n = side.shape[-2]
     mixing = torch.randn(n, n, generator=generator, dtype=torch.float64).to(side.device)
     mean = side.mean(-2, keepdim=True)
-    drawn: Tensor = mean + mixing @ (side - mean) / n**0.5
-    return drawn
+    sample: Tensor = mean + mixing @ (side - mean) / n**0.5
+    return sample
 
 
-def _visible(query_key: QueryKey) -> Bool[Tensor, "*batch heads n m"]:
+def _visible_pairs(query_key: QueryKey) -> Bool[Tensor, "*batch heads n m"]:
     if query_key.allowed is None:
         return torch.ones_like(query_key.logits, dtype=torch.bool)
     return query_key.allowed.expand_as(query_key.logits)
 
 
-def _attention(
+def _normalise_kernel(
     kernel: Float[Tensor, "*batch heads n m"], unit: Float[Tensor, "*batch heads n 1"], query_key: QueryKey
 ) -> Float[Tensor, "*batch heads n m"]:
     """Return k_ij e^{b_ij}/(Σ_j k_ij e^{b_ij} + e^{sink}) over the keys that i sees, if kernel_ij = e^unit_i · k_ij.
 
     NaN in rows whose sum is not positive.
     """
-    weights = kernel.masked_fill(~_visible(query_key), 0.0)
+    hidden = ~_visible_pairs(query_key)
+    weights = kernel.masked_fill(hidden, 0.0)
     if query_key.bias is not None:
-        bias = query_key.bias.double().expand_as(kernel).masked_fill(~_visible(query_key), -torch.inf)
-        most = bias.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
-        weights, unit = weights * (bias - most).exp(), unit - most
+        bias = query_key.bias.double().expand_as(kernel).masked_fill(hidden, -torch.inf)
+        largest = bias.amax(-1, keepdim=True).nan_to_num(neginf=0.0)  # divided out, so that no weight overflows
+        weights, unit = weights * (bias - largest).exp(), unit - largest
     total = weights.sum(-1, keepdim=True)
     if query_key.sinks is not None:
         total = total + (query_key.sinks.double()[:, None, None] + unit).exp()
-    found: Tensor = weights / torch.where(total > 0, total, torch.nan)
-    return found
+    normalised: Tensor = weights / torch.where(total > 0, total, torch.nan)
+    return normalised
 
 
-def _error(
-    found: Float[Tensor, "*batch n m"], attention: Float[Tensor, "*batch n m"], seen: Tensor
+def _total_variation(
+    approximation: Float[Tensor, "*batch n m"], attention: Float[Tensor, "*batch n m"], keys: Tensor
 ) -> Float[Tensor, "*batch"]:
     """Average total variation, sinks included, 1 for NaN rows, over queries with two keys or more; NaN without any."""
-    distance = (found - attention).abs().sum(-1) + (found.sum(-1) - attention.sum(-1)).abs()
-    chooses = seen >= 2
+    distance = (approximation - attention).abs().sum(-1) + (approximation.sum(-1) - attention.sum(-1)).abs()
+    chooses = keys >= 2
     mean: Tensor = torch.where(chooses, (distance / 2).clamp(max=1).nan_to_num(nan=1.0), 0.0).sum(-1) / chooses.sum(-1)
     return mean
 
@@ -201,7 +209,7 @@ def _error(
 Step = tuple[int, int]  # index of a key head over all sites, and its next smaller rank
 
 
-def nested(costs: Float[Tensor, "kv_heads ranks"]) -> list[Step]:
+def nested_steps(costs: Float[Tensor, "kv_heads ranks"]) -> list[Step]:
     """Return the steps from all directions to none, cheapest per direction first, so that successive plans are nested.
 
     Each head follows the lower convex hull of its costs, on which no step costs less per direction than the one before
@@ -213,9 +221,10 @@ def nested(costs: Float[Tensor, "kv_heads ranks"]) -> list[Step]:
         cost = [c for c in row if math.isfinite(c)]
         hull: list[int] = []  # ranks on the lower convex hull, ascending
         for rank in range(len(cost)):
-            while len(hull) > 1 and (cost[hull[-1]] - cost[hull[-2]]) * (rank - hull[-2]) >= (
-                cost[rank] - cost[hull[-2]]
-            ) * (hull[-1] - hull[-2]):
+            while len(hull) > 1:
+                first, middle = hull[-2:]
+                if (cost[middle] - cost[first]) * (rank - first) < (cost[rank] - cost[first]) * (middle - first):
+                    break  # the middle lies strictly below the line from the first to this rank
                 hull.pop()
             hull.append(rank)
         for low, high in reversed(list(pairwise(hull))):
@@ -225,8 +234,6 @@ def nested(costs: Float[Tensor, "kv_heads ranks"]) -> list[Step]:
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-PIECE = 1 << 18  # numbers in one worker's piece: 2 MB of float64 fit in the second-level cache
 
 
 def over_heads(function: Callable[..., Tensor], *stacks: Tensor, workers: int | None = None) -> Tensor:
@@ -239,13 +246,13 @@ def over_heads(function: Callable[..., Tensor], *stacks: Tensor, workers: int | 
     lead = stacks[0].shape[:-2]
     flat = [stack.reshape(-1, *stack.shape[-2:]) for stack in stacks]
     if flat[0].is_cpu and len(flat[0]) > 0:
-        result = torch.cat(_in_pool(function, flat, workers or torch.get_num_threads()))
+        result = torch.cat(_map_pieces(function, flat, workers or torch.get_num_threads()))
     else:
         result = function(*flat)
     return result.reshape(*lead, *result.shape[1:])
 
 
-def in_pool(function: Callable[[Item], Result], items: Sequence[Item], workers: int | None = None) -> list[Result]:
+def map_in_pool(function: Callable[[Item], Result], items: Sequence[Item], workers: int | None = None) -> list[Result]:
     """Apply `function` to every item, in order, in the same pool of threads with a single BLAS thread each.
 
     numpy's BLAS has no per-thread setting, so it is limited to one thread in the whole process meanwhile.
@@ -258,7 +265,8 @@ def in_pool(function: Callable[[Item], Result], items: Sequence[Item], workers: 
         torch.set_num_threads(threads)
 
 
-def _in_pool(function: Callable[..., Tensor], stacks: list[Tensor], workers: int) -> list[Tensor]:
+def _map_pieces(function: Callable[..., Tensor], stacks: list[Tensor], workers: int) -> list[Tensor]:
+    """Apply `function` to pieces of the stacks in order: at most PIECE numbers each, and one or more per worker."""
     largest = max(stack[0].numel() for stack in stacks)
     step = max(1, min(PIECE // max(largest, 1), -(-len(stacks[0]) // workers)))
     pieces = zip(*(torch.split(stack, step) for stack in stacks), strict=True)
@@ -304,9 +312,6 @@ def one_thread() -> Iterator[None]:
 os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked process inherits the pool without its threads
 
 
-EPS = torch.finfo(torch.float64).eps
-
-
 def singular_values(matrix: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch least"]:
     """Return σ of dense matrices, descending, min(n, m) of them."""
     return over_heads(torch.linalg.svdvals, matrix)
@@ -320,8 +325,8 @@ def product_singular_values(
 
 
 def _product_core(left: Tensor, right: Tensor) -> Tensor:
-    upper = (torch.linalg.qr(factor.double(), mode="r").R for factor in (left, right))
-    values: Tensor = torch.linalg.svdvals(next(upper) @ next(upper).mT)
+    left_root, right_root = (torch.linalg.qr(factor.double(), mode="r").R for factor in (left, right))
+    values: Tensor = torch.linalg.svdvals(left_root @ right_root.mT)
     return values
 
 
@@ -359,6 +364,6 @@ def decay_rate(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch"]
     above = values > EPS * values.shape[-1] * values[..., :1]
     count = above.sum(-1, keepdim=True)
     index = torch.arange(1, values.shape[-1] + 1, dtype=values.dtype, device=values.device)
-    centred = (index - (count + 1) / 2) * above  # values descend, so the kept ones come first
+    centred = (index - (count + 1) / 2) * above  # values descend, so those above come first
     slope = (centred * torch.where(above, values, 1.0).log()).sum(-1) / centred.square().sum(-1)
     return torch.where(count[..., 0] >= 2, (-slope).clamp(min=0), torch.nan)

@@ -6,13 +6,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from attnlens.maths.linalg.long import TiledMatrix, each_head, interval_mask, is_long, least_rank, tiles
+from attnlens.maths.linalg.long import TiledMatrix, find_intervals, is_long, least_rank, map_heads, split_tiles
 from attnlens.maths.linalg.spectra import over_heads, product_singular_values, rank_at
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from attnlens.records import QueryKey
 
 RIDGE = 1e-10
-"""Added to the unit diagonal of the normal equations, which constant and linear terms in b and c make singular."""
+"""Added to the unit diagonal of the normal equations, which constant and linear terms in b and c make singular: far
+above rounding, so that Cholesky does not fail, and far below the least non-zero eigenvalue."""
 REFINEMENTS = 2
 """Refinement steps that remove the ridge's effect: each leaves RIDGE/λ of it, λ the least non-zero eigenvalue."""
 
@@ -37,14 +38,14 @@ class Solver(NamedTuple):
     def __call__(self, right: Float[Tensor, "some size"]) -> Float[Tensor, "some size"]:
         """Return a solution of N x = g for every row g."""
         goal = (right * self.scale).mT
-        found = torch.cholesky_solve(goal, self.factor)
+        solution = torch.cholesky_solve(goal, self.factor)
         for _ in range(REFINEMENTS):
-            found = found + torch.cholesky_solve(goal - self.matrix @ found, self.factor)
-        return found.mT * self.scale
+            solution = solution + torch.cholesky_solve(goal - self.matrix @ solution, self.factor)
+        return solution.mT * self.scale
 
 
 @dataclass(frozen=True)
-class Even:
+class EvenSolver:
     """Solver for the keys if all pairs are visible: N = n(I − 11ᵀ/m), and g sums to 0."""
 
     queries: int
@@ -55,10 +56,10 @@ class Even:
 
 
 @dataclass(frozen=True)
-class Additive:
+class AdditiveFit:
     """Least-squares fit of b_j + c_{i−j} to row-centred scores on one mask's visible pairs, without row constants."""
 
-    keys: Solver | Even
+    keys: Solver | EvenSolver
     """Solver of the normal equations of b."""
     distances: Solver | None
     """Solver of the normal equations of c after eliminating b; None for cross-attention, which has no distances."""
@@ -67,7 +68,7 @@ class Additive:
     present: Int[Tensor, " some_distances"]
     """Distances that occur among the visible pairs: (j − i) mod (n + m)."""
 
-    def explained(
+    def explained_squares(
         self, by_key: Float[Tensor, "some keys"], by_distance: Float[Tensor, "some every_distance"]
     ) -> Float[Tensor, "some 2"]:
         """Return the sums of squares explained by b, and by c beyond b, from the scores' sums per key and distance."""
@@ -75,63 +76,65 @@ class Additive:
         of_keys = (by_key * b).sum(-1)
         if self.distances is None:
             return torch.stack((of_keys, torch.full_like(of_keys, torch.nan)), -1)
-        left = by_distance[:, self.present] - b @ self.shared
-        return torch.stack((of_keys, (left * self.distances(left)).sum(-1)), -1)
+        beyond_keys = by_distance[:, self.present] - b @ self.shared
+        return torch.stack((of_keys, (beyond_keys * self.distances(beyond_keys)).sum(-1)), -1)
 
 
-def additives(query_key: QueryKey) -> Iterator[tuple[Bool[Tensor, "*batch heads"], Additive]]:
+def fit_masks(query_key: QueryKey) -> Iterator[tuple[Bool[Tensor, "*batch heads"], AdditiveFit]]:
     """Yield the fit of every distinct mask, with a boolean selection of the sequences and heads that use the mask."""
     lead, (n, m) = query_key.query.shape[:-2], query_key.logits.shape[-2:]
     distances, device = query_key.site.part != "cross", query_key.query.device
     if query_key.allowed is None:
-        yield torch.ones(lead, dtype=torch.bool, device=device), _additive(None, n, m, distances, device)
+        yield torch.ones(lead, dtype=torch.bool, device=device), _fit_mask(None, n, m, distances, device)
         return
     masks = query_key.allowed.expand(*lead[:-1], -1, n, m)
     members: dict[bytes | None, list[int]] = defaultdict(list)
     for number, mask in enumerate(masks.reshape(-1, n, m)):
         members[None if bool(mask.all()) else np.packbits(mask.cpu().numpy()).tobytes()].append(number)
     for packed, numbers in members.items():
-        having = torch.zeros(masks.shape[:-2], dtype=torch.bool, device=device)
-        having.view(-1)[numbers] = True
-        yield having.expand(lead), _additive(packed, n, m, distances, device)
+        users = torch.zeros(masks.shape[:-2], dtype=torch.bool, device=device)
+        users.view(-1)[numbers] = True
+        yield users.expand(lead), _fit_mask(packed, n, m, distances, device)
 
 
 # Two entries, because models with sliding windows alternate between two masks. At 2,048 tokens one takes up to 340 MB.
 @lru_cache(maxsize=2)
-def _additive(packed: bytes | None, n: int, m: int, distances: bool, device: torch.device) -> Additive:
+def _fit_mask(packed: bytes | None, n: int, m: int, distances: bool, device: torch.device) -> AdditiveFit:
     """Build the fit for the mask with these packed bits (None: all pairs), n queries and m keys."""
     visible = torch.ones(n, m, dtype=torch.float64, device=device)
     if packed is not None:
         bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), count=n * m)
         visible = torch.from_numpy(bits).to(visible).view(n, m)
-    rooted = visible / visible.sum(-1, keepdim=True).clamp(min=1).sqrt()
-    keys = Even(n) if packed is None else _solver(-rooted.mT @ rooted, visible.sum(0))
+    scaled = visible / visible.sum(-1, keepdim=True).clamp(min=1).sqrt()
+    keys = EvenSolver(n) if packed is None else _build_solver(-scaled.mT @ scaled, visible.sum(0))
     if not distances:
-        return Additive(keys, None, visible[:0].mT, torch.zeros(0, dtype=torch.long, device=device))
-    counts, normal, shared, present = _by_distance(visible, rooted)
+        return AdditiveFit(keys, None, visible[:0].mT, torch.zeros(0, dtype=torch.long, device=device))
+    counts, normal, shared, present = _distance_equations(visible, scaled)
     normal.addmm_(shared.mT, keys(shared.mT).mT, alpha=-1)
-    return Additive(keys, _solver(normal, counts), shared, present)
+    return AdditiveFit(keys, _build_solver(normal, counts), shared, present)
 
 
-def _by_distance(visible: Float[Tensor, "n m"], rooted: Float[Tensor, "n m"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _distance_equations(
+    visible: Float[Tensor, "n m"], scaled: Float[Tensor, "n m"]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the pairs per distance, c's normal equations minus these on the diagonal, the block with b, and `present`.
 
-    `rooted` is the mask over the root of each query's number of keys, which eliminates the row constants.
+    `scaled` is the mask over the root of each query's number of keys, which eliminates the row constants.
     """
     n, m = visible.shape
     queries, keys = (torch.arange(size, device=visible.device) for size in (n, m))
     place = (keys - queries[:, None]) % (n + m)
     present = torch.bincount(place[visible > 0], minlength=n + m).nonzero()[:, 0]
-    by_query = visible.new_zeros(n, n + m).scatter_(1, place, rooted)[:, present]
+    by_query = visible.new_zeros(n, n + m).scatter_(1, place, scaled)[:, present]
     by_key = visible.new_zeros(m, n + m).scatter_(1, place.mT, visible.mT)[:, present]
-    return by_key.sum(0), -by_query.mT @ by_query, by_key - rooted.mT @ by_query, present
+    return by_key.sum(0), -by_query.mT @ by_query, by_key - scaled.mT @ by_query, present
 
 
-def _solver(reduced: Float[Tensor, "size size"], counts: Float[Tensor, " size"]) -> Solver:
-    """Build the solver of the normal equations diag(pairs of each term) + `reduced`; `reduced` is modified in place."""
-    reduced.diagonal().add_(counts)
+def _build_solver(normal: Float[Tensor, "size size"], counts: Float[Tensor, " size"]) -> Solver:
+    """Build the solver of the normal equations diag(pairs of each term) + `normal`; `normal` is modified in place."""
+    normal.diagonal().add_(counts)
     scale = counts.clamp(min=1).rsqrt()
-    matrix = reduced.mul_(scale).mul_(scale[:, None])
+    matrix = normal.mul_(scale).mul_(scale[:, None])
     factor = matrix.clone()
     factor.diagonal().add_(RIDGE)
     return Solver(matrix, torch.linalg.cholesky(factor), scale)
@@ -167,22 +170,23 @@ def visible_shares(query_key: QueryKey) -> VisibleShares:
     The normal equations depend on the mask alone and are factored once per mask; each head adds its sums over keys and
     distances. Long heads are solved by conjugate gradients, and are NaN if their mask has gaps.
     """
-    shares = each_head(query_key, _long_shares) if is_long(query_key) else _shares(query_key)
-    key, distance = shares.clamp(0, 1).unbind(-1)
-    rest = 1 - key if query_key.site.part == "cross" else 1 - key - distance
-    return VisibleShares(key, distance, rest.clamp(min=0))
+    shares = map_heads(_long_shares, query_key) if is_long(query_key) else _shares(query_key)
+    key, distance = shares.clamp(0, 1).unbind(-1)  # rounding can leave a share outside [0, 1]
+    interaction = 1 - key if query_key.site.part == "cross" else 1 - key - distance
+    return VisibleShares(key, distance, interaction.clamp(min=0))
 
 
-def seen(query_key: QueryKey) -> Float[Tensor, "*batch heads n m"]:
+def visible_scores(query_key: QueryKey) -> Float[Tensor, "*batch heads n m"]:
     """Return the visible scores minus the mean of their row, 0 where the mask hides; cached in the QueryKey.
 
     Rounding is set to zero: scores that depend on the query alone give 0.
     """
-    if "seen" not in query_key.shared:
-        scores, centred = _centred(query_key)
-        centred[~_exceeds(torch.linalg.matrix_norm(centred), torch.linalg.matrix_norm(scores), scores.shape[-1])] = 0.0
-        query_key.shared["seen"] = centred
-    return query_key.shared["seen"]
+    if "visible_scores" not in query_key.shared:
+        scores, centred = _centre_scores(query_key)
+        norm, whole = torch.linalg.matrix_norm(centred), torch.linalg.matrix_norm(scores)
+        centred[~_exceeds_rounding(norm, whole, scores.shape[-1])] = 0.0
+        query_key.shared["visible_scores"] = centred
+    return query_key.shared["visible_scores"]
 
 
 def compares_all(query_key: QueryKey) -> Bool[Tensor, "*batch heads"]:
@@ -193,74 +197,69 @@ def compares_all(query_key: QueryKey) -> Bool[Tensor, "*batch heads"]:
     return query_key.allowed.all(-1).all(-1).expand(lead)
 
 
-def seen_rank(query_key: QueryKey, share: float) -> Float[Tensor, "*batch heads"]:
+def visible_rank(query_key: QueryKey, share: float) -> Float[Tensor, "*batch heads"]:
     """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ², σ of the row-centred visible scores; NaN if these are zero.
 
     Bilinear scores of all pairs are s·q(k − k̄)ᵀ and stay factored. All others go through their Gram matrix; if they
     are long, only its leading eigenvalues are computed (`least_rank`).
     """
+
+    def rank(head: QueryKey) -> float:
+        if not _long_sums(head)[0] > 0:
+            return math.nan
+        rows = TiledMatrix(lambda: (_centre_scores(tile)[1][0, 0] for _, tile in split_tiles(head)), head.key.shape[-2])
+        return least_rank(rows, share)
+
     if not (query_key.bilinear and bool(compares_all(query_key).all())):
         if is_long(query_key):
-            return each_head(query_key, partial(_long_rank, share=share))
-        return rank_at(over_heads(_gram_values, seen(query_key)), share)
+            return map_heads(rank, query_key)
+        return rank_at(over_heads(_gram_values, visible_scores(query_key)), share)
     key = query_key.paired_key.double()
     values = abs(query_key.scale) * product_singular_values(query_key.query, key - key.mean(-2, keepdim=True))
-    logits = torch.stack([torch.linalg.matrix_norm(tile.logits) for _, tile in tiles(query_key)]).norm(dim=0)
-    return rank_at(values * _exceeds(values.norm(dim=-1), logits, key.shape[-2])[..., None], share)
+    logits = torch.stack([torch.linalg.matrix_norm(tile.logits) for _, tile in split_tiles(query_key)]).norm(dim=0)
+    return rank_at(values * _exceeds_rounding(values.norm(dim=-1), logits, key.shape[-2])[..., None], share)
 
 
 def _shares(query_key: QueryKey) -> Float[Tensor, "*batch heads 2"]:
     """Return the shares explained by keys, and by distances beyond keys."""
-    scores = seen(query_key)
+    scores = visible_scores(query_key)
     n, m = scores.shape[-2:]
     energy, by_key, by_distance = torch.split(over_heads(_sums, scores), [1, m, n + m], -1)
     explained = scores.new_zeros(*scores.shape[:-2], 2)
-    for having, fit in additives(query_key):
-        explained[having] = fit.explained(by_key[having], by_distance[having])
+    for users, fit in fit_masks(query_key):
+        explained[users] = fit.explained_squares(by_key[users], by_distance[users])
     return torch.where(energy > 0, explained / energy, torch.nan)
 
 
 def _long_shares(head: QueryKey) -> tuple[float, float]:
     """Return the shares explained by keys, and by distances beyond keys, of one long head."""
+    n, m = head.query.shape[-2], head.key.shape[-2]
     all_pairs = torch.ones((), dtype=torch.bool, device=head.query.device)
-    fit = interval_mask((all_pairs if head.allowed is None else head.allowed).expand(1, 1, *_pairs(head))[0, 0])
+    fit = find_intervals((all_pairs if head.allowed is None else head.allowed).expand(1, 1, n, m)[0, 0])
     energy, by_key, by_distance = _long_sums(head)
     if fit is None or not energy > 0:
         return math.nan, math.nan
-    of_keys, beyond = fit.explained(by_key, None if head.site.part == "cross" else by_distance)
-    return of_keys / float(energy), beyond / float(energy)
+    of_keys, beyond_keys = fit.explained_squares(by_key, None if head.site.part == "cross" else by_distance)
+    return of_keys / float(energy), beyond_keys / float(energy)
 
 
 def _long_sums(head: QueryKey) -> tuple[Float[Tensor, ""], Float[Tensor, " m"], Float[Tensor, " distances"]]:
     """Return ‖L‖² of one long head (0 if it is rounding) and its sums per key and per distance j − i from 1 − n on."""
-    n, m = _pairs(head)
+    n, m = head.query.shape[-2], head.key.shape[-2]
     by_key, by_distance = (torch.zeros(size, dtype=torch.float64, device=head.query.device) for size in (m, n + m - 1))
     norms = []
-    for rows, tile in tiles(head):
-        scores, centred = (part[0] for part in _centred(tile))
+    for rows, tile in split_tiles(head):
+        scores, centred = (part[0] for part in _centre_scores(tile))
         norms.append(torch.stack([torch.linalg.matrix_norm(part)[0] for part in (scores, centred)]))
         height, width = centred.shape[-2:]
         by_key[:width] += centred[0].sum(0)
         start = n - rows.stop  # index of the distance between the tile's last query and first key
         by_distance[start : start + height + width - 1] += distance_sums(centred)[0].roll(height - 1)[:-1]
     whole, energy = torch.stack(norms).norm(dim=0)
-    return energy.square() * _exceeds(energy, whole, m), by_key, by_distance
+    return energy.square() * _exceeds_rounding(energy, whole, m), by_key, by_distance
 
 
-def _long_rank(head: QueryKey, share: float) -> float:
-    """Return the rank of the row-centred visible scores of one long head."""
-    if not _long_sums(head)[0] > 0:
-        return math.nan
-    return least_rank(
-        TiledMatrix(lambda: (_centred(tile)[1][0, 0] for _, tile in tiles(head)), head.key.shape[-2]), share
-    )
-
-
-def _pairs(head: QueryKey) -> tuple[int, int]:
-    return head.query.shape[-2], head.key.shape[-2]
-
-
-def _centred(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m"], Float[Tensor, "*batch heads n m"]]:
+def _centre_scores(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m"], Float[Tensor, "*batch heads n m"]]:
     """Return the visible scores, 0 where the mask hides, with and without the mean of their row."""
     logits, allowed = query_key.logits, query_key.allowed
     scores = logits if allowed is None else logits.masked_fill(~allowed, 0.0)
@@ -269,7 +268,9 @@ def _centred(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m"], Fl
     return scores, centred if allowed is None else centred.masked_fill_(~allowed, 0.0)
 
 
-def _exceeds(norm: Float[Tensor, "*batch"], scores: Float[Tensor, "*batch"], keys: int) -> Bool[Tensor, "*batch"]:
+def _exceeds_rounding(
+    norm: Float[Tensor, "*batch"], scores: Float[Tensor, "*batch"], keys: int
+) -> Bool[Tensor, "*batch"]:
     """Return whether a norm exceeds the rounding left by centring the rows of scores with norm `scores`."""
     # Strict: scores that are constant in each row leave at most this norm.
     above: Tensor = norm > torch.finfo(norm.dtype).eps * keys * scores

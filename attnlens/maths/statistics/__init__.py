@@ -1,5 +1,8 @@
 """Standard errors, intervals, nulls and false discovery rates: the uncertainty of measures.
 
+Inputs are tensors with one row per window or head and a `Design`, which says how windows were sampled; outputs are
+tensors, numbers or an `Interval`. Importers: as for `attnlens.maths`.
+
 The studies under `benchmarks/` compare two measures of the same heads by Spearman's ρ with an interval over heads, or
 over whole `groups` of heads such as layers:
 
@@ -7,23 +10,23 @@ over whole `groups` of heads such as layers:
 >>> from attnlens.maths import statistics
 >>> depth = torch.arange(32.0)
 >>> noisy = depth + 4 * torch.randn(32, generator=torch.Generator().manual_seed(0))
->>> found = statistics.rank_correlation(depth, noisy)
->>> 0.8 < found.low < found.value < found.high < 1
+>>> interval = statistics.rank_correlation(depth, noisy)
+>>> 0.8 < interval.low < interval.value < interval.high < 1
 True
 """
 
 from attnlens.maths.statistics.associations import rank_correlation
-from attnlens.maths.statistics.design import Design, Stream, summed
+from attnlens.maths.statistics.design import Design, Stream, count_and_mean
 from attnlens.maths.statistics.intervals import (
     Interval,
-    adjusted,
+    adjust_p_values,
     false_discovery,
-    further,
     gaussian_null,
     median_error,
     null_of_median,
     p_values,
     paired_difference,
+    prediction_bound,
     robust_z,
     standard_error,
     student_interval,

@@ -6,17 +6,18 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from attnlens.lazy import LazyModule
 from attnlens.maths.statistics.design import Design
-from attnlens.maths.statistics.intervals import Interval, tail
+from attnlens.maths.statistics.intervals import Interval, student_over_normal
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+    from numpy import ndarray
     from torch import Tensor
 
 optimize = LazyModule("scipy.optimize")
@@ -28,7 +29,18 @@ LEAST = 1e-5
 """Lower limit on variances, as a share of their median: differences equal by chance must not give certainty."""
 COUNTED = 0.5
 """Share of the degrees of freedom added by other pairs that counts: pairs that share a treatment share noise."""
-FEWEST = 3  # variances needed to estimate how variances are spread; fewer are not moderated
+FEWEST = 3
+"""Variances needed to estimate how variances are spread; fewer are not moderated."""
+NEAR_ONE = 1 - 1e-12
+"""Largest |ρ| passed to artanh, which is infinite at 1: all pairs of a bootstrap sample can be in the same order."""
+PERMUTATIONS = 10_000
+"""Permutations of heads for a p-value."""
+DRAWS = 1000
+"""Bootstrap samples of windows for an interval."""
+SPLITS = 100
+"""Random halvings of the windows."""
+ROUNDING = 1e-9
+"""Rounding by which equal scores of permutations can differ."""
 
 
 @dataclass(frozen=True)
@@ -53,20 +65,23 @@ class Blocks:
 
     def p_values(self) -> list[float]:
         """Return the two-sided p of μ_a = μ_b for each of `pairs_of`; NaN if no pair of its kinds has any spread."""
-        pairs, wide = pairs_of(len(self.values)), self.values.double().numpy()
-        blocks, differences = wide.shape[1], np.array([wide[a] - wide[b] for a, b in pairs])
+        pairs, values = pairs_of(len(self.values)), self.values.double().numpy()
+        blocks, differences = values.shape[1], np.array([values[a] - values[b] for a, b in pairs])
         variances, p_values = differences.var(1, ddof=1), np.full(len(pairs), np.nan)
-        kinds = [tuple(sorted(self.kinds[one] if self.kinds else 0 for one in pair)) for pair in pairs]
-        for kind in set(kinds):
-            members = [at for at, one in enumerate(kinds) if one == kind]
-            others = len({treatment for at in members for treatment in pairs[at]}) - 2
-            moderated, more = _moderated(variances[members], blocks - 1, others, COUNTED)
+        kinds = self.kinds or [0] * len(values)
+        kinds_of_pairs = [tuple(sorted((kinds[a], kinds[b]))) for a, b in pairs]
+        for kinds_of_pair in set(kinds_of_pairs):
+            members = [index for index, each in enumerate(kinds_of_pairs) if each == kinds_of_pair]
+            others = len({treatment for index in members for treatment in pairs[index]}) - 2
+            moderated, prior = _moderate_variances(variances[members], blocks - 1, others, COUNTED)
             score = np.abs(differences[members].mean(1)) / np.sqrt(moderated / blocks)
-            p_values[members] = 2 * stats.t.sf(score, blocks - 1 + more)
+            p_values[members] = 2 * stats.t.sf(score, blocks - 1 + prior)
         return list(map(float, p_values))
 
 
-def _moderated(variances: Any, freedom: int, others: int, counted: float) -> tuple[Any, float]:
+def _moderate_variances(
+    variances: Float[ndarray, " pairs"], freedom: int, others: int, counted: float
+) -> tuple[Float[ndarray, " pairs"], float]:
     """Return (d₀s₀² + d s²)/(d₀ + d) of each s² with d degrees of freedom, and its d₀ (Smyth 2004, Section 6.2).
 
     d₀ and s₀² are those of the scaled χ² that fits the spread of log s². d₀ is at most that of `others` treatments, and
@@ -79,10 +94,11 @@ def _moderated(variances: Any, freedom: int, others: int, counted: float) -> tup
     if len(variances) < FEWEST:
         return variances, 0.0
     logs = np.log(variances) - special.digamma(freedom / 2) + math.log(freedom / 2)
-    beyond, most = logs.var(ddof=1) - special.polygamma(1, freedom / 2), float(freedom * others)
+    excess, most = logs.var(ddof=1) - special.polygamma(1, freedom / 2), float(freedom * others)
     prior = most
-    if beyond > special.polygamma(1, most / 2):
-        prior = 2 * optimize.brentq(lambda half: special.polygamma(1, half) - beyond, 1e-6, most)
+    if excess > special.polygamma(1, most / 2):
+        # The trigamma function decreases from +∞ at 0, so that the root lies between these ends.
+        prior = 2 * optimize.brentq(lambda half: special.polygamma(1, half) - excess, 1e-6, most)
     centre = math.exp(logs.mean() + special.digamma(prior / 2) - math.log(prior / 2))
     prior *= counted
     return (prior * centre + freedom * variances) / (prior + freedom), prior
@@ -94,20 +110,17 @@ def holm(p_values: Sequence[float]) -> list[float]:
     The probability of any false rejection stays below the level that they are compared with. NaN stays NaN and does not
     count in n.
     """
-    order = sorted((at for at, p in enumerate(p_values) if not math.isnan(p)), key=lambda at: p_values[at])
-    adjusted, least = [math.nan] * len(p_values), 0.0
-    for rank, at in enumerate(order):
-        least = max(least, (len(order) - rank) * p_values[at])
-        adjusted[at] = min(1.0, least)
+    order = sorted((index for index, p in enumerate(p_values) if not math.isnan(p)), key=lambda index: p_values[index])
+    adjusted, largest = [math.nan] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, (len(order) - rank) * p_values[index])
+        adjusted[index] = min(1.0, largest)
     return adjusted
 
 
 def pairs_of(count: int) -> list[tuple[int, int]]:
     """Return every pair of `count` indices once."""
     return list(itertools.combinations(range(count), 2))
-
-
-NEAR_ONE = 1 - 1e-12  # largest |ρ| passed to artanh, which is infinite at 1
 
 
 def rank_correlation(
@@ -126,22 +139,19 @@ def rank_correlation(
     """
     present = ~(x + y).isnan()
     x, y = x[present].double(), y[present].double()
-    names = (
-        list(range(len(x))) if groups is None else [g for g, kept in zip(groups, present.tolist(), strict=True) if kept]
-    )
     if len(x) < 4:
         return Interval(math.nan, math.nan, math.nan)
-    design = Design.of(names, over="texts")
-    once = torch.ones(1, len(x), dtype=torch.float64)
-    value = float(_correlations(x, y, once)[0])
+    names = zip(range(len(present)) if groups is None else groups, present.tolist(), strict=True)
+    design = Design.of([name for name, has_both in names if has_both], over="texts")
+    value = float(_correlations(x, y, torch.ones(1, len(x), dtype=torch.float64))[0])
     if math.isnan(value) or design.units < 2:
         return Interval(value, math.nan, math.nan)
-    drawn = _correlations(x, y, design.draws(draws, seed))
-    drawn = drawn[drawn.isfinite()].clamp(-NEAR_ONE, NEAR_ONE).atanh()
+    samples = _correlations(x, y, design.draws(draws, seed))
+    samples = samples[samples.isfinite()].clamp(-NEAR_ONE, NEAR_ONE).atanh()
     centre = math.atanh(max(-NEAR_ONE, min(NEAR_ONE, value)))
-    wider = math.sqrt(design.units / (design.units - 1)) * tail(level, design.units - 1)
-    ends = drawn.quantile(drawn.new_tensor([(1 - level) / 2, (1 + level) / 2])).tolist()
-    low, high = (math.tanh(centre + wider * (end - centre)) for end in ends)
+    widening = math.sqrt(design.units / (design.units - 1)) * student_over_normal(level, design.units - 1)
+    ends = samples.quantile(samples.new_tensor([(1 - level) / 2, (1 + level) / 2])).tolist()
+    low, high = (math.tanh(centre + widening * (end - centre)) for end in ends)
     return Interval(value, low, high)
 
 
@@ -159,73 +169,65 @@ def _correlations(
     return products / ((times * first.square()).sum(1) * (times * second.square()).sum(1)).sqrt()
 
 
-PERMUTATIONS = 10_000
-"""Permutations of heads for a p-value."""
-DRAWS = 1000  # bootstrap samples of windows for an interval
-SPLITS = 100  # random halvings of the windows
-ROUNDING = 1e-9  # rounding by which equal scores of permutations can differ
-
-
-class Tested(NamedTuple):
+class PermutationTests(NamedTuple):
     """Permutation p-values of each measure."""
 
     p_value: Float[Tensor, " measures"]  # two-sided, for this measure alone
     corrected: Float[Tensor, " measures"]  # corrected for the number of measures
 
 
-def ranked(values: Float[Tensor, "*batch heads"]) -> Float[Tensor, "*batch heads"]:
+def rank_values(values: Float[Tensor, "*batch heads"]) -> Float[Tensor, "*batch heads"]:
     """Return ranks along the last axis, ties sharing their mean; a NaN in a row makes the whole row NaN."""
-    from scipy.stats import rankdata
-
-    return torch.from_numpy(np.asarray(rankdata(values.double().numpy(), axis=-1, nan_policy="propagate")))
+    return torch.from_numpy(np.asarray(stats.rankdata(values.double().numpy(), axis=-1, nan_policy="propagate")))
 
 
 def permutation_tests(
     measures: Float[Tensor, "measures heads"], harm: Float[Tensor, " heads"], draws: int = PERMUTATIONS, seed: int = 0
-) -> Tested:
+) -> PermutationTests:
     """Return p = (1 + #{t* ≥ t})/(1 + draws), t = |ρ|√(n − 1), ρ Spearman's over the n heads that have both values.
 
     Heads' harms are permuted once for all measures. `corrected` compares t with the largest t* of any measure (maxT,
     Westfall & Young 1993, section 2.6), which bounds the probability of reporting any unassociated measure. A harm's
     rank is that among all heads. NaN for a measure with fewer than four heads, or a constant one.
     """
-    known = ~harm.isnan()
-    values, ranks = measures.double()[:, known], ranked(harm[known]) if bool(known.any()) else harm[known].double()
-    present = (~values.isnan()).double()
-    count = present.sum(1)
+    has_harm = ~harm.isnan()
+    values, harm = measures.double()[:, has_harm], harm[has_harm].double()
+    ranks = rank_values(harm) if len(harm) else harm
+    present = ~values.isnan()
     centred = torch.zeros_like(values)
-    for row, (value, kept) in enumerate(zip(values, present.bool(), strict=True)):
-        if int(kept.sum()) >= 4:
-            value_ranks = ranked(value[kept])
-            centred[row, kept] = value_ranks - value_ranks.mean()
-    observed = _scores(centred, present, count, ranks[None])[0]
+    for row, (value, heads) in enumerate(zip(values, present, strict=True)):
+        if int(heads.sum()) >= 4:
+            value_ranks = rank_values(value[heads])
+            centred[row, heads] = value_ranks - value_ranks.mean()
+    observed = _permutation_scores(centred, present.double(), ranks[None])[0]
     generator = np.random.default_rng(seed)
     beyond, largest = torch.zeros_like(observed), torch.zeros_like(observed)
     for size in [1000] * (draws // 1000) + [draws % 1000]:
-        drawn = generator.permuted(np.tile(ranks.numpy(), (size, 1)), axis=1)
-        scores = _scores(centred, present, count, torch.from_numpy(drawn))
+        samples = generator.permuted(np.tile(ranks.numpy(), (size, 1)), axis=1)
+        scores = _permutation_scores(centred, present.double(), torch.from_numpy(samples))
         beyond += (scores >= observed - ROUNDING).sum(0)
         most = scores.nan_to_num(nan=0.0).amax(1, keepdim=True) if scores.numel() else scores
         largest += (most >= observed - ROUNDING).sum(0)
-    nothing = observed.isnan()
-    alone, all_ = ((1 + hits) / (1 + draws) for hits in (beyond, largest))
-    return Tested(alone.masked_fill(nothing, math.nan), all_.masked_fill(nothing, math.nan))
+    undefined = observed.isnan()
+    p_value, corrected = (((1 + hits) / (1 + draws)).masked_fill(undefined, math.nan) for hits in (beyond, largest))
+    return PermutationTests(p_value, corrected)
 
 
-def _scores(
+def _permutation_scores(
     centred: Float[Tensor, "measures heads"],
-    there: Float[Tensor, "measures heads"],
-    count: Float[Tensor, " measures"],
+    present: Float[Tensor, "measures heads"],
     ranks: Float[Tensor, "draws heads"],
 ) -> Float[Tensor, "draws measures"]:
     """Return |ρ|√(n − 1) of each measure with each row of ranks; NaN if one side is constant."""
-    spread = ranks.square() @ there.mT - (ranks @ there.mT).square() / count.clamp(min=1)
+    count = present.sum(1)
+    spread = ranks.square() @ present.mT - (ranks @ present.mT).square() / count.clamp(min=1)
+    # Rounding can leave the spread of equal ranks below 0.
     scale = (spread * centred.square().sum(1)).clamp(min=0).sqrt()
-    found = (ranks @ centred.mT).abs() / scale * (count - 1).clamp(min=0).sqrt()
-    return torch.where(scale > ROUNDING, found, torch.nan)
+    scores = (ranks @ centred.mT).abs() / scale * (count - 1).clamp(min=0).sqrt()
+    return torch.where(scale > ROUNDING, scores, torch.nan)
 
 
-def over_windows(
+def windows_interval(
     measure: Float[Tensor, " heads"] | Float[Tensor, "windows heads"],
     harm: Float[Tensor, "windows heads"],
     sizes: Float[Tensor, " windows"],
@@ -244,20 +246,20 @@ def over_windows(
         return Interval(value, math.nan, math.nan)
     times = 1 + (design.draws(draws, seed) - 1) * design.widening
     weight = times * sizes.double()
-    harms = ranked(weight @ harm.double() / weight.sum(1, keepdim=True))
+    harms = rank_values(weight @ harm.double() / weight.sum(1, keepdim=True))
     if measure.dim() == 1:
-        values = ranked(measure.double())[None]
+        values = rank_values(measure.double())[None]
     else:
         present = (~measure.isnan()).double()
-        values = ranked(times @ measure.double().nan_to_num(nan=0.0) / (times @ present))
-    sides = [side - side.mean(1, keepdim=True) for side in (values, harms)]
-    drawn = (sides[0] * sides[1]).sum(1) / (sides[0].square().sum(1) * sides[1].square().sum(1)).sqrt()
-    drawn = drawn[drawn.isfinite()].clamp(-NEAR_ONE, NEAR_ONE).atanh()
-    if len(drawn) < 2:
+        values = rank_values(times @ measure.double().nan_to_num(nan=0.0) / (times @ present))
+    first, second = (side - side.mean(1, keepdim=True) for side in (values, harms))
+    samples = (first * second).sum(1) / (first.square().sum(1) * second.square().sum(1)).sqrt()
+    samples = samples[samples.isfinite()].clamp(-NEAR_ONE, NEAR_ONE).atanh()
+    if len(samples) < 2:
         return Interval(value, math.nan, math.nan)
     centre = math.atanh(max(-NEAR_ONE, min(NEAR_ONE, value)))
-    reach = float(stats.t.ppf(0.975, design.freedom)) * float(drawn.std())
-    return Interval(value, math.tanh(centre - reach), math.tanh(centre + reach))
+    half_width = float(stats.t.ppf(0.975, design.freedom)) * float(samples.std())
+    return Interval(value, math.tanh(centre - half_width), math.tanh(centre + half_width))
 
 
 def split_half(
@@ -278,13 +280,13 @@ def split_half(
         for windows in groups:
             half[windows[torch.randperm(len(windows), generator=generator)[: len(windows) // 2]]] = True
         means = [sizes[part].double() @ harm[part].double() / sizes[part].sum() for part in (half, ~half)]
-        correlations.append(spearman(means[0], means[1]))
-    r = float(np.nanmedian(correlations)) if any(one == one for one in correlations) else math.nan
+        correlations.append(_spearman(means[0], means[1]))
+    r = math.nan if np.isnan(correlations).all() else float(np.nanmedian(correlations))
     return max(0.0, 2 * r / (1 + r)) if r > -1 else 0.0
 
 
-def spearman(x: Float[Tensor, " heads"], y: Float[Tensor, " heads"]) -> float:
+def _spearman(x: Float[Tensor, " heads"], y: Float[Tensor, " heads"]) -> float:
     """Return Spearman's ρ of two sides without NaN; NaN if one is constant."""
-    first, second = (side - side.mean() for side in (ranked(x), ranked(y)))
+    first, second = (side - side.mean() for side in (rank_values(x), rank_values(y)))
     scale = float(first.norm() * second.norm())
     return float(first @ second) / scale if scale > 0 else math.nan

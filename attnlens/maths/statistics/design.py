@@ -30,16 +30,17 @@ class Stream:
 
     def update(self, values: Float[Tensor, "samples ..."]) -> None:
         """Add several samples at once."""
-        self.merge(*summed(values))
+        self.merge(*count_and_mean(values))
 
     def merge(self, count: Float[Tensor, "*shape"], mean: Float[Tensor, "*shape"]) -> None:
         """Add samples given by their count and mean, entry by entry."""
         if not self._started:
             self.count, self._mean, self._started = count, mean, True
             return
-        (n, m), (before, new) = (_same_length(*pair) for pair in ((self.count, count), (self._mean, mean)))
-        self.count = n + m
-        self._mean = before + (new - before) * m / self.count.clamp(min=1)
+        count_before, count = _pad_to_same_length(self.count, count)
+        mean_before, mean = _pad_to_same_length(self._mean, mean)
+        self.count = count_before + count
+        self._mean = mean_before + (mean - mean_before) * count / self.count.clamp(min=1)
 
     @property
     def mean(self) -> Tensor:
@@ -47,7 +48,7 @@ class Stream:
         return torch.where(self.count > 0, self._mean, torch.nan)
 
 
-def summed(values: Float[Tensor, "samples ..."]) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
+def count_and_mean(values: Float[Tensor, "samples ..."]) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
     """Return, entry by entry, the number of samples that are not NaN and their mean (0 if there are none)."""
     values = values.double()
     present = ~values.isnan()
@@ -55,16 +56,16 @@ def summed(values: Float[Tensor, "samples ..."]) -> tuple[Float[Tensor, "*shape"
     return count, torch.where(present, values, 0.0).sum(0) / count.clamp(min=1)
 
 
-def _same_length(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+def _pad_to_same_length(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """Pad both with zeros at the end of their last axis to the longer length."""
     if first.dim() == 0 or first.shape == second.shape:
         return first, second
     steps = max(first.shape[-1], second.shape[-1])
-    both = (torch.nn.functional.pad(part, (0, steps - part.shape[-1])) for part in (first, second))
-    return next(both), next(both)
+    first, second = (torch.nn.functional.pad(part, (0, steps - part.shape[-1])) for part in (first, second))
+    return first, second
 
 
-class Likeness:
+class LinearCKA:
     """Linear CKA ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖) of centred X, Y (Kornblith et al. 2019, Eq. 4), summed over batches."""
 
     def __init__(self, width: int, device: torch.device) -> None:
@@ -113,8 +114,8 @@ class Design:
     def of(cls, names: Sequence[object], over: Literal["windows", "texts"] | None = None) -> Design:
         """Build the design of windows from texts with these names; by default over texts if there are five or more."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        chosen = over or ("texts" if len(numbers) >= FEWEST_TEXTS else "windows")
-        return cls(tuple(numbers[name] for name in names), chosen)
+        over = over or ("texts" if len(numbers) >= FEWEST_TEXTS else "windows")
+        return cls(tuple(numbers[name] for name in names), over)
 
     @classmethod
     def plain(cls, count: int) -> Design:
@@ -137,7 +138,7 @@ class Design:
         return len(set(self.texts)) if self.clustered else self.count
 
     @property
-    def fewest(self) -> int:
+    def exchangeable(self) -> int:
         """Number of exchangeable draws: texts, or the windows of the text with the fewest."""
         return self.units if self.clustered else min(Counter(self.strata).values(), default=0)
 
@@ -150,8 +151,8 @@ class Design:
     @cached_property
     def strata(self) -> tuple[int, ...]:
         """Index of each window's stratum or cluster."""
-        lone = 1 in Counter(self.texts).values()
-        return (0,) * self.count if lone and not self.clustered else self.texts
+        has_single_window = 1 in Counter(self.texts).values()
+        return (0,) * self.count if has_single_window and not self.clustered else self.texts
 
     @cached_property
     def members(self) -> Float[Tensor, "strata windows"]:
@@ -203,10 +204,10 @@ class Design:
             return torch.where(total > 1, squares * total / (total - 1).clamp(min=1), torch.nan)
         counts = times @ self.members.mT
         squares = (times * residuals.square()) @ self.members.mT
-        spread = (squares - sums.square() / counts.clamp(min=1)).clamp(min=0)
-        each = (spread * counts / (counts - 1).clamp(min=1)).sum(-1)
+        spread = (squares - sums.square() / counts.clamp(min=1)).clamp(min=0)  # rounding can leave it below 0
+        variance = (spread * counts / (counts - 1).clamp(min=1)).sum(-1)
         # the spread within a text is unknown from a single window
-        return torch.where((counts == 1).any(-1) | (counts.sum(-1) < 2), torch.nan, each)
+        return torch.where((counts == 1).any(-1) | (counts.sum(-1) < 2), torch.nan, variance)
 
     def weighted_means(
         self,
@@ -235,13 +236,12 @@ class Design:
             sums = in_stratum @ values.mT - mean * in_stratum.sum(-1, keepdim=True)
             spread = squared @ values.square().mT - 2 * mean * (squared @ values.mT)
             spread = spread + mean.square() * squared.sum(-1, keepdim=True) - sums.square() / count.clamp(min=1)
-            each = spread.clamp(min=0) * count / (count - 1).clamp(min=1)
-            variance += torch.where(count == 1, torch.nan, each)
+            in_total = spread.clamp(min=0) * count / (count - 1).clamp(min=1)  # rounding can leave a spread below 0
+            variance += torch.where(count == 1, torch.nan, in_total)
         return mean, torch.where(times.sum(-1, keepdim=True) < 2, torch.nan, variance.sqrt() / total)
 
 
 def _count_picks(picks: Tensor, size: int) -> Float[Tensor, "draws size"]:
     """Count how often each of `size` numbers occurs in each row."""
-    return torch.zeros(len(picks), size, dtype=torch.float64).scatter_add_(
-        1, picks, torch.ones_like(picks, dtype=torch.float64)
-    )
+    counts, ones = torch.zeros(len(picks), size, dtype=torch.float64), torch.ones_like(picks, dtype=torch.float64)
+    return counts.scatter_add_(1, picks, ones)

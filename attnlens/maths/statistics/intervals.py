@@ -23,7 +23,21 @@ stats = LazyModule("scipy.stats")
 
 DRAWN_BYTES = 2**26
 """Bytes of random factors processed at once; those of all draws together exceed a layer of a large model."""
-MEDIAN_DRAWS = 2000  # draws of all heads for the null of a median
+MEDIAN_DRAWS = 2000
+"""Draws of all heads for the null of a median: its sd is then known to 1/√4000, 1.6 %."""
+FEWEST_DRAWS = 8
+"""Draws (windows of each text, or texts) from which an interval is bootstrapped. Below, Student's t describes the tails
+better: a sample that draws one of two windows twice has almost no error of its own."""
+MEDIAN_ERROR_DRAWS = 1000
+"""Bootstrap samples for the standard error of a median, which is then known to 1/√2000, 2.2 %."""
+DRAWS = 20_000
+"""Bootstrap samples for a p-value: among 300 heads the smallest must be below 0.05/300 to be reported."""
+MOST_WINDOWS = 256
+"""Windows above which Student's t is as good: the effect of skewness decreases with √windows."""
+ENOUGH = 50
+"""Samples beyond a unit's own score after which its p-value is known accurately enough (Besag & Clifford 1991)."""
+PIECE = 500
+"""Samples computed at once: after each piece, units with ENOUGH samples beyond their score are left out."""
 
 
 def gaussian_null(
@@ -39,17 +53,17 @@ def gaussian_null(
     generator = np.random.default_rng(seed)  # draws normal numbers in half the time of torch
     size = 8 * (like.query[..., 0, :, :].numel() + like.key[..., 0, :, :].numel())
     at_once = max(1, min(draws, DRAWN_BYTES // size))
-    collected: dict[str, list[Tensor]] = {}
+    parts: dict[str, list[Tensor]] = {}
     for start in range(0, draws, at_once):
-        drawn = _draw_heads(like, min(at_once, draws - start), generator)
+        heads = _draw_heads(like, min(at_once, draws - start), generator)
         for analyzer in analyzers:
-            readings = analyzer.function(drawn)
+            readings = analyzer.function(heads)
             for measure in analyzer.measures:
                 if measure.has_null and not measure.curve and measure.name in readings:
-                    collected.setdefault(measure.name, []).append(readings[measure.name].double())
+                    parts.setdefault(measure.name, []).append(readings[measure.name].double())
     null = {}
-    for name, parts in collected.items():
-        values = torch.cat(parts)
+    for name, values_of_parts in parts.items():
+        values = torch.cat(values_of_parts)
         values = values[~values.isnan()]
         if len(values) > 1:
             null[name] = (float(values.mean()), float(values.std()))
@@ -59,13 +73,14 @@ def gaussian_null(
 def _draw_heads(like: QueryKey, count: int, generator: np.random.Generator) -> QueryKey:
     """Replace the heads by `count` random heads of unit norm."""
 
-    def factor(shape: torch.Size) -> Tensor:
-        drawn = torch.from_numpy(generator.standard_normal((count, *shape[-2:])))
-        drawn /= torch.linalg.matrix_norm(drawn, keepdim=True)
-        return drawn.to(like.query.device)
+    def draw_factor(shape: torch.Size) -> Tensor:
+        factor = torch.from_numpy(generator.standard_normal((count, *shape[-2:])))
+        factor /= torch.linalg.matrix_norm(factor, keepdim=True)
+        return factor.to(like.query.device)
 
     heads = tuple(range(count))
-    return replace(like, query=factor(like.query.shape), key=factor(like.key.shape), heads=heads, key_of=heads)
+    query, key = draw_factor(like.query.shape), draw_factor(like.key.shape)
+    return replace(like, query=query, key=key, heads=heads, key_of=heads)
 
 
 def null_of_median(means: Float[Tensor, " heads"], sds: Float[Tensor, " heads"], seed: int = 0) -> tuple[float, float]:
@@ -74,8 +89,8 @@ def null_of_median(means: Float[Tensor, " heads"], sds: Float[Tensor, " heads"],
     One head's sd does not apply to a median over many: for n equal normals the median's sd is about 1.25 sd/√n.
     """
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(MEDIAN_DRAWS, len(means), generator=generator, dtype=torch.float64)
-    medians = (means.double() + sds.double() * drawn).quantile(0.5, dim=1)
+    normal = torch.randn(MEDIAN_DRAWS, len(means), generator=generator, dtype=torch.float64)
+    medians = (means.double() + sds.double() * normal).quantile(0.5, dim=1)
     return float(medians.mean()), float(medians.std())
 
 
@@ -99,11 +114,6 @@ def robust_z(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     return z_scores(numbers, float(median), 1.4826 * float(deviations.nanquantile(0.5) if len(deviations) else 0.0))
 
 
-FEWEST_DRAWS = 8
-"""Draws (windows of each text, or texts) from which an interval is bootstrapped. Below, Student's t describes the tails
-better: a sample that draws one of two windows twice has almost no error of its own."""
-
-
 class Interval(NamedTuple):
     """A number with the ends of its interval, NaN if there is none."""
 
@@ -116,11 +126,11 @@ def student_interval(value: float, error: float, freedom: int, level: float = 0.
     """Return value ± t·error, t the quantile of Student's distribution with these degrees of freedom."""
     if freedom < 1 or math.isnan(error):
         return Interval(value, math.nan, math.nan)
-    reach = float(stats.t.ppf((1 + level) / 2, freedom)) * error
-    return Interval(value, value - reach, value + reach)
+    half_width = float(stats.t.ppf((1 + level) / 2, freedom)) * error
+    return Interval(value, value - half_width, value + half_width)
 
 
-def further(values: Sequence[float], level: float = 0.95) -> float:
+def prediction_bound(values: Sequence[float], level: float = 0.95) -> float:
     """Return the bound that one more draw stays below with probability `level`, m + t s √(1 + 1/n), t of n − 1 degrees.
 
     The one-sided prediction interval of n normal draws of one population for one further draw (Hahn 1970); NaN for
@@ -128,12 +138,12 @@ def further(values: Sequence[float], level: float = 0.95) -> float:
     """
     if len(values) < 2:
         return math.nan
-    drawn = torch.tensor(values, dtype=torch.float64)
-    reach = float(stats.t.ppf(level, len(values) - 1)) * math.sqrt(1 + 1 / len(values))
-    return float(drawn.mean() + reach * drawn.std())
+    draws = torch.tensor(values, dtype=torch.float64)
+    factor = float(stats.t.ppf(level, len(values) - 1)) * math.sqrt(1 + 1 / len(values))
+    return float(draws.mean() + factor * draws.std())
 
 
-def tail(level: float, freedom: int) -> float:
+def student_over_normal(level: float, freedom: int) -> float:
     """Return the ratio of Student's quantile to the normal one."""
     return float(stats.t.ppf((1 + level) / 2, freedom) / stats.norm.ppf((1 + level) / 2))
 
@@ -160,13 +170,13 @@ def paired_difference(
     (present,) = (~(after - before).isnan()).nonzero(as_tuple=True)
     if not len(present):
         return Interval(math.nan, math.nan, math.nan)
-    sampled = (design or Design.plain(len(before))).select(present.tolist())
+    design = (design or Design.plain(len(before))).select(present.tolist())
     weight = torch.ones(len(present), dtype=torch.float64) if weights is None else weights.cpu()[present.cpu()].double()
     pair = torch.stack((before, after)).cpu()[:, present.cpu()].double()
-    value, error = (float(part) for part in _contrast(pair, weight, torch.ones_like(weight), sampled, of))
-    if sampled.fewest < FEWEST_DRAWS or not error > 0:
-        return student_interval(value, error, sampled.freedom, level)
-    differences, errors = _contrast(pair, weight, sampled.draws(draws, seed), sampled, of)
+    value, error = (float(part) for part in _contrast(pair, weight, torch.ones_like(weight), design, of))
+    if design.exchangeable < FEWEST_DRAWS or not error > 0:
+        return student_interval(value, error, design.freedom, level)
+    differences, errors = _contrast(pair, weight, design.draws(draws, seed), design, of)
     scores = (differences - value) / errors
     scores = scores[scores.isfinite()]
     low, high = scores.quantile(scores.new_tensor([(1 - level) / 2, (1 + level) / 2])).tolist()
@@ -183,22 +193,17 @@ def _contrast(
     """Return the difference for each sample, and its standard error to first order (delta method)."""
     total = (times * weight).sum(-1)
     means = torch.stack([(times * weight * side).sum(-1) / total for side in pair])
-    slopes = torch.ones_like(means)
+    values, slopes = means, torch.ones_like(means)
     if of is not None:
         with torch.enable_grad():
             point = means.detach().requires_grad_()
             (slopes,) = torch.autograd.grad(of(point).sum(), point)
-        means_of = of(means)
-    else:
-        means_of = means
+        values = of(means)
     first, second = (
         slope[..., None] * (side - mean[..., None]) for slope, side, mean in zip(slopes, pair, means, strict=True)
     )
     residuals = weight * (second - first) / total[..., None]
-    return means_of[1] - means_of[0], design.variance(residuals, times).sqrt()
-
-
-MEDIAN_ERROR_DRAWS = 1000  # bootstrap samples for the standard error of a median
+    return values[1] - values[0], design.variance(residuals, times).sqrt()
 
 
 def standard_error(values: Float[Tensor, "windows ..."], design: Design) -> Float[Tensor, "*rest"]:
@@ -235,14 +240,6 @@ def median_error(
     return [float(means[:, list(group)].nanquantile(0.5, dim=1).std()) for group in groups]
 
 
-DRAWS = 20_000
-"""Bootstrap samples for a p-value: among 300 heads the smallest must be below 0.05/300 to be reported."""
-MOST_WINDOWS = 256  # above, Student's t is as good: the effect of skewness decreases with √windows
-ENOUGH = 50
-"""Samples beyond a unit's own score after which its p-value is known accurately enough (Besag & Clifford 1991)."""
-PIECE = 500  # samples computed at once
-
-
 def p_values(
     differences: Float[Tensor, "units windows"], design: Design, weights: Float[Tensor, " windows"], seed: int = 0
 ) -> Float[Tensor, " units"]:
@@ -254,40 +251,40 @@ def p_values(
     if there are too few differences, or if all are equal.
     """
     size = weights.double()
-    whole = differences.double()
-    mean, error = design.weighted_means(whole, size, torch.ones_like(size)[None])
+    differences = differences.double()
+    mean, error = design.weighted_means(differences, size, torch.ones_like(size)[None])
     scores = torch.where(error > 0, mean.abs() / error, torch.nan)[0]
-    centred = whole - mean.mT  # without large means, which would cost digits
-    if design.fewest < FEWEST_DRAWS or design.count > MOST_WINDOWS:
-        return _students(scores, design.freedom)
-    beyond, drawn = torch.zeros_like(scores), torch.zeros_like(scores)
+    centred = differences - mean.mT  # without large means, which would cost digits
+    if design.exchangeable < FEWEST_DRAWS or design.count > MOST_WINDOWS:
+        return _student_p(scores, design.freedom)
+    beyond, samples = torch.zeros_like(scores), torch.zeros_like(scores)
     largest = torch.zeros(len(scores), ENOUGH, dtype=torch.float64)
     for times in torch.split(design.draws(DRAWS, seed), PIECE):
-        going = (beyond < ENOUGH) & ~scores.isnan()
-        if not bool(going.any()):
+        active = (beyond < ENOUGH) & ~scores.isnan()
+        if not bool(active.any()):
             break
-        drawn_means, errors = design.weighted_means(centred[going], size, times)
-        drawn_scores = (drawn_means.abs() / errors).nan_to_num(nan=0.0).mT
-        beyond[going] += (drawn_scores >= scores[going, None]).sum(1)
-        drawn[going] += len(times)
-        largest[going] = torch.cat((largest[going], drawn_scores), 1).topk(ENOUGH).values
-    counted = torch.where(scores.isnan(), torch.nan, (1 + beyond) / (1 + drawn))
-    return torch.where(beyond < ENOUGH, _tail(scores, largest[:, -1], drawn, design.freedom), counted)
+        means, errors = design.weighted_means(centred[active], size, times)
+        sample_scores = (means.abs() / errors).nan_to_num(nan=0.0).mT
+        beyond[active] += (sample_scores >= scores[active, None]).sum(1)
+        samples[active] += len(times)
+        largest[active] = torch.cat((largest[active], sample_scores), 1).topk(ENOUGH).values
+    counted = torch.where(scores.isnan(), torch.nan, (1 + beyond) / (1 + samples))
+    return torch.where(beyond < ENOUGH, _tail_p(scores, largest[:, -1], samples, design.freedom), counted)
 
 
-def _tail(
-    scores: Float[Tensor, " units"], met: Float[Tensor, " units"], drawn: Float[Tensor, " units"], freedom: int
+def _tail_p(
+    scores: Float[Tensor, " units"], largest: Float[Tensor, " units"], samples: Float[Tensor, " units"], freedom: int
 ) -> Float[Tensor, " units"]:
-    """Return P(|t| ≥ score/c), c ≥ 1 such that it is ENOUGH/drawn at `met`, the samples' ENOUGHth largest score."""
-    reach = torch.from_numpy(stats.t.isf(ENOUGH / (2 * drawn.clamp(min=ENOUGH).numpy()), freedom))
-    return _students(scores / (met / reach).clamp(min=1), freedom)
+    """Return P(|t| ≥ score/c), c ≥ 1 such that it is ENOUGH/samples at the samples' ENOUGHth `largest` score."""
+    quantile = torch.from_numpy(stats.t.isf(ENOUGH / (2 * samples.clamp(min=ENOUGH).numpy()), freedom))
+    return _student_p(scores / (largest / quantile).clamp(min=1), freedom)
 
 
-def _students(scores: Float[Tensor, " units"], freedom: int) -> Float[Tensor, " units"]:
+def _student_p(scores: Float[Tensor, " units"], freedom: int) -> Float[Tensor, " units"]:
     return torch.from_numpy(2 * stats.t.sf(scores.numpy(), freedom)) if freedom > 0 else scores * torch.nan
 
 
-def adjusted(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+def adjust_p_values(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """Return q of each p: the smallest rate at which it is rejected (Benjamini & Hochberg 1995).
 
     NaN stays NaN and does not count in n.
@@ -301,4 +298,4 @@ def adjusted(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 def false_discovery(p_values: Float[Tensor, " n"], rate: float = 0.05) -> Bool[Tensor, " n"]:
     """Select hypotheses to reject so that at most a share `rate` of the rejected is true; never one whose p is NaN."""
-    return adjusted(p_values) <= rate
+    return adjust_p_values(p_values) <= rate

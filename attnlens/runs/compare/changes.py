@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnlens.errors import AttnlensError, UnreadableError
-from attnlens.maths.statistics import Design, adjusted
+from attnlens.maths.statistics import Design, adjust_p_values
 from attnlens.models import hooks, texts
 from attnlens.models.texts.targets import feed
 from attnlens.records import (
@@ -311,7 +311,7 @@ class Changes:
         if BLOCKS not in apart:
             return []
         judged = significance.sampled(apart[BLOCKS], self.design, rounding.get(BLOCKS), self.seed)
-        q = adjusted(judged.p).tolist()
+        q = adjust_p_values(judged.p).tolist()
         sites = self.pairing.sites
         return [
             BlockChange(

@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from attnlens.maths.statistics import Design, adjusted, false_discovery, p_values, standard_error
+from attnlens.maths.statistics import Design, adjust_p_values, false_discovery, p_values, standard_error
 from attnlens.records import Head, Measure, MeasureChange
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def named(
     `judged` gives the tested changes that each row belongs to, and its index among them.
     """
     p = torch.tensor([math.nan if row.p is None else row.p for row in rows], dtype=torch.float64)
-    q, chosen = adjusted(p), false_discovery(p, fdr)
+    q, chosen = adjust_p_values(p), false_discovery(p, fdr)
     tests = int((~p.isnan()).sum())
     level = float(p[chosen].max().clamp(min=fdr / tests)) if bool(chosen.any()) else fdr / max(tests, 1)
     least = {id(one): one.least(level) for one, _ in judged if one is not None}

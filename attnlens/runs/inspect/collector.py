@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlens.maths.statistics import Design, Stream, standard_error, summed
+from attnlens.maths.statistics import Design, Stream, count_and_mean, standard_error
 from attnlens.models.hooks.survey import real_parts
 from attnlens.models.weights import Traits
 from attnlens.records import AttentionRows, Coverage, Head, Measure, Null, QueryKey, Selection, Site, Skipped
@@ -139,7 +139,7 @@ class Collector:
         """
         for name, reading in readings.items():
             if reading.dim() == 3:
-                self.add_curve(site, name, *summed(_extend_curve(reading, heads, total, steps)))
+                self.add_curve(site, name, *count_and_mean(_extend_curve(reading, heads, total, steps)))
             else:
                 self.add_values(site, name, list(rows), list(heads), total, reading.double().cpu())
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from attnlens import registry
 from attnlens.kernels.attention import Route
 from attnlens.maths.statistics import Design, Interval, false_discovery, p_values, paired_difference, rank_correlation
-from attnlens.maths.statistics.associations import PERMUTATIONS, over_windows, permutation_tests, split_half
+from attnlens.maths.statistics.associations import PERMUTATIONS, permutation_tests, split_half, windows_interval
 from attnlens.models import hooks, loading, texts
 from attnlens.models.loading import Loaded
 from attnlens.models.texts import Batches
@@ -153,7 +153,7 @@ def _predictor(name: str, alone: Alone, measures: SweptMeasures, p_values: tuple
     there = ~(value + harm).isnan()
     measure = measures.windows[name][alone.kept][:, there] if name in measures.windows else value[there]
     rises = (alone.changed - alone.own)[there].mT
-    windows = _interval_ends(over_windows(measure, rises, alone.sizes, alone.design, over_heads.value, seed=seed))
+    windows = _interval_ends(windows_interval(measure, rises, alone.sizes, alone.design, over_heads.value, seed=seed))
     missing = {
         "sequences_ci95": "" if windows else ONE_WINDOW if alone.design.freedom < 1 else PARTIAL,
         "layers_ci95": "" if layers else ONE_LAYER,

@@ -28,7 +28,7 @@ from attnlens.lab.experiments.settings import (
     uses,
 )
 from attnlens.maths import attsvm
-from attnlens.maths.attsvm.descent import Descent, Instances, Linear, PredictionHead, Relu, descend, longest
+from attnlens.maths.attsvm.descent import Descent, Instances, Linear, PredictionHead, Relu, descend, most_iterations
 from attnlens.records.studies import Curve, Experiment
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Drawn:
     def best(self) -> Int[Tensor, "trials n"]:
         """Index argmax_t Y·γ_t of the best token under a linear head."""
         instances = self.instances
-        _, rises = instances.head.read(torch.ones(instances.tokens.shape[:3]).double(), instances.first())
+        _, rises = instances.head.evaluate(torch.ones(instances.tokens.shape[:3]).double(), instances.anchor_first())
         return (instances.labels[..., None] * rises).argmax(-1)
 
 
@@ -357,7 +357,7 @@ def local_convergence(settings: ExperimentSettings, published: bool, progress: P
 
 def _normaliser(s: ExperimentSettings) -> attsvm.Normaliser:
     """Return the normaliser: both factors by ‖∇_W‖, as published, or each by its own norm if that would overflow."""
-    return "form" if s.iterations <= longest(s.lr) else "own"
+    return "form" if s.iterations <= most_iterations(s.lr) else "own"
 
 
 def _train(

@@ -226,7 +226,7 @@ def descended(
 ) -> tuple[Float[Tensor, "steps trials twice"], Float[Tensor, "trials n T"]]:
     """Descend, normalised off the cyclic subspace and plain in it; return W at `steps` and the final log-weights."""
     W = torch.zeros(len(instances.tokens), instances.tokens.shape[-1], 1, dtype=torch.float64)
-    seen, read = instances.first(), []
+    seen, read = instances.anchor_first(), []
     for step in range(1, s.iterations + 1):
         seen, gaps = instances.gaps(W, seen)
         direction, scale = gradient(instances, seen, gaps.log_softmax(-1), "log")

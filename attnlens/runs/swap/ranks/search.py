@@ -17,8 +17,8 @@ from attnlens.choices import Intervals, Unit
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import Kernel
 from attnlens.kernels.attention import Route
-from attnlens.maths.linalg.spectra import nested
-from attnlens.maths.statistics import Design, further, paired_difference
+from attnlens.maths.linalg.spectra import nested_steps
+from attnlens.maths.statistics import Design, paired_difference, prediction_bound
 from attnlens.maths.statistics.design import FEWEST_TEXTS
 from attnlens.models import hooks, texts
 from attnlens.models.loading import Loaded
@@ -181,7 +181,7 @@ def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit
         sequences=len(after),
         by_text={name: found for name, (found, _) in alone.items()},
         ci95_by_text={name: ends for name, (_, ends) in alone.items() if ends is not None},
-        further=further([found for found, _ in alone.values()]) if len(alone) > 1 else None,
+        further=prediction_bound([found for found, _ in alone.values()]) if len(alone) > 1 else None,
     )
 
 
@@ -280,7 +280,7 @@ class Budgeting:
 
         whole = self.swapped(self.by_site([size for basis in self.found.values() for size in basis.sizes]))
         self.table = self.keep(f"sensitivities {key_of(digests_of(whole))}", measure)
-        self.steps = nested(self.table)
+        self.steps = nested_steps(self.table)
         best, steps = self._searched(trial, budget.share)
         chosen = self.ranks_after(best)
         reason = None if best else "no plan tried with fewer directions stayed well within the budget"

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from scipy.linalg import cho_factor, cho_solve
 
-from attnlens.maths.attsvm.problem import Problem, Solution, bounded, ordinary
-from attnlens.maths.attsvm.solvers.frobenius import solve
+from attnlens.maths.attsvm.frobenius import solve
+from attnlens.maths.attsvm.problem import Problem, Solution, check_limits, check_sizes
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -28,14 +28,34 @@ if TYPE_CHECKING:
     """Symmetric block matrix of order d + d_query."""
     BilinearForm = Float[ndarray, "d d_query"]
     Gram = Float[ndarray, "constraints constraints"]
+    Multipliers = Float[Tensor, " constraints"]
+    Matrix = Float[Tensor, "d d_query"]
 
 EPS = float(np.finfo(np.float64).eps)
 PATIENCE = 8
 """Steps without a better bound after which rounding dominates."""
+LEAST_CENTRING = 1e-6
+"""Lower limit on the ratio whose cube is Mehrotra's centring: the affine step can end on the border, at ratio 0."""
 EQUALITY = 0.1
 """Allowed error of an equality, as a share of the tolerance."""
 INSIDE = 0.95
 """Share of the way to the border of the cone that a step can take."""
+NEWTON_STEPS = 6
+"""Most Newton steps. Convergence is quadratic near the solution (1e-4, 1e-8, 1e-16); the first few steps lead there."""
+CONVERGED = 1e-14
+"""Relative length of a step that ends the iteration: the next one would be rounding."""
+MOST_UNKNOWNS = 1000
+"""Size up to which the system is solved, as a dense one: about a second per step."""
+SMALL = 256
+"""Constraints up to which all are in the working set from the start."""
+FIRST_GAP = 1e-2
+"""Relative gap to which the first working set is solved, because it will change anyway."""
+NEAR = 1e-8
+"""Relative gap that the interior-point method reaches reliably; Newton's method does the rest."""
+POLISHED = 1e-6
+"""Relative gap below which rank and support are clear, so that Newton's method can take over."""
+SLACK = 1e-12
+"""Rounding allowed for an inequality below its margin, relative to the largest margin."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +110,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Found:
+class Iterate:
     """Best W and λ when the method stopped."""
 
     W: BilinearForm
@@ -98,24 +118,24 @@ class Found:
     iterations: int
 
 
-def interior_point(constraints: Constraints, size: float, tolerance: float, limit: int) -> Found:
+def interior_point(constraints: Constraints, size: float, tolerance: float, limit: int) -> Iterate:
     """Return W and λ ≥ 0 with a relative gap ≤ tolerance, or the best after `limit` steps or at rounding.
 
     `size` is the expected size of W. Mehrotra's predictor-corrector with the HKM direction (Helmberg et al. 1996).
     """
-    point = start(constraints, size)
-    best, upper, lower = Found(constraints.corner(point.X), point.multipliers, 0), np.inf, 0.0
+    point = start_inside(constraints, size)
+    best, upper, lower = Iterate(constraints.corner(point.X), point.multipliers, 0), np.inf, 0.0
     for step in range(1, limit + 1):
         try:
             newton = Newton(constraints, point)
             affine = newton.direction(0.0, None)
             # Mehrotra's centring: the further the affine step gets, the less centring is needed
-            left = mean_product(constraints, newton.moved(affine, 1.0)) / newton.mean
-            centring = min(1.0, max(1e-6, left) ** 3) * newton.mean
-            point = newton.moved(newton.direction(centring, affine), INSIDE)
+            ratio = mean_product(constraints, newton.move(affine, 1.0)) / newton.mean
+            centring = min(1.0, max(LEAST_CENTRING, ratio) ** 3) * newton.mean
+            point = newton.move(newton.direction(centring, affine), INSIDE)
         except np.linalg.LinAlgError:  # the border is reached within rounding: keep the best so far
             break
-        P, D = bounds(constraints, point, tolerance)
+        P, D = bound_norm(constraints, point, tolerance)
         if upper > P:
             upper, best = P, replace(best, W=constraints.corner(point.X), iterations=step)
         if lower < D:
@@ -125,7 +145,7 @@ def interior_point(constraints: Constraints, size: float, tolerance: float, limi
     return best
 
 
-def start(constraints: Constraints, size: float) -> Point:
+def start_inside(constraints: Constraints, size: float) -> Point:
     """Return a point well inside: X = size · I, λ equal and so small that ‖M‖ = ½."""
     inequal = ~constraints.equal
     flat = inequal.astype(float)
@@ -135,7 +155,7 @@ def start(constraints: Constraints, size: float) -> Point:
     return Point(size * np.eye(order), size * inequal, flat, np.eye(order) - constraints.block(flat))
 
 
-def bounds(constraints: Constraints, point: Point, tolerance: float) -> tuple[float, float]:
+def bound_norm(constraints: Constraints, point: Point, tolerance: float) -> tuple[float, float]:
     """Return P = ‖W‖_* after scaling W to its least margin (∞ while W is infeasible), and D = bᵀλ / ‖M‖."""
     scores, needed = constraints.scores(point.X) / 2, ~constraints.equal & (constraints.b > 0)
     # an equality's residual is corrected later; it must be too small to affect the gap
@@ -178,15 +198,15 @@ class Newton:
         constraints, point, inverse = self.constraints, self.point, self.inverse
         fixed, slack = mean * inverse, mean * self.reciprocal
         if affine is not None:
-            fixed = fixed - symmetric(affine.X @ affine.S @ inverse)
+            fixed = fixed - symmetrise(affine.X @ affine.S @ inverse)
             slack = slack - affine.s * affine.multipliers * self.reciprocal
         missing = 2 * constraints.b - constraints.scores(fixed) + slack
         change = cho_solve(self.system, missing, check_finite=False)
         block = constraints.block(change)
-        moved = symmetric(point.X @ block @ inverse) + fixed - point.X
+        moved = symmetrise(point.X @ block @ inverse) + fixed - point.X
         return Point(moved, slack - point.s - self.ratio * change, change, -block)
 
-    def moved(self, direction: Point, share: float) -> Point:
+    def move(self, direction: Point, share: float) -> Point:
         """Return the point after the longest step ≤ 1 inside the cones, times `share` if a border is met."""
         point = self.point
         primal = min(to_border(self.whiteners[0], direction.X, share), to_zero(point.s, direction.s, share))
@@ -198,7 +218,7 @@ class Newton:
         return Point(point.X + primal * direction.X, point.s + primal * direction.s, multipliers, S)
 
 
-def symmetric(matrix: Block) -> Block:
+def symmetrise(matrix: Block) -> Block:
     """Return (A + Aᵀ) / 2."""
     half: Block = (matrix + matrix.T) / 2
     return half
@@ -206,7 +226,7 @@ def symmetric(matrix: Block) -> Block:
 
 def to_border(whitener: Block, change: Block, share: float) -> float:
     """Return the longest step ≤ 1 for which L Lᵀ + step · change is positive definite, times `share` if < 1."""
-    least = np.linalg.eigvalsh(symmetric(whitener @ change @ whitener.T))[0]
+    least = np.linalg.eigvalsh(symmetrise(whitener @ change @ whitener.T))[0]
     return 1.0 if least >= -share else float(-share / least)
 
 
@@ -216,20 +236,9 @@ def to_zero(values: Each, change: Each, share: float) -> float:
     return float(min(1.0, share * (values[falling] / -change[falling]).min(initial=np.inf)))
 
 
-NEWTON_STEPS = 6
-"""Most Newton steps. Convergence is quadratic near the solution (1e-4, 1e-8, 1e-16); the first few steps lead there."""
-ARRIVED = 1e-14
-"""Relative length of a step that ends the iteration."""
-MOST_UNKNOWNS = 1000
-"""Size up to which the system is solved, as a dense one: about a second per step."""
-
-
-def on_face(
-    problem: Problem,
-    multipliers: Float[Tensor, " constraints"],
-    W: Float[Tensor, "d d_query"],
-    tight: Bool[Tensor, " constraints"],
-) -> tuple[Float[Tensor, " constraints"], Float[Tensor, "d d_query"]] | None:
+def refine_on_face(
+    problem: Problem, multipliers: Multipliers, W: Matrix, tight: Bool[Tensor, " constraints"]
+) -> tuple[Multipliers, Matrix] | None:
     """Return (λ, W) near the given ones, with W = A Bᵀ of W's rank and u W z = b where `tight`, λ = 0 elsewhere.
 
     Solves the stationarity of ½‖A‖² + ½‖B‖², whose least value is ‖A Bᵀ‖_*: A = M B, B = Mᵀ A, M = Σλ u zᵀ. None if the
@@ -243,21 +252,18 @@ def on_face(
     if rank * sum(W.shape) + len(rows) > MOST_UNKNOWNS:
         return None
     A, B = left[:, :rank] * values[:rank].sqrt(), right[:rank].mT * values[:rank].sqrt()
-    face, active = part(problem, rows), multipliers[rows]
+    face, active = problem.select(rows), multipliers[rows]
     for _ in range(NEWTON_STEPS):
         before = A @ B.mT
-        A, B, active = newton_step(face, A, B, active)
-        if (A @ B.mT - before).norm() <= ARRIVED * before.norm():
+        A, B, active = step_on_face(face, A, B, active)
+        if (A @ B.mT - before).norm() <= CONVERGED * before.norm():
             break
     return torch.zeros_like(multipliers).index_add(0, rows, active), A @ B.mT
 
 
-def newton_step(
-    face: Problem,
-    A: Float[Tensor, "d rank"],
-    B: Float[Tensor, "d_query rank"],
-    multipliers: Float[Tensor, " constraints"],
-) -> tuple[Float[Tensor, "d rank"], Float[Tensor, "d_query rank"], Float[Tensor, " constraints"]]:
+def step_on_face(
+    face: Problem, A: Float[Tensor, "d rank"], B: Float[Tensor, "d_query rank"], multipliers: Multipliers
+) -> tuple[Float[Tensor, "d rank"], Float[Tensor, "d_query rank"], Multipliers]:
     """Take one step towards A = M B, B = Mᵀ A, u A Bᵀ z = b: the shortest, as A and B can be rotated together."""
     u, z, M, eye = face.differences, face.paired_queries, face.form(multipliers), torch.eye(A.shape[1]).double()
     by_a = (u[:, :, None] * (z @ B)[:, None, :]).flatten(1)
@@ -273,29 +279,6 @@ def newton_step(
     return A + a.view_as(A), B + b.view_as(B), multipliers + change
 
 
-def part(problem: Problem, chosen: Int[Tensor, " chosen"]) -> Problem:
-    """Return the problem with these constraints only."""
-    return Problem(
-        differences=problem.differences[chosen],
-        queries=problem.queries,
-        query_of=problem.query_of[chosen],
-        margins=problem.margins[chosen],
-        equal=problem.equal[chosen],
-    )
-
-
-SMALL = 256
-"""Constraints up to which all are in the working set from the start."""
-FIRST_GAP = 1e-2
-"""Relative gap to which the first working set is solved, because it will change anyway."""
-NEAR = 1e-8
-"""Relative gap that the interior-point method reaches reliably; Newton's method does the rest."""
-POLISHED = 1e-6
-"""Relative gap below which rank and support are clear, so that Newton's method can take over."""
-SLACK = 1e-12
-"""Rounding allowed for an inequality below its margin, relative to the largest margin."""
-
-
 def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -> Solution:
     """Compute argmin ‖W‖_* s.t. u_cᵀ W z_c ≥ b_c, = b_c where `equal` (Tarzanagh et al. 2023, Eq. Att-SVM⋆).
 
@@ -305,47 +288,50 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
     reached. `limit` bounds the total of interior-point steps. An infeasible problem returns Gordan's certificate,
     without a norm. Raises what `solve` raises.
     """
-    bounded(tolerance, limit)
+    check_limits(tolerance, limit)
     frobenius = solve(problem)
     if frobenius.status == "infeasible":
         return frobenius
     if not (problem.margins[problem.equal] != 0).any() and not (problem.margins > 0).any():
-        return certified_nuclear(problem, frobenius.multipliers, torch.zeros_like(problem.form(problem.margins)))
+        return certify_nuclear(problem, frobenius.multipliers, torch.zeros_like(problem.form(problem.margins)))
     left, right = row_basis(problem.differences), row_basis(problem.queries)
     small = replace(problem, differences=problem.differences @ left, queries=problem.queries @ right)
     answer = solve_reduced(small, frobenius, tolerance, limit)
     if answer.W is None:
         return answer
-    return certified_nuclear(problem, answer.multipliers, left @ answer.W @ right.mT, tolerance, answer.iterations)
+    return certify_nuclear(problem, answer.multipliers, left @ answer.W @ right.mT, tolerance, answer.iterations)
 
 
 def solve_reduced(problem: Problem, frobenius: Solution, tolerance: float, limit: int) -> Solution:
     """Solve a problem in the row spaces of u and z by rounds of interior point, polishing, added constraints."""
-    working, steps = first_working_set(problem, frobenius), 0
+    # All constraints of a small problem, else the equalities and the Frobenius solution's support.
+    count, support = len(problem.margins), (problem.equal | frobenius.support).nonzero().flatten()
+    working = support if count > SMALL and len(support) else torch.arange(min(count, SMALL))
+    steps = 0
     goal = max(tolerance / 2, NEAR if len(working) == len(problem.margins) else FIRST_GAP)
     while True:
         best, multipliers = solve_working_set(problem, working, frobenius.norm or 1.0, goal, limit - steps)
         steps += best.iterations
         W = torch.from_numpy(best.W)
-        answer = certified_nuclear(problem, multipliers, W, tolerance, steps)
+        answer = certify_nuclear(problem, multipliers, W, tolerance, steps)
         if answer.W is not None and answer.gap is not None and answer.gap <= POLISHED:
-            landed = on_face(problem, answer.multipliers, answer.W, answer.support | problem.equal)
-            polished = answer if landed is None else certified_nuclear(problem, *landed, tolerance, steps)
+            refined = refine_on_face(problem, answer.multipliers, answer.W, answer.support | problem.equal)
+            polished = answer if refined is None else certify_nuclear(problem, *refined, tolerance, steps)
             answer = polished if polished.gap is not None and polished.gap < answer.gap else answer
-        broken = violated(problem, working, W)
-        if answer.status == "optimal" or steps >= limit or (goal <= tolerance / 2 and not len(broken)):
+        # The most violated constraints outside the working set join: at most as many as are in it, plus one.
+        slack = problem.scores(W) - problem.margins
+        slack[working] = math.inf
+        most_violated = slack.topk(min(len(working) + 1, len(slack)), largest=False)
+        joining = most_violated.indices[most_violated.values < 0]
+        if answer.status == "optimal" or steps >= limit or (goal <= tolerance / 2 and not len(joining)):
             return answer
-        working = torch.cat([working, broken])
+        working = torch.cat([working, joining])
         floor = max(tolerance / 2, NEAR if goal > NEAR else 0.0)
-        goal = max(floor, goal / 10) if len(broken) else floor
+        goal = max(floor, goal / 10) if len(joining) else floor
 
 
-def certified_nuclear(
-    problem: Problem,
-    multipliers: Float[Tensor, " constraints"],
-    W: Float[Tensor, "d d_query"],
-    tolerance: float = 1e-4,
-    iterations: int = 0,
+def certify_nuclear(
+    problem: Problem, multipliers: Multipliers, W: Matrix, tolerance: float = 1e-4, iterations: int = 0
 ) -> Solution:
     """Return the solution that λ and W prove: P = ‖W‖_*, W scaled to its least margin, and D = bᵀλ / ‖Σλ u zᵀ‖₂ ≤ P.
 
@@ -353,18 +339,29 @@ def certified_nuclear(
     of W is feasible, W and the norm are None and the gap is infinite. Raises UsageError for a tolerance ≤ 0 and sizes
     outside [1e-50, 1e50].
     """
-    bounded(tolerance)
-    ordinary(problem)
+    check_limits(tolerance)
+    check_sizes(problem)
     multipliers = torch.where(problem.equal, multipliers, multipliers.clamp(min=0))
     size = float(torch.linalg.matrix_norm(problem.form(multipliers), 2))
     multipliers = multipliers / size if size > 0 else torch.zeros_like(multipliers)
-    feasible, least = scaled(problem, W)
+    feasible, least = scale_to_feasible(problem, W)
     if feasible is None:
         nothing = torch.zeros_like(problem.equal)
         return Solution("inaccurate", multipliers, None, None, math.inf, least, None, None, nothing, iterations)
     norm = float(torch.linalg.matrix_norm(feasible, "nuc"))
     dual = max(0.0, float(problem.margins @ multipliers))
     gap = max(0.0, (norm - dual) / norm) if norm > 0 else 0.0
+    unit, largest_margin = norm if norm > 0 else 1.0, problem.margins.abs().max().clamp(min=EPS)
+    slack = problem.scores(feasible) - problem.margins
+    # Optimality conditions: complementarity, equalities, and ⟨Σλ u zᵀ, W⟩ = ‖W‖_* (stationarity).
+    kkt = [
+        (multipliers * slack)[~problem.equal].abs() / unit,
+        slack[problem.equal].abs() / largest_margin,
+        ((norm - (problem.form(multipliers) * feasible).sum()) / unit).abs()[None],
+    ]
+    # No λ of an interior point is 0: the support has those above rounding and, at inequalities, above the slack.
+    share = multipliers.abs() * len(multipliers) / multipliers.abs().sum().clamp(min=EPS)
+    support = (share > EPS * len(multipliers)) & (problem.equal | (share > slack / largest_margin))
     return Solution(
         status="optimal" if gap <= tolerance else "inaccurate",
         multipliers=multipliers,
@@ -372,14 +369,14 @@ def certified_nuclear(
         norm=norm,
         gap=gap,
         least=least,
-        kkt=violation(problem, multipliers, feasible, norm),
+        kkt=float(torch.cat(kkt).max()),
         residual=None,
-        support=carriers(problem, multipliers, feasible),
+        support=support,
         iterations=iterations,
     )
 
 
-def nuclear_rank(W: Float[Tensor, "d d_query"], relative: float = 1e-5) -> int:
+def nuclear_rank(W: Matrix, relative: float = 1e-5) -> int:
     """Count σ(W) > relative · σ₁, in [0, min(d, d_query)]; meaningful if the gap is well below `relative`."""
     values = torch.linalg.svdvals(W)
     # strict: the zero matrix has rank 0
@@ -390,21 +387,13 @@ def row_basis(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d rank"]:
     """Return an orthonormal basis of the rows' span, to rounding: QR, then the SVD of its small factor."""
     upper = torch.linalg.qr(rows, mode="r").R
     _, values, basis = torch.linalg.svd(upper, full_matrices=False)
-    spanned: Tensor = basis[values > EPS * max(rows.shape) * values[:1]]
+    spanned: Tensor = basis[values > EPS * max(rows.shape) * values[:1]]  # strict: zero rows span nothing
     return spanned.mT
-
-
-def first_working_set(problem: Problem, frobenius: Solution) -> Int[Tensor, " working"]:
-    """Return all constraints of a small problem; otherwise the equalities and the Frobenius solution's support."""
-    if len(problem.margins) <= SMALL:
-        return torch.arange(len(problem.margins))
-    likely = (problem.equal | frobenius.support).nonzero().flatten()
-    return likely if len(likely) else torch.arange(SMALL)
 
 
 def solve_working_set(
     problem: Problem, working: Int[Tensor, " working"], size: float, goal: float, limit: int
-) -> tuple[Found, Float[Tensor, " constraints"]]:
+) -> tuple[Iterate, Multipliers]:
     """Return W and λ (0 outside the working set), computed with u, z, b of unit size; `size` is W's expected size."""
     u, z, b = problem.differences[working], problem.paired_queries[working], problem.margins[working]
     length, height = float(u.norm(dim=1).max() * z.norm(dim=1).max()), float(b.abs().max())
@@ -420,62 +409,30 @@ def solve_working_set(
     return replace(best, W=best.W * height / length), multipliers
 
 
-def violated(
-    problem: Problem, working: Int[Tensor, " working"], W: Float[Tensor, "d d_query"]
-) -> Int[Tensor, " broken"]:
-    """Return the constraints outside the working set that W violates most: at most as many as are in it, plus one."""
-    slack = problem.scores(W) - problem.margins
-    slack[working] = math.inf
-    least = slack.topk(min(len(working) + 1, len(slack)), largest=False)
-    return least.indices[least.values < 0]
-
-
-def scaled(problem: Problem, W: Float[Tensor, "d d_query"]) -> tuple[Float[Tensor, "d d_query"] | None, float | None]:
+def scale_to_feasible(problem: Problem, W: Matrix) -> tuple[Matrix | None, float | None]:
     """Return W projected on the equalities and scaled to its least margin, or None, and that margin minus b."""
     inequal = ~problem.equal
-    anchor = on_equalities(problem, torch.zeros_like(W))
-    free = on_equalities(problem, W) - anchor
-    needed = (problem.margins - problem.scores(anchor))[inequal]
-    gained = problem.scores(free)[inequal]
-    if len(needed) == 0:
+    anchor = project_on_equalities(problem, torch.zeros_like(W))
+    free = project_on_equalities(problem, W) - anchor
+    goal = (problem.margins - problem.scores(anchor))[inequal]
+    gain = problem.scores(free)[inequal]
+    if len(goal) == 0:
         return anchor + free, None
-    least, short = float((gained - needed).min()), needed > 0
-    if (gained[short] <= 0).any():
+    least, short = float((gain - goal).min()), goal > 0
+    if (gain[short] <= 0).any():
         return None, least
-    factor = (needed[short] / gained[short]).max() if short.any() else 1.0
-    if (factor * gained < needed - SLACK * problem.margins.abs().max()).any():
+    factor = (goal[short] / gain[short]).max() if short.any() else 1.0
+    if (factor * gain < goal - SLACK * problem.margins.abs().max()).any():
         return None, least
     return anchor + factor * free, least
 
 
-def on_equalities(problem: Problem, W: Float[Tensor, "d d_query"]) -> Float[Tensor, "d d_query"]:
+def project_on_equalities(problem: Problem, W: Matrix) -> Matrix:
     """Return the nearest W (Frobenius) that meets the equalities."""
     if not problem.equal.any():
         return W
-    equal = part(problem, problem.equal.nonzero().flatten())
+    equal = problem.select(problem.equal.nonzero().flatten())
     for _ in range(2):  # the second pass corrects the error due to the Gram matrix's condition
         missing = equal.margins - equal.scores(W)
         W = W + equal.form(torch.linalg.lstsq(equal.gram, missing[:, None], driver="gelsd").solution[:, 0])
     return W
-
-
-def violation(
-    problem: Problem, multipliers: Float[Tensor, " constraints"], W: Float[Tensor, "d d_query"], norm: float
-) -> float:
-    """Return the largest of λ(uWz − b)/‖W‖_*, |uWz − b|/max b at equalities, 1 − ⟨Σλ u zᵀ, W⟩/‖W‖_* (stationarity)."""
-    slack, inequal = problem.scores(W) - problem.margins, ~problem.equal
-    unit = norm if norm > 0 else 1.0
-    parts = [(multipliers * slack)[inequal].abs() / unit]
-    parts.append(slack[problem.equal].abs() / problem.margins.abs().max().clamp(min=EPS))
-    parts.append(((norm - (problem.form(multipliers) * W).sum()) / unit).abs()[None])
-    return float(torch.cat(parts).max())
-
-
-def carriers(
-    problem: Problem, multipliers: Float[Tensor, " constraints"], W: Float[Tensor, "d d_query"]
-) -> Bool[Tensor, " constraints"]:
-    """Return the constraints with |λ| above rounding, and above the slack at inequalities: inside, all λ ≠ 0."""
-    count = len(multipliers)
-    share = multipliers.abs() * count / multipliers.abs().sum().clamp(min=EPS)
-    slack = (problem.scores(W) - problem.margins) / problem.margins.abs().max().clamp(min=EPS)
-    return (share > EPS * count) & (problem.equal | (share > slack))

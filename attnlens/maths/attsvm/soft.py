@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,8 +13,8 @@ import torch
 from scipy.linalg.lapack import dposv
 
 from attnlens.errors import UnposedError, UsageError
-from attnlens.maths.attsvm.problem import bounded, ordinary
-from attnlens.maths.attsvm.solvers.frobenius import UnitConstraints, solve
+from attnlens.maths.attsvm.frobenius import UnitConstraints, solve
+from attnlens.maths.attsvm.problem import check_limits, check_sizes
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -22,16 +23,21 @@ if TYPE_CHECKING:
 
     from attnlens.maths.attsvm.problem import Problem
 
+    Loads = Float[ndarray, " k"]
+    Gram = Callable[[Int[ndarray, " face"]], Float[ndarray, "face face"]]
+
 BETWEEN = 25
 """Gradient steps between two polishings."""
 POWERS = 50
 """Products that estimate the largest eigenvalue of G."""
 NEWTON, WIDEST = 30, 1000
-"""Newton steps of one polishing, and the most λ that a step solves for."""
+"""Newton steps of one polishing, and the most λ that a step solves for: its cost grows with their cube."""
 RIDGES = tuple(10.0**power for power in range(-12, 1, 2))
 """Added to the diagonal of G, which is 1: if G is singular, steps would otherwise be too long for the bounds."""
 ABOVE = 1.1
 """Factor by which the step is shortened, because the eigenvalue estimate is slightly too low."""
+NOTICED = 1e-6
+"""Slack, relative to |b| + |score|, that counts as a violation: λ is known to the duality gap, not to rounding."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +65,8 @@ def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int 
     and positive, for a tolerance ≤ 0, a limit < 1 and sizes outside [1e-50, 1e50]; UnposedError for a problem without
     constraints.
     """
-    bounded(tolerance, limit)
-    ordinary(problem)
+    check_limits(tolerance, limit)
+    check_sizes(problem)
     if not (C > 0.0 and math.isfinite(C)):
         raise UsageError(f"C is {C}, but must be positive.", "Give a positive number; 1 is a common one.")
     if not len(problem.margins):
@@ -70,28 +76,28 @@ def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int 
     # A constraint of length 0 has the same loss for every W: its λ is C if b > 0, without effect on W.
     high = C * constraints.scale
     low = np.where(constraints.free, -high, 0.0)
-    box = Box(lambda loads: constraints.scores(all_rows, loads), constraints.bounds, low, high)
+    products, gram = partial(constraints.scores, all_rows), lambda face: constraints.gram(face, face)
+    box = Box(products, gram, constraints.bounds, low, high)
     # The hard margin's λ, if it exists and lies in the box, is the answer; clipped to the box it is a start.
     start = solve(problem).multipliers.numpy() * constraints.scale
-    loads, steps = box.climbed(np.clip(start, low, high), lambda face: constraints.gram(face, face), tolerance, limit)
-    return summed(problem, torch.from_numpy(loads / constraints.scale), C, steps)
+    loads, steps = box.climb(np.clip(start, low, high), tolerance, limit)
+    return _build_solution(problem, torch.from_numpy(loads / constraints.scale), C, steps)
 
 
-def summed(problem: Problem, multipliers: Float[Tensor, " constraints"], C: float, steps: int) -> SoftMargin:
-    """Return the soft-margin solution recomputed from λ."""
+def _build_solution(problem: Problem, multipliers: Float[Tensor, " constraints"], C: float, steps: int) -> SoftMargin:
+    """Build the soft-margin solution from λ, recomputing W, slack and gap."""
     multipliers = torch.where(problem.equal, multipliers.clamp(-C, C), multipliers.clamp(0.0, C))
     W = problem.form(multipliers)
     scores = problem.scores(W)
-    short = problem.margins - scores
-    slack = torch.where(problem.equal, short.abs(), short.clamp(min=0.0))
+    slack = problem.violations(scores)
     half = 0.5 * float(W.square().sum())
     primal, dual = half + C * float(slack.sum()), float(multipliers @ problem.margins) - half
-    noticed = slack > 1e-6 * (problem.margins.abs() + scores.abs())
+    violated = slack > NOTICED * (problem.margins.abs() + scores.abs())
     return SoftMargin(
         W=W,
         multipliers=multipliers,
         slack=float(slack.sum()),
-        violated=float(noticed.double().mean()),
+        violated=float(violated.double().mean()),
         gap=max(primal - dual, 0.0) / primal if primal > 0.0 else 0.0,
         iterations=steps,
     )
@@ -101,45 +107,42 @@ def summed(problem: Problem, multipliers: Float[Tensor, " constraints"], C: floa
 class Box:
     """The problem max bᵀλ − ½λᵀGλ over low ≤ λ ≤ high."""
 
-    product: Callable[[Float[ndarray, " k"]], Float[ndarray, " k"]]
-    bounds: Float[ndarray, " k"]
-    low: Float[ndarray, " k"]
-    high: Float[ndarray, " k"]
+    product: Callable[[Loads], Loads]
+    """λ → Gλ."""
+    gram: Gram
+    """Indices of some λ → their block of G."""
+    bounds: Loads
+    low: Loads
+    high: Loads
 
-    def closed(self, loads: Float[ndarray, " k"], tolerance: float) -> bool:
+    def is_optimal(self, loads: Loads, tolerance: float) -> bool:
         """Return whether the gap P − D, Σ max over the box of ∇·(λ' − λ), is within the tolerance of P."""
         uphill = self.bounds - self.product(loads)
         missing = float(np.maximum(uphill * (self.high - loads), uphill * (self.low - loads)).sum())
         return missing <= tolerance * (missing + 0.5 * float(loads @ (self.bounds + uphill)))
 
-    def climbed(
-        self,
-        loads: Float[ndarray, " k"],
-        gram: Callable[[Int[ndarray, " face"]], Float[ndarray, "face face"]],
-        tolerance: float,
-        limit: int,
-    ) -> tuple[Float[ndarray, " k"], int]:
+    def climb(self, loads: Loads, tolerance: float, limit: int) -> tuple[Loads, int]:
         """Return λ and the number of steps: Nesterov's gradient with restarts; every BETWEEN steps Newton on free λ."""
-        if self.closed(loads, tolerance):
+        if self.is_optimal(loads, tolerance):
             return loads, 0
-        step = 1.0 / (ABOVE * self.steepest())
-        ahead, momentum, taken = loads, 1.0, 0
-        while taken < limit:
-            if taken % BETWEEN == 0:
-                loads = self.polished(gram, loads)
+        rate = 1.0 / (ABOVE * self.largest_eigenvalue())
+        ahead, momentum, step = loads, 1.0, 0
+        while step < limit:
+            if step % BETWEEN == 0:
+                loads = self.polish(loads)
                 ahead, momentum = loads, 1.0
-                if self.closed(loads, tolerance):
+                if self.is_optimal(loads, tolerance):
                     break
             uphill = self.bounds - self.product(ahead)
-            moved = np.clip(ahead + step * uphill, self.low, self.high)
-            if uphill @ (moved - loads) < 0.0:
+            moved = np.clip(ahead + rate * uphill, self.low, self.high)
+            if uphill @ (moved - loads) < 0.0:  # the step goes downhill: restart without momentum
                 momentum = 1.0
-            following = 0.5 * (1.0 + math.sqrt(1.0 + 4.0 * momentum**2))
-            ahead = moved + (momentum - 1.0) / following * (moved - loads)
-            loads, momentum, taken = moved, following, taken + 1
-        return loads, taken
+            next_momentum = 0.5 * (1.0 + math.sqrt(1.0 + 4.0 * momentum**2))
+            ahead = moved + (momentum - 1.0) / next_momentum * (moved - loads)
+            loads, momentum, step = moved, next_momentum, step + 1
+        return loads, step
 
-    def steepest(self) -> float:
+    def largest_eigenvalue(self) -> float:
         """Estimate the largest eigenvalue of G by power iteration; 1 for a zero G."""
         direction = np.random.default_rng(0).standard_normal(len(self.bounds))
         largest = 0.0
@@ -151,41 +154,33 @@ class Box:
             largest = float(np.linalg.norm(direction))
         return largest or 1.0
 
-    def polished(
-        self, gram: Callable[[Int[ndarray, " face"]], Float[ndarray, "face face"]], loads: Float[ndarray, " k"]
-    ) -> Float[ndarray, " k"]:
+    def polish(self, loads: Loads) -> Loads:
         """Return λ after projected Newton steps (Bertsekas 1982) on the λ not stopped by a bound, while they gain."""
         uphill = self.bounds - self.product(loads)
         for _ in range(NEWTON):
-            stopped = ((loads <= self.low) & (uphill <= 0.0)) | ((loads >= self.high) & (uphill >= 0.0))
-            free = np.flatnonzero(~stopped)
+            blocked = ((loads <= self.low) & (uphill <= 0.0)) | ((loads >= self.high) & (uphill >= 0.0))
+            free = np.flatnonzero(~blocked)
             if not 0 < len(free) <= WIDEST:
                 break
-            better = self.advanced(gram(free), loads, uphill, free)
+            better = self.take_newton_step(loads, uphill, free)
             if better is None:
                 break
             loads, uphill = better
         return loads
 
-    def advanced(
-        self,
-        curved: Float[ndarray, "face face"],
-        loads: Float[ndarray, " k"],
-        uphill: Float[ndarray, " k"],
-        free: Int[ndarray, " face"],
-    ) -> tuple[Float[ndarray, " k"], Float[ndarray, " k"]] | None:
+    def take_newton_step(self, loads: Loads, uphill: Loads, free: Int[ndarray, " face"]) -> tuple[Loads, Loads] | None:
         """Return the best λ of Newton steps with any of the RIDGES, clipped to the box, and its gradient, or None."""
-        best, most = None, 0.0
-        diagonal = np.diag_indices(len(free))
+        best, largest_gain = None, 0.0
+        curvature, diagonal = self.gram(free), np.diag_indices(len(free))
         for ridge in RIDGES:
-            curved[diagonal] = 1.0 + ridge
-            move, failed = dposv(curved, uphill[free])[1:]
+            curvature[diagonal] = 1.0 + ridge
+            move, failed = dposv(curvature, uphill[free])[1:]
             if failed:
                 continue
             moved = loads.copy()
             moved[free] = np.clip(loads[free] + move, self.low[free], self.high[free])
-            after = self.bounds - self.product(moved)
-            gain = float((moved - loads) @ (uphill + after))
-            if gain > most:
-                best, most = (moved, after), gain
+            uphill_after = self.bounds - self.product(moved)
+            gain = float((moved - loads) @ (uphill + uphill_after))  # twice the rise of the quadratic objective
+            if gain > largest_gain:
+                best, largest_gain = (moved, uphill_after), gain
         return best

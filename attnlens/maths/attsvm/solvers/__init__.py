@@ -1,1 +1,0 @@
-"""Solvers of the Att-SVM problems; each solution includes its certificate."""
