@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, TIES, Kernel, kernels, parsed
+from attnlens.kernels.registry import Fit
 from attnlens.kernels.spec import pairs_weighted
 from attnlens.maths.ksvd.dual import orthogonal_draws
 from attnlens.records import Call
-from attnlens.registry import Fit
 
 SCALE = 0.4
 NAMES = [name for name, info in kernels().items() if info.form != "output" and info.oracle is None]

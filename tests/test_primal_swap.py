@@ -12,9 +12,9 @@ from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend, route, weights
 from attnlens.kernels.attention.primal_scores import features
 from attnlens.kernels.nearest import STRENGTHS, PrimalFit, _assembled, _moments, lost, regression, singular_maps
+from attnlens.kernels.registry import Fit, OutputFit
 from attnlens.models import hooks, texts
 from attnlens.records import Call
-from attnlens.registry import Fit, OutputFit
 from attnlens.runs.swap.fit import fit
 from attnlens.runs.swap.healing.healer import Healer
 from attnlens.runs.swap.pipeline import swap_kernel

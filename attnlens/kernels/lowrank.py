@@ -9,9 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import UsageError
+from attnlens.kernels.registry import KernelParameter, kernel
 from attnlens.kernels.spec import output_weighted, pairs_weighted, wide
 from attnlens.lazy import LazyModule
-from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from attnlens.kernels.registry import MODIFIERS, Fit, KernelParameter
 from attnlens.lazy import LazyModule
-from attnlens.registry import MODIFIERS, Fit, KernelParameter
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels.lowrank import roots
+from attnlens.kernels.registry import KernelParameter, kernel
 from attnlens.kernels.spec import own_attention, wide
 from attnlens.lazy import LazyModule
-from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:
     import torch

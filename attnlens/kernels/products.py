@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from attnlens.kernels.registry import KernelParameter, kernel
 from attnlens.kernels.spec import (
     centred_keys,
     log_magnitude,
@@ -14,7 +15,6 @@ from attnlens.kernels.spec import (
     wide,
 )
 from attnlens.lazy import LazyModule
-from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:
     import torch

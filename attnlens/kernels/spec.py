@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
 from attnlens.kernels.modifiers import NEAR_WEIGHT, TIES, KeyFilter, NearFit
+from attnlens.kernels.registry import KERNELS, Fit, KernelInfo, OutputFit
 from attnlens.lazy import LazyModule
-from attnlens.registry import KERNELS, Fit, KernelInfo, OutputFit
 
 if TYPE_CHECKING:
     import torch

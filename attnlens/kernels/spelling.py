@@ -5,31 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import import_module, metadata
 
 from attnlens.arguments import checked_name
 from attnlens.errors import UsageError
 from attnlens.kernels.modifiers import FILTERS, HYBRIDS, TIES, KeyFilter, Modifier
+from attnlens.kernels.registry import KernelParameter, kernels
 from attnlens.kernels.spec import Kernel
-from attnlens.registry import KERNELS, KernelInfo, KernelParameter
-
-for _file in ("products", "features", "lowrank", "nearest"):
-    import_module(f"attnlens.kernels.{_file}")
-
-
-def kernels() -> dict[str, KernelInfo]:
-    """Return every kernel by name, in the order of registration."""
-    _load_offered()
-    return dict(KERNELS)
-
-
-@cache
-def _load_offered() -> None:
-    """Import the kernels offered by other packages, once per process."""
-    for entry in metadata.entry_points(group="attnlens.kernels"):
-        entry.load()
-
 
 EXAMPLES = {"sinks": 4, "width": 64, "stride": 8}  # numbers used in examples of filters and hybrids
 

@@ -8,11 +8,11 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from attnlens import records
+from attnlens.analyzers.registry import Answer, GatheringPlace
 from attnlens.analyzers.selection import DECIDED, MEASURES, MOST_QUERIES, OF_SPACE, POSED, SPACES, qualified
 from attnlens.choices import Space
 from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
-from attnlens.registry import Answer, GatheringPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -15,13 +15,13 @@ from attnlens.kernels.attention.primal_scores import features
 from attnlens.kernels.attention.rows import positions
 from attnlens.kernels.lowrank import MapsFit
 from attnlens.kernels.modifiers import NEAR_WEIGHT
+from attnlens.kernels.registry import Fit, OutputFit
 from attnlens.models import hooks
 from attnlens.models.hooks.survey import unpadded
 from attnlens.models.loading import Loaded
 from attnlens.models.texts import Batch, Batches
 from attnlens.models.texts.targets import feed
 from attnlens.records import Call, Site, Task
-from attnlens.registry import Fit, OutputFit
 from attnlens.runs.progress import Tell
 from attnlens.runs.swap.ranks.bases import SEQUENCES, give_metrics, give_rotations
 
