@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
 from attnlens.kernels.modifiers import NEAR_WEIGHT, TIES, KeyFilter, NearFit
-from attnlens.kernels.registry import KERNELS, Fit, KernelInfo, OutputFit
+from attnlens.kernels.registry import KERNELS, Fit, KernelInfo, KernelParameter, OutputFit
 from attnlens.lazy import LazyModule
 
 if TYPE_CHECKING:
     import torch
-    from jaxtyping import Float, Shaped
+    from jaxtyping import Bool, Float, Shaped
     from torch import Tensor, dtype
 
     from attnlens.records import Call
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     Log = Float[Tensor, "batch heads queries keys"]
     Pairs = Float[Tensor, "*batch n n"]
     Cap = float | None
-    from jaxtyping import Bool, Float
-    from torch import Tensor
 else:
     torch = LazyModule("torch")
 
@@ -53,31 +51,25 @@ class Kernel:
     @cached_property
     def spelling(self) -> str:
         """Spelling that can be typed: `rbf:gamma=0.5+window:64`."""
-        numbers = _spell(self.info.name, _named_parameters(self.info, self.parameters))
+        base = _spell(self.info.name, self.info.parameters, self.parameters)
         if self.oracle:
-            return numbers
-        if (self.tie or self.filter) and self.info.name == "exponential":
-            numbers = ""
-        more = [self.tie] if self.tie else []
-        if self.filter:
-            more.append(_spell(self.filter.modifier.name, self.filter.parameters, named=False))
-        if self.near:
-            more.append(_spell(self.near.modifier.name, self.near.parameters, named=False))
-        return "+".join(([numbers] if numbers else []) + more)
+            return base
+        parts = [] if (self.tie or self.filter) and self.info.name == "exponential" else [base]
+        if self.tie:
+            parts.append(self.tie)
+        for key_filter in filter(None, (self.filter, self.near)):
+            modifier = key_filter.modifier
+            parts.append(_spell(modifier.name, modifier.parameters, key_filter.parameters, named=False))
+        return "+".join(parts)
 
     @cached_property
     def formula(self) -> str:
         """Formula of log k, including the effect of its tie and filter."""
         if self.oracle and self.tie is not None:  # no form is fitted
             return f"{TIES[self.tie].formula}; L the head's own s⟨q_i, k_j⟩ in a whole sequence"
-        parts = [self.info.formula]
-        if self.tie is not None:
-            parts.append(f"{self.tie}: {TIES[self.tie].formula}")
-        if self.filter is not None:
-            parts.append(f"{self.filter.modifier.name}: {self.filter.modifier.formula}")
-        if self.near is not None:
-            parts.append(f"{self.near.modifier.name}: {self.near.modifier.formula}")
-        return "; ".join(parts)
+        modifiers = [TIES[self.tie]] if self.tie is not None else []
+        modifiers += [key_filter.modifier for key_filter in (self.filter, self.near) if key_filter is not None]
+        return "; ".join([self.info.formula, *(f"{modifier.name}: {modifier.formula}" for modifier in modifiers)])
 
     @cached_property
     def signed(self) -> bool:
@@ -145,10 +137,10 @@ class Kernel:
         """Return the call and kernel to compute: these, or a call whose exponential kernel equals this kernel."""
         if self.oracle:
             return call, replace(self, info=KERNELS["exponential"], parameters={})
-        found = None if self.info.prepare is None else self.info.prepare(call, **self.parameters, **self.fitted)
-        if found is None:
+        made = None if self.info.prepare is None else self.info.prepare(call, **self.parameters, **self.fitted)
+        if made is None:
             return call, self
-        return found, replace(self, info=KERNELS["exponential"], parameters={}, fitted={})
+        return made, replace(self, info=KERNELS["exponential"], parameters={}, fitted={})
 
     @property
     def own_fitted(self) -> dict[str, Shaped[Tensor, "heads ..."]]:
@@ -167,11 +159,11 @@ class Kernel:
 
     def fitting(self) -> Fit | OutputFit | None:
         """Return the object that chooses free parameters per head from calibration text; None if there are none."""
-        own = None if self.info.fit is None else self.info.fit(**self.parameters)
+        fit = None if self.info.fit is None else self.info.fit(**self.parameters)
         if self.near is None:
-            return own
-        assert own is None or isinstance(own, Fit)  # noqa: S101  # parsed refuses the others
-        return NearFit(own)
+            return fit
+        assert fit is None or isinstance(fit, Fit)  # noqa: S101  # parsed refuses the others
+        return NearFit(fit)
 
     def phi(self, x: Query, scale: float, side: str) -> Float[Tensor, "batch heads queries features"]:
         """Compute φ of the queries or keys (`side`: "query" or "key"), for a kernel that is ⟨φ(q), φ(k)⟩.
@@ -210,8 +202,8 @@ class Kernel:
         """Compute the sign of k, for a kernel that is `signed`."""
         assert self.info.sign is not None  # noqa: S101  # a kernel that can be negative has one
         query, key = self.tied(query, key)
-        found = score(query[..., rows, :], key[..., columns, :], scale, softcap)
-        return self.info.sign(found, **self.parameters, **self.fitted)
+        scores = score(query[..., rows, :], key[..., columns, :], scale, softcap)
+        return self.info.sign(scores, **self.parameters, **self.fitted)
 
     def tied(
         self, query: Query, key: Float[Tensor, "batch kv_heads keys head_dim"]
@@ -225,9 +217,12 @@ class Kernel:
                 f"and {key.shape[-2]} keys.",
                 "Leave out cross-attention with --part, and run without a key-value cache.",
             )
-        return {"tied-query": (query, query), "tied-key": (key, key)}.get(self.tie, (query, key))
+        if self.tie == "tied-query":
+            return query, query
+        return (key, key) if self.tie == "tied-key" else (query, key)
 
     def _log(self, query: Query, key: Key, scale: float, softcap: Cap) -> Log:
+        """Compute log|k| of untied queries and keys."""
         numbers = {**self.parameters, **self.own_fitted}
         if self.info.form == "output":
             raise UsageError(
@@ -276,22 +271,15 @@ def least(of: dtype) -> float:
     return torch.finfo(of).tiny / torch.finfo(of).eps
 
 
-def _named_parameters(info: KernelInfo, parameters: Mapping[str, float]) -> dict[str, float | str]:
-    """Return the parameters that a spelling includes, as words if they have some."""
-    found: dict[str, float | str] = {}
-    for known in info.parameters:
-        value = parameters[known.name]
-        if known.told or value != known.default:
-            found[known.name] = next((word for word, number in known.words if number == value), value)
-    return found
-
-
-def _spell(name: str, parameters: Mapping[str, float | str], named: bool = True) -> str:
-    shown = {
-        key: value if isinstance(value, str) else repr(value).removesuffix(".0") for key, value in parameters.items()
-    }
-    numbers = ",".join(f"{key}={value}" if named else value for key, value in shown.items())
-    return f"{name}:{numbers}" if numbers else name
+def _spell(name: str, known: Sequence[KernelParameter], values: Mapping[str, float], *, named: bool = True) -> str:
+    """Spell a kernel, filter or hybrid with its parameters; those that are left out at their default are not named."""
+    words = []
+    for parameter in known:
+        value = values[parameter.name]
+        if parameter.told or value != parameter.default:
+            word = next((word for word, number in parameter.words if number == value), repr(value).removesuffix(".0"))
+            words.append(f"{parameter.name}={word}" if named else word)
+    return f"{name}:{','.join(words)}" if words else name
 
 
 MOST_ROWS = 32
@@ -316,14 +304,25 @@ def pairs_weighted(call: Call) -> Float[Tensor, "batch heads queries keys"]:
     the head attends. The uniform half keeps the keys that the head ignores, which a wrong fit could raise. A row sums
     to 1, minus half of a sink's weight.
     """
-    query, key = call.query.double(), call.paired_key.double()
-    seen = pairs_seen(query, key, call.visible())
-    return (_attention(call, seen) + seen / seen.sum(-1, keepdim=True).clamp_min(1)) / 2
+    seen = pairs_seen(call.query, call.paired_key, call.visible())
+    return (own_attention(call) + seen / seen.sum(-1, keepdim=True).clamp_min(1)) / 2
 
 
 def own_attention(call: Call) -> Float[Tensor, "batch heads queries keys"]:
-    """Compute the head's own attention over the pairs seen; rows of queries that see fewer than two keys are 0."""
-    return _attention(call, pairs_seen(call.query, call.paired_key, call.visible()))
+    """Compute the head's own attention over the pairs seen, without a sink's weight.
+
+    Rows of queries that see fewer than two keys are 0.
+    """
+    query, key = call.query.double(), call.paired_key.double()
+    seen = pairs_seen(query, key, call.visible())
+    scores = score(query, key, call.scale, call.softcap)
+    # finite instead of −∞: the softmax of a row without keys must not be NaN, which would survive the factor 0
+    scores = (scores if call.bias is None else scores + call.bias).masked_fill(seen == 0, -1e30)
+    if call.sinks is not None:
+        sink = call.sinks.to(scores)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], -1)
+    attention: Tensor = scores.softmax(-1)[..., : key.shape[-2]] * (seen.sum(-1, keepdim=True) > 0)
+    return attention
 
 
 def output_weighted(
@@ -333,27 +332,13 @@ def output_weighted(
 
     To first order δo_i = Σ_j a_ij δ_ij (v_j − ō_i). `metric` is W_OᵀW_O of each head, or a substitute for it.
     """
-    own = own_attention(call)
-    value, metric = call.paired_value.double(), metric.double().to(own.device)
-    mean = own @ value
+    attention = own_attention(call)
+    value, metric = call.paired_value.double(), metric.double().to(attention.device)
+    mean = attention @ value
     onto = value @ metric
     length = (onto * value).sum(-1)[..., None, :] + ((mean @ metric) * mean).sum(-1, keepdim=True)
-    return own.square() * (length - 2 * mean @ onto.mT).clamp_min(0.0)
-
-
-def _attention(
-    call: Call, seen: Float[Tensor, "#batch #heads queries keys"]
-) -> Float[Tensor, "batch heads queries keys"]:
-    """Compute the head's own attention over the pairs seen, without a sink's weight; 0 for a query without a choice."""
-    query, key = call.query.double(), call.paired_key.double()
-    scores = score(query, key, call.scale, call.softcap)
-    # finite instead of −∞: the softmax of a row without keys must not be NaN, which would survive the factor 0
-    scores = (scores if call.bias is None else scores + call.bias).masked_fill(seen == 0, -1e30)
-    if call.sinks is not None:
-        sink = call.sinks.to(scores)[:, None, None].expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, sink], -1)
-    own: Tensor = scores.softmax(-1)[..., : key.shape[-2]] * (seen.sum(-1, keepdim=True) > 0)
-    return own
+    # a squared length, which only rounding makes negative
+    return attention.square() * (length - 2 * mean @ onto.mT).clamp_min(0.0)
 
 
 def some_rows(
@@ -372,29 +357,3 @@ def row_centred(
     """Subtract from each row its mean over the keys seen; 0 elsewhere."""
     mean = (values * seen).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp_min(1)
     return (values - mean) * seen
-
-
-def squared_error(
-    difference: Float[Tensor, "batch heads rows keys"], seen: Float[Tensor, "#batch #heads rows keys"]
-) -> Float[Tensor, "batch heads rows"]:
-    """Compute Σ_j (d_ij − d̄_i)² of every row."""
-    return row_centred(difference, seen).square().sum(-1)
-
-
-def centred_keys(
-    key: Float[Tensor, "batch heads keys head_dim"], seen: Float[Tensor, "#batch #heads queries keys"]
-) -> tuple[
-    Float[Tensor, "batch heads keys head_dim"],
-    Float[Tensor, "batch heads queries head_dim"],
-    Float[Tensor, "heads head_dim head_dim"],
-]:
-    """Return keys minus their sequence's mean, in float64; the mean m_i of the keys each query sees; the keys' scatter.
-
-    The scatter is Σ_i Σ_{j seen by i} (k_j − m_i)(k_j − m_i)ᵀ = Σ_j (queries that see j) k_j k_jᵀ − Σ_i (keys that i
-    sees) m_i m_iᵀ, which does not change if all keys are shifted; without the shift it would be lost in rounding.
-    """
-    key = key.double() - key.double().mean(-2, keepdim=True)
-    count = seen.sum(-1)[..., None]
-    mean = seen @ key / count.clamp_min(1)
-    scatter = (key * seen.sum(-2)[..., None]).mT @ key - (mean * count).mT @ mean
-    return key, mean, scatter.sum(0)
