@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import metadata
-from typing import Any
 
 from attnlens.errors import UsageError
 
@@ -20,8 +19,8 @@ def load_plugins(group: str) -> None:
 def refuse_replacing(
     what: str,
     name: str,
-    function: Callable[..., Any],
-    present: Callable[..., Any],
+    function: Callable[..., object],
+    present: Callable[..., object],
     remedy: str = "Choose another name, or pass replace=True to the decorator.",
 ) -> None:
     """Raise UsageError if `present`, which already has the name, belongs to another module.
@@ -36,6 +35,6 @@ def refuse_replacing(
     raise UsageError(f"{function.__module__} defines the {what} {name!r}, which is already {owner}.", remedy)
 
 
-def is_built_in(function: Callable[..., Any]) -> bool:
+def is_built_in(function: Callable[..., object]) -> bool:
     """Return whether a function belongs to attnlens itself."""
     return function.__module__.partition(".")[0] == "attnlens"

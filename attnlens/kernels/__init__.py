@@ -1,6 +1,6 @@
 """Attention kernels, one function each, and attention under any of them.
 
-Contents: `registry` (the decorator `kernel`, KernelInfo), `products`, `features`, `lowrank` and `nearest` (the
+Contents: `registry` (the decorator `kernel`, KernelInfo), `products`, `features`, `lowrank`, `nearest`, `primal` (the
 built-in kernels with their fits), `modifiers` (ties, filters, hybrids), `spec` (Kernel: a kernel with its parameters),
 `spelling` (parse `rbf:gamma=1+window:64`), `attention` (softmax(log k + bias) v, exact).
 Inputs: a `records.Call` (queries, keys, values, mask of one attention computation), or queries and keys.

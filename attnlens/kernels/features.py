@@ -41,7 +41,7 @@ SUMMED: dict[str, Any] = {
 def elu(x: Tokens, scale: float, side: str) -> Tokens:
     """Linear attention with positive features: x + 1 above 0, eˣ below."""
     x = wide(x) * scale**0.5
-    # elu(x) + 1 would round eˣ below 1e-7 to 0.
+    # elu(x) + 1 would round eˣ below 1e-7 to 0
     positive: Tensor = x.relu()
     return positive + x.clamp_max(0.0).exp()
 

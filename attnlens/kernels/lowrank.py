@@ -61,7 +61,7 @@ def token_positions(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tens
     positions = call.places
     if positions is None or positions.shape[-1] != call.query.shape[2] or call.cross:
         raise UsageError(
-            "The model does not tell its attention the positions of the tokens, which keys are turned back by.",
+            "The model does not pass the positions of the tokens to its attention: keys cannot be rotated back.",
             "Leave out rotation=before.",
         )
     cached = call.key.shape[2] - positions.shape[-1]
@@ -256,7 +256,7 @@ class Latents:
             "query_map": to_query,
             "key_map": key_map[number].view(most, size, -1),
             "key_head": torch.tensor(key_head, device=key_map.device),
-            # the last latent may be smaller than the others: it repeats its first member, with a map of zeros
+            # the last latent may be smaller than the others: it repeats its first member, whose copy no query reads
             "members": torch.tensor(readers + readers[:1] * (most - len(group)), device=key_map.device),
         }
         if self.mean is not None:
@@ -267,9 +267,7 @@ class Latents:
         return parameters
 
 
-def directions(
-    queries: Float[Tensor, "*latents size size"], keys: Float[Tensor, "*latents size size"]
-) -> tuple[Float[Tensor, "*latents size size"], Float[Tensor, "*latents size size"]]:
+def directions(queries: Gram, keys: Gram) -> tuple[Gram, Gram]:
     """Compute A = C_q^{−½}UΣ^½ and B = C_k^{−½}VΣ^½ of C_q^½ C_k^½ = UΣVᵀ, the leading directions first.
 
     The first r columns of both are the best maps of rank r, so that the logits of all ranks are nested.
@@ -285,7 +283,7 @@ def roots(gram: Gram) -> tuple[Gram, Gram]:
     """Compute C^½ and the pseudo-inverse C^{−½} of Gram matrices; eigenvalues up to eps · size · largest count as 0."""
     values, vectors = torch.linalg.eigh(gram)
     border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]
-    # Strict: a zero matrix has border 0 and keeps no direction.
+    # strict: a zero matrix has border 0 and keeps no direction
     nonzero = values > border
     root = torch.where(nonzero, values, 0.0).sqrt()
     inverse = torch.where(nonzero, torch.where(nonzero, values, 1.0).rsqrt(), 0.0)

@@ -202,7 +202,7 @@ class OriginFit:
         # a shift of all keys changes no difference k_j − m_i, but without it their scatter would be lost in rounding
         key = key - key.mean(-2, keepdim=True)
         count = seen.sum(-1)[..., None]
-        mean = seen @ key / count.clamp_min(1)
+        mean = seen @ key / count.clamp_min(1)  # a count below 1 is 0, of a query without a choice
         # Σ_ij w_ij (k_j − m_i)(k_j − m_i)ᵀ, m_i the mean key that query i sees
         scatter = (key * seen.sum(-2)[..., None]).mT @ key - (mean * count).mT @ mean
         by_key = seen.sum(-2)[..., None] * half + self.ratio * ((seen.mT @ query) * key).sum(-1, keepdim=True)

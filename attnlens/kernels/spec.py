@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
     Query = Float[Tensor, "batch heads queries head_dim"]
     Key = Float[Tensor, "batch heads keys head_dim"]
-    Log = Float[Tensor, "batch heads queries keys"]
+    Matrix = Float[Tensor, "batch heads queries keys"]
+    Seen = Float[Tensor, "#batch #heads queries keys"]
     Pairs = Float[Tensor, "*batch n n"]
     Cap = float | None
 else:
     torch = LazyModule("torch")
 
-ALL = slice(None)
+WHOLE = slice(None)
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class Kernel:
         return replace(self, fitted=dict(fitted))
 
     def log(
-        self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = ALL, columns: slice = ALL
+        self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = WHOLE, columns: slice = WHOLE
     ) -> Float[Tensor, "batch heads rows columns"]:
         """Compute log|k(q, k)| of these rows and columns, exact and with query-only terms; keys are repeated under GQA.
 
@@ -197,7 +198,7 @@ class Kernel:
         return (forward + self._log(query[..., columns, :], key[..., rows, :], scale, softcap).mT) / 2
 
     def sign(
-        self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = ALL, columns: slice = ALL
+        self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = WHOLE, columns: slice = WHOLE
     ) -> Float[Tensor, "batch heads rows columns"]:
         """Compute the sign of k, for a kernel that is `signed`."""
         assert self.info.sign is not None  # noqa: S101  # a kernel that can be negative has one
@@ -221,12 +222,12 @@ class Kernel:
             return query, query
         return (key, key) if self.tie == "tied-key" else (query, key)
 
-    def _log(self, query: Query, key: Key, scale: float, softcap: Cap) -> Log:
+    def _log(self, query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
         """Compute log|k| of untied queries and keys."""
         numbers = {**self.parameters, **self.own_fitted}
         if self.info.form == "output":
             raise UsageError(
-                f"{self.info.name} is no kernel of a query and a key: it has no attention matrix.",
+                f"{self.info.name} is not a function of a query and a key: it has no attention matrix.",
                 "Compare outputs, or choose another kernel.",
             )
         self._refuse_unfitted()
@@ -242,11 +243,11 @@ class Kernel:
     def _refuse_unfitted(self) -> None:
         if self.needs_fit and not self.own_fitted:
             raise UsageError(
-                f"{self.info.name} is nothing before it is fitted to a head.", "Add --fit, with some calibration text."
+                f"{self.info.name} is undefined until it is fitted to a head.", "Add --fit, with some calibration text."
             )
 
 
-def score(query: Query, key: Key, scale: float, softcap: Cap) -> Log:
+def score(query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
     """Compute s⟨q, k⟩, bounded by the model's softcap if it has one."""
     product = query @ key.mT * scale
     return product if softcap is None else (product / softcap).tanh() * softcap
@@ -286,18 +287,14 @@ MOST_ROWS = 32
 """Queries per sequence whose rows are computed, for parameters without a closed form in head_dim sums."""
 
 
-def pairs_seen(
-    query: Float[Tensor, "batch heads queries head_dim"],
-    key: Float[Tensor, "batch heads keys head_dim"],
-    allowed: Bool[Tensor, "#batch #heads queries keys"] | None,
-) -> Float[Tensor, "#batch #heads queries keys"]:
+def pairs_seen(query: Query, key: Key, allowed: Bool[Tensor, "#batch #heads queries keys"] | None) -> Seen:
     """Return 1 where a query sees a key, in float64; 0 for queries that see fewer than two keys (no choice)."""
     ones = query.double().new_ones(1, 1, query.shape[-2], key.shape[-2])
     seen = ones if allowed is None else allowed.double()
     return seen * (seen.sum(-1, keepdim=True) >= 2)
 
 
-def pairs_weighted(call: Call) -> Float[Tensor, "batch heads queries keys"]:
+def pairs_weighted(call: Call) -> Matrix:
     """Compute ½·(the head's own attention) + ½·(1/number of keys seen) over the pairs seen; all queries count equally.
 
     The variance of a change of logits under the attention itself is twice its KL to second order: errors count where
@@ -308,7 +305,7 @@ def pairs_weighted(call: Call) -> Float[Tensor, "batch heads queries keys"]:
     return (own_attention(call) + seen / seen.sum(-1, keepdim=True).clamp_min(1)) / 2
 
 
-def own_attention(call: Call) -> Float[Tensor, "batch heads queries keys"]:
+def own_attention(call: Call) -> Matrix:
     """Compute the head's own attention over the pairs seen, without a sink's weight.
 
     Rows of queries that see fewer than two keys are 0.
@@ -325,9 +322,7 @@ def own_attention(call: Call) -> Float[Tensor, "batch heads queries keys"]:
     return attention
 
 
-def output_weighted(
-    call: Call, metric: Float[Tensor, "heads value_dim value_dim"]
-) -> Float[Tensor, "batch heads queries keys"]:
+def output_weighted(call: Call, metric: Float[Tensor, "heads value_dim value_dim"]) -> Matrix:
     """Compute a_ij² (v_j − ō_i)ᵀ W_OᵀW_O (v_j − ō_i), ō_i = Σ_j a_ij v_j: the effect of a logit's error on the output.
 
     To first order δo_i = Σ_j a_ij δ_ij (v_j − ō_i). `metric` is W_OᵀW_O of each head, or a substitute for it.
@@ -341,9 +336,7 @@ def output_weighted(
     return attention.square() * (length - 2 * mean @ onto.mT).clamp_min(0.0)
 
 
-def some_rows(
-    call: Call,
-) -> tuple[Float[Tensor, "batch heads rows head_dim"], Float[Tensor, "#batch #heads rows keys"]]:
+def some_rows(call: Call) -> tuple[Query, Seen]:
     """Return up to MOST_ROWS evenly spaced queries per sequence, including the last, in float64, and what they see."""
     step = -(-call.query.shape[-2] // MOST_ROWS)
     rows = slice((call.query.shape[-2] - 1) % step, None, step)
@@ -351,9 +344,8 @@ def some_rows(
     return query, pairs_seen(query, call.paired_key, call.visible(rows))
 
 
-def row_centred(
-    values: Float[Tensor, "batch heads rows keys"], seen: Float[Tensor, "#batch #heads rows keys"]
-) -> Float[Tensor, "batch heads rows keys"]:
+def row_centred(values: Matrix, seen: Seen) -> Matrix:
     """Subtract from each row its mean over the keys seen; 0 elsewhere."""
-    mean = (values * seen).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp_min(1)
+    count = seen.sum(-1, keepdim=True).clamp_min(1)  # 0/1, not 0/0, for a query without a choice
+    mean = (values * seen).sum(-1, keepdim=True) / count
     return (values - mean) * seen

@@ -45,7 +45,7 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     base = bases[0] if bases else Kernel(known["exponential"])
     if base.info.oracle is not None and ties:
         raise UsageError(
-            f"{words!r}: {base.info.name} says itself which parts are kept, and {ties[0]} would tie others.",
+            f"{words!r}: {base.info.name} chooses itself which parts are kept, and {ties[0]} would keep others.",
             f"Leave out {ties[0]}.",
         )
     tie = base.info.oracle(**base.parameters) if base.info.oracle else next(iter(ties), None)
@@ -53,7 +53,7 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     odd = [p.name for p in base.info.parameters if p.even and base.parameters[p.name] % 2]
     if odd and not allow_signed:
         raise UsageError(
-            f"{base.info.name} with an odd {odd[0]} is negative somewhere, so that its rows are no probabilities.",
+            f"{base.info.name} with an odd {odd[0]} is negative somewhere: its rows are not probabilities.",
             f"Choose an even {odd[0]}, or pass allow_signed=True in Python.",
         )
     _refuse_tie(words, kernel)
@@ -171,7 +171,7 @@ def _refuse_hybrid(words: str, kernel: Kernel) -> None:
         return
     info, other = kernel.info, kernel.tie or (kernel.filter.modifier.name if kernel.filter else None)
     if info.form != "features" or kernel.signed:
-        what = "can be negative" if kernel.signed else "is no kernel of positive features"
+        what = "can be negative" if kernel.signed else "is not a kernel of positive features"
         alone = f", as in elu+{words}" if info.name not in words and other is None else ""
         raise UsageError(
             f"{words!r}: {kernel.near.modifier.name} sums φ(q)φ(k) beyond its window, and {info.name} {what}.",

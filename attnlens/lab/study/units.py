@@ -133,7 +133,7 @@ def _measure_selection(model: KernelTransformer, tokens: Sequence[Sequence[Query
         for number, query_key in enumerate(queries):
             selector.update(query_key, number)
         decided += [sum(shares.values()) / len(shares) for shares in selector.shares.values()]
-        posed = selector.kept and module.kernel.tie is None and module.kernel.info.dot is not None
+        posed = selector.stored and module.kernel.tie is None and module.kernel.info.dot is not None
         found = [selector.nearness(head) for head in selector.shares] if posed else []
         cosines += [one.svm_cosine if isinstance(one, Nearness) else math.nan for one in found]
     return {name: torch.tensor(values) for name, values in ((DECIDED, decided), (COSINE, cosines)) if values}
