@@ -183,7 +183,7 @@ def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
     return {"key_map": latent, "query_map": key_head, "offset": key_head}
 
 
-def latents_of(call: Call, group: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+def group_key_heads(call: Call, group: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """Return the key heads of each latent, and the key head of each query head, as indices among those of the call.
 
     If `group` does not divide their number, the last latent is smaller.
@@ -272,14 +272,14 @@ def directions(queries: Gram, keys: Gram) -> tuple[Gram, Gram]:
 
     The first r columns of both are the best maps of rank r, so that the logits of all ranks are nested.
     """
-    query_root, query_inverse = roots(queries)
-    key_root, key_inverse = roots(keys)
+    query_root, query_inverse = matrix_roots(queries)
+    key_root, key_inverse = matrix_roots(keys)
     left, values, right = torch.linalg.svd(query_root @ key_root)
     half = values[..., None, :].sqrt()
     return query_inverse @ left * half, key_inverse @ right.mT * half
 
 
-def roots(gram: Gram) -> tuple[Gram, Gram]:
+def matrix_roots(gram: Gram) -> tuple[Gram, Gram]:
     """Compute C^½ and the pseudo-inverse C^{−½} of Gram matrices; eigenvalues up to eps · size · largest count as 0."""
     values, vectors = torch.linalg.eigh(gram)
     border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]
@@ -322,7 +322,7 @@ class MapsFit:
 
     def update(self, call: Call, by_attention: Weight | None = None) -> None:
         """Add this batch's C_q and C_k; `by_attention` is its `pairs_weighted`, if already computed."""
-        blank = partial(Grams, *latents_of(call, self.group), turn=self.turn if self.before else None)
+        blank = partial(Grams, *group_key_heads(call, self.group), turn=self.turn if self.before else None)
         self.grams = self.grams or blank()
         self.grams.update(call, pairs_weighted(call) if by_attention is None else by_attention)
         if self.by_output:

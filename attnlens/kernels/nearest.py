@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
-from attnlens.kernels.lowrank import roots
+from attnlens.kernels.lowrank import matrix_roots
 from attnlens.kernels.modifiers import positive_part
 from attnlens.kernels.registry import KernelParameter, kernel
 from attnlens.kernels.spec import own_attention, wide
@@ -47,7 +47,7 @@ def nearest_symmetric(
     λ_b X₀_ba)/(λ_a+λ_b); off the span of the tokens X is 0. If C_q = C_k = C, N = C^{−½} sym(C^½ N₀ C^½) C^{−½}. The
     weights are (λ_a+λ_b)/2: the error of another X' is that of X plus Σ weights (X'−X)².
     """
-    root, inverse = roots(queries + keys)
+    root, inverse = matrix_roots(queries + keys)
     values, vectors = torch.linalg.eigh(inverse @ queries @ inverse)
     # shares of C_q + C_k: queries have `share` of a direction, keys the rest; rounding may leave [0, 1]
     share = values.clamp(0, 1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnlens.errors import TextError
-from attnlens.kernels.lowrank import roots
+from attnlens.kernels.lowrank import matrix_roots
 from attnlens.kernels.registry import KernelParameter, kernel
 from attnlens.lazy import LazyModule
 
@@ -127,7 +127,7 @@ def singular_maps(moments: Moments, scores: int) -> tuple[Map, Map, Float[Tensor
     """Compute W_e, W_r and log Λ; columns beyond the rank of K are zero."""
     size = (moments.gram.shape[-1] - 1) // 2
     grams = moments.gram / moments.tokens[:, None, None]
-    query_root, key_root = roots(grams[..., :size, :size])[0], roots(grams[..., size:-1, size:-1])[0]
+    query_root, key_root = matrix_roots(grams[..., :size, :size])[0], matrix_roots(grams[..., size:-1, size:-1])[0]
     left, values, right = torch.linalg.svd(query_root @ key_root)
     left, values, right = left[..., :scores], values[..., :scores], right.mT[..., :scores]
     # strict: if K is zero, so are all singular values

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attnlens.kernels.registry import KernelParameter, kernel
-from attnlens.kernels.spec import log_magnitude, pairs_weighted, row_centred, some_rows, wide
+from attnlens.kernels.spec import centre_rows, log_magnitude, pairs_weighted, sample_rows, wide
 from attnlens.lazy import LazyModule
 
 if TYPE_CHECKING:
@@ -61,11 +61,11 @@ class OffsetFit:
 
     def update(self, call: Call) -> None:
         """Add the squared error of every offset on this batch."""
-        query, seen = some_rows(call)
+        query, seen = sample_rows(call)
         score = query @ call.paired_key.double().mT * call.scale
         errors = []
         for offset in self.offsets:
-            difference = row_centred(score - self.degree * log_magnitude(score + offset), seen)
+            difference = centre_rows(score - self.degree * log_magnitude(score + offset), seen)
             errors.append(difference.square().sum(-1).sum((0, 2)))
         self.errors = self.errors + torch.stack(errors)
 
@@ -316,10 +316,10 @@ class BetaFit:
 
     def update(self, call: Call) -> None:
         """Add this batch's two sums."""
-        query, seen = some_rows(call)
+        query, seen = sample_rows(call)
         key = call.paired_key.double()
         logits, cosine = (
-            row_centred(scores, seen) for scores in (query @ key.mT * call.scale, _unit(query) @ _unit(key).mT)
+            centre_rows(scores, seen) for scores in (query @ key.mT * call.scale, _unit(query) @ _unit(key).mT)
         )
         self.product = self.product + (logits * cosine).sum((0, 2, 3))
         self.square = self.square + cosine.square().sum((0, 2, 3))

@@ -238,7 +238,7 @@ class Kernel:
         if self.info.form == "pair":
             return self.info.function(query, key, scale, **numbers)
         product = self.phi(query, scale, "query") @ self.phi(key, scale, "key").mT
-        return log_magnitude(product + least(product.dtype))
+        return log_magnitude(product + smallest_kernel(product.dtype))
 
     def _refuse_unfitted(self) -> None:
         if self.needs_fit and not self.own_fitted:
@@ -264,7 +264,7 @@ def log_magnitude(value: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return value.abs().clamp_min(torch.finfo(value.dtype).tiny).log()
 
 
-def least(of: dtype) -> float:
+def smallest_kernel(of: dtype) -> float:
     """Return the number added to every ⟨φ(q), φ(k)⟩, so queries without features attend uniformly (float32: 1e-31).
 
     It is the smallest normal number over eps: such small sums are still of normal numbers, and 1/k has a gradient.
@@ -336,7 +336,7 @@ def output_weighted(call: Call, metric: Float[Tensor, "heads value_dim value_dim
     return attention.square() * (length - 2 * mean @ onto.mT).clamp_min(0.0)
 
 
-def some_rows(call: Call) -> tuple[Query, Seen]:
+def sample_rows(call: Call) -> tuple[Query, Seen]:
     """Return up to MOST_ROWS evenly spaced queries per sequence, including the last, in float64, and what they see."""
     step = -(-call.query.shape[-2] // MOST_ROWS)
     rows = slice((call.query.shape[-2] - 1) % step, None, step)
@@ -344,7 +344,7 @@ def some_rows(call: Call) -> tuple[Query, Seen]:
     return query, pairs_seen(query, call.paired_key, call.visible(rows))
 
 
-def row_centred(values: Matrix, seen: Seen) -> Matrix:
+def centre_rows(values: Matrix, seen: Seen) -> Matrix:
     """Subtract from each row its mean over the keys seen; 0 elsewhere."""
     count = seen.sum(-1, keepdim=True).clamp_min(1)  # 0/1, not 0/0, for a query without a choice
     mean = (values * seen).sum(-1, keepdim=True) / count

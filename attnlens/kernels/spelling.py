@@ -298,12 +298,9 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
         sinks -= (keys - sinks) % 2 == 0
     near = keys - sinks
     width = near if shape.causal else (near + 1) // 2
-    return filtered("sink-window", sinks=sinks, width=width) if sinks else filtered("window", width=width)
-
-
-def filtered(name: str, **parameters: int) -> Kernel:
-    """Return the model's own kernel behind the named filter."""
-    return Kernel(kernels()["exponential"], filter=KeyFilter(FILTERS[name], parameters))
+    parameters = {"sinks": sinks, "width": width} if sinks else {"width": width}
+    window = KeyFilter(FILTERS["sink-window" if sinks else "window"], parameters)
+    return Kernel(kernels()["exponential"], filter=window)
 
 
 def branches(kernel: Kernel) -> tuple[Kernel, Kernel]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from attnlens.errors import UsageError
-from attnlens.kernels.attention.primal_scores import objectives, of_layer, running
+from attnlens.kernels.attention.primal_scores import average_layer, objectives, running
 from attnlens.kernels.spec import wide
 from attnlens.maths import ksvd
 
@@ -178,7 +178,7 @@ def regulariser(model: nn.Module, convention: Convention = "paper") -> Float[Ten
     layers = [part for part in model.modules() if isinstance(part, PrimalHeads)]
     if not layers:
         raise UsageError("This model has no primal attention.", "Build one with attnlens.lab.primal.build.")
-    total = torch.stack([of_layer(layer.objectives(convention), convention) for layer in layers])
+    total = torch.stack([average_layer(layer.objectives(convention), convention) for layer in layers])
     for layer in layers:
         layer.release()
     return total.sum() if convention == "paper" else total.mean()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlens.errors import UsageError
-from attnlens.kernels.attention.sums import Reach, reach
+from attnlens.kernels.attention.sums import Reach, find_reach
 from attnlens.kernels.spec import Kernel, wide
 from attnlens.maths import ksvd
 from attnlens.records import Call
@@ -64,7 +64,7 @@ def features(call: Call, samples: int = 0) -> Features:
 def whole_reach(call: Call) -> Reach:
     """Return whether the call is causal and which tokens are real; raise UsageError if primal scores are undefined."""
     refuse_primal(call)
-    keys_reached = reach(call)
+    keys_reached = find_reach(call)
     if keys_reached is None:
         raise UsageError(
             "Primal attention averages over all tokens up to a query; this site's mask is neither causal nor one of "
@@ -98,15 +98,15 @@ def by_primal(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries 
 
 
 def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Tensor, ""]:
-    """Compute the term that η multiplies, for one layer under a primal kernel: see `of_layer`."""
+    """Compute the term that η multiplies, for one layer under a primal kernel: see `average_layer`."""
     phi = features(call, int(kernel.parameters.get("samples", 0)))
     names = ("query_map", "key_map", "log_multipliers")
     query_map, key_map, log_multipliers = (kernel.fitted[name].to(phi.query) for name in names)
     e, r = phi.query @ query_map, phi.key @ key_map
-    return of_layer(objectives(e, r, query_map, key_map, log_multipliers.exp(), phi.kept, convention), convention)
+    return average_layer(objectives(e, r, query_map, key_map, log_multipliers.exp(), phi.kept, convention), convention)
 
 
-def of_layer(objective: Float[Tensor, "batch heads"], convention: Convention) -> Float[Tensor, ""]:
+def average_layer(objective: Float[Tensor, "batch heads"], convention: Convention) -> Float[Tensor, ""]:
     """Average one layer's regulariser over sequences: Σ_heads J² (paper), (mean_heads J)² (code)."""
     return ksvd.regulariser(objective[:, None], convention).mean()
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from attnlens.choices import Route
 from attnlens.errors import UsageError
 from attnlens.kernels.attention.primal_scores import by_primal, refuse_primal
-from attnlens.kernels.attention.rows import by_whole, in_tiles, refuse_hidden, unplaced
+from attnlens.kernels.attention.rows import by_whole, in_tiles, position_error, refuse_hidden
 from attnlens.kernels.attention.scores import by_scores
-from attnlens.kernels.attention.sums import by_hybrid, by_products, by_sums, reach
+from attnlens.kernels.attention.sums import by_hybrid, by_products, by_sums, find_reach
 from attnlens.kernels.spec import Kernel
 from attnlens.records import Call
 
@@ -74,7 +74,7 @@ def _refuse(call: Call, kernel: Kernel) -> None:
     if kernel.info.form == "output":
         refuse_primal(call)
     if call.cross and (kernel.filter is not None or kernel.near is not None):
-        raise unplaced("this site attends to another sequence")
+        raise position_error("this site attends to another sequence")
     if call.cross and kernel.tie is not None:
         raise UsageError(
             f"{kernel.tie} needs the queries and keys of the same tokens; this site attends to another sequence.",
@@ -128,7 +128,7 @@ def _sums_obstacle(call: Call, kernel: Kernel) -> str | None:
     if obstacle is None and call.bias is not None:
         return "the model adds a bias to its scores, which a running sum can't"
     obstacle = obstacle or _general_obstacle(call, kernel)
-    if obstacle is None and reach(call) is None:
+    if obstacle is None and find_reach(call) is None:
         return "the mask is neither causal nor a mask of padded keys alone"
     return obstacle
 

@@ -92,7 +92,7 @@ def positions(call: Call, key_filter: KeyFilter) -> Positions:
     """
     queries, keys = call.query.shape[2], call.key.shape[2]
     if call.cross:
-        raise unplaced("this site attends to another sequence")
+        raise position_error("this site attends to another sequence")
     seen = None if call.allowed is None else call.allowed.any(dim=1)
     if key_filter.modifier.from_start and queries != keys and _has_window(call, seen):
         raise UsageError(
@@ -108,11 +108,11 @@ def positions(call: Call, key_filter: KeyFilter) -> Positions:
     elif queries == 1 and seen is None:
         own = torch.full_like(first, keys - 1)
     elif seen is None or queries > keys:
-        raise unplaced(f"{queries} queries meet {keys} keys without a mask")
+        raise position_error(f"{queries} queries meet {keys} keys without a mask")
     else:
         own = keys - 1 - seen.flip(-1).int().argmax(-1)
         if queries > 1 and bool((own == own[:, :1]).all()):
-            raise unplaced(f"all of the {queries} queries see the same last key")
+            raise position_error(f"all of the {queries} queries see the same last key")
     return Positions(own, first)
 
 
@@ -129,7 +129,7 @@ def _has_window(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> 
     return bool((sees_any & (starts != starts[:, -1:]) & sees_any[:, -1:]).any())
 
 
-def unplaced(reason: str) -> UsageError:
+def position_error(reason: str) -> UsageError:
     """Build the error for a filter if queries have no position among the keys."""
     return UsageError(
         f"A filter or hybrid needs each query's place among the keys, but {reason}.",

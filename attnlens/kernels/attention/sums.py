@@ -12,7 +12,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from attnlens.errors import ModelError
 from attnlens.kernels.modifiers import NEAR_WEIGHT
-from attnlens.kernels.spec import Kernel, least, score, wide
+from attnlens.kernels.spec import Kernel, score, smallest_kernel, wide
 from attnlens.records import Call
 
 if TYPE_CHECKING:
@@ -90,11 +90,12 @@ class Reach:
 def by_sums(call: Call, kernel: Kernel) -> Sums:
     """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i) Σ_j φ(k_j) over the allowed keys.
 
-    (Katharopoulos et al. 2020, Eq. 5, 9, 10.) Sums are in float32 or better, with `least` added to φ(q_i)φ(k_j) as in
-    Kernel.log: queries whose features underflow attend uniformly. With signed features only a query whose sums are all
-    zero does. A query that sees nothing gets zero; one whose signed denominators cancel gets no finite number.
+    (Katharopoulos et al. 2020, Eq. 5, 9, 10.) Sums are in float32 or better, with `smallest_kernel` added to
+    φ(q_i)φ(k_j) as in Kernel.log: queries whose features underflow attend uniformly. With signed features only a query
+    whose sums are all zero does. A query that sees nothing gets zero; one whose signed denominators cancel gets no
+    finite number.
     """
-    keys_reached = reach(call)
+    keys_reached = find_reach(call)
     assert keys_reached is not None  # noqa: S101  # guaranteed by route
     causal, kept = keys_reached.causal, keys_reached.kept
     exact = torch.promote_types(call.query.dtype, torch.float32)
@@ -114,7 +115,7 @@ def by_sums(call: Call, kernel: Kernel) -> Sums:
     if kernel.signed:
         sums = torch.where((sums == 0).all(-1, keepdim=True), uniform, sums)
     else:
-        sums = sums + least(exact) * uniform
+        sums = sums + smallest_kernel(exact) * uniform
     blind = uniform[..., -1:] == 0
     return (sums[..., :-1] / sums[..., -1:].masked_fill(blind, 1.0)).to(call.query.dtype)
 
@@ -146,7 +147,7 @@ def _bidirectional(query: Query, key: Key, value: Value, side: Side) -> Sums:
     return torch.cat([side(query, "query", rows) @ total for rows in queries], dim=-2)
 
 
-def reach(call: Call) -> Reach | None:
+def find_reach(call: Call) -> Reach | None:
     """Return the keys each query sums over; None unless the mask is causal, hides padded keys, both, or nothing."""
     seen = call.allowed
     queries, keys = call.query.shape[2], call.key.shape[2]
@@ -202,9 +203,9 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
 
     Exact, in O(T·(w + chunk + features)) memory: a chunk of queries meets one by one the keys of the chunks that its
     window touches, and first tokens that are near to all; the others enter by the sum Σ_j φ(k_j) v_jᵀ. In float32 or
-    better, with `least` added to every φ(q_i)φ(k_j) as in Kernel.log. A query that may see nothing gets zero.
+    better, with `smallest_kernel` added to every φ(q_i)φ(k_j) as in Kernel.log. A query that may see nothing gets zero.
     """
-    keys_reached = reach(call)
+    keys_reached = find_reach(call)
     assert keys_reached is not None  # noqa: S101  # route guarantees both
     assert kernel.near is not None  # noqa: S101
     tokens, distance = call.query.shape[2], kernel.near.parameters["width"] - 1
@@ -237,7 +238,7 @@ def _far_features(call: Call, kernel: Kernel, keys_reached: Reach, sinks: int) -
     query, key = (
         kernel.phi(x.to(exact), call.scale, side) for x, side in ((call.query, "query"), (call.paired_key, "key"))
     )
-    query, key = pad(query, (0, 1), value=least(exact)), pad(key, (0, 1), value=1.0)
+    query, key = pad(query, (0, 1), value=smallest_kernel(exact)), pad(key, (0, 1), value=1.0)
     key = key if kept is None else key.masked_fill(~kept[..., None], 0.0)
     key = pad(key[..., sinks:, :], (0, 0, min(sinks, key.shape[-2]), 0))
     return FarFeatures(query, key, pad(call.paired_value.to(exact), (0, 1), value=1.0))
