@@ -25,8 +25,12 @@ if TYPE_CHECKING:
     from attnlens import lab as lab
     from attnlens import maths as maths
     from attnlens import records as records
+    from attnlens.analyzers.registry import MeasureInfo as MeasureInfo
+    from attnlens.analyzers.registry import analyzer as analyzer
     from attnlens.checks import check as check
     from attnlens.errors import AttnlensError as AttnlensError
+    from attnlens.kernels.registry import KernelParameter as KernelParameter
+    from attnlens.kernels.registry import kernel as kernel
     from attnlens.lab.reproduce import converge_head as converge_head
     from attnlens.lab.reproduce import converge_synthetic as converge_synthetic
     from attnlens.lab.reproduce import reproduce as reproduce
@@ -35,10 +39,6 @@ if TYPE_CHECKING:
     from attnlens.records import Report as Report
     from attnlens.records import read_plan as read_plan
     from attnlens.records import read_report as read_report
-    from attnlens.registry import KernelParameter as KernelParameter
-    from attnlens.registry import MeasureInfo as MeasureInfo
-    from attnlens.registry import analyzer as analyzer
-    from attnlens.registry import kernel as kernel
     from attnlens.runs.compare.pipeline import compare as compare
     from attnlens.runs.doctor import doctor as doctor
     from attnlens.runs.in_memory import capture as capture
@@ -53,11 +53,12 @@ __version__ = "0.1.0"
 
 _PACKAGES = ("analyzers", "kernels", "lab", "maths", "records")
 _NAMES = {
+    "analyzers.registry": ("MeasureInfo", "analyzer"),
     "errors": ("AttnlensError",),
     "checks": ("check",),
+    "kernels.registry": ("KernelParameter", "kernel"),
     "models.loading": ("load",),
     "records": ("QueryKey", "Report", "read_plan", "read_report"),
-    "registry": ("KernelParameter", "MeasureInfo", "analyzer", "kernel"),
     "lab.reproduce": ("converge_head", "converge_synthetic", "reproduce"),
     "runs.compare.pipeline": ("compare",),
     "runs.doctor": ("doctor",),

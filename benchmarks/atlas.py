@@ -25,9 +25,9 @@ import subjects
 import torch
 
 import attnlens
+from attnlens.analyzers.registry import find_measure
 from attnlens.files import write_atomically
 from attnlens.records import Report, read_report
-from attnlens.registry import info_of
 from attnlens.report import atlas
 from attnlens.report.atlas import Third
 
@@ -130,7 +130,7 @@ def entry(name: str, report: Report) -> dict[str, Any]:
         "measures": {
             measure: {depth: [len(values), *atlas.quantiles(values)] for depth, values in found.items()}
             for measure in report.measure_names()
-            if info_of(measure).sized_by != "rounding" and (found := values_of(report, measure))
+            if find_measure(measure).sized_by != "rounding" and (found := values_of(report, measure))
         },
     }
 
@@ -142,7 +142,7 @@ def values_of(report: Report, measure: str) -> dict[Third, list[float]]:
     """
     thirds, shared = atlas.depths(report), measure.startswith("weights.") and atlas.shares_weights(report.heads[0])
     found: dict[Third, list[float]] = {}
-    whole = shared or info_of(measure).sized_by
+    whole = shared or find_measure(measure).sized_by
     for head in report.heads:
         one = head.measures.get(measure)
         if one is None or one.value is None or (shared and head.layer != report.heads[0].layer):
@@ -158,7 +158,7 @@ def differences(entries: list[dict[str, Any]], reports: dict[str, Report]) -> li
         abs(spread.below(value) - 100 * (np.less(values, value).mean() + np.equal(values, value).mean() / 2))
         for model in map(atlas.model_of, entries)
         for measure, depths in model.measures.items()
-        if not info_of(measure).sized_by
+        if not find_measure(measure).sized_by
         for depth, values in values_of(reports[model.name], measure).items()
         for spread in [depths[depth]]
         for value in values

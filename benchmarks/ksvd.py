@@ -16,10 +16,10 @@ from inspection import medians
 
 import attnlens
 from attnlens.analyzers import ksvd, spectrum
+from attnlens.analyzers.registry import Readings
 from attnlens.models import hooks, loading
 from attnlens.models.loading import Loaded
 from attnlens.records import Call, QueryKey, Site
-from attnlens.registry import Readings
 
 TARGET = 2
 

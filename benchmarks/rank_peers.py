@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attnlens.kernels.lowrank import Latents, Turn, directions, placed
+from attnlens.kernels.lowrank import Latents, Turn, directions, token_positions
 from attnlens.models import hooks, texts, weights
 from attnlens.models.loading import Loaded
 from attnlens.models.texts.targets import Fed
@@ -72,8 +72,8 @@ class Read:
         query, key, kv_heads = call.query.double(), call.key.double(), len(self.maps.key)
         self.after.add(query, key, kv_heads)
         if self.turn is not None:
-            places = placed(call)
-            query, key = (self.turn.turned(x, at, back=True) for x, at in zip((query, key), places, strict=True))
+            positions = token_positions(call)
+            query, key = (self.turn.rotate(x, at, back=True) for x, at in zip((query, key), positions, strict=True))
         self.before.add(query - self.maps.query_bias, key - self.maps.key_bias, kv_heads)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnlens import registry
+from attnlens.analyzers import registry
 from attnlens.errors import FAILURES, ModelError, UnreadableError
 from attnlens.models import hooks, weights
 from attnlens.runs import checks
@@ -39,7 +39,9 @@ def read(loaded: Any, inputs: Mapping[str, Tensor]) -> str | None:
         return None
     many = hooks.survey(model, inputs)
     one = checks.of_one_token(replace(loaded, model=model), many, 0)
-    definiteness = next(found for found in registry.analyzers(["symmetry"]) if found.source == "weights").function
+    definiteness = next(
+        found for found in registry.select_analyzers(["symmetry"]) if found.source == "weights"
+    ).function
     wrong, right = [], 0
     for found in weights.factors(model, one, many):
         if isinstance(found, UnreadableError) or found.site not in planted:

@@ -511,7 +511,7 @@ REASONS = [
     (call(), "rbf+symmetric", "transpose"),
     (call(bias=bias(150)), "elu", "bias"),
     (call(allowed=sliding(150)), "elu", "neither causal nor"),
-    (call(), "sink-window:2,9", "no mask that SDPA"),
+    (call(), "sink-window:2,9", "not a mask that SDPA"),
     (call(), "polynomial", "GPU"),
     (call(), "laplacian", "row tiles"),
 ]

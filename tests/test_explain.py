@@ -7,11 +7,11 @@ import pytest
 import torch
 from program import attnlens, refused, without_torch
 
-from attnlens import registry
+from attnlens.analyzers import registry
+from attnlens.analyzers.registry import DISTANCES, GatheringPlace, MeasureInfo
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, HYBRIDS, TIES, kernels, parsed
 from attnlens.maths import linalg
-from attnlens.registry import DISTANCES, GatheringPlace, MeasureInfo
 from attnlens.report.sections.reference import explanation, kernel_pages, measure_pages
 
 INFOS = registry.measure_infos() | {info.name: info for info in DISTANCES}
@@ -103,7 +103,7 @@ def test_the_part_behind_the_source_is_enough_where_no_other_has_it():
 
 
 def test_a_measure_of_someone_else_needs_no_more_than_meaning_and_formula(monkeypatch):
-    monkeypatch.setattr("attnlens.registry._ANALYZERS", dict(registry._ANALYZERS))
+    monkeypatch.setattr("attnlens.analyzers.registry._ANALYZERS", dict(registry._ANALYZERS))
     bare = MeasureInfo("mine.bare", "a meaning", "a formula")
     registry.analyzer("mine", "tokens", [bare])(lambda _query_key: {})
     facts = dict(explanation("mine.bare").items)
@@ -112,7 +112,7 @@ def test_a_measure_of_someone_else_needs_no_more_than_meaning_and_formula(monkey
 
 
 def test_a_docstring_is_question_and_definitions(monkeypatch):
-    monkeypatch.setattr("attnlens.registry._ANALYZERS", dict(registry._ANALYZERS))
+    monkeypatch.setattr("attnlens.analyzers.registry._ANALYZERS", dict(registry._ANALYZERS))
 
     def begin(_place: GatheringPlace):
         """Is it so?

@@ -9,12 +9,11 @@ from heads import query_key, random
 from loaded import family, package
 
 import attnlens
-from attnlens import registry
-from attnlens.analyzers import extended, symmetry
+from attnlens.analyzers import extended, registry, symmetry
+from attnlens.analyzers.registry import Analyzer, GatheringPlace
 from attnlens.analyzers.selection.gatherer import Selector
 from attnlens.maths import linalg
 from attnlens.models import hooks, loading, texts
-from attnlens.registry import Analyzer, GatheringPlace
 from attnlens.report.pictures.overview import page_rows
 from attnlens.report.pictures.style import full_caption, short_caption
 from attnlens.report.sections.layers import layer_rows, reading_help
@@ -24,7 +23,7 @@ from attnlens.runs.inspect.collector import pieces
 N = 14
 ALL = torch.ones(N, N, dtype=torch.bool)
 MASKS = {"all": None, "causal": ALL.tril(), "window": ALL.tril().triu(-5), "local": ALL.tril(4).triu(-4)}
-OF_TOKENS = [found for found in registry.every_analyzer() if found.source == "tokens" and isinstance(found, Analyzer)]
+OF_TOKENS = [found for found in registry.list_analyzers() if found.source == "tokens" and isinstance(found, Analyzer)]
 MEASURES = [(found, info) for found in OF_TOKENS for info in found.measures]
 CERTIFICATES = ("ksvd.residual", "ksvd.objective")
 """Rounding errors: no other queries and keys need read otherwise."""

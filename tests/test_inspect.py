@@ -14,10 +14,10 @@ import views
 from loaded import family, package
 
 import attnlens
+from attnlens.analyzers.registry import MeasureInfo
 from attnlens.errors import IdentityError, ModelError, UsageError
 from attnlens.models import hooks, loading, texts
 from attnlens.records import Coverage, Head, Measure, Skipped, read_report
-from attnlens.registry import MeasureInfo
 from attnlens.report.sentences import reports
 from attnlens.report.sentences.reports import population
 from attnlens.runs import checks

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, TIES, Kernel, kernels, parsed
+from attnlens.kernels.registry import Fit
 from attnlens.kernels.spec import pairs_weighted
 from attnlens.maths.ksvd.dual import orthogonal_draws
 from attnlens.records import Call
-from attnlens.registry import Fit
 
 SCALE = 0.4
 NAMES = [name for name, info in kernels().items() if info.form != "output" and info.oracle is None]
@@ -721,9 +721,9 @@ def test_spellings_are_short():
         ("elu+hybrid:4+hybrid:5", "more than one hybrid", "another --kernel"),
         ("elu+hybrd:4", "no kernel 'hybrd'", "Did you mean 'hybrid'"),
         ("linear+hybrid:4", "linear can be negative", "learned-features"),
-        ("hybrid:4", "exponential is no kernel of positive features", "learned-features"),
-        ("rbf+hybrid:4", "rbf is no kernel of positive features", "learned-features"),
-        ("primal:4+hybrid:4", "primal is no kernel of positive features", "learned-features"),
+        ("hybrid:4", "exponential is not a kernel of positive features", "learned-features"),
+        ("rbf+hybrid:4", "rbf is not a kernel of positive features", "learned-features"),
+        ("primal:4+hybrid:4", "primal is not a kernel of positive features", "learned-features"),
         ("elu+hybrid:4+window:9", "window is not defined for", "Leave out window"),
         ("elu+tied-key+hybrid:4", "tied-key is not defined for", "Leave out tied-key"),
         ("rank", "rank needs rank", "rank:rank="),

@@ -15,9 +15,9 @@ from reports import planted
 import attnlens
 from attnlens.analyzers import spectrum
 from attnlens.analyzers.ksvd import TOKENS, of_tokens
+from attnlens.analyzers.registry import MeasureInfo, measure_infos, measure_sources, select_analyzers
 from attnlens.models import hooks, loading, texts
 from attnlens.records import Call, Report, Site
-from attnlens.registry import MeasureInfo, analyzers, measure_infos, measure_sources
 from attnlens.report.pictures import overview_figure
 from attnlens.report.pictures.maps import DEPTH, depths
 from attnlens.report.pictures.overview import page_rows
@@ -49,7 +49,7 @@ def cumulated(matrix, power, steps):
 
 
 def test_it_is_entered_for_tokens_and_its_names_have_a_source():
-    (found,) = analyzers(["ksvd"])
+    (found,) = select_analyzers(["ksvd"])
     assert (found.name, found.source) == ("ksvd", "tokens")
     assert {measure_sources()[info.name] for info in TOKENS} == {"tokens"}
     assert measure_sources()["weights.symmetry"] == "weights"
@@ -291,7 +291,7 @@ def test_inspect_measures_a_model_with_errors_over_its_sequences():
 def grouped(monkeypatch):
     """A curve that asks to be seen by depth, under a name that no analyzer has."""
     infos = measure_infos() | {"any.curve": MeasureInfo("any.curve", "what it is", "c", curve=True, by_depth=True)}
-    monkeypatch.setattr("attnlens.registry.measure_infos", lambda: infos)
+    monkeypatch.setattr("attnlens.analyzers.registry.measure_infos", lambda: infos)
 
     def shapes(starts, parts=None):
         curves = [list(np.linspace(start, 1, 9)) for start in starts]
@@ -340,7 +340,7 @@ def test_the_overview_is_the_picture_by_depth_with_maps_below(grouped):
 def test_a_curve_that_does_not_ask_is_drawn_as_before(grouped, monkeypatch):
     shapes = grouped([0.1, 0.2, 0.3])
     silent = measure_infos() | {"any.curve": MeasureInfo("any.curve", "what it is", "c", curve=True)}
-    monkeypatch.setattr("attnlens.registry.measure_infos", lambda: silent)
+    monkeypatch.setattr("attnlens.analyzers.registry.measure_infos", lambda: silent)
     assert all(panel.title == "" for row in page_rows(shapes) for panel in row)
 
 

@@ -23,9 +23,10 @@ from program import DEMO, environment_with, refused
 from reports import synthetic_report, timeless
 
 import attnlens
-from attnlens import registry
+from attnlens.analyzers import registry
 from attnlens.errors import ModelError, OutputError, UsageError
 from attnlens.kernels import parsed
+from attnlens.kernels.registry import KERNELS
 from attnlens.models import hooks
 from attnlens.models.hooks import Replacement
 
@@ -135,7 +136,7 @@ def test_what_a_package_exports_is_used_by_others_or_shown_in_its_examples(packa
 def test_a_third_party_enters_a_kernel_and_an_analyzer_by_the_exported_names(monkeypatch):
     from attnlens import KernelParameter, MeasureInfo, QueryKey, analyzer, kernel
 
-    registry.every_analyzer()
+    registry.list_analyzers()
     monkeypatch.setattr(registry, "_ANALYZERS", dict(registry._ANALYZERS))
 
     @analyzer("scale", "tokens", [MeasureInfo("tokens.scale_used", "The scale.", "s")], by_default=False)
@@ -143,7 +144,7 @@ def test_a_third_party_enters_a_kernel_and_an_analyzer_by_the_exported_names(mon
         """How large is the scale of the scores?"""
         return {"tokens.scale_used": torch.full(query_key.query.shape[:-2], query_key.scale)}
 
-    assert "scale" in [found.name for found in registry.every_analyzer()]
+    assert "scale" in [found.name for found in registry.list_analyzers()]
     report = attnlens.inspect("demo", analyzers=["scale"], windows=2, length=8, layers=[0])
     assert report.heads[0].measures["tokens.scale_used"].value == pytest.approx(16**-0.5)
 
@@ -159,7 +160,7 @@ def test_a_third_party_enters_a_kernel_and_an_analyzer_by_the_exported_names(mon
         with attnlens.replaced(model, "warm:t=1"):
             assert torch.allclose(given(model, batch), given(family("bert")[0], batch), atol=1e-4)
     finally:
-        registry.KERNELS.pop("warm", None)
+        KERNELS.pop("warm", None)
 
 
 def entered(module: str, what: str, name: str, measure: str = "tokens.mine", **more: Any) -> Callable[..., Any]:
@@ -172,7 +173,7 @@ def entered(module: str, what: str, name: str, measure: str = "tokens.mine", **m
 
     function.__module__, function.__code__ = module, function.__code__.replace(co_filename=module)
     if what == "kernel":
-        return registry.kernel(name, **facts, **more)(function)
+        return attnlens.kernel(name, **facts, **more)(function)
     enter = registry.analyzer if what == "analyzer" else registry.gathering
     return enter(name, "tokens", [registry.MeasureInfo(measure, "Mine.", "1")], by_default=False, **more)(function)
 
@@ -180,13 +181,13 @@ def entered(module: str, what: str, name: str, measure: str = "tokens.mine", **m
 @pytest.fixture
 def tables(monkeypatch):
     """The registry, as it was before a test entered anything."""
-    registry.every_analyzer()
+    registry.list_analyzers()
     parsed("rbf")
     monkeypatch.setattr(registry, "_ANALYZERS", dict(registry._ANALYZERS))
-    before = dict(registry.KERNELS)
+    before = dict(KERNELS)
     yield
-    registry.KERNELS.clear()
-    registry.KERNELS.update(before)
+    KERNELS.clear()
+    KERNELS.update(before)
 
 
 @pytest.mark.usefixtures("tables")
@@ -205,12 +206,12 @@ def test_a_plug_in_replaces_a_built_in_only_if_it_says_so(what, name, measure):
     ) as no:
         entered("mine", what, name, measure)
     assert "replace=True" in no.value.remedy
-    assert "mine" not in [getattr(info.function, "__module__", "") for info in registry.KERNELS.values()]
+    assert "mine" not in [getattr(info.function, "__module__", "") for info in KERNELS.values()]
     function = entered("mine", what, name, measure, replace=True)
     if what == "kernel":
-        assert registry.KERNELS[name].function is function
+        assert KERNELS[name].function is function
     else:
-        assert [one.name for one in registry.every_analyzer() if one.measures[0].name == measure] == [name]
+        assert [one.name for one in registry.list_analyzers() if one.measures[0].name == measure] == [name]
 
 
 @pytest.mark.usefixtures("tables")
@@ -281,7 +282,7 @@ def test_captured_queries_and_keys_give_the_models_own_attention_matrices(name):
 def test_a_captured_site_goes_through_the_analyzers_as_in_inspect(demo):
     ids = torch.randint(0, 300, (1, 24), generator=torch.Generator().manual_seed(0))
     captured = attnlens.capture(demo, {"input_ids": ids})[2]
-    (symmetry,) = registry.analyzers(["symmetry"], "tokens")
+    (symmetry,) = registry.select_analyzers(["symmetry"], "tokens")
     assert captured.source == "tokens"
     assert captured.value is not None
     for values in symmetry.function(captured).values():

@@ -7,12 +7,12 @@ import pytest
 import torch
 import transformers as tf
 
+from attnlens.analyzers.registry import select_analyzers
 from attnlens.kernels import OWN
 from attnlens.kernels.attention import attend
 from attnlens.models import hooks, weights
 from attnlens.models.hooks.interface import read_call
 from attnlens.records import Call, Site
-from attnlens.registry import analyzers
 
 LEAST = torch.finfo(torch.float32).min
 
@@ -181,7 +181,7 @@ def plain_scores(query_key):
 
 def readings(query_key, changed):
     """Largest difference of each measure from those of the same site with other scores or another mask."""
-    analyzer = next(one for one in analyzers(["symmetry"]) if one.source == "tokens")
+    analyzer = next(one for one in select_analyzers(["symmetry"]) if one.source == "tokens")
     own, other = (analyzer.function(one) for one in (query_key, changed))
     return {name: float((own[name] - other[name]).abs().nan_to_num(0).max()) for name in own}
 

@@ -376,8 +376,8 @@ def test_what_has_no_query_and_key_of_each_token_is_refused(case, words, part):
         ("nearest", "needs part"),
         ("nearest:skew", "symmetric or positive or no-key or no-skew"),
         ("nearest:positive,guess", "fitted or oracle"),
-        ("nearest:positive+symmetric", "says itself"),
-        ("nearest:positive,oracle+tied-key", "says itself"),
+        ("nearest:positive+symmetric", "chooses itself"),
+        ("nearest:positive,oracle+tied-key", "chooses itself"),
         ("nearest:positive,oracle+window:8", "needs every pair"),
     ],
 )
@@ -387,7 +387,7 @@ def test_spellings_without_a_meaning_are_refused(spelling, words):
 
 
 def test_what_is_not_fitted_or_cannot_be_is_refused():
-    with pytest.raises(UsageError, match="before it is fitted"):
+    with pytest.raises(UsageError, match="until it is fitted"):
         attend(call(), parsed("nearest:positive"))
     with pytest.raises(UsageError, match="reads both query and key"):
         fitted_to(call(), "positive").log(call().query, call().key, 1.0)

@@ -15,7 +15,7 @@ from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from reports import KINDS, planted, synthetic_report
 
-from attnlens import registry
+from attnlens.analyzers import registry
 from attnlens.choices import Part
 from attnlens.errors import OutputError, UsageError
 from attnlens.records import Measure, Null

@@ -11,10 +11,10 @@ from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend, route, weights
 from attnlens.kernels.attention.primal_scores import features
-from attnlens.kernels.nearest import STRENGTHS, PrimalFit, _assembled, _moments, lost, regression, singular_maps
+from attnlens.kernels.primal import STRENGTHS, PrimalFit, _assembled, _moments, lost, regression, singular_maps
+from attnlens.kernels.registry import Fit, OutputFit
 from attnlens.models import hooks, texts
 from attnlens.records import Call
-from attnlens.registry import Fit, OutputFit
 from attnlens.runs.swap.fit import fit
 from attnlens.runs.swap.healing.healer import Healer
 from attnlens.runs.swap.pipeline import swap_kernel
@@ -213,7 +213,7 @@ def test_calls_without_such_scores_are_refused():
             attend(wrong, kernel)
     with pytest.raises(UsageError, match="future would leak"):
         features(call(causal=True), 3)
-    with pytest.raises(UsageError, match="no kernel of a query and a key"):
+    with pytest.raises(UsageError, match="not a function of a query and a key"):
         weights(asked, kernel)
 
 

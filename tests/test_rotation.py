@@ -11,12 +11,12 @@ from heads import random, stacked, turns
 from test_weights import ROTARY, read
 
 import attnlens
+from attnlens.analyzers.registry import select_analyzers
 from attnlens.errors import UnreadableError
 from attnlens.maths import linalg
 from attnlens.models import hooks, weights
 from attnlens.models.weights.query_key_maps import fitted
 from attnlens.records import Rotation
-from attnlens.registry import analyzers
 
 EXACT = torch.finfo(torch.float64).eps
 POSITIONS, SIZE = 9, 12
@@ -227,7 +227,7 @@ def halved(name, dtype):
 
 
 def measured(query_key):
-    found = [one.function(query_key) for one in analyzers(["symmetry", "spectrum"]) if one.source == "weights"]
+    found = [one.function(query_key) for one in select_analyzers(["symmetry", "spectrum"]) if one.source == "weights"]
     return {name: values for readings in found for name, values in readings.items()}
 
 

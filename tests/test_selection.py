@@ -11,7 +11,8 @@ import torch
 from heads import query_key, random
 
 import attnlens
-from attnlens import registry
+from attnlens.analyzers import registry
+from attnlens.analyzers.registry import GatheringPlace, measure_sources
 from attnlens.analyzers.selection import MEASURES, SPACES, qualified
 from attnlens.analyzers.selection.gatherer import BIASED, NULL_DRAWS, Selector
 from attnlens.errors import UsageError
@@ -27,7 +28,6 @@ from attnlens.maths.attsvm.head import (
 )
 from attnlens.models import hooks, texts, weights
 from attnlens.records import Site
-from attnlens.registry import GatheringPlace, measure_sources
 from attnlens.report.pictures.overview import page_rows
 from attnlens.report.sections.layers import layer_rows, measure_columns, reading_help
 from attnlens.report.sentences.reports import without_value
@@ -616,9 +616,9 @@ def _of_family(family, **which):
 
 
 def test_the_analyzer_is_no_default_and_its_source_is_tokens():
-    assert "selection" not in {found.name for found in registry.analyzers()}
-    assert [found.name for found in registry.analyzers(["selection"])] == ["selection"]
-    assert registry.analyzers(["selection"], "weights") == []
+    assert "selection" not in {found.name for found in registry.select_analyzers()}
+    assert [found.name for found in registry.select_analyzers(["selection"])] == ["selection"]
+    assert registry.select_analyzers(["selection"], "weights") == []
     assert measure_sources()["selection.margin"] == "tokens"
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import attnlens
-from attnlens import registry
+from attnlens.analyzers import registry
+from attnlens.analyzers.registry import DISTANCES
 from attnlens.kernels import FILTERS, HYBRIDS, TIES, kernels
-from attnlens.registry import DISTANCES
 
 ROOT = Path(__file__).parent.parent
 SITE = ROOT / "docs" / "site"

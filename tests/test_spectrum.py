@@ -4,9 +4,9 @@ import pytest
 import torch
 from heads import dense, query_key, random, rotary
 
+from attnlens.analyzers.registry import select_analyzers
 from attnlens.analyzers.spectrum import TOKENS, WEIGHTS, of_tokens, of_weights
 from attnlens.maths.statistics import gaussian_null
-from attnlens.registry import analyzers
 
 CAUSAL = torch.ones(30, 30, dtype=torch.bool).tril()[None]
 
@@ -26,7 +26,7 @@ def close(ours, theirs, tolerance=1e-9):
 
 
 def test_the_analyzers_are_entered_under_one_name():
-    assert [(found.name, found.source) for found in analyzers(["spectrum"])] == [
+    assert [(found.name, found.source) for found in select_analyzers(["spectrum"])] == [
         ("spectrum", "weights"),
         ("spectrum", "tokens"),
     ]
@@ -80,7 +80,7 @@ def test_a_planted_decay_is_read(rate):
 
 
 def test_random_factors_decay_as_their_null_does_and_planted_ones_do_not():
-    (analyzer,) = analyzers(["spectrum"], "weights")
+    (analyzer,) = select_analyzers(["spectrum"], "weights")
     heads = query_key(random(6, 60, 16), random(6, 60, 16, seed=1))
     mean, sd = gaussian_null([analyzer], heads, draws=64)["weights.decay"]
     assert mean > 5 * sd > 0, "sorted singular values fall by themselves"

@@ -23,11 +23,11 @@ import attnlens
 from attnlens.errors import IdentityError, ModelError, OutputError, TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend, weights
+from attnlens.kernels.registry import KERNELS, kernel
 from attnlens.maths.statistics import Design, paired_difference
 from attnlens.models import hooks, texts
 from attnlens.models.texts.targets import NOTHING, feed, task_of
 from attnlens.records import read_report
-from attnlens.registry import KERNELS, kernel
 from attnlens.runs import differences as comparing
 from attnlens.runs import outputs as resources
 from attnlens.runs.outputs import divergence

@@ -4,14 +4,14 @@ import pytest
 import torch
 from heads import dense, query_key, random, rotary
 
+from attnlens.analyzers.registry import select_analyzers
 from attnlens.analyzers.symmetry import TOKENS, WEIGHTS, of_tokens, of_weights
-from attnlens.registry import analyzers
 
 SCALARS = [info.name for info in WEIGHTS if not info.curve]
 
 
 def test_the_analyzers_are_entered_under_one_name():
-    assert [(found.name, found.source) for found in analyzers(["symmetry"])] == [
+    assert [(found.name, found.source) for found in select_analyzers(["symmetry"])] == [
         ("symmetry", "weights"),
         ("symmetry", "tokens"),
     ]

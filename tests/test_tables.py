@@ -17,9 +17,10 @@ import views
 from reports import CROSS, synthetic_report
 from rich.console import Console
 
+from attnlens.analyzers.registry import Analyzer, MeasureInfo
 from attnlens.kernels import FILTERS, TIES, kernels
+from attnlens.kernels.registry import KernelInfo
 from attnlens.records import Report, Settings
-from attnlens.registry import Analyzer, KernelInfo, MeasureInfo
 from attnlens.report.render import terminal
 from attnlens.report.render.markdown import escaped
 from attnlens.report.sections import documents

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attnlens import registry
+from attnlens.analyzers import registry
+from attnlens.analyzers.registry import Analyzer
 from attnlens.errors import UnreadableError
 from attnlens.kernels.attention import attend
 from attnlens.models import hooks, weights
 from attnlens.models.trace import tracing
 from attnlens.models.trace.mode import lead_of
 from attnlens.records import Call, Site
-from attnlens.registry import Analyzer
 
 BOTH = [name for name in families.REACHED if name not in (*families.TRACED, "gpt_oss", "gemma2")]
 """Families of the interface whose eager attention is a softmax of one product."""
@@ -106,7 +106,7 @@ def test_every_site_of_a_hand_written_family_is_traced_and_answered(name: str) -
 def test_position_biases_stand_outside_the_shares(name: str) -> None:
     _, _, reached = surveyed(name)
     of_tokens = [
-        found for found in registry.every_analyzer() if found.source == "tokens" and isinstance(found, Analyzer)
+        found for found in registry.list_analyzers() if found.source == "tokens" and isinstance(found, Analyzer)
     ]
     checked = 0
     for found in reached:
@@ -180,7 +180,7 @@ def planted(name: str, layout: Callable[[nn.Module], tuple[Tensor, Tensor]]) -> 
     inputs = families.inputs(name, model)
     one = {key: value[:, :1] for key, value in inputs.items()}
     read = weights.factors(model, hooks.survey(model, one), hooks.survey(model, inputs))
-    symmetry = next(found for found in registry.analyzers(["symmetry"]) if found.source == "weights").function
+    symmetry = next(found for found in registry.select_analyzers(["symmetry"]) if found.source == "weights").function
     return [symmetry(factors.query_key)["weights.definiteness"] for factors in read]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
+from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer
 from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
-from attnlens.registry import MeasureInfo, Readings, analyzer
 
 if TYPE_CHECKING:
     import torch
@@ -18,27 +19,20 @@ else:
 
 
 NO_ADAPTER = "no adapter was given, or the matrix is zero without it"
+adapter_measure = partial(MeasureInfo, low=0, self_only=False, missing=NO_ADAPTER, has_null=False)
 MEASURES = (
-    MeasureInfo(
+    adapter_measure(
         "adapter.change",
         "how far the adapter moved M, beside the size that M had; under RoPE M is that of equal positions",
         "‖M' − M‖_F/‖M‖_F, M of the base and M' with the adapter",
-        low=0,
-        self_only=False,
-        missing=NO_ADAPTER,
-        has_null=False,
         headline=True,
         ends="largest",
         use="Largest first: these heads the fine-tuning worked on; near 0, the adapter could be left out there.",
     ),
-    MeasureInfo(
+    adapter_measure(
         "adapter.change_rank",
         "in how many directions the adapter moved M; at most 2r, where queries and keys are adapted",
         "number of σ(M' − M) above eps·n·max(‖M‖_F, ‖M' − M‖_F)",
-        low=0,
-        self_only=False,
-        missing=NO_ADAPTER,
-        has_null=False,
         use="Below 2r, the adapter did not use the rank r that it was given.",
     ),
 )

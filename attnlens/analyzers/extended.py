@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer
 from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
-from attnlens.registry import MeasureInfo, Readings, analyzer
 
 if TYPE_CHECKING:
     from attnlens.maths import linalg

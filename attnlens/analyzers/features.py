@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
+from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer
 from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
-from attnlens.registry import MeasureInfo, Readings, analyzer
 
 if TYPE_CHECKING:
     from attnlens.maths import linalg
@@ -27,65 +29,56 @@ ORDER = f"least even N ≤ {LARGEST} with mean_i ½Σ_j|p̂_ij − p_ij| ≤ {ER
 RANK = f"least m found with mean_i ½Σ_j|p̂_ij − p_ij| ≤ {ERROR}, p̂_ij = K_ij/Σ_j K_ij at visible pairs, K of rank m"
 
 
-def _measure(name: str, meaning: str, formula: str, *, low: int, **rest: Any) -> MeasureInfo:
-    settings: dict[str, Any] = {"self_only": False, "has_null": False, "paper": WRIGHT} | rest
-    suffix = " (not identified)" if settings.get("identified") == "nowhere" else ""
-    return MeasureInfo(f"features.{name}", meaning + suffix, formula, low=low, **settings)
-
-
-def _by_chance(name: str, of: str, formula: str, *, low: int, **rest: Any) -> MeasureInfo:
-    """Describe the null of a measure, which is drawn from queries and keys and so is not identified itself."""
-    return _measure(
-        f"{name}_by_chance",
-        f"what features.{name} is for {GAUSSIAN} over a window",
-        f"{formula}, {of}",
-        low=low,
-        identified="nowhere",
-        use=f"The null of features.{name}: above it, a head needs more than the spread of its queries and keys asks.",
-        **rest,
-    )
-
-
 DRAWN = "q_i, k_j drawn"
 CENTRED = f"{ORDER.replace('e^{b_ij} ', '')}, x_ij = all of i's logits less their mean over visible j"
 PLAIN = f"{ORDER}, x_ij = s⟨q_i, k_j⟩"
-MEASURES = (
-    _measure(
-        "rank",
+
+feature_count = partial(MeasureInfo, low=1, missing=CHOICE, self_only=False, has_null=False, paper=WRIGHT)
+taylor_order = partial(MeasureInfo, low=0, high=LARGEST, missing=BEYOND, self_only=False, has_null=False, paper=WRIGHT)
+
+
+def _by_chance(info: MeasureInfo) -> MeasureInfo:
+    """Describe the null of a measure, which is drawn from queries and keys and so is not identified itself."""
+    return replace(
+        info,
+        name=f"{info.name}_by_chance",
+        meaning=f"what {info.name} is for {GAUSSIAN} over a window (not identified)",
+        formula=f"{info.formula}, {DRAWN}",
+        headline=False,
+        ends="",
+        identified="nowhere",
+        use=f"The null of {info.name}: above it, a head needs more than the spread of its queries and keys asks.",
+    )
+
+
+OWN = (
+    feature_count(
+        "features.rank",
         f"features of each query and key that are enough for attention {WITHIN}; 1: the key alone decides",
         RANK,
-        low=1,
-        missing=CHOICE,
         headline=True,
         ends="both",
         use="An upper bound, which grows with --length. Below features.rank_by_chance, a few features may stand in: "
         "swap-kernel --kernel random-features:64 measures what some cost.",
     ),
-    _by_chance("rank", DRAWN, RANK, low=1, missing=CHOICE),
-    _measure(
-        "taylor_order",
-        f"order at which the exponential's series, cut off, gives attention {WITHIN}; 0: even attention does",
+    taylor_order(
+        "features.taylor_order",
+        f"order at which the exponential's series, cut off, gives attention {WITHIN}; 0: even attention does "
+        "(not identified)",
         PLAIN,
-        low=0,
-        high=LARGEST,
-        missing=BEYOND,
         identified="nowhere",
         use="The N at which swap-kernel --kernel taylor:4 and its like leave the head as it is. What depends on the "
         "query alone moves it; compare models by features.centred_order.",
     ),
-    _by_chance("taylor_order", DRAWN, PLAIN, low=0, high=LARGEST, missing=BEYOND),
-    _measure(
-        "centred_order",
+    taylor_order(
+        "features.centred_order",
         f"the same once each query's scores have mean 0 over the keys that it sees: attention {WITHIN}",
         CENTRED,
-        low=0,
-        high=LARGEST,
-        missing=BEYOND,
         ends="both",
         use="Small: a polynomial of that degree, of centred scores, could stand in for the exponential.",
     ),
-    _by_chance("centred_order", DRAWN, CENTRED, low=0, high=LARGEST, missing=BEYOND),
 )
+MEASURES = tuple(info for measure in OWN for info in (measure, _by_chance(measure)))
 
 
 @analyzer("features", source="tokens", measures=MEASURES, by_default=False)
@@ -102,8 +95,8 @@ def of_tokens(query_key: QueryKey) -> Readings:
     """
     drawn = linalg.gaussian_like(query_key)
     readings: Readings = {}
-    for suffix, given in (("", query_key), ("_by_chance", drawn)):
-        readings[f"features.rank{suffix}"] = linalg.feature_rank(given, ERROR)
-        readings[f"features.taylor_order{suffix}"] = linalg.taylor_order(given, ERROR, LARGEST)
-        readings[f"features.centred_order{suffix}"] = linalg.taylor_order(given, ERROR, LARGEST, centred=True)
+    for suffix, queries_keys in (("", query_key), ("_by_chance", drawn)):
+        readings[f"features.rank{suffix}"] = linalg.feature_rank(queries_keys, ERROR)
+        readings[f"features.taylor_order{suffix}"] = linalg.taylor_order(queries_keys, ERROR, LARGEST)
+        readings[f"features.centred_order{suffix}"] = linalg.taylor_order(queries_keys, ERROR, LARGEST, centred=True)
     return readings

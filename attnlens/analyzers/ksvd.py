@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
+from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer
 from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
-from attnlens.registry import MeasureInfo, Readings, analyzer
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -28,111 +30,118 @@ NO_ATTENTION = (
 )
 
 
-def _scalar(name: str, meaning: str, formula: str, missing: str, **rest: Any) -> MeasureInfo:
-    """Describe a scalar of the cosine kernel, which cross-attention also has and which has no Gaussian null.
-
-    That kernel is not identified: k + c for every key k adds s·⟨q, c⟩ to a query's scores, which softmax ignores, but
-    changes every cosine.
-    """
-    settings: dict[str, Any] = {"low": 0, "self_only": False, "has_null": False, "identified": "nowhere"} | rest
-    suffix = "" if settings["identified"] == "everywhere" else " (not identified)"
-    return MeasureInfo(f"ksvd.{name}", meaning + suffix, formula, missing=missing, **settings)
+# The cosine kernel is not identified: k + c for every key k adds s·⟨q, c⟩ to a query's scores, which softmax ignores,
+# but changes every cosine. It has no Gaussian null, and cross-attention has it too.
+cosine_measure = partial(MeasureInfo, low=0, self_only=False, has_null=False, identified="nowhere")
 
 
-def _curves(matrix: str, words: str, symbol: str, **rest: Any) -> tuple[MeasureInfo, ...]:
-    """Describe the cumulative singular values of a matrix: of the first power (with these settings) and squared."""
-    settings: dict[str, Any] = {"low": 0, "high": 1, "curve": True, "self_only": False, "has_null": False}
-    settings["use"] = "The sooner it nears 1, the fewer components hold the matrix."
-    if not symbol.startswith("P"):
-        settings["identified"], words = "nowhere", f"{words} (not identified)"
-    first = MeasureInfo(
+def _curves(matrix: str, words: str, symbol: str) -> tuple[MeasureInfo, MeasureInfo]:
+    """Describe the cumulative singular values of a matrix, of the first power and squared."""
+    of_attention = symbol.startswith("P")
+    cumulative = partial(
+        MeasureInfo,
+        low=0,
+        high=1,
+        curve=True,
+        self_only=False,
+        has_null=False,
+        identified="everywhere" if of_attention else "nowhere",
+        use="The sooner it nears 1, the fewer components hold the matrix.",
+    )
+    words = words if of_attention else f"{words} (not identified)"
+    first = cumulative(
         f"ksvd.{matrix}_spectrum",
         f"share of the k largest in the singular values of {words}",
         f"(σ₁ + … + σₖ)/Σσ of {symbol}",
-        **settings | rest,
     )
-    energy = MeasureInfo(
+    energy = cumulative(
         f"ksvd.{matrix}_energy",
         f"share of the k largest in the squared singular values of {words}",
         f"(σ₁² + … + σₖ²)/Σσ² of {symbol}",
-        **settings,
     )
     return first, energy
 
 
 FIGURE = "Chen et al. 2023, Figure 1"
 COSINE = "the cosine kernel of all pairs, K_ij = cos(q_i, k_j)"
+ATTENTION, ATTENTION_ENERGY = _curves("attention", "the attention matrix P", "P")
 TOKENS = (
-    _scalar(
-        "first_share",
+    MeasureInfo(
+        "ksvd.first_share",
         "share of P's largest singular value",
         "σ₁/Σσ of the attention matrix P",
-        NO_ATTENTION,
+        low=0,
         high=1,
-        identified="everywhere",
+        self_only=False,
+        missing=NO_ATTENTION,
+        has_null=False,
         headline=True,
         ends="both",
         use="Near 1 a head's attention is nearly of rank one, and Primal-Attention of few components can stand in.",
         paper=f"{FIGURE}, index 0",
     ),
-    _scalar(
-        "rank90",
-        "components that hold 90 % of the cosine kernel's squared size; at most head_dim",
+    cosine_measure(
+        "ksvd.rank90",
+        "components that hold 90 % of the cosine kernel's squared size; at most head_dim (not identified)",
         "s: least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of K_ij = cos(q_i, k_j)",
-        NO_KERNEL,
+        missing=NO_KERNEL,
         low=1,
         use="A first guess at the s of a primal kernel: swap-kernel --kernel primal:8 measures what s = 8 costs.",
         sized_by="head_dim",
     ),
-    _scalar(
-        "centred_rank90",
-        "components that hold 90 % of the squared size of the cosine kernel without its row-sum mode",
+    cosine_measure(
+        "ksvd.centred_rank90",
+        "components that hold 90 % of the squared size of the cosine kernel without its row-sum mode (not identified)",
         "s: least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of K(I − 11ᵀ/n)",
-        ONE_KEY,
+        missing=ONE_KEY,
         low=1,
         use="Read this one where ksvd.rank90 is 1: then one near-constant direction hides all others.",
         sized_by="head_dim",
     ),
-    _scalar(
-        "value_alignment",
+    cosine_measure(
+        "ksvd.value_alignment",
         "share of the values' spread inside the s leading right singular directions of the cosine kernel without its "
-        "row-sum mode, s = centred_rank90; by chance s/(n − 1), n keys",
+        "row-sum mode, s = centred_rank90; by chance s/(n − 1), n keys (not identified)",
         "‖H_rᵀV‖²/‖V‖², V centred over tokens, H_r of K(I − 11ᵀ/n): K is centred as V is, and not V alone",
-        f"the values are not known, or all alike; {ONE_KEY}",
+        missing=f"the values are not known, or all alike; {ONE_KEY}",
         high=1,
         use="Above s/(n − 1), the values lie where the kernel's own directions do, which the paper takes for granted.",
         paper="Chen et al. 2023, where values take the place of the right singular vectors",
         sized_by="head_dim",
     ),
-    _scalar(
-        "asymmetry",
-        "mean angle in radians between K's s leading left and right singular spaces, s = rank90; 0 for a symmetric K",
+    cosine_measure(
+        "ksvd.asymmetry",
+        "mean angle in radians between K's s leading left and right singular spaces, s = rank90; 0 for a symmetric K "
+        "(not identified)",
         "mean of arccos σ(H_eᵀH_r)",
-        NO_KERNEL,
-        high=1.5707963267948968,
+        missing=NO_KERNEL,
+        high=1.5707963267948968,  # π/2, rounded up
         self_only=True,
         use="At 0 a symmetric kernel SVD would do; the larger, the more the paper's asymmetric one is needed.",
         sized_by="head_dim",
     ),
-    _scalar(
-        "residual",
-        "how far the computed components are from solving the kernel SVD: rounding, or the numbers are wrong",
+    cosine_measure(
+        "ksvd.residual",
+        "how far the computed components are from solving the kernel SVD: rounding, or the numbers are wrong "
+        "(not identified)",
         "√(‖KH_r − H_eΣ‖² + ‖KᵀH_e − H_rΣ‖²)/(√2‖σ‖)",
-        NO_KERNEL,
+        missing=NO_KERNEL,
         use="A check: far above rounding, believe no other ksvd number of this head.",
         paper="Chen et al. 2023, Theorem 3.2",
         sized_by="rounding",
     ),
-    _scalar(
-        "objective",
-        "the paper's objective at the primal solution, per unit of Σσ: 0 but for rounding, where it is solved",
+    cosine_measure(
+        "ksvd.objective",
+        "the paper's objective at the primal solution, per unit of Σσ: 0 but for rounding, where it is solved "
+        "(not identified)",
         "|½Σe_iᵀΛe_i + ½Σr_jᵀΛr_j − tr W_eᵀW_r|/Σσ",
-        NO_KERNEL,
+        missing=NO_KERNEL,
         use="A check: far above rounding, the primal solution is none, and no other ksvd number is to be believed.",
         paper="Chen et al. 2023, Eq. 6",
         sized_by="rounding",
     ),
-    *_curves("attention", "the attention matrix P", "P", headline=True, by_depth=True, paper=FIGURE),
+    replace(ATTENTION, headline=True, by_depth=True, paper=FIGURE),
+    ATTENTION_ENERGY,
     *_curves("centred_attention", "P without its row-sum mode", "P(I − 11ᵀ/n)"),
     *_curves("cosine", COSINE, "K"),
     *_curves("centred_cosine", f"{COSINE}, without its row-sum mode", "K(I − 11ᵀ/n)"),
@@ -159,16 +168,19 @@ def of_tokens(query_key: QueryKey) -> Readings:
     solution = ksvd.dual(queries, keys, s=keys.shape[-1])
     centred = ksvd.dual(queries, ksvd.centre_rows(keys), s=keys.shape[-1])
     rank = linalg.rank_at(solution.values, SHARE)
-    asymmetry = rank * float("nan")
+    asymmetry = rank * float("nan")  # missing
     if query_key.site.part != "cross":  # K's leading singular spaces are comparable only if both are of the same tokens
         asymmetry = ksvd.mean_angle(solution.left, solution.right, rank.nan_to_num(0.0))
+    primal = ksvd.primal(solution, queries, keys)
+    e, r = primal.e_scores(queries), primal.r_scores(keys)
+    objective = ksvd.objective(e, r, primal.query_weight, primal.key_weight, primal.multipliers)
     return {
         "ksvd.first_share": attention[..., 0] / attention.sum(-1),
         "ksvd.rank90": rank,
         **_alignment(query_key, centred),
         "ksvd.asymmetry": asymmetry,
         "ksvd.residual": ksvd.residual(solution, queries, keys),
-        "ksvd.objective": _objective(solution, queries, keys),
+        "ksvd.objective": objective.abs() / solution.values.sum(-1),
         **_cumulated("attention", attention),
         **_cumulated("centred_attention", beyond),
         **_cumulated("cosine", solution.values),
@@ -189,18 +201,6 @@ def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
     if value is not None:
         share = ksvd.share_inside(value, centred.right, rank.nan_to_num(0.0)).where(rank.isfinite(), share)
     return {"ksvd.centred_rank90": rank, "ksvd.value_alignment": share}
-
-
-def _objective(
-    solution: Dual,
-    queries: Float[Tensor, "*batch heads queries head_dim"],
-    keys: Float[Tensor, "*batch heads keys head_dim"],
-) -> Float[Tensor, "*batch heads"]:
-    """Compute |J|/Σσ at the primal solution."""
-    found = ksvd.primal(solution, queries, keys)
-    e, r = found.e_scores(queries), found.r_scores(keys)
-    objective = ksvd.objective(e, r, found.query_weight, found.key_weight, found.multipliers)
-    return objective.abs() / solution.values.sum(-1)
 
 
 def _cumulated(matrix: str, values: Float[Tensor, "*batch heads steps"]) -> Readings:

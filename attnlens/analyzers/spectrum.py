@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer
 from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
-from attnlens.registry import MeasureInfo, Readings, analyzer
 
 if TYPE_CHECKING:
     from attnlens.maths import linalg
@@ -21,38 +21,30 @@ LONG = "more than 2,048² pairs of queries and keys, of which {}: read fewer --l
 WHOLE = LONG.format("not all singular values are computed")
 LEADING = LONG.format("this rank is not among the leading ones that are proven, about 250")
 form_measure = partial(MeasureInfo, self_only=False)
+form_rank = partial(form_measure, low=1, missing=ZERO, sized_by="head_dim")
 WEIGHTS = (
-    form_measure(
+    form_rank(
         "weights.stable_rank",
         "how many directions carry M's size",
         "‖M‖_F²/‖M‖₂²",
-        low=1,
-        missing=ZERO,
         use="Far below weights.effective_rank, a single direction is most of the head's size.",
         paper="Rudelson & Vershynin 2007, numerical rank",
-        sized_by="head_dim",
     ),
-    form_measure(
+    form_rank(
         "weights.effective_rank",
         "how many directions M uses, by entropy",
         "exp(−Σ p log p), p = σ/Σσ",
-        low=1,
-        missing=ZERO,
-        sized_by="head_dim",
         ends="both",
         series=9,
         use="Below its null, training has put the head into few directions; which rank the model needs, "
         "swap-kernel --kernel rank --budget loss:1% measures.",
         paper="Roy & Vetterli 2007",
     ),
-    form_measure(
+    form_rank(
         "weights.rank90",
         "rank that keeps 90 % of M's squared size",
         "least k with Σ_{l≤k}σ² ≥ 0.9·Σσ²",
-        low=1,
-        missing=ZERO,
         use="A first guess at a rank; what cutting at 8 costs, swap-kernel --kernel rank:8 measures.",
-        sized_by="head_dim",
     ),
     form_measure(
         "weights.decay",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
+from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer
 from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
-from attnlens.registry import MeasureInfo, Readings, analyzer
 
 if TYPE_CHECKING:
     from attnlens.maths import linalg
@@ -17,6 +18,7 @@ else:
 INERTIA = (
     "It is head_dim in nearly every head, and then says nothing; fewer means directions that the head does not use."
 )
+signed = partial(MeasureInfo, low=-1, high=1)
 WEIGHTS = (
     MeasureInfo(
         "weights.norm",
@@ -28,12 +30,10 @@ WEIGHTS = (
         use="Compare heads of one model by it: cosines and shares, being relative, say nothing of size.",
         sized_by="d_model and the weights' units",
     ),
-    MeasureInfo(
+    signed(
         "weights.symmetry",
         "how symmetric M is: 1 symmetric, 0 as much skew, −1 skew; under RoPE over all distances, or places",
         "(‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K); RoPE: Σ_Δ tr(M(Δ)M(−Δ))/Σ_Δ‖M(Δ)‖²",
-        low=-1,
-        high=1,
         missing="the matrix is zero",
         headline=True,
         ends="both",
@@ -42,32 +42,26 @@ WEIGHTS = (
         "worth to the model, swap-kernel --kernel symmetric measures.",
         paper="Saponati et al. 2025, symmetry score",
     ),
-    MeasureInfo(
+    signed(
         "weights.directionality",
         "whether a few query directions (rows, > 0) or key directions (columns, < 0) stand out; its null is wide",
         "(r − c)/(r + c), r (c) the sum of row (column) norms above mean + 2 sd; 0 if none is",
-        low=-1,
-        high=1,
         use="Call a head directed only beyond 2 sd of its null; the sign is the paper's, which its code turns round.",
         paper="Saponati et al. 2025, directionality score",
     ),
-    MeasureInfo(
+    signed(
         "weights.positivity",
         "whether M's eigenvalues are positive: 1 copying, −1 avoiding",
         "Re Σλ/Σ|λ|, λ the eigenvalues of M",
-        low=-1,
-        high=1,
         missing="every eigenvalue is zero",
         ends="both",
         use="Beyond its null upwards, a token attends to tokens like itself; downwards, to tokens unlike it.",
         paper="Elhage et al. 2021, copying heads, there of output-value circuits",
     ),
-    MeasureInfo(
+    signed(
         "weights.definiteness",
         "whether the symmetric part is positive semidefinite: 1 iff it is, −1 iff negative",
         "Σμ/Σ|μ| = tr M/Σ|μ|, μ the eigenvalues of S = (M + Mᵀ)/2",
-        low=-1,
-        high=1,
         missing="the symmetric part is zero",
         headline=True,
         ends="both",
@@ -90,12 +84,10 @@ WEIGHTS = (
         use=INERTIA,
         sized_by="head_dim",
     ),
-    MeasureInfo(
+    signed(
         "weights.symmetry_by_distance",
         "symmetry of M at each distance Δ under RoPE",
         "2·tr(M(Δ)M(−Δ))/(‖M(Δ)‖² + ‖M(−Δ)‖²)",
-        low=-1,
-        high=1,
         curve=True,
         missing="M does not depend on a distance",
         steps="distance in tokens",
@@ -111,39 +103,37 @@ HIDDEN = "the mask hides pairs, which leaves it open"
 KERNEL, SCORES = "kernel_shares", "score_shares"
 
 
-def _share(name: str, meaning: str, formula: str, **rest: Any) -> MeasureInfo:
-    """Describe a share of the part of the logits that softmax sees."""
-    missing = f"{NOTHING_SEEN}, or it has {GAPS}"
-    settings: dict[str, Any] = {"low": 0, "high": 1, "missing": missing, "has_null": False, "headline": True}
-    return MeasureInfo(f"tokens.share_{name}", meaning, formula, **settings | rest)
-
-
-def _kernel_share(name: str, meaning: str, formula: str, use: str) -> MeasureInfo:
-    """Describe a share that is defined only for heads that see all pairs."""
-    missing = f"{HIDDEN}, or {NOTHING_SEEN}, or it has {LONG.format('logits that are not bilinear')}"
-    rest = {"missing": missing, "identified": "all pairs", "wholes": (KERNEL,)}
-    return _share(name, meaning, formula, ends="largest", use=use, **rest)
-
-
+score_share = partial(
+    MeasureInfo, low=0, high=1, missing=f"{NOTHING_SEEN}, or it has {GAPS}", has_null=False, headline=True
+)
+"""Share of the part of the logits that softmax sees."""
+kernel_share = partial(
+    score_share,
+    missing=f"{HIDDEN}, or {NOTHING_SEEN}, or it has {LONG.format('logits that are not bilinear')}",
+    identified="all pairs",
+    wholes=(KERNEL,),
+    ends="largest",
+)
+"""Share that is defined only for heads that see all pairs."""
 TOKENS = (
-    _kernel_share(
-        "positive",
+    kernel_share(
+        "tokens.share_positive",
         "share of what softmax sees that is a positive definite kernel, where all pairs are seen",
         "Σμ₊²/‖LJ‖², μ₊ the positive eigenvalues of JSJ",
-        "Near 1 the head is a Mercer kernel of its tokens up to gates, and methods made for these apply; "
+        use="Near 1 the head is a Mercer kernel of its tokens up to gates, and methods made for these apply; "
         "swap-kernel --kernel mercer measures what the rest is worth.",
     ),
-    _kernel_share(
-        "negative",
+    kernel_share(
+        "tokens.share_negative",
         "share of what softmax sees that is the negative part of the symmetric kernel, where all pairs are seen",
         "Σμ₋²/‖LJ‖², μ₋ the negative eigenvalues of JSJ",
-        "Its size does not say what it is worth to the model: swap-kernel --kernel negativeless does.",
+        use="Its size does not say what it is worth to the model: swap-kernel --kernel negativeless does.",
     ),
-    _kernel_share(
-        "skew",
+    kernel_share(
+        "tokens.share_skew",
         "share that is asymmetric and that no query or key gate removes, where all pairs are seen",
         "‖JAJ‖²/‖LJ‖²",
-        "Its size does not say what it is worth to the model: swap-kernel --kernel skewless does.",
+        use="Its size does not say what it is worth to the model: swap-kernel --kernel skewless does.",
     ),
     MeasureInfo(
         "tokens.definite",
@@ -158,8 +148,8 @@ TOKENS = (
         use="At 1 a positive definite kernel and gates give this attention, as it is, on all that was read; below, "
         "tokens.share_negative and tokens.share_skew say what is in the way.",
     ),
-    _share(
-        "key",
+    score_share(
+        "tokens.share_key",
         "share of the visible scores that depends on the key alone: the same keys whatever the query",
         "(R_a − R_ab)/R_a, R the residuals of L_ij ≈ a_i + b_j + c_{i−j}; all pairs: n‖c‖²/‖LJ‖²",
         self_only=False,
@@ -168,8 +158,8 @@ TOKENS = (
         use="Near 1 all queries look at the same keys: one weight a key would do for the head. In bidirectional heads "
         "swap-kernel --kernel keyless measures what that part is worth.",
     ),
-    _share(
-        "distance",
+    score_share(
+        "tokens.share_distance",
         "share of the visible scores that the distance between query and key explains beyond the key (a term linear in "
         "the distance is one of the key, up to row constants)",
         "(R_ab − R_abc)/R_a",
@@ -177,8 +167,8 @@ TOKENS = (
         ends="largest",
         use="Large in heads that look at a place; swap-kernel --kernel window:64 asks whether a window would do.",
     ),
-    _share(
-        "interaction",
+    score_share(
+        "tokens.share_interaction",
         "share of the visible scores that is left: which query meets which key",
         "R_abc/R_a; cross-attention: R_ab/R_a",
         self_only=False,
@@ -186,8 +176,8 @@ TOKENS = (
         ends="largest",
         use="Small where key and place alone decide: content then chooses little, and a simpler head may do.",
     ),
-    _share(
-        "first",
+    score_share(
+        "tokens.share_first",
         "attention weight on the first key that a query sees",
         "mean of p_ij over queries that see two keys or more, j the first of them",
         self_only=False,
@@ -268,8 +258,8 @@ def _of_all_pairs(query_key: QueryKey) -> Readings:
         nothing = query_key.query.new_full(compared.shape, float("nan")).double()
         return {f"tokens.{name}": nothing for name in names}
     parts, definite = linalg.anatomy(query_key.content), linalg.definite_kernel(query_key)
-    found = (parts.positive, parts.negative, parts.skew, definite)
+    readings = (parts.positive, parts.negative, parts.skew, definite)
     return {
         f"tokens.{name}": reading.where(compared, reading.new_tensor(float("nan")))
-        for name, reading in zip(names, found, strict=True)
+        for name, reading in zip(names, readings, strict=True)
     }

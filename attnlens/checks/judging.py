@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from attnlens.analyzers.registry import find_measure, list_analyzers, measure_infos
 from attnlens.checks.rule import Criterion, Rule, RuleCondition, Tolerance
 from attnlens.errors import UsageError
 from attnlens.files import written
 from attnlens.records import Baseline, BaselineMeasure, Breach, Check, Head, HeadId, Measure, Record, Report
-from attnlens.registry import every_analyzer, info_of, measure_infos
 from attnlens.wording import clean, listed
 
 SAME_TEXT = ("sequences", "tokens", "pack", "windows", "seed", "select", "source")
@@ -78,7 +78,7 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
     tested = [move for found in moves.values() for move in found if move.p is not None]
     significant = rejected([move.p for move in tested if move.p is not None], tolerance.fdr)
     by_chance = {id(move) for move, real in zip(tested, significant, strict=True) if not real}
-    bounds = {name: tolerance.of(info_of(name)) for name in moves}
+    bounds = {name: tolerance.of(find_measure(name)) for name in moves}
     beyond = {
         name: [move for move in found if move.beyond(bounds[name]) and id(move) not in by_chance]
         for name, found in moves.items()
@@ -387,7 +387,7 @@ def needed(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, Any]:
                 f"{rule.place}{rule.spelling} matches nothing: no analyzer measures {rule.named}.",
                 f"{f'Did you mean {near[0]!r}? ' if near else ''}`attnlens list measures` names them.",
             )
-    analyzers = every_analyzer()
+    analyzers = list_analyzers()
     read = [each for each in analyzers if any(info.name in rule.subject for info in each.measures for rule in rules)]
     if not read:
         return {}

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from attnlens.analyzers.registry import MeasureInfo
 from attnlens.arguments import listed_numbers
 from attnlens.choices import FDR, RELATIVE, Part
 from attnlens.errors import UsageError
 from attnlens.files import read_bytes, written
-from attnlens.registry import MeasureInfo
 from attnlens.wording import clean
 
 MOST = 1000

@@ -1,9 +1,28 @@
-"""Attention kernels, defined in the modules of this package; a Kernel is a kernel with its parameters."""
+"""Attention kernels, one function each, and attention under any of them.
+
+Contents: `registry` (the decorator `kernel`, KernelInfo), `products`, `features`, `lowrank`, `nearest`, `primal` (the
+built-in kernels with their fits), `modifiers` (ties, filters, hybrids), `spec` (Kernel: a kernel with its parameters),
+`spelling` (parse `rbf:gamma=1+window:64`), `attention` (softmax(log k + bias) v, exact).
+Inputs: a `records.Call` (queries, keys, values, mask of one attention computation), or queries and keys.
+Outputs: log k, attention weights, attention outputs, and parameters fitted per head.
+Importers: every package above in the order of imports; `attention` loads torch, the other modules only when called.
+
+Importing the package registers the kernels of all its modules: a new kernel is one function in any of them.
+"""
+
+from importlib import import_module
+from pkgutil import iter_modules
 
 from attnlens.kernels.modifiers import FILTERS, HYBRIDS, TIES, Modifier
+from attnlens.kernels.registry import KERNELS, kernels
 from attnlens.kernels.spec import Kernel
-from attnlens.kernels.spelling import kernels, parsed
+from attnlens.kernels.spelling import parsed
 
-OWN = Kernel(kernels()["exponential"])  # the models' own kernel
+_FIRST = ("products", "features")  # their kernels come first in lists
+for _name in (*_FIRST, *(module.name for module in iter_modules(__path__) if not module.ispkg)):
+    import_module(f"{__name__}.{_name}")
+
+OWN = Kernel(KERNELS["exponential"])
+"""The models' own kernel."""
 
 __all__ = ["FILTERS", "HYBRIDS", "OWN", "TIES", "Kernel", "Modifier", "kernels", "parsed"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from attnlens.kernels.registry import KernelParameter, kernel
 from attnlens.kernels.spec import wide
 from attnlens.lazy import LazyModule
-from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ SUMMED: dict[str, Any] = {
 def elu(x: Tokens, scale: float, side: str) -> Tokens:
     """Linear attention with positive features: x + 1 above 0, eˣ below."""
     x = wide(x) * scale**0.5
-    # elu(x) + 1 would round eˣ below 1e-7 to 0.
+    # elu(x) + 1 would round eˣ below 1e-7 to 0
     positive: Tensor = x.relu()
     return positive + x.clamp_max(0.0).exp()
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
+from attnlens.kernels.registry import KernelParameter, kernel
 from attnlens.kernels.spec import output_weighted, pairs_weighted, wide
 from attnlens.lazy import LazyModule
-from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:
     import torch
@@ -39,63 +39,51 @@ class Turn:
     Su et al. 2021 (RoFormer), Eq. 16. In a pair that rotates by θ, the first coordinate has ω = −θ, the second θ.
     """
 
-    frequency: Float[Tensor, " head_dim"]  # ω; 0 for an unrotated coordinate
-    partner: Int[Tensor, " head_dim"]  # π, the coordinate that each rotates with; itself if unrotated
+    frequency: Float[Tensor, " head_dim"]
+    """ω; 0 for an unrotated coordinate."""
+    partner: Int[Tensor, " head_dim"]
+    """π, the coordinate that each rotates with; itself if unrotated."""
 
-    def turned(self, x: Tokens, places: Int[Tensor, "#batch tokens"], *, back: bool = False) -> Tokens:
+    def rotate(self, x: Tokens, positions: Int[Tensor, "#batch tokens"], *, back: bool = False) -> Tokens:
         """Rotate x from position 0 to its positions, or `back` to position 0."""
-        angles = places[:, None, :, None].double() * self.frequency.double().to(x.device)
+        # in float64: at a position of 100,000 a float32 angle is off by up to 4e-3
+        angles = positions[:, None, :, None].double() * self.frequency.double().to(x.device)
         sine = -angles.sin() if back else angles.sin()
-        found: Tensor = x * angles.cos().to(x) + x[..., self.partner.to(x.device)] * sine.to(x)
-        return found
+        rotated: Tensor = x * angles.cos().to(x) + x[..., self.partner.to(x.device)] * sine.to(x)
+        return rotated
 
 
-def shared_keys(
-    call: Call,
-    query_map: Float[Tensor, "heads head_dim size"],
-    key_map: Float[Tensor, "heads members head_dim size"],
-    members: Int[Tensor, "heads members"],
-    offset: Float[Tensor, "heads head_dim"] | None = None,
-    frequency: Float[Tensor, "heads head_dim"] | None = None,
-    partner: Int[Tensor, "heads head_dim"] | None = None,
-) -> Call:
-    """Return the call whose exponential kernel is the latents': ⟨q A, z⟩, or ⟨q, k̂⟩ with k̂ = R(j)(z Aᵀ + offset).
-
-    z = Σ_m k_m B_m over the latent's `members`, each identified by a query head that reads it. If the latent is of keys
-    before the rotation (`frequency` is given), the keys are reconstructed from it and rotated to their positions.
-    """
-    query, key = wide(call.query), wide(call.paired_key)
-    turn = Turn(frequency[0], partner[0]) if frequency is not None and partner is not None else None
-    if turn is not None:
-        key = turn.turned(key, placed(call)[1], back=True)
-    rows = members.tolist()
-    distinct = [row for number, row in enumerate(rows) if row not in rows[:number]]
-    leaders, which = [rows.index(row) for row in distinct], [distinct.index(row) for row in rows]
-    stacked = key[:, distinct]
-    latent = torch.einsum("bugnd,ugdw->bunw", stacked, key_map[leaders].to(key))[:, which]
-    if turn is None or offset is None:
-        query, key = query @ query_map.to(query), latent
-    else:
-        key = turn.turned(latent @ query_map.to(latent).mT + offset.to(latent)[:, None], placed(call)[1])
-    return replace(call, query=query.to(call.query), key=key.to(call.query), value=call.paired_value)
-
-
-def placed(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#batch keys"]]:
+def token_positions(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#batch keys"]]:
     """Return the positions of queries and keys; with a key-value cache, keys before the first query are consecutive.
 
     Raises UsageError if the model does not pass positions to its attention.
     """
-    own = call.places
-    if own is None or own.shape[-1] != call.query.shape[2] or call.cross:
+    positions = call.places
+    if positions is None or positions.shape[-1] != call.query.shape[2] or call.cross:
         raise UsageError(
-            "The model does not tell its attention the positions of the tokens, which keys are turned back by.",
+            "The model does not pass the positions of the tokens to its attention: keys cannot be rotated back.",
             "Leave out rotation=before.",
         )
-    more = call.key.shape[2] - own.shape[-1]
-    if more <= 0:
-        return own, own[..., : call.key.shape[2]]
-    before = own[..., :1] + torch.arange(-more, 0, device=own.device)
-    return own, torch.cat((before.clamp_min(0), own), -1)
+    cached = call.key.shape[2] - positions.shape[-1]
+    if cached <= 0:
+        return positions, positions[..., : call.key.shape[2]]
+    before = positions[..., :1] + torch.arange(-cached, 0, device=positions.device)
+    return positions, torch.cat((before.clamp_min(0), positions), -1)
+
+
+@dataclass
+class LatentSums:
+    """Weighted sums over the stacked keys k of one latent."""
+
+    second: Tensor
+    """C_k, (size, size); before the rotation Σ_j w_j k_j k_jᵀ."""
+    first: Tensor
+    """Σ_j w_j k_j."""
+    weight: Tensor
+    """Σ_j w_j."""
+
+    def __add__(self, other: LatentSums) -> LatentSums:
+        return LatentSums(self.second + other.second, self.first + other.first, self.weight + other.weight)
 
 
 @dataclass
@@ -115,80 +103,70 @@ class Grams:
     """Rotation by which keys are first brought back to position 0; None if they are used as they are."""
     queries: Tensor = field(default_factory=lambda: torch.zeros(()))
     """C_q, (kv_heads, head_dim, head_dim)."""
-    keys: list[Tensor] = field(default_factory=list)
-    """C_k of each latent, (size, size); before the rotation Σ_j w_j k_j k_jᵀ."""
-    sums: list[Tensor] = field(default_factory=list)
-    """Σ_j w_j k_j of each latent, before the rotation."""
-    totals: list[Tensor] = field(default_factory=list)
-    """Σ_j w_j of each latent."""
+    latents: list[LatentSums] = field(default_factory=list)
+    """Sums over the keys of each latent; empty before the first batch."""
 
     def update(self, call: Call, weight: Weight) -> None:
         """Add the pairs of a batch, each with its weight."""
         query, key = call.query.double(), call.paired_key.double()
         if self.turn is not None:
-            places = placed(call)
-            query, key = (self.turn.turned(x, at, back=True) for x, at in zip((query, key), places, strict=True))
+            of_queries, of_keys = token_positions(call)
+            query, key = (self.turn.rotate(x, at, back=True) for x, at in ((query, of_queries), (key, of_keys)))
         elif call.sinks is None:
             # affects only rounding, in which keys with a large common part would lose their differences
             key = key - key.mean(-2, keepdim=True)
         rows = weight.sum(-1, keepdim=True)
         # a sink is one more outcome: each query that has a choice counts equally
         rows = rows if call.sinks is None else (rows > 0).to(rows)
-        each = ((query * rows).mT @ query).sum(0)
-        self.queries = self.queries + self._summed(each)
-        found = [self._of_latent(group, key, weight, rows, sinks=call.sinks is not None) for group in self.groups]
-        for store, parts in zip((self.keys, self.sums, self.totals), zip(*found, strict=True), strict=True):
-            store[:] = [a + b for a, b in zip(store, parts, strict=True)] if store else list(parts)
+        by_head = ((query * rows).mT @ query).sum(0)
+        index = torch.tensor(self.key_of, device=by_head.device)
+        by_key_head = by_head.new_zeros(len(set(self.key_of)), *by_head.shape[1:]).index_add(0, index, by_head)
+        self.queries = self.queries + by_key_head
+        # with a sink, the rest of 1 is the weight of a key at 0; else a row's weights are the whole
+        whole = torch.ones_like(rows) if call.sinks is not None else rows
+        sums = [self._sum_latent(group, key, weight, whole) for group in self.groups]
+        self.latents = [a + b for a, b in zip(self.latents, sums, strict=True)] if self.latents else sums
 
-    def _summed(self, each: Tensor) -> Tensor:
-        """Sum over the query heads of each key head."""
-        places = torch.tensor(self.key_of, device=each.device)
-        return each.new_zeros(len(set(self.key_of)), *each.shape[1:]).index_add(0, places, each)
-
-    def _of_latent(
-        self, group: tuple[int, ...], key: Tensor, weight: Weight, rows: Tensor, *, sinks: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute C_k, Σ w k and Σ w of one latent."""
-        heads = [head for head, own in enumerate(self.key_of) if own in group]
-        stack = torch.cat([key[:, self.key_of.index(own)] for own in group], -1)
+    def _sum_latent(self, group: tuple[int, ...], key: Tensor, weight: Weight, whole: Tensor) -> LatentSums:
+        """Sum over the stacked keys of the key heads `group`; `whole` is the sum of each row's weights, (…, 1)."""
+        heads = [head for head, key_head in enumerate(self.key_of) if key_head in group]
+        stack = torch.cat([key[:, self.key_of.index(key_head)] for key_head in group], -1)
         by_key = weight[:, heads].sum((1, 2))[..., None]
         second = ((stack * by_key).mT @ stack).sum(0)
         if self.turn is None:
             mean = weight[:, heads] @ stack[:, None]
-            # with a sink, the rest of 1 is the weight of a key at 0; else a row's weights are the whole
-            whole = 1.0 if sinks else rows[:, heads].clamp_min(torch.finfo(mean.dtype).tiny)
-            second = second - ((mean / whole).mT @ mean).sum((0, 1))
-        return second, (stack * by_key).sum((0, 1)), by_key.sum()
+            scaled = mean / whole[:, heads].clamp_min(torch.finfo(mean.dtype).tiny)  # no weight: 0/tiny, not 0/0
+            second = second - (scaled.mT @ mean).sum((0, 1))
+        return LatentSums(second, (stack * by_key).sum((0, 1)), by_key.sum())
 
-    def as_heavy_as(self, other: Grams) -> Grams:
+    def scale_to(self, other: Grams) -> Grams:
         """Return the same moments, with weights scaled to the sum of the other's."""
-        factor = sum(map(float, other.totals)) / max(sum(map(float, self.totals)), 1e-300)  # avoids division by 0
-        keys, sums, totals = ([factor * one for one in parts] for parts in (self.keys, self.sums, self.totals))
-        return replace(self, queries=factor * self.queries, keys=keys, sums=sums, totals=totals)
+        weights = [sum(float(latent.weight) for latent in grams.latents) for grams in (self, other)]
+        factor = weights[1] / max(weights[0], 1e-300)  # avoids division by 0
+        scaled = [LatentSums(factor * sums.second, factor * sums.first, factor * sums.weight) for sums in self.latents]
+        return replace(self, queries=factor * self.queries, latents=scaled)
 
-    def plus(self, other: Grams) -> Grams:
+    def __add__(self, other: Grams) -> Grams:
         """Return the moments of both texts together."""
-        keys, sums, totals = (
-            [a + b for a, b in zip(mine, theirs, strict=True)]
-            for mine, theirs in ((self.keys, other.keys), (self.sums, other.sums), (self.totals, other.totals))
-        )
-        return replace(self, queries=self.queries + other.queries, keys=keys, sums=sums, totals=totals)
+        latents = [a + b for a, b in zip(self.latents, other.latents, strict=True)]
+        return replace(self, queries=self.queries + other.queries, latents=latents)
 
-    def latents(self) -> Latents:
+    def solve(self) -> Latents:
         """Compute the directions of every latent, the leading ones first: A and B of C_q^½ C_k^½ = UΣVᵀ."""
         from torch.nn.functional import pad
 
         size, maps = self.queries.shape[-1], []
         means = self.queries.new_zeros(len(self.queries), size) if self.turn is not None else None
-        wide_ = size * max(map(len, self.groups))
-        for group, keys, sums, total in zip(self.groups, self.keys, self.sums, self.totals, strict=True):
+        width = size * max(map(len, self.groups))
+        for group, sums in zip(self.groups, self.latents, strict=True):
+            second = sums.second
             if means is not None:
-                mean = sums / total.clamp_min(torch.finfo(sums.dtype).tiny)
-                keys = keys - torch.outer(mean, sums)
+                mean = sums.first / sums.weight.clamp_min(torch.finfo(sums.first.dtype).tiny)  # no weight: mean 0
+                second = second - torch.outer(mean, sums.first)
                 means[list(group)] = mean.view(len(group), size)
             blocks: Tensor = torch.block_diag(*self.queries[list(group)])  # type: ignore[no-untyped-call]
-            both = directions(blocks, keys)
-            maps.append([pad(one, (0, wide_ - one.shape[-1], 0, wide_ - one.shape[-2])) for one in both])
+            sides = directions(blocks, second)
+            maps.append([pad(side, (0, width - side.shape[-1], 0, width - side.shape[-2])) for side in sides])
         query_map, key_map = (torch.stack(side) for side in zip(*maps, strict=True))
         return Latents(self.groups, self.key_of, query_map, key_map, means, self.turn)
 
@@ -201,11 +179,11 @@ def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
     if "key_head" not in fitted:
         return {}
     latent = torch.unique(fitted["members"], dim=0, return_inverse=True)[1]
-    own = torch.unique(fitted["key_head"], return_inverse=True)[1]
-    return {"key_map": latent, "query_map": own, "offset": own}
+    key_head = torch.unique(fitted["key_head"], return_inverse=True)[1]
+    return {"key_map": latent, "query_map": key_head, "offset": key_head}
 
 
-def latents_of(call: Call, group: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+def group_key_heads(call: Call, group: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """Return the key heads of each latent, and the key head of each query head, as indices among those of the call.
 
     If `group` does not divide their number, the last latent is smaller.
@@ -254,64 +232,61 @@ class Latents:
         width, device = max(1, *ranks), self.key_map.device
         kept = torch.arange(self.key_map.shape[-1], device=device) < torch.tensor(ranks, device=device)[:, None]
         whole = torch.tensor([rank >= size for rank, size in zip(ranks, self.sizes, strict=True)], device=device)
-        same = torch.eye(self.key_map.shape[-1]).to(self.key_map)
-        cut = [
-            torch.where(whole[:, None, None], same, side * kept[:, None])[..., :width]
+        identity = torch.eye(self.key_map.shape[-1]).to(self.key_map)
+        query_map, key_map = (
+            torch.where(whole[:, None, None], identity, side * kept[:, None])[..., :width]
             for side in (self.query_map, self.key_map)
-        ]
+        )
         # one map per query head if no other reads its latent: no sharing has to be preserved
         if self.turn is None and len(self.groups) == len(self.key_of):
-            order = [self.groups.index((own,)) for own in self.key_of]
-            return dict(zip(("query_map", "key_map"), (side[order] for side in cut), strict=True))
-        return self._shared(*cut)
+            order = [self.groups.index((key_head,)) for key_head in self.key_of]
+            return {"query_map": query_map[order], "key_map": key_map[order]}
+        heads = [self._of_key_head(key_head, query_map, key_map) for key_head in self.key_of]
+        return {name: torch.stack([head[name] for head in heads]) for name in heads[0]}
 
-    def _shared(self, query_map: Tensor, key_map: Tensor) -> dict[str, Tensor]:
-        """Return the parameters of `shared_keys`, head by head."""
+    def _of_key_head(self, key_head: int, query_map: Tensor, key_map: Tensor) -> dict[str, Tensor]:
+        """Return the parameters of `share_keys` for a query head that reads this key head."""
         size, most = self.head_dim, max(map(len, self.groups))
-        names = "query_map", "key_map", "members", "key_head", "offset"
-        found: dict[str, list[Tensor]] = {name: [] for name in names}
-        for own in self.key_of:
-            number = next(at for at, group in enumerate(self.groups) if own in group)
-            group = self.groups[number]
-            slot = slice(group.index(own) * size, (group.index(own) + 1) * size)
-            found["query_map"].append(query_map[number, slot])
-            found["key_map"].append(key_map[number].view(most, size, -1))
-            firsts = [self.key_of.index(one) for one in group]
-            found["key_head"].append(torch.tensor(own, device=key_map.device))
-            found["members"].append(torch.tensor(firsts + firsts[:1] * (most - len(group)), device=key_map.device))
-            if self.mean is not None:
-                latent = self.mean[list(group)].flatten() @ key_map[number, : size * len(group)]
-                found["offset"].append(self.mean[own] - latent @ query_map[number, slot].mT)
-        fitted = {name: torch.stack(parts) for name, parts in found.items() if parts}
+        number = next(at for at, group in enumerate(self.groups) if key_head in group)
+        group = self.groups[number]
+        start = group.index(key_head) * size
+        to_query = query_map[number, start : start + size]
+        readers = [self.key_of.index(member) for member in group]
+        parameters = {
+            "query_map": to_query,
+            "key_map": key_map[number].view(most, size, -1),
+            "key_head": torch.tensor(key_head, device=key_map.device),
+            # the last latent may be smaller than the others: it repeats its first member, whose copy no query reads
+            "members": torch.tensor(readers + readers[:1] * (most - len(group)), device=key_map.device),
+        }
+        if self.mean is not None:
+            latent = self.mean[list(group)].flatten() @ key_map[number, : size * len(group)]
+            parameters["offset"] = self.mean[key_head] - latent @ to_query.mT
         if self.turn is not None:
-            for name in ("frequency", "partner"):
-                part: Tensor = getattr(self.turn, name)
-                fitted[name] = part.expand(len(self.key_of), -1).clone()
-        return fitted
+            parameters |= {"frequency": self.turn.frequency, "partner": self.turn.partner}
+        return parameters
 
 
-def directions(
-    queries: Float[Tensor, "*latents size size"], keys: Float[Tensor, "*latents size size"]
-) -> tuple[Float[Tensor, "*latents size size"], Float[Tensor, "*latents size size"]]:
+def directions(queries: Gram, keys: Gram) -> tuple[Gram, Gram]:
     """Compute A = C_q^{−½}UΣ^½ and B = C_k^{−½}VΣ^½ of C_q^½ C_k^½ = UΣVᵀ, the leading directions first.
 
     The first r columns of both are the best maps of rank r, so that the logits of all ranks are nested.
     """
-    query_root, query_inverse = roots(queries)
-    key_root, key_inverse = roots(keys)
+    query_root, query_inverse = matrix_roots(queries)
+    key_root, key_inverse = matrix_roots(keys)
     left, values, right = torch.linalg.svd(query_root @ key_root)
     half = values[..., None, :].sqrt()
     return query_inverse @ left * half, key_inverse @ right.mT * half
 
 
-def roots(gram: Gram) -> tuple[Gram, Gram]:
+def matrix_roots(gram: Gram) -> tuple[Gram, Gram]:
     """Compute C^½ and the pseudo-inverse C^{−½} of Gram matrices; eigenvalues up to eps · size · largest count as 0."""
     values, vectors = torch.linalg.eigh(gram)
     border = torch.finfo(gram.dtype).eps * gram.shape[-1] * values[..., -1:]
-    # Strict: a zero matrix has border 0 and keeps no direction.
-    kept = values > border
-    root = torch.where(kept, values, 0.0).sqrt()
-    inverse = torch.where(kept, torch.where(kept, values, 1.0).rsqrt(), 0.0)
+    # strict: a zero matrix has border 0 and keeps no direction
+    nonzero = values > border
+    root = torch.where(nonzero, values, 0.0).sqrt()
+    inverse = torch.where(nonzero, torch.where(nonzero, values, 1.0).rsqrt(), 0.0)
     return (vectors * root[..., None, :]) @ vectors.mT, (vectors * inverse[..., None, :]) @ vectors.mT
 
 
@@ -347,7 +322,7 @@ class MapsFit:
 
     def update(self, call: Call, by_attention: Weight | None = None) -> None:
         """Add this batch's C_q and C_k; `by_attention` is its `pairs_weighted`, if already computed."""
-        blank = partial(Grams, *latents_of(call, self.group), turn=self.turn if self.before else None)
+        blank = partial(Grams, *group_key_heads(call, self.group), turn=self.turn if self.before else None)
         self.grams = self.grams or blank()
         self.grams.update(call, pairs_weighted(call) if by_attention is None else by_attention)
         if self.by_output:
@@ -357,15 +332,15 @@ class MapsFit:
 
     def plus(self, other: MapsFit) -> MapsFit:
         """Return the fit to both texts."""
-        found = copy(self)
-        found.grams = _join(self.grams, other.grams)
-        found.outputs = _join(self.outputs, other.outputs)
-        return found
+        both = copy(self)
+        both.grams = self.grams + other.grams if self.grams and other.grams else None
+        both.outputs = self.outputs + other.outputs if self.outputs and other.outputs else None
+        return both
 
     def latents(self) -> Latents:
         """Return the directions; with the output metric half of the weight is the attention's, half the output's."""
         assert self.grams is not None  # noqa: S101  # a fit has seen some text
-        return (self.grams if self.outputs is None else self.grams.plus(self.outputs.as_heavy_as(self.grams))).latents()
+        return (self.grams if self.outputs is None else self.grams + self.outputs.scale_to(self.grams)).solve()
 
     def solve(self) -> dict[str, Tensor]:
         """Return the parameters of the swapped heads, r at most head_dim; the identity if nothing is cut."""
@@ -373,11 +348,8 @@ class MapsFit:
         return latents.maps([min(self.rank, latents.head_dim) * len(group) for group in latents.groups])
 
 
-def _join(one: Grams | None, other: Grams | None) -> Grams | None:
-    return one if other is None or one is None else one.plus(other)
-
-
 def _low_rank_dot(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Tensor, **more: object) -> Low:
+    """Return ⟨qA, kB⟩'s factors; raise UsageError if several key heads share a latent."""
     if "members" in more:
         raise UsageError(
             "The keys of this rank kernel share a latent: it has no scores of one head alone.",
@@ -387,10 +359,39 @@ def _low_rank_dot(query: Query, key: Key, scale: float, *, query_map: Map, key_m
     return low_query.to(query), low_key.to(key), scale
 
 
-def _shared(call: Call, *, members: Tensor | None = None, **maps: Any) -> Call | None:
-    """Return the call of latents shared by key heads or of keys before the rotation; None for a head's own latents."""
-    names = ("query_map", "key_map", "offset", "frequency", "partner")
-    return None if members is None else shared_keys(call, members=members, **{n: maps[n] for n in names if n in maps})
+def share_keys(
+    call: Call,
+    *,
+    query_map: Float[Tensor, "heads head_dim size"],
+    key_map: Tensor,
+    members: Int[Tensor, "heads members"] | None = None,
+    offset: Float[Tensor, "heads head_dim"] | None = None,
+    frequency: Float[Tensor, "heads head_dim"] | None = None,
+    partner: Int[Tensor, "heads head_dim"] | None = None,
+    **_parameters: object,
+) -> Call | None:
+    """Return the call whose exponential kernel is the latents': ⟨q A, z⟩, or ⟨q, k̂⟩ with k̂ = R(j)(z Aᵀ + offset).
+
+    z = Σ_m k_m B_m over the latent's `members`, each identified by a query head that reads it; `key_map` is B, (heads,
+    members, head_dim, size). If the latent is of keys before the rotation (`frequency` is given), the keys are
+    reconstructed from it and rotated to their positions. None without `members`: each head has its own latent.
+    """
+    if members is None:
+        return None
+    query, key = wide(call.query), wide(call.paired_key)
+    turn = Turn(frequency[0], partner[0]) if frequency is not None and partner is not None else None
+    if turn is not None:
+        key = turn.rotate(key, token_positions(call)[1], back=True)
+    # each latent is computed once, from the first head that reads it
+    rows = members.tolist()
+    distinct = [row for number, row in enumerate(rows) if row not in rows[:number]]
+    leaders, which = [rows.index(row) for row in distinct], [distinct.index(row) for row in rows]
+    latent = torch.einsum("bugnd,ugdw->bunw", key[:, distinct], key_map[leaders].to(key))[:, which]
+    if turn is None or offset is None:
+        query, key = query @ query_map.to(query), latent
+    else:
+        key = turn.rotate(latent @ query_map.to(latent).mT + offset.to(latent)[:, None], token_positions(call)[1])
+    return replace(call, query=query.to(call.query), key=key.to(call.query), value=call.paired_value)
 
 
 @kernel(
@@ -432,7 +433,7 @@ def _shared(call: Call, *, members: Tensor | None = None, **maps: Any) -> Call |
         ),
     ),
     dot=_low_rank_dot,
-    prepare=_shared,
+    prepare=share_keys,
     fused="SDPA with a smaller head_dim",
     fit=MapsFit,
     needs_fit=True,

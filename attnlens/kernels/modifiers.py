@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from attnlens.kernels.registry import MODIFIERS, Fit, KernelParameter
 from attnlens.lazy import LazyModule
-from attnlens.registry import MODIFIERS, Fit, KernelParameter
 
 if TYPE_CHECKING:
     import torch
@@ -21,42 +21,45 @@ else:
     torch = LazyModule("torch")
 
 
-def skewless(log_k: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
+def skewless(log_k: Pairs) -> Pairs:
     """Return L − JAJ up to query-only terms, J = I − 11ᵀ/n, A the skew part of L: gates on queries and keys remain."""
     core, key = _identified(log_k)
     return (core + core.mT) / 2 + key
 
 
-def negativeless(log_k: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
+def negativeless(log_k: Pairs) -> Pairs:
     """Return L − Σ μ₋uuᵀ up to query-only terms, μ and u of JSJ, S = sym L: the skew part and key term remain."""
     core, key = _identified(log_k)
     return _positive(core) + (core - core.mT) / 2 + key
 
 
-def mercer(log_k: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
+def mercer(log_k: Pairs) -> Pairs:
     """Return Σ μ₊uuᵀ of JSJ plus the key term 1cᵀ: a positive definite kernel times a key gate."""
     core, key = _identified(log_k)
     return _positive(core) + key
 
 
-def keyless(log_k: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
+def keyless(log_k: Pairs) -> Pairs:
     """Return JLJ, which is L − 1cᵀ up to query-only terms, c the centred column means of L: no key gate is left."""
     return _identified(log_k)[0]
 
 
-def _positive(core: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
-    """Compute Σ μ₊uuᵀ of the symmetric part of JLJ.
+def _positive(core: Pairs) -> Pairs:
+    """Compute Σ μ₊uuᵀ of the symmetric part of JLJ; NaN if JLJ is not finite, for which LAPACK would raise."""
+    return positive_part((core + core.mT) / 2) if bool(core.isfinite().all()) else core * torch.nan
 
-    NaN if JLJ is not finite. The result has no usable gradient, since eigenvalues meet at 0 if L has a small rank.
+
+def positive_part(form: Pairs) -> Pairs:
+    """Compute [X]₊ of a symmetric X: its negative eigenvalues are set to 0.
+
+    The result has no usable gradient if several eigenvalues are equal, as they are at 0 if X has a small rank.
     """
-    if not bool(core.isfinite().all()):
-        return core * torch.nan
-    values, vectors = torch.linalg.eigh((core + core.mT) / 2)
-    found: Tensor = (vectors * values.clamp(min=0)[..., None, :]) @ vectors.mT
-    return found
+    values, vectors = torch.linalg.eigh(form)
+    positive: Tensor = (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT
+    return positive
 
 
-def _identified(log_k: Float[Tensor, "*batch n n"]) -> tuple[Float[Tensor, "*batch n n"], Float[Tensor, "*batch 1 n"]]:
+def _identified(log_k: Pairs) -> tuple[Pairs, Float[Tensor, "*batch 1 n"]]:
     """Split L into JLJ and c; JLJ + 1cᵀ = LJ is the part of L that softmax sees (maths in `linalg.anatomy`)."""
     seen = log_k - log_k.mean(-1, keepdim=True)
     key = seen.mean(-2, keepdim=True)
@@ -164,8 +167,8 @@ TIES = {
 """Ties of queries and keys, for self-attention only."""
 
 FILTERS = {
-    found.name: found
-    for found in (
+    key_filter.name: key_filter
+    for key_filter in (
         Modifier(
             "window",
             "|i − j| < w",
@@ -200,15 +203,15 @@ FILTERS = {
 
 def _hybrid(name: str, window: str, near: str, meaning: str, source: str) -> Modifier:
     """Build the hybrid whose near keys are those that the filter `window` keeps; `near` is their condition."""
-    found = FILTERS[window]
+    key_filter = FILTERS[window]
     return Modifier(
         name,
         f"a_ij ∝ γ·exp(s⟨q_i, k_j⟩ − max over near j' of s⟨q_i, k_j'⟩) where {near}, φ(q_i)φ(k_j) elsewhere",
         f"the model's own kernel among {meaning}, a kernel of positive features beyond them",
         source,
-        found.parameters,
-        found.keeps,
-        from_start=found.from_start,
+        key_filter.parameters,
+        key_filter.keeps,
+        from_start=key_filter.from_start,
         caution="γ, a number of each head, is 1 unless it was fitted or healed. While no key is beyond the window, it "
         "is the model itself.",
     )
@@ -239,20 +242,20 @@ NEAR_WEIGHT = "near_log_weight"
 class NearFit:
     """A hybrid's fit: log γ, initially 0, together with the parameters that the fit of its far part chooses."""
 
-    def __init__(self, own: Fit | None) -> None:
-        self.own = own
-        needed = own is not None and not own.typed
-        self.typed = {} if needed else {NEAR_WEIGHT: 0.0} | (own.typed if own is not None else {})
+    def __init__(self, far: Fit | None) -> None:
+        self.far = far
+        undefined = far is not None and not far.typed
+        self.typed = {} if undefined else {NEAR_WEIGHT: 0.0} | (far.typed if far is not None else {})
         self.heads = 0
 
     def update(self, call: Call) -> None:
         """Add a batch."""
         self.heads = call.query.shape[1]
-        if self.own is not None:
-            self.own.update(call)
+        if self.far is not None:
+            self.far.update(call)
 
     def solve(self) -> dict[str, Shaped[Tensor, "heads ..."]]:
         """Return the parameters of the far part, and `near_log_weight`."""
-        found = {} if self.own is None else self.own.solve()
-        device = next(iter(found.values())).device if found else None
-        return found | {NEAR_WEIGHT: torch.zeros(self.heads, device=device)}
+        parameters = {} if self.far is None else self.far.solve()
+        device = next(iter(parameters.values())).device if parameters else None
+        return parameters | {NEAR_WEIGHT: torch.zeros(self.heads, device=device)}

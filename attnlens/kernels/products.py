@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnlens.kernels.spec import (
-    centred_keys,
-    log_magnitude,
-    pairs_weighted,
-    row_centred,
-    some_rows,
-    squared_error,
-    wide,
-)
+from attnlens.kernels.registry import KernelParameter, kernel
+from attnlens.kernels.spec import centre_rows, log_magnitude, pairs_weighted, sample_rows, wide
 from attnlens.lazy import LazyModule
-from attnlens.registry import KernelParameter, kernel
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +23,7 @@ else:
     torch = LazyModule("torch")
 
 PAIR: dict[str, Any] = {"positive": True, "symmetric": True, "features": "infinite", "form": "pair"}
-A_DECADE = 16  # offsets tried per factor of 10
+PER_DECADE = 16  # offsets tried per factor of 10
 
 LARGEST_NARROW_ORDER = 8
 """Order above which float64 is used: the terms of the alternating sum are e^{2|x|} times as large as the sum."""
@@ -63,32 +55,33 @@ class OffsetFit:
     def __init__(self, degree: int, offset: float) -> None:
         self.typed = {"offset_of_head": offset}
         self.degree = degree
-        grid = [degree * 10 ** (step / A_DECADE) for step in range(-A_DECADE, 2 * A_DECADE + 1)]
+        grid = [degree * 10 ** (step / PER_DECADE) for step in range(-PER_DECADE, 2 * PER_DECADE + 1)]
         self.offsets = [-c for c in reversed(grid)] + [0.0, *grid]
         self.errors = torch.zeros(())
 
     def update(self, call: Call) -> None:
         """Add the squared error of every offset on this batch."""
-        query, seen = some_rows(call)
+        query, seen = sample_rows(call)
         score = query @ call.paired_key.double().mT * call.scale
-        batch = [
-            squared_error(score - self.degree * log_magnitude(score + offset), seen).sum((0, 2))
-            for offset in self.offsets
-        ]
-        self.errors = self.errors + torch.stack(batch)
+        errors = []
+        for offset in self.offsets:
+            difference = centre_rows(score - self.degree * log_magnitude(score + offset), seen)
+            errors.append(difference.square().sum(-1).sum((0, 2)))
+        self.errors = self.errors + torch.stack(errors)
 
     def solve(self) -> dict[str, Float[Tensor, " heads"]]:
         """Return `offset_of_head`, (heads,)."""
         errors = self.errors
         offsets = errors.new_tensor(self.offsets)
         best = errors.argmin(0)
-        # 0 and the ends of each sign's grid have only one neighbour of the same sign.
+        # 0 and the ends of each sign's grid have only one neighbour of the same sign
         size = len(self.offsets) // 2
         inner = (best % size != 0) & (best != size - 1) & (best != size + 1)
         at = best.clamp(1, len(self.offsets) - 2)
         before, here, after = (errors.gather(0, (at + step)[None])[0] for step in (-1, 0, 1))
+        # the vertex of the parabola; its curvature is 0 if all three errors are equal, and then so is the step
         step = (before - after) / (2 * (before - 2 * here + after)).clamp_min(torch.finfo(errors.dtype).tiny)
-        ratio = 10 ** (step / A_DECADE * offsets[best].sign())
+        ratio = 10 ** (step / PER_DECADE * offsets[best].sign())
         return {"offset_of_head": torch.where(inner, offsets[best] * ratio, offsets[best])}
 
 
@@ -204,17 +197,22 @@ class OriginFit:
 
     def update(self, call: Call) -> None:
         """Add this batch's normal equations; z_ij = ½‖k_j‖² + (1 − 2γ)/(2γ)·⟨q_i, k_j⟩ is never stored."""
-        seen, query, key = pairs_weighted(call), call.query.double(), call.paired_key
-        half = key.double().square().sum(-1, keepdim=True) / 2
-        key, mean, scatter = centred_keys(key, seen)
+        seen, query, key = pairs_weighted(call), call.query.double(), call.paired_key.double()
+        half = key.square().sum(-1, keepdim=True) / 2
+        # a shift of all keys changes no difference k_j − m_i, but without it their scatter would be lost in rounding
+        key = key - key.mean(-2, keepdim=True)
+        count = seen.sum(-1)[..., None]
+        mean = seen @ key / count.clamp_min(1)  # a count below 1 is 0, of a query without a choice
+        # Σ_ij w_ij (k_j − m_i)(k_j − m_i)ᵀ, m_i the mean key that query i sees
+        scatter = (key * seen.sum(-2)[..., None]).mT @ key - (mean * count).mT @ mean
         by_key = seen.sum(-2)[..., None] * half + self.ratio * ((seen.mT @ query) * key).sum(-1, keepdim=True)
-        inner = seen.sum(-1)[..., None] * (query * mean).sum(-1, keepdim=True)
-        by_query = seen @ half + self.ratio * inner
-        self.scatter = self.scatter + scatter
+        by_query = seen @ half + self.ratio * (count * (query * mean).sum(-1, keepdim=True))
+        self.scatter = self.scatter + scatter.sum(0)
         self.target = self.target + (key * by_key).sum((0, 2)) - (mean * by_query).sum((0, 2))
 
     def solve(self) -> dict[str, Float[Tensor, "heads head_dim"]]:
         """Return `origin`, (heads, head_dim)."""
+        # eps · size · largest: directions in which the keys do not vary have no slope
         rtol = torch.finfo(self.scatter.dtype).eps * self.scatter.shape[-1]
         inverse = torch.linalg.pinv(self.scatter, rtol=rtol, hermitian=True)
         return {"origin": (inverse @ self.target[..., None])[..., 0]}
@@ -234,7 +232,7 @@ def _rbf_dot(
     term = _key_term(key, origin)[..., None]
     parts = [term.to(key)]
     if term.dtype != key.dtype:
-        # bf16 keeps 8 bits of ‖k‖²/2; two dimensions keep 16.
+        # bf16 keeps 8 bits of ‖k‖²/2; two dimensions keep 16
         parts.append((term - parts[0]).to(key))
     ones = query.new_ones(*query.shape[:-1], len(parts))
     return torch.cat((query, ones), -1), torch.cat((key, *parts), -1), 2 * gamma * scale
@@ -318,17 +316,17 @@ class BetaFit:
 
     def update(self, call: Call) -> None:
         """Add this batch's two sums."""
-        query, seen = some_rows(call)
+        query, seen = sample_rows(call)
         key = call.paired_key.double()
         logits, cosine = (
-            row_centred(scores, seen) for scores in (query @ key.mT * call.scale, _unit(query) @ _unit(key).mT)
+            centre_rows(scores, seen) for scores in (query @ key.mT * call.scale, _unit(query) @ _unit(key).mT)
         )
         self.product = self.product + (logits * cosine).sum((0, 2, 3))
         self.square = self.square + cosine.square().sum((0, 2, 3))
 
     def solve(self) -> dict[str, Float[Tensor, " heads"]]:
         """Return `beta_of_head`, (heads,)."""
-        tiny = torch.finfo(self.square.dtype).tiny
+        tiny = torch.finfo(self.square.dtype).tiny  # a head whose cosines do not vary has β = 0, not 0/0
         return {"beta_of_head": (self.product / self.square.clamp_min(tiny)).clamp_min(0.0)}
 
 

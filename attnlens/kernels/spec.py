@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from attnlens.errors import UsageError
 from attnlens.kernels.modifiers import NEAR_WEIGHT, TIES, KeyFilter, NearFit
+from attnlens.kernels.registry import KERNELS, Fit, KernelInfo, KernelParameter, OutputFit
 from attnlens.lazy import LazyModule
-from attnlens.registry import KERNELS, Fit, KernelInfo, OutputFit
 
 if TYPE_CHECKING:
     import torch
-    from jaxtyping import Float, Shaped
+    from jaxtyping import Bool, Float, Shaped
     from torch import Tensor, dtype
 
     from attnlens.records import Call
 
     Query = Float[Tensor, "batch heads queries head_dim"]
     Key = Float[Tensor, "batch heads keys head_dim"]
-    Log = Float[Tensor, "batch heads queries keys"]
+    Matrix = Float[Tensor, "batch heads queries keys"]
+    Seen = Float[Tensor, "#batch #heads queries keys"]
     Pairs = Float[Tensor, "*batch n n"]
     Cap = float | None
-    from jaxtyping import Bool, Float
-    from torch import Tensor
 else:
     torch = LazyModule("torch")
 
-ALL = slice(None)
+WHOLE = slice(None)
 
 
 @dataclass(frozen=True)
@@ -53,31 +52,25 @@ class Kernel:
     @cached_property
     def spelling(self) -> str:
         """Spelling that can be typed: `rbf:gamma=0.5+window:64`."""
-        numbers = _spell(self.info.name, _named_parameters(self.info, self.parameters))
+        base = _spell(self.info.name, self.info.parameters, self.parameters)
         if self.oracle:
-            return numbers
-        if (self.tie or self.filter) and self.info.name == "exponential":
-            numbers = ""
-        more = [self.tie] if self.tie else []
-        if self.filter:
-            more.append(_spell(self.filter.modifier.name, self.filter.parameters, named=False))
-        if self.near:
-            more.append(_spell(self.near.modifier.name, self.near.parameters, named=False))
-        return "+".join(([numbers] if numbers else []) + more)
+            return base
+        parts = [] if (self.tie or self.filter) and self.info.name == "exponential" else [base]
+        if self.tie:
+            parts.append(self.tie)
+        for key_filter in filter(None, (self.filter, self.near)):
+            modifier = key_filter.modifier
+            parts.append(_spell(modifier.name, modifier.parameters, key_filter.parameters, named=False))
+        return "+".join(parts)
 
     @cached_property
     def formula(self) -> str:
         """Formula of log k, including the effect of its tie and filter."""
         if self.oracle and self.tie is not None:  # no form is fitted
             return f"{TIES[self.tie].formula}; L the head's own s⟨q_i, k_j⟩ in a whole sequence"
-        parts = [self.info.formula]
-        if self.tie is not None:
-            parts.append(f"{self.tie}: {TIES[self.tie].formula}")
-        if self.filter is not None:
-            parts.append(f"{self.filter.modifier.name}: {self.filter.modifier.formula}")
-        if self.near is not None:
-            parts.append(f"{self.near.modifier.name}: {self.near.modifier.formula}")
-        return "; ".join(parts)
+        modifiers = [TIES[self.tie]] if self.tie is not None else []
+        modifiers += [key_filter.modifier for key_filter in (self.filter, self.near) if key_filter is not None]
+        return "; ".join([self.info.formula, *(f"{modifier.name}: {modifier.formula}" for modifier in modifiers)])
 
     @cached_property
     def signed(self) -> bool:
@@ -145,10 +138,10 @@ class Kernel:
         """Return the call and kernel to compute: these, or a call whose exponential kernel equals this kernel."""
         if self.oracle:
             return call, replace(self, info=KERNELS["exponential"], parameters={})
-        found = None if self.info.prepare is None else self.info.prepare(call, **self.parameters, **self.fitted)
-        if found is None:
+        made = None if self.info.prepare is None else self.info.prepare(call, **self.parameters, **self.fitted)
+        if made is None:
             return call, self
-        return found, replace(self, info=KERNELS["exponential"], parameters={}, fitted={})
+        return made, replace(self, info=KERNELS["exponential"], parameters={}, fitted={})
 
     @property
     def own_fitted(self) -> dict[str, Shaped[Tensor, "heads ..."]]:
@@ -167,11 +160,11 @@ class Kernel:
 
     def fitting(self) -> Fit | OutputFit | None:
         """Return the object that chooses free parameters per head from calibration text; None if there are none."""
-        own = None if self.info.fit is None else self.info.fit(**self.parameters)
+        fit = None if self.info.fit is None else self.info.fit(**self.parameters)
         if self.near is None:
-            return own
-        assert own is None or isinstance(own, Fit)  # noqa: S101  # parsed refuses the others
-        return NearFit(own)
+            return fit
+        assert fit is None or isinstance(fit, Fit)  # noqa: S101  # parsed refuses the others
+        return NearFit(fit)
 
     def phi(self, x: Query, scale: float, side: str) -> Float[Tensor, "batch heads queries features"]:
         """Compute φ of the queries or keys (`side`: "query" or "key"), for a kernel that is ⟨φ(q), φ(k)⟩.
@@ -187,7 +180,7 @@ class Kernel:
         return replace(self, fitted=dict(fitted))
 
     def log(
-        self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = ALL, columns: slice = ALL
+        self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = WHOLE, columns: slice = WHOLE
     ) -> Float[Tensor, "batch heads rows columns"]:
         """Compute log|k(q, k)| of these rows and columns, exact and with query-only terms; keys are repeated under GQA.
 
@@ -205,13 +198,13 @@ class Kernel:
         return (forward + self._log(query[..., columns, :], key[..., rows, :], scale, softcap).mT) / 2
 
     def sign(
-        self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = ALL, columns: slice = ALL
+        self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = WHOLE, columns: slice = WHOLE
     ) -> Float[Tensor, "batch heads rows columns"]:
         """Compute the sign of k, for a kernel that is `signed`."""
         assert self.info.sign is not None  # noqa: S101  # a kernel that can be negative has one
         query, key = self.tied(query, key)
-        found = score(query[..., rows, :], key[..., columns, :], scale, softcap)
-        return self.info.sign(found, **self.parameters, **self.fitted)
+        scores = score(query[..., rows, :], key[..., columns, :], scale, softcap)
+        return self.info.sign(scores, **self.parameters, **self.fitted)
 
     def tied(
         self, query: Query, key: Float[Tensor, "batch kv_heads keys head_dim"]
@@ -225,13 +218,16 @@ class Kernel:
                 f"and {key.shape[-2]} keys.",
                 "Leave out cross-attention with --part, and run without a key-value cache.",
             )
-        return {"tied-query": (query, query), "tied-key": (key, key)}.get(self.tie, (query, key))
+        if self.tie == "tied-query":
+            return query, query
+        return (key, key) if self.tie == "tied-key" else (query, key)
 
-    def _log(self, query: Query, key: Key, scale: float, softcap: Cap) -> Log:
+    def _log(self, query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
+        """Compute log|k| of untied queries and keys."""
         numbers = {**self.parameters, **self.own_fitted}
         if self.info.form == "output":
             raise UsageError(
-                f"{self.info.name} is no kernel of a query and a key: it has no attention matrix.",
+                f"{self.info.name} is not a function of a query and a key: it has no attention matrix.",
                 "Compare outputs, or choose another kernel.",
             )
         self._refuse_unfitted()
@@ -242,16 +238,16 @@ class Kernel:
         if self.info.form == "pair":
             return self.info.function(query, key, scale, **numbers)
         product = self.phi(query, scale, "query") @ self.phi(key, scale, "key").mT
-        return log_magnitude(product + least(product.dtype))
+        return log_magnitude(product + smallest_kernel(product.dtype))
 
     def _refuse_unfitted(self) -> None:
         if self.needs_fit and not self.own_fitted:
             raise UsageError(
-                f"{self.info.name} is nothing before it is fitted to a head.", "Add --fit, with some calibration text."
+                f"{self.info.name} is undefined until it is fitted to a head.", "Add --fit, with some calibration text."
             )
 
 
-def score(query: Query, key: Key, scale: float, softcap: Cap) -> Log:
+def score(query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
     """Compute s⟨q, k⟩, bounded by the model's softcap if it has one."""
     product = query @ key.mT * scale
     return product if softcap is None else (product / softcap).tanh() * softcap
@@ -268,7 +264,7 @@ def log_magnitude(value: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return value.abs().clamp_min(torch.finfo(value.dtype).tiny).log()
 
 
-def least(of: dtype) -> float:
+def smallest_kernel(of: dtype) -> float:
     """Return the number added to every ⟨φ(q), φ(k)⟩, so queries without features attend uniformly (float32: 1e-31).
 
     It is the smallest normal number over eps: such small sums are still of normal numbers, and 1/k has a gradient.
@@ -276,89 +272,71 @@ def least(of: dtype) -> float:
     return torch.finfo(of).tiny / torch.finfo(of).eps
 
 
-def _named_parameters(info: KernelInfo, parameters: Mapping[str, float]) -> dict[str, float | str]:
-    """Return the parameters that a spelling includes, as words if they have some."""
-    found: dict[str, float | str] = {}
-    for known in info.parameters:
-        value = parameters[known.name]
-        if known.told or value != known.default:
-            found[known.name] = next((word for word, number in known.words if number == value), value)
-    return found
-
-
-def _spell(name: str, parameters: Mapping[str, float | str], named: bool = True) -> str:
-    shown = {
-        key: value if isinstance(value, str) else repr(value).removesuffix(".0") for key, value in parameters.items()
-    }
-    numbers = ",".join(f"{key}={value}" if named else value for key, value in shown.items())
-    return f"{name}:{numbers}" if numbers else name
+def _spell(name: str, known: Sequence[KernelParameter], values: Mapping[str, float], *, named: bool = True) -> str:
+    """Spell a kernel, filter or hybrid with its parameters; those that are left out at their default are not named."""
+    words = []
+    for parameter in known:
+        value = values[parameter.name]
+        if parameter.told or value != parameter.default:
+            word = next((word for word, number in parameter.words if number == value), repr(value).removesuffix(".0"))
+            words.append(f"{parameter.name}={word}" if named else word)
+    return f"{name}:{','.join(words)}" if words else name
 
 
 MOST_ROWS = 32
 """Queries per sequence whose rows are computed, for parameters without a closed form in head_dim sums."""
 
 
-def pairs_seen(
-    query: Float[Tensor, "batch heads queries head_dim"],
-    key: Float[Tensor, "batch heads keys head_dim"],
-    allowed: Bool[Tensor, "#batch #heads queries keys"] | None,
-) -> Float[Tensor, "#batch #heads queries keys"]:
+def pairs_seen(query: Query, key: Key, allowed: Bool[Tensor, "#batch #heads queries keys"] | None) -> Seen:
     """Return 1 where a query sees a key, in float64; 0 for queries that see fewer than two keys (no choice)."""
     ones = query.double().new_ones(1, 1, query.shape[-2], key.shape[-2])
     seen = ones if allowed is None else allowed.double()
     return seen * (seen.sum(-1, keepdim=True) >= 2)
 
 
-def pairs_weighted(call: Call) -> Float[Tensor, "batch heads queries keys"]:
+def pairs_weighted(call: Call) -> Matrix:
     """Compute ½·(the head's own attention) + ½·(1/number of keys seen) over the pairs seen; all queries count equally.
 
     The variance of a change of logits under the attention itself is twice its KL to second order: errors count where
     the head attends. The uniform half keeps the keys that the head ignores, which a wrong fit could raise. A row sums
     to 1, minus half of a sink's weight.
     """
+    seen = pairs_seen(call.query, call.paired_key, call.visible())
+    return (own_attention(call) + seen / seen.sum(-1, keepdim=True).clamp_min(1)) / 2
+
+
+def own_attention(call: Call) -> Matrix:
+    """Compute the head's own attention over the pairs seen, without a sink's weight.
+
+    Rows of queries that see fewer than two keys are 0.
+    """
     query, key = call.query.double(), call.paired_key.double()
     seen = pairs_seen(query, key, call.visible())
-    return (_attention(call, seen) + seen / seen.sum(-1, keepdim=True).clamp_min(1)) / 2
-
-
-def own_attention(call: Call) -> Float[Tensor, "batch heads queries keys"]:
-    """Compute the head's own attention over the pairs seen; rows of queries that see fewer than two keys are 0."""
-    return _attention(call, pairs_seen(call.query, call.paired_key, call.visible()))
-
-
-def output_weighted(
-    call: Call, metric: Float[Tensor, "heads value_dim value_dim"]
-) -> Float[Tensor, "batch heads queries keys"]:
-    """Compute a_ij² (v_j − ō_i)ᵀ W_OᵀW_O (v_j − ō_i), ō_i = Σ_j a_ij v_j: the effect of a logit's error on the output.
-
-    To first order δo_i = Σ_j a_ij δ_ij (v_j − ō_i). `metric` is W_OᵀW_O of each head, or a substitute for it.
-    """
-    own = own_attention(call)
-    value, metric = call.paired_value.double(), metric.double().to(own.device)
-    mean = own @ value
-    onto = value @ metric
-    length = (onto * value).sum(-1)[..., None, :] + ((mean @ metric) * mean).sum(-1, keepdim=True)
-    return own.square() * (length - 2 * mean @ onto.mT).clamp_min(0.0)
-
-
-def _attention(
-    call: Call, seen: Float[Tensor, "#batch #heads queries keys"]
-) -> Float[Tensor, "batch heads queries keys"]:
-    """Compute the head's own attention over the pairs seen, without a sink's weight; 0 for a query without a choice."""
-    query, key = call.query.double(), call.paired_key.double()
     scores = score(query, key, call.scale, call.softcap)
     # finite instead of −∞: the softmax of a row without keys must not be NaN, which would survive the factor 0
     scores = (scores if call.bias is None else scores + call.bias).masked_fill(seen == 0, -1e30)
     if call.sinks is not None:
         sink = call.sinks.to(scores)[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink], -1)
-    own: Tensor = scores.softmax(-1)[..., : key.shape[-2]] * (seen.sum(-1, keepdim=True) > 0)
-    return own
+    attention: Tensor = scores.softmax(-1)[..., : key.shape[-2]] * (seen.sum(-1, keepdim=True) > 0)
+    return attention
 
 
-def some_rows(
-    call: Call,
-) -> tuple[Float[Tensor, "batch heads rows head_dim"], Float[Tensor, "#batch #heads rows keys"]]:
+def output_weighted(call: Call, metric: Float[Tensor, "heads value_dim value_dim"]) -> Matrix:
+    """Compute a_ij² (v_j − ō_i)ᵀ W_OᵀW_O (v_j − ō_i), ō_i = Σ_j a_ij v_j: the effect of a logit's error on the output.
+
+    To first order δo_i = Σ_j a_ij δ_ij (v_j − ō_i). `metric` is W_OᵀW_O of each head, or a substitute for it.
+    """
+    attention = own_attention(call)
+    value, metric = call.paired_value.double(), metric.double().to(attention.device)
+    mean = attention @ value
+    onto = value @ metric
+    length = (onto * value).sum(-1)[..., None, :] + ((mean @ metric) * mean).sum(-1, keepdim=True)
+    # a squared length, which only rounding makes negative
+    return attention.square() * (length - 2 * mean @ onto.mT).clamp_min(0.0)
+
+
+def sample_rows(call: Call) -> tuple[Query, Seen]:
     """Return up to MOST_ROWS evenly spaced queries per sequence, including the last, in float64, and what they see."""
     step = -(-call.query.shape[-2] // MOST_ROWS)
     rows = slice((call.query.shape[-2] - 1) % step, None, step)
@@ -366,35 +344,8 @@ def some_rows(
     return query, pairs_seen(query, call.paired_key, call.visible(rows))
 
 
-def row_centred(
-    values: Float[Tensor, "batch heads rows keys"], seen: Float[Tensor, "#batch #heads rows keys"]
-) -> Float[Tensor, "batch heads rows keys"]:
+def centre_rows(values: Matrix, seen: Seen) -> Matrix:
     """Subtract from each row its mean over the keys seen; 0 elsewhere."""
-    mean = (values * seen).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp_min(1)
+    count = seen.sum(-1, keepdim=True).clamp_min(1)  # 0/1, not 0/0, for a query without a choice
+    mean = (values * seen).sum(-1, keepdim=True) / count
     return (values - mean) * seen
-
-
-def squared_error(
-    difference: Float[Tensor, "batch heads rows keys"], seen: Float[Tensor, "#batch #heads rows keys"]
-) -> Float[Tensor, "batch heads rows"]:
-    """Compute Σ_j (d_ij − d̄_i)² of every row."""
-    return row_centred(difference, seen).square().sum(-1)
-
-
-def centred_keys(
-    key: Float[Tensor, "batch heads keys head_dim"], seen: Float[Tensor, "#batch #heads queries keys"]
-) -> tuple[
-    Float[Tensor, "batch heads keys head_dim"],
-    Float[Tensor, "batch heads queries head_dim"],
-    Float[Tensor, "heads head_dim head_dim"],
-]:
-    """Return keys minus their sequence's mean, in float64; the mean m_i of the keys each query sees; the keys' scatter.
-
-    The scatter is Σ_i Σ_{j seen by i} (k_j − m_i)(k_j − m_i)ᵀ = Σ_j (queries that see j) k_j k_jᵀ − Σ_i (keys that i
-    sees) m_i m_iᵀ, which does not change if all keys are shifted; without the shift it would be lost in rounding.
-    """
-    key = key.double() - key.double().mean(-2, keepdim=True)
-    count = seen.sum(-1)[..., None]
-    mean = seen @ key / count.clamp_min(1)
-    scatter = (key * seen.sum(-2)[..., None]).mT @ key - (mean * count).mT @ mean
-    return key, mean, scatter.sum(0)

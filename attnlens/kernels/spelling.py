@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import import_module, metadata
 
 from attnlens.arguments import checked_name
 from attnlens.errors import UsageError
 from attnlens.kernels.modifiers import FILTERS, HYBRIDS, TIES, KeyFilter, Modifier
+from attnlens.kernels.registry import KernelParameter, kernels
 from attnlens.kernels.spec import Kernel
-from attnlens.registry import KERNELS, KernelInfo, KernelParameter
-
-for _file in ("products", "features", "lowrank", "nearest"):
-    import_module(f"attnlens.kernels.{_file}")
-
-
-def kernels() -> dict[str, KernelInfo]:
-    """Return every kernel by name, in the order of registration."""
-    _load_offered()
-    return dict(KERNELS)
-
-
-@cache
-def _load_offered() -> None:
-    """Import the kernels offered by other packages, once per process."""
-    for entry in metadata.entry_points(group="attnlens.kernels"):
-        entry.load()
-
 
 EXAMPLES = {"sinks": 4, "width": 64, "stride": 8}  # numbers used in examples of filters and hybrids
 
@@ -43,42 +25,50 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     filters, and for an odd power unless signed kernels are allowed.
     """
     known = kernels()
-    base, tie, filtered, near = [], [], [], []
-    # Do not split at the plus of 1e+06.
+    bases, ties, filters, nears = [], [], [], []
+    # do not split at the plus of 1e+06
     for part in re.split(r"(?<!\d[eE])\+", words):
         name, _, numbers = part.strip().partition(":")
         checked_name("kernel", name, [*known, *TIES, *FILTERS, *HYBRIDS])
         if name in TIES:
             _parse_numbers(name, numbers, ())
-            tie.append(name)
+            ties.append(name)
         elif name in FILTERS:
-            filtered.append(_key_filter(FILTERS[name], numbers))
+            filters.append(_parse_filter(FILTERS[name], numbers))
         elif name in HYBRIDS:
-            near.append(_key_filter(HYBRIDS[name], numbers))
+            nears.append(_parse_filter(HYBRIDS[name], numbers))
         else:
-            base.append(Kernel(known[name], _parse_numbers(name, numbers, known[name].parameters)))
-    for what, parts in (("kernel", base), ("tie", tie), ("filter", filtered), ("hybrid", near)):
+            bases.append(Kernel(known[name], _parse_numbers(name, numbers, known[name].parameters)))
+    for what, parts in (("kernel", bases), ("tie", ties), ("filter", filters), ("hybrid", nears)):
         if len(parts) > 1:
             raise UsageError(f"{words!r} has more than one {what}.", f"Give one {what}, or another --kernel for each.")
-    chosen = base[0] if base else Kernel(known["exponential"])
-    _refuse_beside(words, chosen, tie)
-    own = chosen.info.oracle(**chosen.parameters) if chosen.info.oracle else None
-    kernel = replace(chosen, tie=next(iter(tie), own), filter=next(iter(filtered), None), near=next(iter(near), None))
-    _refuse_signed(kernel, allow_signed)
-    _refuse_parts(words, kernel)
-    _refuse_tied(words, kernel)
-    _refuse_hybrid(words, kernel)
-    if kernel.info.form == "output" and (tie or filtered):
+    base = bases[0] if bases else Kernel(known["exponential"])
+    if base.info.oracle is not None and ties:
         raise UsageError(
-            f"{words!r}: {kernel.info.name} has no scores of a query and a key that could be tied or filtered.",
-            f"Write {kernel.info.name} alone.",
+            f"{words!r}: {base.info.name} chooses itself which parts are kept, and {ties[0]} would keep others.",
+            f"Leave out {ties[0]}.",
+        )
+    tie = base.info.oracle(**base.parameters) if base.info.oracle else next(iter(ties), None)
+    kernel = replace(base, tie=tie, filter=next(iter(filters), None), near=next(iter(nears), None))
+    odd = [p.name for p in base.info.parameters if p.even and base.parameters[p.name] % 2]
+    if odd and not allow_signed:
+        raise UsageError(
+            f"{base.info.name} with an odd {odd[0]} is negative somewhere: its rows are not probabilities.",
+            f"Choose an even {odd[0]}, or pass allow_signed=True in Python.",
+        )
+    _refuse_tie(words, kernel)
+    _refuse_hybrid(words, kernel)
+    if base.info.form == "output" and (ties or filters):
+        raise UsageError(
+            f"{words!r}: {base.info.name} has no scores of a query and a key that could be tied or filtered.",
+            f"Write {base.info.name} alone.",
         )
     return kernel
 
 
-def _key_filter(modifier: Modifier, numbers: str) -> KeyFilter:
+def _parse_filter(modifier: Modifier, numbers: str) -> KeyFilter:
     values = _parse_numbers(modifier.name, numbers, modifier.parameters)
-    return KeyFilter(modifier, {key: int(value) for key, value in values.items()})
+    return KeyFilter(modifier, {name: int(value) for name, value in values.items()})
 
 
 def _parse_numbers(name: str, words: str, parameters: Sequence[KernelParameter]) -> dict[str, float]:
@@ -88,101 +78,90 @@ def _parse_numbers(name: str, words: str, parameters: Sequence[KernelParameter])
         key, equals, value = word.partition("=")
         if not equals:
             if index >= len(parameters):
-                raise UsageError(f"{name} takes {_how_many(parameters)}, not {word!r}.", _help(name, parameters))
+                count = {0: "no parameter", 1: "one parameter"}.get(len(parameters), f"{len(parameters)} parameters")
+                raise UsageError(f"{name} takes {count}, not {word!r}.", _suggest_spelling(name, parameters))
             key, value = parameters[index].name, word
-        wanted = next((p for p in parameters if p.name == key.strip()), None)
-        if wanted is None:
-            raise UsageError(f"{name} has no parameter {key.strip()!r}.", _help(name, parameters))
-        if wanted.name in values:
-            raise UsageError(f"{name}: {wanted.name} is given twice.", _help(name, parameters))
-        values[wanted.name] = _parse_number(name, wanted, value.strip())
+        parameter = next((p for p in parameters if p.name == key.strip()), None)
+        if parameter is None:
+            raise UsageError(f"{name} has no parameter {key.strip()!r}.", _suggest_spelling(name, parameters))
+        if parameter.name in values:
+            raise UsageError(f"{name}: {parameter.name} is given twice.", _suggest_spelling(name, parameters))
+        values[parameter.name] = _parse_number(name, parameter, value.strip())
     for parameter in parameters:
-        if parameter.name not in values:
-            if parameter.default is None:
-                named = f" ({' or '.join(word for word, _ in parameter.words)})" if parameter.words else ""
-                raise UsageError(f"{name} needs {parameter.name}: {parameter.meaning}{named}.", _help(name, parameters))
-            values[parameter.name] = parameter.default
+        if parameter.name in values:
+            continue
+        if parameter.default is None:
+            choices = f" ({' or '.join(word for word, _ in parameter.words)})" if parameter.words else ""
+            raise UsageError(
+                f"{name} needs {parameter.name}: {parameter.meaning}{choices}.", _suggest_spelling(name, parameters)
+            )
+        values[parameter.name] = parameter.default
     return {p.name: values[p.name] for p in parameters}
 
 
 def _parse_number(name: str, parameter: KernelParameter, word: str) -> float:
+    """Parse one value; raise UsageError if it has the wrong type or violates a bound."""
     known = dict(parameter.words)
     if word in known:
         return known[word]
+    value, expected = math.nan, ""
     if known and parameter.high is None:
-        raise UsageError(
-            f"{name}: {parameter.name} must be {' or '.join(known)}, not {word!r}.", _help(name, [parameter])
-        )
-    try:
-        value = parameter.kind(word)
-    except ValueError:
-        what = "a whole number" if parameter.kind is int else "a number"
-        raise UsageError(f"{name}: {parameter.name} must be {what}, not {word!r}.", _help(name, [parameter])) from None
-    border = _violated_bound(parameter, value)
-    if border:
-        raise UsageError(f"{name}: {parameter.name} must be {border}, not {word}.", _help(name, [parameter]))
+        expected = " or ".join(known)
+    else:
+        try:
+            value = parameter.kind(word)
+        except ValueError:
+            expected = "a whole number" if parameter.kind is int else "a number"
+    if expected:
+        word = repr(word)
+    elif value != value or abs(value) == math.inf or (parameter.above is not None and value <= parameter.above):
+        # math.isfinite would raise for integers beyond the largest float
+        expected = "finite" if parameter.above is None else f"finite and above {parameter.above:g}"
+    elif parameter.low is not None and value < parameter.low:
+        expected = f"at least {parameter.low:g}"
+    elif parameter.high is not None and value > parameter.high:
+        expected = f"at most {parameter.high}"
+    elif parameter.kind is int and value % parameter.multiple_of:
+        expected = f"a multiple of {parameter.multiple_of}"
+    if expected:
+        remedy = _suggest_spelling(name, [parameter])
+        raise UsageError(f"{name}: {parameter.name} must be {expected}, not {word}.", remedy)
     return value
 
 
-def _violated_bound(parameter: KernelParameter, value: float) -> str | None:
-    """Return in words the bound of its range that `value` violates; None if it is in range."""
-    above = parameter.above is not None and value <= parameter.above
-    # math.isfinite raises for integers beyond the largest float
-    if above or value != value or abs(value) == float("inf"):
-        return "finite" if parameter.above is None else f"finite and above {parameter.above:g}"
-    if parameter.low is not None and value < parameter.low:
-        return f"at least {parameter.low:g}"
-    if parameter.high is not None and value > parameter.high:
-        return f"at most {parameter.high}"
-    if parameter.kind is int and value % parameter.multiple_of:
-        return f"a multiple of {parameter.multiple_of}"
-    return None
+def _suggest_spelling(name: str, parameters: Sequence[KernelParameter]) -> str:
+    """Return the remedy for a wrong parameter: how the kernel, filter or hybrid is spelled."""
+    if not parameters:
+        return f"Write it as {name}."
+    if modifier := FILTERS.get(name) or HYBRIDS.get(name):
+        return f"Write it like {example(name, modifier.parameters)}; `attnlens list kernels` explains it."
+    shown = ",".join(f"{p.name}={default_of(p)}" for p in parameters)
+    return f"Write it like {name}:{shown}; `attnlens list kernels` explains them."
 
 
-def _refuse_signed(kernel: Kernel, allowed: bool) -> None:
-    odd = [p.name for p in kernel.info.parameters if p.even and kernel.parameters[p.name] % 2]
-    if odd and not allowed:
-        raise UsageError(
-            f"{kernel.info.name} with an odd {odd[0]} is negative somewhere, so that its rows are no probabilities.",
-            f"Choose an even {odd[0]}, or pass allow_signed=True in Python.",
-        )
-
-
-def _refuse_parts(words: str, kernel: Kernel) -> None:
-    """Refuse a tie of whole sequences if a filter hides pairs or if log k does not determine the kernel."""
-    info = kernel.info
-    if kernel.part is None or info.form == "output":
+def _refuse_tie(words: str, kernel: Kernel) -> None:
+    """Refuse a tie that is not defined for the kernel's form, parameters or filter."""
+    info, tie = kernel.info, kernel.tie
+    if tie is None:
         return
-    if kernel.filter is not None:
+    more = [p for p in info.parameters if not p.told and kernel.parameters[p.name] != p.default]
+    whole = kernel.part is not None and info.form != "output"
+    if whole and kernel.filter is not None:
         raise UsageError(
             f"{words!r}: {kernel.tied_by} needs every pair of tokens, and {kernel.filter.modifier.name} hides some.",
             "Leave one of them out.",
         )
-    if kernel.signed or info.hard or info.form == "features":
+    if whole and (kernel.signed or info.hard or info.form == "features"):
         what = "can be negative" if kernel.signed else "picks one key" if info.hard else "is a sum over features"
         raise UsageError(
-            f"{words!r}: {kernel.tie} takes log k apart, and {info.name} {what}: without a part of its logarithm it is "
+            f"{words!r}: {tie} takes log k apart, and {info.name} {what}: without a part of its logarithm it is "
             "another kind of kernel.",
-            f"Write {kernel.tie} alone, or with a kernel such as rbf.",
+            f"Write {tie} alone, or with a kernel such as rbf.",
         )
-
-
-def _refuse_beside(words: str, kernel: Kernel, ties: Sequence[str]) -> None:
-    """Refuse a tie with a kernel that reads query and key of each token: its own form decides its symmetry."""
-    if kernel.info.oracle is not None and ties:
+    if info.prepare is not None and more and not kernel.oracle:
         raise UsageError(
-            f"{words!r}: {kernel.info.name} says itself which parts are kept, and {ties[0]} would tie others.",
-            f"Leave out {ties[0]}.",
-        )
-
-
-def _refuse_tied(words: str, kernel: Kernel) -> None:
-    """Refuse a tie if keys are made from several heads or from positions: they have no own query to be tied to."""
-    spoken = [p for p in kernel.info.parameters if not p.told and kernel.parameters[p.name] != p.default]
-    if kernel.info.prepare is not None and kernel.tie is not None and spoken and not kernel.oracle:
-        raise UsageError(
-            f"{words!r}: {kernel.tie} ties a query to its own key, and {spoken[0].name} makes keys of more than that.",
-            f"Leave out {kernel.tie}, or {spoken[0].name}.",
+            f"{words!r}: {tie} ties a query to its own key, and {more[0].name} makes keys of more than that.",
+            f"Leave out {tie}, or {more[0].name}.",
         )
 
 
@@ -192,7 +171,7 @@ def _refuse_hybrid(words: str, kernel: Kernel) -> None:
         return
     info, other = kernel.info, kernel.tie or (kernel.filter.modifier.name if kernel.filter else None)
     if info.form != "features" or kernel.signed:
-        what = "can be negative" if kernel.signed else "is no kernel of positive features"
+        what = "can be negative" if kernel.signed else "is not a kernel of positive features"
         alone = f", as in elu+{words}" if info.name not in words and other is None else ""
         raise UsageError(
             f"{words!r}: {kernel.near.modifier.name} sums φ(q)φ(k) beyond its window, and {info.name} {what}.",
@@ -210,11 +189,6 @@ def far_kernels() -> list[str]:
     return [info.name for info in kernels().values() if info.form == "features" and info.positive]
 
 
-def _how_many(parameters: Iterable[KernelParameter]) -> str:
-    count = len(list(parameters))
-    return "no parameter" if count == 0 else "one parameter" if count == 1 else f"{count} parameters"
-
-
 def default_of(parameter: KernelParameter) -> str:
     """Return the parameter's default as typed; … if it must be given."""
     if parameter.default is None:
@@ -225,15 +199,6 @@ def default_of(parameter: KernelParameter) -> str:
 def example(name: str, parameters: Sequence[KernelParameter]) -> str:
     """Return an example of a filter or hybrid with numbers: `sink-window:4,64`."""
     return f"{name}:{','.join(str(EXAMPLES[parameter.name]) for parameter in parameters)}"
-
-
-def _help(name: str, parameters: Sequence[KernelParameter]) -> str:
-    if not parameters:
-        return f"Write it as {name}."
-    if modifier := FILTERS.get(name) or HYBRIDS.get(name):
-        return f"Write it like {example(name, modifier.parameters)}; `attnlens list kernels` explains it."
-    shown = ",".join(f"{p.name}={default_of(p)}" for p in parameters)
-    return f"Write it like {name}:{shown}; `attnlens list kernels` explains them."
 
 
 ONE_KEY, FLOOR = "hard", "uniform"
@@ -277,15 +242,16 @@ def state_numbers(kernel: Kernel, shape: HeadShape) -> float | None:
     return float(features * (shape.value_dim + 1) + near)
 
 
-def kept_keys(found: KeyFilter, shape: HeadShape) -> int:
+def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
     """Return the most keys that any of `tokens` queries sees through the filter."""
     import torch
 
     places = torch.arange(shape.tokens)
     most = 0
-    for start in range(0, shape.tokens, 1024):  # rows of a long text, in parts
-        kept = found.keeps(places[start : start + 1024], places)
-        kept = kept & (places[start : start + 1024, None] >= places) if shape.causal else kept
+    for first in range(0, shape.tokens, 1024):  # in parts, because the text may be long
+        rows = places[first : first + 1024]
+        kept = key_filter.keeps(rows, places)
+        kept = kept & (rows[:, None] >= places) if shape.causal else kept
         most = max(most, int(kept.sum(-1).max()))
     return most
 
@@ -301,10 +267,10 @@ def cached_numbers(kernel: Kernel) -> float | None:
     if key_map is None:
         return None
     # a head of smaller rank than the others has columns of zeros
-    kept = (key_map != 0).flatten(1, -2).any(-2).sum(-1).double()
+    ranks = (key_map != 0).flatten(1, -2).any(-2).sum(-1).double()
     members = kernel.fitted.get("members")
     sharing = 1.0 if members is None else torch.tensor([float(len(row.unique())) for row in members])
-    return float((kept / sharing).mean())
+    return float((ranks / sharing).mean())
 
 
 def feature_count(kernel: Kernel, shape: HeadShape) -> int | None:
@@ -314,8 +280,8 @@ def feature_count(kernel: Kernel, shape: HeadShape) -> int | None:
     if kernel.info.feature_map is None:
         return None
     key = torch.zeros(1, shape.heads, 1, shape.head_dim)
-    here = kernel.with_fitted({name: part.cpu() for name, part in kernel.fitted.items()})
-    return int(here.phi(key, shape.head_dim**-0.5, "key").shape[-1])
+    on_cpu = kernel.with_fitted({name: part.cpu() for name, part in kernel.fitted.items()})
+    return int(on_cpu.phi(key, shape.head_dim**-0.5, "key").shape[-1])
 
 
 def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
@@ -333,20 +299,16 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
         sinks -= (keys - sinks) % 2 == 0
     near = keys - sinks
     width = near if shape.causal else (near + 1) // 2
-    return filtered("sink-window", sinks=sinks, width=width) if sinks else filtered("window", width=width)
-
-
-def filtered(name: str, **parameters: int) -> Kernel:
-    """Return the model's own kernel behind the named filter."""
-    return Kernel(kernels()["exponential"], filter=KeyFilter(FILTERS[name], parameters))
+    parameters = {"sinks": sinks, "width": width} if sinks else {"width": width}
+    window = KeyFilter(FILTERS["sink-window" if sinks else "window"], parameters)
+    return Kernel(kernels()["exponential"], filter=window)
 
 
 def branches(kernel: Kernel) -> tuple[Kernel, Kernel]:
     """Split a hybrid or a filtered kernel into the model's own kernel in that window and the kernel without it."""
-    near = kernel.filter
+    window = kernel.filter
     if kernel.near is not None:
         keeps = kernel.near.modifier.keeps
-        near = KeyFilter(next(one for one in FILTERS.values() if one.keeps is keeps), kernel.near.parameters)
-    return Kernel(kernels()["exponential"], filter=near), replace(
-        kernel, filter=None, near=None, fitted=kernel.own_fitted
-    )
+        window = KeyFilter(next(m for m in FILTERS.values() if m.keeps is keeps), kernel.near.parameters)
+    without = replace(kernel, filter=None, near=None, fitted=kernel.own_fitted)
+    return Kernel(kernels()["exponential"], filter=window), without

@@ -15,6 +15,7 @@ from typing import Any, get_args
 import torch
 
 from attnlens import requests
+from attnlens.analyzers.registry import Gatherer, Gathering, GatheringPlace, select_analyzers
 from attnlens.analyzers.selection.gatherer import Selector
 from attnlens.arguments import checked_name, public, switch
 from attnlens.choices import CLAIMS, SHOWN, STUDIES, WHERE_POSED
@@ -43,7 +44,6 @@ from attnlens.maths.attsvm.head import Nearness
 from attnlens.models import loading, texts
 from attnlens.records import Coverage, Experiment, ModelInfo, Report, Settings, Skipped
 from attnlens.records.studies import StudyTable
-from attnlens.registry import Gatherer, Gathering, GatheringPlace, analyzers
 from attnlens.requests import Feeding, InspectRequest, reading, takes
 from attnlens.requests.experiments import (
     ALL,
@@ -323,7 +323,7 @@ def posed(
         selectors.append(Selector(place))
         return selectors[-1]
 
-    (selection,) = (analyzer for analyzer in analyzers([SHOWN]) if isinstance(analyzer, Gathering))
+    (selection,) = (analyzer for analyzer in select_analyzers([SHOWN]) if isinstance(analyzer, Gathering))
     keeping = replace(selection, begin=begin)
     inspection = Inspection(loaded, settings, [keeping], Collector(settings.heads), progress, timings={})
     report = inspection.run(contents, cut)

@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
+from attnlens.analyzers.registry import find_measure
 from attnlens.records import Head, Report
-from attnlens.registry import info_of
 from attnlens.wording import gathered, source_of
 
 FILE = Path(__file__).with_name("atlas.json")
@@ -146,7 +146,7 @@ def reference(measure: str, depth: Third, subject: Subject) -> Reference:
     """Return the heads of other trained models that a value of the measure in this part and depth is compared with."""
     if not any(measure in model.measures for model in models()):
         return Reference(reason=f"the atlas has no {measure}")
-    if sized_by := info_of(measure).sized_by:
+    if sized_by := find_measure(measure).sized_by:
         return Reference(reason=f"it goes with {sized_by}")
     alike = [model for model in models() if model.part == subject.part]
     if not alike:

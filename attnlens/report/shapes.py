@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from attnlens.analyzers.registry import MeasureInfo, find_measure
 from attnlens.choices import Part
 from attnlens.records import Report
-from attnlens.registry import MeasureInfo, info_of
 from attnlens.wording import source_of
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Shapes:
 
     def info(self, name: str) -> MeasureInfo:
         """Return the registry's entry of a measure or curve."""
-        return info_of(name)
+        return find_measure(name)
 
     def cell(self, layer: int, head: int) -> tuple[int, int]:
         """Return the row and column of a head in the maps."""

@@ -16,7 +16,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
-from attnlens import arguments, registry
+from attnlens import arguments
+from attnlens.analyzers import registry
 from attnlens.arguments import LARGEST, checked_name, listed_numbers, path, several, shown, word
 from attnlens.errors import UsageError
 from attnlens.files import local_path
@@ -270,7 +271,7 @@ def _integer(value: Any) -> int | None:
 def analyzers(name: str, value: Any) -> tuple[str, ...]:
     """Return the names of analyzers. Raise UsageError for an unknown one."""
     names = words(name, value)
-    registry.analyzers(names)
+    registry.select_analyzers(names)
     return names
 
 

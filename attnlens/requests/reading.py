@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnlens import registry
+from attnlens.analyzers import registry
+from attnlens.analyzers.registry import Analyzer, Gathering
 from attnlens.choices import ATTENTION, SHOWN
 from attnlens.errors import UsageError
 from attnlens.records import Settings
-from attnlens.registry import Analyzer, Gathering
 from attnlens.requests.run_options import Feeding
 
 NAMES = {"windows": "sequences", "length": "tokens", "placement": "windows"}
@@ -37,13 +37,13 @@ def chosen(
     posed = show == SHOWN
     if show == ATTENTION and asked.source == "weights":
         raise UsageError("source weights reads no text to attend to.", "Leave out --source, or --show attention.")
-    selected = registry.analyzers(named or [SHOWN] * posed, asked.source)
+    selected = registry.select_analyzers(named or [SHOWN] * posed, asked.source)
     if not selected:
         raise UsageError(
             f"{', '.join(named) or show} reads nothing from {asked.source}.",
             "Leave out --source, or name another analyzer.",
         )
-    selected += registry.comparing(asked.source) if adapted else []
+    selected += registry.select_adapter_analyzers(asked.source) if adapted else []
     selected = list({id(analyzer): analyzer for analyzer in selected}.values())
     names = list(dict.fromkeys(analyzer.name for analyzer in selected))
     looked = SHOWN in names

@@ -45,8 +45,9 @@ class Lens:
         tokenizer: PreTrainedTokenizerBase | None = None,
         **load_options: Any,
     ) -> None:
-        named = isinstance(model, str | os.PathLike)
-        self.loaded: loading.Loaded = loading.load(model, **load_options) if named else held(model, tokenizer)
+        self.loaded: loading.Loaded = (
+            loading.load(model, **load_options) if isinstance(model, str | os.PathLike) else held(model, tokenizer)
+        )
 
     def __repr__(self) -> str:
         return f"<Lens {self.loaded.info.id}>"

@@ -16,11 +16,12 @@ import torch
 import transformers
 
 import attnlens
+from attnlens.analyzers.registry import Analyzer, Gathering
+from attnlens.kernels.registry import KernelInfo
 from attnlens.models import texts
 from attnlens.models.hooks import Reached
 from attnlens.models.loading import Loaded
 from attnlens.records import Environment, Report, Tool
-from attnlens.registry import Analyzer, Gathering, KernelInfo
 
 
 def content_of(

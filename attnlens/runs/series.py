@@ -14,7 +14,9 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict
 
-from attnlens import registry, requests
+from attnlens import requests
+from attnlens.analyzers import registry
+from attnlens.analyzers.registry import Analyzer, Gathering
 from attnlens.arguments import public
 from attnlens.choices import SHOWN
 from attnlens.errors import ModelError, UsageError
@@ -26,7 +28,6 @@ from attnlens.models.loading.locate import DEMO, Location, find, read_json
 from attnlens.models.loading.placement import device_of
 from attnlens.models.texts.targets import feed, task_of
 from attnlens.records import Coverage, Curve, Experiment, File, Measure, Null, Report, Settings, Skipped, Trajectory
-from attnlens.registry import Analyzer, Gathering
 from attnlens.requests import CheckpointsRequest, reading, takes
 from attnlens.requests.run_options import SharedRequest
 from attnlens.runs import checks, feeding
@@ -326,7 +327,7 @@ def prepared(
     load_options = feeding.load_options(request, None)
     usual = [
         each.name
-        for each in registry.every_analyzer()
+        for each in registry.list_analyzers()
         if (each.by_default or each.name == SHOWN) and request.source in ("both", each.source)
     ]
     wanted = request.analyzers or list(dict.fromkeys(usual))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from attnlens.analyzers.registry import Gatherer, GatheringPlace, MeasureInfo, gathering
 from attnlens.choices import WHERE_POSED, Space
-from attnlens.registry import Gatherer, GatheringPlace, MeasureInfo, gathering
 
 MOST_QUERIES = 64  # most queries posed per head
 SPACES: tuple[Space, ...] = ("input", "projected")

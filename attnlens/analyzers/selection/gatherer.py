@@ -8,11 +8,11 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from attnlens import records
+from attnlens.analyzers.registry import Answer, GatheringPlace
 from attnlens.analyzers.selection import DECIDED, MEASURES, MOST_QUERIES, OF_SPACE, POSED, SPACES, qualified
 from attnlens.choices import Space
 from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
-from attnlens.registry import Answer, GatheringPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,15 +22,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnlens.maths import linalg
+    from attnlens.maths.attsvm import head as head_svm
     from attnlens.maths.attsvm.head import FactoredForm, Nearness, Scene, Selections, Softmax
 else:
+    head_svm = LazyModule("attnlens.maths.attsvm.head")
     linalg = LazyModule("attnlens.maths.linalg")
     torch = LazyModule("torch")
 
+MOST_TOKENS = 4096
+"""Most tokens of text a problem draws its queries from: 32 windows of 128; the first sequences fed are used."""
+NULL_DRAWS = 8  # random heads in each head's null
+BIASED = "a position bias is added to the scores, so that the selection is not the form's alone"
+
 
 @dataclass(frozen=True)
-class SelectionReading:
-    """The results of one problem, without its tensors."""
+class Solved:
+    """The results of one selection problem, without its tensors."""
 
     values: dict[str, float]
     """Value by measure, without the space in the name."""
@@ -44,65 +51,11 @@ class SelectionReading:
     """The posed queries and their selections, if they are to be shown."""
 
 
-BySpace = dict[Space, SelectionReading]  # results of one form's problems, space by space
-
-
-def reading_of(chosen: Selections, found: Nearness | str, numbers: Sequence[int] | None) -> SelectionReading:
-    """Summarise a solved problem without its tensors; include its picks if the sequences' `numbers` are given."""
-    posed = {"queries": float(len(chosen.sets))}
-    if chosen.sets:
-        posed["least_decided"] = float(chosen.log_odds.min().sigmoid())
-    if isinstance(found, str):
-        return SelectionReading(posed, found)
-    values = {
-        "margin": float(found.margins.min()),
-        "efficiency": float(found.shares.min()),
-        "efficiency_q05": float(found.shares.quantile(0.05)),
-        "svm_cosine": found.svm_cosine,
-        "support": float(found.solution.support.double().mean()),
-    }
-    picks = [] if numbers is None else _picks(found, numbers)
-    return SelectionReading(posed | values, None, found.shares.sort().values.tolist(), found.best, picks)
-
-
-def measured(what: str, own: SelectionReading, draws: Sequence[SelectionReading] = ()) -> records.Measure:
-    """Return a problem's measure, with the null from its draws if there are any."""
-    if what not in own.values:
-        return records.Measure(value=None, reason=own.reason)
-    return records.Measure(value=own.values[what], n=round(own.values["queries"]), null=_null(what, draws))
-
-
-def _null(what: str, draws: Sequence[SelectionReading]) -> records.Null | None:
-    """Return mean and sd over the draws that have the measure; None for fewer than two."""
-    values = torch.tensor([draw.values[what] for draw in draws if what in draw.values], dtype=torch.float64)
-    return records.Null(mean=float(values.mean()), sd=float(values.std())) if len(values) > 1 else None
-
-
-def _picks(found: Nearness, numbers: Sequence[int]) -> list[records.Pick]:
-    """Return every posed query, with the positions of its selected tokens and of its support."""
-    problem, solution = found.posed.problem, found.solution
-    carrying = solution.support & ~problem.equal
-    return [
-        records.Pick(
-            sequence=numbers[number],
-            query=position,
-            selected=chosen.nonzero().flatten().tolist(),
-            support=sorted(found.posed.token_of[carrying & (problem.query_of == row)].tolist()),
-            weight=float(found.chosen.log_odds[row].sigmoid()),
-            margin=float(found.shares[row]),
-        )
-        for row, (number, position, chosen) in enumerate(found.chosen.rows)
-    ]
-
-
-MOST_TOKENS = 4096
-"""Most tokens of text a problem draws its queries from: 32 windows of 128; the first sequences fed are used."""
-NULL_DRAWS = 8  # random heads in each head's null
-BIASED = "a position bias is added to the scores, so that the selection is not the form's alone"
+SolvedBySpace = dict[Space, Solved]  # results of one form's problems, space by space
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredSequence:
     """The stored part of one sequence."""
 
     sequence: int
@@ -118,10 +71,8 @@ class Kept:
 
     def scene(self, head: int) -> Scene:
         """Return the sequence as the head sees it, in float64."""
-        from attnlens.maths.attsvm.head import Scene
-
         query, key, copies = self.place_of[head]
-        return Scene(self.key[key].double(), self.query[query].double(), self.copies[copies].double().log())
+        return head_svm.Scene(self.key[key].double(), self.query[query].double(), self.copies[copies].double().log())
 
 
 class Selector:
@@ -134,7 +85,7 @@ class Selector:
 
     def __init__(self, place: GatheringPlace) -> None:
         self.place = place
-        self.kept: list[Kept] = []
+        self.stored: list[StoredSequence] = []
         self.shares: dict[int, dict[int, float]] = defaultdict(dict)
         """Share of each sequence's queries that are decided, by head."""
         self.kv_heads: dict[int, int] = {}
@@ -149,19 +100,17 @@ class Selector:
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
         """Count the decided queries of one sequence, and store the sequence if there is room."""
-        from attnlens.maths.attsvm.head import Softmax
-
-        kept = self._read(query_key, sequence)
+        read = self._read(query_key, sequence)
         for index, head in enumerate(query_key.heads):
             sink = None if query_key.sinks is None else float(query_key.sinks[index])
             self.kv_heads[head] = query_key.key_of[index]
-            self.softmax[head] = Softmax(query_key.softcap, sink)
-            copies = kept.copies[kept.place_of[head][2]]
-            self.shares[head][sequence] = _decided(query_key.select([index]), copies, sink)
+            self.softmax[head] = head_svm.Softmax(query_key.softcap, sink)
+            copies = read.copies[read.place_of[head][2]]
+            self.shares[head][sequence] = _share_decided(query_key.select([index]), copies, sink)
         self.scale, self.biased = query_key.scale, self.biased or query_key.bias is not None
-        stored_tokens = sum(before.key.shape[-2] for before in self.kept)
-        if not self.biased and (not self.kept or stored_tokens + kept.key.shape[-2] <= MOST_TOKENS):
-            self.kept.append(kept)
+        tokens = sum(stored.key.shape[-2] for stored in self.stored)
+        if not self.biased and (not self.stored or tokens + read.key.shape[-2] <= MOST_TOKENS):
+            self.stored.append(read)
 
     def solve(self) -> dict[int, Answer]:
         """Pose and solve every head's problem and those of its null, in parallel workers."""
@@ -170,18 +119,15 @@ class Selector:
             names = [info.name for info in MEASURES if not info.curve and info is not DECIDED]
             windows = {head: {DECIDED.name: self.shares[head]} for head in sorted(self.shares)}
             return {head: Answer(dict.fromkeys(names, nothing), decided) for head, decided in windows.items()}
-        heads = [head for head in sorted(self.shares) if any(head in kept.place_of for kept in self.kept)]
+        heads = [head for head in sorted(self.shares) if any(head in stored.place_of for stored in self.stored)]
         tasks = [(head, draw) for head in heads for draw in (None, *range(NULL_DRAWS))]
-        found = linalg.map_in_pool(self._readings, tasks)
-        several = 1 + NULL_DRAWS
-        return {
-            head: self._answer(head, found[several * index], found[several * index + 1 : several * (index + 1)])
-            for index, head in enumerate(heads)
-        }
+        solved = linalg.map_in_pool(self._solve_task, tasks)
+        by_head = [solved[start : start + 1 + NULL_DRAWS] for start in range(0, len(solved), 1 + NULL_DRAWS)]
+        return {head: self._answer(head, own, draws) for head, (own, *draws) in zip(heads, by_head, strict=True)}
 
     def scenes(self, head: int) -> list[Scene]:
         """Return the stored sequences as one head sees them, in the first space."""
-        return [kept.scene(head) for kept in self.kept if head in kept.place_of]
+        return [stored.scene(head) for stored in self.stored if head in stored.place_of]
 
     def nearness(self, head: int) -> Nearness | str:
         """Solve one head's own problem in the first space, or return the reason why there is none."""
@@ -189,101 +135,134 @@ class Selector:
             return "its queries or keys are NaN or Inf in every sequence"
         return next(self._solve_spaces(head, None))[2]
 
-    def _read(self, query_key: QueryKey, sequence: int) -> Kept:
+    def _read(self, query_key: QueryKey, sequence: int) -> StoredSequence:
         """Return the parts of the sequence that its heads need."""
-        from attnlens.maths.attsvm.head import count_copies
-
         queries, keys = query_key.query.shape[-2], query_key.key.shape[-2]
         masks = torch.ones(1, queries, keys).bool() if query_key.allowed is None else query_key.allowed[0].cpu()
-        of_mask = [index % len(masks) for index in range(len(query_key.heads))]  # one mask for all, or one per head
+        mask_of = [index % len(masks) for index in range(len(query_key.heads))]  # one mask for all, or one per head
         if not isinstance(self.place.form, str) and query_key.inputs is not None:
             inputs = torch.nn.functional.pad(_to_storage(query_key.inputs), (0, 1), value=1.0)
-            copies = tuple(self._deduplicate(count_copies(inputs[0], mask), at) for at, mask in enumerate(masks))
-            places = {head: (0, 0, of_mask[index]) for index, head in enumerate(query_key.heads)}
-            return Kept(sequence, inputs, inputs, copies, places)
+            copies = tuple(self._copies(inputs[0], mask, at) for at, mask in enumerate(masks))
+            places = {head: (0, 0, mask) for head, mask in zip(query_key.heads, mask_of, strict=True)}
+            return StoredSequence(sequence, inputs, inputs, copies, places)
         query, key = _to_storage(query_key.query)[0], _to_storage(query_key.key)[0]
-        pairs = sorted(set(zip(query_key.key_of, of_mask, strict=True)))
-        copies = tuple(self._deduplicate(count_copies(key[of], masks[mask]), at) for at, (of, mask) in enumerate(pairs))
+        pair_of = list(zip(query_key.key_of, mask_of, strict=True))
+        pairs = sorted(set(pair_of))
+        copies = tuple(self._copies(key[kv_head], masks[mask], at) for at, (kv_head, mask) in enumerate(pairs))
         places = {
-            head: (index, query_key.key_of[index], pairs.index((query_key.key_of[index], of_mask[index])))
-            for index, head in enumerate(query_key.heads)
+            head: (index, pair_of[index][0], pairs.index(pair_of[index])) for index, head in enumerate(query_key.heads)
         }
-        return Kept(sequence, query, key, copies, places)
+        return StoredSequence(sequence, query, key, copies, places)
 
-    def _deduplicate(self, copies: Int[Tensor, "queries keys"], at: int) -> Int[Tensor, "queries keys"]:
-        """Return the previous sequence's matrix if it is equal, to save memory: most sequences share one."""
-        if self.kept and at < len(self.kept[-1].copies) and self.kept[-1].copies[at].equal(copies):
-            return self.kept[-1].copies[at]
-        return copies
+    def _copies(self, tokens: Tensor, mask: Tensor, at: int) -> Int[Tensor, "queries keys"]:
+        """Count the copies of each token; most sequences share one matrix, so an equal one is stored only once."""
+        copies = head_svm.count_copies(tokens, mask)
+        before = self.stored[-1].copies[at : at + 1] if self.stored else ()
+        return before[0] if before and before[0].equal(copies) else copies
 
     def _posed_in(self, space: Space, head: int) -> tuple[list[Scene], FactoredForm]:
         """Return the sequences and the head's form in one of its spaces; the scores are the same in all."""
-        from attnlens.maths.attsvm.head import FactoredForm
-
         scenes, form = self.scenes(head), self.place.form
         if isinstance(form, str):
-            return scenes, _unit(self.kept[0].key.shape[-1], self.scale)
+            return scenes, _scaled_identity(self.stored[0].key.shape[-1], self.scale)
         index = form.heads.index(head)
         key, query = form.key[form.key_of[index]].double().cpu(), form.query[index].double().cpu()
         if space == "input":
-            return scenes, FactoredForm(key, form.scale * query)
+            return scenes, head_svm.FactoredForm(key, form.scale * query)
         projected = [replace(scene, tokens=scene.tokens @ key, queries=scene.queries @ query) for scene in scenes]
-        return projected, _unit(key.shape[-1], form.scale)
+        return projected, _scaled_identity(key.shape[-1], form.scale)
 
     def _solve_spaces(self, head: int, draw: int | None) -> Iterator[tuple[Space, Selections, Nearness | str]]:
         """Yield each space's choice and solution; the head chooses once for all spaces, a draw of its null in each."""
-        from attnlens.maths.attsvm.head import choose, compare_with_svm
-
         chosen = None
         for space in self.spaces:
             scenes, form = self._posed_in(space, head)
             if draw is not None:
-                form = form.rotate_randomly(_seed(self.place.seed, self.place.site.layer, head, draw, space))
+                # one seed per head, draw and space, so that no result depends on the order of calls
+                parts = (self.place.seed, self.place.site.layer, head, draw, space)
+                # 7 bytes: torch's seeds have less than 64 bits
+                form = form.rotate_randomly(int.from_bytes(sha256(repr(parts).encode()).digest()[:7], "big"))
             if chosen is None or draw is not None:
-                chosen = choose(scenes, form, self.softmax[head], MOST_QUERIES, self.place.top_p)
-            yield space, chosen, compare_with_svm(scenes, form, chosen)
+                chosen = head_svm.choose(scenes, form, self.softmax[head], MOST_QUERIES, self.place.top_p)
+            yield space, chosen, head_svm.compare_with_svm(scenes, form, chosen)
 
-    def _readings(self, task: tuple[int, int | None]) -> BySpace:
+    def _solve_task(self, task: tuple[int, int | None]) -> SolvedBySpace:
         """Solve one head's problems, or those of a draw of its null."""
         head, draw = task
-        numbers = [kept.sequence for kept in self.kept if head in kept.place_of]
-        shown = [self.spaces[0]] if self.place.shown and draw is None else []
+        shown = self.spaces[0] if self.place.shown and draw is None else None
+        numbers = [stored.sequence for stored in self.stored if head in stored.place_of]
         return {
-            space: reading_of(chosen, found, numbers if space in shown else None)
-            for space, chosen, found in self._solve_spaces(head, draw)
+            space: _summarise(chosen, nearness, numbers if space == shown else None)
+            for space, chosen, nearness in self._solve_spaces(head, draw)
         }
 
-    def _answer(self, head: int, own: BySpace, draws: Sequence[BySpace]) -> Answer:
-        first = own[self.spaces[0]]
-        measures = {info.name: measured(info.name.partition(".")[2], first) for info in POSED}
+    def _answer(self, head: int, own: SolvedBySpace, draws: Sequence[SolvedBySpace]) -> Answer:
+        site, first = self.place.site, self.spaces[0]
+        measures = {info.name: _measure(info.name.partition(".")[2], own[first]) for info in POSED}
         kinds = [info.name for info in OF_SPACE if not info.curve]
         for space in SPACES:
             if space in own:
                 nulls = [draw[space] for draw in draws]
-                measures |= {qualified(kind, space): measured(kind, own[space], nulls) for kind in kinds}
+                measures |= {qualified(kind, space): _measure(kind, own[space], nulls) for kind in kinds}
             else:  # the form is then the reason why there is none
                 nothing = records.Measure(value=None, reason=str(self.place.form))
                 measures |= dict.fromkeys((qualified(kind, space) for kind in kinds), nothing)
-        return Answer(
-            measures=measures,
-            windows={DECIDED.name: self.shares[head]},
-            curves={qualified("margins", space): found.margins for space, found in own.items() if found.margins},
-            shown=self._selection(head, first, draws) if first.picks else None,
-        )
-
-    def _selection(self, head: int, own: SelectionReading, draws: Sequence[BySpace]) -> records.Selection:
-        site, space = self.place.site, self.spaces[0]
-        return records.Selection(
+        selection = records.Selection(
             site=site.name,
             layer=site.layer,
             head=head,
             kv_head=self.kv_heads[head],
             part=site.part,
-            space=space,
-            picks=own.picks,
-            best=own.best,
-            null_margins=[draw[space].margins for draw in draws if draw[space].margins],
+            space=first,
+            picks=own[first].picks,
+            best=own[first].best,
+            null_margins=[draw[first].margins for draw in draws if draw[first].margins],
         )
+        return Answer(
+            measures=measures,
+            windows={DECIDED.name: self.shares[head]},
+            curves={qualified("margins", space): solved.margins for space, solved in own.items() if solved.margins},
+            shown=selection if own[first].picks else None,
+        )
+
+
+def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[int] | None) -> Solved:
+    """Summarise a problem's solution without its tensors; with its picks if the sequences' `numbers` are given."""
+    values = {"queries": float(len(chosen.sets))}
+    if chosen.sets:
+        values["least_decided"] = float(chosen.log_odds.min().sigmoid())
+    if isinstance(nearness, str):
+        return Solved(values, nearness)
+    values |= {
+        "margin": float(nearness.margins.min()),
+        "efficiency": float(nearness.shares.min()),
+        "efficiency_q05": float(nearness.shares.quantile(0.05)),
+        "svm_cosine": nearness.svm_cosine,
+        "support": float(nearness.solution.support.double().mean()),
+    }
+    problem, picks = nearness.posed.problem, []
+    if numbers is not None:
+        carrying = nearness.solution.support & ~problem.equal
+        for row, (number, position, selected) in enumerate(nearness.chosen.rows):
+            pick = records.Pick(
+                sequence=numbers[number],
+                query=position,
+                selected=selected.nonzero().flatten().tolist(),
+                support=sorted(nearness.posed.token_of[carrying & (problem.query_of == row)].tolist()),
+                weight=float(nearness.chosen.log_odds[row].sigmoid()),
+                margin=float(nearness.shares[row]),
+            )
+            picks.append(pick)
+    return Solved(values, None, nearness.shares.sort().values.tolist(), nearness.best, picks)
+
+
+def _measure(name: str, own: Solved, draws: Sequence[Solved] = ()) -> records.Measure:
+    """Return a problem's measure; its null is mean and sd of the draws that have the measure, if two or more do."""
+    if name not in own.values:
+        return records.Measure(value=None, reason=own.reason)
+    values = torch.tensor([draw.values[name] for draw in draws if name in draw.values], dtype=torch.float64)
+    null = records.Null(mean=float(values.mean()), sd=float(values.std())) if len(values) > 1 else None
+    return records.Measure(value=own.values[name], n=round(own.values["queries"]), null=null)
 
 
 def _to_storage(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -292,23 +271,15 @@ def _to_storage(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _decided(query_key: QueryKey, copies: Int[Tensor, "queries keys"], sink: float | None) -> float:
+def _share_decided(query_key: QueryKey, copies: Int[Tensor, "queries keys"], sink: float | None) -> float:
     """Return the share of a sequence's queries with p_max ≥ ½ in one head's own attention."""
-    from attnlens.maths.attsvm.head import Softmax, log_odds, share_decided
-
     logits, visible = query_key.logits[0, 0].cpu(), copies > 0
     weights = logits + copies.double().log()
-    return share_decided(log_odds(logits.masked_fill(~visible, -torch.inf), weights, Softmax(sink=sink)))
+    softmax = head_svm.Softmax(sink=sink)
+    return head_svm.share_decided(head_svm.log_odds(logits.masked_fill(~visible, -torch.inf), weights, softmax))
 
 
-def _unit(size: int, scale: float) -> FactoredForm:
+def _scaled_identity(size: int, scale: float) -> FactoredForm:
     """Return the form s·I between keys and queries."""
-    from attnlens.maths.attsvm.head import FactoredForm
-
     unit = torch.eye(size, dtype=torch.float64)
-    return FactoredForm(unit, scale * unit)
-
-
-def _seed(*parts: int | str) -> int:
-    """Return a distinct seed for each seed, layer, head, draw and space, independent of the order of calls."""
-    return int.from_bytes(sha256(repr(parts).encode()).digest()[:7], "big")
+    return head_svm.FactoredForm(unit, scale * unit)

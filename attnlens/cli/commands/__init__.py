@@ -50,7 +50,8 @@ def list_(what: opt.Listed = None, markdown: opt.ListedMarkdown = False, debug: 
         with product():
             typer.echo(json_schema(), nl=False)
         return
-    from attnlens import kernels, registry
+    from attnlens import kernels
+    from attnlens.analyzers import registry
     from attnlens.models import architectures
     from attnlens.report.sections import reference as lists
 
@@ -62,7 +63,7 @@ def list_(what: opt.Listed = None, markdown: opt.ListedMarkdown = False, debug: 
             kernels.kernels().values(), kernels.TIES.values(), kernels.FILTERS.values(), kernels.HYBRIDS.values()
         )
     if kind in (None, "analyzers"):
-        sections.append(lists.analyzer_list(registry.every_analyzer()))
+        sections.append(lists.analyzer_list(registry.list_analyzers()))
     if kind in (None, "measures"):
         sections.append(lists.measure_list(registry.measure_infos().values()))
     _show(sections, markdown=markdown)

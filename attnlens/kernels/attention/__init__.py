@@ -1,4 +1,10 @@
-"""Attention softmax(log k(q, k) + bias) v over the allowed keys, exact, in O(tokens · tile) memory."""
+"""Attention softmax(log k(q, k) + bias) v over the allowed keys, exact, in O(tokens · tile) memory.
+
+Contents: `routes` (attend: choose the fastest exact route), `rows` (row tiles, whole matrices, masks, positions),
+`sums` (SDPA, running sums, hybrids), `scores` (FlexAttention), `primal_scores` and `primal_heads` (Primal-Attention).
+Inputs: a `records.Call` and a `Kernel`. Outputs: (batch, queries, heads, value_dim), or the attention weights.
+Importers: `models`, `runs` and `lab`. It imports torch, unlike the rest of `kernels`.
+"""
 
 from attnlens.choices import Route
 from attnlens.kernels.attention.routes import attend, route

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import warnings
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from attnlens.errors import UsageError
-from attnlens.kernels.attention.primal_scores import objectives, of_layer, running
+from attnlens.kernels.attention.primal_scores import average_layer, objectives, running
 from attnlens.kernels.spec import wide
 from attnlens.maths import ksvd
 
@@ -117,14 +117,17 @@ class PrimalHeads(nn.Module):
         if self.last is not None and self.last[0].requires_grad:
             self.last = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the state without scores, since they belong to a graph."""
         return {**self.__dict__, "last": None}
 
 
 def _callers_level() -> int:
-    """Return the `stacklevel` at which `warnings.warn` names the line outside attnlens that made the call."""
-    frame, level = sys._getframe(1), 1
+    """Return the `stacklevel` at which `warnings.warn` names the line outside attnlens that made the call.
+
+    From Python 3.12 on, `warnings.warn` can do this by itself (skip_file_prefixes).
+    """
+    frame, level = sys._getframe(1), 1  # private by name only: documented, and much cheaper than inspect.stack()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("attnlens."):
         frame, level = frame.f_back, level + 1
     return level
@@ -155,10 +158,10 @@ class PrimalAttention(nn.Module):
         rows = self._split(inputs) if self.heads.samples else None
         mask = None if kept is None else kept[:, None]
         query, key = self._split(self.query(inputs)), self._split(self.key(inputs))
-        found = self.heads(query, key, causal=self.causal, kept=mask, rows=rows)
+        output = self.heads(query, key, causal=self.causal, kept=mask, rows=rows)
         if mask is not None:
-            found = found.masked_fill(~mask[..., None], 0.0)
-        return self.out(found.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+            output = output.masked_fill(~mask[..., None], 0.0)
+        return self.out(output.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _split(self, x: Float[Tensor, "batch tokens d_model"]) -> Float[Tensor, "batch heads tokens head_dim"]:
         return x.reshape(*x.shape[:-1], self.count, -1).transpose(1, 2)
@@ -175,7 +178,7 @@ def regulariser(model: nn.Module, convention: Convention = "paper") -> Float[Ten
     layers = [part for part in model.modules() if isinstance(part, PrimalHeads)]
     if not layers:
         raise UsageError("This model has no primal attention.", "Build one with attnlens.lab.primal.build.")
-    total = torch.stack([of_layer(layer.objectives(convention), convention) for layer in layers])
+    total = torch.stack([average_layer(layer.objectives(convention), convention) for layer in layers])
     for layer in layers:
         layer.release()
     return total.sum() if convention == "paper" else total.mean()

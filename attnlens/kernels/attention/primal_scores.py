@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlens.errors import UsageError
-from attnlens.kernels.attention.sums import Reach, reach
+from attnlens.kernels.attention.sums import Reach, find_reach
 from attnlens.kernels.spec import Kernel, wide
 from attnlens.maths import ksvd
 from attnlens.records import Call
@@ -45,41 +45,41 @@ def features(call: Call, samples: int = 0) -> Features:
     which a call does not have). Raises UsageError if the scores are not defined: for cross-attention, a key-value
     cache, a mask that is neither causal nor one of padding, and samples under a causal mask.
     """
-    found = whole_reach(call)
-    query, key = wide(call.query), wide(call.paired_key)
-    if found.causal:
-        query, key = running(query, found.kept), running(key, found.kept)
+    keys_reached = whole_reach(call)
+    kept, query, key = keys_reached.kept, wide(call.query), wide(call.paired_key)
+    if keys_reached.causal:
+        query, key = running(query, kept), running(key, kept)
     query, key = ksvd.unit(query), ksvd.unit(key)
     if samples:
-        if found.causal:
+        if keys_reached.causal:
             raise UsageError(
                 "samples take rows of the whole text, and this site's mask is causal: the future would leak.",
                 "Leave out samples: causal primal attention is data-independent.",
             )
-        rows = ksvd.evenly_spaced(key, samples, found.kept)
+        rows = ksvd.evenly_spaced(key, samples, kept)
         query, key = query @ rows.mT, key @ rows.mT
-    return Features(query, key, found.kept)
+    return Features(query, key, kept)
 
 
 def whole_reach(call: Call) -> Reach:
     """Return whether the call is causal and which tokens are real; raise UsageError if primal scores are undefined."""
     refuse_primal(call)
-    found = reach(call)
-    if found is None:
+    keys_reached = find_reach(call)
+    if keys_reached is None:
         raise UsageError(
             "Primal attention averages over all tokens up to a query; this site's mask is neither causal nor one of "
             "padded tokens alone.",
             "Leave out such layers.",
         )
-    return found
+    return keys_reached
 
 
 def refuse_primal(call: Call) -> None:
     """Raise UsageError if e- and r-scores belong to different tokens."""
     if call.cross:
         raise UsageError(
-            "Primal attention puts a token's e-score (of its query) beside its r-score (of its key); in "
-            "cross-attention they live on the tokens of two sequences.",
+            "Primal attention combines the e-score of a token (from its query) with its r-score (from its key); in "
+            "cross-attention, queries and keys belong to two sequences.",
             "Choose --part encoder or --part decoder.",
         )
     queries, keys = call.query.shape[2], call.key.shape[2]
@@ -92,24 +92,23 @@ def refuse_primal(call: Call) -> None:
 
 def by_primal(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries value_dim"]:
     """Compute W_c[e_i; r_i] + b for every token; values are not used (Chen et al. 2023, Eq. 6 and section 3.3)."""
-    found = features(call, int(kernel.parameters.get("samples", 0)))
-    output: Tensor = kernel.info.function(found.query, found.key, **kernel.parameters, **kernel.fitted)
+    phi = features(call, int(kernel.parameters.get("samples", 0)))
+    output: Tensor = kernel.info.function(phi.query, phi.key, **kernel.parameters, **kernel.fitted)
     return output.to(call.query.dtype)
 
 
 def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Tensor, ""]:
-    """Compute the term that η multiplies, for one layer under a primal kernel: see `of_layer`."""
-    found = features(call, int(kernel.parameters.get("samples", 0)))
-    maps = [kernel.fitted[name].to(found.query) for name in ("query_map", "key_map", "log_multipliers")]
-    return of_layer(
-        objectives(found.query @ maps[0], found.key @ maps[1], maps[0], maps[1], maps[2].exp(), found.kept, convention),
-        convention,
-    )
+    """Compute the term that η multiplies, for one layer under a primal kernel: see `average_layer`."""
+    phi = features(call, int(kernel.parameters.get("samples", 0)))
+    names = ("query_map", "key_map", "log_multipliers")
+    query_map, key_map, log_multipliers = (kernel.fitted[name].to(phi.query) for name in names)
+    e, r = phi.query @ query_map, phi.key @ key_map
+    return average_layer(objectives(e, r, query_map, key_map, log_multipliers.exp(), phi.kept, convention), convention)
 
 
-def of_layer(found: Float[Tensor, "batch heads"], convention: Convention) -> Float[Tensor, ""]:
+def average_layer(objective: Float[Tensor, "batch heads"], convention: Convention) -> Float[Tensor, ""]:
     """Average one layer's regulariser over sequences: Σ_heads J² (paper), (mean_heads J)² (code)."""
-    return ksvd.regulariser(found[:, None], convention).mean()
+    return ksvd.regulariser(objective[:, None], convention).mean()
 
 
 def objectives(
@@ -123,7 +122,8 @@ def objectives(
 ) -> Float[Tensor, "batch heads"]:
     """Compute J of every sequence and head (ksvd.objective) over real tokens: padding enters neither sums nor means."""
     if kept is not None:
-        # in the code convention ksvd.objective divides by all tokens: rescale to the real ones
+        # in the code convention ksvd.objective divides by all tokens: rescale to the real ones (at least 1: a sequence
+        # may be all padding)
         count = kept.sum(-1).clamp_min(1) if convention == "code" else kept.shape[-1]
         share = (kept * (kept.shape[-1] / torch.as_tensor(count).to(e)[..., None]).sqrt())[..., None]
         e, r = e * share, r * share

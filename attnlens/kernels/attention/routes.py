@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from attnlens.choices import Route
 from attnlens.errors import UsageError
 from attnlens.kernels.attention.primal_scores import by_primal, refuse_primal
-from attnlens.kernels.attention.rows import by_whole, in_tiles, refuse_hidden, unplaced
+from attnlens.kernels.attention.rows import by_whole, in_tiles, position_error, refuse_hidden
 from attnlens.kernels.attention.scores import by_scores
-from attnlens.kernels.attention.sums import by_hybrid, by_products, by_sums, reach
+from attnlens.kernels.attention.sums import by_hybrid, by_products, by_sums, find_reach
 from attnlens.kernels.spec import Kernel
 from attnlens.records import Call
 
@@ -49,11 +49,11 @@ def route(call: Call, kernel: Kernel, path: Route = "auto") -> str:
     if path == "eager":
         return "row tiles"
     obstacles = []
-    for name, obstacle in _OBSTACLES.items():
-        found = obstacle(call, kernel)
-        if found is None:
+    for name, find_obstacle in _OBSTACLES.items():
+        obstacle = find_obstacle(call, kernel)
+        if obstacle is None:
             return name
-        obstacles.append(found)
+        obstacles.append(obstacle)
     if path == "auto":
         return "row tiles"
     reason = next(filter(None, obstacles), f"{kernel.info.name} is computed in row tiles")
@@ -74,7 +74,7 @@ def _refuse(call: Call, kernel: Kernel) -> None:
     if kernel.info.form == "output":
         refuse_primal(call)
     if call.cross and (kernel.filter is not None or kernel.near is not None):
-        raise unplaced("this site attends to another sequence")
+        raise position_error("this site attends to another sequence")
     if call.cross and kernel.tie is not None:
         raise UsageError(
             f"{kernel.tie} needs the queries and keys of the same tokens; this site attends to another sequence.",
@@ -101,7 +101,7 @@ def _general_obstacle(call: Call, kernel: Kernel) -> str | None:
     if kernel.mirrored:
         return f"{kernel.tie} needs log k and its transpose"
     if kernel.info.hard:
-        return f"{kernel.info.name} picks one key and is no sum"
+        return f"{kernel.info.name} picks a single key instead of summing over keys"
     return None
 
 
@@ -124,20 +124,20 @@ def _hybrid_obstacle(call: Call, kernel: Kernel) -> str | None:
 def _sums_obstacle(call: Call, kernel: Kernel) -> str | None:
     if kernel.info.feature_map is None:
         return ""
-    found = _linear_obstacle(call, kernel, "running sum")
-    if found is None and call.bias is not None:
+    obstacle = _linear_obstacle(call, kernel, "running sum")
+    if obstacle is None and call.bias is not None:
         return "the model adds a bias to its scores, which a running sum can't"
-    found = found or _general_obstacle(call, kernel)
-    if found is None and reach(call) is None:
+    obstacle = obstacle or _general_obstacle(call, kernel)
+    if obstacle is None and find_reach(call) is None:
         return "the mask is neither causal nor a mask of padded keys alone"
-    return found
+    return obstacle
 
 
 def _linear_obstacle(call: Call, kernel: Kernel, what: str) -> str | None:
-    """Return why neither products nor sums support the call; `what` completes "the filter … is no"."""
+    """Return why neither products nor sums support the call; `what` completes "the filter … is not a"."""
     if kernel.info.form == "score" and call.softcap is not None:
         return CAPPED
-    return None if kernel.filter is None else f"the filter {kernel.filter.modifier.name} is no {what}"
+    return None if kernel.filter is None else f"the filter {kernel.filter.modifier.name} is not a {what}"
 
 
 def _flex_obstacle(call: Call, kernel: Kernel) -> str | None:

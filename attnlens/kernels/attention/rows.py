@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,18 +71,18 @@ class Positions:
     first: Int[Tensor, "#batch 1"]
     """Index of the sequence's first token; keys before it are padding."""
 
-    def kept(self, found: KeyFilter, rows: slice, columns: slice) -> Bool[Tensor, "#batch 1 rows columns"]:
+    def keys_kept(self, key_filter: KeyFilter, rows: slice, columns: slice) -> Bool[Tensor, "#batch 1 rows columns"]:
         """Return which keys of `columns` the filter keeps for queries `rows`, by positions from the first token."""
         keys = torch.arange(columns.start, columns.stop, device=self.own.device) - self.first
-        return found.keeps(self.own[:, rows] - self.first, keys)[:, None]
+        return key_filter.keeps(self.own[:, rows] - self.first, keys)[:, None]
 
-    def reached(self, distance: int, rows: slice) -> slice:
+    def keys_within(self, distance: int, rows: slice) -> slice:
         """Return the range of keys at most `distance` away from some query of `rows`."""
         own = self.own[:, rows]
         return slice(max(0, int(own.min()) - distance), int(own.max()) + distance + 1)
 
 
-def positions(call: Call, found: KeyFilter) -> Positions:
+def positions(call: Call, key_filter: KeyFilter) -> Positions:
     """Find the position of every query among the keys, and the start of each sequence.
 
     Without a key-value cache query i is key i. With a cache there are more keys than queries, and a query's own key is
@@ -93,11 +92,11 @@ def positions(call: Call, found: KeyFilter) -> Positions:
     """
     queries, keys = call.query.shape[2], call.key.shape[2]
     if call.cross:
-        raise unplaced("this site attends to another sequence")
+        raise position_error("this site attends to another sequence")
     seen = None if call.allowed is None else call.allowed.any(dim=1)
-    if found.modifier.from_start and queries != keys and _windowed(call, seen):
+    if key_filter.modifier.from_start and queries != keys and _has_window(call, seen):
         raise UsageError(
-            f"{found.modifier.name} counts from the start of the text, but with a key-value cache "
+            f"{key_filter.modifier.name} counts from the start of the text, but with a key-value cache "
             "this model's own sliding window hides where the text begins.",
             "Run without a key-value cache, leave out such layers with --layers, or filter with window or strided.",
         )
@@ -109,28 +108,28 @@ def positions(call: Call, found: KeyFilter) -> Positions:
     elif queries == 1 and seen is None:
         own = torch.full_like(first, keys - 1)
     elif seen is None or queries > keys:
-        raise unplaced(f"{queries} queries meet {keys} keys without a mask")
+        raise position_error(f"{queries} queries meet {keys} keys without a mask")
     else:
         own = keys - 1 - seen.flip(-1).int().argmax(-1)
         if queries > 1 and bool((own == own[:, :1]).all()):
-            raise unplaced(f"all of the {queries} queries see the same last key")
+            raise position_error(f"all of the {queries} queries see the same last key")
     return Positions(own, first)
 
 
-def _windowed(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> bool:
+def _has_window(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> bool:
     """Return whether the module declares a sliding window, or its mask shows one."""
     config = getattr(call.module, "config", None)
-    # the layer's own setting first: it is None in a full-attention layer of a model with sliding ones
+    # transformers' names; the layer's own setting first: it is None in a full-attention layer among sliding ones
     if getattr(call.module, "sliding_window", getattr(config, "sliding_window", None)) is not None:
         return True
     if seen is None:
         return False
     starts = seen.int().argmax(-1)
-    some = seen.any(-1)
-    return bool((some & (starts != starts[:, -1:]) & some[:, -1:]).any())
+    sees_any = seen.any(-1)
+    return bool((sees_any & (starts != starts[:, -1:]) & sees_any[:, -1:]).any())
 
 
-def unplaced(reason: str) -> UsageError:
+def position_error(reason: str) -> UsageError:
     """Build the error for a filter if queries have no position among the keys."""
     return UsageError(
         f"A filter or hybrid needs each query's place among the keys, but {reason}.",
@@ -144,18 +143,18 @@ def by_whole(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries v
     Takes O(T²) memory, for one sequence of the batch at a time. Runs in float64, since means are subtracted.
     """
     value = call.paired_value
-    found = value.new_zeros(*call.query.shape[:3], value.shape[-1])
+    output = value.new_zeros(*call.query.shape[:3], value.shape[-1])
     for index, real, rows in _sequences(call, kernel):
-        found[index][:, real] = dropout(rows.to(value.dtype), call.dropout) @ value[index][:, real]
-    return found
+        output[index][:, real] = dropout(rows.to(value.dtype), call.dropout) @ value[index][:, real]
+    return output
 
 
 def whole_weights(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries keys"]:
     """Return the attention matrices of `by_whole`, in float64; rows and columns of padding are zero."""
-    found = call.query.new_zeros(*call.query.shape[:3], call.key.shape[2], dtype=torch.float64)
+    attention = call.query.new_zeros(*call.query.shape[:3], call.key.shape[2], dtype=torch.float64)
     for index, real, rows in _sequences(call, kernel):
-        found[index][:, real[:, None], real] = rows
-    return found
+        attention[index][:, real[:, None], real] = rows
+    return attention
 
 
 def refuse_hidden(call: Call, kernel: Kernel) -> None:
@@ -172,7 +171,7 @@ def refuse_hidden(call: Call, kernel: Kernel) -> None:
         instead = "; or leave out oracle: the fitted form runs under any mask" if kernel.oracle else ""
         raise UsageError(
             f"{name} needs every pair of tokens, and a mask hides some here (causal, or a window): the parts of log k "
-            "are no property of such a head.",
+            "are not defined for such a head.",
             f"Choose the bidirectional sites: --part encoder, or --layers{instead}.",
         )
 
@@ -182,11 +181,11 @@ def _sequences(call: Call, kernel: Kernel) -> Iterator[tuple[int, Int[Tensor, " 
     key, untied, part = call.paired_key, replace(kernel, tie=None), kernel.part
     assert part is not None  # noqa: S101  # guaranteed by route
     for index, kept in enumerate(_real(call)):
-        one, real = slice(index, index + 1), kept.nonzero()[:, 0]
-        query, its_key = (x[one, :, real].double() for x in (call.query, key))
+        sequence, real = slice(index, index + 1), kept.nonzero()[:, 0]
+        query, its_key = (x[sequence, :, real].double() for x in (call.query, key))
         log_k = untied.log(query, its_key, call.scale, softcap=call.softcap)
         if call.bias is not None:
-            log_k = log_k + call.bias.expand(len(key), -1, -1, -1)[one, :, real][..., real]
+            log_k = log_k + call.bias.expand(len(key), -1, -1, -1)[sequence, :, real][..., real]
         yield index, real, part(log_k)[0].softmax(-1)
 
 
@@ -213,7 +212,7 @@ def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tens
     if kernel.part is not None:
         return whole_weights(call, kernel)[..., rows, :]
     rows = slice(*rows.indices(call.query.shape[2]))
-    where = _places(call, kernel)
+    where = _positions(call, kernel)
     return _weights(call, kernel, call.paired_key, where, rows, slice(0, call.key.shape[2]))
 
 
@@ -223,45 +222,36 @@ def in_tiles(call: Call, kernel: Kernel, *, banded: bool) -> Float[Tensor, "batc
     If gradients are required, a tile's weights are recomputed in the backward pass, so that memory stays O(T · tile)
     there too.
     """
-    value = call.paired_value
-    where = _places(call, kernel)
+    key, value, where = call.paired_key, call.paired_value, _positions(call, kernel)
     reach = kernel.filter.reach if banded and kernel.filter is not None else None
-    output = partial(_tile, call, kernel, call.paired_key, value, where, reach)
+
+    def output(rows: slice) -> Tensor:
+        columns = _columns(call, where, reach, rows)
+        tile = _weights(call, kernel, key, where, rows, columns).to(call.query.dtype)
+        return dropout(tile, call.dropout) @ value[..., columns, :]
+
     tiles = _tiles(call, reach)
     if len(tiles) == 1:
         return output(tiles[0])
     if torch.is_grad_enabled():
         return torch.cat([checkpoint(output, rows, use_reentrant=False) for rows in tiles], dim=-2)
-    # Written in place, the widest tile first: small results between large scratch tensors would fragment the heap.
+    # written in place, the widest tile first: small results between large scratch tensors would fragment the heap
     whole = value.new_empty(*call.query.shape[:3], value.shape[-1])
     for rows in reversed(tiles):
         whole[..., rows, :] = output(rows)
     return whole
 
 
-def _places(call: Call, kernel: Kernel) -> Positions | None:
+def _positions(call: Call, kernel: Kernel) -> Positions | None:
     """Return the positions among the keys, if the kernel needs them."""
-    found = kernel.filter or kernel.near
-    return None if found is None else positions(call, found)
-
-
-def _tile(
-    call: Call,
-    kernel: Kernel,
-    key: Float[Tensor, "batch heads keys head_dim"],
-    value: Float[Tensor, "batch heads keys value_dim"],
-    where: Positions | None,
-    reach: int | None,
-    rows: slice,
-) -> Float[Tensor, "batch heads rows value_dim"]:
-    columns = _columns(call, where, reach, rows)
-    found = _weights(call, kernel, key, where, rows, columns).to(call.query.dtype)
-    return dropout(found, call.dropout) @ value[..., columns, :]
+    key_filter = kernel.filter or kernel.near
+    return None if key_filter is None else positions(call, key_filter)
 
 
 def _tiles(call: Call, reach: int | None) -> list[slice]:
     """Split the queries into equal slices within the memory budget; a band's tiles are about as high as wide."""
     batch, heads, queries = call.query.shape[:3]
+    # a band of at most `reach` keys on both sides of a tile of at most max(reach, 64) rows is less than 4 of these wide
     width = call.key.shape[2] if reach is None else min(call.key.shape[2], 4 * max(reach, 64))
     height = max(16, TILE_BYTES // (4 * batch * heads * width))
     if reach is not None:
@@ -274,7 +264,7 @@ def _columns(call: Call, where: Positions | None, reach: int | None, rows: slice
     keys = call.key.shape[2]
     start, stop = 0, min(rows.stop, keys) if call.causal and call.allowed is None else keys
     if where is not None and reach is not None:
-        band = where.reached(reach, rows)
+        band = where.keys_within(reach, rows)
         return slice(min(band.start, stop - 1), min(band.stop, stop))
     if call.allowed is not None:
         seen = call.allowed[..., rows, :]
@@ -292,6 +282,7 @@ def _weights(
     rows: slice,
     columns: slice,
 ) -> Float[Tensor, "batch heads rows columns"]:
+    """Compute the weights of one tile: log k, bias, mask and filter, then softmax."""
     log_k = kernel.log(call.query, key, call.scale, softcap=call.softcap, rows=rows, columns=columns)
     log_k = log_k.to(torch.promote_types(log_k.dtype, torch.float32))
     if call.bias is not None:
@@ -299,14 +290,15 @@ def _weights(
     seen = call.visible(rows)
     seen = None if seen is None else seen[..., columns]
     if kernel.filter is not None and where is not None:
-        kept = where.kept(kernel.filter, rows, columns)
+        kept = where.keys_kept(kernel.filter, rows, columns)
         seen = kept if seen is None else seen & kept
-    sign, sinks = None, None if call.sinks is None else call.sinks.view(1, -1, 1, 1)
+    sinks = None if call.sinks is None else call.sinks.view(1, -1, 1, 1)
     if kernel.near is not None and where is not None:
-        near = where.kept(kernel.near, rows, columns)
+        near = where.keys_kept(kernel.near, rows, columns)
         near = near if seen is None else near & seen
         own, largest = near_scores(call, kernel, key, near, rows, columns)
         log_k, sinks = torch.where(near, own, log_k), None if sinks is None else sinks - largest
+    sign = None
     if kernel.signed:
         sign = kernel.sign(call.query, key, call.scale, softcap=call.softcap, rows=rows, columns=columns)
     if seen is not None:
@@ -314,24 +306,11 @@ def _weights(
         blind = ~seen.any(-1, keepdim=True) & (call.sinks is None)
         log_k = torch.where(seen, log_k, torch.where(blind, 0.0, -torch.inf).to(log_k.dtype))
         sign = None if sign is None else torch.where(blind, 1, sign)
-    return _normalised(log_k, sign, sinks, hard=kernel.info.hard)
-
-
-def _normalised(
-    log_k: Float[Tensor, "batch heads rows columns"],
-    sign: Float[Tensor, "batch heads rows columns"] | None,
-    sinks: Float[Tensor, "#batch heads #rows 1"] | None,
-    *,
-    hard: bool,
-) -> Float[Tensor, "batch heads rows columns"]:
-    """Compute the weights of the keys from log|k|, masked with −∞, and the sign of k."""
     if sign is not None:
+        # the maximum cancels in the quotient, and keeps exp from overflowing
         mass = (log_k - log_k.detach().amax(-1, keepdim=True)).exp() * sign
         return mass / mass.sum(-1, keepdim=True)
-    keys = log_k.shape[-1]
     if sinks is not None:
-        column = sinks.expand(*log_k.shape[:3], 1)
-        log_k = torch.cat([log_k, column.to(log_k.dtype)], dim=-1)
-    if hard:
-        return one_hot(log_k.argmax(-1), log_k.shape[-1])[..., :keys].to(log_k.dtype)
-    return log_k.softmax(-1)[..., :keys]
+        log_k = torch.cat([log_k, sinks.expand(*log_k.shape[:3], 1).to(log_k.dtype)], dim=-1)
+    attention = one_hot(log_k.argmax(-1), log_k.shape[-1]).to(log_k.dtype) if kernel.info.hard else log_k.softmax(-1)
+    return attention if sinks is None else attention[..., :-1]

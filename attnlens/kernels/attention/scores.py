@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from attnlens.kernels.attention.rows import positions
+from attnlens.kernels.modifiers import KeyFilter
 from attnlens.kernels.spec import Kernel
 from attnlens.records import Call
 
@@ -28,8 +29,8 @@ COMPILATION = {
 }
 """torch compilation settings for these kernels."""
 
-Mod = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
-"""Maps indices (batch, head, query, key) to whether the query may see the key."""
+ByIndex = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
+"""Maps indices (batch, head, query, key) to an entry of a mask or bias."""
 
 
 def by_scores(call: Call, kernel: Kernel, *, compiled: bool = True) -> Float[Tensor, "batch heads queries value_dim"]:
@@ -40,9 +41,10 @@ def by_scores(call: Call, kernel: Kernel, *, compiled: bool = True) -> Float[Ten
     """
     query, key = kernel.tied(call.query, call.paired_key)
     key = key.clone() if key is query else key  # torch cannot compile a kernel that gets the same tensor twice
-    of = _compiled(kernel.spelling) if compiled else flex_attention
+    flex: Callable[..., object] = _compile_flex(kernel.spelling) if compiled else flex_attention
+    # private, but the only way to change these settings for one call
     with torch._dynamo.config.patch(COMPILATION):
-        found = of(
+        output = flex(
             query,
             key,
             call.paired_value,
@@ -50,59 +52,57 @@ def by_scores(call: Call, kernel: Kernel, *, compiled: bool = True) -> Float[Ten
             block_mask=_block_mask(call, kernel, compiled=compiled),
             scale=call.scale,
         )
-    return cast(torch.Tensor, found)
+    return cast(torch.Tensor, output)
 
 
 @cache
-def _compiled(spelling: str) -> Any:
+def _compile_flex(spelling: str) -> Callable[..., object]:
     """Compile FlexAttention for one spelling of a kernel."""
     return torch.compile(flex_attention)
 
 
 def _score_mod(call: Call, kernel: Kernel) -> Callable[..., Tensor]:
     """Build the function (score, batch, head, query, key) → log k + bias."""
-    log_k, numbers, cap, bias = kernel.info.function, dict(kernel.parameters), call.softcap, _indexed(call, call.bias)
+    function, numbers, cap = kernel.info.function, dict(kernel.parameters), call.softcap
+    bias = None if call.bias is None else _by_index(call, call.bias)
 
-    def changed(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        capped = score if cap is None else (score / cap).tanh() * cap
-        found = log_k(capped, **numbers)
-        return found if bias is None else found + bias(batch, head, query, key)
+    def log_k(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        value = function(score if cap is None else (score / cap).tanh() * cap, **numbers)
+        return value if bias is None else value + bias(batch, head, query, key)
 
-    return changed
+    return log_k
 
 
 def _block_mask(call: Call, kernel: Kernel, *, compiled: bool) -> BlockMask | None:
     """Combine causality, the model's mask and the kernel's filter; return None if every query sees every key."""
-    mods = [*_causal(call), *_allowed(call), *_kept(call, kernel)]
-    if not mods:
+    conditions: list[ByIndex] = []
+    if call.allowed is not None:
+        conditions.append(_by_index(call, call.allowed))
+    elif call.causal:
+        conditions.append(lambda batch, head, query, key: query >= key)
+    if kernel.filter is not None:
+        conditions.append(_filter_by_index(call, kernel.filter))
+    if not conditions:
         return None
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        found = mods[0](batch, head, query, key)
-        for mod in mods[1:]:
-            found = found & mod(batch, head, query, key)
-        return found
+        visible = conditions[0](batch, head, query, key)
+        for condition in conditions[1:]:
+            visible = visible & condition(batch, head, query, key)
+        return visible
 
     batches = call.query.shape[0] if call.allowed is not None and call.allowed.shape[0] > 1 else None
     heads = call.query.shape[1] if call.allowed is not None and call.allowed.shape[1] > 1 else None
     sizes = call.query.shape[2], call.key.shape[2]
+    # `_compile` is private, but without it the mask is built from a matrix of all pairs
     return create_block_mask(seen, batches, heads, *sizes, device=call.query.device, _compile=compiled)
 
 
-def _causal(call: Call) -> list[Mod]:
-    return [lambda batch, head, query, key: query >= key] if call.causal and call.allowed is None else []
-
-
-def _allowed(call: Call) -> list[Mod]:
-    found = _indexed(call, call.allowed)
-    return [] if found is None else [found]
-
-
-def _kept(call: Call, kernel: Kernel) -> list[Mod]:
-    found = kernel.filter
-    if found is None or found.modifier.keeps is None:
-        return []
-    keeps, numbers, where = found.modifier.keeps, dict(found.parameters), positions(call, found)
+def _filter_by_index(call: Call, key_filter: KeyFilter) -> ByIndex:
+    """Return the filter as a function of indices."""
+    # bound outside the function, since torch compiles what it closes over
+    keeps, numbers, where = key_filter.modifier.keeps, dict(key_filter.parameters), positions(call, key_filter)
+    assert keeps is not None  # noqa: S101  # a tie is not a filter
     batch_size, queries = call.query.shape[0], call.query.shape[2]
     own, first = where.own.expand(batch_size, queries), where.first[:, 0].expand(batch_size)
 
@@ -110,13 +110,11 @@ def _kept(call: Call, kernel: Kernel) -> list[Mod]:
         start = first[batch]
         return keeps(own[batch, query] - start, key - start, **numbers)
 
-    return [kept]
+    return kept
 
 
-def _indexed(call: Call, matrix: Tensor | None) -> Mod | None:
+def _by_index(call: Call, matrix: Tensor) -> ByIndex:
     """Return a mask or bias as a function of indices."""
-    if matrix is None:
-        return None
     whole = matrix.expand(*call.query.shape[:2], *matrix.shape[2:])
 
     def at(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

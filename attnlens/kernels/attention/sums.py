@@ -12,11 +12,11 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from attnlens.errors import ModelError
 from attnlens.kernels.modifiers import NEAR_WEIGHT
-from attnlens.kernels.spec import Kernel, least, score, wide
+from attnlens.kernels.spec import Kernel, score, smallest_kernel, wide
 from attnlens.records import Call
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int, Shaped
+    from jaxtyping import Bool, Float, Int
     from torch import Tensor
 
     Tokens = Float[Tensor, "batch heads tokens head_dim"]
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Sums = Float[Tensor, "batch heads queries value_dim"]
 
 
-def by_products(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries value_dim"]:
+def by_products(call: Call, kernel: Kernel) -> Sums:
     """Compute softmax(s'⟨q', k'⟩ + bias, over the allowed keys) v with the kernel's own q', k' and s'.
 
     Rows that may see nothing are zero. No tensor of size queries × keys is made except the mask that the model itself
@@ -37,7 +37,10 @@ def by_products(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads querie
     value = call.paired_value
     query, key, scale = kernel.info.dot(query, key, call.scale, **kernel.parameters, **kernel.fitted)
     query, key = query.to(value.dtype), key.to(value.dtype)
-    mask = _mask(call)
+    mask: Tensor | None = call.allowed
+    if call.bias is not None:
+        seen, mask = call.visible(), call.bias.to(call.query.dtype)
+        mask = mask if seen is None else mask.masked_fill(~seen, -torch.inf)
     if mask is None and call.causal:
         # with equally many queries and keys torch uses its fast kernel; no query sees the keys cropped here
         key, value = key[..., : query.shape[-2], :], value[..., : query.shape[-2], :]
@@ -49,25 +52,11 @@ def by_products(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads querie
         (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))) for x in (query, key, value)
     )
     causal = mask is None and call.causal
-    found = scaled_dot_product_attention(query, key, padded, attn_mask=mask, is_causal=causal, scale=scale)
-    return found[..., : value.shape[-1]]
+    output = scaled_dot_product_attention(query, key, padded, attn_mask=mask, is_causal=causal, scale=scale)
+    return output[..., : value.shape[-1]]
 
 
-def _mask(call: Call) -> Shaped[Tensor, "#batch #heads queries keys"] | None:
-    """Return the mask for SDPA: booleans, or the bias with −∞ at pairs that are not seen."""
-    if call.bias is None:
-        return call.allowed
-    seen = call.visible()
-    bias = call.bias.to(call.query.dtype)
-    return bias if seen is None else bias.masked_fill(~seen, -torch.inf)
-
-
-def as_exponential(
-    query: Float[Tensor, "batch heads queries head_dim"],
-    key: Float[Tensor, "batch heads keys head_dim"],
-    scale: float,
-    kernel: Kernel,
-) -> tuple[Tensor, Tensor, float]:
+def as_exponential(query: Query, key: Key, scale: float, kernel: Kernel) -> tuple[Tensor, Tensor, float]:
     """Return q', k' and s' with s'⟨q'_i, k'_j⟩ = log k(q_i, k_j), up to terms that a row's softmax ignores.
 
     For kernels that are products (exponential, rbf, cosine) head_dim is the same or one larger; otherwise q' is log k
@@ -75,12 +64,11 @@ def as_exponential(
     """
     if kernel.signed:
         raise ModelError(
-            f"Attention by the kernel {kernel.spelling} can be negative: it is no softmax, and has no logits to read.",
+            f"Attention by the kernel {kernel.spelling} can be negative: it is not a softmax and has no logits.",
             "Choose a model with a positive kernel.",
         )
     if kernel.tie is None and kernel.info.dot is not None:
-        found: tuple[Tensor, Tensor, float] = kernel.info.dot(query, key, scale, **kernel.parameters)
-        return found
+        return kernel.info.dot(query, key, scale, **kernel.parameters)
     logits = kernel.log(query, key, scale)
     identity = torch.eye(key.shape[2], dtype=logits.dtype, device=logits.device)
     return logits, identity.expand(*key.shape[:2], -1, -1), 1.0
@@ -99,15 +87,17 @@ class Reach:
     """Which keys are not padding; None for all."""
 
 
-def by_sums(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries value_dim"]:
+def by_sums(call: Call, kernel: Kernel) -> Sums:
     """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i) Σ_j φ(k_j) over the allowed keys.
 
-    (Katharopoulos et al. 2020, Eq. 5, 9, 10.) Sums are in float32 or better, with `least` added to φ(q_i)φ(k_j) as in
-    Kernel.log: queries whose features underflow attend uniformly. With signed features only a query whose sums are all
-    zero does. A query that sees nothing gets zero; one whose signed denominators cancel gets no finite number.
+    (Katharopoulos et al. 2020, Eq. 5, 9, 10.) Sums are in float32 or better, with `smallest_kernel` added to
+    φ(q_i)φ(k_j) as in Kernel.log: queries whose features underflow attend uniformly. With signed features only a query
+    whose sums are all zero does. A query that sees nothing gets zero; one whose signed denominators cancel gets no
+    finite number.
     """
-    found = reach(call)
-    assert found is not None  # noqa: S101  # guaranteed by route
+    keys_reached = find_reach(call)
+    assert keys_reached is not None  # noqa: S101  # guaranteed by route
+    causal, kept = keys_reached.causal, keys_reached.kept
     exact = torch.promote_types(call.query.dtype, torch.float32)
     query, key = (x.to(exact) for x in kernel.tied(call.query, call.paired_key))
     # a last column of ones sums the denominators along with the values
@@ -115,25 +105,19 @@ def by_sums(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries va
 
     def side(x: Tokens, which: str, rows: slice) -> Float[Tensor, "batch heads rows features"]:
         phi = kernel.phi(x[..., rows, :], call.scale, which)
-        if which == "query" or found.kept is None:
-            return phi
-        return phi.masked_fill(~found.kept[..., rows, None], 0.0)
+        return phi if which == "query" or kept is None else phi.masked_fill(~kept[..., rows, None], 0.0)
 
-    sums = (_causal if found.causal else _bidirectional)(query, key, value, side)
-    even = _uniform_sums(value, found)
+    sums = (_causal if causal else _bidirectional)(query, key, value, side)
+    # Σ_j v_j over the allowed keys, and their number: what uniform attention sums
+    uniform = value if kept is None else value.masked_fill(~kept[..., None], 0.0)
+    uniform = uniform.cumsum(-2) if causal else uniform.sum(-2, keepdim=True)
     # if a signed sum cancels, adding the least number would hide it
-    sums = torch.where((sums == 0).all(-1, keepdim=True), even, sums) if kernel.signed else sums + least(exact) * even
-    blind = even[..., -1:] == 0
+    if kernel.signed:
+        sums = torch.where((sums == 0).all(-1, keepdim=True), uniform, sums)
+    else:
+        sums = sums + smallest_kernel(exact) * uniform
+    blind = uniform[..., -1:] == 0
     return (sums[..., :-1] / sums[..., -1:].masked_fill(blind, 1.0)).to(call.query.dtype)
-
-
-def _uniform_sums(
-    value: Float[Tensor, "batch heads keys value_dim"], found: Reach
-) -> Float[Tensor, "batch heads rows value_dim"]:
-    """Compute Σ_j v_j over the allowed keys for each row; one row for all if all see the same keys."""
-    if found.kept is not None:
-        value = value.masked_fill(~found.kept[..., None], 0.0)
-    return value.cumsum(-2) if found.causal else value.sum(-2, keepdim=True)
 
 
 Side = Callable[["Tensor", str, slice], "Tensor"]
@@ -142,14 +126,14 @@ Side = Callable[["Tensor", str, slice], "Tensor"]
 
 def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
     """Compute row i as φ(q_i) Σ_{j ≤ i} φ(k_j) v_jᵀ: pairs within a chunk by products, earlier keys by the sum."""
-    total, found = None, []
+    total, chunks = None, []
     for start in range(0, query.shape[-2], CHUNK):
         rows = slice(start, start + CHUNK)
         phi_q, phi_k, v = side(query, "query", rows), side(key, "key", rows), value[..., rows, :]
         near = (phi_q @ phi_k.mT).tril() @ v
-        found.append(near if total is None else near + phi_q @ total)
+        chunks.append(near if total is None else near + phi_q @ total)
         total = phi_k.mT @ v if total is None else total + phi_k.mT @ v
-    return torch.cat(found, dim=-2)
+    return torch.cat(chunks, dim=-2)
 
 
 def _bidirectional(query: Query, key: Key, value: Value, side: Side) -> Sums:
@@ -163,7 +147,7 @@ def _bidirectional(query: Query, key: Key, value: Value, side: Side) -> Sums:
     return torch.cat([side(query, "query", rows) @ total for rows in queries], dim=-2)
 
 
-def reach(call: Call) -> Reach | None:
+def find_reach(call: Call) -> Reach | None:
     """Return the keys each query sums over; None unless the mask is causal, hides padded keys, both, or nothing."""
     seen = call.allowed
     queries, keys = call.query.shape[2], call.key.shape[2]
@@ -193,12 +177,12 @@ def near_scores(
 
     s are the model's own scores, bias included (Zhang et al. 2024, LoLCATs); keys are paired with their query heads.
     """
-    own = score(wide(call.query[..., rows, :]), wide(key[..., columns, :]), call.scale, call.softcap)
-    own = own if call.bias is None else own + call.bias[..., rows, columns]
-    largest = own.masked_fill(~near, -torch.inf).amax(-1, keepdim=True)
+    scores = score(wide(call.query[..., rows, :]), wide(key[..., columns, :]), call.scale, call.softcap)
+    scores = scores if call.bias is None else scores + call.bias[..., rows, columns]
+    largest = scores.masked_fill(~near, -torch.inf).amax(-1, keepdim=True)
     largest = torch.where(largest == -torch.inf, 0.0, largest)
     weight = kernel.fitted.get(NEAR_WEIGHT)
-    shifted = own - largest
+    shifted = scores - largest
     return shifted if weight is None else shifted + weight.to(shifted)[:, None, None], largest
 
 
@@ -214,46 +198,48 @@ class FarFeatures:
     """Values, with 1 appended to sum the denominators."""
 
 
-def by_hybrid(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries value_dim"]:
+def by_hybrid(call: Call, kernel: Kernel) -> Sums:
     """Compute Σ_j w_ij v_j / Σ_j w_ij, w_ij = γ·exp(s_ij − max_near s_ij) for near keys, φ(q_i)φ(k_j) for the others.
 
     Exact, in O(T·(w + chunk + features)) memory: a chunk of queries meets one by one the keys of the chunks that its
     window touches, and first tokens that are near to all; the others enter by the sum Σ_j φ(k_j) v_jᵀ. In float32 or
-    better, with `least` added to every φ(q_i)φ(k_j) as in Kernel.log. A query that may see nothing gets zero.
+    better, with `smallest_kernel` added to every φ(q_i)φ(k_j) as in Kernel.log. A query that may see nothing gets zero.
     """
-    found = reach(call)
-    assert found is not None  # noqa: S101  # route guarantees both
+    keys_reached = find_reach(call)
+    assert keys_reached is not None  # noqa: S101  # route guarantees both
     assert kernel.near is not None  # noqa: S101
     tokens, distance = call.query.shape[2], kernel.near.parameters["width"] - 1
     sinks = kernel.near.parameters.get("sinks", 0)
-    sides, key = _far_features(call, kernel, found, sinks), call.paired_key
+    sides, key = _far_features(call, kernel, keys_reached, sinks), call.paired_key
     starts, places = range(0, tokens, CHUNK), torch.arange(tokens, device=key.device)
     sums = [sides.key[..., s : s + CHUNK, :].mT @ sides.value[..., s : s + CHUNK, :] for s in starts]
     nothing = torch.zeros_like(sums[0])
     before = list(accumulate(sums, initial=nothing))
-    after = None if found.causal else list(accumulate(reversed(sums), initial=nothing))[::-1]
-    rows_found = []
+    after = None if keys_reached.causal else list(accumulate(reversed(sums), initial=nothing))[::-1]
+    chunks = []
     for number, start in enumerate(starts):
         rows = slice(start, min(start + CHUNK, tokens))
+        # the chunks of keys first … last − 1 hold all that is near to some query of these rows
         first = max(0, start - distance) // CHUNK
         last = number + 1 if after is None else min(len(sums), (rows.stop + distance - 1) // CHUNK + 1)
         far = before[first] if after is None else before[first] + after[last]
         start, stop = first * CHUNK, min(last * CHUNK, tokens)
         columns = torch.cat((places[: min(sinks, start)], places[start:stop], places[stop:sinks]))
-        met = _sum_near_and_far(call, kernel, key, sides, found, rows, columns)
-        rows_found.append(met + sides.query[..., rows, :] @ far)
-    sums_of_rows = torch.cat(rows_found, dim=-2)
-    total = sums_of_rows[..., -1:]
-    return (sums_of_rows[..., :-1] / total.masked_fill(total == 0, 1.0)).to(call.query.dtype)
+        met = _sum_near_and_far(call, kernel, key, sides, keys_reached, rows, columns)
+        chunks.append(met + sides.query[..., rows, :] @ far)
+    weighted = torch.cat(chunks, dim=-2)
+    total = weighted[..., -1:]
+    return (weighted[..., :-1] / total.masked_fill(total == 0, 1.0)).to(call.query.dtype)
 
 
-def _far_features(call: Call, kernel: Kernel, found: Reach, sinks: int) -> FarFeatures:
-    exact = torch.promote_types(call.query.dtype, torch.float32)
+def _far_features(call: Call, kernel: Kernel, keys_reached: Reach, sinks: int) -> FarFeatures:
+    """Compute the features of all tokens; first tokens that are near to all queries get none."""
+    exact, kept = torch.promote_types(call.query.dtype, torch.float32), keys_reached.kept
     query, key = (
         kernel.phi(x.to(exact), call.scale, side) for x, side in ((call.query, "query"), (call.paired_key, "key"))
     )
-    query, key = pad(query, (0, 1), value=least(exact)), pad(key, (0, 1), value=1.0)
-    key = key if found.kept is None else key.masked_fill(~found.kept[..., None], 0.0)
+    query, key = pad(query, (0, 1), value=smallest_kernel(exact)), pad(key, (0, 1), value=1.0)
+    key = key if kept is None else key.masked_fill(~kept[..., None], 0.0)
     key = pad(key[..., sinks:, :], (0, 0, min(sinks, key.shape[-2]), 0))
     return FarFeatures(query, key, pad(call.paired_value.to(exact), (0, 1), value=1.0))
 
@@ -263,7 +249,7 @@ def _sum_near_and_far(
     kernel: Kernel,
     key: Key,
     sides: FarFeatures,
-    found: Reach,
+    keys_reached: Reach,
     rows: slice,
     columns: Int[Tensor, " columns"],
 ) -> Float[Tensor, "batch heads rows wider"]:
@@ -272,11 +258,12 @@ def _sum_near_and_far(
     i, j = torch.arange(rows.start, rows.stop, device=key.device), columns
     near = kernel.near.keeps(i, j)
     far = ~near
-    if found.causal:
+    if keys_reached.causal:
         near, far = near & (i[:, None] >= j), far & (i[:, None] >= j)
-    near = near[None, None] if found.kept is None else near & found.kept[..., None, columns]
-    own, _ = near_scores(call, kernel, key, near, rows, columns)
+    kept = keys_reached.kept
+    near = near[None, None] if kept is None else near & kept[..., None, columns]
+    scores, _ = near_scores(call, kernel, key, near, rows, columns)
     # masked before exp: a hidden score above the seen ones would overflow, and its gradient would be NaN
-    within = own.masked_fill(~near, -torch.inf).exp()
+    within = scores.masked_fill(~near, -torch.inf).exp()
     beyond = (sides.query[..., rows, :] @ sides.key[..., columns, :].mT).masked_fill(~far, 0.0)
     return (within + beyond) @ sides.value[..., columns, :]

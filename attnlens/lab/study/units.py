@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
-from attnlens import registry
+from attnlens.analyzers import registry
 from attnlens.analyzers.selection.gatherer import Selector
 from attnlens.choices import Part
 from attnlens.files import make_folder, unwritten_folder
@@ -116,7 +116,7 @@ def _measure(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
     """Compute each measure of all heads, concatenated over modules."""
     found: dict[str, list[Tensor]] = {}
     for query_key in query_keys:
-        for analyzer in registry.analyzers(("symmetry", "spectrum"), query_key.source):
+        for analyzer in registry.select_analyzers(("symmetry", "spectrum"), query_key.source):
             if isinstance(analyzer, registry.Analyzer):
                 for name, value in analyzer.function(query_key).items():
                     if name in MEASURES:
@@ -133,7 +133,7 @@ def _measure_selection(model: KernelTransformer, tokens: Sequence[Sequence[Query
         for number, query_key in enumerate(queries):
             selector.update(query_key, number)
         decided += [sum(shares.values()) / len(shares) for shares in selector.shares.values()]
-        posed = selector.kept and module.kernel.tie is None and module.kernel.info.dot is not None
+        posed = selector.stored and module.kernel.tie is None and module.kernel.info.dot is not None
         found = [selector.nearness(head) for head in selector.shares] if posed else []
         cosines += [one.svm_cosine if isinstance(one, Nearness) else math.nan for one in found]
     return {name: torch.tensor(values) for name, values in ((DECIDED, decided), (COSINE, cosines)) if values}

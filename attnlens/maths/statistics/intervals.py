@@ -45,7 +45,7 @@ def gaussian_null(
 ) -> dict[str, tuple[float, float]]:
     """Return mean and sd of each scalar measure over independent Gaussian factors in the layout of `like`.
 
-    Factors have the shapes, scale and rotation of `like`. Analyzers are registry.Analyzer or similar: a `function` of a
+    Factors have the shapes, scale and rotation of `like`. Analyzers are `Analyzer` or similar: a `function` of a
     QueryKey, and `measures` with `name`, `curve` and `has_null`. All get the same draws. Each factor has unit Frobenius
     norm: the caller must rescale measures that are proportional to ‖W_Q‖‖W_K‖. Draws without a value do not count; a
     measure with fewer than two values is left out.

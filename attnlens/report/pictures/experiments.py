@@ -11,8 +11,8 @@ import numpy as np
 from matplotlib.colors import Normalize
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
+from attnlens.analyzers.registry import find_measure
 from attnlens.records import Curve, Experiment, Report, Trajectory
-from attnlens.registry import info_of
 from attnlens.report.pictures.maps import draw_lines, show_depths
 from attnlens.report.pictures.style import (
     CATEGORIES,
@@ -114,7 +114,7 @@ def trajectory_panels(experiment: Experiment) -> list[Panel]:
 
 
 def _trajectory_panel(experiment: Experiment, name: str) -> Panel:
-    info = info_of(name)
+    info = find_measure(name)
     lines = _trajectories(experiment, name)
     kind = clean(fitted(experiment.curves[name].quantity or source_of(name), 30))
     null = "; grey: null ± sd" if experiment.null(name) is not None else ""

@@ -18,9 +18,9 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import Formatter
 
+from attnlens.analyzers.registry import MeasureInfo
 from attnlens.choices import Part
 from attnlens.records import Report
-from attnlens.registry import MeasureInfo
 from attnlens.report.shapes import MeasureMap, Shapes, group_of
 from attnlens.wording import SCIENTIFIC, big, clean, counted, decimals_for, listed, short, title_of, written
 

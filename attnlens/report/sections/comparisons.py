@@ -9,6 +9,7 @@ from statistics import mean, stdev
 
 import numpy as np
 
+from attnlens.analyzers.registry import OWN_ROWS, find_measure, select_adapter_analyzers
 from attnlens.records import (
     Comparison,
     Head,
@@ -21,7 +22,6 @@ from attnlens.records import (
     StudyCell,
     StudyColumn,
 )
-from attnlens.registry import OWN_ROWS, comparing, info_of
 from attnlens.report.sections.section import Cell, Column, Row, Section, Table
 from attnlens.report.sentences import comparisons as words
 from attnlens.report.sentences.reports import adapter
@@ -162,7 +162,7 @@ def adapter_sections(report: Report) -> Iterator[Section]:
     """Yield a section on the adapter, how far it moved M, and the heads that it moved furthest; nothing without one."""
     if report.model.adapter is None:
         return
-    first, *others = (info.name for analyzer in comparing("weights") for info in analyzer.measures)
+    first, *others = (info.name for analyzer in select_adapter_analyzers("weights") for info in analyzer.measures)
     measured = [head for head in report.heads if _value(head, first) is not None]
     ranked = sorted(measured, key=lambda head: -(_value(head, first) or 0.0))
     lines = [adapter(report)]
@@ -185,7 +185,7 @@ def _table(heads: Sequence[Head], names: Sequence[str]) -> Table:
     columns = [Column("", title_of(name), _cells([_value(head, name) for head in heads])) for name in names]
     for name in dict.fromkeys(name for head in heads for name in head.measures):
         pairs = [(getattr(head.measures.get(name), "base", None), _value(head, name)) for head in heads]
-        if not info_of(name).headline or all(base is None for base, _ in pairs):
+        if not find_measure(name).headline or all(base is None for base, _ in pairs):
             continue
         differences = [None if base is None or value is None else value - base for base, value in pairs]
         for title, values in (("base", [base for base, _ in pairs]), ("adapted", [value for _, value in pairs])):

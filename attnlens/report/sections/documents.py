@@ -8,9 +8,9 @@ from functools import partial
 
 import numpy as np
 
+from attnlens.analyzers.registry import MeasureInfo
 from attnlens.errors import UsageError
 from attnlens.records import Head, HeadId, Report
-from attnlens.registry import MeasureInfo
 from attnlens.report.sections import checked, comparisons, layers
 from attnlens.report.sections.checked import site_checks
 from attnlens.report.sections.explorer import explorer, selections

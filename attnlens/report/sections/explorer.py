@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from attnlens.analyzers.registry import OWN_ROWS
 from attnlens.choices import WHERE_POSED
 from attnlens.records import AttentionRows, Measure, Pick, Report, Selection, Sentence
-from attnlens.registry import OWN_ROWS
 from attnlens.report.sections.layers import typical_places
 from attnlens.report.sections.section import Passage, Section
 from attnlens.report.shapes import MeasureMap, Shapes, group_of

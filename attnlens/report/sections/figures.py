@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from attnlens.analyzers.registry import find_measure
 from attnlens.records import Curve, Experiment, Report
-from attnlens.registry import info_of
 from attnlens.report.sections.section import Cell, Column, Row, Section, Table
 from attnlens.report.sentences.reports import asked_for, heads_of, judgement, null_words, setting, told_of, worded
 from attnlens.wording import NO_VALUE, SCIENTIFIC, clean, counted, decimals_for, gathered, listed, short, written
@@ -24,7 +24,7 @@ def told(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
     shown = measures if whole else [name for name in measures if asked_for(name)] or measures
     help_ = "Medians over heads; quartiles over heads at the last checkpoint" if heads > 1 else "One head's values"
     help_ += f"; {len(_spread(count))} of {count} checkpoints are shown" if count > MOST_STEPS else ""
-    nulls = [info_of(name) for name in shown if experiment.null(name) is not None]
+    nulls = [find_measure(name) for name in shown if experiment.null(name) is not None]
     help_ += f"; null: {null_words(nulls)}, mean ± sd." if nulls else "."
     more = [] if len(shown) == len(measures) else [f"{len(shown)} of {len(measures)} measures; --verbose shows all."]
     yield Section(experiment.question, lines=tuple(lines), table=series_rows(experiment, shown), notes=(help_, *more))

@@ -9,8 +9,8 @@ from itertools import groupby
 
 import numpy as np
 
+from attnlens.analyzers.registry import NOT_IDENTIFIED
 from attnlens.records import Head, Report
-from attnlens.registry import NOT_IDENTIFIED
 from attnlens.report import atlas
 from attnlens.report.atlas import Reference, Subject, Third
 from attnlens.report.sections.section import Column, Section, Table

@@ -6,22 +6,21 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from attnlens.arguments import checked_name
-from attnlens.errors import UsageError
-from attnlens.kernels import FILTERS, HYBRIDS, TIES, Modifier, kernels
-from attnlens.kernels.spelling import default_of, example, far_kernels
-from attnlens.models.architectures import Architecture
-from attnlens.registry import (
+from attnlens.analyzers.registry import (
     BETWEEN_FORMS,
     BETWEEN_ROWS,
     NULLS,
     Analyzer,
     Gathering,
-    KernelInfo,
-    KernelParameter,
     MeasureInfo,
-    every_analyzer,
+    list_analyzers,
 )
+from attnlens.arguments import checked_name
+from attnlens.errors import UsageError
+from attnlens.kernels import FILTERS, HYBRIDS, TIES, Modifier, kernels
+from attnlens.kernels.registry import KernelInfo, KernelParameter
+from attnlens.kernels.spelling import default_of, example, far_kernels
+from attnlens.models.architectures import Architecture
 from attnlens.report.sections.section import Column, Section, Table
 from attnlens.wording import NO_VALUE, clean
 
@@ -192,7 +191,7 @@ IDENTIFIED = {
 
 def measure_pages() -> dict[str, Section]:
     """Build the page of every measure, curve and distance between two models, keyed by name."""
-    analyzers = sorted(every_analyzer(), key=lambda analyzer: not analyzer.by_default)
+    analyzers = sorted(list_analyzers(), key=lambda analyzer: not analyzer.by_default)
     pages = {info.name: _measured(info, analyzer) for analyzer in analyzers for info in analyzer.measures}
     compared = {"tokens": BETWEEN_ROWS, "weights": BETWEEN_FORMS}
     return pages | {info.name: _distance(info, source) for source, infos in compared.items() for info in infos}

@@ -8,9 +8,9 @@ from functools import partial
 
 import numpy as np
 
+from attnlens.analyzers.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS
 from attnlens.records import Comparison, Report, StudyCell, StudyColumn, StudyPair, StudyTable
 from attnlens.records.studies import LEVEL
-from attnlens.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS
 from attnlens.wording import big, clean, counted, listed, short, source_of
 
 FEW_WORDS = 5

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from attnlens.analyzers.registry import NULLS, MeasureInfo, find_measure
 from attnlens.records import Experiment, Extreme, Report, Skipped, Text
-from attnlens.registry import NULLS, MeasureInfo, info_of
 from attnlens.report.shapes import MeasureMap, Shapes, by_turns, middle
 from attnlens.wording import (
     NO_VALUE,
@@ -107,7 +107,7 @@ def told_of(experiment: Experiment) -> list[str]:
 
 def _place(name: str) -> float:
     """Return the position of a main measure of a series, 0 for the loss (not a measure of heads), ∞ for others."""
-    return 0 if name == "loss" else info_of(name).series or math.inf
+    return 0 if name == "loss" else find_measure(name).series or math.inf
 
 
 def findings(shapes: Shapes) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from attnlens.analyzers.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS
 from attnlens.errors import AttnlensError, UnreadableError
 from attnlens.maths.statistics import Design, adjust_p_values
 from attnlens.models import hooks, texts
@@ -27,7 +28,6 @@ from attnlens.records import (
     Relation,
     Site,
 )
-from attnlens.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS
 from attnlens.runs import checks
 from attnlens.runs.checks import predictions, refuse_initialised
 from attnlens.runs.compare import draws, significance

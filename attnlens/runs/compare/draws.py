@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from attnlens.analyzers.registry import OWN_ROWS, ROWS, Analyzer
 from attnlens.kernels import OWN, attention
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, texts, weights
 from attnlens.models.hooks.survey import hiding_padding, real_parts
 from attnlens.records import Call, QueryKey, Site
-from attnlens.registry import OWN_ROWS, ROWS, Analyzer
 from attnlens.runs import feeding
 from attnlens.runs.compare.sides import Block, ComparedModel, distances
 from attnlens.runs.inspect.assembly import by_measure

@@ -10,12 +10,12 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import nn
 
+from attnlens.analyzers.registry import FORMS, KEY_ANGLE, QUERY_ANGLE, Analyzer, measure_sources
 from attnlens.errors import UnreadableError
 from attnlens.maths import linalg
 from attnlens.models import hooks, texts, weights
 from attnlens.models.loading import Loaded
 from attnlens.records import Head, Measure, QueryKey, Report, Site, Windows
-from attnlens.registry import FORMS, KEY_ANGLE, QUERY_ANGLE, Analyzer, measure_sources
 from attnlens.runs.in_memory import at_rest
 from attnlens.runs.inspect.collector import finite_heads
 from attnlens.runs.inspect.pipeline import Inspection

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from attnlens.analyzers.registry import Analyzer, Gathering, MeasureInfo, measure_infos
 from attnlens.maths.statistics import Design, median_error, null_of_median, robust_z
 from attnlens.models.hooks import Reached
 from attnlens.records import (
@@ -28,7 +29,6 @@ from attnlens.records import (
     TextSummary,
     Windows,
 )
-from attnlens.registry import Analyzer, Gathering, MeasureInfo, measure_infos
 from attnlens.runs.checks import conventions
 from attnlens.runs.feeding import LOSS, guess_notes
 from attnlens.runs.inspect.collector import ONE_WINDOW, Collector, replay

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnlens.analyzers.registry import Analyzer, Answer, Gathering, MeasureInfo, Named, Readings, measure_sources
 from attnlens.maths.statistics import Design, Stream, count_and_mean, standard_error
 from attnlens.models.hooks.survey import real_parts
 from attnlens.models.weights import Traits
 from attnlens.records import AttentionRows, Coverage, Head, Measure, Null, QueryKey, Selection, Site, Skipped
-from attnlens.registry import Analyzer, Answer, Gathering, MeasureInfo, Named, Readings, measure_sources
 
 PIECE_BYTES = 32 * 2**20
 """Largest (sequences × heads × tokens × tokens) float64 matrix that is analysed at once, in bytes."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from attnlens.analyzers.registry import Analyzer, Gathering
 from attnlens.arguments import public
 from attnlens.choices import ATTENTION
 from attnlens.errors import FAILURES, ModelError, TextError, TooLargeError, UnreadableError
@@ -20,7 +21,6 @@ from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.hooks import Reached
 from attnlens.models.loading.deferred import unspoken
 from attnlens.records import Report, Settings, Site
-from attnlens.registry import Analyzer, Gathering
 from attnlens.requests import InspectRequest, reading, takes
 from attnlens.runs import checks, feeding
 from attnlens.runs.checks import attention, no_loss, refuse_initialised

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attnlens.analyzers.registry import Analyzer, Gatherer, Gathering, GatheringPlace
 from attnlens.arguments import selection_share
 from attnlens.choices import ATTENTION, SHOWN, Part
 from attnlens.errors import UnreadableError, UsageError
@@ -20,7 +21,6 @@ from attnlens.models.hooks import Reached
 from attnlens.models.hooks.survey import hiding_padding
 from attnlens.models.weights import Factors
 from attnlens.records import AttentionRows, Call, Null, QueryKey, Selection, Sentence, Settings, Site
-from attnlens.registry import Analyzer, Gatherer, Gathering, GatheringPlace
 from attnlens.runs.feeding import Guesses
 from attnlens.runs.inspect.collector import Collector, finite_heads, scaled_null, sequences
 from attnlens.runs.progress import Progress

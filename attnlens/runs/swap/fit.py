@@ -15,13 +15,13 @@ from attnlens.kernels.attention.primal_scores import features
 from attnlens.kernels.attention.rows import positions
 from attnlens.kernels.lowrank import MapsFit
 from attnlens.kernels.modifiers import NEAR_WEIGHT
+from attnlens.kernels.registry import Fit, OutputFit
 from attnlens.models import hooks
 from attnlens.models.hooks.survey import unpadded
 from attnlens.models.loading import Loaded
 from attnlens.models.texts import Batch, Batches
 from attnlens.models.texts.targets import feed
 from attnlens.records import Call, Site, Task
-from attnlens.registry import Fit, OutputFit
 from attnlens.runs.progress import Tell
 from attnlens.runs.swap.ranks.bases import SEQUENCES, give_metrics, give_rotations
 
@@ -50,7 +50,7 @@ class NearShares:
         """Add a batch: append each query's share of near keys and log N/F."""
         assert self.kernel.near is not None  # noqa: S101  # only hybrids have γ
         every = slice(0, call.query.shape[2]), slice(0, call.key.shape[2])
-        near = positions(call, self.kernel.near).kept(self.kernel.near, *every)
+        near = positions(call, self.kernel.near).keys_kept(self.kernel.near, *every)
         own, new = (weights(call, kernel).double() for kernel in (hooks.OWN, self.kernel))
         self.own.append((own * near).sum(-1).transpose(0, 1).flatten(1).cpu())
         among, beyond = (new * near).sum(-1), (new * ~near).sum(-1)

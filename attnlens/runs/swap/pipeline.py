@@ -10,7 +10,7 @@ from functools import cached_property
 from os import PathLike
 from typing import Any
 
-from attnlens import registry
+from attnlens.analyzers import registry
 from attnlens.arguments import public
 from attnlens.choices import KERNEL
 from attnlens.errors import OutputError, TextError, UsageError
@@ -54,7 +54,7 @@ class SwapWork:
         session, options = self.session, self.session.options
         left_out = {*SharedRequest.model_fields, *APART}
         read = [session.evaluated, session.calibrated, *(sample.batches for sample in session.samples)]
-        own = registry.beside_sweeps()
+        own = registry.select_sweep_analyzers()
         prompts = session.prompts
         if not isinstance(prompts, str):
             prompts = f"{prompts.source} {prompts.ids.tolist()} {prompts.mask.tolist()}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from attnlens import registry
+from attnlens.analyzers import registry
 from attnlens.kernels.attention import Route
 from attnlens.maths.statistics import Design, Interval, false_discovery, p_values, paired_difference, rank_correlation
 from attnlens.maths.statistics.associations import PERMUTATIONS, permutation_tests, split_half, windows_interval
@@ -88,7 +88,7 @@ def head_measures(
     loaded: loading.Loaded, batches: Batches, units: Sequence[Unit], settings: Settings, design: Design
 ) -> SweptMeasures:
     """Compute the measures of `inspect` for these heads, from one pass over the batches and from their weights."""
-    wanted = registry.beside_sweeps()
+    wanted = registry.select_sweep_analyzers()
     collector = Collector(settings.heads, design=design)
     inspection = Inspection(loaded, settings, wanted, collector, silent, {})
     inspection.read(checks.sites(loaded, batches.batches[0].inputs), {site for site, _ in units}, batches)

@@ -1,199 +1,27 @@
-"""Register analyzers and kernels by decorators; define their interfaces and the metadata of measures."""
+"""Register analyzers by decorators; define their interface and the metadata of measures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from importlib import import_module, metadata
+from functools import partial
 from inspect import cleandoc
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from attnlens.arguments import checked_name
 from attnlens.choices import CHANGE, Sources
-from attnlens.errors import UsageError
+from attnlens.plugins import load_plugins, refuse_replacing
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
-    from attnlens.records import Call
+    from attnlens.records import Measure, QueryKey, Selection, Site, Source
 
-
-@dataclass(frozen=True)
-class KernelParameter:
-    """Numeric parameter of a kernel, as in `rbf:gamma=1`."""
-
-    name: str
-    """Name as typed."""
-    meaning: str
-    """Meaning in one line."""
-    kind: type[int] | type[float]
-    """int for a count, float for a measured quantity."""
-    default: float | None = None
-    """Value if none is typed; None: the parameter is required."""
-    low: float | None = None
-    """Smallest allowed value."""
-    above: float | None = None
-    """Exclusive lower bound."""
-    high: float | None = None
-    """Largest allowed value: a larger one is a typo, and would fill the memory or never end."""
-    even: bool = False
-    """True if an odd value makes the kernel negative somewhere (refused unless signed kernels are allowed)."""
-    multiple_of: int = 1
-    """Factor that every value must be a multiple of, for counts."""
-    words: tuple[tuple[str, float], ...] = ()
-    """Values that are typed as words; without numeric bounds, they are the only values."""
-    told: bool = True
-    """True if the kernel's spelling includes the parameter at its default."""
-
-
-@dataclass(frozen=True)
-class KernelInfo:
-    """Attention kernel: attention = softmax(log k(q, k) + bias, over the allowed keys) v."""
-
-    name: str
-    """Name on the command line."""
-    formula: str
-    """Formula of log k(q, k), with s the scale; for the form "output" the whole output, `output = …`."""
-    meaning: str
-    """First line of the function's docstring: a description and its origin."""
-    source: str
-    """Paper that defines the kernel."""
-    positive: bool
-    """True if k ≥ 0 everywhere, so that rows of the attention matrix stay in the simplex."""
-    symmetric: bool
-    """True if k(x, y) = k(y, x) for equal projections of queries and keys."""
-    features: Literal["finite", "infinite", "none"]
-    """Number of features in k = ⟨φ(q), φ(k)⟩: finite, infinite, or none if no such form is known."""
-    form: Literal["score", "pair", "features", "output"]
-    """Arguments of `function`: the score s⟨q, k⟩ (or the score defined by `dot`); queries and keys; one side of the
-    pair, returning φ; or features of both, returning the output (attention is then not a sum over keys)."""
-    function: Callable[..., Tensor]
-    """score: (score, **parameters) → log|k|; pair: (query, key, scale, **parameters) → log k;
-    features: (x, scale, side, **parameters) → φ with side "query" or "key";
-    output: (φ(q), φ(k), **parameters) → output."""
-    parameters: tuple[KernelParameter, ...] = ()
-    """Parameters of the kernel."""
-    sign: Callable[..., Tensor] | None = None
-    """score: (score, **parameters) → sign of k, for kernels that can be negative."""
-    dot: Callable[..., tuple[Tensor, Tensor, float]] | None = None
-    """(query, key, scale, **parameters) → (q', k', s'). score: s'⟨q', k'⟩ is the score that `function` takes; pair: it
-    equals log k up to terms that softmax cancels."""
-    prepare: Callable[..., Call | None] | None = None
-    """(call, **parameters, **fitted) → the call whose exponential kernel equals this kernel, for keys that combine
-    several heads, positions or queries; None if `dot` suffices."""
-    phi: Callable[..., Tensor] | None = None
-    """score: (x, scale, side, **parameters) → φ with ⟨φ(q), φ(k)⟩ = k, of any sign, if φ has finitely many features."""
-    fused: str = "row tiles"
-    """Fast and exact method of computation."""
-    hard: bool = False
-    """True if all weight goes to the largest score."""
-    fit: Callable[..., Fit | OutputFit] | None = None
-    """(**parameters) → fit of the free parameters per head on calibration text; None if the kernel lacks any."""
-    fit_reads: bool = True
-    """True if the fit reads queries and keys; False if it reads only their shapes."""
-    trainable: tuple[str, ...] = ()
-    """Fitted parameters that healing can train further."""
-    equal_lengths: str = ""
-    """Equivalent kernel if all keys of a head have equal length; empty if there is none."""
-    reads: bool = True
-    """True if the kernel depends on queries and keys at all."""
-    needs_fit: bool = False
-    """True if the kernel is undefined without calibration text (rank)."""
-    caution: str = ""
-    """Caveat for readers of its numbers, in one sentence."""
-    oracle: Callable[..., str | None] | None = None
-    """(**parameters) → the tie of the model's own kernel that replaces it for an analysis of the evaluated text; None
-    if the kernel is a model."""
-
-    @property
-    def feature_map(self) -> Callable[..., Tensor] | None:
-        """Feature map (x, scale, side, **parameters) → φ for running sums, k = ⟨φ(q), φ(k)⟩; None if there is none."""
-        return self.function if self.form == "features" else self.phi
-
-
-@runtime_checkable
-class Fit(Protocol):
-    """Fit of a kernel's free parameters per head, in closed form from a stream of queries and keys."""
-
-    typed: dict[str, float]
-    """Value of each parameter before the fit; empty for a kernel that is undefined without a fit."""
-
-    def update(self, call: Call) -> None:
-        """Add the queries and keys that the model computes for these heads in a batch."""
-
-    def solve(self) -> dict[str, Tensor]:
-        """Return the fitted parameters, each (heads, …), keyed by the keyword argument of the kernel's function."""
-
-
-@runtime_checkable
-class OutputFit(Protocol):
-    """Fit to a head's own output, for kernels of the form "output"."""
-
-    typed: dict[str, float]
-    """See Fit.typed."""
-
-    def observe(self, query: Tensor, key: Tensor, kept: Tensor | None, output: Tensor) -> None:
-        """Add a batch: features (batch, heads, tokens, …), a mask of real tokens (#batch, #heads, tokens), and the
-        head's own output (batch, heads, tokens, value_dim).
-        """
-
-    def solve(self) -> dict[str, Tensor]:
-        """Return the fitted parameters in the form of Fit.solve."""
-
-
-KERNELS: dict[str, KernelInfo] = {}
-"""Registered kernels by name; attnlens.kernels registers the built-in ones."""
-
-
-MODIFIERS: set[str] = set()
-"""Names of ties, filters and hybrids, which kernels can't use; attnlens.kernels registers them."""
-
-
-def kernel(
-    name: str, *, replace: bool = False, **facts: Any
-) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Register a function as the kernel `name`; `facts` are the other fields of KernelInfo.
-
-    `replace`: replace a kernel that another module registered under that name; otherwise that is a UsageError.
-    """
-
-    def enter(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        if not is_built_in(function):
-            import_module("attnlens.kernels")
-        if name in MODIFIERS:
-            raise UsageError(f"{name!r} is a tie, filter or hybrid, not a kernel.", "Choose another name.")
-        if name in KERNELS and not replace:
-            refuse_replacing("kernel", name, function, KERNELS[name].function)
-        meaning = (function.__doc__ or name).splitlines()[0]
-        KERNELS[name] = KernelInfo(name=name, meaning=meaning, function=function, **facts)
-        return function
-
-    return enter
-
-
-def refuse_replacing(
-    what: str,
-    name: str,
-    function: Callable[..., Any],
-    present: Callable[..., Any],
-    remedy: str = "Choose another name, or pass replace=True to the decorator.",
-) -> None:
-    """Raise UsageError if `present`, which already has the name, belongs to another module.
-
-    A module may define its own functions again: a notebook does, and so does a script that is also imported.
-    """
-    origins = ["attnlens" if is_built_in(each) else each.__module__ for each in (function, present)]
-    files = [getattr(getattr(each, "__code__", None), "co_filename", each) for each in (function, present)]
-    if origins[0] == origins[1] or files[0] == files[1]:
-        return
-    owner = "built in" if is_built_in(present) else f"defined by {present.__module__}"
-    raise UsageError(f"{function.__module__} defines the {what} {name!r}, which is already {owner}.", remedy)
-
-
-def is_built_in(function: Callable[..., Any]) -> bool:
-    """Return whether a function belongs to attnlens itself."""
-    return function.__module__.partition(".")[0] == "attnlens"
+    Readings = dict[str, Float[Tensor, "*batch heads"] | Float[Tensor, "*batch heads steps"]]
+    """Measures and curves by qualified name; NaN for a missing value."""
+else:
+    Readings = dict  # others import the name, and importing the registry must not load torch
 
 
 NOT_IDENTIFIED = "Not identified: other queries and keys with the same attention read otherwise."
@@ -336,18 +164,6 @@ NAMED = distance(
 """Number of named changes, which pages and rules use alongside the changes."""
 
 
-if TYPE_CHECKING:
-    from jaxtyping import Float
-    from torch import Tensor
-
-    from attnlens.records import Measure, QueryKey, Selection, Site, Source
-
-    Readings = dict[str, Float[Tensor, "*batch heads"] | Float[Tensor, "*batch heads steps"]]
-    """Measures and curves by qualified name; NaN for a missing value."""
-else:
-    Readings = dict  # others import the name, and importing the registry must not load torch
-
-
 @dataclass(frozen=True)
 class Named:
     """Fields common to all analyzers."""
@@ -376,6 +192,11 @@ class Analyzer(Named):
     """True if it compares with the site before an adapter was merged; it then runs for every model with an adapter."""
     brief: tuple[str, Callable[[QueryKey], Readings]] | None = None
     """One measure and its function, computed for swept heads if the whole analyzer takes longer than a sweep allows."""
+
+    @property
+    def defined_by(self) -> Callable[..., object]:
+        """Function that the decorator registered."""
+        return self.function
 
 
 @dataclass(frozen=True)
@@ -434,8 +255,15 @@ class Gathering(Named):
     needs_inputs: bool = False
     """True if it needs the modules' inputs, and the form on them."""
 
+    @property
+    def defined_by(self) -> Callable[..., object]:
+        """Function that the decorator registered."""
+        return self.begin
+
 
 _ANALYZERS: dict[tuple[str, Source], Analyzer | Gathering] = {}
+"""Registered analyzers by name and source. Importing the package `attnlens.analyzers` registers the built-in ones, and
+Python imports it before this module: no plug-in can be first."""
 
 
 def analyzer(
@@ -455,74 +283,81 @@ def analyzer(
     module registered under that name; otherwise that is a UsageError.
     """
 
-    def enter(function: Callable[[QueryKey], Readings]) -> Callable[[QueryKey], Readings]:
-        traits: dict[str, Any] = {"by_default": by_default, "needs_base": needs_base, "brief": brief}
-        _enter(Analyzer, function, name, source, measures, replace=replace, **traits)
+    def register(function: Callable[[QueryKey], Readings]) -> Callable[[QueryKey], Readings]:
+        question, definitions = _split_docstring(function, name)
+        traits = (by_default, needs_base, brief)
+        _enter(Analyzer(name, source, question, tuple(measures), function, *traits, definitions=definitions), replace)
         return function
 
-    return enter
+    return register
 
 
-def _enter(
-    kind: Callable[..., Analyzer | Gathering],
-    function: Callable[..., object],
+def gathering(
     name: str,
     source: Source,
     measures: Iterable[MeasureInfo],
     *,
-    replace: bool,
-    **traits: Any,
-) -> None:
-    """Register an analyzer: its question is the first line of the docstring, or its name if there is none.
-
-    Raise UsageError if another module has registered one of its measures already or, without `replace`, its name.
-    """
-    if not is_built_in(function):
-        import_module("attnlens.analyzers")
-    question, _, definitions = cleandoc(function.__doc__ or name).partition("\n")
-    made = kind(name, source, question, tuple(measures), function, definitions=definitions.strip(), **traits)
-    names = {info.name for info in made.measures}
-    for key, other in _ANALYZERS.items():
-        present = other.function if isinstance(other, Analyzer) else other.begin
-        if key != (name, source):
-            for measure in sorted(names & {info.name for info in other.measures}):
-                refuse_replacing("measure", measure, function, present, "Choose another name.")
-        elif not replace:
-            refuse_replacing("analyzer", name, function, present)
-    _ANALYZERS[name, source] = made
-
-
-def gathering(
-    name: str, source: Source, measures: Iterable[MeasureInfo], *, replace: bool = False, **traits: bool
+    by_default: bool = True,
+    needs_inputs: bool = False,
+    replace: bool = False,
 ) -> Callable[[Callable[[GatheringPlace], Gatherer]], Callable[[GatheringPlace], Gatherer]]:
     """Register a function GatheringPlace → Gatherer as the analyzer `name`: one question over several sequences.
 
-    `traits` are the last fields of Gathering; `replace` is as in `analyzer`.
+    `needs_inputs`: it needs the modules' inputs. The other arguments are those of `analyzer`.
     """
 
-    def enter(begin: Callable[[GatheringPlace], Gatherer]) -> Callable[[GatheringPlace], Gatherer]:
-        _enter(Gathering, begin, name, source, measures, replace=replace, **traits)
+    def register(begin: Callable[[GatheringPlace], Gatherer]) -> Callable[[GatheringPlace], Gatherer]:
+        question, definitions = _split_docstring(begin, name)
+        traits = (by_default, needs_inputs)
+        _enter(Gathering(name, source, question, tuple(measures), begin, *traits, definitions=definitions), replace)
         return begin
 
-    return enter
+    return register
 
 
-def analyzers(names: Iterable[str] = (), source: Sources = "both") -> list[Analyzer | Gathering]:
+def _split_docstring(function: Callable[..., object], name: str) -> tuple[str, str]:
+    """Return the first line of a docstring, the question (`name` if there is none), and the rest, its definitions."""
+    question, _, definitions = cleandoc(function.__doc__ or name).partition("\n")
+    return question, definitions.strip()
+
+
+def _enter(entry: Analyzer | Gathering, replacing: bool) -> None:
+    """Register an analyzer.
+
+    Raise UsageError if another module has registered one of its measures already or, unless `replacing`, its name.
+    """
+    names = {info.name for info in entry.measures}
+    for key, present in _ANALYZERS.items():
+        if key != (entry.name, entry.source):
+            for measure in sorted(names & {info.name for info in present.measures}):
+                refuse_replacing("measure", measure, entry.defined_by, present.defined_by, "Choose another name.")
+        elif not replacing:
+            refuse_replacing("analyzer", entry.name, entry.defined_by, present.defined_by)
+    _ANALYZERS[entry.name, entry.source] = entry
+
+
+def list_analyzers() -> list[Analyzer | Gathering]:
+    """Return all analyzers that `--analyzer` can name, also those of other packages, gatherings last."""
+    load_plugins("attnlens.analyzers")
+    return sorted(_ANALYZERS.values(), key=lambda entry: isinstance(entry, Gathering))
+
+
+def select_analyzers(names: Iterable[str] = (), source: Sources = "both") -> list[Analyzer | Gathering]:
     """Return the named analyzers (by default those that run if none is named) of that source, gatherings last.
 
     Raise UsageError for an unknown name, with the nearest known one.
     """
-    available = every_analyzer()
-    known = list(dict.fromkeys(each.name for each in available))
+    available = list_analyzers()
+    known = list(dict.fromkeys(entry.name for entry in available))
     named = [checked_name("analyzer", name, known) for name in names]
-    chosen = named or [each.name for each in available if each.by_default]
-    return [each for each in available if each.name in chosen and source in ("both", each.source)]
+    chosen = named or [entry.name for entry in available if entry.by_default]
+    return [entry for entry in available if entry.name in chosen and source in ("both", entry.source)]
 
 
-def beside_sweeps() -> list[Analyzer]:
+def select_sweep_analyzers() -> list[Analyzer]:
     """Return analyzers of swept heads: plain ones that run by default, and others reduced to their brief measure."""
     selected = []
-    for entry in every_analyzer():
+    for entry in list_analyzers():
         if isinstance(entry, Analyzer) and entry.brief is not None:
             name, function = entry.brief
             infos = tuple(info for info in entry.measures if info.name == name)
@@ -532,40 +367,27 @@ def beside_sweeps() -> list[Analyzer]:
     return selected
 
 
-def comparing(source: Sources) -> list[Analyzer]:
+def select_adapter_analyzers(source: Sources) -> list[Analyzer]:
     """Return the analyzers of that source that compare a model with itself without its adapter."""
-    plain = [each for each in every_analyzer() if isinstance(each, Analyzer)]
-    return [each for each in plain if each.needs_base and source in ("both", each.source)]
-
-
-def every_analyzer() -> list[Analyzer | Gathering]:
-    """Return all analyzers that `--analyzer` can name, gatherings last."""
-    _load()
-    return sorted(_ANALYZERS.values(), key=lambda found: isinstance(found, Gathering))
+    plain = [entry for entry in list_analyzers() if isinstance(entry, Analyzer)]
+    return [entry for entry in plain if entry.needs_base and source in ("both", entry.source)]
 
 
 def measure_infos() -> dict[str, MeasureInfo]:
     """Return every measure and curve of every analyzer, by qualified name."""
-    return {info.name: info for each in every_analyzer() for info in each.measures}
-
-
-def info_of(name: str) -> MeasureInfo:
-    """Return the info of a measure, curve, distance or change; its texts are empty for an unknown name."""
-    if name.startswith(CHANGE):
-        of = info_of(name.removeprefix(CHANGE))
-        return MeasureInfo(name, meaning=f"second − first: {of.meaning}" if of.meaning else "", formula=of.formula)
-    known = measure_infos() | {info.name: info for info in (*DISTANCES, NAMED)}
-    return known.get(name) or MeasureInfo(name, meaning="", formula="")
+    return {info.name: info for entry in list_analyzers() for info in entry.measures}
 
 
 def measure_sources() -> dict[str, Source]:
     """Return the source of every measure and curve; its name may not show it (`ksvd.rank90` is read from tokens)."""
-    return {info.name: each.source for each in every_analyzer() for info in each.measures}
+    return {info.name: entry.source for entry in list_analyzers() for info in entry.measures}
 
 
-@cache
-def _load() -> None:
-    """Import the built-in analyzers and those that other packages offer as entry points, once per process."""
-    import_module("attnlens.analyzers")
-    for entry in metadata.entry_points(group="attnlens.analyzers"):
-        entry.load()
+def find_measure(name: str) -> MeasureInfo:
+    """Return the info of a measure, curve, distance or change; its texts are empty for an unknown name."""
+    if name.startswith(CHANGE):
+        measure = find_measure(name.removeprefix(CHANGE))
+        meaning = f"second − first: {measure.meaning}" if measure.meaning else ""
+        return MeasureInfo(name, meaning=meaning, formula=measure.formula)
+    known = measure_infos() | {info.name: info for info in (*DISTANCES, NAMED)}
+    return known.get(name) or MeasureInfo(name, meaning="", formula="")

@@ -1,0 +1,207 @@
+"""The kernel `primal`: Primal-Attention, its scores by kernel SVD and its output by least squares, in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attnlens.errors import TextError
+from attnlens.kernels.lowrank import matrix_roots
+from attnlens.kernels.registry import KernelParameter, kernel
+from attnlens.lazy import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+    Side = Float[Tensor, "batch heads tokens features"]
+    Map = Float[Tensor, "heads features scores"]
+    OutputMap = Float[Tensor, "heads both value_dim"]
+    Offset = Float[Tensor, "heads value_dim"]
+else:
+    torch = LazyModule("torch")
+
+HELD_OUT = 4  # one sequence in this many is held out from the least squares, to choose the strength of its ridge
+STRENGTHS = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # ridge strengths tried, for scores of unit variance
+
+
+@dataclass
+class Moments:
+    """Sums over tokens of z = [Fφ(q); Fφ(k); 1] and of the head's own output y, in float64."""
+
+    gram: Float[Tensor, "heads size size"]  # Σ z zᵀ
+    cross: Float[Tensor, "heads size value_dim"]  # Σ z yᵀ
+    energy: Float[Tensor, " heads"]  # Σ ‖y‖²
+    sequences: int
+
+    def __add__(self, other: Moments) -> Moments:
+        """Return the moments of both."""
+        sums = self.gram + other.gram, self.cross + other.cross, self.energy + other.energy
+        return Moments(*sums, self.sequences + other.sequences)
+
+    @property
+    def tokens(self) -> Float[Tensor, " heads"]:
+        """Number of tokens, by head."""
+        return self.gram[..., -1, -1]
+
+    def of_scores(self, maps: Float[Tensor, "heads size columns"]) -> Moments:
+        """Return the same sums for [e; r; 1], the image of z under `maps`."""
+        return Moments(maps.mT @ self.gram @ maps, maps.mT @ self.cross, self.energy, self.sequences)
+
+
+class PrimalFit:
+    """the scores' maps by KSVD and the output's by least squares: C_q^½ C_k^½ = UΣVᵀ, W_e = C_k^½V, W_r = C_q^½U.
+
+    C_q = mean Fφ(q)φ(q)ᵀFᵀ and C_k over the calibration tokens: e and r are the leading left and right singular vectors
+    of those tokens' K = Φ_qΦ_kᵀ (Chen et al. 2023, Thm. 3.2 and Eq. 6) times Σ, up to a factor that W_c absorbs. Λ is
+    (nΣ)⁻¹ with n the mean length of a sequence, so that the mean of J over those sequences is 0. W_c and b map [e; r]
+    to the head's own output by ridge regression; the ridge's strength is chosen on a held-out part of the calibration
+    text.
+    """
+
+    def __init__(self, scores: int, samples: int) -> None:
+        self.typed: dict[str, float] = {}
+        self.scores = scores
+        self.seen = 0
+        self.parts: list[Moments | None] = [None, None]
+
+    def observe(
+        self,
+        query: Side,
+        key: Side,
+        kept: Bool[Tensor, "#batch #heads tokens"] | None,
+        output: Float[Tensor, "batch heads tokens value_dim"],
+    ) -> None:
+        """Add a batch's features and the head's own output, restricted to the tokens that `kept` marks as real."""
+        z = torch.cat([query, key, torch.ones_like(query[..., :1])], -1).double()
+        y = output.double()
+        if kept is not None:
+            z, y = z.masked_fill(~kept[..., None], 0.0), y.masked_fill(~kept[..., None], 0.0)
+        held_out = (torch.arange(self.seen, self.seen + len(z), device=z.device) % HELD_OUT) == 1
+        self.seen += len(z)
+        for part, chosen in enumerate((~held_out, held_out)):
+            if bool(chosen.any()):
+                moments, before = _moments(z[chosen], y[chosen]), self.parts[part]
+                self.parts[part] = moments if before is None else before + moments
+
+    def solve(self) -> dict[str, Float[Tensor, "heads ..."]]:
+        """Return the fitted parameters.
+
+        They are `query_map`, `key_map` (heads, features, s'), `log_multipliers` (heads, s'), `output_map` (heads, 2s',
+        value_dim), `offset` (heads, value_dim) and `tokens` (heads,), the mean length of a calibration sequence; s' =
+        min(s, features), and scores beyond the rank of K are zero. Raises TextError for fewer than two sequences, and
+        for fewer tokens than scores.
+        """
+        train, held_out = self.parts
+        if train is None or held_out is None:
+            raise TextError("primal needs two calibration sequences at least.", "Give a longer --calibration text.")
+        both = train + held_out
+        if int(both.tokens.min()) < self.scores:
+            raise TextError(
+                f"primal with {self.scores} scores needs as many tokens of calibration text; "
+                f"there are {int(both.tokens.min())}.",
+                "Give a longer --calibration text, or fewer scores.",
+            )
+        query_map, key_map, log_multipliers = singular_maps(both, self.scores)
+        maps = _assembled(query_map, key_map)
+        parts = [moments.of_scores(maps) for moments in (train, held_out, both)]
+        errors = torch.stack([lost(parts[1], *regression(parts[0], parts[0].tokens * 0 + s)) for s in STRENGTHS])
+        best = torch.tensor(STRENGTHS).to(errors)[errors.argmin(0)]
+        output_map, offset = regression(parts[2], best)
+        return {
+            "query_map": query_map,
+            "key_map": key_map,
+            "log_multipliers": log_multipliers,
+            "output_map": output_map,
+            "offset": offset,
+            "tokens": both.tokens / both.sequences,
+        }
+
+
+def _moments(z: Float[Tensor, "batch heads tokens size"], y: Float[Tensor, "batch heads tokens value_dim"]) -> Moments:
+    return Moments((z.mT @ z).sum(0), (z.mT @ y).sum(0), y.square().sum((0, 2, 3)), len(z))
+
+
+def singular_maps(moments: Moments, scores: int) -> tuple[Map, Map, Float[Tensor, "heads scores"]]:
+    """Compute W_e, W_r and log Λ; columns beyond the rank of K are zero."""
+    size = (moments.gram.shape[-1] - 1) // 2
+    grams = moments.gram / moments.tokens[:, None, None]
+    query_root, key_root = matrix_roots(grams[..., :size, :size])[0], matrix_roots(grams[..., size:-1, size:-1])[0]
+    left, values, right = torch.linalg.svd(query_root @ key_root)
+    left, values, right = left[..., :scores], values[..., :scores], right.mT[..., :scores]
+    # strict: if K is zero, so are all singular values
+    alive = values > torch.finfo(values.dtype).eps * size * values[..., :1]
+    length = (moments.tokens / moments.sequences)[:, None]
+    log_multipliers = -(length * torch.where(alive, values, 1.0)).log()
+    return key_root @ right * alive[..., None, :], query_root @ left * alive[..., None, :], log_multipliers
+
+
+def _assembled(query_map: Map, key_map: Map) -> Float[Tensor, "heads size columns"]:
+    """Build the block diagonal map from [Fφ(q); Fφ(k); 1] to [e; r; 1]."""
+    heads, size, scores = query_map.shape
+    maps = query_map.new_zeros(heads, 2 * size + 1, 2 * scores + 1)
+    maps[:, :size, :scores], maps[:, size:-1, scores:-1], maps[:, -1, -1] = query_map, key_map, 1.0
+    return maps
+
+
+def regression(moments: Moments, strength: Float[Tensor, " heads"]) -> tuple[OutputMap, Offset]:
+    """Find W_c and b that minimise Σ‖y − W_cᵀz − b‖²/n + strength·‖DW_c‖², D the scores' standard deviations."""
+    count = moments.tokens[:, None, None]
+    mean, mean_output = moments.gram[:, :-1, -1:] / count, moments.cross[:, -1:] / count
+    spread = moments.gram[:, :-1, :-1] / count - mean @ mean.mT
+    shared = moments.cross[:, :-1] / count - mean @ mean_output
+    deviation = spread.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt()[..., None]
+    # A constant score carries no information; dividing by its deviation would amplify rounding, which is √eps · mean
+    # here, since the deviation is the root of a difference of squares.
+    alive = deviation > torch.finfo(spread.dtype).eps ** 0.5 * mean.abs()
+    scale = torch.where(alive, deviation, 1.0)
+    values, vectors = torch.linalg.eigh(torch.where(alive & alive.mT, spread / (scale * scale.mT), 0.0))
+    ridge = (values.clamp_min(0.0) + strength[:, None])[..., None]  # only rounding makes eigenvalues negative
+    shrunk = (vectors.mT @ torch.where(alive, shared / scale, 0.0)) / ridge
+    output_map = torch.where(alive, vectors @ shrunk / scale, 0.0)
+    return output_map, (mean_output - mean.mT @ output_map)[:, 0]
+
+
+def lost(moments: Moments, output_map: OutputMap, offset: Offset) -> Float[Tensor, " heads"]:
+    """Compute Σ‖y − W_cᵀz − b‖² of every head."""
+    whole = torch.cat([output_map, offset[:, None]], -2)
+    quadratic = (whole * (moments.gram @ whole)).sum((-2, -1))
+    return moments.energy - 2 * (whole * moments.cross).sum((-2, -1)) + quadratic
+
+
+@kernel(
+    "primal",
+    formula="output = W_c[e; r] + b, no k(q, k); e = W_eᵀFφ(q), r = W_rᵀFφ(k), φ(x) = x/‖x‖",
+    source="Chen et al. 2023, Eq. 6; closed form of attnlens",
+    positive=True,
+    symmetric=False,
+    features="finite",
+    form="output",
+    parameters=(
+        KernelParameter("scores", "how many scores s of each kind a token has", int, low=1, high=65536),
+        KernelParameter("samples", "rows of F, evenly spaced tokens; 0: F = I", int, default=0, low=0, high=65536),
+    ),
+    fused="scores, O(tokens)",
+    fit=PrimalFit,
+    trainable=("query_map", "key_map", "log_multipliers", "output_map", "offset"),
+    needs_fit=True,
+)
+def primal(
+    query: Side,
+    key: Side,
+    scores: int,
+    samples: int,
+    query_map: Map,
+    key_map: Map,
+    log_multipliers: Float[Tensor, "heads scores"],
+    output_map: OutputMap,
+    offset: Offset,
+    tokens: Float[Tensor, " heads"],
+) -> Float[Tensor, "batch heads tokens value_dim"]:
+    """Primal-Attention from KSVD scores, which reads no values and no other token (but running means where causal)."""
+    size = query_map.shape[-1]
+    e, r = query @ query_map.to(query), key @ key_map.to(key)
+    to_output = output_map.to(query)
+    output: Tensor = e @ to_output[:, :size] + r @ to_output[:, size:] + offset.to(query)[:, None]
+    return output
