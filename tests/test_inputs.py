@@ -364,23 +364,23 @@ def test_files_that_can_not_be_read_are_refused(sees: Any, hears: Any, tmp_path:
     refused(TextError, "broken.png can't be read as an image", sees, image=[broken])
     refused(TextError, "broken.png can't be read as a sound", hears, audio=[broken])
     refused(TextError, "missing.png can't be read", sees, image=[tmp_path / "missing.png"])
-    refused(TextError, "holds 0 samples", hears, audio=[sound(tmp_path / "empty.wav", [])])
+    refused(TextError, "has 0 samples", hears, audio=[sound(tmp_path / "empty.wav", [])])
     path = sound(tmp_path / "slow.wav", [0] * 100, rate=8000)
-    refused(TextError, "has 8000 samples a second, and the model hears 16000", hears, audio=[path])
+    refused(TextError, "has 8000 samples per second; the model expects 16000", hears, audio=[path])
 
 
 def test_models_that_can_not_take_them_are_refused(sees: Any, hears: Any, tmp_path: Path) -> None:
     path, text = picture(tmp_path / "a.png", 3), tmp_path / "text.txt"
     text.write_text(PROSE.text)
-    refused(UsageError, "reads no image", hears, image=[path])
-    refused(UsageError, "reads no audio", sees, audio=[path])
+    refused(UsageError, "does not read image input", hears, image=[path])
+    refused(UsageError, "does not read audio input", sees, audio=[path])
     refused(UsageError, "reads pixels and no text", sees, text=[text])
     refused(ModelError, "ViTModel has no preprocessor_config.json", loaded(families.build("vit")), image=[path])
     bare = tmp_path / "bare"
     families.build("vit").save_pretrained(bare)
     refused(ModelError, "has no preprocessor_config.json", attnlens.load(bare), image=[path])
     (bare / "preprocessor_config.json").write_text(json.dumps({"auto_map": {"AutoImageProcessor": "own.Own"}}))
-    refused(ModelError, "code of its own, which attnlens does not run", attnlens.load(bare), image=[path])
+    refused(ModelError, "code in the checkpoint, which attnlens does not run", attnlens.load(bare), image=[path])
     (bare / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "NoSuch"}))
     refused(ModelError, "has no processor for image input that can be loaded", attnlens.load(bare), image=[path])
     with pytest.raises(UsageError, match="would read the images or sounds that are evaluated"):
@@ -393,7 +393,8 @@ def test_the_program_says_so_in_two_lines(tmp_path: Path) -> None:
     path = picture(tmp_path / "a.png", 3)
     done = program.attnlens("inspect", "demo", "--image", path)
     assert done.returncode == 2
-    assert "keyword of the function" in done.stderr
+    assert "does not read image input" in done.stderr
+    assert "Leave out --image" in done.stderr
 
 
 def test_an_unprepared_input_is_named(sees: Any, tmp_path: Path) -> None:
@@ -428,7 +429,7 @@ def test_pairs_are_joined_by_the_tokenizer_with_their_types(tmp_path: Path) -> N
 def test_a_line_that_is_no_pair_is_refused_with_its_number(line: str, tmp_path: Path) -> None:
     file = tmp_path / "pairs.tsv"
     file.write_text(f"a\tb\n{line}\n")
-    refused(TextError, "Line 2 of pairs.tsv is no pair", loaded(families.build("bert")), pairs=file)
+    refused(TextError, "Line 2 of pairs.tsv is not a pair", loaded(families.build("bert")), pairs=file)
 
 
 def test_pairs_stand_in_the_place_of_texts(tmp_path: Path) -> None:

@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from warnings import catch_warnings, simplefilter
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import torch
 from huggingface_hub.errors import StrictDataclassError
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
 
 from attnlens.errors import FAILURES, ModelError, TextError, UsageError, is_memory
 from attnlens.files import read_bytes, shortened, with_home
@@ -27,9 +31,7 @@ from attnlens.models.texts.windows import PACKED
 from attnlens.records import Text
 
 if TYPE_CHECKING:
-    import numpy as np
     from jaxtyping import Float
-    from torch import Tensor
     from transformers import PreTrainedModel
 
     from attnlens.models.loading import Loaded
@@ -105,6 +107,7 @@ def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
 
 
 def _find_media(model: PreTrainedModel, folder: Path | None) -> Media:
+    """Try each modality with the checkpoint's processor, else with random numbers, and keep those that work."""
     media, notes = Media(), list[str]()
     for modality in modalities(model):
         reader, problem = None, ""
@@ -180,11 +183,9 @@ class Feed:
 
     def take(self, numbers: Iterable[int]) -> dict[str, Tensor]:
         """Return the inputs of these sequences."""
-        import torch
-
         each = []
         for number in numbers:
-            inputs = dict[str, "Tensor"]()
+            inputs = dict[str, Tensor]()
             for modality in self._drawn:
                 drawn = _make_up(self._model, modality, self.media.readers[modality], self._seed, number + self._skip)
                 for value in drawn.values():
@@ -208,13 +209,13 @@ def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tupl
     the checkpoint has no processor, or the processor fails.
     """
     if modality not in modalities(loaded.model):
-        problem = f"{loaded.info.id} reads no {modality}, so that --{modality} would be ignored."
+        problem = f"{loaded.info.id} does not read {modality} input: --{modality} would be ignored."
         raise UsageError(problem, f"Leave out --{modality}.")
     reader = load_processor(loaded.model, modality, loaded.folder)
-    inputs, records = list[dict[str, "Tensor"]](), list[Text]()
+    inputs, records = list[dict[str, Tensor]](), list[Text]()
     for path in paths:
         content = read_bytes(with_home(path), TextError, SAY[modality], most=LARGEST_FILE)
-        raw: Any = [_picture(path, content)] if modality == "image" else _samples(path, content, _rate(reader))
+        raw: Any = [_read_image(path, content)] if modality == "image" else _samples(path, content, _rate(reader))
         inputs.append(_process(loaded.model, modality, reader, raw, path))
         records.append(Text(name=Path(path).name, sha256=sha256(content).hexdigest(), windows=[0]))
     return inputs, records
@@ -238,7 +239,7 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
         problem = f"{place or type(model).__name__} has no {SETTINGS[1]}, which says how an {modality} is prepared."
         raise ModelError(problem, "Put it beside the weights, or give the prepared inputs to attnlens.capture.")
     if any("auto_map" in read_json(Path(file)) for file in files):
-        problem = f"The processor of {place} is code of its own, which attnlens does not run."
+        problem = f"The processor of {place} is code in the checkpoint, which attnlens does not run."
         raise ModelError(problem, f"Prepare the {modality}s yourself, and give them to attnlens.capture in Python.")
     kind: Any = AutoImageProcessor if modality == "image" else AutoFeatureExtractor
     try:
@@ -254,22 +255,18 @@ def _make_up(model: PreTrainedModel, modality: Modality, reader: Any, seed: int,
 
     Raises ModelError if the processor fails, TextError if there is no processor and the shape is unknown.
     """
-    import numpy as np
-    import torch
-    from PIL import Image
-
-    draws = np.random.default_rng([seed % 2**63, number])
+    draws = np.random.default_rng([seed % 2**63, number])  # numpy takes no negative seeds
     if reader is None:
         numbers = draws.standard_normal(_shape(model, modality), np.float32)
         return {_input_name(model, modality): torch.from_numpy(numbers)[None]}
     if modality == "audio":
         raw: Any = draws.normal(0, 0.1, _rate(reader)).astype(np.float32)
     else:
-        moving = _input_name(model, modality) == model.main_input_name and setting(model, "num_frames")
-        sides = [side if type(side) is int and 0 < side < IMAGE_SIZE else IMAGE_SIZE for side in _sides(model)]
+        frames = _input_name(model, modality) == model.main_input_name and setting(model, "num_frames")
+        height, width = (side if type(side) is int and 0 < side < IMAGE_SIZE else IMAGE_SIZE for side in _sides(model))
         raw = [
-            Image.fromarray(draws.integers(0, 256, (COLOURS, COLOURS, 3), np.uint8)).resize((sides[1], sides[0]))
-            for _ in range(moving if moving in range(1, MOST_FRAMES + 1) else 1)
+            Image.fromarray(draws.integers(0, 256, (COLOURS, COLOURS, 3), np.uint8)).resize((width, height))
+            for _ in range(frames if frames in range(1, MOST_FRAMES + 1) else 1)
         ]
     return _process(model, modality, reader, raw, "a random one")
 
@@ -303,13 +300,11 @@ def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
     if not all(isinstance(side, int) and side > 0 for side in shape) or prod(shape) > LARGEST_INPUT:
         sizes = " × ".join(shortened(str(side)) for side in shape)
         problem = f"The config asks for {name} of {sizes} numbers, which attnlens does not make up."
-        raise TextError(problem, "Mend its sizes in config.json.")
+        raise TextError(problem, "Correct the sizes in config.json.")
     return shape
 
 
-def _picture(path: str, content: bytes) -> Any:
-    from PIL import Image, UnidentifiedImageError
-
+def _read_image(path: str, content: bytes) -> Image.Image:
     try:
         with Image.open(BytesIO(content)) as image:
             return image.convert("RGB")
@@ -320,7 +315,6 @@ def _picture(path: str, content: bytes) -> Any:
 
 def _samples(path: str, content: bytes, expected: int) -> Float[np.ndarray, " samples"]:
     """Return the samples of a .wav file of the expected rate, between −1 and 1, averaged over its channels."""
-    import numpy as np
     from scipy.io import wavfile
 
     try:
@@ -330,10 +324,10 @@ def _samples(path: str, content: bytes, expected: int) -> Float[np.ndarray, " sa
     except (*FAILURES, EOFError, struct.error) as error:
         raise TextError(f"{path} can't be read as a sound: {first_line(error)}", SAY["audio"]) from None
     if rate != expected:
-        problem = f"{path} has {rate} samples a second, and the model hears {expected}."
-        raise TextError(problem, f"Convert it first, as with: ffmpeg -i {path} -ar {expected} -ac 1 converted.wav")
+        problem = f"{path} has {rate} samples per second; the model expects {expected}."
+        raise TextError(problem, f"Convert it first, for example: ffmpeg -i {path} -ar {expected} -ac 1 converted.wav")
     if not len(values) or len(values) > LARGEST_INPUT:
-        raise TextError(f"{path} holds {len(values)} samples.", "Give a sound of a few seconds.")
+        raise TextError(f"{path} has {len(values)} samples.", "Give a sound of a few seconds.")
     if values.dtype == np.uint8:  # 8-bit samples count from 128, longer ones from 0
         values = (values.astype(np.int16) - 128) * 256
     scale = 2.0 ** (8 * values.itemsize - 1) if values.dtype.kind == "i" else 1.0
@@ -349,8 +343,6 @@ def _rate(reader: Any) -> int:
 
 def _process(model: PreTrainedModel, modality: Modality, reader: Any, raw: Any, name: str) -> dict[str, Tensor]:
     """Apply the processor to pictures or samples; return its tensors, keyed by the model's parameter names."""
-    import torch
-
     names = _parameters(model)
     try:
         with _bounded_memory():
@@ -366,7 +358,7 @@ def _process(model: PreTrainedModel, modality: Modality, reader: Any, raw: Any, 
         raise ModelError(problem, "Give another file, or leave it out.") from error
     inputs = {names[name]: value for name, value in result.items() if name in names and isinstance(value, torch.Tensor)}
     if not any(names.get(name) in inputs for name in INPUTS[modality]):
-        problem = f"The model's processor makes {', '.join(result)}, and {type(model).__name__} takes none of them."
+        problem = f"The model's processor returns {', '.join(result)}; {type(model).__name__} takes none of them."
         raise ModelError(problem, f"Leave out --{modality}.")
     return inputs
 
@@ -430,8 +422,6 @@ def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str
 
     The number is 0 if tokens meet the image in cross-attention. Raises what the tower raises.
     """
-    import torch
-
     token = setting(model, *TOKENS[modality])
     owners = [part for part in model.modules() if hasattr(part, FEATURES[modality])]
     if token is None or not owners:
@@ -446,8 +436,6 @@ def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str
 
 def _try(model: PreTrainedModel, media: Media) -> None:
     """Run the model on a few ids after one image or sound; its errors propagate."""
-    import torch
-
     before = ids_of(media.before)
     ids = torch.tensor([[*before, *plain_ids(model, 4)]])
     inputs = Feed(model, media, 0).take([0]) | types_of(model, media.before, ids)
@@ -477,7 +465,7 @@ def standing_ids(model: PreTrainedModel) -> set[int]:
 def plain_ids(model: PreTrainedModel, count: int) -> list[int]:
     """Return the first `count` ids from 10 on that are not placeholders."""
     placeholders = standing_ids(model)
-    return [number for number in range(10, 10 + count + len(placeholders)) if number not in placeholders][:count]
+    return [id_ for id_ in range(10, 10 + count + len(placeholders)) if id_ not in placeholders][:count]
 
 
 def types_of(model: PreTrainedModel, standing: Standing, ids: Tensor) -> dict[str, Tensor]:
@@ -494,6 +482,5 @@ def types_of(model: PreTrainedModel, standing: Standing, ids: Tensor) -> dict[st
 def placed(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Move inputs to the model's device, and convert floating-point inputs to its number type."""
     device = device_of_inputs(model)
-    return {
-        name: value.to(device, model.dtype if value.is_floating_point() else None) for name, value in inputs.items()
-    }
+    dtype = model.dtype
+    return {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in inputs.items()}
