@@ -322,7 +322,7 @@ def test_each_window_stands_behind_the_next_image(tmp_path: Path) -> None:
     assert found.notes == ("Each sequence has a file of its own: 2 instead of 3.",)
     assert all(bool((batch.inputs["input_ids"][:, :16] == IMAGE).all()) for batch in found)
     assert not found.made_up
-    with pytest.raises(UsageError, match="2 are more than --windows 1"):
+    with pytest.raises(UsageError, match="2 files are more than --sequences 1"):
         texts.batches(given, [PROSE], texts.Cut(tokens=8, sequences=1, image=files))
 
 
