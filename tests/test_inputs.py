@@ -68,7 +68,7 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
 def test_the_processor_makes_the_inputs_and_the_model_runs_on_them(name: str, tmp_path: Path) -> None:
     given = with_processor(name, tmp_path)
     found = texts.media_of(given.model, tmp_path)
-    assert all(found.readers.values())
+    assert all(found.processors.values())
     assert not found.notes
     (batch,) = texts.placeholder(given, 9, 0, sequences=2)
     assert SHAPES[name].items() <= {key: tuple(value.shape) for key, value in batch.inputs.items()}.items()
@@ -136,7 +136,7 @@ def test_a_processor_that_asks_for_endless_memory_is_left_out_and_a_note_says_so
     changed(tmp_path, {"size": {"height": 60_000, "width": 60_000}})
     report = attnlens.inspect(given, windows=2, analyzers=["spectrum"])
     (note,) = [note for note in report.settings.notes if "No processor" in note]
-    assert "The model's processor fails on a random one" in note
+    assert "The model's processor fails on a random image" in note
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_processor_of_hostile_settings_is_left_out_and_a_note_says_why(
 def test_a_model_in_memory_finds_its_processor_by_the_folder_it_was_loaded_from(tmp_path: Path) -> None:
     model_types.build("vit").save_pretrained(tmp_path)
     processors.save(model_types.build("vit"), tmp_path)
-    assert texts.media_of(transformers.ViTModel.from_pretrained(tmp_path)).readers["image"] is not None
+    assert texts.media_of(transformers.ViTModel.from_pretrained(tmp_path)).processors["image"] is not None
 
 
 # towers

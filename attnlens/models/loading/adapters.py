@@ -331,7 +331,7 @@ def _expanded(
             problem = f"{file} has {written(unused[0])} in {name}, which matches none of the adapted modules."
             raise ModelError(problem, "If the adapter was trained so, remove that key from the file.")
         chosen = {path: values[name][key] for key in reversed(pattern) for path in pattern[key]}  # the first key counts
-        by_value: dict[Any, list[str]] = defaultdict(list)
+        by_value: dict[float, list[str]] = defaultdict(list)
         for path, value in chosen.items():
             by_value[value].append(re.escape(path))
         values[name] = {f"^(?:{'|'.join(escaped)})": value for value, escaped in by_value.items()}

@@ -199,9 +199,9 @@ def build_model(
     dtype: torch.dtype | str,
     trust_remote_code: bool,
     stored: Mapping[str, Stored],
-    weights: Mapping[str, Any] | None = None,
+    weights: Mapping[str, object] | None = None,
     ignored: Iterable[str] = (),
-    spread: Mapping[str, Any] = MappingProxyType({}),
+    spread: Mapping[str, object] = MappingProxyType({}),
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """Load the model, check it against its files, and return it with transformers' loading info.
 

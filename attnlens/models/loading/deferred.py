@@ -143,7 +143,7 @@ class DeferredWeights:
         return {module: name for name, module in self.model.named_modules()}
 
     @cached_property
-    def _mapping(self) -> list[Any]:
+    def _mapping(self) -> list[WeightRenaming | WeightConverter]:
         """Renamings and conversions that transformers applies to the tensors of such a checkpoint."""
         return list(get_model_conversion_mapping(self.model, None, None))
 
@@ -340,7 +340,7 @@ class SafetensorsFiles:
         return tensors
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[Any]:
+    def _opened(self, name: str) -> Iterator[safe_open]:
         """Open the file of a tensor inside the context; closing it unmaps the file."""
         file = self._files[name]
         file.check()

@@ -28,6 +28,7 @@ from attnlens.models.loading.locate import WatchedFile
 from attnlens.records import FileInParts
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor, nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -397,7 +398,7 @@ class Settings:
                 problem = f"{self.path} says {settings}, which differs from {name} of transformers'"
                 raise ModelError(f"{problem} {type(model).__name__}.", SAY_SAFETENSORS)
 
-    def _frequencies(self, count: int, *, local: bool) -> numpy.ndarray[Any, Any]:
+    def _frequencies(self, count: int, *, local: bool) -> NDArray[numpy.float64]:
         """Compute the `count` frequencies of a rotation as llama.cpp does; of sliding-window layers if `local`.
 
         The result is empty if the file's settings imply another count or are invalid.
@@ -410,7 +411,7 @@ class Settings:
         if base <= 1 or not rotated == len(divisors) == count:
             return numpy.empty(0)
         steps = numpy.arange(count)
-        plain: numpy.ndarray[Any, Any] = base ** (-steps / count)
+        plain: NDArray[numpy.float64] = base ** (-steps / count)
         if local and self.header.architecture in ("gemma3", "gemma4"):
             return plain
         if kind == "yarn":
@@ -448,13 +449,13 @@ class GgufFiles:
     transformers' own loading reads only whole files; its names and conversions are applied to one tensor at a time.
     """
 
-    def __init__(self, path: Path, header: Header, config: PreTrainedConfig, named: Any) -> None:
+    def __init__(self, path: Path, header: Header, config: PreTrainedConfig, class_: Any) -> None:
         import torch
 
         self._file, self._header = WatchedFile(path), header
         reader: Any = import_module("transformers.modeling_gguf_pytorch_utils")  # it has no types
         with torch.device("meta"):  # an Auto class builds a model by from_config, another class by its constructor
-            model = getattr(named, "from_config", named)(config)
+            model = getattr(class_, "from_config", class_)(config)
         self._shapes = {name: tuple(part.shape) for name, part in model.state_dict().items()}
         processor = reader.TENSOR_PROCESSORS.get(header.architecture, reader.TensorProcessor)
         self._processor = processor(config=config.to_dict())
@@ -491,7 +492,7 @@ class GgufFiles:
             pieces += [self._data(entry, start, min(SAMPLE, _bytes(entry))).tobytes() for start in (0, last // 2, last)]
         return b"".join(pieces)
 
-    def _data(self, entry: Entry, start: int, count: int) -> numpy.ndarray[Any, Any]:
+    def _data(self, entry: Entry, start: int, count: int) -> NDArray[numpy.uint8]:
         """Read `count` bytes of a tensor from `start`. Raises ModelError if the file changed since it was opened."""
         self._file.check()
         values = numpy.fromfile(self._file.path, numpy.uint8, count, offset=self._header.data + entry.offset + start)
@@ -543,7 +544,7 @@ def read_once() -> Iterator[None]:
     original: Any = library.GGUFReader
 
     class Plain(original):  # type: ignore[misc]  # a class of a package that ships no types
-        def __setattr__(self, name: str, value: Any) -> None:
+        def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, numpy.asarray(value) if name == "data" else value)
 
     once = cache(Plain)

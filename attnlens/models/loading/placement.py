@@ -120,7 +120,7 @@ def dtype_of(name: str, config: PreTrainedConfig, device: torch.device) -> torch
     return dtype
 
 
-def check_device_map(options: Mapping[str, Any]) -> None:
+def check_device_map(options: Mapping[str, object]) -> None:
     """Raise UsageError for arguments of `load` that contradict --device-map, and for --max-cpu-memory without it."""
     checked(SpreadRequest, {name: options[name] for name in SpreadRequest.__annotations__ if options[name] is not None})
     if options["device_map"] is None:

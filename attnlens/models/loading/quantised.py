@@ -316,7 +316,7 @@ def _state(parts: Parts) -> dict[str, Any]:
     return state
 
 
-def _largest(parts: Parts, state: Mapping[str, Any]) -> Tensor:
+def _largest(parts: Parts, state: Settings) -> Tensor:
     """Return absmax of each block, decoded if it is itself stored as codes with map, absmax per block and offset."""
     absmax = parts.get(".absmax")
     if absmax is None:

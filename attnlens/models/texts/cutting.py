@@ -243,15 +243,15 @@ def _build_batches(loaded: Loaded, feed: Feed, rows: TokenRows, count: int, size
 def _build_batch(loaded: Loaded, feed: Feed, rows: TokenRows, span: range) -> Batch:
     """Build one batch of sequences, each preceded by the same placeholders of images and sounds."""
     model, part = loaded.model, slice(span.start, span.stop)
-    standing = feed.placeholders(span.start)
-    before = ids_of(standing) if rows.ids else []
+    placeholders = feed.placeholders(span.start)
+    before = ids_of(placeholders) if rows.ids else []
     id_rows = [[*before, *row] for row in rows.ids[part]]
     inputs = feed.take(span)
     if id_rows:
         choices = (getattr(loaded.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
         padding = next((choice for choice in choices if choice is not None), 0)  # the mask hides padding
         ids, mask = token_tensors(id_rows, padding)
-        inputs |= text_inputs(model, ids, mask, len(before)) | types_of(model, standing, ids)
+        inputs |= text_inputs(model, ids, mask, len(before)) | types_of(model, placeholders, ids)
     if rows.types and "token_type_ids" in signature(model.forward).parameters:
         inputs["token_type_ids"] = token_tensors([[*[0] * len(before), *row] for row in rows.types[part]], 0)[0]
     return Batch(placed(model, inputs), tuple(map(len, id_rows)), rows.names[part], len(before))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from attnlens.models.loading import Loaded
 
 Modality = Literal["image", "audio"]
+Processor = Callable[..., Mapping[str, object]]
+"""transformers' image processor or feature extractor: from images or sounds to tensors."""
 INPUTS: dict[Modality, tuple[str, ...]] = {
     "image": ("pixel_values", "flattened_patches", "pixel_values_videos"),
     "audio": ("input_values", "input_features"),
@@ -72,7 +74,7 @@ RATE = 16_000
 """Samples per second if the processor does not give its rate, and length of a random sound without a processor."""
 UNPREPARED = (*FAILURES, OSError, ImportError, MemoryError, StrictDataclassError)
 """Errors of processors, whose settings come from the checkpoint."""
-Standing = tuple[tuple[Modality, int, int], ...]
+Placeholders = tuple[tuple[Modality, int, int], ...]
 """Placeholders before a text: modality, id, and how many of it."""
 
 
@@ -80,11 +82,11 @@ Standing = tuple[tuple[Modality, int, int], ...]
 class Media:
     """Images and sounds that a model can be fed."""
 
-    readers: Mapping[Modality, Any] = field(default_factory=dict)
+    processors: Mapping[Modality, Processor | None] = field(default_factory=dict)
     """The checkpoint's processor of each modality that is fed; None for random numbers of the shape in the config."""
     names: frozenset[str] = frozenset()
     """Keyword arguments of the forward pass for these modalities."""
-    before: Standing = ()
+    before: Placeholders = ()
     """Placeholders before each text."""
     notes: tuple[str, ...] = ()
     """One sentence for each modality that is not fed, or not prepared by a processor."""
@@ -110,16 +112,16 @@ def _find_media(model: PreTrainedModel, folder: Path | None) -> Media:
     """Try each modality with the checkpoint's processor, else with random numbers, and keep those that work."""
     media, notes = Media(), list[str]()
     for modality in modalities(model):
-        reader, problem = None, ""
+        processor, problem = None, ""
         try:
-            reader = load_processor(model, modality, folder)
-            inputs = _make_up(model, modality, reader, 0, 0)
+            processor = load_processor(model, modality, folder)
+            inputs = _make_up(model, modality, processor, 0, 0)
         except ModelError as error:
-            reader, problem = None, error.problem
+            processor, problem = None, error.problem
         try:
             if problem:
                 inputs = _make_up(model, modality, None, 0, 0)
-            candidate = Media({modality: reader}, frozenset(inputs), alone=not PACKED.isdisjoint(inputs))
+            candidate = Media({modality: processor}, frozenset(inputs), alone=not PACKED.isdisjoint(inputs))
             if reads_ids(model) and not hasattr(model, "get_text_features"):  # CLIP puts no image among its ids
                 candidate = replace(candidate, before=((modality, *_count_parts(model, modality, inputs)),))
                 _try(model, candidate)
@@ -135,7 +137,7 @@ def _find_media(model: PreTrainedModel, folder: Path | None) -> Media:
         if problem:
             notes.append(f"Each {modality} is random numbers of the shape in config.json. No processor: {problem}")
         names, before = media.names | candidate.names, media.before + candidate.before
-        media = Media({**media.readers, **candidate.readers}, names, before, alone=media.alone or candidate.alone)
+        media = Media({**media.processors, **candidate.processors}, names, before, alone=media.alone or candidate.alone)
     return replace(media, notes=tuple(notes))
 
 
@@ -147,8 +149,8 @@ def modalities(model: PreTrainedModel) -> list[Modality]:
 def without_placeholders(media: Media) -> Media:
     """Return `media` without the modalities that have placeholder ids."""
     removed = {modality for modality, _, _ in media.before}
-    readers = {modality: reader for modality, reader in media.readers.items() if modality not in removed}
-    return replace(media, readers=readers, before=(), alone=media.alone and "image" not in removed)
+    processors = {modality: processor for modality, processor in media.processors.items() if modality not in removed}
+    return replace(media, processors=processors, before=(), alone=media.alone and "image" not in removed)
 
 
 class Feed:
@@ -165,10 +167,10 @@ class Feed:
         """Start random inputs at draw number `skip`."""
         self.media, self.files = media, files or {}
         self._model, self._seed, self._skip = model, seed, skip
-        self._drawn = [modality for modality in media.readers if modality not in self.files]
-        self._digests = {modality: sha256() for modality in self._drawn}
+        self._random = [modality for modality in media.processors if modality not in self.files]
+        self._digests = {modality: sha256() for modality in self._random}
 
-    def placeholders(self, number: int) -> Standing:
+    def placeholders(self, number: int) -> Placeholders:
         """Return the placeholders before the text of a sequence."""
         placeholders = [placeholder for placeholder in self.media.before if placeholder[0] not in self.files]
         for modality, inputs in self.files.items():
@@ -186,11 +188,12 @@ class Feed:
         each = []
         for number in numbers:
             inputs = dict[str, Tensor]()
-            for modality in self._drawn:
-                drawn = _make_up(self._model, modality, self.media.readers[modality], self._seed, number + self._skip)
-                for value in drawn.values():
+            for modality in self._random:
+                processor = self.media.processors[modality]
+                random = _make_up(self._model, modality, processor, self._seed, number + self._skip)
+                for value in random.values():
                     self._digests[modality].update(value.numpy().tobytes())
-                inputs |= drawn
+                inputs |= random
             for modality in self.files:
                 inputs |= self.files[modality][number]
             each.append(inputs)
@@ -211,17 +214,17 @@ def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tupl
     if modality not in modalities(loaded.model):
         problem = f"{loaded.info.id} does not read {modality} input: --{modality} would be ignored."
         raise UsageError(problem, f"Leave out --{modality}.")
-    reader = load_processor(loaded.model, modality, loaded.folder)
+    processor = load_processor(loaded.model, modality, loaded.folder)
     inputs, records = list[dict[str, Tensor]](), list[Text]()
     for path in paths:
         content = read_bytes(with_home(path), TextError, SAY[modality], most=LARGEST_FILE)
-        raw: Any = [_read_image(path, content)] if modality == "image" else _samples(path, content, _rate(reader))
-        inputs.append(_process(loaded.model, modality, reader, raw, path))
+        raw = [_read_image(path, content)] if modality == "image" else _samples(path, content, _rate(processor))
+        inputs.append(_process(loaded.model, modality, processor, raw, path))
         records.append(Text(name=Path(path).name, sha256=sha256(content).hexdigest(), windows=[0]))
     return inputs, records
 
 
-def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | None) -> Any:
+def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | None) -> Processor:
     """Load the checkpoint's image or audio processor, from local files and without running the checkpoint's code.
 
     Raises ModelError if there is no processor, or it can't be loaded.
@@ -241,37 +244,42 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
     if any("auto_map" in read_json(Path(file)) for file in files):
         problem = f"The processor of {place} is code in the checkpoint, which attnlens does not run."
         raise ModelError(problem, f"Prepare the {modality}s yourself, and give them to attnlens.capture in Python.")
-    kind: Any = AutoImageProcessor if modality == "image" else AutoFeatureExtractor
+    class_: Any = AutoImageProcessor if modality == "image" else AutoFeatureExtractor
     try:
         with _bounded_memory():
-            return kind.from_pretrained(Path(files[0]).parent, local_files_only=True, trust_remote_code=False)
+            processor: Processor = class_.from_pretrained(
+                Path(files[0]).parent, local_files_only=True, trust_remote_code=False
+            )
+            return processor
     except UNPREPARED as error:
         problem = f"{place} has no processor for {modality} input that can be loaded: {first_line(error)}"
         raise ModelError(problem, f"Mend {files[0]}, or leave out --{modality}.") from error
 
 
-def _make_up(model: PreTrainedModel, modality: Modality, reader: Any, seed: int, number: int) -> dict[str, Tensor]:
+def _make_up(
+    model: PreTrainedModel, modality: Modality, processor: Processor | None, seed: int, number: int
+) -> dict[str, Tensor]:
     """Return the inputs of one random image or sound, which depend only on seed and number.
 
     Raises ModelError if the processor fails, TextError if there is no processor and the shape is unknown.
     """
     draws = np.random.default_rng([seed % 2**63, number])  # numpy takes no negative seeds
-    if reader is None:
+    if processor is None:
         numbers = draws.standard_normal(_shape(model, modality), np.float32)
         return {_input_name(model, modality): torch.from_numpy(numbers)[None]}
     if modality == "audio":
-        raw: Any = draws.normal(0, 0.1, _rate(reader)).astype(np.float32)
-    else:
-        frames = _input_name(model, modality) == model.main_input_name and setting(model, "num_frames")
-        height, width = (side if type(side) is int and 0 < side < IMAGE_SIZE else IMAGE_SIZE for side in _sides(model))
-        raw = [
-            Image.fromarray(draws.integers(0, 256, (COLOURS, COLOURS, 3), np.uint8)).resize((width, height))
-            for _ in range(frames if frames in range(1, MOST_FRAMES + 1) else 1)
-        ]
-    return _process(model, modality, reader, raw, "a random one")
+        samples = draws.normal(0, 0.1, _rate(processor)).astype(np.float32)
+        return _process(model, modality, processor, samples, "a random sound")
+    frames = _input_name(model, modality) == model.main_input_name and setting(model, "num_frames")
+    height, width = (side if type(side) is int and 0 < side < IMAGE_SIZE else IMAGE_SIZE for side in _sides(model))
+    images = [
+        Image.fromarray(draws.integers(0, 256, (COLOURS, COLOURS, 3), np.uint8)).resize((width, height))
+        for _ in range(frames if frames in range(1, MOST_FRAMES + 1) else 1)
+    ]
+    return _process(model, modality, processor, images, "a random image")
 
 
-def _sides(model: PreTrainedModel) -> tuple[Any, Any]:
+def _sides(model: PreTrainedModel) -> tuple[object, object]:
     """Return the height and width of an image by the config, as the file has them; IMAGE_SIZE if it names none."""
     size = setting(model, "image_size", "crop_size", "input_size", "img_size") or IMAGE_SIZE
     if isinstance(size, dict):
@@ -335,24 +343,26 @@ def _samples(path: str, content: bytes, expected: int) -> Float[np.ndarray, " sa
     return samples
 
 
-def _rate(reader: Any) -> int:
+def _rate(processor: Processor) -> int:
     """Return the samples per second that a processor expects; RATE if it gives none, or an invalid number."""
-    rate = getattr(reader, "sampling_rate", None)
+    rate = getattr(processor, "sampling_rate", None)
     return rate if isinstance(rate, int) and 0 < rate <= LARGEST_INPUT else RATE
 
 
-def _process(model: PreTrainedModel, modality: Modality, reader: Any, raw: Any, name: str) -> dict[str, Tensor]:
+def _process(
+    model: PreTrainedModel, modality: Modality, processor: Processor, raw: Sequence[object] | np.ndarray, name: str
+) -> dict[str, Tensor]:
     """Apply the processor to pictures or samples; return its tensors, keyed by the model's parameter names."""
     names = _parameters(model)
     try:
         with _bounded_memory():
             if modality == "image":
-                result = dict(reader(images=raw, return_tensors="pt"))
+                result = dict(processor(images=raw, return_tensors="pt"))
             else:
-                options = {"sampling_rate": _rate(reader), "return_tensors": "pt"}
-                if names.get("attention_mask") in MASKS and "return_attention_mask" in signature(reader).parameters:
+                options = {"sampling_rate": _rate(processor), "return_tensors": "pt"}
+                if names.get("attention_mask") in MASKS and "return_attention_mask" in signature(processor).parameters:
                     options["return_attention_mask"] = True
-                result = dict(reader(raw, **options))
+                result = dict(processor(raw, **options))
     except UNPREPARED as error:
         problem = f"The model's processor fails on {name}: {first_line(error)}"
         raise ModelError(problem, "Give another file, or leave it out.") from error
@@ -412,9 +422,9 @@ def setting(model: PreTrainedModel, *names: str) -> Any:
     return None
 
 
-def ids_of(standing: Standing) -> list[int]:
+def ids_of(placeholders: Placeholders) -> list[int]:
     """Return the placeholder ids of images and sounds."""
-    return [number for _, number, count in standing for _ in range(count)]
+    return [id_ for _, id_, count in placeholders for _ in range(count)]
 
 
 def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
@@ -468,13 +478,13 @@ def plain_ids(model: PreTrainedModel, count: int) -> list[int]:
     return [id_ for id_ in range(10, 10 + count + len(placeholders)) if id_ not in placeholders][:count]
 
 
-def types_of(model: PreTrainedModel, standing: Standing, ids: Tensor) -> dict[str, Tensor]:
+def types_of(model: PreTrainedModel, placeholders: Placeholders, ids: Tensor) -> dict[str, Tensor]:
     """Return `mm_token_type_ids`, the modality of each id, if the model's forward pass has this parameter."""
-    if not standing or "mm_token_type_ids" not in signature(model.forward).parameters:
+    if not placeholders or "mm_token_type_ids" not in signature(model.forward).parameters:
         return {}
     types = ids.new_zeros(ids.shape)
     numbers = {"image": 1, "audio": 3}  # text is 0
-    known = [numbers[modality] for modality, _, count in standing for _ in range(count)]
+    known = [numbers[modality] for modality, _, count in placeholders for _ in range(count)]
     types[:, : len(known)] = types.new_tensor(known)
     return {"mm_token_type_ids": types}
 

@@ -72,7 +72,7 @@ def tasks_of(model: PreTrainedModel) -> list[Task]:
     def registered(mapping: str) -> Collection[type]:
         """Return the classes that were registered at run time, such as those of `study`."""
         # _extra_content, private in transformers: no public method lists only these
-        classes: dict[Any, type] = getattr(getattr(auto, mapping, None), "_extra_content", {})
+        classes: dict[type, type] = getattr(getattr(auto, mapping, None), "_extra_content", {})
         return classes.values()
 
     name = type(model).__name__
