@@ -21,7 +21,7 @@ from attnlens.models import loading, texts
 from attnlens.models.loading.configs import kind_of
 from attnlens.models.texts import cutting
 from attnlens.models.texts.sequences import position_limit
-from attnlens.models.texts.sources import BLOCKS, DEMO, LONGEST, thinned
+from attnlens.models.texts.sources import BLOCKS, DEMO, LONGEST, thin_text
 from attnlens.records import ModelInfo
 
 WRAPPED = ("bert", "roberta", "albert", "t5", "llama", "gpt2")
@@ -193,11 +193,11 @@ def test_other_windows_of_the_same_text_are_apart_and_turns_are_disjoint() -> No
 
 def test_a_very_long_text_is_read_in_blocks_spread_over_it() -> None:
     text = content("".join(f"{number:07d} " for number in range(LONGEST // 4)))
-    spread, first = thinned(text, spread=True).text, thinned(text, spread=False).text
+    spread, first = thin_text(text, spread=True).text, thin_text(text, spread=False).text
     assert len(spread) == LONGEST + BLOCKS - 1
     assert spread.endswith(text.text[-100:])
     assert first == text.text[:LONGEST]
-    assert thinned(content(PROSE), spread=True) == content(PROSE)
+    assert thin_text(content(PROSE), spread=True) == content(PROSE)
 
 
 def test_repeated_text_is_told() -> None:
@@ -235,8 +235,8 @@ def test_readable_texts_beside_a_foreign_one_do_not_let_it_in() -> None:
 
 
 def test_a_text_is_tokenized_once_until_it_is_cut_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut, honest = [], cutting.windows
-    monkeypatch.setattr(cutting, "windows", lambda *given, **how: cut.append(how) or honest(*given, **how))
+    cut, honest = [], cutting.cut_windows
+    monkeypatch.setattr(cutting, "cut_windows", lambda *given, **how: cut.append(how) or honest(*given, **how))
     text, model, other = content(PROSE), reading("gpt2"), reading("bert")
     first, rest = texts.Cut(tokens=16, sequences=4), texts.Cut(tokens=16, sequences=8)
     evaluated = texts.batches(model, [text], first)

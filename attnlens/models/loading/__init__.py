@@ -255,7 +255,7 @@ def _build_from_shapes(place: Location, dtype: str, trust_remote_code: bool, ada
 
 def _refuse_swapped(place: Location) -> None:
     if SWAPPED in names_in(place.folder):
-        problem = f"{place.folder} holds a model saved with another kernel (--save), which would be left out here."
+        problem = f"{place.folder} contains a model saved with another kernel (--save), which would be left out here."
         raise ModelError(problem, "Use attnlens.load_swapped in Python.")
     if "attnlens_primal" in place.config:
         problem = f"{place.id} is a model with primal layers, which have no attention to analyse."

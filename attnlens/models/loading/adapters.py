@@ -54,7 +54,7 @@ WITHOUT_EFFECT = {
     "fan_in_fan_out",  # peft decides it by the layer's class
 }
 """Settings that do not change how the stored tensors are merged."""
-SAY_FOLDER = f"Give the folder that holds {ADAPTER_CONFIG} and {TENSORS}, or its hub id."
+SAY_FOLDER = f"Give the folder with {ADAPTER_CONFIG} and {TENSORS}, or its hub id."
 SAY_MERGE = "Merge it with merge_and_unload of the package peft, save that model, and give its folder as MODEL."
 SAY_AGAIN = "Get the adapter again."
 
@@ -293,7 +293,7 @@ def _expanded(
     Raises ModelError if the model lacks an adapted module, or settings and tensors name different modules.
     """
     from peft import LoraConfig
-    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.tuners.tuners_utils import check_target_module_exists  # peft's own rule, which its documentation omits
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 

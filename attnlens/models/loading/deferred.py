@@ -27,7 +27,7 @@ from huggingface_hub.utils import build_hf_headers, get_session
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_bytes
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # private: torch's only tensors of shapes
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -218,7 +218,7 @@ def widen(model: PreTrainedModel) -> None:
     """Convert the model's floating-point tensors to float64, with or without numbers; tied tensors stay tied."""
     wide: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
-        for name, part in module._parameters.items():
+        for name, part in module._parameters.items():  # private in torch, whose .double() fails on tensors of shapes
             if part is not None and part.is_floating_point():
                 if part not in wide:
                     wide[part] = nn.Parameter(part.detach().double(), requires_grad=False)
@@ -229,7 +229,7 @@ def widen(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def unspoken() -> Iterator[None]:
+def mute_shape_errors() -> Iterator[None]:
     """Silence torch's messages on stderr about shape computations that need numbers; our own errors report them."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level

@@ -453,7 +453,8 @@ class GgufFiles:
         import torch
 
         self._file, self._header = WatchedFile(path), header
-        reader: Any = import_module("transformers.modeling_gguf_pytorch_utils")  # it has no types
+        # not documented by transformers, which offers no function for a single tensor; it has no types either
+        reader: Any = import_module("transformers.modeling_gguf_pytorch_utils")
         with torch.device("meta"):  # an Auto class builds a model by from_config, another class by its constructor
             model = getattr(class_, "from_config", class_)(config)
         self._shapes = {name: tuple(part.shape) for name, part in model.state_dict().items()}

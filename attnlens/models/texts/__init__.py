@@ -7,8 +7,15 @@ Imported by: hooks/, runs and lab.
 """
 
 from attnlens.models.texts.cutting import batches, placeholder, reads_noise, reads_text
-from attnlens.models.texts.media import media_of, plain_ids, standing_ids
-from attnlens.models.texts.sequences import CHARACTERS, decodes_text, foreign_notes, vocabulary, wanted, window_length
+from attnlens.models.texts.media import media_of, placeholder_ids, plain_ids
+from attnlens.models.texts.sequences import (
+    CHARACTERS,
+    decodes_text,
+    foreign_notes,
+    required_inputs,
+    vocabulary,
+    window_length,
+)
 from attnlens.models.texts.sources import Content, read, read_each, sample
 from attnlens.models.texts.windows import (
     MOST_SHARED,

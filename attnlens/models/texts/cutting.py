@@ -19,32 +19,32 @@ from attnlens.models.texts.media import (
     Modality,
     ids_of,
     media_of,
-    placed,
+    move_inputs,
+    placeholder_ids,
     read_files,
-    standing_ids,
     types_of,
     without_placeholders,
 )
 from attnlens.models.texts.sequences import (
     CHARACTERS,
     WindowedText,
-    chosen,
+    choose_windows,
+    cut_lines,
+    cut_pairs,
+    cut_windows,
     decodes_text,
-    lines,
-    not_made,
-    pairs,
+    describe_missing_inputs,
     reads_ids,
     refuse_foreign,
-    shares,
+    required_inputs,
+    split_evenly,
     text_inputs,
     token_tensors,
     unknown_shares,
     vocabulary,
-    wanted,
     window_length,
-    windows,
 )
-from attnlens.models.texts.sources import Content, thinned
+from attnlens.models.texts.sources import Content, thin_text
 from attnlens.models.texts.windows import Batch, Batches, Cut
 from attnlens.records import Text
 
@@ -149,8 +149,8 @@ def _checked_media(loaded: Loaded) -> Media:
     """Return the model's images and sounds. Raises TextError if it requires an input that attnlens can't make up."""
     media = media_of(loaded.model, loaded.folder)
     available = (*media.names, *IDS * reads_text(loaded))
-    if missing := [name for name in wanted(loaded.model) if name not in available]:
-        raise TextError(*not_made(loaded.model, missing))
+    if missing := [name for name in required_inputs(loaded.model) if name not in available]:
+        raise TextError(*describe_missing_inputs(loaded.model, missing))
     return media
 
 
@@ -174,7 +174,7 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, b
     rows: list[list[int]] = []
     if reads_text(loaded):
         draws = Random(seed)  # noqa: S311  # not for cryptography
-        known, placeholders = vocabulary(loaded.model) or CHARACTERS, standing_ids(loaded.model)
+        known, placeholders = vocabulary(loaded.model) or CHARACTERS, placeholder_ids(loaded.model)
         usable = (number for number in iter(lambda: draws.randrange(known), None) if number not in placeholders)
         rows = [[next(usable) for _ in range(tokens)] for _ in range(sequences)]
     feed = Feed(loaded.model, without_placeholders(media) if bare else media, seed)
@@ -193,10 +193,12 @@ def _cut_texts(
     cuttings = [_cut_text(loaded, content, length, cut) for content in contents]
     digests = [sha256(content.text.encode()).hexdigest() for content in contents]
     skips = [taken.get(digest, frozenset()) for digest in digests]
-    counts = shares([len(cutting) - len(used) for cutting, used in zip(cuttings, skips, strict=True)], cut.sequences)
+    counts = split_evenly(
+        [len(cutting) - len(used) for cutting, used in zip(cuttings, skips, strict=True)], cut.sequences
+    )
     rows, types, names, texts = list[list[int]](), list[list[int]](), list[str](), list[Text]()
     for content, cutting, used, count, digest in zip(contents, cuttings, skips, counts, digests, strict=True):
-        numbers = chosen(len(cutting), count, cut.placement, cut.seed, used)[cut.turn[0] :: cut.turn[1]]
+        numbers = choose_windows(len(cutting), count, cut.placement, cut.seed, used)[cut.turn[0] :: cut.turn[1]]
         rows += [cutting[number][0] for number in numbers]
         types += [cutting[number][1] for number in numbers if cut.pairs]
         names += [content.name] * len(numbers)
@@ -222,13 +224,13 @@ def _cut_text(loaded: Loaded, content: Content, length: int, cut: Cut) -> Cuttin
             problem = f"This model has no usable tokenizer: {loaded.tokenizer_problem}."
             raise TextError(problem, "Put its tokenizer files beside its weights, or use --source weights.")
         content.cuttings.clear()  # each checkpoint of a series has its own tokenizer, so results would pile up
-        thin = thinned(content, spread=is_spread)
+        thin = thin_text(content, spread=is_spread)
         if cut.pairs:
-            content.cuttings[key] = pairs(tokenizer, thin, tokens=length)
+            content.cuttings[key] = cut_pairs(tokenizer, thin, tokens=length)
         elif cut.pack:
-            content.cuttings[key] = windows(tokenizer, thin, tokens=length)
+            content.cuttings[key] = cut_windows(tokenizer, thin, tokens=length)
         else:
-            content.cuttings[key] = [(ids, []) for ids in lines(tokenizer, thin, tokens=length)]
+            content.cuttings[key] = [(ids, []) for ids in cut_lines(tokenizer, thin, tokens=length)]
     cuttings: Cuttings = content.cuttings[key]
     return cuttings
 
@@ -254,4 +256,4 @@ def _build_batch(loaded: Loaded, feed: Feed, rows: TokenRows, span: range) -> Ba
         inputs |= text_inputs(model, ids, mask, len(before)) | types_of(model, placeholders, ids)
     if rows.types and "token_type_ids" in signature(model.forward).parameters:
         inputs["token_type_ids"] = token_tensors([[*[0] * len(before), *row] for row in rows.types[part]], 0)[0]
-    return Batch(placed(model, inputs), tuple(map(len, id_rows)), rows.names[part], len(before))
+    return Batch(move_inputs(model, inputs), tuple(map(len, id_rows)), rows.names[part], len(before))

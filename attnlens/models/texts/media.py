@@ -26,7 +26,7 @@ from attnlens.files import read_bytes, shortened, with_home
 from attnlens.models.loading.hub import first_line
 from attnlens.models.loading.locate import read_json
 from attnlens.models.loading.placement import device_of_inputs
-from attnlens.models.texts.sequences import not_made, reads_ids, text_inputs, wanted
+from attnlens.models.texts.sequences import describe_missing_inputs, reads_ids, required_inputs, text_inputs
 from attnlens.models.texts.windows import PACKED
 from attnlens.records import Text
 
@@ -126,7 +126,7 @@ def _find_media(model: PreTrainedModel, folder: Path | None) -> Media:
                 candidate = replace(candidate, before=((modality, *_count_parts(model, modality, inputs)),))
                 _try(model, candidate)
         except (TextError, *FAILURES) as error:
-            needed = _input_name(model, modality) in wanted(model)
+            needed = _input_name(model, modality) in required_inputs(model)
             if is_memory(error) or (needed and isinstance(error, TextError)):
                 raise
             if not needed:
@@ -233,6 +233,7 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
     from transformers.utils.hub import cached_file
 
     place, files = folder or model.name_or_path, list[str]()
+    # private options of transformers: return None for a missing file, and the commit that the model was loaded from
     options: dict[str, Any] = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
     with suppress(OSError):  # neither a folder nor in the hub's cache
         revision = getattr(model.config, "_commit_hash", None)
@@ -253,7 +254,7 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
             return processor
     except UNPREPARED as error:
         problem = f"{place} has no processor for {modality} input that can be loaded: {first_line(error)}"
-        raise ModelError(problem, f"Mend {files[0]}, or leave out --{modality}.") from error
+        raise ModelError(problem, f"Correct {files[0]}, or leave out --{modality}.") from error
 
 
 def _make_up(
@@ -304,7 +305,7 @@ def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
     elif setting(model, "num_mel_bins") and setting(model, "max_source_positions"):  # Whisper's encoder halves them
         shape = setting(model, "num_mel_bins"), 2 * setting(model, "max_source_positions")
     if not shape:
-        raise TextError(*not_made(model, [name]))
+        raise TextError(*describe_missing_inputs(model, [name]))
     if not all(isinstance(side, int) and side > 0 for side in shape) or prod(shape) > LARGEST_INPUT:
         sizes = " × ".join(shortened(str(side)) for side in shape)
         problem = f"The config asks for {name} of {sizes} numbers, which attnlens does not make up."
@@ -439,7 +440,7 @@ def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str
     run = getattr(owners[-1], FEATURES[modality])  # the innermost module's method lists all parameters by name
     parameters = signature(run).parameters
     with torch.no_grad():
-        result: Any = run(**{name: value for name, value in placed(model, inputs).items() if name in parameters})
+        result: Any = run(**{name: value for name, value in move_inputs(model, inputs).items() if name in parameters})
     features = result if isinstance(result, list | tuple | torch.Tensor) else result.pooler_output
     return token, sum(value.shape[:-1].numel() for value in _tensors(features))
 
@@ -451,7 +452,7 @@ def _try(model: PreTrainedModel, media: Media) -> None:
     inputs = Feed(model, media, 0).take([0]) | types_of(model, media.before, ids)
     inputs |= text_inputs(model, ids, torch.ones_like(ids), len(before))
     with torch.no_grad():
-        model(**placed(model, inputs))
+        model(**move_inputs(model, inputs))
 
 
 def _failure(error: Exception) -> str:
@@ -467,14 +468,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(inner)
 
 
-def standing_ids(model: PreTrainedModel) -> set[int]:
+def placeholder_ids(model: PreTrainedModel) -> set[int]:
     """Return the placeholder ids for parts of images and sounds."""
     return {token for names in TOKENS.values() for name in names if (token := setting(model, name)) is not None}
 
 
 def plain_ids(model: PreTrainedModel, count: int) -> list[int]:
     """Return the first `count` ids from 10 on that are not placeholders."""
-    placeholders = standing_ids(model)
+    placeholders = placeholder_ids(model)
     return [id_ for id_ in range(10, 10 + count + len(placeholders)) if id_ not in placeholders][:count]
 
 
@@ -489,7 +490,7 @@ def types_of(model: PreTrainedModel, placeholders: Placeholders, ids: Tensor) ->
     return {"mm_token_type_ids": types}
 
 
-def placed(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def move_inputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Move inputs to the model's device, and convert floating-point inputs to its number type."""
     device = device_of_inputs(model)
     dtype = model.dtype

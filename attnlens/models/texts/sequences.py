@@ -53,7 +53,7 @@ def text_inputs(
         inputs |= {"input_ids": ids, "inputs": ids, "attention_mask": mask}
     if decodes_text(model):
         decoder_text, seen = ids[:, start:], mask[:, start:]
-        decoder_ids = shifted(model, decoder_text) if reads_ids(model) else decoder_text
+        decoder_ids = shift_right(model, decoder_text) if reads_ids(model) else decoder_text
         inputs |= {"decoder_input_ids": decoder_ids, "decoder_attention_mask": seen}
     parameters = set(signature(model.forward).parameters)
     parameters -= {"inputs"} if "input_ids" in parameters else set()
@@ -81,7 +81,7 @@ def vocabulary(model: PreTrainedModel) -> int | None:
     return size
 
 
-def wanted(model: PreTrainedModel) -> list[str]:
+def required_inputs(model: PreTrainedModel) -> list[str]:
     """Return the required parameters of the model's forward pass; its main input if no parameter is required."""
     parameters = signature(model.forward).parameters.items()
     needed = [name for name, it in parameters if it.default is it.empty and it.kind is it.POSITIONAL_OR_KEYWORD]
@@ -89,7 +89,7 @@ def wanted(model: PreTrainedModel) -> list[str]:
     return needed or (main if isinstance(main, list) else [main])
 
 
-def not_made(model: PreTrainedModel, names: Sequence[str]) -> tuple[str, str]:
+def describe_missing_inputs(model: PreTrainedModel, names: Sequence[str]) -> tuple[str, str]:
     """Return the problem and the remedy of the error for inputs that can't be made up."""
     return (
         f"attnlens can't make up {' and '.join(names)} for a {type(model).__name__}.",
@@ -97,7 +97,7 @@ def not_made(model: PreTrainedModel, names: Sequence[str]) -> tuple[str, str]:
     )
 
 
-def shifted(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:
+def shift_right(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:
     """Shift ids right for a decoder, by the model's method or its start token. Raises TextError if it has neither."""
     method: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     names = ["decoder_start_token_id"]
@@ -154,14 +154,16 @@ def _sentence(name: str, share: float) -> str:
     )
 
 
-def shares(available: Sequence[int], wanted: int) -> list[int]:
+def split_evenly(available: Sequence[int], wanted: int) -> list[int]:
     """Return the number of windows of each text: as equal as possible, `wanted` in total or all available ones."""
     turns = sorted((turn, text) for text, most in enumerate(available) for turn in range(min(most, wanted)))
     counts = Counter(text for _, text in turns[:wanted])
     return [counts[text] for text in range(len(available))]
 
 
-def chosen(available: int, wanted: int, placement: Placement, seed: int, taken: Collection[int] = ()) -> list[int]:
+def choose_windows(
+    available: int, wanted: int, placement: Placement, seed: int, taken: Collection[int] = ()
+) -> list[int]:
     """Return the numbers, ascending, of k = `wanted` windows out of the n `available` ones that are not `taken`.
 
     `spread` is systematic sampling: the window numbers ⌊(i + u)·n/k⌋ for i = 0 … k − 1, u in [0, 1) drawn from `seed`
@@ -205,7 +207,7 @@ class WindowedText:
         return [*self.before, *self.ids[start : start + self.room], *self.after], []
 
 
-def windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> WindowedText:
+def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> WindowedText:
     """Cut the running text into consecutive windows of `tokens` ids, including the special tokens."""
     before, after = special_tokens(tokenizer, content, tokens)
     room = tokens - len(before) - len(after)
@@ -216,7 +218,7 @@ def windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int
     return WindowedText(array("i", ids), room, before, after)
 
 
-def lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[list[int]]:
+def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[list[int]]:
     """Return the ids of all non-empty lines, each with the tokenizer's special tokens, truncated to `tokens` ids.
 
     Lines of fewer than two tokens have no pair of tokens and are left out. Raises TextError if no line is left,
@@ -232,7 +234,9 @@ def lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) 
     return long_enough
 
 
-def pairs(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[tuple[list[int], list[int]]]:
+def cut_pairs(
+    tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int
+) -> list[tuple[list[int], list[int]]]:
     """Return ids and token types of each line's two texts, which the tokenizer joins and truncates to `tokens` ids."""
     rows = []
     for number, line in enumerate(content.text.split("\n"), 1):
@@ -255,9 +259,9 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
     bare, whole = _ids(tokenizer, content, sample, None), _ids(tokenizer, content, sample, 10**6)
     starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
     if not sample:
-        raise TextError(f"The text has nothing left ({content.name}).", "Give a longer or another text.")
+        raise TextError(f"The text contains only white space ({content.name}).", "Give a longer or another text.")
     if not bare or not starts:
-        raise TextError(f"The tokenizer makes no tokens of the text ({content.name}).", "Give another text.")
+        raise TextError(f"The tokenizer returns no tokens for the text ({content.name}).", "Give another text.")
     before, after = whole[: starts[0]], whole[starts[0] + len(bare) :]
     if tokens <= (special := len(before) + len(after)):
         problem = f"{tokens} tokens leave no room for text beside {special} special tokens."
@@ -269,11 +273,11 @@ def window_length(model: PreTrainedModel, tokens: int | None) -> int:
     """Return `tokens` or, if it is None, 128 or the model's number of positions if smaller. Raises UsageError."""
     limit = position_limit(model)
     if limit is not None and limit < 2:
-        raise UsageError(f"The model reads {limit} token, which has no pair to look at.", "Use --source weights.")
+        raise UsageError(f"The model reads only {limit} token, so no pair of tokens.", "Use --source weights.")
     if tokens is None:
         return 128 if limit is None else min(128, limit)
     if tokens < 2:
-        raise UsageError(f"A window of {tokens} tokens has no pair to look at.", "Give at least --length 2.")
+        raise UsageError(f"A window of {tokens} tokens contains no pair of tokens.", "Give at least --tokens 2.")
     if limit is not None and tokens > limit:
         raise UsageError(f"The model reads at most {limit} tokens, not {tokens}.", f"Give at most --length {limit}.")
     return tokens

@@ -168,7 +168,7 @@ def sample(model: str) -> tuple[Content, ...]:
     return tuple(Content(_read_text(str(path), name), name) for path, name in names)
 
 
-def thinned(content: Content, *, spread: bool) -> Content:
+def thin_text(content: Content, *, spread: bool) -> Content:
     """Return the text or, if it is longer than LONGEST, its beginning or (`spread`) BLOCKS pieces spread over it."""
     length, size = len(content.text), LONGEST // BLOCKS
     if length <= LONGEST:

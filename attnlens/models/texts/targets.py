@@ -132,7 +132,7 @@ def states_of(result: Any) -> Float[Tensor, "batch ... d_model"]:
     return first if states is None else states
 
 
-def asking(task: Task) -> dict[str, bool]:
+def output_options(task: Task) -> dict[str, bool]:
     """Return the arguments of a forward pass with which its output contains the hidden states for `states_of`."""
     return {"output_hidden_states": True} if task == "hidden" else {}
 
