@@ -237,7 +237,8 @@ def _build_from_shapes(place: Location, dtype: str, trust_remote_code: bool, ada
     stored = check_files(place, trust_remote_code)
     with quiet(), no_kernels(), read_once() if place.gguf else nullcontext():
         config, method = load_config(place, trust_remote_code), method_of(place)
-        files = open_files(place, config)
+        with limited_size(place, stored):  # to map the names in a GGUF file, the model is built on the meta device
+            files = open_files(place, config)
         if not isinstance(files, GgufFiles):
             stored = files.stored
         if method is not None:
