@@ -193,7 +193,7 @@ class Location:
     """Name of the weight file in that folder, or of the index of its shards."""
     revision: str | None = None
     """The commit of a hub model."""
-    named: bool = False
+    trusts_link: bool = False
     """True if the user named the weight file itself; a symlink is then trusted."""
     urls: tuple[tuple[str, str], ...] = ()
     """(name, URL) of each weight file of a hub model whose weights were not downloaded."""
@@ -205,7 +205,7 @@ class Location:
         Raises ModelError if the index is unreadable or invalid, or if a file is missing or links out of the folder.
         """
         if not self.file.endswith(".json"):
-            return (weight_file(self.folder, self.file, may_lead_out=self.named),)
+            return (weight_file(self.folder, self.file, may_lead_out=self.trusts_link),)
         shards = shards_in(self.folder / self.file, SUFFIXES[self.form])
         return tuple(weight_file(self.folder, name) for name in shards)
 
@@ -262,7 +262,7 @@ def _is_adapter(names: Collection[str]) -> bool:
 def _in_file(name: str, path: Path) -> Location:
     """Locate a single weight file; a safetensors file takes its config and tokenizer from its folder."""
     if path.suffix == ".gguf":
-        return Location(name, path.parent, "gguf", path.name, named=True)
+        return Location(name, path.parent, "gguf", path.name, trusts_link=True)
     if path.suffix != ".safetensors":
         raise ModelError(f"{path} is neither a .gguf nor a .safetensors file.", SAY_PATH)
     if not (path.parent / CONFIG).is_file():
@@ -270,7 +270,7 @@ def _in_file(name: str, path: Path) -> Location:
     index = path.parent / SHARDED
     if index.is_file() and path.name in shards_in(index, SUFFIXES["safetensors"]):
         return Location(name, path.parent, "safetensors", SHARDED)
-    return Location(name, path.parent, "safetensors", path.name, named=True)
+    return Location(name, path.parent, "safetensors", path.name, trusts_link=True)
 
 
 def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: bool, leave_weights: bool) -> Location:

@@ -15,6 +15,7 @@ from attnlens.arguments import DATASETS, DatasetRows, dataset_rows
 from attnlens.errors import TextError, UsageError
 from attnlens.files import read_bytes, read_stream, shortened, with_home
 from attnlens.models.loading.hub import reachable
+from attnlens.models.loading.locate import DEMO
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """Pattern of a dataset's name on the hub; a name without an owner could mean one of the library's file readers."""
@@ -100,7 +101,6 @@ def _values(table: Iterable[Mapping[str, object]], rows: DatasetRows) -> Iterato
         yield value
 
 
-DEMO = Path(__file__).parent.parent / "demo"
 SAMPLES = Path(__file__).parent.parent / "samples"
 SAMPLE_NAMES = {
     DEMO / "text.txt": "King James passages",
