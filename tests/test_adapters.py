@@ -337,7 +337,7 @@ FAULTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "changed base": (_said(init_lora_weights="pissa"), ("'pissa'", "merge_and_unload")),
     "unknown setting": (_said(trainable_token_indices=[3]), ("trainable_token_indices",)),
     "parameters": (_said(target_parameters=["x"]), ("target_parameters",)),
-    "endless rank": (_said(r=10**12), ("where 1000000000000 × 32 belongs",)),
+    "endless rank": (_said(r=10**12), ("instead of 1000000000000 × 32",)),
     "rank of none": (_said(r=0), ("the value passed is 0",)),
     "α of text": (_said(lora_alpha="16"), ("lora_alpha = '16'",)),
     "rank pattern": (_said(rank_pattern={"q_proj": 5}), ("belongs", "other settings")),

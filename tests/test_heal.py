@@ -93,7 +93,7 @@ def test_lines_that_leave_nothing_for_calibration_are_refused(demo, tmp_path):
     text.write_text("In the beginning God created the heaven\n" * 3)
     read = {"text": str(text), "pack": False, "windows": 3, "length": 8}
     assert swap_kernel(demo, "rbf", **read).swap.loss is not None
-    with pytest.raises(TextError, match="nothing left"):
+    with pytest.raises(TextError, match="no window left"):
         swap_kernel(demo, "rbf", fit=True, **read)
 
 

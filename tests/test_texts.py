@@ -188,7 +188,7 @@ def test_other_windows_of_the_same_text_are_apart_and_turns_are_disjoint() -> No
     spans = [max(part) - min(part) for part in taken]
     assert min(spans) > 40, "each part lies over the whole text"
     error = rejected(TextError, fed, model, text, tokens=4, apart_from=fed(model, text, tokens=4, sequences=60))
-    assert "nothing left" in error.problem
+    assert "no window left" in error.problem
 
 
 def test_a_very_long_text_is_read_in_blocks_spread_over_it() -> None:
@@ -489,7 +489,7 @@ def test_without_a_tokenizer_there_are_no_tokens(name: str) -> None:
 
 def test_a_tokenizer_of_another_model_is_found_out_before_the_embedding_fails() -> None:
     foreign = loaded("gpt2", tiny.tokenizer("gpt2"), tiny.gpt2(vocab_size=60))
-    assert "knows only 60" in rejected(TextError, fed, foreign, content(PROSE), tokens=16).problem
+    assert "has only 60" in rejected(TextError, fed, foreign, content(PROSE), tokens=16).problem
 
 
 def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:

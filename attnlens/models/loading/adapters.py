@@ -243,7 +243,7 @@ def _merge_layer(path: str, layer: Any) -> None:
 def _read_settings(file: Path) -> dict[str, Any]:
     """Read adapter_config.json. Raises ModelError for settings that attnlens does not apply to the weights."""
     if file.stat().st_size > LARGEST:
-        raise ModelError(f"{file} is larger than {LARGEST // 2**20} MiB.", SAY_AGAIN)
+        raise ModelError(f"{file} contains more than {LARGEST // 2**20} MiB.", SAY_AGAIN)
     settings = {name: value for name, value in read_json(file).items() if value is not None}
     others = [name for name, value in settings.items() if value and name not in {*NAMING, *APPLIED, *WITHOUT_EFFECT}]
     others += [name for name in ("r", "lora_alpha") if not isinstance(settings.get(name, 8), int | float)]

@@ -139,7 +139,7 @@ def check_small(folder: Path, names: Iterable[str]) -> None:
         if is_read:
             refuse_outside(folder, path)
         if is_read and status and status.st_size > LARGEST:
-            raise ModelError(f"{path} is larger than {LARGEST // 2**20} MiB.", SAY_AGAIN)
+            raise ModelError(f"{path} contains more than {LARGEST // 2**20} MiB.", SAY_AGAIN)
         if name == "generation_config.json":  # transformers reads it without reporting errors
             read_json(path)
 
