@@ -161,7 +161,8 @@ def _load_into_memory(
     with quiet(), no_kernels(), read_once() if place.gguf else nullcontext():
         config = load_config(place, trust_remote_code)
         loaded_dtype, method = dtype_of(dtype, config, device), method_of(place)
-        decoded_dtype = loaded_dtype or (config.dtype if method else None) or torch.float32
+        config_dtype: Any = config.dtype if method else None
+        decoded_dtype = loaded_dtype or config_dtype or torch.float32
         if device.type == "cpu":
             refuse_too_large(place, stored, loaded_dtype or torch.float32)
         files: SafetensorsFiles | GgufFiles | None = None

@@ -105,6 +105,7 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
 
     Its tensors are still on the meta device and take no memory. The error names the largest size in the config.
     """
+    from torch import Tensor
     from torch.nn.modules import module
 
     limits = {"numbers": TIMES * numbers_in(stored) + SPARE, "parts": PARTS_TIMES * len(stored) + SPARE_PARTS}
@@ -112,12 +113,13 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
     counts = dict.fromkeys(limits, 0)
     thread = get_ident()  # torch's hooks are global and also see modules built by other threads
 
-    def counter(kind: str) -> Callable[[nn.Module, str, nn.Module | torch.Tensor | None], None]:
-        def count(_owner: nn.Module, _name: str, value: nn.Module | torch.Tensor | None) -> None:
-            if get_ident() != thread or (kind != "parts" and not getattr(value, "is_meta", False)):
+    def counter(kind: str) -> Callable[[nn.Module, str, object], None]:
+        def count(_owner: nn.Module, _name: str, value: object) -> None:
+            is_on_meta = isinstance(value, Tensor) and value.is_meta
+            if get_ident() != thread or (kind != "parts" and not is_on_meta):
                 return
             counts["parts"] += 1
-            if kind != "parts":
+            if isinstance(value, Tensor):
                 counts[kind] += prod(value.shape)
             if any(counts[name] > limit for name, limit in limits.items()):
                 raise _too_large(place, stored)

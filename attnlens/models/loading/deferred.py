@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub import get_hf_file_metadata
 from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2
-from huggingface_hub.utils import build_hf_headers, get_session
+from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_bytes
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
     convert_and_load_state_dict_in_model,
     rename_source_key,
 )
@@ -143,9 +144,9 @@ class DeferredWeights:
         return {module: name for name, module in self.model.named_modules()}
 
     @cached_property
-    def _mapping(self) -> list[WeightRenaming | WeightConverter]:
+    def _mapping(self) -> list[WeightTransform]:
         """Renamings and conversions that transformers applies to the tensors of such a checkpoint."""
-        return list(get_model_conversion_mapping(self.model, None, None))
+        return get_model_conversion_mapping(self.model, None, None)
 
     @cached_property
     def _targets(self) -> Mapping[str, tuple[str, bool]]:
@@ -340,7 +341,7 @@ class SafetensorsFiles:
         return tensors
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[safe_open]:
+    def _opened(self, name: str) -> Iterator[Any]:
         """Open the file of a tensor inside the context; closing it unmaps the file."""
         file = self._files[name]
         file.check()

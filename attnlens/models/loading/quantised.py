@@ -325,9 +325,9 @@ def _largest(parts: Parts, state: Settings) -> Tensor:
         return absmax.float()
     values, outer, side = parts.get(".nested_quant_map"), parts.get(".nested_absmax"), state.get("nested_blocksize")
     offset = state.get("nested_offset")
-    has_table = values is not None and values.shape == (256,) and absmax.dtype == torch.uint8
-    has_numbers = isinstance(side, int) and side > 0 and isinstance(offset, int | float)
-    if values is None or outer is None or not has_table or not has_numbers:
+    if values is None or outer is None or values.shape != (256,) or absmax.dtype != torch.uint8:
+        raise CodesError("its absmax can't be decoded")
+    if not isinstance(side, int) or side < 1 or not isinstance(offset, int | float):
         raise CodesError("its absmax can't be decoded")
     return values.float()[absmax.long()] * _by_block(outer.float(), side, len(absmax)) + offset
 

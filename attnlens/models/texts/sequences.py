@@ -298,7 +298,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, longest: int | None) -> list[int]:
     """Tokenize `text`: without special tokens if `longest` is None, else with them and truncated to `longest` ids."""
-    options = {"add_special_tokens": False, "verbose": False}
+    options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
     if longest is not None:
         options = {"truncation": True, "max_length": longest}
     with _tokenizing(tokenizer, content):
