@@ -344,7 +344,7 @@ def test_what_answers_in_the_place_of_a_hub_is_named(monkeypatch, body):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        with pytest.raises(ModelError, match="no model hub"):
+        with pytest.raises(ModelError, match="not a model hub"):
             Hub("org/name", None).fetch(lambda _names: [])
     finally:
         server.shutdown()

@@ -33,7 +33,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
-    WeightTransform,
     convert_and_load_state_dict_in_model,
     rename_source_key,
 )
@@ -144,9 +143,9 @@ class DeferredWeights:
         return {module: name for name, module in self.model.named_modules()}
 
     @cached_property
-    def _mapping(self) -> list[WeightTransform]:
+    def _mapping(self) -> list[Any]:
         """Renamings and conversions that transformers applies to the tensors of such a checkpoint."""
-        return get_model_conversion_mapping(self.model, None, None)
+        return list(get_model_conversion_mapping(self.model, None, None))
 
     @cached_property
     def _targets(self) -> Mapping[str, tuple[str, bool]]:
