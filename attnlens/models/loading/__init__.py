@@ -134,7 +134,7 @@ def load(
     belongs to another base; TooLargeError if the model does not fit into free memory.
     """
     options = locals()
-    checked(Loading, {name: options[name] for name in Loading.__annotations__})
+    Loading(**{name: options[name] for name in Loading.model_fields})  # raises UsageError for invalid values
     check_device_map(options)
     place_on = device_of(device)
     place = find(_name_of(name), revision, offline=offline, allow_pickle=allow_pickle, leave_weights=from_files)
@@ -212,8 +212,8 @@ def _describe(
 def _load_spread(place: Location, dtype: str, max_cpu_memory: str | None, trust_remote_code: bool) -> Loaded:
     """Load the model spread over all devices, and its shapes. Raises ModelError if its files can't be read in parts."""
     if place.form != "safetensors" or method_of(place) is not None:
-        problem = f"--device-map requires unquantised safetensors files; those of {place.id} are in another form."
-        raise ModelError(problem, "Convert the model, or leave --device-map out.")
+        problem = f"--device spread requires unquantised safetensors files; those of {place.id} are in another form."
+        raise ModelError(problem, "Convert the model, or leave out --device spread.")
     shapes = _build_from_shapes(place, dtype, trust_remote_code, None)
     stored = check_files(place, trust_remote_code)
     with quiet(), no_kernels():

@@ -80,7 +80,7 @@ def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch
         size = f"{needed / GIB:.1f} GiB of memory as {str(dtype).removeprefix('torch.')}"
         raise TooLargeError(
             f"{place.id} takes {size}, but only {free / GIB:.1f} GiB are free.",
-            "Read weights from their files (--source weights --from-files), or run it from disk (--device-map auto).",
+            "Read weights from their files (--source weights --device files), or run it from disk (--device spread).",
         )
 
 
@@ -121,15 +121,15 @@ def dtype_of(name: str, config: PreTrainedConfig, device: torch.device) -> torch
 
 
 def check_device_map(options: Mapping[str, object]) -> None:
-    """Raise UsageError for arguments of `load` that contradict --device-map, and for --max-cpu-memory without it."""
-    checked(SpreadRequest, {name: options[name] for name in SpreadRequest.__annotations__ if options[name] is not None})
+    """Raise UsageError for arguments of `load` that contradict device_map, and for max_cpu_memory without it."""
+    SpreadRequest(**{name: options[name] for name in SpreadRequest.model_fields})
     if options["device_map"] is None:
         if options["max_cpu_memory"] is not None:
-            raise UsageError("--max-cpu-memory limits the memory of --device-map.", "Add --device-map auto.")
+            raise UsageError("max_cpu_memory limits the memory of device_map.", "Add device_map='auto'.")
         return
     for name, default in (("device", "auto"), ("from_files", False), ("adapter", None)):
         if options[name] and options[name] != default:
-            problem = f"--{name.replace('_', '-')} can't be combined with --device-map."
+            problem = f"{name} can't be combined with device_map (--device spread)."
             raise UsageError(problem, "Leave one of them out.")
 
 

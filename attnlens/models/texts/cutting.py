@@ -127,8 +127,8 @@ def _count_files(files: Mapping[Modality, Sequence[object]], most: int) -> int |
         counted = " and ".join(f"{count} of --{modality}" for modality, count in counts.items())
         raise UsageError(f"Each sequence has one file of each kind, but there are {counted}.", "Give as many of each.")
     if least > most:
-        problem = f"Each sequence needs its own file: {least} files are more than --sequences {most}."
-        raise UsageError(problem, f"Give --sequences {least}.")
+        problem = f"Each sequence needs its own file: {least} files are more than --windows {most}."
+        raise UsageError(problem, f"Give --windows {least}.")
     return least
 
 
@@ -207,7 +207,7 @@ def _cut_texts(
     if not rows:
         names_of_texts = ", ".join(content.name for content in contents)
         problem = f"The text ({names_of_texts}) has no window left besides the evaluated ones."
-        raise TextError(problem, "Give a longer text, another one with --calibration, or fewer --sequences.")
+        raise TextError(problem, "Give a longer text, another one with --calibration, or fewer --windows.")
     known, largest = vocabulary(loaded.model), max(map(max, rows))
     if known is not None and largest >= known:
         problem = f"The tokenizer gives token {largest}, but the model's vocabulary has only {known}."

@@ -214,7 +214,7 @@ def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens:
     ids = _ids(tokenizer, content, content.text, None)
     if len(ids) < room:
         problem = f"The text ({content.name}) has {len(ids)} tokens; one window needs {room}."
-        raise TextError(problem, "Give a longer text, or fewer --tokens.")
+        raise TextError(problem, "Give a longer text, or fewer --length.")
     return WindowedText(array("i", ids), room, before, after)
 
 
@@ -265,7 +265,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
     before, after = whole[: starts[0]], whole[starts[0] + len(bare) :]
     if tokens <= (special := len(before) + len(after)):
         problem = f"{tokens} tokens leave no room for text beside {special} special tokens."
-        raise UsageError(problem, "Give more --tokens.")
+        raise UsageError(problem, "Give more --length.")
     return before, after
 
 
@@ -277,7 +277,7 @@ def window_length(model: PreTrainedModel, tokens: int | None) -> int:
     if tokens is None:
         return 128 if limit is None else min(128, limit)
     if tokens < 2:
-        raise UsageError(f"A window of {tokens} tokens contains no pair of tokens.", "Give at least --tokens 2.")
+        raise UsageError(f"A window of {tokens} tokens contains no pair of tokens.", "Give at least --length 2.")
     if limit is not None and tokens > limit:
         raise UsageError(f"The model reads at most {limit} tokens, not {tokens}.", f"Give at most --length {limit}.")
     return tokens

@@ -70,7 +70,7 @@ def tasks_of(model: PreTrainedModel) -> list[Task]:
     from transformers.models.auto import modeling_auto as auto
 
     def registered(mapping: str) -> Collection[type]:
-        """Return the classes that were registered at run time, such as those of `study`."""
+        """Return the classes that were registered at run time, such as those of `reproduce`."""
         # _extra_content, private in transformers: no public method lists only these
         classes: dict[type, type] = getattr(getattr(auto, mapping, None), "_extra_content", {})
         return classes.values()
