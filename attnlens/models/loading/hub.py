@@ -78,9 +78,10 @@ class Hub:
         except HFValidationError as error:
             raise self._refusal(error) from error
         except LocalEntryNotFoundError:
-            name = f"{self.id}@{self.revision}" if self.revision else self.id
-            problem = f"{name} is neither a local folder nor in the local cache, and {reason}."
-            remedy = f"Run `hf download {name}` with a network connection, or give the path of a folder."
+            # `hf download` has the option --revision; it does not understand id@revision
+            suffix, option = (f"@{self.revision}", f" --revision {self.revision}") if self.revision else ("", "")
+            problem = f"{self.id}{suffix} is neither a local folder nor in the local cache, and {reason}."
+            remedy = f"Run `hf download {self.id}{option}` with a network connection, or give the path of a folder."
             raise ModelError(problem, remedy) from None
 
     def _refusal(self, error: Exception) -> ModelError:
