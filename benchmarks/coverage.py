@@ -33,7 +33,7 @@ from attnlens.maths.statistics import (
     student_interval,
 )
 from attnlens.models import loading, texts
-from attnlens.models.texts.sequences import chosen
+from attnlens.models.texts.sequences import choose_windows
 
 SAMPLE = 32
 MEASURES = ("tokens.entropy", "tokens.effective_rank", "tokens.share_key")
@@ -117,7 +117,7 @@ def windows(count: int, place: str, seed: int) -> list[int]:
     if place == "in a row":
         start = Random(seed).randrange(count - SAMPLE + 1)  # noqa: S311
         return list(range(start, start + SAMPLE))
-    return chosen(count, SAMPLE, "spread" if place == "spread" else "random", seed)
+    return choose_windows(count, SAMPLE, "spread" if place == "spread" else "random", seed)
 
 
 def means(values: Tensor, own: Sequence[int]) -> float:

@@ -97,7 +97,7 @@ def processor_of(made: Any, model: Any) -> Any:
 def runs(model: Any, modality: media.Modality, folder: Path) -> None:
     """Raise if the model does not run on what the processor makes."""
     found = media._find_media(model, folder)
-    assert found.readers[modality] is not None
+    assert found.processors[modality] is not None
     if not reads_ids(model) and not decodes_text(model):
         with torch.no_grad():
             model(**media.Feed(model, found, 0).take([0]))

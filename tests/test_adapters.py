@@ -337,11 +337,11 @@ FAULTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "changed base": (_said(init_lora_weights="pissa"), ("'pissa'", "merge_and_unload")),
     "unknown setting": (_said(trainable_token_indices=[3]), ("trainable_token_indices",)),
     "parameters": (_said(target_parameters=["x"]), ("target_parameters",)),
-    "endless rank": (_said(r=10**12), ("where 1000000000000 × 32 belongs",)),
+    "endless rank": (_said(r=10**12), ("instead of 1000000000000 × 32",)),
     "rank of none": (_said(r=0), ("the value passed is 0",)),
     "α of text": (_said(lora_alpha="16"), ("lora_alpha = '16'",)),
     "rank pattern": (_said(rank_pattern={"q_proj": 5}), ("belongs", "other settings")),
-    "other rank": (_said(r=4), ("2 × 32, where 4 × 32 belongs",)),
+    "other rank": (_said(r=4), ("2 × 32 instead of 4 × 32",)),
     "fewer targets": (_said(layers_to_transform=[1]), ("layers.0.self_attn.q_proj", "disagree")),
     "more targets": (_said(target_modules=["q_proj", "v_proj"]), ("v_proj", "disagree")),
     "excluded": (_said(exclude_modules=["q_proj"]), ("q_proj", "disagree")),
@@ -353,21 +353,21 @@ FAULTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "endless settings": (_said(target_modules=["q_proj"] * 2 * 10**5), ("more than 1 MiB",)),
     "resized vocabulary": (
         _stored(lambda t: t | {"base_model.model.lm_head.weight": torch.ones(65, 32)}),
-        ("65 × 32, where 64 × 32 belongs", "resized vocabulary", "merge_and_unload"),
+        ("65 × 32 instead of 64 × 32", "resized vocabulary", "merge_and_unload"),
     ),
     "a tensor twice": (_stored(lambda t: t | {A.removesuffix(".weight"): t[A] + 1}), ("twice",)),
     "no settings": (lambda place: (place / "adapter_config.json").unlink(), ("has no adapter_config.json",)),
     "no tensors": (lambda place: (place / "adapter_model.safetensors").unlink(), ("has no adapter_model.safetensors",)),
-    "cut tensors": (lambda place: _cut(place / "adapter_model.safetensors"), ("cut off",)),
+    "cut tensors": (lambda place: _cut(place / "adapter_model.safetensors"), ("truncated",)),
     "half a pair": (_stored(lambda t: {n: x for n, x in t.items() if n != A}), (f"lacks {Q.format(0)}.lora_A",)),
-    "another width": (_stored(lambda t: t | {A: torch.ones(2, 48)}), ("2 × 48, where 2 × 32 belongs", "Give its base")),
+    "another width": (_stored(lambda t: t | {A: torch.ones(2, 48)}), ("2 × 48 instead of 2 × 32", "Give its base")),
     "another base": (
         _stored(lambda t: {name.replace("q_proj", "query"): x for name, x in t.items()}),
         ("self_attn.query", "another base"),
     ),
     "codes": (_stored(lambda t: t | {A: torch.ones(2, 32, dtype=torch.int8)}), ("I8",)),
-    "other parts": (_stored(lambda t: t | {"base_model.model.x.lora_bias": torch.ones(2)}), ("no part of LoRA",)),
-    "no prefix": (_stored(lambda t: t | {"x.weight": torch.ones(2)}), ("no part of LoRA",)),
+    "other parts": (_stored(lambda t: t | {"base_model.model.x.lora_bias": torch.ones(2)}), ("not a part of LoRA",)),
+    "no prefix": (_stored(lambda t: t | {"x.weight": torch.ones(2)}), ("not a part of LoRA",)),
     "text": (lambda place: (place / "adapter_config.json").write_text("hello"), ("not a JSON object",)),
 }  # fmt: skip
 
@@ -417,7 +417,7 @@ def test_an_adapter_in_the_place_of_a_model_says_how_it_is_run(
     place = tmp_path / "my adapter"
     write(place, base, [Q.format(0), Q.format(1)])
     command = f"attnlens inspect {base} --adapter '{place}'"
-    refused(ModelError, lambda: loading.load(place), f"adapter of {base}, and no model", command)
+    refused(ModelError, lambda: loading.load(place), f"adapter of {base}, not a model", command)
     for file in list(folder.iterdir()):
         file.unlink()
     for file in place.iterdir():

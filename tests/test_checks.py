@@ -191,11 +191,11 @@ def test_a_bert_whose_head_is_to_predict_the_next_token_sees_it():
 def test_a_start_token_may_stand_in_the_generation_config_alone():
     model = families.build("t5")
     ids = torch.arange(4)[None] + 3
-    expected = sequences.shifted(model, ids)
+    expected = sequences.shift_right(model, ids)
     del model.config.__dict__["decoder_start_token_id"]
     model.config.pad_token_id = None
     model.generation_config.decoder_start_token_id = 0
-    assert torch.equal(sequences.shifted(model, ids), expected)
+    assert torch.equal(sequences.shift_right(model, ids), expected)
 
 
 def test_a_vocabulary_is_read_from_the_embedding_where_the_config_names_none(monkeypatch):

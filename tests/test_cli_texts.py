@@ -110,7 +110,7 @@ def test_a_short_text_says_how_many_windows_there_are(pieces: list[str], tmp_pat
     short.write_text("Amen.")
     none = attnlens("inspect", "demo", *SMALL, "--text", str(short))
     assert (none.returncode, none.stdout) == (2, "")
-    assert "and one window takes 32" in none.stderr
+    assert "one window needs 32" in none.stderr
 
 
 def test_a_foreign_text_stops_unless_it_is_allowed(tmp_path: Path) -> None:

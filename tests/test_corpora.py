@@ -97,7 +97,7 @@ def test_a_dataset_that_is_a_script_is_not_run(tmp_path):
         (",splt=test", ("can't be read", "split=S")),
         (",split=", ("can't be read", "split=S")),
         (",split=test,split=train", ("can't be read", "split=S")),
-        ("-of-nobody", ("books-of-nobody is neither a folder here nor a name", "OWNER/NAME")),
+        ("-of-nobody", ("books-of-nobody is neither a local folder nor the name", "OWNER/NAME")),
     ],
 )
 def test_what_a_dataset_does_not_have_is_named(folder, tmp_path, words, said):
@@ -109,7 +109,7 @@ def test_a_dataset_of_the_hub_is_not_asked_for_where_it_can_not_be_had(monkeypat
     refused(attnlens("inspect", "demo", *SMALL, "--text", "datasets:a/b", "--offline"), "--offline", "Leave it out")
     monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
     monkeypatch.setattr(sources, "reachable", lambda endpoint: False)
-    with pytest.raises(TextError, match=r"a/b is no folder here, and the hub can't be reached\.\nGo online"):
+    with pytest.raises(TextError, match=r"a/b is not a local folder, and the hub can't be reached\.\nGo online"):
         texts.read("datasets:a/b")
 
 

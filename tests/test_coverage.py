@@ -23,7 +23,7 @@ from attnlens.maths.statistics import (
     standard_error,
     student_interval,
 )
-from attnlens.models.texts.sequences import chosen
+from attnlens.models.texts.sequences import choose_windows
 
 SAMPLES, SWEEPS, WINDOWS, POPULATION, BLOCK = 300, 200, 32, 640, 16
 LOWEST, HIGHEST = (float(stats.binom.ppf(q, SAMPLES, 0.95)) / SAMPLES for q in (0.0005, 0.9995))
@@ -47,7 +47,7 @@ def text(seed, tails, heads=1, size=POPULATION):
 
 
 def picks(seed, placement, size=POPULATION):
-    return chosen(size, WINDOWS, placement, seed)
+    return choose_windows(size, WINDOWS, placement, seed)
 
 
 def share(covers):

@@ -344,8 +344,8 @@ def test_what_answers_in_the_place_of_a_hub_is_named(monkeypatch, body):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        with pytest.raises(ModelError, match="no model hub"):
-            Hub("org/name", None).fetched(lambda _names: [])
+        with pytest.raises(ModelError, match="not a model hub"):
+            Hub("org/name", None).fetch(lambda _names: [])
     finally:
         server.shutdown()
         server.server_close()
@@ -355,7 +355,7 @@ def test_what_answers_in_the_place_of_a_hub_is_named(monkeypatch, body):
 def test_a_proxy_that_is_no_address_is_named_and_not_repeated(monkeypatch, proxy):
     monkeypatch.setenv("https_proxy", proxy)
     monkeypatch.delenv("no_proxy", raising=False)
-    with pytest.raises(ModelError, match="https_proxy is no address") as error:
+    with pytest.raises(ModelError, match="https_proxy is not a valid address") as error:
         reachable("https://huggingface.co")
     assert "secret" not in str(error.value)
 

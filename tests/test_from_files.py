@@ -324,12 +324,12 @@ SPOILT: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "missing file": (lambda place: _indexed(place, "gone.safetensors"), ("gone.safetensors is missing",)),
     "outside": (
         lambda place: _indexed(place, "../gpt2/other.safetensors"),
-        ("no name of a .safetensors file in its folder", "'../gpt2/other.safetensors'"),
+        ("must name .safetensors files in its folder", "'../gpt2/other.safetensors'"),
     ),
-    "header cut off": (lambda place: _cut(place, 100), ("is cut off or no safetensors file",)),
-    "numbers cut off": (lambda place: _cut(place, -100), ("is cut off or no safetensors file",)),
-    "endless header": (_longer, ("is cut off or no safetensors file",)),
-    "empty": (lambda place: _cut(place, 0), ("is cut off or no safetensors file",)),
+    "header cut off": (lambda place: _cut(place, 100), ("is truncated or not a safetensors file",)),
+    "numbers cut off": (lambda place: _cut(place, -100), ("is truncated or not a safetensors file",)),
+    "endless header": (_longer, ("is truncated or not a safetensors file",)),
+    "empty": (lambda place: _cut(place, 0), ("is truncated or not a safetensors file",)),
 }
 
 

@@ -93,7 +93,7 @@ def test_lines_that_leave_nothing_for_calibration_are_refused(demo, tmp_path):
     text.write_text("In the beginning God created the heaven\n" * 3)
     read = {"text": str(text), "pack": False, "windows": 3, "length": 8}
     assert swap_kernel(demo, "rbf", **read).swap.loss is not None
-    with pytest.raises(TextError, match="nothing left"):
+    with pytest.raises(TextError, match="no window left"):
         swap_kernel(demo, "rbf", fit=True, **read)
 
 
@@ -125,7 +125,7 @@ def test_a_text_with_nothing_left_for_calibration_is_refused(demo, tmp_path, mor
     text.write_text("In the beginning God created the heaven and the earth. " * 3)
     read = {"text": str(text), "windows": 32, "length": 8}
     assert swap_kernel(demo, "rbf", **read).swap.loss is not None
-    with pytest.raises(TextError, match="nothing left beside what is evaluated") as refusal:
+    with pytest.raises(TextError, match="no window left besides the evaluated ones") as refusal:
         swap_kernel(demo, "rbf", **read, **more)
     assert "--calibration" in refusal.value.remedy
 

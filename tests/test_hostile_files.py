@@ -302,7 +302,7 @@ def _renamed(name: str) -> Edit:
     return lambda folder: (folder / "model.safetensors").rename(folder / name)
 
 
-SHARD = "no name of a .safetensors file in its folder"
+SHARD = "must name .safetensors files in its folder"
 FAULTS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "index above the folder": (lambda f: indexed(f, "../other.safetensors"), (SHARD, "'../other.safetensors'")),
     "index of an absolute path": (lambda f: indexed(f, "/etc/passwd"), (SHARD, "/etc/passwd")),
@@ -315,23 +315,23 @@ FAULTS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "index of an endless name": (lambda f: indexed(f, "a" * 100_000 + ".safetensors"), (SHARD,)),
     "index of what is missing": (lambda f: indexed(f, "w.safetensors"), ("w.safetensors is missing",)),
     "index of itself": (lambda f: indexed(f, INDEX), (SHARD,)),
-    "index, no map": (_index("{}"), ("names no weight files",)),
-    "index, empty map": (_index('{"weight_map": {}}'), ("names no weight files",)),
-    "index, map is a list": (_index('{"weight_map": ["a.safetensors"]}'), ("names no weight files",)),
+    "index, no map": (_index("{}"), ("does not name any weight files",)),
+    "index, empty map": (_index('{"weight_map": {}}'), ("does not name any weight files",)),
+    "index, map is a list": (_index('{"weight_map": ["a.safetensors"]}'), ("does not name any weight files",)),
     "index, a list": (_index("[]"), ("is not a JSON object",)),
     "index, nested": (_index(f'{{"weight_map": {DEEP}}}'), ("is not a JSON object",)),
     "index, cut": (_index('{"weight_map": {"a": "b'), ("is not a JSON object",)),
     "index, a pipe": (lambda f: (_index("")(f), _pipe(INDEX)(f)), ("is a pipe",)),
     "shard is a link outside": (
         lambda f: (_linked("w.safetensors", "../other/model.safetensors")(f), indexed(f, "w.safetensors")),
-        ("leads out of its folder",),
+        ("links out of its folder",),
     ),
-    "weights are a link outside": (_linked("model.safetensors", "../other/model.safetensors"), ("leads out of",)),
+    "weights are a link outside": (_linked("model.safetensors", "../other/model.safetensors"), ("links out of",)),
     "weights are a link to nothing": (_linked("model.safetensors", "nothing"), ("is missing",)),
     "weights are a link to themselves": (_linked("model.safetensors", "model.safetensors"), ("symbolic links",)),
-    "config is a link outside": (_linked("config.json", "../other/config.json"), ("config.json leads out",)),
+    "config is a link outside": (_linked("config.json", "../other/config.json"), ("config.json links out",)),
     "config is a link to a device": (_linked("config.json", "/dev/zero"), ("config.json can't be read: it is a ",)),
-    "tokenizer is a link outside": (_linked("tokenizer.json", "/etc/hostname"), ("tokenizer.json leads out",)),
+    "tokenizer is a link outside": (_linked("tokenizer.json", "/etc/hostname"), ("tokenizer.json links out",)),
     "weights are a pipe": (_pipe("model.safetensors"), ("it is a pipe",)),
     "config is a pipe": (_pipe("config.json"), ("config.json can't be read: it is a ",)),
     "tokenizer is a pipe": (_pipe("tokenizer.json"), ("it is a pipe",)),
@@ -372,15 +372,15 @@ FAULTS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "adapter's weights": (_touched("adapter_model.safetensors"), ("beside the weights", "--adapter")),
     "distributed checkpoint": (_touched("shard-00001-model-00001-of-00001.safetensors"), ("distributed checkpoint",)),
     "the same, and a line": (_touched("shard-00001-model-00001-of-00001.safetensors\n"), ("distributed checkpoint",)),
-    "index is a link outside": (_linked(INDEX, "../other/config.json"), ("leads out of its folder",)),
+    "index is a link outside": (_linked(INDEX, "../other/config.json"), ("links out of its folder",)),
     "variant alone": (_renamed("model.fp16.safetensors"), ("Give the file's path: ", "/model.fp16.safetensors")),
-    "weights of no bytes": (_safetensors(lambda _: b""), ("cut off or no safetensors",)),
-    "weights of text": (_safetensors(lambda _: b"hello, world, this is no tensor"), ("cut off or no safetensors",)),
-    "header of 2^60 bytes": (_safetensors(lambda b: struct.pack("<Q", 2**60) + b[8:]), ("no safetensors",)),
-    "header cut": (_safetensors(lambda b: b[:60]), ("no safetensors",)),
-    "data cut": (_safetensors(lambda b: b[:-3]), ("no safetensors",)),
-    "data too long": (_safetensors(lambda b: b + b"more"), ("no safetensors",)),
-    "no tensors": (lambda f: stored(f, {}), ("holds no tensors",)),
+    "weights of no bytes": (_safetensors(lambda _: b""), ("not a safetensors file",)),
+    "weights of text": (_safetensors(lambda _: b"hello, world, this is no tensor"), ("not a safetensors file",)),
+    "header of 2^60 bytes": (_safetensors(lambda b: struct.pack("<Q", 2**60) + b[8:]), ("not a safetensors",)),
+    "header cut": (_safetensors(lambda b: b[:60]), ("not a safetensors",)),
+    "data cut": (_safetensors(lambda b: b[:-3]), ("not a safetensors",)),
+    "data too long": (_safetensors(lambda b: b + b"more"), ("not a safetensors",)),
+    "no tensors": (lambda f: stored(f, {}), ("contains no tensors",)),
     "another model's tensors": (lambda f: stored(f, {"a.b": torch.ones(3)}), ("None of the weights",)),
 }
 
@@ -417,7 +417,7 @@ def test_nothing_outside_the_folder_is_read_as_a_template_or_a_vocabulary(name: 
     (folder.parent / "secret").write_text("secret")
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).symlink_to(folder.parent if name == "additional_chat_templates" else folder.parent / "secret")
-    refused(ModelError, lambda: loading.load(str(folder)), "leads out of its folder")
+    refused(ModelError, lambda: loading.load(str(folder)), "links out of its folder")
 
 
 def test_templates_of_the_hubs_cache_are_links_to_its_blobs_and_are_read(folder: Path, tmp_path: Path) -> None:

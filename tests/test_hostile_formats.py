@@ -84,7 +84,7 @@ def test_a_whole_gguf_file_is_read(gguf_file: Path) -> None:
 def test_a_gguf_file_cut_anywhere_is_called_cut(gguf_file: Path, gguf_bytes: bytes) -> None:
     for size in (0, 3, *range(4, len(gguf_bytes), 97), len(gguf_bytes) - 1):
         gguf_file.write_bytes(gguf_bytes[:size])
-        words = ["empty file" if size == 0 else "no GGUF file" if size < 4 else "cut off"]
+        words = ["empty file" if size == 0 else "not a GGUF file" if size < 4 else "truncated"]
         refused(ModelError, lambda: read_header(gguf_file), str(gguf_file), *words)
     refused(ModelError, lambda: loading.load(str(gguf_file)), "the data of", "end at byte")
 
@@ -101,23 +101,23 @@ def _field(name: bytes) -> tuple[bytes, int]:
         (4, struct.pack(">I", 3), "version"),
         (8, struct.pack("<Q", 2**60), "entries in its header"),
         (8, struct.pack("<Q", 2**64 - 1), "entries in its header"),
-        (8, struct.pack("<Q", 2**20), "cut off in its header"),
+        (8, struct.pack("<Q", 2**20), "truncated in its header"),
         (16, struct.pack("<Q", 2**60), "entries in its header"),
         (16, struct.pack("<Q", 2**22), ""),
-        (24, struct.pack("<Q", 2**63), "cut off in its header"),
+        (24, struct.pack("<Q", 2**63), "truncated in its header"),
         (_field(b"llama.block_count"), struct.pack("<I", 10**9), "llama.block_count = 1000000000"),
         (_field(b"llama.embedding_length"), struct.pack("<I", 2**31), "far larger model"),
         (_field(b"llama.vocab_size"), struct.pack("<I", 10**9), ""),
         (_field(b"tokenizer.ggml.tokens"), struct.pack("<I", 9), "lists of lists"),
         (_field(b"tokenizer.ggml.tokens"), struct.pack("<I", 77), "unknown type 77"),
         (_field(b"tokenizer.ggml.tokens"), struct.pack("<IQ", 8, 2**60), "entries in its header"),
-        (_field(b"tokenizer.ggml.tokens"), struct.pack("<IQ", 8, 2**20), "cut off in its header"),
-        (_field(b"general.architecture"), struct.pack("<Q", 2**60), "cut off in its header"),
+        (_field(b"tokenizer.ggml.tokens"), struct.pack("<IQ", 8, 2**20), "truncated in its header"),
+        (_field(b"general.architecture"), struct.pack("<Q", 2**60), "truncated in its header"),
         ((b"blk.0.attn_q.weight", 19), struct.pack("<I", 2**31), "dimensions"),
         ((b"blk.0.attn_q.weight", 23), struct.pack("<Q", 2**60), "the data of blk.0.attn_q.weight end at byte"),
-        ((b"blk.0.attn_q.weight", 39), struct.pack("<I", 999), "stored in an unknown way"),
+        ((b"blk.0.attn_q.weight", 39), struct.pack("<I", 999), "in an unknown type"),
         ((b"blk.0.attn_q.weight", 43), struct.pack("<Q", 2**62), "the data of blk.0.attn_q.weight end at byte"),
-        ((b"blk.0.attn_q.weight", 0), b"\xff\xfe", "no UTF-8"),
+        ((b"blk.0.attn_q.weight", 0), b"\xff\xfe", "not UTF-8"),
     ],
 )
 def test_a_gguf_file_with_an_absurd_header_is_refused(

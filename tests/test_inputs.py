@@ -68,7 +68,7 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
 def test_the_processor_makes_the_inputs_and_the_model_runs_on_them(name: str, tmp_path: Path) -> None:
     given = with_processor(name, tmp_path)
     found = texts.media_of(given.model, tmp_path)
-    assert all(found.readers.values())
+    assert all(found.processors.values())
     assert not found.notes
     (batch,) = texts.placeholder(given, 9, 0, sequences=2)
     assert SHAPES[name].items() <= {key: tuple(value.shape) for key, value in batch.inputs.items()}.items()
@@ -136,7 +136,7 @@ def test_a_processor_that_asks_for_endless_memory_is_left_out_and_a_note_says_so
     changed(tmp_path, {"size": {"height": 60_000, "width": 60_000}})
     report = attnlens.inspect(given, windows=2, analyzers=["spectrum"])
     (note,) = [note for note in report.settings.notes if "No processor" in note]
-    assert "The model's processor fails on a random one" in note
+    assert "The model's processor fails on a random image" in note
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_processor_of_hostile_settings_is_left_out_and_a_note_says_why(
 def test_a_model_in_memory_finds_its_processor_by_the_folder_it_was_loaded_from(tmp_path: Path) -> None:
     model_types.build("vit").save_pretrained(tmp_path)
     processors.save(model_types.build("vit"), tmp_path)
-    assert texts.media_of(transformers.ViTModel.from_pretrained(tmp_path)).readers["image"] is not None
+    assert texts.media_of(transformers.ViTModel.from_pretrained(tmp_path)).processors["image"] is not None
 
 
 # towers
@@ -322,7 +322,7 @@ def test_each_window_stands_behind_the_next_image(tmp_path: Path) -> None:
     assert found.notes == ("Each sequence has a file of its own: 2 instead of 3.",)
     assert all(bool((batch.inputs["input_ids"][:, :16] == IMAGE).all()) for batch in found)
     assert not found.made_up
-    with pytest.raises(UsageError, match="2 are more than --windows 1"):
+    with pytest.raises(UsageError, match="2 files are more than --windows 1"):
         texts.batches(given, [PROSE], texts.Cut(tokens=8, sequences=1, image=files))
 
 
@@ -364,23 +364,23 @@ def test_files_that_can_not_be_read_are_refused(sees: Any, hears: Any, tmp_path:
     refused(TextError, "broken.png can't be read as an image", sees, image=[broken])
     refused(TextError, "broken.png can't be read as a sound", hears, audio=[broken])
     refused(TextError, "missing.png can't be read", sees, image=[tmp_path / "missing.png"])
-    refused(TextError, "holds 0 samples", hears, audio=[sound(tmp_path / "empty.wav", [])])
+    refused(TextError, "has 0 samples", hears, audio=[sound(tmp_path / "empty.wav", [])])
     path = sound(tmp_path / "slow.wav", [0] * 100, rate=8000)
-    refused(TextError, "has 8000 samples a second, and the model hears 16000", hears, audio=[path])
+    refused(TextError, "has 8000 samples per second; the model expects 16000", hears, audio=[path])
 
 
 def test_models_that_can_not_take_them_are_refused(sees: Any, hears: Any, tmp_path: Path) -> None:
     path, text = picture(tmp_path / "a.png", 3), tmp_path / "text.txt"
     text.write_text(PROSE.text)
-    refused(UsageError, "reads no image", hears, image=[path])
-    refused(UsageError, "reads no audio", sees, audio=[path])
+    refused(UsageError, "does not read image input", hears, image=[path])
+    refused(UsageError, "does not read audio input", sees, audio=[path])
     refused(UsageError, "reads pixels and no text", sees, text=[text])
     refused(ModelError, "ViTModel has no preprocessor_config.json", loaded(families.build("vit")), image=[path])
     bare = tmp_path / "bare"
     families.build("vit").save_pretrained(bare)
     refused(ModelError, "has no preprocessor_config.json", attnlens.load(bare), image=[path])
     (bare / "preprocessor_config.json").write_text(json.dumps({"auto_map": {"AutoImageProcessor": "own.Own"}}))
-    refused(ModelError, "code of its own, which attnlens does not run", attnlens.load(bare), image=[path])
+    refused(ModelError, "code in the checkpoint, which attnlens does not run", attnlens.load(bare), image=[path])
     (bare / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "NoSuch"}))
     refused(ModelError, "has no processor for image input that can be loaded", attnlens.load(bare), image=[path])
     with pytest.raises(UsageError, match="would read the images or sounds that are evaluated"):
@@ -428,7 +428,7 @@ def test_pairs_are_joined_by_the_tokenizer_with_their_types(tmp_path: Path) -> N
 def test_a_line_that_is_no_pair_is_refused_with_its_number(line: str, tmp_path: Path) -> None:
     file = tmp_path / "pairs.tsv"
     file.write_text(f"a\tb\n{line}\n")
-    refused(TextError, "Line 2 of pairs.tsv is no pair", loaded(families.build("bert")), pairs=file)
+    refused(TextError, "Line 2 of pairs.tsv is not a pair", loaded(families.build("bert")), pairs=file)
 
 
 def test_pairs_stand_in_the_place_of_texts(tmp_path: Path) -> None:

@@ -361,7 +361,7 @@ def test_a_misspelt_source_gets_a_suggestion():
 def test_options_that_a_loaded_model_would_ignore_are_refused(command, demo):
     with pytest.raises(UsageError, match="already loaded, so that device, dtype"):
         command(demo, device="cpu", dtype="float64")
-    with pytest.raises(UsageError, match="A int names no model"):
+    with pytest.raises(UsageError, match="A int can't name a model"):
         command(5)
 
 

@@ -614,7 +614,7 @@ def test_no_number_depends_on_what_the_caller_has_set_in_torch(demo: Any, plain:
 
 def test_what_is_no_model_is_told_so_beside_a_tokenizer_too(demo: Any):
     wrapped = torch.nn.Sequential(demo.model)
-    with pytest.raises(UsageError, match="A Sequential names no model"):
+    with pytest.raises(UsageError, match="A Sequential can't name a model"):
         attnlens.inspect(wrapped, tokenizer=demo.tokenizer)
     with pytest.raises(UsageError, match="loaded with its own"):
         attnlens.inspect("demo", tokenizer=demo.tokenizer)

@@ -413,7 +413,7 @@ def test_file_of_another_kind(tmp_path: Path) -> None:
 
 
 def test_words_that_make_no_sense(folder: Path) -> None:
-    assert "@main names no model" in rejected(UsageError, "@main").problem
+    assert "@main does not name a model" in rejected(UsageError, "@main").problem
     assert "float32" in rejected(UsageError, folder, dtype="float23").remedy
     assert "abacus" in rejected(UsageError, folder, device="abacus").problem
     assert "meta" in rejected(UsageError, folder, device="meta").problem
@@ -484,10 +484,10 @@ def test_hub_pickle_is_refused_before_it_is_downloaded(hub: list[str], pickled: 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("someone/unknown", "neither a folder here nor a model of the hub"),
+        ("someone/unknown", "neither a local folder nor a model on the hub"),
         (f"{fake_hub.OPEN}@nosuch", "no revision 'nosuch'"),
         (fake_hub.GATED, "is gated"),
-        ("not a name", "neither a folder here nor a model of the hub"),
+        ("not a name", "neither a local folder nor a model on the hub"),
     ],
 )
 def test_hub_refusals(name: str, words: str, hub: list[str]) -> None:

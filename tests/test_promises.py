@@ -11,7 +11,7 @@ from scipy import stats
 from attnlens.kernels.lowrank import Latents
 from attnlens.maths.linalg.spectra import nested_steps
 from attnlens.maths.statistics import Design
-from attnlens.models.texts.sequences import chosen
+from attnlens.models.texts.sequences import choose_windows
 from attnlens.runs.swap.ranks import search as calibration
 from attnlens.runs.swap.ranks.bases import Basis
 from attnlens.runs.swap.ranks.search import Budgeting, Losses, rise_of
@@ -72,7 +72,7 @@ def promises(placement):
     """For each seed that chose something: the truth, the estimate by the windows that chose, the promise by others."""
     for seed in range(SEEDS):
         own, harm, mean = text(seed)
-        picks = chosen(POPULATION, 3 * WINDOWS, placement, seed)
+        picks = choose_windows(POPULATION, 3 * WINDOWS, placement, seed)
         # in a row, those that fit come first, and those that choose promise too
         choosing, promising = (picks[1::3], picks[2::3]) if placement != "first" else [picks[WINDOWS : 2 * WINDOWS]] * 2
         if (found := searched(mean, Trial(own, harm, choosing))) is not None:

@@ -258,12 +258,12 @@ FAULTS: dict[str, tuple[str, Callable[[Tensors], Any], tuple[str, ...]]] = {
     "another shape": (
         "packed",
         lambda t: t.update({f"{Q}.weight_shape": torch.tensor([HIDDEN, 2**40])}),
-        (Q, "no 1099511627776 codes"),
+        (Q, "contain 1099511627776 codes"),
     ),
     "another state": (
         "nf4",
         lambda t: t.update({f"{Q}.weight.quant_state.bitsandbytes__nf4": torch.zeros(4, dtype=torch.uint8)}),
-        (Q, "nothing says what its codes are"),
+        (Q, "a description of its codes is missing"),
     ),
     "no values": ("nf4", lambda t: t.pop(f"{Q}.weight.quant_map"), (Q, "table of sixteen")),
     "another order": (

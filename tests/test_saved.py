@@ -271,7 +271,7 @@ def test_what_attnlens_json_says_wrong_is_named(copied):
 def test_an_attnlens_json_outside_the_folder_is_not_read(copied, tmp_path):
     (copied / "attnlens.json").rename(tmp_path / "elsewhere.json")
     (copied / "attnlens.json").symlink_to(tmp_path / "elsewhere.json")
-    with pytest.raises(ModelError, match="leads out of its folder"):
+    with pytest.raises(ModelError, match="links out of its folder"):
         load_swapped(copied)
 
 

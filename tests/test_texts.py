@@ -21,7 +21,7 @@ from attnlens.models import loading, texts
 from attnlens.models.loading.configs import kind_of
 from attnlens.models.texts import cutting
 from attnlens.models.texts.sequences import position_limit
-from attnlens.models.texts.sources import BLOCKS, DEMO, LONGEST, thinned
+from attnlens.models.texts.sources import BLOCKS, DEMO, LONGEST, thin_text
 from attnlens.records import ModelInfo
 
 WRAPPED = ("bert", "roberta", "albert", "t5", "llama", "gpt2")
@@ -188,16 +188,16 @@ def test_other_windows_of_the_same_text_are_apart_and_turns_are_disjoint() -> No
     spans = [max(part) - min(part) for part in taken]
     assert min(spans) > 40, "each part lies over the whole text"
     error = rejected(TextError, fed, model, text, tokens=4, apart_from=fed(model, text, tokens=4, sequences=60))
-    assert "nothing left" in error.problem
+    assert "no window left" in error.problem
 
 
 def test_a_very_long_text_is_read_in_blocks_spread_over_it() -> None:
     text = content("".join(f"{number:07d} " for number in range(LONGEST // 4)))
-    spread, first = thinned(text, spread=True).text, thinned(text, spread=False).text
+    spread, first = thin_text(text, spread=True).text, thin_text(text, spread=False).text
     assert len(spread) == LONGEST + BLOCKS - 1
     assert spread.endswith(text.text[-100:])
     assert first == text.text[:LONGEST]
-    assert thinned(content(PROSE), spread=True) == content(PROSE)
+    assert thin_text(content(PROSE), spread=True) == content(PROSE)
 
 
 def test_repeated_text_is_told() -> None:
@@ -235,8 +235,8 @@ def test_readable_texts_beside_a_foreign_one_do_not_let_it_in() -> None:
 
 
 def test_a_text_is_tokenized_once_until_it_is_cut_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut, honest = [], cutting.windows
-    monkeypatch.setattr(cutting, "windows", lambda *given, **how: cut.append(how) or honest(*given, **how))
+    cut, honest = [], cutting.cut_windows
+    monkeypatch.setattr(cutting, "cut_windows", lambda *given, **how: cut.append(how) or honest(*given, **how))
     text, model, other = content(PROSE), reading("gpt2"), reading("bert")
     first, rest = texts.Cut(tokens=16, sequences=4), texts.Cut(tokens=16, sequences=8)
     evaluated = texts.batches(model, [text], first)
@@ -489,7 +489,7 @@ def test_without_a_tokenizer_there_are_no_tokens(name: str) -> None:
 
 def test_a_tokenizer_of_another_model_is_found_out_before_the_embedding_fails() -> None:
     foreign = loaded("gpt2", tiny.tokenizer("gpt2"), tiny.gpt2(vocab_size=60))
-    assert "knows only 60" in rejected(TextError, fed, foreign, content(PROSE), tokens=16).problem
+    assert "has only 60" in rejected(TextError, fed, foreign, content(PROSE), tokens=16).problem
 
 
 def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:

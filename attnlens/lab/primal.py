@@ -117,8 +117,14 @@ def _new_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 def _blank_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     """Build the smallest input the model accepts: four tokens per side that reads text, noise for pixels and audio."""
-    from attnlens.models.texts.media import Feed, ids_of, media_of, placed, types_of
-    from attnlens.models.texts.sequences import decodes_text, not_made, reads_ids, text_inputs, wanted
+    from attnlens.models.texts.media import Feed, ids_of, media_of, move_inputs, types_of
+    from attnlens.models.texts.sequences import (
+        decodes_text,
+        describe_missing_inputs,
+        reads_ids,
+        required_inputs,
+        text_inputs,
+    )
 
     try:
         media = media_of(model)
@@ -130,9 +136,9 @@ def _blank_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     inputs |= types_of(model, media.before, ids)
     if reads_ids(model) or decodes_text(model):
         inputs |= text_inputs(model, ids, torch.ones_like(ids), len(before))
-    if missing := [name for name in wanted(model) if name not in inputs]:
-        raise ModelError(*not_made(model, missing))
-    return placed(model, inputs)
+    if missing := [name for name in required_inputs(model) if name not in inputs]:
+        raise ModelError(*describe_missing_inputs(model, missing))
+    return move_inputs(model, inputs)
 
 
 def _select_layers(reached: list[Reached], layers: Literal["all", "last"] | Sequence[int]) -> list[Reached]:

@@ -16,7 +16,7 @@ from attnlens.errors import FAILURES, IdentityError, ModelError, TextError, Usag
 from attnlens.kernels.attention import attend
 from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.hooks import Reached
-from attnlens.models.texts.targets import asking, logits_of, of_text, states_of, tasks_of
+from attnlens.models.texts.targets import logits_of, of_text, output_options, states_of, tasks_of
 from attnlens.records import Call, Conventions, Skipped, Task
 
 Measured = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]
@@ -40,7 +40,7 @@ def predictions(task: Task) -> Measured:
     """Build the function that returns the model's predictions, or its hidden states if it lacks a head."""
 
     def measured(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        result = hooks.forward(model, inputs, **asking(task))
+        result = hooks.forward(model, inputs, **output_options(task))
         return [states_of(result) if task == "hidden" else logits_of(result)]
 
     return measured
@@ -153,7 +153,7 @@ def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor], *, made_up: 
     except FAILURES as error:
         if is_memory(error):
             raise
-        missing = [name for name in texts.wanted(loaded.model) if name not in inputs]
+        missing = [name for name in texts.required_inputs(loaded.model) if name not in inputs]
         if missing and made_up:
             raise ModelError(
                 f"{loaded.info.id} needs {' and '.join(missing)}, which attnlens can't make up.",

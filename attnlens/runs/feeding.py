@@ -218,7 +218,7 @@ def refuse_text(loaded: loading.Loaded, text: Sequence[str], tokens: int | None)
     """Raise UsageError if texts, for any use, or their length are given for a model that does not read text."""
     if texts.reads_text(loaded) or (not text and tokens is None):
         return
-    read = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.wanted(loaded.model)))
+    read = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.required_inputs(loaded.model)))
     raise UsageError(
         f"{loaded.info.id} reads {read} and no text, so that text and length would be ignored.",
         "Leave out --text, --calibration and --length.",

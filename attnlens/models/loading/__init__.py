@@ -1,4 +1,11 @@
-"""Load a model by its name and describe it before it has run."""
+"""Load a model by its name and describe it before it has run.
+
+Contents: locate.py and hub.py find the files; stored.py, gguf.py and configs.py check headers and configs before
+anything is built; building.py builds the model with transformers; quantised.py decodes weights, adapters.py merges
+adapters, deferred.py reads weights in parts; placement.py chooses device, number type and memory.
+Inputs: a name and the options of `load`. Output: `Loaded`. No code from a file is run unless the caller allows it.
+Imported by: the other packages of models, runs, lab and, inside functions, cli.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +19,30 @@ from typing import TYPE_CHECKING, Any
 from attnlens import arguments
 from attnlens.errors import ModelError, UsageError
 from attnlens.files import sha256
-from attnlens.models.loading.adapters import Adapted, AdapterFiles, find_adapter, merge
-from attnlens.models.loading.building import bounded, built, checked_files, config_of, gguf_files, no_kernels, quiet
-from attnlens.models.loading.configs import InputKind, drop_settings, kind_of, load_tokenizer
-from attnlens.models.loading.gguf import read_once
+from attnlens.models.loading.adapters import Adapted, AdapterFiles, find_adapter, merge_adapter
+from attnlens.models.loading.building import (
+    build_model,
+    check_files,
+    limited_size,
+    load_config,
+    no_kernels,
+    open_gguf,
+    quiet,
+)
+from attnlens.models.loading.configs import InputKind, drop_settings, kind_of, load_tokenizer, method_of
+from attnlens.models.loading.gguf import GgufFiles, read_once
 from attnlens.models.loading.hub import first_line
 from attnlens.models.loading.locate import Location, find, names_in
 from attnlens.models.loading.placement import (
+    check_device_map,
     device_of,
     device_of_inputs,
     dtype_of,
     places_of,
-    refuse_beside_map,
     refuse_too_large,
-    removed_with,
+    remove_with,
     spread_over_devices,
 )
-from attnlens.models.loading.quantised import method_of
 from attnlens.models.loading.stored import nonfinite_tensors
 from attnlens.records import File, ModelInfo
 from attnlens.requests import Loading
@@ -37,7 +51,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from attnlens.models.loading.deferred import DeferredWeights
+    from attnlens.models.loading.deferred import DeferredWeights, SafetensorsFiles
 
 SWAPPED = "attnlens.json"
 """Name of the file that marks a folder whose model was saved with another kernel."""
@@ -52,7 +66,7 @@ class Loaded:
     tokenizer: PreTrainedTokenizerBase | None
     """The model's tokenizer, or None."""
     tokenizer_problem: str
-    """Reason why there is no tokenizer; empty if there is one."""
+    """Reason why the tokenizer is missing; empty if it is not."""
     info: ModelInfo
     """Description of the model; its conventions are not known yet."""
     kind: InputKind
@@ -121,51 +135,54 @@ def load(
     """
     options = locals()
     Loading(**{name: options[name] for name in Loading.model_fields})  # raises UsageError for invalid values
-    refuse_beside_map(options)
+    check_device_map(options)
     place_on = device_of(device)
-    place = find(_written(name), revision, offline=offline, allow_pickle=allow_pickle, leave_weights=from_files)
+    place = find(_name_of(name), revision, offline=offline, allow_pickle=allow_pickle, leave_weights=from_files)
     if not swapped:
         _refuse_swapped(place)
     if from_files:
-        return _unread(place, dtype, trust_remote_code, adapter)
+        return _build_from_shapes(place, dtype, trust_remote_code, adapter)
     if device_map is not None:
-        return _spread(place, dtype, max_cpu_memory, trust_remote_code)
-    files = None if adapter is None else find_adapter(_written(adapter), offline=offline)
-    return _loaded(place, files, dtype, place_on, trust_remote_code)
+        return _load_spread(place, dtype, max_cpu_memory, trust_remote_code)
+    files = None if adapter is None else find_adapter(_name_of(adapter), offline=offline)
+    return _load_into_memory(place, files, dtype, place_on, trust_remote_code)
 
 
-def _loaded(
+def _load_into_memory(
     place: Location, adapter: AdapterFiles | None, dtype: str, device: torch.device, trust_remote_code: bool
 ) -> Loaded:
     """Load the model at `place` onto `device`, with quantised weights decoded and the adapter merged."""
     import torch
 
-    from attnlens.models.loading.deferred import files_of, read_all
+    from attnlens.models.loading.deferred import open_safetensors, read_all
 
-    beside = adapter is not None and adapter.folder.samefile(place.folder)
-    stored = checked_files(place, trust_remote_code, adapter_too=beside)
+    is_in_folder = adapter is not None and adapter.folder.samefile(place.folder)
+    stored = check_files(place, trust_remote_code, adapter_too=is_in_folder)
     with quiet(), no_kernels(), read_once() if place.gguf else nullcontext():
-        config = config_of(place, trust_remote_code)
-        kind, method = dtype_of(dtype, config, device), method_of(place)
+        config = load_config(place, trust_remote_code)
+        loaded_dtype, method = dtype_of(dtype, config, device), method_of(place)
+        config_dtype: Any = config.dtype if method else None
+        decoded_dtype = loaded_dtype or config_dtype or torch.float32
         if device.type == "cpu":
-            refuse_too_large(place, stored, torch.float32 if isinstance(kind, str) else kind)
-        files = None if method is None else files_of(place, config)
-        if files is not None:
+            refuse_too_large(place, stored, loaded_dtype or torch.float32)
+        files: SafetensorsFiles | GgufFiles | None = None
+        if method is not None:
+            files = quantised = open_safetensors(place)
             drop_settings(config)
-            stored = dict(files.table(stored))
-        with bounded(place, stored):
-            files = gguf_files(place, config) if place.gguf else files
-            config_dtype: Any = (config.dtype if method else None) or torch.float32
-            weights = None if files is None else read_all(files, config_dtype if isinstance(kind, str) else kind)
-            ignored = getattr(files, "ignored", ())
-            model, loading_info = built(place, config, kind, trust_remote_code, stored, weights, ignored)
-        adapted = None if adapter is None else merge(adapter, model)
+            stored = quantised.stored
+        with limited_size(place, stored):
+            if place.gguf:
+                files = open_gguf(place, config)
+            weights = None if files is None else read_all(files, decoded_dtype)
+            ignored, dtype_option = files.ignored if files else (), loaded_dtype or "auto"
+            model, loading_info = build_model(place, config, dtype_option, trust_remote_code, stored, weights, ignored)
+        merged = None if adapter is None else merge_adapter(adapter, model)
         tokenizer = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
     model.requires_grad_(False).to(device)  # type: ignore[arg-type]  # the decorator of .to hides self
-    return _described(place, model, loading_info, method, tokenizer, adapter=adapted)
+    return _describe(place, model, loading_info, method, tokenizer, adapter=merged)
 
 
-def _described(
+def _describe(
     place: Location,
     model: PreTrainedModel,
     loading_info: Mapping[str, Any],
@@ -192,67 +209,67 @@ def _described(
     return Loaded(model, *tokenizer, info, kind_of(model), missing, unused, adapter, folder, deferred, shapes)
 
 
-def _spread(place: Location, dtype: str, max_cpu_memory: str | None, trust_remote_code: bool) -> Loaded:
+def _load_spread(place: Location, dtype: str, max_cpu_memory: str | None, trust_remote_code: bool) -> Loaded:
     """Load the model spread over all devices, and its shapes. Raises ModelError if its files can't be read in parts."""
-    import torch
-
     if place.form != "safetensors" or method_of(place) is not None:
-        problem = f"--device spread reads safetensors files of plain numbers, and those of {place.id} are others."
+        problem = f"--device spread requires unquantised safetensors files; those of {place.id} are in another form."
         raise ModelError(problem, "Convert the model, or leave out --device spread.")
-    shapes = _unread(place, dtype, trust_remote_code, None)
-    stored = checked_files(place, trust_remote_code)
+    shapes = _build_from_shapes(place, dtype, trust_remote_code, None)
+    stored = check_files(place, trust_remote_code)
     with quiet(), no_kernels():
-        config = config_of(place, trust_remote_code)
+        config = load_config(place, trust_remote_code)
         spread = spread_over_devices(max_cpu_memory)
-        kind = "auto" if dtype == "auto" else getattr(torch, dtype)
-        with removed_with(spread["offload_folder"]) as keep, bounded(place, stored):
-            model, loading_info = built(place, config, kind, trust_remote_code, stored, spread=spread)
+        with remove_with(spread["offload_folder"]) as keep, limited_size(place, stored):
+            # transformers accepts the name of a torch dtype
+            model, loading_info = build_model(place, config, dtype, trust_remote_code, stored, spread=spread)
             keep(model)
         tokenizer = load_tokenizer(place, config, trust_remote_code=trust_remote_code)
-    return _described(place, model.requires_grad_(False), loading_info, None, tokenizer, shapes=shapes)
+    return _describe(place, model.requires_grad_(False), loading_info, None, tokenizer, shapes=shapes)
 
 
-def _unread(place: Location, dtype: str, trust_remote_code: bool, adapter: object) -> Loaded:
+def _build_from_shapes(place: Location, dtype: str, trust_remote_code: bool, adapter: object) -> Loaded:
     """Build the model at `place` from shapes, leaving its weights in their files. Raises ModelError for an adapter."""
     if adapter is not None:
         raise ModelError("An adapter can't be merged into a model that is not loaded.", "Merge it first, and save it.")
     import torch
 
-    from attnlens.models.loading.deferred import DeferredWeights, announced, files_of, one_thread, widen
+    from attnlens.models.loading.deferred import DeferredWeights, one_thread, open_files, shape_slices, widen
 
-    stored = checked_files(place, trust_remote_code)
+    stored = check_files(place, trust_remote_code)
     with quiet(), no_kernels(), read_once() if place.gguf else nullcontext():
-        config = config_of(place, trust_remote_code)
-        files, method = files_of(place, config), method_of(place)
-        stored = dict(files.table(stored))
+        config, method = load_config(place, trust_remote_code), method_of(place)
+        with limited_size(place, stored):  # to map the names in a GGUF file, the model is built on the meta device
+            files = open_files(place, config)
+        if not isinstance(files, GgufFiles):
+            stored = files.stored
         if method is not None:
             drop_settings(config)
-        with bounded(place, stored), one_thread():
-            shapes = announced(files.shapes)
-            ignored = getattr(files, "ignored", ())
-            model, loading_info = built(place, config, torch.float32, trust_remote_code, stored, shapes, ignored)
+        with limited_size(place, stored), one_thread():
+            shapes = shape_slices(files.shapes)
+            model, loading_info = build_model(
+                place, config, torch.float32, trust_remote_code, stored, shapes, files.ignored
+            )
     # position tables were computed in float32, as in a loaded model; weights are read as float64, which loses nothing
     widen(model.requires_grad_(False))
     weights = DeferredWeights(model, files, None if dtype == "auto" else getattr(torch, dtype))
-    return _described(place, model, loading_info, method, deferred=weights)
+    return _describe(place, model, loading_info, method, deferred=weights)
 
 
 def _refuse_swapped(place: Location) -> None:
     if SWAPPED in names_in(place.folder):
-        problem = f"{place.folder} holds a model with another kernel, as --save wrote it, which would be left out here."
+        problem = f"{place.folder} contains a model saved with another kernel (--save), which would be left out here."
         raise ModelError(problem, "Use attnlens.load_swapped in Python.")
     if "attnlens_primal" in place.config:
-        raise ModelError(
-            f"{place.id} is a model with primal layers, which have no attention to look at.",
-            "Build it with attnlens.lab.primal.build, whose documentation says how its weights are loaded.",
-        )
+        problem = f"{place.id} is a model with primal layers, which have no attention to analyse."
+        raise ModelError(problem, "Build it with attnlens.lab.primal.build, whose documentation explains how.")
 
 
-def _written(name: object) -> str:
+def _name_of(name: object) -> str:
     """Return the model's name as a string; a relative path gets `./` in front, unlike a hub id or `demo`."""
     if isinstance(name, os.PathLike):
         arguments.path("name", name)
         return os.path.join(os.curdir, os.fspath(name))  # noqa: PTH118  # pathlib would drop the dot again
     if not isinstance(name, str):
-        raise UsageError(f"A {type(name).__name__} names no model.", "Give a hub id, a path, or what load returned.")
+        problem = f"A {type(name).__name__} can't name a model."
+        raise UsageError(problem, "Give a hub id, a path, or what load returned.")
     return arguments.word("model", name)

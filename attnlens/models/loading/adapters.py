@@ -28,7 +28,7 @@ from attnlens.models.loading.locate import (
     read_json,
     weight_file,
 )
-from attnlens.models.loading.stored import Stored, named, names_in_model, safetensors_header
+from attnlens.models.loading.stored import Stored, format_names, names_in_model, safetensors_header
 from attnlens.records import AdapterInfo, File
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ WITHOUT_EFFECT = {
     "fan_in_fan_out",  # peft decides it by the layer's class
 }
 """Settings that do not change how the stored tensors are merged."""
-SAY_FOLDER = f"Give the folder that holds {ADAPTER_CONFIG} and {TENSORS}, or its hub id."
+SAY_FOLDER = f"Give the folder with {ADAPTER_CONFIG} and {TENSORS}, or its hub id."
 SAY_MERGE = "Merge it with merge_and_unload of the package peft, save that model, and give its folder as MODEL."
 SAY_AGAIN = "Get the adapter again."
 
@@ -81,24 +81,24 @@ def find_adapter(name: str, *, offline: bool) -> AdapterFiles:
     if is_there(path):
         if not path.is_dir():
             raise ModelError(f"{shortened(name)} is a file, not an adapter's folder.", SAY_FOLDER)
-        _files_among(names_in(path), name)
+        _select_files(names_in(path), name)
         return AdapterFiles(name, path)
     id_, _, revision = name.partition("@")
     if not id_ or looks_like_path(id_):
         raise ModelError(f"There is no such folder: {shortened(name)}.", SAY_FOLDER)
     hub = Hub(id_, revision or None)
-    folder = hub.cached(OFFLINE) if offline else hub.fetched(lambda names: _files_among(names, id_))
-    _files_among(names_in(folder), id_)
+    folder = hub.find_cached(OFFLINE) if offline else hub.fetch(lambda names: _select_files(names, id_))
+    _select_files(names_in(folder), id_)
     return AdapterFiles(id_, folder, folder.name)
 
 
-def _files_among(names: Collection[str], where: str) -> list[str]:
+def _select_files(names: Collection[str], where: str) -> list[str]:
     """Return the names of an adapter's two files. Raises ModelError if one is missing."""
     where = shortened(where)
+    if ADAPTER_CONFIG not in names and CONFIG in names:
+        problem = f"{where} has no {ADAPTER_CONFIG}: it is a model, not an adapter."
+        raise ModelError(problem, "Give it as MODEL, without --adapter.")
     if ADAPTER_CONFIG not in names:
-        if CONFIG in names:
-            problem = f"{where} has no {ADAPTER_CONFIG}: it is a model, not an adapter."
-            raise ModelError(problem, "Give it as MODEL, without --adapter.")
         raise ModelError(f"{where} has no {ADAPTER_CONFIG}.", SAY_FOLDER)
     if TENSORS not in names and PICKLE in names:
         problem = f"{where} has only a pickled adapter ({PICKLE}), which can run code when it is opened."
@@ -137,18 +137,17 @@ class Adapted:
             layer.base_layer.weight = nn.Parameter(merged_weight.to("cpu", torch.float64, copy=True))
             layer.unmerge()
             bases[f"{module}.weight"] = layer.base_layer.weight.data
-        parameters = {name: model.get_parameter(name) for name in bases}
-        merged = {name: parameter.data for name, parameter in parameters.items()}
+        merged = [(parameter := model.get_parameter(name), parameter.data, base) for name, base in bases.items()]
         try:
-            for name, parameter in parameters.items():
-                parameter.data = bases[name].to(parameter.device)
-            yield bool(bases)
+            for parameter, _, base in merged:
+                parameter.data = base.to(parameter.device)
+            yield bool(merged)
         finally:
-            for name, parameter in parameters.items():
-                parameter.data = merged[name]
+            for parameter, weight, _ in merged:
+                parameter.data = weight
 
 
-def merge(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
+def merge_adapter(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
     """Merge the adapter into the model's weights: W + s·BA in float64, rounded to the weights' own type.
 
     Raises ModelError if attnlens does not merge such an adapter, it does not fit the model, or its files are broken;
@@ -165,13 +164,14 @@ def merge(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
         low_rank, whole, unplaced = _place(tensors_file, header, model)
         modules = sorted({name.rpartition(".lora_")[0] for name in low_rank})
         base = settings.get("base_model_name_or_path")
-        say_base = f"Give its base as MODEL: {shortened(base or 'the model it was trained over')}."
+        say_base = f"Give its base as MODEL: {shortened(base or 'the model it was trained on')}."
         named_by_settings = _expanded(settings, settings_file, model, modules, say_base)
         changed = {*whole, *(f"{path}.weight" for path in modules)}
         _check_shared(model, changed)
         biases = {f"{path}.bias" for path in modules if getattr(model.get_submodule(path), "bias", None) is not None}
         if settings.get("bias", "none") != "none" and (lost := sorted(biases - whole.keys())):
-            raise ModelError(f"{settings_file} says that biases were trained, and {named(lost)} is missing.", SAY_AGAIN)
+            problem = f"{settings_file} says that biases were trained, but {format_names(lost)} is missing."
+            raise ModelError(problem, SAY_AGAIN)
         parameters = {name: model.get_parameter(name) for name in whole}
 
         plain = {name: settings[name] for name in APPLIED if name in settings}
@@ -221,9 +221,9 @@ def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared[parameter].append(name)
     for names in shared.values():
-        if len(names) > 1 and any(name in changed for name in names):
-            first, second = sorted(names, key=lambda name: name not in changed)[:2]
-            raise ModelError(f"The adapter changes {first}, which the model shares with {second}.", SAY_MERGE)
+        first, *others = sorted(names, key=lambda name: name not in changed)
+        if others and first in changed:
+            raise ModelError(f"The adapter changes {first}, which the model shares with {others[0]}.", SAY_MERGE)
 
 
 def _merge_layer(path: str, layer: Any) -> None:
@@ -243,7 +243,7 @@ def _merge_layer(path: str, layer: Any) -> None:
 def _read_settings(file: Path) -> dict[str, Any]:
     """Read adapter_config.json. Raises ModelError for settings that attnlens does not apply to the weights."""
     if file.stat().st_size > LARGEST:
-        raise ModelError(f"{file} holds more than {LARGEST // 2**20} MiB.", SAY_AGAIN)
+        raise ModelError(f"{file} contains more than {LARGEST // 2**20} MiB.", SAY_AGAIN)
     settings = {name: value for name, value in read_json(file).items() if value is not None}
     others = [name for name, value in settings.items() if value and name not in {*NAMING, *APPLIED, *WITHOUT_EFFECT}]
     others += [name for name in ("r", "lora_alpha") if not isinstance(settings.get(name, 8), int | float)]
@@ -254,7 +254,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
         others = ["peft_type"]
     if others:
         problem = f"{file} says {shortened(others[0])} = {written(settings.get(others[0]))}"
-        raise ModelError(f"{problem}, which attnlens does not merge (LoRA, rsLoRA and DoRA alone).", SAY_MERGE)
+        raise ModelError(f"{problem}, which attnlens does not merge (only LoRA, rsLoRA and DoRA).", SAY_MERGE)
     return settings
 
 
@@ -272,7 +272,8 @@ def _place(
         target = next((alias for alias in names_in_model(stem, model.base_model_prefix) if alias in present), stem)
         key = f"{target}.{part[2]}.default{'' if 'embedding' in part[2] else '.weight'}" if part else target
         if not stored.startswith(PREFIX) or (part is None and "lora_" in name) or key in low_rank or key in whole:
-            raise ModelError(f"{file} holds {shortened(stored)}, which is no part of LoRA, or twice.", SAY_MERGE)
+            problem = f"{file} contains {shortened(stored)}, which is not a part of LoRA, or contains it twice."
+            raise ModelError(problem, SAY_MERGE)
         if part:
             low_rank[key] = stored
         elif target in parameters:
@@ -280,7 +281,7 @@ def _place(
         else:
             unplaced.append(stored)
     if not low_rank:
-        raise ModelError(f"{file} holds no pair of matrices A and B.", SAY_AGAIN)
+        raise ModelError(f"{file} contains no pair of matrices A and B.", SAY_AGAIN)
     return low_rank, whole, tuple(unplaced)
 
 
@@ -292,14 +293,14 @@ def _expanded(
     Raises ModelError if the model lacks an adapted module, or settings and tensors name different modules.
     """
     from peft import LoraConfig
-    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.tuners.tuners_utils import check_target_module_exists  # peft's own rule, which its documentation omits
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
     paths = [path for path, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D | nn.Embedding)]
     if lacking := sorted(set(modules) - set(paths)):
-        problem = f"{file.parent} changes {named(lacking)}, which is no linear layer or embedding of this model"
-        raise ModelError(f"{problem}: it is of another base.", say_base)
+        problem = f"{file.parent} changes {format_names(lacking)}, which is not a linear layer or embedding of this"
+        raise ModelError(f"{problem} model: the adapter belongs to another base.", say_base)
     ends = time.monotonic() + SECONDS
 
     def matches(expression: str, paths: list[str]) -> list[str]:
@@ -321,22 +322,22 @@ def _expanded(
             values[name] = matches(values[name], paths)
     lists = values.get("layers_pattern") or []
     if not all(re.fullmatch(r"[\w.]*", name) for name in ([lists] if isinstance(lists, str) else lists)):
-        raise ValueError(f"layers_pattern = {written(lists)} is no name")
+        raise ValueError(f"layers_pattern = {written(lists)} is not a name")
     saved = [path for path in paths for name in settings.get("modules_to_save", []) if f".{name}." in f".{path}."]
     values["exclude_modules"] = [*values.get("exclude_modules", []), *saved]
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = {key: matches(rf"(?:.*\.)?(?:{key})", modules) for key in values.get(name, {})}
         if unused := [key for key, matched in pattern.items() if not matched]:
-            problem = f"{file} has {written(unused[0])} in {name}, which matches none of the adapted modules"
-            raise ModelError(f"{problem}.", "If the adapter was trained so, remove that key from the file.")
+            problem = f"{file} has {written(unused[0])} in {name}, which matches none of the adapted modules."
+            raise ModelError(problem, "If the adapter was trained so, remove that key from the file.")
         chosen = {path: values[name][key] for key in reversed(pattern) for path in pattern[key]}  # the first key counts
-        by_value: dict[Any, list[str]] = defaultdict(list)
+        by_value: dict[float, list[str]] = defaultdict(list)
         for path, value in chosen.items():
             by_value[value].append(re.escape(path))
         values[name] = {f"^(?:{'|'.join(escaped)})": value for value, escaped in by_value.items()}
     config = LoraConfig(**values)
     if differing := sorted({path for path in paths if check_target_module_exists(config, path)} ^ set(modules)):
-        problem = f"{file} and the adapter's tensors disagree on whether {named(differing)} is adapted."
+        problem = f"{file} and the adapter's tensors disagree on whether {format_names(differing)} is adapted."
         raise ModelError(problem, SAY_AGAIN)
     return values
 
@@ -346,17 +347,15 @@ def _check_tensors(
 ) -> None:
     """Raise ModelError, before reading any tensor, if stored names, shapes or types differ from the expected ones."""
     if different := sorted(expected.keys() ^ names.keys()):
-        problem = "lacks" if different[0] in expected else "holds"
-        raise ModelError(f"The adapter {problem} {named(different)}, against its settings.", SAY_AGAIN)
+        verb = "lacks" if different[0] in expected else "contains"
+        raise ModelError(f"The adapter {verb} {format_names(different)}, contrary to its settings.", SAY_AGAIN)
     for name, stored in names.items():
         entry, shape = header[stored], tuple(expected[name].shape)
         if entry.shape != shape:
-            is_whole = ".lora_" not in name
-            sizes = ", where ".join(" × ".join(map(str, sizes)) for sizes in (entry.shape, shape))
-            raise ModelError(
-                f"The adapter holds {shortened(stored)} of {sizes} belongs: it is of another base, or of "
-                f"{'a resized vocabulary' if is_whole else 'other settings'}.",
-                f"{say_base} If that is MODEL: {SAY_MERGE if is_whole else SAY_AGAIN}",
-            )
+            cause, remedy = ("other settings", SAY_AGAIN) if ".lora_" in name else ("a resized vocabulary", SAY_MERGE)
+            stored_size, size = (" × ".join(map(str, sizes)) for sizes in (entry.shape, shape))
+            problem = f"The adapter contains {shortened(stored)} of {stored_size} instead of {size}"
+            problem += f": it belongs to another base, or to {cause}."
+            raise ModelError(problem, f"{say_base} If that is MODEL: {remedy}")
         if entry.encoded:
             raise ModelError(f"The adapter stores {shortened(stored)} as {entry.type}.", SAY_MERGE)

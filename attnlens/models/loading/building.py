@@ -47,9 +47,9 @@ def unlogged() -> Iterator[None]:
     with ExitStack() as undo:
         undo.callback(logging.set_verbosity, logging.get_verbosity())
         logging.set_verbosity(CRITICAL)
-        spreading = getLogger("accelerate")
-        undo.callback(spreading.setLevel, spreading.level)
-        spreading.setLevel(CRITICAL)
+        accelerate = getLogger("accelerate")
+        undo.callback(accelerate.setLevel, accelerate.level)
+        accelerate.setLevel(CRITICAL)
         yield
 
 
@@ -100,11 +100,12 @@ SPARE, SPARE_BUFFERS, SPARE_PARTS = 2**24, 2**28, 2**12
 
 
 @contextmanager
-def bounded(place: Location, stored: Mapping[str, Stored]) -> Iterator[None]:
+def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None]:
     """Raise ModelError inside the context if a model under construction becomes too large for its files.
 
     Its tensors are still on the meta device and take no memory. The error names the largest size in the config.
     """
+    from torch import Tensor
     from torch.nn.modules import module
 
     limits = {"numbers": TIMES * numbers_in(stored) + SPARE, "parts": PARTS_TIMES * len(stored) + SPARE_PARTS}
@@ -112,19 +113,16 @@ def bounded(place: Location, stored: Mapping[str, Stored]) -> Iterator[None]:
     counts = dict.fromkeys(limits, 0)
     thread = get_ident()  # torch's hooks are global and also see modules built by other threads
 
-    def counter(kind: str) -> Callable[[nn.Module, str, Any], None]:
-        def count(_owner: nn.Module, _name: str, value: Any) -> None:
-            if get_ident() != thread or (kind != "parts" and not getattr(value, "is_meta", False)):
+    def counter(kind: str) -> Callable[[nn.Module, str, object], None]:
+        def count(_owner: nn.Module, _name: str, value: object) -> None:
+            is_on_meta = isinstance(value, Tensor) and value.is_meta
+            if get_ident() != thread or (kind != "parts" and not is_on_meta):
                 return
             counts["parts"] += 1
-            counts[kind] += 0 if kind == "parts" else prod(value.shape)
-            if any(counts[what] > limits[what] for what in limits):
-                sizes = [(size, path) for path, size in fields(place.config) if isinstance(size, int) and size > 1]
-                size, path = max(sizes, default=(0, ""))
-                largest = f" (the largest number in it is {shortened(path)} = {written(size)})" if sizes else ""
-                where = place.folder / (place.file if place.form == "gguf" else CONFIG)
-                problem = f"{where} describes a far larger model{largest} than the {numbers_in(stored)} numbers of its"
-                raise ModelError(f"{problem} weight files.", "Give the weights their own config.")
+            if isinstance(value, Tensor):
+                counts[kind] += prod(value.shape)
+            if any(counts[name] > limit for name, limit in limits.items()):
+                raise _too_large(place, stored)
 
         return count
 
@@ -138,7 +136,16 @@ def bounded(place: Location, stored: Mapping[str, Stored]) -> Iterator[None]:
         yield
 
 
-def checked_files(place: Location, trust_remote_code: bool, *, adapter_too: bool = False) -> dict[str, Stored]:
+def _too_large(place: Location, stored: Mapping[str, Stored]) -> ModelError:
+    sizes = [(size, path) for path, size in fields(place.config) if isinstance(size, int) and size > 1]
+    size, path = max(sizes, default=(0, ""))
+    largest = f" (the largest number in it is {shortened(path)} = {written(size)})" if sizes else ""
+    file = place.folder / (place.file if place.form == "gguf" else CONFIG)
+    problem = f"{file} describes a far larger model{largest} than the {numbers_in(stored)} numbers of its weight files."
+    return ModelError(problem, "Give the weights their own config.")
+
+
+def check_files(place: Location, trust_remote_code: bool, *, adapter_too: bool = False) -> dict[str, Stored]:
     """Check a model's files before it is loaded, and return their tensors. Raises ModelError for unsafe or bad ones."""
     from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
@@ -150,7 +157,7 @@ def checked_files(place: Location, trust_remote_code: bool, *, adapter_too: bool
     if not trust_remote_code:
         refuse_own_code(place.config, place.id)
     if place.gguf and not (is_gguf_available() and is_accelerate_available()):
-        problem = f"{place.file} needs the packages gguf and accelerate, which are not both installed."
+        problem = f"{place.file} needs the packages gguf and accelerate, but at least one is not installed."
         raise ModelError(problem, 'Run: pip install "attnlens[gguf]"')
     if place.urls:  # not downloaded: their headers are read from the hub later
         return {}
@@ -159,7 +166,7 @@ def checked_files(place: Location, trust_remote_code: bool, *, adapter_too: bool
     return stored
 
 
-def config_of(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
+def load_config(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
     """Load the model's configuration. Raises ModelError if it can't be read."""
     from transformers import AutoConfig
 
@@ -167,9 +174,8 @@ def config_of(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
     where = place.folder / (place.file if place.gguf else CONFIG)
     kind = f" (model_type = {written(place.config['model_type'])})" if "model_type" in place.config else ""
     with foreign(f"{where}{kind} can't be read", "Is it a model that transformers knows?"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            place.folder, trust_remote_code=trust_remote_code, **place.gguf
-        )
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, **place.gguf}
+        config: PreTrainedConfig = AutoConfig.from_pretrained(place.folder, **options)
     take_choices(config)
     if place.gguf:
         path = place.folder / place.file
@@ -177,7 +183,7 @@ def config_of(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
     return config
 
 
-def gguf_files(place: Location, config: PreTrainedConfig) -> GgufFiles | None:
+def open_gguf(place: Location, config: PreTrainedConfig) -> GgufFiles | None:
     """Open the tensors of a GGUF file; return None if transformers has its newer loader for the architecture."""
     from transformers.integrations.gguf.utils import is_gguf_arch_supported
 
@@ -189,15 +195,15 @@ def gguf_files(place: Location, config: PreTrainedConfig) -> GgufFiles | None:
         return GgufFiles(path, header, config, model_class(config, gguf=True, own_code=False))
 
 
-def built(
+def build_model(
     place: Location,
     config: PreTrainedConfig,
     dtype: torch.dtype | str,
     trust_remote_code: bool,
     stored: Mapping[str, Stored],
-    weights: Mapping[str, Any] | None = None,
+    weights: Mapping[str, object] | None = None,
     ignored: Iterable[str] = (),
-    spread: Mapping[str, Any] = MappingProxyType({}),
+    spread: Mapping[str, object] = MappingProxyType({}),
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """Load the model, check it against its files, and return it with transformers' loading info.
 
@@ -213,14 +219,16 @@ def built(
     config_file = "" if place.gguf else f" with {CONFIG}"
     problem = f"{place.folder / place.file}{config_file} can't be loaded"
     with foreign(problem, "Check that weights and config belong together."):
-        if weights is not None:
-            # transformers reads this file only with weights from the folder; it can set the decoder's start token
-            there = (place.folder / "generation_config.json").is_file()
-            settings = GenerationConfig.from_pretrained(place.folder, local_files_only=True) if there else None
-            options |= {"state_dict": dict(weights), "generation_config": settings}
         class_ = model_class(config, gguf=bool(place.gguf), own_code=own_code)
-        if weights is not None and hasattr(class_, "_model_mapping"):  # an Auto class requires a folder
-            class_ = class_._model_mapping[type(config)]
+        if weights is None:
+            options |= place.gguf
+        else:
+            # transformers reads this file only with weights from the folder; it can set the decoder's start token
+            has_file = (place.folder / "generation_config.json").is_file()
+            generation = GenerationConfig.from_pretrained(place.folder, local_files_only=True) if has_file else None
+            options |= {"state_dict": dict(weights), "generation_config": generation}
+            if hasattr(class_, "_model_mapping"):  # private in transformers: an Auto class requires a folder
+                class_ = class_._model_mapping[type(config)]
         model, loading_info = class_.from_pretrained(
             place.folder if weights is None else None,
             config=config,
@@ -233,7 +241,6 @@ def built(
             # a folder that can't exist: otherwise transformers, if peft is installed, applies an unchecked adapter
             # next to the weights, and may load the base that it names
             adapter_kwargs={"subfolder": "\0"},
-            **(place.gguf if weights is None else {}),
             **spread,
             **options,
         )

@@ -39,9 +39,9 @@ def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> Any:
     if own_code:
         auto_map: dict[str, str] = getattr(config, "auto_map", {})
         return getattr(transformers, next((name for name in AUTO_CLASSES if name in auto_map), "AutoModel"))
-    known = own_models(config.model_type) or transformers
+    module = own_models(config.model_type) or transformers
     for name in config.architectures or ():
-        class_ = getattr(known, name, None)
+        class_ = getattr(module, name, None)
         if isinstance(class_, type) and issubclass(class_, transformers.PreTrainedModel):
             return class_
     if gguf and config.is_encoder_decoder:
@@ -65,7 +65,7 @@ def refuse_own_code(config: dict[str, Any], where: str) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if config.get("auto_map") and str(config.get("model_type")) not in CONFIG_MAPPING:
-        problem = f"{where} brings its own code, which would run on this machine."
+        problem = f"{where} contains its own code, which would run on this machine."
         raise ModelError(problem, "Read the code in the folder; if you trust it, add --trust-remote-code.")
 
 
@@ -110,13 +110,13 @@ def load_tokenizer(place: Location, config: PreTrainedConfig, *, trust_remote_co
             tokenizer = AutoTokenizer.from_pretrained(
                 place.folder, trust_remote_code=trust_remote_code, local_files_only=True, **place.gguf
             )
-            known = len(tokenizer)
+            size = len(tokenizer)
     except TextError as error:
         return None, error.problem
     expected = getattr(text_config(config), "vocab_size", None) or 0
-    if known * 10 < expected:
-        problem = f"the tokenizer has {known} tokens and the model {expected}: its files are missing or of another kind"
-        return None, problem
+    if size * 10 < expected:
+        sizes_differ = f"the tokenizer has {size} tokens and the model {expected}"
+        return None, f"{sizes_differ}: its files are missing or of another kind"
     return tokenizer, ""
 
 
@@ -136,10 +136,8 @@ def foreign(problem: str, remedy: str, kind: type[AttnlensError] = ModelError) -
             raise
         if is_memory(error):
             raise ModelError(f"{problem}: there is not enough memory.", "Take a smaller model.") from error
-        needed = isinstance(error, ImportError)
-        raise kind(
-            f"{problem}: {first_line(error)}", "Install the package that it asks for." if needed else remedy
-        ) from error
+        remedy = "Install the missing package." if isinstance(error, ImportError) else remedy
+        raise kind(f"{problem}: {first_line(error)}", remedy) from error
 
 
 SIZES = {
@@ -160,11 +158,14 @@ CHOICES = {
 """Settings that choose the code that computes a model, or the file that its weights are read from."""
 DECODED = ("fp8", "fbgemm_fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "bitsandbytes")
 """Quantisation methods that attnlens decodes into plain numbers."""
+COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+"""Formats of compressed-tensors that are decoded."""
 READ_SETTINGS = ("quantization_config", "compression_config", "text_config.quantization_config")
 """Fields that describe quantised weights, of the whole model or of its language model; no other part is decoded."""
 LARGEST_SHARE = 16
 """Maximum partial_rotary_factor, above all values in transformers' own configs (EfficientLoFTR has 4)."""
-SAY_MEND = "Mend the config, or download the model again."
+SAY_CORRECT = "Correct the config, or download the model again."
+SAY_UNQUANTISED = "Get the model unquantised, or as GGUF."
 
 
 def check_config(place: Location) -> None:
@@ -175,25 +176,23 @@ def check_config(place: Location) -> None:
     file = place.folder / CONFIG
     for path, size in sizes(place.config):
         if size < 1:
-            raise ModelError(f"{file} says {shortened(path)} = {written(size)}, which must be at least 1.", SAY_MEND)
+            raise ModelError(f"{file} says {shortened(path)} = {written(size)}, which must be at least 1.", SAY_CORRECT)
     kinds = (("model_type", str, "a string"), ("architectures", list, "a list of strings"), ("auto_map", dict, "a map"))
     for name, kind, words in kinds:
         value = place.config.get(name)
-        inside = value if isinstance(value, list) else []
-        if value is not None and (not isinstance(value, kind) or not all(isinstance(item, str) for item in inside)):
-            raise ModelError(f"{file} says {name} = {written(value)}, which must be {words}.", SAY_MEND)
+        items = value if isinstance(value, list) else []
+        if value is not None and (not isinstance(value, kind) or not all(isinstance(item, str) for item in items)):
+            raise ModelError(f"{file} says {name} = {written(value)}, which must be {words}.", SAY_CORRECT)
     for path, value in fields(place.config):
         if path.endswith("partial_rotary_factor") and isinstance(value, int | float) and not 0 < value <= LARGEST_SHARE:
             problem = f"{shortened(path)} = {written(value)}, which must be above 0 and at most {LARGEST_SHARE}"
-            raise ModelError(f"{file} says {problem}.", SAY_MEND)
+            raise ModelError(f"{file} says {problem}.", SAY_CORRECT)
         if path.endswith(("quantization_config", "compression_config")) and value is not None:
             method = _method(value) if isinstance(value, dict) else value
             if path not in READ_SETTINGS or not isinstance(method, str) or method not in DECODED:
-                raise ModelError(
-                    f"{file} says by {shortened(path)} that the weights are quantised by {shortened(str(method))}; of "
-                    f"quantised checkpoints attnlens reads GGUF, {', '.join(DECODED)}.",
-                    "Get the model unquantised, or as GGUF.",
-                )
+                problem = f"{file}: by {shortened(path)}, the weights are quantised by {shortened(str(method))}"
+                supported = f"of quantised checkpoints attnlens reads GGUF, {', '.join(DECODED)}"
+                raise ModelError(f"{problem}; {supported}.", SAY_UNQUANTISED)
 
 
 def settings_of(config: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
@@ -201,6 +200,30 @@ def settings_of(config: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     candidates = (value for path, value in fields(config) if path in READ_SETTINGS and isinstance(value, dict))
     settings = next(candidates, None)
     return None if settings is None else (str(_method(settings)), settings)
+
+
+def method_of(place: Location) -> str | None:
+    """Return the quantisation method of the weights if it is one that attnlens decodes, else None.
+
+    Raises ModelError if the weights are a pickle, or use an unsupported variant of the method.
+    """
+    method, settings = settings_of(place.config) or (None, {})
+    if method not in DECODED:
+        return None
+    reason, version = "", str(settings.get("version") or settings.get("format") or "gemm").lower()
+    if place.form == "pickle":
+        reason = "are a pickle"
+    elif method == "compressed-tensors" and settings.get("format") not in COMPRESSED:
+        reason = f"are in the format {written(settings.get('format'))}, which attnlens does not decode"
+    elif method == "compressed-tensors" and (
+        settings.get("transform_config") or (settings.get("sparsity_config") or {}) not in ({}, {"format": "dense"})
+    ):
+        reason = "are rotated or sparse, which attnlens does not decode"
+    elif method == "awq" and (version != "gemm" or settings.get("bits", settings.get("w_bit", 4)) != 4):
+        reason = f"are in the version {written(version)} or not of four bits, which attnlens does not decode"
+    if reason:
+        raise ModelError(f"The weights of {place.folder} are quantised by {method} and {reason}.", SAY_UNQUANTISED)
+    return method
 
 
 def drop_settings(config: PreTrainedConfig) -> None:
@@ -225,11 +248,8 @@ def check_counts(place: Location, tensors: int) -> None:
         most = MOST_LABELS if match[0] == "num_labels" else max(tensors, SHARED_LAYERS)
         for count in value if isinstance(value, list) else [value]:
             if isinstance(count, int | float) and count > most:
-                raise ModelError(
-                    f"{place.folder / CONFIG} says {shortened(path)} = {written(count)}, and the weight files hold "
-                    f"{tensors} tensors.",
-                    SAY_MEND,
-                )
+                problem = f"{place.folder / CONFIG} says {shortened(path)} = {written(count)}"
+                raise ModelError(f"{problem}, but the weight files contain {tensors} tensors.", SAY_CORRECT)
 
 
 def take_choices(config: object) -> None:
@@ -259,14 +279,12 @@ def refuse_mismatch(place: Location, mismatched: Sequence[tuple[str, Sequence[in
         return
     name, stored, expected = sorted(mismatched)[0]
     more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
-    has, asks = (" × ".join(map(str, shape)) for shape in (stored, expected))
-    differing = {want for have, want in zip(stored, expected, strict=False) if have != want}
+    stored_size, expected_size = (" × ".join(map(str, shape)) for shape in (stored, expected))
+    differing = {size for stored_length, size in zip(stored, expected, strict=False) if stored_length != size}
     causes = [f"{shortened(path)} = {value}" for path, value in sizes(place.config) if value in differing]
     because = f" ({', '.join(causes)})" if causes else ""
-    raise ModelError(
-        f"{place.folder / place.file} can't be loaded: {name}{more} is {has} there and {asks} by config.json{because}.",
-        "Give the weights their own config.",
-    )
+    problem = f"{name}{more} is {stored_size} there and {expected_size} by config.json{because}"
+    raise ModelError(f"{place.folder / place.file} can't be loaded: {problem}.", "Give the weights their own config.")
 
 
 def sizes(config: dict[str, Any]) -> Iterator[tuple[str, int]]:

@@ -11,31 +11,42 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from hashlib import sha256
-from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import get_hf_file_metadata
+from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2
+from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_bytes
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # private: torch's only tensors of shapes
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
 
 from attnlens.errors import ModelError
 from attnlens.files import shortened
-from attnlens.models.loading.building import gguf_files, quiet
+from attnlens.models.loading.building import open_gguf, quiet
+from attnlens.models.loading.configs import method_of
 from attnlens.models.loading.gguf import SAY_LOAD, GgufFiles
 from attnlens.models.loading.hub import first_line
 from attnlens.models.loading.locate import Location, WatchedFile
 from attnlens.models.loading.placement import give_back
-from attnlens.models.loading.quantised import CodedWeight, coded_weights, method_of
+from attnlens.models.loading.quantised import CodedWeight, coded_weights
 from attnlens.models.loading.stored import Stored, safetensors_header
 from attnlens.records import FileInParts
 
@@ -49,7 +60,7 @@ class DeferredWeights:
 
     model: PreTrainedModel
     """The model, whose tensors have only shapes."""
-    files: SafetensorsFiles | CodedFiles | GgufFiles
+    files: SafetensorsFiles | GgufFiles
     """Files that the weights are read from."""
     rounded_to: torch.dtype | None
     """Type to which weights are rounded when read; None: the stored type."""
@@ -59,7 +70,11 @@ class DeferredWeights:
     """Names of parameters with NaN or Inf among those read so far."""
 
     def __post_init__(self) -> None:
-        without_choices(self.model)
+        for module in self.model.modules():
+            # private in transformers, and the only way to know whether the setter would raise
+            if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
+                # with batched_mm, no shape in a mixture of experts depends on which expert a token chose
+                module.set_experts_implementation("batched_mm")
 
     @contextmanager
     def present(self, module: nn.Module, wanted: Callable[[], Collection[str]]) -> Iterator[None]:
@@ -72,7 +87,7 @@ class DeferredWeights:
             self._place(module, wanted())
             yield
         finally:
-            for owner, parameters, buffers in saved:
+            for owner, parameters, buffers in saved:  # private in torch; setattr would refuse tensors as parameters
                 owner._parameters.update(parameters)
                 owner._buffers.update(buffers)
 
@@ -104,16 +119,14 @@ class DeferredWeights:
 
     def _place(self, module: nn.Module, wanted: Collection[str]) -> None:
         """Read the tensors of a module, and let transformers convert them and assign them to its parameters."""
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-        from transformers.modeling_utils import LoadStateDictConfig
-
         give_back()  # memory freed by the previous module
         names = self.needed(module, wanted)
         self.bytes_read += self.files.size(names)
         tensors, dtype = self.files.read(names), self.rounded_to
         for name, tensor in tensors.items():
-            exact = dtype is None or (tensor.is_floating_point() and torch.promote_types(tensor.dtype, dtype) == dtype)
-            tensors[name] = tensor if exact else tensor.to(dtype)  # exact in `dtype`: widened only once, later
+            is_exact = tensor.is_floating_point() and torch.promote_types(tensor.dtype, dtype or tensor.dtype) == dtype
+            # a type whose values `dtype` contains is widened only once, later
+            tensors[name] = tensor if dtype is None or is_exact else tensor.to(dtype)
         settings = LoadStateDictConfig(dtype=self.model.dtype, weight_mapping=self._mapping)
         with one_thread(), quiet():
             loading_info, _ = convert_and_load_state_dict_in_model(self.model, tensors, settings)
@@ -132,15 +145,11 @@ class DeferredWeights:
     @cached_property
     def _mapping(self) -> list[Any]:
         """Renamings and conversions that transformers applies to the tensors of such a checkpoint."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-
         return list(get_model_conversion_mapping(self.model, None, None))
 
     @cached_property
     def _targets(self) -> Mapping[str, tuple[str, bool]]:
         """Map from a name in the files to the (first) parameter or buffer it becomes, and whether it is converted."""
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
         renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
         state, prefix, targets = self.model.state_dict(), self.model.base_model_prefix, {}
@@ -169,7 +178,7 @@ class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch doe
         return False if func is torch.ops.aten.equal.default else super().dispatch(func, types, args, kwargs)
 
 
-class Announced:
+class ShapeSlice:
     """Stand-in for a tensor slice of a file, in the interface that transformers reads: a known shape, no numbers."""
 
     dtype = torch.float32
@@ -182,10 +191,10 @@ class Announced:
             return torch.empty(self.shape, dtype=self.dtype)
 
 
-def announced(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def shape_slices(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ShapeSlice]:
     """Return stand-ins for tensors of these shapes, keyed by name, which take part in computations as shapes."""
     mode = ShapesAlone(allow_non_fake_inputs=True)
-    return {name: Announced(shape, mode) for name, shape in shapes.items()}
+    return {name: ShapeSlice(shape, mode) for name, shape in shapes.items()}
 
 
 def is_announced(tensor: Tensor) -> bool:
@@ -205,18 +214,11 @@ def one_thread() -> Iterator[None]:
         os.environ.update(before)
 
 
-def without_choices(model: PreTrainedModel) -> None:
-    """Set mixtures of experts to the implementation in which no shape depends on which expert a token chose."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
-            module.set_experts_implementation("batched_mm")
-
-
 def widen(model: PreTrainedModel) -> None:
     """Convert the model's floating-point tensors to float64, with or without numbers; tied tensors stay tied."""
     wide: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
-        for name, part in module._parameters.items():
+        for name, part in module._parameters.items():  # private in torch, whose .double() fails on tensors of shapes
             if part is not None and part.is_floating_point():
                 if part not in wide:
                     wide[part] = nn.Parameter(part.detach().double(), requires_grad=False)
@@ -227,7 +229,7 @@ def widen(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def unspoken() -> Iterator[None]:
+def mute_shape_errors() -> Iterator[None]:
     """Silence torch's messages on stderr about shape computations that need numbers; our own errors report them."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
@@ -254,42 +256,55 @@ WAIT = 0.5
 """Seconds before the second attempt, doubled before each later one."""
 PATIENCE = 30.0
 """Seconds without a byte after which a connection counts as dropped."""
-SAY_LATER = "Run it again: what is finished is kept."
+SAY_LATER = "Run it again: finished work is kept."
 
 
-def files_of(place: Location, config: PreTrainedConfig) -> SafetensorsFiles | CodedFiles | GgufFiles:
+def open_files(place: Location, config: PreTrainedConfig) -> SafetensorsFiles | GgufFiles:
     """Open the weight files at `place`. Raises ModelError if they are in a form that can't be read in parts."""
     path = place.folder / place.file
     if place.form == "pickle":
-        raise ModelError(f"{path} is a pickle, of which no single tensors are read.", "Convert it to safetensors.")
-    if place.form == "gguf":
-        gguf = gguf_files(place, config)
-        if gguf is None:
-            raise ModelError(f"{path} has an architecture of which no single tensors are read.", SAY_LOAD)
-        return gguf
-    files = RemoteFiles([RemoteFile(*both) for both in place.urls]) if place.urls else SafetensorsFiles(place.weights)
+        raise ModelError(f"{path} is a pickle, whose tensors can't be read one by one.", "Convert it to safetensors.")
+    if place.form == "safetensors":
+        return open_safetensors(place)
+    files = open_gguf(place, config)
+    if files is None:
+        raise ModelError(f"{path} has an architecture whose tensors can't be read one by one.", SAY_LOAD)
+    return files
+
+
+def open_safetensors(place: Location) -> SafetensorsFiles:
+    """Open the safetensors files at `place`, local or on a hub; quantised weights are decoded when they are read."""
+    files = RemoteFiles(RemoteFile(*item) for item in place.urls) if place.urls else SafetensorsFiles(place.weights)
     method = method_of(place)
-    return files if method is None else CodedFiles(files, coded_weights(place, method, files.table({})))
+    return files if method is None else CodedFiles(files, coded_weights(place, method, files.stored))
 
 
-def read_all(files: SafetensorsFiles | CodedFiles | GgufFiles, dtype: torch.dtype) -> dict[str, Tensor]:
+def read_all(files: SafetensorsFiles | GgufFiles, dtype: torch.dtype) -> dict[str, Tensor]:
     """Read all tensors, 64 at a time; decoded tensors are converted to `dtype`, others keep their stored type."""
     names, tensors = list(files.shapes), dict[str, Tensor]()
-    coded = files.coded if isinstance(files, CodedFiles) else files.shapes
+    decoded = files.coded if isinstance(files, CodedFiles) else files.shapes
     for start in range(0, len(names), 64):
         for name, tensor in files.read(names[start : start + 64]).items():
-            tensors[name] = tensor.to(dtype) if name in coded else tensor
+            tensors[name] = tensor.to(dtype) if name in decoded else tensor
     return tensors
 
 
 class SafetensorsFiles:
     """The tensors of local safetensors files, each read only on request."""
 
+    ignored: Sequence[str] = ()
+    """Tensors left out because the model lacks them: none."""
+
     def __init__(self, paths: Iterable[Path]) -> None:
         self.headers: list[FileInParts] = []
-        self._entries: dict[str, tuple[WatchedFile, Stored]] = {}
+        """Records of the files for a report."""
+        self.stored: dict[str, Stored] = {}
+        """Shape and type of each tensor."""
+        self._files: dict[str, WatchedFile] = {}
         for file in map(WatchedFile, paths):
-            self._entries |= {name: (file, stored) for name, stored in safetensors_header(file.path).items()}
+            tensors = safetensors_header(file.path)
+            self.stored |= tensors
+            self._files |= dict.fromkeys(tensors, file)
             with file.path.open("rb") as content:  # the library has checked that the file is complete
                 header = content.read(int.from_bytes(content.read(LENGTH), "little"))
             self.headers.append(file.in_report(sha256(header).hexdigest()))
@@ -297,51 +312,45 @@ class SafetensorsFiles:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors, keyed by name."""
-        return {name: stored.shape for name, (_, stored) in self._entries.items()}
-
-    def table(self, _stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
-        """Return the shape and type of each tensor as stored in the files."""
-        return {name: stored for name, (_, stored) in self._entries.items()}
+        return {name: tensor.shape for name, tensor in self.stored.items()}
 
     def size(self, names: Iterable[str]) -> int:
         """Return the size of these tensors in bytes."""
-        return sum(self._entries[name][1].bytes for name in names)
+        return sum(self.stored[name].bytes for name in names)
 
     def sample(self, names: Iterable[str]) -> bytes:
         """Return some numbers of each of these tensors, since a file's modification time can be set to any value."""
-        return b"".join(self._opened(name, _ends) for name in names)
+        pieces: list[Tensor] = []
+        for name in names:
+            with self._opened(name) as content:
+                part = content.get_slice(name)
+                shape = part.get_shape()
+                rows = max(1, SAMPLE // max(1, prod(shape[1:])))
+                last = max(0, shape[0] - rows) if shape else 0
+                spans = [slice(start, start + rows) for start in (0, last // 2, last)] if shape else [...]
+                pieces += [part[span] for span in spans]
+        return b"".join(piece.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for piece in pieces)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read these tensors. Raises ModelError if a file is gone, truncated, or has changed since it was opened."""
-        return {name: self._opened(name, lambda content, name: content.get_tensor(name)) for name in names}
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            with self._opened(name) as content:
+                tensors[name] = content.get_tensor(name)
+        return tensors
 
-    def _opened(self, name: str, take: Callable[[Any, str], Any]) -> Any:
-        """Open the file of a tensor, return what `take` reads of it, and close it, which unmaps the file."""
-        file, _ = self._entries[name]
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[Any]:
+        """Open the file of a tensor inside the context; closing it unmaps the file."""
+        file = self._files[name]
         file.check()
         try:
             with safe_open(file.path, framework="pt") as content:
-                result = take(content, name)
+                yield content
         except (SafetensorError, OSError) as error:
             file.check()
             raise ModelError(f"{file.path} can't be read: {first_line(error)}", "Download it again.") from None
         file.check()
-        return result
-
-
-def _ends(content: Any, name: str) -> bytes:
-    """Return the bytes of a tensor's first, middle and last rows; those of a scalar in full."""
-    part = content.get_slice(name)
-    shape = part.get_shape()
-    if not shape:
-        return _bytes(part[...])
-    rows = max(1, SAMPLE // max(1, prod(shape[1:])))
-    starts = (0, max(0, (shape[0] - rows) // 2), max(0, shape[0] - rows))
-    return b"".join(_bytes(part[start : start + rows]) for start in starts)
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 class RemoteFile:
@@ -352,21 +361,17 @@ class RemoteFile:
     """
 
     def __init__(self, name: str, url: str) -> None:
-        from huggingface_hub import get_hf_file_metadata
-        from huggingface_hub.errors import HfHubHTTPError
-        from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]
-
         self.name, self.url = name, url
         try:
-            metadata = get_hf_file_metadata(self.url)
-        except (HfHubHTTPError, ConnectionFailure) as error:
-            raise ModelError(f"{self.name} can't be read from the hub: {first_line(error)}", SAY_LATER) from error
+            metadata = get_hf_file_metadata(url)
+        except (HfHubHTTPError, HTTPError) as error:
+            raise ModelError(f"{name} can't be read from the hub: {first_line(error)}", SAY_LATER) from error
         if metadata.size is None:
-            raise ModelError(f"The hub does not say how large {self.name} is.", "Download the model.")
+            raise ModelError(f"The hub does not say how large {name} is.", "Download the model.")
         self.size, self.stamp = metadata.size, metadata.etag or ""
         length = int.from_bytes(self.read(0, LENGTH), "little") if self.size >= LENGTH else 0
         if not 0 < length <= min(LONGEST, self.size - LENGTH):
-            raise ModelError(f"{self.name} is cut off or no safetensors file.", "Download it again.")
+            raise ModelError(f"{name} is truncated or not a safetensors file.", "Download it again.")
         self.header = bytes(self.read(LENGTH, length))
 
     def entries(self) -> dict[str, tuple[Stored, int]]:
@@ -379,7 +384,7 @@ class RemoteFile:
                     start, end = (begin + int(edge) for edge in entry["data_offsets"])
                     stored = Stored(tuple(map(int, entry["shape"])), str(entry["dtype"]))
                     if not begin <= start <= end <= self.size or end - start != stored.bytes:
-                        problem = f"{self.name} is cut off, or says another size of {shortened(name)} than it has."
+                        problem = f"{self.name} is truncated, or its header gives a wrong size of {shortened(name)}."
                         raise ModelError(problem, "Download it again.")
                     tensors[name] = stored, start
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
@@ -388,50 +393,43 @@ class RemoteFile:
 
     def read(self, start: int, count: int) -> bytearray:
         """Read `count` bytes from offset `start`. Raises ModelError if they do not arrive in ATTEMPTS attempts."""
-        from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]
-
         data, problem = bytearray(), ""
         for attempt in range(ATTEMPTS):
             time.sleep(WAIT * 2**attempt * (attempt > 0))
+            first = start + len(data)
+            span = {"Range": f"bytes={first}-{start + count - 1}", "Accept-Encoding": "identity"}
+            options: dict[str, Any] = {"headers": build_hf_headers() | span, "timeout": PATIENCE}
             try:
-                self._ask(start, count, data)
-            except ConnectionFailure as error:
+                with get_session().stream("GET", self.url, follow_redirects=True, **options) as answer:
+                    if answer.status_code in (429, 500, 502, 503, 504):  # busy
+                        continue
+                    sent = answer.headers.get("Content-Range", "")
+                    if answer.status_code != 206 or not sent.startswith(f"bytes {first}-"):
+                        problem = f"The hub answers {answer.status_code} {sent} to a request for a part of {self.name}."
+                        raise ModelError(problem, SAY_LATER)
+                    for part in answer.iter_raw():
+                        data += part[: count - len(data)]
+            except HTTPError as error:
                 problem = first_line(error)
             if len(data) == count:
                 return data
-        reason = problem or f"{len(data)} of {count} bytes came"
+        reason = problem or f"{len(data)} of {count} bytes arrived"
         raise ModelError(f"{self.name} can't be read from the hub: {reason}.", SAY_LATER)
-
-    def _ask(self, start: int, count: int, data: bytearray) -> None:
-        """Request the missing rest of the range, and append to `data` what arrives."""
-        hub: Any = import_module("huggingface_hub.utils")
-        first = start + len(data)
-        span = {"Range": f"bytes={first}-{start + count - 1}", "Accept-Encoding": "identity"}
-        options = {"headers": hub.build_hf_headers() | span, "timeout": PATIENCE, "follow_redirects": True}
-        with hub.get_session().stream("GET", self.url, **options) as answer:
-            if answer.status_code in (429, 500, 502, 503, 504):  # busy: the caller tries again
-                return
-            sent = answer.headers.get("Content-Range", "")
-            if answer.status_code != 206 or not sent.startswith(f"bytes {first}-"):
-                problem = f"The hub answers {answer.status_code} {sent} where a part of {self.name} was asked for."
-                raise ModelError(problem, SAY_LATER)
-            for part in answer.iter_raw():
-                data += part[: count - len(data)]
 
 
 class RemoteFiles(SafetensorsFiles):
     """The tensors of safetensors files on a hub."""
 
     def __init__(self, files: Iterable[RemoteFile]) -> None:
-        self.headers = []
-        self._spans: dict[str, tuple[RemoteFile, Stored, int]] = {}
+        super().__init__([])
+        self._starts: dict[str, tuple[RemoteFile, int]] = {}
         for file in files:
-            self._spans |= {name: (file, *entry) for name, entry in file.entries().items()}
+            for name, (stored, start) in file.entries().items():
+                self.stored[name], self._starts[name] = stored, (file, start)
             digest = sha256(file.header).hexdigest()
             self.headers.append(FileInParts(name=file.name, bytes=file.size, header_sha256=digest, stamp=file.stamp))
-        self._entries = {name: (file, stored) for name, (file, stored, *_) in self._spans.items()}  # type: ignore[misc]
 
-    def sample(self, _names: Iterable[str]) -> bytes:
+    def sample(self, names: Iterable[str]) -> bytes:  # the interface of SafetensorsFiles
         """Return no bytes, because the stamp already identifies the content."""
         return b""
 
@@ -439,74 +437,46 @@ class RemoteFiles(SafetensorsFiles):
         """Read these tensors. Raises ModelError if the hub does not deliver them, or their type is unknown."""
         tensors: dict[str, Tensor] = {}
         for name in names:
-            file, stored, start = self._spans[name]
+            stored, (file, start) = self.stored[name], self._starts[name]
             entry = {"dtype": stored.type, "shape": stored.shape, "data_offsets": [0, stored.bytes]}
             header = json.dumps({name: entry}).encode()
+            content = len(header).to_bytes(LENGTH, "little") + header + file.read(start, stored.bytes)
             try:  # the library parses a file with this one tensor
-                content = len(header).to_bytes(LENGTH, "little") + header + file.read(start, stored.bytes)
                 tensors |= load_bytes(bytes(content))
             except (SafetensorError, KeyError):
-                raise ModelError(f"{file.name} holds {shortened(name)} in an unknown type.", "Download it.") from None
+                raise ModelError(f"{file.name} stores {shortened(name)} in an unknown type.", "Download it.") from None
         return tensors
 
 
-@dataclass
-class CodedFiles:
+class CodedFiles(SafetensorsFiles):
     """The tensors of safetensors files with quantised weights, which are decoded and have the weights' own names."""
 
-    files: SafetensorsFiles
-    """The tensors as stored."""
-    coded: Mapping[str, CodedWeight]
-    """The quantised weights, keyed by name."""
-
-    @property
-    def headers(self) -> list[FileInParts]:
-        """Records of the files for a report."""
-        return self.files.headers
-
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors after decoding. Raises ModelError if the files don't determine them."""
-        stored = self.files.shapes
-        used = {name for weight in self.coded.values() for name in weight.parts.values()}
-        decoded = {name: shape for name, shape in stored.items() if name not in used}
-        for name, weight in self.coded.items():
-            shapes = {part: stored[stored_name] for part, stored_name in weight.parts.items()}
-            decoded[name] = weight.computed(weight.scheme.shape, shapes, partial(self._part, weight))
-        return decoded
-
-    def table(self, stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
-        """Return the shape and type that each tensor would have in files with decoded weights."""
-        types = self.files.table(stored)
-        return {
-            name: Stored(shape, "F32") if name in self.coded else types[name] for name, shape in self.shapes.items()
-        }
+    def __init__(self, files: SafetensorsFiles, coded: Mapping[str, CodedWeight]) -> None:
+        """Determine the shapes of the `coded` weights in `files`. Raises ModelError if the files don't contain them."""
+        super().__init__([])
+        self.files, self.coded, self.headers = files, coded, files.headers
+        codes = {name for weight in coded.values() for name in weight.parts.values()}
+        self.stored = {name: tensor for name, tensor in files.stored.items() if name not in codes}
+        for name, weight in coded.items():
+            self.stored[name] = Stored(weight.shape(files.stored, lambda part: files.read([part])[part]), "F32")
 
     def size(self, names: Iterable[str]) -> int:
         """Return how many bytes are read for these tensors."""
-        return self.files.size(stored for name in names for stored in self._stored(name))
+        return self.files.size(self._stored_names(names))
 
     def sample(self, names: Iterable[str]) -> bytes:
         """Return some numbers of each stored tensor that these tensors are decoded from."""
-        return self.files.sample(stored for name in names for stored in self._stored(name))
+        return self.files.sample(self._stored_names(names))
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read and decode these tensors.
-
-        Raises ModelError if one can't be decoded, or a file is gone, truncated, or has changed since it was opened.
-        """
+        """Read and decode these tensors. Raises ModelError as SafetensorsFiles does, and if one can't be decoded."""
         tensors: dict[str, Tensor] = {}
         for name in names:
-            parts = self.files.read(self._stored(name))
-            if weight := self.coded.get(name):
-                codes = {part: parts[stored_name] for part, stored_name in weight.parts.items()}
-                parts = {name: weight.computed(weight.scheme.decode, codes, weight.settings)}
-            tensors |= parts
+            parts = self.files.read(self._stored_names([name]))
+            weight = self.coded.get(name)
+            tensors |= parts if weight is None else {name: weight.decode(parts)}
         return tensors
 
-    def _part(self, weight: CodedWeight, part: str) -> Tensor:
-        return self.files.read([weight.parts[part]])[weight.parts[part]]
-
-    def _stored(self, name: str) -> Collection[str]:
-        """Return the names of the stored tensors that the tensor `name` is made of."""
-        return self.coded[name].parts.values() if name in self.coded else [name]
+    def _stored_names(self, names: Iterable[str]) -> list[str]:
+        """Return the names of the stored tensors that these tensors are made of."""
+        return [part for name in names for part in (self.coded[name].parts.values() if name in self.coded else [name])]

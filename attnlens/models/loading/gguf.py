@@ -10,7 +10,7 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property
 from hashlib import sha256
@@ -28,7 +28,8 @@ from attnlens.models.loading.locate import WatchedFile
 from attnlens.records import FileInParts
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
 VERSIONS = (2, 3)
@@ -97,7 +98,7 @@ def read_header(path: Path) -> Header:
         try:
             header = _Reader(path, data).header()
         except (struct.error, UnicodeDecodeError) as error:
-            what = "is cut off in its header" if isinstance(error, struct.error) else "has names that are no UTF-8"
+            what = "is truncated in its header" if isinstance(error, struct.error) else "has names that are not UTF-8"
             raise ModelError(f"{path} {what}.", SAY_AGAIN) from None
         _check(path, header, len(data))
     return header
@@ -108,76 +109,70 @@ class _Reader:
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data = path, data
-        self.at = 0
-        self.items = 0
+        self.position, self.items = 0, 0
 
     def header(self) -> Header:
         if self.data[:4] != b"GGUF":
-            raise ModelError(f"{self.path} is no GGUF file.", "Give a file that a converter to GGUF wrote.")
-        self.at = 4
-        version, tensors, count = self.unpacked("IQQ")
+            raise ModelError(f"{self.path} is not a GGUF file.", "Give a file that a converter to GGUF wrote.")
+        self.position = 4
+        version, tensors, count = self.unpack("IQQ")
         if version not in VERSIONS:
             raise ModelError(f"{self.path} is GGUF of version {version}, which can't be read.", "Convert it again.")
         fields = {}
-        for _ in self.counted(count):
+        for _ in self.count_items(count):
             name = self.text()
-            fields[name] = self.value(*self.unpacked("I"))
-        entries = [self.entry() for _ in self.counted(tensors)]
+            fields[name] = self.value(*self.unpack("I"))
+        entries = [self.entry() for _ in self.count_items(tensors)]
         alignment = fields.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            problem = f"{self.path} says general.alignment = {alignment}, which is no power of two."
+            problem = f"{self.path} says general.alignment = {alignment}, which is not a power of two."
             raise ModelError(problem, "Convert it again.")
-        return Header(fields, entries, -(-self.at // alignment) * alignment)
+        return Header(fields, entries, -(-self.position // alignment) * alignment)
 
-    def counted(self, count: int) -> Iterator[int]:
-        """Return an iterator of `count` steps. Raises ModelError if the header has more than MOST_ITEMS in total."""
+    def count_items(self, count: int) -> range:
+        """Return range(count). Raises ModelError if the header has more than MOST_ITEMS items in total."""
         self.items += count
         if self.items > MOST_ITEMS:
             raise ModelError(f"{self.path} announces {self.items} entries in its header.", SAY_AGAIN)
-        return iter(range(count))
+        return range(count)
 
-    def unpacked(self, form: str) -> tuple[Any, ...]:
-        values = struct.unpack_from(f"<{form}", self.data, self.at)
-        self.at += struct.calcsize(f"<{form}")
-        return values
+    def skip(self, length: int) -> slice:
+        """Advance by `length` bytes, and return their place in the data."""
+        start, self.position = self.position, self.position + length
+        if self.position > len(self.data):
+            raise struct.error
+        return slice(start, self.position)
+
+    def unpack(self, form: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{form}", self.data[self.skip(struct.calcsize(f"<{form}"))])
 
     def text(self) -> str:
-        (length,) = self.unpacked("Q")
-        return bytes(self.unpacked(f"{self.within(length)}s")[0]).decode()
-
-    def within(self, length: int) -> int:
-        """Return `length`. Raises struct.error if fewer bytes remain: struct can't be given an arbitrary length."""
-        if length > len(self.data) - self.at:
-            raise struct.error
-        return length
+        return self.data[self.skip(*self.unpack("Q"))].decode()
 
     def value(self, kind: int) -> Any:
         """Read one value of type `kind`; skip long texts, long lists and lists of texts, and return None for them."""
         if kind == TEXT:
-            (length,) = struct.unpack_from("<Q", self.data, self.at)
-            if length <= LONGEST_VALUE:
-                return self.text()
-            self.at += 8 + self.within(length)
+            span = self.skip(*self.unpack("Q"))
+            return self.data[span].decode() if span.stop - span.start <= LONGEST_VALUE else None
+        if kind != LIST:
+            return self.unpack(self.form(kind))[0]
+        inner, count = self.unpack("IQ")
+        if inner == LIST:
+            raise ModelError(f"{self.path} has lists of lists in its header.", "Convert it again.")
+        steps = self.count_items(count)
+        if inner == TEXT:  # a loop without calls of methods, since a vocabulary has 100,000 texts and more
+            position, size, length_at = self.position, len(self.data), struct.Struct("<Q").unpack_from
+            for _ in steps:
+                position += 8 + length_at(self.data, position)[0]
+                if position > size:
+                    raise struct.error
+            self.position = position
             return None
-        if kind == LIST:
-            inner, count = self.unpacked("IQ")
-            if inner == LIST:
-                raise ModelError(f"{self.path} has lists of lists in its header.", "Convert it again.")
-            steps = self.counted(count)
-            if inner == TEXT:
-                at, size, length_at = self.at, len(self.data), struct.Struct("<Q").unpack_from
-                for _ in steps:
-                    at += 8 + length_at(self.data, at)[0]
-                    if at > size:
-                        raise struct.error
-                self.at = at
-                return None
-            form = self.form(inner)
-            if count <= LONGEST_VALUE:
-                return list(self.unpacked(f"{count}{form}"))
-            self.at += self.within(count * struct.calcsize(f"<{form}"))
-            return None
-        return self.unpacked(self.form(kind))[0]
+        form = self.form(inner)
+        if count <= LONGEST_VALUE:
+            return list(self.unpack(f"{count}{form}"))
+        self.skip(count * struct.calcsize(f"<{form}"))
+        return None
 
     def form(self, kind: int) -> str:
         if kind >= len(FORMATS):
@@ -185,11 +180,11 @@ class _Reader:
         return FORMATS[kind]
 
     def entry(self) -> Entry:
-        name, (dimensions,) = self.text(), self.unpacked("I")
+        name, (dimensions,) = self.text(), self.unpack("I")
         if dimensions > 8:
             raise ModelError(f"{self.path} has a tensor of {dimensions} dimensions.", SAY_AGAIN)
-        shape = self.unpacked(f"{dimensions}Q")
-        kind, offset = self.unpacked("IQ")
+        shape = self.unpack(f"{dimensions}Q")
+        kind, offset = self.unpack("IQ")
         return Entry(name, tuple(reversed(shape)), kind, offset)
 
 
@@ -198,15 +193,15 @@ def _check(path: Path, header: Header, size: int) -> None:
     count = len(header.tensors)
     for name, number in header.fields.items():
         if name.endswith(".block_count") and isinstance(number, int) and number > count:
-            raise ModelError(f"{path} says {shortened(name)} = {number}, and has {count} tensors.", SAY_AGAIN)
+            raise ModelError(f"{path} says {shortened(name)} = {number}, but has {count} tensors.", SAY_AGAIN)
     blocks: dict[int, tuple[int, int]] = import_module("gguf").GGML_QUANT_SIZES
     for entry in header.tensors:
         if entry.type not in blocks or prod(entry.shape) % blocks[entry.type][0]:
-            raise ModelError(f"{path} has {shortened(entry.name)}, stored in an unknown way.", "Convert it again.")
+            raise ModelError(f"{path} stores {shortened(entry.name)} in an unknown type.", "Convert it again.")
         last = header.data + entry.offset + _bytes(entry)
         if last > size:
-            problem = f"the data of {shortened(entry.name)} end at byte {last}, and the file has {size}"
-            raise ModelError(f"{path} is cut off: {problem}.", SAY_AGAIN)
+            problem = f"the data of {shortened(entry.name)} end at byte {last}, but the file has {size}"
+            raise ModelError(f"{path} is truncated: {problem}.", SAY_AGAIN)
 
 
 def _bytes(entry: Entry) -> int:
@@ -258,17 +253,17 @@ class Settings:
 
     def refusal(self, name: str) -> ModelError:
         """Build the ModelError for a field that can't be applied."""
-        field = f"{self.header.architecture}.{name}"
-        return ModelError(f"{self.path} says {shortened(field)} = {written(self.fields[name])}, which transformers' "
-                          "model of it does not compute.", SAY_SAFETENSORS)  # fmt: skip
+        setting = f"{shortened(f'{self.header.architecture}.{name}')} = {written(self.fields[name])}"
+        return ModelError(f"{self.path} says {setting}, which transformers' model does not compute.", SAY_SAFETENSORS)
 
     def _factors(self, entry: Entry) -> list[float]:
         if entry.type == 0 and len(entry.shape) == 1:  # ggml's number of float32
             start = self.header.data + entry.offset
             factors = numpy.fromfile(self.path, "<f4", entry.shape[0], offset=start).astype(float)
             if numpy.isfinite(factors).all() and (factors > 0).all():
-                return [float(factor) for factor in factors]
-        raise ModelError(f"{self.path} has {entry.name}, which holds no frequency factors.", SAY_SAFETENSORS)
+                return list(map(float, factors))
+        problem = f"{self.path} has {entry.name}, whose values are not frequency factors."
+        raise ModelError(problem, SAY_SAFETENSORS)
 
     def number(self, name: str, default: float) -> float:
         """Return a field as a number. Raises ModelError if it is not a finite number of at least 0."""
@@ -281,9 +276,9 @@ class Settings:
         """Set the settings that transformers' reader drops. Raises ModelError for a field that no config expresses."""
         architecture = self.header.architecture
         if architecture in LARGE_GEMMA and hasattr(config, "query_pre_attn_scalar"):
-            large = config.num_hidden_layers == LARGE_GEMMA[architecture]
-            width = config.hidden_size // config.num_attention_heads if large else config.head_dim
-            config.query_pre_attn_scalar = width
+            is_large = config.num_hidden_layers == LARGE_GEMMA[architecture]
+            per_head = config.hidden_size // config.num_attention_heads
+            config.query_pre_attn_scalar = per_head if is_large else config.head_dim
         for name, value in self.fields.items():
             if name in ATTRIBUTES:
                 self._set(config, name)
@@ -301,7 +296,8 @@ class Settings:
                     "attention.value_length": _head_dim(config),
                 }.get(name, 0.0)
                 unset = value == 0 and name != "attention.causal"
-                if not unset and not math.isclose(self.number(name, 0.0), usual, rel_tol=1e-6):  # stored in float32
+                # 1e-6, since a file stores settings in float32, whose rounding error is at most 6e-8
+                if not unset and not math.isclose(self.number(name, 0.0), usual, rel_tol=1e-6):
                     raise self.refusal(name)
         self._apply_rotation(config)
 
@@ -348,7 +344,7 @@ class Settings:
         if self.factors:
             both = [self.factors.get(name) or self.factors.get(FACTORS[0]) for name in FACTORS[1:]]
             if None in both:
-                raise ModelError(f"{self.path} has {next(iter(self.factors))} without its twin.", SAY_SAFETENSORS)
+                raise ModelError(f"{self.path} has only one of {' and '.join(FACTORS[1:])}.", SAY_SAFETENSORS)
             rotated = _head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0)
             count = int(self.number("rope.dimension_count", rotated)) // 2
             for name, factors in self.factors.items():
@@ -395,16 +391,14 @@ class Settings:
                 continue
             actual = table.detach().double().cpu().numpy()
             expected = self._frequencies(actual.size, local="sliding" in name)
-            # transformers computes inv_freq in float32
+            # transformers computes inv_freq in float32: powers and quotients are rounded by a few times 6e-8
             if expected.shape != actual.shape or not numpy.allclose(actual, expected, rtol=1e-5, atol=1e-12):
                 rope = [f"{name} = {value}" for name, value in self.fields.items() if name.startswith("rope.")]
-                raise ModelError(
-                    f"{self.path} says {', '.join([*rope, *self.factors]) or 'nothing of its rotation'}, which is not "
-                    f"{name} of transformers' {type(model).__name__}.",
-                    SAY_SAFETENSORS,
-                )
+                settings = ", ".join([*rope, *self.factors]) or "nothing about its rotation"
+                problem = f"{self.path} says {settings}, which differs from {name} of transformers'"
+                raise ModelError(f"{problem} {type(model).__name__}.", SAY_SAFETENSORS)
 
-    def _frequencies(self, count: int, *, local: bool) -> numpy.ndarray[Any, Any]:
+    def _frequencies(self, count: int, *, local: bool) -> NDArray[numpy.float64]:
         """Compute the `count` frequencies of a rotation as llama.cpp does; of sliding-window layers if `local`.
 
         The result is empty if the file's settings imply another count or are invalid.
@@ -417,7 +411,7 @@ class Settings:
         if base <= 1 or not rotated == len(divisors) == count:
             return numpy.empty(0)
         steps = numpy.arange(count)
-        plain: numpy.ndarray[Any, Any] = base ** (-steps / count)
+        plain: NDArray[numpy.float64] = base ** (-steps / count)
         if local and self.header.architecture in ("gemma3", "gemma4"):
             return plain
         if kind == "yarn":
@@ -455,17 +449,18 @@ class GgufFiles:
     transformers' own loading reads only whole files; its names and conversions are applied to one tensor at a time.
     """
 
-    def __init__(self, path: Path, header: Header, config: PreTrainedConfig, named: Any) -> None:
+    def __init__(self, path: Path, header: Header, config: PreTrainedConfig, class_: Any) -> None:
         import torch
 
         self._file, self._header = WatchedFile(path), header
-        self._module: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+        # not documented by transformers, which offers no function for a single tensor; it has no types either
+        reader: Any = import_module("transformers.modeling_gguf_pytorch_utils")
         with torch.device("meta"):  # an Auto class builds a model by from_config, another class by its constructor
-            model = getattr(named, "from_config", named)(config)
+            model = getattr(class_, "from_config", class_)(config)
         self._shapes = {name: tuple(part.shape) for name, part in model.state_dict().items()}
-        processor = self._module.TENSOR_PROCESSORS.get(header.architecture, self._module.TensorProcessor)
+        processor = reader.TENSOR_PROCESSORS.get(header.architecture, reader.TensorProcessor)
         self._processor = processor(config=config.to_dict())
-        self._map: dict[str, str] = self._module.get_gguf_hf_weights_map(_two_levels(model), self._processor)
+        self._map: dict[str, str] = reader.get_gguf_hf_weights_map(_two_levels(model), self._processor)
         self._sources: dict[str, list[Entry]] = {}
         self.ignored: list[str] = []
         """Tensors of the file that match no tensor of the model."""
@@ -486,23 +481,19 @@ class GgufFiles:
         """Shapes of all tensors, keyed by their names in the model."""
         return {name: self._shapes[name] for name in self._sources}
 
-    def table(self, stored: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return `stored`, the shape and type of each tensor by its name in the file."""
-        return stored
-
     def size(self, names: Iterable[str]) -> int:
         """Return the size of these tensors in the file, in bytes."""
         return sum(_bytes(entry) for name in names for entry in self._sources[name])
 
     def sample(self, names: Iterable[str]) -> bytes:
         """Return a few stored bytes of each of these tensors."""
-        parts = []
+        pieces = []
         for entry in (entry for name in names for entry in self._sources[name]):
             last = max(0, _bytes(entry) - SAMPLE)
-            parts += [self._data(entry, start, min(SAMPLE, _bytes(entry))).tobytes() for start in (0, last // 2, last)]
-        return b"".join(parts)
+            pieces += [self._data(entry, start, min(SAMPLE, _bytes(entry))).tobytes() for start in (0, last // 2, last)]
+        return b"".join(pieces)
 
-    def _data(self, entry: Entry, start: int, count: int) -> numpy.ndarray[Any, Any]:
+    def _data(self, entry: Entry, start: int, count: int) -> NDArray[numpy.uint8]:
         """Read `count` bytes of a tensor from `start`. Raises ModelError if the file changed since it was opened."""
         self._file.check()
         values = numpy.fromfile(self._file.path, numpy.uint8, count, offset=self._header.data + entry.offset + start)
@@ -530,13 +521,13 @@ class GgufFiles:
         return tensors
 
 
-def _two_levels(model: Any) -> Any:
+def _two_levels(model: PreTrainedModel) -> Any:
     """Return a stand-in for a model whose grandchildren are hidden from transformers' name mapping.
 
     Visiting them costs seconds and adds no name: a file stores the model, or the base model inside it.
     """
 
-    def stand_in(part: Any, children: list[tuple[str, Any]]) -> Any:
+    def stand_in(part: nn.Module, children: list[tuple[str, Any]]) -> Any:
         return SimpleNamespace(config=model.config, state_dict=part.state_dict, named_children=lambda: children)
 
     return stand_in(model, [(name, stand_in(child, [])) for name, child in model.named_children()])
@@ -554,7 +545,7 @@ def read_once() -> Iterator[None]:
     original: Any = library.GGUFReader
 
     class Plain(original):  # type: ignore[misc]  # a class of a package that ships no types
-        def __setattr__(self, name: str, value: Any) -> None:
+        def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, numpy.asarray(value) if name == "data" else value)
 
     once = cache(Plain)

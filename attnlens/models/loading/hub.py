@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -30,8 +32,8 @@ class Hub:
     revision: str | None
     """Branch, tag or commit; None means the default branch."""
 
-    def fetched(self, wanted: Callable[[Collection[str]], list[str]]) -> Path:
-        """Download the files `wanted(names of all files)` unless cached; return their folder, named by the commit.
+    def fetch(self, select: Callable[[Collection[str]], list[str]]) -> Path:
+        """Download the files `select(names of all files)` unless cached; return their folder, named by the commit.
 
         Without a connection the local cache is used. Raises ModelError if the model is unknown, gated or not
         reachable, the revision does not exist, or the server is not a hub, such as a log-in page.
@@ -43,65 +45,58 @@ class Hub:
         from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]
 
         if is_offline_mode():
-            return self.cached("HF_HUB_OFFLINE is set")
+            return self.find_cached("HF_HUB_OFFLINE is set")
         if not reachable(constants.ENDPOINT):
-            return self.cached("the hub can't be reached")
+            return self.find_cached("the hub can't be reached")
         try:
             info = HfApi().model_info(self.id, revision=self.revision, timeout=ANSWER)
             if not info.sha:
                 raise ValueError("it names no commit")  # noqa: TRY301  # handled below with all other invalid answers
             names = [sibling.rfilename for sibling in info.siblings or []]
-            return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=wanted(names)))
+            return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=select(names)))
         except (HfHubHTTPError, HFValidationError) as error:
             raise self._refusal(error) from error
         except ConnectionFailure:
-            return self.cached("the hub can't be reached")
+            return self.find_cached("the hub can't be reached")
         except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise ModelError(
-                f"What answers at {constants.ENDPOINT} is no model hub: {first_line(error)}",
-                "Log in to the network, or mend HF_ENDPOINT; with --offline the local cache is asked.",
-            ) from None
+            problem = f"The server at {constants.ENDPOINT} is not a model hub: {first_line(error)}"
+            remedy = "Log in to the network, or correct HF_ENDPOINT; --offline uses the local cache."
+            raise ModelError(problem, remedy) from None
 
-    def cached(self, why: str) -> Path:
-        """Return the model's folder in the local cache, named by the commit; `why` the hub is not used.
+    def find_cached(self, reason: str) -> Path:
+        """Return the model's folder in the local cache, named by the commit; `reason` why the hub is not used.
 
-        Raises ModelError, which contains `why`, if the model is not cached.
+        Raises ModelError, which contains `reason`, if the model is not cached.
         """
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+        # request only the config, because other programs cache only the files that they need
+        options: dict[str, Any] = {"allow_patterns": "config.json", "local_files_only": True}
         try:
-            # request only the config, because other programs cache only the files that they need
-            folder = snapshot_download(
-                self.id, revision=self.revision, allow_patterns="config.json", local_files_only=True
-            )
+            return Path(snapshot_download(self.id, revision=self.revision, **options))
         except HFValidationError as error:
             raise self._refusal(error) from error
         except LocalEntryNotFoundError:
-            at, option = (f"@{self.revision}", f"@{self.revision}") if self.revision else ("", "")
-            raise ModelError(
-                f"{self.id}{at} is no folder here and not in the local cache, and {why}.",
-                f"Where there is a network, run `hf download {self.id}{option}`, or give the path of a folder.",
-            ) from None
-        return Path(folder)
+            # `hf download` has the option --revision; it does not understand id@revision
+            suffix, option = (f"@{self.revision}", f" --revision {self.revision}") if self.revision else ("", "")
+            problem = f"{self.id}{suffix} is neither a local folder nor in the local cache, and {reason}."
+            remedy = f"Run `hf download {self.id}{option}` with a network connection, or give the path of a folder."
+            raise ModelError(problem, remedy) from None
 
     def _refusal(self, error: Exception) -> ModelError:
         """Build the ModelError for an error answer of the hub."""
         from huggingface_hub import errors
 
         if isinstance(error, errors.GatedRepoError):  # a subclass of RepositoryNotFoundError, so it comes first
-            return ModelError(
-                f"{self.id} is gated: its owner gives access on request.",
-                f"Ask on the page of {self.id} on the hub, then run `hf auth login`.",
-            )
+            problem = f"{self.id} is gated: its owner gives access on request."
+            return ModelError(problem, f"Ask on the page of {self.id} on the hub, then run `hf auth login`.")
         if isinstance(error, errors.RevisionNotFoundError):
             return ModelError(f"{self.id} has no revision {self.revision!r}.", "See its branches and tags on the hub.")
         if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
-            return ModelError(
-                f"{self.id} is neither a folder here nor a model of the hub that you may see.",
-                "Check the spelling; for a private model run `hf auth login`.",
-            )
-        return ModelError(f"The hub does not hand out {self.id}: {first_line(error)}", "Try again later.")
+            problem = f"{self.id} is neither a local folder nor a model on the hub that you may see."
+            return ModelError(problem, "Check the spelling; for a private model run `hf auth login`.")
+        return ModelError(f"The hub does not provide {self.id}: {first_line(error)}", "Try again later.")
 
 
 def first_line(error: BaseException) -> str:
@@ -130,25 +125,24 @@ def reachable(endpoint: str) -> bool:
     target, port = _address(proxy or endpoint, f"{parts.scheme}_proxy" if proxy else "HF_ENDPOINT")
     answers: list[bool] = []
 
-    def knock() -> None:
-        try:
+    def connect() -> None:
+        with suppress(OSError):
             socket.create_connection((target.hostname or "", port), timeout=PATIENCE).close()
             answers.append(True)
-        except OSError:
-            answers.append(False)
 
     # resolving an unknown name can block for longer than any socket timeout, hence the thread
-    thread = Thread(target=knock, daemon=True)
+    thread = Thread(target=connect, daemon=True)
     thread.start()
     thread.join(PATIENCE)
-    return answers == [True]
+    return bool(answers)
 
 
-def _address(written: str, variable: str) -> tuple[SplitResult, int]:
+def _address(text: str, variable: str) -> tuple[SplitResult, int]:
     """Parse an address and its port. Raises ModelError without the address, since a proxy's can contain a password."""
     try:
-        parts = urlsplit(written if "://" in written else f"//{written}")
+        parts = urlsplit(text if "://" in text else f"//{text}")
         port = parts.port
     except ValueError as error:
-        raise ModelError(f"{variable} is no address: {error}", f"Mend the variable {variable}, or unset it.") from None
+        problem = f"{variable} is not a valid address: {error}"
+        raise ModelError(problem, f"Correct the variable {variable}, or unset it.") from None
     return parts, port or (443 if parts.scheme == "https" else 80)

@@ -22,14 +22,8 @@ TOKENIZERS = (
 )
 """Name patterns of tokenizer files."""
 READ = (
-    "config.json",
-    "generation_config.json",
-    "*tokens*.json",
-    "*processor_config.json",
-    "*.index.json",
-    "*.jinja",
-    "normalizer.json",
-    *TOKENIZERS,
+    *("config.json", "generation_config.json", "*processor_config.json", "*.index.json"),
+    *("*tokens*.json", "*.jinja", "normalizer.json", *TOKENIZERS),
 )
 """Name patterns of the small files next to the weights that transformers may open."""
 SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
@@ -56,8 +50,7 @@ class WatchedFile:
     def check(self) -> None:
         """Raise ModelError if the file is gone or has changed since it was opened."""
         if self._stamp() != self._seen:
-            problem = f"{self.path} changed while it was read."
-            raise ModelError(problem, "Run it again when nothing writes to the file any more.")
+            raise ModelError(f"{self.path} changed while it was read.", "Run it again once the file is complete.")
 
     def _stamp(self) -> tuple[int, int, int]:
         with readable(self.path):
@@ -102,14 +95,12 @@ def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
     """
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
-        raise ModelError(f"{index} names no weight files.", SAY_AGAIN)
+        raise ModelError(f"{index} does not name any weight files.", SAY_AGAIN)
     for name in table.values():
         is_bare = isinstance(name, str) and len(name) <= 255 and not any(sign in name for sign in "/\\\0")
         if not is_bare or not name.endswith(suffix):
-            raise ModelError(
-                f"{index} names {written(name)} as a weight file, which is no name of a {suffix} file in its folder.",
-                "Get the model from a source that you trust.",
-            )
+            problem = f"{index} names {written(name)} as a weight file, but it must name {suffix} files in its folder."
+            raise ModelError(problem, "Get the model from a source that you trust.")
     return tuple(sorted(set(table.values())))
 
 
@@ -148,7 +139,7 @@ def check_small(folder: Path, names: Iterable[str]) -> None:
         if is_read:
             refuse_outside(folder, path)
         if is_read and status and status.st_size > LARGEST:
-            raise ModelError(f"{path} holds more than {LARGEST // 2**20} MiB.", SAY_AGAIN)
+            raise ModelError(f"{path} contains more than {LARGEST // 2**20} MiB.", SAY_AGAIN)
         if name == "generation_config.json":  # transformers reads it without reporting errors
             read_json(path)
 
@@ -160,12 +151,11 @@ def refuse_other_forms(folder: Path, names: Iterable[str], *, adapter_too: bool 
     """
     for name in sorted(names):
         if name in ADAPTERS and not adapter_too:
-            raise ModelError(
-                f"{folder} holds an adapter ({name}) beside the weights, and nothing says whether it is to be applied.",
-                f"Add --adapter {shlex.quote(str(folder))}, or move the adapter's files into another folder.",
-            )
+            problem = f"{folder} contains an adapter ({name}) beside the weights; it is unclear whether to apply it."
+            remedy = f"Add --adapter {shlex.quote(str(folder))}, or move the adapter's files into another folder."
+            raise ModelError(problem, remedy)
         if fnmatch(name, "shard-[0-9]*-model-*"):  # transformers reads it instead of any other file
-            problem = f"{folder} holds a distributed checkpoint ({shortened(name)}), which attnlens does not read."
+            problem = f"{folder} contains a distributed checkpoint ({shortened(name)}), which attnlens does not read."
             raise ModelError(problem, "Save the model with save_pretrained into another folder.")
 
 
@@ -176,8 +166,8 @@ def refuse_outside(folder: Path, path: Path) -> None:
     if folder.parent.name == "snapshots":
         homes.append(Path(os.path.realpath(folder.parent.parent)) / "blobs")  # not resolved: it must not be a link
     if not any(real.is_relative_to(home) for home in homes):
-        problem = f"{path} leads out of its folder, to {shortened(str(real))}."
-        raise ModelError(problem, "Put the file itself in its place.")
+        problem = f"{path} links out of its folder, to {shortened(str(real))}."
+        raise ModelError(problem, "Replace the link by the file itself.")
 
 
 Storage = Literal["safetensors", "pickle", "gguf"]
@@ -203,7 +193,7 @@ class Location:
     """Name of the weight file in that folder, or of the index of its shards."""
     revision: str | None = None
     """The commit of a hub model."""
-    named: bool = False
+    trusts_link: bool = False
     """True if the user named the weight file itself; a symlink is then trusted."""
     urls: tuple[tuple[str, str], ...] = ()
     """(name, URL) of each weight file of a hub model whose weights were not downloaded."""
@@ -215,7 +205,7 @@ class Location:
         Raises ModelError if the index is unreadable or invalid, or if a file is missing or links out of the folder.
         """
         if not self.file.endswith(".json"):
-            return (weight_file(self.folder, self.file, may_lead_out=self.named),)
+            return (weight_file(self.folder, self.file, may_lead_out=self.trusts_link),)
         shards = shards_in(self.folder / self.file, SUFFIXES[self.form])
         return tuple(weight_file(self.folder, name) for name in shards)
 
@@ -241,11 +231,11 @@ def find(
     demo = name.partition("@")[0] == "demo"
     path = DEMO if demo else with_home(name)
     if demo and name != "demo":
-        raise UsageError("`demo` comes with attnlens and has no revisions.", "Say only `demo`.")
+        raise UsageError("`demo` is a part of attnlens and has no revisions.", "Give only `demo`.")
     if not is_there(path):
         return _in_hub(name, revision, offline=offline, allow_pickle=allow_pickle, leave_weights=leave_weights)
     if revision is not None:
-        raise UsageError(f"{name} is on this machine and has no revision {revision!r}.", "Leave the revision out.")
+        raise UsageError(f"{name} is a local path and has no revision {revision!r}.", "Leave the revision out.")
     return _in_folder(name, path, allow_pickle) if path.is_dir() else _in_file(name, path)
 
 
@@ -253,12 +243,11 @@ def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None
     names = names_in(folder)
     if _is_adapter(names):
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") if ADAPTER_CONFIG in names else None
-        base_name = shortened(base) if isinstance(base, str) and base.strip() else "BASE"
-        raise ModelError(
-            f"{name} holds an adapter of {'an unnamed model' if base_name == 'BASE' else base_name}, and no model.",
-            f"Give its base as the model: attnlens inspect {shlex.quote(base_name)} --adapter {shlex.quote(name)}",
-        )
-    form, file = _weights_among(names, str(folder), allow_pickle)
+        base = shortened(base) if isinstance(base, str) and base.strip() else None
+        problem = f"{name} contains an adapter of {base or 'an unnamed model'}, not a model."
+        command = f"attnlens inspect {shlex.quote(base or 'BASE')} --adapter {shlex.quote(name)}"
+        raise ModelError(problem, f"Give its base as the model: {command}")
+    form, file = _select_weights(names, str(folder), allow_pickle)
     if form != "gguf" and CONFIG not in names:
         raise ModelError(f"{folder} has no config.json.", SAY_PATH)
     return Location(name, folder, form, file, revision)
@@ -273,15 +262,15 @@ def _is_adapter(names: Collection[str]) -> bool:
 def _in_file(name: str, path: Path) -> Location:
     """Locate a single weight file; a safetensors file takes its config and tokenizer from its folder."""
     if path.suffix == ".gguf":
-        return Location(name, path.parent, "gguf", path.name, named=True)
+        return Location(name, path.parent, "gguf", path.name, trusts_link=True)
     if path.suffix != ".safetensors":
         raise ModelError(f"{path} is neither a .gguf nor a .safetensors file.", SAY_PATH)
     if not (path.parent / CONFIG).is_file():
-        raise ModelError(f"There is no config.json beside {path}.", "Put the model's config.json into the same folder.")
+        raise ModelError(f"The folder of {path} has no config.json.", "Put the model's config.json into it.")
     index = path.parent / SHARDED
     if index.is_file() and path.name in shards_in(index, SUFFIXES["safetensors"]):
         return Location(name, path.parent, "safetensors", SHARDED)
-    return Location(name, path.parent, "safetensors", path.name, named=True)
+    return Location(name, path.parent, "safetensors", path.name, trusts_link=True)
 
 
 def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: bool, leave_weights: bool) -> Location:
@@ -290,23 +279,23 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
     hub = _hub(name, revision)
     id_ = hub.id
 
-    def wanted(names: Collection[str]) -> list[str]:
+    def select_files(names: Collection[str]) -> list[str]:
         if _is_adapter(names):
             return [ADAPTER_CONFIG]
-        form, file = _weights_among(names, id_, allow_pickle)
-        sharded = file.endswith(".index.json")
-        stem, suffix = ("model", ".safetensors") if form == "safetensors" else ("pytorch_model", ".bin")
-        here = [name for name in names if "/" not in name]
-        small = [name for name in here if name.endswith(SMALL_FILES)]
+        form, file = _select_weights(names, id_, allow_pickle)
+        top_level = [name for name in names if "/" not in name]
+        small = [name for name in top_level if name.endswith(SMALL_FILES)]
         if leave_weights and form == "safetensors":
             return small
-        shards = [name for name in here if sharded and name.startswith(stem) and name.endswith(suffix)]
-        return [*small, file, *shards]
+        if not file.endswith(".index.json"):
+            return [*small, file]
+        stem = "model" if form == "safetensors" else "pytorch_model"
+        return [*small, file, *(n for n in top_level if n.startswith(stem) and n.endswith(SUFFIXES[form]))]
 
-    folder = hub.cached(OFFLINE) if offline else hub.fetched(wanted)
-    index, here = folder / SHARDED, names_in(folder)
+    folder = hub.find_cached(OFFLINE) if offline else hub.fetch(select_files)
+    names, index = names_in(folder), folder / SHARDED
     shards = shards_in(index, SUFFIXES["safetensors"]) if leave_weights and index.is_file() else ()
-    has_weights = any(name.endswith(tuple(SUFFIXES.values())) for name in here)
+    has_weights = any(name.endswith(tuple(SUFFIXES.values())) for name in names)
     if shards:
         has_weights = all((folder / name).is_file() for name in shards)
     if offline or not leave_weights or has_weights:
@@ -317,15 +306,15 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
 
 def _hub(name: str, revision: str | None) -> Hub:
     """Parse a hub id with its revision. Raises ModelError for a path, UsageError for no id or for two revisions."""
-    id_, _, after = name.partition("@")
+    id_, _, suffix = name.partition("@")
     if not id_:
-        raise UsageError(f"{shortened(name)} names no model.", "Write it as org/name@revision.")
-    if after and revision is not None and after != revision:
+        raise UsageError(f"{shortened(name)} does not name a model.", "Write it as org/name@revision.")
+    if suffix and revision is not None and suffix != revision:
         raise UsageError(f"{name} and the revision {revision!r} contradict each other.", "Give one of them.")
     if looks_like_path(id_):
         kind = "file" if id_.endswith((".gguf", ".safetensors")) else "folder"
         raise ModelError(f"There is no such {kind}: {shortened(name)}.", SAY_PATH)
-    return Hub(id_, revision or after or None)
+    return Hub(id_, revision or suffix or None)
 
 
 def looks_like_path(name: str) -> bool:
@@ -334,7 +323,7 @@ def looks_like_path(name: str) -> bool:
     return name.startswith(starts) or name.endswith(ends) or "\\" in name or name.count("/") > 1
 
 
-def _weights_among(names: Collection[str], where: str, allow_pickle: bool) -> tuple[Storage, str]:
+def _select_weights(names: Collection[str], where: str, allow_pickle: bool) -> tuple[Storage, str]:
     """Return form and first file of the weights: safetensors, else GGUF, else allowed pickle; or raise ModelError."""
     for file in (SINGLE, SHARDED):
         if file in names:
@@ -355,5 +344,5 @@ def _weights_among(names: Collection[str], where: str, allow_pickle: bool) -> tu
     others = sorted(name for name in names if name.endswith(SUFFIXES["safetensors"]) and "/" not in name)
     if others:
         path = f"{where}/{others[0]}" if os.path.isdir(where) else others[0]  # noqa: PTH112  # it may be a hub id
-        raise ModelError(f"{where} has no {SINGLE}, but {others[0]}.", f"Give the file's path: {path}")
+        raise ModelError(f"{where} has {others[0]} instead of {SINGLE}.", f"Give the file's path: {path}")
     raise ModelError(f"{where} has no weights: neither {SINGLE} nor {SHARDED}.", "Download the model again.")

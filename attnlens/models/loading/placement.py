@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 
 MEMINFO = Path("/proc/meminfo")
-OWN_GROUPS = Path("/proc/self/cgroup")
-GROUPS = Path("/sys/fs/cgroup")
-VERSIONS = {
+OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+CONTROLLERS = {
     "": ("", ("memory.max", "memory.current", "inactive_file")),
     "memory": ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
 }
@@ -39,7 +38,7 @@ def free_memory() -> int | None:
     for line in MEMINFO.read_text().splitlines() if MEMINFO.is_file() else ():
         if line.startswith("MemAvailable:"):
             limits.append(int(line.split()[1]) * 1024)
-    for group, (limit, usage, of_files) in _groups():
+    for group, (limit, usage, file_pages) in _groups():
         try:
             available = int((group / limit).read_text()) - int((group / usage).read_text())
         except (OSError, ValueError):  # no such file, or the limit is "max"
@@ -47,7 +46,7 @@ def free_memory() -> int | None:
         # usage includes cached file pages, which the kernel frees on demand
         counts = group / "memory.stat"
         lines = counts.read_text().splitlines() if counts.is_file() else ()
-        limits.append(available + sum(int(line.split()[1]) for line in lines if line.startswith(f"{of_files} ")))
+        limits.append(available + sum(int(line.split()[1]) for line in lines if line.startswith(f"{file_pages} ")))
     if not limits and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min(limits, default=None)
@@ -57,8 +56,8 @@ def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
     """Yield the cgroups that limit this process's memory: its own and its parents, such as a batch job's."""
     for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
         _, controllers, path = line.split(":", 2)
-        for controller in {*controllers.split(",")} & VERSIONS.keys():
-            root, names = VERSIONS[controller]
+        for controller in {*controllers.split(",")} & CONTROLLERS.keys():
+            root, names = CONTROLLERS[controller]
             cgroup = GROUPS / root / path.lstrip("/")
             # a container sees its own cgroup as the root, under any path
             yield from ((group, names) for group in (cgroup, *cgroup.parents) if group.is_relative_to(GROUPS / root))
@@ -78,9 +77,9 @@ def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch
     """Raise TooLargeError if the tensors, converted to `dtype`, are larger than the free memory."""
     needed, free = numbers_in(stored) * dtype.itemsize, free_memory()
     if free is not None and needed > free:
+        size = f"{needed / GIB:.1f} GiB of memory as {str(dtype).removeprefix('torch.')}"
         raise TooLargeError(
-            f"{place.id} takes {needed / GIB:.1f} GiB of memory as {str(dtype).removeprefix('torch.')}, and "
-            f"{free / GIB:.1f} GiB are free.",
+            f"{place.id} takes {size}, but only {free / GIB:.1f} GiB are free.",
             "Read weights from their files (--source weights --device files), or run it from disk (--device spread).",
         )
 
@@ -106,34 +105,32 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def dtype_of(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype | str:
-    """Return the type called `name`; `auto` is the checkpoint's own, but half precision becomes float32 on the CPU.
+def dtype_of(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype | None:
+    """Return the type called `name`; None, for `auto`, is the checkpoint's own, but at least float32 on the CPU.
 
     On a CPU, half precision is slow, and its rounding errors would be measured as asymmetry.
     """
     import torch
 
-    if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
-    if device.type == "cpu":
+    if name == "auto" and device.type != "cpu":
+        return None
+    if name == "auto":
         return torch.float64 if config.dtype == torch.float64 else torch.float32
-    return "auto"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
-def refuse_beside_map(given: Mapping[str, Any]) -> None:
-    """Raise UsageError for options that contradict device_map, and for max_cpu_memory without it.
-
-    `given` are the arguments of `load`.
-    """
-    SpreadRequest(**{name: given[name] for name in SpreadRequest.model_fields})
-    if given["device_map"] is None:
-        if given["max_cpu_memory"] is not None:
-            raise UsageError("max_cpu_memory bounds what device_map takes.", "Add device_map='auto'.")
+def check_device_map(options: Mapping[str, object]) -> None:
+    """Raise UsageError for arguments of `load` that contradict device_map, and for max_cpu_memory without it."""
+    SpreadRequest(**{name: options[name] for name in SpreadRequest.model_fields})
+    if options["device_map"] is None:
+        if options["max_cpu_memory"] is not None:
+            raise UsageError("max_cpu_memory limits the memory of device_map.", "Add device_map='auto'.")
         return
-    others = {"device": given["device"] != "auto", "from_files": given["from_files"], "adapter": given["adapter"]}
-    if name := next((name for name, is_set in others.items() if is_set), None):
-        raise UsageError(f"{name} can't be combined with device_map (--device spread).", "Leave one of them out.")
+    for name, default in (("device", "auto"), ("from_files", False), ("adapter", None)):
+        if options[name] and options[name] != default:
+            problem = f"{name} can't be combined with device_map (--device spread)."
+            raise UsageError(problem, "Leave one of them out.")
 
 
 def device_of_inputs(model: PreTrainedModel) -> torch.device:
@@ -156,23 +153,23 @@ def spread_over_devices(max_cpu_memory: str | None) -> dict[str, Any]:
     except ImportError:
         problem = "--device spread needs accelerate, which is not installed."
         raise UsageError(problem, 'Run: pip install "attnlens[big]"') from None
-    most = get_max_memory()
-    free = free_memory() or most["cpu"]
+    limits = get_max_memory()
+    free = free_memory() or limits["cpu"]
     # forward passes and measures need the other quarter
-    most["cpu"] = int(0.75 * free) if max_cpu_memory is None else convert_file_size_to_int(max_cpu_memory)
-    return {"device_map": "auto", "max_memory": most, "offload_folder": tempfile.mkdtemp(prefix="attnlens-")}
+    limits["cpu"] = int(0.75 * free) if max_cpu_memory is None else convert_file_size_to_int(max_cpu_memory)
+    return {"device_map": "auto", "max_memory": limits, "offload_folder": tempfile.mkdtemp(prefix="attnlens-")}
 
 
 @contextmanager
-def removed_with(folder: str) -> Iterator[Callable[[PreTrainedModel], None]]:
+def remove_with(folder: str) -> Iterator[Callable[[PreTrainedModel], None]]:
     """Remove the offload folder when the model passed to the yielded function is freed; without one, on exit."""
-    owners: list[PreTrainedModel] = []
+    models: list[PreTrainedModel] = []
     try:
-        yield owners.append
+        yield models.append
     finally:
-        for model in owners:
+        for model in models:
             weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
-        if not owners:
+        if not models:
             shutil.rmtree(folder, ignore_errors=True)
 
 

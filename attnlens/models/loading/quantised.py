@@ -9,72 +9,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from attnlens.errors import ModelError
 from attnlens.files import shortened, written
-from attnlens.models.loading.configs import DECODED, settings_of
+from attnlens.models.loading.configs import SAY_UNQUANTISED, settings_of
 from attnlens.models.loading.locate import CONFIG, Location
+from attnlens.models.loading.stored import Stored
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-Returned = TypeVar("Returned")
-Parts = Mapping[str, "Tensor"]
+Parts = Mapping[str, Tensor]
 """The tensors of a weight, keyed by the suffix of their names; "" is the key of the codes."""
-PartShapes = Mapping[str, tuple[int, ...]]
+PartReader = Callable[[str], Tensor]
+"""Function that reads one tensor of a weight by the suffix of its name."""
 Settings = Mapping[str, Any]
 """Quantisation settings in config.json."""
+Shaped = TypeVar("Shaped", Tensor, Stored)
 
-SAY_UNQUANTISED = "Get the model unquantised, or as GGUF."
-FLOAT8 = ("torch.float8_e4m3fn", "torch.float8_e5m2")
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = ("_scale_inv", "_scale", ".scale", ".qscale_weight")
 """Suffixes of float8 scales: two after the weight's name, two after its module's name."""
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 """Position in an AWQ word of the code for each of eight neighbouring columns."""
-COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
-"""Formats of compressed-tensors that are decoded."""
 QUANT_STATE = ".quant_state.bitsandbytes__"
 """Suffix after the weight's name, followed by the code type, of bitsandbytes' tensor that describes the codes."""
 
 
 class CodesError(Exception):
     """Reason why codes can't be decoded; CodedWeight adds the tensor's name."""
-
-
-# --- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-def method_of(place: Location) -> str | None:
-    """Return the quantisation method of the weights if it is one that attnlens decodes, else None.
-
-    Raises ModelError if the weights are a pickle, or use an unsupported variant of the method.
-    """
-    quantisation = settings_of(place.config)
-    if quantisation is None or quantisation[0] not in DECODED:
-        return None
-    method, settings = quantisation
-    reason = "are a pickle" if place.form == "pickle" else _refusal(method, settings)
-    if reason is not None:
-        raise ModelError(f"The weights of {place.folder} are quantised by {method} and {reason}.", SAY_UNQUANTISED)
-    return method
-
-
-def _refusal(method: str, settings: Settings) -> str | None:
-    """Return the reason why checkpoints with those settings can't be decoded; None if they can."""
-    if method == "compressed-tensors":
-        unknown = settings.get("format") not in COMPRESSED
-        sparse = (settings.get("sparsity_config") or {}) not in ({}, {"format": "dense"})
-        if unknown or sparse or settings.get("transform_config"):
-            what = "rotated or sparse" if not unknown else f"in the format {written(settings.get('format'))}"
-            return f"are {what}, which attnlens does not decode"
-    version = str(settings.get("version") or settings.get("format") or "gemm").lower()
-    if method == "awq" and (version != "gemm" or settings.get("bits", settings.get("w_bit", 4)) != 4):
-        return f"are in the version {written(version)} or not of four bits, which attnlens does not decode"
-    return None
 
 
 @dataclass(frozen=True)
@@ -89,10 +57,21 @@ class CodedWeight:
     where: str
     """Folder and method, for errors."""
 
-    def computed(self, function: Callable[..., Returned], *arguments: object) -> Returned:
-        """Call a function of the scheme and return its result. Raises ModelError, with the name, for a CodesError."""
+    def decode(self, tensors: Parts) -> Tensor:
+        """Return the weight in float32, from its tensors keyed by their names in the files. Raises ModelError."""
+        with self._naming_errors():
+            return self.scheme.decode({part: tensors[name] for part, name in self.parts.items()}, self.settings)
+
+    def shape(self, stored: Mapping[str, Stored], read: Callable[[str], Tensor]) -> tuple[int, ...]:
+        """Return the weight's shape from the shapes of its tensors; `read` reads one by its name. Raises ModelError."""
+        with self._naming_errors():
+            parts = {part: stored[name] for part, name in self.parts.items()}
+            return self.scheme.shape(parts, lambda part: read(self.parts[part]))
+
+    @contextmanager
+    def _naming_errors(self) -> Iterator[None]:
         try:
-            return function(*arguments)
+            yield
         except CodesError as error:
             problem = f"{self.where} stores {shortened(self.name)} as codes: {error}."
             raise ModelError(problem, SAY_UNQUANTISED) from None
@@ -102,25 +81,18 @@ def coded_weights(place: Location, method: str, names: Mapping[str, object]) -> 
     """Return the weights stored as codes among tensors with these names. Raises ModelError if there are none."""
     quantisation = settings_of(place.config)
     settings: Settings = quantisation[1] if quantisation else {}
-    where = f"{place.folder} ({method})"
-    weights = [
-        CodedWeight(stem + scheme.target, scheme, parts, settings, where)
-        for scheme, stem, parts in _groups(SCHEMES[method], names)
-    ]
-    if not weights:
-        problem = f"{place.folder / CONFIG} says that the weights are quantised by {method}, and none is stored so."
-        raise ModelError(problem, "Take quantization_config out of it, if they are plain numbers.")
-    return {weight.name: weight for weight in weights}
-
-
-def _groups(schemes: tuple[Scheme, ...], names: Mapping[str, object]) -> Iterator[tuple[Scheme, str, dict[str, str]]]:
-    """Yield each coded weight: its scheme, the stem of its name, and the names of its tensors keyed by suffix."""
-    for scheme in schemes:
+    where, weights = f"{place.folder} ({method})", dict[str, CodedWeight]()
+    for scheme in SCHEMES[method]:
         for name in names:
             stem = name.removesuffix(scheme.code)
             parts = {part: stem + part for part in scheme.companions if stem + part in names}
             if name.endswith(scheme.code) and parts:
-                yield scheme, stem, {"": name} | parts
+                weight = stem + scheme.target
+                weights[weight] = CodedWeight(weight, scheme, {"": name} | parts, settings, where)
+    if not weights:
+        problem = f"{place.folder / CONFIG} says that the weights are quantised by {method}, but none is."
+        raise ModelError(problem, "Remove quantization_config from it if the weights are plain numbers.")
+    return weights
 
 
 # --- a scale for each tensor, row or block: fp8, compressed-tensors --------------------------------------------------
@@ -128,30 +100,31 @@ def _groups(schemes: tuple[Scheme, ...], names: Mapping[str, object]) -> Iterato
 
 def float8(parts: Parts, settings: Settings) -> Tensor:
     """Compute codes · scale, with one scale per tensor, per row, or per block of `weight_block_size`."""
-    if str(parts[""].dtype) not in FLOAT8:
-        raise CodesError(f"its codes are {parts[''].dtype} and no float8")
-    scale, block = _scale(parts), settings.get("weight_block_size")
-    if block and scale.numel() == 1 and any(size > side for size, side in zip(parts[""].shape, block, strict=False)):
-        raise CodesError(f"it has one scale, and weight_block_size is {block}")
-    return parts[""].float() * _spread(scale, parts[""].shape, block or [128, 128])  # transformers' default
+    codes, block = parts[""], settings.get("weight_block_size")
+    if codes.dtype not in FLOAT8:
+        raise CodesError(f"its codes are {codes.dtype}, not float8")
+    scale = _scale(parts)
+    if block and scale.numel() == 1 and any(size > side for size, side in zip(codes.shape, block, strict=False)):
+        raise CodesError(f"it has one scale, but weight_block_size is {block}")
+    return codes.float() * _spread(scale, codes.shape, block or [128, 128])  # transformers' default
 
 
 def compressed(parts: Parts, settings: Settings) -> Tensor:
     """Compute (codes − zero) · scale of float8 or int8 (compressed-tensors)."""
-    import torch
-
-    if str(parts[""].dtype) not in (*FLOAT8, "torch.int8") or "_g_idx" in parts:
-        raise CodesError(f"its codes are {parts[''].dtype}")
+    codes, zero = parts[""], parts.get("_zero_point")
+    if codes.dtype not in (*FLOAT8, torch.int8) or "_g_idx" in parts:
+        raise CodesError(f"its codes are {codes.dtype}")
     groups = {json.dumps(group, sort_keys=True): group for group in _weight_groups(settings)}
     group = next(iter(groups.values())) if len(groups) == 1 else {}
-    if parts[""].dtype == torch.int8 and group.get("num_bits", 8) != 8:
-        raise CodesError(f"its codes are int8, and num_bits is {group['num_bits']}")
+    if codes.dtype == torch.int8 and group.get("num_bits", 8) != 8:
+        raise CodesError(f"its codes are int8, but num_bits is {group['num_bits']}")
+    _check_symmetry(zero, group)
     size = group.get("group_size")
     block = group.get("block_structure") or ([1, size] if isinstance(size, int) and size > 0 else None)
-    codes, zero = parts[""].float(), _zeros(parts, group)
+    numbers = codes.float()
     if zero is not None:
-        codes = codes - _spread(zero.float(), codes.shape, block)
-    return codes * _spread(_scale(parts), codes.shape, block)
+        numbers = numbers - _spread(zero.float(), codes.shape, block)
+    return numbers * _spread(_scale(parts), codes.shape, block)
 
 
 def _scale(parts: Parts) -> Tensor:
@@ -161,12 +134,10 @@ def _scale(parts: Parts) -> Tensor:
     return scale.float()
 
 
-def _zeros(parts: Parts, group: Settings) -> Tensor | None:
-    """Return the zeros of compressed-tensors, or None. Raises CodesError for nonzero ones if `symmetric` is true."""
-    zero = parts.get("_zero_point")
+def _check_symmetry(zero: Tensor | None, group: Settings) -> None:
+    """Raise CodesError for nonzero zeros of compressed-tensors if `symmetric` is true."""
     if zero is not None and group.get("symmetric") and bool(zero.any()):
-        raise CodesError("it has zeros, and symmetric is true")
-    return zero
+        raise CodesError("it has zeros, but symmetric is true")
 
 
 def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
@@ -201,53 +172,49 @@ def _weight_groups(settings: Settings) -> list[dict[str, Any]]:
 
 def packed(parts: Parts, settings: Settings) -> Tensor:
     """Compute (codes − 2^(b−1) − zero) · scale for codes of b bits, packed along rows (compressed-tensors)."""
-    import torch
-
     words, scale = parts[""], parts.get("_scale")
     shape = parts["_shape"].tolist() if "_shape" in parts else []
     if scale is None or scale.dim() != 2 or len(shape) != 2 or words.dim() != 2 or words.shape[0] != shape[0]:
-        raise CodesError("its codes, scales and shape don't go together")
+        raise CodesError("its codes, scales and shape don't fit together")
     groups = _weight_groups(settings)
     declared = {group.get("num_bits") for group in groups}
     fitting = [bits for bits in (2, 4, 8) if bits in declared and ceil(shape[1] * bits / 32) == words.shape[1]]
     if len(fitting) != 1:
-        raise CodesError(f"{words.shape[1]} words a row are no {shape[1]} codes of 2, 4 or 8 bits")
+        raise CodesError(f"{words.shape[1]} words per row can't contain {shape[1]} codes of 2, 4 or 8 bits")
     bits = fitting[0]
     group = groups[0] if len(groups) == 1 else {}
     codes = _unpacked(words, bits)[:, : shape[1]] - 2 ** (bits - 1)
     zeros = torch.zeros_like(scale)
     if "_zero_point" in parts:
         zeros = (_unpacked(parts["_zero_point"].mT, bits).mT[: shape[0]] - 2 ** (bits - 1)).to(scale)
-        _zeros({"_zero_point": zeros}, group)
+        _check_symmetry(zeros, group)
     return _transposed(codes.mT, zeros.mT, scale.mT, group, parts.get("_g_idx"))
 
 
 def gptq(parts: Parts, settings: Settings) -> Tensor:
     """Compute ((codes − zero) · scale)ᵀ, packed along inputs; zeros are stored minus 1, except in gptq_v2."""
-    words, zero_words, scale = _three(parts)
-    bits = _bits(zero_words.shape[1], scale.shape[1])
+    words, zero_words, scale = _matrices(parts)
+    bits = _bits(zero_words, scale)
     overridden = {name for overrides in (settings.get("dynamic") or {}).values() for name in overrides or {}}
     settings = {name: value for name, value in settings.items() if name not in overridden}  # they vary by module
     if settings.get("bits", bits) != bits:
-        raise CodesError(f"its codes have {bits} bits, and bits is {settings['bits']}")
+        raise CodesError(f"its codes have {bits} bits, but bits is {settings['bits']}")
     codes = _unpacked(words.mT, bits).mT
     zeros = _unpacked(zero_words, bits)[:, : scale.shape[1]]
     form = settings.get("checkpoint_format") or "gptq"
     if form != "gptq_v2":
         zeros = (zeros + 1) & (2**bits - 1)
     if settings.get("sym") is True and bool((zeros != 2 ** (bits - 1)).any()):
-        raise CodesError(f"sym is true, which means zeros of {2 ** (bits - 1)}, and in the format {form} it has others")
+        raise CodesError(f"sym is true, which means zeros of {2 ** (bits - 1)}, but in the format {form} it has others")
     return _transposed(codes, zeros, scale, settings, parts.get(".g_idx"))
 
 
 def awq(parts: Parts, settings: Settings) -> Tensor:
     """Compute ((codes − zero) · scale)ᵀ for codes of four bits, packed along outputs in the order of AWQ_ORDER."""
-    words, zero_words, scale = _three(parts)
-    codes, zeros = (
-        _unpacked(part, 4).reshape(*part.shape, 8)[..., list(AWQ_ORDER)].flatten(-2) for part in (words, zero_words)
-    )
+    *words, scale = _matrices(parts)
+    codes, zeros = (_unpacked(part, 4).reshape(*part.shape, 8)[..., AWQ_ORDER].flatten(-2) for part in words)
     if settings.get("zero_point") is False and bool((zeros != 8).any()):
-        raise CodesError("zero_point is false, which means zeros of 8, and it has others")
+        raise CodesError("zero_point is false, which means zeros of 8, but it has others")
     return _transposed(codes, zeros, scale, settings)
 
 
@@ -256,51 +223,42 @@ def _transposed(codes: Tensor, zeros: Tensor, scale: Tensor, settings: Settings,
 
     `index` is the group of each input; None means that groups are consecutive runs of inputs.
     """
-    import torch
-
     inputs, groups = codes.shape[0], scale.shape[0]
     if codes.shape[1] != scale.shape[1] or zeros.shape != scale.shape:
-        raise CodesError("its codes, zeros and scales don't go together")
+        raise CodesError("its codes, zeros and scales don't fit together")
     size = settings.get("group_size", settings.get("q_group_size"))
     if isinstance(size, int) and ceil(inputs / (size if size > 0 else inputs)) != groups:
-        raise CodesError(f"it has {groups} groups of {inputs} inputs, and group_size is {size}")
+        raise CodesError(f"it has {groups} groups of {inputs} inputs, but group_size is {size}")
     ordered = torch.arange(inputs) // ceil(inputs / max(groups, 1))
     index = ordered if index is None else index.long()
     if index.shape != (inputs,) or not bool(((index >= 0) & (index < groups)).all()):
-        raise CodesError("its groups of inputs don't go with its scales")
+        raise CodesError("its groups of inputs don't fit its scales")
     if settings.get("desc_act") is False and not torch.equal(index, ordered):
-        raise CodesError("its inputs are in another order, and desc_act is false")
+        raise CodesError("its inputs are in another order, but desc_act is false")
     return ((codes - zeros[index]) * scale.float()[index]).mT.contiguous()
 
 
-def _three(parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
+def _matrices(parts: Mapping[str, Shaped]) -> tuple[Shaped, Shaped, Shaped]:
     """Return codes, zeros and scales of GPTQ or AWQ. Raises CodesError if one is missing or malformed."""
-    _matrices({name: tuple(part.shape) for name, part in parts.items()})
-    if str(parts[""].dtype) != "torch.int32":
-        raise CodesError("its codes are no words of 32 bits")
-    return parts[""], parts[".qzeros"], parts[".scales"]
+    suffixes = ("", ".qzeros", ".scales")
+    if any(suffix not in parts or len(parts[suffix].shape) != 2 for suffix in suffixes):
+        raise CodesError("it lacks zeros or scales, or its codes, zeros and scales are not matrices")
+    codes, zeros, scales = (parts[suffix] for suffix in suffixes)
+    if isinstance(codes, Tensor) and codes.dtype != torch.int32:
+        raise CodesError("its codes are not 32-bit words")
+    return codes, zeros, scales
 
 
-def _matrices(shapes: PartShapes) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of codes, zeros and scales. Raises CodesError if one is missing or not a matrix."""
-    parts = tuple(shapes.get(part, ()) for part in ("", ".qzeros", ".scales"))
-    if any(len(shape) != 2 for shape in parts):
-        raise CodesError("it lacks zeros or scales, or its codes, zeros and scales are no matrices")
-    return parts
-
-
-def _bits(zero_words: int, scales: int) -> int:
+def _bits(zero_words: Shaped, scales: Shaped) -> int:
     """Return the bits per code: a group has as many packed zeros as scales. Raises CodesError if not 2, 4 or 8."""
-    bits = 32 * zero_words / max(scales, 1)
+    bits = 32 * zero_words.shape[1] / max(scales.shape[1], 1)
     if bits not in (2, 4, 8):
-        raise CodesError(f"its codes have {bits:g} bits, and not 2, 4 or 8")
+        raise CodesError(f"its codes have {bits:g} bits, not 2, 4 or 8")
     return int(bits)
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
     """Unpack the codes in words of 32 bits, lowest bits first."""
-    import torch
-
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     codes: Tensor = (words.to(torch.int32)[..., None] >> shifts) & (2**bits - 1)
     return codes.flatten(-2)
@@ -311,39 +269,34 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
 
 def microscaled(parts: Parts, _settings: Settings) -> Tensor:
     """Compute FP4[code] · 2^(scale − 127) by transformers, for two codes per byte and one scale per block (mxfp4)."""
-    import torch
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    codes, scale = parts[""], parts["_scales"]
-    _blocks({name: tuple(part.shape) for name, part in parts.items()})
-    if (codes.dtype, scale.dtype) != (torch.uint8, torch.uint8):
-        raise CodesError("its codes and scales are no bytes")
-    weight: Tensor = convert_moe_packed_tensors(codes, scale, dtype=torch.float32)
+    codes, scales = parts[""], parts["_scales"]
+    _check_blocks(parts)
+    if (codes.dtype, scales.dtype) != (torch.uint8, torch.uint8):
+        raise CodesError("its codes and scales are not bytes")
+    weight: Tensor = convert_moe_packed_tensors(codes, scales, dtype=torch.float32)
     return weight
 
 
-def _blocks(shapes: PartShapes) -> tuple[int, ...]:
-    """Return the shape of mxfp4's blocks. Raises CodesError unless each block has one scale."""
-    if len(shapes[""]) != 4 or shapes[""][:3] != shapes["_scales"]:
-        raise CodesError("its blocks and scales don't go together")
-    return shapes[""]
+def _check_blocks(parts: Mapping[str, Shaped]) -> None:
+    """Raise CodesError unless each of mxfp4's blocks has one scale."""
+    shape = parts[""].shape
+    if len(shape) != 4 or shape[:3] != parts["_scales"].shape:
+        raise CodesError("its blocks and scales don't fit together")
 
 
 def four_bits(parts: Parts, settings: Settings) -> Tensor:
     """Compute map[code] · absmax per block, for two codes per byte, higher bits first (bitsandbytes nf4 and fp4)."""
-    import torch
-
     state = _state(parts)
     if settings.get("load_in_8bit"):
-        raise CodesError("its codes have four bits, and load_in_8bit is true")
+        raise CodesError("its codes have four bits, but load_in_8bit is true")
     kind = settings.get("bnb_4bit_quant_type")
     if kind and f"{QUANT_STATE}{kind}" not in parts:
-        raise CodesError(f"its codes are {state.get('quant_type')}, and bnb_4bit_quant_type is {written(kind)}")
+        raise CodesError(f"its codes are {state.get('quant_type')}, but bnb_4bit_quant_type is {written(kind)}")
     shape, side = state.get("shape") or [], state.get("blocksize")
     codes, values = parts[""].contiguous().view(torch.uint8).flatten(), parts.get(".quant_map")
     counts = isinstance(shape, list) and all(isinstance(size, int) and size > 0 for size in shape)
     if not counts or not isinstance(side, int) or side < 1 or not 0 <= 2 * len(codes) - prod(shape) <= 1:
-        raise CodesError("its codes don't have the shape that it says")
+        raise CodesError("its codes don't have the shape that it states")
     if values is None or values.shape != (16,):
         raise CodesError("it has no table of sixteen values")
     count = prod(shape)
@@ -359,11 +312,11 @@ def _state(parts: Parts) -> dict[str, Any]:
     except (ValueError, TypeError, RecursionError):
         state = None
     if not isinstance(state, dict):
-        raise CodesError("nothing says what its codes are")
+        raise CodesError("a description of its codes is missing")
     return state
 
 
-def _largest(parts: Parts, state: Mapping[str, Any]) -> Tensor:
+def _largest(parts: Parts, state: Settings) -> Tensor:
     """Return absmax of each block, decoded if it is itself stored as codes with map, absmax per block and offset."""
     absmax = parts.get(".absmax")
     if absmax is None:
@@ -372,7 +325,7 @@ def _largest(parts: Parts, state: Mapping[str, Any]) -> Tensor:
         return absmax.float()
     values, outer, side = parts.get(".nested_quant_map"), parts.get(".nested_absmax"), state.get("nested_blocksize")
     offset = state.get("nested_offset")
-    if values is None or outer is None or values.shape != (256,) or str(absmax.dtype) != "torch.uint8":
+    if values is None or outer is None or values.shape != (256,) or absmax.dtype != torch.uint8:
         raise CodesError("its absmax can't be decoded")
     if not isinstance(side, int) or side < 1 or not isinstance(offset, int | float):
         raise CodesError("its absmax can't be decoded")
@@ -381,7 +334,7 @@ def _largest(parts: Parts, state: Mapping[str, Any]) -> Tensor:
 
 def _by_block(largest: Tensor, side: int, count: int) -> Tensor:
     if largest.shape != (ceil(count / side),):
-        raise CodesError(f"{len(largest)} blocks of {side} are no {count} codes")
+        raise CodesError(f"{len(largest)} blocks of {side} can't contain {count} codes")
     return largest.repeat_interleave(min(side, count))[:count]
 
 
@@ -389,9 +342,9 @@ def eight_bits(parts: Parts, settings: Settings) -> Tensor:
     """Compute codes · SCB/127 for each row (bitsandbytes LLM.int8)."""
     codes, largest = parts[""], parts.get(".SCB")
     if settings.get("load_in_4bit"):
-        raise CodesError("its codes have eight bits, and load_in_4bit is true")
-    if str(codes.dtype) != "torch.int8" or largest is None or largest.shape != codes.shape[:1]:
-        raise CodesError("its codes are no int8 with an SCB for each row")
+        raise CodesError("its codes have eight bits, but load_in_4bit is true")
+    if codes.dtype != torch.int8 or largest is None or largest.shape != codes.shape[:1]:
+        raise CodesError("its codes are not int8 with one SCB per row")
     order = parts.get(".weight_format")
     if order is not None and bool(order.any()):
         raise CodesError("its codes are not in the order of rows")
@@ -400,34 +353,32 @@ def eight_bits(parts: Parts, settings: Settings) -> Tensor:
 
 # --- shapes, and the table of methods --------------------------------------------------------------------------------
 
-PartReader = Callable[[str], "Tensor"]
-"""Function that reads one tensor of a weight by the suffix of its name."""
 
-
-def along_inputs(shapes: PartShapes, _read: PartReader) -> tuple[int, ...]:
+def along_inputs(parts: Mapping[str, Stored], _read: PartReader) -> tuple[int, ...]:
     """Return the shape of a GPTQ weight, whose words pack the codes of neighbouring inputs."""
-    words, zero_words, scale = _matrices(shapes)
-    return scale[1], words[0] * 32 // _bits(zero_words[1], scale[1])
+    words, zero_words, scale = _matrices(parts)
+    return scale.shape[1], words.shape[0] * 32 // _bits(zero_words, scale)
 
 
-def along_outputs(shapes: PartShapes, _read: PartReader) -> tuple[int, ...]:
+def along_outputs(parts: Mapping[str, Stored], _read: PartReader) -> tuple[int, ...]:
     """Return the shape of an AWQ weight, whose words pack the codes of neighbouring outputs."""
-    words, _, scale = _matrices(shapes)
-    return scale[1], words[0]
+    words, _, scale = _matrices(parts)
+    return scale.shape[1], words.shape[0]
 
 
-def in_pairs(shapes: PartShapes, _read: PartReader) -> tuple[int, ...]:
+def in_pairs(parts: Mapping[str, Stored], _read: PartReader) -> tuple[int, ...]:
     """Return the shape of mxfp4 experts: blocks (experts, rows, blocks, bytes) decode to (experts, numbers, rows)."""
-    experts, rows, blocks, pairs = _blocks(shapes)
+    _check_blocks(parts)
+    experts, rows, blocks, pairs = parts[""].shape
     return experts, 2 * blocks * pairs, rows
 
 
-def stated(shapes: PartShapes, read: PartReader) -> tuple[int, ...]:
+def stated(parts: Mapping[str, Stored], read: PartReader) -> tuple[int, ...]:
     """Return the stored shape: compressed-tensors has a tensor for it, bitsandbytes an entry of the quant_state."""
-    state = {part: read(part) for part in shapes if part.startswith(QUANT_STATE)}
-    shape = read("_shape").tolist() if "_shape" in shapes else _state(state).get("shape")
+    states = {part: read(part) for part in parts if part.startswith(QUANT_STATE)}
+    shape = read("_shape").tolist() if "_shape" in parts else _state(states).get("shape")
     if not (isinstance(shape, list) and shape and all(isinstance(size, int) and size > 0 for size in shape)):
-        raise CodesError("nothing says which shape it has")
+        raise CodesError("a description of its shape is missing")
     return tuple(shape)
 
 
@@ -443,7 +394,7 @@ class Scheme:
     """Suffixes of its other tensors; at least one of them must exist."""
     decode: Callable[[Parts, Settings], Tensor]
     """Function from parts and settings to the weight in float32; raises CodesError."""
-    shape: Callable[[PartShapes, PartReader], tuple[int, ...]] = lambda shapes, _read: shapes[""]
+    shape: Callable[[Mapping[str, Stored], PartReader], tuple[int, ...]] = lambda parts, _read: parts[""].shape
     """Function from the parts' shapes, and a reader of parts, to the weight's shape; by default the codes' shape."""
 
 

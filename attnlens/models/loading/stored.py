@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnlens.errors import ModelError
 from attnlens.files import shortened
-from attnlens.models.loading.configs import refuse_mismatch
+from attnlens.models.loading.configs import SAY_UNQUANTISED, refuse_mismatch
 from attnlens.models.loading.gguf import OF_ATTENTION, SAY_SAFETENSORS, Settings, read_header
 from attnlens.models.loading.locate import Location, readable
 
@@ -26,35 +26,33 @@ SCALE = re.compile(r"(_scale|_scale_inv|_scales|_zero_point|\.scales?)$")
 
 
 def check_loaded(
-    place: Location, model: PreTrainedModel, stored: Mapping[str, Stored], found: Mapping[str, Any]
+    place: Location, model: PreTrainedModel, stored: Mapping[str, Stored], loading_info: Mapping[str, Any]
 ) -> None:
-    """Raise ModelError if the loaded model differs from its files; `found` is transformers' loading info.
+    """Raise ModelError if the loaded model differs from its files, by transformers' loading info.
 
     Without an error, transformers ignores an adapter's tensors, reads quantised codes as numbers, fills mismatched
     parameters at random, and picks either of two tensors for one parameter.
     """
-    where = place.folder / place.file
-    if low_rank := [name for name in sorted(found["unexpected_keys"]) if re.search(r"(^|[._])lora_", name)]:
-        raise ModelError(
-            f"{where} holds an adapter that is not merged ({named(low_rank)}).",
-            "Merge it first, with merge_and_unload of the package peft, and save the merged model.",
-        )
-    say_plain = "Get the model unquantised, or as GGUF."
-    if codes := _codes(model, stored, set(found["unexpected_keys"])):
-        problem = f"{where} stores {named(codes)} as {stored[codes[0]].type}, and nothing in config.json says what the"
-        raise ModelError(f"{problem} codes stand for.", say_plain)
-    if left := [name for name in sorted(found["unexpected_keys"]) if _of_codes(name, stored)]:
-        problem = f"{where} holds {named(left)}, of weights that are stored as codes, and nothing in config.json says"
-        raise ModelError(f"{problem} how.", say_plain)
-    refuse_mismatch(place, found["mismatched_keys"])
+    where, unused = place.folder / place.file, set(loading_info["unexpected_keys"])
+    if low_rank := [name for name in sorted(unused) if re.search(r"(^|[._])lora_", name)]:
+        problem = f"{where} contains an adapter that is not merged ({format_names(low_rank)})."
+        raise ModelError(problem, "Merge it with merge_and_unload of the package peft, and save the merged model.")
+    if codes := _codes(model, stored, unused):
+        problem = f"{where} stores {format_names(codes)} as {stored[codes[0]].type}, but nothing in config.json says"
+        raise ModelError(f"{problem} what the codes mean.", SAY_UNQUANTISED)
+    if scales := [name for name in sorted(unused) if _belongs_to_codes(name, stored)]:
+        problem = f"{where} contains {format_names(scales)}, of weights that are stored as codes, but nothing in"
+        raise ModelError(f"{problem} config.json says how.", SAY_UNQUANTISED)
+    refuse_mismatch(place, loading_info["mismatched_keys"])
     if place.gguf:
-        if ignored := [name for name in sorted(found["unexpected_keys"]) if OF_ATTENTION.search(name)]:
-            problem = f"{where} holds {named(ignored)}, which changes attention and has no place in the model."
+        if ignored := [name for name in sorted(unused) if OF_ATTENTION.search(name)]:
+            problem = f"{where} contains {format_names(ignored)}, which changes attention, but the model lacks it."
             raise ModelError(problem, SAY_SAFETENSORS)
         Settings(where, read_header(where)).check_rotation(model)
-    if twice := _twice(model, stored, set(found["unexpected_keys"])):
-        raise ModelError(f"{where} holds both {twice[0]} and {twice[1]}, which are one tensor of the model.", SAY_ONCE)
-    if len(found["missing_keys"]) >= len(list(model.parameters())):
+    if twice := _twice(model, stored, unused):
+        problem = f"{where} contains both {twice[0]} and {twice[1]}, which are one tensor of the model."
+        raise ModelError(problem, SAY_ONCE)
+    if len(loading_info["missing_keys"]) >= len(list(model.parameters())):
         problem = f"None of the weights in {place.file} belongs to a {type(model).__name__}."
         raise ModelError(problem, "Check the model's config.json.")
 
@@ -71,7 +69,7 @@ def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def _of_codes(name: str, stored: Mapping[str, Stored]) -> bool:
+def _belongs_to_codes(name: str, stored: Mapping[str, Stored]) -> bool:
     """Return whether an unused tensor has a name of quantised codes, or is the scale or zero of a stored weight."""
     stem = SCALE.sub("", name)
     return _leaf(name) in PACKED or (stem != name and (stem in stored or f"{stem}.weight" in stored))
@@ -84,14 +82,15 @@ def _codes(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set
     # transformers can store a buffer under another path, so that only its last name component is compared
     counters = {_leaf(name) for name, buffer in model.named_buffers() if not buffer.is_floating_point()}
     counters -= set(map(_leaf, parameters))
+    # private in transformers, which does not load tensors that match these patterns; (?!) matches nothing
     ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ["(?!)"]))
 
-    def taken(name: str) -> bool:
+    def is_loaded(name: str) -> bool:
         names = set(names_in_model(name, model.base_model_prefix))
         is_apart = bool(names & others) or _leaf(name) in counters or ignored.search(name) is not None
         return bool(names & parameters) or not is_apart
 
-    return [name for name, tensor in stored.items() if tensor.encoded and taken(name)]
+    return [name for name, tensor in stored.items() if tensor.encoded and is_loaded(name)]
 
 
 def _leaf(name: str) -> str:
@@ -101,13 +100,12 @@ def _leaf(name: str) -> str:
 def _twice(model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: set[str]) -> tuple[str, str] | None:
     """Return the first two stored tensors of one parameter, with and without the base model's prefix; else None."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    taken: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for name in stored:
-        parameter = next((each for each in names_in_model(name, model.base_model_prefix) if each in parameters), None)
-        if parameter is not None and name not in unexpected:
-            if parameter in taken:
-                return taken[parameter], name
-            taken[parameter] = name
+        aliases = names_in_model(name, model.base_model_prefix)
+        parameter = next((alias for alias in aliases if alias in parameters), None)
+        if parameter is not None and name not in unexpected and sources.setdefault(parameter, name) != name:
+            return sources[parameter], name
     return None
 
 
@@ -148,16 +146,16 @@ def tensors_in(place: Location) -> dict[str, Stored]:
     Raises ModelError if a file can't be read, is truncated or in another format, and if two files have a tensor of the
     same name, since transformers then takes the last one, regardless of the index.
     """
-    reading = {"safetensors": safetensors_header, "pickle": pickled_header, "gguf": _gguf}[place.form]
+    read = {"safetensors": safetensors_header, "pickle": pickled_header, "gguf": _gguf_header}[place.form]
     tensors: dict[str, Stored] = {}
     for file in place.weights:
         with readable(file):
-            content = reading(file)
+            content = read(file)
         if twice := sorted(tensors.keys() & content.keys()):
-            raise ModelError(f"{file} holds {named(twice)}, and so does another of the weight files.", SAY_ONCE)
+            raise ModelError(f"{file} and another weight file both contain {format_names(twice)}.", SAY_ONCE)
         tensors |= content
     if not tensors:
-        raise ModelError(f"{place.folder / place.file} holds no tensors.", "Download the model again.")
+        raise ModelError(f"{place.folder / place.file} contains no tensors.", "Download the model again.")
     return tensors
 
 
@@ -175,7 +173,7 @@ def safetensors_header(file: Path) -> dict[str, Stored]:
             slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # content is not a dict
             return {name: Stored(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except SafetensorError as error:
-        problem = f"{file} is cut off or no safetensors file: {shortened(str(error))}."
+        problem = f"{file} is truncated or not a safetensors file: {shortened(str(error))}."
         raise ModelError(problem, "Download it again.") from None
 
 
@@ -186,14 +184,14 @@ def pickled_header(file: Path) -> dict[str, Stored]:
     try:
         content = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError:
-        problem = f"{file} holds more than tensors, or is no pickle of torch: opening it could run code."
+        problem = f"{file} contains more than tensors, or is not a pickle of torch: opening it could run code."
         raise ModelError(problem, "Get the model as safetensors.") from None
     except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
-        problem = f"{file} is cut off or no pickle of torch: {shortened(str(error))}."
+        problem = f"{file} is truncated or not a pickle of torch: {shortened(str(error))}."
         raise ModelError(problem, "Download it again.") from None
     names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
     if not isinstance(content, Mapping):
-        raise ModelError(f"{file} holds no table of tensors.", "Save the model's state_dict.")
+        raise ModelError(f"{file} does not contain a table of tensors.", "Save the model's state_dict.")
     return {
         str(name): Stored(tuple(value.shape), names.get(value.dtype, str(value.dtype).removeprefix("torch.")))
         for name, value in content.items()
@@ -201,11 +199,11 @@ def pickled_header(file: Path) -> dict[str, Stored]:
     }
 
 
-def _gguf(file: Path) -> dict[str, Stored]:
+def _gguf_header(file: Path) -> dict[str, Stored]:
     return {entry.name: Stored(entry.shape, DECODED) for entry in read_header(file).tensors}
 
 
-def named(names: Iterable[str]) -> str:
+def format_names(names: Iterable[str]) -> str:
     """Format names as `a`, or `a and 3 more`."""
     first, *more = map(shortened, names)
     return f"{first} and {len(more)} more" if more else first

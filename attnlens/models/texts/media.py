@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -15,26 +15,30 @@ from typing import TYPE_CHECKING, Any, Literal
 from warnings import catch_warnings, simplefilter
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import torch
 from huggingface_hub.errors import StrictDataclassError
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
 
 from attnlens.errors import FAILURES, ModelError, TextError, UsageError, is_memory
 from attnlens.files import read_bytes, shortened, with_home
 from attnlens.models.loading.hub import first_line
 from attnlens.models.loading.locate import read_json
 from attnlens.models.loading.placement import device_of_inputs
-from attnlens.models.texts.sequences import not_made, reads_ids, text_inputs, wanted
+from attnlens.models.texts.sequences import describe_missing_inputs, reads_ids, required_inputs, text_inputs
 from attnlens.models.texts.windows import PACKED
 from attnlens.records import Text
 
 if TYPE_CHECKING:
-    import numpy as np
     from jaxtyping import Float
-    from torch import Tensor
     from transformers import PreTrainedModel
 
     from attnlens.models.loading import Loaded
 
 Modality = Literal["image", "audio"]
+Processor = Callable[..., Mapping[str, object]]
+"""transformers' image processor or feature extractor: from images or sounds to tensors."""
 INPUTS: dict[Modality, tuple[str, ...]] = {
     "image": ("pixel_values", "flattened_patches", "pixel_values_videos"),
     "audio": ("input_values", "input_features"),
@@ -70,7 +74,7 @@ RATE = 16_000
 """Samples per second if the processor does not give its rate, and length of a random sound without a processor."""
 UNPREPARED = (*FAILURES, OSError, ImportError, MemoryError, StrictDataclassError)
 """Errors of processors, whose settings come from the checkpoint."""
-Standing = tuple[tuple[Modality, int, int], ...]
+Placeholders = tuple[tuple[Modality, int, int], ...]
 """Placeholders before a text: modality, id, and how many of it."""
 
 
@@ -78,11 +82,11 @@ Standing = tuple[tuple[Modality, int, int], ...]
 class Media:
     """Images and sounds that a model can be fed."""
 
-    readers: Mapping[Modality, Any] = field(default_factory=dict)
+    processors: Mapping[Modality, Processor | None] = field(default_factory=dict)
     """The checkpoint's processor of each modality that is fed; None for random numbers of the shape in the config."""
     names: frozenset[str] = frozenset()
     """Keyword arguments of the forward pass for these modalities."""
-    before: Standing = ()
+    before: Placeholders = ()
     """Placeholders before each text."""
     notes: tuple[str, ...] = ()
     """One sentence for each modality that is not fed, or not prepared by a processor."""
@@ -105,23 +109,24 @@ def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
 
 
 def _find_media(model: PreTrainedModel, folder: Path | None) -> Media:
+    """Try each modality with the checkpoint's processor, else with random numbers, and keep those that work."""
     media, notes = Media(), list[str]()
     for modality in modalities(model):
-        reader, problem = None, ""
+        processor, problem = None, ""
         try:
-            reader = load_processor(model, modality, folder)
-            inputs = _make_up(model, modality, reader, 0, 0)
+            processor = load_processor(model, modality, folder)
+            inputs = _make_up(model, modality, processor, 0, 0)
         except ModelError as error:
-            reader, problem = None, error.problem
+            processor, problem = None, error.problem
         try:
             if problem:
                 inputs = _make_up(model, modality, None, 0, 0)
-            candidate = Media({modality: reader}, frozenset(inputs), alone=not PACKED.isdisjoint(inputs))
+            candidate = Media({modality: processor}, frozenset(inputs), alone=not PACKED.isdisjoint(inputs))
             if reads_ids(model) and not hasattr(model, "get_text_features"):  # CLIP puts no image among its ids
                 candidate = replace(candidate, before=((modality, *_count_parts(model, modality, inputs)),))
                 _try(model, candidate)
         except (TextError, *FAILURES) as error:
-            needed = _input_name(model, modality) in wanted(model)
+            needed = _input_name(model, modality) in required_inputs(model)
             if is_memory(error) or (needed and isinstance(error, TextError)):
                 raise
             if not needed:
@@ -132,7 +137,7 @@ def _find_media(model: PreTrainedModel, folder: Path | None) -> Media:
         if problem:
             notes.append(f"Each {modality} is random numbers of the shape in config.json. No processor: {problem}")
         names, before = media.names | candidate.names, media.before + candidate.before
-        media = Media({**media.readers, **candidate.readers}, names, before, alone=media.alone or candidate.alone)
+        media = Media({**media.processors, **candidate.processors}, names, before, alone=media.alone or candidate.alone)
     return replace(media, notes=tuple(notes))
 
 
@@ -144,8 +149,8 @@ def modalities(model: PreTrainedModel) -> list[Modality]:
 def without_placeholders(media: Media) -> Media:
     """Return `media` without the modalities that have placeholder ids."""
     removed = {modality for modality, _, _ in media.before}
-    readers = {modality: reader for modality, reader in media.readers.items() if modality not in removed}
-    return replace(media, readers=readers, before=(), alone=media.alone and "image" not in removed)
+    processors = {modality: processor for modality, processor in media.processors.items() if modality not in removed}
+    return replace(media, processors=processors, before=(), alone=media.alone and "image" not in removed)
 
 
 class Feed:
@@ -162,10 +167,10 @@ class Feed:
         """Start random inputs at draw number `skip`."""
         self.media, self.files = media, files or {}
         self._model, self._seed, self._skip = model, seed, skip
-        self._drawn = [modality for modality in media.readers if modality not in self.files]
-        self._digests = {modality: sha256() for modality in self._drawn}
+        self._random = [modality for modality in media.processors if modality not in self.files]
+        self._digests = {modality: sha256() for modality in self._random}
 
-    def placeholders(self, number: int) -> Standing:
+    def placeholders(self, number: int) -> Placeholders:
         """Return the placeholders before the text of a sequence."""
         placeholders = [placeholder for placeholder in self.media.before if placeholder[0] not in self.files]
         for modality, inputs in self.files.items():
@@ -180,16 +185,15 @@ class Feed:
 
     def take(self, numbers: Iterable[int]) -> dict[str, Tensor]:
         """Return the inputs of these sequences."""
-        import torch
-
         each = []
         for number in numbers:
-            inputs = dict[str, "Tensor"]()
-            for modality in self._drawn:
-                drawn = _make_up(self._model, modality, self.media.readers[modality], self._seed, number + self._skip)
-                for value in drawn.values():
+            inputs = dict[str, Tensor]()
+            for modality in self._random:
+                processor = self.media.processors[modality]
+                random = _make_up(self._model, modality, processor, self._seed, number + self._skip)
+                for value in random.values():
                     self._digests[modality].update(value.numpy().tobytes())
-                inputs |= drawn
+                inputs |= random
             for modality in self.files:
                 inputs |= self.files[modality][number]
             each.append(inputs)
@@ -208,19 +212,19 @@ def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tupl
     the checkpoint has no processor, or the processor fails.
     """
     if modality not in modalities(loaded.model):
-        problem = f"{loaded.info.id} reads no {modality}, so that --{modality} would be ignored."
+        problem = f"{loaded.info.id} does not read {modality} input: --{modality} would be ignored."
         raise UsageError(problem, f"Leave out --{modality}.")
-    reader = load_processor(loaded.model, modality, loaded.folder)
-    inputs, records = list[dict[str, "Tensor"]](), list[Text]()
+    processor = load_processor(loaded.model, modality, loaded.folder)
+    inputs, records = list[dict[str, Tensor]](), list[Text]()
     for path in paths:
         content = read_bytes(with_home(path), TextError, SAY[modality], most=LARGEST_FILE)
-        raw: Any = [_picture(path, content)] if modality == "image" else _samples(path, content, _rate(reader))
-        inputs.append(_process(loaded.model, modality, reader, raw, path))
+        raw = [_read_image(path, content)] if modality == "image" else _samples(path, content, _rate(processor))
+        inputs.append(_process(loaded.model, modality, processor, raw, path))
         records.append(Text(name=Path(path).name, sha256=sha256(content).hexdigest(), windows=[0]))
     return inputs, records
 
 
-def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | None) -> Any:
+def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | None) -> Processor:
     """Load the checkpoint's image or audio processor, from local files and without running the checkpoint's code.
 
     Raises ModelError if there is no processor, or it can't be loaded.
@@ -229,6 +233,7 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
     from transformers.utils.hub import cached_file
 
     place, files = folder or model.name_or_path, list[str]()
+    # private options of transformers: return None for a missing file, and the commit that the model was loaded from
     options: dict[str, Any] = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
     with suppress(OSError):  # neither a folder nor in the hub's cache
         revision = getattr(model.config, "_commit_hash", None)
@@ -238,43 +243,44 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
         problem = f"{place or type(model).__name__} has no {SETTINGS[1]}, which says how an {modality} is prepared."
         raise ModelError(problem, "Put it beside the weights, or give the prepared inputs to attnlens.capture.")
     if any("auto_map" in read_json(Path(file)) for file in files):
-        problem = f"The processor of {place} is code of its own, which attnlens does not run."
+        problem = f"The processor of {place} is code in the checkpoint, which attnlens does not run."
         raise ModelError(problem, f"Prepare the {modality}s yourself, and give them to attnlens.capture in Python.")
-    kind: Any = AutoImageProcessor if modality == "image" else AutoFeatureExtractor
+    class_: Any = AutoImageProcessor if modality == "image" else AutoFeatureExtractor
     try:
         with _bounded_memory():
-            return kind.from_pretrained(Path(files[0]).parent, local_files_only=True, trust_remote_code=False)
+            processor: Processor = class_.from_pretrained(
+                Path(files[0]).parent, local_files_only=True, trust_remote_code=False
+            )
+            return processor
     except UNPREPARED as error:
         problem = f"{place} has no processor for {modality} input that can be loaded: {first_line(error)}"
-        raise ModelError(problem, f"Mend {files[0]}, or leave out --{modality}.") from error
+        raise ModelError(problem, f"Correct {files[0]}, or leave out --{modality}.") from error
 
 
-def _make_up(model: PreTrainedModel, modality: Modality, reader: Any, seed: int, number: int) -> dict[str, Tensor]:
+def _make_up(
+    model: PreTrainedModel, modality: Modality, processor: Processor | None, seed: int, number: int
+) -> dict[str, Tensor]:
     """Return the inputs of one random image or sound, which depend only on seed and number.
 
     Raises ModelError if the processor fails, TextError if there is no processor and the shape is unknown.
     """
-    import numpy as np
-    import torch
-    from PIL import Image
-
-    draws = np.random.default_rng([seed % 2**63, number])
-    if reader is None:
+    draws = np.random.default_rng([seed % 2**63, number])  # numpy takes no negative seeds
+    if processor is None:
         numbers = draws.standard_normal(_shape(model, modality), np.float32)
         return {_input_name(model, modality): torch.from_numpy(numbers)[None]}
     if modality == "audio":
-        raw: Any = draws.normal(0, 0.1, _rate(reader)).astype(np.float32)
-    else:
-        moving = _input_name(model, modality) == model.main_input_name and setting(model, "num_frames")
-        sides = [side if type(side) is int and 0 < side < IMAGE_SIZE else IMAGE_SIZE for side in _sides(model)]
-        raw = [
-            Image.fromarray(draws.integers(0, 256, (COLOURS, COLOURS, 3), np.uint8)).resize((sides[1], sides[0]))
-            for _ in range(moving if moving in range(1, MOST_FRAMES + 1) else 1)
-        ]
-    return _process(model, modality, reader, raw, "a random one")
+        samples = draws.normal(0, 0.1, _rate(processor)).astype(np.float32)
+        return _process(model, modality, processor, samples, "a random sound")
+    frames = _input_name(model, modality) == model.main_input_name and setting(model, "num_frames")
+    height, width = (side if type(side) is int and 0 < side < IMAGE_SIZE else IMAGE_SIZE for side in _sides(model))
+    images = [
+        Image.fromarray(draws.integers(0, 256, (COLOURS, COLOURS, 3), np.uint8)).resize((width, height))
+        for _ in range(frames if frames in range(1, MOST_FRAMES + 1) else 1)
+    ]
+    return _process(model, modality, processor, images, "a random image")
 
 
-def _sides(model: PreTrainedModel) -> tuple[Any, Any]:
+def _sides(model: PreTrainedModel) -> tuple[object, object]:
     """Return the height and width of an image by the config, as the file has them; IMAGE_SIZE if it names none."""
     size = setting(model, "image_size", "crop_size", "input_size", "img_size") or IMAGE_SIZE
     if isinstance(size, dict):
@@ -299,17 +305,15 @@ def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
     elif setting(model, "num_mel_bins") and setting(model, "max_source_positions"):  # Whisper's encoder halves them
         shape = setting(model, "num_mel_bins"), 2 * setting(model, "max_source_positions")
     if not shape:
-        raise TextError(*not_made(model, [name]))
+        raise TextError(*describe_missing_inputs(model, [name]))
     if not all(isinstance(side, int) and side > 0 for side in shape) or prod(shape) > LARGEST_INPUT:
         sizes = " × ".join(shortened(str(side)) for side in shape)
         problem = f"The config asks for {name} of {sizes} numbers, which attnlens does not make up."
-        raise TextError(problem, "Mend its sizes in config.json.")
+        raise TextError(problem, "Correct the sizes in config.json.")
     return shape
 
 
-def _picture(path: str, content: bytes) -> Any:
-    from PIL import Image, UnidentifiedImageError
-
+def _read_image(path: str, content: bytes) -> Image.Image:
     try:
         with Image.open(BytesIO(content)) as image:
             return image.convert("RGB")
@@ -320,7 +324,6 @@ def _picture(path: str, content: bytes) -> Any:
 
 def _samples(path: str, content: bytes, expected: int) -> Float[np.ndarray, " samples"]:
     """Return the samples of a .wav file of the expected rate, between −1 and 1, averaged over its channels."""
-    import numpy as np
     from scipy.io import wavfile
 
     try:
@@ -330,10 +333,10 @@ def _samples(path: str, content: bytes, expected: int) -> Float[np.ndarray, " sa
     except (*FAILURES, EOFError, struct.error) as error:
         raise TextError(f"{path} can't be read as a sound: {first_line(error)}", SAY["audio"]) from None
     if rate != expected:
-        problem = f"{path} has {rate} samples a second, and the model hears {expected}."
-        raise TextError(problem, f"Convert it first, as with: ffmpeg -i {path} -ar {expected} -ac 1 converted.wav")
+        problem = f"{path} has {rate} samples per second; the model expects {expected}."
+        raise TextError(problem, f"Convert it first, for example: ffmpeg -i {path} -ar {expected} -ac 1 converted.wav")
     if not len(values) or len(values) > LARGEST_INPUT:
-        raise TextError(f"{path} holds {len(values)} samples.", "Give a sound of a few seconds.")
+        raise TextError(f"{path} has {len(values)} samples.", "Give a sound of a few seconds.")
     if values.dtype == np.uint8:  # 8-bit samples count from 128, longer ones from 0
         values = (values.astype(np.int16) - 128) * 256
     scale = 2.0 ** (8 * values.itemsize - 1) if values.dtype.kind == "i" else 1.0
@@ -341,32 +344,32 @@ def _samples(path: str, content: bytes, expected: int) -> Float[np.ndarray, " sa
     return samples
 
 
-def _rate(reader: Any) -> int:
+def _rate(processor: Processor) -> int:
     """Return the samples per second that a processor expects; RATE if it gives none, or an invalid number."""
-    rate = getattr(reader, "sampling_rate", None)
+    rate = getattr(processor, "sampling_rate", None)
     return rate if isinstance(rate, int) and 0 < rate <= LARGEST_INPUT else RATE
 
 
-def _process(model: PreTrainedModel, modality: Modality, reader: Any, raw: Any, name: str) -> dict[str, Tensor]:
+def _process(
+    model: PreTrainedModel, modality: Modality, processor: Processor, raw: Sequence[object] | np.ndarray, name: str
+) -> dict[str, Tensor]:
     """Apply the processor to pictures or samples; return its tensors, keyed by the model's parameter names."""
-    import torch
-
     names = _parameters(model)
     try:
         with _bounded_memory():
             if modality == "image":
-                result = dict(reader(images=raw, return_tensors="pt"))
+                result = dict(processor(images=raw, return_tensors="pt"))
             else:
-                options = {"sampling_rate": _rate(reader), "return_tensors": "pt"}
-                if names.get("attention_mask") in MASKS and "return_attention_mask" in signature(reader).parameters:
+                options = {"sampling_rate": _rate(processor), "return_tensors": "pt"}
+                if names.get("attention_mask") in MASKS and "return_attention_mask" in signature(processor).parameters:
                     options["return_attention_mask"] = True
-                result = dict(reader(raw, **options))
+                result = dict(processor(raw, **options))
     except UNPREPARED as error:
         problem = f"The model's processor fails on {name}: {first_line(error)}"
         raise ModelError(problem, "Give another file, or leave it out.") from error
     inputs = {names[name]: value for name, value in result.items() if name in names and isinstance(value, torch.Tensor)}
     if not any(names.get(name) in inputs for name in INPUTS[modality]):
-        problem = f"The model's processor makes {', '.join(result)}, and {type(model).__name__} takes none of them."
+        problem = f"The model's processor returns {', '.join(result)}; {type(model).__name__} takes none of them."
         raise ModelError(problem, f"Leave out --{modality}.")
     return inputs
 
@@ -420,9 +423,9 @@ def setting(model: PreTrainedModel, *names: str) -> Any:
     return None
 
 
-def ids_of(standing: Standing) -> list[int]:
+def ids_of(placeholders: Placeholders) -> list[int]:
     """Return the placeholder ids of images and sounds."""
-    return [number for _, number, count in standing for _ in range(count)]
+    return [id_ for _, id_, count in placeholders for _ in range(count)]
 
 
 def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
@@ -430,8 +433,6 @@ def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str
 
     The number is 0 if tokens meet the image in cross-attention. Raises what the tower raises.
     """
-    import torch
-
     token = setting(model, *TOKENS[modality])
     owners = [part for part in model.modules() if hasattr(part, FEATURES[modality])]
     if token is None or not owners:
@@ -439,21 +440,19 @@ def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str
     run = getattr(owners[-1], FEATURES[modality])  # the innermost module's method lists all parameters by name
     parameters = signature(run).parameters
     with torch.no_grad():
-        result: Any = run(**{name: value for name, value in placed(model, inputs).items() if name in parameters})
+        result: Any = run(**{name: value for name, value in move_inputs(model, inputs).items() if name in parameters})
     features = result if isinstance(result, list | tuple | torch.Tensor) else result.pooler_output
     return token, sum(value.shape[:-1].numel() for value in _tensors(features))
 
 
 def _try(model: PreTrainedModel, media: Media) -> None:
     """Run the model on a few ids after one image or sound; its errors propagate."""
-    import torch
-
     before = ids_of(media.before)
     ids = torch.tensor([[*before, *plain_ids(model, 4)]])
     inputs = Feed(model, media, 0).take([0]) | types_of(model, media.before, ids)
     inputs |= text_inputs(model, ids, torch.ones_like(ids), len(before))
     with torch.no_grad():
-        model(**placed(model, inputs))
+        model(**move_inputs(model, inputs))
 
 
 def _failure(error: Exception) -> str:
@@ -469,31 +468,30 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(inner)
 
 
-def standing_ids(model: PreTrainedModel) -> set[int]:
+def placeholder_ids(model: PreTrainedModel) -> set[int]:
     """Return the placeholder ids for parts of images and sounds."""
     return {token for names in TOKENS.values() for name in names if (token := setting(model, name)) is not None}
 
 
 def plain_ids(model: PreTrainedModel, count: int) -> list[int]:
     """Return the first `count` ids from 10 on that are not placeholders."""
-    placeholders = standing_ids(model)
-    return [number for number in range(10, 10 + count + len(placeholders)) if number not in placeholders][:count]
+    placeholders = placeholder_ids(model)
+    return [id_ for id_ in range(10, 10 + count + len(placeholders)) if id_ not in placeholders][:count]
 
 
-def types_of(model: PreTrainedModel, standing: Standing, ids: Tensor) -> dict[str, Tensor]:
+def types_of(model: PreTrainedModel, placeholders: Placeholders, ids: Tensor) -> dict[str, Tensor]:
     """Return `mm_token_type_ids`, the modality of each id, if the model's forward pass has this parameter."""
-    if not standing or "mm_token_type_ids" not in signature(model.forward).parameters:
+    if not placeholders or "mm_token_type_ids" not in signature(model.forward).parameters:
         return {}
     types = ids.new_zeros(ids.shape)
     numbers = {"image": 1, "audio": 3}  # text is 0
-    known = [numbers[modality] for modality, _, count in standing for _ in range(count)]
+    known = [numbers[modality] for modality, _, count in placeholders for _ in range(count)]
     types[:, : len(known)] = types.new_tensor(known)
     return {"mm_token_type_ids": types}
 
 
-def placed(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def move_inputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Move inputs to the model's device, and convert floating-point inputs to its number type."""
     device = device_of_inputs(model)
-    return {
-        name: value.to(device, model.dtype if value.is_floating_point() else None) for name, value in inputs.items()
-    }
+    dtype = model.dtype
+    return {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in inputs.items()}

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from inspect import signature
 from random import Random
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Embedding
+from torch.nn.utils.rnn import pad_sequence
 
 from attnlens.choices import Placement
 from attnlens.errors import TextError, UsageError
@@ -19,11 +24,8 @@ from attnlens.models.texts.sources import Content
 
 if TYPE_CHECKING:
     from jaxtyping import Int
-    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
-NO_START = ("The model's config names no start token that its decoder knows.", "Set decoder_start_token_id in it.")
 CHARACTERS = 128
 """Number of ids to draw from for a model that takes any id (CANINE hashes characters)."""
 
@@ -32,12 +34,9 @@ def token_tensors(
     rows: Sequence[Sequence[int]], pad: int
 ) -> tuple[Int[Tensor, "batch tokens"], Int[Tensor, "batch tokens"]]:
     """Return ids padded on the right to the longest row, and the mask: 1 for a token, 0 for padding."""
-    import torch
-
-    width = max(map(len, rows))
-    ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-    return ids, mask
+    ids = [torch.tensor(row) for row in rows]
+    mask = [torch.ones_like(row) for row in ids]
+    return pad_sequence(ids, batch_first=True, padding_value=pad), pad_sequence(mask, batch_first=True)
 
 
 def text_inputs(
@@ -54,7 +53,7 @@ def text_inputs(
         inputs |= {"input_ids": ids, "inputs": ids, "attention_mask": mask}
     if decodes_text(model):
         decoder_text, seen = ids[:, start:], mask[:, start:]
-        decoder_ids = shifted(model, decoder_text) if reads_ids(model) else decoder_text
+        decoder_ids = shift_right(model, decoder_text) if reads_ids(model) else decoder_text
         inputs |= {"decoder_input_ids": decoder_ids, "decoder_attention_mask": seen}
     parameters = set(signature(model.forward).parameters)
     parameters -= {"inputs"} if "input_ids" in parameters else set()
@@ -76,24 +75,21 @@ def decodes_text(model: PreTrainedModel) -> bool:
 def vocabulary(model: PreTrainedModel) -> int | None:
     """Return the size of the model's vocabulary by its config, else by its embedding; None if neither gives it."""
     size: int | None = getattr(text_config(model.config), "vocab_size", None)
-    if size is not None:
-        return size
-    try:
-        known: int | None = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    except NotImplementedError:
-        return None
-    return known
+    if size is None:
+        with suppress(NotImplementedError):  # the model has no input embedding
+            size = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    return size
 
 
-def wanted(model: PreTrainedModel) -> list[str]:
+def required_inputs(model: PreTrainedModel) -> list[str]:
     """Return the required parameters of the model's forward pass; its main input if no parameter is required."""
-    parameters = signature(model.forward).parameters.values()
-    needed = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    parameters = signature(model.forward).parameters.items()
+    needed = [name for name, it in parameters if it.default is it.empty and it.kind is it.POSITIONAL_OR_KEYWORD]
     main = model.main_input_name
     return needed or (main if isinstance(main, list) else [main])
 
 
-def not_made(model: PreTrainedModel, names: Sequence[str]) -> tuple[str, str]:
+def describe_missing_inputs(model: PreTrainedModel, names: Sequence[str]) -> tuple[str, str]:
     """Return the problem and the remedy of the error for inputs that can't be made up."""
     return (
         f"attnlens can't make up {' and '.join(names)} for a {type(model).__name__}.",
@@ -101,30 +97,29 @@ def not_made(model: PreTrainedModel, names: Sequence[str]) -> tuple[str, str]:
     )
 
 
-def shifted(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:
+def shift_right(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:
     """Shift ids right for a decoder, by the model's method or its start token. Raises TextError if it has neither."""
     method: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     names = ["decoder_start_token_id"]
     if method is None:
         names += ["bos_token_id", "pad_token_id"]
     else:
-        with suppress(
-            ValueError, TypeError, AttributeError, IndexError
-        ):  # T5 needs the start token in its config; MusicGen generates no text
+        # T5 raises without a start token in its config; MusicGen generates no text
+        with suppress(ValueError, TypeError, AttributeError, IndexError):
             result: Tensor = method(labels=ids)
             return result
-    settings = model.config, getattr(model, "generation_config", None)
-    starts = (getattr(config, name, None) for name in names for config in settings)
+    configs = model.config, getattr(model, "generation_config", None)
+    starts = (getattr(config, name, None) for name in names for config in configs)
     start = next((id_ for id_ in starts if id_ is not None), None)
-    known = vocabulary(model)
-    if not isinstance(start, int) or not 0 <= start < (known or start + 1):
-        raise TextError(*NO_START)
+    if not isinstance(start, int) or not 0 <= start < (vocabulary(model) or start + 1):
+        problem = "The model's config names no start token that its decoder knows."
+        raise TextError(problem, "Set decoder_start_token_id in config.json.")
     return ids.roll(1, dims=1).index_fill(1, ids.new_zeros(1), start)
 
 
 FOREIGN = 0.5
 """Share of unknown tokens from which a text is foreign to a model, which then sees little more than word positions."""
-TOLD = 0.1
+NOTABLE = 0.1
 """Share of unknown tokens from which the report contains a note."""
 
 
@@ -140,17 +135,16 @@ def unknown_shares(
 
 
 def foreign_notes(shares: Mapping[str, float]) -> list[str]:
-    """Return a sentence for each text with a share of unknown tokens of at least TOLD."""
-    return [_sentence(name, share) for name, share in shares.items() if share >= TOLD]
+    """Return a sentence for each text with a share of unknown tokens of at least NOTABLE."""
+    return [_sentence(name, share) for name, share in shares.items() if share >= NOTABLE]
 
 
 def refuse_foreign(shares: Mapping[str, float]) -> None:
     """Raise TextError if a text's share of unknown tokens is at least FOREIGN, even if other texts are readable."""
-    name, share = max(shares.items(), key=lambda found: found[1], default=("", 0.0))
+    name, share = max(shares.items(), key=lambda item: item[1], default=("", 0.0))
     if share >= FOREIGN:
-        raise TextError(
-            _sentence(name, share), "Bring a text of its kind with --text, or go on with --allow-foreign-text."
-        )
+        remedy = "Give a text of the model's kind with --text, or add --allow-foreign-text."
+        raise TextError(_sentence(name, share), remedy)
 
 
 def _sentence(name: str, share: float) -> str:
@@ -160,19 +154,16 @@ def _sentence(name: str, share: float) -> str:
     )
 
 
-def shares(available: Sequence[int], wanted: int) -> list[int]:
+def split_evenly(available: Sequence[int], wanted: int) -> list[int]:
     """Return the number of windows of each text: as equal as possible, `wanted` in total or all available ones."""
-    counts = [0] * len(available)
-    remaining = min(wanted, sum(available))
-    while remaining:
-        open_ = [text for text, most in enumerate(available) if counts[text] < most]
-        for text in open_[: remaining if remaining < len(open_) else None]:
-            counts[text] += 1
-            remaining -= 1
-    return counts
+    turns = sorted((turn, text) for text, most in enumerate(available) for turn in range(min(most, wanted)))
+    counts = Counter(text for _, text in turns[:wanted])
+    return [counts[text] for text in range(len(available))]
 
 
-def chosen(available: int, wanted: int, placement: Placement, seed: int, taken: Collection[int] = ()) -> list[int]:
+def choose_windows(
+    available: int, wanted: int, placement: Placement, seed: int, taken: Collection[int] = ()
+) -> list[int]:
     """Return the numbers, ascending, of k = `wanted` windows out of the n `available` ones that are not `taken`.
 
     `spread` is systematic sampling: the window numbers ⌊(i + u)·n/k⌋ for i = 0 … k − 1, u in [0, 1) drawn from `seed`
@@ -189,7 +180,7 @@ def chosen(available: int, wanted: int, placement: Placement, seed: int, taken: 
     return [free[int((index + start) * len(free) / count)] for index in range(count)]
 
 
-DRAWN = ("dropout", "alpha")
+RANDOM_SPLITS = ("dropout", "alpha")
 """Attributes that make a tokenizer split words at random: BPE-dropout, and sampling from a unigram model."""
 LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
@@ -216,36 +207,36 @@ class WindowedText:
         return [*self.before, *self.ids[start : start + self.room], *self.after], []
 
 
-def windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> WindowedText:
+def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> WindowedText:
     """Cut the running text into consecutive windows of `tokens` ids, including the special tokens."""
     before, after = special_tokens(tokenizer, content, tokens)
     room = tokens - len(before) - len(after)
     ids = _ids(tokenizer, content, content.text, None)
     if len(ids) < room:
-        raise TextError(
-            f"The text ({content.name}) has {len(ids)} tokens, and one window takes {room}.",
-            "Give a longer text, or fewer --length.",
-        )
+        problem = f"The text ({content.name}) has {len(ids)} tokens; one window needs {room}."
+        raise TextError(problem, "Give a longer text, or fewer --length.")
     return WindowedText(array("i", ids), room, before, after)
 
 
-def lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[list[int]]:
+def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[list[int]]:
     """Return the ids of all non-empty lines, each with the tokenizer's special tokens, truncated to `tokens` ids.
 
     Lines of fewer than two tokens have no pair of tokens and are left out. Raises TextError if no line is left,
     UsageError if the special tokens leave no room.
     """
     special_tokens(tokenizer, content, tokens)
-    written = [line.removesuffix("\r") for line in content.text.split("\n") if line.strip()]
-    with _told(content), _repeatable(tokenizer):
-        rows: list[list[int]] = tokenizer(written, truncation=True, max_length=tokens)["input_ids"]
+    nonempty = [line.removesuffix("\r") for line in content.text.split("\n") if line.strip()]
+    with _tokenizing(tokenizer, content):
+        rows = tokenizer(nonempty, truncation=True, max_length=tokens)["input_ids"]
     long_enough = [ids for ids in rows if len(ids) >= 2]
     if not long_enough:
         raise TextError(f"No line of the text ({content.name}) has two tokens.", "Give a text with longer lines.")
     return long_enough
 
 
-def pairs(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) -> list[tuple[list[int], list[int]]]:
+def cut_pairs(
+    tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int
+) -> list[tuple[list[int], list[int]]]:
     """Return ids and token types of each line's two texts, which the tokenizer joins and truncates to `tokens` ids."""
     rows = []
     for number, line in enumerate(content.text.split("\n"), 1):
@@ -253,11 +244,9 @@ def pairs(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int) 
             continue
         first, tab, second = line.removesuffix("\r").partition("\t")
         if not tab or "\t" in second or not first.strip() or not second.strip():
-            raise TextError(
-                f"Line {number} of {content.name} is no pair: it needs two texts and one tab between them.",
-                "Write one pair a line: FIRST<tab>SECOND.",
-            )
-        with _told(content), _repeatable(tokenizer):
+            problem = f"Line {number} of {content.name} is not a pair: it needs two texts and one tab between them."
+            raise TextError(problem, "Write one pair per line: FIRST<tab>SECOND.")
+        with _tokenizing(tokenizer, content):
             encoded = tokenizer(first, second, truncation=True, max_length=tokens, return_token_type_ids=True)
         ids: list[int] = encoded["input_ids"]
         rows.append((ids, list(encoded.get("token_type_ids", [0] * len(ids)))))
@@ -270,15 +259,13 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
     bare, whole = _ids(tokenizer, content, sample, None), _ids(tokenizer, content, sample, 10**6)
     starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
     if not sample:
-        raise TextError(f"The text has nothing left ({content.name}).", "Give a longer or another text.")
+        raise TextError(f"The text contains only white space ({content.name}).", "Give a longer or another text.")
     if not bare or not starts:
-        raise TextError(f"The tokenizer makes no tokens of the text ({content.name}).", "Give another text.")
+        raise TextError(f"The tokenizer returns no tokens for the text ({content.name}).", "Give another text.")
     before, after = whole[: starts[0]], whole[starts[0] + len(bare) :]
-    if tokens <= len(before) + len(after):
-        raise UsageError(
-            f"{tokens} tokens leave no room for text beside {len(before) + len(after)} special tokens.",
-            "Give more --length.",
-        )
+    if tokens <= (special := len(before) + len(after)):
+        problem = f"{tokens} tokens leave no room for text beside {special} special tokens."
+        raise UsageError(problem, "Give more --length.")
     return before, after
 
 
@@ -286,11 +273,11 @@ def window_length(model: PreTrainedModel, tokens: int | None) -> int:
     """Return `tokens` or, if it is None, 128 or the model's number of positions if smaller. Raises UsageError."""
     limit = position_limit(model)
     if limit is not None and limit < 2:
-        raise UsageError(f"The model reads {limit} token, which has no pair to look at.", "Use --source weights.")
+        raise UsageError(f"The model reads only {limit} token, so no pair of tokens.", "Use --source weights.")
     if tokens is None:
         return 128 if limit is None else min(128, limit)
     if tokens < 2:
-        raise UsageError(f"A window of {tokens} tokens has no pair to look at.", "Give at least --length 2.")
+        raise UsageError(f"A window of {tokens} tokens contains no pair of tokens.", "Give at least --length 2.")
     if limit is not None and tokens > limit:
         raise UsageError(f"The model reads at most {limit} tokens, not {tokens}.", f"Give at most --length {limit}.")
     return tokens
@@ -298,8 +285,6 @@ def window_length(model: PreTrainedModel, tokens: int | None) -> int:
 
 def position_limit(model: PreTrainedModel) -> int | None:
     """Return the number of the model's positions; None if unknown or if positions are relative and unbounded (T5)."""
-    from torch.nn import Embedding
-
     config = text_config(model.config)
     if hasattr(config, "relative_attention_num_buckets"):
         return None
@@ -313,33 +298,25 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, longest: int | None) -> list[int]:
     """Tokenize `text`: without special tokens if `longest` is None, else with them and truncated to `longest` ids."""
-    with _told(content), _repeatable(tokenizer):
-        if longest is None:
-            encoded = tokenizer(text, add_special_tokens=False, verbose=False)
-        else:
-            encoded = tokenizer(text, truncation=True, max_length=longest)
-        ids: list[int] = encoded["input_ids"]
+    options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
+    if longest is not None:
+        options = {"truncation": True, "max_length": longest}
+    with _tokenizing(tokenizer, content):
+        ids: list[int] = tokenizer(text, **options)["input_ids"]
     return ids
 
 
 @contextmanager
-def _repeatable(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Switch off a tokenizer's random splits, which are for training, inside the context."""
+def _tokenizing(tokenizer: PreTrainedTokenizerBase, content: Content) -> Iterator[None]:
+    """Switch off a tokenizer's random splits, which are for training, and convert its errors to TextError."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-    drawn = {name: share for name in DRAWN if (share := getattr(model, name, None)) is not None}
-    try:
-        for name in drawn:
-            setattr(model, name, None)
-        yield
-    finally:
-        for name, share in drawn.items():
-            setattr(model, name, share)
-
-
-def _told(content: Content) -> AbstractContextManager[None]:
-    """Return a context manager that converts a tokenizer's errors on that text to TextError."""
-    return foreign(
-        f"The tokenizer fails on the text ({content.name})",
-        "Put its own tokenizer files beside the model, or use --source weights.",
-        TextError,
-    )
+    options = {name: value for name in RANDOM_SPLITS if (value := getattr(model, name, None)) is not None}
+    remedy = "Put the model's tokenizer files beside its weights, or use --source weights."
+    with foreign(f"The tokenizer fails on the text ({content.name})", remedy, TextError):
+        try:
+            for name in options:
+                setattr(model, name, None)
+            yield
+        finally:
+            for name, value in options.items():
+                setattr(model, name, value)

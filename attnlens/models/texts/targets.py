@@ -12,7 +12,7 @@ from transformers.utils.generic import ModelOutput
 
 from attnlens.errors import TextError, UsageError
 from attnlens.models.loading import Loaded
-from attnlens.models.texts import Batch, Batches, decodes_text, sequences_in
+from attnlens.models.texts import Batches, decodes_text, sequences_in
 from attnlens.records import Task
 
 if TYPE_CHECKING:
@@ -69,9 +69,11 @@ def tasks_of(model: PreTrainedModel) -> list[Task]:
     """Return all tasks that the model's class is listed for, likeliest first (XLM: causal, masked); `hidden` last."""
     from transformers.models.auto import modeling_auto as auto
 
-    def added(mapping: str) -> Collection[type]:  # classes registered at run time, such as those of `reproduce`
-        listed: dict[Any, type] = getattr(getattr(auto, mapping, None), "_extra_content", {})
-        return listed.values()
+    def registered(mapping: str) -> Collection[type]:
+        """Return the classes that were registered at run time, such as those of `reproduce`."""
+        # _extra_content, private in transformers: no public method lists only these
+        classes: dict[type, type] = getattr(getattr(auto, mapping, None), "_extra_content", {})
+        return classes.values()
 
     name = type(model).__name__
     tasks: dict[Task, tuple[str, ...]] = {
@@ -86,7 +88,7 @@ def tasks_of(model: PreTrainedModel) -> list[Task]:
         "causal" if task == "seq2seq" and not decodes_text(model) else task
         for task, mappings in tasks.items()
         if any(name in getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").values() for mapping in mappings)
-        or any(type(model) in added(f"MODEL_FOR_{mapping}_MAPPING") for mapping in mappings)
+        or any(type(model) in registered(f"MODEL_FOR_{mapping}_MAPPING") for mapping in mappings)
     ]
     return [*dict.fromkeys(listed), "hidden"]
 
@@ -130,7 +132,7 @@ def states_of(result: Any) -> Float[Tensor, "batch ... d_model"]:
     return first if states is None else states
 
 
-def asking(task: Task) -> dict[str, bool]:
+def output_options(task: Task) -> dict[str, bool]:
     """Return the arguments of a forward pass with which its output contains the hidden states for `states_of`."""
     return {"output_hidden_states": True} if task == "hidden" else {}
 
@@ -141,8 +143,17 @@ def feed(loaded: Loaded, batches: Batches, task: Task, seed: int) -> list[Fed]:
     Raises TextError if a masked language model's tokenizer has no mask token.
     """
     generator = torch.Generator().manual_seed(seed)
-    fed = (_fed(loaded, batch, task, generator) for batch in batches)
-    return [replace(item, noise=batches.made_up) for item in fed]
+    passes = []
+    for batch in batches:
+        inputs, targets = batch.inputs, None
+        if task == "causal":
+            targets = _next_tokens(inputs["input_ids"], inputs.get("attention_mask"), batch.start)
+        elif task == "masked":
+            inputs, targets = _mask_tokens(loaded, inputs, generator)
+        elif task == "seq2seq":
+            targets = _next_tokens(inputs["decoder_input_ids"], inputs.get("decoder_attention_mask"))
+        passes.append(Fed(inputs, targets, noise=batches.made_up))
+    return passes
 
 
 def meanings(task: Task, *, noise: bool) -> list[str]:
@@ -153,50 +164,33 @@ def meanings(task: Task, *, noise: bool) -> list[str]:
 def check_input(evaluated: Batches) -> None:
     """Raise UsageError if the model's input is noise: there is no loss to set a budget for."""
     if evaluated.made_up:
-        raise UsageError(
-            "This model's input is noise that attnlens makes up, so that there is no loss to spend.",
-            "Give one rank for all heads, as in --kernel rank:16.",
-        )
+        problem = "This model's input is noise that attnlens makes up, so that there is no loss to spend."
+        raise UsageError(problem, "Give one rank for all heads, as in --kernel rank:16.")
 
 
-def _fed(loaded: Loaded, batch: Batch, task: Task, generator: torch.Generator) -> Fed:
-    inputs = batch.inputs
-    if task == "causal":
-        return Fed(inputs, _next(inputs["input_ids"], inputs.get("attention_mask"), batch.start))
-    if task == "masked":
-        return _masked(loaded, inputs, generator)
-    if task == "seq2seq":
-        ids = inputs["decoder_input_ids"]
-        return Fed(inputs, _next(ids, inputs.get("decoder_attention_mask")))
-    return Fed(inputs, None)
-
-
-def _next(ids: Tensor, mask: Tensor | None, start: int = 0) -> Tensor:
+def _next_tokens(ids: Tensor, mask: Tensor | None, start: int = 0) -> Tensor:
     """Return the token after each position; NOTHING for padding, before the text's `start` and at the last position."""
     real = ids.clone() if mask is None else ids.masked_fill(mask == 0, NOTHING)
     real[:, :start] = NOTHING
     return torch.cat([real[:, 1:], torch.full_like(real[:, :1], NOTHING)], 1)
 
 
-def _drawn(ids: Tensor, mask: Tensor | None, generator: torch.Generator) -> Float[Tensor, "batch tokens"]:
-    """Draw uniform numbers in [0, 1) for real tokens, by sequence, so that batch size has no effect; 2 for padding."""
-    draws = torch.full(ids.shape, 2.0)
-    for row, length in zip(draws, [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist(), strict=True):
-        row[:length] = torch.rand(length, generator=generator)
-    return draws.to(ids.device)
-
-
-def _masked(loaded: Loaded, inputs: dict[str, Tensor], generator: torch.Generator) -> Fed:
+def _mask_tokens(
+    loaded: Loaded, inputs: dict[str, Tensor], generator: torch.Generator
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return inputs with MASKED_SHARE of the tokens masked, and targets with only those tokens."""
     mask_id = getattr(loaded.tokenizer, "mask_token_id", None)
     if loaded.tokenizer is None or mask_id is None:
-        raise TextError(
-            "This masked language model's tokenizer has no mask token.", "Put its whole tokenizer beside its weights."
-        )
-    ids = inputs["input_ids"]
+        problem = "This masked language model's tokenizer has no mask token."
+        raise TextError(problem, "Put its whole tokenizer beside its weights.")
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    draws = torch.full(ids.shape, 2.0)  # padding and special tokens keep 2, which is never masked
+    lengths = [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist()
+    for row, length in zip(draws, lengths, strict=True):
+        row[:length] = torch.rand(length, generator=generator)  # by sequence, so that batch size has no effect
     special = torch.isin(ids, torch.tensor(loaded.tokenizer.all_special_ids, device=ids.device))
-    draws = _drawn(ids, inputs.get("attention_mask"), generator).masked_fill(special, 2.0)
-    chosen = draws < MASKED_SHARE
+    draws = draws.to(ids.device).masked_fill(special, 2.0)
+    masked = draws < MASKED_SHARE
     # if no draw of a short line is below the share, mask its smallest one, unless all its tokens are special
-    chosen |= (draws == draws.amin(1, keepdim=True)) & (draws < 1) & ~chosen.any(1, keepdim=True)
-    targets = ids.masked_fill(~chosen, NOTHING)
-    return Fed({**inputs, "input_ids": ids.masked_fill(chosen, mask_id)}, targets)
+    masked |= (draws == draws.amin(1, keepdim=True)) & (draws < 1) & ~masked.any(1, keepdim=True)
+    return {**inputs, "input_ids": ids.masked_fill(masked, mask_id)}, ids.masked_fill(~masked, NOTHING)

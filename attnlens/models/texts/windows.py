@@ -1,9 +1,9 @@
-"""Inputs of forward passes, the options for cutting texts, and the runs of tokens that texts share."""
+"""Inputs of forward passes, options for cutting texts, and the share of tokens that several texts have in common."""
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -41,11 +41,11 @@ def shared_share(
 def repeated_share(tokenizer: PreTrainedTokenizerBase | None, sequences: Sequence[Ids]) -> float:
     """Return the share, 0 to 1, of tokens in runs of RUN that several sequences contain, without special tokens."""
     bare = _bare(tokenizer, sequences)
-    all_runs = [_runs(row, RUN) if len(row) >= RUN else [] for row in bare]
-    holders = Counter(run for runs in all_runs for run in set(runs))
-    again = {run for run, count in holders.items() if count > 1}
+    all_runs = [_runs(row, RUN) for row in bare]
+    counts = Counter(run for runs in all_runs for run in set(runs))
+    repeated = {run for run, count in counts.items() if count > 1}
     total = sum(map(len, bare))
-    return _count_covered(all_runs, RUN, again) / total if total else 0.0
+    return _count_covered(all_runs, RUN, repeated) / total if total else 0.0
 
 
 def share_in_runs(evaluated: Sequence[Ids], calibrated: Sequence[Ids]) -> float:
@@ -55,13 +55,18 @@ def share_in_runs(evaluated: Sequence[Ids], calibrated: Sequence[Ids]) -> float:
     but one of them occur, because the beginning of a text is tokenized differently from its repetitions.
     """
     longest = min(RUN, max(map(len, calibrated), default=0))
-    alike: dict[int, list[list[bytes]]] = {}
+    runs_by_length = defaultdict[int, list[list[bytes]]](list)
     for passage in evaluated:
         length = min(longest, len(passage) - (2 * LEAST <= len(passage) <= RUN))
         if length >= LEAST:
-            alike.setdefault(length, []).append(_runs(passage, length))
+            runs_by_length[length].append(_runs(passage, length))
+    covered = 0
+    for length, passages_runs in runs_by_length.items():
+        evaluated_runs = {run for runs in passages_runs for run in runs}
+        shared = {run for passage in calibrated for run in _runs(passage, length) if run in evaluated_runs}
+        covered += _count_covered(passages_runs, length, shared)
     total = sum(map(len, evaluated))
-    return sum(_covered(runs, length, calibrated) for length, runs in alike.items()) / total if total else 0.0
+    return covered / total if total else 0.0
 
 
 def _bare(tokenizer: PreTrainedTokenizerBase | None, rows: Iterable[Ids]) -> list[list[int]]:
@@ -77,22 +82,15 @@ def _runs(passage: Ids, length: int) -> list[bytes]:
     return [whole[size * at : size * (at + length)] for at in range(len(passage) - length + 1)]
 
 
-def _covered(evaluated: Sequence[Sequence[bytes]], length: int, calibrated: Sequence[Ids]) -> int:
-    """Count the tokens of passages, given as their runs of `length`, in runs that also occur in `calibrated`."""
-    evaluated_runs = {run for runs in evaluated for run in runs}
-    shared = {run for passage in calibrated for run in _runs(passage, length) if run in evaluated_runs}
-    return _count_covered(evaluated, length, shared)
-
-
-def _count_covered(passages: Iterable[Sequence[bytes]], length: int, held: Container[bytes]) -> int:
-    """Count the tokens of passages, given as their runs of `length`, in runs that are in `held`."""
+def _count_covered(passages_runs: Iterable[Sequence[bytes]], length: int, shared: Container[bytes]) -> int:
+    """Count the tokens of passages, each a list of its runs of `length` tokens, that lie in `shared` runs."""
     covered = 0
-    for runs in passages:
-        counted = 0
-        for at, run in enumerate(runs):
-            if run in held:
-                covered += at + length - max(at, counted)
-                counted = at + length
+    for runs in passages_runs:
+        end = 0  # of the last shared run
+        for start, run in enumerate(runs):
+            if run in shared:
+                covered += start + length - max(start, end)
+                end = start + length
     return covered
 
 

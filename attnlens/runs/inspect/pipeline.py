@@ -19,7 +19,7 @@ from attnlens.errors import FAILURES, ModelError, TextError, TooLargeError, Unre
 from attnlens.maths.linalg.long import LONG
 from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.hooks import Reached
-from attnlens.models.loading.deferred import unspoken
+from attnlens.models.loading.deferred import mute_shape_errors
 from attnlens.records import Report, Settings, Site
 from attnlens.requests import InspectRequest, reading, takes
 from attnlens.runs import checks, feeding
@@ -127,7 +127,7 @@ class Inspection:
     def framed(self, contents: Sequence[texts.Content], cut: texts.Cut) -> Frame:
         """Cut the texts and survey the model; return everything known before the first unit is read."""
         batches = self._batches(contents, cut)
-        with timed(self.timings, "survey"), unspoken() if self._source.deferred is not None else nullcontext():
+        with timed(self.timings, "survey"), mute_shape_errors() if self._source.deferred is not None else nullcontext():
             self._survey(batches)
         keeps_factors = self.factors is not None
         return Frame(

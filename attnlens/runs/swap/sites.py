@@ -160,7 +160,7 @@ def _output_tensors(result: ModelOutput) -> Iterator[Tensor]:
 def _draw_ids(loaded: Loaded, like: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     known = texts.vocabulary(loaded.model) or texts.CHARACTERS
-    standing = texts.standing_ids(loaded.model)
+    standing = texts.placeholder_ids(loaded.model)
     plain = torch.tensor([number for number in range(known) if number not in standing])
     drawn = plain[torch.randint(len(plain), like.shape, generator=generator)].to(like)
     return drawn.where(~torch.isin(like, like.new_tensor(sorted(standing))), like)

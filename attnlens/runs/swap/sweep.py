@@ -19,7 +19,7 @@ from attnlens.maths.statistics.associations import PERMUTATIONS, permutation_tes
 from attnlens.models import hooks, loading, texts
 from attnlens.models.loading import Loaded
 from attnlens.models.texts import Batches
-from attnlens.models.texts.targets import NOTHING, Fed, asking, states_of
+from attnlens.models.texts.targets import NOTHING, Fed, output_options, states_of
 from attnlens.records import Effect, Prediction, Predictor, Settings, Site, Swap, Task
 from attnlens.runs import checks
 from attnlens.runs.inspect.collector import Collector
@@ -302,7 +302,7 @@ class SweptBatch:
 def _run_batch(loaded: Loaded, fed: Fed, task: Task) -> Tensor:
     """Return the predictions at predicted positions, or the (batch, tokens, d_model) states of a headless model."""
     with torch.no_grad():
-        result = hooks.forward(loaded.model, fed.inputs, **asking(task))
+        result = hooks.forward(loaded.model, fed.inputs, **output_options(task))
     found = predictions(result, fed, task)
     return states_of(result) if found is None else found
 

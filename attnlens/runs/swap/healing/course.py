@@ -17,7 +17,7 @@ from attnlens.maths.statistics import paired_difference
 from attnlens.maths.statistics.intervals import FEWEST_DRAWS
 from attnlens.models import hooks, texts
 from attnlens.models.texts import Batches
-from attnlens.models.texts.sequences import chosen
+from attnlens.models.texts.sequences import choose_windows
 from attnlens.models.texts.targets import Fed, feed
 from attnlens.records import Call, HealingRate, Site
 from attnlens.requests.healing import Amount
@@ -207,7 +207,8 @@ def split(healer: Healer, batches: Batches, seed: int, trained: float = math.inf
         fed = feed(healer.loaded, batches, healer.task, seed)
     else:
         fed = [Fed(batch.inputs, None) for batch in batches]
-    back = chosen(len(batches), max(1, round(min(MOST, len(batches) * SHARE, trained / A_BATCH))), "spread", seed=0)
+    count = max(1, round(min(MOST, len(batches) * SHARE, trained / A_BATCH)))
+    back = choose_windows(len(batches), count, "spread", seed=0)
     return [one for number, one in enumerate(fed) if number not in back], [fed[number] for number in back]
 
 

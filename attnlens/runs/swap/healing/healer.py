@@ -24,7 +24,7 @@ from attnlens.maths.ksvd import Convention
 from attnlens.models import hooks, texts
 from attnlens.models.loading import Loaded
 from attnlens.models.texts import Batch
-from attnlens.models.texts.targets import NOTHING, Fed, asking, logits_of, states_of
+from attnlens.models.texts.targets import NOTHING, Fed, logits_of, output_options, states_of
 from attnlens.models.trace import hooked
 from attnlens.records import Call, Site, Task
 from attnlens.runs.outputs import divergence, owned_means, owners_of, predictions
@@ -335,7 +335,7 @@ class Healer:
             return nn.functional.cross_entropy(logits, targets[there], reduction="none"), there.nonzero()[:, 0]
         outputs_of = states_of if self.task == "hidden" else logits_of
         with torch.no_grad():
-            own = outputs_of(hooks.forward(self.loaded.model, inputs, **asking(self.task)))
+            own = outputs_of(hooks.forward(self.loaded.model, inputs, **output_options(self.task)))
         new = outputs_of(self._run_student(inputs, penalties, back))
         owners = owners_of(own, inputs)
         if owners is None:  # attribute all to the first sequence
@@ -357,7 +357,7 @@ class Healer:
             block.enter_context(self.student(penalties))
             if block is not pass_alone:
                 block.enter_context(_checkpointed(self.blocks))
-            return hooks.forward(self.loaded.model, inputs, **asking(self.task))
+            return hooks.forward(self.loaded.model, inputs, **output_options(self.task))
 
     @contextmanager
     def student(self, penalties: list[Tensor] | None = None) -> Iterator[None]:
