@@ -41,7 +41,7 @@ def by_scores(call: Call, kernel: Kernel, *, compiled: bool = True) -> Float[Ten
     """
     query, key = kernel.tied(call.query, call.paired_key)
     key = key.clone() if key is query else key  # torch cannot compile a kernel that gets the same tensor twice
-    flex: Callable[..., object] = _compile_flex(kernel.spelling) if compiled else flex_attention
+    flex = cast("Callable[..., object]", _compile_flex(kernel.spelling) if compiled else flex_attention)
     # private, but the only way to change these settings for one call
     with torch._dynamo.config.patch(COMPILATION):
         output = flex(
