@@ -17,14 +17,14 @@ import transformers
 
 import attnlens
 from attnlens.models import texts
-from attnlens.models.hooks import Reached
+from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
 from attnlens.records import Environment, Report, Tool
 from attnlens.registry import Analyzer, Gathering, KernelInfo
 
 
 def content_of(
-    loaded: Loaded, reached: Iterable[Reached], fed: texts.Batches | None, analyzers: Iterable[Analyzer | Gathering]
+    loaded: Loaded, reached: Iterable[SiteCall], fed: texts.Batches | None, analyzers: Iterable[Analyzer | Gathering]
 ) -> str:
     """Compute a SHA-256 of the model's config, code and adapter, of all its inputs, and of the analyzers' code.
 
