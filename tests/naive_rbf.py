@@ -53,7 +53,7 @@ def _difference(model: Any, inputs: Mapping[str, Tensor], gamma: float) -> float
     swaps = dict.fromkeys(sites, hooks.Replacement(parsed(f"rbf:gamma={gamma}")))
     with torch.no_grad():
         traced = [model.get_submodule(site.path) for site in sites if site.traced]
-        with hooks.opened(model, lambda call: attention(call, gamma), modules=traced):
+        with hooks.answer_calls(model, lambda call: attention(call, gamma), modules=traced):
             naive = hooks.real_outputs(hooks.forward(model, inputs), inputs)
         with hooks.replace(model, sites, swaps):
             ours = hooks.real_outputs(hooks.forward(model, inputs), inputs)

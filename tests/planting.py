@@ -53,7 +53,7 @@ def read(loaded: Any, inputs: Mapping[str, Tensor]) -> str | None:
     return wrong[0] if wrong else "±1" if right else None
 
 
-def _plant(model: Any, inputs: Mapping[str, Tensor], found: hooks.Reached) -> bool:
+def _plant(model: Any, inputs: Mapping[str, Tensor], found: hooks.SiteCall) -> bool:
     """Whether the first head's W_Q is its W_K now, and the last one's −W_K, in the maps that the module has."""
     rows = _of_its_own_maps(found) or _of_one_map(model, inputs, found)
     if rows is None:
@@ -71,7 +71,7 @@ def _plant(model: Any, inputs: Mapping[str, Tensor], found: hooks.Reached) -> bo
     return True
 
 
-def _of_its_own_maps(found: hooks.Reached) -> Rows | None:
+def _of_its_own_maps(found: hooks.SiteCall) -> Rows | None:
     """W_Q and W_K where each is a matrix of its own, its heads one behind the other."""
     maps = [[getattr(found.module, name, None) for name in pair] for pair in PAIRS]
     both = next((pair for pair in maps if all(isinstance(part, nn.Linear) for part in pair)), None)
@@ -86,7 +86,7 @@ def _of_its_own_maps(found: hooks.Reached) -> Rows | None:
     return {0: ((query, first), (key, first)), -1: ((query, last), (key, last))}
 
 
-def _of_one_map(model: Any, inputs: Mapping[str, Tensor], found: hooks.Reached) -> Rows | None:
+def _of_one_map(model: Any, inputs: Mapping[str, Tensor], found: hooks.SiteCall) -> Rows | None:
     """W_Q and W_K inside one matrix: its outputs are numbered, and the first token's query and key hold the numbers."""
     for part in found.module.modules():
         conv = type(part).__name__ == "Conv1D"

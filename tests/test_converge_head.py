@@ -10,7 +10,7 @@ from loaded import family
 
 from attnlens.analyzers.selection.gatherer import Selector
 from attnlens.errors import UsageError
-from attnlens.lab.experiments.one_head import FACTORS, as_instances, hardening, starts, trained
+from attnlens.lab.experiments.one_head import FACTORS, as_instances, hardening, starts, train_head
 from attnlens.lab.experiments.settings import ExperimentSettings
 from attnlens.lab.reproduce import converge_head, posed
 from attnlens.maths import attsvm
@@ -62,7 +62,7 @@ def test_the_instances_score_the_tokens_as_the_head_does(found: Nearness) -> Non
 
 
 def test_descent_leaves_the_head_for_its_svm_and_keeps_its_selection(found: Nearness) -> None:
-    result = trained(found, HEAD, ExperimentSettings(trials=1, lr=0.1, iterations=1500, parameterisation="W"))
+    result = train_head(found, HEAD, ExperimentSettings(trials=1, lr=0.1, iterations=1500, parameterisation="W"))
     assert result.final["correlation of the head"] == pytest.approx(found.svm_cosine, abs=1e-8)
     for name in ("zero", "the head"):
         assert (result.final[f"correlation, from {name}"] or 0) > 0.99
@@ -160,7 +160,7 @@ def test_a_real_head_hardens_from_its_own_weights_to_a_selection(gathered: tuple
 
 
 def test_factors_start_small_and_end_near_the_nuclear_svm(found: Nearness) -> None:
-    result = trained(found, HEAD, ExperimentSettings(trials=1, lr=0.1, iterations=300, parameterisation="KQ"))
+    result = train_head(found, HEAD, ExperimentSettings(trials=1, lr=0.1, iterations=300, parameterisation="KQ"))
     before = result.curves["correlation, from small random factors"].median[0]
     after = result.final["correlation, from small random factors"]
     assert abs(before or 0) < 0.2

@@ -92,9 +92,9 @@ def test_the_program_writes_the_same_report_but_for_the_device(tmp_path):
 
 def test_no_product_with_a_weight_from_disk_is_taken_for_scores(place, monkeypatch):
     begun: list[tuple[int, ...]] = []
-    own = mode.begun
+    own = mode.start_scores
     monkeypatch.setattr(
-        mode, "begun", lambda found, *rest, **more: begun.append(found.lead) or own(found, *rest, **more)
+        mode, "start_scores", lambda found, *rest, **more: begun.append(found.lead) or own(found, *rest, **more)
     )
     counts = []
     for options in ({"dtype": "bfloat16"}, ON_DISK):

@@ -12,7 +12,7 @@ from loaded import family, loaded
 import attnlens
 from attnlens.errors import ModelError, UsageError
 from attnlens.models import hooks, weights
-from attnlens.models.weights import rebuilt
+from attnlens.models.weights import rebuild
 from attnlens.report.sections.checked import site_checks
 from attnlens.runs.doctor import TOLERANCE, check_sites
 
@@ -58,8 +58,8 @@ def test_a_dropped_rotation_is_found():
     reached = hooks.survey(model, inputs)
     factors = list(weights.factors(model, hooks.survey(model, one), reached))
     own = reached[0].call.query_key(reached[0].site).logits
-    right = rebuilt(reached[0], factors[0]).logits
-    wrong = rebuilt(reached[0], replace(factors[0], rotation=None)).logits
+    right = rebuild(reached[0], factors[0]).logits
+    wrong = rebuild(reached[0], replace(factors[0], rotation=None)).logits
     assert (right - own).norm() < 1e-5 * own.norm()
     assert (wrong - own).norm() > 0.01 * own.norm()
 

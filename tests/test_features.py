@@ -308,7 +308,7 @@ FEW = binary.FitSize(samples=(6, 24), steps=200, trials=2)
 
 @pytest.fixture(scope="module")
 def fits():
-    return binary.posed(FEW, 24, binary.WIDTHS, 0)
+    return binary.build_fits(FEW, 24, binary.WIDTHS, 0)
 
 
 def test_the_planted_kernel_is_its_formula_and_neither_symmetric_nor_definite(fits):
@@ -345,7 +345,7 @@ def test_the_bounds_are_those_of_explicit_nearest_matrices(fits):
 
 def test_one_network_is_a_definite_matrix_of_its_rank_and_two_are_not(fits):
     for networks in (1, 2):
-        sides = binary._learned(fits, 20, networks)
+        sides = binary._learn(fits, 20, networks)
         found = binary._kernel(sides, fits.widths, fits.grid, fits.grid)
         for at, m in enumerate(fits.widths):
             ranks = torch.linalg.svdvals(found[0, at])
@@ -371,22 +371,22 @@ def test_quick_passes_and_its_three_inequalities_hold():
 
 
 def test_a_seed_reproduces_and_trials_and_widths_know_nothing_of_each_other(fits):
-    again = binary.posed(FEW, 24, binary.WIDTHS, 0)
+    again = binary.build_fits(FEW, 24, binary.WIDTHS, 0)
     two = fits.errors(30, shared=False)
     assert torch.equal(two, again.errors(30, shared=False))
-    alone = binary.posed(replace(FEW, trials=1), 24, binary.WIDTHS[-1:], 1).errors(30, shared=False)
+    alone = binary.build_fits(replace(FEW, trials=1), 24, binary.WIDTHS[-1:], 1).errors(30, shared=False)
     torch.testing.assert_close(alone[0, 0], two[1, -1], rtol=1e-4, atol=0)
     assert two[0, -1] != two[1, -1]
 
 
 def test_two_networks_fail_as_one_does_and_an_untrained_one_fails(monkeypatch):
     monkeypatch.setattr(binary, "QUICK", FEW)
-    learned = binary._learned
-    monkeypatch.setattr(binary, "_learned", lambda fits, steps, networks: learned(fits, steps, 1))
+    learned = binary._learn
+    monkeypatch.setattr(binary, "_learn", lambda fits, steps, networks: learned(fits, steps, 1))
     shared = binary.binary_kernel(True)[0]
     assert shared.passed is False, "the control: one network in the place of two"
     assert shared.meets("two_below_floor") is False
-    monkeypatch.setattr(binary, "_learned", lambda fits, steps, networks: learned(fits, 1, networks))
+    monkeypatch.setattr(binary, "_learn", lambda fits, steps, networks: learned(fits, 1, networks))
     assert binary.binary_kernel(True)[0].meets("two_below_floor") is False
 
 

@@ -36,7 +36,7 @@ from attnlens.models import hooks, loading
 from attnlens.models.loading import deferred
 from attnlens.models.loading.deferred import LENGTH, RemoteFile, is_announced
 from attnlens.models.weights import query_key_maps, rows
-from attnlens.models.weights.probe import Probe, alone, float64_weights, linear, norms_inside
+from attnlens.models.weights.probe import Probe, float64_weights, linear, norms_inside, smallest
 from attnlens.records import Head, Report
 
 ALIKE = 1e-6
@@ -476,7 +476,7 @@ def probes(name: str) -> list[Probe]:
     inputs = model_types.plain_inputs(loaded.model)
     one = {key: part[:1, :1] if part.dim() == 2 else part for key, part in inputs.items()}
     found = hooks.survey(loaded.model, one)
-    return [alone(Probe(loaded.model, reached, float64_weights(reached.module), reached.layout)) for reached in found]
+    return [smallest(Probe(loaded.model, call, float64_weights(call.module), call.layout)) for call in found]
 
 
 LAYOUTS = ("bert", "gpt2", "gpt_neox", "phi3", "llama", "opt", "bart", "whisper", "qwen3", "ctrl", "granite")
@@ -487,8 +487,8 @@ LAYOUTS = ("bert", "gpt2", "gpt_neox", "phi3", "llama", "opt", "bart", "whisper"
 def test_rows_of_weights_are_the_jacobian(name):
     checked = 0
     for probe in probes(name):
-        with linear(norms_inside(probe.reached.module)):
-            found, jacobian = rows.rows_of_weights(probe), query_key_maps._maps(probe, None)
+        with linear(norms_inside(probe.target.module)):
+            found, jacobian = rows.rows_of_weights(probe), query_key_maps._differentiate(probe, None)
         if found is None:
             continue
         for one, other in ((found.query, jacobian.query), (found.key, jacobian.key)):
@@ -499,8 +499,8 @@ def test_rows_of_weights_are_the_jacobian(name):
         checked += 1
         with torch.no_grad():
             spoilt = {key: part + 1e-6 * part.roll(1, 0) for key, part in probe.weights.items()}
-        other = Probe(probe.model, probe.reached, spoilt, probe.layout)
-        with linear(norms_inside(probe.reached.module)):
+        other = Probe(probe.model, probe.target, spoilt, probe.layout)
+        with linear(norms_inside(probe.target.module)):
             assert float((rows.rows_of_weights(other).query - jacobian.query).abs().max()) > 1e-9, "a control"
     assert checked >= 2
 
@@ -508,9 +508,9 @@ def test_rows_of_weights_are_the_jacobian(name):
 def test_where_a_column_is_no_multiple_of_a_row_there_are_no_rows_of_weights():
     """Latent attention multiplies two matrices."""
     for probe in probes("deepseek_v3"):
-        with linear(norms_inside(probe.reached.module)):
+        with linear(norms_inside(probe.target.module)):
             assert rows.rows_of_weights(probe) is None
-            assert query_key_maps._maps(probe, None).query.shape == (4, 64, 24)
+            assert query_key_maps._differentiate(probe, None).query.shape == (4, 64, 24)
 
 
 @dataclass

@@ -35,7 +35,7 @@ def changed(model, inputs, alter):
     """Relative change of the outputs when every call is altered before it is answered with the model's own kernel."""
     with torch.no_grad():
         own = hooks.real_outputs(hooks.forward(model, inputs), inputs)
-        with hooks.opened(model, lambda call: attend(alter(call), hooks.OWN)):
+        with hooks.answer_calls(model, lambda call: attend(alter(call), hooks.OWN)):
             again = hooks.real_outputs(hooks.forward(model, inputs), inputs)
     return max(float((a - b).norm() / a.norm()) for a, b in zip(own, again, strict=True))
 
@@ -114,7 +114,7 @@ def test_everything_is_restored_even_after_an_error():
     before = implementations(model)
     assert "eager" in before
     assert "sdpa" in before
-    with pytest.raises(ZeroDivisionError), hooks.opened(model, lambda _call: 1 / 0):
+    with pytest.raises(ZeroDivisionError), hooks.answer_calls(model, lambda _call: 1 / 0):
         hooks.forward(model, families.inputs("clip", model))
     assert implementations(model) == before
 
@@ -197,10 +197,10 @@ def test_a_module_without_a_softmax_is_told_from_one_that_is_not_run():
 
     inputs = families.inputs("bert", model)
     model.bert.idle = HandWrittenAttention()
-    assert hooks.surveyed(model, inputs).missed == {"bert.idle": None}
+    assert hooks.run_survey(model, inputs).missed == {"bert.idle": None}
     model.bert.embeddings.by_hand = HandWrittenAttention()
     model.bert.embeddings.register_forward_hook(lambda module, _args, output: module.by_hand(output))
-    assert hooks.surveyed(model, inputs).missed == {
+    assert hooks.run_survey(model, inputs).missed == {
         "bert.embeddings.by_hand": "no softmax of queries times keys that sums up values was found in it",
         "bert.idle": None,
     }
@@ -210,13 +210,13 @@ def test_a_module_without_a_softmax_is_told_from_one_that_is_not_run():
 def test_half_precision_is_proven_site_by_site_in_float64(name, monkeypatch):
     model = families.build(name).bfloat16()
     inputs = hooks.as_dtype(families.inputs(name, model), torch.bfloat16)
-    rounding = hooks.difference(model, inputs, hooks.opened(model, identity.recompute))
+    rounding = hooks.difference(model, inputs, hooks.answer_calls(model, identity.recompute))
     assert rounding > 1e-3 or name == "gemma2", "whose eager attention is ours, step by step"
-    largest = identity.largest_at_a_site(model, inputs, partial(identity.widened, model))
+    largest = identity.largest_site_error(model, inputs, partial(identity.widen, model))
     assert largest < 2e-7, "the modules' own softmax may be in float32"
     own = identity.recompute
     monkeypatch.setattr(identity, "recompute", lambda call: own(replace(call, scale=1.01 * call.scale)))
-    assert 1e-3 < identity.largest_at_a_site(model, inputs, partial(identity.widened, model)) < 0.1, "a misreading"
+    assert 1e-3 < identity.largest_site_error(model, inputs, partial(identity.widen, model)) < 0.1, "a misreading"
     assert {part.dtype for part in model.parameters()} == {torch.bfloat16}, "given back"
 
 
@@ -250,7 +250,7 @@ def test_what_the_door_gives_back_is_contiguous_as_transformers_own_functions_ar
     seen = []
     from transformers.modeling_utils import AttentionInterface
 
-    with hooks.opened(model, lambda call: attend(call, hooks.OWN).transpose(1, 2).contiguous().transpose(1, 2)):
+    with hooks.answer_calls(model, lambda call: attend(call, hooks.OWN).transpose(1, 2).contiguous().transpose(1, 2)):
         name = model.config._attn_implementation
         own = AttentionInterface()[name]
 
@@ -268,7 +268,7 @@ def test_a_module_that_asks_for_no_attention_by_itself_proves_nothing(monkeypatc
     model = families.build("llama").bfloat16()
     inputs = families.inputs("llama", model)
     assert hooks.identity_error(model, inputs) < 1e-7, "a control"
-    honest = identity.opened
+    honest = identity.answer_calls
     untouched = lambda model, answer, **more: nullcontext() if more else honest(model, answer)  # noqa: E731
-    monkeypatch.setattr(identity, "opened", untouched)
+    monkeypatch.setattr(identity, "answer_calls", untouched)
     assert hooks.identity_error(model, inputs) > 1e-3, "the first error stands"

@@ -301,7 +301,7 @@ def test_a_failure_of_our_own_is_not_blamed_on_the_model(demo, monkeypatch):
     def broken(_model, _inputs):
         raise ValueError("our own")
 
-    monkeypatch.setattr(hooks, "surveyed", broken)
+    monkeypatch.setattr(hooks, "run_survey", broken)
     with pytest.raises(ValueError, match="our own"):
         attnlens.inspect(demo, source="weights")
 

@@ -107,9 +107,9 @@ def test_padding_is_read_by_nobody(place):
         attention(AttentionForm(positions="product"), place),
         torch.randn(1, TOKENS, WIDTH, dtype=torch.float64),
     )
-    kept = torch.tensor([[True, True, True, False, False]])
+    mask = torch.tensor([[True, True, True, False, False]])
     with torch.no_grad():
-        found, alone = module(features, kept=kept)[:, :3], module(features[:, :3])
+        found, alone = module(features, mask=mask)[:, :3], module(features[:, :3])
     torch.testing.assert_close(found, alone)
 
 
@@ -119,7 +119,7 @@ def saved(tmp_path_factory):
     from attnlens.lab.study.tables import SCALES
     from attnlens.lab.study.tasks import language
     from attnlens.lab.study.training import Run
-    from attnlens.lab.study.units import TrainingUnit, model_of, save_step
+    from attnlens.lab.study.units import TrainingUnit, build_model, save_step
 
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text("In the beginning God created the heaven and the earth.\n" * 300)
@@ -132,7 +132,7 @@ def saved(tmp_path_factory):
     }
     folder = tmp_path_factory.mktemp("cells")
     for name, form in forms.items():
-        model = model_of(TrainingUnit(task.name, form, SCALES["tiny"], Run(1e-3, 1, 0), tested=False), task)
+        model = build_model(TrainingUnit(task.name, form, SCALES["tiny"], Run(1e-3, 1, 0), tested=False), task)
         save_step(model, task, folder / name, 0)
     return folder, text
 

@@ -56,7 +56,7 @@ def state(model: Any) -> list[object]:
         (module.training, *map(len, (module._forward_hooks, module._forward_pre_hooks))) for module in model.modules()
     ]
     learning = [(parameter.requires_grad, parameter.grad is None) for parameter in model.parameters()]
-    names = {id(config): config._attn_implementation for config in hooks.interface.configs_of(model)}
+    names = {id(config): config._attn_implementation for config in hooks.interface.list_configs(model)}
     return [parts, learning, list(names.values()), torch.get_rng_state().tolist()]
 
 
@@ -328,7 +328,7 @@ def test_a_model_without_attention_in_reach_is_refused_by_name(name):
 def test_attention_that_cannot_be_read_is_warned_of(monkeypatch):
     model, batch = family("bert")
     missed = {"one.self": "it sums", "two.self": "it hashes", "idle": None}
-    monkeypatch.setattr(hooks.Surveyed, "missed", missed)
+    monkeypatch.setattr(hooks.Survey, "missed", missed)
     with pytest.warns(UserWarning, match="Not captured: one.self, as it sums; and 1 more"):
         assert len(attnlens.capture(model, batch)) == 2
 

@@ -19,7 +19,7 @@ from attnlens.errors import NotBilinearError
 from attnlens.maths import linalg
 from attnlens.models import hooks, texts, weights
 from attnlens.models.weights import query_key_maps, rows
-from attnlens.models.weights.probe import Probe, alone, float64_weights, linear, norms_inside
+from attnlens.models.weights.probe import Probe, float64_weights, linear, norms_inside, smallest
 from attnlens.models.weights.rows import Factors, Maps
 
 ALIKE = 1e-9
@@ -53,16 +53,16 @@ def probes(model: Any) -> list[Probe]:
     """The probe of every site."""
     inputs = texts.placeholder(loaded(model), 1, 0).batches[0].inputs
     found = hooks.survey(model, hooks.as_dtype(inputs, model.dtype))
-    return [alone(Probe(model, one, float64_weights(one.module), one.layout)) for one in found]
+    return [smallest(Probe(model, one, float64_weights(one.module), one.layout)) for one in found]
 
 
 def read(probe: Probe, read_by: Callable[..., Maps | None]) -> Maps | None:
-    with linear(norms_inside(probe.reached.module)):
+    with linear(norms_inside(probe.target.module)):
         return read_by(probe)
 
 
 def jacobian(probe: Probe) -> Maps:
-    found = read(probe, lambda one: query_key_maps._maps(one, None))
+    found = read(probe, lambda one: query_key_maps._differentiate(one, None))
     assert found is not None
     return found
 
@@ -112,7 +112,7 @@ def measured(model: Any, monkeypatch: pytest.MonkeyPatch, *, differentiated: boo
         raise AssertionError("differentiated")
 
     with monkeypatch.context() as patch:
-        patch.setattr(query_key_maps, "products_of_weights" if differentiated else "_maps", refused)
+        patch.setattr(query_key_maps, "products_of_weights" if differentiated else "_differentiate", refused)
         report = attnlens.inspect(loaded(model), source="weights", length=7)
     assert report.coverage.complete
     numbers = [number for head in report.heads for measure in head.measures.values() for number in [measure.value]]
@@ -181,7 +181,7 @@ def test_what_is_not_linear_between_the_matrices_is_not_read(kind: str, latent: 
 def test_a_gain_that_is_left_out_is_refused(latent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (probe,) = probes(deepseek())
     assert read(probe, rows.products_of_weights) is not None
-    gain, noted_by = getattr(probe.reached.module, latent).weight, rows._inner_inputs
+    gain, noted_by = getattr(probe.target.module, latent).weight, rows._record_inner_inputs
 
     @contextmanager
     def without(module: nn.Module) -> Iterator[list[Tensor]]:
@@ -189,14 +189,14 @@ def test_a_gain_that_is_left_out_is_refused(latent: str, monkeypatch: pytest.Mon
             yield noted
             noted[:] = [part / gain if part.shape[-1] == len(gain) else part for part in noted]
 
-    monkeypatch.setattr(rows, "_inner_inputs", without)
+    monkeypatch.setattr(rows, "_record_inner_inputs", without)
     assert read(probe, rows.products_of_weights) is None
 
 
 def test_hooks_are_taken_away() -> None:
     (probe,) = probes(deepseek())
     read(probe, rows.products_of_weights)
-    assert not any(part._forward_pre_hooks for part in probe.reached.module.modules())
-    with pytest.raises(ZeroDivisionError), rows._inner_inputs(probe.reached.module):
+    assert not any(part._forward_pre_hooks for part in probe.target.module.modules())
+    with pytest.raises(ZeroDivisionError), rows._record_inner_inputs(probe.target.module):
         raise ZeroDivisionError
-    assert not any(part._forward_pre_hooks for part in probe.reached.module.modules())
+    assert not any(part._forward_pre_hooks for part in probe.target.module.modules())

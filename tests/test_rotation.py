@@ -15,7 +15,7 @@ from attnlens.analyzers.registry import select_analyzers
 from attnlens.errors import UnreadableError
 from attnlens.maths import linalg
 from attnlens.models import hooks, weights
-from attnlens.models.weights.query_key_maps import fitted
+from attnlens.models.weights.query_key_maps import fit_rotation
 from attnlens.records import Rotation
 
 EXACT = torch.finfo(torch.float64).eps
@@ -48,7 +48,7 @@ def same_turns(ours, theirs):
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_pairs_and_angles_are_found_whatever_the_layout(layout):
     true = rotation(layout)
-    found = fitted(turned(true), turned(true, seed=1), EXACT)
+    found = fit_rotation(turned(true), turned(true, seed=1), EXACT)
     assert found.pairs.tolist() == true.pairs.tolist()
     same_turns(found, true)
 
@@ -66,19 +66,19 @@ HIDDEN = {
 def test_a_pair_is_told_from_whatever_signal_is_left(hidden):
     true = rotation(LAYOUTS["half-split"])
     queries, keys = (turned(true, dead=dead, seed=seed) for seed, dead in enumerate(hidden))
-    same_turns(fitted(queries, keys, EXACT), true)
+    same_turns(fit_rotation(queries, keys, EXACT), true)
 
 
 def test_a_pair_without_signal_stands_still_and_the_others_turn():
     true = rotation(LAYOUTS["half-split"])
-    found = fitted(turned(true, dead=[2, 8]), turned(true, dead=[2, 8], seed=1), EXACT)
+    found = fit_rotation(turned(true, dead=[2, 8]), turned(true, dead=[2, 8], seed=1), EXACT)
     kept = [pair for pair in range(6) if pair != 2]
     same_turns(found, Rotation(true.pairs[kept], true.angles[:, kept], SIZE))
 
 
 def refused(query, key, words, rounding=EXACT):
     with pytest.raises(UnreadableError, match=words):
-        fitted(query, key, rounding)
+        fit_rotation(query, key, rounding)
 
 
 def test_what_is_no_rotation_is_refused():

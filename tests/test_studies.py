@@ -14,11 +14,11 @@ import pytest
 import torch
 from program import environment_with, python
 
-from attnlens.lab.study.cells import CellResult, Speed, opened, table_of, trainer
+from attnlens.lab.study.cells import CellResult, Speed, build_table, build_trainer, set_up_worker
 from attnlens.lab.study.tables import SCALES, TABLES, PaperCell, PaperTable
 from attnlens.lab.study.tasks import Reversal, score, translation
 from attnlens.lab.study.training import Run, train
-from attnlens.lab.study.units import RunOutcome, TrainingUnit, digest_of, model_of
+from attnlens.lab.study.units import RunOutcome, TrainingUnit, build_model, hash_task
 from attnlens.models.kernel_transformers import AttentionForm
 from attnlens.records import read_report
 from attnlens.runs.store import Store
@@ -38,7 +38,7 @@ def one_thread():
 
 def reached(task, form, steps, rate=1e-2):
     """The test scores of a small model after so many steps, and why it did not converge."""
-    model = model_of(TrainingUnit(task.name, form, SMALL, Run(rate, steps, 0), tested=True), task)
+    model = build_model(TrainingUnit(task.name, form, SMALL, Run(rate, steps, 0), tested=True), task)
     trained = train(model.core, task, SMALL, Run(rate, steps, 0))
     return score(task, model.core, "test", 64), trained
 
@@ -83,7 +83,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_was_not(tmp_path):
     unit = TrainingUnit(task.name, AttentionForm(), scale, Run(1e-2, 12, 3), tested=True)
 
     def weights(state=None, kill=None, looked=None):
-        model = model_of(unit, task)
+        model = build_model(unit, task)
 
         def watch(step):
             if looked is not None:
@@ -103,15 +103,15 @@ def test_a_run_that_was_killed_goes_on_as_if_it_was_not(tmp_path):
     assert looked == [8, 12], "from its last look"
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    other = model_of(replace(unit, run=replace(unit.run, seed=4)), task)
+    other = build_model(replace(unit, run=replace(unit.run, seed=4)), task)
     assert not all(torch.equal(whole[name], value) for name, value in other.state_dict().items())
 
 
 def test_a_units_outcome_is_kept_under_all_that_decides_it(tmp_path):
     task, store = planted.majority(), Store(tmp_path, {"command": "study"})
     unit = TrainingUnit(task.name, AttentionForm(), SMALL, Run(1e-2, 4, 0), tested=True, watched=True)
-    name = unit.name(digest_of(task))
-    first = run_units([name], trainer({name: unit}, [task], store), NOTHING_KEPT, store)
+    name = unit.name(hash_task(task))
+    first = run_units([name], build_trainer({name: unit}, [task], store), NOTHING_KEPT, store)
     again = run_units([name], lambda _: pytest.fail("It was trained."), NOTHING_KEPT, store)
     found, loaded = (RunOutcome(**outcome.values[name]) for outcome in (first, again))
     assert list(map(list, loaded.curve)) == list(map(list, found.curve))
@@ -123,8 +123,8 @@ def test_a_units_outcome_is_kept_under_all_that_decides_it(tmp_path):
         replace(unit, run=Run(1e-2, 4, 1)),
         replace(unit, scale=replace(SMALL, batch=8)),
     ):
-        assert other.name(digest_of(task)) != name
-    assert replace(unit, scale=replace(SMALL, rates=(1.0,))).name(digest_of(task)) == name
+        assert other.name(hash_task(task)) != name
+    assert replace(unit, scale=replace(SMALL, rates=(1.0,))).name(hash_task(task)) == name
 
 
 def test_other_processes_train_what_this_one_trains(tmp_path):
@@ -133,8 +133,8 @@ def test_other_processes_train_what_this_one_trains(tmp_path):
     found = []
     for jobs in (1, 2):
         store = Store(tmp_path / str(jobs), {"command": "study"})
-        compute = trainer(units, [task], store)
-        elsewhere = opened, (made, units, store)
+        compute = build_trainer(units, [task], store)
+        elsewhere = set_up_worker, (made, units, store)
         with forkserver.workers():
             found.append(run_units(list(units), compute, WorkPlan(jobs=jobs), store, elsewhere=elsewhere).values)
     for name in units:
@@ -179,7 +179,7 @@ def test_a_tables_order_is_set_beside_the_published_one():
     ]
     broken = (outcome(9.0, "its loss was no finite number at step 3"), outcome(1.0), outcome(1.0))
     found.append(CellResult(cells[3], "words", unit, broken, "key", ((1e-2, 1.0),), FAST))
-    told = table_of(PaperTable("t", "q?", "s", tuple(cells)), "tiny", SIZES, [Sentences()], found, 0)
+    told = build_table(PaperTable("t", "q?", "s", tuple(cells)), "tiny", SIZES, [Sentences()], found, 0)
     (ordering,) = told.orderings
     assert (ordering.agree, ordering.disagree, ordering.undecided) == (2, 1, 0)
     assert ordering.tau == pytest.approx(1 / 3)
@@ -330,7 +330,7 @@ def test_a_saved_translator_is_opened_again_by_inspect_and_by_transformers(tmp_p
     (tmp_path / "pairs.tsv").write_text("".join(lines))
     task = translation(tmp_path / "pairs.tsv", length=24, vocabulary=270)
     form = AttentionForm(positions="symmetric product")
-    model = model_of(TrainingUnit(task.name, form, SMALL, Run(1e-2, 1, 0), tested=False), task)
+    model = build_model(TrainingUnit(task.name, form, SMALL, Run(1e-2, 1, 0), tested=False), task)
     save_step(model, task, tmp_path, 3)
     opened = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "step-000003")
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in opened.state_dict().items())
@@ -356,7 +356,7 @@ def test_no_form_has_two_published_numbers_on_one_task_of_a_paper():
 
 def test_a_validation_loss_that_is_no_number_ends_the_run():
     task = planted.majority()
-    model = model_of(TrainingUnit(task.name, AttentionForm(), SMALL, Run(1e-2, 4, 0), tested=False), task)
+    model = build_model(TrainingUnit(task.name, AttentionForm(), SMALL, Run(1e-2, 4, 0), tested=False), task)
 
     def spoil(step):
         if step:
@@ -380,7 +380,7 @@ def test_the_interval_of_tau_holds_the_true_one_however_near_cells_are():
                 CellResult(cell, "words", unit, tuple(map(outcome, row)), "key", ((1e-2, 1.0),), FAST)
                 for cell, row in zip(cells, losses.tolist(), strict=True)
             ]
-            (told,) = table_of(
+            (told,) = build_table(
                 PaperTable("t", "q?", "s", tuple(cells)), "tiny", SIZES, [Sentences()], found, 0
             ).orderings
             inside.append(told.low <= 1 <= told.high)

@@ -24,22 +24,22 @@ class RandomWriter(nn.Module):
         table = torch.randn(11, OUTPUTS, OUTPUTS, OUTPUTS, generator=torch.Generator().manual_seed(seed))
         self.register_buffer("table", spread * table)
 
-    def encode(self, inputs, kept):
-        seen = inputs if kept is None else inputs * kept
+    def encode(self, inputs, mask):
+        seen = inputs if mask is None else inputs * mask
         return seen.sum(1)[:, None, None] % 11
 
-    def decode(self, given, memory, kept):
-        before = torch.cat((torch.zeros_like(given[:, :1]), given[:, :-1]), 1)
-        return self.table[memory[:, 0], before, given]
+    def decode(self, decoder_inputs, memory, mask):
+        before = torch.cat((torch.zeros_like(decoder_inputs[:, :1]), decoder_inputs[:, :-1]), 1)
+        return self.table[memory[:, 0], before, decoder_inputs]
 
 
 def mean_log_probability(model, source, sentence):
     """Naive: log p(sentence, END | source) a token, one token at a time."""
-    memory, given, total = model.encode(source[None], None), [BEGIN], 0.0
+    memory, decoder_inputs, total = model.encode(source[None], None), [BEGIN], 0.0
     for token in (*sentence, END):
-        logits = model.decode(torch.tensor([given]), memory, None)[0, -1]
+        logits = model.decode(torch.tensor([decoder_inputs]), memory, None)[0, -1]
         total += float(logits.double().log_softmax(-1)[token])
-        given.append(token)
+        decoder_inputs.append(token)
     return total / (len(sentence) + 1)
 
 
@@ -81,16 +81,16 @@ def test_sources_of_one_batch_do_not_touch_each_other_and_padding_is_not_read():
     model = RandomWriter(1)
     alone = [beam_search(model, source[None], None, IDS, most=MOST)[0] for source in SOURCES]
     assert found(model, 4) == alone
-    kept = torch.cat((torch.ones(12, 2, dtype=torch.bool), torch.zeros(12, 1, dtype=torch.bool)), 1)
+    mask = torch.cat((torch.ones(12, 2, dtype=torch.bool), torch.zeros(12, 1, dtype=torch.bool)), 1)
     inputs = torch.cat((SOURCES, torch.full((12, 1), 7)), 1)
-    assert beam_search(model, inputs, kept, IDS, most=MOST) == alone
+    assert beam_search(model, inputs, mask, IDS, most=MOST) == alone
     assert beam_search(model, inputs, None, IDS, most=MOST) != alone, "a control: unmasked padding is read"
 
 
 def test_a_sentence_has_at_most_so_many_tokens_and_no_barred_one():
     class Endless(RandomWriter):
-        def decode(self, given, memory, kept):
-            logits = torch.zeros(*given.shape, OUTPUTS)
+        def decode(self, decoder_inputs, memory, mask):
+            logits = torch.zeros(*decoder_inputs.shape, OUTPUTS)
             logits[..., PADDING], logits[..., BEGIN], logits[..., END] = 9.0, 9.0, -50.0
             return logits
 
@@ -106,22 +106,22 @@ class KnowsTheTarget(nn.Module):
         super().__init__()
         self.task, self.forgets = task, forgets
 
-    def encode(self, inputs, kept):
-        return (inputs if kept is None else inputs * kept)[..., None]
+    def encode(self, inputs, mask):
+        return (inputs if mask is None else inputs * mask)[..., None]
 
-    def decode(self, given, memory, kept):
-        logits = torch.zeros(*given.shape, self.task.outputs)
+    def decode(self, decoder_inputs, memory, mask):
+        logits = torch.zeros(*decoder_inputs.shape, self.task.outputs)
         for row, source in enumerate(memory[..., 0]):
             target = self.task.target(source[source > END])
             if self.forgets:
                 target = (target - 3) % self.task.letters + 3
-            meant = [*target.tolist(), *[END] * given.shape[1]]
-            for place in range(given.shape[1]):
+            meant = [*target.tolist(), *[END] * decoder_inputs.shape[1]]
+            for place in range(decoder_inputs.shape[1]):
                 logits[row, place, meant[place]] = 40.0
         return logits
 
-    def forward(self, inputs, kept, given):
-        return self.decode(given, self.encode(inputs, kept), kept)
+    def forward(self, inputs, mask, decoder_inputs):
+        return self.decode(decoder_inputs, self.encode(inputs, mask), mask)
 
 
 def test_who_knows_the_rule_of_the_reversal_has_no_loss_and_a_hundred_bleu():
@@ -138,8 +138,8 @@ def test_who_knows_the_rule_of_the_reversal_has_no_loss_and_a_hundred_bleu():
 
 def test_a_model_that_diverged_has_no_bleu_and_no_endless_search():
     class Diverged(KnowsTheTarget):
-        def forward(self, inputs, kept, given):
-            return super().forward(inputs, kept, given) * math.nan
+        def forward(self, inputs, mask, decoder_inputs):
+            return super().forward(inputs, mask, decoder_inputs) * math.nan
 
     task = Reversal(evaluated=4)
     assert all(math.isnan(value) for value in score(task, Diverged(task), "validation", 4).values())
@@ -196,7 +196,7 @@ class Fixed(nn.Module):
         super().__init__()
         self.logits, self.shape, self.dropped = nn.Parameter(torch.tensor(logits)), shape, []
 
-    def forward(self, inputs, kept, given):
+    def forward(self, inputs, mask, decoder_inputs):
         self.dropped.append(self.training)
         return self.logits.expand(*self.shape(inputs), -1)
 

@@ -32,7 +32,7 @@ def lines(count, seed=0):
 
 def same(one, other):
     """Whether two batches hold the same."""
-    pairs = [(getattr(one, name), getattr(other, name)) for name in ("inputs", "kept", "targets", "given")]
+    pairs = [(getattr(one, name), getattr(other, name)) for name in ("inputs", "mask", "targets", "decoder_inputs")]
     return all((a is None and b is None) or torch.equal(a, b) for a, b in pairs)
 
 
@@ -196,14 +196,14 @@ def test_pairs_without_verses_are_split_by_contiguous_blocks(verses, tmp_path):
 def test_the_decoder_reads_what_it_has_to_predict_one_token_later(verses):
     task = tasks.translation(verses, vocabulary=300)
     for batch in first(task, 3):
-        for given, meant in zip(batch.given, batch.targets, strict=True):
+        for given, meant in zip(batch.decoder_inputs, batch.targets, strict=True):
             size = int((meant != NOTHING).sum())
             assert given[0] == task.begin
             assert torch.equal(given[1:size], meant[: size - 1])
             assert meant[size - 1] == task.end
     batch = task.held_out("test", 40)[0]
-    assert (batch.inputs[batch.kept] != task.padding).all()
-    assert (batch.inputs[~batch.kept] == task.padding).all()
+    assert (batch.inputs[batch.mask] != task.padding).all()
+    assert (batch.inputs[~batch.mask] == task.padding).all()
     assert task.written(batch.inputs[0].tolist()).startswith("dans le livre")
 
 
@@ -281,7 +281,7 @@ def test_series_are_normalised_by_the_training_part_and_padded(walks):
     assert torch.equal(steps[:, 1], torch.zeros(len(steps))), "a constant channel is centred"
     (batch,) = task.held_out("test", 8)
     assert batch.inputs.dtype == torch.float32
-    assert batch.kept.sum(1).tolist() == [2, 9]
+    assert batch.mask.sum(1).tolist() == [2, 9]
     assert batch.targets.tolist() == [0, 1]
 
 
@@ -449,7 +449,7 @@ class OneHead(nn.Module):
             nn.Linear(32 + task.channels, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, task.outputs)
         )
 
-    def forward(self, inputs, kept, given):
+    def forward(self, inputs, mask, decoder_inputs):
         query, key, value = (part(inputs).unflatten(-1, (2, 16)).transpose(1, 2) for part in self.maps)
         score = query @ key.mT / 4
         log_k = score if self.exponential else 2 * (score.abs() + 1e-6).log()
@@ -465,7 +465,7 @@ def trained(task, exponential):
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=400)
     for batch in itertools.islice(task.training(64, 0), 400):
         optimizer.zero_grad()
-        tasks.cross_entropy(model(batch.inputs, batch.kept, None), batch.targets).div(64).backward()
+        tasks.cross_entropy(model(batch.inputs, batch.mask, None), batch.targets).div(64).backward()
         optimizer.step()
         schedule.step()
     return tasks.score(task, model, "test", 128)["accuracy"]

@@ -77,7 +77,7 @@ def under(model, inputs, words, **which):
         return found
 
     calls = iter(range(10**6))
-    return hooks.opened(model, answer)
+    return hooks.answer_calls(model, answer)
 
 
 def logits(model, inputs):
@@ -512,12 +512,13 @@ def test_padding_enters_no_sites_number(lines, tmp_path):
 def test_a_leak_stops_everything(demo):
     """The controls of the gates: a kernel that looks ahead, and one that looks at padding."""
     fed = batches(demo).batches[0].inputs
-    ahead = lambda: hooks.opened(demo.model, lambda call: attend(replace(call, allowed=None, causal=False), hooks.OWN))  # noqa: E731  # one expression
+    uncausal = lambda call: attend(replace(call, allowed=None, causal=False), hooks.OWN)  # noqa: E731  # one expression
+    ahead = lambda: hooks.answer_calls(demo.model, uncausal)  # noqa: E731
     with pytest.raises(IdentityError, match="later tokens"):
         gates.causality_error(demo, fed, ahead, 0)
     bert = family("bert")
     fed = batches(bert).batches[0].inputs
-    everything = lambda: hooks.opened(bert.model, lambda call: attend(replace(call, allowed=None), hooks.OWN))  # noqa: E731  # one expression
+    everything = lambda: hooks.answer_calls(bert.model, lambda call: attend(replace(call, allowed=None), hooks.OWN))  # noqa: E731  # one expression
     with pytest.raises(IdentityError, match="padding"):
         gates.mask_error(bert, fed, everything, 0, left=False)
 
@@ -528,7 +529,7 @@ def test_a_causal_kernel_that_drops_the_padding_mask_is_found_out(name):
     model = attnlens.load("demo") if name == "demo" else family(name)
     fed = batches(model).batches[0].inputs
     causal = lambda call: replace(call, allowed=None, causal=True)  # noqa: E731  # one expression
-    unmasked = lambda: hooks.opened(model.model, lambda call: attend(causal(call), parsed("rbf")))  # noqa: E731
+    unmasked = lambda: hooks.answer_calls(model.model, lambda call: attend(causal(call), parsed("rbf")))  # noqa: E731
     sites = sites_of(model.model, fed)
     assert gates.causality_error(model, fed, unmasked, 0) < 1e-5, "the future stays hidden"
     with pytest.raises(IdentityError, match="padding"):
@@ -544,7 +545,7 @@ def test_an_encoder_that_drops_the_padding_mask_is_found_out(name):
     fed = batches(model).batches[0].inputs
     sites = sites_of(model.model, fed)
     part = lambda call: replace(call, allowed=None, causal=False) if not call.module.is_causal else call  # noqa: E731
-    unmasked = lambda: hooks.opened(model.model, lambda call: attend(part(call), hooks.OWN))  # noqa: E731
+    unmasked = lambda: hooks.answer_calls(model.model, lambda call: attend(part(call), hooks.OWN))  # noqa: E731
     with pytest.raises(IdentityError, match="padding"):
         gates.mask_error(model, fed, unmasked, 0, left=False)
     masked = lambda: hooks.replace(model.model, sites, dict.fromkeys(sites, hooks.Replacement(parsed("rbf"))))  # noqa: E731
@@ -706,7 +707,7 @@ def test_other_heads_outputs_are_untouched(heads):
     model = families.build("llama")
     inputs = families.inputs("llama", model, padded=True)
     call = hooks.survey(model, inputs)[0].call
-    found = hooks.swapped(call, hooks.Replacement(parsed("rbf"), heads))
+    found = hooks.attend_swapped(call, hooks.Replacement(parsed("rbf"), heads))
     own, new = attend(call, hooks.OWN), attend(call, parsed("rbf"))
     for head in range(6):
         torch.testing.assert_close(found[:, :, head], (new if head in heads else own)[:, :, head])

@@ -284,7 +284,7 @@ def test_a_decoders_classifier_is_still_held_to_causality():
     swap = swap_kernel(loaded(model), "rbf", **SMALL).swap
     assert swap.task == "classification"
     assert swap.causality_error == 0
-    ahead = lambda: hooks.opened(model, lambda call: attend(replace(call, allowed=None, causal=False), hooks.OWN))  # noqa: E731  # one expression
+    ahead = lambda: hooks.answer_calls(model, lambda call: attend(replace(call, allowed=None, causal=False), hooks.OWN))  # noqa: E731  # one expression
     with pytest.raises(IdentityError, match="later tokens"):
         gates.causality_error(loaded(model), families.inputs("gpt2", model), ahead, 0)
 

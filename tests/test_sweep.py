@@ -140,9 +140,9 @@ def test_blocks_answer_with_what_they_gave_and_are_themselves_again(name):
     sites = sites_of(model, inputs)
     with torch.no_grad():
         own, fresh = (hooks.real_outputs(hooks.forward(model, given), given)[:1] for given in (inputs, other))
-        with hooks.recorded(blocks) as given:
+        with hooks.record_outputs(blocks) as given:
             hooks.forward(model, inputs)
-        with hooks.resumed(blocks, given, sites[-1]):
+        with hooks.replay_outputs(blocks, given, sites[-1]):
             again = hooks.real_outputs(hooks.forward(model, inputs), inputs)[:1]
             stale = hooks.real_outputs(hooks.forward(model, other), other)[:1]
         after = hooks.real_outputs(hooks.forward(model, other), other)[:1]
@@ -156,10 +156,10 @@ def test_blocks_are_restored_after_an_error():
     model = families.build("gpt2")
     inputs = families.inputs("gpt2", model)
     blocks = hooks.blocks(model, inputs)
-    with hooks.recorded(blocks) as given:
+    with hooks.record_outputs(blocks) as given:
         hooks.forward(model, inputs)
     site = sites_of(model, inputs)[-1]
-    with pytest.raises(ZeroDivisionError), hooks.resumed(blocks, given, site):
+    with pytest.raises(ZeroDivisionError), hooks.replay_outputs(blocks, given, site):
         raise ZeroDivisionError
     assert all("forward" not in vars(block) for _, block in blocks)
     assert not any(block._forward_hooks for _, block in blocks)

@@ -286,7 +286,7 @@ def test_one_head_alone_loses_its_part_and_the_others_nothing(tie):
     model = families.build("bert")
     inputs = families.inputs("bert", model, padded=True)
     found = hooks.survey(model, inputs)[0].call
-    own, new = attend(found, hooks.OWN), hooks.swapped(found, hooks.Replacement(parsed(tie), (2,)))
+    own, new = attend(found, hooks.OWN), hooks.attend_swapped(found, hooks.Replacement(parsed(tie), (2,)))
     real = inputs["attention_mask"].bool()
     for head in (0, 1, 3):
         torch.testing.assert_close(new[:, :, head][real], own[:, :, head][real])

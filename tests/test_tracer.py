@@ -18,8 +18,8 @@ from attnlens.analyzers.registry import Analyzer
 from attnlens.errors import UnreadableError
 from attnlens.kernels.attention import attend
 from attnlens.models import hooks, weights
-from attnlens.models.trace import tracing
-from attnlens.models.trace.mode import lead_of
+from attnlens.models.trace import trace_attention
+from attnlens.models.trace.mode import find_lead
 from attnlens.records import Call, Site
 
 BOTH = [name for name in families.REACHED if name not in (*families.TRACED, "gpt_oss", "gemma2")]
@@ -40,7 +40,7 @@ def both_ways(model: nn.Module, inputs: dict[str, Tensor]) -> float:
     """The largest relative difference of log weights between what the tracer and the interface see."""
     expected = hooks.survey(model, inputs)
     found: list[Call] = []
-    trace = tracing(model, lambda call: found.append(call) or call.value, prove=True)
+    trace = trace_attention(model, lambda call: found.append(call) or call.value, prove=True)
     with torch.no_grad(), hooks.implementation(model, "eager"), trace as refused:
         hooks.forward(model, inputs)
     assert not refused
@@ -71,7 +71,7 @@ def test_a_type_of_the_interface_is_traced_to_the_same_numbers(name: str) -> Non
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
 def test_scores_with_a_sink_or_a_cap_are_refused_with_the_reason(name: str) -> None:
     model = families.build(name)
-    with torch.no_grad(), hooks.implementation(model, "eager"), tracing(model, unused, prove=True) as refused:
+    with torch.no_grad(), hooks.implementation(model, "eager"), trace_attention(model, unused, prove=True) as refused:
         hooks.forward(model, families.inputs(name, model))
     why = {"gpt_oss": "its softmax has the axes", "gemma2": "its scores are no multiple of ⟨query, key⟩"}
     assert len(refused) == 2
@@ -85,7 +85,7 @@ def unused(call: Call) -> Tensor:
 # --- hand-written families --------------------------------------------------------------------------------------------
 
 
-def surveyed(name: str) -> tuple[nn.Module, dict[str, Tensor], list[hooks.Reached]]:
+def surveyed(name: str) -> tuple[nn.Module, dict[str, Tensor], list[hooks.SiteCall]]:
     model = families.build(name).double()
     inputs = families.inputs(name, model)
     return model, inputs, hooks.survey(model, inputs)
@@ -96,9 +96,9 @@ def test_every_site_of_a_hand_written_family_is_traced_and_answered(name: str) -
     model, inputs, reached = surveyed(name)
     assert len(reached) == 2
     assert all(found.site.traced for found in reached)
-    assert hooks.surveyed(model, inputs).missed == {}
+    assert hooks.run_survey(model, inputs).missed == {}
     assert hooks.identity_error(model, inputs) < 1e-6
-    doubled = hooks.opened(model, lambda call: 2 * attend(call, hooks.OWN, "eager"))
+    doubled = hooks.answer_calls(model, lambda call: 2 * attend(call, hooks.OWN, "eager"))
     assert hooks.difference(model, inputs, doubled) > 0.1, "the control: what answers takes the sum's place"
 
 
@@ -232,7 +232,7 @@ def traced(module: nn.Module, *, seed: int = 0) -> tuple[list[Call], list[str]]:
     found: list[Call] = []
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(2, TOKENS, HEADS * WIDTH, generator=generator)
-    with torch.no_grad(), tracing(module, lambda call: found.append(call) or call.value, prove=True) as refused:
+    with torch.no_grad(), trace_attention(module, lambda call: found.append(call) or call.value, prove=True) as refused:
         module(x)
     return ([] if refused else found), list(refused.values())
 
@@ -370,7 +370,7 @@ def test_in_half_precision_changed_weights_are_refused_too(dtype: torch.dtype) -
     torch.manual_seed(0)
     module = Attention(READ["plain"], lambda self, weights, value: (weights * self.temperature) @ value).to(dtype)
     x = torch.randn(2, TOKENS, HEADS * WIDTH).to(dtype)
-    with torch.no_grad(), tracing(module, unused, prove=True) as refused:
+    with torch.no_grad(), trace_attention(module, unused, prove=True) as refused:
         module(x)
     (reason,) = refused.values()
     assert reason.startswith("its output is not that of softmax(scores)")
@@ -396,12 +396,12 @@ def test_torchs_own_multi_head_attention_is_read(weighted: bool) -> None:
     x = torch.randn(2, TOKENS, HEADS * WIDTH)
     with torch.no_grad():
         expected, probabilities = module(x, x, x, need_weights=True, average_attn_weights=False)
-        with tracing(module, lambda call: whole.calls.append(call) or call.value, prove=True) as refused:
+        with trace_attention(module, lambda call: whole.calls.append(call) or call.value, prove=True) as refused:
             assert torch.allclose(module(x, x, x, need_weights=weighted)[0], expected, atol=1e-6)
         assert not refused
         (call,) = whole.calls
         assert (call.query_key(Site("attention", 0, 0, "encoder")).attention - probabilities).abs().max() < 1e-6
-        with tracing(module, lambda call: 0 * attend(call, hooks.OWN)):
+        with trace_attention(module, lambda call: 0 * attend(call, hooks.OWN)):
             changed = module(x, x, x, need_weights=weighted)[0]
     assert torch.allclose(changed, module.out_proj.bias.expand_as(changed)), "the control: zeros take the sum's place"
 
@@ -422,7 +422,7 @@ def test_torchs_own_multi_head_attention_is_read(weighted: bool) -> None:
     ],
 )
 def test_heads_are_told_from_sequences_and_windows(shape, queries, keys, tokens, axis, heads) -> None:
-    lead = lead_of(shape, queries, keys, (tokens,) if isinstance(tokens, int) else tokens)
+    lead = find_lead(shape, queries, keys, (tokens,) if isinstance(tokens, int) else tokens)
     assert (lead.axis, lead.heads) == (axis, heads)
     scores = torch.randn(*shape, queries, keys)
     output = lead.split(scores).transpose(1, 2)
@@ -435,7 +435,7 @@ def test_heads_are_told_from_sequences_and_windows(shape, queries, keys, tokens,
 )
 def test_heads_that_cannot_be_told_are_refused(shape: tuple[int, ...], tokens: tuple[int, ...] | None) -> None:
     with pytest.raises(UnreadableError, match="its heads can't be told"):
-        lead_of(shape, 16, 16 if shape != (2, 4) else 32, tokens)
+        find_lead(shape, 16, 16 if shape != (2, 4) else 32, tokens)
 
 
 def test_gradients_flow_through_what_answers() -> None:
@@ -443,14 +443,14 @@ def test_gradients_flow_through_what_answers() -> None:
     module = Attention(READ["a factor for each head"])
     x = torch.randn(2, TOKENS, HEADS * WIDTH, requires_grad=True)
     own = torch.autograd.grad(module(x).square().sum(), x)[0]
-    with tracing(module, lambda call: attend(call, hooks.OWN, "eager")):
+    with trace_attention(module, lambda call: attend(call, hooks.OWN, "eager")):
         ours = torch.autograd.grad(module(x).square().sum(), x)[0]
     assert torch.allclose(own, ours, atol=1e-4)
 
 
 def test_nothing_stays_behind() -> None:
     module = Attention(READ["plain"])
-    with pytest.raises(ZeroDivisionError), tracing(module, lambda _call: 1 / 0):
+    with pytest.raises(ZeroDivisionError), trace_attention(module, lambda _call: 1 / 0):
         module(torch.randn(1, TOKENS, HEADS * WIDTH))
     assert not module._forward_hooks
     assert not module._forward_pre_hooks

@@ -22,7 +22,7 @@ from attnlens.lab.experiments.trained import (
     Training,
     attention_curve,
     calls,
-    compared,
+    compare_training,
     cosine_curve,
     demo,
     fit,
@@ -231,7 +231,9 @@ def test_curves_are_those_of_the_matrices_written_out(loaded, ids):
 
 def test_what_verify_trains_has_demos_size_and_is_read_on_windows_that_it_never_saw(loaded, monkeypatch):
     asked = []
-    monkeypatch.setattr(training, "compared", lambda *words: asked.append(words) or compared(*brief(words)))
+    monkeypatch.setattr(
+        training, "compare_training", lambda *words: asked.append(words) or compare_training(*brief(words))
+    )
 
     def brief(words):
         config, windows, held = copy.deepcopy(words[0]), words[1][:8, :16], words[2][:4, :16]
@@ -288,7 +290,7 @@ def test_both_see_the_same_batches_and_the_regulariser_is_in_one_loss_alone(tiny
 
 
 def test_training_is_reproduced_by_its_seeds_and_its_figures_are_means_over_them(tiny, ids):
-    train = partial(compared, tiny, ids[:16], ids[16:])
+    train = partial(compare_training, tiny, ids[:16], ids[16:])
     told = []
     found, again = train(FEW, [0, 1], lambda *words: told.append(words)), train(FEW, [0, 1])
     assert found == again
@@ -307,7 +309,7 @@ def test_training_is_reproduced_by_its_seeds_and_its_figures_are_means_over_them
 
 
 def test_the_regulariser_moves_primal_alone_and_a_verdict_is_never_given(tiny, ids):
-    found, stronger = (compared(tiny, ids[:16], ids[16:], replace(FEW, eta=eta), [0]) for eta in (0.1, 10.0))
+    found, stronger = (compare_training(tiny, ids[:16], ids[16:], replace(FEW, eta=eta), [0]) for eta in (0.1, 10.0))
     for name, value in found.final.items():
         if "canonical" in name:
             assert stronger.final[name] == value

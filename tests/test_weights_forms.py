@@ -18,7 +18,7 @@ from attnlens.analyzers.symmetry import of_weights
 from attnlens.errors import UnreadableError
 from attnlens.maths import linalg
 from attnlens.models import hooks, texts, weights
-from attnlens.models.weights.query_key_maps import fitted
+from attnlens.models.weights.query_key_maps import fit_rotation
 from attnlens.records import Rotation
 from attnlens.runs.doctor import check_sites
 
@@ -113,7 +113,7 @@ def test_the_parts_are_weighed_by_the_keys_latent_and_the_sum_is_no_form() -> No
     low = module.q_a_proj(x)
     expected = expected / (low.square().mean() + module.q_a_layernorm.variance_epsilon).sqrt()
     asked = []
-    with hooks.opened(model, lambda call: asked.append(call) or call.value.transpose(1, 2)):
+    with hooks.answer_calls(model, lambda call: asked.append(call) or call.value.transpose(1, 2)):
         still = torch.ones(1, 1, 8, dtype=torch.float64), torch.zeros(1, 1, 8, dtype=torch.float64)
         for one in y:
             module(torch.stack((x[0], one))[None], position_embeddings=tuple(part.expand(1, 2, 8) for part in still),
@@ -171,12 +171,12 @@ def by_place(size: int = 12) -> Rotation:
 def test_angles_of_places_are_told_from_those_of_distances() -> None:
     true = by_place()
     rows = [true.turned(random(20, 1, 12, seed=seed).expand(-1, len(PLACES), -1)) for seed in (0, 1)]
-    found = fitted(*rows, torch.finfo(torch.float64).eps)
+    found = fit_rotation(*rows, torch.finfo(torch.float64).eps)
     assert not found.by_distance
     torch.testing.assert_close(turns(found), turns(true), rtol=0, atol=1e-9)
     along = rotary(9, 12)
     rows = [along.turned(random(20, 1, 12, seed=seed).expand(-1, 9, -1)) for seed in (0, 1)]
-    assert fitted(*rows, torch.finfo(torch.float64).eps).by_distance, "the control"
+    assert fit_rotation(*rows, torch.finfo(torch.float64).eps).by_distance, "the control"
 
 
 def test_measures_under_places_are_those_of_the_dense_joint_kernel() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from train_demo import BATCH, LEARNING_RATE, WINDOW, split_text
 
-from attnlens.lab.experiments.trained import Training, compared, demo
+from attnlens.lab.experiments.trained import Training, compare_training, demo
 
 
 def windows(tokenizer, text: str) -> torch.Tensor:
@@ -43,7 +43,7 @@ def main() -> None:
         if done % 100 == 0:
             print(f"{done} of {total} steps, {time.perf_counter() - start:.0f} s", flush=True)
 
-    found = compared(config, train, held, training, range(asked.seeds), tell)
+    found = compare_training(config, train, held, training, range(asked.seeds), tell)
     for name, value in found.final.items():
         error = found.errors.get(name)
         print(f"{name:28} {value:.4f}" + ("" if error is None else f" ± {error:.4f}"))

@@ -35,7 +35,7 @@ from attnlens.records import Call
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from attnlens.models.hooks import Reached
+    from attnlens.models.hooks import SiteCall
 
 __all__ = ["PrimalAttention", "PrimalHeads", "build", "regulariser"]
 
@@ -141,7 +141,7 @@ def _blank_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     return move_inputs(model, inputs)
 
 
-def _select_layers(reached: list[Reached], layers: Literal["all", "last"] | Sequence[int]) -> list[Reached]:
+def _select_layers(reached: list[SiteCall], layers: Literal["all", "last"] | Sequence[int]) -> list[SiteCall]:
     if layers == "all":
         return reached
     if layers == "last":
@@ -155,7 +155,7 @@ def _select_layers(reached: list[Reached], layers: Literal["all", "last"] | Sequ
     return [found for found in reached if found.site.layer in layers]
 
 
-def _check_layer(layer: Reached, samples: int) -> None:
+def _check_layer(layer: SiteCall, samples: int) -> None:
     """Raise ModelError or UsageError if a layer cannot be primal."""
     if layer.site.part == "cross":
         raise ModelError(

@@ -23,10 +23,10 @@ from attnlens.errors import UsageError
 from attnlens.files import check_folder
 from attnlens.lab.experiments import EXPERIMENTS, golden, one_thread, run_experiments
 from attnlens.lab.experiments.binary_kernel import binary_kernel
-from attnlens.lab.experiments.one_head import hardening, trained
+from attnlens.lab.experiments.one_head import hardening, train_head
 from attnlens.lab.experiments.settings import ExperimentSettings
 from attnlens.lab.experiments.trained import depth_decay, ksvd_identities, primal_decay
-from attnlens.lab.study.cells import StudyPlan, table_of, trained_cells
+from attnlens.lab.study.cells import StudyPlan, build_table, train_cells
 from attnlens.lab.study.tables import TABLES, PaperCell, Scale, scale_of
 from attnlens.lab.study.tasks import (
     Reversal,
@@ -114,16 +114,16 @@ def train_table(name: str, request: StudyRequest, progress: Progress = silent) -
         raise UsageError(f"Two tasks are called {twice[0]}.", "Give one of the files another name.")
     tables: list[StudyTable] = []
     plan = StudyPlan(
-        scales, request.seed, work, Store(work.root / "study", {"command": "study"}), kept=request.save is not None
+        scales, request.seed, work, Store(work.root / "study", {"command": "study"}), save=request.save is not None
     )
     for table_name, cells in chosen.items():
         pairs = [(cell, task) for task in tasks for cell in cells if cell.task == task.form]
-        trained = trained_cells(pairs, make, plan, progress)
+        trained = train_cells(pairs, make, plan, progress)
         if request.save is not None:
             save_cells(Path(request.save) / table_name, trained, plan.store)
         present = [task for task in tasks if any(one is task for _, one in pairs)]
         missing = sorted({cell.task for cell in TABLES[table_name].cells} - _available_forms(request))
-        tables.append(table_of(TABLES[table_name], request.scale, scales, present, trained, request.seed, missing))
+        tables.append(build_table(TABLES[table_name], request.scale, scales, present, trained, request.seed, missing))
     largest = max(cell.parameters for one in tables for cell in one.cells)
     return report_of(
         "reproduce",
@@ -303,7 +303,7 @@ def converge_head(
     where = {"posed": WHERE_POSED[selector.spaces[0]]}  # on the module's inputs if M is defined on them
     experiments = [
         made.model_copy(update={"settings": where | made.settings})
-        for made in (trained(nearness, location, descent_settings, progress), hardened)
+        for made in (train_head(nearness, location, descent_settings, progress), hardened)
     ]
     timings = {**report.timings, "converge": time.perf_counter() - start}
     return report.model_copy(update={"command": "converge", "experiments": experiments, "timings": timings})

@@ -115,7 +115,7 @@ class AsymmetricProduct(nn.Module):
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.relative = nn.Linear(d_model, d_model, bias=False)
+        self.relative = _projection(d_model)
 
     def forward(self, query: Float[Tensor, "batch heads queries head_dim"], keys: int, scale: float) -> Added:
         """Compute one product per query and distance, and gather log k_f for every query and key; `scale` is s."""
@@ -133,7 +133,7 @@ class SymmetricProduct(nn.Module):
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.place = nn.Linear(d_model, d_model, bias=False)
+        self.place = _projection(d_model)
 
     def forward(self, query: Float[Tensor, "batch heads queries head_dim"], keys: int, scale: float) -> Added:
         """Compute log k_T for every query and key, which is the same for all sequences (batch of 1); `scale` is s."""
@@ -156,7 +156,9 @@ class KernelAttention(nn.Module):
     softmax of the kernel's logarithm, which it receives as products of transformed queries and keys.
     """
 
-    def __init__(self, config: Any, form: AttentionForm, place: Place, *, primal: bool = False) -> None:
+    def __init__(
+        self, config: KernelTransformerConfig, form: AttentionForm, place: Place, *, primal: bool = False
+    ) -> None:
         super().__init__()
         d_model, heads = config.hidden_size, config.num_attention_heads
         self.config, self.form, self.part, self.heads = config, form, place, heads
@@ -170,26 +172,24 @@ class KernelAttention(nn.Module):
         self.output = _projection(d_model)
         added = ADDED.get(self.positions)
         self.added = None if added is None else added(d_model, heads)
-        if isinstance(self.added, (AsymmetricProduct, SymmetricProduct)):
-            nn.init.xavier_uniform_(next(self.added.parameters()))
 
     def forward(
-        self, features: States, key_value_states: States | None = None, kept: Bool[Tensor, "batch keys"] | None = None
+        self, features: States, key_value_states: States | None = None, mask: Bool[Tensor, "batch keys"] | None = None
     ) -> States:
-        """Return what `features` attend to in `key_value_states` (None: themselves); `kept` masks out padding keys."""
+        """Return what `features` attend to in `key_value_states` (None: themselves); `mask` masks out padding keys."""
         source = features if key_value_states is None else key_value_states
         query, key, value = features, source, source
         if self.positions == "sum":  # Eq. 4
-            query, key = features + _places(features), source + _places(source)
+            query, key = features + _token_sinusoids(features), source + _token_sinusoids(source)
         if self.form.in_value and self.positions != "none":  # Eq. 7
-            value = source + _places(source)
+            value = source + _token_sinusoids(source)
         queries, keys = self._split(self.query(query)), self._split((self.key or self.query)(key))
         if self.primal is not None:
-            attended = self.primal(queries, keys, causal=self.causal, kept=None if kept is None else kept[:, None])
+            attended = self.primal(queries, keys, causal=self.causal, kept=None if mask is None else mask[:, None])
         else:
             assert self.value is not None  # noqa: S101
-            attended = self._attended(
-                queries, keys, self._split(self.value(value)), kept, cross=key_value_states is not None
+            attended = self._attend(
+                queries, keys, self._split(self.value(value)), mask, cross=key_value_states is not None
             )
         output: Tensor = self.output(attended.transpose(1, 2).flatten(2))
         return output
@@ -200,35 +200,25 @@ class KernelAttention(nn.Module):
         parts = [part for part in (self.query, self.key, self.added) if part is not None]
         return sum(parameter.numel() for part in parts for parameter in part.parameters())
 
-    def _attended(self, query: Split, key: Split, value: Split, kept: Tensor | None, *, cross: bool) -> Split:
+    def _attend(self, query: Split, key: Split, value: Split, mask: Tensor | None, *, cross: bool) -> Split:
         scale = query.shape[-1] ** -0.5
         bias = None if self.added is None else self.added(query, key.shape[2], scale)
-        allowed = self._allowed(query, key, kept)
-        implementation = self.config._attn_implementation
-        if implementation not in (OWN, None):
-            query, key, scale = as_exponential(query, key, scale, self.kernel)
-            is_causal = implementation == "sdpa" and self.causal and allowed is None  # fastest with torch's own mask
-            options = {"scaling": scale, "position_bias": bias, "is_causal": is_causal}
-            if self.causal and allowed is None and not is_causal:
-                allowed = (distances(query.shape[2], key.shape[2], query.device) >= 0)[None, None]
-            output: Tensor = ALL_ATTENTION_FUNCTIONS[implementation](self, query, key, value, allowed, **options)[0]
-            return output.transpose(1, 2)
-        call = Call(
-            *(query, key, value, scale),
-            allowed=allowed,
-            causal=self.causal and allowed is None,
-            bias=bias,
-            cross=cross,
-            module=self,
-        )
-        return attend(call, self.kernel).transpose(1, 2)
-
-    def _allowed(self, query: Split, key: Split, kept: Tensor | None) -> Tensor | None:
-        """Return the mask of allowed keys: not padding and, if causal, not later; None if `causal` alone decides."""
-        if kept is None:
-            return None
-        seen = kept[:, None, None, :].expand(-1, 1, query.shape[2], -1)
-        return seen.tril() if self.causal else seen
+        # allowed keys: not padding and, if causal, not later; None if `causal` alone decides
+        allowed = None if mask is None else mask[:, None, None, :].expand(-1, 1, query.shape[2], -1)
+        if allowed is not None and self.causal:
+            allowed = allowed.tril()
+        causal = self.causal and allowed is None
+        implementation = self.config._attn_implementation  # private, but what transformers' own modules read
+        if implementation in (OWN, None):
+            call = Call(query, key, value, scale, allowed, causal, bias, cross=cross, module=self)
+            return attend(call, self.kernel).transpose(1, 2)
+        query, key, scale = as_exponential(query, key, scale, self.kernel)
+        is_causal = implementation == "sdpa" and causal  # fastest with torch's own mask
+        if causal and not is_causal:
+            allowed = (distances(query.shape[2], key.shape[2], query.device) >= 0)[None, None]
+        options = {"scaling": scale, "position_bias": bias, "is_causal": is_causal}
+        output: Tensor = ALL_ATTENTION_FUNCTIONS[implementation](self, query, key, value, allowed, **options)[0]
+        return output.transpose(1, 2)
 
     def _split(self, projected: States) -> Split:
         split: Tensor = projected.unflatten(2, (self.heads, -1))  # type: ignore[no-untyped-call]
@@ -241,7 +231,7 @@ def _projection(d_model: int) -> nn.Linear:
     return layer
 
 
-def _places(features: States) -> Float[Tensor, "tokens d_model"]:
+def _token_sinusoids(features: States) -> Float[Tensor, "tokens d_model"]:
     """Return the sinusoids t of each token, whose size is that of features after a layer norm."""
     places = torch.arange(features.shape[1], device=features.device, dtype=features.dtype)
     return sinusoids(places, features.shape[2])
@@ -250,7 +240,9 @@ def _places(features: States) -> Float[Tensor, "tokens d_model"]:
 class Layer(nn.Module):
     """Pre-norm layer: x + A(LN(x)), then cross-attention to a memory if any, then x + F(LN(x)) with GELUs in F."""
 
-    def __init__(self, config: Any, form: AttentionForm, place: Place, number: int, *, crosses: bool) -> None:
+    def __init__(
+        self, config: KernelTransformerConfig, form: AttentionForm, place: Place, number: int, *, crosses: bool
+    ) -> None:
         super().__init__()
         d_model, last = config.hidden_size, config.num_hidden_layers - 1
         primal = form.primal == "all" or (form.primal == "last" and number == last)
@@ -264,12 +256,12 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: States, kept: Unpadded = None, memory: States | None = None, memory_kept: Unpadded = None
+        self, x: States, mask: Unpadded = None, memory: States | None = None, memory_mask: Unpadded = None
     ) -> States:
-        """Return the layer's output; `kept` and `memory_kept` are True for tokens that are not padding."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), kept=kept))
+        """Return the layer's output; `mask` and `memory_mask` are True for tokens that are not padding."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask=mask))
         if self.cross_attention is not None and self.cross_norm is not None:
-            x = x + self.dropout(self.cross_attention(self.cross_norm(x), memory, memory_kept))
+            x = x + self.dropout(self.cross_attention(self.cross_norm(x), memory, memory_mask))
         inner = functional.gelu(self.forward_in(self.forward_norm(x)))
         return x + cast("Tensor", self.dropout(self.forward_out(inner)))
 
@@ -277,7 +269,9 @@ class Layer(nn.Module):
 class Stack(nn.Module):
     """Layers of an encoder or a decoder, followed by a layer norm."""
 
-    def __init__(self, config: Any, form: AttentionForm, place: Place, *, crosses: bool = False) -> None:
+    def __init__(
+        self, config: KernelTransformerConfig, form: AttentionForm, place: Place, *, crosses: bool = False
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             Layer(config, form, place, number, crosses=crosses) for number in range(config.num_hidden_layers)
@@ -285,11 +279,11 @@ class Stack(nn.Module):
         self.norm = nn.LayerNorm(config.hidden_size)
 
     def forward(
-        self, x: States, kept: Unpadded = None, memory: States | None = None, memory_kept: Unpadded = None
+        self, x: States, mask: Unpadded = None, memory: States | None = None, memory_mask: Unpadded = None
     ) -> States:
         """Return the last layer's output after the layer norm."""
         for layer in self.layers:
-            x = layer(x, kept, memory, memory_kept)
+            x = layer(x, mask, memory, memory_mask)
         return cast("Tensor", self.norm(x))
 
 
@@ -303,57 +297,54 @@ class Embeddings(nn.Module):
 
     def forward(self, ids: Tensor) -> States:
         """Embed ids (batch, tokens) as features (batch, tokens, d_model)."""
-        features: Tensor = self.table(ids) * self.table.embedding_dim**0.5
-        return features
+        return cast("Tensor", self.table(ids) * self.table.embedding_dim**0.5)
 
     def logits(self, features: States) -> Float[Tensor, "batch tokens vocabulary"]:
         """Return the logits of every token of the vocabulary."""
-        logits: Tensor = features @ self.table.weight.mT
-        return logits
+        return features @ self.table.weight.mT
 
 
 class LanguageModel(nn.Module):
     """Causal language model: a decoder stack that predicts each next token."""
 
-    def __init__(self, config: Any, form: AttentionForm) -> None:
+    def __init__(self, config: KernelTransformerConfig, form: AttentionForm) -> None:
         super().__init__()
         self.words = Embeddings(config.vocab_size, config.hidden_size)
         self.decoder = Stack(config, form, "decoder")
 
-    def forward(self, inputs: Tensor, kept: Unpadded = None, given: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, mask: Unpadded = None, decoder_inputs: Tensor | None = None) -> Tensor:
         """Map ids (batch, tokens) to logits (batch, tokens, vocabulary)."""
-        del given
-        features: Tensor = self.decoder(self.words(inputs), kept)
-        return self.words.logits(features)
+        del decoder_inputs
+        return self.words.logits(self.decoder(self.words(inputs), mask))
 
 
 class EncoderDecoder(nn.Module):
     """Encoder and decoder with cross-attention, which predict each next token of a target from the source."""
 
-    def __init__(self, config: Any, form: AttentionForm) -> None:
+    def __init__(self, config: KernelTransformerConfig, form: AttentionForm) -> None:
         super().__init__()
         self.words = Embeddings(config.vocab_size, config.hidden_size)
         self.encoder = Stack(config, form, "encoder")
         self.decoder = Stack(config, form, "decoder", crosses=True)
 
-    def encode(self, inputs: Tensor, kept: Unpadded = None) -> States:
+    def encode(self, inputs: Tensor, mask: Unpadded = None) -> States:
         """Map ids of sources (batch, tokens) to their features."""
-        return cast("Tensor", self.encoder(self.words(inputs), kept))
+        return cast("Tensor", self.encoder(self.words(inputs), mask))
 
-    def decode(self, given: Tensor, memory: States, kept: Unpadded = None) -> Tensor:
-        """Map target ids (batch, tokens) to logits (batch, tokens, vocabulary); `kept` masks padding of the memory."""
-        return self.words.logits(self.decoder(self.words(given), None, memory, kept))
+    def decode(self, decoder_inputs: Tensor, memory: States, mask: Unpadded = None) -> Tensor:
+        """Map target ids (batch, tokens) to logits (batch, tokens, vocabulary); `mask` masks padding of the memory."""
+        return self.words.logits(self.decoder(self.words(decoder_inputs), None, memory, mask))
 
-    def forward(self, inputs: Tensor, kept: Unpadded = None, given: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, mask: Unpadded = None, decoder_inputs: Tensor | None = None) -> Tensor:
         """Map source ids and target ids to logits; targets are padded on the right, which causality hides."""
-        assert given is not None  # noqa: S101  # a translation has a target
-        return self.decode(given, self.encode(inputs, kept), kept)
+        assert decoder_inputs is not None  # noqa: S101  # a translation has a target
+        return self.decode(decoder_inputs, self.encode(inputs, mask), mask)
 
 
 class Classifier(nn.Module):
     """Classifier on the mean of an encoder's features, for token ids or for the channels of a time series."""
 
-    def __init__(self, config: Any, form: AttentionForm) -> None:
+    def __init__(self, config: KernelTransformerConfig, form: AttentionForm) -> None:
         super().__init__()
         d_model = config.hidden_size
         self.words = Embeddings(config.vocab_size, d_model) if config.vocab_size else None
@@ -361,15 +352,15 @@ class Classifier(nn.Module):
         self.encoder = Stack(config, form, "encoder")
         self.classes = nn.Linear(d_model, config.classes)
 
-    def forward(self, inputs: Tensor, kept: Unpadded = None, given: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, mask: Unpadded = None, decoder_inputs: Tensor | None = None) -> Tensor:
         """Map ids (batch, tokens) or a series (batch, steps, channels) to logits (batch, classes)."""
-        del given
+        del decoder_inputs
         embed = self.words or self.channels
         assert embed is not None  # noqa: S101  # one of the two
-        features = self.encoder(embed(inputs), kept)
-        if kept is None:
+        features = self.encoder(embed(inputs), mask)
+        if mask is None:
             return cast("Tensor", self.classes(features.mean(1)))
-        share = kept[..., None].to(features.dtype)
+        share = mask[..., None].to(features.dtype)
         return cast("Tensor", self.classes((features * share).sum(1) / share.sum(1).clamp_min(1)))
 
 
@@ -407,8 +398,8 @@ class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call
         """The model's attention form. Raises ModelError if the fields in `form` are not those of an AttentionForm."""
         try:
             return TypeAdapter(AttentionForm).validate_json(json.dumps(self.form), strict=True, extra="forbid")
-        except (ValidationError, TypeError) as error:
-            first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
+        except ValidationError as error:
+            first = error.errors()[0]
             where = ".".join(map(str, ("form", *first["loc"])))
             raise ModelError(f"The model's config.json has no attention in {where}: {first['msg']}.", REMEDY) from None
 
@@ -446,9 +437,8 @@ class KernelTransformerForCausalLM(KernelTransformer):  # type: ignore[no-untype
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **_more: Any
     ) -> CausalLMOutput:
         """Map ids (batch, tokens) to logits; with `labels`, which are shifted here, also compute the loss."""
-        logits = self.core(input_ids, _kept(attention_mask))
-        loss = None if labels is None else _loss(logits[:, :-1], labels[:, 1:])
-        return CausalLMOutput(loss=loss, logits=logits)
+        logits = self.core(input_ids, _padding_mask(attention_mask))
+        return CausalLMOutput(None if labels is None else _loss(logits[:, :-1], labels[:, 1:]), logits)
 
 
 class KernelTransformerForSeq2SeqLM(KernelTransformer):  # type: ignore[no-untyped-call]
@@ -465,8 +455,8 @@ class KernelTransformerForSeq2SeqLM(KernelTransformer):  # type: ignore[no-untyp
         **_more: Any,
     ) -> Seq2SeqLMOutput:
         """Map source ids and decoder ids to logits of the next tokens; with `labels`, also compute the loss."""
-        logits = self.core(input_ids, _kept(attention_mask), decoder_input_ids)
-        return Seq2SeqLMOutput(loss=None if labels is None else _loss(logits, labels), logits=logits)
+        logits = self.core(input_ids, _padding_mask(attention_mask), decoder_input_ids)
+        return Seq2SeqLMOutput(None if labels is None else _loss(logits, labels), logits)
 
 
 class KernelTransformerForSequenceClassification(KernelTransformer):  # type: ignore[no-untyped-call]
@@ -478,8 +468,8 @@ class KernelTransformerForSequenceClassification(KernelTransformer):  # type: ig
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **_more: Any
     ) -> SequenceClassifierOutput:
         """Map ids (batch, tokens) or a series (batch, steps, channels) to logits; with `labels`, compute the loss."""
-        logits = self.core(input_ids, _kept(attention_mask))
-        return SequenceClassifierOutput(loss=None if labels is None else _loss(logits, labels), logits=logits)
+        logits = self.core(input_ids, _padding_mask(attention_mask))
+        return SequenceClassifierOutput(None if labels is None else _loss(logits, labels), logits)
 
 
 MODELS: dict[str, type[KernelTransformer]] = {
@@ -490,15 +480,15 @@ MODELS: dict[str, type[KernelTransformer]] = {
 """Model class of each kind of task."""
 
 
-def made(form_of_task: str, config: KernelTransformerConfig, seed: int) -> KernelTransformer:
-    """Build a new model whose weights depend on `seed` alone."""
+def draw_model(task: str, config: KernelTransformerConfig, seed: int) -> KernelTransformer:
+    """Build a new model for this kind of task, whose weights depend on `seed` alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config.is_encoder_decoder = form_of_task == "translation"
-        return MODELS[form_of_task](config)
+        config.is_encoder_decoder = task == "translation"
+        return MODELS[task](config)
 
 
-def _kept(mask: Tensor | None) -> Tensor | None:
+def _padding_mask(mask: Tensor | None) -> Tensor | None:
     """Return the mask of tokens that are not padding; None if no token is padding."""
     return None if mask is None or bool((mask != 0).all()) else mask != 0
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from attnlens.errors import FAILURES, IdentityError, ModelError, TextError, UsageError, is_memory
 from attnlens.kernels.attention import attend
 from attnlens.models import hooks, loading, texts, weights
-from attnlens.models.hooks import Reached
+from attnlens.models.hooks import SiteCall
 from attnlens.models.texts.targets import logits_of, of_text, output_options, states_of, tasks_of
 from attnlens.records import Call, Conventions, Skipped, Task
 
@@ -31,7 +31,7 @@ def attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tens
         tensors.extend((call.query, call.key, call.value))
         return attend(call, hooks.OWN, "eager")
 
-    with hooks.opened(model, answer):
+    with hooks.answer_calls(model, answer):
         hooks.forward(model, inputs)
     return tensors
 
@@ -130,15 +130,15 @@ LOOKS_AHEAD = 1e-4
 NOT_RUN = "it is not run on this input"
 
 
-def sites(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> list[Reached]:
+def sites(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> list[SiteCall]:
     """Return the sites that these inputs reach. Raise what `surveyed` raises."""
-    return surveyed(loaded, inputs).reached
+    return surveyed(loaded, inputs).sites
 
 
-def surveyed(loaded: loading.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool = True) -> hooks.Surveyed:
+def surveyed(loaded: loading.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool = True) -> hooks.Survey:
     """Survey the model on inputs `made_up` by attnlens, or by the user. Raise ModelError if it can't run on them."""
     try:
-        return hooks.surveyed(loaded.model, inputs)
+        return hooks.run_survey(loaded.model, inputs)
     except FAILURES:
         with _refusing(loaded, inputs, made_up=made_up), torch.no_grad():
             hooks.forward(loaded.model, inputs)
@@ -167,7 +167,7 @@ def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor], *, made_up: 
         ) from error
 
 
-def of_one_token(loaded: loading.Loaded, reached: list[Reached], seed: int) -> list[Reached]:
+def of_one_token(loaded: loading.Loaded, reached: list[SiteCall], seed: int) -> list[SiteCall]:
     """Return the sites as reached by a single token, for reading the weights; `reached` if the model needs more."""
     try:
         single = sites(loaded, texts.placeholder(loaded, 1, seed).batches[0].inputs)
@@ -179,7 +179,7 @@ def of_one_token(loaded: loading.Loaded, reached: list[Reached], seed: int) -> l
     return [replace(one, site=many.site) for one, many in zip(single, reached, strict=True)]
 
 
-def text_alone(loaded: loading.Loaded, reached: Sequence[Reached], tokens: int, seed: int) -> list[Reached]:
+def text_alone(loaded: loading.Loaded, reached: Sequence[SiteCall], tokens: int, seed: int) -> list[SiteCall]:
     """Return the sites as reached by random ids without media; sites that such ids don't reach stay as they are.
 
     Ids that represent an image have positions of their own, which the weights don't depend on. If a model doesn't run
@@ -271,7 +271,7 @@ def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
     return error
 
 
-def out_of_reach(loaded: loading.Loaded, survey: hooks.Surveyed) -> list[Skipped]:
+def out_of_reach(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
     """List attention that is not read: of another form, not run, or in layers that the config leaves out."""
     outside = [Skipped(site=path, reason=why or NOT_RUN) for path, why in survey.missed.items()]
     known = [name for name, _ in loaded.model.named_parameters()]
@@ -290,7 +290,7 @@ def _same_tensor(one: str, other: str) -> bool:
     return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
 
 
-def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reached: Sequence[Reached]) -> None:
+def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reached: Sequence[SiteCall]) -> None:
     """Raise UsageError for chosen layers or heads that the model lacks."""
     most = max(each.call.query.shape[1] for each in reached)
     for what, numbers, count in (("layer", layers, len(reached)), ("head", heads, most)):
@@ -299,7 +299,7 @@ def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reac
             raise UsageError(f"There is no {what} {wrong[0]}.", f"The model has {what}s 0 to {count - 1}.")
 
 
-def conventions(reached: Sequence[Reached], read: Sequence[weights.Traits]) -> Conventions:
+def conventions(reached: Sequence[SiteCall], read: Sequence[weights.Traits]) -> Conventions:
     """Describe the attention that a pass reached, as far as readers need it to understand the numbers."""
     calls, traced = [each.call for each in reached], sum(each.site.traced for each in reached)
     biased, causal = any(call.bias is not None for call in calls), any(each.site.part == "decoder" for each in reached)

@@ -19,7 +19,7 @@ from attnlens.arguments import public
 from attnlens.checks.judging import breach
 from attnlens.errors import FAILURES, ModelError, UnreadableError, UsageError
 from attnlens.models import hooks, loading, texts, weights
-from attnlens.models.hooks import Reached
+from attnlens.models.hooks import SiteCall
 from attnlens.records import (
     Check,
     Coverage,
@@ -171,7 +171,7 @@ def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tens
 def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
     """Build the report of the model on these inputs, without its timings."""
     survey = checks.surveyed(loaded, inputs)
-    reached = survey.reached
+    reached = survey.sites
     checks.check_chosen(settings.layers, settings.heads, reached)
     refuse_initialised(loaded, inputs, attention)
     identity = checks.reproduced(loaded, inputs)
@@ -219,8 +219,8 @@ def _coverage(found: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage
 
 def check_sites(
     model: PreTrainedModel,
-    first: Sequence[Reached],
-    reached: Sequence[Reached],
+    first: Sequence[SiteCall],
+    reached: Sequence[SiteCall],
     inputs: dict[str, Tensor],
     progress: Progress = silent,
     *,
@@ -248,7 +248,7 @@ def check_sites(
 
 
 def own_probabilities(
-    model: PreTrainedModel, inputs: dict[str, Tensor], reached: Sequence[Reached]
+    model: PreTrainedModel, inputs: dict[str, Tensor], reached: Sequence[SiteCall]
 ) -> dict[Site, Tensor | str]:
     """Return the attention probabilities that each site's module computes under the model's own eager attention.
 
@@ -258,7 +258,7 @@ def own_probabilities(
     sites = [captured.site for captured in reached]
     captured: dict[Site, Tensor] = {}
     try:
-        other = hooks.difference(model, inputs, hooks.handed_out(model, reached, captured))
+        other = hooks.difference(model, inputs, hooks.collect_weights(model, reached, captured))
     except FAILURES as error:
         why = f"the model can't run under transformers' eager attention ({loading.first_line(error)})"
         return dict.fromkeys(sites, why)
@@ -286,7 +286,7 @@ def _load_inputs(
 
 
 def _check(
-    found: Reached, factors: weights.Factors | UnreadableError, own: Tensor | str, heads: Sequence[int]
+    found: SiteCall, factors: weights.Factors | UnreadableError, own: Tensor | str, heads: Sequence[int]
 ) -> SiteCheck:
     """Compute both errors of one site's heads, or the reason for a missing one."""
     query_key = found.call.query_key(found.site).select(heads)
@@ -299,7 +299,7 @@ def _check(
     else:
         errors[0] = _error(query_key, own[:, heads])
         if not isinstance(factors, UnreadableError):
-            errors[1] = _error(weights.rebuilt(found, factors).select(heads), own[:, heads])
+            errors[1] = _error(weights.rebuild(found, factors).select(heads), own[:, heads])
     passed = all(error is None or error <= TOLERANCE for error in errors)
     checked = sum(error is not None for error in errors)
     return SiteCheck(

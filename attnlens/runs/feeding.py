@@ -13,7 +13,7 @@ from attnlens.errors import ModelError, UsageError
 from attnlens.maths.statistics import Design
 from attnlens.maths.statistics.design import FEWEST_TEXTS
 from attnlens.models import loading, texts
-from attnlens.models.hooks import Reached
+from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
 from attnlens.models.texts import Batches
 from attnlens.models.texts.targets import NOTHING, feed, logits_of, of_text, task_of
@@ -207,7 +207,7 @@ def _window_notes(asked: Settings, found: texts.Batches, loaded: loading.Loaded)
         )
 
 
-def seen(settings: Settings, loaded: loading.Loaded, reached: Sequence[Reached]) -> Settings:
+def seen(settings: Settings, loaded: loading.Loaded, reached: Sequence[SiteCall]) -> Settings:
     """Record the largest number of tokens in the attention of a model that reads only noise."""
     if texts.reads_text(loaded) or settings.noise is None:
         return settings

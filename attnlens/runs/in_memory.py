@@ -46,7 +46,7 @@ def capture(model: PreTrainedModel | Loaded, batch: Mapping[str, Any]) -> list[Q
     if outside:
         more = f"; and {len(outside) - 1} more" if len(outside) > 1 else ""
         warnings.warn(f"Not captured: {outside[0]}{more}.", stacklevel=3)
-    return [each.call.query_key(each.site) for each in survey.reached]
+    return [each.call.query_key(each.site) for each in survey.sites]
 
 
 def tensors(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Tensor]:

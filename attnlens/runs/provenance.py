@@ -19,13 +19,13 @@ import attnlens
 from attnlens.analyzers.registry import Analyzer, Gathering
 from attnlens.kernels.registry import KernelInfo
 from attnlens.models import texts
-from attnlens.models.hooks import Reached
+from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
 from attnlens.records import Environment, Report, Tool
 
 
 def content_of(
-    loaded: Loaded, reached: Iterable[Reached], fed: texts.Batches | None, analyzers: Iterable[Analyzer | Gathering]
+    loaded: Loaded, reached: Iterable[SiteCall], fed: texts.Batches | None, analyzers: Iterable[Analyzer | Gathering]
 ) -> str:
     """Compute a SHA-256 of the model's config, code and adapter, of all its inputs, and of the analyzers' code.
 

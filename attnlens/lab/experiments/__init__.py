@@ -1,18 +1,21 @@
-"""The papers' synthetic experiments on token selection, one per file."""
+"""The papers' synthetic experiments on token selection, and their experiments on one head and on small models.
+
+`synthetic/`: experiments on random instances, listed in EXPERIMENTS; `one_head`, `trained`, `binary_kernel`: those on a
+model's head, on the demo model, and on a planted kernel. Inputs: `ExperimentSettings`, or a loaded head. Outputs:
+`records.studies.Experiment`, judged against published values. Imported by `lab/reproduce.py` only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-
-from attnlens.lab.experiments.settings import Progress, Study, setting_of, silent
+from attnlens.lab.experiments.settings import NAMES, Study
 from attnlens.lab.experiments.synthetic.tokens import FEASIBILITY, GLOBAL_SELECTION, LOCAL_CONVERGENCE, RANK, golden
 from attnlens.lab.experiments.synthetic.weights import MULTI_TOKEN, NEXT_TOKEN
 from attnlens.maths.linalg.spectra import one_thread
 from attnlens.records.studies import Experiment
+from attnlens.runs.progress import Progress, silent
 
 EXPERIMENTS: dict[str, Study] = {
     "local-convergence": LOCAL_CONVERGENCE,
@@ -33,6 +36,6 @@ def run_experiments(
     `overrides` are options of requests.SyntheticRequest, including the seed. Each experiment applies and records the
     ones it uses. It is compared with nothing if one of them changes its question.
     """
-    overrides = {setting_of(name): value for name, value in overrides.items()}
+    settings = {NAMES.get(option, option): value for option, value in overrides.items()}
     with one_thread():
-        return [EXPERIMENTS[name].run(overrides, quick, progress) for name in chosen]
+        return [EXPERIMENTS[name].run(settings, quick, progress) for name in chosen]

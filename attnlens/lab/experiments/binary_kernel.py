@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from pydantic import JsonValue
 
-from attnlens.lab.experiments.settings import Figure, Progress, averaged, columns, curve, silent
+from attnlens.lab.experiments.settings import Figure, averaged, columns, curve
 from attnlens.records.studies import Curve, Experiment
+from attnlens.runs.progress import Progress, silent
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -37,12 +38,9 @@ SOURCE = (
 class FitSize:
     """Amounts of data and training."""
 
-    samples: tuple[int, ...]
-    """Points drawn per domain; all pairs are known. The widths are compared at the last size."""
-    steps: int
-    """Number of Adam steps on all pairs."""
-    trials: int = 3
-    """Number of draws of rotation, points and initial weights; trial i draws from seed + i."""
+    samples: tuple[int, ...]  # points drawn per domain; all pairs are known. The widths are compared at the last size.
+    steps: int  # number of Adam steps on all pairs
+    trials: int = 3  # number of draws of rotation, points and initial weights; trial i draws from seed + i
 
 
 FULL = FitSize(samples=(8, 16, 32, 64, 128, 256), steps=1000)
@@ -63,28 +61,21 @@ class PlantedKernels:
 
 
 @dataclass(frozen=True)
-class PosedFits:
+class Fits:
     """Fits for every trial and width: known pairs, initial weights and held-out pairs."""
 
-    initial: list[Tensor]
-    """Initial weights of each layer of both networks, (trials, 2, widths, in, out)."""
-    widths: tuple[int, ...]
-    """Number of features m of each fit."""
-    points: tuple[Float[Tensor, "trials n 2"], Float[Tensor, "trials n 2"]]
-    """Known points x and y; every pair of them is known."""
-    known: Float[Tensor, "trials n n"]
-    """κ of the known pairs."""
-    grid: Float[Tensor, "trials grid 2"]
-    """Held-out points, the same for both domains."""
-    truth: Float[Tensor, "trials grid grid"]
-    """K: κ of the held-out pairs, in float64."""
+    initial: list[Tensor]  # initial weights of each layer of both networks, (trials, 2, widths, in, out)
+    widths: tuple[int, ...]  # number of features m of each fit
+    points: tuple[Float[Tensor, "trials n 2"], Float[Tensor, "trials n 2"]]  # points x and y; every pair is known
+    known: Float[Tensor, "trials n n"]  # κ of the known pairs
+    grid: Float[Tensor, "trials grid 2"]  # held-out points, the same for both domains
+    truth: Float[Tensor, "trials grid grid"]  # K: κ of the held-out pairs, in float64
 
     def errors(self, steps: int, *, shared: bool) -> Float[Tensor, "trials widths"]:
         """Train for that many steps; return ‖K̂ − K‖/‖K‖ of two networks, or of one `shared` by both domains."""
-        sides = _learned(self, steps, 1 if shared else 2)
-        fitted = _kernel(sides, self.widths, self.grid, self.grid)
-        apart, size = torch.linalg.matrix_norm(fitted - self.truth[:, None]), torch.linalg.matrix_norm(self.truth)
-        relative: Tensor = apart / size[:, None]
+        estimate = _kernel(_learn(self, steps, 1 if shared else 2), self.widths, self.grid, self.grid)
+        distance, size = torch.linalg.matrix_norm(estimate - self.truth[:, None]), torch.linalg.matrix_norm(self.truth)
+        relative: Tensor = distance / size[:, None]
         return relative
 
 
@@ -94,22 +85,22 @@ def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silen
     `quick` uses fewer points and steps.
     """
     size = QUICK if quick else FULL
-    *fewer, points = size.samples
-    total = 2 + len(fewer)
-    samples = []
-    for done, n in enumerate(fewer):
-        samples.append(posed(size, n, WIDTHS[-1:], seed).errors(size.steps, shared=False))
+    total = 1 + len(size.samples)
+    by_samples = []
+    for done, n in enumerate(size.samples):
+        fits = build_fits(size, n, WIDTHS if n == size.samples[-1] else WIDTHS[-1:], seed)
+        two = fits.errors(size.steps, shared=False)
+        by_samples.append(two[:, -1:])
         progress("binary kernel", done + 1, total)
-    fits = posed(size, points, WIDTHS, seed)
-    two = fits.errors(size.steps, shared=False)
-    progress("binary kernel", total - 1, total)
     one = fits.errors(size.steps, shared=True)
     progress("binary kernel", total, total)
-    by_samples = torch.cat([*samples, two[:, -1:]], 1)
-    return [_width_experiment(fits.truth, two, one, size, seed), _sample_experiment(fits.truth, by_samples, size, seed)]
+    return [
+        _width_experiment(fits.truth, two, one, size, seed),
+        _sample_experiment(fits.truth, torch.cat(by_samples, 1), size, seed),
+    ]
 
 
-def posed(size: FitSize, points: int, widths: Sequence[int], seed: int) -> PosedFits:
+def build_fits(size: FitSize, points: int, widths: Sequence[int], seed: int) -> Fits:
     """Build the fits of some of the WIDTHS to all pairs of `points` random points of each domain.
 
     The rotation and initial weights of a trial do not depend on the number of points and widths.
@@ -119,9 +110,9 @@ def posed(size: FitSize, points: int, widths: Sequence[int], seed: int) -> Posed
     chosen = [WIDTHS.index(m) for m in widths]
     initial = [torch.stack(both)[:, :, chosen] for both in zip(*map(_weights, generators), strict=True)]
     x, y = (torch.stack([2 * _uniform(generator, points, 2) - 1 for generator in generators]) for _ in range(2))
-    place = torch.linspace(-1, 1, GRID, dtype=torch.float64)
-    grid = torch.cartesian_prod(place, place).expand(size.trials, -1, -1)
-    return PosedFits(initial, tuple(widths), (x, y), kernels(x, y), grid, kernels(grid, grid))
+    axis = torch.linspace(-1, 1, GRID, dtype=torch.float64)
+    grid = torch.cartesian_prod(axis, axis).expand(size.trials, -1, -1)
+    return Fits(initial, tuple(widths), (x, y), kernels(x, y), grid, kernels(grid, grid))
 
 
 def best_errors(matrix: Float[Tensor, "*batch n n"], ranks: Sequence[int]) -> Float[Tensor, "*batch ranks"]:
@@ -158,7 +149,7 @@ def _weights(generator: torch.Generator) -> list[Tensor]:
     ]
 
 
-def _learned(fits: PosedFits, steps: int, networks: int) -> list[list[Tensor]]:
+def _learn(fits: Fits, steps: int, networks: int) -> list[list[Tensor]]:
     """Run Adam on the mean squared error of the known pairs; return each network's weights and biases in float64.
 
     All trials and widths are trained in parallel in float32, independently of each other.
@@ -183,15 +174,15 @@ def _parameters(initial: list[Tensor], side: int) -> list[Tensor]:
     """Return the weights and biases of one domain's map, alternating by layer, for every trial and width."""
     weights = [weight[:, side].clone() for weight in initial]
     biases = [torch.zeros(*weight.shape[:2], 1, weight.shape[-1]) for weight in weights]
-    return [one.requires_grad_() for pair in zip(weights, biases, strict=True) for one in pair]
+    return [part.requires_grad_() for pair in zip(weights, biases, strict=True) for part in pair]
 
 
 def _kernel(
     sides: list[list[Tensor]], widths: Sequence[int], x: Float[Tensor, "trials n 2"], y: Float[Tensor, "trials m 2"]
 ) -> Float[Tensor, "trials widths n m"]:
     """Compute ⟨φ_X(x), φ_Y(y)⟩/√m over the first m features of each width; with one network φ_Y is φ_X."""
-    kept = torch.stack([(torch.arange(max(WIDTHS)) < m) / math.sqrt(m) for m in widths])[:, None]
-    return (_features(sides[0], x) * kept.to(x)) @ _features(sides[-1], y).mT
+    shares = torch.stack([(torch.arange(max(WIDTHS)) < m) / math.sqrt(m) for m in widths])[:, None]
+    return (_features(sides[0], x) * shares.to(x)) @ _features(sides[-1], y).mT
 
 
 def _features(parameters: list[Tensor], x: Float[Tensor, "trials n 2"]) -> Float[Tensor, "trials widths n features"]:
@@ -203,17 +194,14 @@ def _features(parameters: list[Tensor], x: Float[Tensor, "trials n 2"]) -> Float
 
 def _width_experiment(truth: Tensor, two: Tensor, one: Tensor, size: FitSize, seed: int) -> Experiment:
     best, floor = best_errors(truth, WIDTHS), definite_floor(truth)
-    named = {"two": ("two networks", two), "one": ("one network", one), "best": ("best rank", best)}
-    rows = {
-        f"{name}_m{m}": averaged(values[:, at], f"{label}, m = {m}")
-        for name, (label, values) in named.items()
-        for at, m in enumerate(WIDTHS)
-    }
+    rows, curves = dict[str, Figure](), dict[str, Curve]()
+    for name, label, values in (("two", "two networks", two), ("one", "one network", one), ("best", "best rank", best)):
+        rows |= {f"{name}_m{m}": averaged(values[:, at], f"{label}, m = {m}") for at, m in enumerate(WIDTHS)}
+        curves[name] = _curve(WIDTHS, values, label)
     rows["floor"] = averaged(floor, "floor of one network")
     rows["two_above_best"] = _at_least(two / best, "two networks / best rank, least")
     rows["two_below_floor"] = _at_most(two[:, -1] / floor, "two networks / floor, largest")
     rows["one_above_floor"] = _at_least(one / floor[:, None], "one network, the control / floor, least")
-    curves = {name: _curve(WIDTHS, values, label) for name, (label, values) in named.items()}
     curves["floor"] = _curve(WIDTHS, floor[:, None].expand(-1, len(WIDTHS)), "floor of one network")
     return Experiment(
         name="binary kernel by width",

@@ -7,18 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-from pydantic import JsonValue
-
 from attnlens.maths.attsvm.descent import Loss
 from attnlens.records.studies import Bound, Curve, Experiment
 from attnlens.requests.experiments import USES
+from attnlens.runs.progress import Progress
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
-
-Progress = Callable[[str, int, int], None]
-"""(stage, steps done, steps in total)."""
 
 NAMES = {"t": "T", "head_function": "head"}
 """Option name → name of the experiment setting, if they differ."""
@@ -47,14 +43,10 @@ class ExperimentSettings:
 class Study:
     """One experiment: its function and the settings it uses."""
 
-    function: Callable[[ExperimentSettings, bool, Progress], Experiment]
-    """(settings, whether they are the published ones, progress) → experiment."""
-    full: ExperimentSettings
-    """Published sizes."""
-    quick: ExperimentSettings
-    """Published sizes with fewer trials, or some of these sizes."""
-    uses: frozenset[str]
-    """Names of the settings the experiment uses."""
+    function: Callable[[ExperimentSettings, bool, Progress], Experiment]  # of (settings, whether published, progress)
+    full: ExperimentSettings  # published sizes
+    quick: ExperimentSettings  # published sizes with fewer trials, or some of these sizes
+    uses: frozenset[str]  # names of the settings the experiment uses
 
     def run(self, overrides: Mapping[str, Any], quick: bool, progress: Progress) -> Experiment:
         """Run with the overrides this experiment uses; compare with published values if none changes the question.
@@ -63,37 +55,20 @@ class Study:
         as the quick run has, the result is compared with the published values.
         """
         standard = self.quick if quick else self.full
-        used: dict[str, Any] = {
-            name: (value,) if name == "d" else value for name, value in overrides.items() if name in self.uses
-        }
-        settings = replace(standard, **used)
+        applied = {name: value for name, value in overrides.items() if name in self.uses}
+        settings = replace(standard, **applied | ({"d": (applied["d"],)} if "d" in applied else {}))
         reference = replace(standard, trials=self.quick.trials)
         same = replace(settings, seed=reference.seed, trials=reference.trials) == reference
         published = same and settings.trials >= reference.trials
         experiment = self.function(settings, published, progress)
-        shown = {name: value for name, value in asdict(settings).items() if name in self.uses and value is not None}
-        json_settings = {name: _to_json(value) for name, value in shown.items()}
-        return experiment.model_copy(update={"settings": json_settings | experiment.settings}).judged()
-
-
-def _to_json(value: Any) -> JsonValue:
-    if isinstance(value, tuple):
-        return list(value) if len(value) > 1 else value[0]
-    return value  # type: ignore[no-any-return]
+        values = asdict(settings) | {"d": list(settings.d) if len(settings.d) > 1 else settings.d[0]}
+        recorded = {name: value for name, value in values.items() if name in self.uses and value is not None}
+        return experiment.model_copy(update={"settings": recorded | experiment.settings}).judged()
 
 
 def uses(experiment: str) -> frozenset[str]:
     """Return the names of the settings an experiment uses."""
-    return frozenset(map(setting_of, USES[experiment]))
-
-
-def setting_of(option: str) -> str:
-    """Return the name of an option's setting."""
-    return NAMES.get(option, option)
-
-
-def silent(_stage: str, _done: int, _total: int) -> None:
-    """Show no progress."""
+    return frozenset(NAMES.get(option, option) for option in USES[experiment])
 
 
 CORRELATION = "correlation"
@@ -114,10 +89,8 @@ class Figure:
     """One row of an experiment's table."""
 
     value: float | None
-    error: float | None = None
-    """Standard error, if the value is a mean over trials."""
-    label: str | None = None
-    """Display name; None: the figure's name with blanks for underscores."""
+    error: float | None = None  # standard error, if the value is a mean over trials
+    label: str | None = None  # display name; None: the figure's name with blanks for underscores
     published: float | None = None
     tolerance: float | None = None
     bound: Bound = "within"
@@ -153,9 +126,9 @@ def share_of(share: float, trials: int, label: str, published: float | None, the
     return Figure(share, error, label, published, 3 * math.sqrt(p * (1 - p) * (1 / trials + 1 / theirs)))
 
 
-def curve(steps: Sequence[float], values: Float[Tensor, "steps trials"], quantity: str, **shown: Any) -> Curve:
-    """Compute median and quartiles over the trials that have a value; `shown` are fields of Curve."""
+def curve(steps: Sequence[float], values: Float[Tensor, "steps trials"], quantity: str, **fields: Any) -> Curve:
+    """Compute median and quartiles over the trials that have a value; `fields` are further fields of Curve."""
     low, median, high = (
         [None if row.isnan().all() else row.nanquantile(share).item() for row in values] for share in (0.25, 0.5, 0.75)
     )
-    return Curve(steps=list(steps), median=median, low=low, high=high, quantity=quantity, **shown)
+    return Curve(steps=list(steps), median=median, low=low, high=high, quantity=quantity, **fields)

@@ -14,11 +14,12 @@ from transformers import GPT2LMHeadModel
 
 from attnlens.kernels.attention.primal_scores import running
 from attnlens.lab import primal
-from attnlens.lab.experiments.settings import Figure, Progress, averaged, columns, curve, silent
+from attnlens.lab.experiments.settings import Figure, averaged, columns, curve
 from attnlens.maths import ksvd, linalg
 from attnlens.maths.ksvd import ETA
 from attnlens.models import hooks, loading, texts
 from attnlens.records.studies import Curve, Experiment
+from attnlens.runs.progress import Progress, silent
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -112,10 +113,8 @@ SOURCE = (
 class HeldOutReading:
     """Results of a trained model on held-out windows."""
 
-    loss: float
-    """Nats per predicted token."""
-    curves: dict[str, Float[Tensor, "heads steps"]]
-    """Cumulative singular values of the last layer by matrix, averaged over windows."""
+    loss: float  # nats per predicted token
+    curves: dict[str, Float[Tensor, "heads steps"]]  # matrix → cumulative singular values, averaged over windows
 
 
 def primal_decay(seed: int = 0, progress: Progress = silent) -> Experiment:
@@ -125,15 +124,17 @@ def primal_decay(seed: int = 0, progress: Progress = silent) -> Experiment:
     config.update({"n_positions": TOKENS})
     ids = sample(loaded, TOKENS, ALL)
     held_out = torch.arange(len(ids)) % EVERY == EVERY - 1
-    experiment = compared(config, ids[~held_out], ids[held_out], Training(), range(seed, seed + SEEDS), progress)
+    experiment = compare_training(
+        config, ids[~held_out], ids[held_out], Training(), range(seed, seed + SEEDS), progress
+    )
     split = f"{TEXT}, every eighth window for evaluation"
     return experiment.model_copy(update={"model": MODEL, "settings": {"text": split, **experiment.settings}})
 
 
-def compared(
+def compare_training(
     config: GPT2Config,
     windows: Int[Tensor, "windows tokens"],
-    held: Int[Tensor, "kept tokens"],
+    held_out: Int[Tensor, "windows tokens"],
     training: Training,
     seeds: Sequence[int],
     progress: Progress = silent,
@@ -152,76 +153,73 @@ def compared(
 
             fit(model, windows, training, seed, tick)
             done += training.steps
-            readings[way].append(read(model, held))
+            readings[way].append(read(model, held_out))
     settings = {"seeds": list(seeds), "layers": config.n_layer, "heads": config.n_head, "d_model": config.n_embd}
-    sizes = {"tokens": windows.shape[-1], "windows": len(windows), "evaluated_on": len(held)}
+    sizes = {"tokens": windows.shape[-1], "windows": len(windows), "evaluated_on": len(held_out)}
+    curves = {
+        f"{_spell(matrix)}: {way}": _head_curve(
+            torch.cat([reading.curves[matrix] for reading in readings[way]]), _spell(matrix), way
+        )
+        for matrix in MATRICES
+        for way in WAYS
+    }
     return Experiment(
         name="decay by training",
         question="After equal training, does a primal last layer decay faster than a canonical one? (± over seeds)",
         settings=settings | sizes | asdict(training),
         source=SOURCE,
         axis="first k singular values",
-        curves={f"{_spell(matrix)}: {way}": _curve(readings[way], matrix, way) for matrix in MATRICES for way in WAYS},
+        curves=curves,
         **columns(_rows(readings)),
     )
 
 
-def read(model: PreTrainedModel, held: Int[Tensor, "kept tokens"]) -> HeldOutReading:
+def read(model: PreTrainedModel, held_out: Int[Tensor, "windows tokens"]) -> HeldOutReading:
     """Compute the loss and the spectra of three kernels of the last layer."""
+    attention = None
     with torch.no_grad():
-        loss = float(nats(model, held))
-        last = _scores_curve(model)
-        call, query_key = calls(model, held)[-1]
+        loss = float(nats(model, held_out))
+        for part in model.modules():
+            if isinstance(part, primal.PrimalHeads) and part.last is not None:  # eΛrᵀ is K if e, r solve the kernel SVD
+                e, r, _ = part.last
+                values = linalg.product_singular_values(e * part.log_multipliers.exp()[:, None], r)
+                attention = linalg.cumulative(values)
+                break
+        call, query_key = calls(model, held_out)[-1]
     curves = {
-        "attention": attention_curve(query_key) if last is None else last,
+        "attention": attention_curve(query_key) if attention is None else attention,
         "cosine": cosine_curve(call),
         "running_cosine": cosine_curve(call, averaged=True),
     }
     return HeldOutReading(loss, {name: values.mean(0) for name, values in curves.items()})
 
 
-def _scores_curve(model: PreTrainedModel) -> Float[Tensor, "kept heads steps"] | None:
-    """Compute the last pass's curve of eΛrᵀ (K itself if e, r solve the kernel SVD); None without a primal layer."""
-    for part in model.modules():
-        if isinstance(part, primal.PrimalHeads) and part.last is not None:
-            e, r, _ = part.last
-            return linalg.cumulative(linalg.product_singular_values(e * part.log_multipliers.exp()[:, None], r))
-    return None
-
-
 def _rows(readings: dict[str, list[HeldOutReading]]) -> dict[str, Figure]:
     """Build rows: loss and σ₁/Σσ both ways, primal − canonical, and the share of seeds in which primal is larger."""
-    first = {
-        matrix: {way: torch.stack([reading.curves[matrix][:, 0].mean() for reading in readings[way]]) for way in WAYS}
-        for matrix in MATRICES
-    }
     losses = {way: torch.tensor([reading.loss for reading in readings[way]], dtype=torch.float64) for way in WAYS}
-    named = {"loss": losses, **first}
-    both = {
-        f"{name}_{way}": averaged(ways[way], f"{_spell(name)}, {way}") for name, ways in named.items() for way in WAYS
-    }
-    apart = {
-        f"{name}_difference": averaged(ways[PRIMAL] - ways[CANONICAL], f"{_spell(name)}, difference")
-        for name, ways in named.items()
-    }
-    holds = {
-        f"{matrix}_holds": Figure(
-            float((ways[PRIMAL] > ways[CANONICAL]).double().mean()), label=f"{_spell(matrix)}, claim holds"
-        )
-        for matrix, ways in first.items()
-    }
-    return both | apart | holds
+    values_by_name = {"loss": losses}
+    for matrix in MATRICES:
+        values_by_name[matrix] = {
+            way: torch.stack([reading.curves[matrix][:, 0].mean() for reading in readings[way]]) for way in WAYS
+        }
+    both, differences, holds = dict[str, Figure](), dict[str, Figure](), dict[str, Figure]()
+    for name, values in values_by_name.items():
+        label, ours, theirs = _spell(name), values[PRIMAL], values[CANONICAL]
+        both |= {f"{name}_{way}": averaged(values[way], f"{label}, {way}") for way in WAYS}
+        differences[f"{name}_difference"] = averaged(ours - theirs, f"{label}, difference")
+        if name != "loss":
+            share = float((ours > theirs).double().mean())
+            holds[f"{name}_holds"] = Figure(share, label=f"{label}, claim holds")
+    return both | differences | holds
 
 
 def _spell(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _curve(reads: list[HeldOutReading], matrix: str, way: str) -> Curve:
-    """Compute median and quartiles over the heads of all seeds."""
-    heads = torch.cat([one.curves[matrix] for one in reads])
-    steps = range(1, heads.shape[-1] + 1)
-    return curve(steps, heads.mT, SHARE, bounded=True, picture=_spell(matrix), label=way)
+def _head_curve(heads: Float[Tensor, "heads steps"], picture: str, label: str) -> Curve:
+    """Compute median and quartiles over heads."""
+    return curve(range(1, heads.shape[-1] + 1), heads.mT, SHARE, bounded=True, picture=picture, label=label)
 
 
 def demo() -> loading.Loaded:
@@ -240,7 +238,7 @@ def calls(model: PreTrainedModel, ids: Int[Tensor, "sequences tokens"]) -> list[
 
     Layers below a primal one are the model's own; a primal layer is called with its own queries and keys too.
     """
-    return [(found.call, found.call.query_key(found.site)) for found in hooks.survey(model, {"input_ids": ids})]
+    return [(site.call, site.call.query_key(site.site)) for site in hooks.survey(model, {"input_ids": ids})]
 
 
 def attention_curve(query_key: QueryKey) -> Float[Tensor, "sequences heads steps"]:
@@ -273,9 +271,16 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
     difference of last and first third is given with its error.
     """
     loaded, windows = demo(), FEW if quick else WINDOWS
-    found = by_third(loaded.model, sample(loaded, DEPTH_TOKENS, windows))
+    curves_by_name = by_third(loaded.model, sample(loaded, DEPTH_TOKENS, windows))
     progress("decay by depth", 1, 1)
-    rows = _depth_rows({name: [third[..., 0].mean(-1) for third in thirds] for name, thirds in found.items()})
+    rows, holding = dict[str, Figure](), dict[str, Figure]()
+    for name, thirds in curves_by_name.items():
+        shares = [third[..., 0].mean(-1) for third in thirds]
+        for third, values in zip(THIRDS, shares, strict=True):
+            rows[f"{name}_{third}"] = averaged(values, f"{name}, {third} third")
+        rows[f"{name}_last_minus_first"] = averaged(shares[-1] - shares[0], f"{name}, last − first")
+        rise = holds([float(values.mean()) for values in shares])
+        holding[f"{name}_holds"] = Figure(rise, label=f"{name}, claim holds")
     return Experiment(
         name="decay by depth",
         question="Do deeper layers decay faster: is σ₁/Σσ larger there? (± over windows)",
@@ -283,26 +288,13 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
         settings={"text": TEXT, "windows": windows, "tokens": DEPTH_TOKENS, "layers": loaded.model.config.n_layer},
         source=DEPTH_SOURCE,
         axis="first k singular values",
-        curves={
-            f"{name}: {third} third": _depth_curve(values, name, f"{third} third")
-            for name, thirds in found.items()
+        curves={  # over heads, of their means over windows
+            f"{name}: {third} third": _head_curve(values.mean(0), name, f"{third} third")
+            for name, thirds in curves_by_name.items()
             for third, values in zip(THIRDS, thirds, strict=True)
         },
-        **columns(rows),
+        **columns(rows | holding),
     )
-
-
-def _depth_rows(shares: dict[str, list[Float[Tensor, " windows"]]]) -> dict[str, Figure]:
-    """Build rows per kernel: σ₁/Σσ of each third, last − first, and whether they rise (without an error)."""
-    rows: dict[str, Figure] = {}
-    for name, thirds in shares.items():
-        for third, values in zip(THIRDS, thirds, strict=True):
-            rows[f"{name}_{third}"] = averaged(values, f"{name}, {third} third")
-        rows[f"{name}_last_minus_first"] = averaged(thirds[-1] - thirds[0], f"{name}, last − first")
-    return rows | {
-        f"{name}_holds": Figure(holds([float(x.mean()) for x in thirds]), label=f"{name}, claim holds")
-        for name, thirds in shares.items()
-    }
 
 
 def holds(shares: list[float]) -> float:
@@ -329,19 +321,14 @@ def by_third(
     }
 
 
-def _depth_curve(values: Float[Tensor, "windows heads steps"], kernel: str, third: str) -> Curve:
-    """Compute median and quartiles over heads of their means over windows."""
-    heads = values.mean(0)
-    return curve(range(1, heads.shape[-1] + 1), heads.mT, SHARE, bounded=True, picture=kernel, label=third)
-
-
 LAYER, HEAD, HEAD_TOKENS = 1, 3, 128  # head that supplies queries and keys, and tokens of the built-in text it reads
 SCORES, ROWS, RANDOM = 4, 10, 64
 """s, number of sampled rows X', and number of random features per token."""
 KERNELS = f"cosine and random features of head {LAYER}.{HEAD} of demo, Gaussian features"
 NOISE = 0.1  # standard deviation of the noise added to H_e in the control
 CONTROL = "J_perturbed"  # figure that must not be 0
-LIMIT, MOVED = 1e-10, 0.1  # largest allowed error of an identity, and least allowed J of the control
+LIMIT, MOVED = 1e-10, 0.1
+"""Largest allowed error of an identity, above float64's rounding over a spectrum; least allowed J of the control."""
 LABELS = {"primal_minus_dual": "primal − dual", "rank_s_error": "rank-s error"}
 """Display names of identities, if different from the identity's key."""
 IDENTITIES_SOURCE = "Chen et al. 2023, Theorem 3.2 and Eq. 6: equalities, here to rounding; J is in K's unit"
@@ -365,12 +352,12 @@ class Case(NamedTuple):
 
 def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
     """Compute the largest error of each identity over the kernels, and the control's least |J|, which must not be 0."""
-    posed = list(cases(seed))
+    all_cases = list(cases(seed))
     by_name: dict[str, list[float]] = {}
-    for done, case in enumerate(posed):
+    for done, case in enumerate(all_cases):
         for name, error in errors(case, seed).items():
             by_name.setdefault(name, []).append(error)
-        progress("KSVD identities", done + 1, len(posed))
+        progress("KSVD identities", done + 1, len(all_cases))
     rows = {
         name: Figure(max(values), label=LABELS.get(name), published=0.0, tolerance=LIMIT, bound="at most")
         for name, values in by_name.items()
@@ -395,14 +382,13 @@ def cases(seed: int) -> Iterator[Case]:
     _, query_key = calls(loaded.model, sample(loaded, HEAD_TOKENS, 1))[LAYER]
     q, k = query_key.query[0, HEAD], query_key.paired_key[0, HEAD]
     generator = torch.Generator().manual_seed(seed)
-    drawn = (torch.randn(rows, 6, generator=generator, dtype=torch.float64) for rows in (40, 30))
     head = f"head {LAYER}.{HEAD} of demo"
-    posed = {
-        f"{head}, cosine": (ksvd.cosine_features(q), ksvd.cosine_features(k)),
-        f"{head}, random features": tuple(ksvd.random_features(x, query_key.scale, RANDOM, seed) for x in (q, k)),
-        "Gaussian features": tuple(drawn),
+    features = {
+        f"{head}, cosine": [ksvd.cosine_features(x) for x in (q, k)],
+        f"{head}, random features": [ksvd.random_features(x, query_key.scale, RANDOM, seed) for x in (q, k)],
+        "Gaussian features": [torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (40, 30)],
     }
-    for name, (queries, keys) in posed.items():
+    for name, (queries, keys) in features.items():
         yield Case(f"{name}, F = I", queries, keys, None)
         yield Case(f"{name}, F = X'", queries, keys, ksvd.sampled_rows(keys, ROWS))
 
@@ -414,7 +400,7 @@ def errors(case: Case, seed: int) -> dict[str, float]:
     weights = ksvd.primal(solution, *sides)
     e, r = weights.e_scores(case.queries), weights.r_scores(case.keys)
     sigma, top = solution.values, float(solution.values[0])
-    rest = torch.linalg.svdvals(kernel)[len(sigma) :].norm()
+    remainder = torch.linalg.svdvals(kernel)[len(sigma) :].norm()
     noise = torch.randn(solution.left.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     perturbed = replace(solution, left=solution.left + NOISE * noise)  # not a kernel SVD
     return {
@@ -423,7 +409,9 @@ def errors(case: Case, seed: int) -> dict[str, float]:
         "Λe − h": _largest(weights.multipliers * e - solution.left, weights.multipliers * r - solution.right),
         "J": _objective(case, solution),
         "Σe² − σ²": _largest(e.square().sum(0) - sigma.square()) / top**2,
-        "rank_s_error": float((torch.linalg.matrix_norm(kernel - e @ solution.right.mT) - rest).abs() / kernel.norm()),
+        "rank_s_error": float(
+            (torch.linalg.matrix_norm(kernel - e @ solution.right.mT) - remainder).abs() / kernel.norm()
+        ),
         CONTROL: _objective(case, perturbed),
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import comb
 from typing import Any, Literal
@@ -66,9 +66,9 @@ def scale_of(name: ScaleName, form: TaskForm) -> Scale:
 
 
 TSAI, WRIGHT, CHEN = "Tsai et al. 2019", "Wright & Gonzalez 2021", "Chen et al. 2023"
-PLACED = AttentionForm(positions="product")
+PRODUCT = AttentionForm(positions="product")
 """Positions in the language models of Tsai et al. (Eq. 5, values without positions)."""
-ADDED = AttentionForm(positions="sum", in_value=True)
+SUM = AttentionForm(positions="sum", in_value=True)
 """Positions in translation of Tsai et al. (Eq. 4, values with positions), and in all tasks of the other papers."""
 
 
@@ -80,18 +80,12 @@ SCORES, ETAS = (8, 16), (0.0, 0.1)
 class PaperCell:
     """One form of attention trained on one form of task."""
 
-    name: str
-    """Name of its row."""
-    task: TaskForm
-    """Task of its column."""
-    form: AttentionForm
-    """Attention that is trained."""
-    published: float | None = None
-    """Published value; None if the paper did not train this cell or it did not converge."""
-    diverged: bool = False
-    """True if the paper reports that training did not converge."""
-    others: tuple[AttentionForm, ...] = ()
-    """Further forms to search besides `form`; the best is chosen together with the learning rate."""
+    name: str  # name of its row
+    task: TaskForm  # task of its column
+    form: AttentionForm  # attention that is trained
+    published: float | None = None  # published value; None if the paper did not train this cell or it did not converge
+    diverged: bool = False  # true if the paper reports that training did not converge
+    others: tuple[AttentionForm, ...] = ()  # further forms; the best is chosen with the learning rate
 
     @property
     def forms(self) -> tuple[AttentionForm, ...]:
@@ -103,16 +97,11 @@ class PaperCell:
 class PaperTable:
     """One table of a paper."""
 
-    name: str
-    """Name on the command line."""
-    question: str
-    """Question in one line."""
-    source: str
-    """Paper and table number."""
-    cells: tuple[PaperCell, ...]
-    """Cells row by row."""
-    data: Mapping[TaskForm, str] = field(default_factory=dict)
-    """Data and measure of each published column."""
+    name: str  # name on the command line
+    question: str  # question in one line
+    source: str  # paper and table number
+    cells: tuple[PaperCell, ...]  # cells row by row
+    data: Mapping[TaskForm, str] = field(default_factory=dict)  # data and measure of each published column
 
 
 def _kernels() -> PaperTable:
@@ -124,12 +113,12 @@ def _kernels() -> PaperTable:
     }
     cells: list[PaperCell] = []
     for kernel, both in published.items():
-        for symmetric, found in zip((False, True), both, strict=True):
+        for symmetric, known in zip((False, True), both, strict=True):
             name = f"{kernel.split(':')[0]}, {'symmetric' if symmetric else 'asymmetric'}"
-            bleu, perplexity = found or (None, None)
-            placed, added = (replace(form, kernel=kernel, symmetric=symmetric) for form in (PLACED, ADDED))
-            cells.append(PaperCell(name, "language", placed, perplexity, found is None))
-            cells.append(PaperCell(name, "translation", added, bleu, found is None))
+            bleu, perplexity = known or (None, None)
+            with_product, with_sum = (replace(form, kernel=kernel, symmetric=symmetric) for form in (PRODUCT, SUM))
+            cells.append(PaperCell(name, "language", with_product, perplexity, known is None))
+            cells.append(PaperCell(name, "translation", with_sum, bleu, known is None))
     return PaperTable(
         "kernels", "Which kernel is best, and need it be asymmetric?", f"{TSAI}, Table 2", tuple(cells), TSAI_DATA
     )
@@ -138,25 +127,30 @@ def _kernels() -> PaperTable:
 TSAI_DATA: dict[TaskForm, str] = {"translation": "IWSLT'14 de-en, BLEU", "language": "WikiText-103, perplexity"}
 
 
+SYMMETRIC_PRODUCT = AttentionForm(positions="symmetric product")
+PLACINGS = {
+    "direct sum (Eq. 4)": (SUM, (33.98, 34.02), (30.97, 30.50)),
+    "look-up table (Eq. 6)": (AttentionForm(positions="table"), (34.04, 34.12), (27.56, 27.45)),
+    "product, asymmetric (Eq. 5)": (PRODUCT, (33.32, 33.62), (24.18, 24.10)),
+    "product, symmetric (Eq. 9)": (SYMMETRIC_PRODUCT, (34.60, 34.71), (24.42, 24.28)),
+}
+"""Name → form, BLEU and perplexity with and without positions in the values (Table 4)."""
+
+
 def _positions() -> PaperTable:
-    forms = {
-        "direct sum (Eq. 4)": (ADDED, 33.98, 30.97),
-        "look-up table (Eq. 6)": (AttentionForm(positions="table"), 34.12, 27.56),
-        "product, asymmetric (Eq. 5)": (PLACED, 33.62, 24.10),
-        "product, symmetric (Eq. 9)": (AttentionForm(positions="symmetric product"), 34.71, 24.28),
-    }
     cells: list[PaperCell] = []
-    for name, (form, bleu, perplexity) in forms.items():
-        # the paper's look-up tables add positions to the values only in its language models (Table 4)
-        own = replace(form, in_value=True) if form.positions == "table" else form
-        cells += [PaperCell(name, "language", own, perplexity), PaperCell(name, "translation", form, bleu)]
+    for name, (form, bleu, perplexity) in PLACINGS.items():
+        # Table 1 has positions in the values of the direct sum, and of the look-up tables of language models
+        language, translation = form.positions in ("sum", "table"), form.positions == "sum"
+        cells.append(PaperCell(name, "language", replace(form, in_value=language), perplexity[0 if language else 1]))
+        cells.append(PaperCell(name, "translation", replace(form, in_value=translation), bleu[0 if translation else 1]))
     return PaperTable(
         "positions", "How do positions best enter the kernel?", f"{TSAI}, Table 1", tuple(cells), TSAI_DATA
     )
 
 
 def _order() -> PaperTable:
-    product = AttentionForm(positions="symmetric product")
+    product = SYMMETRIC_PRODUCT
     cells = [
         PaperCell("in the encoder, across and in the decoder (Eq. 9)", "translation", product, 34.71),
         PaperCell("not in the decoder (Eq. 9)", "translation", replace(product, places=("encoder", "cross")), 34.49),
@@ -164,7 +158,7 @@ def _order() -> PaperTable:
         PaperCell("not in the encoder (Eq. 9)", "translation", replace(product, places=("decoder", "cross"))),
         # W_Q = W_K as in Eq. 9, so that only the positions are removed
         PaperCell("nowhere", "translation", AttentionForm(symmetric=True), 14.47),
-        PaperCell("direct sum (Eq. 4)", "language", ADDED, 30.97),
+        PaperCell("direct sum (Eq. 4)", "language", SUM, 30.97),
         PaperCell("product, symmetric (Eq. 9)", "language", product, 24.28),
         PaperCell("nowhere", "language", AttentionForm(symmetric=True), 30.92),
     ]
@@ -172,17 +166,12 @@ def _order() -> PaperTable:
 
 
 def _values() -> PaperTable:
-    forms = {
-        "direct sum (Eq. 4)": (ADDED, (33.98, 34.02), (30.97, 30.50)),
-        "look-up table (Eq. 6)": (AttentionForm(positions="table"), (34.04, 34.12), (27.56, 27.45)),
-        "product, asymmetric (Eq. 5)": (PLACED, (33.32, 33.62), (24.18, 24.10)),
-        "product, symmetric (Eq. 9)": (AttentionForm(positions="symmetric product"), (34.60, 34.71), (24.42, 24.28)),
-    }
     cells: list[PaperCell] = []
-    for name, (form, bleu, perplexity) in forms.items():
-        for held, at in ((True, 0), (False, 1)):
-            row, own = f"{name}, value {'with' if held else 'without'} positions", replace(form, in_value=held)
-            cells += [PaperCell(row, "language", own, perplexity[at]), PaperCell(row, "translation", own, bleu[at])]
+    for name, (form, bleu, perplexity) in PLACINGS.items():
+        for at, word in enumerate(("with", "without")):
+            row, cell_form = f"{name}, value {word} positions", replace(form, in_value=word == "with")
+            cells.append(PaperCell(row, "language", cell_form, perplexity[at]))
+            cells.append(PaperCell(row, "translation", cell_form, bleu[at]))
     return PaperTable(
         "values", "Does the value need positions? (Eq. 7 and 8)", f"{TSAI}, Table 4", tuple(cells), TSAI_DATA
     )
@@ -202,7 +191,7 @@ def _dimension() -> PaperTable:
     cells = []
     for kernel, known in published.items():
         bleu, accuracy = known or (None, None)
-        form, name = replace(ADDED, kernel=kernel), names.get(kernel, kernel)
+        form, name = replace(SUM, kernel=kernel), names.get(kernel, kernel)
         cells += [PaperCell(name, "translation", form, bleu), PaperCell(name, "classification", form, accuracy)]
         cells.append(PaperCell(name, "language", form))
     return PaperTable(
@@ -216,15 +205,18 @@ def _dimension() -> PaperTable:
 
 def _primal() -> PaperTable:
     swept: dict[Literal["all", "last"], tuple[AttentionForm, ...]] = {
-        layers: tuple(replace(ADDED, primal=layers, scores=s, eta=eta) for s in SCORES for eta in ETAS)
+        layers: tuple(replace(SUM, primal=layers, scores=s, eta=eta) for s in SCORES for eta in ETAS)
         for layers in ("all", "last")
     }
+    published: dict[TaskForm, tuple[float, float | None, float]] = {
+        "classification": (71.9, 73.0, 73.1),
+        "language": (33.0, None, 31.0),
+    }
     cells = []
-    for task, canonical, former, plus in (("classification", 71.9, 73.0, 73.1), ("language", 33.0, None, 31.0)):
-        of: TaskForm = task  # type: ignore[assignment]  # mypy infers str for the tuple's elements
-        cells.append(PaperCell("canonical", of, ADDED, canonical))
-        cells.append(PaperCell("PrimalFormer", of, swept["all"][0], former, others=swept["all"][1:]))
-        cells.append(PaperCell("Primal.+", of, swept["last"][0], plus, others=swept["last"][1:]))
+    for task, (canonical, former, plus) in published.items():
+        cells.append(PaperCell("canonical", task, SUM, canonical))
+        cells.append(PaperCell("PrimalFormer", task, swept["all"][0], former, others=swept["all"][1:]))
+        cells.append(PaperCell("Primal.+", task, swept["last"][0], plus, others=swept["last"][1:]))
     return PaperTable(
         "primal",
         "Does Primal-Attention learn as well as softmax attention?",
@@ -234,23 +226,20 @@ def _primal() -> PaperTable:
     )
 
 
-def features_of(cell: PaperCell, scale: Scale) -> str:
+def describe_features(cell: PaperCell, scale: Scale) -> str:
     """Return the number of features Φ of a head's kernel k(q, k) = ⟨Φ(q), Φ(k)⟩; empty if unknown."""
-    name, _, given = cell.form.kernel.partition(":")
-    d = scale.d_model // scale.heads
-    if cell.form.primal != "none" or name not in FEATURES:
-        return ""
-    return FEATURES[name](d, int(given) if given.isdigit() else 0)
+    name, _, parameter = cell.form.kernel.partition(":")
+    number, d = int(parameter) if parameter.isdigit() else 0, scale.d_model // scale.heads
+    features = {
+        "linear": d,
+        "polynomial": d * (d + 1) // 2,  # monomials of degree 2
+        "taylor": comb(d + number, number),  # monomials up to this degree
+        "random-features": number,
+        **dict.fromkeys(("exponential", "rbf", "intersection"), "∞"),
+    }
+    return "" if cell.form.primal != "none" else str(features.get(name, ""))
 
 
-FEATURES: dict[str, Callable[[int, int], str]] = {
-    **dict.fromkeys(("exponential", "rbf", "intersection"), lambda _d, _given: "∞"),
-    "linear": lambda d, _given: str(d),
-    "polynomial": lambda d, _given: str(d * (d + 1) // 2),  # monomials of degree 2
-    "taylor": lambda d, order: str(comb(d + order, order)),  # monomials up to degree `order`
-    "random-features": lambda _d, count: str(count),
-}
-"""Kernel → its feature dimension, as a function of head_dim and the kernel's parameter."""
 TABLES: dict[str, PaperTable] = {
     table.name: table for table in (_kernels(), _positions(), _order(), _values(), _dimension(), _primal())
 }

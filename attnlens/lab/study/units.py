@@ -10,14 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError
 
 from attnlens.analyzers import registry
 from attnlens.analyzers.selection.gatherer import Selector
-from attnlens.choices import Part
 from attnlens.files import make_folder, unwritten_folder
 from attnlens.kernels.attention import attend
 from attnlens.lab.study.tables import Scale
@@ -30,7 +29,7 @@ from attnlens.models.kernel_transformers import (
     KernelAttention,
     KernelTransformer,
     KernelTransformerConfig,
-    made,
+    draw_model,
 )
 from attnlens.models.loading.building import quiet
 from attnlens.records import Call, QueryKey, Site
@@ -49,22 +48,22 @@ def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int
     """Write the model after so many steps, with its tokenizer if it has one."""
     from transformers import PreTrainedTokenizerFast
 
-    place = folder / STEP.format(step)
+    step_folder = folder / STEP.format(step)
     pairs = getattr(task, "pairs", None)
     try:
         with quiet():
-            model.save_pretrained(place)
+            model.save_pretrained(step_folder)
             if pairs is not None:
                 tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs.tokenizer)  # type: ignore[no-untyped-call]
-                tokenizer.save_pretrained(place)
+                tokenizer.save_pretrained(step_folder)
     except (OSError, SafetensorError) as error:
-        raise unwritten_folder(place, getattr(error, "strerror", None) or str(error)) from None
+        raise unwritten_folder(step_folder, getattr(error, "strerror", None) or str(error)) from None
 
 
-def save_cells(folder: Path, found: Sequence[CellResult], store: Store) -> None:
+def save_cells(folder: Path, results: Sequence[CellResult], store: Store) -> None:
     """Copy every cell's saved steps to `folder`/task/cell. Raises OutputError if they cannot be written."""
-    for result in found:
-        source = models_of(store, result.first_name)
+    for result in results:
+        source = _model_folder(store, result.first_name)
         destination = folder / slug(result.task) / slug(result.cell.name)
         make_folder(destination.parent)
         try:
@@ -73,7 +72,7 @@ def save_cells(folder: Path, found: Sequence[CellResult], store: Store) -> None:
             raise unwritten_folder(destination, error.strerror or str(error)) from None
 
 
-def models_of(store: Store, name: str) -> Path:
+def _model_folder(store: Store, name: str) -> Path:
     """Return the folder with the saved models of a unit."""
     return Path(store.folder) / "models" / file_stem(name)
 
@@ -93,7 +92,7 @@ DECIDED, COSINE = "selection.decided", "selection.projected_svm_cosine"
 SEQUENCES = 8  # sequences on which tokens.* are measured
 
 
-def medians(model: KernelTransformer, batch: Examples) -> dict[str, float]:
+def measure_heads(model: KernelTransformer, batch: Examples) -> dict[str, float]:
     """Compute the median over heads of each measure that has a value; shares have none for causal heads.
 
     tokens.* are those of `inspect`, averaged over held-out sequences, with log k of the model's own kernel instead of
@@ -101,89 +100,75 @@ def medians(model: KernelTransformer, batch: Examples) -> dict[str, float]:
     negative has no log k, so only weights.* are computed. Primal layers have no measures. The SVM of the selection is
     posed on queries and keys, for kernels that depend on the inner product only and have no position bias.
     """
-    sequences = [batch.single(row) for row in range(min(SEQUENCES, len(batch.inputs)))]
-    tokens = [_record_tokens(model, one) for one in sequences]
-    read = [_measure(_weights(model)), _measure_selection(model, tokens), *(_measure(one) for one in tokens)]
-    found: dict[str, list[Tensor]] = {}
-    for readings in read:
-        for name, value in readings.items():
-            found.setdefault(name, []).append(value)
-    heads = {name: torch.stack(values).nanmean(0) for name, values in found.items()}
-    return {name: float(value.nanmedian()) for name, value in heads.items() if not bool(value.isnan().all())}
+    tokens = [_record_tokens(model, batch.single(row)) for row in range(min(SEQUENCES, len(batch.inputs)))]
+    measured = [_measure(_weights(model)), _measure_selection(model, tokens), *map(_measure, tokens)]
+    medians = {}
+    for name in dict.fromkeys(name for measures in measured for name in measures):
+        heads = torch.stack([measures[name] for measures in measured if name in measures]).nanmean(0)
+        if not bool(heads.isnan().all()):
+            medians[name] = float(heads.nanmedian())
+    return medians
 
 
 def _measure(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
     """Compute each measure of all heads, concatenated over modules."""
-    found: dict[str, list[Tensor]] = {}
+    by_module: dict[str, list[Tensor]] = {}
     for query_key in query_keys:
         for analyzer in registry.select_analyzers(("symmetry", "spectrum"), query_key.source):
             if isinstance(analyzer, registry.Analyzer):
                 for name, value in analyzer.function(query_key).items():
                     if name in MEASURES:
-                        found.setdefault(name, []).append(value.double().reshape(-1))
-    return {name: torch.cat(values) for name, values in found.items()}
+                        by_module.setdefault(name, []).append(value.double().reshape(-1))
+    return {name: torch.cat(values) for name, values in by_module.items()}
 
 
 def _measure_selection(model: KernelTransformer, tokens: Sequence[Sequence[QueryKey]]) -> dict[str, Tensor]:
     """Compute the selection measures of all heads of all modules, over all sequences."""
     decided: list[float] = []
     cosines: list[float] = []
-    for module, *queries in zip(_modules(model), *tokens, strict=True) if any(tokens) else ():
-        selector = Selector(registry.GatheringPlace(queries[0].site))
-        for number, query_key in enumerate(queries):
+    for module, *query_keys in zip(_modules(model), *tokens, strict=True) if any(tokens) else ():
+        selector = Selector(registry.GatheringPlace(query_keys[0].site))
+        for number, query_key in enumerate(query_keys):
             selector.update(query_key, number)
         decided += [sum(shares.values()) / len(shares) for shares in selector.shares.values()]
-        posed = selector.stored and module.kernel.tie is None and module.kernel.info.dot is not None
-        found = [selector.nearness(head) for head in selector.shares] if posed else []
-        cosines += [one.svm_cosine if isinstance(one, Nearness) else math.nan for one in found]
+        if selector.stored and module.kernel.tie is None and module.kernel.info.dot is not None:
+            compared = [selector.nearness(head) for head in selector.shares]
+            cosines += [head.svm_cosine if isinstance(head, Nearness) else math.nan for head in compared]
     return {name: torch.tensor(values) for name, values in ((DECIDED, decided), (COSINE, cosines)) if values}
 
 
 def _weights(model: KernelTransformer) -> Iterator[QueryKey]:
     """Yield s W_Q W_Kᵀ of every module with a kernel, in float64."""
     for layer, module in enumerate(_modules(model)):
-        query, key = (_split_heads(part.weight, module.heads) for part in (module.query, module.key or module.query))
-        yield QueryKey(
-            query=query,
-            key=key,
-            scale=query.shape[-1] ** -0.5,
-            source="weights",
-            site=Site(f"layer {layer}", 0, layer, module.part),
-            heads=tuple(range(module.heads)),
-            key_of=tuple(range(module.heads)),
+        heads = tuple(range(module.heads))
+        query, key = (  # a linear map's weight is (outputs, inputs); its outputs are those of all heads
+            part.weight.detach().cpu().double().mT.reshape(part.in_features, module.heads, -1).transpose(0, 1)
+            for part in (module.query, module.key or module.query)
         )
+        site = Site(f"layer {layer}", 0, layer, module.part)
+        yield QueryKey(query, key, query.shape[-1] ** -0.5, "weights", site, heads, key_of=heads)
 
 
-def _split_heads(weight: Tensor, heads: int) -> Tensor:
-    """Reshape a linear map's weight (outputs, inputs) to (heads, inputs, head_dim) in float64."""
-    size = weight.shape[0] // heads
-    return weight.detach().cpu().double().mT.reshape(-1, heads, size).transpose(0, 1)
-
-
-def _record_tokens(model: KernelTransformer, batch: Examples) -> list[QueryKey]:
+def _record_tokens(model: KernelTransformer, example: Examples) -> list[QueryKey]:
     """Compute log k of every module on one sequence; empty if a kernel can be negative."""
     if any(module.kernel.signed for module in _modules(model)):
         return []
-    few = batch.to(next(model.parameters()).device)
-    calls: list[Call] = []
+    query_keys: list[QueryKey] = []
 
     def answer(call: Call) -> Tensor:
-        calls.append(call)
+        number, module = len(query_keys), cast("KernelAttention", call.module)
+        query_keys.append(call.query_key(Site(f"layer {number}", 0, number, module.part)))
         return attend(call, hooks.OWN)
 
     model.train(False)
-    with torch.no_grad(), hooks.opened(model, answer, modules=()):
-        model.core(few.inputs, few.kept, few.given)
-    return [call.query_key(Site(f"layer {at}", 0, at, _part(call))) for at, call in enumerate(calls)]
+    inputs = example.to(next(model.parameters()).device)
+    with torch.no_grad(), hooks.answer_calls(model, answer, modules=()):
+        model.core(inputs.inputs, inputs.mask, inputs.decoder_inputs)
+    return query_keys
 
 
 def _modules(model: KernelTransformer) -> list[KernelAttention]:
     return [module for module in model.attentions() if module.primal is None]
-
-
-def _part(call: Call) -> Part:
-    assert isinstance(call.module, KernelAttention)  # noqa: S101  # only these modules call it
-    return call.module.part
 
 
 @dataclass(frozen=True)
@@ -196,7 +181,7 @@ class TrainingUnit:
     run: Run  # learning rate, steps, seed
     tested: bool  # whether it is scored on the test set; learning-rate search runs are not
     watched: bool = False  # whether its heads are measured during training
-    kept: bool = False  # whether its model is saved at every evaluation
+    saved: bool = False  # whether its model is saved at every evaluation
 
     def name(self, digest: str) -> str:
         """Return the unit's name, with a hash of everything that determines it; `digest` identifies the task's data."""
@@ -206,7 +191,7 @@ class TrainingUnit:
             "form": asdict(self.form),
             "sizes": {name: value for name, value in asdict(self.scale).items() if name not in SEARCHED},
             "run": asdict(self.run),
-            "what is done": [self.tested, self.watched, self.kept],
+            "what is done": [self.tested, self.watched, self.saved],
         } | ({"device": "cuda"} if torch.cuda.is_available() else {})  # GPUs round differently
         return f"{self.task} rate {self.run.rate} seed {self.run.seed} {key_of(facts)}"
 
@@ -219,22 +204,14 @@ SEARCHED = ("rates", "seeds", "steps", "search_steps")
 class RunOutcome:
     """Result of a unit."""
 
-    curve: list[tuple[int, float]]
-    """(step, validation loss in nats)."""
-    watched: list[dict[str, float]]
-    """Medians over heads at these steps, by measure; empty if heads were not measured."""
-    problem: str
-    """Reason for not converging; empty if the run converged."""
-    scores: dict[str, float]
-    """Scores on the test set; empty if the run was not tested or did not converge."""
-    parameters: int
-    """Number of parameters of the model."""
-    kernel_parameters: int
-    """Number of parameters in projections of queries, keys and positions, over all layers."""
-    tokens: int
-    """Number of training tokens."""
-    seconds: float
-    """Seconds spent in training steps."""
+    curve: list[tuple[int, float]]  # (step, validation loss in nats)
+    watched: list[dict[str, float]]  # medians over heads at these steps, by measure; empty if heads were not measured
+    problem: str  # reason for not converging; empty if the run converged
+    scores: dict[str, float]  # scores on the test set; empty if the run was not tested or did not converge
+    parameters: int  # number of parameters of the model
+    kernel_parameters: int  # number of parameters in projections of queries, keys and positions, over all layers
+    tokens: int  # number of training tokens
+    seconds: float  # seconds spent in training steps
 
     @property
     def loss(self) -> float:
@@ -242,23 +219,23 @@ class RunOutcome:
         return math.inf if self.problem else min(loss for _, loss in self.curve)
 
 
-def trained(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, Any]:
+def train_unit(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, Any]:
     """Train a unit, resumed from its last saved state if any; return the fields of its RunOutcome."""
-    name = unit.name(digest_of(task))
-    model = model_of(unit, task)
-    held_batch = task.held_out("validation", SEQUENCES)[0] if unit.watched else None
+    name = unit.name(hash_task(task))
+    model = build_model(unit, task)
+    batch = task.held_out("validation", SEQUENCES)[0] if unit.watched else None
 
     def watch(step: int) -> dict[str, float]:
-        if unit.kept:
-            save_step(model, task, models_of(store, name), step)
-        return {} if held_batch is None else medians(model, held_batch)
+        if unit.saved:
+            save_step(model, task, _model_folder(store, name), step)
+        return {} if batch is None else measure_heads(model, batch)
 
     result = train(model.core, task, unit.scale, unit.run, store.inside(name), watch)
     scores = score(task, model.core, "test", unit.scale.batch) if unit.tested and not result.problem else {}
     finite = all(math.isfinite(value) for value in scores.values())
     outcome = RunOutcome(
-        list(result.curve),
-        list(result.watched) if unit.watched else [],
+        result.curve,
+        result.watched if unit.watched else [],
         result.problem if finite else "its loss on the test set is no finite number",
         scores if finite else {},
         sum(part.numel() for part in model.parameters()),
@@ -269,7 +246,7 @@ def trained(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, Any]
     return asdict(outcome)
 
 
-def model_of(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
+def build_model(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
     """Build the unit's initial model."""
     scale = unit.scale
     config = KernelTransformerConfig(
@@ -287,10 +264,10 @@ def model_of(unit: TrainingUnit, task: StudyTask) -> KernelTransformer:
         eos_token_id=getattr(task, "end", None),
         pad_token_id=getattr(task, "padding", None),
     )
-    return made(task.form, config, unit.run.seed)
+    return draw_model(task.form, config, unit.run.seed)
 
 
-def digest_of(task: StudyTask) -> str:
+def hash_task(task: StudyTask) -> str:
     """Hash a task's name and sizes and the hashes of its files; built-in tasks have no files."""
     sizes = task.vocabulary, task.outputs, task.channels, task.length
     facts: list[Any] = [task.name, sorted(task.files.items()), *sizes]

@@ -1,4 +1,10 @@
-"""Watch a running model's attention, or replace its kernel, through transformers' attention interface."""
+"""Watch a running model's attention, or replace its kernel, through transformers' attention interface.
+
+Contents: `survey` lists the attention sites of one forward pass; `watch` shows and `replace` swaps the attention of
+sites inside a `with`; `identity_error` measures how far outputs move if attnlens recomputes the attention;
+`record_outputs` and `replay_outputs` skip unchanged blocks. Inputs: a transformers model and the arguments of its
+forward pass. Outputs: `SiteCall`, `Call`, tensors. Imported by `models/weights`, `lab/` and `runs/`.
+"""
 
 from attnlens.kernels import OWN
 from attnlens.models.hooks.identity import (
@@ -7,37 +13,38 @@ from attnlens.models.hooks.identity import (
     allow_float64,
     as_dtype,
     blocks,
+    collect_weights,
     difference,
-    handed_out,
     identity_error,
-    recorded,
+    record_outputs,
     repeat_error,
-    resumed,
+    replay_outputs,
 )
 from attnlens.models.hooks.interface import (
     CallCounter,
     Replacement,
     Swaps,
+    answer_calls,
+    attend_swapped,
     implementation,
     install,
     is_answered,
     is_attention,
-    opened,
     replace,
-    swapped,
     watch,
 )
 from attnlens.models.hooks.survey import (
     UNTRACED,
-    Reached,
-    Surveyed,
+    SiteCall,
+    Survey,
+    as_float64,
     as_sequences,
     at_real_tokens,
     forward,
-    inputs_of,
     real_outputs,
     real_tokens,
+    record_inputs,
+    run_survey,
     survey,
-    surveyed,
     without_cache,
 )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from dataclasses import replace as changed
 from itertools import count
 from typing import Any, cast
 from weakref import WeakSet
@@ -21,7 +21,7 @@ from attnlens.errors import ModelError
 from attnlens.kernels import OWN, Kernel
 from attnlens.kernels.attention import Route, attend
 from attnlens.kernels.attention.rows import split_mask
-from attnlens.models.trace import Refused, tracing
+from attnlens.models.trace import Refused, pair_heads, remove_hooks, trace_attention
 from attnlens.records import Call, Site
 
 IN_REACH = "BERT, GPT-2, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT, CLIP and most newer families"
@@ -37,44 +37,40 @@ def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | N
     Parts that were set to eager attention use `in_place_of_eager`, if it is given. A part that computes its attention
     by hand can only be set to eager.
     """
-    before = implementations(model)
+    previous = _implementations(model)
     try:
-        if _parts(model):
-            choose(model, name, in_place_of_eager or name)
+        _choose(model, name, in_place_of_eager or name)
         yield
     finally:
-        for config, own in before:
-            config._attn_implementation_internal = own  # the public setter would also change subconfigurations
+        for config, original in previous:
+            # private: the public setter `_attn_implementation` would also change subconfigurations
+            config._attn_implementation_internal = original
 
 
-def choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> None:
-    """Set the implementation of each part of the model that uses the interface. Raises ModelError if there is none."""
-    if not (parts := _parts(model)):
-        raise out_of_reach(model)
-    before = implementations(model)
-    for part in parts[:1] if parts[0] is model else parts:
-        part.set_attn_implementation(name)
-    for config, own in before:
-        if own == "eager" and config._attn_implementation_internal == name:
-            config._attn_implementation_internal = in_place_of_eager
-
-
-def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """Return those of the model and its submodels whose attention goes through transformers' interface."""
+def _choose(model: PreTrainedModel, name: str, in_place_of_eager: str) -> bool:
+    """Set the implementation of each part that uses transformers' interface; return whether there is such a part."""
     inside = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    return [part for part in inside if part._can_set_attn_implementation()]
+    # private: transformers offers no public test; its setter only logs a warning about a class without the interface
+    parts = [part for part in inside if part._can_set_attn_implementation()]
+    previous = _implementations(model)
+    for part in parts[:1] if model in parts else parts:  # the outermost model also sets its submodels
+        part.set_attn_implementation(name)
+    for config, original in previous:
+        if original == "eager" and config._attn_implementation_internal == name:
+            config._attn_implementation_internal = in_place_of_eager
+    return bool(parts)
 
 
-def configs_of(model: PreTrainedModel) -> list[Any]:
+def list_configs(model: PreTrainedModel) -> list[Any]:
     """Return every configuration in use, each once."""
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     nested = [getattr(config, name, None) for config in configs for name in getattr(config, "sub_configs", {})]
     return list({id(config): config for config in [*configs, *nested] if config is not None}.values())
 
 
-def implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
+def _implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
     """Return every configuration that names an attention implementation, with that name."""
-    named = [config for config in configs_of(model) if hasattr(config, "_attn_implementation")]
+    named = [config for config in list_configs(model) if hasattr(config, "_attn_implementation")]
     return [(config, config._attn_implementation_internal) for config in named]
 
 
@@ -114,7 +110,7 @@ def read_call(
 
     Raises ModelError for an unsupported argument that changes the scores.
     """
-    scaling = more.get("scaling")
+    scaling, is_causal = more.get("scaling"), more.get("is_causal")
     if more.get("sinks") is not None:
         raise ModelError(
             f"{type(module).__name__} gives every query a sink of its own, which attnlens can't compute yet.",
@@ -122,24 +118,22 @@ def read_call(
         )
     if isinstance(scaling, complex):  # config.json led to the square root of a negative number
         raise ModelError(f"{type(module).__name__} multiplies its scores by {scaling:.3g}.", "Mend its config.json.")
-    heads = max(key.shape[1], value.shape[1])  # keys or values may have fewer heads
-    if key.shape[1] != value.shape[1]:
-        key, value = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (key, value))
+    key, value = pair_heads(key, value)
     if mask is not None:  # one row may apply to all queries (LightGlue)
         mask = mask[..., : key.shape[2]].expand(*mask.shape[:-2], query.shape[2], -1)
     allowed, added = split_mask(mask)
     bias = more.get("position_bias")
     if bias is not None and added is not None:
         bias = bias + added
-    places, own = more.get("position_ids"), more.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    places = more.get("position_ids")
+    vectors, scale = (query, key, value), query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     call = Call(
-        query=query,
-        key=key,
-        value=value,
-        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        allowed=allowed,
-        # transformers' own rule if there is no mask (its SDPA function)
-        causal=mask is None and query.shape[2] > 1 and bool(getattr(module, "is_causal", True) if own is None else own),
+        *vectors,
+        scale,
+        allowed,
+        causal=mask is None and query.shape[2] > 1 and bool(is_causal),  # the rule of transformers' SDPA function
         bias=added if bias is None else bias,
         softcap=more.get("softcap"),
         sinks=more.get("s_aux"),
@@ -147,36 +141,28 @@ def read_call(
         module=module,
         places=places if isinstance(places, Tensor) and places.shape[1:] == query.shape[2:3] else None,
     )
-    return _restrict_to_indexer(call, more)
-
-
-def _restrict_to_indexer(call: Call, more: dict[str, Any]) -> Call:
-    """Restrict the call to the keys that a sparse model's indexer chose for each query, if the model has an indexer.
-
-    transformers' own functions get it as part of the mask; others get indices of keys or of blocks (MiniMax-M3).
-    """
+    # A sparse model's indexer chooses the keys of each query. transformers' own functions get them as part of the mask,
+    # others as indices of keys or of blocks (MiniMax-M3).
     indices, blocks = more.get("indices"), more.get("block_indices")
     if indices is None and blocks is None:
         return call
-    query, keys = call.query, call.key.shape[2]
-    chosen = query.new_zeros(query.shape[0], 1, query.shape[2], keys, dtype=torch.bool)
+    chosen = query.new_zeros(query.shape[0], 1, query.shape[2], key.shape[2], dtype=torch.bool)
     if indices is not None:
         chosen = chosen.scatter(-1, indices.long()[:, None], True)
     else:
-        indexer = cast("Any", call.module).indexer
-        chosen = indexer.build_block_mask(blocks, ~chosen, keys, query.dtype, query.device, None) == 0
-    seen = call.visible()
-    return changed(call, allowed=chosen if seen is None else chosen & seen, causal=False)
+        indexer = cast("Any", module).indexer
+        chosen = indexer.build_block_mask(blocks, ~chosen, key.shape[2], query.dtype, query.device, None) == 0
+    visible = call.visible()
+    return dataclasses.replace(call, allowed=chosen if visible is None else chosen & visible, causal=False)
 
 
 NAMES = "attnlens_"  # prefix of the names under which attnlens registers its answers with transformers
-
 _name_numbers = count()
-_answering: WeakSet[nn.Module] = WeakSet()
+_answered_models: WeakSet[nn.Module] = WeakSet()  # also those in which no configuration names an implementation
 
 
 @contextmanager
-def opened(
+def answer_calls(
     model: PreTrainedModel,
     answer: Callable[[Call], Tensor],
     *,
@@ -187,21 +173,22 @@ def opened(
     """Answer every attention computation of `model` with `answer` inside the `with`, and restore the model at its end.
 
     Attention that goes through transformers' interface is answered there. Hand-written attention is traced in `modules`
-    (None: all); `content` and `prove` are passed to `tracing`. The value maps each unreadable module to the reason.
+    (None: all); `content` and `prove` are passed to `trace_attention`. Yields the reason for each unreadable module.
     """
     names = _register(f"{NAMES}{next(_name_numbers)}", answer)
-    nothing: Refused = {}
-    skipped = nullcontext(nothing) if modules is not None and not modules else None
+    trace: AbstractContextManager[Refused] = nullcontext({})
+    if modules is None or modules:
+        trace = trace_attention(model, answer, modules=modules, content=content, prove=prove)
+    outermost = model not in _answered_models
+    _answered_models.add(model)
     try:
-        with (
-            _mark_answered(model),
-            implementation(model, *names),
-            skipped or tracing(model, answer, modules=modules, content=content, prove=prove) as refused,
-        ):
+        with implementation(model, *names), trace as refused:
             yield refused
     finally:
-        for name in names:
-            del AttentionInterface._global_mapping[name]  # transformers has no function to unregister
+        if outermost:
+            _answered_models.discard(model)
+        for name in names:  # private: transformers has no function to unregister
+            del AttentionInterface._global_mapping[name]
             del AttentionMaskInterface._global_mapping[name]
 
 
@@ -211,7 +198,8 @@ def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor])
     transformers then knows it by `name`, in this process. Raises ModelError if no part of the model goes through the
     interface.
     """
-    choose(model, *_register(name, answer))
+    if not _choose(model, *_register(name, answer)):
+        raise out_of_reach(model)
 
 
 def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
@@ -224,10 +212,11 @@ def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **more: Any
     ) -> tuple[Tensor, None]:
-        with torch._C.DisableTorchFunction():  # the answer itself is not traced
-            answered = answer(read_call(module, query, key, value, attention_mask, more))
+        # private: the public `DisableTorchFunctionSubclass` leaves modes on, and the answer itself must not be traced
+        with torch._C.DisableTorchFunction():
+            output = answer(read_call(module, query, key, value, attention_mask, more))
             # transformers' own functions return contiguous tensors, and some modules rely on it
-            return answered.contiguous(), None
+            return output.contiguous(), None
 
     def as_eager(*args: Any, **more: Any) -> tuple[Tensor, None]:
         return attention(*args, **more | {"is_causal": False})  # eager functions apply no causal mask of their own
@@ -250,22 +239,22 @@ class CallCounter:
     def site(self, module: nn.Module) -> Site:
         """Return the site of the module's next call, or raise ModelError if no site of the module is known."""
         path = self.names[module]
-        own = self._ordinals(path)
-        if not own:
+        total = self._calls_per_pass(path)
+        if not total:
             raise ModelError(
                 f"{path} runs on this input, and did not on the one that the sites were found on.",
                 "Give inputs of the same kind in both places.",
             )
         self.calls[path] += 1
-        return self.sites[path, (self.calls[path] - 1) % own]
+        return self.sites[path, (self.calls[path] - 1) % total]
 
-    def begin(self, *_: Any) -> None:
+    def begin(self, *_: object) -> None:
         """Start a pass: set ordinals back to 0, even if an exception ended the previous pass."""
         for path in self.calls:
-            self.calls[path] += -self.calls[path] % self._ordinals(path)
+            self.calls[path] += -self.calls[path] % self._calls_per_pass(path)
 
-    def _ordinals(self, path: str) -> int:
-        return sum(known == path for known, _ in self.sites)
+    def _calls_per_pass(self, path: str) -> int:
+        return sum(site_path == path for site_path, _ in self.sites)
 
 
 @dataclass(frozen=True)
@@ -280,27 +269,18 @@ Swaps = Mapping[Site, Replacement]
 """Maps each swapped site to its replacement."""
 
 
-@contextmanager
 def watch(
     model: PreTrainedModel,
     sites: tuple[Site, ...],
     visit: Callable[[Site, Call], None],
     answered: Callable[[Site, Tensor], None] | None = None,
-) -> Iterator[CallCounter]:
+) -> AbstractContextManager[CallCounter]:
     """Show every attention computation to `visit` and answer it with the model's own kernel.
 
     `answered` is called with the answer, (batch, queries, heads, value_dim), before the model uses it.
     """
-
-    def answer(site: Site, call: Call) -> Tensor:
-        visit(site, call)
-        found = attend(call, OWN)
-        if answered is not None:
-            answered(site, found)
-        return found
-
-    with _count_calls(model, sites, answer) as counter:
-        yield counter
+    swaps = dict.fromkeys(sites, Replacement(OWN))
+    return replace(model, sites, swaps, every_site=False, visit=visit, answered=answered)
 
 
 @contextmanager
@@ -321,18 +301,25 @@ def replace(
     does not support a site. With `every_site`, raises ModelError at the end of the `with` if a site of `swaps` was
     never reached.
     """
+    counter = CallCounter(
+        {(site.path, site.ordinal): site for site in sites}, {module: name for name, module in model.named_modules()}
+    )
 
-    def answer(site: Site, call: Call) -> Tensor:
+    def answer(call: Call) -> Tensor:
+        site = counter.site(cast("nn.Module", call.module))
+        call = dataclasses.replace(call, cross=site.part == "cross")
         if site not in swaps:
             return attend(call, OWN)
         if visit is not None:
             visit(site, call)
-        found = swapped(call, swaps[site], path)
+        output = attend_swapped(call, swaps[site], path)
         if answered is not None:
-            answered(site, found)
-        return found
+            answered(site, output)
+        return output
 
-    with _count_calls(model, sites, answer) as counter:
+    traced = [model.get_submodule(site.path) for site in sites if site.traced]
+    counter_hook = model.register_forward_pre_hook(counter.begin)
+    with remove_hooks([counter_hook]), answer_calls(model, answer, modules=traced):
         yield counter
     missed = [site.name for site in swaps if not counter.calls[site.path]]
     if missed and every_site:
@@ -342,7 +329,7 @@ def replace(
         )
 
 
-def swapped(call: Call, swap: Replacement, path: Route = "auto") -> Tensor:
+def attend_swapped(call: Call, swap: Replacement, path: Route = "auto") -> Tensor:
     """Compute the output of one site under a swap: (batch, queries, heads, value_dim)."""
     total = call.query.shape[1]
     if swap.heads is None or swap.heads == tuple(range(total)):
@@ -353,38 +340,6 @@ def swapped(call: Call, swap: Replacement, path: Route = "auto") -> Tensor:
     return torch.cat(parts, dim=2)[:, :, order]
 
 
-@contextmanager
-def _count_calls(
-    model: PreTrainedModel, sites: tuple[Site, ...], answer: Callable[[Site, Call], Tensor]
-) -> Iterator[CallCounter]:
-    by_call = {(site.path, site.ordinal): site for site in sites}
-    counter = CallCounter(by_call, {module: name for name, module in model.named_modules()})
-
-    def numbered(call: Call) -> Tensor:
-        site = counter.site(cast("nn.Module", call.module))
-        return answer(site, changed(call, cross=site.part == "cross"))
-
-    begins = model.register_forward_pre_hook(counter.begin)
-    traced = [model.get_submodule(site.path) for site in sites if site.traced]
-    try:
-        with opened(model, numbered, modules=traced):
-            yield counter
-    finally:
-        begins.remove()
-
-
 def is_answered(model: PreTrainedModel) -> bool:
     """Return whether attnlens currently answers the model's attention, inside a `with` or permanently."""
-    return model in _answering or any((name or "").startswith(NAMES) for _, name in implementations(model))
-
-
-@contextmanager
-def _mark_answered(model: PreTrainedModel) -> Iterator[None]:
-    """Mark the model as answered inside the `with`, even if none of its configurations names an implementation."""
-    first = model not in _answering
-    _answering.add(model)
-    try:
-        yield
-    finally:
-        if first:
-            _answering.discard(model)
+    return model in _answered_models or any((name or "").startswith(NAMES) for _, name in _implementations(model))

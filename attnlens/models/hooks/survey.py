@@ -18,9 +18,9 @@ from attnlens.choices import Part
 from attnlens.errors import ModelError
 from attnlens.kernels import OWN
 from attnlens.kernels.attention import attend
-from attnlens.models.hooks.interface import configs_of, is_attention, opened, out_of_reach
+from attnlens.models.hooks.interface import answer_calls, is_attention, list_configs, out_of_reach
 from attnlens.models.loading.placement import device_of_inputs
-from attnlens.models.trace import Refused, hooked
+from attnlens.models.trace import Refused, call_arguments, remove_hooks, tensors
 from attnlens.records import Call, Site
 
 OF_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "audio": "audio", "text": "text"}
@@ -34,23 +34,20 @@ def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
     several modalities, the module has no tower. The decoder of an encoder–decoder is not a tower: Whisper has one
     encoder, Florence-2 has vision and text.
     """
-    found: dict[nn.Module, Part] = {}
-    decoder = model.get_decoder() if model.config.is_encoder_decoder else None  # type: ignore[no-untyped-call]
-    writing = set(decoder.modules()) - {model} if isinstance(decoder, nn.Module) else set()
+    by_module: dict[nn.Module, Part] = {}
     for inner in model.modules():  # outer modules first
         if isinstance(inner, PreTrainedModel) and inner is not model:
-            part, inside = _only_modality(inner), set(inner.modules())
-            found = {module: tower for module, tower in found.items() if module not in inside}
-            found |= {} if part is None else dict.fromkeys(inside, part)
-    found = {module: part for module, part in found.items() if module not in writing}
-    return found if len(set(found.values())) > 1 else {}
-
-
-def _only_modality(model: PreTrainedModel) -> Part | None:
-    """Return the only modality that a model reads, or None if it reads several."""
-    declared = model.input_modalities
-    parts = {OF_MODALITY[one] for one in ([declared] if isinstance(declared, str) else declared) if one in OF_MODALITY}
-    return parts.pop() if len(parts) == 1 else None
+            declared = inner.input_modalities
+            modalities = [declared] if isinstance(declared, str) else declared
+            parts = {OF_MODALITY[modality] for modality in modalities if modality in OF_MODALITY}
+            for module in inner.modules():
+                by_module.pop(module, None)
+            if len(parts) == 1:
+                by_module |= dict.fromkeys(inner.modules(), parts.pop())
+    decoder = model.get_decoder() if model.config.is_encoder_decoder else None  # type: ignore[no-untyped-call]
+    for module in decoder.modules() if isinstance(decoder, nn.Module) else ():
+        by_module.pop(module, None)
+    return by_module if len(set(by_module.values())) > 1 else {}
 
 
 CROSS_INPUTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
@@ -61,7 +58,7 @@ UNTRACED = "no softmax of queries times keys that sums up values was found in it
 
 
 @dataclass(frozen=True)
-class Reached:
+class SiteCall:
     """A site that a forward pass reached, with the arguments of its module's call."""
 
     site: Site
@@ -72,7 +69,7 @@ class Reached:
     @property
     def input_name(self) -> str:
         """Name of the module's input: by transformers' convention its first floating-point tensor argument."""
-        return next(name for name, value in self.arguments.items() if _is_numbers(value))
+        return next(name for name, value in self.arguments.items() if _is_floating(value))
 
     @property
     def other(self) -> str | None:
@@ -82,99 +79,95 @@ class Reached:
     @property
     def layout(self) -> tuple[int, ...]:
         """Axes of the module's inputs in the order (batch, tokens, …, d_model); XLNet puts the tokens first."""
-        given, query = self.arguments[self.input_name], self.call.query
-        usual = tuple(range(given.dim()))
-        for axes in (usual, (1, 0, *usual[2:]), (0, *usual[2:], 1)) if given.dim() > 2 else ():
-            batch, *tokens, _ = (given.shape[axis] for axis in axes)
+        hidden, query = self.arguments[self.input_name], self.call.query
+        usual = tuple(range(hidden.dim()))
+        for axes in (usual, (1, 0, *usual[2:]), (0, *usual[2:], 1)) if hidden.dim() > 2 else ():
+            batch, *tokens, _ = (hidden.shape[axis] for axis in axes)
             if (batch, math.prod(tokens)) == (query.shape[0], query.shape[2]):
                 return axes
         return usual
 
-    def sequences(self, given: Tensor) -> Tensor:
+    def sequences(self, hidden: Tensor) -> Tensor:
         """Return inputs of the module as (batch, tokens, …, d_model)."""
-        return as_sequences(given, self.layout)
+        return as_sequences(hidden, self.layout)
 
 
-def as_sequences(given: Tensor, layout: tuple[int, ...]) -> Tensor:
+def as_sequences(hidden: Tensor, layout: tuple[int, ...]) -> Tensor:
     """Return a module's inputs as (batch, tokens, …, d_model), given their `layout`; add a missing batch axis."""
-    return given[None] if given.dim() == 2 else given.permute(layout)
+    return hidden[None] if hidden.dim() == 2 else hidden.permute(layout)
 
 
 @dataclass(frozen=True)
-class Surveyed:
+class Survey:
     """The attention that one forward pass of a model showed."""
 
     model: PreTrainedModel
-    reached: list[Reached]  # sites in the order of their calls
+    sites: list[SiteCall]  # in the order of their calls
     ran: set[nn.Module]  # modules that ran
     refused: Refused  # modules whose hand-written attention cannot be read, and the reasons
 
     @property
     def missed(self) -> dict[str, str | None]:
         """Paths of attention modules that are not sites, with the reason; None if the module did not run."""
-        used = {id(part) for found in self.reached for part in found.module.modules()}
         named = dict(self.model.named_modules())
-        owners = {name for name, module in named.items() if any(id(part) in used for part in module.modules())}
-        found = {name: self.refused[module] for name, module in named.items() if module in self.refused}
-        missed: dict[str, str | None] = dict(found)
+        parts_of_sites = {part for target in self.sites for part in target.module.modules()}
+        refused = {name: self.refused[module] for name, module in named.items() if module in self.refused}
+        missed: dict[str, str | None] = dict(refused)
         for name, module in named.items():
-            inside = any(is_attention(child) for child in module.modules() if child is not module)
-            covered = any(f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") for other in found)
-            if is_attention(module) and not (inside or covered or name in owners or id(module) in used):
+            contains_attention = any(is_attention(child) for child in module.modules() if child is not module)
+            contains_site = any(part in parts_of_sites for part in module.modules())
+            covered = any(f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") for other in refused)
+            if is_attention(module) and not (contains_attention or contains_site or covered):
                 missed[name] = UNTRACED if module in self.ran else None
         return missed
 
 
-def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Reached]:
-    """Return the sites that one forward pass reaches, in order. Raises what `surveyed` raises."""
-    return surveyed(model, inputs).reached
+def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[SiteCall]:
+    """Return the sites of one forward pass, in order. Raises ModelError if no attention can be read."""
+    return run_survey(model, inputs).sites
 
 
-def surveyed(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Surveyed:
+def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
     """Run one forward pass and return the attention it shows. Raises ModelError if no attention can be read."""
-    modules = {module: name for name, module in model.named_modules()}
-    running: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    paths = {module: path for path, module in model.named_modules()}
+    # arguments of the modules that are running
+    running: dict[nn.Module, tuple[tuple[object, ...], dict[str, object]]] = {}
     ran = set[nn.Module]()
     calls: list[tuple[nn.Module, Call, dict[str, Any]]] = []
 
-    def entered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         running[module] = args, kwargs
         ran.add(module)
+
+    def leave(module: nn.Module, *_: object) -> None:
+        running.pop(module, None)
 
     def answer(call: Call) -> Tensor:
         module = cast("nn.Module", call.module)
         if not min(call.query.shape[2], call.key.shape[2]):
-            raise ModelError(
-                f"{modules[module]} gets no token of this input.", "Give one in which the model finds any."
-            )
-        calls.append((module, call, by_name(module, *running[module])))
+            raise ModelError(f"{paths[module]} gets no token of this input.", "Give one in which the model finds any.")
+        calls.append((module, call, call_arguments(module, *running[module])))
         return attend(call, OWN, "eager")
 
     # Hook all modules, since it is not known which compute attention; only those running are kept.
-    hooks = [module.register_forward_pre_hook(entered, with_kwargs=True) for module in modules]
-    hooks += [module.register_forward_hook(lambda module, *_: running.pop(module, None) and None) for module in modules]
-    with hooked(hooks), torch.no_grad(), opened(model, answer, prove=True) as refused:
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in paths]
+    hooks += [module.register_forward_hook(leave) for module in paths]
+    with remove_hooks(hooks), torch.no_grad(), answer_calls(model, answer, prove=True) as refused:
         forward(model, inputs)
-    calls = [found for found in calls if found[0] not in refused]
+    calls = [call for call in calls if call[0] not in refused]
     if not calls:
-        raise out_of_reach(model, {modules[module]: reason for module, reason in refused.items()}, ran)
-    return Surveyed(model, _number_sites(model, modules, calls), ran, refused)
+        raise out_of_reach(model, {paths[module]: reason for module, reason in refused.items()}, ran)
 
-
-def _number_sites(
-    model: PreTrainedModel, modules: Mapping[nn.Module, str], calls: list[tuple[nn.Module, Call, dict[str, Any]]]
-) -> list[Reached]:
-    """Convert the calls of a pass to sites, numbered over the pass and within each module."""
-    total, seen, reached = Counter(modules[module] for module, _, _ in calls), Counter[str](), []
-    tower = towers(model)
-    for layer, (module, call, bound) in enumerate(calls):
-        path = modules[module]
-        part = _part(call, bound)
-        part = tower.get(module, part) if part == "encoder" else part
-        site = Site(path, seen[path], layer, part, repeated=total[path] > 1, traced=call.traced)
-        seen[path] += 1
-        reached.append(Reached(site, module, bound, call))
-    return reached
+    total, ordinals, tower_of = Counter(module for module, _, _ in calls), Counter[nn.Module](), towers(model)
+    sites: list[SiteCall] = []
+    for layer, (module, call, arguments) in enumerate(calls):
+        part = _part(call, arguments)
+        part = tower_of.get(module, part) if part == "encoder" else part
+        repeated = total[module] > 1
+        site = Site(paths[module], ordinals[module], layer, part, repeated=repeated, traced=call.traced)
+        ordinals[module] += 1
+        sites.append(SiteCall(site, module, arguments, call))
+    return Survey(model, sites, ran, refused)
 
 
 def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], **more: Any) -> Any:
@@ -194,13 +187,13 @@ def without_cache(model: PreTrainedModel) -> dict[str, bool]:
 @contextmanager
 def _disable_cache(model: PreTrainedModel) -> Iterator[None]:
     """Switch off `use_cache` in all configurations inside the `with`: submodels do not receive the argument."""
-    asking = [config for config in configs_of(model) if getattr(config, "use_cache", False)]
-    for config in asking:
+    caching = [config for config in list_configs(model) if getattr(config, "use_cache", False)]
+    for config in caching:
         config.use_cache = False
     try:
         yield
     finally:
-        for config in asking:
+        for config in caching:
             config.use_cache = True
 
 
@@ -226,45 +219,46 @@ def real_outputs(result: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     then differ.
     """
     values = result.to_tuple() if hasattr(result, "to_tuple") else result
-    tensors = [value for value in values if _is_numbers(value)] or list(_nested_tensors(values))
-    return [at_real_tokens(tensor, inputs) for tensor in tensors]
+    outputs = list(filter(_is_floating, values)) or list(filter(_is_floating, tensors(values)))
+    return [at_real_tokens(output, inputs) for output in outputs]
 
 
-def _nested_tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if _is_numbers(value):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _nested_tensors(value)
-
-
-def _is_numbers(value: object) -> bool:
+def _is_floating(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def as_float64(value: Any, device: torch.device | None = None) -> Any:
+    """Convert real and complex tensors, also in tuples, lists and dictionaries, to double precision (on a device)."""
+    if isinstance(value, Tensor):
+        value = value if device is None else value.to(device)
+        wide = torch.complex128 if value.is_complex() else torch.float64
+        return value.to(wide) if value.is_complex() or value.is_floating_point() else value
+    if type(value) in (tuple, list):  # not a named tuple, whose fields a module may access
+        return type(value)(as_float64(part, device) for part in value)
+    return {name: as_float64(part, device) for name, part in value.items()} if type(value) is dict else value
 
 
 def at_real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     """Return a (batch, tokens, …) tensor without padding as (real tokens, …); return any other tensor unchanged."""
-    masks = [inputs[name].bool() for name in ("decoder_attention_mask", "attention_mask") if name in inputs]
-    for mask in masks:
-        if mask.shape == tensor.shape[:2]:
-            return tensor.flatten(0, 1) if bool(mask.all()) else tensor[mask]  # flattening takes no memory
-    return tensor
+    mask = _padding_mask(tensor, inputs)
+    if mask is None:
+        return tensor
+    return tensor.flatten(0, 1) if bool(mask.all()) else tensor[mask.bool()]  # flattening takes no memory
 
 
 def real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     """Return a (batch, tokens) mask of a (batch, tokens, …) tensor: 1 at real tokens, 0 at padding."""
+    mask, ones = _padding_mask(tensor, inputs), tensor.new_ones(tensor.shape[:2], dtype=torch.float32)
+    return ones if mask is None else mask.to(ones)
+
+
+def _padding_mask(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the attention mask among the inputs that has the first two axes of the tensor, the decoder's first."""
     masks = [inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in inputs]
-    whole = tensor.new_ones(tensor.shape[:2], dtype=torch.float32)
-    return next((mask.to(whole) for mask in masks if mask.shape == tensor.shape[:2]), whole)
+    return next((mask for mask in masks if mask.shape == tensor.shape[:2]), None)
 
 
-def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a module's call, keyed by parameter name."""
-    positional = list(inspect.signature(module.forward).parameters)
-    return dict(zip(positional, args, strict=False)) | kwargs
-
-
-def _other_input(arguments: dict[str, Any]) -> str | None:
+def _other_input(arguments: Mapping[str, object]) -> str | None:
     """Return the argument name of the other sequence: one of CROSS_INPUTS, or a `key` that is not the query."""
     query, key = arguments.get("query"), arguments.get("key")
     named = [name for name in CROSS_INPUTS if arguments.get(name) is not None]
@@ -272,27 +266,28 @@ def _other_input(arguments: dict[str, Any]) -> str | None:
     return next(iter([*named, *["key"] * between]), None)
 
 
-def _part(call: Call, arguments: dict[str, Any]) -> Part:
+def _part(call: Call, arguments: Mapping[str, object]) -> Part:
     """Return the part of a call: "cross" if it has another sequence, "decoder" if causal, "encoder" otherwise."""
     if _other_input(arguments) is not None or call.query.shape[2] != call.key.shape[2]:
         return "cross"
     above = torch.ones(call.query.shape[2], call.key.shape[2], dtype=torch.bool, device=call.query.device).triu(1)
-    seen = call.visible()
-    causal = seen is not None and bool(above.any()) and not bool((seen & above).any())
+    visible = call.visible()
+    causal = visible is not None and bool(above.any()) and not bool((visible & above).any())
     return "decoder" if causal else "encoder"
 
 
 @contextmanager
-def inputs_of(reached: Iterable[Reached]) -> Iterator[dict[nn.Module, Tensor]]:
+def record_inputs(sites: Iterable[SiteCall]) -> Iterator[dict[nn.Module, Tensor]]:
     """Record the latest inputs of these sites' modules inside the `with`: module → (batch, tokens, d_model)."""
     latest: dict[nn.Module, Tensor] = {}
-    known = {found.module: found for found in reached}
+    by_module = {target.module: target for target in sites}
 
-    def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        latest[module] = known[module].sequences(by_name(module, args, kwargs)[known[module].input_name])
+    def record(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        site = by_module[module]
+        latest[module] = site.sequences(call_arguments(module, args, kwargs)[site.input_name])
 
-    hooks = [module.register_forward_pre_hook(remember, with_kwargs=True) for module in known]
-    with hooked(hooks):
+    hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in by_module]
+    with remove_hooks(hooks):
         yield latest
 
 
@@ -310,9 +305,9 @@ def hiding_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
 
 def unpadded(call: Call, site: Site, inputs: Mapping[str, Tensor]) -> Iterator[Call]:
     """Yield the same computation without padding: sequence by sequence, or whole if there is no padding."""
-    hiding = hiding_padding(call, inputs)
-    for batch, queries, keys in real_parts(hiding.allowed, call.query.shape[0], site.part):
-        yield call if isinstance(queries, slice) else hiding.sequences(batch, queries, keys)
+    masked = hiding_padding(call, inputs)
+    for batch, queries, keys in real_parts(masked.allowed, call.query.shape[0], site.part):
+        yield call if isinstance(queries, slice) else masked.sequences(batch, queries, keys)
 
 
 def real_parts(

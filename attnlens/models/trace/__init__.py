@@ -1,3 +1,8 @@
-"""Find hand-written attention in a model: trace each softmax back to its queries, keys and values."""
+"""Find hand-written attention in a model: trace each softmax back to its queries, keys and values.
 
-from attnlens.models.trace.mode import Refused, hooked, tracing
+Input: a running model. Output: `trace_attention` passes each attention computation as a `Call` to a function whose
+answer replaces it, and names the modules it cannot read. Imported by `models/hooks`, `models/weights` and `runs/`.
+"""
+
+from attnlens.models.trace.mode import Refused, call_arguments, pair_heads, remove_hooks, trace_attention
+from attnlens.models.trace.scores import tensors

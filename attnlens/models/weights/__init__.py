@@ -1,5 +1,10 @@
-"""Read W_Q and W_K of each head, whatever the layout of the weights."""
+"""Read W_Q and W_K of each head, whatever the layout of the weights.
+
+`factors` yields the maps q = (x W_Q + b_Q) R(i), k likewise, of each site, or the error that says why there are none;
+`rotations` fits R(i) alone. Inputs: a model and its sites as `models/hooks` lists them. Outputs: `Factors` in float64,
+whose `query_key` analyzers read. Imported by `runs/` only.
+"""
 
 from attnlens.models.weights.probe import nothing_to_read, used_weights
-from attnlens.models.weights.query_key_maps import Turns, factors, frequencies, rebuilt, rotations
+from attnlens.models.weights.query_key_maps import Turns, factors, frequencies, rebuild, rotations
 from attnlens.models.weights.rows import Factors, Traits

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import Cache, PreTrainedModel
 
 from attnlens.errors import FAILURES, UnreadableError
-from attnlens.models.hooks import Reached, as_sequences, opened
-from attnlens.models.trace import hooked
+from attnlens.models.hooks import SiteCall, answer_calls, as_float64, as_sequences
+from attnlens.models.trace import remove_hooks
 from attnlens.records import Call
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ class Mixture:
 
     def is_made(self, tokens: Tensor) -> bool:
         """Return whether `tokens` is this mixture's own tensor, possibly with reshaped leading axes."""
-        own = self.tokens
-        if own._version:  # a module has changed them in place
+        original = self.tokens
+        if original._version:  # private counter of in-place changes: a module has changed the tokens
             return False
-        same = tokens.data_ptr() == own.data_ptr() and tokens.dtype == own.dtype and tokens.is_contiguous()
-        return same and tokens.shape[-1:] == own.shape[-1:] and tokens.numel() == own.numel()
+        same = tokens.data_ptr() == original.data_ptr() and tokens.dtype == original.dtype and tokens.is_contiguous()
+        return same and tokens.shape[-1:] == original.shape[-1:] and tokens.numel() == original.numel()
 
 
 class FewTokens(TorchFunctionMode):
@@ -69,9 +69,9 @@ class FewTokens(TorchFunctionMode):
                 return mixed if bias is None else mixed + bias
         steps = x.stride()
         if any(step == 0 and size > 1 for step, size in zip(steps[:-1], x.shape[:-1], strict=True)):
-            one = x[tuple(slice(0, 1) if step == 0 else slice(None) for step in steps[:-1])]
-            found = F.linear(one, weight, bias)
-            return found.expand(*x.shape[:-1], -1).contiguous()  # contiguous, since modules may change it in place
+            distinct = x[tuple(slice(0, 1) if step == 0 else slice(None) for step in steps[:-1])]
+            result = F.linear(distinct, weight, bias)
+            return result.expand(*x.shape[:-1], -1).contiguous()  # contiguous, since modules may change it in place
         return F.linear(x, weight, bias)
 
 
@@ -83,18 +83,12 @@ TOLERANCE = 1e-4
 class Probe:
     """A module that can be called on its own, on chosen tokens."""
 
-    model: PreTrainedModel
-    """The model that contains the module."""
-    reached: Reached
-    """The module, and the arguments of its last call."""
-    weights: Mapping[str, Tensor]
-    """The module's parameters and buffers in float64, which replace its own during a call."""
-    layout: tuple[int, ...]
-    """Axes of the module's inputs as (batch, tokens, …, d_model), which a call with one token does not show."""
-    whole: bool = False
-    """Whether the module is given sequences of the captured length instead of one token."""
-    batch: int | None = None
-    """Number of sequences the module is given at once; None: any number."""
+    model: PreTrainedModel  # the model that contains the module
+    target: SiteCall  # the module, and the arguments of its last call
+    weights: Mapping[str, Tensor]  # the module's parameters and buffers in float64, which replace its own during a call
+    layout: tuple[int, ...]  # axes of the inputs as (batch, tokens, …, d_model); one token does not show them
+    whole: bool = False  # whether the module is given sequences of the captured length instead of one token
+    batch: int | None = None  # number of sequences the module is given at once; None: any number
 
     def __call__(
         self, hidden: Float[Tensor, "batch tokens d_model"], other: Float[Tensor, "batch tokens d_other"]
@@ -103,31 +97,32 @@ class Probe:
 
         `other` is the other sequence of cross-attention. Raises UnreadableError if the module cannot be called alone.
         """
-        laid = [self._as_given(part) for part in (hidden, other)]
-        given = self._under_all_names(self.reached.input_name, laid[0])
-        if self.reached.other is not None:
-            given |= self._under_all_names(self.reached.other, laid[1])
+        first, second = (self._as_argument(part) for part in (hidden, other))
+        sequences = self._under_all_names(self.target.input_name, first)
+        if self.target.other is not None:
+            sequences |= self._under_all_names(self.target.other, second)
         try:
-            call = self._request(given, laid)
+            call = self._request(sequences, (first, second))
         except UnreadableError:
-            mask = self.reached.arguments.get("attention_mask")
+            mask = self.target.arguments.get("attention_mask")
             if not isinstance(mask, Tensor) or self.arguments["attention_mask"] is not None or self._is_shorter:
                 raise
-            call = self._request(given | {"attention_mask": mask[:1]}, laid)  # it needs a mask (DeBERTa)
-        self._check(call, hidden, hidden if self.reached.other is None else other)
+            # the module needs a mask (DeBERTa)
+            call = self._request(sequences | {"attention_mask": mask[:1]}, (first, second))
+        self._check(call, hidden, hidden if self.target.other is None else other)
         return call
 
-    def _request(self, given: Mapping[str, Tensor], content: Sequence[Tensor]) -> Call:
+    def _request(self, arguments: Mapping[str, Tensor], content: Sequence[Tensor]) -> Call:
         def answer(call: Call) -> Tensor:
             raise _AttentionRequested(call)
 
         # attention that goes through transformers' interface need not be traced
-        traced = None if self.reached.site.traced else ()
-        with opened(self.model, answer, modules=traced, content=content), FewTokens():
+        traced = None if self.target.site.traced else ()
+        with answer_calls(self.model, answer, modules=traced, content=content), FewTokens():
             try:
-                functional_call(self.reached.module, dict(self.weights), kwargs={**self.arguments, **given})
-            except _AttentionRequested as requested:
-                return requested.call
+                functional_call(self.target.module, dict(self.weights), kwargs={**self.arguments, **arguments})
+            except _AttentionRequested as request:
+                return request.call
             except FAILURES as error:  # a module of another library, on inputs it was not written for
                 first = next(iter(str(error).splitlines()), type(error).__name__)
                 raise unreadable(f"its attention module can't be called on its own ({first})") from error
@@ -135,34 +130,34 @@ class Probe:
 
     def check_captured(self) -> None:
         """Raise UnreadableError if the captured call does not have one query and one key per token of its inputs."""
-        self._check(self.reached.call, *self.captured)
+        self._check(self.target.call, *self.captured)
 
-    def _check(self, call: Call, *given: Tensor) -> None:
-        """Raise UnreadableError if a call does not have one query and one key per head for each token given."""
-        captured = self.reached.call
-        for name, tokens in zip(("query", "key"), given, strict=True):
-            actual, heads = tuple(getattr(call, name).shape[:3]), getattr(captured, name).shape[1]
-            wanted = tokens.shape[0], heads, tokens[0, ..., 0].numel()
-            if actual != wanted:
-                raise unreadable(f"its {name} has (batch, heads, tokens) {actual}, where its inputs have {wanted}")
+    def _check(self, call: Call, *sequences: Tensor) -> None:
+        """Raise UnreadableError if a call does not have one query and one key per head for each token."""
+        captured = self.target.call
+        parts = ("query", call.query, captured.query), ("key", call.key, captured.key)
+        for (name, part, like), tokens in zip(parts, sequences, strict=True):
+            expected = tokens.shape[0], like.shape[1], tokens[0, ..., 0].numel()
+            if (actual := tuple(part.shape[:3])) != expected:
+                raise unreadable(f"its {name} has (batch, heads, tokens) {actual}, where its inputs have {expected}")
 
     @property
     def captured(self) -> tuple[Tensor, Tensor]:
         """Captured inputs, (batch, tokens, …, d_model): the first sequence and, for cross-attention, the other one."""
-        names = self.reached.input_name, self.reached.other or self.reached.input_name
-        first, other = (as_sequences(self.reached.arguments[name], self.layout) for name in names)
+        names = self.target.input_name, self.target.other or self.target.input_name
+        first, other = (as_sequences(self.target.arguments[name], self.layout) for name in names)
         return first, other
 
-    def _as_given(self, tokens: Tensor) -> Tensor:
+    def _as_argument(self, tokens: Tensor) -> Tensor:
         """Return these tokens with the axes of the module's inputs; without a batch axis, concatenate sequences."""
-        if self.reached.arguments[self.reached.input_name].dim() == 2:
+        if self.target.arguments[self.target.input_name].dim() == 2:
             return tokens.flatten(0, 1)
         return tokens.permute([self.layout.index(axis) for axis in range(tokens.dim())])
 
     def _under_all_names(self, name: str, tokens: Tensor) -> dict[str, Tensor]:
         """Return these tokens under each name under which the module got the same tensor (CTRL: v, k and q)."""
-        given = self.reached.arguments
-        return {other: tokens for other, value in given.items() if value is given[name]}
+        arguments = self.target.arguments
+        return {other: tokens for other, value in arguments.items() if value is arguments[name]}
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
@@ -171,7 +166,7 @@ class Probe:
         The mask determines which keys are used, not their values. With fewer tokens than the mask is for, Swin expands
         it to a shape whose memory per sequence grows with the square of the tokens.
         """
-        arguments = {name: _in_float64(value) for name, value in self.reached.arguments.items()}
+        arguments: dict[str, Any] = as_float64(self.target.arguments)
         mask = arguments.get("attention_mask")
         dropped = [name for name, value in arguments.items() if isinstance(value, Cache)]
         dropped += ["attention_mask"] * (isinstance(mask, Tensor) and (len(mask) > 1 or self._is_shorter))
@@ -185,7 +180,7 @@ class Probe:
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """Shapes (batch, tokens, …, d_model) of the captured inputs; for cross-attention of both sequences."""
-        return [tuple(part.shape) for part in self.captured[: 1 if self.reached.other is None else 2]]
+        return [tuple(part.shape) for part in self.captured[: 1 if self.target.other is None else 2]]
 
     @property
     def tokens(self) -> int:
@@ -221,14 +216,14 @@ class Probe:
         draws = []
         for _, *tokens, size in self.shapes:
             axes = tokens if self.whole else [1]
-            drawn = torch.randn(self.batch or batch, *([1] * len(axes) if alike else axes), size, generator=generator)
-            draws.append(drawn.to(self.arguments[self.reached.input_name]).expand(-1, *axes, -1))
+            values = torch.randn(self.batch or batch, *([1] * len(axes) if alike else axes), size, generator=generator)
+            draws.append(values.to(self.arguments[self.target.input_name]).expand(-1, *axes, -1))
         return draws[0], draws[-1]
 
     def mixed(self, batch: int, seed: int) -> tuple[Mixture, Mixture]:
         """Return seeded inputs with different tokens at all positions, each a mixture of MIXED random tokens."""
         generator = torch.Generator().manual_seed(seed)
-        like, draws = self.arguments[self.reached.input_name], []
+        like, draws = self.arguments[self.target.input_name], []
         for _, *tokens, size in self.shapes:
             axes = self.batch or batch, *(tokens if self.whole else [1])
             shares = torch.randn(*axes, MIXED, generator=generator) / MIXED**0.5
@@ -236,7 +231,7 @@ class Probe:
         return draws[0], draws[-1]
 
 
-def alone(probe: Probe) -> Probe:
+def smallest(probe: Probe) -> Probe:
     """Return the probe with the smallest input the module accepts: a token, a sequence, or the whole captured batch.
 
     Raises UnreadableError if it accepts none of them.
@@ -262,22 +257,24 @@ def nothing_to_read(_module: nn.Module, _names: Callable[[], Collection[str]]) -
     return nullcontext()
 
 
-def used_weights(model: PreTrainedModel, reached: Reached, layout: tuple[int, ...]) -> list[str]:
+def used_weights(model: PreTrainedModel, target: SiteCall, layout: tuple[int, ...]) -> list[str]:
     """Return the names of the parameters that the module's queries and keys depend on, and of all its buffers.
 
     Found by which parameters have a gradient: no values are needed, and parameters of later projections are never read.
     """
     leaves = {
-        name: part.detach().requires_grad_(part.is_floating_point()) for name, part in reached.module.named_parameters()
+        name: part.detach().requires_grad_(part.is_floating_point()) for name, part in target.module.named_parameters()
     }
-    buffers = dict(reached.module.named_buffers())
-    probe = alone(Probe(model, reached, {**leaves, **buffers}, layout))
+    buffers = dict(target.module.named_buffers())
+    probe = smallest(Probe(model, target, {**leaves, **buffers}, layout))
     with torch.enable_grad():
         call = probe(*probe.random(ODD, seed=0))
         outputs = [part.sum() for part in (call.query, call.key) if part.requires_grad]
+    if not outputs:
+        return list(buffers)
     floating = [name for name, leaf in leaves.items() if leaf.requires_grad]
-    slopes = torch.autograd.grad(outputs, [leaves[name] for name in floating], allow_unused=True) if outputs else ()
-    return [name for name, slope in zip(floating, slopes, strict=bool(outputs)) if slope is not None] + list(buffers)
+    slopes = torch.autograd.grad(outputs, [leaves[name] for name in floating], allow_unused=True)
+    return [name for name, slope in zip(floating, slopes, strict=True) if slope is not None] + list(buffers)
 
 
 ALIKE = 4  # seed of the tokens that are repeated at every position
@@ -297,17 +294,7 @@ class _AttentionRequested(BaseException):  # not an Exception, which a module mi
 def float64_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of one module, the floating-point ones in float64."""
     with torch.no_grad():
-        return {name: _in_float64(part) for name, part in (*module.named_parameters(), *module.named_buffers())}
-
-
-def _in_float64(value: Any) -> Any:
-    """Convert tensors of floating-point or complex numbers, also in tuples and lists, to double precision."""
-    if isinstance(value, Tensor):
-        wide = torch.complex128 if value.is_complex() else torch.float64
-        return value.to(wide) if value.is_complex() or value.is_floating_point() else value
-    if type(value) in (tuple, list):
-        return type(value)(_in_float64(part) for part in value)
-    return value
+        return {name: as_float64(part) for name, part in (*module.named_parameters(), *module.named_buffers())}
 
 
 def unreadable(reason: str) -> UnreadableError:
@@ -319,10 +306,8 @@ def unreadable(reason: str) -> UnreadableError:
 class Norm:
     """A normalisation that is linear up to a positive scalar per token: x → g∘x, or g∘(x − mean)."""
 
-    gain: Tensor
-    """g in float64, one gain per coordinate or one for all; gains may be 0 (Gemma: 1 + w, w = −1)."""
-    centred: bool
-    """Whether the mean is subtracted."""
+    gain: Tensor  # g in float64, one gain per coordinate or one for all; gains may be 0 (Gemma: 1 + w, w = −1)
+    centred: bool  # whether the mean is subtracted
 
 
 Norms = Mapping[nn.Module, Norm]
@@ -337,28 +322,26 @@ def norms_inside(module: nn.Module) -> Norms:
     RMSNorm is g∘x/rms(x), LayerNorm without bias g∘(x − mean)/sd; both are positive multiples of a linear map. Norms of
     any other form are omitted, and the affine check then refuses the site.
     """
-    found = {}
-    for part in module.modules():
-        plain = "Norm" in type(part).__name__ and next(part.children(), None) is None
-        if plain and (norm := _read_norm(part)) is not None:
-            found[part] = norm
-    return found
+    norms = {part: _read_norm(part) for part in module.modules() if "Norm" in type(part).__name__}
+    return {part: norm for part, norm in norms.items() if norm is not None}
 
 
 @torch.no_grad()
 def _read_norm(module: nn.Module) -> Norm | None:
+    if next(module.children(), None) is not None:
+        return None
     weight = next(module.parameters(), None)
     shape = getattr(module, "normalized_shape", ANY_WIDTH) if weight is None else weight.shape
     ones = torch.ones(shape, dtype=torch.float64, device=None if weight is None else weight.device)
     try:
-        norm = _linear_norm(module, ones)
+        norm = _fit_norm(module, ones)
     except FAILURES:  # it takes several tensors (Zaya), or images (LeViT)
         return None
     # A norm without weights has one gain for all coordinates, whatever their number.
     return norm if weight is not None or norm is None else replace(norm, gain=norm.gain.flatten()[0])
 
 
-def _linear_norm(module: nn.Module, ones: Tensor) -> Norm | None:
+def _fit_norm(module: nn.Module, ones: Tensor) -> Norm | None:
     weights = float64_weights(module)
     x = torch.randn(ones.shape, generator=torch.Generator().manual_seed(0)).to(ones)
     signs = ones.clone()
@@ -387,7 +370,7 @@ def linear(norms: Norms) -> Iterator[None]:
         return norm.gain * (x - x.mean(-1, keepdim=True) if norm.centred else x)
 
     hooks = [module.register_forward_hook(answer) for module in norms]
-    with hooked(hooks):
+    with remove_hooks(hooks):
         yield
 
 

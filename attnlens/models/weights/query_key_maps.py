@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnlens.errors import NotBilinearError, UnreadableError
-from attnlens.models.hooks import Reached
+from attnlens.models.hooks import SiteCall
 from attnlens.models.loading.deferred import is_announced
 from attnlens.models.weights.probe import (
     TOLERANCE,
@@ -24,11 +24,11 @@ from attnlens.models.weights.probe import (
     Present,
     Probe,
     WithoutLengths,
-    alone,
     float64_weights,
     linear,
     norms_inside,
     nothing_to_read,
+    smallest,
     unreadable,
     used_weights,
     without_gains,
@@ -59,103 +59,97 @@ class Turns:
 
     _fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
 
-    def leader(self, window: Sequence[Reached], place: int) -> int:
+    def leader(self, window: Sequence[SiteCall], index: int) -> int:
         """Return the index of the first site of the same kind, which rotates alike as far as arguments show."""
-        own = _kind(window[place])
-        return next(other for other, reached in enumerate(window) if _kind(reached) == own)
+        kind = _kind(window[index])
+        return next(other for other, target in enumerate(window) if _kind(target) == kind)
 
-    def knows(self, reached: Reached) -> bool:
-        """Return whether the leader of this site's kind has been read."""
-        return _kind(reached) in self._fitted
-
-    def read(self, leader: Reached) -> None:
-        """Record that the leader of a kind has been read, even if no rotation fits it."""
-        self._fitted.setdefault(_kind(leader), (_positions(leader), {}))
+    def add(self, leader: SiteCall) -> bool:
+        """Add the kind of a leader, even if no rotation will fit it; return whether it is new."""
+        new = _kind(leader) not in self._fitted
+        if new:  # store the positions too, so that no other tensors reuse their addresses
+            self._fitted[_kind(leader)] = _positions(leader), {}
+        return new
 
     def of(self, probe: Probe, norms: Norms, *, leading: bool) -> Rotation | None:
         """Return a site's rotation: the leader's if it also fits here, otherwise a new fit.
 
         Layers without rotation may lie between others. Fits under `norms` concern directions only and are stored apart.
         """
-        kind = _kind(probe.reached)
-        fits = self._fitted.get(kind, ([], {}))[1]
+        _, fits = self._fitted[_kind(probe.target)]
         if not leading and bool(norms) in fits and _holds(probe, norms, fits[bool(norms)]):
             return fits[bool(norms)]
-        found = rotation_of(probe, norms, [])
-        if leading:  # store the positions too, so that no other tensors reuse their addresses
-            self._fitted.setdefault(kind, (_positions(probe.reached), {}))[1][bool(norms)] = found
-        return found
+        rotation = find_rotation(probe, norms)
+        if leading:
+            fits[bool(norms)] = rotation
+        return rotation
 
 
-def _kind(reached: Reached) -> object:
+def _kind(target: SiteCall) -> tuple[object, ...]:
     """Return the key shared by sites that rotate alike: class, part, and the identity of their position tensors."""
-    return type(reached.module), reached.site.part, *map(id, _positions(reached))
+    return type(target.module), target.site.part, *map(id, _positions(target))
 
 
-def _positions(reached: Reached) -> list[Tensor]:
+def _positions(target: SiteCall) -> list[Tensor]:
     """Return the cos and sin tensors passed to the module, if any; all layers receive the same objects."""
-    given = reached.arguments.get("position_embeddings")
-    return [part for part in given if isinstance(part, Tensor)] if isinstance(given, tuple | list) else []
+    embeddings = target.arguments.get("position_embeddings")
+    return [part for part in embeddings if isinstance(part, Tensor)] if isinstance(embeddings, tuple | list) else []
 
 
 def _holds(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
     """Return whether queries and keys of one repeated token rotate like this (some layers may have no positions)."""
-    parts = _sides(probe.alike)
-    if norms:
-        parts = [nn.functional.normalize(part, dim=-1) for part in parts]
+    parts = [unit(part) for part in _sides(probe.alike)] if norms else _sides(probe.alike)
     if rotation is None:
         return not any(_changes_with_position(part) for part in parts)
     return not any(_differs_from(part, rotation, rounding_of(probe)) for part in parts)
 
 
-def rotation_of(probe: Probe, norms: Norms, known: list[Rotation]) -> Rotation | None:
+def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
     """Fit R(i) with q_i = q_0 R(i) for a repeated token; return None if position has no effect or is added.
 
     The fit works pair by pair on queries and keys. Under QK-norm it omits the gains, since a gain of 0 hides its
     coordinate's rotation; that the same R rotates the model's actual queries and keys is then checked. Angles are those
-    of distances (Su et al. 2021, RoFormer, Eq. 16) or of each place in an image. If an equal rotation is in `known`,
-    that object is returned.
+    of distances (Su et al. 2021, RoFormer, Eq. 16) or of each place in an image.
     """
     if probe.tokens < 2:
         return None
-    heads = probe.reached.call.query.shape[1] + probe.reached.call.key.shape[1]
-    few = probe.least
-    many = few if few > 1 else -(-ROWS // heads)
-    used, others = _sides(probe.alike), _parts(probe, probe.random(few, seed=6))
+    heads = probe.target.call.query.shape[1] + probe.target.call.key.shape[1]
+    rows = probe.least if probe.least > 1 else -(-ROWS // heads)
+    parts, others = _sides(probe.alike), _query_and_key(probe, probe.random(probe.least, seed=6))
     if norms:  # lengths may depend on the position, e.g. with a temperature for long contexts (Beam)
-        used, others = ([nn.functional.normalize(part, dim=-1) for part in side] for side in (used, others))
-    if not any(_changes_with_position(part) for part in used):
+        parts, others = ([unit(part) for part in side] for side in (parts, others))
+    if not any(_changes_with_position(part) for part in parts):
         return None
-    if not any(_changes_with_position(part - other) for part, other in zip(used, others, strict=True)):
+    if not any(_changes_with_position(part - other) for part, other in zip(parts, others, strict=True)):
         return None
-    if probe.reached.site.part == "cross":
+    if probe.target.site.part == "cross":
         raise unreadable("queries and keys of two sequences depend on their positions")
     with linear(without_gains(norms)):
-        bare = _parts(probe, probe.random(many, seed=5))
+        query, key = _query_and_key(probe, probe.random(rows, seed=5))
     rounding = rounding_of(probe)
-    found = fitted(bare[0], bare[1], rounding)
-    if any(_differs_from(part, found, rounding) for part in used):
+    rotation = fit_rotation(query, key, rounding)
+    if any(_differs_from(part, rotation, rounding) for part in parts):
         raise unreadable(DIRECTION)
-    if found.by_distance and rounding > SINGLE:
-        found = _fit_frequencies(found)
-    same = next((one for one in known if _are_equal(one, found)), None)
-    if same is None:
-        known.append(found)
-    return same or found
+    return _fit_frequencies(rotation) if rotation.by_distance and rounding > SINGLE else rotation
 
 
-def rotations(model: PreTrainedModel, window: list[Reached]) -> Iterator[Rotation | UnreadableError | None]:
+def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotation | UnreadableError | None]:
     """Yield the rotation of each site, None if its keys are not rotated, or the error that makes it unreadable.
 
-    `window` lists the sites, reached with as many positions as are wanted.
+    `window` lists the sites, called with as many positions as the rotations shall have. Equal rotations are one object.
     """
     known: list[Rotation] = []
-    for reached in window:
-        probe = Probe(model, reached, float64_weights(reached.module), reached.layout, whole=True)
+    for target in window:
+        probe = Probe(model, target, float64_weights(target.module), target.layout, whole=True)
         try:
-            yield rotation_of(probe, norms_inside(reached.module), known)
+            rotation = find_rotation(probe, norms_inside(target.module))
         except UnreadableError as error:
             yield error
+            continue
+        equal = next((other for other in known if rotation is not None and _are_equal(other, rotation)), None)
+        if rotation is not None and equal is None:
+            known.append(rotation)
+        yield equal or rotation
 
 
 def frequencies(rotation: Rotation) -> Float[Tensor, " pairs"]:
@@ -165,10 +159,10 @@ def frequencies(rotation: Rotation) -> Float[Tensor, " pairs"]:
 
 def rounding_of(probe: Probe) -> float:
     """Return the relative rounding of the dtype of the module's numbers, such as cos and sin."""
-    return float(torch.finfo(probe.reached.call.query.dtype).eps)
+    return float(torch.finfo(probe.target.call.query.dtype).eps)
 
 
-def _parts(probe: Probe, inputs: tuple[Tensor, Tensor]) -> list[Float[Tensor, "rows positions head_dim"]]:
+def _query_and_key(probe: Probe, inputs: tuple[Tensor, Tensor]) -> list[Float[Tensor, "rows positions head_dim"]]:
     """Return queries and keys of all inputs and heads, without heads that have NaN."""
     with torch.no_grad():
         return _sides(probe(*inputs))
@@ -183,7 +177,7 @@ def _changes_with_position(part: Float[Tensor, "rows positions head_dim"]) -> bo
     return bool(((part - part[:, :1]).norm(dim=-1) > STILL * part.norm(dim=-1)).any())
 
 
-def fitted(
+def fit_rotation(
     query: Float[Tensor, "rows positions head_dim"], key: Float[Tensor, "rows positions head_dim"], rounding: float
 ) -> Rotation:
     """Fit the rotation of these queries and keys; each row is one input at every position.
@@ -192,18 +186,19 @@ def fitted(
     least-squares fit. A pair without signal in queries or keys counts as unrotated, since it adds nothing to scores.
     Raises UnreadableError if queries and keys rotate differently, or if position does more than rotate.
     """
-    pairs = _pairs(torch.cat((query, key)))
-    sides = [_overlaps(part, pairs) for part in (query, key)]
-    both = _signal(sides[0]) & _signal(sides[1])
-    found = Rotation(pairs, (sides[0] + sides[1]).angle(), query.shape[-1])
-    if _exceed_rounding((sides[0] * sides[1].conj())[:, both].angle(), rounding):
+    pairs = _find_pairs(torch.cat((query, key)))
+    of_queries, of_keys = (_overlaps(part, pairs) for part in (query, key))
+    both = _have_signal(of_queries) & _have_signal(of_keys)
+    rotation = Rotation(pairs, (of_queries + of_keys).angle(), query.shape[-1])
+    if _exceed_rounding((of_queries * of_keys.conj())[:, both].angle(), rounding):
         raise unreadable("queries and keys turn differently with position")
-    if any(_differs_from(part, found, rounding) for part in (query, key)):
+    if any(_differs_from(part, rotation, rounding) for part in (query, key)):
         raise unreadable(DIRECTION)
-    return replace(found, by_distance=not _exceed_rounding(_wrap(found.angles.diff(dim=0) - found.angles[1]), rounding))
+    unequal_steps = _wrap(rotation.angles.diff(dim=0) - rotation.angles[1])
+    return replace(rotation, by_distance=not _exceed_rounding(unequal_steps, rounding))
 
 
-def _pairs(rows: Float[Tensor, "rows positions head_dim"]) -> Int[Tensor, "pairs 2"]:
+def _find_pairs(rows: Float[Tensor, "rows positions head_dim"]) -> Int[Tensor, "pairs 2"]:
     """Find which coordinates rotate together: x_i[a] is a sum of multiples of x_0[a] and one other coordinate x_0[b].
 
     The part of x_i[a] not explained by x_0[a] is fully explained by the right partner and barely by a wrong one (least
@@ -214,13 +209,14 @@ def _pairs(rows: Float[Tensor, "rows positions head_dim"]) -> Int[Tensor, "pairs
     gram, across = start.mT @ start, torch.einsum("rb,rpa->pba", start, later)
     lengths = gram.diagonal()
     inverse = torch.where(lengths > 0, 1 / lengths, 0.0)
-    own = across.diagonal(dim1=-2, dim2=-1) * inverse
+    slope = across.diagonal(dim1=-2, dim2=-1) * inverse
     energy = later.square().sum((0, 1))
-    left = energy - (own.square() * lengths).sum(0)
-    turning = left > STILL**2 * energy
-    new = lengths[:, None] - gram.square() * inverse
-    explained = (across - gram * own[:, None]).square().sum(0) / new
-    share = torch.where((new > STILL * lengths[:, None]) & turning, explained / left, 0.0)
+    unexplained = energy - (slope.square() * lengths).sum(0)
+    turning = unexplained > STILL**2 * energy
+    new = lengths[:, None] - gram.square() * inverse  # squared length of x_0[b] after x_0[a] is projected out
+    explained = (across - gram * slope[:, None]).square().sum(0) / new
+    # a partner that is nearly a multiple of x_0[a] has no direction of its own: `new` is then rounding
+    share = torch.where((new > STILL * lengths[:, None]) & turning, explained / unexplained, 0.0)
     partners = torch.maximum(share, share.mT).argmax(0)
     both_ways = torch.stack((turning.nonzero()[:, 0], partners[turning]), -1).sort(-1).values
     pairs: Tensor = torch.unique(both_ways, dim=0)
@@ -236,9 +232,9 @@ def _overlaps(part: Tensor, pairs: Int[Tensor, "pairs 2"]) -> Complex[Tensor, "p
     return (turning[:, :1].conj() * turning).sum(0)
 
 
-def _signal(side: Complex[Tensor, "positions pairs"]) -> Bool[Tensor, " pairs"]:
+def _have_signal(overlaps: Complex[Tensor, "positions pairs"]) -> Bool[Tensor, " pairs"]:
     """Return which pairs have an angle: their length at position 0 exceeds the rounding of the longest."""
-    lengths = side[0].abs()
+    lengths = overlaps[0].abs()
     return lengths > torch.finfo(lengths.dtype).eps * lengths.max()
 
 
@@ -269,11 +265,12 @@ def _fit_frequencies(rotation: Rotation) -> Rotation:
     return replace(rotation, angles=steps[:, None] * frequencies)
 
 
-def _are_equal(one: Rotation, other: Rotation) -> bool:
+def _are_equal(first: Rotation, second: Rotation) -> bool:
     """Return whether two rotations differ only by rounding."""
-    alike = torch.equal(one.pairs, other.pairs) and one.angles.shape == other.angles.shape
-    alike = alike and one.by_distance == other.by_distance
-    return alike and bool((_wrap(one.angles - other.angles).abs() < EQUAL).all())
+    if first.angles.shape != second.angles.shape or first.by_distance != second.by_distance:
+        return False
+    same_pairs = torch.equal(first.pairs, second.pairs)
+    return same_pairs and bool((_wrap(first.angles - second.angles).abs() < EQUAL).all())
 
 
 Sides = tuple[Tensor, Tensor]  # queries and keys
@@ -283,8 +280,8 @@ CHUNK = 512  # probe tokens that go through a module at once
 
 def factors(
     model: PreTrainedModel,
-    first: Sequence[Reached],
-    window: Sequence[Reached],
+    first: Sequence[SiteCall],
+    window: Sequence[SiteCall],
     *,
     chosen: Sequence[int] | None = None,
     turns: Turns | None = None,
@@ -292,58 +289,55 @@ def factors(
 ) -> Iterator[Factors | UnreadableError]:
     """Yield the effective W_Q, W_K of each site, or the error that makes the site unreadable.
 
-    `first` are the sites reached by a single token (position 0), `window` the sites reached by as many positions as
-    distances are wanted. The Jacobian is the map if the map is affine, which is checked at other inputs. Norms inside
-    the module keep their gains and drop their positive per-token scalars; if they act on queries or keys themselves
-    (QK-norm), only directions are checked. Works in float64, on a copy of one module at a time.
+    `first` are the sites called with a single token (position 0), `window` the sites called with as many positions as
+    the rotations shall have. The Jacobian is the map if the map is affine, which is checked at other inputs. Norms
+    inside the module keep their gains and drop their positive per-token scalars; if they act on queries or keys
+    themselves (QK-norm), only directions are checked. Works in float64, on a copy of one module at a time.
 
     `chosen` are the indices of the sites to read, None for all. A site's result does not depend on the choice: a
     rotation is fitted at the first site that has it, chosen or not, and stored in `turns`. Inside `present`, a module
     of a model that is not in memory has the weights of the given names; no others are read.
     """
     turns = Turns() if turns is None else turns
-    for place in range(len(window)) if chosen is None else chosen:
+    for index in range(len(window)) if chosen is None else chosen:
         try:
-            leader = turns.leader(window, place)
-            if leader != place and not turns.knows(window[leader]):
+            leader = turns.leader(window, index)
+            if turns.add(window[leader]) and leader != index:
                 with suppress(UnreadableError):  # read only for its rotation; sites it cannot lead get their own
                     _read_site(model, first[leader], window[leader], turns, present, leading=True)
-            turns.read(window[leader])
-            yield _read_site(model, first[place], window[place], turns, present, leading=leader == place)
+            yield _read_site(model, first[index], window[index], turns, present, leading=leader == index)
         except UnreadableError as error:
             yield error
 
 
 def _read_site(
-    model: PreTrainedModel, one: Reached, many: Reached, turns: Turns, present: Present, *, leading: bool
+    model: PreTrainedModel, single: SiteCall, many: SiteCall, turns: Turns, present: Present, *, leading: bool
 ) -> Factors:
     """Return the factors of one site; the float64 copies of its weights are freed on return."""
-    with present(one.module, partial(used_weights, model, one, many.layout)):
-        weights = float64_weights(one.module)
-        probe = alone(Probe(model, one, weights, many.layout))
-        all_of = Probe(model, many, weights, many.layout, whole=True)
-        window = replace(all_of, batch=all_of.shapes[0][0] if probe.batch else None)
-        return _factors(probe, window, partial(turns.of, leading=leading))
+    with present(single.module, partial(used_weights, model, single, many.layout)):
+        weights = float64_weights(single.module)
+        probe = smallest(Probe(model, single, weights, many.layout))
+        window = Probe(model, many, weights, many.layout, whole=True)
+        if probe.batch:
+            window = replace(window, batch=window.shapes[0][0])
+        window.check_captured()
+        if is_announced(probe.odd.query) or is_announced(probe.odd.key):  # tensors with shapes but no numbers
+            reason = "its queries or keys depend on what other modules compute, so that the model has to be loaded"
+            raise unreadable(reason)
+        norms = norms_inside(single.module)
+        # If one token is not accepted, fit the rotation first, so that each token of a sequence can be a probe.
+        rotation = turns.of(window, {}, leading=leading) if probe.whole else None
+        maps, groups = _find_maps(probe, norms, rotation)
+        rotation = turns.of(window, norms if groups else {}, leading=leading)
+        if rotation is None:
+            with linear(norms):
+                maps = _with_positions(maps, window)
+        result = Factors(many.site, maps, single.call.scale, rotation, groups)
+        _check_everywhere(result, window)
+        return result
 
 
-def _factors(probe: Probe, window: Probe, turned_as: Callable[[Probe, Norms], Rotation | None]) -> Factors:
-    window.check_captured()
-    if is_announced(probe.odd.query) or is_announced(probe.odd.key):  # tensors with shapes but no numbers
-        raise unreadable("its queries or keys depend on what other modules compute, so that the model has to be loaded")
-    norms = norms_inside(probe.reached.module)
-    # If one token is not accepted, fit the rotation first, so that each token of a sequence can be a probe.
-    turned = turned_as(window, {}) if probe.whole else None
-    maps, groups = _checked_maps(probe, norms, turned)
-    rotation = turned_as(window, norms if groups else {})
-    if rotation is None:
-        with linear(norms):
-            maps = _with_positions(maps, window)
-    found = Factors(window.reached.site, maps, probe.reached.call.scale, rotation, groups)
-    _check_everywhere(found, window)
-    return found
-
-
-def _checked_maps(probe: Probe, norms: Norms, turned: Rotation | None) -> tuple[Maps, Groups]:
+def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[Maps, Groups]:
     """Return the maps and the groups of coordinates normalised together; raise NotBilinearError if there are none.
 
     Hand-written normalisations are removed if those in modules do not explain the queries and keys.
@@ -352,31 +346,31 @@ def _checked_maps(probe: Probe, norms: Norms, turned: Rotation | None) -> tuple[
         rows = rows_of_weights(probe)
         if rows is not None and not norms:
             return rows, ()  # the random inputs have shown this
-        maps = rows or products_of_weights(probe) or _maps(probe, turned)
+        maps = rows or products_of_weights(probe) or _differentiate(probe, rotation)
     sides = _first_tokens(probe, maps)
     reason = _mismatch(*sides)
     if reason is None:
         return maps, ()
-    found = _find_groups(*sides) if norms else None
-    if found is None:
+    groups = _find_groups(*sides) if norms else None
+    if groups is None:
         with linear(norms), WithoutLengths():
-            maps = _maps(probe, turned)
-        found = _find_groups(*_first_tokens(probe, maps))
-        if found is None:
+            maps = _differentiate(probe, rotation)
+        groups = _find_groups(*_first_tokens(probe, maps))
+        if groups is None:
             remedy = "The tokens.* measures of this site stand; weights.* do not exist."
             raise NotBilinearError(f"{reason}, so that its scores are not bilinear in them", remedy)
-    return maps, found
+    return maps, groups
 
 
-def _maps(probe: Probe, turned: Rotation | None) -> Maps:
+def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:
     """Compute ∂q/∂x and ∂k/∂y at position 0 by forward-mode differentiation, and the biases at zero input.
 
     Probe i carries the tangent e_i, so that row i of W is exact, without the rounding of a difference. NaN weights of
     one head do not spread to others (in a backward pass they would: 0 · NaN enters every gradient). A probe is a token,
-    rotated back to position 0 by `turned`, or a whole sequence of one token if queries and keys come from two sequences
-    or if cos and sin are rounded to half precision.
+    rotated back to position 0 by `rotation`, or a whole sequence of one token if queries and keys come from two
+    sequences or if cos and sin are rounded to half precision.
     """
-    alike = probe.reached.site.part == "cross" or (turned is not None and rounding_of(probe) > SINGLE)
+    alike = probe.target.site.part == "cross" or (rotation is not None and rounding_of(probe) > SINGLE)
     base = probe.random(1, seed=1)
     with torch.no_grad():
         zero = probe(*(torch.zeros_like(x) for x in base))
@@ -384,7 +378,7 @@ def _maps(probe: Probe, turned: Rotation | None) -> Maps:
     rows = probe.batch or max(1, CHUNK // tokens)
     step = rows if alike else rows * min(x[0, ..., 0].numel() for x in base)
     parts = [
-        _tangents(probe, base, start, step, None if alike else turned, alike)
+        _tangents(probe, base, start, step, None if alike else rotation, alike)
         for start in range(0, max(x.shape[-1] for x in base), step)
     ]
     jacobians = [torch.cat(part).transpose(0, 1) for part in zip(*parts, strict=True)]
@@ -392,7 +386,7 @@ def _maps(probe: Probe, turned: Rotation | None) -> Maps:
 
 
 def _tangents(
-    probe: Probe, base: tuple[Tensor, Tensor], start: int, step: int, turned: Rotation | None, alike: bool
+    probe: Probe, base: tuple[Tensor, Tensor], start: int, step: int, rotation: Rotation | None, alike: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute rows start … start + step of both Jacobians, (rows, heads, head_dim) each; fewer at the end."""
     counts = [max(0, min(step, x.shape[-1] - start)) for x in base]
@@ -408,15 +402,15 @@ def _tangents(
             else:
                 tangents.view(-1, x.shape[-1])[:count] = units
             duals.append(forward_ad.make_dual(x[:1].expand_as(tangents).contiguous(), tangents))  # type: ignore[no-untyped-call]
-        hidden, other = duals if probe.reached.other is not None else (duals[0], duals[0])
+        hidden, other = duals if probe.target.other is not None else (duals[0], duals[0])
         call = probe(hidden, other)
-        found = [forward_ad.unpack_dual(part).tangent for part in (call.query, call.key)]  # type: ignore[no-untyped-call]
-    for name, part in zip(("queries", "keys"), found, strict=True):
+        slopes = [forward_ad.unpack_dual(part).tangent for part in (call.query, call.key)]  # type: ignore[no-untyped-call]
+    for name, part in zip(("queries", "keys"), slopes, strict=True):
         if part is None:
             raise unreadable(f"its {name} do not depend on its first input")
-    if turned is not None:
-        found = [turned.transposed.turned(part.double()) for part in found]
-    query, key = (part[:, :, : 1 if alike else None].transpose(1, 2).flatten(0, 1) for part in found)
+    if rotation is not None:
+        slopes = [rotation.transposed.turned(part.double()) for part in slopes]
+    query, key = (part[:, :, : 1 if alike else None].transpose(1, 2).flatten(0, 1) for part in slopes)
     return query[: counts[0]], key[: counts[1]]
 
 
@@ -425,10 +419,10 @@ def _with_positions(maps: Maps, window: Probe) -> Maps:
     with torch.no_grad():
         zero = window(*(torch.zeros_like(x) for x in window.random(window.least, seed=1)))
     biases = []
-    for seen, bias, factor in ((zero.query, maps.query_bias, maps.query), (zero.key, maps.key_bias, maps.key)):
-        found = seen[0].double()
-        moved = (found - found[:, :1]).norm() > TOLERANCE * factor.norm()
-        biases.append(found if moved else bias)
+    for part, bias, factor in ((zero.query, maps.query_bias, maps.query), (zero.key, maps.key_bias, maps.key)):
+        by_position = part[0].double()
+        differ = (by_position - by_position[:, :1]).norm() > TOLERANCE * factor.norm()
+        biases.append(by_position if differ else bias)
     return replace(maps, query_bias=biases[0], key_bias=biases[1])
 
 
@@ -440,63 +434,63 @@ def _first_tokens(probe: Probe, maps: Maps) -> tuple[Sides, Sides]:
     inputs = probe.random(8, seed=2, alike=False)
     with torch.no_grad():
         call = probe(*inputs)
-    seen, expected = [], []
-    for theirs, ours in zip((call.query, call.key), maps(*inputs), strict=True):
-        fine = ours[:, :, 0].isfinite().all(-1).all(0)
-        seen.append(theirs[:, fine, 0].double())
-        expected.append(ours[:, fine, 0])
-    return (seen[0], seen[1]), (expected[0], expected[1])
+    sides = []
+    for part, expected in zip((call.query, call.key), maps(*inputs), strict=True):
+        fine = expected[:, :, 0].isfinite().all(-1).all(0)
+        sides.append((part[:, fine, 0].double(), expected[:, fine, 0]))
+    (query, expected_query), (key, expected_key) = sides
+    return (query, key), (expected_query, expected_key)
 
 
-def _find_groups(seen: Sides, expected: Sides) -> Groups | None:
+def _find_groups(actual: Sides, expected: Sides) -> Groups | None:
     """Return groups of coordinates in which queries and keys are positive multiples of the expected ones, or None.
 
     The groups are all coordinates of a head, or the non-affine and the affine coordinates of keys (latent attention).
     """
-    size = seen[1].shape[-1]
-    all_coordinates = (torch.arange(size),)
-    if _mismatch(seen, expected, all_coordinates) is None:
+    all_coordinates = (torch.arange(actual[1].shape[-1]),)
+    if _mismatch(actual, expected, all_coordinates) is None:
         return all_coordinates
-    difference = (seen[1] - expected[1]).flatten(0, 1).norm(dim=0)
+    difference = (actual[1] - expected[1]).flatten(0, 1).norm(dim=0)
     affine = difference <= TOLERANCE * expected[1].flatten(0, 1).norm(dim=0)
     parts = ((~affine).nonzero().flatten().cpu(), affine.nonzero().flatten().cpu())
     # The direction of a single number is only a sign, which proves nothing.
-    return parts if min(map(len, parts)) > 1 and _mismatch(seen, expected, parts) is None else None
+    return parts if min(map(len, parts)) > 1 and _mismatch(actual, expected, parts) is None else None
 
 
-def _mismatch(seen: Sides, expected: Sides, groups: Groups = ()) -> str | None:
-    """Return why the seen values are not the expected ones, up to a positive scalar per group; None if they are."""
+def _mismatch(actual: Sides, expected: Sides, groups: Groups = ()) -> str | None:
+    """Return why the actual values are not the expected ones, up to a positive scalar per group; None if they are."""
     kind = "no positive multiple of an affine function" if groups else "no affine function"
-    for name, theirs, ours in zip(("queries", "keys"), seen, expected, strict=True):
+    for name, theirs, ours in zip(("queries", "keys"), actual, expected, strict=True):
         pairs = [(unit(theirs[..., part]), unit(ours[..., part])) for part in groups] or [(theirs, ours)]
-        for one, other in pairs:
-            error = float((other - one).norm() / other.norm()) if other.norm() > 0 else float(one.norm())
-            if not error < TOLERANCE:
+        for first, second in pairs:
+            error = float((second - first).norm() / second.norm()) if second.norm() > 0 else float(first.norm())
+            if not error < TOLERANCE:  # `not <` also catches NaN
                 return f"its {name} are {kind} of its inputs (relative difference {error:.1e})"
     return None
 
 
-def _check_everywhere(found: Factors, window: Probe) -> None:
+def _check_everywhere(factors: Factors, window: Probe) -> None:
     """Raise UnreadableError if the factors do not reproduce queries and keys of different tokens at all positions."""
     mixtures = window.mixed(window.least, seed=3)
     inputs = mixtures[0].tokens, mixtures[1].tokens
     with torch.no_grad(), FewTokens(mixtures):
         call = window(*inputs)
-        rebuilt = found.rebuilt(*inputs, (call.query, call.key))
-    border = TOLERANCE if found.rotation is None else max(ANGLE, 4 * rounding_of(window))
-    for name, seen, expected in zip(("queries", "keys"), (call.query, call.key), rebuilt, strict=True):
+        rebuilt = factors.rebuild(*inputs, (call.query, call.key))
+    border = TOLERANCE if factors.rotation is None else max(ANGLE, 4 * rounding_of(window))
+    for name, part, expected in zip(("queries", "keys"), (call.query, call.key), rebuilt, strict=True):
         fine = expected.isfinite().all(-1).all(-1).all(0)
-        error = (seen[:, fine].double() - expected[:, fine]).norm()
-        if not error <= border * expected[:, fine].norm():
+        error = (part[:, fine].double() - expected[:, fine]).norm()
+        if not error <= border * expected[:, fine].norm():  # not strict: both are 0 if no head is finite
             raise unreadable(f"its {name} depend on more than their own token and its position")
 
 
-def rebuilt(found: Reached, factors: Factors) -> QueryKey:
+def rebuild(target: SiteCall, factors: Factors) -> QueryKey:
     """Return the site's queries and keys rebuilt as (x W_Q + b_Q) R(i) from the module's inputs x.
 
     Under QK-norm, the length per token, which W_Q does not contain, is taken from the captured queries and keys.
     """
-    captured = found.call.query_key(found.site)
-    x, y = (found.sequences(found.arguments[name]) for name in (found.input_name, found.other or found.input_name))
-    query, key = factors.rebuilt(x, y, (captured.query, captured.key))
+    captured = target.call.query_key(target.site)
+    names = target.input_name, target.other or target.input_name
+    x, y = (target.sequences(target.arguments[name]) for name in names)
+    query, key = factors.rebuild(x, y, (captured.query, captured.key))
     return replace(captured, query=query, key=key)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnlens.models.trace import hooked
+from attnlens.models.trace import remove_hooks
 from attnlens.models.weights.probe import Probe
 from attnlens.records import QueryKey, Rotation, Site
 
@@ -40,11 +40,13 @@ class Maps:
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries (batch, heads, tokens, head_dim) and keys (batch, kv_heads, tokens, head_dim) of x and y."""
-        query, key = (
-            _heads(part.double().flatten(1, -2), factor) + bias[:, : part[0, ..., 0].numel()]
-            for part, factor, bias in ((x, self.query, self.query_bias), (y, self.key, self.key_bias))
-        )
-        return query, key
+        vectors = []
+        for inputs, factor, bias in ((x, self.query, self.query_bias), (y, self.key, self.key_bias)):
+            tokens = inputs.double().flatten(1, -2)
+            products = nn.functional.linear(tokens, factor.mT.flatten(0, 1))  # rows of weights in their memory order
+            by_head = products.reshape(*tokens.shape[:-1], len(factor), -1).transpose(1, 2)
+            vectors.append(by_head + bias[:, : tokens.shape[1]])
+        return vectors[0], vectors[1]
 
 
 @dataclass(frozen=True)
@@ -113,26 +115,18 @@ class Factors:
         heads = tuple(range(self.maps.query.shape[0]))
         group = len(heads) // self.maps.key.shape[0]
         whole = QueryKey(
-            query=self.maps.query,
-            key=self.maps.key,
-            scale=self.scale,
-            source="weights",
-            site=self.site,
-            heads=heads,
+            *(self.maps.query, self.maps.key, self.scale, "weights", self.site, heads),
             key_of=tuple(head // group for head in heads),
             rotation=self.rotation,
         )
         if not self.latent:
             return (whole,)
-        return tuple(
-            replace(
-                whole,
-                query=_coordinates(whole.query, part),
-                key=_coordinates(whole.key, part),
-                rotation=None if whole.rotation is None else whole.rotation.of_coordinates(part),
-            )
-            for part in self.groups
-        )
+        parts = []
+        for coordinates in self.groups:
+            query, key = (_coordinates(factor, coordinates) for factor in (whole.query, whole.key))
+            rotation = None if whole.rotation is None else whole.rotation.of_coordinates(coordinates)
+            parts.append(replace(whole, query=query, key=key, rotation=rotation))
+        return tuple(parts)
 
     @property
     def summed(self) -> QueryKey:
@@ -144,8 +138,8 @@ class Factors:
         if not bool(up.isfinite().all()):
             return form
         query = torch.zeros_like(product.down)
-        for head, place in enumerate(form.key_of):
-            query.addmm_(form.query[head], up[place].mT)
+        for head, key_head in enumerate(form.key_of):
+            query.addmm_(form.query[head], up[key_head].mT)
         return replace(form, query=query[None], key=product.down[None], heads=(0,), key_of=(0,))
 
     @property
@@ -158,22 +152,16 @@ class Factors:
         query, key = (torch.cat(side, 1) for side in sides)
         return replace(self.query_key, query=query, key=key)
 
-    def rebuilt(self, x: Tensor, y: Tensor, seen: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute queries and keys of these inputs; under QK-norm take lengths from `seen`, which W does not have."""
-        found = []
-        for given, own in zip(self.maps(x, y), seen, strict=True):
-            part = given if self.rotation is None else self.rotation.turned(given)
-            found.append(part.clone())
+    def rebuild(self, x: Tensor, y: Tensor, originals: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Compute queries and keys of these inputs; under QK-norm with the lengths of the originals, which W lacks."""
+        rebuilt = []
+        for part, original in zip(self.maps(x, y), originals, strict=True):
+            turned = part.clone() if self.rotation is None else self.rotation.turned(part)
             for group in self.groups:
-                lengths = own[..., group].double().norm(dim=-1, keepdim=True)
-                found[-1][..., group] = unit(part[..., group]) * lengths
-        return found[0], found[1]
-
-
-def _heads(x: Tensor, factor: Tensor) -> Tensor:
-    """Compute x W of each head, (batch, heads, tokens, head_dim)."""
-    found = nn.functional.linear(x, factor.mT.flatten(0, 1))  # rows of weights in their memory order
-    return found.reshape(*x.shape[:-1], len(factor), -1).transpose(1, 2)
+                lengths = original[..., group].double().norm(dim=-1, keepdim=True)
+                turned[..., group] = unit(turned[..., group]) * lengths
+            rebuilt.append(turned)
+        return rebuilt[0], rebuilt[1]
 
 
 def unit(rows: Tensor) -> Tensor:
@@ -181,30 +169,31 @@ def unit(rows: Tensor) -> Tensor:
     return nn.functional.normalize(rows, dim=-1)
 
 
-def _coordinates(factor: Tensor, kept: Int[Tensor, " some"]) -> Tensor:
+def _coordinates(factor: Tensor, chosen: Int[Tensor, " some"]) -> Tensor:
     """Return some coordinates of each head; consecutive ones as a view, which needs no memory."""
-    first, count = int(kept[0]), len(kept)
-    if torch.equal(kept, torch.arange(first, first + count, device=kept.device)):
+    first, count = int(chosen[0]), len(chosen)
+    if torch.equal(chosen, torch.arange(first, first + count, device=chosen.device)):
         return factor[..., first : first + count]
-    return factor[..., kept]
+    return factor[..., chosen]
 
 
 DRAWS = 8
 """Random inputs; a coordinate that is not a multiple of a row passes as one with probability about SAME ** DRAWS."""
 SAME = 1e-10
-"""Largest relative difference between a coordinate and the row it is matched with, both in float64."""
+"""Largest relative difference between a coordinate and the row it is matched with, both in float64: far above the
+rounding of a sum over d_model, and far below the difference of two unrelated rows."""
 ONE = 1e-13  # relative rounding of a coordinate's factor: a factor this close to 1 is set to 1
 AT_ONCE = 512  # coordinates that are compared with all rows, or multiplied out, at once
 
 
-class Given(NamedTuple):
+class Multiplicand(NamedTuple):
     """A vector that a matrix may multiply: the inputs x, or the vector between two linear layers, z = x Dᵀ."""
 
-    seen: Float[Tensor, "draws rank"]  # its values at the random inputs
+    values: Float[Tensor, "draws rank"]  # its values at the random inputs
     down: Float[Tensor, "rank d_model"] | None = None  # D; None for x itself
 
 
-class FoundColumns(NamedTuple):
+class MatchedColumns(NamedTuple):
     """Columns of W found in one matrix: w = uᵀD, or u if D is None."""
 
     columns: Int[Tensor, " some"]
@@ -212,8 +201,8 @@ class FoundColumns(NamedTuple):
     down: Float[Tensor, "rank d_model"] | None
 
 
-Known = dict[tuple[int, int], Tensor]
-"""Cached products of the matrices tried, keyed by (index of the multiplied vector, index of the matrix)."""
+Products = dict[tuple[int, int], Tensor]
+"""Cached products of the matrices tried, keyed by (index of the multiplicand, index of the matrix)."""
 
 
 def rows_of_weights(probe: Probe) -> Maps | None:
@@ -225,46 +214,48 @@ def rows_of_weights(probe: Probe) -> Maps | None:
     """
     if probe.whole or probe.batch is not None:
         return None
-    sides, known, inputs = [], Known(), probe.random(DRAWS, seed=7)
-    for x, (seen, bias) in zip(inputs, asked(probe, inputs), strict=True):
-        known = known if x is inputs[0] else {}
-        pieces = pieces_of(seen.flatten(1), [Given(x.double().flatten(0, -2))], list(probe.weights.values()), known)
+    sides, products, inputs = [], Products(), probe.random(DRAWS, seed=7)
+    for x, (vectors, bias) in zip(inputs, compute_vectors(probe, inputs), strict=True):
+        products = products if x is inputs[0] else {}  # self-attention: keys have the same inputs as queries
+        multiplicand = Multiplicand(x.double().flatten(0, -2))
+        pieces = match_columns(vectors.flatten(1), [multiplicand], list(probe.weights.values()), products)
         if pieces is None:
             return None
-        sides.append((composed(pieces, seen.shape[1:]), bias))
+        sides.append((compose_map(pieces, vectors.shape[1:]), bias))
     (query, query_bias), (key, key_bias) = sides
     return Maps(query, key, query_bias, key_bias)
 
 
-def asked(probe: Probe, inputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def compute_vectors(probe: Probe, inputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Return queries and keys of these inputs without biases, (draws, heads, head_dim), and the biases."""
     with torch.no_grad():
         call = probe(*(torch.cat((torch.zeros_like(x[:1]), x)) for x in inputs))
-    biases = [part[0, :, :1].double() for part in (call.query, call.key)]
-    return [
-        (part[1:, :, 0].double() - bias[None, :, 0], bias)
-        for part, bias in zip((call.query, call.key), biases, strict=True)
-    ]
+    vectors = [part[:, :, 0].double() for part in (call.query, call.key)]
+    return [(part[1:] - part[:1], part[0, :, None]) for part in vectors]
 
 
-def pieces_of(
-    seen: Float[Tensor, "draws columns"], given: Sequence[Given], weights: Sequence[Tensor], known: Known
-) -> list[FoundColumns] | None:
+def match_columns(
+    vectors: Float[Tensor, "draws columns"],
+    multiplicands: Sequence[Multiplicand],
+    weights: Sequence[Tensor],
+    products: Products,
+) -> list[MatchedColumns] | None:
     """Match all columns to multiples of rows of the first matrix that has them; return None if any has no match."""
-    if not bool(seen.isfinite().all()):
+    if not bool(vectors.isfinite().all()):
         return None
-    pieces, left = [], torch.arange(seen.shape[1], device=seen.device)
-    while len(left):
-        tried = (_piece(seen[:, left], left, *candidate) for candidate in _candidates(given, weights, known))
-        piece = next((found for found in tried if found is not None), None)
+    pieces, remaining = [], torch.arange(vectors.shape[1], device=vectors.device)
+    while len(remaining):
+        candidates = _candidates(multiplicands, weights, products)
+        matches = (_match_rows(vectors[:, remaining], remaining, *candidate) for candidate in candidates)
+        piece = next((match for match in matches if match is not None), None)
         if piece is None:
             return None
         pieces.append(piece)
-        left = left[~torch.isin(left, piece.columns)]
+        remaining = remaining[~torch.isin(remaining, piece.columns)]
     return pieces
 
 
-def composed(pieces: Sequence[FoundColumns], shape: torch.Size) -> Float[Tensor, "heads d_model head_dim"]:
+def compose_map(pieces: Sequence[MatchedColumns], shape: torch.Size) -> Float[Tensor, "heads d_model head_dim"]:
     """Return W of each head; a view, if its columns are rows of a single matrix."""
     first = pieces[0]
     if len(pieces) == 1 and first.down is None:
@@ -278,78 +269,66 @@ def composed(pieces: Sequence[FoundColumns], shape: torch.Size) -> Float[Tensor,
 
 
 def _candidates(
-    given: Sequence[Given], weights: Sequence[Tensor], known: Known
+    multiplicands: Sequence[Multiplicand], weights: Sequence[Tensor], products: Products
 ) -> Iterator[tuple[Tensor | None, Tensor, Tensor]]:
     """Yield the matrices that may contain a column: the map below them, their rows, and their products."""
-    for number, one in enumerate(given):
-        for place, rows in enumerate(_oriented_matrices(weights, one.seen.shape[1])):
-            if (number, place) not in known:
-                known[number, place] = one.seen @ rows.mT
-            yield one.down, rows, known[number, place]
+    for number, (values, down) in enumerate(multiplicands):
+        for index, rows in enumerate(_oriented_matrices(weights, values.shape[1])):
+            if (number, index) not in products:
+                products[number, index] = values @ rows.mT
+            yield down, rows, products[number, index]
 
 
 def _oriented_matrices(weights: Iterable[Tensor], size: int) -> Iterator[Float[Tensor, "rows d_model"]]:
     """Yield the matrices that can multiply a vector of this size, outputs first: linear layers', then Conv1D's."""
-    known = [weight for weight in weights if type(weight) in (Tensor, torch.nn.Parameter)]
-    matrices = [weight for weight in known if weight.dim() == 2 and weight.is_floating_point()]
+    plain = [weight for weight in weights if type(weight) in (Tensor, torch.nn.Parameter)]
+    matrices = [weight for weight in plain if weight.dim() == 2 and weight.is_floating_point()]
     yield from (weight for weight in matrices if weight.shape[1] == size)
     yield from (weight.mT for weight in matrices if weight.shape[0] == size)
 
 
-def _piece(seen: Tensor, columns: Tensor, below: Tensor | None, rows: Tensor, answers: Tensor) -> FoundColumns | None:
-    """Return those columns that are multiples of these rows; None if the first column is not among them."""
-    places = _matching_rows(seen, answers)
-    if places is None:
-        return None
-    factors = _factors(seen, answers[:, places])
-    fits = _equal_columns(seen, factors * answers[:, places])
-    return FoundColumns(columns[fits], _scaled(rows, places[fits], factors[fits]), below) if bool(fits[0]) else None
+def _match_rows(
+    vectors: Tensor, columns: Tensor, down: Tensor | None, rows: Tensor, products: Tensor
+) -> MatchedColumns | None:
+    """Return those columns that are multiples of these rows; None if the first column is not among them.
 
-
-def _matching_rows(seen: Tensor, answers: Tensor) -> Int[Tensor, " columns"] | None:
-    """Return the index of each column's row; None if the first column has no row.
-
-    Tries consecutive rows from the first column's on; if they are too few or do not fit, returns the most similar rows.
+    Tries consecutive rows from the first column's on; if they are too few or do not fit, tries the most similar rows.
     """
-    start, count = _most_similar_rows(seen[:, :1], answers), seen.shape[1]
-    if not _all_match(seen[:, :1], answers[:, start]):
+    start, count = int(_most_similar_rows(vectors[:, :1], products)), vectors.shape[1]
+    _, fits = _fit_factors(vectors[:, :1], products[:, [start]])
+    if not bool(fits.all()):
         return None
-    places = torch.arange(int(start), int(start) + count, device=answers.device)
-    if int(start) + count <= answers.shape[1] and _all_match(seen, answers[:, places]):
-        return places
-    return _most_similar_rows(seen, answers)
+    indices = torch.arange(start, start + count, device=products.device)
+    consecutive = start + count <= products.shape[1]
+    if consecutive:
+        factors, fits = _fit_factors(vectors, products[:, indices])
+    if not consecutive or not bool(fits.all()):
+        indices = _most_similar_rows(vectors, products)
+        factors, fits = _fit_factors(vectors, products[:, indices])
+    if not bool(fits[0]):
+        return None
+    indices, factors = indices[fits], factors[fits]
+    if torch.equal(indices, torch.arange(start, start + len(indices), device=indices.device)):
+        up = rows[start : start + len(indices)]  # a view, which needs no memory
+    else:
+        up = rows[indices]
+    return MatchedColumns(columns[fits], up if bool((factors == 1).all()) else up * factors[:, None], down)
 
 
-def _all_match(seen: Tensor, found: Tensor) -> bool:
-    """Return whether every column is a multiple of the matched vector."""
-    return bool(_equal_columns(seen, _factors(seen, found) * found).all())
-
-
-def _equal_columns(seen: Tensor, found: Tensor) -> Bool[Tensor, " columns"]:
-    """Return which columns equal the matched vectors; the rounding of subtracting the bias scales with all columns."""
-    border = SAME * seen.norm(dim=0) + torch.finfo(seen.dtype).eps * seen.norm()
-    fits: Tensor = (seen - found).norm(dim=0) <= border
-    return fits
-
-
-def _most_similar_rows(seen: Tensor, answers: Tensor) -> Int[Tensor, " columns"]:
+def _most_similar_rows(vectors: Tensor, products: Tensor) -> Int[Tensor, " columns"]:
     """Return the row whose products have the direction most similar to each column, up to sign and length."""
-    unit = torch.nn.functional.normalize(answers, dim=0)
-    return torch.cat([(part.mT @ unit).abs_().argmax(1) for part in torch.split(seen, AT_ONCE, dim=1)])
+    directions = torch.nn.functional.normalize(products, dim=0)
+    return torch.cat([(part.mT @ directions).abs_().argmax(1) for part in torch.split(vectors, AT_ONCE, dim=1)])
 
 
-def _factors(seen: Tensor, found: Tensor) -> Float[Tensor, " columns"]:
-    """Fit c of each column by least squares."""
-    factors = (seen * found).sum(0) / found.square().sum(0).clamp(min=torch.finfo(found.dtype).tiny)
-    return torch.where((factors - 1).abs() < ONE, 1.0, factors)
-
-
-def _scaled(rows: Tensor, places: Tensor, factors: Tensor) -> Float[Tensor, "columns d_model"]:
-    """Return the rows times their factors; consecutive rows with factor 1 as a view, which needs no memory."""
-    start, count = int(places[0]), len(places)
-    ordered = torch.equal(places, torch.arange(start, start + count, device=places.device))
-    taken = rows[start : start + count] if ordered else rows[places]
-    return taken if bool((factors == 1).all()) else taken * factors[:, None]
+def _fit_factors(vectors: Tensor, products: Tensor) -> tuple[Float[Tensor, " columns"], Bool[Tensor, " columns"]]:
+    """Fit the factor c of each column by least squares; return it, and which columns are c times their product."""
+    # clamped so that a row of zeros gives 0, not NaN
+    factors = (vectors * products).sum(0) / products.square().sum(0).clamp(min=torch.finfo(products.dtype).tiny)
+    factors = torch.where((factors - 1).abs() < ONE, 1.0, factors)
+    # the second term is the rounding of subtracting the bias, which scales with all columns
+    border = SAME * vectors.norm(dim=0) + torch.finfo(vectors.dtype).eps * vectors.norm()
+    return factors, (vectors - factors * products).norm(dim=0) <= border
 
 
 def products_of_weights(probe: Probe) -> Maps | None:
@@ -363,45 +342,45 @@ def products_of_weights(probe: Probe) -> Maps | None:
     if probe.whole or probe.batch is not None:
         return None
     inputs = probe.random(DRAWS, seed=7)
-    with _inner_inputs(probe.reached.module) as inner:
-        found = asked(probe, inputs)
-    sides, weights = [], list(probe.weights.values())
-    for x, (seen, _) in zip(inputs, found, strict=True):
-        outer = Given(x.double().flatten(0, -2))
-        pieces = pieces_of(seen.flatten(1), [outer, *_latents(outer, inner, weights)], weights, {})
+    with _record_inner_inputs(probe.target.module) as inner:
+        sides = compute_vectors(probe, inputs)
+    maps, latent, weights = [], None, list(probe.weights.values())
+    for x, (vectors, _) in zip(inputs, sides, strict=True):
+        outer = Multiplicand(x.double().flatten(0, -2))
+        pieces = match_columns(vectors.flatten(1), [outer, *_find_latents(outer, inner, weights)], weights, {})
         if pieces is None:
             return None
-        sides.append((pieces, seen.shape[1:]))
-    query, key = (composed(*side) for side in sides)
-    return Maps(query, key, *(bias for _, bias in found), key_latent=_product(*sides[1]))
+        maps.append(compose_map(pieces, vectors.shape[1:]))
+        latent = _largest_product(pieces, vectors.shape[1:])
+    query, key = maps
+    return Maps(query, key, *(bias for _, bias in sides), key_latent=latent)
 
 
 @contextmanager
-def _inner_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
+def _record_inner_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
     """Record the inputs of those parts of the module that have a matrix, in the yielded list, inside the `with`."""
-    noted: list[Tensor] = []
+    inputs: list[Tensor] = []
 
-    def note(_part: nn.Module, given: tuple[object, ...]) -> None:
-        noted.extend(part for part in given[:1] if isinstance(part, Tensor))
+    def record(_part: nn.Module, args: tuple[object, ...]) -> None:
+        inputs.extend(part for part in args[:1] if isinstance(part, Tensor))
 
-    parts = (part for part in module.modules() if any(one.dim() == 2 for one in part.parameters(recurse=False)))
-    hooks = [part.register_forward_pre_hook(note) for part in parts]
-    with hooked(hooks):
-        yield noted
+    parts = (part for part in module.modules() if any(weight.dim() == 2 for weight in part.parameters(recurse=False)))
+    with remove_hooks([part.register_forward_pre_hook(record) for part in parts]):
+        yield inputs
 
 
-def _latents(outer: Given, inner: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[Given]:
+def _find_latents(outer: Multiplicand, inner: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[Multiplicand]:
     """Yield those inner inputs, minus their values at zero, that are multiples of rows of weights times x."""
-    for given in inner:
-        z = given.double().flatten(1)
-        if len(z) == len(outer.seen) + 1 and z.shape[1] == given.shape[-1]:  # one per token
-            seen = z[1:] - z[:1]
-            pieces = pieces_of(seen, [outer], weights, {})
+    for inputs in inner:
+        z = inputs.double().flatten(1)
+        if len(z) == len(outer.values) + 1 and z.shape[1] == inputs.shape[-1]:  # one per token
+            values = z[1:] - z[:1]
+            pieces = match_columns(values, [outer], weights, {})
             if pieces is not None:
-                yield Given(seen, composed(pieces, torch.Size((1, z.shape[1])))[0].mT)
+                yield Multiplicand(values, compose_map(pieces, torch.Size((1, z.shape[1])))[0].mT)
 
 
-def _product(pieces: Sequence[FoundColumns], shape: torch.Size) -> LatentMap | None:
+def _largest_product(pieces: Sequence[MatchedColumns], shape: torch.Size) -> LatentMap | None:
     """Return the largest piece that is a product of two matrices, or None."""
     products = [(piece, piece.down) for piece in pieces if piece.down is not None]
     if not products:

@@ -74,7 +74,7 @@ def record(side: ComparedModel, inputs: Mapping[str, Tensor], blocks: Sequence[B
         kept = {name: named.get(name) for name in {*names[:1], *STATES}}
         found.states[path] = {name: state.clone() for name, state in kept.items() if isinstance(state, Tensor)}
 
-    with _pre_hooks(blocks, keep), hooks.recorded(blocks) as outputs:
+    with _pre_hooks(blocks, keep), hooks.record_outputs(blocks) as outputs:
         _run_pass(side, inputs, visit)
     found.outputs.update(
         (path, given.clone()) for path, output in outputs.items() if (given := _output_states(output)) is not None
@@ -112,7 +112,7 @@ def beside(
         named = {name: _convert_state(states.get(name), value) for name, value in given.items()}
         return (*changed, *args[len(names) :]), named
 
-    with _pre_hooks(blocks, put), hooks.recorded(blocks) as outputs:
+    with _pre_hooks(blocks, put), hooks.record_outputs(blocks) as outputs:
         _run_pass(side, inputs, visit)
     for path, own in recorded.outputs.items():
         other = _output_states(outputs.get(path))

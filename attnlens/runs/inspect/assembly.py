@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnlens.analyzers.registry import Analyzer, Gathering, MeasureInfo, measure_infos
 from attnlens.maths.statistics import Design, median_error, null_of_median, robust_z
-from attnlens.models.hooks import Reached
+from attnlens.models.hooks import SiteCall
 from attnlens.records import (
     Extreme,
     Head,
@@ -282,7 +282,7 @@ class WorkUnit:
 class Frame:
     """Everything that a report needs besides the results of the units, known before these are read."""
 
-    reached: Sequence[Reached]  # the requested sites
+    reached: Sequence[SiteCall]  # the requested sites
     content: str
     """Hash of what else determines the results: the model's config, all inputs, the analyzers' code."""
     show: str | None  # what to show

@@ -18,7 +18,7 @@ from attnlens.choices import ATTENTION
 from attnlens.errors import FAILURES, ModelError, TextError, TooLargeError, UnreadableError
 from attnlens.maths.linalg.long import LONG
 from attnlens.models import hooks, loading, texts, weights
-from attnlens.models.hooks import Reached
+from attnlens.models.hooks import SiteCall
 from attnlens.models.loading.deferred import mute_shape_errors
 from attnlens.records import Report, Settings, Site
 from attnlens.requests import InspectRequest, reading, takes
@@ -42,17 +42,17 @@ BY_HAND = "the module computes its attention by hand, which is traced on numbers
 """Reason why a site of a meta-device model is not read."""
 
 
-def of_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Surveyed:
+def of_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Survey:
     """Survey a model on the meta device (shapes only), whose attention all runs through transformers' interface."""
     try:
-        survey = hooks.surveyed(loaded.model, inputs)
+        survey = hooks.run_survey(loaded.model, inputs)
     except (ModelError, *FAILURES) as error:
         first = error.problem if isinstance(error, ModelError) else loading.first_line(error)
         raise ModelError(
             f"{loaded.info.id} can't be read from its files alone, as a pass through it takes numbers ({first})",
             "Leave out --device files or spread: this architecture has to be loaded.",
         ) from error
-    if any(each.site.traced for each in survey.reached):
+    if any(each.site.traced for each in survey.sites):
         raise ModelError(
             f"{loaded.info.id} can't be read from its files alone: {BY_HAND}.",
             "Leave out --device files or spread: this architecture has to be loaded.",
@@ -60,7 +60,7 @@ def of_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Sur
     return survey
 
 
-def like(reached: Sequence[Reached], shapes: Sequence[Reached], loaded: loading.Loaded) -> list[Reached]:
+def like(reached: Sequence[SiteCall], shapes: Sequence[SiteCall], loaded: loading.Loaded) -> list[SiteCall]:
     """Return the sites of the meta-device model under the names that were `reached` in the same model when it ran."""
     known = {(each.site.path, each.site.ordinal): each for each in shapes}
     wanted = [(each.site.path, each.site.ordinal) for each in reached]
@@ -109,7 +109,7 @@ class Inspection:
     collector: Collector
     progress: Progress
     timings: dict[str, float]
-    reached: list[Reached] = field(default_factory=list)
+    reached: list[SiteCall] = field(default_factory=list)
     identity_error: float | None = None
     sites: tuple[Site, ...] = ()
     tokenless: str | None = None
@@ -197,7 +197,7 @@ class Inspection:
         elif self.fed is not None:
             self.reader.tokens_of(self.fed, unit.batch or 0, unit.sites, sink)
 
-    def read(self, reached: Sequence[Reached], sites: Collection[Site], fed: texts.Batches) -> None:
+    def read(self, reached: Sequence[SiteCall], sites: Collection[Site], fed: texts.Batches) -> None:
         """Read some `sites` of a verified model into the collector; the batches in `fed` match the settings."""
         self.sites = tuple(each.site for each in reached)
         self._enter(reached, [each for each in reached if each.site in sites])
@@ -208,14 +208,14 @@ class Inspection:
             self.reader.tokens_of(fed, number, chosen, self.collector)
         self.collector.close_tokens(self.reader.of_source("tokens"), range(fed.sequences))
 
-    def _enter(self, every: Sequence[Reached], reached: list[Reached]) -> None:
+    def _enter(self, every: Sequence[SiteCall], reached: list[SiteCall]) -> None:
         """Enter the sites to read, and prepare the reader with all sites as text alone reaches them."""
         self.reached, seed = reached, self.settings.seed
         for each in reached:
             self.collector.enter(each.site, each.call.key_heads)
         source, there = self._source, list(every)
         if self.loaded.shapes is not None:
-            there = like(every, of_shapes(source, self._sample(source)).reached, source)
+            there = like(every, of_shapes(source, self._sample(source)).sites, source)
         first = checks.text_alone(source, checks.of_one_token(source, there, seed), 1, seed)
         window = checks.text_alone(source, there, self.settings.tokens or 2, seed)
         self.reader = Reader(
@@ -255,7 +255,7 @@ class Inspection:
         sample = self._sample(self.loaded)
         deferred = self.loaded.deferred is not None
         survey = of_shapes(self.loaded, sample) if deferred else checks.surveyed(self.loaded, sample)
-        window_sites = survey.reached
+        window_sites = survey.sites
         # one long sequence is sufficient, and its predictions alone take gigabytes
         many = any(each.call.query.shape[2] * each.call.key.shape[2] > LONG for each in window_sites)
         self._prove_identity(texts.first(batches[0].inputs, 1 if many else 2) if batches else sample)

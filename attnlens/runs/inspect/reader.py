@@ -17,7 +17,7 @@ from attnlens.errors import UnreadableError, UsageError
 from attnlens.maths import linalg
 from attnlens.maths.statistics import gaussian_null
 from attnlens.models import hooks, loading, texts, weights
-from attnlens.models.hooks import Reached
+from attnlens.models.hooks import SiteCall
 from attnlens.models.hooks.survey import hiding_padding
 from attnlens.models.weights import Factors
 from attnlens.records import AttentionRows, Call, Null, QueryKey, Selection, Sentence, Settings, Site
@@ -67,7 +67,7 @@ MOST_WEIGHTS, LEAST = 8, 0.02
 """Maximum number of weights kept per row, and the smallest weight kept; the largest always is."""
 
 
-def refuse_many_rows(reached: Sequence[Reached], heads: Sequence[int] | None) -> None:
+def refuse_many_rows(reached: Sequence[SiteCall], heads: Sequence[int] | None) -> None:
     """Raise UsageError if the requested heads have more rows, or more tokens, than a report keeps."""
     shapes = [each.call.query.shape for each in reached]
     longest = max((max(each.call.query.shape[2], each.call.key.shape[2]) for each in reached), default=0)
@@ -149,10 +149,10 @@ class Gathered:
     _gatherers: dict[Site, list[tuple[Gathering, Gatherer]]] = field(default_factory=dict)
 
     @contextmanager
-    def watching(self, reached: Sequence[Reached]) -> Iterator[Callable[[Site, Call, Sequence[int]], None]]:
+    def watching(self, reached: Sequence[SiteCall]) -> Iterator[Callable[[Site, Call, Sequence[int]], None]]:
         """Yield a function that adds a site's call: (site, call, sequence number of each row) → None."""
         wanted = [each for each in reached if isinstance(self.forms.get(each.site), QueryKey)]
-        with hooks.inputs_of(wanted) as latest:
+        with hooks.record_inputs(wanted) as latest:
 
             def visit(site: Site, call: Call, numbers: Sequence[int]) -> None:
                 query_key = call.query_key(site)
@@ -196,9 +196,9 @@ class Reader:
     settings: Settings
     analyzers: Sequence[Analyzer | Gathering]
     show: str | None
-    every: Sequence[Reached]  # all sites of the model
-    first: Sequence[Reached]  # the same sites, reached by one token of text alone
-    window: Sequence[Reached]  # the same sites, reached by a window of text alone
+    every: Sequence[SiteCall]  # all sites of the model
+    first: Sequence[SiteCall]  # the same sites, reached by one token of text alone
+    window: Sequence[SiteCall]  # the same sites, reached by a window of text alone
     progress: Progress
     factors: dict[Site, weights.Factors | UnreadableError] | None = None
     """Factors of each site's weights, kept if a caller needs them."""
@@ -284,7 +284,7 @@ class Reader:
             yield self._with_base(self.first[place], self.window[place], next(factors))
 
     def _with_base(
-        self, first: Reached, window: Reached, factors: weights.Factors | UnreadableError
+        self, first: SiteCall, window: SiteCall, factors: weights.Factors | UnreadableError
     ) -> tuple[weights.Factors | UnreadableError, QueryKey | None]:
         """Return a site's factors and its form without the adapter, which is its own form if the adapter skips it."""
         adapter = self.source.adapter

@@ -16,7 +16,7 @@ from attnlens.kernels import Kernel, parsed
 from attnlens.kernels.modifiers import NEAR_WEIGHT
 from attnlens.kernels.spelling import FLOOR, ONE_KEY, WIDTH, HeadShape, branches, sink_window, state_numbers
 from attnlens.models import hooks, texts
-from attnlens.models.hooks import OWN, Reached
+from attnlens.models.hooks import OWN, SiteCall
 from attnlens.models.loading import Loaded
 from attnlens.records import Control, Healing, ModelInfo, Site
 from attnlens.requests.swap import SwapOptions
@@ -95,7 +95,7 @@ class Alternative:
         return Control(role=self.role, kernel=kernel, state=self.state, **outcome)
 
 
-def shapes_of(reached: Sequence[Reached], chosen: Mapping[Site, tuple[int, ...] | None]) -> dict[Site, HeadShape]:
+def shapes_of(reached: Sequence[SiteCall], chosen: Mapping[Site, tuple[int, ...] | None]) -> dict[Site, HeadShape]:
     """Return the head shapes of each chosen site, at the length of the surveyed inputs."""
     shapes = {}
     for found in (found for found in reached if found.site in chosen):

@@ -97,7 +97,7 @@ class Swapping:
         """Find and verify the sites and select the chosen ones; raise UsageError for a kernel undefined at one."""
         with timed(self.timings, "survey"), enough_memory(self.loaded.model, self.probe, nullcontext):
             survey = checks.surveyed(self.loaded, self.probe)
-            reached = survey.reached
+            reached = survey.sites
             self.identity_error = checks.proven_whole(self.loaded, self.probe)
             refuse_initialised(self.loaded, self.probe, predictions(self.task))
             self.sites = tuple(found.site for found in reached)

@@ -247,7 +247,7 @@ def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> N
         raise _error(place, f"{changed[0]} is not the file that was saved with its {FACTS}")
 
 
-def _check_sites(facts: SavedSwap, reached: Sequence[hooks.Reached], place: Path) -> tuple[Site, ...]:
+def _check_sites(facts: SavedSwap, reached: Sequence[hooks.SiteCall], place: Path) -> tuple[Site, ...]:
     """Return the model's sites; raise ModelError if attnlens.json lists other sites, heads or layers."""
     for saved, found in zip(facts.sites, reached, strict=False):
         if saved_site(found.site, None) != saved.model_copy(update={"heads": None}):

@@ -20,7 +20,7 @@ from attnlens.kernels import TIES, Kernel, parsed
 from attnlens.kernels.attention import Route, attend, route, weights
 from attnlens.kernels.lowrank import ALL
 from attnlens.models import hooks, texts
-from attnlens.models.hooks import Reached
+from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
 from attnlens.records import PARTS, Call, Site, SiteSwap, Skipped
 from attnlens.runs import checks
@@ -211,10 +211,10 @@ def replaced(
             inputs = tensors(loaded.model, batch)
         survey = checks.surveyed(loaded, inputs, made_up=batch is None)
         checks.proven_whole(loaded, inputs)
-        chosen = chosen_sites(survey.reached, layers, heads, part)
+        chosen = chosen_sites(survey.sites, layers, heads, part)
         idle_sites(survey, layers)  # raises ModelError for attention that cannot be replaced
         refuse_crossing(new, list(chosen))
-        sites = tuple(found.site for found in survey.reached)
+        sites = tuple(found.site for found in survey.sites)
         swaps = {site: hooks.Replacement(new, its) for site, its in chosen.items()}
         with hooks.replace(loaded.model, sites, swaps):
             hooks.forward(loaded.model, inputs)
@@ -222,7 +222,7 @@ def replaced(
 
 
 def chosen_sites(
-    reached: Sequence[Reached], layers: Sequence[int] | None, heads: Sequence[int] | None, part: Part | None
+    reached: Sequence[SiteCall], layers: Sequence[int] | None, heads: Sequence[int] | None, part: Part | None
 ) -> dict[Site, tuple[int, ...] | None]:
     """Return the chosen sites with their heads (None: all); raise UsageError for missing ones or if none is left."""
     heads_of = {found.site: found.call.query.shape[1] for found in reached}
@@ -240,14 +240,14 @@ def chosen_sites(
     return found
 
 
-def idle_sites(survey: hooks.Surveyed, layers: Sequence[int] | None) -> list[Skipped]:
+def idle_sites(survey: hooks.Survey, layers: Sequence[int] | None) -> list[Skipped]:
     """Return attention that the inputs do not run; raise ModelError if `layers` is None and some cannot be replaced."""
     missed = survey.missed
     outside = [(path, why) for path, why in missed.items() if why is not None]
     if outside and layers is None:
         raise ModelError(
             f"{outside[0][0]} can't be swapped: {outside[0][1]}.",
-            f"Swap the {len(survey.reached)} sites within reach: --layers 0-{len(survey.reached) - 1}.",
+            f"Swap the {len(survey.sites)} sites within reach: --layers 0-{len(survey.sites) - 1}.",
         )
     return [Skipped(site=path, reason=checks.NOT_RUN) for path, why in missed.items() if why is None]
 

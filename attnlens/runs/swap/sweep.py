@@ -280,7 +280,7 @@ class SweptBatch:
     @cached_property
     def original(self) -> tuple[dict[str, Any], Tensor, Tensor]:
         """Block outputs, predictions and loss per sequence of the original model."""
-        with hooks.recorded(self.blocks) as given:
+        with hooks.record_outputs(self.blocks) as given:
             own = _run_batch(self.loaded, self.fed, self.task)
         return given, own, _losses(own, own, self.fed, self.task)
 
@@ -293,7 +293,7 @@ class SweptBatch:
             swap = hooks.Replacement(swap.kernel.of_head(index), (head,))
         with (
             hooks.replace(self.loaded.model, self.sites, {site: swap}, self.path),
-            hooks.resumed(self.blocks, given, site),
+            hooks.replay_outputs(self.blocks, given, site),
         ):
             new = _run_batch(self.loaded, self.fed, self.task)
         return {"own": own_losses, "changed": _losses(own, new, self.fed, self.task)}

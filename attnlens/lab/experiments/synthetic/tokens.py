@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,27 +18,28 @@ from attnlens.lab.experiments.settings import (
     NORMS,
     ExperimentSettings,
     Figure,
-    Progress,
     Published,
     Study,
     averaged,
     columns,
     curve,
     share_of,
-    silent,
     uses,
 )
 from attnlens.maths import attsvm
 from attnlens.maths.attsvm.descent import Descent, Instances, Linear, PredictionHead, Relu, descend, most_iterations
 from attnlens.records.studies import Curve, Experiment
+from attnlens.runs.progress import Progress, silent
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
 
+Solver = Callable[[attsvm.Problem], attsvm.Solution]
+
 
 @dataclass(frozen=True)
-class Drawn:
+class Draws:
     """Random instances of one size, and the generators for further draws."""
 
     instances: Instances
@@ -51,53 +53,57 @@ class Drawn:
         return (instances.labels[..., None] * rises).argmax(-1)
 
 
-def draw(n: int, T: int, d: int, trials: int, seed: int, attention: str = "cross", head: str = "linear") -> Drawn:
+def draw(n: int, T: int, d: int, trials: int, seed: int, attention: str = "cross", head: str = "linear") -> Draws:
     """Draw instances: rows of X and Z and the head on the unit sphere, Y = ±1; in float32 in the order head, Y, X, Z.
 
     Trial i has its own torch.Generator(seed + i). Self-attention: z_i = x_i1. The ReLU head has d hidden units and
     ‖V‖_F = 1 (Tarzanagh et al. 2023, section 4).
     """
     generators = [torch.Generator().manual_seed(seed + trial) for trial in range(trials)]
-    parts = [_draw_trial(n, T, d, head, generator) for generator in generators]
-    read, labels, tokens, queries = (torch.stack(column).double() for column in zip(*parts, strict=True))
-    made: PredictionHead = Linear(read) if head == "linear" else Relu(read)
+    shapes = ((d,) if head == "linear" else (d, d)), (n,), (n, T, d), (n, d)
+    parts_by_trial = []
+    for generator in generators:
+        weights, labels, tokens, queries = (torch.randn(shape, generator=generator) for shape in shapes)
+        unit = (part / part.norm(dim=-1, keepdim=True) for part in (tokens, queries))
+        parts_by_trial.append((weights / weights.norm(), labels.sign(), *unit))
+    weights, labels, tokens, queries = (torch.stack(parts).double() for parts in zip(*parts_by_trial, strict=True))
+    prediction: PredictionHead = Linear(weights) if head == "linear" else Relu(weights)
     z = queries if attention == "cross" else tokens[:, :, 0]
-    return Drawn(Instances(tokens, z, labels, made), generators)
-
-
-def chunks(trials: int, seed: int, size: int = 50) -> list[tuple[int, int]]:
-    """Split the trials into (trials, first seed) chunks that fit in the CPU cache."""
-    return [(min(size, trials - first), seed + first) for first in range(0, trials, size)]
-
-
-def _draw_trial(n: int, T: int, d: int, head: str, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    read = torch.randn(d, generator=generator) if head == "linear" else torch.randn(d, d, generator=generator)
-    labels = torch.randn(n, generator=generator).sign()
-    tokens = torch.randn(n, T, d, generator=generator)
-    queries = torch.randn(n, d, generator=generator)
-    unit = (part / part.norm(dim=-1, keepdim=True) for part in (tokens, queries))
-    return read / read.norm(), labels, *unit
+    return Draws(Instances(tokens, z, labels, prediction), generators)
 
 
 def starts(
-    drawn: Drawn, m: int, start: str
+    draws: Draws, m: int, start: str
 ) -> tuple[Float[Tensor, "trials d d"], tuple[Float[Tensor, "trials d m"], Float[Tensor, "trials d m"]]]:
     """Draw the initial (W, (K, Q)): uniform in ±1/√d, as torch's linear layers; W is 0 if `start` is `zero`."""
-    d = drawn.instances.tokens.shape[-1]
+    d = draws.instances.tokens.shape[-1]
 
     def uniform(columns: int) -> Tensor:
-        rows = [torch.rand(d, columns, generator=generator) for generator in drawn.generators]
+        rows = [torch.rand(d, columns, generator=generator) for generator in draws.generators]
         return (2 * torch.stack(rows).double() - 1) / math.sqrt(d)
 
     W, K, Q = uniform(d), uniform(m), uniform(m)
     return (torch.zeros_like(W) if start == "zero" else W), (K, Q)
 
 
+def descend_chunks(
+    s: ExperimentSettings, d: int, stage: str, progress: Progress, *, size: int = 50, floor: float = 0.0
+) -> Iterator[tuple[Draws, Descent]]:
+    """Yield the instances of one dimension with their descents, in chunks of trials that fit in the CPU cache."""
+    for first in range(0, s.trials, size):
+        trials = min(size, s.trials - first)
+        draws = draw(s.n, s.T, d, trials, s.seed + first, s.attention, s.head)
+
+        def tick(step: int, _steps: int, first: int = first, trials: int = trials) -> None:
+            done = s.d.index(d) + (first + trials * step / s.iterations) / s.trials
+            progress(stage, round(1000 * done), 1000 * len(s.d))
+
+        W, _ = starts(draws, 1, s.start)
+        yield draws, descend(draws.instances, W, s.iterations, lr=s.lr, loss=s.loss, floor=floor, progress=tick)
+
+
 def directions(
-    solve: Callable[[attsvm.Problem], attsvm.Solution],
-    instances: Instances,
-    chosen: Int[Tensor, "trials n"],
-    tick: Callable[[int, int], None],
+    solve: Solver, instances: Instances, chosen: Int[Tensor, "trials n"], tick: Callable[[int, int], None]
 ) -> Float[Tensor, "trials d d_query"]:
     """Solve the SVM of each trial for the tokens it selected; NaN if they are not separable."""
     d, d_query = instances.tokens.shape[-1], instances.queries.shape[-1]
@@ -116,7 +122,7 @@ def grid(iterations: int) -> list[int]:
     return sorted({step for step in steps if step < iterations} | {iterations})
 
 
-TOLERANCE = 1e-6
+TOLERANCE = 1e-6  # allowed distance from the golden figures, which have about this many digits
 GOLDEN_GAP = 1e-9  # relative gap to which both problems are solved, well below the tolerance
 SOURCE = "Tarzanagh et al. 2023 and Max-margin token selection; solved with cvxpy and Clarabel"
 PROMPTS: dict[str, tuple[list[list[list[float]]], list[int], float]] = {
@@ -134,14 +140,14 @@ LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6
 def golden(progress: Progress = silent) -> Experiment:
     """Compare ½‖p‖² of the p-version, ‖W‖_F, ‖W‖_* and rank of the nuclear solution with known values, to 1e-6."""
     rows: dict[str, Figure] = {}
-    posed = instances()
-    for done, (name, (problem, known)) in enumerate(posed.items()):
+    problems = instances()
+    for done, (name, (problem, known)) in enumerate(problems.items()):
         rows |= _solve_figures(name, problem, known)
-        progress("golden instances", done + 1, len(posed))
+        progress("golden instances", done + 1, len(problems))
     return Experiment(
         name="golden instances",
         question="Are the golden instances solved as they were by a general convex solver?",
-        settings={"instances": len(posed), "solver_gap": GOLDEN_GAP},
+        settings={"instances": len(problems), "solver_gap": GOLDEN_GAP},
         source=SOURCE,
         **columns(rows, "the solver found no solution"),
     ).judged()
@@ -149,27 +155,20 @@ def golden(progress: Progress = silent) -> Experiment:
 
 def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
     """Return the problem and known figures (half_square, frobenius, nuclear, rank) of each golden instance by name."""
-    posed = {
+    problems = {
         name: (attsvm.prompt(torch.tensor(tokens).double(), torch.tensor(chosen)), {"half_square": known})
         for name, (tokens, chosen, known) in PROMPTS.items()
     }
-    posed["prompt_d"] = (_prompt_d(), {"half_square": PROMPT_D})
-    for name, instance in shipped().items():
+    problems["prompt_d"] = (_prompt_d(), {"half_square": PROMPT_D})
+    # the file has tokens X, queries Z, head v, labels Y, chosen tokens and known figures of each instance
+    for name, instance in json.loads(Path(__file__).with_name("golden.json").read_text(encoding="utf-8")).items():
         tokens, queries = (torch.tensor(instance[part], dtype=torch.float64) for part in ("X", "Z"))
-        posed[name] = (attsvm.selection(tokens, queries, torch.tensor(instance["chosen"])), instance["known"])
+        problems[name] = (attsvm.selection(tokens, queries, torch.tensor(instance["chosen"])), instance["known"])
     for seed, (frobenius, nuclear) in LOCAL.items():
-        drawn = draw(6, 8, 10, 1, seed)
-        problem = attsvm.selection(drawn.instances.tokens[0], drawn.instances.queries[0], drawn.best[0])
-        posed[f"local_{seed}"] = (problem, {"frobenius": frobenius, "nuclear": nuclear})
-    return posed
-
-
-@cache
-def shipped() -> dict[str, Any]:
-    """Load the instances stored as data: tokens X, queries Z, head v, labels Y, chosen tokens, known figures."""
-    text = files("attnlens.lab.experiments.synthetic").joinpath("golden.json").read_text(encoding="utf-8")
-    shipped_instances: dict[str, Any] = json.loads(text)
-    return shipped_instances
+        draws = draw(6, 8, 10, 1, seed)
+        problem = attsvm.selection(draws.instances.tokens[0], draws.instances.queries[0], draws.best[0])
+        problems[f"local_{seed}"] = (problem, {"frobenius": frobenius, "nuclear": nuclear})
+    return problems
 
 
 def _prompt_d() -> attsvm.Problem:
@@ -219,31 +218,29 @@ def feasibility(settings: ExperimentSettings, published: bool, progress: Progres
     """
     s = settings
     sizes = SIZES if (s.n, s.T) == (FEASIBLE.n, FEASIBLE.T) else ((s.n, s.T),)
-    shares = {
-        (n, T): {d: _feasible_share(s, n, T, d, progress) for d in sorted({*s.d, max(T - 1, n)})} for n, T in sizes
-    }
     known = FEASIBLE_SHARES if published else {}
-    rows = {
-        f"n{n}_T{T}_d{d}": share_of(
-            share, s.trials, f"n = {n}, T = {T}, d = {d}", known.get((n, T), {}).get(d), FEASIBLE_TRIALS
-        )
-        for (n, T), row in shares.items()
-        for d, share in row.items()
-    }
+    rows, sure, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
     for n, T in sizes:
-        share = shares[n, T][d] if (d := max(T - 1, n)) > 1 else None
-        rows[f"sure_n{n}_T{T}"] = Figure(share, label=f"sure, n = {n}, T = {T}", published=1.0 if published else None)
+        certain = max(T - 1, n)
+        shares = {d: _feasible_share(s, n, T, d, progress) for d in sorted({*s.d, certain})}
+        for d, share in shares.items():
+            reference, label = known.get((n, T), {}).get(d), f"n = {n}, T = {T}, d = {d}"
+            rows[f"n{n}_T{T}_d{d}"] = share_of(share, s.trials, label, reference, FEASIBLE_TRIALS)
+        sure[f"sure_n{n}_T{T}"] = Figure(
+            shares[certain] if certain > 1 else None,
+            label=f"sure, n = {n}, T = {T}",
+            published=1.0 if published else None,
+        )
+        steps, median = list(shares), list(shares.values())
+        curves[f"n={n}, T={T}"] = Curve(steps=steps, median=median, quantity="share separable", bounded=True)
     return Experiment(
         name="feasibility",
         question="For which sizes does any W separate arbitrary tokens of random data?",
         settings={"sizes": [f"n={n} T={T}" for n, T in sizes]},
         source=FEASIBLE_SOURCE if published else None,
         axis="d",
-        curves={
-            f"n={n}, T={T}": Curve(steps=list(row), median=list(row.values()), quantity="share separable", bounded=True)
-            for (n, T), row in shares.items()
-        },
-        **columns(rows, EQUAL),
+        curves=curves,
+        **columns(rows | sure, EQUAL),
     )
 
 
@@ -275,38 +272,26 @@ def global_selection(settings: ExperimentSettings, published: bool, progress: Pr
 
     The tolerance is three standard errors of the difference of the two shares.
     """
-    shares = {d: _selected_share(settings, d, place, progress) for place, d in enumerate(settings.d)}
+    shares = {}
+    for d in settings.d:
+        hits = 0
+        for draws, descent in descend_chunks(settings, d, "global selection", progress):
+            hits += int((descent.chosen[-1] == draws.best).all(-1).sum())
+        shares[d] = hits / settings.trials
     known = SELECTED_SHARES if published else {}
     rows = {
         f"d{d}": share_of(share, settings.trials, f"d = {d}", known.get(d), SELECTED_TRIALS)
         for d, share in shares.items()
     }
-    shown = Curve(steps=list(shares), median=list(shares.values()), quantity="share of trials", bounded=True)
+    selected = Curve(steps=list(shares), median=list(shares.values()), quantity="share of trials", bounded=True)
     return Experiment(
         name="global selection",
         question="How often does descent from zero select the best token of every input?",
         source=SELECTED_SOURCE if published else None,
         axis="d",
-        curves={"all best tokens selected": shown},
+        curves={"all best tokens selected": selected},
         **columns(rows),
     )
-
-
-def _selected_share(s: ExperimentSettings, d: int, place: int, progress: Progress) -> float:
-    hits, done = 0, 0
-    for trials, seed in chunks(s.trials, s.seed):
-        drawn = draw(s.n, s.T, d, trials, seed, s.attention)
-        first = done
-
-        def tick(step: int, _steps: int, first: int = first, trials: int = trials) -> None:
-            part = (first + trials * step / s.iterations) / s.trials
-            progress("global selection", round(1000 * (place + part)), 1000 * len(s.d))
-
-        W, _ = starts(drawn, 1, s.start)
-        descent = descend(drawn.instances, W, s.iterations, lr=s.lr, loss=s.loss, progress=tick)
-        hits += int((descent.chosen[-1] == drawn.best).all(-1).sum())
-        done += trials
-    return hits / s.trials
 
 
 SELECTED = ExperimentSettings(trials=200, d=(2, 4, 10, 30, 50), start="zero")
@@ -326,9 +311,9 @@ CORRELATIONS: dict[str, Published] = {
 CORRELATIONS_SOURCE = (
     "Tarzanagh et al. 2023, Fig. 4 (0.99 and 0.86); to three digits by a reimplementation on 100 seeds"
 )
-GOALS: dict[str, Callable[[attsvm.Problem], attsvm.Solution]] = {
+SVMS: dict[str, Solver] = {
     "frobenius": attsvm.solve,
-    "nuclear": partial(attsvm.solve_nuclear, tolerance=1e-6),
+    "nuclear": partial(attsvm.solve_nuclear, tolerance=1e-6),  # the correlations are published to three digits
 }
 
 
@@ -338,24 +323,27 @@ def local_convergence(settings: ExperimentSettings, published: bool, progress: P
     `W_to_frobenius_longer` is the median after LONGER times the iterations.
     """
     s = settings
-    drawn = draw(s.n, s.T, s.d[0], s.trials, s.seed, s.attention, s.head)
-    W, factors = starts(drawn, s.m or s.d[0], s.start)
+    draws = draw(s.n, s.T, s.d[0], s.trials, s.seed, s.attention, s.head)
+    W, factors = starts(draws, s.m or s.d[0], s.start)
     chosen_starts = {name: start for name, start in (("W", W), ("KQ", factors)) if s.parameterisation in ("both", name)}
     known = CORRELATIONS if published else {}
-    reads = [_train(drawn.instances, start, s, known, name, progress) for name, start in chosen_starts.items()]
-    rows = {name: row for found, _, _ in reads for name, row in found.items()}
-    longer = {name: row for _, _, found in reads for name, row in found.items()}
+    rows, longer, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
+    for name, start in chosen_starts.items():
+        start_rows, start_longer, start_curves = _train(draws.instances, start, s, known, name, progress)
+        rows |= start_rows
+        longer |= start_longer
+        curves |= start_curves
     return Experiment(
         name="local convergence",
         question="Does descent end at the max-margin solution for the tokens that it selects?",
-        settings={"m": s.m or s.d[0], "normaliser": _normaliser(s)},
+        settings={"m": s.m or s.d[0], "normaliser": _choose_normaliser(s)},
         source=CORRELATIONS_SOURCE if published else None,
-        curves={name: curve for _, found, _ in reads for name, curve in found.items()},
+        curves=curves,
         **columns(rows | longer, "no trial's selection is separable"),
     )
 
 
-def _normaliser(s: ExperimentSettings) -> attsvm.Normaliser:
+def _choose_normaliser(s: ExperimentSettings) -> attsvm.Normaliser:
     """Return the normaliser: both factors by ‖∇_W‖, as published, or each by its own norm if that would overflow."""
     return "form" if s.iterations <= most_iterations(s.lr) else "own"
 
@@ -367,8 +355,8 @@ def _train(
     known: Mapping[str, Published],
     name: str,
     progress: Progress,
-) -> tuple[dict[str, Figure], dict[str, Curve], dict[str, Figure]]:
-    """Descend in one parameterisation; return its figures and curves, and the figure of longer training if any."""
+) -> tuple[dict[str, Figure], dict[str, Figure], dict[str, Curve]]:
+    """Descend in one parameterisation; return its figures, the figure of longer training if any, and its curves."""
     longer = f"{name}_to_frobenius_longer"
     last = LONGER * s.iterations if longer in known else s.iterations
     descent = descend(
@@ -377,31 +365,29 @@ def _train(
         last,
         lr=s.lr,
         loss=s.loss,
-        normaliser=_normaliser(s),
+        normaliser=_choose_normaliser(s),
         record={*grid(s.iterations), *grid(last)},
         progress=partial(progress, f"local convergence, {name}"),
     )
-    at = descent.steps.index(s.iterations) + 1
-    short = replace(descent, **{name: getattr(descent, name)[:at] for name in ("steps", "W", "chosen", "largest")})
+
+    def correlate(descent: Descent, svm: str) -> Float[Tensor, "steps trials"]:
+        """Correlate with the SVM of the tokens selected at the last step; NaN if they are not separable."""
+        tick = partial(progress, f"local convergence, {name}, {svm} SVM")
+        return descent.correlation(directions(SVMS[svm], instances, descent.chosen[-1], tick))
+
+    end = descent.steps.index(s.iterations) + 1
+    short = replace(descent, **{name: getattr(descent, name)[:end] for name in ("steps", "W", "chosen", "largest")})
     rows, curves = dict[str, Figure](), dict[str, Curve]()
-    for svm in GOALS:
-        read, words = _correlations(instances, short, name, svm, progress), f"{name} to {NORMS[svm]}"
-        rows[f"{name}_to_{svm}"] = averaged(read[-1], words, **known.get(f"{name}_to_{svm}", {}))
-        curves[f"{name} to {svm}"] = curve(short.steps, read, CORRELATION, bounded=True, label=words)
-    rows[f"{name}_largest_weight"] = averaged(descent.largest[at - 1].mean(-1))
+    for svm in SVMS:
+        correlations, label = correlate(short, svm), f"{name} to {NORMS[svm]}"
+        rows[f"{name}_to_{svm}"] = averaged(correlations[-1], label, **known.get(f"{name}_to_{svm}", {}))
+        curves[f"{name} to {svm}"] = curve(short.steps, correlations, CORRELATION, bounded=True, label=label)
+    rows[f"{name}_largest_weight"] = averaged(descent.largest[end - 1].mean(-1))
     if last == s.iterations:
-        return rows, curves, {}
-    end, words = _correlations(instances, descent, name, "frobenius", progress), f"{name} to Frobenius, longer"
-    curves[f"{name} to frobenius, longer"] = curve(descent.steps, end, CORRELATION, bounded=True, label=words)
-    return rows, curves, {longer: Figure(end[-1].nanmedian().item(), label=words, **known[longer])}
-
-
-def _correlations(
-    instances: Instances, descent: Descent, name: str, svm: str, progress: Progress
-) -> Float[Tensor, "steps trials"]:
-    """Correlate with the SVM of the tokens selected at the last step; NaN if they are not separable."""
-    tick = partial(progress, f"local convergence, {name}, {svm} SVM")
-    return descent.correlation(directions(GOALS[svm], instances, descent.chosen[-1], tick))
+        return rows, {}, curves
+    correlations, label = correlate(descent, "frobenius"), f"{name} to Frobenius, longer"
+    curves[f"{name} to frobenius, longer"] = curve(descent.steps, correlations, CORRELATION, bounded=True, label=label)
+    return rows, {longer: Figure(correlations[-1].nanmedian().item(), label=label, **known[longer])}, curves
 
 
 CONVERGENCE = ExperimentSettings(trials=100)
@@ -410,10 +396,6 @@ LOCAL_CONVERGENCE = Study(local_convergence, CONVERGENCE, replace(CONVERGENCE, t
 
 TIGHT = 1e-8
 """Relative gap to which the nuclear problem is solved, so that a singular value of 0 is below 1e-5·σ₁."""
-SVMS: dict[str, Callable[[attsvm.Problem], attsvm.Solution]] = {
-    "nuclear": partial(attsvm.solve_nuclear, tolerance=TIGHT),
-    "frobenius": attsvm.solve,
-}
 RANKS: dict[str, Published] = {
     "nuclear_least": {"published": 2.0, "bound": "at least"},
     "nuclear_most": {"published": 4.0, "bound": "at most"},
@@ -431,7 +413,13 @@ def rank(settings: ExperimentSettings, published: bool, progress: Progress) -> E
     rank − min(n, d).
     """
     s = settings
-    ranks = {(d, svm): _compute_ranks(s, d, svm, progress) for d in s.d for svm in SVMS}
+    svms: dict[str, Solver] = {"nuclear": partial(attsvm.solve_nuclear, tolerance=TIGHT), "frobenius": attsvm.solve}
+    ranks: dict[tuple[int, str], Float[Tensor, " trials"]] = {}  # NaN in a trial without a solution
+    for d, (svm, solve) in product(s.d, svms.items()):
+        draws = draw(s.n, s.T, d, s.trials, s.seed, s.attention)
+        solutions = directions(solve, draws.instances, draws.best, partial(progress, f"rank, {svm}, d={d}"))
+        trial_ranks = [torch.nan if W.isnan().any() else float(attsvm.nuclear_rank(W)) for W in solutions]
+        ranks[d, svm] = torch.tensor(trial_ranks, dtype=torch.float64)
     rows = {f"{svm}_d{d}": averaged(values, f"{NORMS[svm]}, d = {d}") for (d, svm), values in ranks.items()}
     means = [value for d in s.d if (value := rows[f"nuclear_d{d}"].value) is not None]
     beyond = [values[~values.isnan()] - min(s.n, d) for (d, svm), values in ranks.items() if svm == "nuclear"]
@@ -448,17 +436,9 @@ def rank(settings: ExperimentSettings, published: bool, progress: Progress) -> E
         settings={"threshold": 1e-5, "solver_gap": TIGHT},
         source=RANKS_SOURCE if published else None,
         axis="d",
-        curves={svm: curve(s.d, torch.stack([ranks[d, svm] for d in s.d]), "rank", label=NORMS[svm]) for svm in SVMS},
+        curves={svm: curve(s.d, torch.stack([ranks[d, svm] for d in s.d]), "rank", label=NORMS[svm]) for svm in svms},
         **columns(rows, "nothing separates the best tokens"),
     )
-
-
-def _compute_ranks(s: ExperimentSettings, d: int, svm: str, progress: Progress) -> Float[Tensor, " trials"]:
-    """Compute the rank in each trial; NaN if there is no solution."""
-    drawn = draw(s.n, s.T, d, s.trials, s.seed, s.attention)
-    solutions = directions(SVMS[svm], drawn.instances, drawn.best, partial(progress, f"rank, {svm}, d={d}"))
-    trial_ranks = [torch.nan if W.isnan().any() else float(attsvm.nuclear_rank(W)) for W in solutions]
-    return torch.tensor(trial_ranks, dtype=torch.float64)
 
 
 RANK_SIZES = ExperimentSettings(trials=50, d=(4, 6, 8, 10, 15, 20))

@@ -14,7 +14,6 @@ from attnlens.lab.experiments.settings import (
     CORRELATION,
     ExperimentSettings,
     Figure,
-    Progress,
     Published,
     Study,
     averaged,
@@ -22,10 +21,11 @@ from attnlens.lab.experiments.settings import (
     curve,
     uses,
 )
-from attnlens.lab.experiments.synthetic.tokens import chunks, draw, grid, starts
+from attnlens.lab.experiments.synthetic.tokens import descend_chunks, grid
 from attnlens.maths import attsvm
-from attnlens.maths.attsvm.descent import Descent, Instances, Scores, descend, gradient, unit
+from attnlens.maths.attsvm.descent import Descent, Instances, Scores, gradient, unit
 from attnlens.records.studies import Curve, Experiment
+from attnlens.runs.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GONE, KEPT = 1e-6, 1e-3
-"""A token is dropped at a weight ≤ GONE and kept above KEPT; an instance with a weight in between is undecided."""
+"""A token is dropped at a weight ≤ GONE and kept above KEPT, as in the paper; with a weight in between, an instance is
+undecided."""
 DIRECTIONS = {"svm_equivalent": "SVM equivalent", "W_mm": "W_mm", "single_token": "single token"}
 """Display names of the directions."""
 FLOOR = 2.2e-16
@@ -42,8 +43,8 @@ FLOOR = 2.2e-16
 continues only on inputs whose ReLUs are not all off, and 1 − correlation ends at 0.08 for d = 4."""
 DISTANCES = {
     f"{name}_d{d}": distance
-    for name, found in (("svm_equivalent", (0.034, 0.017, 0.011, 0.0056)), ("W_mm", (0.07, 0.043, 0.015, 0.0087)))
-    for d, distance in zip((4, 6, 8, 10), found, strict=True)
+    for name, distances in (("svm_equivalent", (0.034, 0.017, 0.011, 0.0056)), ("W_mm", (0.07, 0.043, 0.015, 0.0087)))
+    for d, distance in zip((4, 6, 8, 10), distances, strict=True)
 }
 READING = 0.3
 """Relative error allowed for a figure read off a logarithmic axis, in addition to three standard errors of ours."""
@@ -55,15 +56,19 @@ def multi_token(settings: ExperimentSettings, published: bool, progress: Progres
 
     Accepted instances have a label −1, no weight in (GONE, KEPT], some weight ≤ GONE, and solutions of both SVMs.
     """
-    s = settings
-    by_size = {d: _measure_size(s, d, place, progress) for place, d in enumerate(s.d)}
+    by_size = {d: _measure_size(settings, d, progress) for d in settings.d}
     known = DISTANCES if published else {}
-    rows = {
-        f"{name}_d{d}": _figure(accepted[:, column], f"{DIRECTIONS[name]}, d = {d}", known.get(f"{name}_d{d}"))
-        for d, accepted in by_size.items()
-        for column, name in enumerate(DIRECTIONS)
+    rows: dict[str, Figure] = {}
+    for d, accepted in by_size.items():
+        for column, (name, label) in enumerate(DIRECTIONS.items()):
+            figure, reference = averaged(accepted[:, column], f"{label}, d = {d}"), known.get(f"{name}_d{d}")
+            if reference is not None:
+                tolerance = READING * reference + 3 * (figure.error or 0.0)
+                figure = replace(figure, published=reference, tolerance=tolerance)
+            rows[f"{name}_d{d}"] = figure
+    shares: dict[str, JsonValue] = {
+        f"accepted_d{d}": len(accepted) / settings.trials for d, accepted in by_size.items()
     }
-    shares: dict[str, JsonValue] = {f"accepted_d{d}": len(accepted) / s.trials for d, accepted in by_size.items()}
     return Experiment(
         name="multi-token",
         question="Where several tokens keep their weight, does descent end at W_fin + R·W_mm of the generalised SVM?",
@@ -78,47 +83,32 @@ def multi_token(settings: ExperimentSettings, published: bool, progress: Progres
     )
 
 
-def _figure(values: Float[Tensor, " kept"], label: str, published: float | None) -> Figure:
-    figure = averaged(values, label)
-    if published is None:
-        return figure
-    return replace(figure, published=published, tolerance=READING * published + 3 * (figure.error or 0.0))
-
-
-def _measure_size(s: ExperimentSettings, d: int, place: int, progress: Progress) -> Float[Tensor, "kept 3"]:
+def _measure_size(s: ExperimentSettings, d: int, progress: Progress) -> Float[Tensor, "accepted 3"]:
     """Compute 1 − correlation to each of DIRECTIONS for the accepted instances."""
     rows: list[list[float]] = []
-    done = 0
-    for trials, seed in chunks(s.trials, s.seed, 250):
-        drawn = draw(s.n, s.T, d, trials, seed, s.attention, s.head)
-
-        def tick(step: int, _steps: int, first: int = done, trials: int = trials) -> None:
-            part = (first + trials * step / s.iterations) / s.trials
-            progress("multi-token", round(1000 * (place + part)), 1000 * len(s.d))
-
-        W, _ = starts(drawn, 1, s.start)
-        descent = descend(drawn.instances, W, s.iterations, lr=s.lr, loss=s.loss, floor=FLOOR, progress=tick)
+    for draws, descent in descend_chunks(s, d, "multi-token", progress, size=250, floor=FLOOR):
+        # the published filter: a label −1, no weight between GONE and KEPT, and some dropped token
         weights = descent.log_weights.exp()
-        for trial in decided(drawn.instances, weights).nonzero().flatten().tolist():
-            if (row := compared(drawn.instances, descent, trial)) is not None:
+        between = ((weights > GONE) & (weights <= KEPT)).flatten(1).any(-1)
+        dropped = (weights <= GONE).flatten(1).any(-1)
+        accepted = (draws.instances.labels < 0).any(-1) & ~between & dropped
+        for trial in accepted.nonzero().flatten().tolist():
+            if (row := _compare_directions(draws.instances, descent, trial)) is not None:
                 rows.append(row)
-        done += trials
     return torch.tensor(rows, dtype=torch.float64).reshape(-1, len(DIRECTIONS))
 
 
-def decided(instances: Instances, weights: Float[Tensor, "trials n T"]) -> Bool[Tensor, " trials"]:
-    """Apply the published filter: a label −1, no weight between GONE and KEPT, and some dropped token."""
-    between = ((weights > GONE) & (weights <= KEPT)).flatten(1).any(-1)
-    return (instances.labels < 0).any(-1) & ~between & (weights <= GONE).flatten(1).any(-1)
-
-
-def compared(instances: Instances, descent: Descent, trial: int) -> list[float] | None:
+def _compare_directions(instances: Instances, descent: Descent, trial: int) -> list[float] | None:
     """Compute 1 − correlation of the trained W to each of DIRECTIONS; None if one of the SVMs has no solution."""
     tokens, queries, W = instances.tokens[trial], instances.queries[trial], descent.W[-1, trial]
     weights = descent.log_weights[trial].exp()
     several = attsvm.solve(attsvm.selection_sets(tokens, queries, weights > KEPT)).W
     single = attsvm.solve(attsvm.selection(tokens, queries, descent.chosen[-1, trial])).W
-    finite = _solve_finite_part(tokens, queries, weights, W)
+    try:
+        # None if the log-ratios contradict each other
+        finite = attsvm.solve(attsvm.finite_part(tokens, queries, weights, weights > KEPT)).W
+    except UnposedError:  # every input keeps one token
+        finite = torch.zeros_like(W)
     if several is None or single is None or finite is None:
         return None
     R = float(((W - finite) * several).sum() / several.square().sum())
@@ -128,20 +118,13 @@ def compared(instances: Instances, descent: Descent, trial: int) -> list[float] 
     ]
 
 
-def _solve_finite_part(tokens: Tensor, queries: Tensor, weights: Tensor, W: Tensor) -> Tensor | None:
-    """Solve for W_fin; 0 if every input keeps one token, None if the log-ratios contradict each other."""
-    try:
-        return attsvm.solve(attsvm.finite_part(tokens, queries, weights, weights > KEPT)).W
-    except UnposedError:
-        return torch.zeros_like(W)
-
-
-def _curve_by_d(by_size: dict[int, Float[Tensor, "kept 3"]], column: int, label: str) -> Curve:
+def _curve_by_d(by_size: dict[int, Float[Tensor, "accepted 3"]], column: int, label: str) -> Curve:
     """Build the curve by d; sizes accept different numbers of instances, so shorter columns are padded with NaN."""
     columns = [rows[:, column] for rows in by_size.values()]
-    most = max(1, *(len(column) for column in columns))
-    padded = [torch.nn.functional.pad(column, (0, most - len(column)), value=torch.nan) for column in columns]
-    return curve(list(by_size), torch.stack(padded), "1 − correlation", label=label)
+    padded = torch.nn.utils.rnn.pad_sequence(columns, batch_first=True, padding_value=torch.nan)
+    if not padded.shape[1]:  # no instance of any size was accepted
+        padded = torch.full((len(columns), 1), torch.nan)
+    return curve(list(by_size), padded, "1 − correlation", label=label)
 
 
 MULTI_FULL = ExperimentSettings(trials=1000, n=3, T=4, d=(4, 6, 8, 10), head="relu", iterations=2001)
@@ -151,6 +134,7 @@ MULTI_TOKEN = Study(multi_token, MULTI_FULL, MULTI_QUICK, uses("multi-token"))
 
 TRIES = 200  # random corpora drawn per trial before the sizes are refused
 SAME = 1e-9  # tokens closer than this off the cyclic subspace share a component; others are ≥ 1/√d apart
+# Also the relative size of the largest singular value that counts as 0: rounding gives 1e-16, distinct ties 1/√d.
 
 
 class Corpus(NamedTuple):
@@ -203,39 +187,36 @@ def next_token(settings: ExperimentSettings, published: bool, progress: Progress
 def _run_kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[Tensor, Tensor, list[int], Tensor]:
     """Return correlations and finite-part distances (steps, trials), steps, least weight of the label's component."""
     corpora = [corpus(s.n, s.T, s.d[0], s.seed + trial, cyclic) for trial in range(s.trials)]
-    features, reads, inside, W = (
-        torch.stack(column)
-        for column in zip(*((each.features, each.reads, each.component, each.W) for each in corpora), strict=True)
-    )
+    features, reads, inside, W = (torch.stack(column) for column in zip(*corpora, strict=True))
     trials, n = features.shape[:2]
     ones = torch.ones(trials, n, 1, dtype=torch.float64)
     instances = Instances(features, ones, ones.squeeze(-1), Scores(reads))
     stage = f"next-token, {'cyclic' if cyclic else 'acyclic'}"
     steps = grid(s.iterations)
-    path, log_weights = descended(instances, s, steps, partial(progress, stage))
+    path, log_weights = _descend_both(instances, s, steps, partial(progress, stage))
     off, within = path.chunk(2, dim=-1)
     restricted = replace(instances, allowed=inside)
-    limit = descended(restricted, s, [s.iterations], partial(progress, f"{stage}, finite part"))[0][-1].chunk(2, -1)[1]
-    apart = (within - limit).norm(dim=-1)
+    limits, _ = _descend_both(restricted, s, [s.iterations], partial(progress, f"{stage}, finite part"))
+    distances = (within - limits[-1].chunk(2, -1)[1]).norm(dim=-1)
     weight = (log_weights.exp() * inside).sum(-1).amin(-1)
-    return (off * W).sum(-1) / (off.norm(dim=-1) * W.norm(dim=-1)), apart, steps, weight
+    return (off * W).sum(-1) / (off.norm(dim=-1) * W.norm(dim=-1)), distances, steps, weight
 
 
-def descended(
+def _descend_both(
     instances: Instances, s: ExperimentSettings, steps: list[int], tick: Callable[[int, int], None]
 ) -> tuple[Float[Tensor, "steps trials twice"], Float[Tensor, "trials n T"]]:
     """Descend, normalised off the cyclic subspace and plain in it; return W at `steps` and the final log-weights."""
     W = torch.zeros(len(instances.tokens), instances.tokens.shape[-1], 1, dtype=torch.float64)
-    seen, read = instances.anchor_first(), []
+    best, path = instances.anchor_first(), []
     for step in range(1, s.iterations + 1):
-        seen, gaps = instances.gaps(W, seen)
-        direction, scale = gradient(instances, seen, gaps.log_softmax(-1), "log")
+        best, gaps = instances.gaps(W, best)
+        direction, scale = gradient(instances, best, gaps.log_softmax(-1), "log")
         off, within = direction.chunk(2, dim=1)
         W = W - torch.cat([s.lr * unit(off, torch.zeros_like(scale)), within * scale.exp()[:, None, None]], dim=1)
         if step in steps:
-            read.append(W.squeeze(-1))
+            path.append(W.squeeze(-1))
         tick(step, s.iterations)
-    return torch.stack(read), instances.gaps(W, seen)[1].log_softmax(-1)
+    return torch.stack(path), instances.gaps(W, best)[1].log_softmax(-1)
 
 
 def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:

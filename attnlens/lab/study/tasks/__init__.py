@@ -1,23 +1,11 @@
-"""Tasks that the study's small models are trained and evaluated on: batches of examples, and scores."""
+"""Tasks that the study's small models are trained and evaluated on: batches of examples, and scores.
 
-from attnlens.lab.study.tasks.classification import Labelled, labelled, series
-from attnlens.lab.study.tasks.language import (
-    NextTokens,
-    Reversal,
-    SentencePairs,
-    bag_bound,
-    iwslt,
-    language,
-    translation,
-    wikitext,
-)
-from attnlens.lab.study.tasks.scores import (
-    StudyTask,
-    TranslationTask,
-    beam_search,
-    bleu_and_chrf,
-    cross_entropy,
-    mean_loss,
-    score,
-)
-from attnlens.lab.study.tasks.task import NOTHING, Examples, Split, TaskForm
+`language`: next tokens and translation; `classification`: labelled texts and series; `task`: reading, splitting and
+batching for both; `scores`: loss, accuracy, BLEU. Inputs: the user's files, the papers' data, or none (built-in tasks).
+Outputs: a `StudyTask`, whose `training` and `held_out` give `Examples`. Imported by `lab/` only.
+"""
+
+from attnlens.lab.study.tasks.classification import labelled, series
+from attnlens.lab.study.tasks.language import Reversal, bag_bound, iwslt, language, translation, wikitext
+from attnlens.lab.study.tasks.scores import StudyTask, beam_search, bleu_and_chrf, cross_entropy, mean_loss, score
+from attnlens.lab.study.tasks.task import NOTHING, Examples, TaskForm

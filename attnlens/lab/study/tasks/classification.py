@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
@@ -22,13 +22,13 @@ from attnlens.lab.study.tasks.task import (
     endless,
     in_order,
     numbers,
-    padded,
+    pad,
     read_rows,
     read_series,
 )
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Int
     from torch import Tensor
 
 
@@ -41,33 +41,25 @@ class Cases:
 
     def batch(self, chosen: Sequence[int]) -> Examples:
         """Build a batch of the chosen cases, padded with zeros."""
-        inputs, kept = padded([self.rows[number] for number in chosen], 0)
-        return Examples(inputs, None if bool(kept.all()) else kept, self.labels[list(chosen)])
+        inputs, mask = pad([self.rows[number] for number in chosen], 0)
+        return Examples(inputs, mask, self.labels[list(chosen)])
 
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
     """Sequences to classify."""
 
-    name: str
-    """Name of the data."""
-    classes: tuple[str, ...]
-    """Label of each class number."""
-    cases: Mapping[str, Cases]
-    """Cases of each part."""
-    files: Mapping[str, str]
-    """SHA-256 of each file by name; empty for built-in data."""
-    vocabulary: int = 0
-    """Number of ids; 0 for a series."""
-    channels: int = 0
-    """Numbers per step; 0 for ids."""
-    pairs: BytePairs | None = None
-    """Encoding of texts, trained on the training part only; None for a series."""
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    """Number of cases that differ from the file, by reason."""
-    form: Literal["classification"] = field(default="classification", init=False)
-    metric: str = field(default="accuracy", init=False)
-    higher_is_better: bool = field(default=True, init=False)
+    name: str  # name of the data
+    classes: tuple[str, ...]  # label of each class number
+    cases: Mapping[str, Cases]  # cases of each part
+    files: Mapping[str, str]  # SHA-256 of each file by name; empty for built-in data
+    vocabulary: int = 0  # number of ids; 0 for a series
+    channels: int = 0  # numbers per step; 0 for ids
+    pairs: BytePairs | None = None  # encoding of texts, trained on the training part only; None for a series
+    left_out: Mapping[str, int] = field(default_factory=dict)  # number of cases that differ from the file, by reason
+    form: ClassVar[Literal["classification"]] = "classification"
+    metric: ClassVar[str] = "accuracy"
+    higher_is_better: ClassVar[bool] = True
 
     @property
     def outputs(self) -> int:
@@ -144,8 +136,7 @@ def _split_by_class(path: str, texts: list[tuple[str, str]], classes: list[str])
                 f"{path} has {len(of_class)} text(s) with label {name}, too few to train and judge on.",
                 "Give each label ten texts or more.",
             )
-        split = numbers(blocks(len(of_class), stretches=1, shares=SHARES))
-        for part, chosen in split.items():
+        for part, chosen in numbers(blocks(len(of_class), stretches=1, shares=SHARES)).items():
             parts[part] += [of_class[number] for number in chosen]
     return {part: sorted(chosen) for part, chosen in parts.items()}
 
@@ -162,66 +153,52 @@ def series(train: str | Path, test: str | Path) -> Labelled:
     files with different numbers of channels.
     """
     first, second = read_series(train), read_series(test)
-    counts = [found.cases[0].shape[1] for found in (first, second)]
+    counts = [recording.cases[0].shape[1] for recording in (first, second)]
     if counts[0] != counts[1]:
         raise TextError(
             f"{first.name} has {counts[0]} channels and {second.name} has {counts[1]}.",
             "Give the training and the test file of one problem.",
         )
     classes = _list_labels(first, second)
-    held_out = _hold_out(first.labels)
-    training_cases = [case for number, case in enumerate(first.cases) if number not in held_out]
-    steps = torch.cat(training_cases)
-    spread = steps.std(0, correction=0)
-    mean, scale = steps.mean(0), torch.where(spread > 0, spread, torch.ones_like(spread))
+    if first.sha256 == second.sha256:
+        raise TextError(f"{first.name} is given to train on and to test on.", "Give two files.")
+    validation: list[int] = []
+    for label in classes:
+        of_label = [number for number, other in enumerate(first.labels) if other == label]
+        validation += of_label[EVERY - 1 :: EVERY] or of_label[-1:]  # the last case if there are fewer than EVERY
+    training = [number for number in range(len(first.cases)) if number not in validation]
+    steps = torch.cat([first.cases[number] for number in training])
+    deviation = steps.std(0, correction=0)
+    mean, scale = steps.mean(0), torch.where(deviation > 0, deviation, torch.ones_like(deviation))
 
-    def cases(recording: Recording, chosen: Iterable[int]) -> Cases:
-        found = list(chosen)
-        rows: list[Float[Tensor, "steps channels"]] = [
-            ((recording.cases[number] - mean) / scale).float() for number in found
-        ]
-        return Cases(rows, torch.tensor([classes.index(recording.labels[number]) for number in found]))
+    def cases(recording: Recording, chosen: Sequence[int]) -> Cases:
+        rows = [((recording.cases[number] - mean) / scale).float() for number in chosen]
+        return Cases(rows, torch.tensor([classes.index(recording.labels[number]) for number in chosen]))
 
+    names = (first.name, second.name) if first.name != second.name else (str(train), str(test))
     return Labelled(
         name=first.problem,
         classes=classes,
         cases={
-            "training": cases(first, (number for number in range(len(first.cases)) if number not in held_out)),
-            "validation": cases(first, held_out),
+            "training": cases(first, training),
+            "validation": cases(first, sorted(validation)),
             "test": cases(second, range(len(second.cases))),
         },
-        files=_hash_files((first, train), (second, test)),
+        files=dict(zip(names, (first.sha256, second.sha256), strict=True)),
         channels=first.cases[0].shape[1],
     )
 
 
-def _hash_files(*read: tuple[Recording, str | Path]) -> dict[str, str]:
-    """Map file names (paths if the names are equal) to SHA-256. Raises TextError if both are the same file."""
-    (first, _), (second, _) = read
-    if first.sha256 == second.sha256:
-        raise TextError(f"{first.name} is given to train on and to test on.", "Give two files.")
-    return {found.name if first.name != second.name else str(path): found.sha256 for found, path in read}
-
-
 def _list_labels(first: Recording, second: Recording) -> tuple[str, ...]:
     """Return the training labels: first those of the header in its order, then the others sorted by name."""
-    found = set(first.labels)
-    if len(found) < 2:
+    labels = set(first.labels)
+    if len(labels) < 2:
         raise TextError(f"{first.name} has one label only: {first.labels[0]}.", "Give a file with two classes or more.")
-    single = sorted(label for label in found if first.labels.count(label) < 2)
+    single = sorted(label for label in labels if first.labels.count(label) < 2)
     if single:
         raise TextError(f"{first.name} has one case only with label {single[0]}.", "Give each class two cases or more.")
-    strange = sorted(set(second.labels) - found)
-    if strange:
-        raise TextError(f"{second.name} has the label {strange[0]}, which {first.name} does not have.", REMEDY)
-    listed = [label for label in first.classes if label in found]
-    return (*listed, *sorted(found - set(listed)))
-
-
-def _hold_out(labels: Sequence[str]) -> list[int]:
-    """Return the last of every five cases of each class; the last case of a class with fewer than five."""
-    held_out = []
-    for label in sorted(set(labels)):
-        of_label = [number for number, found in enumerate(labels) if found == label]
-        held_out += of_label[EVERY - 1 :: EVERY] or of_label[-1:]
-    return sorted(held_out)
+    unknown = sorted(set(second.labels) - labels)
+    if unknown:
+        raise TextError(f"{second.name} has the label {unknown[0]}, which {first.name} does not have.", REMEDY)
+    listed = [label for label in first.classes if label in labels]
+    return (*listed, *sorted(labels - set(listed)))

@@ -6,11 +6,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
 
@@ -32,7 +32,7 @@ from attnlens.lab.study.tasks.task import (
     endless,
     in_order,
     numbers,
-    paired,
+    pair_sentences,
     read_rows,
     read_whole,
     spread,
@@ -53,33 +53,30 @@ VERSE = re.compile(r"(\w+)\.\d+\.\d+")  # id of a verse: book, chapter, verse
 REMEDY = "Give lines of a source and a target, or of an id, a source and a target, in UTF-8 with tabs between them."
 
 
+class _Sentences:
+    """What all translation tasks have in common."""
+
+    form: ClassVar[Literal["translation"]] = "translation"
+    channels: ClassVar[int] = 0
+    metric: ClassVar[str] = "BLEU"
+    higher_is_better: ClassVar[bool] = True
+    padding: ClassVar[int] = PADDING
+    begin: ClassVar[int] = BEGIN
+    end: ClassVar[int] = END
+
+
 @dataclass(frozen=True, eq=False)
-class SentencePairs:
+class SentencePairs(_Sentences):
     """Sentences in one language with their translations into another."""
 
-    name: str
-    """File name."""
-    length: int
-    """Largest number of tokens of a side, including END."""
-    pairs: BytePairs
-    """Encoding of both languages, trained on the training part only."""
-    sentences: Mapping[str, Sequence[SentencePair]]
-    """Source and target ids of each part's pairs, without BEGIN and END."""
-    left_out: Mapping[str, int]
-    """Number of pairs per part with a side longer than `length`."""
-    repeated: int
-    """Number of pairs removed from training because they are also held out."""
-    split_by: Literal["books", "blocks", "the source"]
-    """Unit of the held-out parts: whole books, contiguous blocks of lines, or the data's own split."""
-    files: Mapping[str, str]
-    """SHA-256 of the file by name."""
-    form: Literal["translation"] = field(default="translation", init=False)
-    channels: int = field(default=0, init=False)
-    metric: str = field(default="BLEU", init=False)
-    higher_is_better: bool = field(default=True, init=False)
-    padding: int = field(default=PADDING, init=False)
-    begin: int = field(default=BEGIN, init=False)
-    end: int = field(default=END, init=False)
+    name: str  # file name
+    length: int  # largest number of tokens of a side, including END
+    pairs: BytePairs  # encoding of both languages, trained on the training part only
+    sentences: Mapping[str, Sequence[SentencePair]]  # source and target ids of each part's pairs, without BEGIN and END
+    left_out: Mapping[str, int]  # number of pairs per part with a side longer than `length`
+    repeated: int  # number of pairs removed from training because they are also held out
+    split_by: Literal["books", "blocks", "the source"]  # unit of the held-out parts
+    files: Mapping[str, str]  # SHA-256 of the file by name
 
     @property
     def vocabulary(self) -> int:
@@ -105,7 +102,7 @@ class SentencePairs:
 
     def _batch(self, part: str, chosen: Sequence[int]) -> Examples:
         rows = [self.sentences[part][number] for number in chosen]
-        return paired([source for source, _ in rows], [target for _, target in rows])
+        return pair_sentences([source for source, _ in rows], [target for _, target in rows])
 
 
 def translation(
@@ -121,22 +118,15 @@ def translation(
     lines = read_rows(path, (2, 3), REMEDY)
     by_book = _split_by_book(lines)
     chosen = by_book or numbers(blocks(len(lines.rows)))
-    return sentence_pairs(
-        lines.name,
-        {part: [lines.rows[number][-2:] for number in each] for part, each in chosen.items()},
-        {lines.name: lines.sha256},
-        split_by="books" if by_book else "blocks",
-        length=length,
-        vocabulary=vocabulary,
-        evaluated=evaluated,
-    )
+    parts = {part: [lines.rows[number][-2:] for number in of_part] for part, of_part in chosen.items()}
+    split_by: Literal["books", "blocks"] = "books" if by_book else "blocks"
+    return sentence_pairs(lines.name, parts, {lines.name: lines.sha256}, split_by, length, vocabulary, evaluated)
 
 
 def sentence_pairs(
     name: str,
     texts: Mapping[str, Sequence[Sequence[str]]],
     files: Mapping[str, str],
-    *,
     split_by: Literal["books", "blocks", "the source"],
     length: int,
     vocabulary: int,
@@ -144,31 +134,31 @@ def sentence_pairs(
 ) -> SentencePairs:
     """Build a translation task from (source, target) rows already split into parts; see `translation`."""
     code = byte_pairs((side for row in texts["training"] for side in row), vocabulary, SPECIALS)
-    encoded = {part: _encode(code, rows) for part, rows in texts.items()}
-    short = {part: [row for row in rows if max(map(len, row)) < length] for part, rows in encoded.items()}
-    for part, rows in short.items():
-        if not rows:
+    short: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    for part, rows in texts.items():
+        sources, targets = (map(tuple, code.ids([row[side] for row in rows])) for side in (0, 1))
+        short[part] = [pair for pair in zip(sources, targets, strict=True) if max(map(len, pair)) < length]
+        if not short[part]:
             raise TextError(
-                f"{name}: of {len(encoded[part])} pairs of its {part} part none has at most {length} tokens a side.",
+                f"{name}: of {len(rows)} pairs of its {part} part none has at most {length} tokens a side.",
                 "Give more pairs, or shorter ones.",
             )
-    held_out = {part: [short[part][at] for at in spread(len(short[part]), evaluated)] for part in PARTS[1:]}
-    known = {_pair_key(row) for rows in held_out.values() for row in rows}
-    sentences = held_out | {"training": [row for row in short["training"] if _pair_key(row) not in known]}
+    chosen = {part: [short[part][index] for index in spread(len(short[part]), evaluated)] for part in PARTS[1:]}
+    held_out = {pair for pairs in chosen.values() for pair in pairs}
+    chosen["training"] = [pair for pair in short["training"] if pair not in held_out]
+    as_ids = partial(torch.tensor, dtype=torch.int64)
     return SentencePairs(
         name=name,
         length=length,
         pairs=code,
-        sentences=sentences,
-        left_out={part: len(encoded[part]) - len(short[part]) for part in PARTS},
-        repeated=len(short["training"]) - len(sentences["training"]),
+        sentences={
+            part: [(as_ids(source), as_ids(target)) for source, target in pairs] for part, pairs in chosen.items()
+        },
+        left_out={part: len(texts[part]) - len(short[part]) for part in PARTS},
+        repeated=len(short["training"]) - len(chosen["training"]),
         split_by=split_by,
         files=files,
     )
-
-
-def _pair_key(row: SentencePair) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(side.tolist()) for side in row)
 
 
 def _split_by_book(lines: TabbedLines) -> dict[str, list[int]] | None:
@@ -178,17 +168,9 @@ def _split_by_book(lines: TabbedLines) -> dict[str, list[int]] | None:
     for number, match in enumerate(matches):
         if match is None:
             return None
-        held = (part for part, books in HELD_BOOKS.items() if match[1] in books)
-        parts[next(held, "training")].append(number)
+        part = next((part for part, books in HELD_BOOKS.items() if match[1] in books), "training")
+        parts[part].append(number)
     return parts if all(parts.values()) else None
-
-
-def _encode(code: BytePairs, rows: Sequence[Sequence[str]]) -> list[SentencePair]:
-    sources, targets = (code.ids([row[side] for row in rows]) for side in (0, 1))
-    return [
-        (torch.tensor(source, dtype=torch.int64), torch.tensor(target, dtype=torch.int64))
-        for source, target in zip(sources, targets, strict=True)
-    ]
 
 
 HELD_OUT = {"validation": 10**9 + 7, "test": 10**9 + 9}
@@ -196,7 +178,7 @@ HELD_OUT = {"validation": 10**9 + 7, "test": 10**9 + 9}
 
 
 @dataclass(frozen=True, eq=False)
-class Reversal:
+class Reversal(_Sentences):
     """Random letters written backwards; a letter becomes a capital if the letter before it in the source is odd.
 
     For a source x₁ … xₙ the target is yₜ = (x_i, x_{i−1} odd) with i = n + 1 − t, and x₀ is even. An encoder without
@@ -210,15 +192,8 @@ class Reversal:
     shortest: int = 4  # smallest number of letters in a source
     longest: int = 8  # largest number of letters in a source
     evaluated: int = 256  # number of pairs in validation and in test
-    name: str = field(default="planted reversal", init=False)
-    form: Literal["translation"] = field(default="translation", init=False)
-    channels: int = field(default=0, init=False)
-    metric: str = field(default="BLEU", init=False)
-    higher_is_better: bool = field(default=True, init=False)
-    files: Mapping[str, str] = field(default_factory=dict, init=False)
-    padding: int = field(default=PADDING, init=False)
-    begin: int = field(default=BEGIN, init=False)
-    end: int = field(default=END, init=False)
+    name: ClassVar[str] = "planted reversal"
+    files: ClassVar[Mapping[str, str]] = {}
 
     @property
     def vocabulary(self) -> int:
@@ -266,7 +241,7 @@ class Reversal:
         return self.sources(self.evaluated, torch.Generator().manual_seed(HELD_OUT[split]))
 
     def _examples(self, sources: Sequence[Int[Tensor, " tokens"]]) -> Examples:
-        return paired(sources, [self.target(source) for source in sources])
+        return pair_sentences(sources, [self.target(source) for source in sources])
 
 
 def bag_bound(sources: Iterable[Sequence[int]]) -> float:
@@ -295,20 +270,15 @@ LINE_CHARACTERS = 1000  # largest distance behind a cut at which an end of line 
 class NextTokens:
     """Windows of a text, for predicting every token except the first of each block."""
 
-    name: str
-    """Names of the texts."""
-    length: int
-    """Tokens per window."""
-    pairs: BytePairs
-    """Encoding, trained on the training part only."""
-    windows: Mapping[str, Int[Tensor, "windows tokens"]]
-    """Windows of each part, with `length` + 1 tokens: they include the token that follows."""
-    files: Mapping[str, str]
-    """SHA-256 of each text by name; empty for the built-in text."""
-    form: Literal["language"] = field(default="language", init=False)
-    channels: int = field(default=0, init=False)
-    metric: str = field(default="perplexity", init=False)
-    higher_is_better: bool = field(default=False, init=False)
+    name: str  # names of the texts
+    length: int  # tokens per window
+    pairs: BytePairs  # encoding, trained on the training part only
+    windows: Mapping[str, Int[Tensor, "windows tokens"]]  # of `length` + 1 tokens: with the one that follows
+    files: Mapping[str, str]  # SHA-256 of each text by name; empty for the built-in text
+    form: ClassVar[Literal["language"]] = "language"
+    channels: ClassVar[int] = 0
+    metric: ClassVar[str] = "perplexity"
+    higher_is_better: ClassVar[bool] = False
 
     @property
     def vocabulary(self) -> int:
@@ -349,7 +319,7 @@ def default_text() -> tuple[str, str]:
 
 
 def language(
-    given: Sequence[tuple[str, str]] = (), *, length: int = 128, vocabulary: int = 1024, evaluated: int | None = None
+    texts: Sequence[tuple[str, str]] = (), *, length: int = 128, vocabulary: int = 1024, evaluated: int | None = None
 ) -> NextTokens:
     """Build a language task from (name, text) pairs; without any, from the King James text that ships with attnlens.
 
@@ -357,44 +327,41 @@ def language(
     limits the windows of validation and of test, which are then spread evenly. Raises TextError if a part has no window
     of `length` + 1 tokens, UsageError for a vocabulary below 256.
     """
-    contents = list(given) or [default_text()]
+    contents = list(texts) or [default_text()]
     parts: dict[str, list[str]] = {part: [] for part in PARTS}
     for _, text in contents:
-        for part, found in split_text(text).items():
-            parts[part] += found
-    digests = {name: sha256(text.encode()).hexdigest() for name, text in given}
-    name = " and ".join(name for name, _ in contents)
-    return next_tokens(name, parts, digests, length=length, vocabulary=vocabulary, evaluated=evaluated)
+        for part, text_blocks in split_text(text).items():
+            parts[part] += text_blocks
+    digests = {name: sha256(text.encode()).hexdigest() for name, text in texts}
+    return next_tokens(" and ".join(name for name, _ in contents), parts, digests, length, vocabulary, evaluated)
 
 
 def next_tokens(
     name: str,
     parts: Mapping[str, Sequence[str]],
     files: Mapping[str, str],
-    *,
     length: int,
     vocabulary: int,
     evaluated: int | None,
 ) -> NextTokens:
     """Build a language task from blocks of text already split into parts; see `language`."""
     pairs = byte_pairs((line for block in parts["training"] for line in block.splitlines(keepends=True)), vocabulary)
-    windows = {part: _cut_windows(pairs, each, length) for part, each in parts.items()}
-    for part, rows in windows.items():
+    windows = {}
+    for part, part_blocks in parts.items():
+        rows = _cut_windows(pairs, part_blocks, length)
         if not len(rows):
             raise TextError(
                 f"The text ({name}) is too short: its {part} part has no window of {length} tokens.",
                 "Give a longer text.",
             )
-    chosen = {
-        part: rows if part == "training" else rows[spread(len(rows), evaluated)] for part, rows in windows.items()
-    }
-    return NextTokens(name, length, pairs, chosen, files)
+        windows[part] = rows if part == "training" else rows[spread(len(rows), evaluated)]
+    return NextTokens(name, length, pairs, windows, files)
 
 
 def split_text(text: str) -> dict[str, list[str]]:
     """Split the text into blocks per part, cut at ends of lines if lines are short; the blocks cover the text."""
-    held = min(SHARES) * len(text) / BLOCK_CHARACTERS
-    parts = blocks(len(text), stretches=min(max(int(held), 1), STRETCHES))
+    held_out_blocks = int(min(SHARES) * len(text) / BLOCK_CHARACTERS)
+    parts = blocks(len(text), stretches=min(max(held_out_blocks, 1), STRETCHES))
     return {
         part: [text[_cut(text, block.start) : _cut(text, block.stop)] for block in each] for part, each in parts.items()
     }
@@ -431,24 +398,19 @@ def wikitext(*, length: int, vocabulary: int, evaluated: int | None) -> NextToke
 
     Raises UsageError if datasets is missing, TextError if the data cannot be fetched or have changed their form.
     """
-    splits = _load_splits("--text", *WIKITEXT)
-    parts = {part: _join_lines([line.rstrip("\n") + "\n" for line in rows["text"]]) for part, rows in splits.items()}
-    sizes: dict[str, Any] = {"length": length, "vocabulary": vocabulary, "evaluated": evaluated}
-    return next_tokens("WikiText-103", parts, _hash_parts(WIKITEXT, parts), **sizes)
+    parts = {}
+    for part, rows in _load_splits("--text", *WIKITEXT).items():
+        lines = [line.rstrip("\n") + "\n" for line in rows["text"]]
+        parts[part] = ["".join(lines[start : start + LINES]) for start in range(0, len(lines), LINES)]
+    return next_tokens("WikiText-103", parts, _hash_parts(WIKITEXT, parts), length, vocabulary, evaluated)
 
 
 def iwslt(*, length: int, vocabulary: int, evaluated: int | None) -> SentencePairs:
     """Load German-English translation on IWSLT'14 with its own split; raises as `wikitext`."""
     splits = _load_splits("--pairs", *IWSLT)
     parts = {part: [(row["de"], row["en"]) for row in rows["translation"]] for part, rows in splits.items()}
-    sizes: dict[str, Any] = {"length": length, "vocabulary": vocabulary, "evaluated": evaluated}
-    return sentence_pairs(
-        "IWSLT'14 de-en",
-        parts,
-        _hash_parts(IWSLT, {part: [side for row in rows for side in row] for part, rows in parts.items()}),
-        split_by="the source",
-        **sizes,
-    )
+    digests = _hash_parts(IWSLT, {part: [side for row in rows for side in row] for part, rows in parts.items()})
+    return sentence_pairs("IWSLT'14 de-en", parts, digests, "the source", length, vocabulary, evaluated)
 
 
 def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
@@ -467,10 +429,6 @@ def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
     except (OSError, ValueError, KeyError) as error:  # the hub is unreachable, or the dataset has changed
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TextError(f"{name[0]} can't be had from the hub: {reason}", f"Go online, or give {instead}.") from None
-
-
-def _join_lines(lines: Sequence[str]) -> list[str]:
-    return ["".join(lines[start : start + LINES]) for start in range(0, len(lines), LINES)]
 
 
 def _hash_parts(name: Sequence[str], parts: Mapping[str, Iterable[str]]) -> dict[str, str]:

@@ -44,22 +44,21 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[st
     """
     with _evaluation_mode(model) as device:
         batches = [batch.to(device) for batch in task.held_out(split, size)]
-        if task.form == "language":
-            total, tokens, width = _sum_losses(task.widths, model, batches)
-            loss = total / tokens
-            # exp overflows float64 above 709; the product keeps NaN
-            scores = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else loss * math.inf}
-            return scores | ({} if width is None else {"bits_per_byte": total / math.log(2) / width})
+        total, targets, right = 0.0, 0, 0
+        for batch in batches:
+            logits = _logits(model, batch)
+            total += float(cross_entropy(logits, batch.targets))
+            targets += int((batch.targets != NOTHING).sum())
+            right += int((logits.argmax(-1) == batch.targets).sum())
+        loss = total / targets
         if task.form == "classification":
-            total, right, cases = 0.0, 0, 0
-            for batch in batches:
-                logits = _logits(model, batch)
-                total += float(cross_entropy(logits, batch.targets))
-                right += int((logits.argmax(-1) == batch.targets).sum())
-                cases += len(batch.targets)
-            return {"loss": total / cases, "accuracy": right / cases}
-        total, tokens, _ = _sum_losses(None, model, batches)
-        loss = total / tokens
+            return {"loss": loss, "accuracy": right / targets}
+        if task.form == "language":
+            bytes_of_ids = task.widths
+            width = sum(float(bytes_of_ids[batch.targets[batch.targets != NOTHING].cpu()].sum()) for batch in batches)
+            # exp overflows float64 above 709; the product keeps NaN
+            perplexity = math.exp(loss) if loss < 700 else loss * math.inf
+            return {"loss": loss, "perplexity": perplexity, "bits_per_byte": total / math.log(2) / width}
         if not math.isfinite(loss):  # beam search needs finite probabilities
             return {"loss": loss, "BLEU": math.nan, "chrF": math.nan}
         return {"loss": loss} | bleu_and_chrf(_translate(task, model, batches))
@@ -67,8 +66,12 @@ def score(task: StudyTask, model: nn.Module, split: Split, size: int) -> dict[st
 
 def mean_loss(task: StudyTask, model: nn.Module, split: Split, size: int) -> float:
     """Compute only the `loss` of `score`, without beam search; settings are chosen by it."""
+    total, targets = 0.0, 0
     with _evaluation_mode(model) as device:
-        total, targets, _ = _sum_losses(None, model, [batch.to(device) for batch in task.held_out(split, size)])
+        for batch in task.held_out(split, size):
+            examples = batch.to(device)
+            total += float(cross_entropy(_logits(model, examples), examples.targets))
+            targets += int((examples.targets != NOTHING).sum())
     return total / targets
 
 
@@ -109,27 +112,13 @@ def _evaluation_mode(model: nn.Module) -> Iterator[torch.device]:
 
 
 def _logits(model: nn.Module, batch: Examples) -> Tensor:
-    found: Tensor = model(inputs=batch.inputs, kept=batch.kept, given=batch.given)
-    return found
-
-
-def _sum_losses(
-    widths: Float[Tensor, " vocabulary"] | None, model: nn.Module, batches: Sequence[Examples]
-) -> tuple[float, int, float | None]:
-    """Compute Σ −log p, the number of targets, and the bytes they encode (None without `widths`)."""
-    total, tokens, width = 0.0, 0, 0.0
-    for batch in batches:
-        targets = batch.targets[batch.targets != NOTHING]
-        total += float(cross_entropy(_logits(model, batch), batch.targets))
-        tokens += len(targets)
-        width += 0.0 if widths is None else float(widths[targets.cpu()].sum())
-    return total, tokens, None if widths is None else width
+    return cast("Tensor", model(inputs=batch.inputs, mask=batch.mask, decoder_inputs=batch.decoder_inputs))
 
 
 def _translate(task: TranslationTask, model: nn.Module, batches: Sequence[Examples]) -> list[tuple[str, str]]:
     pairs = []
     for batch in batches:
-        translations = beam_search(cast("EncoderDecoder", model), batch.inputs, batch.kept, task, most=task.length)
+        translations = beam_search(cast("EncoderDecoder", model), batch.inputs, batch.mask, task, most=task.length)
         for written, target in zip(translations, batch.targets.tolist(), strict=True):
             reference = [number for number in target if number not in (NOTHING, task.end)]
             pairs.append((task.written(written), task.written(reference)))
@@ -150,13 +139,13 @@ class _Generator(PreTrainedModel, GenerationMixin):
     def forward(
         self, decoder_input_ids: Tensor, encoder_outputs: BaseModelOutput, attention_mask: Tensor, **kwargs: Any
     ) -> Seq2SeqLMOutput:
-        kept = None if bool(attention_mask.all()) else attention_mask.bool()
-        return Seq2SeqLMOutput(logits=self._model.decode(decoder_input_ids, encoder_outputs[0], kept))
+        mask = None if bool(attention_mask.all()) else attention_mask.bool()
+        return Seq2SeqLMOutput(logits=self._model.decode(decoder_input_ids, encoder_outputs[0], mask))
 
 
 @torch.no_grad()
 def beam_search(
-    model: EncoderDecoder, inputs: Tensor, kept: Tensor | None, task: TranslationTask, *, most: int, width: int = WIDTH
+    model: EncoderDecoder, inputs: Tensor, mask: Tensor | None, task: TranslationTask, *, most: int, width: int = WIDTH
 ) -> list[list[int]]:
     """Return for each source the best sentence y found, by log p(y | x)/|y|, of at most `most` tokens.
 
@@ -180,10 +169,11 @@ def beam_search(
         pad_token_id=task.padding,
     )
     generator: Any = _Generator(model, inputs.device)
-    found: Tensor = generator.generate(
-        encoder_outputs=BaseModelOutput(model.encode(inputs, kept)),
-        attention_mask=torch.ones_like(inputs) if kept is None else kept,
+    rows: Tensor = generator.generate(
+        encoder_outputs=BaseModelOutput(model.encode(inputs, mask)),
+        attention_mask=torch.ones_like(inputs) if mask is None else mask,
         logits_processor=LogitsProcessorList([bar]),
         generation_config=config,
     )
-    return [[number for number in row if number not in (task.begin, task.end, task.padding)] for row in found.tolist()]
+    special = (task.begin, task.end, task.padding)
+    return [[number for number in row if number not in special] for row in rows.tolist()]

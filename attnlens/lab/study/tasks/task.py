@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, TypeAlias, cast
 
@@ -51,22 +52,13 @@ def _gunzip(content: bytes, path: str, remedy: str) -> bytes:
         raise TextError(f"{path} can't be unpacked: {error}.", remedy) from None
 
 
-def line_numbers(found: list[int]) -> str:
-    """Format the number of lines and the first five line numbers for a message."""
-    first = ", ".join(map(str, found[:5])) + ("…" if len(found) > 5 else "")
-    return f"{len(found)} lines (numbers {first})" if len(found) > 1 else f"line {first}"
-
-
 @dataclass(frozen=True, eq=False)
 class TabbedLines:
     """Lines of a file, split into columns."""
 
-    name: str
-    """File name without its folder."""
-    sha256: str
-    """SHA-256 of the file's bytes."""
-    rows: list[tuple[str, ...]]
-    """Columns of each line, stripped of white space. All lines have equally many columns, none of them empty."""
+    name: str  # file name without its folder
+    sha256: str  # SHA-256 of the file's bytes
+    rows: list[tuple[str, ...]]  # columns of each line, stripped; equally many, none of them empty
 
 
 def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> TabbedLines:
@@ -84,9 +76,9 @@ def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> Tabbed
     width = len(rows[0]) if len(rows[0]) in columns else columns[0]
     bad = [number for number, row in enumerate(rows, 1) if len(row) != width or not all(row)]
     if bad:
-        raise TextError(
-            f"{path}: {line_numbers(bad)} without {width} columns with a tab between each, none of them empty.", remedy
-        )
+        first = ", ".join(map(str, bad[:5])) + ("…" if len(bad) > 5 else "")
+        count = f"{len(bad)} lines (numbers {first})" if len(bad) > 1 else f"line {first}"
+        raise TextError(f"{path}: {count} without {width} columns with a tab between each, none of them empty.", remedy)
     return TabbedLines(Path(path).name, digest, rows)
 
 
@@ -163,30 +155,24 @@ NOTHING = -100
 class Examples:
     """One batch of model inputs and targets."""
 
-    inputs: Tensor
-    """Ids (batch, tokens), int64; or a series (batch, steps, channels), float32."""
-    kept: Tensor | None
-    """(batch, tokens), bool, False for padding, which is on the right; None: no padding."""
-    targets: Tensor
-    """Ids to predict (batch, tokens), NOTHING at positions without a target; or class numbers (batch,)."""
-    given: Tensor | None = None
-    """Decoder input of an encoder-decoder: ids (batch, target tokens), starting with BEGIN."""
+    inputs: Tensor  # ids (batch, tokens), int64; or a series (batch, steps, channels), float32
+    mask: Tensor | None  # (batch, tokens), bool, False for padding, which is on the right; None: no padding
+    targets: Tensor  # ids to predict (batch, tokens), NOTHING at positions without a target; or class numbers (batch,)
+    decoder_inputs: Tensor | None = None  # ids (batch, target tokens), starting with BEGIN; None without a decoder
 
     def single(self, row: int) -> Examples:
         """Return one example without its padding, as a batch of one."""
-        size = None if self.kept is None else int(self.kept[row].sum())
-        meant = None if self.given is None else int((self.targets[row] != NOTHING).sum())
-        return Examples(
-            self.inputs[row : row + 1, :size],
-            None,
-            self.targets[row : row + 1] if meant is None else self.targets[row : row + 1, :meant],
-            None if self.given is None else self.given[row : row + 1, :meant],
-        )
+        rows = slice(row, row + 1)
+        inputs = self.inputs[rows, : None if self.mask is None else int(self.mask[row].sum())]
+        if self.decoder_inputs is None:
+            return Examples(inputs, None, self.targets[rows])
+        size = int((self.targets[row] != NOTHING).sum())
+        return Examples(inputs, None, self.targets[rows, :size], self.decoder_inputs[rows, :size])
 
     def to(self, device: torch.device | str) -> Examples:
         """Copy the batch to a device."""
-        kept, given = (None if part is None else part.to(device) for part in (self.kept, self.given))
-        return Examples(self.inputs.to(device), kept, self.targets.to(device), given)
+        mask, decoder_inputs = (None if part is None else part.to(device) for part in (self.mask, self.decoder_inputs))
+        return Examples(self.inputs.to(device), mask, self.targets.to(device), decoder_inputs)
 
 
 STRETCHES = 10
@@ -196,23 +182,22 @@ SHARES = (0.05, 0.05)
 PARTS = ("training", "validation", "test")
 
 
-def blocks(count: int, *, stretches: int = STRETCHES, shares: Sequence[float] = SHARES) -> Mapping[str, list[range]]:
+def blocks(count: int, *, stretches: int = STRETCHES, shares: Sequence[float] = SHARES) -> dict[str, list[range]]:
     """Split the numbers below `count` into blocks per part; every stretch begins with training and ends with test.
 
     Blocks are contiguous because neighbours are related: a verse continues the previous one, and randomly drawn
     windows would put two halves of a sentence into training and test. Only the two ends of a held-out block have
     neighbours in other parts. With one stretch, a part is empty only if `count` is below 3.
     """
-    found: dict[str, list[range]] = {part: [] for part in PARTS}
+    parts: dict[str, list[range]] = {part: [] for part in PARTS}
     for number in range(stretches):
         start, stop = number * count // stretches, (number + 1) * count // stretches
-        test = stop - max(1, round((stop - start) * shares[1]))
-        validation = test - max(1, round((stop - start) * shares[0]))
-        for part, block in zip(
-            PARTS, (range(start, validation), range(validation, test), range(test, stop)), strict=True
-        ):
-            found[part].append(range(max(block.start, start), max(block.stop, start)))
-    return {part: [block for block in each if block] for part, each in found.items()}
+        test = max(start, stop - max(1, round((stop - start) * shares[1])))
+        validation = max(start, test - max(1, round((stop - start) * shares[0])))
+        edges = start, validation, test, stop
+        for part, (first, last) in zip(PARTS, pairwise(edges), strict=True):
+            parts[part] += [range(first, last)] if first < last else []
+    return parts
 
 
 def numbers(parts: Mapping[str, list[range]]) -> dict[str, list[int]]:
@@ -251,11 +236,12 @@ def in_order(lengths: Sequence[int], size: int, batch: Callable[[Sequence[int]],
     return [batch(order[start : start + size]) for start in range(0, len(order), size)]
 
 
-def padded(rows: Sequence[Tensor], value: float) -> tuple[Tensor, Bool[Tensor, "batch tokens"]]:
-    """Pad the rows on the right with `value` into one tensor; return it with the mask of unpadded positions."""
+def pad(rows: Sequence[Tensor], value: float) -> tuple[Tensor, Bool[Tensor, "batch tokens"] | None]:
+    """Pad the rows on the right with `value` into one tensor; return it with its `Examples.mask`."""
     sizes = torch.tensor([len(row) for row in rows])
-    whole = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
-    return whole, torch.arange(int(sizes.max())) < sizes[:, None]
+    mask = torch.arange(int(sizes.max())) < sizes[:, None]
+    batch = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
+    return batch, None if bool(mask.all()) else mask
 
 
 def spread(count: int, most: int | None) -> list[int]:
@@ -271,13 +257,13 @@ SPECIALS = ("<pad>", "<s>", "</s>")
 """Names of PADDING, BEGIN and END."""
 
 
-def paired(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Examples:
+def pair_sentences(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Examples:
     """Build a batch: encoder input source + END, decoder input BEGIN + target, decoder output target + END."""
     end, begin = torch.tensor([END]), torch.tensor([BEGIN])
-    inputs, kept = padded([torch.cat((source, end)) for source in sources], PADDING)
-    given, _ = padded([torch.cat((begin, target)) for target in targets], PADDING)
-    predicted, _ = padded([torch.cat((target, end)) for target in targets], NOTHING)
-    return Examples(inputs, None if bool(kept.all()) else kept, predicted, given)
+    inputs, mask = pad([torch.cat((source, end)) for source in sources], PADDING)
+    decoder_inputs, _ = pad([torch.cat((begin, target)) for target in targets], PADDING)
+    outputs, _ = pad([torch.cat((target, end)) for target in targets], NOTHING)
+    return Examples(inputs, mask, outputs, decoder_inputs)
 
 
 BYTES = 256
@@ -298,13 +284,13 @@ class BytePairs:
     @property
     def widths(self) -> Float[Tensor, " vocabulary"]:
         """Number of bytes each id encodes; 0 for special tokens."""
-        written = [self.tokenizer.id_to_token(number) or "" for number in range(self.size)]
+        names = [self.tokenizer.id_to_token(number) or "" for number in range(self.size)]
         # a byte-level token name has one character per byte
-        return torch.tensor([0 if number < self.specials else len(name) for number, name in enumerate(written)]).float()
+        return torch.tensor([0 if number < self.specials else len(name) for number, name in enumerate(names)]).float()
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts as ids, without special tokens."""
-        return [found.ids for found in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode ids, skipping special tokens; bytes that are not UTF-8 become U+FFFD."""

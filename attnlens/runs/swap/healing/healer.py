@@ -25,7 +25,7 @@ from attnlens.models import hooks, texts
 from attnlens.models.loading import Loaded
 from attnlens.models.texts import Batch
 from attnlens.models.texts.targets import NOTHING, Fed, logits_of, output_options, states_of
-from attnlens.models.trace import hooked
+from attnlens.models.trace import remove_hooks
 from attnlens.records import Call, Site, Task
 from attnlens.runs.outputs import divergence, owned_means, owners_of, predictions
 from attnlens.runs.swap.fit import TINIEST, unfitted
@@ -73,7 +73,7 @@ def _cut_inputs(model: PreTrainedModel) -> Iterator[None]:
 
     attentions = [module for module in model.modules() if hooks.is_attention(module)]
     handles = [module.register_forward_pre_hook(cut, with_kwargs=True) for module in attentions]
-    with hooked(handles):
+    with remove_hooks(handles):
         yield
 
 

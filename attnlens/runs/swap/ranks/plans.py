@@ -12,7 +12,7 @@ from torch import Tensor
 from attnlens.arguments import Budget
 from attnlens.errors import UsageError
 from attnlens.models import hooks, texts, weights
-from attnlens.models.hooks import Reached
+from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
 from attnlens.models.texts.targets import feed
 from attnlens.models.weights import Factors
@@ -299,7 +299,7 @@ def _rank_fields(choice: Choice) -> dict[str, Any]:
     return {"ranks": ranks, "mean_rank": mean, "head_dim": whole}
 
 
-def check_fits(plan: Plan, reached: Sequence[Reached]) -> None:
+def check_fits(plan: Plan, reached: Sequence[SiteCall]) -> None:
     """Raise UsageError if plan and model differ in a site, key head, query head or head_dim; report the first."""
     here = {(found.site.name, head): found for found in reached for head in range(found.call.key.shape[1])}
     problem = next(filter(None, (_mismatch(key, here.get((key.site, key.kv_head))) for key in plan.ranks)), None)
@@ -314,7 +314,7 @@ def check_fits(plan: Plan, reached: Sequence[Reached]) -> None:
         )
 
 
-def _mismatch(key: KeyRank, found: Reached | None) -> str | None:
+def _mismatch(key: KeyRank, found: SiteCall | None) -> str | None:
     """Describe how a key head of the plan differs from the model's; None if it does not."""
     if found is None:
         return f"it has a rank for key head {key.kv_head} of {key.site}, which is not here"
@@ -332,14 +332,14 @@ def _mismatch(key: KeyRank, found: Reached | None) -> str | None:
     return None
 
 
-def _covers(plan: Plan, found: Reached, kv_head: int) -> bool:
+def _covers(plan: Plan, found: SiteCall, kv_head: int) -> bool:
     """Return True if the layers, heads and part that the plan was made for include this key head."""
     layers, heads = plan.settings.layers, plan.settings.heads
     chosen = plan.part in (None, found.site.part) and (layers is None or found.site.layer in layers)
     return chosen and (heads is None or bool(set(heads) & set(_query_heads(found, kv_head))))
 
 
-def _query_heads(found: Reached, kv_head: int) -> list[int]:
+def _query_heads(found: SiteCall, kv_head: int) -> list[int]:
     """Return the query heads that use a key head."""
     group = found.call.group
     return list(range(kv_head * group, (kv_head + 1) * group))
