@@ -804,10 +804,10 @@ def test_an_error_of_what_all_units_share_and_one_in_all_of_them_end_the_run(job
 def test_a_model_in_memory_and_batches_of_a_text_have_the_same_rule(demo, monkeypatch):
     honest = Inspection._read
 
-    def fails(self: Inspection, unit: Any, sink: Any) -> None:
-        honest(self, unit, sink)
+    def fails(self: Inspection, unit: Any) -> Any:
         if unit.name == "tokens of batch 1":
             raise ValueError("odd")
+        return honest(self, unit)
 
     monkeypatch.setattr(Inspection, "_read", fails)
     report = attnlens.inspect(demo, tokens=16, sequences=4, batch_size=2, analyzers=["symmetry"])
@@ -842,11 +842,11 @@ def test_a_kernel_that_fails_is_missing_with_its_reason_and_its_parts_are_kept(m
 def test_a_checkpoint_of_which_a_unit_failed_is_read_again_and_its_other_units_are_not(places, tmp_path, monkeypatch):
     honest, names, fails = Inspection._read, [], [True]
 
-    def failing(self: Inspection, unit: Any, sink: Any) -> None:
+    def failing(self: Inspection, unit: Any) -> Any:
         names.append(unit.name)
         if "step-00030" in str(self.loaded.folder) and unit.name == "weights of layer 1" and fails:
             raise ZeroDivisionError("odd")
-        honest(self, unit, sink)
+        return honest(self, unit)
 
     monkeypatch.setattr(Inspection, "_read", failing)
     report = attnlens.converge_checkpoints(places, **SERIES, work=tmp_path)

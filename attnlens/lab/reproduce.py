@@ -48,7 +48,6 @@ from attnlens.requests import reading
 from attnlens.requests.experiments import ALL, DescentRequest, SizesRequest, StudyRequest, checked_synthetic, table
 from attnlens.requests.fields import checked
 from attnlens.runs import feeding
-from attnlens.runs.inspect.collector import Collector
 from attnlens.runs.inspect.pipeline import Inspection
 from attnlens.runs.progress import Interrupted, Progress, silent
 from attnlens.runs.provenance import report_of
@@ -298,7 +297,7 @@ def posed(
 
     (selection,) = (analyzer for analyzer in analyzers([SHOWN]) if isinstance(analyzer, Gathering))
     keeping = replace(selection, begin=begin)
-    inspection = Inspection(loaded, settings, [keeping], Collector(settings.heads), progress, timings={})
+    inspection = Inspection(loaded, settings, [keeping], progress, timings={})
     report = inspection.run(contents, cut)
     (head,) = settings.heads or (0,)
     nearness = selectors[0].nearness(head) if selectors else "no token reached it"

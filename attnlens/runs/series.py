@@ -32,7 +32,6 @@ from attnlens.requests.run_options import SharedRequest
 from attnlens.runs import checks, feeding
 from attnlens.runs.checks import no_loss
 from attnlens.runs.differences import mean_loss
-from attnlens.runs.inspect.collector import Collector
 from attnlens.runs.inspect.pipeline import Inspection
 from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
 from attnlens.runs.provenance import code_of, report_of
@@ -457,11 +456,10 @@ class Series:
         checkpoint, start = self.units[name], time.perf_counter()
         loaded = replace(self._load(checkpoint), **self.tokenizer)
         settings = feeding.of_model(self.asked, loaded)
-        collector = Collector(self.asked.heads)
-        inspection = Inspection(loaded, settings, self.analyzers, collector, partial(self._notify, checkpoint), {})
+        inspection = Inspection(loaded, settings, self.analyzers, partial(self._notify, checkpoint), {})
         parts = None if self.store is None else self.store.inside(name)
         try:
-            report = inspection.finished_from(inspection.framed(self.contents, self.cut), store=parts)
+            report = inspection.compute(inspection.describe(self.contents, self.cut), store=parts)
         except ModelError as error:
             raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
         loss = self._loss(loaded, settings)

@@ -33,9 +33,9 @@ from attnlens.runs.checks import predictions, refuse_initialised
 from attnlens.runs.compare import draws, significance
 from attnlens.runs.compare.draws import (
     BLOCKS,
+    add_distances,
+    arrange,
     beside,
-    enter_distances,
-    entered,
     of_blocks,
     record,
     site_type,
@@ -44,7 +44,7 @@ from attnlens.runs.compare.draws import (
 from attnlens.runs.compare.sides import Block, Pairing, distances
 from attnlens.runs.compare.significance import Judged, Rounding, change, is_category, named_rows, number_of
 from attnlens.runs.differences import Differences
-from attnlens.runs.inspect.assembly import by_measure
+from attnlens.runs.inspect.sequences import SequenceValues
 from attnlens.runs.outputs import run, tokens_in
 from attnlens.runs.progress import Progress, Tell
 from attnlens.wording import counted, listed
@@ -230,7 +230,7 @@ OTHER_PREDICTIONS = "Predictions are not compared: the models predict other thin
 def outcome(pairing: Pairing, design: Design) -> tuple[Outcome | None, list[str]]:
     """Compare loss, KL, agreement and hidden states of both models; return the outcome or None, and the reasons."""
     sides = pairing.first, pairing.second
-    fed = pairing.first.inspection.fed
+    fed = pairing.first.inspection.inputs
     if fed is None:
         return None, []
     inputs = fed.batches[0].inputs
@@ -291,7 +291,7 @@ class Changes:
     @property
     def design(self) -> Design:
         """Sampling design of the windows."""
-        return self.pairing.first.inspection.collector.design
+        return self.pairing.first.inspection.results.design
 
     @cached_property
     def heads(self) -> tuple[list[Head], list[Head]]:
@@ -370,7 +370,7 @@ class Changes:
     def _of_rows(self) -> dict[str, Tensor]:
         """Compute the distances between attention rows, (windows, heads), and block outputs, (windows, blocks)."""
         first, second = self.pairing.first, self.pairing.second
-        collector, start = entered(first, self.design), 0
+        values, start = SequenceValues(self.design.count), 0
         sites = {other: site for site, other in self.pairing.sites.items()}
         total, moved = self.design.count, list[Tensor]()
         for batch in first.batches:
@@ -381,11 +381,11 @@ class Changes:
                 passed[OWN_ROWS] = beside(recorded, second, sites, batch.inputs, self.pairing.order, self.blocks[1])
                 moved.append(of_blocks(passed[OWN_ROWS].blocks, self.blocks[0], batch))
             for name, found in passed.items():
-                for site, values in found.rows.items():
-                    enter_distances(collector, site, name, values, batch, start)
+                for site, distances_ in found.rows.items():
+                    add_distances(values, site, name, distances_, batch, start)
             start += batch.size
         self.progress("attention rows", total, total)
-        return by_measure(collector) | ({BLOCKS: torch.cat(moved)} if moved else {})
+        return arrange(values, first) | ({BLOCKS: torch.cat(moved)} if moved else {})
 
     def _rounding(self) -> dict[str, Rounding]:
         """Estimate the effect of rounding both models on each measure, from draws."""

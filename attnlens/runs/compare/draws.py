@@ -21,9 +21,14 @@ from attnlens.records import Call, QueryKey, Site
 from attnlens.registry import OWN_ROWS, ROWS, Analyzer
 from attnlens.runs import feeding
 from attnlens.runs.compare.sides import Block, ComparedModel, distances
-from attnlens.runs.inspect.assembly import by_measure
-from attnlens.runs.inspect.collector import PIECE_BYTES, Collector, finite_heads
-from attnlens.runs.inspect.reader import sequence_numbers
+from attnlens.runs.inspect.sequences import (
+    PIECE_BYTES,
+    SequenceValues,
+    arrange_by_measure,
+    finite_heads,
+    sequence_numbers,
+)
+from attnlens.runs.inspect.units import measure_tokens
 from attnlens.runs.progress import Tell
 
 if TYPE_CHECKING:
@@ -410,31 +415,28 @@ def _read(
     apart: Mapping[str, Sequence[Mapping[Site, Tensor]]],
 ) -> dict[str, Tensor]:
     """Compute tokens.* on a few windows and enter the distances `apart`: each measure as (windows, heads)."""
-    collector, analyzers, start = entered(side, design), side.analyzers("tokens"), 0
-    for number, (batch, asked) in enumerate(zip(few, calls, strict=True)):
-        for site, call in asked.items():
+    values, analyzers, start = SequenceValues(design.count), side.analyzers("tokens"), 0
+    for number, (batch, batch_calls) in enumerate(zip(few, calls, strict=True)):
+        for site, call in batch_calls.items():
             query_key = hiding_padding(call, batch.inputs).query_key(site)
             if finite := finite_heads(query_key):
                 numbers = sequence_numbers(len(call.query), batch, start)
-                collector.read_tokens(site, query_key.select(finite), analyzers, numbers, len(query_key.heads))
+                measure_tokens(site, query_key.select(finite), analyzers, numbers, len(query_key.heads), values)
         for name, found in apart.items():
-            for site, values in found[number].items():
-                enter_distances(collector, site, name, values, batch, start)
+            for site, distances_ in found[number].items():
+                add_distances(values, site, name, distances_, batch, start)
         start += batch.size
-    return by_measure(collector)
+    return arrange(values, side)
 
 
-def entered(side: ComparedModel, design: Design) -> Collector:
-    """Create a collector of all heads in the side's report."""
-    collector = Collector(side.inspection.collector.chosen_heads, design=design)
-    for found in side.inspection.reached:
-        collector.enter(found.site, found.call.key_heads)
-    return collector
-
-
-def enter_distances(
-    collector: Collector, site: Site, name: str, values: Tensor, batch: texts.Batch, start: int
+def add_distances(
+    values: SequenceValues, site: Site, name: str, distances: Tensor, batch: texts.Batch, start: int
 ) -> None:
-    """Add the distances `values`, (sequences, heads), of a batch to a collector as measure `name`."""
-    numbers = sequence_numbers(len(values), batch, start)
-    collector.add_tokens(site, numbers, range(values.shape[1]), values.shape[1], {name: values})
+    """Add the distances of a batch, (rows, heads), to `values` as measure `name`."""
+    heads = distances.shape[1]
+    values.add(site, {name: distances}, sequence_numbers(len(distances), batch, start), range(heads), heads)
+
+
+def arrange(values: SequenceValues, side: ComparedModel) -> dict[str, Tensor]:
+    """Arrange values by measure, (windows, heads), with the heads of the side's report."""
+    return arrange_by_measure(values.means, [(head.site, head.head) for head in side.report.heads], values.count)

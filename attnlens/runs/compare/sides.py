@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -17,8 +18,8 @@ from attnlens.models.loading import Loaded
 from attnlens.records import Head, Measure, QueryKey, Report, Site, Windows
 from attnlens.registry import FORMS, KEY_ANGLE, QUERY_ANGLE, Analyzer, measure_sources
 from attnlens.runs.in_memory import at_rest
-from attnlens.runs.inspect.collector import finite_heads
 from attnlens.runs.inspect.pipeline import Inspection
+from attnlens.runs.inspect.sequences import finite_heads
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -132,12 +133,12 @@ class ComparedModel:
     @property
     def batches(self) -> tuple[texts.Batch, ...]:
         """Batches fed to the model; empty if only weights were inspected."""
-        return () if self.inspection.fed is None else self.inspection.fed.batches
+        return () if self.inspection.inputs is None else self.inspection.inputs.batches
 
     def without_text(self) -> ComparedModel:
         """Return a copy without batches and windows, of which only the weights are compared."""
-        bare = replace(self.inspection)
-        bare.fed = None
+        bare = copy.copy(self.inspection)
+        bare.inputs = None
         windows = Windows([], [], {})
         return replace(self, inspection=bare, report=self.report.model_copy().with_windows(windows))
 
@@ -189,7 +190,7 @@ class Pairing:
             forms = found.forms(site)
             own = tuple(range(len(found.key_of(site))))
             best = place(*forms) if forms else own
-            whole = first.inspection.collector.chosen_heads is None
+            whole = first.inspection.settings.heads is None
             found.order[site] = best if whole else own
             if best != own and not whole:
                 found.unmoved.append(site)

@@ -17,23 +17,25 @@ from attnlens.arguments import public
 from attnlens.choices import ATTENTION
 from attnlens.errors import FAILURES, ModelError, TextError, TooLargeError, UnreadableError
 from attnlens.maths.linalg.long import LONG
+from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.hooks import Reached
 from attnlens.models.loading.deferred import unspoken
-from attnlens.records import Report, Settings, Site
+from attnlens.records import Report, Settings, Site, Skipped
 from attnlens.registry import Analyzer, Gathering
 from attnlens.requests import InspectRequest, reading
 from attnlens.runs import checks, feeding
 from attnlens.runs.checks import attention, no_loss, refuse_initialised
 from attnlens.runs.feeding import LOSS, predicts_text
 from attnlens.runs.in_memory import at_rest, held, refuse_work
-from attnlens.runs.inspect.assembly import Frame, WorkUnit, assembled
-from attnlens.runs.inspect.collector import Collector, UnitRecord
-from attnlens.runs.inspect.reader import Reader, refuse_many_rows
+from attnlens.runs.inspect.assembly import RunDescription, WorkUnit, assemble_report, combine_values
+from attnlens.runs.inspect.attention_rows import refuse_many_rows
+from attnlens.runs.inspect.results import Results, combine_units, merge_skipped, skipped_in
+from attnlens.runs.inspect.units import Unit, UnitReader
 from attnlens.runs.progress import Interrupted, Progress, silent, timed
 from attnlens.runs.provenance import content_of
 from attnlens.runs.store import Store
-from attnlens.runs.work import NOTHING_KEPT, Compute, Opener, Stopped, WorkPlan, run_units
+from attnlens.runs.work import NOTHING_KEPT, Compute, Opener, WorkPlan, run_units
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,7 +45,7 @@ BY_HAND = "the module computes its attention by hand, which is traced on numbers
 """Reason why a site of a meta-device model is not read."""
 
 
-def of_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Surveyed:
+def survey_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Surveyed:
     """Survey a model on the meta device (shapes only), whose attention all runs through transformers' interface."""
     try:
         survey = hooks.surveyed(loaded.model, inputs)
@@ -61,7 +63,7 @@ def of_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Sur
     return survey
 
 
-def like(reached: Sequence[Reached], shapes: Sequence[Reached], loaded: loading.Loaded) -> list[Reached]:
+def match_sites(reached: Sequence[Reached], shapes: Sequence[Reached], loaded: loading.Loaded) -> list[Reached]:
     """Return the sites of the meta-device model under the names that were `reached` in the same model when it ran."""
     known = {(each.site.path, each.site.ordinal): each for each in shapes}
     wanted = [(each.site.path, each.site.ordinal) for each in reached]
@@ -76,7 +78,7 @@ ALL = "units"
 """Name of the progress over the units of all stages."""
 
 
-def stages(progress: Progress, units: Mapping[str, WorkUnit], batches: Sequence[int]) -> Callable[[str], None]:
+def report_stages(progress: Progress, units: Mapping[str, WorkUnit], batches: Sequence[int]) -> Callable[[str], None]:
     """Report progress per stage (sites whose weights are read, sequences, gatherers' passes), and over all units."""
     sizes = {name: 1 if unit.batch is None else batches[unit.batch] for name, unit in units.items()}
     totals: Counter[str] = Counter()
@@ -107,48 +109,53 @@ class Inspection:
     loaded: loading.Loaded
     settings: Settings
     analyzers: Sequence[Analyzer | Gathering]
-    collector: Collector
     progress: Progress
     timings: dict[str, float]
-    reached: list[Reached] = field(default_factory=list)
-    identity_error: float | None = None
-    sites: tuple[Site, ...] = ()
-    tokenless: str | None = None
-    fed: texts.Batches | None = None
     factors: dict[Site, weights.Factors | UnreadableError] | None = None
     """Factors of each site's weights, kept if a caller needs them."""
     show: str | None = None
-    reader: Reader = field(init=False)
-    complete: bool = field(default=True, init=False)  # whether every unit has a value
+    reached: list[Reached] = field(default_factory=list)
+    """Requested sites."""
+    identity_error: float | None = None
+    sites: tuple[Site, ...] = ()
+    """All sites of the model."""
+    skipped: list[Skipped] = field(default_factory=list)
+    """What the survey found but can't read."""
+    no_text_reason: str | None = None
+    """Reason why the model's attention to text is not read although it was requested."""
+    inputs: texts.Batches | None = None
+    reader: UnitReader = field(init=False)
+    results: Results = field(init=False)
+    complete: bool = field(default=True, init=False)
+    """True if every unit has a value."""
 
     def run(self, contents: Sequence[texts.Content], cut: texts.Cut) -> Report:
         """Run the survey, weights and tokens, and return the report."""
-        return self.finished_from(self.framed(contents, cut))
+        return self.compute(self.describe(contents, cut))
 
-    def framed(self, contents: Sequence[texts.Content], cut: texts.Cut) -> Frame:
+    def describe(self, contents: Sequence[texts.Content], cut: texts.Cut) -> RunDescription:
         """Cut the texts and survey the model; return everything known before the first unit is read."""
-        batches = self._batches(contents, cut)
-        with timed(self.timings, "survey"), unspoken() if self._source.deferred is not None else nullcontext():
+        batches = self._cut_batches(contents, cut)
+        with timed(self.timings, "survey"), unspoken() if self._weights_model.deferred is not None else nullcontext():
             self._survey(batches)
-        keeps_factors = self.factors is not None
-        return Frame(
+        return RunDescription(
             self.reached,
-            content=content_of(self.loaded, self.reached, self.fed, self.analyzers),
+            content=content_of(self.loaded, self.reached, self.inputs, self.analyzers),
             show=self.show,
             model=self.loaded.info,
             settings=self.settings,
             analyzers=self.analyzers,
-            parts=[] if self.fed is None else list(self.fed.parts),
+            parts=[] if self.inputs is None else list(self.inputs.parts),
             batches=[batch.size for batch in batches],
-            skipped=self.collector.skipped,
+            skipped=merge_skipped(self.skipped),
             identity_error=self.identity_error,
             from_files=self.loaded.deferred is not None,
-            weights=keeps_factors or bool(self.reader.of_source("weights")),
+            weights=self.factors is not None or bool(self.reader.analyzers_of("weights")),
         )
 
-    def finished_from(
+    def compute(
         self,
-        frame: Frame,
+        run: RunDescription,
         plan: WorkPlan = NOTHING_KEPT,
         store: Store | None = None,
         elsewhere: tuple[Opener, tuple[Any, ...]] | None = None,
@@ -158,74 +165,79 @@ class Inspection:
         A unit that fails is replaced by its reason. Raise Interrupted, which contains the finished part, ModelError
         if no head has a value, and what `run_units` raises.
         """
-        units = list(frame.units)
-        mine = units if plan.shard is None else units[plan.shard[0] - 1 :: plan.shard[1]]
-        tell = stages(self.progress, {name: frame.units[name] for name in mine}, frame.batches)
-        read = lambda name: self.read_unit(frame.units[name])  # noqa: E731  # one expression
-        outcome = run_units(units, read, plan, store, elsewhere=elsewhere, tell=tell)
+        names = list(run.units)
+        mine = names if plan.shard is None else names[plan.shard[0] - 1 :: plan.shard[1]]
+        tell = report_stages(self.progress, {name: run.units[name] for name in mine}, run.batches)
+        read = lambda name: self.read_unit(run.units[name])  # noqa: E731  # one expression
+        outcome = run_units(names, read, plan, store, elsewhere=elsewhere, tell=tell)
         self.complete = not outcome.missing
-        report, self.collector = assembled(
-            frame, outcome.values, self.timings, outcome.missing, interrupted=outcome.stopped
-        )
-        self.settings = report.settings
-        if not any(draft.measures for draft in self.collector.drafts.values()):
+        self.results = combine_values(run, outcome.values, outcome.missing, interrupted=outcome.stopped)
+        if not any(head.measures for head in self.results.heads):
             if outcome.stopped:
                 raise KeyboardInterrupt
-            reason = self.collector.skipped[0].reason
+            reason = self.results.skipped[0].reason
             raise ModelError(f"No head could be analysed: {reason}.", "Choose another model, source or layers.")
+        report = assemble_report(run, outcome.values, self.results, self.timings, interrupted=outcome.stopped)
+        self.settings = report.settings
         if outcome.stopped:
             raise Interrupted(report)
         return report
 
-    def read_unit(self, unit: WorkUnit) -> list[Any]:
+    def read_unit(self, unit: WorkUnit) -> Unit:
         """Read one unit. Raise Stopped if the user interrupts it and its results so far are usable by themselves."""
-        recording, start = UnitRecord(self.settings.heads), time.perf_counter()
-        try:
-            self._read(unit, recording)
-        except KeyboardInterrupt:
-            if unit.stage != "gathered":  # whose sites are solved one by one
-                raise
-            raise Stopped(unit.name, recording.calls) from None
-        finally:
-            self.timings[unit.stage] = self.timings.get(unit.stage, 0.0) + time.perf_counter() - start
-        return recording.calls
+        with timed(self.timings, unit.stage):
+            return self._read(unit)
 
-    def _read(self, unit: WorkUnit, sink: Collector) -> None:
-        if unit.stage == "weights":
-            self.reader.weights_of(unit.sites[0], sink)
-        elif self.fed is not None and unit.stage == "gathered":
-            self.reader.gathered_of(self.fed, unit.sites, sink)
-        elif self.fed is not None:
-            self.reader.tokens_of(self.fed, unit.batch or 0, unit.sites, sink)
+    def _read(self, unit: WorkUnit) -> Unit:
+        if unit.stage == "weights" or self.inputs is None:  # without inputs, a run has no other units
+            return self.reader.read_weights(unit.sites[0])
+        if unit.stage == "gathered":
+            return self.reader.read_gathered(self.inputs, unit.sites, unit.name)
+        return self.reader.read_tokens(self.inputs, unit.batch or 0, unit.sites)
 
-    def read(self, reached: Sequence[Reached], sites: Collection[Site], fed: texts.Batches) -> None:
-        """Read some `sites` of a verified model into the collector; the batches in `fed` match the settings."""
+    def read_sites(
+        self, reached: Sequence[Reached], sites: Collection[Site], inputs: texts.Batches, design: Design
+    ) -> Results:
+        """Read some `sites` of a verified model; `design` is that of the sequences in `inputs`, cut by the settings."""
         self.sites = tuple(each.site for each in reached)
-        self._enter(reached, [each for each in reached if each.site in sites])
-        for each in self.reached:
-            self.reader.weights_of(each.site, self.collector)
+        self._choose_sites(reached, [each for each in reached if each.site in sites])
         chosen = [each.site for each in self.reached]
-        for number in range(len(fed.batches)):
-            self.reader.tokens_of(fed, number, chosen, self.collector)
-        self.collector.close_tokens(self.reader.of_source("tokens"), range(fed.sequences))
-
-    def _enter(self, every: Sequence[Reached], reached: list[Reached]) -> None:
-        """Enter the sites to read, and prepare the reader with all sites as text alone reaches them."""
-        self.reached, seed = reached, self.settings.seed
-        for each in reached:
-            self.collector.enter(each.site, each.call.key_heads)
-        source, there = self._source, list(every)
-        if self.loaded.shapes is not None:
-            there = like(every, of_shapes(source, self._sample(source)).reached, source)
-        first = checks.text_alone(source, checks.of_one_token(source, there, seed), 1, seed)
-        window = checks.text_alone(source, there, self.settings.tokens or 2, seed)
-        self.reader = Reader(
-            *(self.loaded, source, self.settings, self.analyzers, self.show, every, first, window, self.progress),
-            self.factors,
+        weights_units = {site: self.reader.read_weights(site) for site in chosen}
+        tokens_units = [self.reader.read_tokens(inputs, number, chosen) for number in range(len(inputs.batches))]
+        return combine_units(
+            {each.site: each.call.key_heads for each in self.reached},
+            self.settings.heads,
+            self.analyzers,
+            design,
+            weights=weights_units,
+            tokens=tokens_units,
+            skipped=merge_skipped(skipped_in([*weights_units.values(), *tokens_units])),
         )
 
+    def _choose_sites(self, all_sites: Sequence[Reached], reached: list[Reached]) -> None:
+        """Choose the sites to read, and prepare the reader with all sites as text alone reaches them."""
+        self.reached, seed = reached, self.settings.seed
+        source, sites = self._weights_model, list(all_sites)
+        if self.loaded.shapes is not None:
+            sites = match_sites(all_sites, survey_shapes(source, self._sample(source)).reached, source)
+        self.reader = UnitReader(
+            self.loaded,
+            source,
+            self.settings,
+            self.analyzers,
+            self.show,
+            all_sites,
+            one_token=checks.text_alone(source, checks.of_one_token(source, sites, seed), 1, seed),
+            window=checks.text_alone(source, sites, self.settings.tokens or 2, seed),
+            progress=self.progress,
+            factors=self.factors,
+        )
+
+    def _skip(self, site: str, reason: str, measure: str | None = None) -> None:
+        self.skipped.append(Skipped(site=site, measure=measure, reason=reason))
+
     @property
-    def _source(self) -> loading.Loaded:
+    def _weights_model(self) -> loading.Loaded:
         """Model whose weights are read: the meta-device one if the model is spread over devices."""
         return self.loaded.shapes or self.loaded
 
@@ -233,7 +245,7 @@ class Inspection:
         """Return random ids as long as a window."""
         return texts.placeholder(loaded, self.settings.tokens or 2, self.settings.seed).batches[0].inputs
 
-    def _batches(self, contents: Sequence[texts.Content], cut: texts.Cut) -> tuple[texts.Batch, ...]:
+    def _cut_batches(self, contents: Sequence[texts.Content], cut: texts.Cut) -> tuple[texts.Batch, ...]:
         """Cut the texts into batches; none for weights alone, or if both sources are read and no tokenizer exists."""
         requested, self.settings = self.settings, self.settings.model_copy(update=feeding.NOTHING_FED)
         if not contents or not any(analyzer.source == "tokens" for analyzer in self.analyzers):
@@ -244,37 +256,37 @@ class Inspection:
             read = self.loaded.tokenizer is not None or not texts.reads_text(self.loaded) or cut.image or cut.audio
             if read or self.settings.source == "tokens":
                 raise
-            self.tokenless = error.problem
+            self.no_text_reason = error.problem
             return ()
         self.settings = feeding.fed(requested, batches, self.loaded)
         feeding.design_of(requested, batches)
-        self.fed = batches
+        self.inputs = batches
         return batches.batches
 
     def _survey(self, batches: Sequence[texts.Batch]) -> None:
         """Find the sites, verify that recomputed attention changes nothing, and choose the layers."""
         sample = self._sample(self.loaded)
         deferred = self.loaded.deferred is not None
-        survey = of_shapes(self.loaded, sample) if deferred else checks.surveyed(self.loaded, sample)
+        survey = survey_shapes(self.loaded, sample) if deferred else checks.surveyed(self.loaded, sample)
         window_sites = survey.reached
         # one long sequence is sufficient, and its predictions alone take gigabytes
         many = any(each.call.query.shape[2] * each.call.key.shape[2] > LONG for each in window_sites)
         self._prove_identity(texts.first(batches[0].inputs, 1 if many else 2) if batches else sample)
-        refuse_initialised(self._source, sample, attention)
-        if batches and predicts_text(self.loaded) and (lacking := no_loss(self._source, sample, "causal")):
-            self.collector.skip(*lacking, measure=LOSS)
+        refuse_initialised(self._weights_model, sample, attention)
+        if batches and predicts_text(self.loaded) and (lacking := no_loss(self._weights_model, sample, "causal")):
+            self._skip(*lacking, measure=LOSS)
         self.sites = tuple(each.site for each in window_sites)
         layers = self.settings.layers
         checks.check_chosen(layers, self.settings.heads, window_sites)
         self.settings = feeding.seen(self.settings, self.loaded, window_sites)
-        self._enter(window_sites, [f for f in window_sites if layers is None or f.site.layer in layers])
+        self._choose_sites(window_sites, [f for f in window_sites if layers is None or f.site.layer in layers])
         if self.show == ATTENTION:
             refuse_many_rows(self.reached, self.settings.heads)
-        for each in self.reached if self.tokenless else ():
-            self.collector.skip(each.site.name, str(self.tokenless), measure="tokens")
+        for each in self.reached if self.no_text_reason else ():
+            self._skip(each.site.name, str(self.no_text_reason), measure="tokens")
         for entry in checks.out_of_reach(self.loaded, survey):
             unseen = deferred and entry.reason == hooks.UNTRACED
-            self.collector.skip(entry.site, BY_HAND if unseen else entry.reason)
+            self._skip(entry.site, BY_HAND if unseen else entry.reason)
 
     def _prove_identity(self, inputs: Mapping[str, Tensor]) -> None:
         """Verify that recomputed attention changes nothing; with NaN in its weights, the model can't be compared.
@@ -285,7 +297,7 @@ class Inspection:
             return
         self.identity_error, broken = checks.proven(self.loaded, inputs)
         if broken is not None:
-            self.collector.skip(broken, f"{broken} holds NaN or Inf, so that the model's outputs prove nothing")
+            self._skip(broken, f"{broken} holds NaN or Inf, so that the model's outputs prove nothing")
 
 
 TOO_LARGE = "The weights were read from their files, layer by layer, as the model does not fit into memory here."
@@ -325,11 +337,11 @@ def inspected(
         refuse_work(options, InspectRequest)
     inspection, contents, cut = prepared(model, tokenizer, progress, more)
     with at_rest(inspection.loaded.model):
-        frame = inspection.framed(contents, cut)
-        store = plan.store(frame.facts) if named else None
+        run = inspection.describe(contents, cut)
+        store = plan.store(run.facts) if named else None
         # whether the model fits into memory is decided here, once for all processes
-        elsewhere = opened, (model, {**options, "from_files": frame.from_files})
-        report = inspection.finished_from(frame, plan, store, elsewhere)
+        elsewhere = opened, (model, {**options, "from_files": run.from_files})
+        report = inspection.compute(run, plan, store, elsewhere)
     return report, store.clear if store is not None and inspection.complete else lambda: None
 
 
@@ -337,8 +349,8 @@ def opened(model: str | PathLike[str], given: Mapping[str, Any]) -> tuple[Mappin
     """Prepare the same run in another process: return its facts, and the function that reads its units."""
     inspection, contents, cut = prepared(model, None, silent, given)
     inspection.loaded.model.train(False)
-    frame = inspection.framed(contents, cut)
-    return frame.facts, lambda name: inspection.read_unit(frame.units[name])
+    run = inspection.describe(contents, cut)
+    return run.facts, lambda name: inspection.read_unit(run.units[name])
 
 
 def prepared(
@@ -359,9 +371,9 @@ def prepared(
     timings = {"load": time.perf_counter() - start}
     feeding.refuse_text(loaded, reading.files(options), requested.tokens)
     requested = requested.model_copy(update={"notes": [*requested.notes, *notes]})
-    settings, parts = feeding.of_model(requested, loaded), (Collector(requested.heads), progress, timings)
+    settings = feeding.of_model(requested, loaded)
     contents = feeding.contents(named, loaded) if requested.source != "weights" else ()
-    inspection = Inspection(loaded, settings, chosen, *parts, show=options["show"])
+    inspection = Inspection(loaded, settings, chosen, progress, timings, show=options["show"])
     return inspection, contents, feeding.cut_of(settings, options)
 
 
