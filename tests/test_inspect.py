@@ -21,7 +21,7 @@ from attnlens.registry import MeasureInfo
 from attnlens.report.sentences import reports
 from attnlens.report.sentences.reports import population
 from attnlens.runs import checks
-from attnlens.runs.inspect.pipeline import Inspection
+from attnlens.runs.inspect import inspection
 from attnlens.runs.inspect.summary import extremes
 from attnlens.runs.inspect.units import scale_null
 from attnlens.runs.progress import Interrupted
@@ -200,7 +200,7 @@ def test_a_misread_model_gets_no_numbers(demo, monkeypatch):
 def test_a_proof_on_long_windows_takes_one_sequence(longest, proven, demo, monkeypatch):
     given, honest = [], checks.proven
     monkeypatch.setattr(checks, "proven", lambda model, inputs: given.append(inputs) or honest(model, inputs))
-    monkeypatch.setitem(Inspection.run.__globals__, "LONG", longest)
+    monkeypatch.setattr(inspection, "LONG", longest)
     attnlens.inspect(demo, source="tokens", sequences=4, tokens=16)
     assert [len(inputs["input_ids"]) for inputs in given] == [proven]
 

@@ -32,7 +32,8 @@ from attnlens.requests.run_options import SharedRequest
 from attnlens.runs import checks, feeding
 from attnlens.runs.checks import no_loss
 from attnlens.runs.differences import mean_loss
-from attnlens.runs.inspect.pipeline import Inspection
+from attnlens.runs.inspect.assembly import compute
+from attnlens.runs.inspect.inspection import survey
 from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
 from attnlens.runs.provenance import code_of, report_of
 from attnlens.runs.store import Store, key_of, versions
@@ -456,10 +457,11 @@ class Series:
         checkpoint, start = self.units[name], time.perf_counter()
         loaded = replace(self._load(checkpoint), **self.tokenizer)
         settings = feeding.of_model(self.asked, loaded)
-        inspection = Inspection(loaded, settings, self.analyzers, partial(self._notify, checkpoint), {})
+        progress = partial(self._notify, checkpoint)
         parts = None if self.store is None else self.store.inside(name)
         try:
-            report = inspection.compute(inspection.describe(self.contents, self.cut), store=parts)
+            inspection = survey(loaded, settings, self.analyzers, self.contents, self.cut, progress=progress)
+            outcome = compute(inspection, store=parts)
         except ModelError as error:
             raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
         loss = self._loss(loaded, settings)
@@ -468,10 +470,10 @@ class Series:
         return CheckpointReading(
             name=checkpoint.name,
             step=checkpoint.step,
-            report=report,
+            report=outcome.report,
             loss=value,
             no_loss=why,
-            complete=inspection.complete,
+            complete=outcome.complete,
         ).model_dump()
 
     def _notify(self, checkpoint: Checkpoint, stage: str, done: int, total: int) -> None:

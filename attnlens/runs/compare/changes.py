@@ -248,7 +248,7 @@ def outcome(pairing: Pairing, design: Design) -> tuple[Outcome | None, list[str]
         passes = []
         for side in sides:
             model = side.loaded.model
-            with hooks.replace(model, side.inspection.sites, side.swaps) if side.swaps else nullcontext():
+            with hooks.replace(model, side.inspection.all_sites, side.swaps) if side.swaps else nullcontext():
                 passes.append(run(model, one, tasks[0]))
         own, new = passes
         classes = {None if made.logits is None else made.logits.shape[-1] for made in passes}
@@ -291,7 +291,7 @@ class Changes:
     @property
     def design(self) -> Design:
         """Sampling design of the windows."""
-        return self.pairing.first.inspection.results.design
+        return self.pairing.first.design
 
     @cached_property
     def heads(self) -> tuple[list[Head], list[Head]]:
@@ -394,9 +394,9 @@ class Changes:
             generator = torch.Generator().manual_seed(self.seed + number)
             found = dict(draws.of_weights(side, generator))
             if side.batches:
-                cut = replace(side.cut, sequences=min(draws.FEW, self.design.count))
+                cut = replace(side.run.cut, sequences=min(draws.FEW, self.design.count))
                 blocks = self.blocks[number]
-                found |= draws.of_tokens(side, side.contents, cut, blocks, generator, self._rounding_progress(number))
+                found |= draws.of_tokens(side, cut, blocks, generator, self._rounding_progress(number))
             drawn.append(found)
         partners = self.pairing.partners
         combined = {}

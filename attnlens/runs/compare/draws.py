@@ -146,7 +146,7 @@ def _apart(own: Tensor, other: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
 
 def _run_pass(side: ComparedModel, inputs: Mapping[str, Tensor], visit: Callable[[Site, Call], None]) -> None:
     """Run a forward pass of a side's model and call `visit` for each attention call."""
-    model, sites = side.loaded.model, side.inspection.sites
+    model, sites = side.loaded.model, side.inspection.all_sites
     seen = hooks.replace(model, sites, side.swaps, visit=visit) if side.swaps else hooks.watch(model, sites, visit)
     with torch.no_grad(), seen:
         hooks.forward(model, inputs)
@@ -316,13 +316,14 @@ def _neighbours(values: Tensor, kind: torch.dtype, generator: torch.Generator) -
 def of_weights(side: ComparedModel, generator: torch.Generator) -> dict[str, list[Tensor]]:
     """Draw the effect of rounding on the measures of forms: (heads,) per draw, NaN for heads without a form."""
     places = {(head.layer, head.head): place for place, head in enumerate(side.report.heads)}
+    analyzers = side.inspection.reader.analyzers_of("weights")
     found: dict[str, Tensor] = {}
     for site in side.sites:
         factors = side.factors(site)
         if not isinstance(factors, weights.Factors):
             continue
         kind = site_type(side.loaded.model, site)
-        for name, changes in _draw_site_changes(factors, side.analyzers("weights"), kind, generator).items():
+        for name, changes in _draw_site_changes(factors, analyzers, kind, generator).items():
             nothing = torch.full((DRAWS, len(places)), torch.nan, dtype=torch.float64)
             table = found.setdefault(name, nothing)
             for head in range(changes.shape[1]):
@@ -363,15 +364,10 @@ def _compute_scalars(analyzers: Sequence[Analyzer], query_key: QueryKey) -> dict
 
 
 def of_tokens(
-    side: ComparedModel,
-    contents: Sequence[texts.Content],
-    cut: texts.Cut,
-    blocks: Sequence[Block],
-    generator: torch.Generator,
-    tell: Tell,
+    side: ComparedModel, cut: texts.Cut, blocks: Sequence[Block], generator: torch.Generator, tell: Tell
 ) -> dict[str, list[Tensor]]:
     """Draw the effect of rounding on the means of tokens.* over a few windows, on attention rows (KL) and on blocks."""
-    few = texts.batches(side.loaded, contents, cut)
+    few = texts.batches(side.loaded, side.run.contents, cut)
     design = feeding.design_of(side.inspection.settings.model_copy(update={"intervals": "windows"}), few)
     own = [record(side, batch.inputs, blocks) for batch in few]
     before = _read(side, design, few, [one.calls for one in own], {})
@@ -415,7 +411,7 @@ def _read(
     apart: Mapping[str, Sequence[Mapping[Site, Tensor]]],
 ) -> dict[str, Tensor]:
     """Compute tokens.* on a few windows and enter the distances `apart`: each measure as (windows, heads)."""
-    values, analyzers, start = SequenceValues(design.count), side.analyzers("tokens"), 0
+    values, analyzers, start = SequenceValues(design.count), side.inspection.reader.analyzers_of("tokens"), 0
     for number, (batch, batch_calls) in enumerate(zip(few, calls, strict=True)):
         for site, call in batch_calls.items():
             query_key = hiding_padding(call, batch.inputs).query_key(site)

@@ -8,6 +8,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -30,7 +31,7 @@ from attnlens.runs.compare.changes import Changes
 from attnlens.runs.compare.sides import ComparedModel, Pairing, correspond, same_input
 from attnlens.runs.compare.significance import Judged, change, is_category, named_rows
 from attnlens.runs.in_memory import at_rest, held
-from attnlens.runs.inspect.pipeline import inspect, prepared
+from attnlens.runs.inspect.pipeline import inspect, prepare
 from attnlens.runs.progress import Progress, silent
 from attnlens.runs.provenance import report_of
 from attnlens.runs.swap.saved import restored
@@ -302,10 +303,10 @@ def _inspect_sides(
             found = restored(Path(subject).expanduser(), **load_options)
             subject, swaps = found.loaded, found.swaps
             given = {name: value for name, value in given.items() if name not in load_options}
-        inspection, contents, cut = prepared(subject, own, progress, given)
+        run = prepare(subject, own, progress, given)
         if sides:
-            contents = sides[0].contents
-        sides.append(ComparedModel.of(inspection, contents, cut, swaps))
+            run = replace(run, contents=sides[0].run.contents)
+        sides.append(ComparedModel.of(run, swaps))
     return sides[0], sides[1]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -11,15 +10,18 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import nn
 
-from attnlens.errors import UnreadableError
 from attnlens.maths import linalg
+from attnlens.maths.statistics import Design
 from attnlens.models import hooks, texts, weights
 from attnlens.models.loading import Loaded
 from attnlens.records import Head, Measure, QueryKey, Report, Site, Windows
-from attnlens.registry import FORMS, KEY_ANGLE, QUERY_ANGLE, Analyzer, measure_sources
+from attnlens.registry import FORMS, KEY_ANGLE, QUERY_ANGLE, measure_sources
 from attnlens.runs.in_memory import at_rest
-from attnlens.runs.inspect.pipeline import Inspection
+from attnlens.runs.inspect.assembly import compute
+from attnlens.runs.inspect.inspection import Inspection
+from attnlens.runs.inspect.pipeline import PreparedRun
 from attnlens.runs.inspect.sequences import finite_heads
+from attnlens.runs.inspect.units import SiteFactors
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -99,57 +101,50 @@ Block = tuple[str, nn.Module]
 """The path of a block of the model, and the block."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ComparedModel:
     """One model of a comparison with its inspection."""
 
+    run: PreparedRun
     inspection: Inspection
     report: Report
-    contents: Sequence[texts.Content]  # the texts
-    cut: texts.Cut  # how they were cut
-    swaps: hooks.Swaps = field(default_factory=dict)
+    design: Design
+    """Sampling design of the windows."""
+    swaps: hooks.Swaps
     """Kernels of a model saved with --save, by site."""
 
     @classmethod
-    def of(
-        cls, inspection: Inspection, contents: Sequence[texts.Content], cut: texts.Cut, swaps: hooks.Swaps | None = None
-    ) -> ComparedModel:
+    def of(cls, run: PreparedRun, swaps: hooks.Swaps | None = None) -> ComparedModel:
         """Inspect a model and keep the factors of its weights; with `swaps`, measures of the text get no value."""
-        inspection.factors = {}
-        with at_rest(inspection.loaded.model):
-            report = inspection.run(contents, cut)
-        return cls(inspection, _remove_token_measures(report) if swaps else report, contents, cut, swaps or {})
+        with at_rest(run.loaded.model):
+            inspection = run.survey(factors={})
+            outcome = compute(inspection)
+        report = _remove_token_measures(outcome.report) if swaps else outcome.report
+        return cls(run, inspection, report, outcome.results.design, swaps or {})
 
     @property
     def loaded(self) -> Loaded:
         """The loaded model."""
-        return self.inspection.loaded
+        return self.run.loaded
 
     @property
     def sites(self) -> tuple[Site, ...]:
         """Inspected sites, in the order of layers."""
-        return tuple(found.site for found in self.inspection.reached)
+        return tuple(self.inspection.key_heads)
 
     @property
     def batches(self) -> tuple[texts.Batch, ...]:
-        """Batches fed to the model; empty if only weights were inspected."""
-        return () if self.inspection.inputs is None else self.inspection.inputs.batches
+        """Batches that the model reads; empty if only weights were inspected."""
+        return self.inspection.batches
 
     def without_text(self) -> ComparedModel:
         """Return a copy without batches and windows, of which only the weights are compared."""
-        bare = copy.copy(self.inspection)
-        bare.inputs = None
-        windows = Windows([], [], {})
-        return replace(self, inspection=bare, report=self.report.model_copy().with_windows(windows))
+        report = self.report.model_copy().with_windows(Windows([], [], {}))
+        return replace(self, inspection=replace(self.inspection, inputs=None), report=report)
 
-    def analyzers(self, source: str) -> list[Analyzer]:
-        """Return the analyzers of a source that take one QueryKey at a time."""
-        plain = [analyzer for analyzer in self.inspection.analyzers if isinstance(analyzer, Analyzer)]
-        return [analyzer for analyzer in plain if analyzer.source == source]
-
-    def factors(self, site: Site) -> weights.Factors | UnreadableError | None:
+    def factors(self, site: Site) -> SiteFactors | None:
         """Return the factors of a site's weights, or why there are none; None if the run did not read weights."""
-        return (self.inspection.factors or {}).get(site)
+        return (self.inspection.reader.factors or {}).get(site)
 
     def blocks(self) -> list[Block]:
         """Return the model's blocks that run once per forward pass; none without a text."""
@@ -212,7 +207,7 @@ class Pairing:
 
     def key_of(self, site: Site) -> list[int]:
         """Return the key head of each query head of the first model."""
-        return list(next(found.call for found in self.first.inspection.reached if found.site == site).key_heads)
+        return self.first.inspection.key_heads[site]
 
     @property
     def partners(self) -> torch.Tensor:

@@ -1,176 +1,186 @@
-"""Describe an inspection before its units are read, and assemble the report from their values."""
+"""Compute the units of an inspection, and assemble its report from their values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from attnlens.errors import ModelError
 from attnlens.maths.statistics import Design
+from attnlens.models import loading, texts
 from attnlens.models.hooks import Reached
-from attnlens.records import HeadId, ModelInfo, Report, Settings, Site, Skipped, Windows
-from attnlens.registry import Analyzer, Gathering
+from attnlens.records import HeadId, Report, Settings, Site, Skipped, Windows
+from attnlens.registry import Analyzer
 from attnlens.runs.checks import conventions
 from attnlens.runs.feeding import LOSS, guess_notes
+from attnlens.runs.inspect.inspection import Inspection, WorkUnit, make_reader
 from attnlens.runs.inspect.results import Results, combine_units, merge_skipped, skipped_in
 from attnlens.runs.inspect.summary import summarise
 from attnlens.runs.inspect.units import TokensUnit
-from attnlens.runs.progress import INTERRUPTED
+from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress
 from attnlens.runs.provenance import report_of
-from attnlens.runs.store import versions
+from attnlens.runs.store import Store
+from attnlens.runs.work import NOTHING_KEPT, Opener, WorkPlan, run_units
 
-GATHERED_TOGETHER = 4
-"""Sites that gatherers read in one pass through the texts: a pass per site would be slow, and one pass for all sites
-would keep the tokens of all."""
-
-
-@dataclass(frozen=True)
-class WorkUnit:
-    """Part of an inspection that is read independently of the others."""
-
-    stage: Literal["weights", "tokens", "gathered"]  # what it reads
-    sites: tuple[Site, ...]  # its sites
-    batch: int | None = None  # its batch; None if it reads weights, or all batches
-
-    @property
-    def name(self) -> str:
-        """Name that is unique within the run and readable."""
-        if self.stage == "tokens":
-            return f"tokens of batch {self.batch}"
-        layers = f"{self.sites[0].layer}" if len(self.sites) == 1 else f"{self.sites[0].layer}–{self.sites[-1].layer}"
-        return f"{self.stage} of layer{'s' * (len(self.sites) > 1)} {layers}"
+ALL = "units"
+"""Name of the progress over the units of all stages."""
 
 
 @dataclass(frozen=True)
-class RunDescription:
-    """Everything that a report needs besides the values of the units, known before these are read."""
+class Inspected:
+    """Results of an inspection."""
 
-    reached: Sequence[Reached]  # the requested sites
-    content: str
-    """Hash of what else determines the results: the model's config, all inputs, the analyzers' code."""
-    show: str | None  # what to show
-    model: ModelInfo
-    settings: Settings
-    analyzers: Sequence[Analyzer | Gathering]
-    parts: list[str]  # the text of every sequence
-    batches: list[int]  # number of sequences per batch
-    skipped: list[Skipped]  # what the survey found but can't read
-    identity_error: float | None
-    from_files: bool  # whether the model was never loaded, and so never run
-    weights: bool  # whether weights are read
-
-    @property
-    def sites(self) -> list[Site]:
-        """Requested sites."""
-        return [each.site for each in self.reached]
-
-    @property
-    def key_heads(self) -> list[list[int]]:
-        """Key head of each query head, per site."""
-        return [list(each.call.key_heads) for each in self.reached]
-
-    @cached_property
-    def facts(self) -> dict[str, Any]:
-        """Facts that determine the results of the units."""
-        return {
-            "command": "inspect",
-            "versions": versions(),
-            "model": self.model.model_dump(mode="json", exclude={"id"}),  # a moved folder holds the same model
-            "from_files": self.from_files,
-            "settings": self.settings.model_dump(mode="json", exclude={"notes"}),  # notes don't affect numbers
-            "show": self.show,
-            "weights": self.weights,
-            "analyzers": [[each.name, each.source] for each in self.analyzers],
-            "sites": [asdict(site) for site in self.sites],
-            "key_heads": self.key_heads,
-            "parts": self.parts,
-            "batches": self.batches,
-            "content": self.content,
-        }
-
-    @cached_property
-    def units(self) -> dict[str, WorkUnit]:
-        """Units of the run by name, in the order in which they enter the report."""
-        sites = self.sites
-        units = [WorkUnit("weights", (site,)) for site in sites if self.weights]
-        units += [WorkUnit("tokens", tuple(sites), batch) for batch in range(len(self.batches))]
-        if self.batches and any(isinstance(each, Gathering) for each in self.analyzers):
-            blocks = range(0, len(sites), GATHERED_TOGETHER)
-            units += [WorkUnit("gathered", tuple(sites[start : start + GATHERED_TOGETHER])) for start in blocks]
-        return {unit.name: unit for unit in units}
-
-    def finished_sequences(self, values: Mapping[str, Any]) -> list[int]:
-        """Return the numbers of the sequences whose batches have a value."""
-        finished, start = list[int](), 0
-        for batch, size in enumerate(self.batches):
-            if WorkUnit("tokens", (), batch).name in values:
-                finished += range(start, start + size)
-            start += size
-        return finished
+    report: Report
+    results: Results
+    complete: bool
+    """True if every unit has a value."""
 
 
-def combine_values(
-    run: RunDescription, values: Mapping[str, Any], missing: Mapping[str, str], *, interrupted: bool = False
+def compute(
+    inspection: Inspection,
+    plan: WorkPlan = NOTHING_KEPT,
+    store: Store | None = None,
+    elsewhere: tuple[Opener, tuple[Any, ...]] | None = None,
+) -> Inspected:
+    """Read the units of an inspection, and assemble the report.
+
+    A unit that fails is replaced by its reason. Raise Interrupted, which contains the finished part, ModelError if no
+    head has a value, and what `run_units` raises.
+    """
+    units = inspection.units
+    names = list(units)
+    mine = names if plan.shard is None else names[plan.shard[0] - 1 :: plan.shard[1]]
+    sizes = [batch.size for batch in inspection.batches]
+    outcome = run_units(
+        names,
+        lambda name: inspection.read_unit(units[name]),
+        plan,
+        store,
+        elsewhere=elsewhere,
+        tell=report_stages(inspection.reader.progress, {name: units[name] for name in mine}, sizes),
+    )
+    results = _combine_values(inspection, outcome.values, outcome.missing, interrupted=outcome.stopped)
+    if not any(head.measures for head in results.heads):
+        if outcome.stopped:
+            raise KeyboardInterrupt
+        reason = results.skipped[0].reason
+        raise ModelError(f"No head could be analysed: {reason}.", "Choose another model, source or layers.")
+    report = _assemble_report(inspection, outcome.values, results, interrupted=outcome.stopped)
+    if outcome.stopped:
+        raise Interrupted(report)
+    return Inspected(report, results, complete=not outcome.missing)
+
+
+def report_stages(progress: Progress, units: Mapping[str, WorkUnit], batches: Sequence[int]) -> Callable[[str], None]:
+    """Report progress per stage (sites whose weights are read, sequences, gatherers' passes), and over all units."""
+    sizes = {name: 1 if unit.batch is None else batches[unit.batch] for name, unit in units.items()}
+    totals: Counter[str] = Counter()
+    for name, size in sizes.items():
+        totals[units[name].stage] += size
+    done: Counter[str] = Counter()
+    several = len(totals) > 1
+
+    def tell(name: str) -> None:
+        if several:  # first, because plain output prints only one line
+            done[ALL] += 1
+            progress(ALL, done[ALL], len(units))
+        stage = units[name].stage
+        done[stage] += sizes[name]
+        progress(stage, done[stage], totals[stage])
+
+    for stage in list(totals)[:1]:
+        progress(stage, 0, totals[stage])
+    if several:
+        progress(ALL, 0, len(units))
+    return tell
+
+
+def read_sites(
+    loaded: loading.Loaded,
+    settings: Settings,
+    analyzers: Sequence[Analyzer],
+    all_sites: Sequence[Reached],
+    sites: Collection[Site],
+    inputs: texts.Batches,
+    design: Design,
 ) -> Results:
-    """Combine the values of a run's units, by name, into results; `missing` units have a reason."""
-    finished = run.finished_sequences(values)
-    units = {name: unit for name, unit in run.units.items() if name in values}
+    """Measure some `sites` of a verified model in this process; `inputs` were cut by the settings, with this design."""
+    reader = make_reader(loaded, settings, analyzers, all_sites)
+    key_heads = {each.site: each.call.key_heads for each in all_sites if each.site in sites}
+    weights = {site: reader.read_weights(site) for site in key_heads}
+    tokens = [reader.read_tokens(inputs, number, list(key_heads)) for number in range(len(inputs.batches))]
+    skipped = merge_skipped(skipped_in([*weights.values(), *tokens]))
+    return combine_units(key_heads, settings.heads, analyzers, design, weights=weights, tokens=tokens, skipped=skipped)
+
+
+def _finished_sequences(inspection: Inspection, values: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of the sequences whose batches have a value."""
+    finished, start = list[int](), 0
+    for number, batch in enumerate(inspection.batches):
+        if WorkUnit("tokens", (), number).name in values:
+            finished += range(start, start + batch.size)
+        start += batch.size
+    return finished
+
+
+def _combine_values(
+    inspection: Inspection, values: Mapping[str, Any], missing: Mapping[str, str], *, interrupted: bool
+) -> Results:
+    """Combine the values of the units, by name, into results; `missing` units have a reason."""
+    units = {name: unit for name, unit in inspection.units.items() if name in values}
     weights = {unit.sites[0]: values[name] for name, unit in units.items() if unit.stage == "weights"}
     tokens = [values[name] for name, unit in units.items() if unit.stage == "tokens"]
     gathered = [values[name] for name, unit in units.items() if unit.stage == "gathered"]
-    skipped = [*run.skipped, *skipped_in([*weights.values(), *tokens])]
+    finished, total = _finished_sequences(inspection, values), sum(batch.size for batch in inspection.batches)
+    skipped = [*inspection.skipped, *skipped_in([*weights.values(), *tokens])]
     for name, reason in missing.items():
-        skipped += [Skipped(site=site.name, reason=f"{name}: {reason}") for site in run.units[name].sites]
-    if interrupted:
-        total = sum(run.batches)
-        if len(finished) < total:
-            skipped.append(Skipped(site=f"{total - len(finished)} of {total} sequences", reason=INTERRUPTED))
-        for name, unit in run.units.items():
-            if name not in values and unit.stage != "tokens":
-                skipped += [Skipped(site=site.name, reason=INTERRUPTED) for site in unit.sites]
-    design = Design.of(run.parts or [""] * sum(run.batches), run.settings.intervals)
+        skipped += [Skipped(site=site.name, reason=f"{name}: {reason}") for site in inspection.units[name].sites]
+    if interrupted and len(finished) < total:
+        skipped.append(Skipped(site=f"{total - len(finished)} of {total} sequences", reason=INTERRUPTED))
+    for name, unit in inspection.units.items():
+        if interrupted and name not in values and unit.stage != "tokens":
+            skipped += [Skipped(site=site.name, reason=INTERRUPTED) for site in unit.sites]
+    design = Design.of(inspection.window_texts or [""] * total, inspection.settings.intervals)
     return combine_units(
-        dict(zip(run.sites, run.key_heads, strict=True)),
-        run.settings.heads,
-        run.analyzers,
-        design.select(finished) if run.batches else design,
+        inspection.key_heads,
+        inspection.settings.heads,
+        inspection.reader.analyzers,
+        design.select(finished),
         weights=weights,
-        tokens=tokens if run.batches else None,
-        gathered=gathered if len(finished) == sum(run.batches) else (),  # their values cover every sequence
+        tokens=tokens if inspection.batches else None,
+        gathered=gathered if len(finished) == total else (),  # their values cover every sequence
         skipped=merge_skipped(skipped),
     )
 
 
-def assemble_report(
-    run: RunDescription,
-    values: Mapping[str, Any],
-    results: Results,
-    timings: Mapping[str, float],
-    *,
-    interrupted: bool = False,
+def _assemble_report(
+    inspection: Inspection, values: Mapping[str, Any], results: Results, *, interrupted: bool
 ) -> Report:
     """Assemble the report of a run from its results. The same units give the same report."""
-    finished = run.finished_sequences(values)
-    notes = [] if interrupted else _loss_notes(run, values, finished)
-    settings = run.settings.model_copy(update={"notes": [*run.settings.notes, *notes]})
-    if len(finished) < sum(run.batches):
+    finished, analyzers = _finished_sequences(inspection, values), inspection.reader.analyzers
+    parts = inspection.window_texts
+    names = [parts[number] for number in finished] if parts else []
+    settings = inspection.settings
+    if not interrupted:
+        settings = settings.model_copy(update={"notes": [*settings.notes, *_loss_notes(inspection, values, names)]})
+    if len(finished) < sum(batch.size for batch in inspection.batches):
         settings = settings.model_copy(update={"sequences": len(finished)})
-    names = [run.parts[number] for number in finished] if run.parts else []
-    reads_weights = any(isinstance(each, Analyzer) and each.source == "weights" for each in run.analyzers)
-    how = conventions(run.reached, results.traits) if run.weights and reads_weights else None
+    reads_weights = bool(inspection.reader.analyzers_of("weights"))
+    how = conventions(inspection.reached, results.traits) if reads_weights else None
     return report_of(
         "inspect",
-        model=run.model.model_copy(update={"conventions": how}),
+        model=inspection.loaded.info.model_copy(update={"conventions": how}),
         settings=settings,
-        coverage=results.coverage(dict.fromkeys(each.source for each in run.analyzers)),
+        coverage=results.coverage(dict.fromkeys(each.source for each in analyzers)),
         heads=results.heads,
-        summary=summarise(results, names, run.identity_error, settings.seed, from_files=run.from_files),
+        summary=summarise(results, names, inspection.identity_error, settings.seed, from_files=inspection.from_files),
         selections=results.selections,
         attention=results.attention,
-        timings=dict(timings),
+        timings=dict(inspection.timings),
     ).with_windows(_name_windows(results, settings, finished))
 
 
@@ -183,14 +193,11 @@ def _name_windows(results: Results, settings: Settings, finished: Sequence[int])
     return Windows([places[number] for number in finished if number < len(places)], heads, results.by_measure)
 
 
-def _loss_notes(run: RunDescription, values: Mapping[str, Any], finished: Sequence[int]) -> list[str]:
-    """Return the notes on texts with a higher loss than an even guess."""
-    units: list[TokensUnit] = [
-        values[name] for name, unit in run.units.items() if unit.stage == "tokens" and name in values
-    ]
-    units = [unit for unit in units if unit["losses"]]
-    if not units or any(entry.measure == LOSS for entry in run.skipped):
+def _loss_notes(inspection: Inspection, values: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Return notes on texts with a higher loss than an even guess; `names` has the text of each finished sequence."""
+    tokens = [name for name, unit in inspection.units.items() if unit.stage == "tokens" and name in values]
+    units: list[TokensUnit] = [values[name] for name in tokens if values[name]["losses"]]
+    if not units or any(entry.measure == LOSS for entry in inspection.skipped):
         return []
-    means, counts = (torch.cat(parts) for parts in zip(*(unit["losses"] for unit in units), strict=True))
-    names = [run.parts[number] for number in finished] if run.parts else []
+    means, counts = (torch.cat(tensors) for tensors in zip(*(unit["losses"] for unit in units), strict=True))
     return guess_notes(means, counts, names, units[0]["vocabulary"])

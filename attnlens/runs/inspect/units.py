@@ -72,13 +72,15 @@ class GatheredUnit(TypedDict):
 
 
 Unit = WeightsUnit | TokensUnit | GatheredUnit
+SiteFactors = Factors | UnreadableError
+"""Factors of a site's weights, or why they can't be read."""
 
 NO_MASK_LEFT = "its mask hides every token from every other and from itself"
 NULL_DRAWS = 64
 """Number of random heads for each null: mean and sd are then known to 9 % of the sd or better."""
 
 
-def form_on_inputs(factors: Factors | UnreadableError) -> QueryKey | str:
+def form_on_inputs(factors: SiteFactors) -> QueryKey | str:
     """Return M on (x, 1), or why the logits are not bilinear in one input x."""
     if isinstance(factors, UnreadableError):
         return factors.problem
@@ -133,7 +135,7 @@ class UnitReader:
     window: Sequence[Reached]
     """The same sites, reached by a window of text alone."""
     progress: Progress
-    factors: dict[Site, weights.Factors | UnreadableError] | None = None
+    factors: dict[Site, SiteFactors] | None = None
     """Factors of each site's weights, kept if a caller needs them."""
     _turns: weights.Turns = field(default_factory=weights.Turns)
     _nulls: dict[object, tuple[object, dict[str, tuple[float, float]]]] = field(default_factory=dict)
@@ -143,6 +145,11 @@ class UnitReader:
         """Return the analyzers that read one QueryKey of that source at a time."""
         plain = [analyzer for analyzer in self.analyzers if isinstance(analyzer, Analyzer)]
         return [analyzer for analyzer in plain if analyzer.source == source]
+
+    @property
+    def reads_weights(self) -> bool:
+        """True if the weights are measured, or their factors kept."""
+        return self.factors is not None or bool(self.analyzers_of("weights"))
 
     def read_weights(self, site: Site) -> WeightsUnit:
         """Compute the weights.* measures of a site, with their nulls."""
@@ -185,7 +192,7 @@ class UnitReader:
                 rows.extend(each.model_dump() for each in shown)
 
         guesses = Guesses.of(self.loaded, replace(inputs, batches=(batch,), sequences=batch.size))
-        with torch.no_grad(), hooks.watch(self.loaded.model, self._sites, visit):
+        with torch.no_grad(), hooks.watch(self.loaded.model, self.sites, visit):
             result = hooks.forward(self.loaded.model, batch.inputs)
         guesses.add(0, result)
         return {
@@ -260,20 +267,19 @@ class UnitReader:
             for batch in inputs.batches:
                 self.progress("tokens", start, self.settings.sequences or 0)
                 visit_batch = partial(visit, batch=batch, start=start)
-                with torch.no_grad(), hooks.watch(self.loaded.model, self._sites, visit_batch):
+                with torch.no_grad(), hooks.watch(self.loaded.model, self.sites, visit_batch):
                     hooks.forward(self.loaded.model, batch.inputs)
                 start += batch.size
 
     @property
-    def _sites(self) -> tuple[Site, ...]:
+    def sites(self) -> tuple[Site, ...]:
+        """All sites of the model."""
         return tuple(each.site for each in self.all_sites)
 
     def _is_requested(self, head: int) -> bool:
         return self.settings.heads is None or head in self.settings.heads
 
-    def _read_factors(
-        self, sites: Sequence[Site]
-    ) -> Iterator[tuple[weights.Factors | UnreadableError, QueryKey | None]]:
+    def _read_factors(self, sites: Sequence[Site]) -> Iterator[tuple[SiteFactors, QueryKey | None]]:
         """Yield the factors of each site and its form without the adapter; None if the model has no adapter."""
         chosen = [index for index, each in enumerate(self.all_sites) if each.site in sites]
         model, deferred = self.weights_model.model, self.weights_model.deferred
@@ -284,8 +290,8 @@ class UnitReader:
             yield self._add_base(self.one_token[index], self.window[index], next(factors))
 
     def _add_base(
-        self, one_token: Reached, window: Reached, factors: weights.Factors | UnreadableError
-    ) -> tuple[weights.Factors | UnreadableError, QueryKey | None]:
+        self, one_token: Reached, window: Reached, factors: SiteFactors
+    ) -> tuple[SiteFactors, QueryKey | None]:
         """Return a site's factors and its form without the adapter, which is its own form if the adapter skips it."""
         adapter = self.weights_model.adapter
         if adapter is None or isinstance(factors, UnreadableError):
@@ -297,12 +303,12 @@ class UnitReader:
         # positions rotate both forms alike
         return factors, factors.query_key if base is None else replace(base.query_key, rotation=factors.rotation)
 
-    def _form(self, factors: weights.Factors | UnreadableError) -> QueryKey | str:
+    def _form(self, factors: SiteFactors) -> QueryKey | str:
         """Return M on the module's inputs for gatherers, in the model's own dtype, which is exact."""
         form, dtype = form_on_inputs(factors), self.loaded.model.dtype
         return replace(form, query=form.query.to(dtype), key=form.key.to(dtype)) if isinstance(form, QueryKey) else form
 
-    def _measure_weights(self, factors: weights.Factors, base: QueryKey | None) -> WeightsUnit:
+    def _measure_weights(self, factors: Factors, base: QueryKey | None) -> WeightsUnit:
         """Compute the measures of the heads with finite weights."""
         whole = replace(factors.query_key, base=base)
         finite = finite_heads(whole)

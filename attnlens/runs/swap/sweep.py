@@ -22,9 +22,9 @@ from attnlens.models.texts import Batches
 from attnlens.models.texts.targets import NOTHING, Fed, asking, states_of
 from attnlens.records import Effect, Prediction, Predictor, Settings, Site, Swap, Task
 from attnlens.runs import checks
-from attnlens.runs.inspect.pipeline import Inspection
+from attnlens.runs.inspect.assembly import read_sites
 from attnlens.runs.outputs import divergence, predictions, sequence_losses, sequence_means
-from attnlens.runs.progress import Tell, silent, timed
+from attnlens.runs.progress import Tell, timed
 from attnlens.runs.store import Keep, keep_nothing
 
 if TYPE_CHECKING:
@@ -88,9 +88,8 @@ def head_measures(
 ) -> SweptMeasures:
     """Compute the measures of `inspect` for these heads, from one pass over the batches and from their weights."""
     wanted = registry.beside_sweeps()
-    inspection = Inspection(loaded, settings, wanted, silent, {})
     sites = checks.sites(loaded, batches.batches[0].inputs)
-    results = inspection.read_sites(sites, {site for site, _ in units}, batches, design)
+    results = read_sites(loaded, settings, wanted, sites, {site for site, _ in units}, batches, design)
     measures = {(record.site, record.head): record.measures for record in results.heads}
     values: dict[str, Tensor] = {}
     windows: dict[str, Tensor] = {}
