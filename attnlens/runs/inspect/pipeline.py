@@ -16,7 +16,7 @@ from attnlens.records import Report, Settings, Site
 from attnlens.registry import Analyzer, Gathering
 from attnlens.requests import InspectRequest, reading
 from attnlens.runs import feeding
-from attnlens.runs.in_memory import at_rest, held, refuse_work
+from attnlens.runs.in_memory import at_rest, refuse_work, wrap_model
 from attnlens.runs.inspect.assembly import compute
 from attnlens.runs.inspect.inspection import Inspection, survey
 from attnlens.runs.inspect.units import SiteFactors
@@ -114,7 +114,7 @@ def prepare(
 ) -> PreparedRun:
     """Check the options, read the texts, and load the model."""
     options = requests.checked(InspectRequest, more)
-    subject = held(model, tokenizer)
+    subject = wrap_model(model, tokenizer)
     load_options = feeding.loading_of(more, subject)
     adapted = options["adapter"] is not None or (isinstance(subject, loading.Loaded) and subject.adapter is not None)
     chosen, requested = reading.chosen(
