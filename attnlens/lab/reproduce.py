@@ -49,7 +49,7 @@ from attnlens.requests.experiments import ALL, DescentRequest, SizesRequest, Stu
 from attnlens.requests.fields import checked
 from attnlens.runs import feeding
 from attnlens.runs.inspect.assembly import compute
-from attnlens.runs.inspect.inspection import survey
+from attnlens.runs.inspect.inspection import PreparedRun, survey
 from attnlens.runs.progress import Interrupted, Progress, silent
 from attnlens.runs.provenance import report_of
 from attnlens.runs.store import Store
@@ -298,7 +298,7 @@ def posed(
 
     (selection,) = (analyzer for analyzer in analyzers([SHOWN]) if isinstance(analyzer, Gathering))
     keeping = replace(selection, begin=begin)
-    report = compute(survey(loaded, settings, [keeping], contents, cut, progress=progress)).report
+    report = compute(survey(PreparedRun(loaded, settings, [keeping], contents, cut, progress))).report
     (head,) = settings.heads or (0,)
     nearness = selectors[0].nearness(head) if selectors else "no token reached it"
     if isinstance(nearness, str):

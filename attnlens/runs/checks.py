@@ -278,20 +278,17 @@ def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
 def out_of_reach(loaded: loading.Loaded, survey: hooks.Surveyed) -> list[Skipped]:
     """List attention that is not read: of another form, not run, or in layers that the config leaves out."""
     outside = [Skipped(site=path, reason=why or NOT_RUN) for path, why in survey.missed.items()]
-    known = [name for name, _ in loaded.model.named_parameters()]
+    known = [f".{name}" for name, _ in loaded.model.named_parameters()]
     unused: Counter[str] = Counter()
     for name in loaded.unused_keys:
-        layer = re.match(r"(.*?\.)?\d+(?=\.)", name)
-        # an existing layer has the same tensors; the name of another head or of a buffer lacks such a counterpart
-        if layer and any(_same_tensor(f"{layer.group(1) or ''}0{name[layer.end() :]}", other) for other in known):
-            unused[layer.group()] += 1
+        if layer := re.match(r"(.*?\.)?\d+(?=\.)", name):
+            # an existing layer has the same tensors, up to the name of a model inside another model; the name of
+            # another head or of a buffer lacks such a counterpart
+            counterpart = f".{layer.group(1) or ''}0{name[layer.end() :]}"
+            if any(counterpart.endswith(other) or other.endswith(counterpart) for other in known):
+                unused[layer.group()] += 1
     why = f"the config leaves out layers of the checkpoint, whose {sum(unused.values())} tensors are not used"
     return outside + [Skipped(site=layer, reason=why) for layer in unused]
-
-
-def _same_tensor(first: str, second: str) -> bool:
-    """Return whether two names are equal up to a prefix, such as the name of a model inside another model."""
-    return f".{first}".endswith(f".{second}") or f".{second}".endswith(f".{first}")
 
 
 def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reached: Sequence[Reached]) -> None:

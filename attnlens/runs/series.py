@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from statistics import quantiles
 from typing import Any, Unpack
@@ -33,7 +33,7 @@ from attnlens.runs import checks, feeding
 from attnlens.runs.checks import no_loss
 from attnlens.runs.differences import mean_loss
 from attnlens.runs.inspect.assembly import compute
-from attnlens.runs.inspect.inspection import survey
+from attnlens.runs.inspect.inspection import PreparedRun, survey
 from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
 from attnlens.runs.provenance import code_of, report_of
 from attnlens.runs.store import Store, key_of, versions
@@ -461,13 +461,16 @@ class Series:
     def read_unit(self, name: str) -> dict[str, Any]:
         """Read one checkpoint; its parts are kept until it is finished."""
         checkpoint, start = self.units[name], time.perf_counter()
+
+        def notify(stage: str, done: int, total: int) -> None:
+            self.progress(f"{checkpoint.name}, {stage}", done, total)
+
         loaded = replace(self._load(checkpoint), **self.tokenizer)
         settings = feeding.of_model(self.requested, loaded)
-        progress = partial(self._notify, checkpoint)
         parts = None if self.store is None else self.store.inside(name)
         try:
-            inspection = survey(loaded, settings, self.analyzers, self.contents, self.cut, progress=progress)
-            outcome = compute(inspection, store=parts)
+            run = PreparedRun(loaded, settings, self.analyzers, self.contents, self.cut, notify)
+            outcome = compute(survey(run), store=parts)
         except ModelError as error:
             raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
         loss = self._loss(loaded, settings)
@@ -481,9 +484,6 @@ class Series:
             no_loss=why,
             complete=outcome.complete,
         ).model_dump()
-
-    def _notify(self, checkpoint: Checkpoint, stage: str, done: int, total: int) -> None:
-        self.progress(f"{checkpoint.name}, {stage}", done, total)
 
     def _loss(self, loaded: loading.Loaded, settings: Settings) -> float | str:
         """Return the model's loss on the same text in nats per predicted token, or why it is unknown."""

@@ -107,26 +107,17 @@ def refuse_other_settings(first: Settings, second: Settings) -> None:
         raise UsageError("The two sides read differently: settings.texts are other windows of the text.", AGAIN)
 
 
-def _windows_read(report: Report) -> list[tuple[object, int]] | None:
-    """Return (index of its text, window number) of each window; indices ignore names of texts. None without windows."""
-    if report.windows is None:
-        return None
-    places = {text.name: place for place, text in enumerate(report.settings.texts)}
-    return [(places.get(name, name), number) for name, number in report.windows.windows]
-
-
 def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
     """Compare two reports; raise UsageError if they read different windows."""
     refuse_other_settings(first.settings, second.settings)
     if [_head_fields(head) for head in first.heads] != [_head_fields(head) for head in second.heads]:
         return compare_distributions(first, second, fdr)
-    windows = _windows_read(first), _windows_read(second)
-    if None not in windows and windows[0] != windows[1]:
+    paired = first.windows is not None and second.windows is not None
+    if paired and _numbered_windows(first) != _numbered_windows(second):
         raise UsageError("The two sides list their windows in another order.", AGAIN)
     heads = first.heads, second.heads
     tests = {name: _test_measure(first, second, name) for name in first.measure_names()}
     rows = build_rows(heads, tests, fdr, NO_ROUNDING)
-    paired = first.windows is not None and second.windows is not None
     dtypes = first.settings.dtype, second.settings.dtype
     dtype_note = f"The models were run in {dtypes[0]} and {dtypes[1]}: every head differs by that rounding alone."
     return Comparison(
@@ -139,6 +130,13 @@ def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
         rows=rows,
         notes=[*[dtype_note] * (dtypes[0] != dtypes[1]), UNROUNDED, *[UNPAIRED] * (not paired)],
     )
+
+
+def _numbered_windows(report: Report) -> list[tuple[object, int]]:
+    """Return (index of its text, number) of each window, because the same text can have two names."""
+    places = {text.name: place for place, text in enumerate(report.settings.texts)}
+    windows = [] if report.windows is None else report.windows.windows
+    return [(places.get(name, name), number) for name, number in windows]
 
 
 def _head_fields(head: Head) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from attnlens.records import Measure, QueryKey, Report, Site, Windows
 from attnlens.registry import FORMS, KEY_ANGLE, QUERY_ANGLE, measure_sources
 from attnlens.runs.in_memory import at_rest
 from attnlens.runs.inspect.assembly import compute
-from attnlens.runs.inspect.inspection import Inspection
-from attnlens.runs.inspect.pipeline import PreparedRun
+from attnlens.runs.inspect.inspection import Inspection, PreparedRun, survey
 from attnlens.runs.inspect.sequences import finite_heads
 from attnlens.runs.inspect.units import SiteFactors
 
@@ -113,7 +112,7 @@ class ComparedModel:
     def of(cls, run: PreparedRun, swaps: hooks.Swaps | None = None) -> ComparedModel:
         """Inspect a model and keep the factors of its weights; with `swaps`, measures of the text get no value."""
         with at_rest(run.loaded.model):
-            inspection = run.survey(factors={})
+            inspection = survey(run, factors={})
             outcome = compute(inspection)
         report = _remove_token_measures(outcome.report) if swaps else outcome.report
         return cls(run, inspection, report, outcome.results.design, swaps or {})

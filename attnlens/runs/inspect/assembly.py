@@ -11,13 +11,12 @@ import torch
 
 from attnlens.errors import ModelError
 from attnlens.maths.statistics import Design
-from attnlens.models import loading, texts
+from attnlens.models import texts
 from attnlens.models.hooks import Reached
 from attnlens.records import HeadId, Report, Settings, Site, Skipped, Windows
-from attnlens.registry import Analyzer
 from attnlens.runs.checks import conventions
 from attnlens.runs.feeding import LOSS, guess_notes
-from attnlens.runs.inspect.inspection import Inspection, WorkUnit, make_reader
+from attnlens.runs.inspect.inspection import Inspection, PreparedRun, WorkUnit, make_reader
 from attnlens.runs.inspect.results import Results, combine_units, merge_skipped, skipped_in
 from attnlens.runs.inspect.summary import summarise
 from attnlens.runs.inspect.units import TokensUnit
@@ -100,21 +99,16 @@ def report_stages(progress: Progress, units: Mapping[str, WorkUnit], batches: Se
 
 
 def read_sites(
-    loaded: loading.Loaded,
-    settings: Settings,
-    analyzers: Sequence[Analyzer],
-    all_sites: Sequence[Reached],
-    sites: Collection[Site],
-    inputs: texts.Batches,
-    design: Design,
+    run: PreparedRun, all_sites: Sequence[Reached], sites: Collection[Site], inputs: texts.Batches, design: Design
 ) -> Results:
-    """Measure some `sites` of a verified model in this process; `inputs` were cut by the settings, with this design."""
-    reader = make_reader(loaded, settings, analyzers, all_sites)
+    """Measure some `sites` of a verified model in this process; `inputs` are cut already, with this sampling design."""
+    reader = make_reader(run, all_sites)
     key_heads = {each.site: each.call.key_heads for each in all_sites if each.site in sites}
     weights = {site: reader.read_weights(site) for site in key_heads}
     tokens = [reader.read_tokens(inputs, number, list(key_heads)) for number in range(len(inputs.batches))]
     skipped = merge_skipped(skipped_in([*weights.values(), *tokens]))
-    return combine_units(key_heads, settings.heads, analyzers, design, weights=weights, tokens=tokens, skipped=skipped)
+    heads, analyzers = run.settings.heads, run.analyzers
+    return combine_units(key_heads, heads, analyzers, design, weights=weights, tokens=tokens, skipped=skipped)
 
 
 def _finished_sequences(inspection: Inspection, values: Mapping[str, Any]) -> list[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -150,27 +150,37 @@ class Inspection:
         return self.reader.read_tokens(self.inputs, unit.batch, unit.sites)
 
 
-def survey(
-    loaded: loading.Loaded,
-    settings: Settings,
-    analyzers: Sequence[Analyzer | Gathering],
-    contents: Sequence[texts.Content],
-    cut: texts.Cut,
-    *,
-    progress: Progress = silent,
-    timings: dict[str, float] | None = None,
-    show: str | None = None,
-    factors: dict[Site, SiteFactors] | None = None,
-) -> Inspection:
+@dataclass(frozen=True)
+class PreparedRun:
+    """A loaded model, and everything that its survey needs."""
+
+    loaded: loading.Loaded
+    settings: Settings
+    analyzers: Sequence[Analyzer | Gathering]
+    contents: Sequence[texts.Content] = ()
+    """Texts to read."""
+    cut: texts.Cut = field(default_factory=texts.Cut)
+    """How they are cut into sequences."""
+    progress: Progress = silent
+    timings: dict[str, float] = field(default_factory=dict)
+    """Seconds per stage so far."""
+    show: str | None = None
+
+    @property
+    def weights_model(self) -> loading.Loaded:
+        """Model whose weights are read: on the meta device if the model is spread over devices."""
+        return self.loaded.shapes or self.loaded
+
+
+def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> Inspection:
     """Cut the texts, find the model's sites, and verify that recomputed attention changes nothing.
 
     `factors` is filled with the factors of each site's weights when they are read. Raise ModelError, IdentityError,
     TextError and UsageError.
     """
-    timings = {} if timings is None else timings
-    settings, inputs, no_text = _cut_inputs(loaded, settings, analyzers, contents, cut)
-    weights_model = loaded.shapes or loaded
-    with timed(timings, "survey"), unspoken() if weights_model.deferred is not None else nullcontext():
+    loaded, weights_model = run.loaded, run.weights_model
+    settings, inputs, no_text = _cut_inputs(run)
+    with timed(run.timings, "survey"), unspoken() if weights_model.deferred is not None else nullcontext():
         sample = _sample(loaded, settings)
         found = checks.surveyed(loaded, sample) if loaded.deferred is None else survey_shapes(loaded, sample)
         identity_error, skipped = _prove_identity(loaded, found.reached, sample, inputs)
@@ -181,69 +191,58 @@ def survey(
         checks.check_chosen(layers, settings.heads, found.reached)
         settings = feeding.seen(settings, loaded, found.reached)
         reached = [each for each in found.reached if layers is None or each.site.layer in layers]
-        if show == ATTENTION:
+        if run.show == ATTENTION:
             refuse_many_rows(reached, settings.heads)
         if no_text:
             skipped += [Skipped(site=each.site.name, measure="tokens", reason=no_text) for each in reached]
         for entry in checks.out_of_reach(loaded, found):
             unseen = loaded.deferred is not None and entry.reason == hooks.UNTRACED
             skipped.append(Skipped(site=entry.site, reason=BY_HAND if unseen else entry.reason))
-        reader = make_reader(loaded, settings, analyzers, found.reached, progress, show, factors)
-        return Inspection(reader, reached, inputs, merge_skipped(skipped), identity_error, timings)
+        reader = make_reader(replace(run, settings=settings), found.reached, factors)
+        return Inspection(reader, reached, inputs, merge_skipped(skipped), identity_error, run.timings)
 
 
 def make_reader(
-    loaded: loading.Loaded,
-    settings: Settings,
-    analyzers: Sequence[Analyzer | Gathering],
-    all_sites: Sequence[Reached],
-    progress: Progress = silent,
-    show: str | None = None,
-    factors: dict[Site, SiteFactors] | None = None,
+    run: PreparedRun, all_sites: Sequence[Reached], factors: dict[Site, SiteFactors] | None = None
 ) -> UnitReader:
     """Prepare the reader of a model's units: find all its sites as text alone reaches them."""
-    weights_model, seed = loaded.shapes or loaded, settings.seed
-    sites = list(all_sites)
-    if loaded.shapes is not None:
-        sites = _match_sites(all_sites, survey_shapes(weights_model, _sample(weights_model, settings)).reached, loaded)
+    weights_model, settings, sites = run.weights_model, run.settings, list(all_sites)
+    if run.loaded.shapes is not None:
+        shapes = survey_shapes(weights_model, _sample(weights_model, settings))
+        sites = _match_sites(all_sites, shapes.reached, weights_model)
+    one_token = checks.of_one_token(weights_model, sites, settings.seed)
     return UnitReader(
-        loaded=loaded,
+        loaded=run.loaded,
         weights_model=weights_model,
         settings=settings,
-        analyzers=analyzers,
-        show=show,
+        analyzers=run.analyzers,
+        show=run.show,
         all_sites=all_sites,
-        one_token=checks.text_alone(weights_model, checks.of_one_token(weights_model, sites, seed), 1, seed),
-        window=checks.text_alone(weights_model, sites, settings.tokens or 2, seed),
-        progress=progress,
+        one_token=checks.text_alone(weights_model, one_token, 1, settings.seed),
+        window=checks.text_alone(weights_model, sites, settings.tokens or 2, settings.seed),
+        progress=run.progress,
         factors=factors,
     )
 
 
-def _cut_inputs(
-    loaded: loading.Loaded,
-    settings: Settings,
-    analyzers: Sequence[Analyzer | Gathering],
-    contents: Sequence[texts.Content],
-    cut: texts.Cut,
-) -> tuple[Settings, texts.Batches | None, str | None]:
+def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str | None]:
     """Cut the texts into batches; return the settings that describe them, and why none are read if they should be.
 
     None are read for weights alone, or if both sources are read and no tokenizer exists.
     """
+    loaded, settings, cut = run.loaded, run.settings, run.cut
     without_input = settings.model_copy(update=feeding.NOTHING_FED)
-    if not contents or not any(analyzer.source == "tokens" for analyzer in analyzers):
+    if not run.contents or not any(analyzer.source == "tokens" for analyzer in run.analyzers):
         return without_input, None, None
     try:
-        batches = texts.batches(loaded, contents, cut)
+        batches = texts.batches(loaded, run.contents, cut)
     except TextError as error:
         readable = loaded.tokenizer is not None or not texts.reads_text(loaded) or cut.image or cut.audio
         if readable or settings.source == "tokens":
             raise
         return without_input, None, error.problem
-    described = feeding.fed(settings, batches, loaded)
-    feeding.design_of(settings, batches)
-    return described, batches, None
+    feeding.design_of(settings, batches)  # refuses too few texts
+    return feeding.fed(settings, batches, loaded), batches, None
 
 
 def _sample(loaded: loading.Loaded, settings: Settings) -> dict[str, Tensor]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -12,14 +11,12 @@ from attnlens import requests
 from attnlens.arguments import public
 from attnlens.errors import TooLargeError
 from attnlens.models import loading, texts
-from attnlens.records import Report, Settings, Site
-from attnlens.registry import Analyzer, Gathering
+from attnlens.records import Report, Settings
 from attnlens.requests import InspectRequest, reading
 from attnlens.runs import feeding
 from attnlens.runs.in_memory import at_rest, refuse_work, wrap_model
 from attnlens.runs.inspect.assembly import compute
-from attnlens.runs.inspect.inspection import Inspection, survey
-from attnlens.runs.inspect.units import SiteFactors
+from attnlens.runs.inspect.inspection import PreparedRun, survey
 from attnlens.runs.progress import Progress, silent
 from attnlens.runs.work import Compute, WorkPlan
 
@@ -61,9 +58,9 @@ def inspected(
         plan.check(options["text"])
     else:
         refuse_work(options, InspectRequest)
-    request = prepare(model, tokenizer, progress, more)
-    with at_rest(request.loaded.model):
-        inspection = request.survey()
+    run = prepare(model, tokenizer, progress, more)
+    with at_rest(run.loaded.model):
+        inspection = survey(run)
         store = plan.store(inspection.facts) if named else None
         # whether the model fits into memory is decided here, once for all processes
         elsewhere = open_in_worker, (model, {**options, "from_files": inspection.from_files})
@@ -73,40 +70,10 @@ def inspected(
 
 def open_in_worker(model: str | PathLike[str], given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Compute]:
     """Prepare the same run in another process: return its facts, and the function that reads its units."""
-    request = prepare(model, None, silent, given)
-    request.loaded.model.train(False)
-    inspection = request.survey()
+    run = prepare(model, None, silent, given)
+    run.loaded.model.train(False)
+    inspection = survey(run)
     return inspection.facts, lambda name: inspection.read_unit(inspection.units[name])
-
-
-@dataclass(frozen=True)
-class PreparedRun:
-    """A loaded model, and everything that its survey needs."""
-
-    loaded: loading.Loaded
-    settings: Settings
-    analyzers: Sequence[Analyzer | Gathering]
-    contents: Sequence[texts.Content]
-    """Texts to read."""
-    cut: texts.Cut
-    """How they are cut into sequences."""
-    progress: Progress
-    timings: dict[str, float]
-    show: str | None
-
-    def survey(self, factors: dict[Site, SiteFactors] | None = None) -> Inspection:
-        """Survey the model; `factors` is filled with the factors of each site's weights when they are read."""
-        return survey(
-            self.loaded,
-            self.settings,
-            self.analyzers,
-            self.contents,
-            self.cut,
-            progress=self.progress,
-            timings=self.timings,
-            show=self.show,
-            factors=factors,
-        )
 
 
 def prepare(

@@ -58,8 +58,12 @@ class Results:
 
     def coverage(self, sources: Iterable[str]) -> Coverage:
         """Count the requested heads that have a value, and those of them that have none from one of the `sources`."""
-        sources_by_head = [found for head in self.heads if (found := _sources(head))]
-        without = {source: sum(source not in found for found in sources_by_head) for source in sources}
+        known, sources_by_head = measure_sources(), list[set[str]]()
+        for head in self.heads:
+            names = [name for name, measure in head.measures.items() if measure.value is not None] + list(head.curves)
+            if names:
+                sources_by_head.append({known.get(name) or name.partition(".")[0] for name in names})
+        without = {source: sum(source not in present for present in sources_by_head) for source in sources}
         return Coverage(
             sites=len({head.site for head in self.heads}),
             heads=len(self.heads),
@@ -67,13 +71,6 @@ class Results:
             without={source: count for source, count in without.items() if count},
             skipped=self.skipped,
         )
-
-
-def _sources(head: Head) -> set[str]:
-    """Return the sources that a head has a value from."""
-    names = [name for name, measure in head.measures.items() if measure.value is not None]
-    known = measure_sources()
-    return {known.get(name) or name.partition(".")[0] for name in (*names, *head.curves)}
 
 
 def merge_skipped(entries: Iterable[Skipped]) -> list[Skipped]:

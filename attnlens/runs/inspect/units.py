@@ -24,7 +24,7 @@ from attnlens.models.hooks import Reached
 from attnlens.models.hooks.survey import hiding_padding
 from attnlens.models.weights import Factors
 from attnlens.records import Call, QueryKey, Settings, Site, Skipped
-from attnlens.registry import Analyzer, Answer, Gatherer, Gathering, GatheringPlace, MeasureInfo
+from attnlens.registry import Analyzer, Gatherer, Gathering, GatheringPlace, MeasureInfo
 from attnlens.runs.feeding import Guesses
 from attnlens.runs.inspect.attention_rows import add_sentences, attention_rows, sentence_of
 from attnlens.runs.inspect.sequences import (
@@ -78,19 +78,6 @@ SiteFactors = Factors | UnreadableError
 NO_MASK_LEFT = "its mask hides every token from every other and from itself"
 NULL_DRAWS = 64
 """Number of random heads for each null: mean and sd are then known to 9 % of the sd or better."""
-
-
-def form_on_inputs(factors: SiteFactors) -> QueryKey | str:
-    """Return M on (x, 1), or why the logits are not bilinear in one input x."""
-    if isinstance(factors, UnreadableError):
-        return factors.problem
-    if factors.on_inputs is not None:
-        return factors.on_inputs
-    if factors.site.part == "cross":
-        return "queries and keys come from different inputs (cross-attention)"
-    reason = "turn with their position (RoPE)" if factors.rotation is not None else "have their position added to them"
-    why = "are normalised per token (QK-norm)" if factors.qk_norm else reason
-    return f"the scores are not bilinear in the module's inputs: queries and keys {why}"
 
 
 def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> Tensor:
@@ -220,8 +207,15 @@ class UnitReader:
                 for gathering, gatherer in pairs:
                     self.progress(gathering.name, done, len(gatherers))
                     solved = gatherer.solve()
-                    answers[site.name, gathering.name] = {head: _plain_answer(each) for head, each in solved.items()}
-                    selections += [each.shown for each in solved.values() if each.shown is not None]
+                    answers[site.name, gathering.name] = {
+                        head: {
+                            "measures": {name: measure.model_dump() for name, measure in answer.measures.items()},
+                            "windows": answer.windows,
+                            "curves": answer.curves,
+                        }
+                        for head, answer in solved.items()
+                    }
+                    selections += [answer.shown for answer in solved.values() if answer.shown is not None]
             for gathering in gatherings:
                 self.progress(gathering.name, len(gatherers), len(gatherers))
         except KeyboardInterrupt:
@@ -240,7 +234,7 @@ class UnitReader:
         forms: dict[Site, QueryKey | str] = {}
         if any(gathering.needs_inputs for gathering in gatherings):
             for site, (factors, _) in zip(sites, self._read_factors(sites), strict=True):
-                forms[site] = self._form(factors)
+                forms[site] = self._form_on_inputs(factors)
         bilinear = [
             each for each in self.all_sites if each.site in sites and isinstance(forms.get(each.site), QueryKey)
         ]
@@ -303,10 +297,22 @@ class UnitReader:
         # positions rotate both forms alike
         return factors, factors.query_key if base is None else replace(base.query_key, rotation=factors.rotation)
 
-    def _form(self, factors: SiteFactors) -> QueryKey | str:
-        """Return M on the module's inputs for gatherers, in the model's own dtype, which is exact."""
-        form, dtype = form_on_inputs(factors), self.loaded.model.dtype
-        return replace(form, query=form.query.to(dtype), key=form.key.to(dtype)) if isinstance(form, QueryKey) else form
+    def _form_on_inputs(self, factors: SiteFactors) -> QueryKey | str:
+        """Return M on (x, 1) in the model's own dtype, which is exact; or why it is not bilinear in one input x."""
+        if isinstance(factors, UnreadableError):
+            return factors.problem
+        if (form := factors.on_inputs) is not None:
+            dtype = self.loaded.model.dtype
+            return replace(form, query=form.query.to(dtype), key=form.key.to(dtype))
+        if factors.site.part == "cross":
+            return "queries and keys come from different inputs (cross-attention)"
+        if factors.qk_norm:
+            reason = "are normalised per token (QK-norm)"
+        else:
+            reason = (
+                "have their position added to them" if factors.rotation is None else "turn with their position (RoPE)"
+            )
+        return f"the scores are not bilinear in the module's inputs: queries and keys {reason}"
 
     def _measure_weights(self, factors: Factors, base: QueryKey | None) -> WeightsUnit:
         """Compute the measures of the heads with finite weights."""
@@ -349,8 +355,3 @@ class UnitReader:
         named = [name for name in self.loaded.nonfinite if name.startswith(site.path)]
         reason = f"{named[0]} holds NaN or Inf" if named else "its inputs are NaN or Inf, from a layer below"
         return [Skipped(site=site.name, heads=heads, measure=source, reason=reason)]
-
-
-def _plain_answer(answer: Answer) -> dict[str, Any]:
-    measures = {name: measure.model_dump() for name, measure in answer.measures.items()}
-    return {"measures": measures, "windows": answer.windows, "curves": answer.curves}

@@ -23,6 +23,7 @@ from attnlens.models.texts.targets import NOTHING, Fed, asking, states_of
 from attnlens.records import Effect, Prediction, Predictor, Settings, Site, Swap, Task
 from attnlens.runs import checks
 from attnlens.runs.inspect.assembly import read_sites
+from attnlens.runs.inspect.inspection import PreparedRun
 from attnlens.runs.outputs import divergence, predictions, sequence_losses, sequence_means
 from attnlens.runs.progress import Tell, timed
 from attnlens.runs.store import Keep, keep_nothing
@@ -89,7 +90,8 @@ def head_measures(
     """Compute the measures of `inspect` for these heads, from one pass over the batches and from their weights."""
     wanted = registry.beside_sweeps()
     sites = checks.sites(loaded, batches.batches[0].inputs)
-    results = read_sites(loaded, settings, wanted, sites, {site for site, _ in units}, batches, design)
+    run = PreparedRun(loaded, settings, wanted)
+    results = read_sites(run, sites, {site for site, _ in units}, batches, design)
     measures = {(record.site, record.head): record.measures for record in results.heads}
     values: dict[str, Tensor] = {}
     windows: dict[str, Tensor] = {}
