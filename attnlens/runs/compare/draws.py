@@ -230,11 +230,13 @@ def _append_sink(rows: Tensor) -> Tensor:
 
 
 DRAWS = 5
-"""Number of random roundings of each model's weights."""
+"""Number of random roundings of each model's weights: each draw costs passes, and p of rounding uses Student's t with
+as many degrees of freedom."""
 UNDRAWN = "what rounding does to it is not drawn"
 """Reason for the missing p of a measure that an analyzer gathers from many windows."""
 FEW = 2
-"""Number of windows on which the effect of rounding on tokens.* is measured."""
+"""Number of windows on which the effect of rounding on tokens.* is measured: it varies little between windows, and each
+costs 2 × DRAWS passes per model."""
 BLOCKS = "compare.block_change"
 """Name of ‖o' − o‖/‖o‖ of block outputs for the first model's input states; one value per block, not per head."""
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -247,7 +249,8 @@ BITS = {
 }
 """Integer type with the same number of bits, and number of mantissa bits, of each number type."""
 DIFFERENT, MANY = 16, 4096
-"""Distinct values, among the first MANY of a weight, needed to identify its stored type."""
+"""Distinct values, among the first MANY of a weight, needed to identify its stored type: a few small integers or powers
+of 2 are exact in every type."""
 MOVED = 12
 """One number in MOVED moves by one spacing: this gives the variance of rounding, 1/12 of a squared spacing."""
 

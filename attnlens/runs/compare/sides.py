@@ -29,7 +29,8 @@ FORM_DISTANCES = (FORMS, QUERY_ANGLE, KEY_ANGLE)
 """Measures of the distance between two forms."""
 ALIKE = 0.5
 """Heads count as reordered if each moved head's distance to its partner is below this, and below this share of its
-distance to the head in its own place."""
+distance to the head in its own place. The distance of unrelated heads is about 1, and that of fine-tuned ones is small:
+heads that are merely similar to several others must stay in place."""
 
 
 def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FEWEST_HEADS = 12
-"""Minimum number of heads for naming the most extreme one."""
+"""Minimum number of heads for naming the most extreme one: the median and spread of fewer say little."""
 MOST = 8
 """Maximum number of named heads."""
 DEEP = 3

@@ -75,9 +75,9 @@ Unit = WeightsUnit | TokensUnit | GatheredUnit
 SiteFactors = Factors | UnreadableError
 """Factors of a site's weights, or why they can't be read."""
 
-NO_MASK_LEFT = "its mask hides every token from every other and from itself"
+SEES_NOTHING = "its mask hides every token from every other and from itself"
 NULL_DRAWS = 64
-"""Number of random heads for each null: mean and sd are then known to 9 % of the sd or better."""
+"""Number of random heads for each null: its mean is then known to 1/8 of its sd, and the sd to 9 %."""
 
 
 def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class UnitReader:
             skipped.extend(self._skip_nonfinite(site, query_key, finite, "tokens"))
             if query_key.allowed is not None and not bool(query_key.allowed.any()):
                 heads = list(query_key.heads)
-                skipped.append(Skipped(site=site.name, heads=heads, measure="tokens", reason=NO_MASK_LEFT))
+                skipped.append(Skipped(site=site.name, heads=heads, measure="tokens", reason=SEES_NOTHING))
             elif finite:
                 numbers = sequence_numbers(len(call.query), batch, 0)
                 measure_tokens(site, query_key.select(finite), analyzers, numbers, call.query.shape[1], values, steps)
