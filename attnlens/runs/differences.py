@@ -383,10 +383,10 @@ class Differences:
         design: Design,
         bounds: tuple[float, float],
         seed: int,
-        some: Tensor | slice = slice(None),
+        rows: Tensor | slice = slice(None),
     ) -> tuple[float, tuple[float, float] | None]:
-        """Return the mean over the tokens of `some` sequences, and its 95 % interval clipped to `bounds`, if any."""
-        means, weights = torch.cat(list(parts))[some], torch.cat(list(counts))[some]
+        """Return the mean over the tokens of the sequences `rows`, and its 95 % interval within `bounds`, if any."""
+        means, weights = torch.cat(list(parts))[rows], torch.cat(list(counts))[rows]
         value, low, high = paired_difference(torch.zeros_like(means), means, design, weights=weights, seed=seed)
         return value, (max(low, bounds[0]), min(high, bounds[1])) if low == low else None
 
@@ -431,11 +431,11 @@ class Differences:
         self,
         seed: int,
         of: Callable[[Tensor], Tensor],
-        some: Tensor | slice = slice(None),
+        rows: Tensor | slice = slice(None),
         design: Design | None = None,
     ) -> Change:
-        """Compute a function of the mean loss of `some` sequences: before, after, difference with its interval."""
-        before, after, counts = (torch.cat(part)[some] for part in (self.before, self.after, self.counts))
+        """Compute a function of the mean loss of the sequences `rows`: before, after, difference with its interval."""
+        before, after, counts = (torch.cat(part)[rows] for part in (self.before, self.after, self.counts))
         return paired_change(before, after, counts, design or self.sampled, seed, of)
 
 
@@ -484,10 +484,10 @@ STATES = ("hidden_cosine", "hidden_tokens")
 """Columns of each window, in this order: those of its predictions, and those of its hidden states."""
 
 
-def windows_of(found: Mapping[tuple[str, str], Differences], settings: Settings) -> Windows:
+def windows_of(by_stage: Mapping[tuple[str, str], Differences], settings: Settings) -> Windows:
     """Return the paired losses, KL and hidden cosines per window by (kernel, stage), and their numbers of tokens."""
-    units = [{"kernel": kernel, "stage": stage} for kernel, stage in found]
-    differences = list(found.values())
+    units = [{"kernel": kernel, "stage": stage} for kernel, stage in by_stage]
+    differences = list(by_stage.values())
     columns: dict[str, list[Tensor]] = {}
     if all(each.before for each in differences):
         columns = {

@@ -99,9 +99,11 @@ def refuse_other_settings(first: Settings, second: Settings) -> None:
     """Raise UsageError for the first setting in which two reports differ, which would make changes meaningless."""
     for name in SAME:
         values = [getattr(settings, name) for settings in (first, second)]
-        here, there = (f"a text of hash {each.sha256[:12]}" if hasattr(each, "sha256") else each for each in values)
-        if here != there:
-            raise UsageError(f"The two sides read differently: settings.{name} is {here} and {there}.", AGAIN)
+        value, other_value = (
+            f"a text of hash {each.sha256[:12]}" if hasattr(each, "sha256") else each for each in values
+        )
+        if value != other_value:
+            raise UsageError(f"The two sides read differently: settings.{name} is {value} and {other_value}.", AGAIN)
     windows, other_windows = ([(text.sha256, text.windows) for text in side.texts] for side in (first, second))
     if windows != other_windows:
         raise UsageError("The two sides read differently: settings.texts are other windows of the text.", AGAIN)

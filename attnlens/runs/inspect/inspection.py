@@ -182,23 +182,23 @@ def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> 
     settings, inputs, no_text = _cut_inputs(run)
     with timed(run.timings, "survey"), unspoken() if weights_model.deferred is not None else nullcontext():
         sample = _sample(loaded, settings)
-        found = checks.surveyed(loaded, sample) if loaded.deferred is None else survey_shapes(loaded, sample)
-        identity_error, skipped = _prove_identity(loaded, found.reached, sample, inputs)
+        result = checks.surveyed(loaded, sample) if loaded.deferred is None else survey_shapes(loaded, sample)
+        identity_error, skipped = _prove_identity(loaded, result.reached, sample, inputs)
         refuse_initialised(weights_model, sample, attention)
         if inputs is not None and predicts_text(loaded) and (lacking := no_loss(weights_model, sample, "causal")):
             skipped.append(Skipped(site=lacking[0], measure=LOSS, reason=lacking[1]))
         layers = settings.layers
-        checks.check_chosen(layers, settings.heads, found.reached)
-        settings = feeding.seen(settings, loaded, found.reached)
-        reached = [each for each in found.reached if layers is None or each.site.layer in layers]
+        checks.check_chosen(layers, settings.heads, result.reached)
+        settings = feeding.seen(settings, loaded, result.reached)
+        reached = [each for each in result.reached if layers is None or each.site.layer in layers]
         if run.show == ATTENTION:
             refuse_many_rows(reached, settings.heads)
         if no_text:
             skipped += [Skipped(site=each.site.name, measure="tokens", reason=no_text) for each in reached]
-        for entry in checks.out_of_reach(loaded, found):
+        for entry in checks.out_of_reach(loaded, result):
             unseen = loaded.deferred is not None and entry.reason == hooks.UNTRACED
             skipped.append(Skipped(site=entry.site, reason=BY_HAND if unseen else entry.reason))
-        reader = make_reader(replace(run, settings=settings), found.reached, factors)
+        reader = make_reader(replace(run, settings=settings), result.reached, factors)
         return Inspection(reader, reached, inputs, merge_skipped(skipped), identity_error, run.timings)
 
 
@@ -271,19 +271,19 @@ def _prove_identity(
 def survey_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Surveyed:
     """Survey a model on the meta device (shapes only), whose attention all runs through transformers' interface."""
     try:
-        found = hooks.surveyed(loaded.model, inputs)
+        result = hooks.surveyed(loaded.model, inputs)
     except (ModelError, *FAILURES) as error:
         first = error.problem if isinstance(error, ModelError) else loading.first_line(error)
         raise ModelError(
             f"{loaded.info.id} can't be read from its files alone, as a pass through it takes numbers ({first})",
             "Leave out --from-files or --device-map: this architecture has to be loaded.",
         ) from error
-    if any(each.site.traced for each in found.reached):
+    if any(each.site.traced for each in result.reached):
         raise ModelError(
             f"{loaded.info.id} can't be read from its files alone: {BY_HAND}.",
             "Leave out --from-files or --device-map: this architecture has to be loaded.",
         )
-    return found
+    return result
 
 
 def _match_sites(reached: Sequence[Reached], shapes: Sequence[Reached], loaded: loading.Loaded) -> list[Reached]:
