@@ -291,7 +291,8 @@ def _check(
     reached: Reached, factors: weights.Factors | UnreadableError, own: Tensor | str, heads: Sequence[int]
 ) -> SiteCheck:
     """Compute both errors of one site's heads, or the reason for a missing one; `own` are the model's probabilities."""
-    tokens_error = weights_error = None
+    tokens_error: float | None = None
+    weights_error: float | None = None
     reason = factors.problem if isinstance(factors, UnreadableError) else None
     if isinstance(own, str):
         reason = own

@@ -247,7 +247,7 @@ def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
             )
 
 
-def _shape(config: Mapping[str, Any]) -> dict[str, object]:
+def _shape(config: dict[str, Any]) -> dict[str, object]:
     """Return what checkpoints of one model have in common."""
     return {name: config[name] for name in ("model_type", "architectures") if name in config} | dict(sizes(config))
 
@@ -267,6 +267,7 @@ def find_checkpoints(
             "Revisions belong to one model of the hub.",
             "Name one hub model, as in: attnlens converge MODEL --revisions step1,step2",
         )
+    places: list[tuple[str, str | None]]
     if revisions and names:
         places = [(names[0], revision) for revision in revisions]
     else:

@@ -264,7 +264,8 @@ def compare_predictions(pairing: Pairing, design: Design) -> tuple[Outcome | Non
         states = {None if each.hidden is None else each.hidden.shape[-1] for each in passes}
         if len(classes) > 1 or len(states) > 1:
             return None, [f"{OTHER_PREDICTIONS}, or their states have other sizes."]
-        differences.add(*passes, batch.targets, tokens_in(batch))
+        own, new = passes
+        differences.add(own, new, batch.targets, tokens_in(batch))
     return Outcome(**differences.outcome(seed, list(dict.fromkeys(batches.parts)))), []
 
 
@@ -352,17 +353,19 @@ class Changes:
         changes = {name: distances[name] for name in row_distances}
         first, second = self.pairing.first.report, self.pairing.second.report
         for name in first.measure_names():
-            windows = [{} if side.windows is None else side.windows.values for side in (first, second)]
-            if all(name in values for values in windows):
-                changes[name] = windows[1][name][:, self.pairing.partners] - windows[0][name]
+            before, after = (
+                None if side.windows is None else side.windows.values.get(name) for side in (first, second)
+            )
+            if before is not None and after is not None:
+                changes[name] = after[:, self.pairing.partners] - before
         for name in [*row_distances, *first.measure_names()]:
             if name in changes:
                 tests[name] = significance.test_windows(changes[name], self.design, rounding.get(name), self.seed)
             elif name not in rounding or is_category(self.heads, name):
                 tests[name] = None
             else:  # measures of weights: p is that of rounding
-                before, after = field_values(self.heads, name)
-                tests[name] = significance.test_rounding(after - before, rounding[name])
+                first_values, second_values = field_values(self.heads, name)
+                tests[name] = significance.test_rounding(second_values - first_values, rounding[name])
         return tests
 
     def _form_distances(self) -> dict[str, Tensor]:

@@ -153,7 +153,7 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
     count = int((~p.isnan()).sum())
     # the largest p that is named; at least that of a Bonferroni correction, which the first named change would need
     level = float(p[named].max().clamp(min=fdr / count)) if bool(named.any()) else fdr / max(count, 1)
-    least = {name: None if test is None else test.least_change(level) for name, test in tests.items()}
+    least = {name: test.least_change(level) for name, test in tests.items() if test is not None}
     categories = {name: is_category(heads, name) for name in tests}
     rows = []
     for (name, test, place), row_p, row_q, row_named in zip(keys, p.tolist(), q.tolist(), named.tolist(), strict=True):
