@@ -4,11 +4,11 @@
     >>> report = attnlens.inspect("demo")
     >>> report.heads[0].measures["weights.symmetry"].value
 
-`inspect`, `compare`, `swap_kernel`, `converge_synthetic`, `converge_head`, `converge_checkpoints`, `study`, `verify`
-and `doctor` return a `Report`; `check` checks one against rules. `read_report` reads a report from its file, and
+`inspect`, `compare`, `swap_kernel`, `converge_synthetic`, `converge_head`, `converge_checkpoints`, `reproduce` and
+`doctor` return a `Report`; `check` checks one against rules. `read_report` reads a report from its file, and
 `read_plan` a plan of ranks. `load` loads a model for several calls, and `load_swapped` one that was saved with another
-kernel. `capture` and `replaced` work on a model that is already in memory. `analyzer`, `kernel`, `MeasureInfo` and
-`KernelParameter` define measures and kernels of your own.
+kernel. `Lens` holds a model and offers these analyses as methods. `capture` and `replaced` work on a model that is
+already in memory. `analyzer`, `kernel`, `MeasureInfo` and `KernelParameter` define measures and kernels of your own.
 
 The packages `analyzers`, `kernels`, `lab`, `maths` and `records` are imported at their first use, as in
 `attnlens.maths.ksvd.dual`.
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from attnlens.errors import AttnlensError as AttnlensError
     from attnlens.lab.reproduce import converge_head as converge_head
     from attnlens.lab.reproduce import converge_synthetic as converge_synthetic
-    from attnlens.lab.reproduce import study as study
-    from attnlens.lab.reproduce import verify as verify
+    from attnlens.lab.reproduce import reproduce as reproduce
     from attnlens.models.loading import load as load
     from attnlens.records import QueryKey as QueryKey
     from attnlens.records import Report as Report
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from attnlens.runs.doctor import doctor as doctor
     from attnlens.runs.in_memory import capture as capture
     from attnlens.runs.inspect.pipeline import inspect as inspect
+    from attnlens.runs.lens import Lens as Lens
     from attnlens.runs.series import converge_checkpoints as converge_checkpoints
     from attnlens.runs.swap.pipeline import swap_kernel as swap_kernel
     from attnlens.runs.swap.saved import load_swapped as load_swapped
@@ -58,11 +58,12 @@ _NAMES = {
     "models.loading": ("load",),
     "records": ("QueryKey", "Report", "read_plan", "read_report"),
     "registry": ("KernelParameter", "MeasureInfo", "analyzer", "kernel"),
-    "lab.reproduce": ("converge_head", "converge_synthetic", "study", "verify"),
+    "lab.reproduce": ("converge_head", "converge_synthetic", "reproduce"),
     "runs.compare.pipeline": ("compare",),
     "runs.doctor": ("doctor",),
     "runs.in_memory": ("capture",),
     "runs.inspect.pipeline": ("inspect",),
+    "runs.lens": ("Lens",),
     "runs.series": ("converge_checkpoints",),
     "runs.swap.pipeline": ("swap_kernel",),
     "runs.swap.saved": ("load_swapped",),

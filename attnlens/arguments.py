@@ -34,6 +34,9 @@ SAY_DATASETS = (
     f"Write it as in {DATASETS}OWNER/NAME,config=C,split=S,column=T, of which all but the name may be left out."
 )
 
+RENAMED = {"tokens": "length", "sequences": "windows", "png": "figure", "all_heads": "table"}
+"""Options of earlier versions and their present names."""
+
 _ONE_AT_A_TIME = RLock()
 """Lock held while a model is loaded or used: attention is replaced in the model itself, and torch's forward-mode
 differentiation supports one level per process."""
@@ -47,7 +50,7 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
     import difflib
 
     written = name[:60] if isinstance(name, str) else f"of type {type(name).__name__}"
-    near = difflib.get_close_matches(written, options, n=1)
+    near = [RENAMED[written]] if RENAMED.get(written) in options else difflib.get_close_matches(written, options, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     raise UsageError(f"There is no {what} {written!r}.", f"{hint}There are: {', '.join(options)}.")
 

@@ -42,10 +42,12 @@ HealingGoal = Literal["teacher", "text"]
 """Training target of a healing: the original model's predictions, or the next tokens of the text."""
 HealingStage = Literal["transfer", "whole"]
 """Outputs that a healing compares: each site's on the original's inputs, or those of the whole models."""
+CLAIMS = "claims"
+"""Name of the papers' small experiments, beside their tables."""
 STUDIES = ("kernels", "positions", "order", "values", "dimension", "primal")
 """Tables of the papers that a study trains again, in the order in which all of them run."""
 KERNEL_TRANSFORMER = "attnlens_kernel_transformer"
-"""Model type of the models that `study` saves."""
+"""Model type of the models that `reproduce` saves."""
 CHANGE = "change."
 """Prefix of a measure's name in a comparison: the change of that measure."""
 RELATIVE, FDR = 0.05, 0.05

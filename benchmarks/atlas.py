@@ -74,7 +74,7 @@ def read(name: str, folder: Path, *, quick: bool) -> Report | None:
     """The model's report, from the folder if it is there; None where its package is not installed."""
     kept = folder / f"{name}.json"
     if not kept.is_file():
-        report = inspected(name, folder, {"sequences": 4, "tokens": 16, "heads": [0, 5]} if quick else {})
+        report = inspected(name, folder, {"windows": 4, "length": 16, "heads": [0, 5]} if quick else {})
         if report is None:
             return None
         report.write_json(kept)

@@ -68,7 +68,7 @@ def main() -> None:
 
 def whole(name: str, model: str, tokens: int, sequences: int) -> None:
     """`attnlens inspect MODEL --analyzer selection`, on two threads."""
-    sizes = ("--tokens", str(tokens), "--sequences", str(sequences), "--analyzer", "selection", "--no-progress")
+    sizes = ("--length", str(tokens), "--windows", str(sequences), "--analyzer", "selection", "--no-progress")
     print(f"\nattnlens inspect {name} --analyzer selection, {sequences} sequences of {tokens} tokens, two threads")
     began = time.perf_counter()
     finished("-m", "attnlens", "inspect", model, *sizes, OMP_NUM_THREADS="2")

@@ -3,9 +3,9 @@
 python benchmarks/coverage.py [--quick] [--model demo] [--text FILE ...] [--samples 400] [--json FILE]
 
 A text is read once, window by window, and its windows are the population: its means are what an interval over 32 of
-them is about. Then samples of 32 windows are drawn as `--windows first` (from a random place on), `spread` and `random`
-draw them, and each row says how often the interval holds the population's value. Every text is a population by itself.
-Without --text: the built-in texts (few windows: a sample of 32 is a quarter of them, so that intervals are too wide).
+them is about. Then samples of 32 windows are drawn as `--placement first` (from a random window on), `spread` and
+`random` draw them; each row shows how often the interval contains the population's value. Every text is a population by
+itself. Without --text: the built-in texts (few windows: 32 are a quarter of them, so that intervals are too wide).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def population(
     loaded: loading.Loaded, content: texts.Content, tokens: int, most: int
 ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
     """Each measure of each window and head, and each window's loss under the model's own kernel and under RBF."""
-    options = {"tokens": tokens, "sequences": most, "windows": "first", "text": [written(content)]}
+    options = {"length": tokens, "windows": most, "placement": "first", "text": [written(content)]}
     report = attnlens.inspect(loaded, source="tokens", analyzers=("symmetry", "spectrum"), **options)
     swap = attnlens.swap_kernel(loaded, "rbf", **options)
     assert report.windows is not None

@@ -1,4 +1,4 @@
-"""Time and memory of `inspect --source weights --from-files` beside its floor, two processes, and TransformerLens.
+"""Time and memory of `inspect --source weights --device files` beside its floor, two processes, and TransformerLens.
 
 python benchmarks/files.py [--quick] [--layers 12] [--peer PYTHON] [--of 8b|mla|jobs|peer ...]
 
@@ -111,7 +111,7 @@ def against_floor(folder: Path, layers: int, rounds: int) -> None:
         for kind, times in (("floor", floor), ("bare", bare)):
             times.append([float(word) for word in finished("-c", ARITHMETIC, kind, *sizes).split()])
     print(
-        f"\ninspect --source weights --from-files: {heads} query and {kv_heads} key heads of {head_dim}, {d_model} wide"
+        f"\ninspect --source weights --device files: {heads} query, {kv_heads} key heads of {head_dim}, {d_model} wide"
     )
     for place, clock in enumerate(("wall", "processor")):
         products, every = (min(times[place] for times in taken) for taken in (floor, bare))
@@ -209,7 +209,7 @@ def jobs(folder: Path, rounds: int) -> None:
 def inspected(folder: Path, layers: int | None, *more: str, threads: int | None = None) -> Used:
     """What a whole `inspect` takes."""
     chosen = () if layers is None else ("--layers", ",".join(map(str, range(layers))))
-    words = ("--source", "weights", "--from-files", *chosen, "--work", str(folder / "work"), "--no-resume", *more)
+    words = ("--source", "weights", "--device", "files", *chosen, "--work", str(folder / "work"), *more)
     return process(["-m", "attnlens", "inspect", str(folder / "llama"), *words, "--no-progress", "-q"], threads=threads)
 
 
@@ -223,16 +223,7 @@ def against_peer(folder: Path, name: str, shape: tuple[int, int, int], python: s
         f"transformers.GPT2Config(**{settings})).save_pretrained(sys.argv[1])"
     )
     finished("-c", code, str(place))
-    words = (
-        "--source",
-        "weights",
-        "--from-files",
-        "--work",
-        str(folder / "work"),
-        "--no-resume",
-        "--no-progress",
-        "-q",
-    )
+    words = ("--source", "weights", "--device", "files", "--work", str(folder / "work"), "--no-progress", "-q")
     ours = [process(["-m", "attnlens", "inspect", str(place), *words]) for _ in range(rounds)]
     own, memory = min(used.wall for used in ours), max(used.peak for used in ours)
     title = f"spectra of all heads of {name}'s shape, {layers} layers"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 SMALL = (
-    *("--sequences", "8", "--tokens", "32", "--batch-size", "2", "--no-progress", "-q"),
+    *("--windows", "8", "--length", "32", "--batch-size", "2", "--no-progress", "-q"),
     *("--json", "r.json", "--work", "work"),
 )
 COMMANDS = {
@@ -27,7 +27,7 @@ COMMANDS = {
     "swap-kernel --heal": ("swap-kernel", "demo", "--kernel", "rbf", "--heal", "12", *SMALL),
     "swap-kernel --budget": ("swap-kernel", "demo", "--kernel", "rank", "--budget", "loss:5%", *SMALL),
     "study": (
-        *("study", "order", "--seeds", "1", "--cells", "language/nowhere", "--jobs", "1"),
+        *("reproduce", "order", "--seeds", "1", "--cells", "language/nowhere", "--jobs", "1"),
         *("--no-progress", "-q", "--json", "r.json", "--work", "work"),
     ),
 }

@@ -58,7 +58,7 @@ def analysed(analyzer: Callable[[QueryKey], Readings], sites: list[tuple[Site, C
 
 def inspected(loaded: Loaded, analyzer: str, tokens: int, sequences: int) -> None:
     """tokens.* or ksvd.* of all heads."""
-    size = {"tokens": tokens, "sequences": sequences, "batch_size": 8}
+    size = {"length": tokens, "windows": sequences, "batch_size": 8}
     attnlens.inspect(loaded, source="tokens", analyzers=(analyzer,), **size)
 
 

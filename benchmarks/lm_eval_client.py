@@ -64,7 +64,7 @@ def compared(kernel: str, sizes: Sequence[int] = SIZES) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         task(folder)
-        attnlens.swap_kernel("demo", kernel, sequences=4, tokens=32, save=folder / "swapped")
+        attnlens.swap_kernel("demo", kernel, windows=4, length=32, save=folder / "swapped")
         own = ours(kernel)
         swapped = attnlens.load_swapped(folder / "swapped")
         try:

@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="demo, few sequences, one round: does it still run?")
     parser.add_argument("--peak", choices=["forward", *subjects.TASKS], help="do this alone, print its peak in bytes")
     parser.add_argument("--model", default="demo", help="model of --peak")
-    parser.add_argument("--sequences", type=int, default=32, help="sequences of --peak")
+    parser.add_argument("--windows", type=int, default=32, help="sequences of --peak")
     wanted = parser.parse_args()
     if wanted.peak:
         print(peak(wanted.peak, wanted.model, wanted.sequences))
@@ -65,7 +65,7 @@ def memory(name: str, model: str, sizes: tuple[int, ...]) -> None:
     )
     for count in sizes:
         own, *ours = (
-            int(finished(__file__, "--peak", task, "--model", model, "--sequences", str(count))) / 1e6
+            int(finished(__file__, "--peak", task, "--model", model, "--windows", str(count))) / 1e6
             for task in ("forward", *subjects.TASKS)
         )
         above = ", ".join(f"{task} {peak - own:+.0f} MB" for task, peak in zip(subjects.TASKS, ours, strict=True))

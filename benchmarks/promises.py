@@ -102,9 +102,9 @@ def main() -> None:
     parser.add_argument("--model", default="demo", help="any causal or masked language model (default: demo)")
     parser.add_argument("--budget", default="loss:1%", help="largest rise of the loss (default: loss:1%%)")
     parser.add_argument("--placements", type=int, default=20, help="seeds for each text (default: 20)")
-    parser.add_argument("--windows", choices=get_args(Placement), default="random", help="(default: random)")
-    parser.add_argument("--tokens", type=int, default=32, help="of a window (default: 32)")
-    parser.add_argument("--sequences", type=int, default=48, help="windows of all three parts (default: 48)")
+    parser.add_argument("--placement", choices=get_args(Placement), default="random", help="(default: random)")
+    parser.add_argument("--length", type=int, default=32, help="of a window (default: 32)")
+    parser.add_argument("--windows", type=int, default=48, help="windows of all three parts (default: 48)")
     parser.add_argument("--parts", type=int, default=3, help="texts that a TEXT is cut into (default: 3)")
     parser.add_argument("--held-out", nargs="+", metavar="KIND=FILE", help="texts that a plan of all TEXTs is held to")
     parser.add_argument("--json", metavar="FILE", help="write every placement here")
@@ -139,7 +139,7 @@ def held_to(loaded: loading.Loaded, asked: argparse.Namespace, cut: Cut) -> None
     held_out.told(found)
     if asked.json:
         told = {"model": Path(loaded.info.id).name, "budget": asked.budget}  # of a folder no more than its name
-        told |= {"tokens": asked.tokens, "sequences": asked.sequences}
+        told |= {"length": asked.tokens, "windows": asked.sequences}
         told |= {"kept": found.kept, "search_seconds": found.seconds, "loss": found.loss, "bounds": found.bounds}
         for part, contents in (("calibration", calibration), ("held_out", [content for _, content in held])):
             told[part] = {one.name: sha256(one.text.encode()).hexdigest() for one in contents}

@@ -33,7 +33,7 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny subject, few windows: does it still run?")
     parser.add_argument("--json", help="write the figures to this file")
-    parser.add_argument("--png", help="draw them into this file")
+    parser.add_argument("--figure", help="draw them into this file")
     parser.add_argument("--models", nargs="*", help="of its models only these; all")
     return parser.parse_args()
 
@@ -72,7 +72,7 @@ def in_blocks(report: Report, made: texts.Batches, name: str) -> Tensor:
 
 def inspected(loaded: loading.Loaded, files: Sequence[str], cut: texts.Cut, source: str = "tokens") -> Report:
     """Every measure of the same windows."""
-    size = {"tokens": cut.tokens, "sequences": cut.sequences, "batch_size": cut.batch_size, "pack": cut.pack}
+    size = {"length": cut.tokens, "windows": cut.sequences, "batch_size": cut.batch_size, "pack": cut.pack}
     analyzers = ("symmetry",) if source == "tokens" else ("symmetry", "spectrum")
     return attnlens.inspect(loaded, source=source, analyzers=analyzers, text=files, **size)
 

@@ -1,6 +1,6 @@
 """The share of a head's kernel that is skew, or indefinite, against the harm of deleting it.
 
-python benchmarks/study_asymmetry.py [--quick] [--models NAME ...] [--json FILE] [--png FILE]
+python benchmarks/study_asymmetry.py [--quick] [--models NAME ...] [--json FILE] [--figure FILE]
 
 For every head of trained encoders: tokens.share_skew against what is lost by `skewless`, tokens.share_negative against
 what is lost by `negativeless`, and their sum against what is lost by `mercer`, which deletes both; the gates on queries

@@ -1,6 +1,6 @@
 """Which measure of a head predicts what another kernel costs it: a map over models, kernels and measures.
 
-python benchmarks/study_predictors.py [--quick] [--models NAME ...] [--json FILE] [--png FILE]
+python benchmarks/study_predictors.py [--quick] [--models NAME ...] [--json FILE] [--figure FILE]
 
 `attnlens swap-kernel --sweep heads` for five kernels, untrained, that stand alone in one head at a time; what it says
 of each measure is printed and drawn for all models and kernels together. SmolLM2 is swept with two kernels and few
@@ -55,7 +55,7 @@ def study(name: str, place: str, sequences: int, block: int, *, quick: bool) -> 
     rank = f"rank:{config.hidden_size // config.num_attention_heads // 2}"
     every = ("rbf", "window:32", "linear", "elu", rank)
     kernels = every[: 1 if quick else 2 if name == "SmolLM2" else 5]
-    cut = {"tokens": 64, "sequences": sequences, "batch_size": block}
+    cut = {"length": 64, "windows": sequences, "batch_size": block}
     report = attnlens.swap_kernel(loaded, kernels, sweep="heads", allow_signed=True, **cut)
     texts = [text.name for text in report.settings.texts]
     print(f"\n{name}: {report.settings.sequences} windows of 64 tokens of {len(texts)} texts", flush=True)

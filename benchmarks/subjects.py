@@ -85,5 +85,5 @@ def inspected(loaded: Loaded, task: str, tokens: int, sequences: int) -> Report:
     """tokens.* of all heads, on the same batches."""
     import attnlens
 
-    chosen, size = TASKS[task], {"tokens": tokens, "sequences": sequences}
+    chosen, size = TASKS[task], {"length": tokens, "windows": sequences}
     return attnlens.inspect(loaded, source="tokens", analyzers=chosen, batch_size=8, **size)

@@ -112,9 +112,9 @@ def told(folder: str) -> dict[str, Any]:
     how, loaded = tried(lambda: attnlens.load(folder))
     if how != "done":
         return {"read": how, "reason": loaded}
-    options: dict[str, Any] = {"tokens": TOKENS, "text": [passage(folder)]} if texts.reads_text(loaded) else {}
+    options: dict[str, Any] = {"length": TOKENS, "text": [passage(folder)]} if texts.reads_text(loaded) else {}
     row: dict[str, Any] = {}
-    how, report = tried(lambda: attnlens.inspect(loaded, sequences=SEQUENCES, **options))
+    how, report = tried(lambda: attnlens.inspect(loaded, windows=SEQUENCES, **options))
     row["read"], row["reason"] = how, report
     if how == "done":
         row["read"] = "whole" if report.coverage.complete else "in part"
@@ -127,7 +127,7 @@ def told(folder: str) -> dict[str, Any]:
     how, report = tried(lambda: attnlens.doctor(loaded, **options))
     row["doctor"] = report.summary.verdict if how == "done" else how
     kernels = ["exponential", "rbf"]
-    how, found = tried(lambda: attnlens.swap_kernel(loaded, kernels, sequences=SEQUENCES, **options))
+    how, found = tried(lambda: attnlens.swap_kernel(loaded, kernels, windows=SEQUENCES, **options))
     row["swap"] = how
     for command, outcome in (("doctor", report), ("swap", found)):
         if isinstance(outcome, str) and outcome not in row["reason"]:

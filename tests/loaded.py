@@ -24,7 +24,7 @@ from attnlens.records import ModelInfo, Site
 
 BARE: dict[str, Any] = {"controls": False, "generate": 0}
 """For runs of `swap_kernel` whose subject is neither controls nor generated texts."""
-SMALL: dict[str, Any] = {"sequences": 4, "tokens": 16, "batch_size": 2} | BARE
+SMALL: dict[str, Any] = {"windows": 4, "length": 16, "batch_size": 2} | BARE
 
 
 def loaded(model: Any, tokenizer: Any = None) -> loading.Loaded:

@@ -28,15 +28,27 @@ LOADED = (
     "found = model(torch.arange(24)[None]).logits; json.dump(found.double().sum(-1).tolist(), open('logits.json', 'w'))"
 )
 """What the saved model predicts, loaded again."""
-FEW = "--sequences 8 --tokens 32 --no-progress"
+TOP_P = (
+    "import attnlens; attnlens.inspect('demo', analyzers='selection', select='top-p:0.9', layers=[1], heads=[0, 1], "
+    "windows=8, length=32).write_json('report.json')"
+)
+"""A rule of selection, which only Python offers."""
+SHARDS = (
+    "import attnlens; from attnlens.errors import ShardFinished\n"
+    "options = {'windows': 8, 'length': 32, 'work': 'work'}\n"
+    "try: attnlens.swap_kernel('demo', ['rbf', 'linear'], shard='1/2', **options)\n"
+    "except ShardFinished: attnlens.swap_kernel('demo', ['rbf', 'linear'], **options).write_json('report.json')"
+)
+"""Shards of several kernels, which only Python offers."""
+FEW = "--windows 8 --length 32 --no-progress"
 REPORT = "--json report.json --csv heads.csv --markdown report.md"
 COMMANDS = {
     "inspect": f"inspect demo {FEW} {REPORT} --windows-csv windows.csv --html report.html",
-    "inspect-all-heads": f"inspect demo {FEW} --layers 0-1 --all-heads -v {REPORT}",
+    "inspect-all-heads": f"inspect demo {FEW} --layers 0-1 --table -v {REPORT}",
     "inspect-weights": f"inspect demo --source weights --no-progress {REPORT}",
-    "inspect-tokens": f"inspect demo --source tokens --heads 0,3 --windows random --seed 3 {FEW} {REPORT}",
+    "inspect-tokens": f"inspect demo --source tokens --heads 0,3 --placement random --seed 3 {FEW} {REPORT}",
     "inspect-selection": f"inspect demo --analyzer selection --layers 1 {FEW} {REPORT} --html report.html",
-    "inspect-top-p": f"inspect demo --analyzer selection --select top-p:0.9 --layers 1 --heads 0,1 {FEW} {REPORT}",
+    "inspect-top-p": f"python -c {shlex.quote(TOP_P)}",
     "inspect-margins": f"inspect demo --head 3.2 --show selection {FEW} {REPORT} --html report.html",
     "inspect-ksvd": f"inspect demo --analyzer ksvd --analyzer extended --layers 2 {FEW} {REPORT}",
     "swap": f"swap-kernel demo --kernel rbf {FEW} {REPORT} --windows-csv windows.csv --html report.html",
@@ -49,12 +61,11 @@ COMMANDS = {
     "converge-head": f"converge demo --head 3.2 {FEW} {REPORT} --html report.html",
     "converge-checkpoints": f"converge --checkpoints --layers 1 --heads 0,5 {FEW} {REPORT} --html report.html",
     "doctor": "doctor demo --no-progress --json report.json",
-    "inspect-from-files": f"inspect {DEMO} --source weights --from-files --no-progress {REPORT}",
+    "inspect-from-files": f"inspect {DEMO} --source weights --device files --no-progress {REPORT}",
     "inspect-shards": f"inspect demo {FEW} --work work --shard 2/2 && inspect demo {FEW} --work work --shard 1/2 && "
     f"inspect demo {FEW} --work work {REPORT}",
     "inspect-jobs": f"inspect demo {FEW} --jobs 2 --work work {REPORT}",
-    "swap-shards": f"swap-kernel demo --kernel rbf --kernel linear {FEW} --work work --shard 1/2 && "
-    f"swap-kernel demo --kernel rbf --kernel linear {FEW} --work work {REPORT}",
+    "swap-shards": f"python -c {shlex.quote(SHARDS)}",
     "swap-jobs": f"swap-kernel demo --kernel rbf --kernel linear --sweep layers {FEW} --jobs 2 --work work {REPORT}",
     "swap-loaded": f"swap-kernel demo --kernel rbf --fit --heal 2 --save saved {FEW} --json report.json && "
     f"python -c {shlex.quote(LOADED)}",
@@ -68,13 +79,16 @@ COMMANDS = {
     f"--baseline baseline.json --junit junit.xml {REPORT}",
     "converge-shards": "converge --checkpoints --layers 1 --heads 0,5 --work work --shard 1/2 "
     f"{FEW} && converge --checkpoints --layers 1 --heads 0,5 --work work {FEW} {REPORT}",
-    "study": f"study order --seeds 1 --cells language/nowhere --jobs 1 --work work --no-progress {REPORT}",
-    "verify": "verify --quick --no-progress --json report.json",
+    "study": f"reproduce order --seeds 1 --cells language/nowhere --jobs 1 --work work --no-progress {REPORT}",
+    "verify": "reproduce claims --quick --no-progress --json report.json",
     "list": "list",
     "list-schema": "list schema",
     "explain": "explain tokens.share_skew",
     "help": "--help",
-    **{f"help-{name}": f"{name} --help" for name in ("inspect", "swap-kernel", "converge", "doctor", "verify", "list")},
+    **{
+        f"help-{name}": f"{name} --help"
+        for name in ("inspect", "swap-kernel", "converge", "doctor", "reproduce", "list")
+    },
 }
 DROPPED = {"timings", "environment", "peak_memory_bytes", "tokens_per_second", "seconds", "stamp", "beside_sdpa"}
 """Fields of a report, and beginnings of columns, that are not the same in two runs."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import forkserver
 
 DEMO = Path(__file__).parent.parent / "attnlens" / "models" / "demo"
-SMALL = ("--sequences", "4", "--tokens", "32", "--no-progress")
+SMALL = ("--windows", "4", "--length", "32", "--no-progress")
 
 
 def environment_with(**changed):

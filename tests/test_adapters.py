@@ -158,7 +158,7 @@ def test_a_saved_swap_takes_an_adapter_too(tmp_path: Path) -> None:
     base = llama(tmp_path / "base")
     tiny.tokenizer("llama").save_pretrained(base)
     write(tmp_path / "adapter", base, [Q.format(0), Q.format(1)])
-    attnlens.swap_kernel(base, "rbf", sequences=2, tokens=8, allow_foreign_text=True, save=tmp_path / "saved")
+    attnlens.swap_kernel(base, "rbf", windows=2, length=8, allow_foreign_text=True, save=tmp_path / "saved")
     adapted = loading.load(base, adapter=tmp_path / "adapter").model
     ids = {"input_ids": torch.arange(10, 18)[None]}
     sites = tuple(found.site for found in hooks.survey(adapted, ids))

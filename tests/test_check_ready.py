@@ -93,7 +93,7 @@ def test_the_workflow_of_the_page_runs_up_to_the_upload(place):
     codes = []
     for step in WORKFLOW["jobs"]["check"]["steps"]:
         if "run" in step and "pip install" not in step["run"]:
-            line = step["run"].replace("./model", "demo --sequences 4 --tokens 16 -q")
+            line = step["run"].replace("./model", "demo --windows 4 --length 16 -q")
             codes.append(in_shell(f"set -eo pipefail\n{line}", cwd=place).returncode)
         elif step.get("uses", "").startswith("attnlens/"):
             codes.append(act(place, step["with"]).returncode)

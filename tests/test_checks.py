@@ -18,7 +18,7 @@ from attnlens.models.texts.targets import last_states, task_of
 from attnlens.runs import checks
 from attnlens.runs.swap import sites as gates
 
-FEW = {"tokens": 12, "sequences": 2}
+FEW = {"length": 12, "windows": 2}
 
 
 def of_type(name):
@@ -106,7 +106,7 @@ def test_attention_that_runs_and_cannot_be_read_stops_a_swap_without_layers():
 def test_rotary_types_are_called_rotary_or_unknown(name, expected, dtype):
     given = of_type(name)
     given.model.to(dtype)
-    options = FEW if name != "dinov3_vit" else {"sequences": 2}
+    options = FEW if name != "dinov3_vit" else {"windows": 2}
     report = attnlens.inspect(given, analyzers=["symmetry"], **options)
     assert report.model.conventions.position == expected
 
@@ -119,10 +119,10 @@ def test_an_absolute_position_is_said_where_every_site_was_tested():
 
 
 def test_doctor_says_of_each_site_and_of_the_model_what_was_checked():
-    whole = attnlens.doctor(family("llama"), tokens=8)
+    whole = attnlens.doctor(family("llama"), length=8)
     assert whole.summary.verdict == "agrees"
     assert {check.verdict for check in whole.doctor} == {"agrees"}
-    partly = attnlens.doctor(of_type("hunyuan_v1_dense"), tokens=8)
+    partly = attnlens.doctor(of_type("hunyuan_v1_dense"), length=8)
     assert {check.verdict for check in partly.doctor} == {"partly checked"}
     assert partly.summary.verdict == "partly checked"
     assert partly.summary.verdict != "differs"
@@ -131,7 +131,7 @@ def test_doctor_says_of_each_site_and_of_the_model_what_was_checked():
 
 
 def test_doctor_calls_nothing_checked_where_the_eager_attention_is_another():
-    report = attnlens.doctor(of_type("paligemma"), tokens=8)
+    report = attnlens.doctor(of_type("paligemma"), length=8)
     assert {check.verdict for check in report.doctor} == {"not checked"}
     assert all("eager attention changes" in check.reason for check in report.doctor)
     assert report.summary.identity_error < 1e-5
@@ -144,10 +144,10 @@ def test_doctor_exits_with_three_where_it_is_strict_and_not_all_was_checked(tmp_
 
     model_types.build("hunyuan_v1_dense").save_pretrained(tmp_path)
     tiny.tokenizer("roberta").save_pretrained(tmp_path)
-    words = ["doctor", str(tmp_path), "--tokens", "8", "--no-progress"]
+    words = ["doctor", str(tmp_path), "--length", "8", "--no-progress"]
     assert CliRunner().invoke(app, words).exit_code == 0
     assert CliRunner().invoke(app, [*words, "--strict"]).exit_code == 3
-    assert CliRunner().invoke(app, ["doctor", "demo", "--tokens", "8", "--no-progress", "--strict"]).exit_code == 0
+    assert CliRunner().invoke(app, ["doctor", "demo", "--length", "8", "--no-progress", "--strict"]).exit_code == 0
 
 
 # --- what a model reads -----------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_a_leak_that_the_model_has_itself_is_not_blamed_on_the_kernel():
 def test_swin_probes_windows_and_averages_them_by_image():
     config = tf.SwinConfig(image_size=32, patch_size=2, embed_dim=16, depths=[2], num_heads=[2], window_size=4)
     given = loaded(model_types.sharpened(tf.SwinModel(config).eval().requires_grad_(False)))
-    report = attnlens.inspect(given, sequences=3, analyzers=["symmetry"])
+    report = attnlens.inspect(given, windows=3, analyzers=["symmetry"])
     assert report.coverage.complete
     assert all(head.measures["tokens.share_key"].n == 3 for head in report)
     assert {check.verdict for check in attnlens.doctor(given).doctor} == {"agrees"}

@@ -14,6 +14,8 @@ import views
 from program import DEMO, SMALL, attnlens, refused, without_torch
 from safetensors.torch import load_file, save_file
 
+import attnlens as library
+from attnlens.errors import UsageError
 from attnlens.records import json_schema, read_report
 
 
@@ -36,7 +38,7 @@ def rewritten(folder, alter):
 
 def test_inspect_alone_reads_the_demo_and_says_so(tmp_path):
     result = attnlens(
-        "inspect", "--json", "report.json", "--png", "page.png", "--csv", "heads.csv", *SMALL, cwd=tmp_path
+        "inspect", "--json", "report.json", "--figure", "page.png", "--csv", "heads.csv", *SMALL, cwd=tmp_path
     )
     assert result.returncode == 0, result.stderr
     assert "using demo" in result.stderr
@@ -82,8 +84,8 @@ def test_quiet_shows_nothing():
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
-def test_all_heads_shows_every_head():
-    result = attnlens("inspect", "demo", "--all-heads", "--source", "weights", "--no-progress")
+def test_the_table_shows_every_head():
+    result = attnlens("inspect", "demo", "--table", "--source", "weights", "--no-progress")
     assert result.returncode == 0
     assert len(result.stdout.splitlines()) > 32
 
@@ -155,20 +157,7 @@ def test_doctor_proves_the_demo():
 
 
 def test_doctor_takes_the_common_options():
-    words = (
-        "--layers",
-        "1,3",
-        "--heads",
-        "0-2",
-        "--sequences",
-        "3",
-        "--tokens",
-        "16",
-        "--no-pack",
-        "--json",
-        "-",
-        "-q",
-    )
+    words = ("--layers", "1,3", "--heads", "0-2", "--windows", "3", "--length", "16", "--no-pack", "--json", "-", "-q")
     report = json.loads(attnlens("doctor", "demo", *words).stdout)
     assert [(check["site"], check["heads"]) for check in report["doctor"]] == [
         ("transformer.h.1.attn", 3),
@@ -287,7 +276,7 @@ def test_missing_text(tmp_path):
     refused(attnlens("inspect", "demo", "--text", tmp_path / "none.txt"), "none.txt")
 
 
-@pytest.mark.parametrize("option", ["--json", "--png", "--csv", "--html", "--markdown"])
+@pytest.mark.parametrize("option", ["--json", "--figure", "--csv", "--html", "--markdown"])
 def test_unwritable_output_is_found_before_the_work(tmp_path, option):
     refused(without_torch("inspect", "demo", option, tmp_path / "none" / "out.png"), "no folder")
 
@@ -324,10 +313,13 @@ def test_without_torch_there_is_no_work():
     assert without_torch("inspect", "demo", "-q").returncode == 70
 
 
-@pytest.mark.parametrize("words", ["inspect --models a", "inspect --dry-run", "check r.json --sarif x", "merge w"])
+REMOVED = ("inspect --models a", "inspect --dry-run", "inspect --tokens 3", "check r.json --sarif x", "merge w")
+
+
+@pytest.mark.parametrize("words", [*REMOVED, "inspect --windows first", "inspect --device-map auto"])
 def test_what_was_removed_is_refused_with_what_to_do_instead(words):
     result = without_torch(*words.split())
-    refused(result, "No such")
+    refused(result)
     assert "--help" not in result.stderr
 
 
@@ -336,10 +328,10 @@ def test_words_that_no_command_knows():
         without_torch("inspect", "--hedas", "2"), "No such option: --hedas", "--heads", "Run: attnlens inspect --help"
     )
     refused(without_torch("inspekt"), "No such command 'inspekt'", "Run: attnlens --help")
-    refused(without_torch("inspect", "demo", "--tokens"), "--tokens", "Run: attnlens inspect --help")
+    refused(without_torch("inspect", "demo", "--length"), "--length", "Run: attnlens inspect --help")
     refused(without_torch("inspect", "demo", "more"), "more", "Run: attnlens inspect --help")
     refused(without_torch("inspect", ""), "empty")
-    refused(without_torch("inspect", "demo", "--text", ""), "--text names no file")
+    refused(without_torch("inspect", "demo", "--text", ""), "--text does not name a file")
     alone = without_torch()
     assert (alone.returncode, alone.stderr) == (2, "")
     assert "Usage: attnlens" in alone.stdout
@@ -376,7 +368,7 @@ def test_cuda_where_there_is_none():
 
 
 def test_window_beyond_the_models_positions():
-    refused(attnlens("inspect", "demo", "--tokens", "4096"), "256")
+    refused(attnlens("inspect", "demo", "--length", "4096"), "256")
 
 
 def test_unknown_source_dtype_and_device():
@@ -386,7 +378,8 @@ def test_unknown_source_dtype_and_device():
 
 
 def test_revision_of_a_folder(tmp_path):
-    refused(attnlens("inspect", copied(tmp_path), "--revision", "main"), "revision")
+    with pytest.raises(UsageError, match="revision"):
+        library.inspect(copied(tmp_path), revision="main")
 
 
 def test_a_file_that_is_no_model(tmp_path):
@@ -395,14 +388,14 @@ def test_a_file_that_is_no_model(tmp_path):
 
 
 def test_a_picture_of_an_unknown_kind(tmp_path):
-    refused(attnlens("inspect", "demo", "--png", tmp_path / "x.tiff", *SMALL), ".png")
+    refused(attnlens("inspect", "demo", "--figure", tmp_path / "x.tiff", *SMALL), ".png")
 
 
 @pytest.mark.parametrize("wait", [0.0, 0.5, 2.0])
 def test_interruption_leaves_nothing_half_written(tmp_path, wait):
     text = tmp_path / "long.txt"
     text.write_text((DEMO / "text.txt").read_text() * 50)
-    words = ["inspect", "--json", str(tmp_path / "r.json"), "--sequences", "100000", "--text", str(text)]
+    words = ["inspect", "--json", str(tmp_path / "r.json"), "--windows", "100000", "--text", str(text)]
     process = subprocess.Popen(
         [str(forkserver.commands() / "attnlens"), *words],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Tests `attnlens converge` and `attnlens verify`: exit code, stdout, stderr, files."""
+"""Tests `attnlens converge` and `attnlens reproduce`: exit code, stdout, stderr, files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUNNER = CliRunner()
 
 
 def test_the_flag_alone_follows_the_demo_through_its_own_checkpoints(tmp_path):
-    files = ("--json", "r.json", "--csv", "r.csv", "--png", "pictures", "--html", "r.html", "--markdown", "r.md")
+    files = ("--json", "r.json", "--csv", "r.csv", "--figure", "pictures", "--html", "r.html", "--markdown", "r.md")
     result = attnlens("converge", "--checkpoints", *FAST, *files, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "using demo" in result.stderr
@@ -55,12 +55,10 @@ def test_checkpoints_may_be_named_in_every_way(words):
 
 
 def test_one_experiment_prints_ours_and_writes_its_report(tmp_path):
-    sizes = ("--n", "3", "--t", "3", "--d", "2", "--trials", "4")
-    result = attnlens(
-        "converge", "--experiment", "feasibility", *sizes, "--json", "r.json", "--csv", "r.csv", cwd=tmp_path
-    )
+    words = ("converge", "--experiment", "feasibility", "--trials", "4", "--json", "r.json", "--csv", "r.csv")
+    result = attnlens(*words, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "one-layer attention (synthetic) · f(X, z) = h(Xᵀ softmax(XWz)) · 4 parameters" in result.stdout
+    assert "one-layer attention (synthetic) · f(X, z) = h(Xᵀ softmax(XWz)) · 100 parameters" in result.stdout
     assert "COMPLETE" not in result.stdout
     report = read_report(tmp_path / "r.json")
     assert (report.command, [e.settings["trials"] for e in report.experiments]) == ("converge", [4])
@@ -68,7 +66,7 @@ def test_one_experiment_prints_ours_and_writes_its_report(tmp_path):
 
 
 def test_reports_of_the_same_words_are_the_same_bytes():
-    words = ("converge", "--experiment", "feasibility", "--trials", "3", "--n", "3", "--d", "2", "--json", "-", "-q")
+    words = ("converge", "--experiment", "feasibility", "--trials", "3", "--json", "-", "-q")
     one, two = (json.loads(attnlens(*words).stdout) for _ in range(2))
     for report in (one, two):
         for field in ("timings", "environment", "peak_memory_bytes"):
@@ -79,15 +77,14 @@ def test_reports_of_the_same_words_are_the_same_bytes():
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--lr", "-0.1"), "lr"),
-        (("--d", "0"), "'--d'"),
-        (("--t", "1"), "'--t'"),
-        (("--n", "0"), "'--n'"),
+        (("--iterations", "0"), "'--iterations'"),
+        (("--trials", "0"), "'--trials'"),
+        (("--lr", "0.1"), "keyword of the function"),
         (("--experiment", "local-convergense"), "Did you mean 'local-convergence'"),
         (("--head", "3.x"), "LAYER.HEAD"),
         (("--head", "0.1", "--layers", "1"), "--layers belongs to checkpoints"),
-        (("--checkpoints", "--d", "3"), "--d belongs to the synthetic experiments"),
-        (("--tokens", "16"), "--tokens belongs to a head and checkpoints"),
+        (("--checkpoints", "--trials", "3"), "--trials belongs to the synthetic experiments"),
+        (("--length", "16"), "--length belongs to a head and checkpoints"),
         (("demo",), "neither a head nor checkpoints"),
         (("--checkpoints", "demo", "no/such/folder"), "no/such/folder"),
         (("--revisions", "step1,step2"), "one hub model"),
@@ -107,7 +104,7 @@ def test_checkpoints_of_other_shapes_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [("converge", "--help"), ("verify", "--help"), ("converge", "demo"), ("verify", "--csv", "")]
+    "words", [("converge", "--help"), ("reproduce", "--help"), ("converge", "demo"), ("reproduce", "--csv", "")]
 )
 def test_what_needs_no_work_loads_no_torch(words):
     result = without_torch(*words)
@@ -117,25 +114,27 @@ def test_what_needs_no_work_loads_no_torch(words):
 
 
 @pytest.mark.parametrize("name", ["passes", "fails", "unpublished"])
-def test_verify_ends_with_1_where_a_row_misses_and_names_it(name, monkeypatch, tmp_path):
+def test_reproduce_ends_with_1_where_a_row_misses_and_names_it(name, monkeypatch, tmp_path):
     rows = {
         "passes": [converging(), golden()],
         "fails": [converging(), golden(name="spoiled", final={"vis1 ‖W‖_F": 8.7, "largest gap": 0.0, "rank": 1.0})],
         "unpublished": [golden(published=None, tolerance=None, bounds={})],
     }[name]
-    monkeypatch.setattr(analyses, "verify", lambda **_: experiment_report(*rows, command="verify"))
+    monkeypatch.setattr(analyses, "reproduce", lambda *_, **__: experiment_report(*rows, command="reproduce"))
     monkeypatch.chdir(tmp_path)
-    result = RUNNER.invoke(app, ["verify", "--json", "v.json", "--quick"])
+    result = RUNNER.invoke(app, ["reproduce", "--json", "v.json", "--quick"])
     assert result.exit_code == (1 if name == "fails" else 0)
     assert ("Not as published: spoiled." in result.stderr) == (name == "fails")
     assert ("FAIL" in result.stdout) == (name == "fails")
-    assert read_report(tmp_path / "v.json").command == "verify", "the report is written either way"
+    assert read_report(tmp_path / "v.json").command == "reproduce", "the report is written either way"
 
 
 @pytest.mark.slow
 def test_a_heads_own_problem_is_drawn_like_the_others(tmp_path):
-    small = ("--sequences", "2", "--tokens", "32", "--iterations", "20")
-    result = attnlens("converge", "demo", "--head", "3.7", *small, "--json", "h.json", "--png", "h.png", cwd=tmp_path)
+    small = ("--windows", "2", "--length", "32", "--iterations", "20")
+    result = attnlens(
+        "converge", "demo", "--head", "3.7", *small, "--json", "h.json", "--figure", "h.png", cwd=tmp_path
+    )
     assert result.returncode == 0, result.stderr
     report = read_report(tmp_path / "h.json")
     assert report.model.id == "demo"
@@ -167,11 +166,11 @@ main()
 
 
 def test_options_of_files_and_environment_reach_the_command(tmp_path):
-    (tmp_path / "attnlens.toml").write_text("lr = 0.1\ntrials = 3\n")
-    words = ("converge", "--experiment", "feasibility", "--n", "3", "--d", "2", "--json", "-", "-q")
+    (tmp_path / "attnlens.toml").write_text("iterations = 10\ntrials = 3\n")
+    words = ("converge", "--experiment", "feasibility", "--json", "-", "-q")
     result = attnlens(*words, cwd=tmp_path)
-    refused(result, "lr would be ignored")
+    refused(result, "iterations would be ignored")
     (tmp_path / "attnlens.toml").write_text("trials = 3\n")
     assert json.loads(attnlens(*words, cwd=tmp_path).stdout)["experiments"][0]["settings"]["trials"] == 3
-    (tmp_path / "attnlens.toml").write_text('lr = "fast"\n')
-    refused(attnlens(*words, cwd=tmp_path), "lr must be a number")
+    (tmp_path / "attnlens.toml").write_text('iterations = "fast"\n')
+    refused(attnlens(*words, cwd=tmp_path), "iterations must be a whole number")

@@ -20,7 +20,7 @@ def settings(*words, **more):
 
 
 def test_options_come_from_the_environment_and_from_a_file(tmp_path):
-    (tmp_path / "attnlens.toml").write_text('layers = "2"\nsequences = 3\ntokens = 16\n')
+    (tmp_path / "attnlens.toml").write_text('layers = "2"\nwindows = 3\nlength = 16\n')
     words = ("inspect", "demo", "--json", "-", "--no-progress")
     found = settings(*words, cwd=tmp_path)
     assert (found["layers"], found["sequences"], found["tokens"]) == ([2], 3, 16)
@@ -50,11 +50,11 @@ def test_broken_configuration_file(tmp_path):
     ("line", "word"),
     [
         ("layers = [1]", "layers must be a text in quotes"),
-        ('tokens = "x"', "tokens must be a whole number"),
-        ("sequences = true", "sequences must be a whole number"),
+        ('length = "x"', "length must be a whole number"),
+        ("windows = true", "windows must be a whole number"),
         ('no-pack = "x"', "no-pack must be true or false"),
         ("analyzer = [5]", "analyzer must be a text in quotes, or a list of them"),
-        ("windows = 5", "windows must be a text in quotes"),
+        ("placement = 5", "placement must be a text in quotes"),
         ("seed = -1", "--seed"),
     ],
 )
@@ -108,5 +108,5 @@ def test_what_names_a_file_or_a_model_is_marked_as_said_in_a_call_alone():
     known = kinds(command.callback for command in app.registered_commands)
     declared = {name: get_args(kind)[1] for name, kind in known.items()}
     files = {name for name, found in declared.items() if re.search("FILE|DIR|REVISION", found.metavar or "")}
-    assert {"json", "save", "ranks", "text", "revision"} <= files
+    assert {"json", "save", "ranks", "text", "adapter"} <= files
     assert {name for name in files if not getattr(declared[name], "call_only", "an argument")} == set()

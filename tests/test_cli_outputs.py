@@ -24,7 +24,7 @@ from attnlens.runs.inspect.inspection import WorkUnit
 
 ONE = ("inspect", "demo", "--source", "weights", "--layers", "0", "--heads", "0", "--no-progress")
 LINE = " ".join(ONE)
-OPTIONS = ("--json", "--csv", "--png", "--html", "--markdown")
+OPTIONS = ("--json", "--csv", "--figure", "--html", "--markdown")
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -38,29 +38,29 @@ def test_two_outputs_in_one_file_are_refused_before_the_work(tmp_path, other):
     for there in (False, True):
         if there:
             (tmp_path / "a.png").touch()
-        result = without_torch("inspect", "demo", "--json", "a.png", "--png", other, cwd=tmp_path)
-        refused(result, "--json and --png name the same file")
+        result = without_torch("inspect", "demo", "--json", "a.png", "--figure", other, cwd=tmp_path)
+        refused(result, "--json and --figure name the same file")
 
 
 def test_a_file_in_the_place_of_pictures_is_refused_before_the_work(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    refused(without_torch("inspect", "demo", "--png", "notes.txt", cwd=tmp_path), "notes.txt", ".png")
+    refused(without_torch("inspect", "demo", "--figure", "notes.txt", cwd=tmp_path), "notes.txt", ".png")
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("option", ["--save", "--json", "--png"])
+@pytest.mark.parametrize("option", ["--save", "--json", "--figure"])
 def test_a_name_that_no_file_can_have_is_told(tmp_path, option):
     refused(attnlens("swap-kernel", "demo", option, "n" * 300, cwd=tmp_path), "File name too long")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_current_folder_that_was_removed_is_told():
-    words = "swap-kernel demo --save x --sequences 2 -q"
+    words = "swap-kernel demo --save x --windows 2 -q"
     refused(in_shell(f"mkdir gone; cd gone; rmdir ../gone; attnlens {words}", afresh=True), "current folder", "cd")
 
 
 def test_matplotlib_says_nothing_of_its_cache(tmp_path):
-    words = "inspect demo --source weights --layers 0 --heads 0 --analyzer symmetry -q --png a.png"
+    words = "inspect demo --source weights --layers 0 --heads 0 --analyzer symmetry -q --figure a.png"
     result = in_shell(f"attnlens {words}", tmp_path, afresh=True, MPLCONFIGDIR="/dev/null/none")
     assert (result.returncode, result.stdout) == (0, "")
     assert result.stderr == "Wrote a.png\n" * ("Wrote" in result.stderr)
@@ -159,11 +159,11 @@ def test_a_full_disk_leaves_no_empty_folder_of_pictures(tmp_path, monkeypatch):
 
 
 def test_pictures_are_counted(tmp_path):
-    result = attnlens(*ONE, "--png", "all", "--html", "one.html", cwd=tmp_path)
+    result = attnlens(*ONE, "--figure", "all", "--html", "one.html", cwd=tmp_path)
     pictures = len(list((tmp_path / "all").iterdir()))
     assert pictures > 1
     assert f"Wrote {pictures} pictures to all, one.html" in result.stderr
-    assert "Wrote one.png" in attnlens(*ONE, "--png", "one.png", cwd=tmp_path).stderr
+    assert "Wrote one.png" in attnlens(*ONE, "--figure", "one.png", cwd=tmp_path).stderr
 
 
 def test_pictures_of_another_run_are_told(tmp_path, capsys):
@@ -200,7 +200,7 @@ def test_a_closed_stdin_is_told_where_it_is_read():
     assert in_shell(f"attnlens {LINE} -q <&-").returncode == 0
 
 
-@pytest.mark.parametrize("words", ["list", "--help", f"{LINE} --all-heads --json r.json"])
+@pytest.mark.parametrize("words", ["list", "--help", f"{LINE} --table --json r.json"])
 def test_a_reader_that_leaves_ends_it_without_a_word(tmp_path, words):
     result = in_shell(f"cd {tmp_path}; attnlens {words} 2>err | true; echo ${{PIPESTATUS[0]}}")
     assert result.stdout == "141\n", "as a program that the closed pipe's signal ends"

@@ -13,7 +13,7 @@ from swap_reports import swap_report
 
 from attnlens.records import Report, SiteCheck, Summary, read_report
 
-FILES = ("--html", "r.html", "--csv", "r.csv", "--markdown", "r.md", "--json", "again.json", "--png", "r.png")
+FILES = ("--html", "r.html", "--csv", "r.csv", "--markdown", "r.md", "--json", "again.json", "--figure", "r.png")
 
 
 def saved(folder: Path, report: Report) -> str:
@@ -36,14 +36,14 @@ def test_a_saved_report_is_written_as_what_its_run_writes(tmp_path: Path, made: 
 
 
 def test_without_a_file_to_write_the_tables_are_shown(tmp_path: Path) -> None:
-    result = attnlens("report", saved(tmp_path, synthetic_report(2, 2)), "--all-heads")
+    result = attnlens("report", saved(tmp_path, synthetic_report(2, 2)), "--table")
     assert result.returncode == 0
     assert "COMPLETE: 4 of 4 heads" in result.stdout
 
 
 def test_pictures_go_into_a_folder(tmp_path: Path) -> None:
     path = saved(tmp_path, synthetic_report(2, 2, source="weights"))
-    assert attnlens("report", path, "-q", "--png", "all", cwd=tmp_path).returncode == 0
+    assert attnlens("report", path, "-q", "--figure", "all", cwd=tmp_path).returncode == 0
     assert (tmp_path / "all" / "weights.symmetry.png").exists()
 
 

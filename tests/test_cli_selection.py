@@ -6,17 +6,18 @@ import pytest
 import views
 from program import DEMO, attnlens, refused, without_torch
 
+from attnlens import inspect
 from attnlens.records import Pick, Selection, Sentence, json_schema, read_report
 from attnlens.report.sections.explorer import selections
 
-SMALL = ("--sequences", "4", "--tokens", "32", "--no-progress")
+SMALL = ("--windows", "4", "--length", "32", "--no-progress")
 ONE = ("inspect", "demo", "--head", "3.7", "--show", "selection")
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shown")
-    result = attnlens(*ONE, "--json", "r.json", "--png", "margins.png", *SMALL, cwd=folder)
+    result = attnlens(*ONE, "--json", "r.json", "--figure", "margins.png", *SMALL, cwd=folder)
     assert result.returncode == 0, result.stderr
     return result, folder
 
@@ -51,7 +52,7 @@ def test_the_report_carries_what_is_shown_and_only_that_head(shown):
 
 
 def test_a_folder_gets_the_margins_beside_the_maps(tmp_path):
-    result = attnlens(*ONE, "--png", "pictures", "-q", *SMALL, cwd=tmp_path)
+    result = attnlens(*ONE, "--figure", "pictures", "-q", *SMALL, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     names = {path.name for path in (tmp_path / "pictures").iterdir()}
     assert {"overview.png", "selection-3.7.png", "selection.svm_cosine.png", "selection.margins.png"} <= names
@@ -59,11 +60,11 @@ def test_a_folder_gets_the_margins_beside_the_maps(tmp_path):
 
 
 def test_top_p_is_carried_and_says_where_there_is_no_form():
-    result = attnlens(
-        "inspect", "demo", "--analyzer", "selection", "--head", "0.1", "--select", "top-p:0.5", "--json", "-", *SMALL
+    report = json.loads(
+        inspect(
+            "demo", analyzers="selection", layers=[0], heads=[1], select="top-p:0.5", windows=4, length=32
+        ).to_json()
     )
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
     assert report["settings"]["select"] == "top-p:0.5"
     measure = report["heads"][0]["measures"]["selection.efficiency"]
     assert (measure["value"] is None) == ("reason" in measure)
@@ -83,8 +84,7 @@ def test_the_list_says_that_it_runs_only_where_it_is_named():
         (("--head", "0.99"), "no head 99"),
         (("--head", "1.2", "--show", "selection", "--analyzer", "spectrum"), "--analyzer selection"),
         (("--head", "1.2", "--show", "selection", "--source", "weights"), "reads nothing from weights"),
-        (("--analyzer", "selection", "--select", "top-p:2"), "top-p:0.9"),
-        (("--select", "top-p:0.5"), "--analyzer selection"),
+        (("--select", "top-p:0.5"), "keyword of the function"),
         (("--analyzer", "selektion"), "selection"),
     ],
 )
@@ -96,12 +96,11 @@ def test_words_that_make_no_sense_are_refused(words, told):
     ("words", "told"),
     [
         (("--head", "3"), "LAYER.HEAD"),
-        (("--head", "x.1"), "is no head"),
+        (("--head", "x.1"), "is not a head"),
         (("--head", "1.2", "--layers", "1"), "--layers"),
         (("--show", "selection"), "--head 3.7"),
         (("--head", "1.2", "--show", "everything"), "selection"),
         (("--source", "weights", "--analyzer", "selection"), "reads nothing from weights"),
-        (("--select", "top-p:0.9"), "needs the analyzer selection"),
         (("--text", "/dev/zero"), "it is a device, not a file"),
         (("--source", "weights", "--text", str(DEMO / "text.txt")), "reads no text"),
         (("--source", "weights", "--windows-csv", "w.csv"), "reads no window"),

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from program import attnlens
 
+from attnlens import inspect
+from attnlens.errors import UsageError
 from attnlens.models import texts
 
 BOOK = texts.sample("demo")[0].text
-SMALL = ("--source", "tokens", "--analyzer", "spectrum", "--layers", "0", "--tokens", "32", "--no-progress")
+SMALL = ("--source", "tokens", "--analyzer", "spectrum", "--layers", "0", "--length", "32", "--no-progress")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def given(paths: list[str]) -> list[str]:
 
 def test_windows_are_told_in_the_report_and_written_one_by_one(pieces: list[str], tmp_path: Path) -> None:
     done = attnlens(
-        "inspect", "demo", *SMALL, *given(pieces[:3]), "--sequences", "9",
+        "inspect", "demo", *SMALL, *given(pieces[:3]), "--windows", "9",
         "--json", str(tmp_path / "r.json"), "--windows-csv", str(tmp_path / "w.csv"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -56,7 +58,7 @@ def test_windows_are_told_in_the_report_and_written_one_by_one(pieces: list[str]
 
 def test_a_swap_writes_its_windows_and_the_change_on_each_text(pieces: list[str], tmp_path: Path) -> None:
     done = attnlens(
-        "swap-kernel", "demo", "--no-progress", *given(pieces[:2]), "--sequences", "8", "--tokens", "32",
+        "swap-kernel", "demo", "--no-progress", *given(pieces[:2]), "--windows", "8", "--length", "32",
         "--json", str(tmp_path / "r.json"), "--windows-csv", str(tmp_path / "w.csv"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -74,10 +76,9 @@ def test_a_swap_writes_its_windows_and_the_change_on_each_text(pieces: list[str]
 @pytest.mark.parametrize(
     ("words", "problem", "remedy"),
     [
-        (("--windows", "middle"), "There is no placement of windows 'middle'.", "There are: spread, first, random."),
-        (("--windows", "sprad"), "There is no placement of windows 'sprad'.", "Did you mean 'spread'?"),
-        (("--intervals", "txts"), "There is no unit of intervals 'txts'.", "Did you mean 'texts'?"),
-        (("--text", "."), "--text names no file: it is empty, or a folder.", "Give the path of a text file"),
+        (("--placement", "middle"), "There is no placement 'middle'.", "There are: spread, first, random."),
+        (("--placement", "sprad"), "There is no placement 'sprad'.", "Did you mean 'spread'?"),
+        (("--text", "."), "--text does not name a file: it is empty, or a folder.", "Give the path of a file"),
         (("--windows-csv", ""), "--windows-csv names no file.", "Give a path after --windows-csv"),
         (("--windows-csv", "a.csv", "--csv", "a.csv"), "--csv and --windows-csv name the same file", "its own file"),
     ],
@@ -90,14 +91,14 @@ def test_words_that_make_no_sense_are_refused(words: tuple[str, ...], problem: s
 
 
 def test_intervals_over_texts_need_five(pieces: list[str]) -> None:
-    few = attnlens("inspect", "demo", *SMALL, *given(pieces[:4]), "--sequences", "8", "--intervals", "texts")
-    assert (few.returncode, few.stdout) == (2, "")
-    assert "Intervals over texts need 5 texts, and there are 4." in few.stderr
-    enough = attnlens("inspect", "demo", *SMALL, *given(pieces), "--sequences", "12")
+    options = {"source": "tokens", "analyzers": "spectrum", "layers": [0], "length": 32, "intervals": "texts"}
+    with pytest.raises(UsageError, match=r"Intervals over texts need 5 texts, and there are 4\."):
+        inspect("demo", text=pieces[:4], windows=8, **options)
+    enough = attnlens("inspect", "demo", *SMALL, *given(pieces), "--windows", "12")
     assert enough.returncode == 0, enough.stderr
     assert "errors are over 6 texts and hold for texts like these" in " ".join(enough.stdout.split())
-    asked = attnlens("inspect", "demo", *SMALL, *given(pieces), "--sequences", "12", "--intervals", "windows")
-    assert "errors are over windows and hold for the" in " ".join(asked.stdout.split())
+    report = inspect("demo", text=pieces, windows=12, **options | {"intervals": "windows"})
+    assert report.settings.intervals == "windows"
 
 
 def test_a_short_text_says_how_many_windows_there_are(pieces: list[str], tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_a_foreign_text_stops_unless_it_is_allowed(tmp_path: Path) -> None:
     tiny.gpt2(vocab_size=300).save_pretrained(folder)
     tiny.tokenizer("bert").save_pretrained(folder)
     text.write_text("ж ш щ " * 200)
-    words = ("inspect", str(folder), "--source", "tokens", "--tokens", "16", "--text", str(text), "--no-progress")
+    words = ("inspect", str(folder), "--source", "tokens", "--length", "16", "--text", str(text), "--no-progress")
     stopped = attnlens(*words)
     assert (stopped.returncode, stopped.stdout) == (2, "")
     assert "does not know 88% of the tokens of foreign.txt" in stopped.stderr
@@ -133,17 +134,15 @@ def test_a_foreign_text_stops_unless_it_is_allowed(tmp_path: Path) -> None:
 
 
 def test_texts_without_a_window_are_told(pieces: list[str]) -> None:
-    done = attnlens("inspect", "demo", *SMALL, *given(pieces[:5]), "--sequences", "4")
+    done = attnlens("inspect", "demo", *SMALL, *given(pieces[:5]), "--windows", "4")
     assert done.returncode == 0, done.stderr
     assert "Left out: piece-4.txt, since 4 sequences are fewer than the 5 texts." in " ".join(done.stdout.split())
-    over = attnlens("inspect", "demo", *SMALL, *given(pieces[:5]), "--sequences", "4", "--intervals", "texts")
-    assert (over.returncode, over.stdout) == (2, "")
-    assert "Intervals over texts need 5 texts, and 4 sequences are of 4." in over.stderr
-    assert "Give more --sequences" in over.stderr
+    with pytest.raises(UsageError, match=r"need 5 texts, and 4 sequences are of 4\.\nGive more --windows"):
+        inspect("demo", text=pieces[:5], windows=4, length=32, layers=[0], intervals="texts")
 
 
 def test_the_caption_follows_the_placement() -> None:
-    said = " ".join(attnlens("inspect", "demo", *SMALL, "--sequences", "4", "--windows", "first").stdout.split())
+    said = " ".join(attnlens("inspect", "demo", *SMALL, "--windows", "4", "--placement", "first").stdout.split())
     assert "4 × 32 tokens from the beginning of King James passages" in said
     assert "hold for windows like these, not for all of King James passages" in said
     assert "windows of King James passages" not in said
@@ -154,9 +153,9 @@ def test_a_text_that_a_byte_level_model_guesses_worse_than_evenly_is_told(pieces
     foreign.write_text("".join(chr(0x4E00 + 7919 * number % 2000) for number in range(900)))
     for words in (
         ("inspect", "demo", *SMALL),
-        ("swap-kernel", "demo", "--layers", "0", "--tokens", "32", "--no-progress"),
+        ("swap-kernel", "demo", "--layers", "0", "--length", "32", "--no-progress"),
     ):
-        done = attnlens(*words, "--text", str(foreign), *given(pieces[:1]), "--sequences", "8")
+        done = attnlens(*words, "--text", str(foreign), *given(pieces[:1]), "--windows", "8")
         assert done.returncode == 0, done.stderr
         said = " ".join(done.stdout.split())
         assert "The model's loss on foreign.txt is" in said

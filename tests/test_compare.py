@@ -24,7 +24,7 @@ from attnlens.models import loading, texts
 from attnlens.records import Comparison, Report
 from attnlens.report.sentences.comparisons import discoveries
 
-SMALL: dict[str, Any] = {"sequences": 12, "tokens": 32, "analyzers": ("symmetry", "spectrum")}
+SMALL: dict[str, Any] = {"windows": 12, "length": 32, "analyzers": ("symmetry", "spectrum")}
 KEPT = {"smollm2": 5, "minilm": 5, "two layers of smollm2": 2, "two layers of minilm": 2}
 """Layers of SmolLM2 and MiniLM that the tests need."""
 SHORT = {"demo": "demo", "minilm": "two layers of minilm", "smollm2": "two layers of smollm2"}
@@ -190,7 +190,7 @@ def reports(tmp_path_factory):
     other.tokenizer.save_pretrained(folder / "other")
     text = folder / "text.txt"
     text.write_text("In the beginning God created the heaven and the earth. " * 30 + "And God saw the light. " * 200)
-    common = ["--text", str(text), "--sequences", "6", "--tokens", "32", "--analyzer", "symmetry", "-q"]
+    common = ["--text", str(text), "--windows", "6", "--length", "32", "--analyzer", "symmetry", "-q"]
     for name, source in (("a", "demo"), ("b", str(folder / "other"))):
         files = ["--json", str(folder / f"{name}.json"), "--windows-csv", str(folder / f"{name}.csv")]
         done = program("inspect", source, *common, *files)
@@ -201,7 +201,7 @@ def reports(tmp_path_factory):
 def test_reports_with_their_windows_say_what_the_models_say(reports):
     both = attnlens.compare(reports / "a.json", reports / "b.json").comparison
     text = str(reports / "text.txt")
-    options = {"text": text, "sequences": 6, "tokens": 32, "analyzers": "symmetry"}
+    options = {"text": text, "windows": 6, "length": 32, "analyzers": "symmetry"}
     of_models = attnlens.compare("demo", reports / "other", **options).comparison
     assert both.paired
     assert of_models.paired
@@ -265,7 +265,7 @@ def test_bad_sides_are_refused(reports, tmp_path):
 
 
 def test_other_shapes_are_compared_by_their_distributions(reports):
-    found = attnlens.compare("demo", model("whole minilm"), sequences=2, tokens=16, analyzers="symmetry").comparison
+    found = attnlens.compare("demo", model("whole minilm"), windows=2, length=16, analyzers="symmetry").comparison
     assert not found.rows
     assert not found.paired
     assert {shift.measure for shift in found.shifts} >= {"weights.symmetry", "tokens.share_key"}
@@ -292,10 +292,10 @@ def in_memory(name: str, what: dict[str, int]) -> tuple[loading.Loaded, loading.
     return first, second
 
 
-FEW: dict[str, Any] = {"sequences": 4, "tokens": 16, "analyzers": "symmetry"}
+FEW: dict[str, Any] = {"windows": 4, "length": 16, "analyzers": "symmetry"}
 
 
-FOUR: dict[str, Any] = {"sequences": 4, "tokens": 32, "analyzers": "symmetry"}
+FOUR: dict[str, Any] = {"windows": 4, "length": 32, "analyzers": "symmetry"}
 
 
 def test_models_in_training_are_compared_at_rest_and_stay_in_training():
@@ -347,7 +347,7 @@ def test_a_broken_weight_is_told_and_the_other_heads_compared(bad):
 def test_models_that_compute_attention_by_hand_are_compared(family):
     own = loaded.loaded(model_types.build(family).eval())
     other = loaded.loaded(copy.deepcopy(own.model))
-    found = attnlens.compare(own, other, analyzers="symmetry", sequences=4, tokens=16, batch_size=2).comparison
+    found = attnlens.compare(own, other, analyzers="symmetry", windows=4, length=16, batch_size=2).comparison
     assert found.named == 0
     assert all(row.delta == pytest.approx(0, abs=1e-9) for row in found.rows if row.measure == "compare.row_kl")
 
@@ -355,7 +355,7 @@ def test_models_that_compute_attention_by_hand_are_compared(family):
 def test_models_without_a_common_tokenizer_are_compared_by_their_weights():
     first, second = in_memory("demo", {"W_K shuffled": 2})
     second = loading.Loaded(second.model, None, "no tokenizer", second.info, second.kind)
-    found = attnlens.compare(first, second, sequences=2, tokens=16, analyzers="symmetry").comparison
+    found = attnlens.compare(first, second, windows=2, length=16, analyzers="symmetry").comparison
     assert named(found, "compare.form_change") == {(2, HEAD)}
     assert "other numbers" in found.notes[0]
 
@@ -368,7 +368,7 @@ def test_rules_reach_the_distances_of_a_comparison(reports):
 
 
 def test_options_that_reports_ignore_are_refused(reports):
-    done = program("compare", str(reports / "a.json"), str(reports / "b.json"), "--sequences", "9")
+    done = program("compare", str(reports / "a.json"), str(reports / "b.json"), "--windows", "9")
     assert done.returncode == 2
     assert "sequences would be ignored" in done.stderr
 
@@ -400,7 +400,7 @@ def test_models_stay_as_they_are():
 
 
 def test_a_saved_swap_is_compared_under_its_own_kernel(tmp_path):
-    options = {"sequences": 6, "tokens": 32}
+    options = {"windows": 6, "length": 32}
     swapped = attnlens.swap_kernel("demo", kernels="rbf", heads=[0, 3], save=tmp_path / "swapped", **options).swap
     found = attnlens.compare("demo", tmp_path / "swapped", analyzers="symmetry", **options).comparison
     assert found.outcome.loss.after == pytest.approx(swapped.loss.after, rel=1e-5)

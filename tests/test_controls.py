@@ -29,7 +29,7 @@ from attnlens.runs.outputs import TokenLosses, evidence
 from attnlens.runs.swap.candidate import alternatives, spelled
 from attnlens.runs.swap.pipeline import swap_kernel
 
-READ = {"sequences": 16, "tokens": 64, "generate": 0}
+READ = {"windows": 16, "length": 64, "generate": 0}
 CAUSAL = HeadShape(heads=2, head_dim=16, value_dim=16, tokens=128, causal=True)
 BOTH = replace(CAUSAL, causal=False)
 
@@ -160,7 +160,7 @@ def test_what_holds_all_keys_is_no_control() -> None:
 
 
 def test_no_control_is_larger_than_its_kernel(demo: loading.Loaded) -> None:
-    swap = swap_kernel(demo, "uniform", **READ | {"sequences": 2}).swap
+    swap = swap_kernel(demo, "uniform", **READ | {"windows": 2}).swap
     control = by_role(swap)["same size"]
     assert (swap.state, control.kernel) == (17, None)
     assert control.reasons["kernel"] == "a state of 17 numbers holds no key and its value, which are 32"
@@ -215,22 +215,22 @@ def test_controls_stand_beside_each_kernel_on_the_same_windows(report: Report, d
 
 
 def test_a_control_that_is_the_model_itself_is_said_to_be(demo: loading.Loaded) -> None:
-    swap = swap_kernel(demo, "random-features:64", **READ | {"sequences": 2}).swap
+    swap = swap_kernel(demo, "random-features:64", **READ | {"windows": 2}).swap
     assert by_role(swap)["same size"].kernel == "sink-window:4,30", "the control"
     assert not any("holds all" in note for note in swap.notes)
-    swap = swap_kernel(demo, "random-features:256", **READ | {"sequences": 2}).swap
+    swap = swap_kernel(demo, "random-features:256", **READ | {"windows": 2}).swap
     control = by_role(swap)["same size"]
     assert control.kernel is None
     assert control.loss is None
     assert any("a state of 4,352 numbers holds all 64 keys" in note for note in swap.notes)
     assert swap.reasons["beyond_window"] == "the sequences have 64 tokens, and no key is beyond a window of 64"
-    swap = swap_kernel(demo, "random-features:400", **READ | {"tokens": 160, "path": "fused"}).swap
+    swap = swap_kernel(demo, "random-features:400", **READ | {"length": 160, "path": "fused"}).swap
     assert by_role(swap)["same size"].kernel is None
     assert swap.beyond_window.window == 64, "as of a kernel without a state"
 
 
 def test_cross_attention_has_no_window() -> None:
-    swap = swap_kernel(family("bart"), "rbf", sequences=2, tokens=8, batch_size=2, part="cross").swap
+    swap = swap_kernel(family("bart"), "rbf", windows=2, length=8, batch_size=2, part="cross").swap
     controls = by_role(swap)
     assert controls["same size"].kernel is None
     assert "cross-attention" in controls["same size"].reasons["kernel"]
@@ -241,7 +241,7 @@ def test_cross_attention_has_no_window() -> None:
 @pytest.mark.parametrize("headless", [False, True])
 def test_a_model_of_both_directions_has_controls_and_no_places(headless: bool) -> None:
     model = family("bert") if not headless else loaded(families.build("bert").bert)
-    swap = swap_kernel(model, "rbf", sequences=2, tokens=24, batch_size=2).swap
+    swap = swap_kernel(model, "rbf", windows=2, length=24, batch_size=2).swap
     assert (swap.loss is None) == headless
     assert "next token alone" in swap.reasons["beyond_window"]
     assert "next token alone" in swap.reasons["agreement"]
@@ -250,7 +250,7 @@ def test_a_model_of_both_directions_has_controls_and_no_places(headless: bool) -
 
 
 def test_bidirectional_heads_keep_as_many_keys_on_both_sides() -> None:
-    swap = swap_kernel(family("bert"), "elu", sequences=2, tokens=48, batch_size=2, **BARE | {"controls": True}).swap
+    swap = swap_kernel(family("bert"), "elu", windows=2, length=48, batch_size=2, **BARE | {"controls": True}).swap
     control = by_role(swap)["same size"]
     assert control.state <= swap.state
     kernel = parsed(control.kernel or "")
@@ -370,13 +370,13 @@ def beyond_of(row: Outcome, window: int) -> BeyondWindow | None:
 def test_a_kl_of_rounding_errors_is_no_less_than_zero(demo: loading.Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = differences.divergence
     monkeypatch.setattr(differences, "divergence", lambda own, new: honest(own, new) - 1e-6)
-    swap = swap_kernel(demo, "exponential", **READ | {"sequences": 2, "controls": False}).swap
+    swap = swap_kernel(demo, "exponential", **READ | {"windows": 2, "controls": False}).swap
     assert swap.kl == 0
     assert swap.kl_ci95[0] == 0
 
 
 def test_one_window_gives_a_reason_once(demo: loading.Loaded) -> None:
-    told = summary(swap_kernel(demo, "elu+hybrid:8", **READ | {"sequences": 1}))
+    told = summary(swap_kernel(demo, "elu+hybrid:8", **READ | {"windows": 1}))
     assert " ".join(told.split()).count("one window has no spread") == 2, "below the table, and of all intervals"
     assert "a hybrid's window and far part alone" in " ".join(told.split())
     assert "(the far part alone)" in " ".join(told.split())
@@ -384,7 +384,7 @@ def test_one_window_gives_a_reason_once(demo: loading.Loaded) -> None:
 
 def test_a_path_asked_for_is_that_of_the_kernel_alone(demo: loading.Loaded) -> None:
     """Controls and generated texts have the paths that there are."""
-    words = {"sequences": 2, "tokens": 48, "generate": 4}
+    words = {"windows": 2, "length": 48, "generate": 4}
     fused, free = (swap_kernel(demo, "elu", **words, path=path).swap for path in ("fused", "auto"))
     assert [one.kernel for one in fused.controls] == [one.kernel for one in free.controls]
     assert by_role(fused)["one key"].loss == by_role(free)["one key"].loss
@@ -410,7 +410,7 @@ def test_texts_have_perplexities_of_their_own(demo: loading.Loaded, tmp_path: Pa
         path = tmp_path / name
         path.write_text(part, encoding="utf-8")
         paths.append(str(path))
-    swap = swap_kernel(demo, "rbf", text=paths, **READ | BARE | {"sequences": 8}).swap
+    swap = swap_kernel(demo, "rbf", text=paths, **READ | BARE | {"windows": 8}).swap
     for found in swap.loss_by_text:
         assert found.perplexity is not None
         loss, powers = found.change, found.perplexity

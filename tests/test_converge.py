@@ -19,7 +19,7 @@ from attnlens.records import Experiment
 from attnlens.runs.progress import Interrupted, silent
 from attnlens.runs.series import of_demo, step_of
 
-SMALL = {"sequences": 2, "tokens": 32}
+SMALL = {"windows": 2, "length": 32}
 STEPS = [0, 30, 100, 300, 1000, 3000, 6000]
 
 
@@ -85,7 +85,7 @@ def test_the_null_stands_beside_the_measures_that_have_one(of_weights):
 
 def test_all_checkpoints_read_one_text_with_one_tokenizer():
     names = [checkpoint(100), "demo"]
-    read = {**SMALL, "windows": "first"}
+    read = {**SMALL, "placement": "first"}
     report = attnlens.converge_checkpoints(names, analyzers=["symmetry"], source="tokens", **read)
     (experiment,) = report.experiments
     final = attnlens.load("demo")
@@ -110,7 +110,7 @@ def test_without_a_text_there_is_no_loss_and_the_report_says_why(of_weights):
 
 
 def test_selection_is_followed_where_nothing_is_named():
-    report = attnlens.converge_checkpoints([checkpoint(3000), "demo"], head=(1, 0), sequences=1, tokens=16)
+    report = attnlens.converge_checkpoints([checkpoint(3000), "demo"], head=(1, 0), windows=1, length=16)
     names = {trajectory.measure for trajectory in report.experiments[0].trajectories}
     assert "selection.efficiency" in names
     assert {(t.layer, t.head) for t in report.experiments[0].trajectories} == {(1, 0)}
@@ -305,17 +305,17 @@ def experiment(name: str, passed: bool | None = True) -> Experiment:
 
 
 def test_experiments_are_timed_and_an_interruption_keeps_the_finished():
-    report = finished("verify", [lambda: [experiment("one")], lambda: [experiment("two")]], 3, 10)
+    report = finished("reproduce", [lambda: [experiment("one")], lambda: [experiment("two")]], 3, 10)
     assert [found.name for found in report.experiments] == ["one", "two"]
     assert set(report.timings) == {"one", "two"}
-    assert (report.command, report.settings.seed, report.model.parameters) == ("verify", 3, 100)
+    assert (report.command, report.settings.seed, report.model.parameters) == ("reproduce", 3, 100)
     assert report.model.id == "one-layer attention (synthetic)"
 
     def stop():
         raise KeyboardInterrupt
 
     with pytest.raises(Interrupted) as caught:
-        finished("verify", [lambda: [experiment("one")], stop], 0, 10)
+        finished("reproduce", [lambda: [experiment("one")], stop], 0, 10)
     assert [found.name for found in caught.value.report.experiments] == ["one"]
 
 

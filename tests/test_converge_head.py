@@ -28,12 +28,10 @@ def gathered() -> tuple[Selector, Nearness]:
     from attnlens.runs import feeding
 
     loaded = loading.load("demo")
-    read = {"tokens": 64, "sequences": 6, "batch_size": 4, "windows": "first"}
-    given = requests.checked(
-        requests.InspectRequest, {**read, "source": "tokens", "layers": [HEAD[0]], "heads": [HEAD[1]]}
-    )
-    settings = feeding.of_model(reading.settings(given), loaded)
-    return posed(loaded, settings, texts.sample("demo"), feeding.cut_of(settings, given))[1:]
+    sampling = {"length": 64, "windows": 6, "batch_size": 4, "placement": "first"}
+    request = requests.InspectRequest(**sampling, source="tokens", layers=[HEAD[0]], heads=[HEAD[1]])
+    settings = feeding.of_model(reading.settings(request), loaded)
+    return posed(loaded, settings, texts.sample("demo"), feeding.cut_of(settings, request))[1:]
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +158,7 @@ def test_factors_start_small_and_end_near_the_nuclear_svm(found: Nearness) -> No
 
 def test_a_head_that_the_model_lacks_is_refused() -> None:
     with pytest.raises(UsageError, match="no head 99"):
-        converge_head("demo", head=(0, 99), sequences=1, tokens=8)
+        converge_head("demo", head=(0, 99), windows=1, length=8)
     with pytest.raises(UsageError, match="parameterisation"):
         converge_head("demo", head=(0, 0), parameterisation="both")
     with pytest.raises(UsageError, match="lr"):
@@ -168,7 +166,7 @@ def test_a_head_that_the_model_lacks_is_refused() -> None:
 
 
 def test_a_head_without_a_form_on_inputs_is_trained_on_its_queries_and_keys() -> None:
-    report = converge_head(family("llama"), head=(0, 1), text=__file__, sequences=2, tokens=12, iterations=20)
+    report = converge_head(family("llama"), head=(0, 1), text=__file__, windows=2, length=12, iterations=20)
     assert {experiment.settings["posed"] for experiment in report.experiments} == {"on queries and keys"}
     (head,) = report.heads
     cosine = head.measures["selection.projected_svm_cosine"].value
@@ -177,7 +175,7 @@ def test_a_head_without_a_form_on_inputs_is_trained_on_its_queries_and_keys() ->
 
 
 def test_the_report_carries_the_head_and_both_experiments() -> None:
-    report = converge_head("demo", head=HEAD, sequences=2, tokens=16, iterations=50)
+    report = converge_head("demo", head=HEAD, windows=2, length=16, iterations=50)
     assert report.command == "converge"
     assert [experiment.name for experiment in report.experiments] == ["head 3.2", "head 3.2, hardening"]
     for experiment in report.experiments:

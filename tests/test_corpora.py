@@ -14,7 +14,7 @@ from attnlens.models import texts
 from attnlens.models.texts import sources
 
 BOOK = [line for line in texts.sample("demo")[0].text.splitlines() if line.strip()]
-FEW = {"source": "tokens", "layers": [0], "sequences": 4, "tokens": 32}
+FEW = {"source": "tokens", "layers": [0], "windows": 4, "length": 32}
 
 
 def shard(path, rows):
@@ -43,7 +43,7 @@ def test_a_dataset_is_read_as_a_file_of_its_rows_is(folder, tmp_path):
 
 def test_the_program_takes_a_dataset_for_what_it_evaluates_and_calibrates_on(folder, tmp_path):
     words = ("--text", "datasets:./books", "--calibration", "datasets:books,split=train", "--json", "r.json")
-    done = attnlens("swap-kernel", "demo", *SMALL, "--kernel", "rank:8", "--fit", "--no-controls", *words, cwd=tmp_path)
+    done = attnlens("swap-kernel", "demo", *SMALL, "--kernel", "rank:8", "--fit", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     settings = json.loads((tmp_path / "r.json").read_text())["settings"]
     assert settings["text"]["name"] == "datasets:books,split=test,column=text"

@@ -12,7 +12,7 @@ from loaded import BARE, loaded
 import attnlens
 from attnlens.errors import AttnlensError
 
-SMALL = {"sequences": 2, "tokens": 16}
+SMALL = {"windows": 2, "length": 16}
 
 
 def filled(value):

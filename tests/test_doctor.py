@@ -65,7 +65,7 @@ def test_a_dropped_rotation_is_found():
 
 
 def test_only_the_chosen_sites_and_heads_are_checked():
-    report = attnlens.doctor("demo", layers=[1, 3], heads=[0, 5], sequences=3, tokens=16, pack=False)
+    report = attnlens.doctor("demo", layers=[1, 3], heads=[0, 5], windows=3, length=16, pack=False)
     assert [check.site for check in report.doctor] == ["transformer.h.1.attn", "transformer.h.3.attn"]
     assert all(check.passed and check.heads == 2 for check in report.doctor)
     assert (report.coverage.sites, report.coverage.heads) == (2, 4)
@@ -92,15 +92,15 @@ def test_a_head_that_is_not_chosen_is_not_judged(monkeypatch):
             yield replace(factors, maps=replace(factors.maps, query=query))
 
     monkeypatch.setattr(weights, "factors", spoilt)
-    options = {"layers": [0], "tokens": 16}
+    options = {"layers": [0], "length": 16}
     assert all(check.passed for check in attnlens.doctor("demo", heads=[0, 1], **options).doctor)
     assert not any(check.passed for check in attnlens.doctor("demo", heads=[1, 2], **options).doctor)
 
 
 def test_another_type_is_honoured_and_a_loaded_model_is_copied():
-    assert attnlens.doctor("demo", layers=[0], tokens=16, dtype="float32").settings.dtype == "float32"
+    assert attnlens.doctor("demo", layers=[0], length=16, dtype="float32").settings.dtype == "float32"
     loaded = attnlens.load("demo")
-    report = attnlens.doctor(loaded, layers=[0], tokens=16)
+    report = attnlens.doctor(loaded, layers=[0], length=16)
     assert report.settings.dtype == "float64"
     assert report.doctor[0].weights_error < 1e-12
     assert loaded.model.dtype == torch.float32
@@ -112,15 +112,15 @@ def test_gpt2s_own_upcasting_does_not_stand_in_the_way_of_float64(tmp_path):
         torch.nn.init.normal_(block.attn.c_attn.weight, std=0.3)
     model.save_pretrained(tmp_path)
     for dtype in ("float64", "float32"):
-        checks = attnlens.doctor(tmp_path, tokens=8, dtype=dtype).doctor
+        checks = attnlens.doctor(tmp_path, length=8, dtype=dtype).doctor
         assert len(checks) == 2
         assert all(check.passed and check.weights_error is not None for check in checks)
 
 
 def test_a_model_that_can_not_be_read_in_float64_is_compared_in_float32():
-    assert not any("float32" in note for note in attnlens.doctor(family("bert"), tokens=8).settings.notes)
+    assert not any("float32" in note for note in attnlens.doctor(family("bert"), length=8).settings.notes)
     fsmt = loaded(model_types.build("fsmt"), tiny.tokenizer("roberta"))
-    report = attnlens.doctor(fsmt, tokens=8)
+    report = attnlens.doctor(fsmt, length=8)
     assert report.summary.verdict == "agrees"
     (note,) = (note for note in report.settings.notes if "float32" in note)
     assert note.startswith("Computed in float32, whose rounding counts as error, since in float64: ")
@@ -143,7 +143,7 @@ def test_a_model_that_fails_when_left_alone_is_refused(monkeypatch):
 
     monkeypatch.setattr(hooks, "identity_error", failing)
     with pytest.raises(ModelError, match="can't run on input_ids and attention_mask: RuntimeError: The size"):
-        attnlens.doctor("demo", tokens=8)
+        attnlens.doctor("demo", length=8)
 
 
 @pytest.mark.parametrize(

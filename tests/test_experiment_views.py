@@ -63,7 +63,7 @@ def hostile() -> Report:
 
 
 def test_every_figure_stands_beside_the_published_with_its_verdict() -> None:
-    text = views.summary(experiment_report(converging(), golden(), failing(), command="verify"))
+    text = views.summary(experiment_report(converging(), golden(), failing(), command="reproduce"))
     assert row(text, "local", "convergence")[2:] == [
         *("W", "to", "Frobenius", "0.991", "±", "0.0021", "0.992", "0.010", "pass")
     ]
@@ -88,7 +88,7 @@ def test_all_that_pass_are_said_to_pass_and_what_was_not_published_is_not_judged
 
 def test_a_report_says_which_experiment_ran_on_which_model() -> None:
     others = [golden(name="one", model="demo"), golden(name="two", model="demo"), golden(name="three", model="anew")]
-    report = experiment_report(converging(), *others, command="verify")
+    report = experiment_report(converging(), *others, command="reproduce")
     line = "one, two: demo; three: anew; all others: one-layer attention (synthetic)"
     title = "one-layer attention (synthetic) + demo + anew"
     assert reports.title(report) == title

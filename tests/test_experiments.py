@@ -14,7 +14,7 @@ from attnlens.lab.experiments.synthetic.weights import corpus
 from attnlens.maths import attsvm
 from attnlens.records.studies import Experiment
 from attnlens.report.sentences.reports import setting, worded
-from attnlens.requests.experiments import checked_synthetic
+from attnlens.requests.experiments import SyntheticRequest
 
 SMALL = {"trials": 3, "iterations": 30}
 
@@ -233,17 +233,18 @@ def test_a_vocabulary_that_poses_no_problem_is_refused():
 )
 def test_settings_that_make_no_sense_are_refused(settings):
     with pytest.raises(UsageError) as refused:
-        checked_synthetic({"experiments": "local-convergence", **settings})
+        SyntheticRequest(experiments="local-convergence", **settings)
     assert refused.value.remedy
 
 
 def test_names_are_checked_and_ignored_settings_are_refused():
     with pytest.raises(UsageError, match="Did you mean"):
-        checked_synthetic({"experiments": "local-convergance"})
-    used = checked_synthetic({"experiments": ["rank", "local-convergence", "rank"], "lr": 0.2, "d": 4, "m": None})
-    assert used == {"experiments": ["rank", "local-convergence"], "lr": 0.2, "d": 4, "seed": 0}
+        SyntheticRequest(experiments="local-convergance")
+    used = SyntheticRequest(experiments=["rank", "local-convergence", "rank"], lr=0.2, d=4, m=None)
+    assert used.chosen == ["rank", "local-convergence"]
+    assert used.overrides() == {"lr": 0.2, "d": 4, "seed": 0}
     with pytest.raises(UsageError, match=r"lr would be ignored by rank, feasibility\."):
-        checked_synthetic({"experiments": ["rank", "feasibility"], "lr": 0.2})
+        SyntheticRequest(experiments=["rank", "feasibility"], lr=0.2)
 
 
 def test_threads_are_given_back():

@@ -73,9 +73,7 @@ WORDS = {
     "inspect -": "from stdin",
     "inspect --json --csv": "followed by --csv",
     "converge --experiment ranc": "Did you mean 'rank'",
-    "converge --lr nan": "no step downhill",
-    "converge --m 3 --parameterisation W": "Leave out m",
-    "inspect --text .": "names no file",
+    "inspect --text .": "does not name a file",
     "inspect --text m": "it is a folder",
     "doctor --text ~nosuchuser/x.txt": "nosuchuser",
     "swap-kernel --kernel rank:4 --fit --calibration none.txt": "none.txt",
@@ -85,25 +83,23 @@ WORDS = {
     "swap-kernel --kernel rank --ranks none.json": "none.json",
     "inspect --layers 3-0": "0-3",
     "inspect --heads x": "no list of numbers",
-    "inspect --head 3": "no head",
-    "converge --head 3.x": "no head",
-    "inspect --head 3.7 --layers 3": "layers or heads beside it",
-    "converge --checkpoints --head 3.7 --heads 7": "layers or heads beside it",
+    "inspect --head 3": "is not a head",
+    "converge --head 3.x": "is not a head",
+    "inspect --head 3.7 --layers 3": "--head excludes --layers and --heads",
+    "converge --checkpoints --head 3.7 --heads 7": "--head excludes --layers and --heads",
     "inspect --hedas 2": "No such option",
     "inspect --analyzer symetry": "Did you mean 'symmetry'",
     "inspect --source weight": "Did you mean 'weights'",
-    "inspect --windows frist": "Did you mean 'first'",
-    "inspect --intervals window": "Did you mean 'windows'",
+    "inspect --placement frist": "Did you mean 'first'",
     "list measure": "Did you mean 'measures'",
     "inspect --json none/x.json": "no folder",
     "inspect --json x.json/": "names no file",
     "inspect --csv -": "does not write to stdout",
-    "inspect --png -": "does not write to stdout",
-    "inspect --tokens 1": "'--tokens'",
-    "verify --seed x": "--seed",
-    "inspect --select top-k:3": "select='top-k:3' makes no sense",
+    "inspect --figure -": "does not write to stdout",
+    "inspect --length 1": "'--length'",
+    "reproduce --seed x": "--seed",
     "inspect --dtype float31": "no dtype 'float31'",
-    "doctor --device abacus": "no kind of device 'abacus'",
+    "doctor --device abacus": "no device 'abacus'",
     "swap-kernel --kernel rank --budget 1%": "budget '1%' can't be read",
 }
 
@@ -144,7 +140,7 @@ def test_mistakes_of_words_are_answered_without_torch(here):
         ("doctor m --json weights", "a file of the model m"),
         ("doctor n --json m/model.safetensors", "a file of the model n"),
         ("converge m --head 0.0 --csv m/tokenizer.json", "a file of the model m"),
-        ("inspect --text pictures/overview.png --png pictures", "pictures/overview.png, which --text reads"),
+        ("inspect --text pictures/overview.png --figure pictures", "pictures/overview.png, which --text reads"),
         ("swap-kernel --save new --json new", "--json and --save name the same file"),
     ],
 )
@@ -165,8 +161,8 @@ def test_no_output_replaces_an_input(here, capsys, words, part):
 @pytest.mark.parametrize(
     "line",
     [
-        *(f'{key} = "x"' for key in ("json", "csv", "windows-csv", "png", "html", "markdown", "plan", "save")),
-        *(f'{key} = "x"' for key in ("text", "calibration", "ranks", "model", "models", "revision", "revisions")),
+        *(f'{key} = "x"' for key in ("json", "csv", "windows-csv", "figure", "html", "markdown", "plan", "save")),
+        *(f'{key} = "x"' for key in ("text", "calibration", "ranks", "model", "models", "revisions")),
     ],
 )
 def test_a_file_beside_the_work_names_no_output_and_no_input(here, capsys, line):
@@ -205,8 +201,8 @@ def test_no_width_of_the_page_stops_help(here, capsys, monkeypatch, columns):
 
 
 def test_a_variable_is_named_where_it_was_set(here, capsys, monkeypatch):
-    monkeypatch.setenv("ATTNLENS_TOKENS", "1")
-    refused(capsys, "inspect", "ATTNLENS_TOKENS")
+    monkeypatch.setenv("ATTNLENS_LENGTH", "1")
+    refused(capsys, "inspect", "ATTNLENS_LENGTH")
 
 
 def test_a_long_field_is_shortened_and_steers_no_terminal(here, capsys):
@@ -241,14 +237,14 @@ class PanicException(BaseException):  # as pyo3 calls it
         (RuntimeError("unforeseen"), 70, "--debug"),
     ],
 )
-@pytest.mark.parametrize("verb", ["inspect", "swap-kernel", "doctor", "converge", "verify"])
+@pytest.mark.parametrize("verb", ["inspect", "swap-kernel", "doctor", "converge", "reproduce"])
 def test_whatever_ends_a_verb_has_its_code(here, capsys, monkeypatch, verb, error, code, said):
     from attnlens.cli import analyses
 
     def failing(*_, **__):
         raise error
 
-    jobs = {"converge": "converge_synthetic", "inspect": "inspected", "swap-kernel": "swapped"}
+    jobs = {"converge": "converge_synthetic", "inspect": "run_inspect", "swap-kernel": "run_swap"}
     monkeypatch.setattr(analyses, jobs.get(verb, verb), failing)
     assert exit_code([verb, "--no-progress"]) == code
     shown = capsys.readouterr()
@@ -264,7 +260,7 @@ CALLS = {
     "a misspelt option": lambda: attnlens.inspect(evil=1),
     "an option of another verb": lambda: attnlens.doctor(evil=1),
     "a misspelt option of load": lambda: attnlens.load("demo", divice="cpu"),
-    "a misspelt option of verify": lambda: attnlens.verify(quik=True),
+    "a misspelt option of verify": lambda: attnlens.reproduce(quik=True),
     "no name": lambda: attnlens.load(),
     "two positions": lambda: attnlens.load("demo", "main"),
     "None as a model": lambda: attnlens.inspect(None),
@@ -278,9 +274,9 @@ CALLS = {
     "a number as a revision": lambda: attnlens.inspect(revision=HUGE),
     "None as a switch": lambda: attnlens.load("demo", trust_remote_code=None),
     "a word as a switch": lambda: attnlens.load("demo", allow_pickle="no"),
-    "huge tokens": lambda: attnlens.inspect(tokens=HUGE),
-    "huge sequences": lambda: attnlens.inspect(sequences=-HUGE),
-    "a huge seed": lambda: attnlens.verify(seed=HUGE),
+    "huge tokens": lambda: attnlens.inspect(length=HUGE),
+    "huge sequences": lambda: attnlens.inspect(windows=-HUGE),
+    "a huge seed": lambda: attnlens.reproduce(seed=HUGE),
     "a NUL in a text": lambda: attnlens.inspect(text="a\0b"),
     "an empty text": lambda: attnlens.inspect(text=""),
     "a number as a text": lambda: attnlens.inspect(text=HUGE),
@@ -316,7 +312,7 @@ def test_a_report_is_not_written_under_a_name_that_no_file_can_have():
 
 def test_threads_with_one_model_or_one_each_queue():
     one = attnlens.load("demo")
-    asked = {"sequences": 2, "tokens": 16, "layers": [0], "analyzers": ["symmetry", "spectrum"]}
+    asked = {"windows": 2, "length": 16, "layers": [0], "analyzers": ["symmetry", "spectrum"]}
     with ThreadPoolExecutor(3) as pool:
         runs = [pool.submit(attnlens.inspect, model, **asked) for model in (one, one, "demo", "demo")]
         found = {json.dumps(json.loads(run.result().to_json())["heads"]) for run in runs}
@@ -404,7 +400,7 @@ HOSTILE = {"MPLBACKEND": "module://no.such.backend", "PYTHONWARNINGS": "error", 
 
 
 def test_a_hostile_environment_changes_nothing(here):
-    words = ["inspect", "--source", "weights", "--layers", "0", "--png", "x.png", "-q"]
+    words = ["inspect", "--source", "weights", "--layers", "0", "--figure", "x.png", "-q"]
     program = [sys.executable, "-m", "attnlens", *words]
     run = subprocess.run(program, env=environment_with(**HOSTILE), capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout) == (0, ""), run.stderr
@@ -484,7 +480,7 @@ def test_a_config_that_makes_no_sense_is_refused_without_a_word_of_others(fault,
     change, words = CONFIGS[fault]
     shutil.copytree(original, "odd")
     edited(Path("odd/config.json"), **change)
-    told = refused(capsys, "inspect odd --sequences 2 --tokens 8 -q", words).err
+    told = refused(capsys, "inspect odd --windows 2 --length 8 -q", words).err
     assert "\x1b" not in told
 
 
@@ -496,7 +492,7 @@ def test_a_file_of_defaults_without_an_end_is_refused(here, capsys):
 
 def test_a_call_in_inference_mode_or_on_a_model_without_weights():
     demo = attnlens.load("demo")
-    few = {"sequences": 2, "tokens": 8, "layers": [0]}
+    few = {"windows": 2, "length": 8, "layers": [0]}
     with torch.inference_mode():
         assert attnlens.inspect(demo, **few).coverage.complete
     bare = replace(demo, model=copy.deepcopy(demo.model).to("meta"))

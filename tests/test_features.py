@@ -287,7 +287,7 @@ def test_selective_heads_need_more_than_their_null_and_even_ones_do_not():
 
 
 def test_inspect_says_it_of_every_head_with_errors_or_why_not():
-    report = attnlens.inspect("demo", analyzers="features", sequences=2, tokens=48)
+    report = attnlens.inspect("demo", analyzers="features", windows=2, length=48)
     assert len(report.heads) == 32
     for head in report.heads:
         assert set(head.measures) == {info.name for info in features.MEASURES}
@@ -297,7 +297,7 @@ def test_inspect_says_it_of_every_head_with_errors_or_why_not():
         for name in ("features.taylor_order", "features.centred_order"):
             found = head.measures[name]
             assert found.reason == features.BEYOND if found.value is None else 0 <= found.value <= 64
-    plain = attnlens.inspect("demo", source="tokens", sequences=1, tokens=16)
+    plain = attnlens.inspect("demo", source="tokens", windows=1, length=16)
     assert not any(name.startswith("features.") for name in plain.measure_names()), "only where it is asked for"
 
 

@@ -383,14 +383,14 @@ def test_attention_that_is_written_by_hand_is_refused_from_files_and_read_where_
         ModelError,
         lambda: attnlens.inspect(tmp_path, source="weights", from_files=True),
         "can't be read from its files alone",
-        "Leave out --from-files or --device-map: this architecture has to be loaded.",
+        "Leave out --device files or spread: this architecture has to be loaded.",
     )
     assert attnlens.inspect(tmp_path, source="weights").coverage.analysed == 8
 
 
 def test_the_program_ends_with_two_lines_and_exit_code_2(tmp_path):
     families.build("bloom").save_pretrained(tmp_path / "bloom")
-    asked = "--source", "weights", "--from-files", "--no-progress"
+    asked = "--source", "weights", "--device", "files", "--no-progress"
     ended(program("inspect", tmp_path / "bloom", *asked), "can't be read from its files alone")
     place = saved(tmp_path / "llama", "llama")
     _pickled(place)
@@ -462,7 +462,7 @@ def test_a_model_of_files_is_not_run(tmp_path):
     with pytest.raises(TextError, match="so that it can't run"):
         attnlens.swap_kernel(given, "rbf")
     report = attnlens.inspect(given)
-    assert report.coverage.without == {"tokens": 8}
+    assert report.coverage.without == {"length": 8}
     assert "so that it can't run" in report.coverage.sentence
     assert all(name.startswith("weights.") for head in report.heads for name in head.measures)
 
@@ -644,7 +644,7 @@ def test_the_program_leaves_a_model_in_its_files_that_does_not_fit(more: tuple[s
     report = json.loads((folder.parent / "r.json").read_text())
     assert report["model"]["files_in_parts"]
     assert report["heads"] == json.loads(attnlens.inspect(folder, **FEW, from_files=True).to_json())["heads"]
-    ended(python("-c", LITTLE, "inspect", folder), "takes 0.0 GiB of memory", "--source weights --from-files")
+    ended(python("-c", LITTLE, "inspect", folder), "takes 0.0 GiB of memory", "--source weights --device files")
 
 
 def test_an_adapter_is_never_left_out_of_a_model_that_is_read_from_its_files(

@@ -100,7 +100,7 @@ def test_arguments_from_python_are_read_or_refused(given_):
     family(lambda: requests.numbers("layers", given_))
     family(lambda: requests.head(given_))
     family(lambda: requests.words("text", given_))
-    family(lambda: requests.whole("tokens", given_, 1))
+    family(lambda: requests.whole("length", given_, 1))
 
 
 def altered(document, draw):
@@ -145,7 +145,7 @@ def test_plans_are_read_or_refused(tmp_path, data):
 def saved_swap(original, tmp_path_factory):
     """A folder that --save wrote, and what its attnlens.json says."""
     folder = tmp_path_factory.mktemp("swaps") / "saved"
-    swap_kernel(str(original), "rbf", fit=True, heads=[1], save=folder, sequences=2, tokens=8)
+    swap_kernel(str(original), "rbf", fit=True, heads=[1], save=folder, windows=2, length=8)
     return folder, (folder / "attnlens.json").read_text()
 
 

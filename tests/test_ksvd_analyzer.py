@@ -264,7 +264,7 @@ def test_a_call_hands_its_values_on_without_copying_and_selections_keep_them_wit
 
 @cache
 def demo() -> Report:
-    return attnlens.inspect("demo", analyzers="ksvd", sequences=3)
+    return attnlens.inspect("demo", analyzers="ksvd", windows=3)
 
 
 def test_inspect_measures_a_model_with_errors_over_its_sequences():

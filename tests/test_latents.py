@@ -25,7 +25,7 @@ from attnlens.runs.swap.fit import fit
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.ranks.search import losses
 
-SMALL = {"sequences": 4, "tokens": 24, "batch_size": 4}
+SMALL = {"windows": 4, "length": 24, "batch_size": 4}
 FORMS = ["group=1", "group=2", "group=all", "group=1,rotation=before", "group=all,rotation=before"]
 
 
@@ -283,7 +283,7 @@ def test_scores_of_one_head_alone_and_a_sweep_of_heads_are_refused(demo):
 
 def test_a_head_whose_predictions_are_hidden_states_has_no_output_metric():
     with pytest.raises(UsageError, match="makes no predictions"):
-        swap_kernel(family("vit"), "rank:2,metric=output", sequences=2, batch_size=2, **BARE)
+        swap_kernel(family("vit"), "rank:2,metric=output", windows=2, batch_size=2, **BARE)
 
 
 def test_moments_of_two_texts_add_up():
@@ -325,7 +325,7 @@ def test_what_is_fitted_is_told_without_tables_of_indices():
 def test_healing_trains_the_maps_that_are_used_and_a_saved_model_has_them(form, tmp_path):
     model = rotated()
     report = swap_kernel(
-        model, f"rank:3,{form}", heal=60, save=tmp_path / "cut", sequences=4, tokens=16, batch_size=2, **BARE
+        model, f"rank:3,{form}", heal=60, save=tmp_path / "cut", windows=4, length=16, batch_size=2, **BARE
     )
     healed = report.swap.stages[-1]
     assert healed.name == "healed"

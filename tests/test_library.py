@@ -144,7 +144,7 @@ def test_a_third_party_enters_a_kernel_and_an_analyzer_by_the_exported_names(mon
         return {"tokens.scale_used": torch.full(query_key.query.shape[:-2], query_key.scale)}
 
     assert "scale" in [found.name for found in registry.every_analyzer()]
-    report = attnlens.inspect("demo", analyzers=["scale"], sequences=2, tokens=8, layers=[0])
+    report = attnlens.inspect("demo", analyzers=["scale"], windows=2, length=8, layers=[0])
     assert report.heads[0].measures["tokens.scale_used"].value == pytest.approx(16**-0.5)
 
     facts = {"source": "here", "positive": True, "symmetric": False, "features": "none", "form": "score"}
@@ -310,7 +310,7 @@ def test_a_batch_is_what_a_tokenizer_gives_and_anything_else_is_refused(demo):
 
 
 def test_reports_are_compared_by_what_they_hold(demo):
-    report, other = (attnlens.inspect(demo, sequences=2, tokens=8, layers=[0], seed=seed) for seed in (0, 1))
+    report, other = (attnlens.inspect(demo, windows=2, length=8, layers=[0], seed=seed) for seed in (0, 1))
     assert report == report.model_copy(deep=True)
     assert report.windows != other.windows
     assert report != other
@@ -422,7 +422,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a signed kernel": ("polynomial:degree=3", {}, "is negative somewhere"),
     "an unknown layer": ("rbf", {"layers": [7]}, "no layer 7"),
     "an unknown head": ("rbf", {"heads": [4]}, "no head 4"),
-    "letters for layers": ("rbf", {"layers": "0"}, "is no list of numbers"),
+    "letters for layers": ("rbf", {"layers": "x"}, "is no list of numbers"),
     "an unknown part": ("rbf", {"part": "decode"}, "Did you mean 'decoder'"),
     "an unknown option": ("rbf", {"layer": [0]}, "Did you mean 'layers'"),
     "a part that is not there": ("rbf", {"part": "decoder"}, "No site is left"),
@@ -485,7 +485,7 @@ def test_two_kernels_at_once_and_a_model_with_another_kernel_are_refused():
 
 def test_a_model_in_memory_reads_as_the_one_that_is_loaded(demo):
     text = PACKAGE / "models" / "samples" / "documentation.txt"
-    asked: dict[str, Any] = {"sequences": 2, "tokens": 16, "text": str(text)}
+    asked: dict[str, Any] = {"windows": 2, "length": 16, "text": str(text)}
     held, named = attnlens.inspect(demo.model, tokenizer=demo.tokenizer, **asked), attnlens.inspect("demo", **asked)
     assert held.heads == named.heads
     assert held.model.id == f"{DEMO} (in memory)"
@@ -583,7 +583,7 @@ def by_default(dtype: torch.dtype) -> Iterator[None]:
 
 def numbers(demo: Any) -> object:
     """What a swap by a learned kernel and a healing come to."""
-    short = {"layers": [1], "sequences": 4, "tokens": 16, "batch_size": 2}
+    short = {"layers": [1], "windows": 4, "length": 16, "batch_size": 2}
     primal = attnlens.swap_kernel(demo, "primal:4", **short).swap
     healed = attnlens.swap_kernel(demo, "rbf", heal=2, **short).swap
     return primal.loss, primal.perplexity, healed.loss, timeless(healed.healing.model_dump())

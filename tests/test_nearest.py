@@ -26,7 +26,7 @@ from attnlens.runs.swap.pipeline import swap_kernel
 
 FITTED = ["symmetric", "positive", "no-key", "no-skew"]
 TIES = {"symmetric": "skewless", "no-skew": "skewless", "positive": "mercer", "no-key": "keyless"}
-QUICK = {"sequences": 4, "tokens": 32} | BARE
+QUICK = {"windows": 4, "length": 32} | BARE
 SEEDS = st.integers(0, 2**31)
 
 
@@ -230,7 +230,7 @@ def test_a_grouped_rotated_model_is_fitted_and_run_as_a_dense_computation_does(p
 def demo_calls():
     """What the demo model asks of its attention on other text than it is fitted on: fitting and evaluated calls."""
     model = attnlens.load("demo")
-    cut = {"tokens": 64, "batch_size": 16}
+    cut = {"length": 64, "batch_size": 16}
     evaluated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=2, **cut))
     calibrated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=16, **cut), apart_from=evaluated)
     return [
@@ -336,7 +336,7 @@ def test_heads_are_fitted_each_by_itself(demo_calls):
 
 def test_a_fit_through_the_pipeline_is_the_same_fit(demo_calls):
     model = attnlens.load("demo")
-    cut = {"tokens": 64, "batch_size": 16}
+    cut = {"length": 64, "batch_size": 16}
     evaluated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=2, **cut))
     calibrated = texts.batches(model, texts.sample("demo"), texts.Cut(sequences=16, **cut), apart_from=evaluated)
     sites = sites_of(model.model, evaluated.batches[0].inputs)
@@ -400,7 +400,7 @@ def test_what_is_not_fitted_or_cannot_be_is_refused():
 
 
 def test_the_program_runs_it_and_explains_it():
-    done = program("swap-kernel", "demo", "--kernel", "nearest:positive", *WORDS, "--generate", "4", "--no-controls")
+    done = program("swap-kernel", "demo", "--kernel", "nearest:positive", *WORDS, "--generate", "4")
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
     assert "nearest:part=positive" in said

@@ -19,7 +19,7 @@ from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.ranks import search as calibration
 from attnlens.runs.swap.ranks import search as room
 
-READ = {"sequences": 8, "tokens": 32, "batch_size": 4} | BARE
+READ = {"windows": 8, "length": 32, "batch_size": 4} | BARE
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -206,7 +206,7 @@ def test_a_plan_that_contradicts_itself_is_no_plan(report, tmp_path):
 
 @pytest.mark.slow
 def test_the_program_takes_a_plan_and_writes_one(report, tmp_path):
-    plan, again, small = tmp_path / "plan.json", tmp_path / "again.json", ("--sequences", "8", "--tokens", "32")
+    plan, again, small = tmp_path / "plan.json", tmp_path / "again.json", ("--windows", "8", "--length", "32")
     report.plan.write_json(plan)
     typed = ("swap-kernel", "demo", "--kernel", "rank", "--ranks", plan, "--no-progress", *small)
     done = program(*typed, "--plan", again)

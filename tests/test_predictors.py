@@ -23,7 +23,7 @@ from attnlens.report.pictures.style import house_style
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.sweep import CONSTANT, Alone, SweptMeasures, predicted_by
 
-READ = {"sequences": 8, "tokens": 32}
+READ = {"windows": 8, "length": 32}
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_what_causal_heads_do_not_identify_is_left_out_with_its_reason(report):
     for name in ("positive", "negative", "skew"):
         assert left[f"tokens.share_{name}"] == "not identified: the model never compares a query with a later key"
     assert left["weights.inertia_positive"] == CONSTANT
-    encoder = swap_kernel(family("bert"), "rbf", sweep="heads", sequences=4, tokens=16)
+    encoder = swap_kernel(family("bert"), "rbf", sweep="heads", windows=4, length=16)
     assert {"tokens.share_positive", "tokens.share_skew"} <= {one.measure for one in encoder.swap.predictors}
 
 
@@ -209,7 +209,7 @@ def test_one_layer_and_one_window_have_reasons_in_the_place_of_intervals():
 
 @pytest.mark.parametrize("more", [{"predictors": False}, {"layers": [0], "heads": range(7)}, {"sweep": "layers"}])
 def test_nothing_is_joined_where_it_is_not_asked_for_or_heads_are_few(demo, more):
-    swap = swap_kernel(demo, "rbf", **{"sweep": "heads", "sequences": 2, "tokens": 16} | more).swap
+    swap = swap_kernel(demo, "rbf", **{"sweep": "heads", "windows": 2, "length": 16} | more).swap
     assert swap.sweep
     assert (swap.predictors, swap.prediction) == ([], None)
 
@@ -233,14 +233,14 @@ def test_a_kernel_that_diverges_everywhere_is_swept_and_has_no_predictor(demo, m
 
 
 def test_noise_and_shared_layers_are_joined_too():
-    noise = swap_kernel(family("whisper"), "rbf", sweep="heads", **READ | {"tokens": 16, "sequences": 4}).swap
+    noise = swap_kernel(family("whisper"), "rbf", sweep="heads", **READ | {"length": 16, "windows": 4}).swap
     assert noise.judged_by == "kl"
     assert noise.predictors
     assert len(noise.sweep) == sum(len(site.heads) for site in noise.sites)
-    shared = swap_kernel(family("albert"), "rbf", sweep="heads", sequences=4, tokens=16).swap
+    shared = swap_kernel(family("albert"), "rbf", sweep="heads", windows=4, length=16).swap
     assert len(shared.sweep) >= 8
     assert shared.predictors
-    headless = swap_kernel(loaded(families.build("bert").bert), "rbf", sweep="heads", sequences=4, tokens=16).swap
+    headless = swap_kernel(loaded(families.build("bert").bert), "rbf", sweep="heads", windows=4, length=16).swap
     assert headless.predictors
 
 
@@ -250,7 +250,7 @@ def test_noise_and_shared_layers_are_joined_too():
 def test_the_program_tells_writes_and_reads_it_again(tmp_path):
     names = {name: tmp_path / f"report.{name}" for name in ("json", "csv")}
     out = program(
-        *("swap-kernel", "demo", "--kernel", "rbf", "--sweep", "heads", "--sequences", "8", "--tokens", "32"),
+        *("swap-kernel", "demo", "--kernel", "rbf", "--sweep", "heads", "--windows", "8", "--length", "32"),
         *("--json", names["json"], "--csv", names["csv"]),
     )
     assert out.returncode == 0, out.stderr

@@ -255,7 +255,7 @@ def test_cross_attention_is_refused_with_its_reason():
 def test_the_evaluated_text_is_no_calibration_text(demo, tmp_path):
     (tmp_path / "own.txt").write_text(texts.sample("demo")[0].text + "\nAmen.")
     with pytest.raises(TextError, match="of the evaluated tokens"):
-        swap_kernel(demo, "primal:4", calibration=str(tmp_path / "own.txt"), windows="first", **READ)
+        swap_kernel(demo, "primal:4", calibration=str(tmp_path / "own.txt"), placement="first", **READ)
 
 
 # --- whole models ----------------------------------------------------------------------------------------------------
@@ -263,14 +263,14 @@ def test_the_evaluated_text_is_no_calibration_text(demo, tmp_path):
 
 @pytest.mark.slow
 def test_healing_takes_some_of_the_loss_back(demo):
-    swap = swap_kernel(demo, "primal:16", sequences=8, tokens=64, heal=60, eta=0.2, ksvd_convention="code", **BARE).swap
+    swap = swap_kernel(demo, "primal:16", windows=8, length=64, heal=60, eta=0.2, ksvd_convention="code", **BARE).swap
     stages = {stage.name: stage.loss.after for stage in swap.stages}
     assert swap.loss.before < stages["healed"] < stages["swapped"] - 0.05
     assert (swap.healing.eta, swap.healing.ksvd_convention) == (0.2, "code")
 
 
 def test_demo_loses_and_the_report_says_what_there_is(demo):
-    report = swap_kernel(demo, "primal:32", sequences=8, tokens=32, **BARE)
+    report = swap_kernel(demo, "primal:32", windows=8, length=32, **BARE)
     swap = report.swap
     assert swap.loss.before < swap.loss.after < math.log(1024)
     assert swap.causality_error == 0
@@ -282,7 +282,7 @@ def test_demo_loses_and_the_report_says_what_there_is(demo):
     assert {site.path for site in swap.sites} == {"primal scores"}
     assert report.settings.calibration is not None
     assert swap.healing is None
-    exact = swap_kernel(demo, "primal:16", sequences=8, tokens=32, **BARE).swap
+    exact = swap_kernel(demo, "primal:16", windows=8, length=32, **BARE).swap
     assert exact.loss.after == swap.loss.after
     assert not any("head_dim bounds" in note for note in exact.notes)
 

@@ -113,7 +113,7 @@ def measured(model: Any, monkeypatch: pytest.MonkeyPatch, *, differentiated: boo
 
     with monkeypatch.context() as patch:
         patch.setattr(query_key_maps, "products_of_weights" if differentiated else "_maps", refused)
-        report = attnlens.inspect(loaded(model), source="weights", tokens=7)
+        report = attnlens.inspect(loaded(model), source="weights", length=7)
     assert report.coverage.complete
     numbers = [number for head in report.heads for measure in head.measures.values() for number in [measure.value]]
     numbers += [number for head in report.heads for curve in head.curves.values() for number in curve]

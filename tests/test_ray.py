@@ -21,7 +21,7 @@ from attnlens.runs import work
 from attnlens.runs.inspect.inspection import Inspection
 from attnlens.runs.work import Outcome, WorkPlan, run_units
 
-INSPECTED: dict[str, Any] = {"tokens": 16, "sequences": 12, "batch_size": 1, "analyzers": ["symmetry"]}
+INSPECTED: dict[str, Any] = {"length": 16, "windows": 12, "batch_size": 1, "analyzers": ["symmetry"]}
 UNITS = 16
 
 

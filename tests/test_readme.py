@@ -17,7 +17,7 @@ PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README
 README = PAGES["README.md"]
 SET = dict(re.findall(r"^(\w+)(=\$\(.*\))$", "\n".join(PAGES.values()), re.MULTILINE))
 """Variables that a block of one page sets; the reader's shell still knows them on the others."""
-SMALL = {"ATTNLENS_SEQUENCES": "8", "ATTNLENS_TOKENS": "16", "ATTNLENS_TRIALS": "2"}
+SMALL = {"ATTNLENS_WINDOWS": "8", "ATTNLENS_LENGTH": "16", "ATTNLENS_TRIALS": "2"}
 """Where a command of the pages says neither, it reads less here than by default: that it runs is the claim."""
 ONE_LAYER, ONE_HEAD = "ATTNLENS_LAYERS=0", "ATTNLENS_LAYERS=0 ATTNLENS_HEADS=0"
 LESS = {
@@ -69,7 +69,7 @@ def test_every_command_runs(block, tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     for name in re.findall(r"[\w-]+\.(?:png|json|html|csv|md)\b", without_installation(block)):
         assert (tmp_path / name).stat().st_size > 100, name
-    if "attnlens verify" in block:
+    if "attnlens reproduce" in block:
         judged(read_report(tmp_path / "verify.json"))
 
 

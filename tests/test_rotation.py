@@ -297,10 +297,10 @@ def test_a_layer_reads_the_same_alone_and_among_all(layer):
 
 def test_inspect_gives_one_layer_the_numbers_that_it_has_among_all():
     model = loaded.loaded(gemma((1, 6)))
-    every = attnlens.inspect(model, source="weights", tokens=8)
+    every = attnlens.inspect(model, source="weights", length=8)
     assert every.coverage.complete
     for layer in (0, 1):
-        alone = attnlens.inspect(model, source="weights", tokens=8, layers=[layer])
+        alone = attnlens.inspect(model, source="weights", length=8, layers=[layer])
         expected = [head for head in every.heads if head.layer == layer]
         assert len(alone.heads) == len(expected) == 6
         for ours, theirs in zip(alone.heads, expected, strict=True):

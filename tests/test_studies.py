@@ -214,7 +214,7 @@ def shrunk(tmp_path_factory):
 
 
 WORDS = (
-    "study",
+    "reproduce",
     "kernels",
     "--text",
     "text.txt",
@@ -244,7 +244,7 @@ def told(path):
 
 @pytest.mark.slow
 def test_a_study_that_was_killed_ends_with_the_report_of_one_that_was_not(shrunk):
-    done = program(shrunk, *WORDS, "--work", "whole", "--json", "whole.json", "--png", "pictures", "--save", "cells")
+    done = program(shrunk, *WORDS, "--work", "whole", "--json", "whole.json", "--figure", "pictures", "--save", "cells")
     assert done.returncode == 0, done.stderr
     assert "exponential, asymmetric" in done.stdout
     assert (shrunk / "pictures" / "overview.png").stat().st_size > 10_000
@@ -290,7 +290,7 @@ def test_what_makes_no_sense_is_refused_in_two_lines(fault, shrunk):
     (shrunk / "short.txt").write_text("Short.\n")
     (shrunk / "two.tsv").write_text("".join(f"number {n}\t{n % 2}\n" for n in range(60)))
     words, said = BAD[fault]
-    done = program(shrunk, "study", *words)
+    done = program(shrunk, "reproduce", *words)
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
@@ -334,14 +334,14 @@ def test_a_saved_translator_is_opened_again_by_inspect_and_by_transformers(tmp_p
     save_step(model, task, tmp_path, 3)
     opened = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "step-000003")
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in opened.state_dict().items())
-    report = attnlens.inspect(tmp_path / "step-000003", sequences=2, tokens=16, analyzers=("spectrum",))
+    report = attnlens.inspect(tmp_path / "step-000003", windows=2, length=16, analyzers=("spectrum",))
     assert {head.part for head in report.heads} == {"encoder", "decoder", "cross"}
     config = tmp_path / "step-000003" / "config.json"
     for field, value in {"positions": "tabel", "places": "decoder", "symmetric": "no", "strange": 1}.items():
         told = json.loads(config.read_text())
         config.write_text(json.dumps(told | {"form": told["form"] | {field: value}}))
         with pytest.raises(ModelError, match=f"form.{field}"):
-            attnlens.inspect(tmp_path / "step-000003", sequences=2, tokens=16)
+            attnlens.inspect(tmp_path / "step-000003", windows=2, length=16)
         config.write_text(json.dumps(told))
 
 

@@ -34,7 +34,7 @@ from attnlens.runs.outputs import divergence
 from attnlens.runs.swap import sites as gates
 from attnlens.runs.swap.pipeline import swap_kernel
 
-READ = {"sequences": 4, "tokens": 24, "batch_size": 2} | BARE
+READ = {"windows": 4, "length": 24, "batch_size": 2} | BARE
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,8 @@ def broken():
 
 
 def batches(model, *, pack=True, text=(), **more):
-    given = {name: number for name, number in (READ | more).items() if name not in ("batch_size", *BARE)}
+    names = {"windows": "sequences", "length": "tokens"}
+    given = {names.get(name, name): n for name, n in (READ | more).items() if name not in ("batch_size", *BARE)}
     contents = texts.read_each(text) or texts.sample(model.info.id)
     return texts.batches(model, contents, texts.Cut(batch_size=2, pack=pack, **given))
 
@@ -104,7 +105,7 @@ def test_the_own_kernel_changes_no_number(name):
 
 @pytest.mark.parametrize("words", ["hard", "linear", "rbf"])
 def test_a_kernel_that_a_trained_model_never_saw_costs_it_nats(demo, words):
-    swap = swap_kernel(demo, words, sequences=8, tokens=32).swap
+    swap = swap_kernel(demo, words, windows=8, length=32).swap
     assert swap.loss.delta > 0.1
     assert swap.loss.ci95[0] > 0
     assert swap.kl > 0.1
@@ -140,7 +141,7 @@ def test_a_planted_head_is_missed_when_it_can_no_longer_look_at_the_first_token(
     """In abacada the first letter comes after every other; a head that sees itself alone says b, c, d instead."""
     text = tmp_path / "text.txt"
     text.write_text("\n".join(first + first.join("mnopqr") for first in "abcdefgh"))
-    read = {"text": str(text), "sequences": 8, "tokens": 12, "pack": False}
+    read = {"text": str(text), "windows": 8, "length": 12, "pack": False}
     for words in ("sink-window:1,1", "hard"):
         fine = swap_kernel(planted(), words, **read).swap
         assert fine.loss.delta == pytest.approx(0, abs=1e-4), "the head needs no more than the first token"
@@ -347,7 +348,7 @@ def test_distances_have_intervals_that_each_windows_numbers_give(tmp_path):
     torch.manual_seed(0)
     whole = family("bert")
     for model in (loaded(whole.model.bert), whole):
-        report = swap_kernel(model, "rbf", text=paths, sequences=10, tokens=12)
+        report = swap_kernel(model, "rbf", text=paths, windows=10, length=12)
         swap, rows = report.swap, list(report.windows.rows())
         for name, tokens in {"hidden_cosine": "hidden_tokens", "kl": "tokens"}.items():
             if name == "kl" and swap.task == "hidden":
@@ -364,7 +365,7 @@ def test_distances_have_intervals_that_each_windows_numbers_give(tmp_path):
             own = [row["hidden_cosine"] for row in rows if row["text"] == text.name]
             assert text.cosine == pytest.approx(sum(own) / 5, abs=1e-9)
             assert text.ci95[0] < text.cosine < text.ci95[1]
-    alone = swap_kernel(whole, "rbf", text=paths[:1], sequences=1, tokens=12).swap
+    alone = swap_kernel(whole, "rbf", text=paths[:1], windows=1, length=12).swap
     for name in ("kl_ci95", "hidden_cosine_ci95"):
         assert getattr(alone, name) is None
         assert alone.reasons[name] == "one window has no spread"
@@ -398,7 +399,7 @@ def test_on_noise_there_is_no_loss_and_predictions_are_compared(name):
     assert any("noise" in note for note in swap.notes)
     assert not any("loss: " in note for note in swap.notes), "the decoder repeats nothing that it could have heard"
     kl, agree = [], []
-    for one in feed(model, batches(model, **({"tokens": None} if name == "vit" else {})), task, 0):
+    for one in feed(model, batches(model, **({"length": None} if name == "vit" else {})), task, 0):
         own = logits_of(model.model, one.inputs)
         with under(model.model, one.inputs, "rbf"):
             new = logits_of(model.model, one.inputs)
@@ -425,7 +426,7 @@ def test_padding_never_enters_a_fit(tmp_path, name, words):
     draw = random.Random(0)  # noqa: S311
     lines = ["".join(draw.choices("abcdefghij", k=draw.choice((4, 9, 30)))) for _ in range(24)]
     (tmp_path / "lines").write_text("\n".join(lines))
-    asked = {"text": str(tmp_path / "lines"), "pack": False, "tokens": 48, "sequences": 4, "fit": words == "rbf"}
+    asked = {"text": str(tmp_path / "lines"), "pack": False, "length": 48, "windows": 4, "fit": words == "rbf"}
     together, alone = (swap_kernel(family(name), words, batch_size=size, **asked).swap for size in (4, 1))
     assert together.kl == pytest.approx(alone.kl, rel=1e-3)
 
@@ -444,7 +445,7 @@ def test_text_is_no_noise_and_has_a_loss():
 
 
 def test_a_headless_model_of_pixels_says_that_it_saw_noise():
-    swap = swap_kernel(family("vit"), "rbf", sequences=4, batch_size=2).swap
+    swap = swap_kernel(family("vit"), "rbf", windows=4, batch_size=2).swap
     assert swap.noise
     assert "no head" in swap.reasons["loss"]
     assert ["no head" in note for note in swap.notes[:2]] == [True, False]
@@ -490,7 +491,7 @@ def test_padding_enters_no_sites_number(lines, tmp_path):
     shorter = tmp_path / "lines.txt"
     shorter.write_text("\n".join(sorted(Path(lines).read_text().splitlines()[:2], key=len)))
     model = family("bert")
-    read = {"text": (str(shorter),), "pack": False, "sequences": 2, "tokens": 40}
+    read = {"text": (str(shorter),), "pack": False, "windows": 2, "length": 40}
     fed = feed(model, batches(model, placement="first", **read), "masked", 0)[0]
     one = {name: value[:1] for name, value in fed.inputs.items()}
     call = hooks.survey(model.model, one)[0].call
@@ -498,12 +499,12 @@ def test_padding_enters_no_sites_number(lines, tmp_path):
     assert not real.all()
     own, new = (attend(call, one, "eager").double() for one in (hooks.OWN, parsed("rbf")))
     expected, padded = (float((new[rows] - own[rows]).norm() / own[rows].norm()) for rows in (real, ...))
-    found = swap_kernel(model, "rbf", batch_size=2, windows="first", **read).swap.sites[0].output_error
+    found = swap_kernel(model, "rbf", batch_size=2, placement="first", **read).swap.sites[0].output_error
     assert found == pytest.approx(expected, rel=1e-4)
     assert found != pytest.approx(padded, rel=1e-2)
     rows = weights(call, parsed("linear")).double().transpose(1, 2)
     share = (-rows).clamp(min=0).sum(-1) / rows.abs().sum(-1)
-    found = swap_kernel(model, "linear", batch_size=2, windows="first", **read).swap.sites[0].off_simplex
+    found = swap_kernel(model, "linear", batch_size=2, placement="first", **read).swap.sites[0].off_simplex
     assert found == pytest.approx(float(share[real].mean()), rel=1e-4)
     assert found != pytest.approx(float(share.mean()), rel=1e-3)
 
@@ -618,7 +619,7 @@ def test_out_of_memory_names_a_batch_size_that_fits(demo, monkeypatch, error):
     monkeypatch.setattr("attnlens.runs.swap.one_kernel.run", greedy)
     monkeypatch.setattr(hooks, "forward", small)
     with pytest.raises(ModelError) as refusal:
-        swap_kernel(demo, "rbf", sequences=8, tokens=16, batch_size=8)
+        swap_kernel(demo, "rbf", windows=8, length=16, batch_size=8)
     assert refusal.value.problem == "Not enough memory for 8 sequences at once."
     assert refusal.value.remedy == "Use --batch-size 2, which fits."
     assert "\n" not in refusal.value.problem + refusal.value.remedy
@@ -890,7 +891,7 @@ def test_the_report_has_what_the_contract_says(demo, tmp_path):
     assert sorted(found["swap"]["loss"]) == ["after", "before", "ci95", "delta"]
     for name, value in found["swap"].items():
         assert value is not None or name in found["swap"]["reasons"] or name in ("healing", "prediction"), name
-    called = swap_kernel(demo, "rbf", sequences=4, tokens=32)
+    called = swap_kernel(demo, "rbf", windows=4, length=32)
     assert without_what_may_differ(read_report(path)) == without_what_may_differ(called)
 
 

@@ -293,7 +293,7 @@ def test_a_decoders_classifier_is_still_held_to_causality():
 def test_clip_is_compared_by_its_embeddings_whatever_texts_share_a_batch(more):
     """Its classes are the texts of a batch: what is said of it must not depend on how many there are."""
     swap, alone = (
-        swap_kernel(family("clip"), "rbf", sequences=24, tokens=8, batch_size=size, **more).swap for size in (8, 1)
+        swap_kernel(family("clip"), "rbf", windows=24, length=8, batch_size=size, **more).swap for size in (8, 1)
     )
     assert swap.task == "hidden"
     assert swap.causality_error == 0

@@ -682,9 +682,9 @@ def test_outcomes_of_the_synthetic_reports_are_records() -> None:
     ("words", "said"),
     [
         (("--part", "decder"), ("no part 'decder'", "Did you mean 'decoder'?")),
-        (("--path", "fussed"), ("no path 'fussed'", "Did you mean 'fused'?")),
+        (("--path", "fused"), ("keyword of the function",)),
         (("--sweep", "head"), ("no sweep 'head'", "Did you mean 'heads'?")),
-        (("--save", ""), ("--save names no folder",)),
+        (("--save", ""), ("--save does not name a folder",)),
         (("--layers", "3-1"), ("runs backwards",)),
         (("--text", "-", "--calibration", "-"), ("both read stdin",)),
         (("--kernel", "rbf", "--kernel", "linear", "--heal", "2"), ("--heal takes one kernel",)),
@@ -704,7 +704,7 @@ def test_words_that_make_no_sense_are_refused_before_torch_is_loaded(words, said
     ("words", "said"),
     [
         (("--kernel", "rfb"), ("no kernel 'rfb'", "Did you mean 'rbf'?")),
-        (("--kernel", "polynomial:degree=3"), ("odd degree", "--allow-signed")),
+        (("--kernel", "polynomial:degree=3"), ("odd degree", "allow_signed=True")),
         (("--kernel", "rbf:gamma=x"), ("gamma must be a number",)),
         (("--kernel", "rbf", "--kernel", "cosine", "--heal", "5"), ("--heal takes one kernel, not 2",)),
     ],
@@ -716,7 +716,7 @@ def test_kernels_that_make_no_sense_are_refused(words, said) -> None:
 def test_help_and_the_list_of_kernels_load_no_torch() -> None:
     helped = without_torch("swap-kernel", "--help")
     assert helped.returncode == 0, helped.stderr
-    for option in ("--kernel", "--part", "--sweep", "--fit", "--heal", "--calibration", "--save", "--allow-signed"):
+    for option in ("--kernel", "--part", "--sweep", "--fit", "--heal", "--calibration", "--save"):
         assert option in helped.stdout
     listed = without_torch("list", "kernels")
     assert listed.returncode == 0, listed.stderr
@@ -726,8 +726,8 @@ def test_help_and_the_list_of_kernels_load_no_torch() -> None:
 
 
 def test_the_program_swaps_the_demo_and_writes_what_was_asked_for(tmp_path) -> None:
-    small = ("--sequences", "4", "--tokens", "32", "--no-progress")
-    files = ("--json", "r.json", "--png", "r.png", "--html", "r.html", "--markdown", "r.md", "--csv", "r.csv")
+    small = ("--windows", "4", "--length", "32", "--no-progress")
+    files = ("--json", "r.json", "--figure", "r.png", "--html", "r.html", "--markdown", "r.md", "--csv", "r.csv")
     result = attnlens("swap-kernel", "--kernel", "rbf", *small, *files, "-v", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "using demo" in result.stderr

@@ -18,7 +18,7 @@ from attnlens.runs.swap import sweep as room
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.sweep import sweep, units
 
-READ = {"sequences": 4, "tokens": 16, "batch_size": 2} | BARE
+READ = {"windows": 4, "length": 16, "batch_size": 2} | BARE
 SWEPT = ["gpt2", "llama", "gpt_neox", "gemma2", "gpt_oss", "bert", "albert", "t5", "bart", "whisper"]
 
 
@@ -64,7 +64,7 @@ def test_every_chosen_unit_is_swept_once():
 def test_the_effect_of_unequal_lines_is_weighed_by_their_tokens(tmp_path, demo):
     text = tmp_path / "lines.txt"
     text.write_text("And God said.\nLet there be light: and there was light, and God saw the light.\nAmen, amen.\n")
-    read = {"text": str(text), "pack": False, "sequences": 3, "tokens": 32, "batch_size": 2}
+    read = {"text": str(text), "pack": False, "windows": 3, "length": 32, "batch_size": 2}
     for effect in swap_kernel(demo, "rbf", sweep="layers", **read).swap.sweep:
         alone = swap_kernel(demo, "rbf", layers=[effect.layer], **read).swap
         assert effect.delta == pytest.approx(alone.loss.delta, abs=1e-6)
@@ -169,7 +169,7 @@ def test_blocks_are_restored_after_an_error():
 
 
 def test_the_most_harmful_comes_first_and_marks_are_those_of_the_false_discovery_rate(demo):
-    effects = swap_kernel(demo, "rbf", sweep="heads", sequences=8, tokens=24, **BARE).swap.sweep
+    effects = swap_kernel(demo, "rbf", sweep="heads", windows=8, length=24, **BARE).swap.sweep
     assert len(effects) == 32
     deltas = [effect.delta for effect in effects]
     assert deltas == sorted(deltas, reverse=True)
@@ -216,7 +216,7 @@ def test_the_own_kernel_has_no_effect_anywhere(demo):
 
 
 def test_one_sequence_has_no_p_value(demo):
-    effects = swap_kernel(demo, "rbf", sweep="layers", sequences=1, tokens=16, **BARE).swap.sweep
+    effects = swap_kernel(demo, "rbf", sweep="layers", windows=1, length=16, **BARE).swap.sweep
     assert all(effect.p_value is None and not effect.significant for effect in effects)
     assert all(effect.delta is not None for effect in effects)
 
@@ -231,7 +231,7 @@ def test_a_diverged_unit_comes_first_and_is_not_marked(demo, monkeypatch):
     count = iter(range(10**6))
     one_diverges.calls = lambda: next(count)
     monkeypatch.setattr(room, "_losses", one_diverges)
-    effects = swap_kernel(demo, "rbf", sweep="layers", sequences=2, tokens=16, **BARE).swap.sweep
+    effects = swap_kernel(demo, "rbf", sweep="layers", windows=2, length=16, **BARE).swap.sweep
     assert effects[0].delta is None
     assert effects[0].layer == 2
     assert effects[0].ci95 is None
@@ -273,7 +273,7 @@ def test_a_sweep_of_a_fitted_kernel_is_that_of_a_separate_swap(demo):
 
 def test_the_interval_is_the_paired_bootstrap_of_the_sequences(demo):
     """Naively: the loss of each sequence of eight alone, with and without."""
-    effect = swap_kernel(demo, "rbf", sweep="layers", layers=[2], sequences=8, tokens=16, **BARE).swap.sweep[0]
+    effect = swap_kernel(demo, "rbf", sweep="layers", layers=[2], windows=8, length=16, **BARE).swap.sweep[0]
     rows = torch.cat(
         [b.inputs["input_ids"] for b in texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=16, sequences=8))]
     )

@@ -71,7 +71,7 @@ def built(name, folder):
 
 
 def options(given, text):
-    return {"tokens": 12, "sequences": 2, "text": text} if texts.reads_text(given) else {"sequences": 2}
+    return {"length": 12, "windows": 2, "text": text} if texts.reads_text(given) else {"windows": 2}
 
 
 @pytest.mark.parametrize("name", READ)
@@ -91,7 +91,7 @@ def test_a_type_is_read_as_it_computes(name, text, tmp_path):
 
 def test_of_a_sparse_model_s_keys_those_are_seen_whose_blocks_its_indexer_chose(text):
     given = loaded(model_types.build("minimax_m3_vl"), tiny.tokenizer("roberta"))
-    report = attnlens.inspect(given, analyzers=["symmetry"], tokens=12, sequences=2, text=text)
+    report = attnlens.inspect(given, analyzers=["symmetry"], length=12, windows=2, text=text)
     assert report.summary.identity_error < 1e-5
 
 
@@ -135,7 +135,7 @@ def test_integer_buffers_are_no_codes_whatever_their_path_in_the_file(name, tmp_
 
 
 def test_images_that_a_model_cuts_into_windows_stay_one_sequence_each():
-    report = attnlens.swap_kernel(loaded(model_types.build("lw_detr_vit"), None), "rbf", sequences=3)
+    report = attnlens.swap_kernel(loaded(model_types.build("lw_detr_vit"), None), "rbf", windows=3)
     assert report.settings.sequences == 3
     assert 0 < report.swap.hidden_cosine < 1
     assert report.swap.hidden_cosine_ci95[0] <= report.swap.hidden_cosine <= report.swap.hidden_cosine_ci95[1]

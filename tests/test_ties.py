@@ -272,7 +272,7 @@ def test_spellings(tie):
 def test_a_swap_of_padded_lines_is_that_of_each_line_alone(name, tie, tmp_path):
     text = tmp_path / "lines.txt"
     text.write_text("in the beginning god created\nthe heaven\nand the earth was without form and void\nand darkness\n")
-    read = {"text": str(text), "pack": False, "sequences": 4, "tokens": 24}
+    read = {"text": str(text), "pack": False, "windows": 4, "length": 24}
     model = loaded(families.build(name).base_model)
     together, alone = (swap_kernel(model, tie, batch_size=size, **read).swap for size in (4, 1))
     assert together.hidden_cosine == pytest.approx(alone.hidden_cosine, abs=1e-6)

@@ -163,9 +163,7 @@ def test_the_thirds_are_what_the_analyzer_reads_and_nothing_is_judged():
     assert_in_words(found)
     assert found.passed is found.published is None
     assert "0.16, 0.39 and 0.62" in found.source
-    report = attnlens.inspect(
-        "demo", source="tokens", analyzers=["ksvd"], sequences=depth.FEW, tokens=depth.DEPTH_TOKENS
-    )
+    report = attnlens.inspect("demo", source="tokens", analyzers=["ksvd"], windows=depth.FEW, length=depth.DEPTH_TOKENS)
     layers = [[h.measures["ksvd.first_share"].value for h in report.heads if h.layer == layer] for layer in range(4)]
     means = [sum(layer) / len(layer) for layer in layers]
     expected = [(means[0] + means[1]) / 2, means[2], means[3]]
@@ -356,7 +354,7 @@ def test_a_row_that_quick_leaves_out_is_named_and_its_figures_never_decide(quick
     row = depth.depth_decay(quick=True)
     monkeypatch.setattr(verifying, "ROWS", [lambda *_: [row], verifying.training_row])
     monkeypatch.setattr(verifying, "primal_decay", lambda *_: row.model_copy(update={"name": "decay by training"}))
-    report = verifying.verify(quick=quick)
+    report = verifying.rerun_claims(0, quick=quick)
     names = ["decay by depth"] if quick else ["decay by depth", "decay by training"]
     assert [found.name for found in report.experiments] == names
     assert [skipped.site for skipped in report.coverage.skipped] == ["decay by training"] * quick

@@ -141,10 +141,10 @@ def test_planted_latent_attention_reads_one_and_minus_one() -> None:
 
 
 def test_the_report_says_that_it_is_the_nope_part() -> None:
-    report = attnlens.inspect(loaded(deepseek()), source="weights", tokens=TOKENS)
+    report = attnlens.inspect(loaded(deepseek()), source="weights", length=TOKENS)
     assert report.coverage.complete
     assert any("nope" in note for note in report.model.conventions.notes)
-    plain = attnlens.inspect(loaded(random_model(tf.LlamaForCausalLM(small_llama()))), source="weights", tokens=TOKENS)
+    plain = attnlens.inspect(loaded(random_model(tf.LlamaForCausalLM(small_llama()))), source="weights", length=TOKENS)
     assert not any("nope" in note for note in plain.model.conventions.notes)
 
 

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from attnlens.errors import AttnlensError, ModelError, OutputError, ShardFinished, TextError, UsageError
+from attnlens.requests import InspectRequest
 from attnlens.runs import store as store_module
 from attnlens.runs import work
 from attnlens.runs.store import RUN, Store, difference, file_stem, key_of
@@ -398,14 +399,14 @@ def test_a_place_that_can_not_be_written_is_refused_before_the_work_and_the_user
 
 
 def test_a_plan_that_contradicts_itself_is_refused(tmp_path, monkeypatch):
-    refused(UsageError, WorkPlan(address="127.0.0.1:1").check, "--address names a Ray cluster", "--engine ray")
+    refused(UsageError, WorkPlan(address="127.0.0.1:1").check, "address names a Ray cluster", "--engine ray")
     refused(UsageError, partial(WorkPlan(tmp_path, jobs=2).check, ["a.txt", "-"]), "stdin")
     refused(UsageError, WorkPlan("memory://units", jobs=2).check, "memory", "--work")
     refused(UsageError, WorkPlan(tmp_path, engine="ray", address="127.0.0.1:9").check, "No Ray cluster answers")
     monkeypatch.setattr(work, "find_spec", lambda _: None)
     error = refused(UsageError, WorkPlan(tmp_path, engine="ray").check, "Ray is not installed.")
     assert error.remedy == 'Run: pip install "attnlens[ray]"'
-    assert WorkPlan.of({"work": "x", "shard": "2/3", "tokens": 3}) == WorkPlan("x", shard=(2, 3))
+    assert WorkPlan.of(InspectRequest(work="x", shard="2/3", length=3)) == WorkPlan("x", shard=(2, 3))
     assert WorkPlan.of({"shard": None}) == NOTHING_KEPT
 
 

@@ -41,19 +41,19 @@ from attnlens.runs.swap.saved import UnsavedError
 from attnlens.runs.swap.sweep import SweptBatch
 
 CHECKPOINTS = Path(attnlens.__file__).parent / "models" / "demo" / "checkpoints"
-INSPECTED: dict[str, Any] = {"tokens": 16, "sequences": 12, "batch_size": 1, "analyzers": ["symmetry"]}
+INSPECTED: dict[str, Any] = {"length": 16, "windows": 12, "batch_size": 1, "analyzers": ["symmetry"]}
 """Four layers and twelve batches: sixteen units."""
 FEW: dict[str, Any] = {"source": "weights", "analyzers": ["symmetry"]}
 """Four units that take a moment."""
 WORDS = ("inspect", "demo", "--source", "weights", "--analyzer", "symmetry", "--no-progress")
 """The same for the program."""
 KERNELS = ["window:4", "window:12", "rbf"]
-SMALL: dict[str, Any] = {"tokens": 16, "sequences": 4, "generate": 0}
-SWEPT: dict[str, Any] = {"tokens": 32, "sequences": 4, "batch_size": 2, "generate": 2, "sweep": "layers"}
+SMALL: dict[str, Any] = {"length": 16, "windows": 4, "generate": 0}
+SWEPT: dict[str, Any] = {"length": 32, "windows": 4, "batch_size": 2, "generate": 2, "sweep": "layers"}
 """Two batches, four layers and three kernels: 24 parts."""
 HEALED = SMALL | {"batch_size": 4, "heal": 24}
-BUDGET = SMALL | {"layers": [1], "budget": "loss:10%", "controls": False}
-SERIES: dict[str, Any] = {"analyzers": ["symmetry"], "tokens": 16, "sequences": 4, "layers": [0, 1]}
+BUDGET = SMALL | {"layers": [1], "budget": "loss:10%"}
+SERIES: dict[str, Any] = {"analyzers": ["symmetry"], "length": 16, "windows": 4, "layers": [0, 1]}
 
 
 def words_of(options: dict[str, Any]) -> list[str]:
@@ -410,7 +410,7 @@ def other_weights(place: Path) -> None:
 def test_no_unit_of_another_config_vocabulary_or_text_is_used(change, read, tmp_path):
     place, text = saved(tmp_path / "a"), tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
-    options = {"analyzers": ["symmetry"], "tokens": 8, "sequences": 2, "text": [str(text)], "work": tmp_path / "work"}
+    options = {"analyzers": ["symmetry"], "length": 8, "windows": 2, "text": [str(text)], "work": tmp_path / "work"}
     shard_of(lambda: attnlens.inspect(place, **options, shard="1/1"))
     if change == "weights":
         other_weights(place)
@@ -439,7 +439,7 @@ def test_no_kernel_of_another_model_text_or_call_is_used(change, measured, tmp_p
     files["text"].write_text("the quick brown fox jumps over the lazy dog. " * 40)
     files["calibration"].write_text("how vexingly quick daft zebras jump, and wolves. " * 40)
     files["prompts"].write_text("the quick\n")
-    options = {"tokens": 16, "sequences": 2, "generate": 2, "fit": True, "controls": False, "prompts": files["prompts"]}
+    options = {"length": 16, "windows": 2, "generate": 2, "fit": True, "controls": False, "prompts": files["prompts"]}
     options |= {"text": [files["text"]], "calibration": [files["calibration"]], "allow_foreign_text": True}
     kernels = ["rbf"]
 
@@ -599,7 +599,7 @@ def test_ranks_of_a_budget_and_of_a_plan_are_those_of_one_process(demo, tmp_path
 
 
 def test_shards_of_what_is_gathered_shown_or_read_from_files_are_one_run(tmp_path):
-    some: dict[str, Any] = {"tokens": 16, "sequences": 2}
+    some: dict[str, Any] = {"length": 16, "windows": 2}
     for name, options in {
         "gathered": some | {"layers": [0, 1], "heads": [0, 3], "analyzers": ["selection", "ksvd"]},
         "shown": some | {"layers": [1], "heads": [2], "show": "attention"},
@@ -613,7 +613,7 @@ def test_shards_of_what_is_gathered_shown_or_read_from_files_are_one_run(tmp_pat
 
 def test_kernels_of_several_shards_have_one_window_as_those_of_one_run(demo, tmp_path):
     """Control: alone, the narrower window looks at other tokens."""
-    options = SMALL | {"tokens": 48}
+    options = SMALL | {"length": 48}
     for index in (2, 1):
         shard_of(lambda i=index: attnlens.swap_kernel("demo", KERNELS, **options, shard=f"{i}/2", work=tmp_path))
     found = attnlens.swap_kernel("demo", KERNELS, **options, work=tmp_path)
@@ -658,8 +658,7 @@ def test_a_process_finds_its_shard_in_its_environment_or_is_refused(environment,
     if shard is None:
         refused(UsageError, lambda: attnlens.inspect("demo", **FEW, shard="auto"), "shard", "I/N")
     else:
-        given = attnlens.requests.checked(attnlens.requests.InspectRequest, {"shard": "auto"})
-        assert given["shard"] == shard
+        assert attnlens.requests.InspectRequest(shard="auto").shard == shard
 
 
 @pytest.mark.parametrize("shard", ["5/4", "0/2", "x", "1", "1/", "/2", "-1/2", "1/0", "1.5/2", "1/2/3", "", " 1/2", 1])
@@ -810,7 +809,7 @@ def test_a_model_in_memory_and_batches_of_a_text_have_the_same_rule(demo, monkey
         return honest(self, unit)
 
     monkeypatch.setattr(Inspection, "_read", fails)
-    report = attnlens.inspect(demo, tokens=16, sequences=4, batch_size=2, analyzers=["symmetry"])
+    report = attnlens.inspect(demo, length=16, windows=4, batch_size=2, analyzers=["symmetry"])
     assert report.settings.sequences == 2
     assert "tokens of batch 1: ValueError: odd" in report.coverage.sentence
 
@@ -891,7 +890,7 @@ def test_what_the_work_lacks_is_said_before_the_model_is_read(demo, monkeypatch,
             for more, kind, said in (
                 ({"work": tmp_path / "file"}, OutputError, "Finished units cannot be kept in"),
                 ({"engine": "ray", "address": "127.0.0.1:9"}, UsageError, "No Ray cluster answers at 127.0.0.1:9"),
-                ({"jobs": 2, "address": "127.0.0.1:9"}, UsageError, "--address names a Ray cluster"),
+                ({"jobs": 2, "address": "127.0.0.1:9"}, UsageError, "address names a Ray cluster"),
                 ({"jobs": 2, "work": "memory://units"}, UsageError, "memory"),
             ):
                 refused(kind, lambda c=call, m=model, o=options | more: c(*m, **o), said)
@@ -908,7 +907,7 @@ def test_the_program_refuses_with_two_lines_and_exit_code_2(tmp_path):
     ended(program("inspect", "demo", "--shard", "5/4"), "shard", "I/N")
     ended(program(*WORDS, "--work", tmp_path / "file"), "file", "--work")
     ended(program("swap-kernel", "demo", "--work", tmp_path / "file" / "x"), "file", "--work")
-    ended(program(*WORDS, "--engine", "ray", "--address", "127.0.0.1:9"), "No Ray cluster answers at 127.0.0.1:9")
+    ended(program(*WORDS, "--engine", "ray", RAY_ADDRESS="127.0.0.1:9"), "No Ray cluster answers at 127.0.0.1:9")
     ended(program("inspect", "demo", "--engine", "dask"), "dask")
     ended(program("inspect", "demo", "--engine", "slurm"), "slurm")
     ended(program("swap-kernel", "demo", "--fit", "--calibration", "-", "--jobs", "2", stdin="x"), "from stdin")

@@ -93,7 +93,7 @@ def runs_its_own_script_alone(page: str) -> bool:
 
 
 def save_pictures(report: Report, target: Path) -> list[Path]:
-    """Draw the report as `--png` does; the files written."""
+    """Draw the report as `--figure` does; the files written."""
     found = export.drawings(report, target)
     if not is_file(target):
         make_folder(target)

@@ -58,7 +58,7 @@ MEASURES = (
         missing=CHOICE,
         headline=True,
         ends="both",
-        use="An upper bound, which grows with --tokens. Below features.rank_by_chance, a few features may stand in: "
+        use="An upper bound, which grows with --length. Below features.rank_by_chance, a few features may stand in: "
         "swap-kernel --kernel random-features:64 measures what some cost.",
     ),
     _by_chance("rank", DRAWN, RANK, low=1, missing=CHOICE),

@@ -24,7 +24,7 @@ NO_KERNEL = "all queries or all keys are zero"
 ONE_KEY = "all queries are zero, or all keys have one direction"
 NO_ATTENTION = (
     "no query may see a key, or there are more than 2,048² pairs, of which not all singular values are computed: read "
-    "fewer --tokens"
+    "fewer --length"
 )
 
 

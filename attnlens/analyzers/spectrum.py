@@ -16,7 +16,7 @@ else:
 
 
 ZERO = "the matrix is zero"
-LONG = "more than 2,048² pairs of queries and keys, of which {}: read fewer --tokens"
+LONG = "more than 2,048² pairs of queries and keys, of which {}: read fewer --length"
 """Reason why a measure is missing for a long head; the number is that of attnlens.maths.linalg.long."""
 WHOLE = LONG.format("not all singular values are computed")
 LEADING = LONG.format("this rank is not among the leading ones that are proven, about 250")
@@ -119,7 +119,7 @@ TOKENS = (
         "rank that keeps 90 % of P's squared size",
         "least k with Σ_{l≤k}σ² ≥ 0.9·Σσ²",
         missing=f"{ZERO}, or has {LEADING}",
-        use="Small beside the window's length, attention of low rank could stand in; it grows with --tokens.",
+        use="Small beside the window's length, attention of low rank could stand in; it grows with --length.",
     ),
     attention_rank(
         "tokens.centred_effective_rank",

@@ -103,7 +103,7 @@ WEIGHTS = (
     ),
 )
 
-LONG = "more than 2,048² pairs and {}: read fewer --tokens"
+LONG = "more than 2,048² pairs and {}: read fewer --length"
 """Reason why a measure is missing for a long head; the number is that of attnlens.maths.linalg.long."""
 GAPS = LONG.format("a mask with gaps, or no solution by conjugate gradients")
 NOTHING_SEEN = "the logits depend on the query alone, which softmax ignores"

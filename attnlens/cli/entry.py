@@ -28,9 +28,28 @@ WIDEST = 1000
 REMOVED = {
     "--models": "Run the command once per model, in a loop of the shell: units that are finished are kept.",
     "--reports": "Run the command once per model, in a loop of the shell, with a --json each.",
-    "--dry-run": "The progress bar says how long a run takes; --sequences 2 makes it short.",
+    "--dry-run": "The progress bar says how long a run takes; --windows 2 makes it short.",
     "--sarif": "Use --junit or --annotations.",
     "--allow-other-model": "Leave it out: a baseline is compared by content.",
+    "verify": "Use: attnlens reproduce claims",
+    "study": "Use: attnlens reproduce TABLE",
+    "--all-heads": "Use --table.",
+    "--png": "Use --figure.",
+    "--tokens": "Use --length.",
+    "--sequences": "Use --windows. Where windows lie is set by --placement.",
+    "--pairs": "Use --text with a file that ends in .tsv.",
+    "--device-map": "Use --device spread.",
+    "--from-files": "Use --device files.",
+    "--revision": "Write it behind the model's name: org/name@revision.",
+    "--address": "Set RAY_ADDRESS.",
+    **{
+        f"--{name}": "Use it in Python: it is a keyword of the function."
+        for name in (
+            *("max-cpu-memory", "intervals", "select", "no-resume", "no-predictors"),
+            *("no-controls", "prompts", "path", "allow-signed", "lr", "loss", "parameterisation", "n", "t", "d", "m"),
+            *("head-function", "attention", "start", "image", "audio"),
+        )
+    },
     "merge": "Run the command of the shards again without --shard: it uses their units and writes the report.",
 }
 """Options and commands of earlier versions, with their replacements."""
@@ -73,6 +92,8 @@ def exit_code(words: Sequence[str] | None = None) -> int:
         problem = UNSET_VARIABLE.sub(lambda found: found[0] * (found[1] in os.environ), error.format_message())
         unknown = re.match(r"No such (?:option|command):? '?([\w-]+)", problem)
         removed = REMOVED.get(unknown[1]) if unknown else None
+        if "'--windows'" in problem and "integer" in problem:
+            removed = "Give the number of windows; --placement says where they lie."
         complain(problem, removed or f"Run: {command} --help")
         return UNUSABLE
     except typer.Exit as stop:

@@ -35,6 +35,7 @@ from attnlens.wording import clean, counted, listed
 if TYPE_CHECKING:
     from attnlens.records import Report
     from attnlens.report.sections.section import Document
+    from attnlens.requests.run_options import SeriesRequest
 
 
 REMEDY = "Trust none of its numbers there; `attnlens doctor {} --json FILE` keeps every site's errors for a bug report."
@@ -57,12 +58,13 @@ def checked_model(name: str) -> str:
     return name
 
 
-def check_reading(settings: Mapping[str, Any]) -> None:
+def check_reading(request: SeriesRequest) -> None:
     """Raise UsageError for options that the requested source does not support."""
     from attnlens.requests import reading  # late, because it loads the records
 
-    reading.chosen(reading.settings(settings), settings["analyzers"], settings["select"], settings["show"])
-    reading.refuse_unread(settings, settings["source"])
+    show = getattr(request, "show", None)
+    reading.chosen(reading.settings(request), request.analyzers, request.select, show)
+    reading.refuse_unread(request, request.source)
 
 
 @contextmanager
@@ -97,12 +99,12 @@ def run_and_deliver(outputs: Outputs, work: Callable[[Any, Any], tuple[Report, C
     return report
 
 
-def begin_workers(settings: Mapping[str, Any]) -> None:
+def begin_workers(engine: str, jobs: int) -> None:
     """Start the server process that --jobs are forked from; it imports the library in parallel with this process."""
-    if settings.get("engine") == "local":
+    if engine == "local":
         from attnlens.runs.work import start_server
 
-        start_server(settings["jobs"], "attnlens.cli.analyses")
+        start_server(jobs, "attnlens.cli.analyses")
 
 
 def end_strictly(report: Report) -> None:
@@ -135,12 +137,12 @@ def failure(report: Report) -> IdentityError:
 
 READER_LEFT = 141
 """Exit code if the reader of stdout closes it early, as `head` does: that of a program ended by SIGPIPE."""
-DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("png", "html")
+DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("figure", "html")
 """Options that name a file to write."""
 STDIN = STDOUT = "-"
 HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")
 """Pattern of a hub model's name; a name that ends like a file, or is a local folder, is not one."""
-TEXTS = ("text", "calibration", "prompts")
+TEXTS = ("text", "calibration")
 """Options that accept rows of a dataset instead of a file."""
 SAY_TEXT = "Give a plain text file in UTF-8."
 
@@ -162,8 +164,8 @@ class Inputs:
         UsageError for a plan that can't be read.
         """
         inputs = cls()
-        lone = {name: [given[name]] for name in ("prompts", "pairs", "labelled") if given.get(name) is not None}
-        several = {name: given.get(name) or () for name in ("text", "calibration", "series", "image", "audio")}
+        lone = {name: [given[name]] for name in ("pairs", "labelled") if given.get(name) is not None}
+        several = {name: given.get(name) or () for name in ("text", "calibration", "series")}
         for option, named in (lone | several).items():
             for path in map(Path, named):
                 dataset = dataset_rows(str(path)) if option in TEXTS else None
@@ -207,8 +209,7 @@ class Inputs:
             return
         from attnlens.models.loading.locate import find
 
-        revision = given.get("revision") if len(given.get("models") or ()) < 2 else None
-        place = find(name, revision, offline=given["offline"], allow_pickle=given["allow_pickle"])
+        place = find(name, None, offline=given["offline"], allow_pickle=given["allow_pickle"])
         what = f"a file of the model {name}"
         if place.form == "gguf" and not os.path.isdir(path):  # noqa: PTH112
             self._add(place.folder / place.file, what)
@@ -263,13 +264,13 @@ class Outputs:
     json: str | None = None
     csv: str | None = None
     windows_csv: str | None = None
-    png: str | None = None
+    figure: str | None = None
     html: str | None = None
     markdown: str | None = None
     plan: str | None = None
     junit: str | None = None
     save: str | None = None
-    all_heads: bool = False
+    table: bool = False
     quiet: bool = False
     verbose: bool = False
     no_progress: bool = False
@@ -295,25 +296,25 @@ class Outputs:
         names = {os.path.realpath(os.devnull): ""}
         for option, path in self.files(*DATA, *PICTURES, "save").items():
             if option != "save":  # the run checks this one
-                check_writable(path, may_be_folder=option == "png")
+                check_writable(path, may_be_folder=option == "figure")
             other = names.setdefault(os.path.realpath(path), option)
             if other not in ("", option):
                 raise UsageError(
                     f"{option_name(other)} and {option_name(option)} name the same file, {path}.",
                     "Give each its own file.",
                 )
-            replaced = path.glob("*.png") if option == "png" and path.is_dir() else [path]
+            replaced = path.glob("*.png") if option == "figure" and path.is_dir() else [path]
             for file in replaced:
                 if what := inputs.description(file):
                     raise UsageError(f"{option_name(option)} would replace {file}, {what}.", "Write it somewhere else.")
-        if self.png is not None or self.html is not None:
+        if self.figure is not None or self.html is not None:
             import logging  # late: few commands draw
 
             logging.getLogger("matplotlib").setLevel(logging.ERROR)  # matplotlib logs the location of its cache
-        if self.png is not None:
+        if self.figure is not None:
             from attnlens.report.render.html import is_file
 
-            if not is_file(target := Path(self.png)) and target.exists() and not target.is_dir():
+            if not is_file(target := Path(self.figure)) and target.exists() and not target.is_dir():
                 raise OutputError(
                     f"{target} is there, and neither a folder nor a picture.",
                     "End it in .png, .svg or .pdf, or name a folder.",
@@ -330,7 +331,7 @@ def _check_name(option: str, name: str | None) -> None:
     typed = option_name(option)
     if name is None or (option, name) == ("json", STDOUT):
         return
-    if not name.strip() or "\0" in name or (option != "png" and name.endswith(("/", os.sep))):
+    if not name.strip() or "\0" in name or (option != "figure" and name.endswith(("/", os.sep))):
         raise UsageError(f"{typed} names no file.", f"Give a path after {typed}, or leave it out.")
     if name.startswith("--"):
         raise UsageError(f"{typed} is followed by {name}, an option.", f"Give a path after {typed}.")
@@ -355,9 +356,9 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False, save
     try:
         write_data(outputs, report, export.WRITERS, failures, written)
         with failures.kept():
-            show(outputs, report, partial(documents.summary, all_heads=outputs.all_heads, verbose=outputs.verbose))
-        if outputs.png is not None:
-            made = _draw(report, target := Path(outputs.png), failures)
+            show(outputs, report, partial(documents.summary, all_heads=outputs.table, verbose=outputs.verbose))
+        if outputs.figure is not None:
+            made = _draw(report, target := Path(outputs.figure), failures)
             written += [f"{len(made)} pictures to {target}"] if len(made) > 1 else map(str, made)
             if target.is_dir() and (count := len({*target.glob("*.png")} - {*made})):
                 older = f"{target} holds {count} older picture{'s' * (count != 1)} that this run did not write."

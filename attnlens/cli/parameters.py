@@ -6,25 +6,31 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo
 
 from attnlens import requests
-from attnlens.arguments import checked_name, listed_numbers
+from attnlens.arguments import checked_name
 from attnlens.choices import SHOWN as SELECTION
 from attnlens.errors import TextError, UsageError
 from attnlens.files import read_bytes
-from attnlens.requests import OUTPUT
+from attnlens.requests import OUTPUT, Request, details
 from attnlens.requests.fields import CallOnly
 
+R = TypeVar("R", bound=Request)
 FILES = {"attnlens.toml": (), "pyproject.toml": ("tool", "attnlens")}
 """Files that can set options, the first one with any wins, and the path of their table."""
 RULES = "check"
 """Table in these files with the rules of `check` instead of options."""
+PAIRS = ".tsv"
+"""Ending of a --text with pairs of texts, one pair per line."""
+PLACES: dict[str, dict[str, Any]] = {"spread": {"device_map": "auto"}, "files": {"from_files": True}}
+"""Values of --device that place the weights elsewhere than on one device, and the options that they set."""
 NEGATED = {"no_pack": "pack"}
 """Negative spellings of switches that have two; typer gives an environment variable only to the positive one."""
 LARGEST, REMEDY = 2**20, "Make it a file that can be read, or run in another folder."
@@ -136,43 +142,49 @@ def output(name: str, help: str, metavar: str = "FILE") -> Any:  # noqa: A002  #
     return option(name, panel=OUTPUT, help=help, metavar=metavar, call_only="written")
 
 
-def parameters(kind: type, *, without: Collection[str] = (), **defaults: Any) -> Parameters:
-    """Return the options of a request, its own ones before those shared with others; `defaults` replaces defaults."""
-    options = {name: found for name, found in requests.options(kind).items() if name not in without}
-    bases = [requests.options(base) for base in (requests.Loading, requests.Feeding, requests.ModelRequest)]
-    own_first = sorted(options.items(), key=lambda pair: sum(pair[0] in base for base in bases))
+def parameters(kind: type[Request], *, without: Collection[str] = ()) -> Parameters:
+    """Return the options of a request for typer, its own ones before those shared with other requests."""
+    fields = {
+        name: field
+        for name, field in kind.model_fields.items()
+        if name not in without and not details(field)["python_only"]
+    }
+    shared = [base.model_fields for base in (requests.Loading, requests.Feeding, requests.ModelRequest)]
+    own_first = sorted(fields, key=lambda name: sum(name in base for base in shared))
     return {
-        parameter_of(name, found): (
-            _annotation(name, found),
-            defaults.get(name, None if found.default == () else found.default),
-        )
-        for name, found in own_first
+        parameter_of(name, fields[name]): (_annotation(name, fields[name]), _typer_default(fields[name]))
+        for name in own_first
     }
 
 
-def parameter_of(name: str, found: requests.Option) -> str:
+def parameter_of(name: str, field: FieldInfo) -> str:
     """Return the parameter name of an option from its flag: analyzer for --analyzer, although it sets analyzers."""
-    return found.flag.split("/")[0].removeprefix("--").replace("-", "_") or name
+    return details(field)["flag"].split("/")[0].removeprefix("--").replace("-", "_") or name
 
 
-def _annotation(name: str, found: requests.Option) -> Any:
+def _annotation(name: str, field: FieldInfo) -> Any:
     """Return the typer annotation of an option: its flag, the type of its value, and its help."""
-    flag = found.flag or "--" + name.replace("_", "-")
-    more = {"min": found.least, "max": found.most, "metavar": found.metavar}
+    about = details(field)
+    flag = about["flag"] or "--" + name.replace("_", "-")
+    more = {"min": about["least"], "max": about["most"], "metavar": about["metavar"], "show_default": about["shown"]}
     settings = {key: value for key, value in more.items() if value is not None}
-    if found.shown is not None:
-        settings["show_default"] = found.shown
-    plain = found.typed or _typer_type(found.type)
-    return Annotated[plain, option(flag, panel=found.panel, help=found.help, call_only=found.call_only, **settings)]
+    kind = about["typed"] or _typer_type(field)
+    declared = option(flag, panel=about["panel"], help=field.description, call_only=about["call_only"], **settings)
+    return Annotated[kind, declared]
 
 
-def _typer_type(plain: Any) -> Any:
+def _typer_type(field: FieldInfo) -> Any:
     """Return the type that typer parses a value as: a bool, a number, several words, or one."""
-    parts = requests.alternatives(plain)
+    parts = requests.alternatives(field.annotation)
     kind = next((kind for kind in (bool, int, float) if kind in parts), str)
-    if plain is requests.Words:
+    if tuple[str, ...] in parts:
         return list[str] | None
-    return kind if type(None) not in parts else kind | None
+    return kind | None if _typer_default(field) is None else kind
+
+
+def _typer_default(field: FieldInfo) -> Any:
+    """Return the default of an option for typer; None for an empty list and for what is no plain value."""
+    return field.default if isinstance(field.default, str | int | float) else None
 
 
 Model = Annotated[
@@ -188,7 +200,7 @@ Listed = Annotated[
         help="`kernels`, `analyzers`, `measures`, `architectures` or `schema`.", show_default="the first three"
     ),
 ]
-_printed = typer.Option("--markdown", help="Print markdown; the schema stays as it is.")
+_printed = typer.Option("--markdown", help="Print Markdown (the schema stays JSON).")
 _printed.call_only = "written"  # like the option of that name that writes a file
 ListedMarkdown = Annotated[bool, _printed]
 Head = Annotated[
@@ -196,37 +208,37 @@ Head = Annotated[
 ]
 WindowsCsv = Annotated[
     str | None,
+    output("--windows-csv", "Write the values of every window as CSV, one row per window and head (or kernel)."),
+]
+Figure = Annotated[
+    str | None,
     output(
-        "--windows-csv", "Write what every window read, one row a window and head (swap-kernel: and kernel), as CSV."
+        "--figure", "Write the overview to a `.png`, `.svg` or `.pdf` file, or every picture to a folder.", "FILE|DIR"
     ),
 ]
-Png = Annotated[
-    str | None,
-    output("--png", "Write the overview (a `.png`, `.svg` or `.pdf` file) or every picture (a folder).", "FILE|DIR"),
-]
-Markdown = Annotated[str | None, output("--markdown", "Write the summary as markdown.")]
-AllHeads = Annotated[bool, option("--all-heads", panel=OUTPUT, help="Show every head, not a summary by layer.")]
-Strict = Annotated[bool, option("--strict", help="Exit with 3 where a part could not be analysed.")]
-Verbose = Annotated[bool, option("-v", "--verbose", panel=OUTPUT, help="Show conventions and timings too.")]
-Debug = Annotated[bool, option("--debug", panel=OUTPUT, help="Show a traceback with an error.")]
+Markdown = Annotated[str | None, output("--markdown", "Write the summary as Markdown.")]
+Table = Annotated[bool, option("--table", panel=OUTPUT, help="Show every head instead of a summary by layer.")]
+Strict = Annotated[bool, option("--strict", help="Exit with code 3 if a part could not be analysed.")]
+Verbose = Annotated[bool, option("-v", "--verbose", panel=OUTPUT, help="Also show conventions and timings.")]
+Debug = Annotated[bool, option("--debug", panel=OUTPUT, help="Show the traceback of an error.")]
 
 
 TOLD: dict[str, tuple[Any, Any]] = {
-    "json": (Annotated[str | None, output("--json", "Write the report as JSON (`-`: to stdout).")], None),
-    "quiet": (Annotated[bool, option("-q", "--quiet", panel=OUTPUT, help="Show no table and no progress.")], False),
-    "no_progress": (Annotated[bool, option("--no-progress", panel=OUTPUT, help="Show no progress.")], False),
+    "json": (Annotated[str | None, output("--json", "Write the report as JSON (`-`: stdout).")], None),
+    "quiet": (Annotated[bool, option("-q", "--quiet", panel=OUTPUT, help="Print no tables and no progress.")], False),
+    "no_progress": (Annotated[bool, option("--no-progress", panel=OUTPUT, help="Print no progress.")], False),
     "debug": (Debug, False),
 }
 """Options of every command with a report."""
 SHOWN = {
     "json": TOLD["json"],
-    "csv": (Annotated[str | None, output("--csv", "Write one row a head as CSV.")], None),
-    "png": (Png, None),
-    "html": (Annotated[str | None, output("--html", "Write a self-contained page.")], None),
+    "csv": (Annotated[str | None, output("--csv", "Write one row per head as CSV.")], None),
+    "figure": (Figure, None),
+    "html": (Annotated[str | None, output("--html", "Write a self-contained HTML page.")], None),
     "markdown": (Markdown, None),
     "quiet": TOLD["quiet"],
     "verbose": (
-        Annotated[bool, option("-v", "--verbose", panel=OUTPUT, help="Show conventions and timings too.")],
+        Annotated[bool, option("-v", "--verbose", panel=OUTPUT, help="Also show conventions and timings.")],
         False,
     ),
     **TOLD,
@@ -260,36 +272,40 @@ def also(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None
     return extended
 
 
-def keywords(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Select and check those of a command's parameters that a run of this kind takes, under the run's own names.
+def build(kind: type[R], values: Mapping[str, Any], **more: Any) -> R:
+    """Build a request from a command's parameters and `more` options; options at their defaults are not set.
 
     Raise UsageError for an invalid value, TextError for a text from stdin without a stdin.
     """
-    values = {}
-    for name, declared in requests.options(kind).items():
-        parameter = parameter_of(name, declared)
-        if parameter in given:
-            values[name] = requests.value_of(declared, name, _python_value(name, declared, given[parameter]))
-    return values
+    options = dict(more)
+    for name, field in kind.model_fields.items():
+        value = values.get(parameter_of(name, field))
+        if details(field)["typed"] == list[Path] | None:
+            value = _file_names(name, value or ())
+        if name not in options and value not in (None, [], field.default):
+            options[name] = value
+    if any(file.endswith(PAIRS) for file in options.get("text", ())):
+        if len(options["text"]) > 1:
+            raise UsageError("A file of pairs is read alone.", f"Give one --text that ends in {PAIRS}.")
+        (options["pairs"],) = options.pop("text")
+    if (place := options.get("device")) in PLACES:
+        del options["device"]
+        options |= PLACES[place]
+    return kind(**options)
 
 
-def _python_value(name: str, asked: requests.Option, word: Any) -> Any:
-    """Convert a parameter to the value that a Python caller would pass."""
-    if asked.check is requests.numbers:
-        return None if word is None else sorted(listed_numbers(f"--{name}", word))
-    if asked.typed == list[Path] | None:
-        names = [str(path) for path in word or ()]
-        if "." in names:
-            remedy = "Give the path of a text file, or - for stdin."
-            raise UsageError(f"--{name} names no file: it is empty, or a folder.", remedy)
-        if "-" in names and sys.stdin is None:
-            raise TextError(f"stdin is closed, so that --{name} - has nothing to read.", "Pipe a text, or name a file.")
-        return names
-    return asked.default if word is None else word
+def _file_names(name: str, paths: Sequence[Path]) -> list[str]:
+    """Return the names of files as they were typed, `-` for stdin."""
+    names = [str(path) for path in paths]
+    if "." in names:
+        raise UsageError(f"--{name} does not name a file: it is empty, or a folder.", "Give the path of a file.")
+    if "-" in names and sys.stdin is None:
+        raise TextError(f"stdin is closed, so that --{name} - has nothing to read.", "Pipe a text, or name a file.")
+    return names
 
 
-def chosen(given: Mapping[str, Any]) -> dict[str, Any]:
+def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the layer and the head of --head as layers and heads; empty without --head."""
-    if given["head"] is None and given["show"] == SELECTION:
-        raise UsageError(f"--show {given['show']} shows one head, and none is named.", "Name it, as in --head 3.7.")
-    return requests.one_head(given["head"], given["layers"], given["heads"])
+    if values["head"] is None and values["show"] == SELECTION:
+        raise UsageError("--show selection shows one head.", "Name it, as in --head 3.7.")
+    return requests.one_head(values["head"], values["layers"], values["heads"])

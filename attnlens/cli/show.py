@@ -107,7 +107,7 @@ def told(error: BaseException) -> int:
         say("Interrupted.")
         return INTERRUPTED
     if is_memory(error):
-        complain("Not enough memory.", "Use a smaller --batch-size, fewer --tokens or --layers, or a smaller model.")
+        complain("Not enough memory.", "Use a smaller --batch-size, fewer --length or --layers, or a smaller model.")
         return UNUSABLE
     name = type(error).__name__
     if name == "PanicException":

@@ -144,7 +144,7 @@ def _refuse_signed(kernel: Kernel, allowed: bool) -> None:
     if odd and not allowed:
         raise UsageError(
             f"{kernel.info.name} with an odd {odd[0]} is negative somewhere, so that its rows are no probabilities.",
-            f"Choose an even {odd[0]}, or add --allow-signed.",
+            f"Choose an even {odd[0]}, or pass allow_signed=True in Python.",
         )
 
 

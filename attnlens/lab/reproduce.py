@@ -10,14 +10,14 @@ from fnmatch import fnmatchcase
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Unpack, get_args
+from typing import Any, get_args
 
 import torch
 
 from attnlens import requests
 from attnlens.analyzers.selection.gatherer import Selector
 from attnlens.arguments import checked_name, public, switch
-from attnlens.choices import SHOWN, STUDIES, WHERE_POSED
+from attnlens.choices import CLAIMS, SHOWN, STUDIES, WHERE_POSED
 from attnlens.errors import UsageError
 from attnlens.files import check_folder
 from attnlens.lab.experiments import EXPERIMENTS, golden, one_thread, run_experiments
@@ -44,9 +44,15 @@ from attnlens.models import loading, texts
 from attnlens.records import Coverage, Experiment, ModelInfo, Report, Settings, Skipped
 from attnlens.records.studies import StudyTable
 from attnlens.registry import Gatherer, Gathering, GatheringPlace, analyzers
-from attnlens.requests import reading
-from attnlens.requests.experiments import ALL, DescentRequest, SizesRequest, StudyRequest, checked_synthetic, table
-from attnlens.requests.fields import checked
+from attnlens.requests import Feeding, InspectRequest, reading, takes
+from attnlens.requests.experiments import (
+    ALL,
+    DescentRequest,
+    SizesRequest,
+    StudyRequest,
+    SyntheticRequest,
+    checked_table,
+)
 from attnlens.runs import feeding
 from attnlens.runs.inspect.assembly import compute
 from attnlens.runs.inspect.inspection import PreparedRun, survey
@@ -58,78 +64,95 @@ from attnlens.wording import listed
 
 
 @public
-def study(name: str = ALL, *, progress: Progress = silent, **more: Unpack[StudyRequest]) -> Report:
-    """Train the cells of a table (kernels, positions, order, values, dimension, primal; all) from several seeds.
+@takes(StudyRequest)
+def reproduce(
+    table: str = CLAIMS, *, quick: bool = False, progress: Progress = silent, request: StudyRequest
+) -> Report:
+    """Rerun the papers' small experiments (`claims`), or train the models of one of their tables, or of `all`, again.
 
-    All cells have the same sizes, steps and data. The learning rate of a cell is the one with the smallest validation
-    loss in a shorter run. The test set is read once, at the end of each run. Cells are compared over the same seeds
-    (moderated paired t, Holm over a task's pairs), and their order with the published one (Kendall's τ). Finished
-    runs are stored in the folder `work`; the same call resumes from it, for example after an interruption.
+    `claims` compares each experiment with its published value; `passed` of an experiment is the verdict. `quick` runs
+    fewer trials with correspondingly wider tolerances and trains no model; of the options, `claims` uses the seed.
+
+    All cells of a table have the same sizes, steps and data. The learning rate of a cell is the one with the smallest
+    validation loss in a shorter run. The test set is read once, at the end of each run. Cells are compared over the
+    same seeds (moderated paired t, Holm over a task's pairs), and their order with the published one (Kendall's τ).
+    Finished runs are stored in the folder `work`; the same call resumes from it.
 
     `text` files train language models (default: the King James text), `pairs` translators (default: a built-in task);
     `series` and `labelled` are classified. At scale `paper`, WikiText-103 and IWSLT'14 replace missing files.
     Raises UsageError for invalid options and for a table without data for any of its tasks, TextError for data that
-    cannot be used or fetched, OutputError if `work` cannot be written.
+    cannot be used or fetched, OutputError if `work` cannot be written, Interrupted with the finished experiments.
     """
-    params = checked(StudyRequest, more)
-    names = STUDIES if table(name) == ALL else (name,)
-    jobs = params["jobs"] or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
-    if params["engine"] == "local" and "-" in map(str, params["text"]):
+    switch("quick", quick)
+    if checked_table(table) != CLAIMS and quick:
+        raise UsageError("quick shortens the experiments of claims only.", "Leave it out, or use scale='tiny'.")
+    if table != CLAIMS:
+        return train_table(table, request, progress)
+    if unused := request.explicit().keys() - {"seed"}:
+        raise UsageError(f"claims would ignore {', '.join(sorted(unused))}.", "Leave it out, or name a table.")
+    return rerun_claims(request.seed, quick=quick, progress=progress)
+
+
+def train_table(name: str, request: StudyRequest, progress: Progress = silent) -> Report:
+    """Train the cells of a table, or of all tables, from several seeds, and compare them."""
+    names = STUDIES if name == ALL else (name,)
+    jobs = request.jobs or (1 if torch.cuda.is_available() else os.cpu_count() or 1)
+    if request.engine == "local" and "-" in request.text:
         jobs = 1  # only this process can read stdin
-    work = WorkPlan(params["work"], jobs=jobs, engine=params["engine"], address=params["address"])
-    work.check(params["text"])
-    defaults = {form: scale_of(params["scale"], form) for form in get_args(TaskForm)}
-    scales = {form: replace(scale, seeds=params["seeds"] or scale.seeds) for form, scale in defaults.items()}
-    if params["save"] is not None:
-        check_folder(Path(params["save"]))
-    chosen = _select_cells(names, params)
+    work = WorkPlan(request.work, jobs=jobs, engine=request.engine, address=request.address)
+    work.check(request.text)
+    defaults = {form: scale_of(request.scale, form) for form in get_args(TaskForm)}
+    scales = {form: replace(scale, seeds=request.seeds or scale.seeds) for form, scale in defaults.items()}
+    if request.save is not None:
+        check_folder(Path(request.save))
+    chosen = _select_cells(names, request)
     start = time.perf_counter()
-    make = partial(tasks_of, params, {cell.task for cells in chosen.values() for cell in cells}, scales)
+    make = partial(tasks_of, request, {cell.task for cells in chosen.values() for cell in cells}, scales)
     tasks = make()
     task_names = [task.name for task in tasks]  # cells are matched to tasks by name
     if twice := [name for name in task_names if task_names.count(name) > 1]:
         raise UsageError(f"Two tasks are called {twice[0]}.", "Give one of the files another name.")
     tables: list[StudyTable] = []
     plan = StudyPlan(
-        scales, params["seed"], work, Store(work.root / "study", {"command": "study"}), kept=params["save"] is not None
+        scales, request.seed, work, Store(work.root / "study", {"command": "study"}), kept=request.save is not None
     )
     for table_name, cells in chosen.items():
         pairs = [(cell, task) for task in tasks for cell in cells if cell.task == task.form]
         trained = trained_cells(pairs, make, plan, progress)
-        if plan.kept:
-            save_cells(Path(params["save"]) / table_name, trained, plan.store)
+        if request.save is not None:
+            save_cells(Path(request.save) / table_name, trained, plan.store)
         present = [task for task in tasks if any(one is task for _, one in pairs)]
-        missing = sorted({cell.task for cell in TABLES[table_name].cells} - _available_forms(params))
-        tables.append(table_of(TABLES[table_name], params["scale"], scales, present, trained, params["seed"], missing))
+        missing = sorted({cell.task for cell in TABLES[table_name].cells} - _available_forms(request))
+        tables.append(table_of(TABLES[table_name], request.scale, scales, present, trained, request.seed, missing))
     largest = max(cell.parameters for one in tables for cell in one.cells)
     return report_of(
-        "study",
+        "reproduce",
         model=ModelInfo(
-            id=f"models trained here, {params['scale']}", architecture="KernelTransformer", parameters=largest
+            id=f"models trained here, {request.scale}", architecture="KernelTransformer", parameters=largest
         ),
-        settings=Settings(seed=params["seed"], dtype="float32"),
+        settings=Settings(seed=request.seed, dtype="float32"),
         coverage=Coverage(sites=0, heads=0, analysed=0),
         studies=tables,
         timings={"study": time.perf_counter() - start},
     )
 
 
-def _select_cells(names: Sequence[str], params: dict[str, Any]) -> dict[str, list[PaperCell]]:
+def _select_cells(names: Sequence[str], request: StudyRequest) -> dict[str, list[PaperCell]]:
     """Return the cells of each table that have data and match `cells`. Raises UsageError for unmatched patterns."""
-    forms = _available_forms(params)
+    forms = _available_forms(request)
     available = {name: [cell for cell in TABLES[name].cells if cell.task in forms] for name in names}
     rows = dict.fromkeys(f"{cell.task}/{cell.name}" for cells in available.values() for cell in cells)
-    for pattern in params["cells"]:
+    for pattern in request.cells:
         if not any(_matches(row, [pattern]) for row in rows):
             hint = "" if "classification" in forms else " Those of classification need --series or --labelled."
             raise UsageError(f"No cell is called {pattern}.", f"There are: {listed(rows, 8, '; ')}.{hint}")
     selected = {
-        name: [cell for cell in cells if _matches(f"{cell.task}/{cell.name}", params["cells"])]
+        name: [cell for cell in cells if _matches(f"{cell.task}/{cell.name}", request.cells)]
         for name, cells in available.items()
     }
     trained = {cell.task for cells in selected.values() for cell in cells}
     for option, form in DATA.items():
-        if params[option] and form not in trained:
+        if getattr(request, option) and form not in trained:
             raise UsageError(f"No cell is trained on --{option}.", "Leave it out, or ask for other cells.")
     return {name: cells for name, cells in selected.items() if cells}
 
@@ -143,10 +166,10 @@ DATA: dict[str, TaskForm] = {
 """Option → form of the task its files are for."""
 
 
-def _available_forms(params: dict[str, Any]) -> set[TaskForm]:
+def _available_forms(request: StudyRequest) -> set[TaskForm]:
     """Return the forms of task that have data: from the user's files or built in."""
     built_in: set[TaskForm] = {"language", "translation"}
-    return built_in | {form for option, form in DATA.items() if params[option]}
+    return built_in | {form for option, form in DATA.items() if getattr(request, option)}
 
 
 def _matches(row: str, patterns: Sequence[str]) -> bool:
@@ -155,7 +178,7 @@ def _matches(row: str, patterns: Sequence[str]) -> bool:
     return not patterns or any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def tasks_of(asked: dict[str, Any], forms: set[TaskForm], scales: Mapping[TaskForm, Scale]) -> list[StudyTask]:
+def tasks_of(request: StudyRequest, forms: set[TaskForm], scales: Mapping[TaskForm, Scale]) -> list[StudyTask]:
     """Load the tasks of the needed forms; the user's files are read first, so that bad files are refused early.
 
     Missing files are replaced by the papers' data at scale `paper`, else by the built-in data.
@@ -164,21 +187,21 @@ def tasks_of(asked: dict[str, Any], forms: set[TaskForm], scales: Mapping[TaskFo
         form: {"length": one.length, "vocabulary": one.vocabulary, "evaluated": one.evaluated}
         for form, one in scales.items()
     }
-    papers = asked["scale"] == "paper"
+    papers = request.scale == "paper"
     tasks: list[StudyTask] = []
-    if "classification" in forms and asked["series"] is not None:
-        tasks.append(series(*asked["series"]))
-    if "classification" in forms and asked["labelled"] is not None:
+    if "classification" in forms and request.series is not None:
+        tasks.append(series(*request.series))
+    if "classification" in forms and request.labelled is not None:
         scale = scales["classification"]
-        tasks.append(labelled(asked["labelled"], length=scale.length, vocabulary=scale.vocabulary))
-    if "translation" in forms and asked["pairs"] is not None:
-        tasks.append(translation(asked["pairs"], **sizes["translation"]))
+        tasks.append(labelled(request.labelled, length=scale.length, vocabulary=scale.vocabulary))
+    if "translation" in forms and request.pairs is not None:
+        tasks.append(translation(request.pairs, **sizes["translation"]))
     elif "translation" in forms:
         tasks.append(iwslt(**sizes["translation"]) if papers else Reversal())
-    if "language" in forms and papers and not asked["text"]:
+    if "language" in forms and papers and not request.text:
         tasks.append(wikitext(**sizes["language"]))
     elif "language" in forms:
-        read = [(one.name, one.text) for one in texts.read_each(list(asked["text"])) or ()]
+        read = [(one.name, one.text) for one in texts.read_each(list(request.text)) or ()]
         tasks.append(language(read, **sizes["language"]))
     return tasks[::-1]
 
@@ -188,23 +211,22 @@ WIDTH = 10
 
 
 @public
+@takes(SizesRequest)
 def converge_synthetic(
-    experiments: requests.Words = (), *, quick: bool = False, progress: Progress = silent, **more: Unpack[SizesRequest]
+    experiments: str | Sequence[str] = (), *, quick: bool = False, progress: Progress = silent, request: SizesRequest
 ) -> Report:
     """Run the experiments of Tarzanagh et al. 2023 on f(X, z) = h(Xᵀ softmax(XWz)); compare with published values.
 
-    `experiments` are names (default: all), `more` the other options of `SyntheticRequest`. An experiment gets no
-    verdict if an option changes its question. A different seed does not change it, nor do different trials as long
-    as there are at least as many as `verify --quick` runs. Raises UsageError for invalid values, Interrupted with
-    the finished experiments.
+    `experiments` are names (default: all). An experiment gets no verdict if an option changes its question. A different
+    seed does not change it, nor do different trials as long as there are at least as many as
+    `reproduce claims --quick` runs. Raises UsageError for invalid values, Interrupted with the finished experiments.
     """
-    params = checked_synthetic({**more, "experiments": experiments})
-    chosen = params.pop("experiments")
+    full = SyntheticRequest(experiments=requests.words("experiments", experiments), **request.explicit())
 
     def row(name: str) -> Callable[[], list[Experiment]]:
-        return lambda: run_experiments([name], quick=quick, overrides=params, progress=progress)
+        return lambda: run_experiments([name], quick=quick, overrides=full.overrides(), progress=progress)
 
-    return finished("converge", [row(name) for name in chosen], params["seed"], params.get("d") or WIDTH)
+    return finished("converge", [row(name) for name in full.chosen], full.seed, full.d or WIDTH)
 
 
 def finished(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed: int, width: int) -> Report:
@@ -239,6 +261,7 @@ def finished(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed:
 
 
 @public
+@takes(Feeding)
 def converge_head(
     model: str | PathLike[str] | loading.Loaded = "demo",
     *,
@@ -248,7 +271,7 @@ def converge_head(
     iterations: int = 2000,
     parameterisation: str = "W",
     progress: Progress = silent,
-    **more: Unpack[requests.Feeding],
+    request: Feeding,
 ) -> Report:
     """Run normalised gradient descent on the selection problem of one head; its chosen tokens score 1, all others 0.
 
@@ -258,14 +281,18 @@ def converge_head(
     Raises ModelError, TextError, and UsageError for invalid options and for a head whose problem has no solution.
     """
     checked_name("parameterisation", parameterisation, ("W", "KQ"))
-    descent_options = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
-    descent = requests.checked(DescentRequest, descent_options)
+    descent_options: dict[str, Any] = {
+        "lr": lr,
+        "loss": loss,
+        "iterations": iterations,
+        "parameterisation": parameterisation,
+    }
+    descent = DescentRequest(**descent_options).explicit()
     layer, number = location = requests.head(head)
-    fed = requests.checked(requests.Feeding, more)
-    query = requests.checked(requests.InspectRequest, {**fed, "source": "tokens", "layers": [layer], "heads": [number]})
-    load_options, asked = feeding.loading_of(more, model), reading.settings(query)
+    query = InspectRequest(**request.explicit(), source="tokens", layers=[layer], heads=[number])
+    load_options, asked = feeding.load_options(request, model), reading.settings(query)
     descent_settings = ExperimentSettings(trials=1, seed=asked.seed, **descent)
-    named = texts.read_each(reading.files(query), offline=query["offline"])
+    named = texts.read_each(reading.files(query), offline=query.offline)
     loaded = model if isinstance(model, loading.Loaded) else loading.load(model, **load_options)
     feeding.refuse_text(loaded, reading.files(query), asked.tokens)
     contents, settings = feeding.contents(named, loaded), feeding.of_model(asked, loaded)
@@ -337,21 +364,14 @@ ROWS: list[Row] = [
     lambda quick, _seed, progress: [depth_decay(quick, progress)],  # no verdict: Figure 1 shows another model
     training_row,
 ]
-"""Functions that `verify` runs, in this order; to check another claim, add a function."""
+"""Functions that `reproduce claims` runs, in this order; to check another claim, add a function."""
 
 LEFT_OUT = Skipped(site="decay by training", reason="training takes longer than quick may")
 """Entry of a quick report's coverage for the experiment it skips."""
 
 
-@public
-def verify(*, quick: bool = False, seed: int = 0, progress: Progress = silent) -> Report:
-    """Run and judge all small experiments of the papers; `passed` of each experiment is its verdict.
-
-    `quick` runs fewer trials with correspondingly wider tolerances and trains no model. Raises UsageError for an
-    invalid seed, and Interrupted with the finished experiments.
-    """
-    requests.whole("seed", seed, 0)
-    switch("quick", quick)
-    report = finished("verify", [partial(row, quick, seed, progress) for row in ROWS], seed, WIDTH)
+def rerun_claims(seed: int, *, quick: bool, progress: Progress = silent) -> Report:
+    """Run and judge all small experiments of the papers; raise Interrupted with the finished experiments."""
+    report = finished("reproduce", [partial(row, quick, seed, progress) for row in ROWS], seed, WIDTH)
     left_out = report.coverage.model_copy(update={"skipped": [LEFT_OUT] if quick else []})
     return report.model_copy(update={"coverage": left_out})

@@ -373,7 +373,7 @@ class Classifier(nn.Module):
         return cast("Tensor", self.classes((features * share).sum(1) / share.sum(1).clamp_min(1)))
 
 
-REMEDY = "Restore the config.json that attnlens study wrote."
+REMEDY = "Restore the config.json that attnlens reproduce wrote."
 
 
 class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]

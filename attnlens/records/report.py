@@ -214,9 +214,9 @@ class Report(Record):
     plan: Plan | None = None
     """The ranks that a budget allows (`swap-kernel --budget`), or that a plan gave (`--ranks`)."""
     experiments: list[Experiment] = []
-    """What experiments found (`converge`, `verify`)."""
+    """What experiments found (`converge`, `reproduce claims`)."""
     studies: list[StudyTable] = []
-    """Tables of the papers, trained again (`study`)."""
+    """Tables of the papers, trained again (`reproduce`)."""
     selections: list[Selection] = []
     """What heads select, token by token, where that was to be shown (`inspect --show selection`)."""
     attention: list[AttentionRows] = []

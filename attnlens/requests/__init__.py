@@ -4,16 +4,16 @@ Nothing heavy is imported here, so that errors are reported immediately.
 """
 
 from attnlens.requests.fields import (
-    Option,
+    Request,
     Words,
     alternatives,
-    checked,
+    details,
     folder,
     head,
+    literals,
     numbers,
     one_head,
-    options,
-    value_of,
+    takes,
     whole,
     words,
 )
@@ -21,6 +21,7 @@ from attnlens.requests.run_options import (
     OUTPUT,
     CheckpointsRequest,
     CompareRequest,
+    DoctorRequest,
     Feeding,
     InspectRequest,
     Loading,

@@ -1,225 +1,328 @@
-"""Options of runs: help, default and valid values, read from the annotations of a request."""
+"""Base class and field types of requests: one pydantic field per option with help, default, bounds and valid values."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+import textwrap
+from collections.abc import Callable, Iterable
 from operator import index
 from types import UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, cast, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic.fields import FieldInfo
+from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from attnlens import arguments, registry
-from attnlens.arguments import LARGEST, checked_name, path, several, shown, switch, word
+from attnlens.arguments import LARGEST, checked_name, listed_numbers, path, several, shown, word
 from attnlens.errors import UsageError
 from attnlens.files import local_path
 
-Words = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
-"""One name or path, or several."""
-Numbers = Iterable[int]
-"""Numbers of layers or heads."""
+R = TypeVar("R")
+CallOnly = Literal["", "dangerous", "read", "written"]
 DEVICES = re.compile(r"auto|cpu|mps|cuda(:[0-9]{1,4})?")
 
 
-def words(what: str, given: Words) -> list[str]:
+class Request(BaseModel):
+    """Options of a command. Building one raises UsageError for unknown names and invalid values."""
+
+    # schemas are built at the first use of a class, since `--help` needs none
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True, arbitrary_types_allowed=True)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _translate_errors(cls, options: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(options)
+        except ValidationError as error:
+            raise _usage_error(cls, error) from None
+
+    def changed(self, **options: Any) -> Self:
+        """Return the request with other values of these options, which are checked."""
+        return type(self)(**self.explicit() | options)
+
+    def explicit(self) -> dict[str, Any]:
+        """Return the options that were set, without those left at their defaults."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+
+
+def _usage_error(kind: type[Request], error: ValidationError) -> UsageError:
+    """Describe the first invalid option in the words of attnlens."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    name, value = str(first["loc"][0]), first["input"]
+    if name not in kind.model_fields:
+        try:
+            checked_name("option", name, kind.model_fields)
+        except UsageError as unknown:
+            return unknown
+    field = kind.model_fields[name]
+    if words := literals(field):
+        try:
+            checked_name(details(field)["noun"] or name, value, words)
+        except UsageError as unknown:
+            return unknown
+    types = alternatives(field.annotation)
+    if bool in types:
+        return UsageError(f"{name}={shown(value)} is neither True nor False.", f"Give {name}=True or {name}=False.")
+    least, most = details(field)["least"], details(field)["most"]
+    what = "a whole number" if int in types else "a number" if float in types else "a string"
+    if least is not None:
+        what += f", at least {least}" if most is None else f" from {least} to {most}"
+    return UsageError(f"{name}={shown(value)} is not {what}.", f"Give {what}.")
+
+
+def option(
+    help: str,  # noqa: A002  # the name that typer gives it
+    default: Any = None,
+    panel: str = "Options",
+    metavar: str | None = None,
+    flag: str = "",
+    *,
+    shown: str | None = None,
+    least: int | None = None,
+    most: int | None = None,
+    call_only: CallOnly = "",
+    noun: str = "",
+    typed: Any = None,
+    python_only: bool = False,
+) -> Any:
+    """Create the field of an option.
+
+    Parameters
+    ----------
+    help, default
+        Help text, and the value of an option that is not set.
+    panel, metavar
+        Panel of the help, and the placeholder of the value; without `metavar`, it is derived from the type.
+    flag
+        Flag if it differs from the name with dashes; a switch has both, as in `--pack/--no-pack`.
+    shown
+        Default as the help shows it, if it differs from `default`.
+    least, most
+        Bounds of a whole number.
+    call_only
+        Reason why no defaults file may set the option, because such a file may belong to an untrusted model: it is
+        dangerous, or names what is `read` or `written`.
+    noun
+        Noun for the allowed words in messages, if it is not the option's name.
+    python_only
+        True for a keyword of the Python function that no command offers.
+    typed
+        Type that typer parses, if it differs from the one that follows from the annotation.
+    """
+    extra: dict[str, Any] = {
+        "panel": panel,
+        "metavar": metavar,
+        "flag": flag,
+        "shown": shown,
+        "least": least,
+        "most": most,
+    }
+    extra |= {"call_only": call_only, "noun": noun, "typed": typed}
+    extra["python_only"] = python_only
+    most = LARGEST if most is None and least is not None else most
+    return Field(default, description=help, ge=least, le=most, json_schema_extra=extra)
+
+
+def details(field: FieldInfo) -> dict[str, Any]:
+    """Return what `option` recorded about a field besides its help and default."""
+    return cast("dict[str, Any]", field.json_schema_extra)
+
+
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union type without their validators; a tuple of the type itself for any other."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return tuple(part.__origin__ if get_origin(part) is Annotated else part for part in parts)
+
+
+def literals(field: FieldInfo) -> tuple[str, ...]:
+    """Return the words that an option allows; empty if it allows others too."""
+    listed = next((part for part in alternatives(field.annotation) if get_origin(part) is Literal), None)
+    return get_args(listed)
+
+
+def takes(kind: type[Request]) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Let a function take the options of a request as keywords; it receives the request as its keyword `request`.
+
+    The options are added to the function's signature, with their types and defaults, and to its docstring.
+    """
+
+    def extend(function: Callable[..., R]) -> Callable[..., R]:
+        signature = inspect.signature(function)
+        own = [parameter for parameter in signature.parameters.values() if parameter.name != "request"]
+        added = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=_accepted_type(field)
+            )
+            for name, field in kind.model_fields.items()
+        ]
+
+        @functools.wraps(function)
+        def call(*args: Any, **keywords: Any) -> R:
+            options = {name: keywords.pop(name) for name in list(keywords) if name in kind.model_fields}
+            return function(*args, request=kind(**options), **keywords)
+
+        call.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+        lines = [
+            f"    {name} : {_accepted_type(field)}, default {field.default!r}\n"
+            + textwrap.fill(field.description or "", 116, initial_indent=" " * 8, subsequent_indent=" " * 8)
+            for name, field in kind.model_fields.items()
+        ]
+        call.__doc__ = f"{function.__doc__}\n    Options\n    -------\n" + "\n".join(lines) + "\n    "
+        return call
+
+    return extend
+
+
+def _accepted_type(field: FieldInfo) -> str:
+    """Return the type of an option's values as a reader of the signature needs it."""
+    names = []
+    for part in alternatives(field.annotation):
+        if part == tuple[str, ...]:
+            names += ["str", "Sequence[str]"]
+        elif get_origin(part) is Literal:
+            names += [" | ".join(map(repr, get_args(part)))]
+        else:
+            names += ["None" if part is type(None) else str(part) if get_origin(part) else part.__name__]
+    return " | ".join(names)
+
+
+def checks(check: Callable[[str, Any], Any]) -> BeforeValidator:
+    """Create a validator from a function (name, value) → value; None passes."""
+    return BeforeValidator(
+        lambda value, info: value if value is None else check(cast("ValidationInfo", info).field_name or "", value)
+    )
+
+
+def words(what: str, value: Any) -> tuple[str, ...]:
     """Return names or paths as strings, a single one too. Raise UsageError for other types and empty names."""
-    alone = isinstance(given, str | bytes | os.PathLike) or not isinstance(given, Iterable)
-    items: list[Any] = [given] if alone else several(what, cast("Iterable[Any]", given))
+    alone = isinstance(value, str | bytes | os.PathLike) or not isinstance(value, Iterable)
+    items: list[Any] = [value] if alone else several(what, value)
     for item in items:
         if not isinstance(item, str | os.PathLike):
-            raise UsageError(f"{what}={shown(given)} holds no string: {shown(item)}.", "Give strings or paths.")
-    return [path(what, item) for item in items]
+            raise UsageError(f"{what}={shown(value)} contains {shown(item)}.", "Give strings or paths.")
+    return tuple(path(what, item) for item in items)
 
 
-def whole(what: str, given: Any, least: int, most: int = LARGEST) -> int:
-    """Return `given` if it is an integer from `least` to `most`. Raise UsageError otherwise."""
-    number = _integer(given)
+def whole(what: str, value: Any, least: int, most: int = LARGEST) -> int:
+    """Return `value` if it is an integer from `least` to `most`. Raise UsageError otherwise."""
+    number = _integer(value)
     bounds = f"at least {least}" if most == LARGEST else f"from {least} to {most}"
     if number is None or not least <= number <= most:
-        raise UsageError(f"{what}={shown(given)} makes no sense.", f"Give a whole number, {bounds}.")
+        raise UsageError(f"{what}={shown(value)} is not a whole number, {bounds}.", f"Give one, {bounds}.")
     return number
 
 
-def numbers(what: str, given: Any) -> list[int] | None:
-    """Return layer or head numbers, each once (None: all). Raise UsageError for an empty list and non-integers."""
-    if given is None:
+def numbers(what: str, value: Any) -> list[int] | None:
+    """Return layer or head numbers, each once (None: all): from a list, or from `0-3,7`.
+
+    Raise UsageError for an empty list and non-integers.
+    """
+    if value is None:
         return None
-    say = f"Give a list of whole numbers, such as {what}=[0, 1], or leave it out for all."
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise UsageError(f"{what}={shown(given)} is no list of numbers.", say)
-    items = several(what, given)
-    integers = [number for item in items if (number := _integer(item)) is not None]
-    if len(integers) < len(items) or min(integers, default=0) < 0 or max(integers, default=0) > LARGEST:
-        raise UsageError(f"{what}={shown(items)} does not hold whole numbers from 0 on alone.", say)
+    if isinstance(value, str):
+        return sorted(listed_numbers(f"--{what}", value))
+    remedy = f"Give a list of whole numbers, such as {what}=[0, 1], or leave it out for all."
+    items = several(what, value) if isinstance(value, Iterable) else [None]
+    integers = [number for item in items if (number := _integer(item)) is not None and 0 <= number <= LARGEST]
+    if len(integers) < len(items):
+        raise UsageError(f"{what}={shown(value)} is not a list of whole numbers.", remedy)
     if not integers:
-        raise UsageError(f"{what}=[] asks for nothing.", say)
+        raise UsageError(f"{what}=[] selects nothing.", remedy)
     return list(dict.fromkeys(integers))
 
 
-def head(given: Any) -> tuple[int, int]:
+def head(value: Any) -> tuple[int, int]:
     """Parse (layer, head), or `3.7`, into two integers from 0 on. Raise UsageError for anything else."""
-    parts = given.strip().split(".") if isinstance(given, str) else given
-    if isinstance(given, str) and all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts):
+    parts = value.strip().split(".") if isinstance(value, str) else value
+    if isinstance(value, str) and all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts):
         parts = [int(part) for part in parts]
     integers = [_integer(part) for part in several("head", parts)] if isinstance(parts, Iterable) else []
     if len(integers) != 2 or any(part is None or not 0 <= part <= LARGEST for part in integers):
-        raise UsageError(
-            f"head={shown(given)} is no head.", "Write LAYER.HEAD, like 3.7; in Python (3, 7) will do too."
-        )
+        raise UsageError(f"head={shown(value)} is not a head.", "Write LAYER.HEAD, as in 3.7; in Python also (3, 7).")
     layer, number = (part for part in integers if part is not None)
     return layer, number
 
 
-def one_head(given: Any, layers: object, heads: object) -> dict[str, list[int]]:
+def one_head(value: Any, layers: object, heads: object) -> dict[str, list[int]]:
     """Return the head as layers and heads, {} for None. Raise UsageError if layers or heads are given too."""
-    if given is None:
+    if value is None:
         return {}
     if layers is not None or heads is not None:
-        raise UsageError("A head is named, and layers or heads beside it.", "Give --head, or --layers and --heads.")
-    layer, number = head(given)
+        raise UsageError("--head excludes --layers and --heads.", "Give --head, or --layers and --heads.")
+    layer, number = head(value)
     return {"layers": [layer], "heads": [number]}
 
 
-def _integer(given: Any) -> int | None:
+def _integer(value: Any) -> int | None:
     """Return the integer value (numpy's integers too), or None; a bool is not an integer here."""
-    if isinstance(given, bool):
+    if isinstance(value, bool):
         return None
     try:
-        return index(given)
+        return index(value)
     except TypeError:
         return None
 
 
-def analyzers(name: str, given: Any) -> list[str]:
+def analyzers(name: str, value: Any) -> tuple[str, ...]:
     """Return the names of analyzers. Raise UsageError for an unknown one."""
-    names = words(name, given)
+    names = words(name, value)
     registry.analyzers(names)
     return names
 
 
-def folder(name: str, given: Any) -> Any:
+def folder(name: str, value: Any) -> Any:
     """Return the path of a folder as a string. Raise UsageError for anything else."""
-    checked_path = path(name, file(name, given, "folder"))
+    checked_path = path(name, file(name, value, "folder"))
     local_path(checked_path, f"--{name}")
     return checked_path
 
 
-def file(name: str, given: Any, what: str = "file") -> Any:
+def file(name: str, value: Any, what: str = "file") -> Any:
     """Return a file, given by path or as an object. Raise UsageError for an empty path."""
-    if isinstance(given, str) and (not given.strip() or "\0" in given):
-        raise UsageError(f"--{name} names no {what}.", f"Give a path after --{name}, or leave it out.")
-    return given
+    if isinstance(value, str) and (not value.strip() or "\0" in value):
+        raise UsageError(f"--{name} does not name a {what}.", f"Give a path after --{name}, or leave it out.")
+    return value
 
 
-def rule(_name: str, given: Any) -> Any:
-    """Return a selection rule, argmax or top-p:0.9. Raise UsageError for anything else."""
-    arguments.selection_share(given)
-    return given
+def _selection_rule(_name: str, value: Any) -> Any:
+    arguments.selection_share(value)
+    return value
 
 
-def device(name: str, given: Any) -> Any:
-    """Return the name of a device, whether or not it exists here. Raise UsageError for anything else."""
-    if not DEVICES.fullmatch(word(name, given)):
-        raise UsageError(f"There is no kind of device {shown(given)}.", "There are: auto, cpu, cuda, cuda:1, mps.")
-    return given
+def _device(name: str, value: Any) -> Any:
+    if not DEVICES.fullmatch(word(name, value)):
+        raise UsageError(f"There is no device {shown(value)}.", "There are: auto, cpu, cuda, cuda:1, mps.")
+    return value
 
 
-def budget(_name: str, given: Any) -> Any:
-    """Return a budget such as loss:1% or ppl:2%. Raise UsageError for anything else."""
-    arguments.budget(given)
-    return given
+def _budget(_name: str, value: Any) -> Any:
+    arguments.budget(value)
+    return value
 
 
-def rate(name: str, given: Any) -> float:
-    """Return a share between 0 and 1 as a float. Raise UsageError for anything else."""
-    if isinstance(given, int | float) and not isinstance(given, bool) and 0 < given < 1:
-        return float(given)
-    raise UsageError(f"{name}={shown(given)} is no share between 0 and 1.", "Give one, as in --fdr 0.05.")
+def _share(name: str, value: Any) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1:
+        return float(value)
+    raise UsageError(f"{name}={shown(value)} is not between 0 and 1.", f"Give a share, as in --{name} 0.05.")
 
 
-CallOnly = Literal["", "dangerous", "read", "written"]
-
-
-def unchecked(_name: str, given: Any) -> Any:
-    """Return any value unchanged."""
-    return given
-
-
-@dataclass(frozen=True)
-class Option:
-    """Help, default and valid values of one option."""
-
-    help: str
-    default: Any = None
-    panel: str = "Options"
-    metavar: str | None = None
-    """Placeholder of its value in the help; None: from its type."""
-    flag: str = ""
-    """Flag, if it is not the name with dashes."""
-    shown: str | None = None
-    """Default as shown in the help, if it differs from the default itself."""
-    least: int | None = None
-    most: int | None = None
-    """Bounds of an integer."""
-    call_only: CallOnly = ""
-    """Reason why no defaults file may set it, because such a file may belong to an untrusted model: it is dangerous,
-    or names what is read or written; empty if a file may."""
-    names: tuple[str, ...] = ()
-    """Allowed words; empty: any."""
-    noun: str = ""
-    """Noun for these names in messages, if it is not the option's own name."""
-    typed: Any = None
-    """Type that typer parses, if it differs from `type`."""
-    type: Any = str
-    """Type of its values, from its annotation."""
-    check: Callable[[str, Any], Any] = unchecked
-    """(name, value) → the value for the run; raises UsageError. By default, it depends on the type."""
-
-
-@cache
-def options(kind: type) -> dict[str, Option]:
-    """Return the options of a class by name, each with the names and the check that its annotation implies."""
-    by_name: dict[str, Option] = {}
-    for name, hint in get_type_hints(kind, include_extras=True).items():
-        plain, option = get_args(hint)[:2]
-        literal = next((part for part in alternatives(plain) if get_origin(part) is Literal), None)
-        option = replace(option, type=plain, names=option.names or get_args(literal))
-        by_name[name] = option if option.check is not unchecked else replace(option, check=_check_of(plain, option))
-    return by_name
-
-
-def alternatives(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union type; a tuple of the type itself for any other."""
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
-def _check_of(plain: Any, option: Option) -> Callable[[str, Any], Any]:
-    """Return the function that checks values of that type."""
-    if option.names:
-        return lambda name, given: checked_name(option.noun or name, given, option.names)
-    if plain is Words:
-        return words
-    if plain in (Numbers, Numbers | None):
-        return numbers
-    if bool in alternatives(plain):
-        return switch
-    if int in alternatives(plain):
-        return lambda name, given: whole(name, given, option.least or 0, option.most or LARGEST)
-    return unchecked
-
-
-def checked(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every option of `kind` with its value or default. Raise UsageError for unknown names and wrong values."""
-    known = options(kind)
-    for name in given:
-        checked_name("option", name, known)
-    return {name: value_of(option, name, given.get(name, option.default)) for name, option in known.items()}
-
-
-def value_of(option: Option, name: str, given: Any) -> Any:
-    """Return the checked value for the run; None if it is the default. Raise UsageError for an invalid value."""
-    if given is None and option.default is None:
-        return None
-    return option.check(name, given)
+Words = Annotated[tuple[str, ...], checks(words)]
+"""Names or paths; callers may give a single one."""
+AnalyzerNames = Annotated[tuple[str, ...], checks(analyzers)]
+Numbers = Annotated[list[int], checks(numbers)]
+"""Numbers of layers or heads."""
+Whole = Annotated[int, BeforeValidator(lambda value: value if (number := _integer(value)) is None else number)]
+"""Whole number, of Python or numpy."""
+Place = Annotated[str, checks(path)] | None
+"""Path, or another name of a location."""
+FilePlace = Annotated[str, checks(lambda name, value: path(name, file(name, value)))] | None
+FolderPlace = Annotated[str, checks(folder)] | None
+Word = Annotated[str, checks(word)]
+Device = Annotated[str, checks(_device)]
+SelectionRule = Annotated[str, checks(_selection_rule)]
+BudgetText = Annotated[str, checks(_budget)]
+Share = Annotated[float, checks(_share)]

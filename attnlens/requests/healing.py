@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 from attnlens.arguments import LARGEST, shown
 from attnlens.choices import HealingGoal, HealingUnit
 from attnlens.errors import UsageError
-from attnlens.requests.fields import Option
+from attnlens.requests.fields import Request, Whole, checks, option
 
 WRITTEN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(|steps?|tok|ktok|Mtok|s|min|h)")
 UNITS: dict[str, tuple[HealingUnit, float]] = {
@@ -68,9 +67,9 @@ class HealOptions:
 
     amount: Amount
     """Length of training."""
-    batch: int | None = None
+    batch: Whole | None = None
     """Sequences per optimiser step; None: those of a forward pass."""
-    rank: int | None = None
+    rank: Whole | None = None
     """Rank of each weight's change; None: unrestricted."""
     goal: HealingGoal = "teacher"
     """Training target: the original model's predictions, or the text."""
@@ -80,21 +79,21 @@ class HealOptions:
     """True if activations are recomputed in the backward pass."""
 
     @classmethod
-    def of(cls, asked: Mapping[str, Any]) -> HealOptions | None:
+    def of(cls, request: HealingRequest) -> HealOptions | None:
         """Return the options; None without healing. Raise UsageError for contradictory or unused options."""
-        amount: Amount = asked["heal"]
-        details = {name: asked[name] for name in NAMES if asked[name] not in (None, False)}
-        goal: HealingGoal = asked["heal_on"] or "teacher"
+        amount = request.heal
+        details = [name for name in NAMES if getattr(request, name) not in (None, False)]
+        goal: HealingGoal = request.heal_on or "teacher"
         if not amount.number:
             for name in details:
                 raise UsageError(f"--{name.replace('_', '-')} is given and nothing is healed.", NEEDED)
             return None
-        if asked["heal_control"] and goal != "text":
+        if request.heal_control and goal != "text":
             raise UsageError(
                 "--heal-control: taught by itself, the original model has nothing to learn.",
                 "Add --heal-on text, so that both models learn the text.",
             )
-        more = asked["heal_batch"], asked["heal_rank"], goal, asked["heal_control"], asked["heal_checkpointing"]
+        more = request.heal_batch, request.heal_rank, goal, request.heal_control, request.heal_checkpointing
         return cls(amount, *more)
 
 
@@ -102,45 +101,34 @@ NAMES = ("heal_batch", "heal_rank", "heal_on", "heal_control", "heal_checkpointi
 """Options that require --heal."""
 
 
-class HealingRequest(TypedDict, total=False):
+class HealingRequest(Request):
     """Options of `swap_kernel` on healing."""
 
-    heal: Annotated[
-        int | str,
-        Option(
-            "Train W_Q, W_K and the kernel's parameters: for steps (`200`), tokens (`2Mtok`) or a time (`30min`).",
-            0,
-            metavar="AMOUNT",
-            typed=str,
-            shown="0",
-            check=lambda _name, given: Amount.of(given),
-        ),
-    ]
-    heal_on: Annotated[
-        HealingGoal | None,
-        Option(
-            "What healing learns: the predictions of the original (`teacher`), or the next tokens of the `text`.",
-            metavar="GOAL",
-            noun="--heal-on",
-            shown="teacher",
-        ),
-    ]
-    heal_batch: Annotated[
-        int | None,
-        Option(
-            "Sequences of one training step; default: one batch, or fewer where few tokens are asked for.",
-            metavar="N",
-            least=1,
-            most=65536,
-        ),
-    ]
-    heal_rank: Annotated[
-        int | None,
-        Option("Let healing change each weight by a product of this rank alone.", metavar="R", least=1, most=65536),
-    ]
-    heal_control: Annotated[
-        bool, Option("With `--heal-on text`: train the original model's same numbers equally long, and compare.", False)
-    ]
-    heal_checkpointing: Annotated[
-        bool, Option("Healing in less memory: compute activations a second time on the way back.", False)
-    ]
+    heal: Annotated[Amount, checks(lambda _name, value: Amount.of(value))] = option(
+        "Train W_Q, W_K and the kernel's parameters: for steps (`200`), tokens (`2Mtok`) or a time (`30min`).",
+        Amount(0, "steps"),
+        metavar="AMOUNT",
+        typed=str,
+        shown="0",
+    )
+    heal_on: HealingGoal | None = option(
+        "What healing learns: the predictions of the original (`teacher`), or the next tokens of the `text`.",
+        metavar="GOAL",
+        noun="--heal-on",
+        shown="teacher",
+    )
+    heal_batch: Whole | None = option(
+        "Sequences of one training step; default: one batch, or fewer where few tokens are asked for.",
+        metavar="N",
+        least=1,
+        most=65536,
+    )
+    heal_rank: Whole | None = option(
+        "Let healing change each weight by a product of this rank alone.", metavar="R", least=1, most=65536
+    )
+    heal_control: bool = option(
+        "With `--heal-on text`: train the original model's same numbers equally long, and compare.", False
+    )
+    heal_checkpointing: bool = option(
+        "Healing in less memory: compute activations a second time on the way back.", False
+    )

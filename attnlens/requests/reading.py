@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from attnlens import registry
 from attnlens.choices import ATTENTION, SHOWN
 from attnlens.errors import UsageError
 from attnlens.records import Settings
 from attnlens.registry import Analyzer, Gathering
+from attnlens.requests.run_options import Feeding
+
+NAMES = {"windows": "sequences", "length": "tokens", "placement": "windows"}
+"""Settings by the options that they record, where the names differ."""
 
 
-def settings(asked: Mapping[str, Any]) -> Settings:
-    """Return the settings of a report that have the same names as options."""
+def settings(request: Feeding) -> Settings:
+    """Return the settings of a report that record options."""
     later = ("text", "calibration", "analyzers", "select", "device", "dtype")  # known once the model is loaded
-    names = [name for name in Settings.model_fields if name in asked and name not in later]
-    recorded = Settings(**{name: asked[name] for name in names})
-    return recorded if asked.get("pairs") is None else recorded.model_copy(update={"pack": False})
+    recorded = {
+        NAMES.get(name, name): getattr(request, name) for name in type(request).model_fields if name not in later
+    }
+    known = {name: value for name, value in recorded.items() if name in Settings.model_fields}
+    return Settings(**known if request.pairs is None else known | {"pack": False})
 
 
 def chosen(
@@ -43,29 +48,29 @@ def chosen(
     names = list(dict.fromkeys(analyzer.name for analyzer in selected))
     looked = SHOWN in names
     if not looked and (select != "argmax" or posed):
-        word = f"--show {show}" if posed else f"--select {select}"
+        word = f"--show {show}" if posed else f"select={select}"
         raise UsageError(f"{word} needs the analyzer {SHOWN}, which was not named.", f"Add --analyzer {SHOWN}.")
     return selected, asked.model_copy(update={"analyzers": names, "select": select if looked else None})
 
 
-def files(asked: Mapping[str, Any]) -> list[str]:
+def files(request: Feeding) -> list[str]:
     """Return the named text files. Raise UsageError for texts and pairs of texts at once."""
-    if asked["pairs"] is None:
-        return list(asked["text"])
-    if asked["text"]:
-        raise UsageError("--text and --pairs are both given, and a run reads one of them.", "Leave out one of them.")
-    return [str(asked["pairs"])]
+    if request.pairs is None:
+        return list(request.text)
+    if request.text:
+        raise UsageError("A run reads either text or pairs.", "Leave out one of them.")
+    return [request.pairs]
 
 
-def refuse_unread(asked: Mapping[str, Any], source: str) -> None:
-    """Raise UsageError for inputs if only weights are read, and for --from-files unless only weights are read."""
-    if asked.get("from_files") and source != "weights":
+def refuse_unread(request: Feeding, source: str) -> None:
+    """Raise UsageError for inputs if only weights are read, and from_files unless only weights are read."""
+    if getattr(request, "from_files", False) and source != "weights":
         raise UsageError(
             "A model that is read from its files can't run on a text.",
-            "Add --source weights, or leave --from-files out.",
+            "Add --source weights, or leave out --device files.",
         )
-    named = next((name for name in ("text", "pairs", "image", "audio") if asked[name]), None)
+    named = next((name for name in ("text", "pairs", "image", "audio") if getattr(request, name)), None)
     if named is not None and source == "weights":
         raise UsageError(
-            f"source weights reads no {named}, so that {named} would be ignored.", f"Leave out --{named} or --source."
+            f"source weights reads no {named}, so that {named} would be ignored.", f"Leave out {named} or --source."
         )

@@ -1,6 +1,6 @@
 """Options of runs, each defined once with its help, bounds and default.
 
-The fields of these typed dictionaries are the keywords of the Python functions and the options of the commands.
+The fields of these models are the keywords of the Python functions and the options of the commands.
 """
 
 from __future__ import annotations
@@ -8,13 +8,28 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
-from attnlens.arguments import LARGEST, path, shown, word
+from attnlens.arguments import LARGEST, shown
 from attnlens.choices import FDR, RELATIVE, Convention, Engine, Intervals, Part, Placement, Route, Sources, Sweep
 from attnlens.errors import UsageError
-from attnlens.requests import fields
-from attnlens.requests.fields import Numbers, Option, Words
+from attnlens.requests.fields import (
+    AnalyzerNames,
+    BudgetText,
+    Device,
+    FilePlace,
+    FolderPlace,
+    Numbers,
+    Place,
+    Request,
+    SelectionRule,
+    Share,
+    Whole,
+    Word,
+    Words,
+    checks,
+    option,
+)
 from attnlens.requests.healing import HealingRequest
 
 WORK = "Work"
@@ -26,14 +41,14 @@ ARRAY = "SLURM_ARRAY_TASK_"
 """Prefix of the variables in which Slurm describes a job's task in an array."""
 
 
-def shard(name: str, given: Any) -> str:
+def _shard(name: str, value: Any) -> str:
     """Return `I/N`; for `auto`, as Slurm or torchrun numbers this process. Raise UsageError for others."""
-    if given == "auto":
+    if value == "auto":
         return _of_environment()
-    index, slash, count = given.partition("/") if isinstance(given, str) else ("", "", "")
+    index, slash, count = value.partition("/") if isinstance(value, str) else ("", "", "")
     known = slash and index.isdecimal() and count.isdecimal() and max(len(index), len(count)) <= len(str(MOST_JOBS))
     if not (known and 1 <= int(index) <= int(count) <= MOST_JOBS):
-        raise UsageError(f"{name}={shown(given)} is no shard.", SAY_SHARD)
+        raise UsageError(f"{name}={shown(value)} is not a shard.", SAY_SHARD)
     return f"{int(index)}/{int(count)}"
 
 
@@ -47,416 +62,361 @@ def _of_environment() -> str:
         last = first + step * (numbers["COUNT"] - 1)
         if remainder or numbers.get("MAX", last) != last:
             raise UsageError("shard=auto takes arrays of evenly spaced tasks, as 0-9 or 0-8:2.", SAY_SHARD)
-        return shard("shard", f"{place + 1}/{numbers['COUNT']}")
+        return _shard("shard", f"{place + 1}/{numbers['COUNT']}")
     rank, count = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     if rank.isdecimal() and count.isdecimal():
-        return shard("shard", f"{int(rank) + 1}/{count}")
+        return _shard("shard", f"{int(rank) + 1}/{count}")
     raise UsageError(
         "shard=auto finds neither SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT nor RANK and WORLD_SIZE.", SAY_SHARD
     )
 
 
-def memory_size(name: str, given: Any) -> str:
+def _memory_size(name: str, value: Any) -> str:
     """Return a size with its unit. Raise UsageError for others."""
-    if not (isinstance(given, str) and SIZE.fullmatch(given)):
-        raise UsageError(
-            f"{name}={shown(given)} is no size of memory.", "Write a number and its unit, from KB to GiB: 8GB."
-        )
-    return given
+    if not (isinstance(value, str) and SIZE.fullmatch(value)):
+        raise UsageError(f"{name}={shown(value)} is not a size of memory.", "Write it with a unit, as in 8GB or 8GiB.")
+    return value
 
 
-class KeptRequest(TypedDict, total=False):
+Shard = Annotated[str, checks(_shard)]
+MemorySize = Annotated[str, checks(_memory_size)]
+
+
+class KeptRequest(Request):
     """Options on keeping finished units, and on resuming from them."""
 
-    work: Annotated[
-        str | os.PathLike[str] | None,
-        Option(
-            "Keep finished units in this folder, or at an address such as `s3://bucket/folder`, until the report is "
-            "written; the same command resumes from there.",
-            panel=WORK,
-            metavar="DIR",
-            typed=str | None,
-            check=path,
-            call_only="written",
-            shown="in the user's cache",
-        ),
-    ]
-    resume: Annotated[
-        bool, Option("Resume from units that are finished.", True, panel=WORK, flag="--resume/--no-resume")
-    ]
+    work: Place = option(
+        "Folder, or address such as `s3://bucket/folder`, for finished units until the report is written. The same "
+        "command resumes from there.",
+        panel=WORK,
+        metavar="DIR",
+        call_only="written",
+        shown="in the user's cache",
+    )
+    resume: bool = option(
+        "Resume from finished units.", True, panel=WORK, flag="--resume/--no-resume", python_only=True
+    )
 
 
-class SpreadRequest(TypedDict, total=False):
+class SpreadRequest(Request):
     """Options for loading a model larger than the available memory."""
 
-    from_files: Annotated[
-        bool,
-        Option(
-            "With --source weights: read the weights of queries and keys from their files, layer by layer, without "
-            "loading the model; done anyway where it does not fit into memory.",
-            False,
-            panel=WORK,
-        ),
-    ]
-    device_map: Annotated[
-        Literal["auto"] | None,
-        Option(
-            "`auto`: spread the model over all GPUs, the CPU's memory and the disk (accelerate), in its own type; "
-            "weights are measured from their files.",
-            panel=WORK,
-            metavar="auto",
-        ),
-    ]
-    max_cpu_memory: Annotated[
-        str | None,
-        Option(
-            "With --device-map: what the weights may take of the CPU's memory, as in `8GB`; the rest is read from disk "
-            "in every pass.",
-            panel=WORK,
-            metavar="SIZE",
-            check=memory_size,
-            shown="3/4 of what is free",
-        ),
-    ]
+    from_files: bool = option(
+        "Read the weights of queries and keys from their files, one layer at a time, with source='weights'. A model "
+        "that does not fit into memory is always read this way.",
+        False,
+        panel=WORK,
+        python_only=True,
+    )
+    device_map: Literal["auto"] | None = option(
+        "`auto`: spread the model over all GPUs, memory and disk (accelerate). weights.* are measured from its files.",
+        panel=WORK,
+        metavar="auto",
+        python_only=True,
+    )
+    max_cpu_memory: MemorySize | None = option(
+        "Largest memory of the CPU for the weights, as in `8GB`, with device_map; the rest is read from disk in each "
+        "pass.",
+        panel=WORK,
+        metavar="SIZE",
+        shown="3/4 of what is free",
+        python_only=True,
+    )
 
 
-class EngineRequest(TypedDict, total=False):
+class EngineRequest(Request):
     """Options on where the units of a run are computed."""
 
-    engine: Annotated[
-        Engine,
-        Option(
-            "Where units are computed: in processes here (`local`), or as tasks of a Ray cluster (`ray`).",
-            "local",
-            panel=WORK,
-            metavar="NAME",
-        ),
-    ]
-    address: Annotated[
-        str | None,
-        Option("Address of the Ray cluster, or `auto`.", panel=WORK, metavar="ADDRESS", check=path, call_only="read"),
-    ]
+    engine: Engine = option(
+        "Where units are computed: in processes on this machine (`local`), or as tasks of a Ray cluster (`ray`).",
+        "local",
+        panel=WORK,
+        metavar="NAME",
+    )
+    address: Place = option(
+        "Address of the Ray cluster, HOST:PORT.", panel=WORK, metavar="ADDRESS", call_only="read", python_only=True
+    )
 
 
-class SharedRequest(KeptRequest, EngineRequest, total=False):
+class SharedRequest(KeptRequest, EngineRequest):
     """Additional options of runs whose units can be computed elsewhere."""
 
-    shard: Annotated[
-        str | None,
-        Option(
-            "Compute only the units of part I of N, counted from 1, as in `2/8`; `auto`: as Slurm's array or torchrun "
-            "says. The same command without --shard computes what is missing and writes the report.",
-            panel=WORK,
-            metavar="I/N",
-            check=shard,
-        ),
-    ]
-    jobs: Annotated[
-        int,
-        Option(
-            "How many units are computed at once, each by a process that opens the model itself.",
-            1,
-            panel=WORK,
-            least=1,
-            most=MOST_JOBS,
-        ),
-    ]
+    shard: Shard | None = option(
+        "Compute only part I of N, as in `2/8`; `auto` takes both from Slurm or torchrun. The same command without "
+        "--shard computes the remaining units and writes the report.",
+        panel=WORK,
+        metavar="I/N",
+    )
+    jobs: Whole = option(
+        "Number of units computed at once, each in its own process.", 1, panel=WORK, least=1, most=MOST_JOBS
+    )
 
 
-class WorkRequest(SharedRequest, SpreadRequest, total=False):
+class WorkRequest(SharedRequest, SpreadRequest):
     """Work options of a run over one model, which need not be loaded as a whole."""
 
 
 BASELINE = "Baseline"
 
 
-class JudgingRequest(TypedDict, total=False):
-    """Options on the strictness of a check."""
+class CheckRequest(Request):
+    """Options of `check` besides those for reading a model."""
 
-    allow_partial: Annotated[bool, Option("Check a report of which a part could not be analysed.", False)]
-    relative: Annotated[
-        float, Option("How far a head may be from the baseline, as a share of it.", RELATIVE, BASELINE, "NUMBER")
-    ]
-    absolute: Annotated[
-        float | None,
-        Option(
-            "The same in the measure's own unit; the larger of both counts.",
-            panel=BASELINE,
-            metavar="NUMBER",
-            shown="that share of the measure's range",
-        ),
-    ]
-    fdr: Annotated[
-        float, Option("Of the heads named by p-values, the share that may be named by chance.", FDR, BASELINE, "SHARE")
-    ]
+    rules: FilePlace = option(
+        'TOML file with a table `[check]`, as in `"tokens.entropy" = ["min > 0.05"]`.',
+        metavar="FILE",
+        shown="attnlens.toml, or [tool.attnlens.check] of pyproject.toml",
+        call_only="read",
+    )
+    rule: Words = option(
+        "A rule, as in `tokens.entropy: min > 0.05`; repeatable. Default files of rules are then not read.",
+        (),
+        metavar="RULE",
+        call_only="read",
+    )
+    baseline: FilePlace = option("Baseline of the heads' values.", None, BASELINE, "FILE", call_only="read")
+    update_baseline: bool = option("Accept this report: write it to --baseline.", False, BASELINE, call_only="written")
+    recompute: Whole | None = option("Number of the report's heads to recompute from MODEL.", metavar="NUMBER", least=1)
+    annotations: bool = option(
+        "Annotate the ten worst heads for GitHub, and write the step's summary; on if GITHUB_ACTIONS is set.",
+        False,
+        "Output",
+    )
+    allow_partial: bool = option("Accept a report that covers only a part of the model.", False)
+    relative: float = option("Largest relative deviation of a head from the baseline.", RELATIVE, BASELINE, "NUMBER")
+    absolute: float | None = option(
+        "Largest absolute deviation; the larger of both tolerances counts.",
+        panel=BASELINE,
+        metavar="NUMBER",
+        shown="that share of the measure's range",
+    )
+    fdr: float = option(
+        "Expected share of false alarms among the heads that p-values report (Benjamini–Hochberg).",
+        FDR,
+        BASELINE,
+        "SHARE",
+    )
 
 
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous options"
 """Panels of the help, besides the default one."""
-Place = str | os.PathLike[str] | None
-"""Path, or another name of a location."""
-DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 
 
-def one_file(said: str) -> Option:
+def one_file(help: str, *, python_only: bool = False) -> Any:  # noqa: A002  # the name that typer gives it
     """Create an option that names a file."""
-    return Option(said, panel=INPUT, metavar="FILE", typed=str | None, check=fields.file, call_only="read")
+    return option(help, panel=INPUT, metavar="FILE", call_only="read", python_only=python_only)
 
 
-def several_files(said: str) -> Option:
+def several_files(help: str, *, python_only: bool = False) -> Any:  # noqa: A002
     """Create an option that names one file each time and can be repeated."""
     # as paths, because typer then splits ATTNLENS_TEXT at os.pathsep instead of at spaces
-    return Option(said, (), panel=INPUT, metavar="FILE", typed=list[Path] | None, call_only="read")
+    return option(help, (), INPUT, "FILE", typed=list[Path] | None, call_only="read", python_only=python_only)
 
 
-def new_folder(said: str, shown: str | None = None) -> Option:
+def new_folder(help: str, shown: str | None = None) -> Any:  # noqa: A002
     """Create an option that names a folder to write."""
-    typed, check = str | None, fields.folder
-    return Option(said, None, OUTPUT, "DIR", shown=shown, typed=typed, check=check, call_only="written")
+    return option(help, None, OUTPUT, "DIR", shown=shown, call_only="written")
 
 
-class Loading(TypedDict, total=False):
+class Loading(Request):
     """Options for loading a model."""
 
-    device: Annotated[
-        str, Option("`auto`, `cpu`, `cuda`, `cuda:1`, `mps`.", "auto", metavar="DEVICE", check=fields.device)
-    ]
-    dtype: Annotated[
-        str,
-        Option(
-            "Type of the model's weights: `auto`, `float32`, `bfloat16`, …; measures are float64.",
-            "auto",
-            metavar="TYPE",
-            names=DTYPES,
-        ),
-    ]
-    offline: Annotated[bool, Option("Use local files only.", False, panel=INPUT)]
-    revision: Annotated[
-        str | None,
-        Option("Commit, tag or branch of a hub model.", panel=INPUT, metavar="REVISION", check=word, call_only="read"),
-    ]
-    adapter: Annotated[
-        Place,
-        Option(
-            "LoRA, rsLoRA or DoRA adapter (peft) to merge into the model: a folder or a hub id.",
-            panel=INPUT,
-            metavar="DIR|ID",
-            check=path,
-            call_only="read",
-        ),
-    ]
-    trust_remote_code: Annotated[
-        bool, Option("Run Python code that comes with the model.", False, panel=DANGEROUS, call_only="dangerous")
-    ]
-    allow_pickle: Annotated[
-        bool, Option("Load `.bin` weights (pickles, tensors only).", False, panel=DANGEROUS, call_only="dangerous")
-    ]
+    device: Device = option(
+        "`auto`, `cpu`, `cuda`, `cuda:1`, `mps`; `spread` uses all GPUs, memory and disk; `files` reads one layer at "
+        "a time (--source weights).",
+        "auto",
+        metavar="DEVICE",
+    )
+    dtype: DType = option(
+        "Number type of the model: `auto`, `float32`, `bfloat16`, … Measures are computed in float64.",
+        "auto",
+        metavar="TYPE",
+    )
+    offline: bool = option("Use local files only.", False, panel=INPUT)
+    revision: Word | None = option(
+        "Commit, tag or branch of a hub model.", panel=INPUT, metavar="REVISION", call_only="read", python_only=True
+    )
+    adapter: Place = option(
+        "LoRA, rsLoRA or DoRA adapter (peft) to merge into the model: a folder or a hub id.",
+        panel=INPUT,
+        metavar="DIR|ID",
+        call_only="read",
+    )
+    trust_remote_code: bool = option(
+        "Run Python code from the model's repository.", False, panel=DANGEROUS, call_only="dangerous"
+    )
+    allow_pickle: bool = option(
+        "Load `.bin` weights (pickles; tensors only).", False, panel=DANGEROUS, call_only="dangerous"
+    )
 
 
-class Feeding(Loading, total=False):
+class Feeding(Loading):
     """Options on the input of a model, and for loading it."""
 
-    text: Annotated[
-        Words,
-        several_files(
-            "Text file, `-` for stdin, or `datasets:NAME[,config=C][,split=S][,column=T]`; repeatable (ATTNLENS_TEXT "
-            f"joins files with `{os.pathsep}`). Default: built-in texts of three kinds; for `demo` King James."
-        ),
-    ]
-    pairs: Annotated[
-        Place,
-        one_file(
-            "File of text pairs, in the place of --text: one a line, a tab between both, joined by the tokenizer."
-        ),
-    ]
-    image: Annotated[
-        Words,
-        several_files("Image file for a model that sees; repeatable, one for each sequence. Default: random images."),
-    ]
-    audio: Annotated[
-        Words,
-        several_files(
-            "Sound file (`.wav`) for a model that hears; repeatable, one for each sequence. Default: random sounds."
-        ),
-    ]
-    tokens: Annotated[
-        int | None, Option("Window length in tokens.", panel=INPUT, least=2, shown="128, or the model's limit")
-    ]
-    sequences: Annotated[int, Option("How many windows or lines to feed, over all texts.", 32, panel=INPUT, least=1)]
-    batch_size: Annotated[int, Option("How many sequences go through the model at once.", 8, panel=INPUT, least=1)]
-    pack: Annotated[
-        bool,
-        Option("Cut running text into windows, or feed it line by line.", True, panel=INPUT, flag="--pack/--no-pack"),
-    ]
-    windows: Annotated[
-        Placement,
-        Option(
-            "Where windows lie in each text: `spread` evenly over it, the `first` ones, or `random`.",
-            "spread",
-            panel=INPUT,
-            metavar="PLACE",
-            noun="placement of windows",
-        ),
-    ]
-    intervals: Annotated[
-        Intervals | None,
-        Option(
-            "Errors and intervals over `windows` of these texts, or over `texts` like them.",
-            panel=INPUT,
-            metavar="UNITS",
-            shown="texts from five on, else windows",
-            noun="unit of intervals",
-        ),
-    ]
-    allow_foreign_text: Annotated[
-        bool, Option("Go on where the tokenizer does not know half of the text.", False, panel=INPUT)
-    ]
-    seed: Annotated[int, Option("Seed of everything random.", 0, least=0, most=LARGEST)]
+    text: Words = several_files(
+        "Text file, `-` for stdin, `FILE.tsv` with a pair of texts per line, or `datasets:NAME[,config=C][,split=S]"
+        f"[,column=T]`; repeatable (ATTNLENS_TEXT separates files by `{os.pathsep}`). Default: built-in texts."
+    )
+    pairs: FilePlace = one_file(
+        "File with a pair of texts per line, separated by a tab, instead of `text`.", python_only=True
+    )
+    image: Words = several_files(
+        "Image file for a vision model; repeatable, one per sequence. Default: random images.", python_only=True
+    )
+    audio: Words = several_files(
+        "Sound file (`.wav`) for an audio model; repeatable, one per sequence. Default: random sounds.",
+        python_only=True,
+    )
+    length: Whole | None = option("Tokens per window.", panel=INPUT, least=2, shown="128, or the model's limit")
+    windows: Whole = option("Number of windows (or lines), over all texts.", 32, panel=INPUT, least=1)
+    batch_size: Whole = option("Sequences per forward pass.", 8, panel=INPUT, least=1)
+    pack: bool = option(
+        "Cut running text into windows, or read each line as one sequence.", True, panel=INPUT, flag="--pack/--no-pack"
+    )
+    placement: Placement = option(
+        "Position of the windows in each text: evenly `spread`, the `first` ones, or `random`.",
+        "spread",
+        panel=INPUT,
+        metavar="PLACE",
+    )
+    intervals: Intervals | None = option(
+        "Population of errors and intervals: other `windows` of these texts, or other `texts` like these.",
+        panel=INPUT,
+        metavar="UNITS",
+        shown="texts from five on, else windows",
+        noun="unit of intervals",
+        python_only=True,
+    )
+    allow_foreign_text: bool = option("Continue if the tokenizer does not know half of the text.", False, panel=INPUT)
+    seed: Whole = option("Seed of everything random.", 0, least=0, most=LARGEST)
 
 
-class ModelRequest(Feeding, total=False):
+class ModelRequest(Feeding):
     """Additional options that select layers and heads."""
 
-    layers: Annotated[Numbers | None, Option("Only these layers, as in `0-3,7`.", metavar="NUMBERS")]
-    heads: Annotated[Numbers | None, Option("Only these heads, as in `0,5`.", metavar="NUMBERS")]
+    layers: Numbers | None = option("Only these layers, as in `0-3,7`.", metavar="NUMBERS")
+    heads: Numbers | None = option("Only these heads, as in `0,5`.", metavar="NUMBERS")
 
 
-class SeriesRequest(ModelRequest, total=False):
+class SeriesRequest(ModelRequest):
     """Options on what is read of every checkpoint of a series."""
 
-    source: Annotated[Sources, Option("What to read: `weights`, `tokens` or `both`.", "both", metavar="SOURCE")]
-    analyzers: Annotated[
-        Words,
-        Option(
-            "Only this analyzer; repeatable. `attnlens list` names them, and says which run without being named.",
-            (),
-            flag="--analyzer",
-            metavar="NAME",
-            check=fields.analyzers,
-        ),
-    ]
-    select: Annotated[
-        str,
-        Option(
-            "What a query selects, for the analyzer `selection`: its largest score (`argmax`), or the fewest tokens "
-            "that hold a share of the weight (`top-p:0.9`).",
-            "argmax",
-            metavar="RULE",
-            check=fields.rule,
-        ),
-    ]
+    source: Sources = option("What to analyse: `weights`, `tokens` or `both`.", "both", metavar="SOURCE")
+    analyzers: AnalyzerNames = option(
+        "Run only this analyzer; repeatable. `attnlens list analyzers` shows all.",
+        (),
+        flag="--analyzer",
+        metavar="NAME",
+    )
+    select: SelectionRule = option(
+        "Tokens that a query selects (analyzer `selection`): the largest score (`argmax`), or the fewest tokens with "
+        "a share of the weight (`top-p:0.9`).",
+        "argmax",
+        metavar="RULE",
+        python_only=True,
+    )
 
 
-class CheckpointsRequest(SeriesRequest, SharedRequest, total=False):
+class CheckpointsRequest(SharedRequest, SeriesRequest):
     """Options of a series of checkpoints."""
 
 
-class InspectRequest(SeriesRequest, WorkRequest, total=False):
+class InspectRequest(WorkRequest, SeriesRequest):
     """Options of `inspect`."""
 
-    show: Annotated[
-        Literal["selection", "attention"] | None,
-        Option(
-            "With --head: the tokens that the head selects and those that hold its SVM up (`selection`), posed on the "
-            "module's inputs where M lives on them, else on queries and keys. Of all heads: what each token of the "
-            "first window attends to (`attention`), which the page draws.",
-            metavar="WHAT",
-        ),
-    ]
+    show: Literal["selection", "attention"] | None = option(
+        "`selection`: print selected tokens and support vectors (with --head). `attention`: draw the attention of "
+        "the first window in the HTML page.",
+        metavar="WHAT",
+    )
 
 
-class CompareRequest(SeriesRequest, total=False):
+class CompareRequest(SeriesRequest):
     """Options of `compare`."""
 
-    fdr: Annotated[
-        float,
-        Option(
-            "Of the changes that are named at most this share is none (Benjamini–Hochberg over heads × measures).",
-            0.05,
-            metavar="RATE",
-            check=fields.rate,
-        ),
-    ]
+    dtype: DType = option(
+        "Type of the models' weights: `auto`, `float32`, `bfloat16`, …; measures are float64.",
+        "float32",
+        metavar="TYPE",
+    )
+
+    fdr: Share = option(
+        "Largest expected share of false discoveries among reported changes (Benjamini–Hochberg over heads × "
+        "measures).",
+        0.05,
+        metavar="RATE",
+    )
 
 
-class SwapRequest(ModelRequest, HealingRequest, SharedRequest, total=False):
+class DoctorRequest(ModelRequest):
+    """Options of `doctor`, which needs little text and computes in double precision."""
+
+    windows: Whole = option("Number of windows (or lines), over all texts.", 2, panel=INPUT, least=1)
+    dtype: DType = option(
+        "Type of the model's weights: `auto`, `float32`, `bfloat16`, …; measures are float64.",
+        "float64",
+        metavar="TYPE",
+    )
+
+
+class SwapRequest(SharedRequest, HealingRequest, ModelRequest):
     """Options of `swap_kernel`, without the kernels."""
 
-    part: Annotated[
-        Part | None,
-        Option(
-            "Only this part: `encoder`, `decoder`, `cross`; where there are several towers, `vision`, `audio`, `text`.",
-            metavar="PART",
-        ),
-    ]
-    sweep: Annotated[
-        Sweep | None, Option("Swap each of the `heads` or `layers` alone too, and rank them.", metavar="WHAT")
-    ]
-    predictors: Annotated[
-        bool,
-        Option(
-            "Tell which measures of `inspect` go with the harm of single heads, from eight heads on.",
-            True,
-            flag="--predictors/--no-predictors",
-        ),
-    ]
-    fit: Annotated[
-        bool, Option("Choose each head's free kernel parameters from calibration text, in closed form.", False)
-    ]
-    budget: Annotated[
-        str | None,
-        Option(
-            "With `--kernel rank`: choose each key head's rank, the smallest within this rise, as in `loss:1%`, and "
-            "promise what they cost from windows that chose nothing.",
-            metavar="BUDGET",
-            check=fields.budget,
-        ),
-    ]
-    ranks: Annotated[
-        Any, one_file("With `--kernel rank`: take each key head's rank from a plan of --plan, and search for none.")
-    ]
-    eta: Annotated[
-        float | None, Option("Weight of the KSVD regulariser when `primal` is healed.", metavar="NUMBER", shown="0.1")
-    ]
-    ksvd_convention: Annotated[
-        Convention,
-        Option(
-            "How its objective is counted: as in the `paper` or in its `code`.",
-            "paper",
-            metavar="NAME",
-            noun="--ksvd-convention",
-        ),
-    ]
-    controls: Annotated[
-        bool,
-        Option(
-            "Measure simple alternatives beside each kernel: a sink-window that keeps as much, `hard`, `uniform`, and "
-            "each branch of a kernel with a filter and of a hybrid.",
-            True,
-            flag="--controls/--no-controls",
-        ),
-    ]
-    generate: Annotated[
-        int,
-        Option(
-            "Continue prompts greedily by at most so many tokens, and count those until the swapped model differs.",
-            64,
-            least=0,
-            most=65536,
-        ),
-    ]
-    prompts: Annotated[
-        Place, one_file("File of prompts to continue, one a line. Default: the first halves of 16 evaluated windows.")
-    ]
-    path: Annotated[
-        Route, Option("How attention is computed: `auto` (the fastest), `eager` or `fused`.", "auto", metavar="PATH")
-    ]
-    allow_signed: Annotated[bool, Option("Allow odd powers, under which attention can be negative.", False)]
-    calibration: Annotated[
-        Words,
-        several_files(
-            "Text file for --fit, --heal, --budget and --ranks; repeatable: each gives its share. Default: windows of "
-            "the evaluated text that are not evaluated."
-        ),
-    ]
-    save: Annotated[Place, new_folder("Write the changed model to this folder.")]
+    part: Part | None = option(
+        "Swap only this part: `encoder`, `decoder`, `cross`; in models with several towers also `vision`, `audio`, "
+        "`text`.",
+        metavar="PART",
+    )
+    sweep: Sweep | None = option(
+        "Also swap each of the `heads` or `layers` alone, and rank them by harm.", metavar="WHAT"
+    )
+    predictors: bool = option(
+        "Correlate the harm of single heads with the measures of `inspect` (with a sweep of at least eight heads).",
+        True,
+        flag="--predictors/--no-predictors",
+        python_only=True,
+    )
+    fit: bool = option("Fit the kernel's free parameters to calibration text, per head, in closed form.", False)
+    budget: BudgetText | None = option(
+        "With `--kernel rank`: find the smallest rank per key head within this rise, as in `loss:1%`, and estimate "
+        "the rise on held-out windows.",
+        metavar="BUDGET",
+    )
+    ranks: Any = one_file("With `--kernel rank`: take each key head's rank from this plan (written by --plan).")
+    eta: float | None = option("Weight of the KSVD regulariser when `primal` is healed.", metavar="NUMBER", shown="0.1")
+    ksvd_convention: Convention = option(
+        "Objective of the KSVD regulariser: as in the `paper` or in its `code`.",
+        "paper",
+        metavar="NAME",
+        noun="--ksvd-convention",
+    )
+    controls: bool = option(
+        "Also measure trivial alternatives of each kernel: a sink-window that keeps as much, `hard`, `uniform`, and "
+        "the branches of filtered kernels and hybrids.",
+        True,
+        flag="--controls/--no-controls",
+        python_only=True,
+    )
+    generate: Whole = option(
+        "Continue prompts greedily by up to this many tokens, and count the tokens until the swapped model differs.",
+        64,
+        least=0,
+        most=65536,
+    )
+    prompts: FilePlace = one_file(
+        "File of prompts to continue, one per line. Default: the first halves of 16 evaluated windows.",
+        python_only=True,
+    )
+    path: Route = option(
+        "Implementation of attention: `auto` (the fastest), `eager` or `fused`.",
+        "auto",
+        metavar="PATH",
+        python_only=True,
+    )
+    allow_signed: bool = option("Allow odd powers, whose attention can be negative.", False, python_only=True)
+    calibration: Words = several_files(
+        "Calibration text for --fit, --heal, --budget and --ranks; repeatable. Default: windows of the evaluated "
+        "text that are not evaluated."
+    )
+    save: FolderPlace = new_folder("Folder to write the changed model to.")

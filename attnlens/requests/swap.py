@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from attnlens import arguments
 from attnlens.arguments import Budget
@@ -18,6 +17,7 @@ from attnlens.kernels import Kernel, parsed
 from attnlens.records import Plan, read_plan
 from attnlens.requests.fields import Words, words
 from attnlens.requests.healing import HealOptions
+from attnlens.requests.run_options import SwapRequest
 
 MOST_DIRECTIONS = 65536
 """Rank above every head_dim, so that it removes nothing."""
@@ -56,21 +56,21 @@ class SwapOptions:
     """File of the texts to continue; None: evaluated windows."""
 
     @classmethod
-    def of(cls, kernels: Words, asked: Mapping[str, Any]) -> SwapOptions:
+    def of(cls, kernels: Words, request: SwapRequest) -> SwapOptions:
         """Build and check the options. Raise UsageError for contradictions, OutputError for an unusable folder."""
-        texts = {"text": asked["text"], "calibration": asked["calibration"], "prompts": [asked["prompts"]]}
+        texts = {"text": request.text, "calibration": request.calibration, "prompts": (request.prompts,)}
         reading = [f"--{name}" for name, files in texts.items() if "-" in files]
         if len(reading) > 1:
             raise UsageError(f"{' and '.join(reading)} both read stdin.", "Give one of them a file.")
-        shared = [name for name in ("shard", "jobs", "engine") if asked[name] not in (None, 1, "local")]
-        if asked["save"] is not None and shared:
+        shared = [name for name in ("shard", "jobs", "engine") if getattr(request, name) not in (None, 1, "local")]
+        if request.save is not None and shared:
             raise UsageError(
                 f"--save writes the one model that this process makes, and --{shared[0]} shares several kernels out.",
                 f"Leave out --{shared[0]}, or --save.",
             )
         spellings = dict.fromkeys(words("kernels", kernels))
-        ranks = _ranks(asked)
-        if asked["budget"] is not None or ranks is not None:
+        ranks = _ranks(request)
+        if request.budget is not None or ranks is not None:
             spellings = dict.fromkeys([_without_rank(list(spellings), ranks)])
         for spelling in spellings:
             name, _, form = spelling.partition(":")
@@ -80,21 +80,21 @@ class SwapOptions:
                     f"{spelling} names no rank: how many dimensions r are kept of head_dim.",
                     f"Write --kernel rank:16{more}, or --kernel rank{alone} --budget loss:1%, which finds the ranks.",
                 )
-        each = (parsed(spelling, allow_signed=asked["allow_signed"]) for spelling in spellings)
+        each = (parsed(spelling, allow_signed=request.allow_signed) for spelling in spellings)
         kernels_asked = list({kernel.spelling: kernel for kernel in each}.values())
         plain = ("path", "sweep", "predictors", "fit", "calibration", "controls", "generate")
         options = cls(
-            **{name: asked[name] for name in plain},
+            **{name: getattr(request, name) for name in plain},
             kernels=kernels_asked,
-            part=asked["part"] if ranks is None else ranks.part,
-            heal=HealOptions.of(asked),
-            save=None if asked["save"] is None else Path(asked["save"]),
-            budget=None if asked["budget"] is None else arguments.budget(asked["budget"]),
+            part=request.part if ranks is None else ranks.part,
+            heal=HealOptions.of(request),
+            save=None if request.save is None else Path(request.save),
+            budget=None if request.budget is None else arguments.budget(request.budget),
             ranks=ranks,
             form_named=":" in next(iter(words("kernels", kernels)), ""),
-            eta=_eta(asked, kernels_asked),
-            convention=asked["ksvd_convention"],
-            prompts=None if asked["prompts"] is None else arguments.path("prompts", asked["prompts"]),
+            eta=_eta(request, kernels_asked),
+            convention=request.ksvd_convention,
+            prompts=None if request.prompts is None else arguments.path("prompts", request.prompts),
         )
         options._check()
         return options
@@ -146,7 +146,7 @@ class SwapOptions:
                 "Add --fit, --heal, --budget or --ranks, or leave it out.",
             )
         if self.prompts is not None and not self.generate:
-            raise UsageError("Prompts are given and nothing continues them.", "Leave out --prompts, or --generate 0.")
+            raise UsageError("Prompts are given and nothing continues them.", "Leave out prompts, or --generate 0.")
         if self.save is not None:
             check_folder(self.save)
 
@@ -172,14 +172,14 @@ class SwapOptions:
         return self.ranks.settings.layers, self.ranks.settings.heads
 
 
-def _ranks(asked: Mapping[str, Any]) -> Plan | None:
+def _ranks(request: SwapRequest) -> Plan | None:
     """Return the plan to take ranks from. Raise UsageError if it can't be read, or if other options conflict."""
-    ranks = asked["ranks"]
+    ranks = request.ranks
     if ranks is None:
         return None
-    if asked["budget"] is not None:
+    if request.budget is not None:
         raise UsageError("A budget finds ranks, and --ranks gives them.", "Leave out --budget or --ranks.")
-    if asked["part"] is not None:
+    if request.part is not None:
         raise UsageError(*BOTH)
     if not isinstance(ranks, Plan | str | os.PathLike):
         raise UsageError(
@@ -217,12 +217,12 @@ def _unranked(form: str) -> str | None:
     return unranked if re.fullmatch(r"([a-z]+=[a-z0-9]+(,|$))*", unranked) else None
 
 
-def _eta(asked: Mapping[str, Any], kernels: Sequence[Kernel]) -> float | None:
+def _eta(request: SwapRequest, kernels: Sequence[Kernel]) -> float | None:
     """Return η if primal attention is healed. Raise UsageError if it, or its convention, would be ignored."""
-    regularised = asked["heal"].number > 0 and any(kernel.info.form == "output" for kernel in kernels)
-    eta = asked["eta"]
+    regularised = request.heal.number > 0 and any(kernel.info.form == "output" for kernel in kernels)
+    eta = request.eta
     if not regularised:
-        if eta is not None or asked["ksvd_convention"] != "paper":
+        if eta is not None or request.ksvd_convention != "paper":
             raise UsageError(
                 "Only the healing of primal attention is regularised by KSVD.",
                 "Use --eta and --ksvd-convention with --kernel primal:… and --heal.",

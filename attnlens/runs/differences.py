@@ -77,7 +77,7 @@ def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, given: Pr
         return of_windows(model, fed, task)
     if reason := _why_not_continued(model, fed, task):
         reason = "it does not predict the next token alone" if reason == NOT_CAUSAL else reason
-        raise UsageError(f"The model can't continue prompts: {reason}.", "Leave out --prompts.")
+        raise UsageError(f"The model can't continue prompts: {reason}.", "Leave out prompts.")
     return given
 
 
@@ -113,7 +113,7 @@ def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
     if not lines:
         raise TextError(f"{content.name} holds no prompt.", "Give a file with one prompt a line.")
     if loaded.tokenizer is None:
-        raise UsageError("The model can't continue prompts: it has no tokenizer.", "Leave out --prompts.")
+        raise UsageError("The model can't continue prompts: it has no tokenizer.", "Leave out prompts.")
     rows = [torch.tensor(loaded.tokenizer(line, verbose=False)["input_ids"]) for line in lines]
     longest, limit = max(map(len, rows)), position_limit(loaded.model)
     if limit is not None and longest >= limit:

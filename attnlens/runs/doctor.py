@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from attnlens.records import (
     Summary,
     Verdict,
 )
-from attnlens.requests import ModelRequest, reading
+from attnlens.requests import DoctorRequest, Loading, reading, takes
 from attnlens.runs import checks, feeding
 from attnlens.runs.checks import attention, refuse_initialised
 from attnlens.runs.inspect.pipeline import inspect
@@ -59,7 +59,7 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     count = min(requests.whole("recompute", heads, 1), len(report.heads))
     if report.command != "inspect" or not report.heads:
         raise UsageError(f"A report of {report.command} has no heads to recompute.", "Name one of attnlens inspect.")
-    load_options = {name: more.pop(name) for name in list(more) if name in requests.Loading.__annotations__}
+    load_options = {name: more.pop(name) for name in list(more) if name in Loading.model_fields}
     loaded = loading.load(model, **{"dtype": report.settings.dtype, **load_options})
     hashes = [sorted(file.sha256 for file in info.files) for info in (report.model, loaded.info)]
     kinds = [(info.architecture, info.parameters) for info in (report.model, loaded.info)]
@@ -124,30 +124,32 @@ IN_FLOAT32 = "Computed in float32, whose rounding counts as error, since in floa
 
 
 @public
+@takes(DoctorRequest)
 def doctor(
-    model: str | PathLike[str] | loading.Loaded = "demo", *, progress: Progress = silent, **more: Unpack[ModelRequest]
+    model: str | PathLike[str] | loading.Loaded = "demo", *, progress: Progress = silent, request: DoctorRequest
 ) -> Report:
     """Compare attention site by site: ‖P − P_model‖/‖P_model‖, P from captured queries and keys, and weights × inputs.
 
     P_model are the attention probabilities that the model itself returns under its own eager attention. The model is
     loaded in float64 (twice the memory; a loaded one is copied), so that an error is a misreading rather than rounding;
     another `dtype` is respected, and judged by the same tolerance, and so is float32 if the model can't be read in
-    float64. `more` are the options of `requests.ModelRequest`. Raise UsageError for invalid arguments, TextError, and
+    float64. Raise UsageError for invalid arguments, TextError, and
     ModelError if the model can't be loaded or read.
     """
     start = time.perf_counter()
-    options = requests.checked(ModelRequest, {"sequences": 2, **more})
-    load_options: loading.Loading = {"dtype": "float64", **feeding.loading_of(more, model)}
-    request = reading.settings(options)
-    named = texts.read_each(files := reading.files(options), offline=options["offline"])
+    load_options = {"dtype": request.dtype, **feeding.load_options(request, model)}
+    requested = reading.settings(request)
+    named = texts.read_each(files := reading.files(request), offline=request.offline)
     if isinstance(model, loading.Loaded):
         loaded = replace(model, model=nn.Module.double(copy.deepcopy(model.model)))
     else:
         loaded = loading.load(model, **load_options)
     if loaded.model.dtype == torch.float64:
         hooks.allow_float64(loaded.model)
-    feeding.refuse_text(loaded, files, request.tokens)
-    settings, inputs = _load_inputs(feeding.of_model(request, loaded), options, loaded, feeding.contents(named, loaded))
+    feeding.refuse_text(loaded, files, requested.tokens)
+    settings, inputs = _load_inputs(
+        feeding.of_model(requested, loaded), request, loaded, feeding.contents(named, loaded)
+    )
     report = _diagnose(loaded, settings, inputs, progress)
     return report.model_copy(update={"timings": {"doctor": time.perf_counter() - start}})
 
@@ -275,14 +277,15 @@ def own_probabilities(
 
 
 def _load_inputs(
-    asked: Settings, given: Mapping[str, Any], loaded: loading.Loaded, contents: Sequence[texts.Content]
+    asked: Settings, request: DoctorRequest, loaded: loading.Loaded, contents: Sequence[texts.Content]
 ) -> tuple[Settings, dict[str, Tensor]]:
     """Return the sequences as one batch; placeholder ids without a tokenizer, since any input proves identity."""
     batches = texts.placeholder(loaded, asked.tokens or 2, asked.seed, sequences=asked.sequences or 1)
     if loaded.tokenizer is not None or texts.reads_noise(loaded):
-        first = {name: given[name][:1] for name in ("image", "audio")}  # files share no pass, and only one is compared
-        known = {**given, **first, "allow_foreign_text": True, "batch_size": asked.sequences or 1}  # any text is fine
-        batches = texts.batches(loaded, contents, feeding.cut_of(asked, known))
+        # images share no pass, and only one is compared; any text is fine
+        one_pass = {"image": request.image[:1], "audio": request.audio[:1], "batch_size": asked.sequences or 1}
+        cut = feeding.cut_of(asked, request.changed(**one_pass, allow_foreign_text=True))
+        batches = texts.batches(loaded, contents, cut)
     update = {"sequences": batches.batches[0].size}  # if images can't share a pass, only the first is compared
     return feeding.fed(asked, batches, loaded).model_copy(update=update), batches.batches[0].inputs
 

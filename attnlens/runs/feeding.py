@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from attnlens.models.loading import Loaded
 from attnlens.models.texts import Batches
 from attnlens.models.texts.targets import NOTHING, feed, logits_of, of_text, task_of
 from attnlens.records import Settings, Text
-from attnlens.requests import Loading, SpreadRequest
+from attnlens.requests import Feeding, Loading, SpreadRequest, reading
 from attnlens.runs.outputs import sequence_losses
 
 if TYPE_CHECKING:
@@ -78,25 +78,28 @@ def guess_notes(
 
 
 RECORDED = (
-    *("source", "analyzers", "select", "seed", "sequences", "tokens", "pack"),
-    *("windows", "intervals", "layers", "heads"),
+    *("source", "analyzers", "select", "seed", "windows", "length", "pack"),
+    *("placement", "intervals", "layers", "heads"),
 )
 """Options that a report records, so that a model can be read in the same way again."""
 NOTHING_FED = {"sequences": None, "pack": None, "windows": None, "intervals": None}
 """Settings of a run without any input."""
 
 
-def recorded(settings: Settings) -> Any:
+def recorded(settings: Settings) -> dict[str, Any]:
     """Return the options that a report was made with, as far as it records them."""
-    options = {name: getattr(settings, name) for name in RECORDED}
-    options["sequences"] = settings.sequences_asked or settings.sequences
+    options = {name: getattr(settings, reading.NAMES.get(name, name)) for name in RECORDED}
+    options["windows"] = settings.sequences_asked or settings.sequences
     return {name: value for name, value in options.items() if value is not None}
 
 
-def loading_of(given: Mapping[str, Any], model: object) -> Loading:
-    """Select the options for loading a model. Raise UsageError if it is already loaded, ModelError on device meta."""
-    options = {name: value for name, value in given.items() if name in Loading.__annotations__}
-    options |= {name: given[name] for name in SpreadRequest.__annotations__ if given.get(name)}
+LOADED = {*Loading.model_fields, *SpreadRequest.model_fields}
+"""Options of `load`."""
+
+
+def load_options(request: Loading, model: object) -> dict[str, Any]:
+    """Return the options for loading a model. Raise UsageError if it is already loaded, ModelError on device meta."""
+    options = {name: value for name, value in request.explicit().items() if name in LOADED}
     if (
         isinstance(model, loading.Loaded)
         and model.shapes is None
@@ -108,7 +111,7 @@ def loading_of(given: Mapping[str, Any], model: object) -> Loading:
             f"The model is already loaded, so that {', '.join(options)} would be ignored.",
             "Give the options to attnlens.load.",
         )
-    return cast("Loading", options)
+    return options
 
 
 def of_model(asked: Settings, loaded: loading.Loaded) -> Settings:
@@ -125,19 +128,19 @@ def of_model(asked: Settings, loaded: loading.Loaded) -> Settings:
     )
 
 
-def cut_of(asked: Settings, given: Mapping[str, Any]) -> texts.Cut:
+def cut_of(asked: Settings, request: Feeding) -> texts.Cut:
     """Return how the texts are cut, from settings and options."""
     return texts.Cut(
         tokens=asked.tokens,
         sequences=asked.sequences or 1,
-        batch_size=given["batch_size"],
+        batch_size=request.batch_size,
         pack=asked.pack is not False,
         placement=asked.windows or "spread",
         seed=asked.seed,
-        pairs=given["pairs"] is not None,
-        image=tuple(given["image"]),
-        audio=tuple(given["audio"]),
-        allow_foreign=given["allow_foreign_text"],
+        pairs=request.pairs is not None,
+        image=request.image,
+        audio=request.audio,
+        allow_foreign=request.allow_foreign_text,
     )
 
 
@@ -157,7 +160,7 @@ def design_of(requested: Settings, inputs: texts.Batches) -> Design:
             problem = f"{inputs.sequences} sequences are of {count}"
         raise UsageError(
             f"Intervals over texts need {FEWEST_TEXTS} texts, and {problem}.",
-            f"Give more {'--sequences' if enough else '--text'}, or leave out --intervals texts.",
+            f"Give more {'--windows' if enough else '--text'}, or leave out intervals='texts'.",
         )
     return Design.of(names, requested.intervals)
 
@@ -213,5 +216,5 @@ def refuse_text(loaded: loading.Loaded, text: Sequence[str], tokens: int | None)
     read = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.wanted(loaded.model)))
     raise UsageError(
         f"{loaded.info.id} reads {read} and no text, so that text and tokens would be ignored.",
-        "Leave out --text, --calibration and --tokens.",
+        "Leave out --text, --calibration and --length.",
     )

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attnlens import requests
 from attnlens.arguments import public, shown
 from attnlens.errors import UsageError
 from attnlens.models import hooks, loading
 from attnlens.models.loading.configs import kind_of
 from attnlens.records import ModelInfo, QueryKey
+from attnlens.requests.fields import Request
 from attnlens.requests.run_options import WorkRequest
 from attnlens.runs import checks
 
@@ -129,10 +129,12 @@ def at_rest(model: PreTrainedModel) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def refuse_work(given: Mapping[str, Any], request: Any) -> None:
+def refuse_work(request: Request) -> None:
     """Raise UsageError if the work of a model in memory is to be kept or distributed: no file identifies the model."""
-    known = requests.options(request)
-    named = [name for name in requests.options(WorkRequest) if name in known and given[name] != known[name].default]
+    fields = type(request).model_fields
+    named = [
+        name for name in WorkRequest.model_fields if name in fields and getattr(request, name) != fields[name].default
+    ]
     if named:
         raise UsageError(
             f"The model is in memory, where no other process finds it, so that {named[0]} would be ignored.",

@@ -66,13 +66,13 @@ def enough_memory(model: PreTrainedModel, inputs: dict[str, Tensor], variant: Va
         if variant is None:
             raise ModelError(
                 f"Not enough memory to train on {size} sequences at once.",
-                "Use a smaller --batch-size." if size > 1 else "Use a smaller --tokens.",
+                "Use a smaller --batch-size." if size > 1 else "Use a smaller --length.",
             ) from None
         halves = (size >> step for step in range(1, size.bit_length()))
         fits = next((half for half in halves if _runs(model, inputs, half, variant)), None)
         raise ModelError(
             f"Not enough memory for {size} sequences at once.",
-            f"Use --batch-size {fits}, which fits." if fits else "Use a smaller --tokens: one sequence does not fit.",
+            f"Use --batch-size {fits}, which fits." if fits else "Use a smaller --length: one sequence does not fit.",
         ) from None
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import quantiles
-from typing import Any, Unpack
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -27,7 +27,7 @@ from attnlens.models.loading.placement import device_of
 from attnlens.models.texts.targets import feed, task_of
 from attnlens.records import Coverage, Curve, Experiment, File, Measure, Null, Report, Settings, Skipped, Trajectory
 from attnlens.registry import Analyzer, Gathering
-from attnlens.requests import reading
+from attnlens.requests import CheckpointsRequest, reading, takes
 from attnlens.requests.run_options import SharedRequest
 from attnlens.runs import checks, feeding
 from attnlens.runs.checks import no_loss
@@ -253,7 +253,7 @@ def _shape(config: dict[str, Any]) -> dict[str, object]:
 
 
 def find_checkpoints(
-    names: Sequence[str] | None, revisions: Sequence[str], load_options: loading.Loading
+    names: Sequence[str] | None, revisions: Sequence[str], load_options: dict[str, Any]
 ) -> list[Checkpoint]:
     """Find the checkpoints, ordered by step, or as named if steps are missing or equal.
 
@@ -298,13 +298,14 @@ READ = ("text", "pairs", "image", "audio", "adapter")
 
 
 @public
+@takes(CheckpointsRequest)
 def converge_checkpoints(
     checkpoints: requests.Words | None = None,
     *,
     revisions: requests.Words = (),
     head: tuple[int, int] | str | None = None,
     progress: Progress = silent,
-    **more: Unpack[requests.CheckpointsRequest],
+    request: CheckpointsRequest,
 ) -> Report:
     """Measure every head against the training step, in one experiment with the heads' trajectories.
 
@@ -313,22 +314,26 @@ def converge_checkpoints(
     By default, the analyzers of `inspect` run, and `selection` with its own `select`.
     One tokenizer, the last one found, splits the same text for all. `head` = (layer, head), or `3.7`, restricts the
     series to it.
-    `more` are the options of `requests.CheckpointsRequest`. Finished units are kept as in `inspect`, and the
+    Finished units are kept as in `inspect`, and the
     same call resumes from them. Raise UsageError, ModelError (a checkpoint is missing, or shapes differ),
     TextError, and Interrupted, which contains the finished checkpoints.
     """
-    report, written = followed(checkpoints, revisions=revisions, head=head, progress=progress, **more)
-    written()
+    report, clear_work = follow(checkpoints, request, revisions=revisions, head=head, progress=progress)
+    clear_work()
     return report
 
 
-def followed(
-    checkpoints: requests.Words | None = None, *, progress: Progress = silent, **more: Any
+def follow(
+    checkpoints: requests.Words | None,
+    request: CheckpointsRequest,
+    *,
+    revisions: requests.Words = (),
+    head: tuple[int, int] | str | None = None,
+    progress: Progress = silent,
 ) -> tuple[Report, Callable[[], None]]:
     """Return the report, and a function to call once it is written, which removes the finished units."""
-    revisions, head = more.pop("revisions", ()), more.pop("head", None)
-    series = prepare(checkpoints, revisions, head, progress, more)
-    series.plan.check(series.given["text"])
+    series = prepare(checkpoints, revisions, head, progress, request)
+    series.plan.check(request.text)
     return series.run()
 
 
@@ -337,32 +342,31 @@ def prepare(
     revisions: requests.Words,
     head: tuple[int, int] | str | None,
     progress: Progress,
-    more: Mapping[str, Any],
+    request: CheckpointsRequest,
 ) -> Series:
     """Prepare the requested series: find its checkpoints and read its texts."""
-    head_options = requests.one_head(head, more.get("layers"), more.get("heads"))
-    options = requests.checked(requests.CheckpointsRequest, {**more, **head_options})
-    load_options = feeding.loading_of(more, None)
+    unnarrowed, request = request, request.changed(**requests.one_head(head, request.layers, request.heads))
+    load_options = feeding.load_options(request, None)
     usual = [
         each.name
         for each in registry.every_analyzer()
-        if (each.by_default or each.name == SHOWN) and options["source"] in ("both", each.source)
+        if (each.by_default or each.name == SHOWN) and request.source in ("both", each.source)
     ]
-    wanted = options["analyzers"] or list(dict.fromkeys(usual))
-    analyzers, requested = reading.chosen(reading.settings(options), wanted, options["select"], None)
-    reading.refuse_unread(options, requested.source)
+    wanted = request.analyzers or list(dict.fromkeys(usual))
+    analyzers, requested = reading.chosen(reading.settings(request), wanted, request.select, None)
+    reading.refuse_unread(request, requested.source)
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
     ordered = find_checkpoints(names, requests.words("revisions", revisions), load_options)
     refuse_different(ordered)
-    contents = texts.read_each(reading.files(options), offline=options["offline"])
+    contents = texts.read_each(reading.files(request), offline=request.offline)
     if requested.source != "weights" and not contents:
         contents = texts.sample(ordered[-1].model)
-    cut = feeding.cut_of(requested, options)
-    words = (names, list(requests.words("revisions", revisions)), head, dict(more))
-    return Series(ordered, requested, analyzers, contents, cut, progress, load_options, options, words)
+    cut = feeding.cut_of(requested, request)
+    words = (names, requests.words("revisions", revisions), head, unnarrowed)
+    return Series(ordered, requested, analyzers, contents, cut, progress, load_options, request, words)
 
 
-Words = tuple[list[str] | None, list[str], tuple[int, int] | str | None, dict[str, Any]]
+Words = tuple[Sequence[str] | None, Sequence[str], tuple[int, int] | str | None, CheckpointsRequest]
 """Checkpoints, revisions, head and options, as passed to another process."""
 
 
@@ -376,15 +380,15 @@ class Series:
     contents: Sequence[texts.Content]
     cut: texts.Cut
     progress: Progress
-    load_options: loading.Loading
-    given: Mapping[str, Any]  # the checked options
+    load_options: dict[str, Any]
+    request: CheckpointsRequest
     words: Words
     timings: dict[str, float] = field(default_factory=dict)
 
     @property
     def plan(self) -> WorkPlan:
         """Plan of where its units are kept and who reads them."""
-        return WorkPlan.of(self.given)
+        return WorkPlan.of(self.request)
 
     @cached_property
     def units(self) -> dict[str, Checkpoint]:
@@ -394,21 +398,21 @@ class Series:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """Facts that determine the results of the units."""
-        left_out = {*requests.options(SharedRequest), *READ}
+        left_out = {*SharedRequest.model_fields, *READ}
         files = [with_home(os.fspath(path)) for path in (*self.cut.image, *self.cut.audio)]
-        adapter, offline = self.given["adapter"], self.given["offline"]
+        adapter, offline = self.request.adapter, self.request.offline
         place = None if adapter is None else find_adapter(os.fspath(adapter), offline=offline)
         of_adapter = [] if place is None else [path for path in place.folder.glob("*") if path.is_file()]
         return {
             "command": "converge",
             "versions": versions(),
-            "options": {name: str(value) for name, value in sorted(self.given.items()) if name not in left_out},
+            "options": {name: str(value) for name, value in sorted(self.request) if name not in left_out},
             "content": key_of(
                 {
                     "texts": [(each.name, each.text) for each in self.contents],
                     "fed": [sha256(path) for path in files if path.is_file()],
                     "adapter": [None if place is None else place.revision, *map(sha256, sorted(of_adapter))],
-                    "device": str(device_of(self.given["device"])),
+                    "device": str(device_of(self.request.device)),
                     "code": [code_of(each).hex() for each in self.analyzers],
                 }
             ),
@@ -456,7 +460,7 @@ class Series:
         return {"tokenizer": loaded.tokenizer, "tokenizer_problem": loaded.tokenizer_problem}
 
     def _load(self, checkpoint: Checkpoint) -> loading.Loaded:
-        options: loading.Loading = {**self.load_options, "revision": checkpoint.revision}
+        options = {**self.load_options, "revision": checkpoint.revision}
         return loading.load(checkpoint.model, **options)
 
     def read_unit(self, name: str) -> dict[str, Any]:
@@ -506,8 +510,12 @@ class Series:
         return "it is not a number, or the text holds nothing to predict" if loss is None else loss
 
 
-def open_in_worker(*words: Any) -> tuple[Mapping[str, Any], Compute]:
+def open_in_worker(
+    checkpoints: Sequence[str] | None,
+    revisions: Sequence[str],
+    head: tuple[int, int] | str | None,
+    request: CheckpointsRequest,
+) -> tuple[Mapping[str, Any], Compute]:
     """Prepare the same series in another process: return its facts, and the function that reads its checkpoints."""
-    checkpoints, revisions, head, more = words
-    series = prepare(checkpoints, revisions, head, silent, more)
+    series = prepare(checkpoints, revisions, head, silent, request)
     return series.facts, series.read_unit

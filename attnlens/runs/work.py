@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -16,7 +15,6 @@ from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolEx
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import get_context, parent_process
@@ -38,6 +36,7 @@ from attnlens.errors import (
     reason_of,
 )
 from attnlens.files import with_home
+from attnlens.requests.fields import Request
 from attnlens.runs.store import OTHER_WORK, Store, difference, key_of, output_errors
 from attnlens.wording import clean
 
@@ -104,10 +103,11 @@ class WorkPlan:
     device: str = "auto"
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> WorkPlan:
-        """Return the plan in a run's checked options; options that a kind of run lacks keep their defaults."""
-        named = {name: options[name] for name in cls.__dataclass_fields__ if name in options and name != "shard"}
-        index, _, count = (options.get("shard") or "").partition("/")
+    def of(cls, request: Request) -> WorkPlan:
+        """Return the plan in a run's options; options that a kind of run lacks keep their defaults."""
+        fields = [name for name in cls.__dataclass_fields__ if name in type(request).model_fields and name != "shard"]
+        named = {name: getattr(request, name) for name in fields}
+        index, _, count = (getattr(request, "shard", None) or "").partition("/")
         return cls(**named, shard=(int(index), int(count)) if count else None)
 
     @property
@@ -150,7 +150,7 @@ class WorkPlan:
         `texts` are those that the run reads: other processes cannot read stdin.
         """
         if self.address is not None and self.engine != "ray":
-            raise UsageError("--address names a Ray cluster.", "Leave it out, or add --engine ray.")
+            raise UsageError("address names a Ray cluster.", "Leave it out, or use --engine ray.")
         if self.engine == "ray":
             check_cluster(self.address)
         if self.elsewhere and "-" in map(str, texts):
@@ -298,19 +298,17 @@ def tried(compute: Compute, name: str) -> Any:
     return failure
 
 
-_prepared: dict[str, tuple[Mapping[str, Any], Compute]] = {}
-"""Run whose units this worker computes, by a hash of how it was prepared."""
+_prepared: list[tuple[tuple[Opener, tuple[Any, ...]], Mapping[str, Any], Compute]] = []
+"""Run whose units this worker computes: how it was prepared, its facts, and its function."""
 
 
 def _compute_in_worker(opener: Opener, arguments: tuple[Any, ...], store: Store, name: str) -> Failure | None:
     """Compute a unit in another process and write its file. Return the reason of a failure in picklable form."""
 
     def compute(name: str) -> None:
-        call = sha256(pickle.dumps((opener, arguments))).hexdigest()
-        if call not in _prepared:
-            _prepared.clear()
-            _prepared[call] = opener(*arguments)
-        facts, make = _prepared[call]
+        if not _prepared or _prepared[0][0] != (opener, arguments):
+            _prepared[:] = [((opener, arguments), *opener(*arguments))]
+        _, facts, make = _prepared[0]
         if key_of(facts) != key_of(store.facts):
             raise ModelError(
                 f"A worker has other inputs than the run that it works for: {difference(facts, store.facts)}.",
@@ -501,5 +499,5 @@ def _no_cluster(address: str, error: Exception) -> UsageError:
     where = "can be started on this machine" if address == RAY_HERE else f"answers at {address}"
     return UsageError(
         f"No Ray cluster {where}: {reason_of(error).rstrip('.')}.",
-        "Start one with `ray start --head` and give its HOST:PORT, or leave --address out to run Ray on this machine.",
+        "Start one with `ray start --head`, and set RAY_ADDRESS to its HOST:PORT; unset, Ray runs on this machine.",
     )

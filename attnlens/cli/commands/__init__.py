@@ -13,7 +13,7 @@ import attnlens
 from attnlens.arguments import checked_name
 from attnlens.cli import parameters as opt
 from attnlens.cli.commands.check import check
-from attnlens.cli.commands.converge import converge, study, verify
+from attnlens.cli.commands.converge import converge, reproduce
 from attnlens.cli.commands.swap import compare, swap_kernel
 from attnlens.cli.outputs import (
     Inputs,
@@ -31,7 +31,7 @@ from attnlens.cli.outputs import (
 from attnlens.cli.parameters import defaults, kinds
 from attnlens.cli.show import PARTLY, UNUSABLE, console, guarded
 from attnlens.errors import UsageError
-from attnlens.requests import InspectRequest, ModelRequest
+from attnlens.requests import DoctorRequest, InspectRequest
 
 if TYPE_CHECKING:
     from attnlens.report.sections.section import Section
@@ -96,8 +96,8 @@ Saved = Annotated[str, typer.Argument(metavar="REPORT", help="A report from --js
 
 @guarded
 @opt.also(opt.SHOWN)
-def report(context: typer.Context, saved: Saved, all_heads: opt.AllHeads = False, **_shared: Any) -> None:
-    """Show a saved report again: its tables, or with --html, --png, --csv and --markdown as files."""
+def report(context: typer.Context, saved: Saved, table: opt.Table = False, **_shared: Any) -> None:
+    """Show a saved report again: its tables, or with --html, --figure, --csv and --markdown as files."""
     outputs = Outputs.of(context.params)
     from attnlens.records import read_report  # late, because it loads pydantic
 
@@ -106,7 +106,7 @@ def report(context: typer.Context, saved: Saved, all_heads: opt.AllHeads = False
     deliver(outputs, loaded)
 
 
-NOT_EXAMINED = ("batch_size", "windows", "intervals", "allow_foreign_text")
+NOT_EXAMINED = ("batch_size", "placement", "intervals", "allow_foreign_text")
 """Options without effect on `doctor`, which compares two sequences of any content in one pass."""
 app = typer.Typer(
     name="attnlens",
@@ -152,49 +152,50 @@ def inspect(
     model: opt.Model = None,
     head: opt.Head = None,
     windows_csv: opt.WindowsCsv = None,
-    all_heads: opt.AllHeads = False,
+    table: opt.Table = False,
     strict: opt.Strict = False,
     **_shared: Any,
 ) -> None:
     """Show per head symmetry, definiteness and spectrum; with `--analyzer selection`, whether it selects as an SVM."""
     params = context.params
     outputs = Outputs.of(params)
-    settings = opt.keywords(InspectRequest, params) | opt.chosen(params)
-    check_reading(settings)
-    if outputs.windows_csv is not None and settings["source"] == "weights":
+    request = opt.build(InspectRequest, params, **opt.chosen(params))
+    check_reading(request)
+    if outputs.windows_csv is not None and request.source == "weights":
         raise UsageError("source weights reads no window of a text.", "Leave out --windows-csv, or --source weights.")
     name = named_model(model, quiet=outputs.quiet)
     outputs.check(Inputs.of(params, [name]))
-    begin_workers(settings)
-    report = run_and_deliver(outputs, lambda analyses, tell: analyses.inspected(name, None, tell, settings))
-    if params["strict"]:
+    begin_workers(request.engine, request.jobs)
+    report = run_and_deliver(outputs, lambda analyses, tell: analyses.run_inspect(name, request, progress=tell))
+    if strict:
         end_strictly(report)
 
 
 app.command()(compare)
 app.command(name="swap-kernel")(swap_kernel)
 app.command()(converge)
-app.command()(study)
 app.command()(check)
 
 
 @app.command()
 @guarded
-@opt.also(opt.parameters(ModelRequest, without=NOT_EXAMINED, sequences=2, dtype="float64"), opt.TOLD)
+@opt.also(opt.parameters(DoctorRequest, without=NOT_EXAMINED), opt.TOLD)
 def doctor(context: typer.Context, model: opt.Model = None, strict: opt.Strict = False, **_shared: Any) -> None:
     """Prove on this model that what attnlens reads is what the model computes; exit 2 where it is not."""
     outputs = Outputs.of(context.params)
-    settings = opt.keywords(ModelRequest, context.params)
+    request = opt.build(DoctorRequest, context.params)
     name = named_model(model, quiet=outputs.quiet)
     outputs.check(Inputs.of(context.params, [name]))
-    report = run_and_deliver(outputs, lambda analyses, tell: (analyses.doctor(name, progress=tell, **settings), None))
+    report = run_and_deliver(
+        outputs, lambda analyses, tell: (analyses.doctor(name, progress=tell, **request.explicit()), None)
+    )
     if report.summary.verdict == "differs":
         raise failure(report)
     if strict and report.summary.verdict != "agrees":
         raise typer.Exit(PARTLY)
 
 
-app.command()(verify)
+app.command()(reproduce)
 app.command()(report)
 app.command(name="list")(list_)
 app.command()(explain)

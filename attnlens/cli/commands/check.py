@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,136 +29,101 @@ from attnlens.cli.parameters import FILES
 from attnlens.cli.show import complain, guarded, interruptible_at_once, say
 from attnlens.errors import OutputError, UsageError
 from attnlens.files import check_writable, local_path, write_atomically
-from attnlens.requests.run_options import BASELINE, JudgingRequest
+from attnlens.requests.run_options import CheckRequest, SharedRequest
 
 if TYPE_CHECKING:
     from attnlens.checks.rule import Rule
     from attnlens.records import Baseline, Check, Report
 
-READING = opt.parameters(requests.InspectRequest, without=("show",))
+READING = opt.parameters(requests.InspectRequest, without=("show", *SharedRequest.model_fields))
 """Options for reading a model."""
-RECOMPUTED = {*requests.options(requests.Loading), "text", "pairs", "image", "audio", "batch_size"}
+RECOMPUTED = {*requests.Loading.model_fields, "text", "pairs", "image", "audio", "batch_size"}
 """Those of them that a report can't contain, and that --recompute takes."""
 
 
 Subject = Annotated[
-    str, typer.Argument(metavar="REPORT|MODEL", help="A report of --json, or a model, which is inspected first.")
+    str, typer.Argument(metavar="REPORT|MODEL", help="A report from --json, or a model to inspect first.")
 ]
-Again = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="With --recompute: the model that the report should be of.")
-]
-RuleFile = Annotated[
-    str | None,
-    opt.option(
-        "--rules",
-        help='TOML file with a table `[check]`, as in `"tokens.entropy" = ["min > 0.05"]`.',
-        metavar="FILE",
-        show_default="attnlens.toml, or [tool.attnlens.check] of pyproject.toml",
-        call_only="read",
-    ),
-]
-Rules = Annotated[
-    list[str] | None,
-    opt.option(
-        "--rule",
-        help="A rule, as in `tokens.entropy: min > 0.05`; repeatable. With it no default file of rules is read.",
-        metavar="RULE",
-        call_only="read",
-    ),
-]
-BaselineFile = Annotated[
-    str | None,
-    opt.option("--baseline", panel=BASELINE, help="What heads should read.", metavar="FILE", call_only="read"),
-]
-Update = Annotated[
-    bool,
-    opt.option(
-        "--update-baseline", panel=BASELINE, help="Accept this report: write --baseline anew.", call_only="written"
-    ),
-]
-Recompute = Annotated[
-    int | None,
-    opt.option("--recompute", help="Recompute so many of the report's heads from MODEL.", metavar="NUMBER", min=1),
-]
-Annotations = Annotated[
-    bool,
-    opt.option(
-        "--annotations",
-        panel=opt.OUTPUT,
-        help="Annotate the ten worst as GitHub shows them, and write the step's summary; on where GITHUB_ACTIONS is.",
-    ),
-]
-Junit = Annotated[str | None, opt.output("--junit", "Write a testcase a rule as JUnit XML.")]
-CsvRows = Annotated[str | None, opt.output("--csv", "Write one row a head that breaks a rule as CSV.")]
+Again = Annotated[str | None, typer.Argument(metavar="MODEL", help="With --recompute: the report's model.")]
+Junit = Annotated[str | None, opt.output("--junit", "Write one test case per rule as JUnit XML.")]
+CsvRows = Annotated[str | None, opt.output("--csv", "Write one row per head that breaks a rule as CSV.")]
 
 
 @guarded
-@opt.also(opt.parameters(JudgingRequest) | READING, opt.TOLD)
+@opt.also(opt.parameters(CheckRequest) | READING, opt.TOLD)
 def check(
     context: typer.Context,
     subject: Subject,
     model: Again = None,
-    rules: RuleFile = None,
-    rule: Rules = None,
-    baseline: BaselineFile = None,
-    update_baseline: Update = False,
-    recompute: Recompute = None,
-    annotations: Annotations = False,
     junit: Junit = None,
     csv: CsvRows = None,
     markdown: opt.Markdown = None,
     **_shared: Any,
 ) -> None:
-    """Hold a report, or a model, against rules and a baseline; exit 1 where one fails. Without torch for a report."""
+    """Check a report, or a model, against rules and a baseline; exit 1 if one fails. Reports need no torch."""
+    from attnlens.checks import judging  # late, because it loads the records
+    from attnlens.checks.rule import Tolerance
+
     params = context.params
-    _refuse_ignored(params, typed(context))
-    outputs, parsed = Outputs.of(params), _load_rules(params)
-    stored = _load_baseline(params)
-    _check_places(outputs, params, parsed)
-    report = _judge(_load_report(subject, params, outputs, parsed, stored), params, outputs, parsed, stored)
-    _deliver(outputs, report, params)
-    failed = [judged.rule for judged in report.checks if not judged.passed]
+    request = opt.build(CheckRequest, params)
+    _refuse_ignored(subject, model, request, typed(context))
+    outputs, parsed = Outputs.of(params), _load_rules(request)
+    stored = _load_baseline(subject, request)
+    inputs = Inputs.of(params, [model or subject] if model or not names_report(subject) else [])
+    _check_places(subject, request, outputs, inputs, parsed)
+    reading = opt.build(requests.InspectRequest, params)
+    report = _load_report(subject, request, reading, outputs, parsed, stored)
+    tolerance = Tolerance(request.relative, request.absolute, request.fdr)
+    judged = judging.verdict(report, parsed, stored, tolerance, request.baseline, allow_partial=request.allow_partial)
+    if request.update_baseline and request.baseline is not None:  # first, before anything can fail
+        write_atomically(Path(request.baseline), judging.baseline_of(report).to_json().encode())
+        if not outputs.quiet:
+            say(f"Wrote {request.baseline}")
+    if model is not None and request.recompute is not None:
+        again = _recompute(report, checked_model(model), request.recompute, reading, outputs)
+        judged = judged.model_copy(update={"checks": [*judged.checks, *again]})
+    _deliver(outputs, judged, annotations=request.annotations)
+    failed = [each.rule for each in judged.checks if not each.passed]
     if failed:
         from attnlens.wording import counted, listed
 
         complain(
-            f"{len(failed)} of {counted(len(report.checks), 'rule')} failed: {listed(failed, 3)}.",
-            "The table says what was found; --json, --csv and --junit keep it.",
+            f"{len(failed)} of {counted(len(judged.checks), 'rule')} failed: {listed(failed, 3)}.",
+            "The table shows the measured values; --json, --csv and --junit have them too.",
         )
         raise typer.Exit(FAILED)
 
 
-def _refuse_ignored(given: Mapping[str, Any], names: list[str]) -> None:
+def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, names: list[str]) -> None:
     """Raise UsageError for ignored options: a model's options with a report, or one of two that belong together."""
-    for name, other in {"model": "recompute", "recompute": "model", "update_baseline": "baseline"}.items():
-        if given[name] and not given[other]:
-            first, second = ("MODEL" if each == "model" else option_name(each) for each in (name, other))
-            raise UsageError(
-                f"{first} is given without {second}.", "See: attnlens check --help, for what goes together."
-            )
-    if not names_report(given["subject"]):
-        if given["model"]:
-            raise UsageError(f"{given['subject']} is no report to recompute.", "Name a report, and then the model.")
+    pairs = {"MODEL": model, "--recompute": request.recompute}
+    for first, second in (("MODEL", "--recompute"), ("--recompute", "MODEL")):
+        if pairs[first] and not pairs[second]:
+            raise UsageError(f"{first} needs {second}.", "See: attnlens check --help")
+    if request.update_baseline and request.baseline is None:
+        raise UsageError("--update-baseline needs --baseline.", "See: attnlens check --help")
+    if not names_report(subject):
+        if model:
+            raise UsageError(f"{subject} is not a report that can be recomputed.", "Name a report, and then the model.")
         return
-    taken = {opt.parameter_of(name, option) for name, option in requests.options(requests.InspectRequest).items()}
-    taken -= RECOMPUTED if given["model"] else set()
+    ignored = set(READING) - (RECOMPUTED if model else set())
     for name in names:
-        if name in taken:
+        if name in ignored:
             raise UsageError(
-                f"{option_name(name)} says how a model is read, and {given['subject']} is a report.",
+                f"{option_name(name)} says how a model is read, and {subject} is a report.",
                 f"Leave out {option_name(name)}, or name a model.",
             )
 
 
-def _load_rules(given: Mapping[str, Any]) -> list[Rule]:
+def _load_rules(request: CheckRequest) -> list[Rule]:
     """Return the rules of the call, else those of the first default file that has any."""
     from attnlens.checks.rule import read_rules, spelled
 
-    rules = [] if given["rules"] is None else read_rules(Path(given["rules"]))
-    rules += map(spelled, given["rule"] or ())
+    rules = [] if request.rules is None else read_rules(Path(request.rules))
+    rules += map(spelled, request.rule)
     places = (Path(name) for name in FILES if not rules and Path(name).is_file())
     rules = rules or next(filter(None, (read_rules(place, named=False) for place in places)), [])
-    if not rules and given["baseline"] is None and given["recompute"] is None:
+    if not rules and request.baseline is None and request.recompute is None:
         raise UsageError(
             "There is no rule to check.",
             "Write --rule 'tokens.entropy: min > 0.05', a table [check] in attnlens.toml, or --baseline FILE.",
@@ -166,37 +131,42 @@ def _load_rules(given: Mapping[str, Any]) -> list[Rule]:
     return rules
 
 
-def _load_baseline(given: Mapping[str, Any]) -> Baseline | None:
+def _load_baseline(subject: str, request: CheckRequest) -> Baseline | None:
     """Return the baseline to compare with; None if there is none, or if it is to be written."""
     from attnlens.records import read_baseline
 
-    name = given["baseline"]
-    if name is not None:
-        local_path(name, "--baseline")
-    if name is None or given["update_baseline"]:
+    if request.baseline is None:
         return None
-    if os.path.realpath(name) == os.path.realpath(given["subject"]):
-        raise UsageError(f"The report and its baseline are the same file, {name}.", "Name two files.")
-    return read_baseline(Path(name))
+    local_path(request.baseline, "--baseline")
+    if request.update_baseline:
+        return None
+    if os.path.realpath(request.baseline) == os.path.realpath(subject):
+        raise UsageError(f"The report and its baseline are the same file, {request.baseline}.", "Name two files.")
+    return read_baseline(Path(request.baseline))
 
 
-def _check_places(outputs: Outputs, given: Mapping[str, Any], rules: list[Rule]) -> None:
+def _check_places(subject: str, request: CheckRequest, outputs: Outputs, inputs: Inputs, rules: list[Rule]) -> None:
     """Raise before the work if an output can't be written or would replace an input."""
-    subject, model, baseline = given["subject"], given["model"], given["baseline"]
-    inputs = Inputs.of(given, [model or subject] if model or not names_report(subject) else [])
     for name, what in {subject: "the report", **{rule.file: "the rules" for rule in rules if rule.file}}.items():
         inputs.files.setdefault(os.path.realpath(name), what)
-    if given["update_baseline"]:
-        check_writable(Path(baseline))
-        if what := inputs.description(Path(baseline)):
-            raise UsageError(f"--update-baseline would replace {baseline}, {what}.", "Write it somewhere else.")
-    if baseline is not None:
-        inputs.files[os.path.realpath(baseline)] = "the baseline"
+    if request.baseline is not None:
+        if request.update_baseline:
+            check_writable(Path(request.baseline))
+            if what := inputs.description(Path(request.baseline)):
+                raise UsageError(
+                    f"--update-baseline would replace {request.baseline}, {what}.", "Write it somewhere else."
+                )
+        inputs.files[os.path.realpath(request.baseline)] = "the baseline"
     outputs.check(inputs)
 
 
 def _load_report(
-    subject: str, given: Mapping[str, Any], outputs: Outputs, rules: list[Rule], kept: Baseline | None
+    subject: str,
+    request: CheckRequest,
+    reading: requests.InspectRequest,
+    outputs: Outputs,
+    rules: list[Rule],
+    baseline: Baseline | None,
 ) -> Report:
     """Read the report, or make it from a model."""
     if names_report(subject):
@@ -205,45 +175,26 @@ def _load_report(
         return read_report(subject)
     from attnlens.checks.judging import needed
 
-    settings = opt.keywords(requests.InspectRequest, given)
-    if not settings["analyzers"] and settings["source"] == "both" and not given["update_baseline"]:
-        settings |= needed(rules, kept)
+    if not reading.analyzers and reading.source == "both" and not request.update_baseline:
+        reading = reading.changed(**needed(rules, baseline))
     with interruptible_at_once():
         from attnlens.cli import analyses
     with working(outputs) as tell:
-        return analyses.inspect(checked_model(subject), progress=tell, **settings)
+        return analyses.inspect(checked_model(subject), progress=tell, **reading.explicit())
 
 
-def _judge(
-    report: Report, given: Mapping[str, Any], outputs: Outputs, rules: list[Rule], kept: Baseline | None
-) -> Report:
-    """Return the report with its checks; a requested baseline is written first, before anything can fail."""
-    from attnlens.checks import judging as baselines
-    from attnlens.checks.rule import Tolerance
-
-    options = opt.keywords(JudgingRequest, given)
-    tolerance = Tolerance(*(options.pop(name) for name in ("relative", "absolute", "fdr")))
-    judged = baselines.verdict(report, rules, kept, tolerance, given["baseline"], **options)
-    if given["update_baseline"]:
-        write_atomically(Path(given["baseline"]), baselines.baseline_of(report).to_json().encode())
-        if not outputs.quiet:
-            say(f"Wrote {given['baseline']}")
-    again = [] if given["recompute"] is None else _recompute(report, given, outputs)
-    return judged.model_copy(update={"checks": [*judged.checks, *again]})
-
-
-def _recompute(report: Report, given: Mapping[str, Any], outputs: Outputs) -> list[Check]:
+def _recompute(
+    report: Report, model: str, heads: int, reading: requests.InspectRequest, outputs: Outputs
+) -> list[Check]:
     """Recompute some heads and return their checks."""
-    options = requests.options(requests.InspectRequest)
-    typed = opt.keywords(requests.InspectRequest, given)
-    more = {name: typed[name] for name in RECOMPUTED if typed[name] != options[name].default}
+    options = {name: value for name, value in reading.explicit().items() if name in RECOMPUTED}
     with interruptible_at_once():
         from attnlens.cli import analyses
     with working(outputs) as tell:
-        return analyses.recompute(report, checked_model(given["model"]), given["recompute"], progress=tell, **more)
+        return analyses.recompute(report, model, heads, progress=tell, **options)
 
 
-def _deliver(outputs: Outputs, report: Report, given: Mapping[str, Any]) -> None:
+def _deliver(outputs: Outputs, report: Report, *, annotations: bool) -> None:
     """Write the data, show the table, annotate; failures are raised after everything else."""
     failures = Failures()
     written: list[str] = []
@@ -259,7 +210,7 @@ def _deliver(outputs: Outputs, report: Report, given: Mapping[str, Any]) -> None
     write_data(outputs, report, writers, failures, written)
     with failures.kept():
         show(outputs, report, checked.document)
-    if given["annotations"] or os.environ.get("GITHUB_ACTIONS") == "true":
+    if annotations or os.environ.get("GITHUB_ACTIONS") == "true":
         with failures.kept():
             _annotate(report, stderr=outputs.json == STDOUT)
     if written and not outputs.quiet:

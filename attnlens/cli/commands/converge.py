@@ -1,15 +1,15 @@
-"""The commands that train: `converge`, `verify` and `study`."""
+"""The commands of the papers: `converge` and `reproduce`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attnlens import requests
-from attnlens.choices import STUDIES
+from attnlens.choices import CLAIMS, STUDIES
 from attnlens.cli import parameters as opt
 from attnlens.cli.outputs import (
     NO_MODEL,
@@ -24,50 +24,31 @@ from attnlens.cli.outputs import (
 from attnlens.cli.show import complain, guarded, say
 from attnlens.errors import UnaskedError, UsageError
 from attnlens.requests import CheckpointsRequest
-from attnlens.requests.experiments import DescentRequest, StudyRequest, SyntheticRequest, checked_synthetic, table
+from attnlens.requests.experiments import DescentRequest, StudyRequest, SyntheticRequest, checked_table
 from attnlens.requests.run_options import SharedRequest
 
-Table = Annotated[str, typer.Argument(metavar="TABLE", help=f"{', '.join(f'`{name}`' for name in STUDIES)}, or `all`.")]
-
-
-@guarded
-@opt.also(opt.parameters(StudyRequest), opt.SHOWN)
-def study(context: typer.Context, name: Table = "all", **_shared: Any) -> None:
-    """Train small models and rerun the papers' tables: kernels, positions, order, values, dimension, primal."""
-    params = context.params
-    table(name)
-    outputs = Outputs.of(params)
-    settings = opt.keywords(StudyRequest, params)
-    outputs.check(Inputs.of(params, ()))
-    begin_workers({**settings, "jobs": settings["jobs"] or os.cpu_count() or 1})
-
-    def work(analyses: Any, tell: Any) -> Any:
-        try:
-            return analyses.study(name, progress=tell, **settings), None
-        except KeyboardInterrupt:
-            say("What is finished is kept: the same command goes on from there.")
-            raise
-
-    run_and_deliver(outputs, work)
-
+if TYPE_CHECKING:
+    from attnlens.records import Report
 
 FAILED = 1
 """Exit code if a requested check failed."""
-EVERYWHERE = {"seed", "strict", "quiet", "verbose", "no_progress", "debug", "json", "csv", "png", "html", "markdown"}
-LOADING = set(requests.options(requests.Loading)) - {"revision"}
-TEXT = set(requests.options(requests.Feeding)) - {*LOADING, "revision", "seed"}
+EVERYWHERE = {"seed", "strict", "quiet", "verbose", "no_progress", "debug", "json", "csv", "figure", "html", "markdown"}
+LOADING = set(requests.Loading.model_fields) - {"revision"}
+TEXT = set(requests.Feeding.model_fields) - {*LOADING, "revision", "seed"}
 SYNTHETIC = opt.parameters(SyntheticRequest)
 """Options of the synthetic experiments."""
+SYNTHETIC_RUN, HEAD_RUN, SERIES_RUN = "the synthetic experiments", "a head", "checkpoints"
+CLAIMS_RUN, TABLE_RUN = "claims", "a table"
 SERIES = {"models", "checkpoints", "revisions", "head", "source", "analyzer", "layers", "heads"}
-WORK = {*requests.options(SharedRequest)}
+WORK = {*SharedRequest.model_fields}
 KINDS: dict[str, set[str]] = {
-    "the synthetic experiments": {*SYNTHETIC},
-    "a head": {"models", "head", *requests.options(DescentRequest), "revision"} | TEXT | LOADING,
-    "checkpoints": SERIES | WORK | TEXT | LOADING,
+    SYNTHETIC_RUN: {*SYNTHETIC},
+    HEAD_RUN: {"models", "head", *DescentRequest.model_fields, "revision"} | TEXT | LOADING,
+    SERIES_RUN: SERIES | WORK | TEXT | LOADING,
+    CLAIMS_RUN: {"table", "quick"},
+    TABLE_RUN: {"table", *StudyRequest.model_fields},
 }
 """Options of each kind of run, in addition to the common ones."""
-JOBS = {"the synthetic experiments": "converge_synthetic", "a head": "converge_head", "checkpoints": "followed"}
-"""Function of `analyses` for each kind of run."""
 
 Models = Annotated[
     list[str] | None,
@@ -109,7 +90,7 @@ Head = Annotated[
 Quick = Annotated[bool, opt.option("--quick", help="Fewer trials and wider tolerances, in under half a minute.")]
 
 
-FOLLOWED = opt.parameters(CheckpointsRequest, without=("select",))
+FOLLOWED = opt.parameters(CheckpointsRequest, without=("adapter", "engine"))
 """Options of a series of checkpoints."""
 
 
@@ -129,47 +110,61 @@ def converge(
     kind = kind_of(params)
     refuse_other(kind, typed(context))
     outputs = Outputs.of(params)
-    settings = asked(kind, params)
-    if kind != "the synthetic experiments" and not models and not outputs.quiet:
+    work = prepare(kind, params)
+    if kind != SYNTHETIC_RUN and not models and not outputs.quiet:
         say(NO_MODEL)
     outputs.check(Inputs.of(params, models or []))
-    begin_workers(settings)
-
-    def work(analyses: Any, tell: Any) -> Any:
-        result = getattr(analyses, JOBS[kind])(progress=tell, **settings)
-        return result if kind == "checkpoints" else (result, None)
-
     report = run_and_deliver(outputs, work)
     if strict:
         end_strictly(report)
 
 
-@guarded
-@opt.also({"seed": FOLLOWED["seed"]}, opt.SHOWN)
-def verify(context: typer.Context, quick: Quick = False, **_shared: Any) -> None:
-    """Rerun the papers' small experiments: ours, published, tolerance; exit 1 where one misses."""
-    outputs, seed = Outputs.of(context.params), context.params["seed"]
-    outputs.check(Inputs())
-    from attnlens.wording import listed
+TABLES = ", ".join(f"`{name}`" for name in STUDIES)
+Table = Annotated[
+    str,
+    typer.Argument(metavar="TABLE", help=f"`{CLAIMS}` (small experiments with published values), {TABLES} or `all`."),
+]
 
-    report = run_and_deliver(
-        outputs, lambda analyses, tell: (analyses.verify(quick=quick, seed=seed, progress=tell), None)
-    )
+
+@guarded
+@opt.also(opt.parameters(StudyRequest), opt.SHOWN)
+def reproduce(context: typer.Context, table: Table = CLAIMS, quick: Quick = False, **_shared: Any) -> None:
+    """Rerun the papers' small experiments (exit 1 if a claim fails), or train the models of one of their tables."""
+    params = context.params
+    outputs = Outputs.of(params)
+    request = opt.build(StudyRequest, params)
+    if checked_table(table) == CLAIMS:
+        refuse_other(CLAIMS_RUN, typed(context))
+    outputs.check(Inputs.of(params, ()))
+    if table != CLAIMS:
+        begin_workers(request.engine, request.jobs or os.cpu_count() or 1)
+
+    def work(analyses: Any, tell: Any) -> Any:
+        try:
+            return analyses.reproduce(table, quick=quick, progress=tell, **request.explicit()), None
+        except KeyboardInterrupt:
+            if table != CLAIMS:
+                say("Finished runs are kept: the same command resumes from there.")
+            raise
+
+    report = run_and_deliver(outputs, work)
     failed = [experiment.name for experiment in report.experiments if experiment.passed is False]
     if failed:
-        complain(f"Not as published: {listed(failed, 12)}.", "The table says what was found; --json keeps it whole.")
+        from attnlens.wording import listed
+
+        complain(f"Not as published: {listed(failed, 12)}.", "The table shows the measured values; --json has all.")
         raise typer.Exit(FAILED)
 
 
-def kind_of(given: Mapping[str, Any]) -> str:
+def kind_of(values: Mapping[str, Any]) -> str:
     """Return the kind of run that the parameters request. Raise UnaskedError for models without a question."""
-    if given["checkpoints"] or given["revisions"] is not None:
-        return "checkpoints"
-    if given["head"] is not None:
-        return "a head"
-    if given["models"]:
-        raise UnaskedError(given["models"][0])
-    return "the synthetic experiments"
+    if values["checkpoints"] or values["revisions"] is not None:
+        return SERIES_RUN
+    if values["head"] is not None:
+        return HEAD_RUN
+    if values["models"]:
+        raise UnaskedError(values["models"][0])
+    return SYNTHETIC_RUN
 
 
 def refuse_other(kind: str, given: list[str]) -> None:
@@ -178,33 +173,30 @@ def refuse_other(kind: str, given: list[str]) -> None:
         others = [other for other, names in KINDS.items() if name in names]
         if name not in KINDS[kind] | EVERYWHERE:
             option = "--" + name.replace("_", "-")
-            raise UsageError(
-                f"{option} belongs to {' and '.join(others)}, and not to {kind}.",
-                f"Leave out {option}, or see: attnlens converge --help",
-            )
+            raise UsageError(f"{option} belongs to {' and '.join(others)}, and not to {kind}.", f"Leave out {option}.")
 
 
-def asked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checked arguments of the function for that kind of run. Raise UsageError for invalid ones."""
-    names = KINDS[kind]
-    models = [checked_model(model) for model in given["models"] or []]
-    if kind == "the synthetic experiments":
-        return checked_synthetic(opt.keywords(SyntheticRequest, given))
-    shared = opt.keywords(CheckpointsRequest, given)
-    if kind == "a head":
+def prepare(kind: str, values: Mapping[str, Any]) -> Callable[[Any, Any], tuple[Report, Callable[[], None] | None]]:
+    """Check the options of that kind of run, and return its work. Raise UsageError for invalid options."""
+    models = [checked_model(model) for model in values["models"] or []]
+    if kind == SYNTHETIC_RUN:
+        synthetic = opt.build(SyntheticRequest, values)
+        return lambda analyses, tell: (analyses.converge_synthetic(progress=tell, **synthetic.explicit()), None)
+    if kind == HEAD_RUN:
         if len(models) > 1:
             raise UsageError(f"--head takes one model, not {len(models)}.", "Name one, or add --checkpoints.")
-        selected = {name: value for name, value in shared.items() if name in names | {"seed"}}
-        descent = {name: value for name, value in opt.keywords(DescentRequest, given).items() if value is not None}
-        return {**selected, **descent, "model": models[0] if models else "demo", "head": requests.head(given["head"])}
-    check_reading({"select": "argmax", "show": None, **shared})
-    where = requests.one_head(given["head"], given["layers"], given["heads"])
-    revisions = [] if given["revisions"] is None else [word.strip() for word in given["revisions"].split(",")]
+        head = requests.head(values["head"])
+        options = opt.build(requests.Feeding, values).explicit() | opt.build(DescentRequest, values).explicit()
+        model = models[0] if models else "demo"
+        return lambda analyses, tell: (analyses.converge_head(model, head=head, progress=tell, **options), None)
+    where = requests.one_head(values["head"], values["layers"], values["heads"])
+    request = opt.build(CheckpointsRequest, values, **where)
+    check_reading(request)
+    revisions = [] if values["revisions"] is None else [word.strip() for word in values["revisions"].split(",")]
     if not all(revisions):
-        words = given["revisions"]
-        raise UsageError(f"--revisions {words!r} has an empty name.", "Write it like step1000,step2000.")
-    selected = {name: value for name, value in shared.items() if name in names | {"seed", "analyzers"}}
-    return {**selected, **where, "checkpoints": models or None, "revisions": revisions}
+        raise UsageError(f"--revisions {values['revisions']!r} has an empty name.", "Write it like step1000,step2000.")
+    begin_workers(request.engine, request.jobs)
+    return lambda analyses, tell: analyses.follow(models or None, request, revisions=revisions, progress=tell)
 
 
 def typed(context: typer.Context) -> list[str]:

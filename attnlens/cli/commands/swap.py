@@ -29,30 +29,28 @@ NAMES = "hub id, folder, file, `demo`, or a report (`.json`)"
 First = Annotated[
     str, typer.Argument(metavar="FIRST", help=f"The first model, by which changes are measured: {NAMES}.")
 ]
-Second = Annotated[
-    str, typer.Argument(metavar="SECOND", help=f"The second one, of which --adapter and --revision are: {NAMES}.")
-]
+Second = Annotated[str, typer.Argument(metavar="SECOND", help=f"The second one, that --adapter applies to: {NAMES}.")]
 
 
 @guarded
-@opt.also(opt.parameters(CompareRequest, dtype="float32"), opt.SHOWN)
+@opt.also(opt.parameters(CompareRequest), opt.SHOWN)
 def compare(
     context: typer.Context,
     first: First,
     second: Second,
-    all_heads: opt.AllHeads = False,
+    table: opt.Table = False,
     strict: opt.Strict = False,
     **_shared: Any,
 ) -> None:
     """Which heads changed between two models: on the same windows, with errors, p values and a false-discovery rate."""
     params = context.params
     outputs = Outputs.of(params)
-    settings = opt.keywords(CompareRequest, params)
-    check_reading({**settings, "show": None})
+    request = opt.build(CompareRequest, params)
+    check_reading(request)
     names = [checked_model(name) for name in (first, second)]
     outputs.check(Inputs.of(params, [name for name in names if not name.endswith(".json")]))
     report = run_and_deliver(
-        outputs, lambda analyses, tell: (analyses.compare(*names, progress=tell, **settings), None)
+        outputs, lambda analyses, tell: (analyses.compare(*names, progress=tell, **request.explicit()), None)
     )
     if strict:
         end_strictly(report)
@@ -72,7 +70,7 @@ Plan = Annotated[str | None, opt.output("--plan", "Write the ranks of --budget o
 
 
 @guarded
-@opt.also(opt.parameters(SwapRequest), opt.SHOWN)
+@opt.also(opt.parameters(SwapRequest, without=("engine", "shard")), opt.SHOWN)
 def swap_kernel(
     context: typer.Context,
     model: opt.Model = None,
@@ -85,17 +83,17 @@ def swap_kernel(
     """Re-run a model with another attention kernel, and measure what that does to it."""
     params = context.params
     outputs = Outputs.of(params)
-    settings = asked(params)
+    kernels, request = build(params)
     name = named_model(model, quiet=outputs.quiet)
     outputs.check(Inputs.of(params, [name]))
-    begin_workers(settings)
+    begin_workers(request.engine, request.jobs)
     with interruptible_at_once():
         from attnlens.cli import analyses
 
     stopped, unsaved, written = False, None, None
     with working(outputs) as tell:
         try:
-            report, written = analyses.swapped(name, progress=tell, **settings)
+            report, written = analyses.run_swap(name, kernels, request, tell)
         except analyses.Interrupted as stop:
             report, stopped = stop.report, True
         except analyses.UnsavedError as error:
@@ -110,14 +108,14 @@ def swap_kernel(
         end_strictly(report)
 
 
-def asked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checked arguments of `analyses.swapped`."""
-    settings = opt.keywords(SwapRequest, given)
-    if given["plan"] is not None and settings["budget"] is None and settings["ranks"] is None:
+def build(values: Mapping[str, Any]) -> tuple[tuple[str, ...], SwapRequest]:
+    """Return the kernels and the request of a command's parameters, checked against each other."""
+    request = opt.build(SwapRequest, values)
+    if values["plan"] is not None and request.budget is None and request.ranks is None:
         raise UsageError("--plan is given and there is none to write.", "Add --budget, as in --budget loss:1%.")
     from attnlens.requests.swap import SwapOptions  # late, because it loads the kernels
 
-    kernels = given["kernel"] or [KERNEL]
-    options = SwapOptions.of(kernels, settings)
-    options.reach(settings["layers"], settings["heads"])
-    return {**settings, "kernels": kernels, "ranks": options.ranks}  # a plan from a pipe can only be read once
+    kernels = tuple(values["kernel"] or [KERNEL])
+    options = SwapOptions.of(kernels, request)
+    options.reach(request.layers, request.heads)
+    return kernels, request.changed(ranks=options.ranks)  # a plan from a pipe can only be read once

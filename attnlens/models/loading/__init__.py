@@ -31,7 +31,7 @@ from attnlens.models.loading.placement import (
 from attnlens.models.loading.quantised import method_of
 from attnlens.models.loading.stored import nonfinite_tensors
 from attnlens.records import File, ModelInfo
-from attnlens.requests import Loading, checked
+from attnlens.requests import Loading
 
 if TYPE_CHECKING:
     import torch
@@ -120,7 +120,7 @@ def load(
     belongs to another base; TooLargeError if the model does not fit into free memory.
     """
     options = locals()
-    checked(Loading, {name: options[name] for name in Loading.__annotations__})
+    Loading(**{name: options[name] for name in Loading.model_fields})  # raises UsageError for invalid values
     refuse_beside_map(options)
     place_on = device_of(device)
     place = find(_written(name), revision, offline=offline, allow_pickle=allow_pickle, leave_weights=from_files)
@@ -197,8 +197,8 @@ def _spread(place: Location, dtype: str, max_cpu_memory: str | None, trust_remot
     import torch
 
     if place.form != "safetensors" or method_of(place) is not None:
-        problem = f"--device-map spreads safetensors files of plain numbers, and those of {place.id} are others."
-        raise ModelError(problem, "Convert the model, or leave --device-map out.")
+        problem = f"--device spread reads safetensors files of plain numbers, and those of {place.id} are others."
+        raise ModelError(problem, "Convert the model, or leave out --device spread.")
     shapes = _unread(place, dtype, trust_remote_code, None)
     stored = checked_files(place, trust_remote_code)
     with quiet(), no_kernels():

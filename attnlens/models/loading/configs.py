@@ -52,7 +52,7 @@ def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> Any:
 
 
 def own_models(model_type: object) -> ModuleType | None:
-    """Import the module of the models that `study` saves, which registers them; return None for any other type."""
+    """Import the module of the models that `reproduce` saves, which registers them; return None for any other type."""
     if model_type != KERNEL_TRANSFORMER:
         return None
     from attnlens.models import kernel_transformers

@@ -43,7 +43,7 @@ SAMPLE = 4096
 """Bytes sampled at the beginning, in the middle and at the end of a tensor."""
 SAY_AGAIN = "Download it again."
 SAY_SAFETENSORS = "Get the model as safetensors: this GGUF file can't be read exactly."
-SAY_LOAD = "Leave out --from-files."
+SAY_LOAD = "Leave out --device files."
 
 
 # --- header ----------------------------------------------------------------------------------------------------------

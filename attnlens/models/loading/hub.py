@@ -78,7 +78,7 @@ class Hub:
         except HFValidationError as error:
             raise self._refusal(error) from error
         except LocalEntryNotFoundError:
-            at, option = (f"@{self.revision}", f" --revision {self.revision}") if self.revision else ("", "")
+            at, option = (f"@{self.revision}", f"@{self.revision}") if self.revision else ("", "")
             raise ModelError(
                 f"{self.id}{at} is no folder here and not in the local cache, and {why}.",
                 f"Where there is a network, run `hf download {self.id}{option}`, or give the path of a folder.",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from attnlens.errors import ModelError, TooLargeError, UsageError
 from attnlens.models.loading.locate import Location
 from attnlens.models.loading.stored import Stored, numbers_in
-from attnlens.requests import SpreadRequest, checked
+from attnlens.requests import SpreadRequest
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,7 @@ def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch
         raise TooLargeError(
             f"{place.id} takes {needed / GIB:.1f} GiB of memory as {str(dtype).removeprefix('torch.')}, and "
             f"{free / GIB:.1f} GiB are free.",
-            "Read weights from their files (--source weights --from-files), or run it from disk (--device-map auto).",
+            "Read weights from their files (--source weights --device files), or run it from disk (--device spread).",
         )
 
 
@@ -122,18 +122,18 @@ def dtype_of(name: str, config: PreTrainedConfig, device: torch.device) -> torch
 
 
 def refuse_beside_map(given: Mapping[str, Any]) -> None:
-    """Raise UsageError for options that contradict --device-map, and for --max-cpu-memory without it.
+    """Raise UsageError for options that contradict device_map, and for max_cpu_memory without it.
 
     `given` are the arguments of `load`.
     """
-    checked(SpreadRequest, {name: given[name] for name in SpreadRequest.__annotations__ if given[name] is not None})
+    SpreadRequest(**{name: given[name] for name in SpreadRequest.model_fields})
     if given["device_map"] is None:
         if given["max_cpu_memory"] is not None:
-            raise UsageError("--max-cpu-memory bounds what --device-map takes.", "Add --device-map auto.")
+            raise UsageError("max_cpu_memory bounds what device_map takes.", "Add device_map='auto'.")
         return
     others = {"device": given["device"] != "auto", "from_files": given["from_files"], "adapter": given["adapter"]}
     if name := next((name for name, is_set in others.items() if is_set), None):
-        raise UsageError(f"--{name.replace('_', '-')} makes no sense beside --device-map.", "Leave one of them out.")
+        raise UsageError(f"{name} can't be combined with device_map (--device spread).", "Leave one of them out.")
 
 
 def device_of_inputs(model: PreTrainedModel) -> torch.device:
@@ -154,7 +154,7 @@ def spread_over_devices(max_cpu_memory: str | None) -> dict[str, Any]:
     try:
         from accelerate.utils import convert_file_size_to_int, get_max_memory
     except ImportError:
-        problem = "--device-map needs accelerate, which is not installed."
+        problem = "--device spread needs accelerate, which is not installed."
         raise UsageError(problem, 'Run: pip install "attnlens[big]"') from None
     most = get_max_memory()
     free = free_memory() or most["cpu"]

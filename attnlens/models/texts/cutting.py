@@ -127,8 +127,8 @@ def _each(files: Mapping[Modality, Sequence[object]], most: int) -> int | None:
         counted = " and ".join(f"{count} of --{modality}" for modality, count in counts.items())
         raise UsageError(f"Each sequence has one file of each kind, and there are {counted}.", "Give as many of each.")
     if least > most:
-        problem = f"Each sequence has a file of its own: {least} are more than --sequences {most}."
-        raise UsageError(problem, f"Give --sequences {least}.")
+        problem = f"Each sequence has a file of its own: {least} are more than --windows {most}."
+        raise UsageError(problem, f"Give --windows {least}.")
     return least
 
 
@@ -206,7 +206,7 @@ def _fed(
     if not rows:
         raise TextError(
             f"The text ({', '.join(content.name for content in contents)}) has nothing left beside what is evaluated.",
-            "Give a longer text, another one with --calibration, or fewer --sequences.",
+            "Give a longer text, another one with --calibration, or fewer --windows.",
         )
     known, largest = vocabulary(loaded.model), max(map(max, rows))
     if known is not None and largest >= known:

@@ -224,7 +224,7 @@ def windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int
     if len(ids) < room:
         raise TextError(
             f"The text ({content.name}) has {len(ids)} tokens, and one window takes {room}.",
-            "Give a longer text, or fewer --tokens.",
+            "Give a longer text, or fewer --length.",
         )
     return WindowedText(array("i", ids), room, before, after)
 
@@ -277,7 +277,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
     if tokens <= len(before) + len(after):
         raise UsageError(
             f"{tokens} tokens leave no room for text beside {len(before) + len(after)} special tokens.",
-            "Give more --tokens.",
+            "Give more --length.",
         )
     return before, after
 
@@ -290,9 +290,9 @@ def window_length(model: PreTrainedModel, tokens: int | None) -> int:
     if tokens is None:
         return 128 if limit is None else min(128, limit)
     if tokens < 2:
-        raise UsageError(f"A window of {tokens} tokens has no pair to look at.", "Give at least --tokens 2.")
+        raise UsageError(f"A window of {tokens} tokens has no pair to look at.", "Give at least --length 2.")
     if limit is not None and tokens > limit:
-        raise UsageError(f"The model reads at most {limit} tokens, not {tokens}.", f"Give at most --tokens {limit}.")
+        raise UsageError(f"The model reads at most {limit} tokens, not {tokens}.", f"Give at most --length {limit}.")
     return tokens
 
 

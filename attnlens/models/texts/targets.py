@@ -69,7 +69,7 @@ def tasks_of(model: PreTrainedModel) -> list[Task]:
     """Return all tasks that the model's class is listed for, likeliest first (XLM: causal, masked); `hidden` last."""
     from transformers.models.auto import modeling_auto as auto
 
-    def added(mapping: str) -> Collection[type]:  # classes registered at run time, such as those of `study`
+    def added(mapping: str) -> Collection[type]:  # classes registered at run time, such as those of `reproduce`
         listed: dict[Any, type] = getattr(getattr(auto, mapping, None), "_extra_content", {})
         return listed.values()
 

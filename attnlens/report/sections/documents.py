@@ -200,7 +200,7 @@ def _panelled(kind: str, shows: str) -> Callable[[Shapes], list[Picture]]:
         report, overview = shapes.report, getattr(pictures, f"{kind}_overview")
         panels = getattr(pictures, f"{kind}_panels")(report)
         if not panels and kind == "experiment":
-            raise UsageError("The experiments have no curves to draw.", "Leave out --png and --html.")
+            raise UsageError("The experiments have no curves to draw.", "Leave out --figure and --html.")
         drawn = (Picture(panel.stem, partial(pictures.panel_figure, report, panel)) for panel in panels)
         return [Picture("overview", partial(overview, report), shows), *drawn]
 

@@ -125,7 +125,7 @@ SIGNS = {"within": "", "at least": "≥ ", "at most": "≤ "}
 
 
 def experiment_sections(report: Report, *, whole: bool) -> Iterator[Section]:
-    """Yield the sections of `converge` and `verify` below the model; `whole` adds every measure of a series."""
+    """Yield the sections of `converge` and `reproduce` below the model; `whole` adds every measure of a series."""
     plain = [experiment for experiment in report.experiments if not experiment.trajectories]
     if plain:
         yield Section(table=figure_rows(plain), notes=tuple(_figure_help(plain)))

@@ -179,11 +179,11 @@ def bounds(info: MeasureInfo) -> str:
 
 READ = {"weights": "the weights alone", "tokens": "queries and keys of forward passes over text"}
 EXACT = "none: weights are read once, and there is nothing to sample"
-SAMPLED = "standard error of the mean over windows; with five texts or more, over texts like these (--intervals)"
+SAMPLED = "standard error of the mean over windows; with five texts or more, over texts like these (intervals)"
 OWN_REASON = "for the reason that stands in its place"
 ONCE = "posed once over all windows: only what is a mean over them has a standard error"
 CURVE = "none: a curve is the mean over windows"
-PAIRED = "both models read the same windows, and it is over these (--intervals texts: over texts)"
+PAIRED = "both models read the same windows, and it is over these (intervals='texts': over texts)"
 IDENTIFIED = {
     "weights": "in every head: no change of basis within it changes the number",
     "tokens": "in every head: all scores that give the model's attention give this number",

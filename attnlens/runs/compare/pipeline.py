@@ -11,19 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from attnlens import requests
 from attnlens.arguments import public
 from attnlens.errors import UsageError
 from attnlens.files import read_bytes, sha256
 from attnlens.maths.statistics import Design
 from attnlens.models import loading
 from attnlens.records import Comparison, Head, HeadChange, Report, Settings, Shift, Spread, Windows, read_report
-from attnlens.requests import CompareRequest, Loading
+from attnlens.requests import CompareRequest, InspectRequest, Loading, takes
 from attnlens.runs import feeding
 from attnlens.runs.compare import significance
 from attnlens.runs.compare.changes import Changes
@@ -200,13 +199,14 @@ OTHER_INPUT = (
 
 
 @public
+@takes(CompareRequest)
 def compare(
     first: str | PathLike[str] | Report | loading.Loaded | PreTrainedModel,
     second: str | PathLike[str] | Report | loading.Loaded | PreTrainedModel,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress = silent,
-    **more: Unpack[CompareRequest],
+    request: CompareRequest,
 ) -> Report:
     """Compare the measures of each head in two models on the same windows: second − first, with error, p and q.
 
@@ -218,8 +218,7 @@ def compare(
     if both sides are the same, or read different windows.
     """
     start = time.perf_counter()
-    given = requests.checked(CompareRequest, more)
-    options = {name: value for name, value in more.items() if name != "fdr"}
+    options = {name: value for name, value in request.explicit().items() if name != "fdr"}
     subjects: list[Any] = [
         read_side(Path(side)) if isinstance(side, str | PathLike) and Path(side).suffix == ".json" else side
         for side in (first, second)
@@ -234,22 +233,22 @@ def compare(
     if any(isinstance(side, Report) for side in subjects):
         _refuse_ignored(subjects, options)
         reports = _inspect_reports(subjects, tokenizer, progress, options)
-        comparison, report = compare_reports(*reports, given["fdr"]), reports[1]
+        comparison, report = compare_reports(*reports, request.fdr), reports[1]
     else:
         sides = _inspect_sides(subjects, tokenizer, progress, options)
         with at_rest(sides[0].loaded.model), at_rest(sides[1].loaded.model):
-            comparison, report = compare_models(*sides, given["fdr"], progress), sides[1].report
+            comparison, report = compare_models(*sides, request.fdr, progress), sides[1].report
     fields = {name: getattr(report, name) for name in ("model", "settings", "coverage", "heads", "summary")}
     return report_of("compare", **fields, comparison=comparison, timings={"all": time.perf_counter() - start})
 
 
 def _refuse_ignored(subjects: Sequence[Any], options: Mapping[str, Any]) -> None:
     """Raise UsageError for options that no side uses, because a report already contains its settings."""
-    known = requests.options(CompareRequest)
+    known = CompareRequest.model_fields
     given = [
         name
         for name, value in options.items()
-        if value not in (known[name].default, [], (), None) and (name, value) != ("dtype", "float32")
+        if value != known[name].default and (name, value) != ("dtype", "float32")
     ]
     if all(isinstance(side, Report) for side in subjects):
         ignored = given
@@ -293,11 +292,11 @@ def _inspect_sides(
         given = _select_options(subject, options, number)
         swaps = None
         if isinstance(subject, str | PathLike) and (Path(subject).expanduser() / loading.SWAPPED).is_file():
-            load_options = {name: value for name, value in given.items() if name in Loading.__annotations__}
+            load_options = {name: value for name, value in given.items() if name in Loading.model_fields}
             saved = restored(Path(subject).expanduser(), **load_options)
             subject, swaps = saved.loaded, saved.swaps
             given = {name: value for name, value in given.items() if name not in load_options}
-        run = prepare(subject, side_tokenizer, progress, given)
+        run = prepare(subject, InspectRequest(**given), side_tokenizer, progress)
         if sides:
             run = replace(run, contents=sides[0].run.contents)
         sides.append(ComparedModel.of(run, swaps))

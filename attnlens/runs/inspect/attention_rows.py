@@ -60,12 +60,12 @@ def refuse_many_rows(reached: Sequence[Reached], heads: Sequence[int] | None) ->
     if longest > MOST_TOKENS:
         raise UsageError(
             f"--show attention shows sequences of at most {MOST_TOKENS} tokens, and these have {longest}.",
-            f"Add --tokens {MOST_TOKENS}.",
+            f"Add --length {MOST_TOKENS}.",
         )
     if rows > MOST_ROWS:
         raise UsageError(
             f"--show attention keeps at most {MOST_ROWS:,} rows, and these heads have {rows:,}.",
-            "Choose some with --layers or --heads, or fewer tokens with --tokens.",
+            "Choose some with --layers or --heads, or fewer tokens with --length.",
         )
 
 

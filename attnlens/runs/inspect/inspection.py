@@ -276,12 +276,12 @@ def survey_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks
         first = error.problem if isinstance(error, ModelError) else loading.first_line(error)
         raise ModelError(
             f"{loaded.info.id} can't be read from its files alone, as a pass through it takes numbers ({first})",
-            "Leave out --from-files or --device-map: this architecture has to be loaded.",
+            "Leave out --device files or spread: this architecture has to be loaded.",
         ) from error
     if any(each.site.traced for each in result.reached):
         raise ModelError(
             f"{loaded.info.id} can't be read from its files alone: {BY_HAND}.",
-            "Leave out --from-files or --device-map: this architecture has to be loaded.",
+            "Leave out --device files or spread: this architecture has to be loaded.",
         )
     return result
 
@@ -292,6 +292,6 @@ def _match_sites(reached: Sequence[Reached], shapes: Sequence[Reached], loaded: 
     calls = [(each.site.path, each.site.ordinal) for each in reached]
     if list(by_call) != calls:
         raise ModelError(
-            f"{loaded.info.id} runs other attention than its shapes alone show.", "Leave out --device-map."
+            f"{loaded.info.id} runs other attention than its shapes alone show.", "Leave out --device spread."
         )
     return [replace(by_call[call], site=each.site) for call, each in zip(calls, reached, strict=True)]

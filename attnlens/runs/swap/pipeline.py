@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
-from typing import Any, Unpack
+from typing import Any
 
-from attnlens import registry, requests
+from attnlens import registry
 from attnlens.arguments import public
 from attnlens.choices import KERNEL
 from attnlens.errors import OutputError, TextError, UsageError
@@ -18,7 +18,7 @@ from attnlens.models import loading, texts
 from attnlens.models.hooks import Replacement
 from attnlens.models.texts.targets import check_input, feed
 from attnlens.records import Report, Settings, Text
-from attnlens.requests import SwapRequest, Words, checked, reading
+from attnlens.requests import SwapRequest, reading, takes, words
 from attnlens.requests.run_options import SharedRequest
 from attnlens.requests.swap import SwapOptions
 from attnlens.runs import checks, feeding
@@ -35,8 +35,8 @@ from attnlens.runs.work import Compute, Stopped, WorkPlan, run_units
 
 APART = ("text", "pairs", "image", "audio", "adapter", "calibration", "prompts", "ranks", "save")
 """Options that name files: input files, whose content is hashed instead, and the output folder."""
-CallWords = tuple[str | None, Words, Mapping[str, Any]]
-"""Model, kernels and checked options, for worker processes. The model is None for one in memory (nothing is stored)."""
+CallWords = tuple[str | None, tuple[str, ...], SwapRequest]
+"""Model, kernels and options, for worker processes. The model is None for one in memory (nothing is stored)."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class SwapWork:
     def facts(self) -> dict[str, Any]:
         """Everything that determines the results of the units."""
         session, options = self.session, self.session.options
-        left_out = {*requests.options(SharedRequest), *APART}
+        left_out = {*SharedRequest.model_fields, *APART}
         read = [session.evaluated, session.calibrated, *(sample.batches for sample in session.samples)]
         own = registry.beside_sweeps()
         prompts = session.prompts
@@ -72,14 +72,14 @@ class SwapWork:
             "versions": versions(),
             "model": session.loaded.info.model_dump(mode="json", exclude={"id"}),
             "settings": session.settings.model_dump(mode="json", exclude={"notes"}),
-            "options": {name: str(value) for name, value in sorted(self.given.items()) if name not in left_out},
+            "options": {name: str(value) for name, value in sorted(self.request) if name not in left_out},
             "kernels": self.names,
             "parts": list(session.evaluated.parts or ()),
             "content": key_of(content),
         }
 
     @property
-    def given(self) -> Mapping[str, Any]:
+    def request(self) -> SwapRequest:
         """The checked options."""
         return self.words[2]
 
@@ -91,11 +91,11 @@ class SwapWork:
     @cached_property
     def store(self) -> Store | None:
         """Store of the finished units; None for a model in memory."""
-        return None if self.words[0] is None else WorkPlan.of(self.given).store(self.facts)
+        return None if self.words[0] is None else WorkPlan.of(self.request).store(self.facts)
 
     def run(self) -> tuple[Report, Callable[[], None]]:
         """Return the report and a function that removes stored units; Interrupted, UnsavedError hold a report too."""
-        plan, count = WorkPlan.of(self.given), len(self.names)
+        plan, count = WorkPlan.of(self.request), len(self.names)
         more = telling(self.session.progress, "kernels", count) if count > 1 and plan.shard is None else None
         # recompute the kernel for --save: its unit does not contain the swapped model
         store = None if self.session.options.save is not None else self.store
@@ -142,53 +142,55 @@ FITTING, HEALING, MOST_HEALING = 32, 512, 16384
 
 
 @public
+@takes(SwapRequest)
 def swap_kernel(
     model: str | PathLike[str] | loading.Loaded = "demo",
-    kernels: Words = KERNEL,
+    kernels: str | Sequence[str] = KERNEL,
     *,
     progress: Progress = silent,
-    **more: Unpack[SwapRequest],
+    request: SwapRequest,
 ) -> Report:
     """Compare loss, predictions and hidden states of a model under other kernels with those of the original model.
 
-    `kernels` are spelled as on the command line (`rbf:gamma=1+window:64`); several are compared. `more` are the
-    options of `SwapRequest`. If `model` is a name, finished work is stored, and the same call resumes from it. Raises
-    UsageError, ModelError, TextError, OutputError, IdentityError, and Interrupted, which holds the finished results.
+    `kernels` are spelled as on the command line (`rbf:gamma=1+window:64`); several are compared. If
+    `model` is a name, finished work is stored, and the same call resumes from it. Raises UsageError,
+    ModelError, TextError, OutputError, IdentityError, and Interrupted, which holds the finished results.
     """
-    report, written = swapped(model, kernels, progress=progress, **more)
-    written()
+    report, clear_work = run_swap(model, words("kernels", kernels), request, progress)
+    clear_work()
     return report
 
 
-def swapped(
-    model: str | PathLike[str] | loading.Loaded = "demo",
-    kernels: Words = KERNEL,
-    *,
+def run_swap(
+    model: str | PathLike[str] | loading.Loaded,
+    kernels: tuple[str, ...],
+    request: SwapRequest,
     progress: Progress = silent,
-    **more: Unpack[SwapRequest],
 ) -> tuple[Report, Callable[[], None]]:
     """Return the report, and a function to call once it is written, which removes the stored units."""
-    given = checked(SwapRequest, more)
     if isinstance(model, loading.Loaded):
-        refuse_work(given, SwapRequest)
+        refuse_work(request)
     else:
-        WorkPlan.of(given).check([*given["text"], *given["calibration"], given["prompts"]])
-    return prepared(model, kernels, more, progress).run()
+        WorkPlan.of(request).check([*request.text, *request.calibration, request.prompts])
+    return prepared(model, kernels, request, progress).run()
 
 
 def prepared(
-    model: str | PathLike[str] | loading.Loaded, kernels: Words, more: Mapping[str, Any], progress: Progress = silent
+    model: str | PathLike[str] | loading.Loaded,
+    kernels: tuple[str, ...],
+    request: SwapRequest,
+    progress: Progress = silent,
 ) -> SwapWork:
     """Load the model, cut the texts, find and check the sites, and return the work of the run."""
     start = time.perf_counter()
-    given = checked(SwapRequest, more)
-    options = SwapOptions.of(kernels, given)
-    words = (None if isinstance(model, loading.Loaded) else str(model), kernels, dict(given))
-    given["layers"], given["heads"] = options.reach(given["layers"], given["heads"])
-    load_options, asked = feeding.loading_of(more, model), reading.settings(given)
-    named = texts.read_each(reading.files(given), offline=given["offline"])
-    others = texts.read_each(options.calibration, offline=given["offline"])
-    lines = None if options.prompts is None else texts.read(options.prompts, offline=given["offline"])
+    options = SwapOptions.of(kernels, request)
+    arguments = (None if isinstance(model, loading.Loaded) else str(model), kernels, request)
+    layers, heads = options.reach(request.layers, request.heads)
+    given = request.changed(layers=layers, heads=heads)
+    load_options, asked = feeding.load_options(request, model), reading.settings(given)
+    named = texts.read_each(reading.files(given), offline=given.offline)
+    others = texts.read_each(options.calibration, offline=given.offline)
+    lines = None if options.prompts is None else texts.read(options.prompts, offline=given.offline)
     loaded = model if isinstance(model, loading.Loaded) else loading.load(model, **load_options)
     feeding.refuse_text(loaded, [*reading.files(given), *options.calibration], asked.tokens)
     asked = feeding.of_model(asked, loaded).model_copy(update={"source": "tokens"})
@@ -205,7 +207,7 @@ def prepared(
     if options.generate:
         session.prompts = prompts_of(loaded.model, session.fed, session.task, prompts)
     session.survey()
-    return SwapWork(session, words, start)
+    return SwapWork(session, arguments, start)
 
 
 def _prepared(
@@ -229,7 +231,7 @@ def _prepared(
     if options.calibrates and (cut.image or cut.audio):
         raise UsageError(
             "Fits, ranks and healing would read the images or sounds that are evaluated.",
-            "Leave out --image and --audio, then random ones are fed; or --fit, --heal and ranks.",
+            "Leave out image and audio, then random ones are fed; or --fit, --heal and ranks.",
         )
     if options.calibrates:
         more = replace(cut, pack=cut.pack or bool(others))

@@ -23,11 +23,11 @@ from attnlens.errors import FAILURES, AttnlensError, ModelError, OutputError, Us
 from attnlens.files import make_folder, opened, read_object, sha256, unwritten_folder
 from attnlens.kernels import parsed
 from attnlens.models import hooks, texts
-from attnlens.models.loading import SWAPPED, Loaded, Loading, first_line, load
+from attnlens.models.loading import SWAPPED, Loaded, first_line, load
 from attnlens.models.loading.building import quiet
 from attnlens.models.loading.locate import refuse_outside, weight_file
 from attnlens.records import Record, Report, Site
-from attnlens.requests import checked
+from attnlens.requests import Loading
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -200,7 +200,7 @@ def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
 
 def restored(place: Path, **loading: Any) -> Restored:
     """Load the model and the kernel of a `--save` folder without swapping; raises what `load_swapped` raises."""
-    checked(Loading, loading)
+    Loading(**loading)  # raises UsageError for invalid values
     facts, fitted = _read(place)
     loaded = load(str(place), swapped=True, **loading)
     _check_files(facts, {file.name: file.sha256 for file in loaded.info.files}, place)

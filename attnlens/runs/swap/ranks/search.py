@@ -87,12 +87,12 @@ def samples(
                     raise TextError(
                         f"{content.name} has {free} {what} that are not evaluated; a budget needs {PARTS * LEAST} of "
                         f"each text, {LEAST} to fit on, {LEAST} to choose ranks by and {LEAST} to promise from.",
-                        "Give a longer text, fewer --tokens or --sequences, or leave that text out.",
+                        "Give a longer text, fewer --length or --windows, or leave that text out.",
                     )
             if intervals == "texts" and len(contents) < FEWEST_TEXTS:
                 raise UsageError(
                     f"Intervals over texts need {FEWEST_TEXTS} texts, and a budget has {len(contents)} to choose by.",
-                    "Give more --calibration, or leave out --intervals texts.",
+                    "Give more --calibration, or leave out intervals='texts'.",
                 )
         skip = evaluated.sequences + turn * cut.sequences
         part = replace(cut, turn=(turn, PARTS))

@@ -1,0 +1,75 @@
+"""A loaded model, and what attnlens measures on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from attnlens.choices import KERNEL
+from attnlens.errors import UsageError
+from attnlens.models import loading
+from attnlens.records import QueryKey, Report
+from attnlens.runs.compare.pipeline import compare
+from attnlens.runs.in_memory import capture, wrap_model
+from attnlens.runs.inspect.pipeline import inspect
+from attnlens.runs.swap.pipeline import swap_kernel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class Lens:
+    """A model that is loaded once for several analyses.
+
+    Parameters
+    ----------
+    model
+        Hub id, folder, file or `demo`; a result of `load`; or a transformers model in memory.
+    tokenizer
+        Tokenizer of a model in memory.
+    load_options
+        Options of `load` for a model given by its name.
+
+    Raises
+    ------
+    UsageError, ModelError
+        As `load`.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | loading.Loaded | PreTrainedModel = "demo",
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **load_options: Any,
+    ) -> None:
+        named = isinstance(model, str | os.PathLike)
+        self.loaded: loading.Loaded = loading.load(model, **load_options) if named else wrap_model(model, tokenizer)
+
+    def __repr__(self) -> str:
+        return f"<Lens {self.loaded.info.id}>"
+
+    def inspect(self, **options: Any) -> Report:
+        """Measure each head; `options` are those of `attnlens.inspect`."""
+        return inspect(self.loaded, **options)
+
+    def swap(self, kernels: str | Sequence[str] = KERNEL, **options: Any) -> Report:
+        """Compare the model under other kernels with the original; `options` are those of `attnlens.swap_kernel`."""
+        return swap_kernel(self.loaded, kernels, **options)
+
+    def compare(self, other: str | os.PathLike[str] | Report | Lens | loading.Loaded, **options: Any) -> Report:
+        """Compare the heads of `other` with those of this model; `options` are those of `attnlens.compare`."""
+        return compare(self.loaded, other.loaded if isinstance(other, Lens) else other, **options)
+
+    def capture(self, text: str | Mapping[str, Tensor]) -> list[QueryKey]:
+        """Capture queries and keys of every attention computation on a text, or on a batch of the model's inputs.
+
+        Raises UsageError if a text is given and the model has no tokenizer; otherwise as `attnlens.capture`.
+        """
+        if not isinstance(text, str):
+            return capture(self.loaded, text)
+        if self.loaded.tokenizer is None:
+            raise UsageError("The model has no tokenizer.", "Give a batch of its inputs instead of a text.")
+        return capture(self.loaded, self.loaded.tokenizer(text, return_tensors="pt"))
