@@ -19,8 +19,8 @@ from attnlens.errors import AttnlensError, OutputError
 from attnlens.records import Site, read_report
 from attnlens.report import pictures
 from attnlens.report.render.html import is_file
-from attnlens.runs.inspect.assembly import WorkUnit
-from attnlens.runs.inspect.pipeline import stages
+from attnlens.runs.inspect.assembly import report_stages
+from attnlens.runs.inspect.inspection import WorkUnit
 
 ONE = ("inspect", "demo", "--source", "weights", "--layers", "0", "--heads", "0", "--no-progress")
 LINE = " ".join(ONE)
@@ -248,7 +248,7 @@ def test_plain_lines_tell_of_all_units_and_of_the_time_left(monkeypatch, capsys)
         sites = (Site("a", 0, 0, "decoder"),)
         parts = [WorkUnit("weights", sites), *(WorkUnit("tokens", sites, batch) for batch in range(9))]
         units = {unit.name: unit for unit in parts}
-        more = stages(tell, units, [2] * 9)
+        more = report_stages(tell, units, [2] * 9)
         for unit in units:
             clock[0] += 4.0
             more(unit)

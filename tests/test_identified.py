@@ -18,7 +18,7 @@ from attnlens.report.pictures.overview import page_rows
 from attnlens.report.pictures.style import full_caption, short_caption
 from attnlens.report.sections.layers import layer_rows, reading_help
 from attnlens.report.shapes import Shapes
-from attnlens.runs.inspect.collector import pieces
+from attnlens.runs.inspect.sequences import split_batch
 
 N = 14
 ALL = torch.ones(N, N, dtype=torch.bool)
@@ -187,7 +187,7 @@ def trained(loaded):
     """What the sites of a model ask on a window of its text."""
     batch = texts.batches(loaded, texts.sample("demo"), texts.Cut(tokens=64, sequences=1)).batches[0]
     for reached in hooks.survey(loaded.model, batch.inputs):
-        for _, piece in pieces(reached.call.query_key(reached.site)):
+        for _, piece in split_batch(reached.call.query_key(reached.site)):
             yield piece
 
 

@@ -21,9 +21,9 @@ from attnlens.records import Coverage, Head, Measure, Skipped, read_report
 from attnlens.report.sentences import reports
 from attnlens.report.sentences.reports import population
 from attnlens.runs import checks
-from attnlens.runs.inspect.assembly import extremes
-from attnlens.runs.inspect.collector import scaled_null
-from attnlens.runs.inspect.pipeline import Inspection
+from attnlens.runs.inspect import inspection
+from attnlens.runs.inspect.summary import extremes
+from attnlens.runs.inspect.units import scale_null
 from attnlens.runs.progress import Interrupted
 
 SMALL = {"windows": 4, "length": 32}
@@ -200,7 +200,7 @@ def test_a_misread_model_gets_no_numbers(demo, monkeypatch):
 def test_a_proof_on_long_windows_takes_one_sequence(longest, proven, demo, monkeypatch):
     given, honest = [], checks.proven
     monkeypatch.setattr(checks, "proven", lambda model, inputs: given.append(inputs) or honest(model, inputs))
-    monkeypatch.setitem(Inspection.run.__globals__, "LONG", longest)
+    monkeypatch.setattr(inspection, "LONG", longest)
     attnlens.inspect(demo, source="tokens", windows=4, length=16)
     assert [len(inputs["input_ids"]) for inputs in given] == [proven]
 
@@ -605,5 +605,5 @@ def test_a_report_with_a_negative_number_is_refused(field, demo_report, tmp_path
 def test_the_null_of_what_grows_with_the_factors_grows_with_them():
     growing, fixed = (MeasureInfo("weights.x", "", "", grows_with_factors=grows) for grows in (True, False))
     norms = torch.tensor([2.0, 0.5])
-    assert [(null.mean, null.sd) for null in scaled_null((0.3, 0.1), growing, norms)] == [(0.6, 0.2), (0.15, 0.05)]
-    assert [(null.mean, null.sd) for null in scaled_null((0.3, 0.1), fixed, norms)] == [(0.3, 0.1)] * 2
+    assert scale_null((0.3, 0.1), growing, norms).tolist() == [[0.6, 0.2], [0.15, 0.05]]
+    assert scale_null((0.3, 0.1), fixed, norms).tolist() == [[0.3, 0.1]] * 2

@@ -18,7 +18,7 @@ from reports import bytes_of
 import attnlens
 from attnlens.errors import ModelError, UsageError
 from attnlens.runs import work
-from attnlens.runs.inspect.pipeline import Inspection
+from attnlens.runs.inspect.inspection import Inspection
 from attnlens.runs.work import Outcome, WorkPlan, run_units
 
 INSPECTED: dict[str, Any] = {"length": 16, "windows": 12, "batch_size": 1, "analyzers": ["symmetry"]}

@@ -52,7 +52,7 @@ def test_equal_models_on_other_windows_are_named_no_more_often_than_said(name):
     values = readings(name)
     found, uncorrected = 0, 0
     for seed in range(PAIRS):
-        judged = significance.sampled(halves(values, seed), Design.plain(len(values) // 2), None, seed)
+        judged = significance.test_windows(halves(values, seed), Design.plain(len(values) // 2), None, seed)
         found += anything(judged.p)
         uncorrected += bool((judged.p < FDR).any())
     assert found / PAIRS <= MOST
@@ -65,16 +65,16 @@ def test_a_planted_change_is_named_among_all_heads():
         differences = halves(values, seed)
         error = differences.std(0) / len(differences) ** 0.5
         differences[:, 7] += 8 * error[7]
-        judged = significance.sampled(differences, Design.plain(len(differences)), None, seed)
+        judged = significance.test_windows(differences, Design.plain(len(differences)), None, seed)
         assert bool(false_discovery(judged.p, FDR)[7])
 
 
 def test_the_least_change_is_named_about_four_times_in_five():
     first, again = torch.randn(2, 32, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    before = significance.sampled(first, Design.plain(32), None, 0)
-    least = before.least(0.001)
+    before = significance.test_windows(first, Design.plain(32), None, 0)
+    least = before.least_change(0.001)
     assert torch.allclose(least, before.se * (stats.t.isf(0.0005, 31) + stats.t.ppf(0.8, 31)))
-    named = significance.sampled(again + least, Design.plain(32), None, 0).p < 0.001
+    named = significance.test_windows(again + least, Design.plain(32), None, 0).p < 0.001
     assert 0.6 < float(named.double().mean()) < 0.9
 
 
@@ -156,19 +156,19 @@ def test_a_change_that_is_the_same_in_every_window_is_certain():
     differences = torch.zeros(12, 3, dtype=torch.float64)
     differences[:, 1] = -4
     differences[:, 2] = torch.randn(12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    judged = significance.sampled(differences, Design.plain(12), None, 0)
+    judged = significance.test_windows(differences, Design.plain(12), None, 0)
     assert judged.p[:2].tolist() == [1.0, 0.0]
     loose = Rounding(torch.full((3,), 4.0, dtype=torch.float64), 5)
-    assert float(significance.sampled(differences, Design.plain(12), loose, 0).p[1]) > 0.3
+    assert float(significance.test_windows(differences, Design.plain(12), loose, 0).p[1]) > 0.3
 
 
 def test_the_least_divergence_is_beyond_what_rounding_makes():
     drawn = 1e-6 * torch.rand(10, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    rounding = significance.combined(drawn[:5], drawn[5:], squared=True)
+    rounding = significance.combine_rounding(drawn[:5], drawn[5:], squared=True)
     seen = torch.full((12, 4), 3e-6, dtype=torch.float64) * (1 + 0.01 * torch.arange(12).double()[:, None])
-    judged = significance.sampled(seen, Design.plain(12), rounding, 0)
+    judged = significance.test_windows(seen, Design.plain(12), rounding, 0)
     assert bool((judged.p > 0.05).all())
-    assert bool((judged.least(0.05) > judged.delta).all())
+    assert bool((judged.least_change(0.05) > judged.delta).all())
 
 
 def test_a_measure_that_jumps_is_judged_by_its_largest_jump():
@@ -176,11 +176,11 @@ def test_a_measure_that_jumps_is_judged_by_its_largest_jump():
     generator = torch.Generator().manual_seed(0)
     drawn = 1e-4 * torch.randn(10, 32, generator=generator, dtype=torch.float64)
     drawn[4, 9] = 0.1
-    jumping = significance.combined(drawn[:5], drawn[5:], squared=False)
+    jumping = significance.combine_rounding(drawn[:5], drawn[5:], squared=False)
     delta = torch.full((32,), 0.1, dtype=torch.float64)
-    assert float(significance.by_rounding(delta, jumping).min()) > 0.01
+    assert float(significance.rounding_p_values(delta, jumping).min()) > 0.01
     own = Rounding(drawn.square().mean(0).sqrt(), 5)
-    assert float(significance.by_rounding(delta, own).min()) < 1e-10, "the control: each head's own draws"
+    assert float(significance.rounding_p_values(delta, own).min()) < 1e-10, "the control: each head's own draws"
 
 
 def test_angles_are_scipys_and_no_change_of_basis_moves_them():

@@ -27,7 +27,6 @@ from attnlens.errors import AttnlensError, ModelError, OutputError, ShardFinishe
 from attnlens.requests import InspectRequest
 from attnlens.runs import store as store_module
 from attnlens.runs import work
-from attnlens.runs.inspect.collector import replay
 from attnlens.runs.store import RUN, Store, difference, file_stem, key_of
 from attnlens.runs.work import LOST, NOTHING_KEPT, Failure, Stopped, WorkPlan, run_units, tried
 
@@ -282,22 +281,6 @@ def test_files_of_others_stay_when_a_run_is_cleared(plan, store, compute):
     assert sorted(path for path in store.folder.rglob("*") if path.is_file()) == sorted(mine)
     store.clear()
     Store(plan.root / "nowhere", {}).clear()
-
-
-def test_a_method_that_no_unit_notes_down_is_not_called():
-    class Sink:
-        def read_tokens(self, *_: object) -> None:
-            pytest.fail("It was called.")
-
-        def skip(self, *words: object) -> None:
-            called.append(words)
-
-    called: list[object] = []
-    replay([["skip", ["a", "b"]]], Sink(), ())
-    assert called == [("a", "b")], "a control"
-    for method in ("read_tokens", "__setattr__", "__init__"):
-        with pytest.raises(ValueError, match=method):
-            replay([[method, [1, 2]]], Sink(), ())
 
 
 # --- other runs -------------------------------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ from safetensors.torch import load, save
 import attnlens
 from attnlens.errors import ModelError, OutputError, ShardFinished, UsageError
 from attnlens.runs import store as store_module
-from attnlens.runs.inspect import pipeline as survey
-from attnlens.runs.inspect.pipeline import Inspection
+from attnlens.runs.inspect import assembly
+from attnlens.runs.inspect.inspection import Inspection
 from attnlens.runs.progress import Interrupted
 from attnlens.runs.series import Series
 from attnlens.runs.swap import pipeline as swap_work
@@ -803,10 +803,10 @@ def test_an_error_of_what_all_units_share_and_one_in_all_of_them_end_the_run(job
 def test_a_model_in_memory_and_batches_of_a_text_have_the_same_rule(demo, monkeypatch):
     honest = Inspection._read
 
-    def fails(self: Inspection, unit: Any, sink: Any) -> None:
-        honest(self, unit, sink)
+    def fails(self: Inspection, unit: Any) -> Any:
         if unit.name == "tokens of batch 1":
             raise ValueError("odd")
+        return honest(self, unit)
 
     monkeypatch.setattr(Inspection, "_read", fails)
     report = attnlens.inspect(demo, length=16, windows=4, batch_size=2, analyzers=["symmetry"])
@@ -841,11 +841,11 @@ def test_a_kernel_that_fails_is_missing_with_its_reason_and_its_parts_are_kept(m
 def test_a_checkpoint_of_which_a_unit_failed_is_read_again_and_its_other_units_are_not(places, tmp_path, monkeypatch):
     honest, names, fails = Inspection._read, [], [True]
 
-    def failing(self: Inspection, unit: Any, sink: Any) -> None:
+    def failing(self: Inspection, unit: Any) -> Any:
         names.append(unit.name)
         if "step-00030" in str(self.loaded.folder) and unit.name == "weights of layer 1" and fails:
             raise ZeroDivisionError("odd")
-        honest(self, unit, sink)
+        return honest(self, unit)
 
     monkeypatch.setattr(Inspection, "_read", failing)
     report = attnlens.converge_checkpoints(places, **SERIES, work=tmp_path)
@@ -917,13 +917,13 @@ def test_the_program_refuses_with_two_lines_and_exit_code_2(tmp_path):
 
 def test_a_worker_that_finds_another_model_is_refused_by_what_differs(tmp_path):
     place = saved(tmp_path / "gpt2")
-    honest, options = survey.run_units, FEW | {"work": tmp_path / "work"}
+    honest, options = assembly.run_units, FEW | {"work": tmp_path / "work"}
 
     def changed(*arguments: Any, **more: Any) -> Any:
         tiny.gpt2().save_pretrained(place)
         return honest(*arguments, **more)
 
     with pytest.MonkeyPatch.context() as patch, forkserver.workers():
-        patch.setattr(survey, "run_units", changed)
+        patch.setattr(assembly, "run_units", changed)
         call = lambda: attnlens.inspect(str(place), **options, jobs=2)  # noqa: E731
         refused(ModelError, call, "A worker has other inputs than the run that it works for: model.files")

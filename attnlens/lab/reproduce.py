@@ -54,8 +54,8 @@ from attnlens.requests.experiments import (
     checked_table,
 )
 from attnlens.runs import feeding
-from attnlens.runs.inspect.collector import Collector
-from attnlens.runs.inspect.pipeline import Inspection
+from attnlens.runs.inspect.assembly import compute
+from attnlens.runs.inspect.inspection import PreparedRun, survey
 from attnlens.runs.progress import Interrupted, Progress, silent
 from attnlens.runs.provenance import report_of
 from attnlens.runs.store import Store
@@ -325,8 +325,7 @@ def posed(
 
     (selection,) = (analyzer for analyzer in select_analyzers([SHOWN]) if isinstance(analyzer, Gathering))
     keeping = replace(selection, begin=begin)
-    inspection = Inspection(loaded, settings, [keeping], Collector(settings.heads), progress, timings={})
-    report = inspection.run(contents, cut)
+    report = compute(survey(PreparedRun(loaded, settings, [keeping], contents, cut, progress))).report
     (head,) = settings.heads or (0,)
     nearness = selectors[0].nearness(head) if selectors else "no token reached it"
     if isinstance(nearness, str):

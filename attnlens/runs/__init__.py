@@ -1,1 +1,11 @@
-"""Analyses that turn a model and its options into a Report; their work consists of named units that can be resumed."""
+"""Run a command: a model and its options in, a `Report` out.
+
+Contents: `inspect/`, `compare/` and `swap/` (one package per command), `series.py` (checkpoints), `doctor.py` (a second
+computation of what a report contains), and what they share: `checks.py` (the model runs and is read rightly),
+`feeding.py` (options → settings and texts), `in_memory.py`, `outputs.py` and `differences.py` (predictions of a changed
+model against the original's), `progress.py`, `provenance.py`, `work.py` and `store.py` (named units, computed once and
+kept in files). `lens.py`: a model loaded once for several of them.
+
+Input: a model's name or a loaded model, and checked options (attnlens.requests). Output: attnlens.records.Report.
+Allowed importers: attnlens.lab, attnlens.cli, and attnlens itself for its public functions.
+"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -92,13 +93,13 @@ def _recording(model: PreTrainedModel, names: list[str]) -> Iterator[tuple[dict[
     parameters, ran = dict(model.named_parameters(remove_duplicate=False)), set[str]()
     leaves = {name: parameters[name].requires_grad_() for name in names if name in parameters}
     owners = {path: model.get_submodule(path) for path in map(_owner, leaves)}
-    notes = [module.register_forward_hook(lambda *_, path=path: ran.add(path)) for path, module in owners.items()]
+    handles = [module.register_forward_hook(lambda *_, path=path: ran.add(path)) for path, module in owners.items()]
     try:
         with torch.enable_grad():
             yield leaves, ran
     finally:
-        for note in notes:
-            note.remove()
+        for handle in handles:
+            handle.remove()
         for leaf in leaves.values():
             leaf.requires_grad_(False)
 
@@ -126,7 +127,8 @@ LATENT_NOTE = (
 )
 SIGN_NOTE = "weights.directionality has the published sign (Saponati et al. 2025); their code returns the opposite."
 LOOKS_AHEAD = 1e-4
-"""Relative change of predictions above which they are judged to depend on a later token."""
+"""Relative change of predictions above which they are judged to depend on a later token: far above float32 rounding,
+which another last token can move too, and far below what a visible token changes."""
 NOT_RUN = "it is not run on this input"
 
 
@@ -173,10 +175,11 @@ def of_one_token(loaded: loading.Loaded, reached: list[SiteCall], seed: int) -> 
         single = sites(loaded, texts.placeholder(loaded, 1, seed).batches[0].inputs)
     except ModelError:  # a model that needs more tokens (Canine's strides)
         return reached
-    if [(one.site.path, one.site.ordinal) for one in single] != [(one.site.path, one.site.ordinal) for one in reached]:
+    calls, single_calls = ([(each.site.path, each.site.ordinal) for each in part] for part in (reached, single))
+    if single_calls != calls:
         return reached
     # one token does not show whether a site is causal
-    return [replace(one, site=many.site) for one, many in zip(single, reached, strict=True)]
+    return [replace(short, site=each.site) for short, each in zip(single, reached, strict=True)]
 
 
 def text_alone(loaded: loading.Loaded, reached: Sequence[SiteCall], tokens: int, seed: int) -> list[SiteCall]:
@@ -212,7 +215,7 @@ def proven(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float 
     if error <= hooks.IDENTITY_TOLERANCE:
         return error, None
     broken = loading.nonfinite_tensors(loaded.model)
-    if error != error and broken:
+    if math.isnan(error) and broken:
         return None, broken[0]
     refuse_unsteady(loaded, inputs)
     raise IdentityError(
@@ -223,15 +226,15 @@ def proven(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float 
 
 def refuse_unsteady(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> None:
     """Raise ModelError if outputs of finite weights are NaN, and IdentityError if two passes differ."""
-    again = hooks.repeat_error(loaded.model, inputs)
-    if again != again:
+    error = hooks.repeat_error(loaded.model, inputs)
+    if math.isnan(error):
         raise ModelError(
             f"The outputs of {loaded.info.id} are NaN or Inf although its weights are finite: its numbers overflow.",
             "Try --dtype float64; a model that overflows there too has nothing to measure.",
         )
-    if not again <= hooks.IDENTITY_TOLERANCE:
+    if error > hooks.IDENTITY_TOLERANCE:
         raise IdentityError(
-            f"Two passes of {loaded.info.id} over the same input differ by {again:.1e}: the model itself is random.",
+            f"Two passes of {loaded.info.id} over the same input differ by {error:.1e}: the model itself is random.",
             "Its attention can't be compared with anything; choose a model that repeats itself.",
         )
 
@@ -255,9 +258,10 @@ def _looks_ahead(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> bool:
     other = ids.clone()
     other[0, last] = next(variant for variant in texts.plain_ids(loaded.model, 2) if variant != ids[0, last])
     with _refusing(loaded, inputs), torch.no_grad():
-        each = [hooks.forward(loaded.model, {**alone, "input_ids": variant}) for variant in (ids, other)]
-    before, again = (of_text(logits_of(variant), ids, sees=True)[:, :last].double() for variant in each)
-    return bool((before - again).norm() > LOOKS_AHEAD * before.norm())
+        results = [hooks.forward(loaded.model, {**alone, "input_ids": variant}) for variant in (ids, other)]
+    before, after = (of_text(logits_of(result), ids, sees=True)[:, :last].double() for result in results)
+    # strict: predictions that are all 0 don't depend on anything
+    return bool((before - after).norm() > LOOKS_AHEAD * before.norm())
 
 
 def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
@@ -274,29 +278,26 @@ def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
 def out_of_reach(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
     """List attention that is not read: of another form, not run, or in layers that the config leaves out."""
     outside = [Skipped(site=path, reason=why or NOT_RUN) for path, why in survey.missed.items()]
-    known = [name for name, _ in loaded.model.named_parameters()]
+    known = [f".{name}" for name, _ in loaded.model.named_parameters()]
     unused: Counter[str] = Counter()
     for name in loaded.unused_keys:
-        layer = re.match(r"(.*?\.)?\d+(?=\.)", name)
-        # an existing layer has the same tensors; the name of another head or of a buffer lacks such a counterpart
-        if layer and any(_same_tensor(f"{layer.group(1) or ''}0{name[layer.end() :]}", other) for other in known):
-            unused[layer.group()] += 1
+        if layer := re.match(r"(.*?\.)?\d+(?=\.)", name):
+            # an existing layer has the same tensors, up to the name of a model inside another model; the name of
+            # another head or of a buffer lacks such a counterpart
+            counterpart = f".{layer.group(1) or ''}0{name[layer.end() :]}"
+            if any(counterpart.endswith(other) or other.endswith(counterpart) for other in known):
+                unused[layer.group()] += 1
     why = f"the config leaves out layers of the checkpoint, whose {sum(unused.values())} tensors are not used"
     return outside + [Skipped(site=layer, reason=why) for layer in unused]
-
-
-def _same_tensor(one: str, other: str) -> bool:
-    """Return whether two names are equal up to a prefix, such as the name of a model inside another model."""
-    return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
 
 
 def check_chosen(layers: Sequence[int] | None, heads: Sequence[int] | None, reached: Sequence[SiteCall]) -> None:
     """Raise UsageError for chosen layers or heads that the model lacks."""
     most = max(each.call.query.shape[1] for each in reached)
-    for what, numbers, count in (("layer", layers, len(reached)), ("head", heads, most)):
+    for noun, numbers, count in (("layer", layers, len(reached)), ("head", heads, most)):
         wrong = [number for number in numbers or () if not 0 <= number < count]
         if wrong:
-            raise UsageError(f"There is no {what} {wrong[0]}.", f"The model has {what}s 0 to {count - 1}.")
+            raise UsageError(f"There is no {noun} {wrong[0]}.", f"The model has {noun}s 0 to {count - 1}.")
 
 
 def conventions(reached: Sequence[SiteCall], read: Sequence[weights.Traits]) -> Conventions:

@@ -75,9 +75,9 @@ def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, given: Pr
     """Return the given prompts, else those of the windows. Raise UsageError if the model can't continue given ones."""
     if given is None:
         return of_windows(model, fed, task)
-    if why := _why_not_continued(model, fed, task):
-        why = "it does not predict the next token alone" if why == NOT_CAUSAL else why
-        raise UsageError(f"The model can't continue prompts: {why}.", "Leave out prompts.")
+    if reason := _why_not_continued(model, fed, task):
+        reason = "it does not predict the next token alone" if reason == NOT_CAUSAL else reason
+        raise UsageError(f"The model can't continue prompts: {reason}.", "Leave out prompts.")
     return given
 
 
@@ -94,16 +94,16 @@ def _why_not_continued(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -
 
 def of_windows(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> Prompts | str:
     """Return first halves, equally long, of windows or lines of at least median length; or why there are none."""
-    if why := _why_not_continued(model, fed, task):
-        return why
+    if reason := _why_not_continued(model, fed, task):
+        return reason
     rows: list[Tensor] = []
     for batch in fed:
         ids, mask = batch.inputs["input_ids"], batch.inputs.get("attention_mask")
         rows += list(ids) if mask is None else [row[real.bool()] for row, real in zip(ids, mask, strict=True)]
     middle = sorted(map(len, rows))[len(rows) // 2]
-    long = [row[: max(1, middle // 2)] for row in rows if len(row) >= middle]
-    count = min(MOST, len(long))
-    ids = torch.stack([long[number * len(long) // count] for number in range(count)])
+    halves = [row[: max(1, middle // 2)] for row in rows if len(row) >= middle]
+    count = min(MOST, len(halves))
+    ids = torch.stack([halves[number * len(halves) // count] for number in range(count)])
     return Prompts(ids, torch.ones_like(ids), "windows")
 
 
@@ -115,27 +115,30 @@ def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
     if loaded.tokenizer is None:
         raise UsageError("The model can't continue prompts: it has no tokenizer.", "Leave out prompts.")
     rows = [torch.tensor(loaded.tokenizer(line, verbose=False)["input_ids"]) for line in lines]
-    most, limit = max(map(len, rows)), position_limit(loaded.model)
-    if limit is not None and most >= limit:
+    longest, limit = max(map(len, rows)), position_limit(loaded.model)
+    if limit is not None and longest >= limit:
         raise TextError(
-            f"A prompt of {content.name} has {most} tokens, and the model reads at most {limit}.",
+            f"A prompt of {content.name} has {longest} tokens, and the model reads at most {limit}.",
             f"Give prompts of at most {limit - 1} tokens, which leave room to continue them.",
         )
     pad = torch.nn.functional.pad
-    ids = torch.stack([pad(row, (most - len(row), 0), value=int(rows[0][0])) for row in rows])
-    mask = torch.stack([pad(torch.ones_like(row), (most - len(row), 0)) for row in rows])
+    # the mask hides padding, so that any id serves as such
+    ids = torch.stack([pad(row, (longest - len(row), 0), value=int(rows[0][0])) for row in rows])
+    mask = torch.stack([pad(torch.ones_like(row), (longest - len(row), 0)) for row in rows])
     device = loaded.model.device
     return Prompts(ids.to(device), mask.to(device), content.name)
 
 
-def own_continuation(model: PreTrainedModel, prompts: Prompts | str, asked: int) -> tuple[Continued | str, list[str]]:
+def own_continuation(
+    model: PreTrainedModel, prompts: Prompts | str, requested: int
+) -> tuple[Continued | str, list[str]]:
     """Continue the prompts with the original model; return why not if it can't, and notes for the reader."""
     if isinstance(prompts, str):
         return prompts, []
     limit = position_limit(model)  # which includes the longest prompt
-    tokens = asked if limit is None else max(0, min(asked, limit - prompts.ids.shape[1]))
-    notes = [f"Greedy continuations are of {tokens} tokens, not {asked}: the model reads no more."]
-    return continued(model, prompts, tokens), notes if 0 < tokens < asked else []
+    tokens = requested if limit is None else max(0, min(requested, limit - prompts.ids.shape[1]))
+    notes = [f"Greedy continuations are of {tokens} tokens, not {requested}: the model reads no more."]
+    return continued(model, prompts, tokens), notes if 0 < tokens < requested else []
 
 
 def agreements(
@@ -170,14 +173,17 @@ def agreement(model: PreTrainedModel, own: Continued, variant: Variant) -> Agree
     try:
         with torch.no_grad(), variant():
             pairs = zip(own.prompts.parts(), torch.split(own.tokens, MOST, 1), strict=True)
-            parts = [_common(theirs, own.ends, _greedy(model, part, len(theirs))) for part, theirs in pairs]
-            until = torch.cat(parts).tolist()
+            counts = [
+                _count_common(expected, own.ends, _greedy(model, part, len(expected))) for part, expected in pairs
+            ]
+            until = torch.cat(counts).tolist()
     except FAILED as error:
         if is_memory(error):
             raise
-        what = error.problem if isinstance(error, ModelError | UsageError) else first_line(error)
-        return f"the kernel does not run with a key-value cache here ({what.rstrip('.')})"
+        problem = error.problem if isinstance(error, ModelError | UsageError) else first_line(error)
+        return f"the kernel does not run with a key-value cache here ({problem.rstrip('.')})"
     total, ordered = len(own.tokens), sorted(until)
+    # quartiles as counts that occur, not between them
     low, middle, high = (ordered[(len(ordered) - 1) * part // 4] for part in (1, 2, 3))
     return Agreement(
         prompts=len(until),
@@ -191,18 +197,18 @@ def agreement(model: PreTrainedModel, own: Continued, variant: Variant) -> Agree
     )
 
 
-def _common(
-    theirs: Int[Tensor, "steps prompts"], ends: Int[Tensor, " ids"], chosen: Iterator[Int[Tensor, " prompts"]]
+def _count_common(
+    expected: Int[Tensor, "steps prompts"], ends: Int[Tensor, " ids"], chosen: Iterator[Int[Tensor, " prompts"]]
 ) -> Int[Tensor, " prompts"]:
     """Count common first tokens of each prompt, all if both texts end alike; stop when all differ or have ended."""
-    alive = torch.ones_like(theirs[0], dtype=torch.bool)
-    counts = torch.zeros_like(theirs[0])
-    for expected, new in zip(theirs, chosen, strict=False):
-        alive &= expected == new
-        counts += alive
-        ended = alive & torch.isin(new, ends)
-        counts[ended], alive = len(theirs), alive & ~ended
-        if not bool(alive.any()):
+    equal = torch.ones_like(expected[0], dtype=torch.bool)
+    counts = torch.zeros_like(expected[0])
+    for tokens, new in zip(expected, chosen, strict=False):
+        equal &= tokens == new
+        counts += equal
+        ended = equal & torch.isin(new, ends)
+        counts[ended], equal = len(expected), equal & ~ended
+        if not bool(equal.any()):
             break
     return counts
 
@@ -214,10 +220,10 @@ def _greedy(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Iterator[I
     positioned = padded and "position_ids" in inspect.signature(model.forward).parameters
     cache: Any = None
     for _ in range(tokens):
-        more: dict[str, Any] = {}
-        if positioned:
-            more["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        result = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **more)
+        positions = {}
+        if positioned:  # counted without the padding
+            positions["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        result = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **positions)
         cache, chosen = result.past_key_values, result.logits[:, -1].argmax(-1)
         if cache is None:
             raise ModelError("it hands out no cache", "Leave out --generate.")
@@ -278,16 +284,16 @@ class Differences:
     def _add_predictions(self, own: Tensor, new: Tensor, targets: Tensor | None, ids: Tensor | None) -> None:
         if targets is None:
             targets = own.argmax(-1, keepdim=True)
-        there = targets != NOTHING
-        self.kept.append(there.any(1).cpu())
-        each = [token_losses(logits, targets) for logits in (own, new)]
-        for losses, collected in zip(each, (self.before, self.after), strict=True):
-            means, counts = sequence_means(losses, there)
-            collected.append(means)
+        predicted = targets != NOTHING
+        self.kept.append(predicted.any(1).cpu())
+        losses = [token_losses(logits, targets) for logits in (own, new)]
+        (before, counts), (after, _) = (sequence_means(each, predicted) for each in losses)
+        self.before.append(before)
+        self.after.append(after)
         self.counts.append(counts)
         if ids is not None and self.task == "causal":
-            self.by_token.add(each, targets, ids)
-        self.divergences.append(sequence_means(divergence(own, new), there)[0])
+            self.by_token.add(losses, targets, ids)
+        self.divergences.append(sequence_means(divergence(own, new), predicted)[0])
         self.agreeing += float((own.argmax(-1) == new.argmax(-1)).sum())
 
     def _add_hidden(self, own: Tensor, new: Tensor, owners: Tensor) -> None:
@@ -308,15 +314,15 @@ class Differences:
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str | None = None) -> dict[str, Any]:
         """Return the fields of an Outcome; `window`: the width beyond which evidence lies, or why it is unknown."""
-        predicted, states = self._predicted(seed, texts), self._states(seed, texts)
-        by_place: dict[str, Any] = {"reasons": {}}
+        predictions, states = self._prediction_fields(seed, texts), self._state_fields(seed, texts)
+        positions: dict[str, Any] = {"reasons": {}}
         if window is not None:
-            why = predicted["reasons"].get("loss") if self.task == "causal" else NOT_CAUSAL
-            by_place = self._placed(seed, window) if why is None else {"reasons": {"beyond_window": why}}
-        reasons = predicted["reasons"] | states["reasons"] | by_place["reasons"]
-        return predicted | states | by_place | {"reasons": reasons}
+            reason = predictions["reasons"].get("loss") if self.task == "causal" else NOT_CAUSAL
+            positions = {"reasons": {"beyond_window": reason}} if reason else self._position_fields(seed, window)
+        reasons = predictions["reasons"] | states["reasons"] | positions["reasons"]
+        return predictions | states | positions | {"reasons": reasons}
 
-    def _placed(self, seed: int, window: int | str) -> dict[str, Any]:
+    def _position_fields(self, seed: int, window: int | str) -> dict[str, Any]:
         """Return the losses by position, and of tokens whose evidence lies beyond a window."""
         if not self.by_token.before:
             return {"reasons": {"beyond_window": NOT_CAUSAL}}
@@ -326,21 +332,25 @@ class Differences:
             return {"loss_by_position": by_position, "reasons": {"beyond_window": beyond}}
         return {"loss_by_position": by_position, "beyond_window": beyond, "reasons": {}}
 
-    def _predicted(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:
+    def _prediction_fields(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:
         """Return the Outcome fields of the predictions, with reasons for missing ones."""
         names = ("loss", "perplexity", "kl", "kl_ci95", "top1_agreement")
         if not self.before:
             return {"reasons": dict.fromkeys(names, f"the model has {HEADLESS}")}
         if not torch.cat((*self.divergences, *self.after)).isfinite().all():
             return {"diverged": True, "reasons": dict.fromkeys(names, DIVERGED)}
-        kl, ends = self._mean(self.divergences, self.counts, self.sampled, (0.0, math.inf), seed)
-        losses, reasons = self._losses(seed, texts)
-        top = self.agreeing / float(torch.cat(self.counts).sum())
-        lone = {} if ends else {"kl_ci95": self._lone}
-        kl = max(kl, 0.0)  # if both are equal, a mean of rounding errors of either sign
-        return losses | {"kl": kl, "kl_ci95": ends, "top1_agreement": top, "reasons": reasons | lone}
+        kl, interval = self._mean(self.divergences, self.counts, self.sampled, (0.0, math.inf), seed)
+        losses, reasons = self._loss_fields(seed, texts)
+        if interval is None:
+            reasons["kl_ci95"] = self._no_interval
+        return losses | {
+            "kl": max(kl, 0.0),  # if both are equal, a mean of rounding errors of either sign
+            "kl_ci95": interval,
+            "top1_agreement": self.agreeing / float(torch.cat(self.counts).sum()),
+            "reasons": reasons,
+        }
 
-    def _states(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:
+    def _state_fields(self, seed: int, texts: Sequence[str]) -> dict[str, Any]:
         """Return the Outcome fields of the hidden states, with reasons for missing ones."""
         names = ("hidden_cosine", "hidden_cosine_ci95", "hidden_cka")
         if self.likeness is None:
@@ -349,19 +359,21 @@ class Differences:
             return {"diverged": True, "reasons": dict.fromkeys(names, DIVERGED)}
         if self.directionless:
             return {"reasons": dict.fromkeys(names, "a hidden state is zero and has no direction")}
-        cosine, ends = self._mean(self.cosines, self.real, self.design, (-1.0, 1.0), seed)
+        cosine, interval = self._mean(self.cosines, self.real, self.design, (-1.0, 1.0), seed)
         by_text = []
         for name, rows in _by_text(self.design, texts):
-            mean, bounds = self._mean(self.cosines, self.real, Design.plain(len(rows)), (-1.0, 1.0), seed, rows)
-            by_text.append(TextCosine(name=name, sequences=len(rows), cosine=mean, ci95=bounds))
+            mean, ci95 = self._mean(self.cosines, self.real, Design.plain(len(rows)), (-1.0, 1.0), seed, rows)
+            by_text.append(TextCosine(name=name, sequences=len(rows), cosine=mean, ci95=ci95))
         cka = self.likeness.value
         reasons = {} if cka is not None else {"hidden_cka": "one model's hidden states are the same at all tokens"}
+        if interval is None:
+            reasons["hidden_cosine_ci95"] = self._no_interval
         return {
             "hidden_cosine": cosine,
-            "hidden_cosine_ci95": ends,
+            "hidden_cosine_ci95": interval,
             "hidden_cosine_by_text": by_text,
             "hidden_cka": cka,
-            "reasons": reasons if ends else reasons | {"hidden_cosine_ci95": self._lone},
+            "reasons": reasons,
         }
 
     def _mean(
@@ -371,14 +383,14 @@ class Differences:
         design: Design,
         bounds: tuple[float, float],
         seed: int,
-        some: Tensor | slice = slice(None),
+        rows: Tensor | slice = slice(None),
     ) -> tuple[float, tuple[float, float] | None]:
-        """Return the mean over the tokens of `some` sequences, and its 95 % interval clipped to `bounds`, if any."""
-        means, weights = torch.cat(list(parts))[some], torch.cat(list(counts))[some]
+        """Return the mean over the tokens of the sequences `rows`, and its 95 % interval within `bounds`, if any."""
+        means, weights = torch.cat(list(parts))[rows], torch.cat(list(counts))[rows]
         value, low, high = paired_difference(torch.zeros_like(means), means, design, weights=weights, seed=seed)
         return value, (max(low, bounds[0]), min(high, bounds[1])) if low == low else None
 
-    def _losses(self, seed: int, texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    def _loss_fields(self, seed: int, texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
         """Return loss and perplexity if defined, the loss of each text, and reasons for missing values."""
         if self.noise:
             return {}, dict.fromkeys(("loss", "perplexity"), NO_LOSS)
@@ -392,7 +404,7 @@ class Differences:
         else:
             reasons["perplexity"] = "it is too large for a number"
         if fields["loss"].ci95 is None:
-            reasons |= dict.fromkeys(("loss.ci95", "perplexity.ci95"), self._lone)
+            reasons |= dict.fromkeys(("loss.ci95", "perplexity.ci95"), self._no_interval)
         return fields, reasons
 
     def by_text(self, seed: int, texts: Sequence[str]) -> list[TextChange]:
@@ -411,7 +423,7 @@ class Differences:
         return self.design.select(torch.cat(self.kept).nonzero()[:, 0].tolist())
 
     @property
-    def _lone(self) -> str:
+    def _no_interval(self) -> str:
         """Reason why there is no interval."""
         return "one text has no spread" if self.design.clustered else "one window has no spread"
 
@@ -419,11 +431,11 @@ class Differences:
         self,
         seed: int,
         of: Callable[[Tensor], Tensor],
-        some: Tensor | slice = slice(None),
+        rows: Tensor | slice = slice(None),
         design: Design | None = None,
     ) -> Change:
-        """Compute a function of the mean loss of `some` sequences: before, after, difference with its interval."""
-        before, after, counts = (torch.cat(part)[some] for part in (self.before, self.after, self.counts))
+        """Compute a function of the mean loss of the sequences `rows`: before, after, difference with its interval."""
+        before, after, counts = (torch.cat(part)[rows] for part in (self.before, self.after, self.counts))
         return paired_change(before, after, counts, design or self.sampled, seed, of)
 
 
@@ -472,17 +484,17 @@ STATES = ("hidden_cosine", "hidden_tokens")
 """Columns of each window, in this order: those of its predictions, and those of its hidden states."""
 
 
-def windows_of(found: Mapping[tuple[str, str], Differences], settings: Settings) -> Windows:
+def windows_of(by_stage: Mapping[tuple[str, str], Differences], settings: Settings) -> Windows:
     """Return the paired losses, KL and hidden cosines per window by (kernel, stage), and their numbers of tokens."""
-    units = [{"kernel": kernel, "stage": stage} for kernel, stage in found]
-    differences = list(found.values())
+    units = [{"kernel": kernel, "stage": stage} for kernel, stage in by_stage]
+    differences = list(by_stage.values())
     columns: dict[str, list[Tensor]] = {}
     if all(each.before for each in differences):
         columns = {
-            "loss.before": [_whole(each, each.before) for each in differences],
-            "loss.after": [_whole(each, each.after) for each in differences],
-            "kl": [_whole(each, each.divergences) for each in differences],
-            "tokens": [_whole(each, each.counts) for each in differences],
+            "loss.before": [_all_windows(each, each.before) for each in differences],
+            "loss.after": [_all_windows(each, each.after) for each in differences],
+            "kl": [_all_windows(each, each.divergences) for each in differences],
+            "tokens": [_all_windows(each, each.counts) for each in differences],
         }
     if all(each.cosines for each in differences):
         columns["hidden_cosine"] = [torch.cat(each.cosines) for each in differences]
@@ -500,9 +512,9 @@ def placed_windows(
     return Windows(places, units, {name: columns[name] for name in (*PREDICTED, *STATES) if name in columns})
 
 
-def _whole(one: Differences, parts: list[Tensor]) -> Tensor:
+def _all_windows(differences: Differences, parts: list[Tensor]) -> Tensor:
     """Return one number per window; NaN for windows without predictions."""
-    predicts = torch.cat(one.kept)
+    predicts = torch.cat(differences.kept)
     column = torch.full((len(predicts),), torch.nan, dtype=torch.float64)
     column[predicts] = torch.cat(parts).double()
     return column

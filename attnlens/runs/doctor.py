@@ -40,18 +40,21 @@ from attnlens.runs.inspect.pipeline import inspect
 from attnlens.runs.progress import Progress, silent
 from attnlens.runs.provenance import report_of
 
-EXACT = 1e-6
-"""Relative tolerance of weights.*, computed in float64 from the same stored numbers; reports have nine digits."""
+WEIGHTS_TOLERANCE = 1e-6
+"""Relative tolerance of weights.*: float64 from the same stored numbers, written with nine digits. Another BLAS sums in
+another order, which moves ill-conditioned measures (small eigenvalues) by more than the last digit."""
+SMALLEST = 1e-6
+"""Values below this count as this large in relative deviations: a share that is 0 up to rounding has no digits."""
 
 
 @public
 def recompute(report: Report, model: str, heads: int, *, progress: Progress = silent, **more: Any) -> list[Check]:
     """Check that the model's files are the report's, and recompute `heads` random heads, measure by measure.
 
-    The heads are drawn anew each time, so that a forger can't predict them. tokens.* may differ by √ε of the
-    model's type, weights.* by EXACT, both relative to the larger value. `more` are options of `inspect` that a report
-    does not contain: its text, and how the model is loaded. Raise UsageError for a report without heads, and for a text
-    other than the report's.
+    The heads are drawn anew each time, so that a forger can't predict them. tokens.* may differ by √ε of the model's
+    type, weights.* by WEIGHTS_TOLERANCE, both relative to the larger value. `more` are options of `inspect` that a
+    report does not contain: its text, and how the model is loaded. Raise UsageError for a report without heads, and for
+    a text other than the report's.
     """
     count = min(requests.whole("recompute", heads, 1), len(report.heads))
     if report.command != "inspect" or not report.heads:
@@ -68,54 +71,54 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     if not first[-1].passed:
         return first
     drawn = random.SystemRandom().sample(report.heads, count)
-    where = {name: sorted({getattr(head, name[:-1]) for head in drawn}) for name in ("layers", "heads")}
+    where = {"layers": sorted({head.layer for head in drawn}), "heads": sorted({head.head for head in drawn})}
     again = inspect(loaded, progress=progress, **{**feeding.recorded(report.settings), **more, **where})
-    fed = [None if each.settings.text is None else each.settings.text.sha256 for each in (report, again)]
-    if fed[0] != fed[1]:
+    text, other_text = (None if each.settings.text is None else each.settings.text.sha256 for each in (report, again))
+    if text != other_text:
         raise UsageError(
-            f"The text is another: settings.text.sha256 is {fed[0]} in the report, and {fed[1]} here.",
+            f"The text is another: settings.text.sha256 is {text} in the report, and {other_text} here.",
             "Name the report's text with --text.",
         )
     recomputed = {(head.site, head.head): head for head in again.heads}
+    # half of the digits of the model's type: its own rounding adds up over layers
     tolerance = torch.finfo(loaded.model.dtype).eps ** 0.5
     pairs = [(head, recomputed.get((head.site, head.head))) for head in drawn]
     names = dict.fromkeys([*report.measure_names(), *again.measure_names()])
-    return [*first, *(_measure(name, pairs, tolerance) for name in names)]
+    return [*first, *(_compare_measure(name, pairs, tolerance) for name in names)]
 
 
-def _measure(name: str, pairs: Sequence[tuple[Head, Head | None]], tolerance: float) -> Check:
+def _compare_measure(name: str, pairs: Sequence[tuple[Head, Head | None]], tolerance: float) -> Check:
     """Check whether one measure is reproduced in all heads; list those that differ, the largest deviation first."""
-    bound = EXACT if name.startswith("weights.") else tolerance
-    values = [(head, *_values(head, again, name)) for head, again in pairs]
-    off = [(_share(old, read), head, old, read) for head, old, read in values]
-    worst = sorted((pair for pair in off if pair[0] > bound), key=lambda pair: pair[0], reverse=True)
-    breaches = [breach(head, read, old) for _, head, old, read in worst]
-    return _recomputed_check(name, "as the report", passed=not worst, heads=len(pairs), breaches=breaches)
+    bound = WEIGHTS_TOLERANCE if name.startswith("weights.") else tolerance
+    off = []
+    for head, recomputed in pairs:
+        old, new = _value(head, name), _value(recomputed, name)
+        if old is None or new is None:
+            deviation = float(old is not new)
+        else:
+            deviation = abs(old - new) / max(abs(old), abs(new), SMALLEST)
+        if deviation > bound:
+            off.append((deviation, breach(head, new, old)))
+    off.sort(key=lambda pair: pair[0], reverse=True)
+    breaches = [each for _, each in off]
+    return _recomputed_check(name, "as the report", passed=not off, heads=len(pairs), breaches=breaches)
 
 
-def _recomputed_check(subject: str, wanted: str, **found: Any) -> Check:
+def _recomputed_check(subject: str, wanted: str, **fields: Any) -> Check:
     rule = f"{subject}: recomputed {wanted}"
-    return Check(id=f"recompute: {subject}", rule=rule, subject=subject, wanted=wanted, **found)
+    return Check(id=f"recompute: {subject}", rule=rule, subject=subject, wanted=wanted, **fields)
 
 
-def _values(head: Head, again: Head | None, name: str) -> tuple[float | None, float | None]:
-    """Return the value in the report, and the recomputed one."""
-    measures = (head.measures.get(name), None if again is None else again.measures.get(name))
-    old, read = (None if measure is None else measure.value for measure in measures)
-    return old, read
-
-
-def _share(said: float | None, read: float | None) -> float:
-    """Compute |a − b| / max(|a|, |b|, 10⁻⁶); 1 if one of the two has no value."""
-    if said is None or read is None:
-        return float(said is not read)
-    return abs(said - read) / max(abs(said), abs(read), 1e-6)
+def _value(head: Head | None, name: str) -> float | None:
+    measure = None if head is None else head.measures.get(name)
+    return None if measure is None else measure.value
 
 
 TOLERANCE = hooks.IDENTITY_TOLERANCE
 """Largest relative error of an attention matrix."""
-ANOTHER = 1e-3
-"""Relative difference of outputs above which eager attention counts as a different computation, not as rounding."""
+EAGER_TOLERANCE = 1e-3
+"""Relative difference of outputs above which eager attention counts as a different computation: rounding in float32
+stays well below, another mask or scale well above."""
 
 IN_FLOAT32 = "Computed in float32, whose rounding counts as error, since in float64: {}"
 
@@ -194,25 +197,25 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
     )
 
 
-def _coverage(found: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage:
+def _coverage(results: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage:
     """Summarise the coverage: heads lacking both errors have no value, and those lacking one lack its source."""
     lacking = {
-        "tokens": [check for check in found if check.tokens_error is None],
-        "weights": [check for check in found if check.weights_error is None],
+        "tokens": [check for check in results if check.tokens_error is None],
+        "weights": [check for check in results if check.weights_error is None],
     }
-    without = {source: sum(check.heads for check in checks) for source, checks in lacking.items()}
     skipped = [
         Skipped(site=check.site, measure=source, reason=check.reason or "")
         for source, checks in lacking.items()
         for check in checks
     ]
-    heads = sum(check.heads for check in found)
-    unchecked = sum(check.heads for check in found if check.verdict == "not checked")
+    heads = sum(check.heads for check in results)
+    unchecked = sum(check.heads for check in results if check.verdict == "not checked")
+    without = {source: sum(check.heads for check in checks) - unchecked for source, checks in lacking.items()}
     return Coverage(
-        sites=len(found),
+        sites=len(results),
         heads=heads,
         analysed=heads - unchecked,
-        without={source: count - unchecked for source, count in without.items() if count > unchecked},
+        without={source: count for source, count in without.items() if count > 0},
         skipped=[*skipped, *missed],
     )
 
@@ -233,16 +236,16 @@ def check_sites(
     """
     probabilities = own_probabilities(model, inputs, reached)
     pairs = [
-        (single, found, chosen)
-        for single, found in zip(first, reached, strict=True)
-        if (layers is None or found.site.layer in layers)
-        and (chosen := [head for head in range(found.call.query.shape[1]) if heads is None or head in heads])
+        (single, each, chosen)
+        for single, each in zip(first, reached, strict=True)
+        if (layers is None or each.site.layer in layers)
+        and (chosen := [head for head in range(each.call.query.shape[1]) if heads is None or head in heads])
     ]
-    all_factors = weights.factors(model, [single for single, _, _ in pairs], [found for _, found, _ in pairs])
+    all_factors = weights.factors(model, [single for single, _, _ in pairs], [each for _, each, _ in pairs])
     results = []
-    for done, ((_, found, chosen), factors) in enumerate(zip(pairs, all_factors, strict=True)):
+    for done, ((_, each, chosen), factors) in enumerate(zip(pairs, all_factors, strict=True)):
         progress("doctor", done, len(pairs))
-        results.append(_check(found, factors, probabilities[found.site], chosen))
+        results.append(_check(each, factors, probabilities[each.site], chosen))
     progress("doctor", len(pairs), len(pairs))
     return results
 
@@ -255,15 +258,17 @@ def own_probabilities(
     A site may have a reason instead: not every module returns them or has a softmax of their shape, and the eager
     attention of a few models differs from the one that they use (PaliGemma's is causal, and its SDPA is not).
     """
-    sites = [captured.site for captured in reached]
+    sites = [each.site for each in reached]
     captured: dict[Site, Tensor] = {}
     try:
-        other = hooks.difference(model, inputs, hooks.collect_weights(model, reached, captured))
+        difference = hooks.difference(model, inputs, hooks.collect_weights(model, reached, captured))
     except FAILURES as error:
         why = f"the model can't run under transformers' eager attention ({loading.first_line(error)})"
         return dict.fromkeys(sites, why)
-    if not other <= max(ANOTHER, 16 * torch.finfo(model.dtype).eps):
-        why = f"transformers' eager attention changes this model's outputs by {other:.1e}, and hands out other matrices"
+    # 16 ε: the rounding of a few layers in half precision
+    if not difference <= max(EAGER_TOLERANCE, 16 * torch.finfo(model.dtype).eps):
+        size = f"{difference:.1e}"
+        why = f"transformers' eager attention changes this model's outputs by {size}, and hands out other matrices"
         return dict.fromkeys(sites, why)
     return (
         dict.fromkeys(sites, "the module has no softmax of these scores, and hands out no attention probabilities")
@@ -286,42 +291,43 @@ def _load_inputs(
 
 
 def _check(
-    found: SiteCall, factors: weights.Factors | UnreadableError, own: Tensor | str, heads: Sequence[int]
+    reached: SiteCall, factors: weights.Factors | UnreadableError, own: Tensor | str, heads: Sequence[int]
 ) -> SiteCheck:
-    """Compute both errors of one site's heads, or the reason for a missing one."""
-    query_key = found.call.query_key(found.site).select(heads)
-    errors: list[float | None] = [None, None]
+    """Compute both errors of one site's heads, or the reason for a missing one; `own` are the model's probabilities."""
+    tokens_error: float | None = None
+    weights_error: float | None = None
     reason = factors.problem if isinstance(factors, UnreadableError) else None
     if isinstance(own, str):
         reason = own
     elif not bool(own[:, heads].isfinite().all()):
         reason = "the model's own attention probabilities are not finite"
     else:
-        errors[0] = _error(query_key, own[:, heads])
+        tokens_error = _error(reached.call.query_key(reached.site).select(heads), own[:, heads])
         if not isinstance(factors, UnreadableError):
-            errors[1] = _error(weights.rebuild(found, factors).select(heads), own[:, heads])
-    passed = all(error is None or error <= TOLERANCE for error in errors)
-    checked = sum(error is not None for error in errors)
+            weights_error = _error(weights.rebuild(reached, factors).select(heads), own[:, heads])
+    errors = [error for error in (tokens_error, weights_error) if error is not None]
+    passed = all(error <= TOLERANCE for error in errors)
     return SiteCheck(
-        site=found.site.name,
-        part=found.site.part,
+        site=reached.site.name,
+        part=reached.site.part,
         heads=len(heads),
         route="none" if isinstance(factors, UnreadableError) else factors.route,
-        tokens_error=errors[0],
-        weights_error=errors[1],
+        tokens_error=tokens_error,
+        weights_error=weights_error,
         reason=reason,
         passed=passed,
-        verdict=("not checked", "partly checked", "agrees")[checked] if passed else "differs",
+        verdict=("not checked", "partly checked", "agrees")[len(errors)] if passed else "differs",
     )
 
 
 def _error(query_key: QueryKey, own: Tensor) -> float:
     """Compute ‖P − P_model‖ / ‖P_model‖ over the queries that see at least one key."""
-    theirs = own.double()
-    if query_key.sinks is not None and bool((theirs.sum(-1) - 1).abs().max() <= TOLERANCE):
-        query_key = replace(query_key, sinks=None)  # the model applies them after its softmax (GraniteSWA)
-    ours = query_key.attention
+    own = own.double()
+    # rows that sum to 1 up to rounding leave nothing to a sink: the model applies it after its softmax (GraniteSWA)
+    if query_key.sinks is not None and bool((own.sum(-1) - 1).abs().max() <= TOLERANCE):
+        query_key = replace(query_key, sinks=None)
+    rebuilt = query_key.attention
     if query_key.allowed is not None:
-        seeing = query_key.allowed.any(-1, keepdim=True)
-        ours, theirs = ours * seeing, theirs * seeing
-    return float((ours - theirs).norm() / theirs.norm())
+        sees_key = query_key.allowed.any(-1, keepdim=True)
+        rebuilt, own = rebuilt * sees_key, own * sees_key
+    return float((rebuilt - own).norm() / own.norm())

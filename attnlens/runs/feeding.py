@@ -65,14 +65,14 @@ def guess_notes(
     means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
 ) -> list[str]:
     """Return a note for each text whose mean loss over tokens exceeds ln(vocabulary); `names` has one per sequence."""
-    even, notes = math.log(vocabulary), []
+    guess, notes = math.log(vocabulary), []
     for name in dict.fromkeys(names):
-        rows = [place for place, of in enumerate(names) if of == name]
+        rows = [row for row, text in enumerate(names) if text == name]
         loss = float((means[rows] * counts[rows]).sum() / counts[rows].sum())
-        if loss > even:
+        if loss > guess:
             notes.append(
                 f"The model's loss on {name} is {loss:.2f} nats per token, worse than an even guess (ln {vocabulary} = "
-                f"{even:.2f}): the text is foreign to the model, or the model is not trained."
+                f"{guess:.2f}): the text is foreign to the model, or the model is not trained."
             )
     return notes
 
@@ -149,60 +149,55 @@ def contents(found: Sequence[texts.Content], loaded: loading.Loaded) -> Sequence
     return found or texts.sample(loaded.info.id)
 
 
-def design_of(asked: Settings, found: texts.Batches) -> Design:
+def design_of(requested: Settings, inputs: texts.Batches) -> Design:
     """Return how the sequences were sampled. Raise UsageError for intervals over texts with too few texts."""
-    names = found.parts or ("",) * found.sequences
+    names = inputs.parts or ("",) * inputs.sequences
     count = len(set(names))
-    if asked.intervals == "texts" and count < FEWEST_TEXTS:
-        enough = count + len(found.left_out) >= FEWEST_TEXTS
-        there = (
-            f"{found.sequences} sequences are of {count}"
-            if enough
-            else f"there {'is' if count == 1 else 'are'} {count}"
-        )
+    if requested.intervals == "texts" and count < FEWEST_TEXTS:
+        enough = count + len(inputs.left_out) >= FEWEST_TEXTS
+        problem = f"there {'is' if count == 1 else 'are'} {count}"
+        if enough:
+            problem = f"{inputs.sequences} sequences are of {count}"
         raise UsageError(
-            f"Intervals over texts need {FEWEST_TEXTS} texts, and {there}.",
+            f"Intervals over texts need {FEWEST_TEXTS} texts, and {problem}.",
             f"Give more {'--windows' if enough else '--text'}, or leave out intervals='texts'.",
         )
-    return Design.of(names, asked.intervals)
+    return Design.of(names, requested.intervals)
 
 
-def fed(asked: Settings, found: texts.Batches, loaded: loading.Loaded) -> Settings:
+def fed(requested: Settings, inputs: texts.Batches, loaded: loading.Loaded) -> Settings:
     """Return the settings that describe the input: texts in windows or lines, or noise alone."""
-    if not found.tokens:
-        nothing = {"pack": None, "windows": None, "intervals": None}
-        text = Text.of(found.texts)
-        fed = {"noise": text} if found.made_up else {"text": text, "texts": list(found.texts), "tokens": None}
-        more = {"sequences": found.sequences, "notes": [*asked.notes, *found.notes]}
-        return asked.model_copy(update=fed | more | nothing)
-    short = found.sequences < (asked.sequences or 0)
-    update = {
-        "text": Text.of(found.texts),
-        "texts": list(found.texts),
-        "sequences": found.sequences,
-        "sequences_asked": asked.sequences if short else None,
-        "intervals": design_of(asked, found).over,
-        "notes": [*asked.notes, *_window_notes(asked, found, loaded)],
-    }
-    return asked.model_copy(update=update)
+    text: dict[str, Any] = {"text": Text.of(inputs.texts), "texts": list(inputs.texts)}
+    update: dict[str, Any] = {"sequences": inputs.sequences}
+    if inputs.tokens:
+        short = inputs.sequences < (requested.sequences or 0)
+        update |= {
+            "sequences_asked": requested.sequences if short else None,
+            "intervals": design_of(requested, inputs).over,
+            "notes": [*requested.notes, *_window_notes(requested, inputs, loaded)],
+        }
+    else:
+        update |= {"pack": None, "windows": None, "intervals": None, "notes": [*requested.notes, *inputs.notes]}
+        text = {"noise": text["text"]} if inputs.made_up else text | {"tokens": None}
+    return requested.model_copy(update=text | update)
 
 
-def _window_notes(asked: Settings, found: texts.Batches, loaded: loading.Loaded) -> Iterator[str]:
+def _window_notes(requested: Settings, inputs: texts.Batches, loaded: loading.Loaded) -> Iterator[str]:
     """Yield the notes on the windows that readers need, one sentence each."""
-    yield from found.notes
-    yield from texts.foreign_notes(found.unknown)
-    if found.left_out:
+    yield from inputs.notes
+    yield from texts.foreign_notes(inputs.unknown)
+    if inputs.left_out:
         yield (
-            f"Left out: {', '.join(found.left_out)}, since {found.sequences} sequences are fewer than the "
-            f"{len(set(found.parts)) + len(found.left_out)} texts."
+            f"Left out: {', '.join(inputs.left_out)}, since {inputs.sequences} sequences are fewer than the "
+            f"{len(set(inputs.parts)) + len(inputs.left_out)} texts."
         )
-    what = "lines" if asked.pack is False else "windows"
-    if asked.windows == "first":
-        yield f"The {what} are the first of each text: errors hold for these {what}, not for the texts."
-    repeated = texts.repeated_share(loaded.tokenizer, found.ids)
+    noun = "lines" if requested.pack is False else "windows"
+    if requested.windows == "first":
+        yield f"The {noun} are the first of each text: errors hold for these {noun}, not for the texts."
+    repeated = texts.repeated_share(loaded.tokenizer, inputs.ids)
     if repeated > texts.MOST_SHARED:
         yield (
-            f"{repeated:.0%} of the tokens stand in runs of {texts.RUN} that another of the {what} has too: "
+            f"{repeated:.0%} of the tokens stand in runs of {texts.RUN} that another of the {noun} has too: "
             "errors over them are too small."
         )
 

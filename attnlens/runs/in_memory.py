@@ -42,10 +42,10 @@ def capture(model: PreTrainedModel | Loaded, batch: Mapping[str, Any]) -> list[Q
     with at_rest(loaded.model):
         survey = checks.surveyed(loaded, inputs, made_up=False)
         checks.proven(loaded, inputs)
-        outside = [f"{path}, as {why}" for path, why in survey.missed.items() if why is not None]
-    if outside:
-        more = f"; and {len(outside) - 1} more" if len(outside) > 1 else ""
-        warnings.warn(f"Not captured: {outside[0]}{more}.", stacklevel=3)
+        missed = [f"{path}, as {reason}" for path, reason in survey.missed.items() if reason is not None]
+    if missed:
+        others = f"; and {len(missed) - 1} more" if len(missed) > 1 else ""
+        warnings.warn(f"Not captured: {missed[0]}{others}.", stacklevel=3)
     return [each.call.query_key(each.site) for each in survey.sites]
 
 
@@ -68,10 +68,10 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Tenso
     return {name: value.to(loading.device_of_inputs(model)) for name, value in batch.items()}
 
 
-def held(model: object, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
+def wrap_model(model: object, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
     """Wrap a transformers model with its tokenizer as `load` would return it; return anything else unchanged."""
     if isinstance(model, loading.Loaded):
-        _refuse_answered(model.model)
+        _refuse_changed(model.model)
     if not isinstance(model, PreTrainedModel):
         if tokenizer is not None and isinstance(model, loading.Loaded | str | os.PathLike):
             raise UsageError(
@@ -79,7 +79,7 @@ def held(model: object, tokenizer: PreTrainedTokenizerBase | None = None) -> Any
                 "Leave it out, or give a transformers model that is in memory.",
             )
         return model
-    _refuse_answered(model)
+    _refuse_changed(model)
     info = ModelInfo(
         id=f"{model.name_or_path or type(model).__name__} (in memory)",
         architecture=type(model).__name__,
@@ -88,7 +88,7 @@ def held(model: object, tokenizer: PreTrainedTokenizerBase | None = None) -> Any
     return loading.Loaded(model, tokenizer, "no tokenizer was given" if tokenizer is None else "", info, kind_of(model))
 
 
-def _refuse_answered(model: PreTrainedModel) -> None:
+def _refuse_changed(model: PreTrainedModel) -> None:
     if hooks.is_answered(model):
         raise UsageError(
             f"The attention of this {type(model).__name__} is answered by attnlens already, with another kernel.",
@@ -97,8 +97,8 @@ def _refuse_answered(model: PreTrainedModel) -> None:
 
 
 def held_model(model: object) -> loading.Loaded:
-    """Wrap a model in memory as `held` does. Raise UsageError for a name or anything else."""
-    loaded = held(model)
+    """Wrap a model in memory. Raise UsageError for a name or anything else."""
+    loaded = wrap_model(model)
     if not isinstance(loaded, loading.Loaded):
         raise UsageError(
             f"{shown(model)} is no model in memory.", "Give a transformers model, or what attnlens.load returned."

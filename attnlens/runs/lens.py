@@ -11,7 +11,7 @@ from attnlens.errors import UsageError
 from attnlens.models import loading
 from attnlens.records import QueryKey, Report
 from attnlens.runs.compare.pipeline import compare
-from attnlens.runs.in_memory import capture, held
+from attnlens.runs.in_memory import capture, wrap_model
 from attnlens.runs.inspect.pipeline import inspect
 from attnlens.runs.swap.pipeline import swap_kernel
 
@@ -46,7 +46,9 @@ class Lens:
         **load_options: Any,
     ) -> None:
         self.loaded: loading.Loaded = (
-            loading.load(model, **load_options) if isinstance(model, str | os.PathLike) else held(model, tokenizer)
+            loading.load(model, **load_options)
+            if isinstance(model, str | os.PathLike)
+            else wrap_model(model, tokenizer)
         )
 
     def __repr__(self) -> str:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Variant = Callable[[], AbstractContextManager[object]]
 """Context manager that turns the original model into a changed one."""
 CLEAR = Path("/proc/self/clear_refs")
+"""File of Linux that resets this process's high-water mark of memory when a 5 is written to it."""
 
 
 def speed(tokens: Sequence[int], seconds: Sequence[float]) -> float:
@@ -45,7 +46,7 @@ def peak_of(model: PreTrainedModel, work: Callable[[], object]) -> int | None:
         work()
         return int(torch.cuda.max_memory_allocated(model.device))
     try:
-        CLEAR.write_text("5")  # Linux: reset the high-water mark
+        CLEAR.write_text("5")
     except OSError:
         work()
         return None
@@ -68,7 +69,7 @@ def enough_memory(model: PreTrainedModel, inputs: dict[str, Tensor], variant: Va
                 "Use a smaller --batch-size." if size > 1 else "Use a smaller --length.",
             ) from None
         halves = (size >> step for step in range(1, size.bit_length()))
-        fits = next((fewer for fewer in halves if _runs(model, inputs, fewer, variant)), None)
+        fits = next((half for half in halves if _runs(model, inputs, half, variant)), None)
         raise ModelError(
             f"Not enough memory for {size} sequences at once.",
             f"Use --batch-size {fits}, which fits." if fits else "Use a smaller --length: one sequence does not fit.",
@@ -107,19 +108,19 @@ def sequence_losses(logits: Tensor, targets: Tensor) -> tuple[Float[Tensor, " so
 
 
 def sequence_means(
-    each: Float[Tensor, " predicted"], there: Bool[Tensor, "batch positions"]
+    values: Float[Tensor, " predicted"], predicted: Bool[Tensor, "batch positions"]
 ) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
-    """Average `each` (one value per True in `there`) over every sequence with predictions; return means and counts."""
-    return owned_means(each, there.nonzero()[:, 0], len(there))
+    """Average values, one per True in `predicted`, over every sequence with predictions; return means and counts."""
+    return owned_means(values, predicted.nonzero()[:, 0], len(predicted))
 
 
 def owned_means(
-    each: Float[Tensor, " tokens"], owners: Int[Tensor, " tokens"], count: int
+    values: Float[Tensor, " tokens"], owners: Int[Tensor, " tokens"], count: int
 ) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
     """Average values over the `count` sequences that own them; return means and counts of those that own any."""
-    owners, each = owners.cpu(), each.double().cpu()
+    owners, values = owners.cpu(), values.double().cpu()
     counts = torch.bincount(owners, minlength=count).double()
-    sums = torch.zeros_like(counts).index_add(0, owners, each)
+    sums = torch.zeros_like(counts).index_add(0, owners, values)
     return (sums / counts.clamp(min=1))[counts > 0], counts[counts > 0]
 
 
@@ -148,13 +149,13 @@ def predictions(result: Any, fed: Fed, task: Task) -> Float[Tensor, "predicted c
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def owners_of(found: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
+def owners_of(states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
     """Return the sequence that each output at a real token belongs to; None if the outputs can't be assigned."""
     sequences = texts.sequences_in(inputs)
-    if len(found) % sequences:
+    if len(states) % sequences:
         return None
-    rows = torch.arange(len(found), device=found.device) // (len(found) // sequences)
-    rows = rows.view(-1, *[1] * (found.dim() - 2)).expand(found.shape[:-1])
+    rows = torch.arange(len(states), device=states.device) // (len(states) // sequences)
+    rows = rows.view(-1, *[1] * (states.dim() - 2)).expand(states.shape[:-1])
     return hooks.at_real_tokens(rows, inputs).flatten()
 
 
@@ -193,15 +194,16 @@ def paired_change(
 ) -> Change:
     """Compare `of` the mean loss over `counts` tokens per sequence, with a 95 % interval; NaN pairs are ignored."""
     delta, low, high = paired_difference(before, after, design, weights=counts, of=of, seed=seed)
-    there = ~(after - before).isnan()
-    first, second = (float(of((part[there] * counts[there]).sum() / counts[there].sum())) for part in (before, after))
+    valid = ~(after - before).isnan()
+    weights = counts[valid]
+    first, second = (float(of((part[valid] * weights).sum() / weights.sum())) for part in (before, after))
     return Change(before=first, after=second, delta=delta, ci95=None if math.isnan(low) else (low, high))
 
 
 BINS = 8
-"""Number of parts of a sequence with separate losses."""
+"""Number of parts of a sequence with separate losses: fine enough to show where a window's edge lies."""
 FEWEST = 8
-"""Minimum number of tokens for a meaningful mean."""
+"""Minimum number of tokens for a mean: the loss of single tokens varies by several nats."""
 
 
 @dataclass
@@ -221,25 +223,26 @@ class TokenLosses:
         ids: Int[Tensor, "batch positions"],
     ) -> None:
         """Add the losses at a batch's targets: the original's, and the changed model's."""
-        there = (targets != NOTHING).cpu()
+        predicted = (targets != NOTHING).cpu()
         for loss, rows in zip(losses, (self.before, self.after), strict=True):
-            rows.append(_from_front(loss.double().cpu(), there, torch.nan))
-        self.back.append(_from_front(evidence(ids, targets)[there], there, 0))
+            rows.append(_move_to_front(loss.double().cpu(), predicted, torch.nan))
+        self.back.append(_move_to_front(evidence(ids, targets)[predicted], predicted, 0))
 
     def joined(self) -> TokenLosses:
         """Return the losses with all batches joined into one."""
-        before, after = _rows(self.before, torch.nan), _rows(self.after, torch.nan)
-        return TokenLosses([before], [after], [_rows(self.back, 0)])
+        before, after = _join_rows(self.before, torch.nan), _join_rows(self.after, torch.nan)
+        return TokenLosses([before], [after], [_join_rows(self.back, 0)])
 
     def by_position(self, design: Design, seed: int) -> list[PositionChange]:
         """Return the change on each of 8 parts of the sequences, of equal length up to rounding; fewer if short."""
-        before, after = _rows(self.before, torch.nan), _rows(self.after, torch.nan)
-        places, changes = before.shape[1], []
-        bins = min(BINS, places)
-        for start, end in ((places * part // bins, places * (part + 1) // bins) for part in range(bins)):
-            some = torch.zeros_like(before, dtype=torch.bool)
-            some[:, start:end] = True
-            change, tokens = _change(before, after, some, design, seed)
+        before, after = _join_rows(self.before, torch.nan), _join_rows(self.after, torch.nan)
+        length, changes = before.shape[1], []
+        bins = min(BINS, length)
+        for part in range(bins):
+            start, end = length * part // bins, length * (part + 1) // bins
+            chosen = torch.zeros_like(before, dtype=torch.bool)
+            chosen[:, start:end] = True
+            change, tokens = _change(before, after, chosen, design, seed)
             changes.append(PositionChange(first=start + 1, last=end, tokens=tokens, change=change))
         return changes
 
@@ -249,12 +252,12 @@ class TokenLosses:
 
     def beyond(self, window: int, design: Design, seed: int) -> BeyondWindow | str:
         """Return the change on tokens whose evidence lies more than `window` tokens back, or why there is none."""
-        some = _rows(self.back, 0) > window
         if (count := self.count(window)) < FEWEST:
-            back = counted(window, "token")
+            distance = counted(window, "token")
             have = "has its" if count == 1 else "have their"
-            return f"{counted(count, 'token')} {have} evidence more than {back} back, fewer than {FEWEST}"
-        change, tokens = _change(_rows(self.before, torch.nan), _rows(self.after, torch.nan), some, design, seed)
+            return f"{counted(count, 'token')} {have} evidence more than {distance} back, fewer than {FEWEST}"
+        before, after = _join_rows(self.before, torch.nan), _join_rows(self.after, torch.nan)
+        change, tokens = _change(before, after, _join_rows(self.back, 0) > window, design, seed)
         return BeyondWindow(window=window, tokens=tokens, change=change)
 
 
@@ -276,22 +279,22 @@ def evidence(
     return distances
 
 
-def _change(before: Tensor, after: Tensor, some: Tensor, design: Design, seed: int) -> tuple[Change, int]:
-    """Compute the change of the mean over `some` tokens, paired over the sequences that have any, and their number."""
-    some = some & ~before.isnan()
-    counts = some.sum(1).double()
-    first, second = (torch.where(some, part, 0.0).sum(1) / counts for part in (before, after))
+def _change(before: Tensor, after: Tensor, chosen: Tensor, design: Design, seed: int) -> tuple[Change, int]:
+    """Compute the change of the mean over `chosen` tokens, paired over sequences that have any, and their number."""
+    chosen = chosen & ~before.isnan()
+    counts = chosen.sum(1).double()
+    first, second = (torch.where(chosen, part, 0.0).sum(1) / counts for part in (before, after))
     return paired_change(first, second, counts, design, seed), int(counts.sum())
 
 
-def _from_front(values: Tensor, there: Bool[Tensor, "batch positions"], nothing: float) -> Tensor:
-    """Return the values, moved to the front of their rows."""
-    rows = values.new_full(there.shape, nothing)
-    rows[there.sort(dim=1, descending=True, stable=True).values] = values
-    return rows[:, : int(there.sum(1).max())]
+def _move_to_front(values: Tensor, present: Bool[Tensor, "batch positions"], filler: float) -> Tensor:
+    """Arrange the values in rows as `present` does, moved to the front of their rows."""
+    rows = values.new_full(present.shape, filler)
+    rows[present.sort(dim=1, descending=True, stable=True).values] = values
+    return rows[:, : int(present.sum(1).max())]
 
 
-def _rows(parts: Sequence[Tensor], nothing: float) -> Tensor:
+def _join_rows(parts: Sequence[Tensor], filler: float) -> Tensor:
     """Join the rows of all batches; pad shorter ones."""
-    most = max(part.shape[1] for part in parts)
-    return torch.cat([torch.nn.functional.pad(part, (0, most - part.shape[1]), value=nothing) for part in parts])
+    longest = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, longest - part.shape[1]), value=filler) for part in parts])

@@ -57,10 +57,10 @@ def telling_at_most(progress: Progress, stage: str, most: int) -> Iterator[Tell]
     done = 0
     tell = telling(progress, stage, most)
 
-    def counted(more: int) -> None:
+    def tell_and_count(steps: int) -> None:
         nonlocal done
-        done += more
-        tell(more)
+        done += steps
+        tell(steps)
 
-    yield counted
+    yield tell_and_count
     tell(max(0, most - done))

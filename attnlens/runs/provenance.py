@@ -43,14 +43,14 @@ def content_of(
         for name, part in sorted(batch.inputs.items()):
             digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
             digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    for each in analyzers:
-        digest.update(code_of(each))
+    for analyzer in analyzers:
+        digest.update(code_of(analyzer))
     return digest.hexdigest()
 
 
-def code_of(one: Analyzer | Gathering | KernelInfo) -> bytes:
+def code_of(plugin: Analyzer | Gathering | KernelInfo) -> bytes:
     """Return the source file of an analyzer or a kernel: another package may change it without a new version."""
-    function: Any = inspect.unwrap(one.begin if isinstance(one, Gathering) else one.function)
+    function: Any = inspect.unwrap(plugin.begin if isinstance(plugin, Gathering) else plugin.function)
     source = inspect.getsourcefile(function) if inspect.isfunction(function) or inspect.isclass(function) else None
     if source is not None and Path(source).is_file():
         return Path(source).read_bytes()
@@ -59,17 +59,18 @@ def code_of(one: Analyzer | Gathering | KernelInfo) -> bytes:
 
 
 STATUS = Path("/proc/self/status")
+"""File of Linux with this process's high-water mark of memory."""
 
 
-def report_of(command: str, **found: Any) -> Report:
-    """Build the report of a command; `found` are the fields with the results."""
-    here = Environment(
+def report_of(command: str, **results: Any) -> Report:
+    """Build the report of a command; `results` are its other fields."""
+    environment = Environment(
         python=platform.python_version(),
         torch=torch.__version__,
         transformers=transformers.__version__,
         platform=platform.platform(),
     )
-    return Report(tool=tool(), command=command, environment=here, peak_memory_bytes=peak_memory(), **found)
+    return Report(tool=tool(), command=command, environment=environment, peak_memory_bytes=peak_memory(), **results)
 
 
 def tool() -> Tool:

@@ -7,10 +7,10 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from statistics import quantiles
-from typing import Any, cast
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -33,27 +33,27 @@ from attnlens.requests.run_options import SharedRequest
 from attnlens.runs import checks, feeding
 from attnlens.runs.checks import no_loss
 from attnlens.runs.differences import mean_loss
-from attnlens.runs.inspect.collector import Collector
-from attnlens.runs.inspect.pipeline import Inspection
+from attnlens.runs.inspect.assembly import compute
+from attnlens.runs.inspect.inspection import PreparedRun, survey
 from attnlens.runs.progress import INTERRUPTED, Interrupted, Progress, silent, telling
 from attnlens.runs.provenance import code_of, report_of
 from attnlens.runs.store import Store, key_of, versions
 from attnlens.runs.work import Compute, WorkPlan, run_units
 
-BESIDE = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
+OTHER_FILES = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
 """Files next to the weights that also determine the results: configs, tokenizers, a model's own code."""
 
 
 def digest_of(place: Location) -> str:
     """Compute a hash of a checkpoint's weights and of the other files that determine its results."""
-    beside = (path for pattern in BESIDE for path in place.folder.glob(pattern))
-    files = sorted({*place.weights, *beside} if place.form != "gguf" else place.weights)
+    others = (path for pattern in OTHER_FILES for path in place.folder.glob(pattern))
+    files = sorted({*place.weights, *others} if place.form != "gguf" else place.weights)
     return key_of({path.name: sha256(path) for path in files if path.is_file()})
 
 
 def series_report(
     names: Mapping[str, str],
-    found: Mapping[str, CheckpointReading],
+    readings: Mapping[str, CheckpointReading],
     timings: Mapping[str, float],
     missing: Mapping[str, str],
 ) -> Report:
@@ -61,17 +61,19 @@ def series_report(
 
     `names` maps units to checkpoints. Raise ModelError if the checkpoints differ in their heads.
     """
-    done = list(found.values())
-    heads = [{(head.layer, head.head, head.part) for head in each.report.heads} for each in done]
-    for other, its in zip(done, heads, strict=True):
-        if its != heads[0]:
+    done = list(readings.values())
+    heads = [{(head.layer, head.head, head.part) for head in reading.report.heads} for reading in done]
+    for other, other_heads in zip(done, heads, strict=True):
+        if other_heads != heads[0]:
             raise ModelError(
                 f"The checkpoints are of different shapes: {done[0].name} has {len(heads[0])} heads, "
-                f"{other.name} has {len(its)}.",
+                f"{other.name} has {len(other_heads)}.",
                 "Give checkpoints of one model.",
             )
-    late = [
-        Skipped(site=name, reason=missing.get(unit, INTERRUPTED)) for unit, name in names.items() if unit not in found
+    unread = [
+        Skipped(site=name, reason=missing.get(unit, INTERRUPTED))
+        for unit, name in names.items()
+        if unit not in readings
     ]
     files = [
         File(name=f"{reading.name}/{file.name}", sha256=file.sha256)
@@ -83,13 +85,13 @@ def series_report(
         "converge",
         model=last.model.model_copy(update={"files": files}),
         settings=last.settings,
-        coverage=_coverage(done, late),
+        coverage=_coverage(done, unread),
         experiments=[training(done)],
         timings=dict(timings),
     )
 
 
-def _coverage(done: Sequence[CheckpointReading], late: Sequence[Skipped]) -> Coverage:
+def _coverage(done: Sequence[CheckpointReading], unread: Sequence[Skipped]) -> Coverage:
     """Combine coverages: heads analysed at every checkpoint, what is missing at any, and checkpoints not read."""
     coverages = [reading.report.coverage for reading in done]
     missing = [  # a gap that not all checkpoints share names its checkpoint
@@ -106,7 +108,7 @@ def _coverage(done: Sequence[CheckpointReading], late: Sequence[Skipped]) -> Cov
         heads=coverages[-1].heads,
         analysed=min(coverage.analysed for coverage in coverages),
         without={source: max(coverage.without.get(source, 0) for coverage in coverages) for source in sources},
-        skipped=[*distinct, *late],
+        skipped=[*distinct, *unread],
     )
 
 
@@ -173,8 +175,7 @@ def _curves(
 ) -> Iterator[tuple[str, Curve]]:
     """Yield median and quartiles over heads, and if known the median expected by chance, ± one standard deviation."""
     values = [[measure.value for measure in column.values() if measure.value is not None] for column in columns]
-    thirds = [_quartiles(present) for present in values]
-    low, middle, high = (list(column) for column in zip(*thirds, strict=True))
+    low, middle, high = (list(column) for column in zip(*map(_quartiles, values), strict=True))
     yield name, Curve(steps=steps, median=middle, low=low, high=high)
     if any(null is not None for null in nulls):
         chance = [
@@ -229,46 +230,68 @@ def step_of(name: str) -> int | None:
 
 
 def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise ModelError if two checkpoints differ in architecture or shape, as far as their configs show."""
-    first = checkpoints[0]
+    """Raise ModelError if two checkpoints differ in architecture or shape, as far as their configs show.
+
+    A GGUF file has no config; its heads are compared when it is read.
+    """
+    first, first_shape = checkpoints[0], _shape(checkpoints[0].place.config)
     for other in checkpoints[1:]:
-        shape, its = _shape(first.place), _shape(other.place)
-        differing = [field for field in shape if field in its and shape[field] != its[field]]
-        if differing:
-            shapes = ", ".join(
-                f"{field} is {shape[field]} in {first.name} and {its[field]} in {other.name}" for field in differing
+        shape = _shape(other.place.config)
+        differences = ", ".join(
+            f"{field} is {value} in {first.name} and {shape[field]} in {other.name}"
+            for field, value in first_shape.items()
+            if field in shape and value != shape[field]
+        )
+        if differences:
+            raise ModelError(
+                f"The checkpoints are of different shapes: {differences}.", "Give checkpoints of one model."
             )
-            raise ModelError(f"The checkpoints are of different shapes: {shapes}.", "Give checkpoints of one model.")
 
 
-def _find_checkpoint(model: str, revision: str | None, load_options: dict[str, Any]) -> Checkpoint:
-    how = {name: load_options.get(name, False) for name in ("offline", "allow_pickle")}
-    place = find(model, revision, **how)
-    name = revision or model.partition("@")[2] or Path(model.rstrip("/\\")).name
-    return Checkpoint(name, model, revision, place, step_of(revision or model))
+def _shape(config: dict[str, Any]) -> dict[str, object]:
+    """Return what checkpoints of one model have in common."""
+    return {name: config[name] for name in ("model_type", "architectures") if name in config} | dict(sizes(config))
 
 
-def _order_checkpoints(found: list[Checkpoint]) -> list[Checkpoint]:
-    if len(found) < 2:
+def find_checkpoints(
+    names: Sequence[str] | None, revisions: Sequence[str], load_options: dict[str, Any]
+) -> list[Checkpoint]:
+    """Find the checkpoints, ordered by step, or as named if steps are missing or equal.
+
+    `names` None, or `demo` alone, are the checkpoints of the demo model. Raise UsageError for fewer than two, for
+    duplicates, and for revisions of several models.
+    """
+    if names is not None and not names:
+        raise UsageError("checkpoints=[] names none.", "Name two or more, or leave it out for those of demo.")
+    if revisions and (names is None or len(names) != 1):
+        raise UsageError(
+            "Revisions belong to one model of the hub.",
+            "Name one hub model, as in: attnlens converge MODEL --revisions step1,step2",
+        )
+    places: list[tuple[str, str | None]]
+    if revisions and names:
+        places = [(names[0], revision) for revision in revisions]
+    else:
+        places = [(name, None) for name in (of_demo() if names is None or list(names) == ["demo"] else names)]
+    offline, pickle = load_options.get("offline", False), load_options.get("allow_pickle", False)
+    checkpoints: list[Checkpoint] = []
+    for model, revision in places:
+        place = find(model, revision, offline=offline, allow_pickle=pickle)
+        name = revision or model.partition("@")[2] or Path(model.rstrip("/\\")).name
+        checkpoints.append(Checkpoint(name, model, revision, place, step_of(revision or model)))
+    if len(checkpoints) < 2:
         raise UsageError(
             "A series needs at least two checkpoints.",
             "Name two or more, as in --checkpoints step-100 step-200, or --revisions.",
         )
-    places = [(each.place.folder, each.place.file) for each in found]
-    for number, place in enumerate(places):
-        if place in places[:number]:
-            raise UsageError(f"The checkpoint {found[number].name} is named twice.", "Name each one once.")
-    steps = [each.step for each in found]
+    files = [(each.place.folder, each.place.file) for each in checkpoints]
+    for number, checkpoint in enumerate(checkpoints):
+        if files[number] in files[:number]:
+            raise UsageError(f"The checkpoint {checkpoint.name} is named twice.", "Name each one once.")
+    steps = [each.step for each in checkpoints]
     if None in steps or len(set(steps)) < len(steps):
-        return [replace(each, step=None) for each in found]
-    return sorted(found, key=lambda each: cast("int", each.step))
-
-
-def _shape(place: Location) -> dict[str, object]:
-    """Return what checkpoints of one model have in common; empty for a GGUF file, whose weights are compared later."""
-    config = place.config
-    fields: dict[str, object] = {field: config[field] for field in ("model_type", "architectures") if field in config}
-    return fields | dict(sizes(config))
+        return [replace(each, step=None) for each in checkpoints]
+    return sorted(checkpoints, key=lambda each: each.step or 0)
 
 
 READ = ("text", "pairs", "image", "audio", "adapter")
@@ -310,12 +333,12 @@ def follow(
     progress: Progress = silent,
 ) -> tuple[Report, Callable[[], None]]:
     """Return the report, and a function to call once it is written, which removes the finished units."""
-    series = prepared(checkpoints, revisions, head, progress, request)
+    series = prepare(checkpoints, revisions, head, progress, request)
     series.plan.check(request.text)
     return series.run()
 
 
-def prepared(
+def prepare(
     checkpoints: requests.Words | None,
     revisions: requests.Words,
     head: tuple[int, int] | str | None,
@@ -331,34 +354,17 @@ def prepared(
         if (each.by_default or each.name == SHOWN) and request.source in ("both", each.source)
     ]
     wanted = request.analyzers or list(dict.fromkeys(usual))
-    chosen, requested = reading.chosen(reading.settings(request), wanted, request.select, None)
+    analyzers, requested = reading.chosen(reading.settings(request), wanted, request.select, None)
     reading.refuse_unread(request, requested.source)
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
-    ordered = _find_checkpoints(names, requests.words("revisions", revisions), load_options)
+    ordered = find_checkpoints(names, requests.words("revisions", revisions), load_options)
     refuse_different(ordered)
     contents = texts.read_each(reading.files(request), offline=request.offline)
     if requested.source != "weights" and not contents:
         contents = texts.sample(ordered[-1].model)
     cut = feeding.cut_of(requested, request)
     words = (names, requests.words("revisions", revisions), head, unnarrowed)
-    return Series(ordered, requested, chosen, contents, cut, progress, load_options, request, words)
-
-
-def _find_checkpoints(
-    names: Sequence[str] | None, revisions: Sequence[str], load_options: dict[str, Any]
-) -> list[Checkpoint]:
-    """Find the checkpoints, ordered by step, or as named if steps are missing or equal; refuse duplicates."""
-    if names is not None and not names:
-        raise UsageError("checkpoints=[] names none.", "Name two or more, or leave it out for those of demo.")
-    if not revisions:
-        wanted = of_demo() if names is None or list(names) == ["demo"] else names
-        return _order_checkpoints([_find_checkpoint(name, None, load_options) for name in wanted])
-    if names is None or len(names) != 1:
-        raise UsageError(
-            "Revisions belong to one model of the hub.",
-            "Name one hub model, as in: attnlens converge MODEL --revisions step1,step2",
-        )
-    return _order_checkpoints([_find_checkpoint(names[0], revision, load_options) for revision in revisions])
+    return Series(ordered, requested, analyzers, contents, cut, progress, load_options, request, words)
 
 
 Words = tuple[Sequence[str] | None, Sequence[str], tuple[int, int] | str | None, CheckpointsRequest]
@@ -370,7 +376,7 @@ class Series:
     """One run over the checkpoints."""
 
     checkpoints: list[Checkpoint]
-    asked: Settings
+    requested: Settings
     analyzers: list[Analyzer | Gathering]
     contents: Sequence[texts.Content]
     cut: texts.Cut
@@ -423,14 +429,14 @@ class Series:
         """Read the checkpoints; return the report, and a function that removes the finished units afterwards."""
         plan = self.plan
         count = len(self.units) if plan.shard is None else len(list(self.units)[plan.shard[0] - 1 :: plan.shard[1]])
-        more = telling(self.progress, "checkpoints", count)
+        tell = telling(self.progress, "checkpoints", count)
         outcome = run_units(
             list(self.units),
             self.read_unit,
             plan,
             self.store,
-            elsewhere=(opened, self.words),
-            tell=lambda _name: more(1),
+            elsewhere=(open_in_worker, self.words),
+            tell=lambda _name: tell(1),
             usable=lambda value: bool(value["complete"]),
         )
         readings = {name: CheckpointReading.model_validate(value) for name, value in outcome.values.items()}
@@ -448,10 +454,10 @@ class Series:
         """Tokenizer that replaces those of all checkpoints, or the reason why there is none."""
         if not self.contents:
             return {}
-        giver = next((each for each in reversed(self.checkpoints) if has_tokenizer(each.place)), None)
-        if giver is None:
+        last = next((each for each in reversed(self.checkpoints) if has_tokenizer(each.place)), None)
+        if last is None:
             return {"tokenizer": None, "tokenizer_problem": "no checkpoint has tokenizer files"}
-        loaded = self._load(giver)
+        loaded = self._load(last)
         return {"tokenizer": loaded.tokenizer, "tokenizer_problem": loaded.tokenizer_problem}
 
     def _load(self, checkpoint: Checkpoint) -> loading.Loaded:
@@ -461,13 +467,16 @@ class Series:
     def read_unit(self, name: str) -> dict[str, Any]:
         """Read one checkpoint; its parts are kept until it is finished."""
         checkpoint, start = self.units[name], time.perf_counter()
+
+        def notify(stage: str, done: int, total: int) -> None:
+            self.progress(f"{checkpoint.name}, {stage}", done, total)
+
         loaded = replace(self._load(checkpoint), **self.tokenizer)
-        settings = feeding.of_model(self.asked, loaded)
-        collector = Collector(self.asked.heads)
-        inspection = Inspection(loaded, settings, self.analyzers, collector, partial(self._notify, checkpoint), {})
+        settings = feeding.of_model(self.requested, loaded)
         parts = None if self.store is None else self.store.inside(name)
         try:
-            report = inspection.finished_from(inspection.framed(self.contents, self.cut), store=parts)
+            run = PreparedRun(loaded, settings, self.analyzers, self.contents, self.cut, notify)
+            outcome = compute(survey(run), store=parts)
         except ModelError as error:
             raise ModelError(f"{checkpoint.name}: {error.problem}", error.remedy) from None
         loss = self._loss(loaded, settings)
@@ -476,14 +485,11 @@ class Series:
         return CheckpointReading(
             name=checkpoint.name,
             step=checkpoint.step,
-            report=report,
+            report=outcome.report,
             loss=value,
             no_loss=why,
-            complete=inspection.complete,
+            complete=outcome.complete,
         ).model_dump()
-
-    def _notify(self, checkpoint: Checkpoint, stage: str, done: int, total: int) -> None:
-        self.progress(f"{checkpoint.name}, {stage}", done, total)
 
     def _loss(self, loaded: loading.Loaded, settings: Settings) -> float | str:
         """Return the model's loss on the same text in nats per predicted token, or why it is unknown."""
@@ -493,20 +499,24 @@ class Series:
             return "the model predicts no tokens of a text"
         if loaded.tokenizer is None:
             return f"it is that of a text, and nothing reads it: {loaded.tokenizer_problem}"
-        fed = texts.batches(loaded, self.contents, self.cut)
-        task = checks.task_on(loaded, fed.batches[0].inputs)
+        inputs = texts.batches(loaded, self.contents, self.cut)
+        task = checks.task_on(loaded, inputs.batches[0].inputs)
         if task == "hidden":
             return "the model sees the tokens that it would predict"
         if task == "masked" and getattr(loaded.tokenizer, "mask_token_id", None) is None:
             return "the tokenizer has no mask, behind which the model would guess"
-        if lacking := no_loss(loaded, texts.first(fed.batches[0].inputs, 2), task):
+        if lacking := no_loss(loaded, texts.first(inputs.batches[0].inputs, 2), task):
             return lacking[1]
-        loss = mean_loss(loaded.model, feed(loaded, fed, task, settings.seed), task)
+        loss = mean_loss(loaded.model, feed(loaded, inputs, task, settings.seed), task)
         return "it is not a number, or the text holds nothing to predict" if loss is None else loss
 
 
-def opened(*words: Any) -> tuple[Mapping[str, Any], Compute]:
+def open_in_worker(
+    checkpoints: tuple[str, ...] | None,
+    revisions: tuple[str, ...],
+    head: tuple[int, int] | str | None,
+    request: CheckpointsRequest,
+) -> tuple[Mapping[str, Any], Compute]:
     """Prepare the same series in another process: return its facts, and the function that reads its checkpoints."""
-    checkpoints, revisions, head, request = words
-    series = prepared(checkpoints, revisions, head, silent, request)
+    series = prepare(checkpoints, revisions, head, silent, request)
     return series.facts, series.read_unit

@@ -120,7 +120,7 @@ def dtype_of(name: str, config: PreTrainedConfig, device: torch.device) -> torch
     return dtype
 
 
-def check_device_map(options: Mapping[str, object]) -> None:
+def check_device_map(options: Mapping[str, Any]) -> None:
     """Raise UsageError for arguments of `load` that contradict device_map, and for max_cpu_memory without it."""
     SpreadRequest(**{name: options[name] for name in SpreadRequest.model_fields})
     if options["device_map"] is None:

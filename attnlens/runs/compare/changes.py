@@ -33,38 +33,40 @@ from attnlens.runs.checks import predictions, refuse_initialised
 from attnlens.runs.compare import draws, significance
 from attnlens.runs.compare.draws import (
     BLOCKS,
-    beside,
-    enter_distances,
-    entered,
-    of_blocks,
-    record,
+    add_distances,
+    arrange,
+    arrange_blocks,
+    compare_pass,
+    record_pass,
     site_type,
     stored_type,
 )
-from attnlens.runs.compare.sides import Block, Pairing, distances
-from attnlens.runs.compare.significance import Judged, Rounding, change, is_category, named_rows, number_of
+from attnlens.runs.compare.sides import Block, Pairing, form_distances
+from attnlens.runs.compare.significance import ChangeTest, Rounding, build_rows, field_values, is_category, number_of
 from attnlens.runs.differences import Differences
-from attnlens.runs.inspect.assembly import by_measure
+from attnlens.runs.inspect.sequences import SequenceValues
 from attnlens.runs.outputs import run, tokens_in
-from attnlens.runs.progress import Progress, Tell
+from attnlens.runs.progress import Progress, telling
 from attnlens.wording import counted, listed
 
-SURE = 1e-3
+CHANGED_P = 1e-3
 """p below which a form counts as changed: rounding alone gives such a change in one of a thousand heads."""
-ROUNDED = 4.0
-"""Maximum relative difference of factors, in spacings of their type, that counts as rounding."""
-
-LOST = 1e-3
+ROUNDING_SPACINGS = 4.0
+"""Maximum relative difference of factors, in spacings of their type, that counts as rounding: a number is rounded a few
+times, when it is stored, loaded and multiplied."""
+ROTATION_CHANGE = 1e-3
 """‖ΔM‖/‖M‖ at different positions above which the rotation counts as acting on other coordinates."""
+NEAR_FACTOR = 10
+"""That change must also be this many times the one at equal positions, which rounding explains."""
 
 
-def relations(pairing: Pairing, forms: Judged | None) -> list[HeadChange]:
+def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[HeadChange]:
     """Return for each head of the first report its partner, and the relation of their forms."""
     places = {(head.layer, head.head): place for place, head in enumerate(pairing.first.report.heads)}
-    found = []
+    changes = []
     for site, other in pairing.sites.items():
         pair = pairing.ordered_forms(site)
-        for head, key_head in enumerate(pairing.key_of(site)):
+        for head, key_head in enumerate(pairing.first.inspection.key_heads[site]):
             if (site.layer, head) not in places:
                 continue
             fields: dict[str, str] = {}
@@ -73,7 +75,7 @@ def relations(pairing: Pairing, forms: Judged | None) -> list[HeadChange]:
             else:
                 relation = _relation(pairing, pair, head, float(forms.p[places[site.layer, head]]))
                 fields |= {"reason": "a form is 0 or not finite"} if relation is None else {"relation": relation}
-            found.append(
+            changes.append(
                 HeadChange(
                     site=site.name,
                     layer=site.layer,
@@ -84,7 +86,7 @@ def relations(pairing: Pairing, forms: Judged | None) -> list[HeadChange]:
                     **fields,
                 )
             )
-    return found
+    return changes
 
 
 def _explain_unread(pairing: Pairing, site: Site, other: Site) -> str:
@@ -101,7 +103,7 @@ def _relation(pairing: Pairing, pair: tuple[QueryKey, QueryKey], head: int, p: f
     sides = [(first.query[head], second.query[head]), (first.paired_key[head], second.paired_key[head])]
     if first.scale == second.scale and all(torch.equal(*side) for side in sides):
         return "identical"
-    if p < SURE:
+    if p < CHANGED_P:
         return "changed"
     if first.scale == second.scale and pairing.order[first.site] == tuple(range(len(first.heads))):
         # factors computed from equal weights can differ by rounding
@@ -113,35 +115,40 @@ def _relation(pairing: Pairing, pair: tuple[QueryKey, QueryKey], head: int, p: f
         return None
     sites = (pairing.first, first.site), (pairing.second, pairing.sites[first.site])
     spacing = max(torch.finfo(site_type(side.loaded.model, site)).eps for side, site in sites)
-    close = all(_apart(*side) <= ROUNDED * spacing for side in sides)
+    close = all(_relative_change(*side) <= ROUNDING_SPACINGS * spacing for side in sides)
     return "rounding" if close and first.scale == second.scale else "same form"
 
 
-def _apart(one: Tensor, other: Tensor) -> float:
+def _relative_change(first: Tensor, second: Tensor) -> float:
     """Compute ‖W' − W‖_F/‖W‖_F; 0 if both are 0, and 1 if only W is."""
-    size = float(one.norm())
-    return float((other - one).norm()) / size if size else float(other.norm() > 0)
+    size = float(first.norm())
+    return float((second - first).norm()) / size if size else float(second.norm() > 0)
 
 
-def told(pairing: Pairing, heads: Sequence[HeadChange], rows: Sequence[MeasureChange]) -> list[str]:
+def describe(pairing: Pairing, heads: Sequence[HeadChange], rows: Sequence[MeasureChange]) -> list[str]:
     """Return notes about the models as a whole, one sentence each."""
-    own = {(row.layer, row.head): row.beyond_rounding for row in rows if row.measure == OWN_ROWS}
-    sight = [
+    beyond_rounding = {(row.layer, row.head): row.beyond_rounding for row in rows if row.measure == OWN_ROWS}
+    masks = [
         f"Layer {first.layer} sees otherwise: {first.part} in the first model, {second.part} in the second."
         for first, second in pairing.sites.items()
         if first.part != second.part
     ]
-    return [*_of_weights(pairing), *sight, *_order_notes(pairing, heads), *_of_forms(pairing, heads, own)]
+    return [
+        *_weight_notes(pairing),
+        *masks,
+        *_order_notes(pairing, heads),
+        *_form_notes(pairing, heads, beyond_rounding),
+    ]
 
 
-def _of_weights(pairing: Pairing) -> Iterator[str]:
+def _weight_notes(pairing: Pairing) -> Iterator[str]:
     """Report which tensors differ, and whether the second model's are the first model's after rounding."""
     first, second = (dict(side.loaded.model.named_parameters()) for side in (pairing.first, pairing.second))
     alone = sorted(first.keys() ^ second.keys())
     if alone:
         yield f"{counted(len(alone), 'tensor')} of one model alone: {listed(alone)}."
-    both = [name for name in first if name in second]
-    different = [name for name in both if not _equal(first[name], second[name])]
+    common = [name for name in first if name in second]
+    different = [name for name in common if not _equal(first[name], second[name])]
     if not different:
         yield "All weights that both models have are the same numbers."
         return
@@ -149,14 +156,14 @@ def _of_weights(pairing: Pairing) -> Iterator[str]:
     if not alone and all(
         _equal(first[name].to(kind).to(second[name].dtype), second[name]) for name, kind in kinds.items()
     ):
-        said = listed(sorted({str(kind).removeprefix("torch.") for kind in kinds.values()}))
-        yield f"The second model's weights are the first one's rounded to {said}; nothing else differs."
+        types = listed(sorted({str(kind).removeprefix("torch.") for kind in kinds.values()}))
+        yield f"The second model's weights are the first one's rounded to {types}; nothing else differs."
         return
-    yield f"{len(different)} of {counted(len(both), 'tensor')} differ: {listed(different)}."
+    yield f"{len(different)} of {counted(len(common), 'tensor')} differ: {listed(different)}."
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other.to(one.device, one.dtype))
+def _equal(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and torch.equal(first, second.to(first.device, first.dtype))
 
 
 def _order_notes(pairing: Pairing, heads: Sequence[HeadChange]) -> Iterator[str]:
@@ -173,31 +180,31 @@ def _order_notes(pairing: Pairing, heads: Sequence[HeadChange]) -> Iterator[str]
         )
 
 
-def _of_forms(
-    pairing: Pairing, heads: Sequence[HeadChange], own: Mapping[tuple[int, int], bool | None]
+def _form_notes(
+    pairing: Pairing, heads: Sequence[HeadChange], beyond_rounding: Mapping[tuple[int, int], bool | None]
 ) -> Iterator[str]:
-    """Describe the effect of other factors of the same M; `own`: whether the KL of a head alone exceeds rounding."""
+    """Describe the effect of other factors of the same M; `beyond_rounding`: whether a head's own KL exceeds it."""
     same = {(head.layer, head.head) for head in heads if head.relation == "same form"}
-    different = {place for place in same if own.get(place)}
-    turned = {place for place in _turned_heads(pairing, same) if own.get(place) is not False}
-    gauge = {place for place in same - turned if own.get(place) is False}
+    turned = {head for head in _turned_heads(pairing, same) if beyond_rounding.get(head) is not False}
+    different = {head for head in same - turned if beyond_rounding.get(head)}
+    gauge = {head for head in same - turned if beyond_rounding.get(head) is False}
+    unknown = same - turned - different - gauge
     product = "have the same product M but different attention"
     if turned:
         yield (
             f"W_Q and W_K of {counted(len(turned), 'head')} {product}: the rotation acts on permuted rows (a lost RoPE "
             f"permutation?): {_format_heads(turned)}."
         )
-    if different - turned:
+    if different:
         yield (
-            f"W_Q and W_K of {counted(len(different - turned), 'head')} {product}: biases, norms or the mask act "
-            f"differently: {_format_heads(different - turned)}."
+            f"W_Q and W_K of {counted(len(different), 'head')} {product}: biases, norms or the mask act "
+            f"differently: {_format_heads(different)}."
         )
     if gauge:
         yield (
             f"Of {counted(len(gauge), 'head')} W_Q and W_K are others with the same product M within rounding (another "
             "gauge): attention is the same."
         )
-    unknown = same - turned - different - gauge
     if unknown:
         yield (
             f"Of {counted(len(unknown), 'head')} W_Q and W_K are others with the same product M within rounding; "
@@ -210,7 +217,10 @@ def _format_heads(heads: Iterable[tuple[int, int]]) -> str:
 
 
 def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield heads whose M agrees only at equal positions, because the rotation acts on other coordinates."""
+    """Yield heads whose M agrees only at equal positions, because the rotation acts on other coordinates.
+
+    All queries are turned to the last position, where forms under different rotations differ.
+    """
     for site in pairing.sites:
         pair = pairing.ordered_forms(site) if any(layer == site.layer for layer, _ in heads) else None
         rotation = None if pair is None else pair[0].rotation
@@ -218,46 +228,45 @@ def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Itera
             continue
         far = replace(rotation, angles=rotation.angles[-1:].expand(pair[0].query.shape[-2], -1))
         first, second = (replace(form, query=far.turned(form.query.double())) for form in pair)
-        near, apart = (distances(*forms)[FORMS] for forms in (pair, (first, second)))
-        for head in range(len(apart)):
-            if (site.layer, head) in heads and apart[head] > max(10 * float(near[head]), LOST):
+        near, far_apart = (form_distances(*forms)[FORMS] for forms in (pair, (first, second)))
+        for head in range(len(far_apart)):
+            if (site.layer, head) in heads and far_apart[head] > max(NEAR_FACTOR * float(near[head]), ROTATION_CHANGE):
                 yield site.layer, head
 
 
 OTHER_PREDICTIONS = "Predictions are not compared: the models predict other things"
 
 
-def outcome(pairing: Pairing, design: Design) -> tuple[Outcome | None, list[str]]:
+def compare_predictions(pairing: Pairing, design: Design) -> tuple[Outcome | None, list[str]]:
     """Compare loss, KL, agreement and hidden states of both models; return the outcome or None, and the reasons."""
     sides = pairing.first, pairing.second
-    fed = pairing.first.inspection.fed
-    if fed is None:
+    batches, seed = pairing.first.inspection.inputs, pairing.first.inspection.settings.seed
+    if batches is None:
         return None, []
-    inputs = fed.batches[0].inputs
+    inputs = batches.batches[0].inputs
     try:
         tasks = [checks.task_on(side.loaded, inputs) for side in sides]
         for side, task in zip(sides, tasks, strict=True):
             refuse_initialised(side.loaded, texts.first(inputs, 2), predictions(task))
-        batches = feed(sides[0].loaded, fed, tasks[0], pairing.first.inspection.settings.seed)
+        fed = feed(sides[0].loaded, batches, tasks[0], seed)
     except AttnlensError as error:
         return None, [f"Predictions are not compared: {error.problem}"]
     if tasks[0] != tasks[1]:
         return None, [f"{OTHER_PREDICTIONS} ({tasks[0]}, {tasks[1]})."]
-    found = Differences(tasks[0], fed.made_up, design)
-    for one in batches:
+    differences = Differences(tasks[0], batches.made_up, design)
+    for batch in fed:
         passes = []
         for side in sides:
             model = side.loaded.model
-            with hooks.replace(model, side.inspection.sites, side.swaps) if side.swaps else nullcontext():
-                passes.append(run(model, one, tasks[0]))
-        own, new = passes
-        classes = {None if made.logits is None else made.logits.shape[-1] for made in passes}
-        states = {None if made.hidden is None else made.hidden.shape[-1] for made in passes}
+            with hooks.replace(model, side.inspection.all_sites, side.swaps) if side.swaps else nullcontext():
+                passes.append(run(model, batch, tasks[0]))
+        classes = {None if each.logits is None else each.logits.shape[-1] for each in passes}
+        states = {None if each.hidden is None else each.hidden.shape[-1] for each in passes}
         if len(classes) > 1 or len(states) > 1:
             return None, [f"{OTHER_PREDICTIONS}, or their states have other sizes."]
-        found.add(own, new, one.targets, tokens_in(one))
-    names = list(dict.fromkeys(fed.parts))
-    return Outcome(**found.outcome(pairing.first.inspection.settings.seed, names)), []
+        own, new = passes
+        differences.add(own, new, batch.targets, tokens_in(batch))
+    return Outcome(**differences.outcome(seed, list(dict.fromkeys(batches.parts)))), []
 
 
 @dataclass
@@ -268,13 +277,15 @@ class Changes:
     fdr: float
     progress: Progress
 
-    def found(self, base: ModelInfo) -> Comparison:
+    def compare(self, base: ModelInfo) -> Comparison:
         """Build the comparison: all rows, relations of heads, blocks, predictions and notes."""
-        rounding, apart = self._rounding(), self._of_forms() | (self._of_rows() if self.pairing.first.batches else {})
-        judged = self._test_measures(rounding, apart)
-        rows = named_rows(self.heads, judged, self.fdr, draws.UNDRAWN)
-        heads = relations(self.pairing, judged.get(FORMS))
-        predicted, why = outcome(self.pairing, self.design)
+        rounding, distances = self._draw_rounding(), self._form_distances()
+        if self.pairing.first.batches:
+            distances |= self._row_distances()
+        tests = self._test_measures(rounding, distances)
+        rows = build_rows(self.heads, tests, self.fdr, draws.UNDRAWN)
+        heads = relate_heads(self.pairing, tests.get(FORMS))
+        outcome, why = compare_predictions(self.pairing, self.design)
         return Comparison(
             base=base,
             paired=True,
@@ -283,15 +294,15 @@ class Changes:
             named=sum(row.named for row in rows),
             heads=heads,
             rows=rows,
-            blocks=self._test_blocks(apart, rounding),
-            outcome=predicted,
-            notes=[*told(self.pairing, heads, rows), *why],
+            blocks=self._test_blocks(distances, rounding),
+            outcome=outcome,
+            notes=[*describe(self.pairing, heads, rows), *why],
         )
 
     @property
     def design(self) -> Design:
         """Sampling design of the windows."""
-        return self.pairing.first.inspection.collector.design
+        return self.pairing.first.design
 
     @cached_property
     def heads(self) -> tuple[list[Head], list[Head]]:
@@ -302,116 +313,109 @@ class Changes:
     @cached_property
     def blocks(self) -> tuple[list[Block], list[Block]]:
         """Blocks of both models; empty if their paths differ."""
-        found = self.pairing.first.blocks(), self.pairing.second.blocks()
-        paths = [[path for path, _ in each] for each in found]
-        return found if paths[0] == paths[1] else ([], [])
-
-    def _test_blocks(self, apart: Mapping[str, Tensor], rounding: Mapping[str, Rounding]) -> list[BlockChange]:
-        """Test the change of each block's output for the first model's input states."""
-        if BLOCKS not in apart:
-            return []
-        judged = significance.sampled(apart[BLOCKS], self.design, rounding.get(BLOCKS), self.seed)
-        q = adjust_p_values(judged.p).tolist()
-        sites = self.pairing.sites
-        return [
-            BlockChange(
-                path=path,
-                layers=[site.layer for site in sites if site.path.startswith(f"{path}.")],
-                change=number_of(judged.delta[place]),
-                rounding=None if judged.rounding is None else number_of(judged.rounding.size[place]),
-                p=number_of(judged.p[place]),
-                q=number_of(q[place]),
-                named=q[place] <= self.fdr,
-            )
-            for place, (path, _) in enumerate(self.blocks[0])
-        ]
-
-    def _test_measures(self, rounding: Mapping[str, Rounding], apart: Mapping[str, Tensor]) -> dict[str, Judged | None]:
-        """Test the changes of each measure; None for categories and measures without drawn rounding."""
-        found: dict[str, Judged | None] = {}
-        for name in (FORMS, QUERY_ANGLE, KEY_ANGLE):
-            if name in apart:
-                found[name] = significance.measured(apart[name], rounding[name])
-        windows = [side.report.windows for side in (self.pairing.first, self.pairing.second)]
-        partners = self.pairing.partners
-        for name in (OWN_ROWS, ROWS):
-            if name in apart:
-                found[name] = significance.sampled(apart[name], self.design, rounding.get(name), self.seed)
-        for name in self.pairing.first.report.measure_names():
-            read = [None if side is None else side.values.get(name) for side in windows]
-            if read[0] is not None and read[1] is not None:
-                difference = read[1][:, partners] - read[0]
-                found[name] = significance.sampled(difference, self.design, rounding.get(name), self.seed)
-            elif name not in rounding or is_category(self.heads, name):
-                found[name] = None
-            else:  # measures of weights: p is that of rounding
-                before, after = change(self.heads, name)
-                found[name] = significance.measured(after - before, rounding[name])
-        return found
+        first, second = self.pairing.first.blocks(), self.pairing.second.blocks()
+        same = [path for path, _ in first] == [path for path, _ in second]
+        return (first, second) if same else ([], [])
 
     @property
     def seed(self) -> int:
         """Seed of everything random."""
         return self.pairing.first.inspection.settings.seed
 
-    def _of_forms(self) -> dict[str, Tensor]:
+    def _test_blocks(self, distances: Mapping[str, Tensor], rounding: Mapping[str, Rounding]) -> list[BlockChange]:
+        """Test the change of each block's output for the first model's input states."""
+        if BLOCKS not in distances:
+            return []
+        test = significance.test_windows(distances[BLOCKS], self.design, rounding.get(BLOCKS), self.seed)
+        q = adjust_p_values(test.p).tolist()
+        return [
+            BlockChange(
+                path=path,
+                layers=[site.layer for site in self.pairing.sites if site.path.startswith(f"{path}.")],
+                change=number_of(test.delta[place]),
+                rounding=None if test.rounding is None else number_of(test.rounding.size[place]),
+                p=number_of(test.p[place]),
+                q=number_of(q[place]),
+                named=q[place] <= self.fdr,
+            )
+            for place, (path, _) in enumerate(self.blocks[0])
+        ]
+
+    def _test_measures(
+        self, rounding: Mapping[str, Rounding], distances: Mapping[str, Tensor]
+    ) -> dict[str, ChangeTest | None]:
+        """Test the changes of each measure; None for categories and measures without drawn rounding."""
+        tests: dict[str, ChangeTest | None] = {}
+        for name in (FORMS, QUERY_ANGLE, KEY_ANGLE):
+            if name in distances:
+                tests[name] = significance.test_rounding(distances[name], rounding[name])
+        row_distances = [name for name in (OWN_ROWS, ROWS) if name in distances]
+        changes = {name: distances[name] for name in row_distances}
+        first, second = self.pairing.first.report, self.pairing.second.report
+        for name in first.measure_names():
+            before, after = (
+                None if side.windows is None else side.windows.values.get(name) for side in (first, second)
+            )
+            if before is not None and after is not None:
+                changes[name] = after[:, self.pairing.partners] - before
+        for name in [*row_distances, *first.measure_names()]:
+            if name in changes:
+                tests[name] = significance.test_windows(changes[name], self.design, rounding.get(name), self.seed)
+            elif name not in rounding or is_category(self.heads, name):
+                tests[name] = None
+            else:  # measures of weights: p is that of rounding
+                first_values, second_values = field_values(self.heads, name)
+                tests[name] = significance.test_rounding(second_values - first_values, rounding[name])
+        return tests
+
+    def _form_distances(self) -> dict[str, Tensor]:
         """Compute the distances between forms, (heads,), by measure."""
         places = {(head.layer, head.head): place for place, head in enumerate(self.heads[0])}
-        found: dict[str, Tensor] = {}
+        tables: dict[str, Tensor] = {}
         for site in self.pairing.sites:
             forms = self.pairing.ordered_forms(site)
-            for name, values in distances(*forms).items() if forms is not None else ():
-                every = found.setdefault(name, torch.full((len(places),), torch.nan, dtype=torch.float64))
+            for name, values in form_distances(*forms).items() if forms is not None else ():
+                table = tables.setdefault(name, torch.full((len(places),), torch.nan, dtype=torch.float64))
                 for head, value in enumerate(values.tolist()):
                     if (site.layer, head) in places:
-                        every[places[site.layer, head]] = value
-        return found
+                        table[places[site.layer, head]] = value
+        return tables
 
-    def _of_rows(self) -> dict[str, Tensor]:
+    def _row_distances(self) -> dict[str, Tensor]:
         """Compute the distances between attention rows, (windows, heads), and block outputs, (windows, blocks)."""
         first, second = self.pairing.first, self.pairing.second
-        collector, start = entered(first, self.design), 0
+        values, start = SequenceValues(self.design.count), 0
         sites = {other: site for site, other in self.pairing.sites.items()}
-        total, moved = self.design.count, list[Tensor]()
+        total, block_changes = self.design.count, list[Tensor]()
         for batch in first.batches:
             self.progress("attention rows", start, total)
-            recorded = record(first, batch.inputs, self.blocks[0])
-            passed = {ROWS: beside(recorded, second, sites, batch.inputs, self.pairing.order)}
+            recorded = record_pass(first, batch.inputs, self.blocks[0])
+            passes = {ROWS: compare_pass(recorded, second, sites, batch.inputs, self.pairing.order)}
             if self.blocks[1]:
-                passed[OWN_ROWS] = beside(recorded, second, sites, batch.inputs, self.pairing.order, self.blocks[1])
-                moved.append(of_blocks(passed[OWN_ROWS].blocks, self.blocks[0], batch))
-            for name, found in passed.items():
-                for site, values in found.rows.items():
-                    enter_distances(collector, site, name, values, batch, start)
+                order = self.pairing.order
+                passes[OWN_ROWS] = compare_pass(recorded, second, sites, batch.inputs, order, self.blocks[1])
+                block_changes.append(arrange_blocks(passes[OWN_ROWS].blocks, self.blocks[0], batch))
+            for name, compared in passes.items():
+                for site, distances in compared.rows.items():
+                    add_distances(values, site, name, distances, batch, start)
             start += batch.size
         self.progress("attention rows", total, total)
-        return by_measure(collector) | ({BLOCKS: torch.cat(moved)} if moved else {})
+        return arrange(values, first) | ({BLOCKS: torch.cat(block_changes)} if block_changes else {})
 
-    def _rounding(self) -> dict[str, Rounding]:
+    def _draw_rounding(self) -> dict[str, Rounding]:
         """Estimate the effect of rounding both models on each measure, from draws."""
+        tell = telling(self.progress, "rounding", 2 * draws.DRAWS) if self.pairing.first.batches else None
         drawn: list[dict[str, list[Tensor]]] = []
         for number, side in enumerate((self.pairing.first, self.pairing.second)):
             generator = torch.Generator().manual_seed(self.seed + number)
-            found = dict(draws.of_weights(side, generator))
-            if side.batches:
-                cut = replace(side.cut, sequences=min(draws.FEW, self.design.count))
-                blocks = self.blocks[number]
-                found |= draws.of_tokens(side, side.contents, cut, blocks, generator, self._rounding_progress(number))
-            drawn.append(found)
-        partners = self.pairing.partners
+            changes = dict(draws.draw_weights(side, generator))
+            if side.batches and tell is not None:
+                cut = replace(side.run.cut, sequences=min(draws.FEW, self.design.count))
+                changes |= draws.draw_tokens(side, cut, self.blocks[number], generator, tell)
+            drawn.append(changes)
         combined = {}
         for name in drawn[0].keys() & drawn[1].keys():
-            first, second = (torch.stack(each[name]) for each in drawn)
-            second = second if name == BLOCKS else second[:, partners]
-            combined[name] = significance.combined(first, second, squared=name in (ROWS, OWN_ROWS))
+            first, second = (torch.stack(changes[name]) for changes in drawn)
+            second = second if name == BLOCKS else second[:, self.pairing.partners]
+            combined[name] = significance.combine_rounding(first, second, squared=name in (ROWS, OWN_ROWS))
         return combined
-
-    def _rounding_progress(self, number: int) -> Tell:
-        done = number * draws.DRAWS
-
-        def tell(steps: int) -> None:
-            nonlocal done
-            done += steps
-            self.progress("rounding", done, 2 * draws.DRAWS)
-
-        return tell

@@ -20,10 +20,15 @@ from attnlens.models import hooks, texts, weights
 from attnlens.models.hooks.survey import hiding_padding, real_parts
 from attnlens.records import Call, QueryKey, Site
 from attnlens.runs import feeding
-from attnlens.runs.compare.sides import Block, ComparedModel, distances
-from attnlens.runs.inspect.assembly import by_measure
-from attnlens.runs.inspect.collector import PIECE_BYTES, Collector, finite_heads
-from attnlens.runs.inspect.reader import sequence_numbers
+from attnlens.runs.compare.sides import Block, ComparedModel, form_distances
+from attnlens.runs.inspect.sequences import (
+    PIECE_BYTES,
+    SequenceValues,
+    arrange_by_measure,
+    finite_heads,
+    sequence_numbers,
+)
+from attnlens.runs.inspect.units import measure_tokens
 from attnlens.runs.progress import Tell
 
 if TYPE_CHECKING:
@@ -37,7 +42,7 @@ STATES = ("hidden_states", "encoder_hidden_states")
 
 
 @dataclass
-class Recorded:
+class RecordedPass:
     """The record of a forward pass of the first model."""
 
     side: ComparedModel
@@ -48,7 +53,7 @@ class Recorded:
 
 
 @dataclass
-class Passed:
+class ComparedPass:
     """The result of a forward pass of the second model, compared with a recorded pass of the first."""
 
     rows: dict[Site, Tensor] = field(default_factory=dict)
@@ -59,66 +64,67 @@ class Passed:
     """‖o' − o‖/‖o‖ of each sequence, o and o' the outputs of the first and second model's block, by block path."""
 
 
-def record(side: ComparedModel, inputs: Mapping[str, Tensor], blocks: Sequence[Block]) -> Recorded:
+def record_pass(side: ComparedModel, inputs: Mapping[str, Tensor], blocks: Sequence[Block]) -> RecordedPass:
     """Run the first model, and record attention calls, block inputs and block outputs."""
-    found = Recorded(side)
+    recorded = RecordedPass(side)
     chosen = set(side.sites)
 
     def visit(site: Site, call: Call) -> None:
         if site in chosen:
-            found.calls[site] = call
+            recorded.calls[site] = call
 
-    def keep(path: str, block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    def store_states(path: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = _parameter_names(block)
-        named = dict(zip(names, args, strict=False)) | given
-        kept = {name: named.get(name) for name in {*names[:1], *STATES}}
-        found.states[path] = {name: state.clone() for name, state in kept.items() if isinstance(state, Tensor)}
+        named = dict(zip(names, args, strict=False)) | kwargs
+        states = {name: named.get(name) for name in {*names[:1], *STATES}}
+        recorded.states[path] = {name: state.clone() for name, state in states.items() if isinstance(state, Tensor)}
 
-    with _pre_hooks(blocks, keep), hooks.record_outputs(blocks) as outputs:
+    with _pre_hooks(blocks, store_states), hooks.record_outputs(blocks) as outputs:
         _run_pass(side, inputs, visit)
-    found.outputs.update(
-        (path, given.clone()) for path, output in outputs.items() if (given := _output_states(output)) is not None
-    )
-    return found
+    for path, output in outputs.items():
+        states = _output_states(output)
+        if states is not None:
+            recorded.outputs[path] = states.clone()
+    return recorded
 
 
-def beside(
-    recorded: Recorded,
+def compare_pass(
+    recorded: RecordedPass,
     side: ComparedModel,
     sites: Mapping[Site, Site],
     inputs: Mapping[str, Tensor],
     order: Mapping[Site, Sequence[int]],
     blocks: Sequence[Block] = (),
-) -> Passed:
+) -> ComparedPass:
     """Run a side's model and compare the pass with a recorded one, by sites of the first model.
 
     `sites` maps the side's sites to the first model's; `order` lists the side's head for each head of the first. Each
     of `blocks` is given the recorded input states, so that differences stem from that block alone.
     """
-    found = Passed()
+    compared = ComparedPass()
 
     def visit(site: Site, call: Call) -> None:
         first = sites.get(site)
         if first is None or first not in recorded.calls:  # own-kernel sites of a saved swap are not visited
             return
-        found.calls[site] = call
-        own, other = _attention_rows(recorded.side, first), _attention_rows(side, site)
-        pair = (recorded.calls[first], own), (call, other)
-        found.rows[first] = divergence(*pair, order[first], first, inputs)
+        compared.calls[site] = call
+        first_rows, rows = _attention_rows(recorded.side, first), _attention_rows(side, site)
+        pair = (recorded.calls[first], first_rows), (call, rows)
+        compared.rows[first] = divergence(*pair, order[first], first, inputs)
 
-    def put(path: str, block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any]:
+    def replace_states(path: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         names, states = _parameter_names(block), recorded.states[path]
         changed = [_convert_state(states.get(name), value) for name, value in zip(names, args, strict=False)]
-        named = {name: _convert_state(states.get(name), value) for name, value in given.items()}
+        named = {name: _convert_state(states.get(name), value) for name, value in kwargs.items()}
         return (*changed, *args[len(names) :]), named
 
-    with _pre_hooks(blocks, put), hooks.record_outputs(blocks) as outputs:
+    with _pre_hooks(blocks, replace_states), hooks.record_outputs(blocks) as outputs:
         _run_pass(side, inputs, visit)
     for path, own in recorded.outputs.items():
         other = _output_states(outputs.get(path))
         if other is not None and other.shape == own.shape:
-            found.blocks[path] = _apart(own, other.to(own.device), inputs)
-    return found
+            compared.blocks[path] = _relative_change(own, other.to(own.device), inputs)
+    return compared
 
 
 def _output_states(output: Any) -> Tensor | None:
@@ -127,7 +133,7 @@ def _output_states(output: Any) -> Tensor | None:
     return output if isinstance(output, Tensor) else None
 
 
-def _apart(own: Tensor, other: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+def _relative_change(own: Tensor, other: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     """Compute ‖o' − o‖/‖o‖ of each sequence, without padding."""
     own, other = own.double(), other.double()
     masks = (inputs.get(name) for name in ("decoder_attention_mask", "attention_mask"))
@@ -141,9 +147,9 @@ def _apart(own: Tensor, other: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
 
 def _run_pass(side: ComparedModel, inputs: Mapping[str, Tensor], visit: Callable[[Site, Call], None]) -> None:
     """Run a forward pass of a side's model and call `visit` for each attention call."""
-    model, sites = side.loaded.model, side.inspection.sites
-    seen = hooks.replace(model, sites, side.swaps, visit=visit) if side.swaps else hooks.watch(model, sites, visit)
-    with torch.no_grad(), seen:
+    model, sites = side.loaded.model, side.inspection.all_sites
+    watching = hooks.replace(model, sites, side.swaps, visit=visit) if side.swaps else hooks.watch(model, sites, visit)
+    with torch.no_grad(), watching:
         hooks.forward(model, inputs)
 
 
@@ -183,8 +189,8 @@ def _attention_rows(side: ComparedModel, site: Site) -> Rows:
         if swap is not None:  # NaN if it has no attention matrix, or can be negative
             heads = range(call.query.shape[1]) if swap.heads is None else swap.heads
             info = swap.kernel.info
-            some = info.form != "output" and info.positive
-            other = attention.weights(call.select(heads), swap.kernel).to(weights.dtype) if some else torch.nan
+            is_matrix = info.form != "output" and info.positive
+            other = attention.weights(call.select(heads), swap.kernel).to(weights.dtype) if is_matrix else torch.nan
             weights[:, list(heads)] = other
         return weights
 
@@ -204,17 +210,18 @@ def divergence(
         parts = {name: getattr(call, name).double() for name in ("query", "key", "value")}
         sides.append((hiding_padding(replace(call, bias=bias, **parts), inputs), rows))
     call = sides[0][0]
-    found = call.query.new_full(call.query.shape[:2], torch.nan)
-    for batch, queries, keys in real_parts(call.allowed, len(found), site.part):
+    means = call.query.new_full(call.query.shape[:2], torch.nan)
+    for batch, queries, keys in real_parts(call.allowed, len(means), site.part):
         pair = [(call.sequences(batch, queries, keys), rows) for call, rows in sides]
-        size = 8 * found.shape[1] * pair[0][0].query.shape[2] * pair[0][0].key.shape[2]
+        size = 8 * means.shape[1] * pair[0][0].query.shape[2] * pair[0][0].key.shape[2]
         step = max(1, PIECE_BYTES // size)
         for start in range(0, len(batch), step):
-            some = list(range(start, min(start + step, len(batch))))
-            one, other = (_append_sink(rows(call.sequences(some, slice(None), slice(None)))) for call, rows in pair)
-            terms = one * (one.clamp(min=FLOOR).log() - other[:, list(order)].clamp(min=FLOOR).log())
-            found[[batch[row] for row in some]] = terms.sum(-1).mean(-1).clamp(min=0)
-    return found.cpu()
+            part = list(range(start, min(start + step, len(batch))))
+            p, q = (_append_sink(rows(call.sequences(part, slice(None), slice(None)))) for call, rows in pair)
+            terms = p * (p.clamp(min=FLOOR).log() - q[:, list(order)].clamp(min=FLOOR).log())
+            # rounding can make the divergence of equal rows negative
+            means[[batch[row] for row in part]] = terms.sum(-1).mean(-1).clamp(min=0)
+    return means.cpu()
 
 
 def _append_sink(rows: Tensor) -> Tensor:
@@ -223,11 +230,13 @@ def _append_sink(rows: Tensor) -> Tensor:
 
 
 DRAWS = 5
-"""Number of random roundings of each model's weights."""
+"""Number of random roundings of each model's weights: each draw costs passes, and p of rounding uses Student's t with
+as many degrees of freedom."""
 UNDRAWN = "what rounding does to it is not drawn"
 """Reason for the missing p of a measure that an analyzer gathers from many windows."""
 FEW = 2
-"""Number of windows on which the effect of rounding on tokens.* is measured."""
+"""Number of windows on which the effect of rounding on tokens.* is measured: it varies little between windows, and each
+costs 2 × DRAWS passes per model."""
 BLOCKS = "compare.block_change"
 """Name of ‖o' − o‖/‖o‖ of block outputs for the first model's input states; one value per block, not per head."""
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -240,7 +249,8 @@ BITS = {
 }
 """Integer type with the same number of bits, and number of mantissa bits, of each number type."""
 DIFFERENT, MANY = 16, 4096
-"""Distinct values, among the first MANY of a weight, needed to identify its stored type."""
+"""Distinct values, among the first MANY of a weight, needed to identify its stored type: a few small integers or powers
+of 2 are exact in every type."""
 MOVED = 12
 """One number in MOVED moves by one spacing: this gives the variance of rounding, 1/12 of a squared spacing."""
 
@@ -250,14 +260,13 @@ def stored_type(weight: Tensor) -> torch.dtype:
 
     A weight with few distinct values (gains of 1, zeros) is inconclusive and counts as float32.
     """
-    first = weight.flatten()[:MANY]
-    if len(first.unique()) < min(DIFFERENT, weight.numel()):  # type: ignore[no-untyped-call]
+    sample = weight.flatten()[:MANY]
+    if len(sample.unique()) < min(DIFFERENT, weight.numel()):  # type: ignore[no-untyped-call]
         return torch.float32
-    return next((kind for kind in TYPES if _holds(kind, first) and _holds(kind, weight)), torch.float64)
-
-
-def _holds(kind: torch.dtype, weight: Tensor) -> bool:
-    return torch.equal(weight.to(kind).to(weight.dtype), weight)
+    for kind in TYPES:  # most weights are ruled out by the sample
+        if all(torch.equal(values.to(kind).to(values.dtype), values) for values in (sample, weight)):
+            return kind
+    return torch.float64
 
 
 def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
@@ -308,133 +317,133 @@ def _neighbours(values: Tensor, kind: torch.dtype, generator: torch.Generator) -
     return torch.where(values == 0, values, (values.view(whole) + steps).view(values.dtype))
 
 
-def of_weights(side: ComparedModel, generator: torch.Generator) -> dict[str, list[Tensor]]:
+def draw_weights(side: ComparedModel, generator: torch.Generator) -> dict[str, list[Tensor]]:
     """Draw the effect of rounding on the measures of forms: (heads,) per draw, NaN for heads without a form."""
     places = {(head.layer, head.head): place for place, head in enumerate(side.report.heads)}
-    found: dict[str, Tensor] = {}
+    analyzers = side.inspection.reader.analyzers_of("weights")
+    tables: dict[str, Tensor] = {}
     for site in side.sites:
         factors = side.factors(site)
         if not isinstance(factors, weights.Factors):
             continue
         kind = site_type(side.loaded.model, site)
-        for name, changes in _draw_site_changes(factors, side.analyzers("weights"), kind, generator).items():
-            nothing = torch.full((DRAWS, len(places)), torch.nan, dtype=torch.float64)
-            table = found.setdefault(name, nothing)
+        for name, changes in _draw_site_changes(factors, analyzers, kind, generator).items():
+            empty = torch.full((DRAWS, len(places)), torch.nan, dtype=torch.float64)
+            table = tables.setdefault(name, empty)
             for head in range(changes.shape[1]):
                 if (site.layer, head) in places:
                     table[:, places[site.layer, head]] = changes[:, head]
-    return {name: list(changes) for name, changes in found.items()}
+    return {name: list(table) for name, table in tables.items()}
 
 
 def _draw_site_changes(
     factors: weights.Factors, analyzers: Sequence[Analyzer], kind: torch.dtype, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Draw the changes of one site's scalars, and the distances of its forms from unrounded ones; (draws, heads)."""
-    own = factors.query_key
-    fine = finite_heads(own)
-    read = [analyzer for analyzer in analyzers if not analyzer.needs_base] if fine else []
-    before = _compute_scalars(read, own.select(fine)) if read else {}
+    form = factors.query_key
+    finite = finite_heads(form)
+    analyzers = [analyzer for analyzer in analyzers if not analyzer.needs_base] if finite else []
+    before = _compute_scalars(analyzers, form.select(finite)) if analyzers else {}
     drawn: dict[str, list[Tensor]] = defaultdict(list)
     for _ in range(DRAWS):
         query, key = (nudged(part, kind, generator) for part in (factors.maps.query, factors.maps.key))
-        other = replace(factors, maps=replace(factors.maps, query=query, key=key)).query_key
-        for name, values in distances(own, other).items():
+        rounded_form = replace(factors, maps=replace(factors.maps, query=query, key=key)).query_key
+        for name, values in form_distances(form, rounded_form).items():
             drawn[name].append(values)
-        for name, values in (_compute_scalars(read, other.select(fine)) if read else {}).items():
-            change = torch.full((len(own.heads),), torch.nan, dtype=torch.float64)
-            change[fine] = values - before[name]
+        for name, values in (_compute_scalars(analyzers, rounded_form.select(finite)) if analyzers else {}).items():
+            change = torch.full((len(form.heads),), torch.nan, dtype=torch.float64)
+            change[finite] = values - before[name]
             drawn[name].append(change)
     return {name: torch.stack(changes) for name, changes in drawn.items()}
 
 
 def _compute_scalars(analyzers: Sequence[Analyzer], query_key: QueryKey) -> dict[str, Tensor]:
     """Compute the scalar measures (no curves) of these analyzers, by name."""
-    found: dict[str, Tensor] = {}
+    scalars: dict[str, Tensor] = {}
     for analyzer in analyzers:
         readings = analyzer.function(query_key)
-        scalars = [info.name for info in analyzer.measures if not info.curve and info.name in readings]
-        found |= {name: readings[name].double().cpu() for name in scalars}
-    return found
+        names = [info.name for info in analyzer.measures if not info.curve and info.name in readings]
+        scalars |= {name: readings[name].double().cpu() for name in names}
+    return scalars
 
 
-def of_tokens(
-    side: ComparedModel,
-    contents: Sequence[texts.Content],
-    cut: texts.Cut,
-    blocks: Sequence[Block],
-    generator: torch.Generator,
-    tell: Tell,
+def draw_tokens(
+    side: ComparedModel, cut: texts.Cut, blocks: Sequence[Block], generator: torch.Generator, tell: Tell
 ) -> dict[str, list[Tensor]]:
     """Draw the effect of rounding on the means of tokens.* over a few windows, on attention rows (KL) and on blocks."""
-    few = texts.batches(side.loaded, contents, cut)
-    design = feeding.design_of(side.inspection.settings.model_copy(update={"intervals": "windows"}), few)
-    own = [record(side, batch.inputs, blocks) for batch in few]
-    before = _read(side, design, few, [one.calls for one in own], {})
+    batches = texts.batches(side.loaded, side.run.contents, cut)
+    design = feeding.design_of(side.inspection.settings.model_copy(update={"intervals": "windows"}), batches)
+    recorded = [record_pass(side, batch.inputs, blocks) for batch in batches]
+    before = _measure_calls(side, design, batches, [each.calls for each in recorded], {})
     same = {site: site for site in side.sites}
-    order = {one.site: range(one.call.query.shape[1]) for one in side.inspection.reached}
-    types, found = stored_types(side.loaded.model), defaultdict[str, list[Tensor]](list)
+    order = {each.site: range(each.call.query.shape[1]) for each in side.inspection.reached}
+
+    def compare_passes(replaced_blocks: Sequence[Block] = ()) -> list[ComparedPass]:
+        return [
+            compare_pass(each, side, same, batch.inputs, order, replaced_blocks)
+            for batch, each in zip(batches, recorded, strict=True)
+        ]
+
+    types, changes = stored_types(side.loaded.model), defaultdict[str, list[Tensor]](list)
     for _ in range(DRAWS):
         with rounded(types, generator):
-            run = [beside(one, side, same, batch.inputs, order) for batch, one in zip(few, own, strict=True)]
+            passes = compare_passes()
             # each block with its input states before rounding
-            fed = [
-                beside(one, side, same, batch.inputs, order, blocks)
-                for batch, one in zip(few, own, strict=True)
-                if blocks
+            block_passes = compare_passes(blocks) if blocks else []
+        row_distances = {ROWS: [each.rows for each in passes]}
+        if block_passes:
+            row_distances[OWN_ROWS] = [each.rows for each in block_passes]
+        after = _measure_calls(side, design, batches, [each.calls for each in passes], row_distances)
+        if block_passes:
+            moved = [
+                arrange_blocks(each.blocks, blocks, batch) for batch, each in zip(batches, block_passes, strict=True)
             ]
-        apart = {ROWS: [one.rows for one in run]} | ({OWN_ROWS: [one.rows for one in fed]} if fed else {})
-        after = _read(side, design, few, [one.calls for one in run], apart)
-        if fed:
-            moved = [of_blocks(one.blocks, blocks, batch) for batch, one in zip(few, fed, strict=True)]
             after[BLOCKS] = torch.cat(moved)
         for name, values in after.items():
             change = values - before[name] if name in before else values
-            found[name].append(change.nanmean(0))
+            changes[name].append(change.nanmean(0))
         tell(1)
-    return found
+    return changes
 
 
-def of_blocks(found: Mapping[str, Tensor], blocks: Sequence[Block], batch: texts.Batch) -> Tensor:
+def arrange_blocks(changes: Mapping[str, Tensor], blocks: Sequence[Block], batch: texts.Batch) -> Tensor:
     """Arrange the relative changes of block outputs as (sequences, blocks); NaN for blocks without states."""
-    nothing = torch.full((batch.size,), torch.nan, dtype=torch.float64)
+    missing = torch.full((batch.size,), torch.nan, dtype=torch.float64)
     # more rows than sequences if a model cuts each into windows
-    each = [found[path].view(batch.size, -1).mean(1) if path in found else nothing for path, _ in blocks]
-    return torch.stack(each, 1)
+    columns = [changes[path].view(batch.size, -1).mean(1) if path in changes else missing for path, _ in blocks]
+    return torch.stack(columns, 1)
 
 
-def _read(
+def _measure_calls(
     side: ComparedModel,
     design: Design,
-    few: texts.Batches,
+    batches: texts.Batches,
     calls: Sequence[Mapping[Site, Call]],
-    apart: Mapping[str, Sequence[Mapping[Site, Tensor]]],
+    row_distances: Mapping[str, Sequence[Mapping[Site, Tensor]]],
 ) -> dict[str, Tensor]:
-    """Compute tokens.* on a few windows and enter the distances `apart`: each measure as (windows, heads)."""
-    collector, analyzers, start = entered(side, design), side.analyzers("tokens"), 0
-    for number, (batch, asked) in enumerate(zip(few, calls, strict=True)):
-        for site, call in asked.items():
+    """Compute tokens.* on a few windows and add the distances of rows: each measure as (windows, heads)."""
+    values, analyzers, start = SequenceValues(design.count), side.inspection.reader.analyzers_of("tokens"), 0
+    for number, batch in enumerate(batches):
+        for site, call in calls[number].items():
             query_key = hiding_padding(call, batch.inputs).query_key(site)
             if finite := finite_heads(query_key):
                 numbers = sequence_numbers(len(call.query), batch, start)
-                collector.read_tokens(site, query_key.select(finite), analyzers, numbers, len(query_key.heads))
-        for name, found in apart.items():
-            for site, values in found[number].items():
-                enter_distances(collector, site, name, values, batch, start)
+                measure_tokens(site, query_key.select(finite), analyzers, numbers, len(query_key.heads), values)
+        for name, by_batch in row_distances.items():
+            for site, distances in by_batch[number].items():
+                add_distances(values, site, name, distances, batch, start)
         start += batch.size
-    return by_measure(collector)
+    return arrange(values, side)
 
 
-def entered(side: ComparedModel, design: Design) -> Collector:
-    """Create a collector of all heads in the side's report."""
-    collector = Collector(side.inspection.collector.chosen_heads, design=design)
-    for found in side.inspection.reached:
-        collector.enter(found.site, found.call.key_heads)
-    return collector
-
-
-def enter_distances(
-    collector: Collector, site: Site, name: str, values: Tensor, batch: texts.Batch, start: int
+def add_distances(
+    values: SequenceValues, site: Site, name: str, distances: Tensor, batch: texts.Batch, start: int
 ) -> None:
-    """Add the distances `values`, (sequences, heads), of a batch to a collector as measure `name`."""
-    numbers = sequence_numbers(len(values), batch, start)
-    collector.add_tokens(site, numbers, range(values.shape[1]), values.shape[1], {name: values})
+    """Add the distances of a batch, (rows, heads), to `values` as measure `name`."""
+    heads = distances.shape[1]
+    values.add(site, {name: distances}, sequence_numbers(len(distances), batch, start), range(heads), heads)
+
+
+def arrange(values: SequenceValues, side: ComparedModel) -> dict[str, Tensor]:
+    """Arrange values by measure, (windows, heads), with the heads of the side's report."""
+    return arrange_by_measure(values.means, [(head.site, head.head) for head in side.report.heads], values.count)

@@ -8,13 +8,13 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from attnlens.arguments import public
 from attnlens.errors import UsageError
@@ -27,9 +27,9 @@ from attnlens.runs import feeding
 from attnlens.runs.compare import significance
 from attnlens.runs.compare.changes import Changes
 from attnlens.runs.compare.sides import ComparedModel, Pairing, correspond, same_input
-from attnlens.runs.compare.significance import Judged, change, is_category, named_rows
-from attnlens.runs.in_memory import at_rest, held
-from attnlens.runs.inspect.pipeline import inspect, prepared
+from attnlens.runs.compare.significance import ChangeTest, build_rows, field_values, is_category
+from attnlens.runs.in_memory import at_rest, wrap_model
+from attnlens.runs.inspect.pipeline import inspect, prepare
 from attnlens.runs.progress import Progress, silent
 from attnlens.runs.provenance import report_of
 from attnlens.runs.swap.saved import restored
@@ -51,7 +51,7 @@ SAME = ("seed", "text", "noise", "sequences", "tokens", "pack", "windows", "inte
 AGAIN = "Make both with the same text and options, or give the models themselves."
 
 
-def read(path: Path) -> Report:
+def read_side(path: Path) -> Report:
     """Read a report and, if it exists, its --windows-csv file; raise UsageError for a changed file or no heads."""
     report = read_report(path)
     if not report.heads:
@@ -60,17 +60,17 @@ def read(path: Path) -> Report:
         return report
     if Path(report.windows_file.name).name != report.windows_file.name:
         raise UsageError(f"{path} names windows that don't lie beside it.", "Write it again with --windows-csv.")
-    beside = path.parent / report.windows_file.name
-    if not beside.exists():
+    file = path.parent / report.windows_file.name
+    if not file.exists():
         return report
-    if sha256(beside) != report.windows_file.sha256:
+    if sha256(file) != report.windows_file.sha256:
         raise UsageError(
-            f"{beside} is not the file that {path.name} was written with.", "Write both again, or take it away."
+            f"{file} is not the file that {path.name} was written with.", "Write both again, or take it away."
         )
     try:
-        return report.with_windows(_read_windows(beside, report))
+        return report.with_windows(_read_windows(file, report))
     except (KeyError, ValueError, csv.Error):  # UnicodeDecodeError is a ValueError
-        raise UsageError(f"{beside} does not hold the windows of {path.name}.", AGAIN) from None
+        raise UsageError(f"{file} does not hold the windows of {path.name}.", AGAIN) from None
 
 
 def _read_windows(path: Path, report: Report) -> Windows:
@@ -86,53 +86,41 @@ def _read_windows(path: Path, report: Report) -> Windows:
         for name in names:
             if row.get(name):
                 values[name][window, place] = float(row[name])
-    tables = {name: _table(found, len(windows), len(places)) for name, found in values.items()}
+    tables = {}
+    for name, entries in values.items():
+        tables[name] = torch.full((len(windows), len(places)), math.nan, dtype=torch.float64)
+        for entry, value in entries.items():
+            tables[name][entry] = value
     return Windows(list(windows), [head.model_dump(include={"layer", "head"}) for head in report.heads], tables)
-
-
-def _table(found: dict[tuple[int, int], float], windows: int, heads: int) -> Tensor:
-    table = torch.full((windows, heads), math.nan, dtype=torch.float64)
-    for place, value in found.items():
-        table[place] = value
-    return table
 
 
 def refuse_other_settings(first: Settings, second: Settings) -> None:
     """Raise UsageError for the first setting in which two reports differ, which would make changes meaningless."""
     for name in SAME:
-        one, other = (getattr(side, name) for side in (first, second))
-        one, other = (
-            f"a text of hash {side.sha256[:12]}" if hasattr(side, "sha256") else side for side in (one, other)
+        values = [getattr(settings, name) for settings in (first, second)]
+        value, other_value = (
+            f"a text of hash {each.sha256[:12]}" if hasattr(each, "sha256") else each for each in values
         )
-        if one != other:
-            raise UsageError(f"The two sides read differently: settings.{name} is {one} and {other}.", AGAIN)
-    windows = [[(text.sha256, text.windows) for text in side.texts] for side in (first, second)]
-    if windows[0] != windows[1]:
+        if value != other_value:
+            raise UsageError(f"The two sides read differently: settings.{name} is {value} and {other_value}.", AGAIN)
+    windows, other_windows = ([(text.sha256, text.windows) for text in side.texts] for side in (first, second))
+    if windows != other_windows:
         raise UsageError("The two sides read differently: settings.texts are other windows of the text.", AGAIN)
 
 
-def _windows_read(report: Report) -> list[tuple[object, int]] | None:
-    """Return (index of its text, window number) of each window; indices ignore names of texts. None without windows."""
-    if report.windows is None:
-        return None
-    places = {text.name: place for place, text in enumerate(report.settings.texts)}
-    return [(places.get(name, name), number) for name, number in report.windows.windows]
-
-
-def compared_reports(first: Report, second: Report, fdr: float) -> Comparison:
+def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
     """Compare two reports; raise UsageError if they read different windows."""
     refuse_other_settings(first.settings, second.settings)
     if [_head_fields(head) for head in first.heads] != [_head_fields(head) for head in second.heads]:
-        return apart(first, second, fdr)
-    windows = _windows_read(first), _windows_read(second)
-    if None not in windows and windows[0] != windows[1]:
+        return compare_distributions(first, second, fdr)
+    paired = first.windows is not None and second.windows is not None
+    if paired and _numbered_windows(first) != _numbered_windows(second):
         raise UsageError("The two sides list their windows in another order.", AGAIN)
     heads = first.heads, second.heads
-    judged = {name: _test_measure(first, second, name) for name in first.measure_names()}
-    rows = named_rows(heads, judged, fdr, NO_ROUNDING)
-    paired = first.windows is not None and second.windows is not None
-    kinds = [report.settings.dtype for report in (first, second)]
-    otherwise = f"The models were run in {kinds[0]} and {kinds[1]}: every head differs by that rounding alone."
+    tests = {name: _test_measure(first, second, name) for name in first.measure_names()}
+    rows = build_rows(heads, tests, fdr, NO_ROUNDING)
+    dtypes = first.settings.dtype, second.settings.dtype
+    dtype_note = f"The models were run in {dtypes[0]} and {dtypes[1]}: every head differs by that rounding alone."
     return Comparison(
         base=first.model,
         paired=paired,
@@ -141,29 +129,35 @@ def compared_reports(first: Report, second: Report, fdr: float) -> Comparison:
         named=sum(row.named for row in rows),
         heads=[HeadChange(**_head_fields(head), partner=head.head, reason=NO_ROUNDING) for head in first.heads],
         rows=rows,
-        notes=[*[otherwise] * (kinds[0] != kinds[1]), UNROUNDED, *[UNPAIRED] * (not paired)],
+        notes=[*[dtype_note] * (dtypes[0] != dtypes[1]), UNROUNDED, *[UNPAIRED] * (not paired)],
     )
+
+
+def _numbered_windows(report: Report) -> list[tuple[object, int]]:
+    """Return (index of its text, number) of each window, because the same text can have two names."""
+    places = {text.name: place for place, text in enumerate(report.settings.texts)}
+    windows = [] if report.windows is None else report.windows.windows
+    return [(places.get(name, name), number) for name, number in windows]
 
 
 def _head_fields(head: Head) -> dict[str, Any]:
     return head.model_dump(include=set(HeadChange.model_fields) & set(Head.model_fields))
 
 
-def _test_measure(first: Report, second: Report, name: str) -> Judged | None:
+def _test_measure(first: Report, second: Report, name: str) -> ChangeTest | None:
     """Test a measure's changes, paired if possible; None for categories and measures that do not depend on a text."""
     heads = first.heads, second.heads
     if is_category(heads, name):
         return None
-    read = [None if report.windows is None else report.windows.values.get(name) for report in (first, second)]
-    if read[0] is not None and read[1] is not None:
-        design = _sampling_design(first)
-        return significance.sampled(read[1] - read[0], design, None, first.settings.seed)
-    errors = change(heads, name, "se")
+    before, after = (None if side.windows is None else side.windows.values.get(name) for side in (first, second))
+    if before is not None and after is not None:
+        return significance.test_windows(after - before, _sampling_design(first), None, first.settings.seed)
+    errors = field_values(heads, name, "se")
     if bool(errors[0].isnan().all() | errors[1].isnan().all()):
         return None
-    before, after = change(heads, name)
+    before, after = field_values(heads, name)
     error = (errors[0].square() + errors[1].square()).sqrt()
-    return significance.independent(after - before, error, _sampling_design(first).freedom)
+    return significance.test_unpaired(after - before, error, _sampling_design(first).freedom)
 
 
 def _sampling_design(report: Report) -> Design:
@@ -175,7 +169,7 @@ def _sampling_design(report: Report) -> Design:
 OTHER_HEADS = "The models have other sites or heads, so that none corresponds to one: distributions alone."
 
 
-def apart(first: Report, second: Report, fdr: float) -> Comparison:
+def compare_distributions(first: Report, second: Report, fdr: float) -> Comparison:
     """Compare the quartiles of each common measure of two reports whose heads do not correspond."""
     spreads = {name: (_quartiles(first, name), _quartiles(second, name)) for name in first.measure_names()}
     shifts = [
@@ -188,8 +182,8 @@ def apart(first: Report, second: Report, fdr: float) -> Comparison:
 
 def _quartiles(report: Report, name: str) -> Spread | None:
     """Compute the quartiles over heads with a value; None for categories, or if no head has a value."""
-    each = [head.measures[name] for head in report.heads if name in head.measures]
-    values = [measure.value for measure in each if measure.value is not None and measure.label is None]
+    measures = [head.measures[name] for head in report.heads if name in head.measures]
+    values = [measure.value for measure in measures if measure.value is not None and measure.label is None]
     if not values:
         return None
     low, middle, high = (float(part) for part in np.quantile(values, (0.25, 0.5, 0.75)))
@@ -226,26 +220,26 @@ def compare(
     start = time.perf_counter()
     options = {name: value for name, value in request.explicit().items() if name != "fdr"}
     subjects: list[Any] = [
-        read(Path(side)) if isinstance(side, str | PathLike) and Path(side).suffix == ".json" else side
+        read_side(Path(side)) if isinstance(side, str | PathLike) and Path(side).suffix == ".json" else side
         for side in (first, second)
     ]
-    here = [Path(side).expanduser() for side in (first, second) if isinstance(side, str | PathLike)]
-    twice = first is second
-    if len(here) == 2:
-        same = str(first) == str(second) or (all(path.exists() for path in here) and here[0].samefile(here[1]))
-        twice = same and all(options.get(name) is None for name in SECOND)
-    if twice:
+    paths = [Path(side).expanduser() for side in (first, second) if isinstance(side, str | PathLike)]
+    same = first is second
+    if len(paths) == 2:
+        same = str(first) == str(second) or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))
+        same = same and all(options.get(name) is None for name in SECOND)
+    if same:
         raise UsageError("Both sides are the same.", "Name another model, or another report.")
     if any(isinstance(side, Report) for side in subjects):
         _refuse_ignored(subjects, options)
         reports = _inspect_reports(subjects, tokenizer, progress, options)
-        found, report = compared_reports(*reports, request.fdr), reports[1]
+        comparison, report = compare_reports(*reports, request.fdr), reports[1]
     else:
         sides = _inspect_sides(subjects, tokenizer, progress, options)
         with at_rest(sides[0].loaded.model), at_rest(sides[1].loaded.model):
-            found, report = compared(*sides, request.fdr, progress), sides[1].report
-    own = {name: getattr(report, name) for name in ("model", "settings", "coverage", "heads", "summary")}
-    return report_of("compare", **own, comparison=found, timings={"all": time.perf_counter() - start})
+            comparison, report = compare_models(*sides, request.fdr, progress), sides[1].report
+    fields = {name: getattr(report, name) for name in ("model", "settings", "coverage", "heads", "summary")}
+    return report_of("compare", **fields, comparison=comparison, timings={"all": time.perf_counter() - start})
 
 
 def _refuse_ignored(subjects: Sequence[Any], options: Mapping[str, Any]) -> None:
@@ -268,23 +262,24 @@ def _inspect_reports(
     subjects: Sequence[Any], tokenizer: PreTrainedTokenizerBase | None, progress: Progress, options: Mapping[str, Any]
 ) -> tuple[Report, Report]:
     """Return both sides as reports; a model is inspected with the settings of the report on the other side."""
-    like = feeding.recorded(next(side.settings for side in subjects if isinstance(side, Report)))
-    first, second = (
-        side
-        if isinstance(side, Report)
-        else inspect(held(side, tokenizer), progress=progress, **{**like, **_select_options(side, options, number)})
-        for number, side in enumerate(subjects)
-    )
-    return first, second
+    recorded = feeding.recorded(next(side.settings for side in subjects if isinstance(side, Report)))
+    reports = []
+    for number, side in enumerate(subjects):
+        if isinstance(side, Report):
+            reports.append(side)
+        else:
+            side_options = {**recorded, **_select_options(side, options, number)}
+            reports.append(inspect(wrap_model(side, tokenizer), progress=progress, **side_options))
+    return reports[0], reports[1]
 
 
 def _select_options(subject: Any, options: Mapping[str, Any], number: int) -> Any:
     """Select the options of one side, without SECOND for the first; named models default to float32."""
-    found = {name: value for name, value in options.items() if number or name not in SECOND}
+    selected = {name: value for name, value in options.items() if number or name not in SECOND}
     if isinstance(subject, str | PathLike):
-        return {"dtype": "float32", **found}
-    found.pop("dtype", None)
-    return found
+        return {"dtype": "float32", **selected}
+    selected.pop("dtype", None)
+    return selected
 
 
 def _inspect_sides(
@@ -293,27 +288,27 @@ def _inspect_sides(
     """Inspect both models on the texts of the first."""
     sides: list[ComparedModel] = []
     for number, subject in enumerate(subjects):
-        own = None if isinstance(subject, str | PathLike | loading.Loaded) else tokenizer
+        side_tokenizer = None if isinstance(subject, str | PathLike | loading.Loaded) else tokenizer
         given = _select_options(subject, options, number)
         swaps = None
         if isinstance(subject, str | PathLike) and (Path(subject).expanduser() / loading.SWAPPED).is_file():
             load_options = {name: value for name, value in given.items() if name in Loading.model_fields}
-            found = restored(Path(subject).expanduser(), **load_options)
-            subject, swaps = found.loaded, found.swaps
+            saved = restored(Path(subject).expanduser(), **load_options)
+            subject, swaps = saved.loaded, saved.swaps
             given = {name: value for name, value in given.items() if name not in load_options}
-        inspection, contents, cut = prepared(subject, InspectRequest(**given), own, progress)
+        run = prepare(subject, InspectRequest(**given), side_tokenizer, progress)
         if sides:
-            contents = sides[0].contents
-        sides.append(ComparedModel.of(inspection, contents, cut, swaps))
+            run = replace(run, contents=sides[0].run.contents)
+        sides.append(ComparedModel.of(run, swaps))
     return sides[0], sides[1]
 
 
-def compared(first: ComparedModel, second: ComparedModel, fdr: float, progress: Progress) -> Comparison:
+def compare_models(first: ComparedModel, second: ComparedModel, fdr: float, progress: Progress) -> Comparison:
     """Compare two inspected models: heads if they correspond, and text measures if their inputs are the same."""
     if not correspond(first, second):
-        return apart(first.report, second.report, fdr)
+        return compare_distributions(first.report, second.report, fdr)
     if same_input(first, second):
-        return Changes(Pairing.of(first, second), fdr, progress).found(first.report.model)
+        return Changes(Pairing.of(first, second), fdr, progress).compare(first.report.model)
     pairing = Pairing.of(first.without_text(), second.without_text())
-    found = Changes(pairing, fdr, progress).found(first.report.model)
-    return found.model_copy(update={"notes": [OTHER_INPUT, *found.notes]})
+    comparison = Changes(pairing, fdr, progress).compare(first.report.model)
+    return comparison.model_copy(update={"notes": [OTHER_INPUT, *comparison.notes]})

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from scipy import stats
 from torch import Tensor
 
 from attnlens.maths.statistics import Design, adjust_p_values, false_discovery, p_values, standard_error
-from attnlens.records import Head, Measure, MeasureChange
+from attnlens.records import Head, MeasureChange
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -34,8 +34,8 @@ class Rounding:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """The changes of one measure in all heads, with their p."""
+class ChangeTest:
+    """Changes of one measure in all heads, with their p."""
 
     delta: Float[Tensor, " heads"]
     p: Float[Tensor, " heads"]
@@ -43,15 +43,15 @@ class Judged:
     freedom: int = 0  # degrees of freedom of the standard error
     rounding: Rounding | None = None
 
-    def least(self, level: float) -> Float[Tensor, " heads"]:
+    def least_change(self, level: float) -> Float[Tensor, " heads"]:
         """Compute the change that a test at `level` detects with probability POWER; NaN without an error estimate."""
-        found = torch.zeros_like(self.delta)
+        least = torch.zeros_like(self.delta)
         if self.se is not None and self.freedom > 0:
-            found = torch.fmax(found, self.se * _detectable_errors(level, self.freedom))
+            least = torch.fmax(least, self.se * _detectable_errors(level, self.freedom))
         if self.rounding is not None:
-            reach = _detectable_errors(level, self.rounding.freedom)
-            found = torch.fmax(found, self.rounding.size * (reach**2 if self.rounding.squared else reach))
-        return torch.where(found > 0, found, torch.nan)
+            errors = _detectable_errors(level, self.rounding.freedom)
+            least = torch.fmax(least, self.rounding.size * (errors**2 if self.rounding.squared else errors))
+        return torch.where(least > 0, least, torch.nan)
 
 
 def _detectable_errors(level: float, freedom: int) -> float:
@@ -59,9 +59,9 @@ def _detectable_errors(level: float, freedom: int) -> float:
     return float(stats.t.isf(level / 2, freedom) + stats.t.ppf(POWER, freedom))
 
 
-def sampled(
+def test_windows(
     differences: Float[Tensor, "windows heads"], design: Design, rounding: Rounding | None, seed: int
-) -> Judged:
+) -> ChangeTest:
     """Test changes paired by window: p is the larger one of sampling and rounding.
 
     Windows in which either model has no value are left out. If there is no change in any window, p = 1.
@@ -71,38 +71,39 @@ def sampled(
     missing = values.isnan().mT
     for pattern in set(map(tuple, missing.tolist())):
         heads = (missing == torch.tensor(pattern)).all(1)
-        there = [window for window, absent in enumerate(pattern) if not absent]
-        if there:
-            some = values[there][:, heads]
-            p[heads] = p_values(some.mT, design.select(there), torch.ones(len(there)), seed)
+        present = [window for window, absent in enumerate(pattern) if not absent]
+        if present:
+            p[heads] = p_values(values[present][:, heads].mT, design.select(present), torch.ones(len(present)), seed)
     delta = values.nanmean(0)
     p[(values.nan_to_num() == 0).all(0) & ~delta.isnan()] = 1.0
     # equal changes in all windows: no other sample would give another change
     error = standard_error(values, design)
     p[(error == 0) & (delta != 0)] = 0.0
     # if rounding never moved a measure, p depends on windows alone
-    beyond = by_rounding(delta, rounding) if rounding is not None else p
+    beyond = rounding_p_values(delta, rounding) if rounding is not None else p
     p = torch.maximum(p, beyond.nan_to_num(nan=0.0))
-    return Judged(delta, p, error, design.freedom, rounding)
+    return ChangeTest(delta, p, error, design.freedom, rounding)
 
 
-def measured(delta: Float[Tensor, " heads"], rounding: Rounding) -> Judged:
+def test_rounding(delta: Float[Tensor, " heads"], rounding: Rounding) -> ChangeTest:
     """Test changes of measures that do not depend on a text: p is that of rounding, 1 for no change."""
-    p = by_rounding(delta, rounding)
-    return Judged(delta, torch.where(delta == 0, 1.0, p).masked_fill(~delta.isfinite(), torch.nan), rounding=rounding)
+    p = rounding_p_values(delta, rounding)
+    return ChangeTest(
+        delta, torch.where(delta == 0, 1.0, p).masked_fill(~delta.isfinite(), torch.nan), rounding=rounding
+    )
 
 
-def independent(delta: Float[Tensor, " heads"], se: Float[Tensor, " heads"], freedom: int) -> Judged:
+def test_unpaired(delta: Float[Tensor, " heads"], se: Float[Tensor, " heads"], freedom: int) -> ChangeTest:
     """Test changes between two unpaired readings by Student's t, from their standard errors; conservative.
 
     Readings of the same windows are correlated, so the true error of their difference is smaller than `se`.
     """
     p = torch.from_numpy(2 * stats.t.sf((delta.abs() / se).numpy(), max(freedom, 1)))
     p = torch.where(se > 0, p, torch.nan) if freedom > 0 else torch.full_like(delta, torch.nan)
-    return Judged(delta, torch.where(delta == 0, 1.0, p), se, freedom)
+    return ChangeTest(delta, torch.where(delta == 0, 1.0, p), se, freedom)
 
 
-def by_rounding(delta: Float[Tensor, " heads"], rounding: Rounding) -> Float[Tensor, " heads"]:
+def rounding_p_values(delta: Float[Tensor, " heads"], rounding: Rounding) -> Float[Tensor, " heads"]:
     """Compute P(|t| ≥ |delta|/size), with the draws as degrees of freedom; NaN if rounding never moved the measure."""
     ratios = delta.abs() / rounding.size
     scores = (ratios.sqrt() if rounding.squared else ratios).numpy()
@@ -110,46 +111,27 @@ def by_rounding(delta: Float[Tensor, " heads"], rounding: Rounding) -> Float[Ten
     return torch.where(rounding.size > 0, p, torch.nan)
 
 
-def named(
-    rows: Sequence[MeasureChange], judged: Sequence[tuple[Judged | None, int]], fdr: float
-) -> list[MeasureChange]:
-    """Add q, `named` and the smallest detectable change to the rows, over all rows with a p.
-
-    `judged` gives the tested changes that each row belongs to, and its index among them.
-    """
-    p = torch.tensor([math.nan if row.p is None else row.p for row in rows], dtype=torch.float64)
-    q, chosen = adjust_p_values(p), false_discovery(p, fdr)
-    tests = int((~p.isnan()).sum())
-    level = float(p[chosen].max().clamp(min=fdr / tests)) if bool(chosen.any()) else fdr / max(tests, 1)
-    least = {id(one): one.least(level) for one, _ in judged if one is not None}
-    found = []
-    for row, rate, hit, (one, place) in zip(rows, q.tolist(), chosen.tolist(), judged, strict=True):
-        update = {"q": number_of(rate), "named": hit}
-        if row.p is not None:
-            update["least"] = number_of(least[id(one)][place])
-        found.append(row.model_copy(update=update))
-    return found
-
-
 def number_of(value: float | Tensor) -> float | None:
     """Convert a value to float; None if it is NaN or infinite."""
     return float(value) if math.isfinite(value) else None
 
 
-def combined(first: Float[Tensor, "draws heads"], second: Float[Tensor, "draws heads"], *, squared: bool) -> Rounding:
+def combine_rounding(
+    first: Float[Tensor, "draws heads"], second: Float[Tensor, "draws heads"], *, squared: bool
+) -> Rounding:
     """Combine the rounding of both models: the mean squares of their draws add up, and so do divergences.
 
     The size of each head is at least that of a Gaussian whose typical maximum, over the draws of all heads, is the
     largest one seen: a measure that jumps (a count of columns, a rank) does not move in most draws of most heads.
     """
     # a form of zeros is not rounded (NaN); then the other model's draws count alone
-    each = [part.double() if squared else part.double().square() for part in (first, second)]
-    means = torch.stack([part.mean(0) for part in each])
-    drawn = torch.cat(each)
-    drawn = drawn[~drawn.isnan()]
-    usual = stats.norm.isf(0.5 / len(drawn)) ** 2 if len(drawn) else math.inf
-    least = drawn.max() / usual if len(drawn) else drawn.sum()
-    total = means.nansum(0).clamp(min=float(least)).masked_fill(means.isnan().all(0), torch.nan)
+    squares = [part.double() if squared else part.double().square() for part in (first, second)]
+    means = torch.stack([part.mean(0) for part in squares])
+    draws = torch.cat(squares)
+    draws = draws[~draws.isnan()]
+    # of n squared standard normal numbers, one exceeds isf(0.5/n)² on average
+    least = float(draws.max()) / stats.norm.isf(0.5 / len(draws)) ** 2 if len(draws) else 0.0
+    total = means.nansum(0).clamp(min=least).masked_fill(means.isnan().all(0), torch.nan)
     return Rounding(total if squared else total.sqrt(), min(len(first), len(second)), squared)
 
 
@@ -158,27 +140,53 @@ Heads = tuple[Sequence[Head], Sequence[Head]]
 CATEGORY = "a category, of which there is no difference"
 
 
-def named_rows(heads: Heads, judged: Mapping[str, Judged | None], fdr: float, unjudged: str) -> list[MeasureChange]:
-    """Build one row per measure and head, in that order; significant changes are named.
+def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float, untested: str) -> list[MeasureChange]:
+    """Build one row per measure and head, in that order; changes with q ≤ `fdr` are named.
 
-    `unjudged` is the reason why measures without a test have no p.
+    `untested` is the reason why measures without a test have no p.
     """
-    rows, places = [], []
-    for name, one in judged.items():
-        for place, row in enumerate(_plain_rows(heads, name)):
-            if one is not None:
-                p, delta = float(one.p[place]), number_of(one.delta[place])
-                found: dict[str, Any] = {"delta": delta, "p": number_of(p)}
-                found["se"] = None if one.se is None else number_of(one.se[place])
-                found["rounding"] = None if one.rounding is None else number_of(one.rounding.size[place])
-                if delta is not None and p != p and row.reason is None:
-                    found["reason"] = UNMOVED if one.se is None else ONE_DRAW
-                row = row.model_copy(update=found)
-            elif row.reason is None and row.before is not None and row.after is not None:
-                row = row.model_copy(update={"delta": row.after - row.before, "reason": unjudged})
-            rows.append(row)
-            places.append((one, place))
-    return named(rows, places, fdr)
+    keys = [(name, test, place) for name, test in tests.items() for place in range(len(heads[0]))]
+    p = torch.tensor(
+        [math.nan if test is None else float(test.p[place]) for _, test, place in keys], dtype=torch.float64
+    )
+    q, named = adjust_p_values(p), false_discovery(p, fdr)
+    count = int((~p.isnan()).sum())
+    # the largest p that is named; at least that of a Bonferroni correction, which the first named change would need
+    level = float(p[named].max().clamp(min=fdr / count)) if bool(named.any()) else fdr / max(count, 1)
+    least = {name: test.least_change(level) for name, test in tests.items() if test is not None}
+    categories = {name: is_category(heads, name) for name in tests}
+    rows = []
+    for (name, test, place), row_p, row_q, row_named in zip(keys, p.tolist(), q.tolist(), named.tolist(), strict=True):
+        head = heads[0][place]
+        measures = {"first": head.measures.get(name), "second": heads[1][place].measures.get(name)}
+        before, after = (None if measure is None else measure.value for measure in measures.values())
+        gaps = [f"in the {which} model {part.reason}" for which, part in measures.items() if part and part.reason]
+        reason = CATEGORY if categories[name] else next(iter(gaps), None)
+        fields: dict[str, float | None] = {}
+        if test is not None:
+            fields = {"delta": number_of(test.delta[place]), "p": number_of(row_p)}
+            fields["se"] = None if test.se is None else number_of(test.se[place])
+            fields["rounding"] = None if test.rounding is None else number_of(test.rounding.size[place])
+            if not math.isnan(row_p):
+                fields["least"] = number_of(least[name][place])
+            elif fields["delta"] is not None and reason is None:
+                reason = UNMOVED if test.se is None else ONE_DRAW
+        elif reason is None and before is not None and after is not None:
+            fields, reason = {"delta": after - before}, untested
+        rows.append(
+            MeasureChange(
+                layer=head.layer,
+                head=head.head,
+                measure=name,
+                before=before,
+                after=after,
+                q=number_of(row_q),
+                named=row_named,
+                reason=reason,
+                **fields,
+            )
+        )
+    return rows
 
 
 def is_category(heads: Heads, name: str) -> bool:
@@ -186,22 +194,11 @@ def is_category(heads: Heads, name: str) -> bool:
     return any(name in head.measures and head.measures[name].label is not None for each in heads for head in each)
 
 
-def change(heads: Heads, name: str, of: str = "value") -> tuple[Tensor, Tensor]:
-    """Return a measure's field `of` (`value` or `se`) for the heads of both models; NaN if it is missing."""
-    first, second = (_field_tensor([head.measures.get(name) for head in each], of) for each in heads)
-    return first, second
+def field_values(heads: Heads, name: str, field: str = "value") -> tuple[Tensor, Tensor]:
+    """Return a measure's `field` (`value` or `se`) for the heads of both models; NaN if it is missing."""
+    first, second = ([getattr(head.measures.get(name), field, None) for head in side] for side in heads)
+    return _as_tensor(first), _as_tensor(second)
 
 
-def _field_tensor(each: Sequence[Measure | None], of: str) -> Tensor:
-    found = [None if one is None else getattr(one, of) for one in each]
-    return torch.tensor([math.nan if number is None else number for number in found], dtype=torch.float64)
-
-
-def _plain_rows(heads: Heads, name: str) -> Iterator[MeasureChange]:
-    category = is_category(heads, name)
-    for one, other in zip(*heads, strict=True):
-        read = {"first": one.measures.get(name), "second": other.measures.get(name)}
-        before, after = (None if measure is None else measure.value for measure in read.values())
-        lacks = [f"in the {which} model {part.reason}" for which, part in read.items() if part and part.reason]
-        reason = CATEGORY if category else next(iter(lacks), None)
-        yield MeasureChange(layer=one.layer, head=one.head, measure=name, before=before, after=after, reason=reason)
+def _as_tensor(numbers: Sequence[float | None]) -> Tensor:
+    return torch.tensor([math.nan if number is None else number for number in numbers], dtype=torch.float64)

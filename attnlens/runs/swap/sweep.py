@@ -22,10 +22,10 @@ from attnlens.models.texts import Batches
 from attnlens.models.texts.targets import NOTHING, Fed, output_options, states_of
 from attnlens.records import Effect, Prediction, Predictor, Settings, Site, Swap, Task
 from attnlens.runs import checks
-from attnlens.runs.inspect.collector import Collector
-from attnlens.runs.inspect.pipeline import Inspection
+from attnlens.runs.inspect.assembly import read_sites
+from attnlens.runs.inspect.inspection import PreparedRun
 from attnlens.runs.outputs import divergence, predictions, sequence_losses, sequence_means
-from attnlens.runs.progress import Tell, silent, timed
+from attnlens.runs.progress import Tell, timed
 from attnlens.runs.store import Keep, keep_nothing
 
 if TYPE_CHECKING:
@@ -89,22 +89,23 @@ def head_measures(
 ) -> SweptMeasures:
     """Compute the measures of `inspect` for these heads, from one pass over the batches and from their weights."""
     wanted = registry.select_sweep_analyzers()
-    collector = Collector(settings.heads, design=design)
-    inspection = Inspection(loaded, settings, wanted, collector, silent, {})
-    inspection.read(checks.sites(loaded, batches.batches[0].inputs), {site for site, _ in units}, batches)
+    sites = checks.sites(loaded, batches.batches[0].inputs)
+    run = PreparedRun(loaded, settings, wanted)
+    results = read_sites(run, sites, {site for site, _ in units}, batches, design)
+    measures = {(record.site, record.head): record.measures for record in results.heads}
     values: dict[str, Tensor] = {}
     windows: dict[str, Tensor] = {}
     reasons: dict[str, str] = {}
     infos = [info for found in wanted for info in found.measures]
     for name in [info.name for info in infos if not info.curve and not info.labels]:
-        read = [collector.drafts[site, head or 0].measures.get(name) for site, head in units]
+        read = [measures[site.name, head or 0].get(name) for site, head in units]
         numbers = [torch.nan if one is None or one.value is None else one.value for one in read]
         values[name] = torch.tensor(numbers, dtype=torch.float64)
         if bool(values[name].isnan().all()):
             explanations = [one.reason for one in read if one is not None and one.reason]
             reasons[name] = explanations[0] if explanations else "no head has a value"
-        elif all((site, name) in collector.windows for site, _ in units):
-            rows = [collector.windows[site, name][:, head or 0] for site, head in units]
+        elif all((site.name, name) in results.windows for site, _ in units):
+            rows = [results.windows[site.name, name][:, head or 0] for site, head in units]
             windows[name] = torch.stack(rows, 1)
     values = {name: value for name, value in values.items() if name not in reasons}
     alike = {name for name, value in values.items() if not bool((value[~value.isnan()].diff() != 0).any())}
