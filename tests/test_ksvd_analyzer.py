@@ -323,7 +323,7 @@ def test_the_overview_is_the_picture_by_depth_with_maps_below(grouped):
     shapes = grouped([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     rows = page_rows(shapes)
     assert [panel.title for panel in rows[0]] == ["layers 0–1", "layers 2–3", "layers 4–5"]
-    assert [panel.name for panel in rows[1]] == ["any.scalar"]
+    assert [panel.stem for panel in rows[1]] == ["any.scalar"]
     with house_style():
         figure = overview_figure(shapes)
     panels = figure.axes[:3]
@@ -341,14 +341,14 @@ def test_a_curve_that_does_not_ask_is_drawn_as_before(grouped, monkeypatch):
     shapes = grouped([0.1, 0.2, 0.3])
     silent = measure_infos() | {"any.curve": MeasureInfo("any.curve", "what it is", "c", curve=True)}
     monkeypatch.setattr("attnlens.registry.measure_infos", lambda: silent)
-    assert all(panel.title == "" for row in page_rows(shapes) for panel in row)
+    assert [panel.title for row in page_rows(shapes) for panel in row] == ["scalar", "curve"]
 
 
 def test_ksvds_overview_is_figure_1(tmp_path):
     shapes = Shapes(demo())
     (first, second) = page_rows(shapes)
-    assert {panel.name for panel in first} == {"ksvd.attention_spectrum"}
-    assert second[0].name == "ksvd.first_share", "the only map that attention identifies stands first"
+    assert {panel.stem for panel in first} == {"ksvd.attention_spectrum"}
+    assert second[0].stem == "ksvd.first_share", "the only map that attention identifies stands first"
     assert all(panel.note.startswith("not identified") for panel in second[1:])
     (file,) = views.save_pictures(demo(), tmp_path / "figure1.png")
     again = views.save_pictures(demo(), tmp_path / "again.png")[0]

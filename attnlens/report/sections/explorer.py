@@ -286,12 +286,11 @@ def _unless_empty(numbers: Numbers) -> Numbers:
 
 def _curve(shapes: Shapes, name: str) -> ExploredCurve:
     from attnlens.report import pictures
-    from attnlens.report.pictures.style import bands, first_step
 
     info, curves = shapes.info(name), shapes.curves[name]
     length = max(len(curve) for _, curve in curves)
     indices = _spaced_indices(length, MOST_STEPS // (len(curves) * len(shapes.curves)))
-    found_bands = bands(shapes, name)
+    found_bands = pictures.bands(shapes, name)
     medians = [band.quartiles[1] for band in found_bands]
     return ExploredCurve(
         name=clean(name),
@@ -300,7 +299,7 @@ def _curve(shapes: Shapes, name: str) -> ExploredCurve:
         meaning=clean(info.meaning),
         formula=clean(info.formula),
         axis="index k" if info.steps == "index" else clean(info.steps),
-        steps=[int(step) + first_step(info) for step in indices],
+        steps=[int(step) + pictures.first_step(info) for step in indices],
         length=length,
         logarithmic=pictures.falls_far(np.concatenate([curve for _, curve in curves]), medians),
         quartiles={band.part: [_line(line, indices) for line in band.quartiles.tolist()] for band in found_bands},
