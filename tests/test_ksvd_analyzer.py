@@ -19,7 +19,7 @@ from attnlens.models import hooks, loading, texts
 from attnlens.records import Call, Report, Site
 from attnlens.registry import MeasureInfo, analyzers, measure_infos, measure_sources
 from attnlens.report.pictures import overview_figure
-from attnlens.report.pictures.maps import DEPTH, depths
+from attnlens.report.pictures.maps import DEPTH, groups_by_depth
 from attnlens.report.pictures.overview import page_rows
 from attnlens.report.pictures.style import house_style
 from attnlens.report.shapes import Shapes
@@ -307,16 +307,16 @@ def grouped(monkeypatch):
 
 
 def test_the_layers_are_cut_into_thirds_with_their_medians(grouped):
-    found = depths(grouped([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]), "any.curve")
+    found = groups_by_depth(grouped([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]), "any.curve")
     assert [group.title for group in found] == ["layers 0–2", "layers 3–4", "layers 5–6"]
     assert [group.quartiles[1][0] for group in found] == pytest.approx([0.2, 0.45, 0.65])
     assert found[0].note == "starts at 0.20 (quartiles 0.15 to 0.25), 3 heads"
-    assert [group.title for group in depths(grouped([0.1, 0.2]), "any.curve")] == ["layer 0", "layer 1"]
+    assert [group.title for group in groups_by_depth(grouped([0.1, 0.2]), "any.curve")] == ["layer 0", "layer 1"]
 
 
 def test_parts_are_groups_and_are_not_mixed(grouped):
     shapes = grouped([0.1, 0.2, 0.3, 0.4], parts=["encoder", "encoder", "decoder", "cross"])
-    assert [group.title for group in depths(shapes, "any.curve")] == ["encoder", "decoder", "cross"]
+    assert [group.title for group in groups_by_depth(shapes, "any.curve")] == ["encoder", "decoder", "cross"]
 
 
 def test_the_overview_is_the_picture_by_depth_with_maps_below(grouped):

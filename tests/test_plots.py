@@ -20,7 +20,7 @@ from attnlens.choices import Part
 from attnlens.errors import OutputError, UsageError
 from attnlens.records import Measure, Null
 from attnlens.report.pictures import fan_figure, map_figure, overview_figure
-from attnlens.report.pictures.maps import bands, full_caption, long_enough, null_mark, scale, short_curve_caption
+from attnlens.report.pictures.maps import full_caption, groups_by_part, null_mark, scale, short_curve_caption
 from attnlens.report.pictures.overview import page_rows
 from attnlens.report.pictures.style import house_style, tick_positions
 from attnlens.report.shapes import Shapes
@@ -206,9 +206,10 @@ def with_curves(curves: list[list[float]], parts: list[Part] | None = None, name
 
 def test_quartiles_rest_on_the_same_heads_at_every_step_and_the_picture_says_on_which() -> None:
     curves = [[1.0, 1.0, 1.0], [9.0], [3.0, 3.0, 3.0], [5.0, 5.0, 5.0, 5.0]]
-    np.testing.assert_array_equal(long_enough([np.array(curve) for curve in curves]), [[1] * 3, [3] * 3, [5] * 3])
     shapes = with_curves(curves)
-    np.testing.assert_array_equal(bands(shapes, "c")[0].quartiles[1], [3, 3, 3])
+    (group,) = groups_by_part(shapes, "c")
+    np.testing.assert_array_equal(group.complete, [[1] * 3, [3] * 3, [5] * 3])
+    np.testing.assert_array_equal(group.quartiles[1], [3, 3, 3])
     with house_style():
         caption = fan_figure(shapes, "c").texts[-1].get_text()
     assert "Encoder: those of the 3 of 4 heads with 3 steps or more." in caption
@@ -219,7 +220,7 @@ def test_quartiles_rest_on_the_same_heads_at_every_step_and_the_picture_says_on_
 def test_parts_have_their_own_quartiles() -> None:
     parts: list[Part] = ["encoder", "encoder", "decoder", "cross"]
     shapes = with_curves([[1.0, 1.0, 1.0], [3.0, 3.0, 3.0], [10.0, 10.0], [7.0, 7.0]], parts)
-    assert [(band.part, band.quartiles[1].tolist()) for band in bands(shapes, "c")] == [
+    assert [(group.title, group.quartiles[1].tolist()) for group in groups_by_part(shapes, "c")] == [
         ("encoder", [2, 2, 2]),
         ("decoder", [10, 10]),
         ("cross", [7, 7]),

@@ -41,6 +41,11 @@ BAR = (1.03, 0, 0.03, 1)
 """Left edge, bottom, width and height of a colour bar, as shares of its axes."""
 
 
+def as_array(values: Iterable[float | None]) -> Float[np.ndarray, " values"]:
+    """Return the values as an array, NaN for missing ones."""
+    return np.array([np.nan if value is None else value for value in values], dtype=float)
+
+
 # --- heat map ---------------------------------------------------------------------------------------------------------
 
 

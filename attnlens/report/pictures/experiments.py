@@ -12,9 +12,9 @@ from matplotlib.ticker import MaxNLocator
 
 from attnlens.records import Curve, Experiment, Report, Trajectory
 from attnlens.registry import info_of
-from attnlens.report.pictures.charts import Dot, dot_plot, draw_over, fan_chart, scale_values
+from attnlens.report.pictures.charts import Dot, as_array, dot_plot, draw_over, fan_chart, scale_values
 from attnlens.report.pictures.maps import heading
-from attnlens.report.pictures.page import Panel, Row, overview
+from attnlens.report.pictures.page import Panel, Row, arrange, overview
 from attnlens.report.pictures.style import CATEGORIES, INK, MUTED, Powers, fitted, legend_above, thin_ticks
 from attnlens.report.sentences.reports import judgement, measures_of, outcome, ran_on, setting, title, told_of, worded
 from attnlens.wording import big, clean, counted, source_of
@@ -54,10 +54,7 @@ def experiment_overview(report: Report) -> Figure:
     curves = [panel for panel in panels if panel.stem != COMPARED][: MOST if followed else None]
     across = max(1, min(ACROSS_FOLLOWED if followed else ACROSS, len(curves)))
     height = HEIGHT_FOLLOWED if followed else HEIGHT
-    rows = []
-    for start in range(0, len(curves), across):
-        row = curves[start : start + across]
-        rows.append(Row([*row, *[None] * (across - len(row))], height))
+    rows = arrange(curves, across, height)
     rows += [Row([panel], max(0.5, 0.15 * panel.rows)) for panel in panels if panel.stem == COMPARED]
     steps = [len(curve.steps) for e in experiments if e.trajectories for curve in e.curves.values()]
     checkpoints = [counted(max(steps), "checkpoint")] if steps else []
@@ -106,10 +103,6 @@ def scale_steps(axes: Axes, steps: Sequence[float], name: str) -> None:
     axes.set_xlabel(name)
 
 
-def _numbers(values: Sequence[float | None]) -> Float[np.ndarray, " values"]:
-    return np.array([np.nan if value is None else value for value in values], dtype=float)
-
-
 # --- trajectories of heads --------------------------------------------------------------------------------------------
 
 
@@ -140,12 +133,12 @@ def draw_trajectories(axes: Axes, *, experiment: Experiment, name: str) -> None:
     steps = np.asarray(curve.steps, dtype=float)
     layers = 1 + max((line.layer for line in experiment.trajectories), default=0)
     if null is not None and null.low is not None and null.high is not None:
-        axes.fill_between(steps, _numbers(null.low), _numbers(null.high), color="#dcdcdc", linewidth=0, zorder=0)
-        axes.plot(steps, _numbers(null.median), color=MUTED, linewidth=0.7, linestyle=(0, (4, 2)), zorder=1)
-    heads = [(line.layer, (steps, _numbers(line.values))) for line in lines] if len(lines) > 1 else []
+        axes.fill_between(steps, as_array(null.low), as_array(null.high), color="#dcdcdc", linewidth=0, zorder=0)
+        axes.plot(steps, as_array(null.median), color=MUTED, linewidth=0.7, linestyle=(0, (4, 2)), zorder=1)
+    heads = [(line.layer, (steps, as_array(line.values))) for line in lines] if len(lines) > 1 else []
     fan_chart(axes, heads, [], layers, opacity=(40, 0.25, 0.75))
     marker = "o" if len(steps) <= MARKED else ""
-    draw_over(axes, (steps, _numbers(curve.median)), "-", 1.7, marker=marker)
+    draw_over(axes, (steps, as_array(curve.median)), "-", 1.7, marker=marker)
     scale_steps(axes, curve.steps, clean(fitted(experiment.axis, 30)))
     limits = _limits(experiment, name)
     if limits is not None:
@@ -162,8 +155,8 @@ def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | No
 
     It is logarithmic if the median spans a factor of 30; else all values show unless the outer 1 % double the range.
     """
-    middle = _numbers(experiment.curves[name].median)
-    values = np.concatenate([middle, *(_numbers(line.values) for line in _trajectories(experiment, name))])
+    middle = as_array(experiment.curves[name].median)
+    values = np.concatenate([middle, *(as_array(line.values) for line in _trajectories(experiment, name))])
     values = values[np.isfinite(values)]
     if not values.size:
         return None
@@ -184,7 +177,7 @@ def _count_beyond(experiment: Experiment, name: str) -> int:
         return 0
     low, high, _ = limits
     room = 0.05 * (high - low)
-    rows = [_numbers(line.values) for line in _trajectories(experiment, name)]
+    rows = [as_array(line.values) for line in _trajectories(experiment, name)]
     return sum(bool(np.any((row < low - room) | (row > high + room))) for row in rows)
 
 
@@ -232,10 +225,10 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
     # a line to a value that a logarithmic axis lacks would leave the frame
     cut = bool(floor is not None and _finite_values(shown).min() < floor)
     for colour, (name, curve) in zip(cycle(COLOURS), curves.items(), strict=False):
-        steps, middle = np.asarray(curve.steps, dtype=float), _numbers(curve.median)
+        steps, middle = np.asarray(curve.steps, dtype=float), as_array(curve.median)
         order = np.argsort(steps, kind="stable")
         if curve.low is not None and curve.high is not None:
-            low, high = _numbers(curve.low), _numbers(curve.high)
+            low, high = as_array(curve.low), as_array(curve.high)
             axes.fill_between(steps[order], low[order], high[order], color=colour, alpha=0.18, linewidth=0)
         axes.plot(
             steps[order],
@@ -278,7 +271,7 @@ def _least_shown(curves: list[Curve]) -> float | None:
 
 def _finite_values(curves: list[Curve]) -> Float[np.ndarray, " values"]:
     """Collect all finite values of all curves and their quartiles."""
-    values = np.concatenate([_numbers(part) for c in curves for part in (c.median, c.low, c.high) if part is not None])
+    values = np.concatenate([as_array(part) for c in curves for part in (c.median, c.low, c.high) if part is not None])
     return np.asarray(values[np.isfinite(values)])
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.colors import BoundaryNorm, CenteredNorm, Colormap, ListedColormap, Normalize, to_hex
 
-from attnlens.choices import Part
 from attnlens.registry import MeasureInfo
 from attnlens.report.pictures.charts import (
     DEPTH,
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Curve = tuple[int, "Float[np.ndarray, ' steps']"]
+"""Row of a head's layer, and the head's curve."""
 SIDE = 40
 """Characters of a formula that fit along the side of a picture."""
 WIDE_RANGE = 20.0
@@ -59,25 +60,26 @@ def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
 
 def curve_caption(shapes: Shapes, name: str) -> str:
     """Format the caption of a fan of curves; one line per statement."""
-    info, parts = shapes.info(name), bands(shapes, name)
-    alone = ", each part by itself" if len(parts) > 1 else ""
+    info, groups = shapes.info(name), groups_by_part(shapes, name)
+    alone = ", each part by itself" if len(groups) > 1 else ""
     lines = [_meaning(info), info.caution]
     lines.append(f"{counted(len(shapes.curves[name]), 'head')}; black: median, dashed: quartiles{alone}.")
-    lines += [
-        f"{_capitalise(band.part)}: those of the {band.counted} of {band.heads} heads with {band.steps} steps or more."
-        for band in parts
-        if band.counted < band.heads
-    ]
+    for group in groups:
+        heads, steps = group.complete.shape
+        if heads < len(group.curves):
+            whose = f"{heads} of {len(group.curves)} heads with {steps} steps or more"
+            lines.append(f"{_capitalise(group.title)}: those of the {whose}.")
     return "\n".join(line for line in [*lines, layout_line(shapes)] if line)
 
 
 def short_curve_caption(shapes: Shapes, name: str) -> str:
     """Format one line that explains a fan's black lines; empty if a legend names several parts' medians."""
-    parts = bands(shapes, name)
-    if len(parts) > 1:
+    first, *others = groups_by_part(shapes, name)
+    heads, steps = first.complete.shape
+    if others:
         return ""
-    if parts[0].counted < parts[0].heads:
-        return f"black: median, quartiles of {parts[0].counted} of {parts[0].heads} heads, ≥ {parts[0].steps} steps"
+    if heads < len(first.curves):
+        return f"black: median, quartiles of {heads} of {len(first.curves)} heads, ≥ {steps} steps"
     return "median black, quartiles dashed"
 
 
@@ -255,39 +257,54 @@ def _mark_null(place: Axes, mean: float, sd: float) -> None:
 
 
 @dataclass(frozen=True)
-class Band:
-    """Median and quartiles of one curve over the heads of one part; all steps use the same heads."""
+class CurveGroup:
+    """Heads of one part, or of some neighbouring layers, with one curve each."""
 
-    part: Part  # encoder, decoder or cross
-    quartiles: Float[np.ndarray, "3 steps"]  # lower quartile, median, upper quartile
-    counted: int  # number of heads with enough steps, over which quartiles are computed
-    heads: int  # number of heads of the part that have the curve
+    title: str  # encoder, decoder or cross; or `layers 0–3`
+    rows: Sequence[int]  # rows of their layers in `Shapes.layers`
+    curves: Sequence[Curve]  # layer row and curve of each head
+
+    @cached_property
+    def complete(self) -> Float[np.ndarray, "heads steps"]:
+        """The curves with at least the most common length (the longest of ties), cut to that length."""
+        lengths = Counter(len(curve) for _, curve in self.curves)
+        steps = max(lengths, key=lambda length: (lengths[length], length))
+        return np.stack([curve[:steps] for _, curve in self.curves if len(curve) >= steps])
+
+    @cached_property
+    def quartiles(self) -> Float[np.ndarray, "3 steps"]:
+        """Lower quartile, median and upper quartile over the complete curves, the same heads at every step."""
+        quartiles: Float[np.ndarray, "3 steps"] = np.percentile(self.complete, [25, 50, 75], axis=0)
+        return quartiles
 
     @property
-    def steps(self) -> int:
-        """Number of steps."""
-        return int(self.quartiles.shape[1])
+    def note(self) -> str:
+        """Start of the median with its quartiles: Chen et al.'s number at index 0."""
+        low, middle, high = (typeset(float(value), 2) for value in self.quartiles[:, 0])
+        return f"starts at {middle} (quartiles {low} to {high}), {counted(len(self.curves), 'head')}"
 
 
-def bands(shapes: Shapes, name: str) -> list[Band]:
-    """Compute one band per part that has the curve; parts see different inputs, so their heads are not pooled."""
-    by_part = gathered(
-        (shapes.parts[row], curve) for row, curve in sorted(shapes.curves[name], key=lambda item: item[0])
-    )
-    return [Band(part, quartiles_of(curves), len(long_enough(curves)), len(curves)) for part, curves in by_part.items()]
+def groups_by_part(shapes: Shapes, name: str) -> list[CurveGroup]:
+    """Group a curve's heads by part; parts see different inputs, so their heads are not pooled."""
+    rows = sorted({row for row, _ in shapes.curves[name]})
+    by_part = gathered((shapes.parts[row], row) for row in rows)
+    return [_group(shapes, name, part, members) for part, members in by_part.items()]
 
 
-def long_enough(curves: list[Float[np.ndarray, " steps"]]) -> Float[np.ndarray, "heads steps"]:
-    """Stack the curves with at least the most common length (the longest of ties), cut to that length."""
-    lengths = Counter(map(len, curves))
-    steps = max(lengths, key=lambda length: (lengths[length], length))
-    return np.stack([curve[:steps] for curve in curves if len(curve) >= steps])
+def groups_by_depth(shapes: Shapes, name: str) -> list[CurveGroup]:
+    """Group a curve's heads by thirds of the layers, or by part if the model has several."""
+    parts = groups_by_part(shapes, name)
+    if len(parts) > 1:
+        return parts
+    (whole,) = parts
+    split = [list(map(int, rows)) for rows in np.array_split(whole.rows, min(THIRDS, len(whole.rows)))]
+    ends = [(shapes.layers[rows[0]], shapes.layers[rows[-1]]) for rows in split]
+    titles = [f"layer {first}" if first == last else f"layers {first}–{last}" for first, last in ends]
+    return [_group(shapes, name, title, rows) for title, rows in zip(titles, split, strict=True)]
 
 
-def quartiles_of(curves: list[Float[np.ndarray, " steps"]]) -> Float[np.ndarray, "3 steps"]:
-    """Compute lower quartile, median and upper quartile over the curves that are long enough."""
-    quartiles: Float[np.ndarray, "3 steps"] = np.percentile(long_enough(curves), [25, 50, 75], axis=0)
-    return quartiles
+def _group(shapes: Shapes, name: str, title: str, rows: Sequence[int]) -> CurveGroup:
+    return CurveGroup(title, rows, [(row, curve) for row, curve in shapes.curves[name] if row in rows])
 
 
 def first_step(info: MeasureInfo) -> int:
@@ -297,51 +314,36 @@ def first_step(info: MeasureInfo) -> int:
 
 def fan_figure(shapes: Shapes, name: str) -> Figure:
     """Draw one curve per head, with one pair of axes per part of the model, and a caption."""
-    panel = fan_panel(shapes, name, source_heading(shapes, name))
-    parts = [band.part for band in bands(shapes, name)]
-    if len(parts) > 1:
-        draws = [partial(draw_fan, shapes=shapes, name=name, part=part) for part in parts]
-        titled = [(f"{panel.title}: {part}", draw) for part, draw in zip(parts, draws, strict=True)]
-        panel = replace(panel, parts=[replace(panel, title=title, draw=draw, width=2.9) for title, draw in titled])
+    panel, groups = fan_panel(shapes, name, source_heading(shapes, name)), groups_by_part(shapes, name)
+    if len(groups) > 1:
+        titled = [(f"{panel.title}: {group.title}", partial(draw_fan, groups=[group])) for group in groups]
+        parts = [
+            replace(panel, title=title, draw=partial(draw, shapes=shapes, name=name), width=2.9)
+            for title, draw in titled
+        ]
+        panel = replace(panel, parts=parts)
     return panel_figure(shapes.report, panel)
 
 
 def fan_panel(shapes: Shapes, name: str, note: str) -> Panel:
     """Build the panel of a curve, with one line per head."""
-    draw = partial(draw_fan, shapes=shapes, name=name)
+    draw = partial(draw_fan, shapes=shapes, name=name, groups=groups_by_part(shapes, name))
     title, caption = heading(shapes.info(name)), curve_caption(shapes, name)
     return Panel(name, title, note, caption, draw, rows=18, width=4.9, layers=shapes.layers)
 
 
-def draw_fan(axes: Axes, shapes: Shapes, name: str, *, part: Part | None = None) -> None:
-    """Draw the heads' curves in their layers' colours, for one part or for all.
+def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]) -> None:
+    """Draw the heads' curves in their layers' colours, over axes that have room for all curves of that name.
 
-    One part also gets its median (black) and quartiles (dashed); several parts get only their medians.
+    A single group also gets its median (black) and quartiles (dashed); several groups get only their medians.
     """
-    shown = [band for band in bands(shapes, name) if part in (None, band.part)]
-    curves = [(row, curve) for row, curve in shapes.curves[name] if part in (None, shapes.parts[row])]
-    _draw_curves(axes, shapes, name, curves, shown[0].quartiles if len(shown) == 1 else None)
-    if len(shown) > 1:
-        for band, style in zip(shown, PART_LINES, strict=False):
-            label = f"{'' if band is not shown[0] else 'median: '}{band.part}"
-            draw_over(axes, _points(shapes, name, band.quartiles[1]), style, 1.4, label=label)
-        legend_above(axes, 60, handlelength=2.2)
-
-
-def _draw_curves(
-    axes: Axes,
-    shapes: Shapes,
-    name: str,
-    curves: Sequence[tuple[int, Float[np.ndarray, " steps"]]],
-    quartiles: Float[np.ndarray, "3 steps"] | None,
-) -> None:
-    """Draw one line per curve, the quartiles in black, and axes that have room for all curves of that name."""
     info = shapes.info(name)
-    lines = [(row, _points(shapes, name, curve)) for row, curve in curves]
-    black = [] if quartiles is None else list(zip(quartiles, ("--", "-", "--"), strict=True))
-    fan_chart(axes, lines, [(_points(shapes, name, line), style) for line, style in black], len(shapes.layers))
+    lines = [(row, _points(shapes, name, curve)) for group in groups for row, curve in group.curves]
+    quartiles = groups[0].quartiles if len(groups) == 1 else []
+    styled = zip(quartiles, ("--", "-", "--"), strict=False)
+    fan_chart(axes, lines, [(_points(shapes, name, line), style) for line, style in styled], len(shapes.layers))
     values = np.concatenate([curve for _, curve in shapes.curves[name]])
-    logarithmic = falls_far(values, [band.quartiles[1] for band in bands(shapes, name)])
+    logarithmic = falls_far(values, [group.quartiles[1] for group in groups_by_part(shapes, name)])
     # on a logarithmic axis, values below a millionth of the largest are rounding and would squeeze the visible range
     least = max(values[values > 0].min(), 1e-6 * values.max()) if logarithmic else values.min()
     scale_values(axes, float(least), float(values.max()), logarithmic=logarithmic)
@@ -351,6 +353,11 @@ def _draw_curves(
     axes.set_xlabel("index k" if info.steps == "index" else info.steps)
     formula = clean(info.formula)
     axes.set_ylabel(formula if 0 < len(formula) <= SIDE else title_of(name))
+    if len(groups) > 1:
+        for group, style in zip(groups, PART_LINES, strict=False):
+            label = f"{'' if group is not groups[0] else 'median: '}{group.title}"
+            draw_over(axes, _points(shapes, name, group.quartiles[1]), style, 1.4, label=label)
+        legend_above(axes, 60, handlelength=2.2)
 
 
 def _points(shapes: Shapes, name: str, curve: Float[np.ndarray, " steps"]) -> Points:
@@ -363,74 +370,27 @@ def falls_far(values: Float[np.ndarray, " all"], medians: list[Float[np.ndarray,
     return bool(falling and values.max() > WIDE_RANGE * min(median[-1] for median in medians))
 
 
-@dataclass(frozen=True)
-class Depth:
-    """Heads of some neighbouring layers, with their curves."""
-
-    title: str  # `layers 0–3`, or the part if the model has several
-    rows: tuple[int, ...]  # rows of the layers in `Shapes.layers`
-    curves: list[tuple[int, Float[np.ndarray, " steps"]]]  # layer row and curve of each head
-
-    @property
-    def quartiles(self) -> Float[np.ndarray, "3 steps"]:
-        """Lower quartile, median and upper quartile over heads whose curves have at least the most common length."""
-        return quartiles_of([curve for _, curve in self.curves])
-
-    @property
-    def note(self) -> str:
-        """Start of the median with its quartiles: Chen et al.'s number at index 0."""
-        low, middle, high = (typeset(float(value), 2) for value in self.quartiles[:, 0])
-        return f"starts at {middle} (quartiles {low} to {high}), {counted(len(self.curves), 'head')}"
-
-
-def depths(shapes: Shapes, name: str) -> list[Depth]:
-    """Group the curve's layers into thirds, or by part if the model has several, since these see different inputs."""
-    rows_with_curve = sorted({row for row, _ in shapes.curves[name]})
-    groups = gathered((shapes.parts[row], row) for row in rows_with_curve)
-    titles = [str(part) for part in groups]
-    split = list(groups.values())
-    if len(split) == 1:
-        split = [list(map(int, rows)) for rows in np.array_split(rows_with_curve, min(THIRDS, len(rows_with_curve)))]
-        ends = [(shapes.layers[rows[0]], shapes.layers[rows[-1]]) for rows in split]
-        titles = [f"layer {first}" if first == last else f"layers {first}–{last}" for first, last in ends]
-    return [
-        Depth(title, tuple(rows), [(row, curve) for row, curve in shapes.curves[name] if row in rows])
-        for title, rows in zip(titles, split, strict=True)
-    ]
-
-
 def depth_panels(shapes: Shapes, name: str) -> list[Panel]:
     """Build one panel per third of the layers, or per part."""
+    groups = groups_by_depth(shapes, name)
+    draws = [partial(draw_depth, shapes=shapes, name=name, number=number) for number in range(len(groups))]
     return [
-        Panel(
-            name,
-            group.title,
-            group.note,
-            "",
-            partial(draw_depth, shapes=shapes, name=name, number=number),
-            layers=shapes.layers,
-        )
-        for number, group in enumerate(depths(shapes, name))
+        Panel(name, group.title, group.note, "", draw, layers=shapes.layers)
+        for group, draw in zip(groups, draws, strict=True)
     ]
 
 
 def draw_depth(axes: Axes, *, shapes: Shapes, name: str, number: int) -> None:
     """Draw one group's heads in layer colours, its median and quartiles, and the other groups' medians dotted."""
-    groups = depths(shapes, name)
-    _draw_curves(axes, shapes, name, groups[number].curves, groups[number].quartiles)
-    for group in groups:
-        if group is not groups[number]:
-            colour = DEPTH(Normalize(0, max(1, len(shapes.layers) - 1))(float(np.mean(group.rows))))
-            draw_over(axes, _points(shapes, name, group.quartiles[1]), ":", 1.5, colour=colour)
+    groups = groups_by_depth(shapes, name)
+    draw_fan(axes, shapes, name, [groups[number]])
+    depth = Normalize(0, max(1, len(shapes.layers) - 1))
+    for group in groups[:number] + groups[number + 1 :]:
+        colour = DEPTH(depth(float(np.mean(group.rows))))
+        draw_over(axes, _points(shapes, name, group.quartiles[1]), ":", 1.5, colour=colour)
     if number == 0:
         lower, median = axes.lines[1], axes.lines[3]  # each black line follows its white border
         dotted = axes.lines[-1:] if len(groups) > 1 else []
-        names = ["median", "quartiles", "other groups' medians"]
-        axes.legend(
-            [median, lower, *dotted],
-            names[: 2 + len(dotted)],
-            loc="lower right",
-            frameon=False,
-            fontsize=6.5,
-            handlelength=2.6,
-        )
+        names = ["median", "quartiles", "other groups' medians"][: 2 + len(dotted)]
+        style = {"frameon": False, "fontsize": 6.5, "handlelength": 2.6}
+        axes.legend([median, lower, *dotted], names, loc="lower right", **style)

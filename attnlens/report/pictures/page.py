@@ -79,6 +79,12 @@ class Row:
         return self.height + AROUND + HEADING * bool(self.heading)
 
 
+def arrange(panels: Sequence[Panel], across: int, height: float) -> list[Row]:
+    """Arrange panels in rows of `across`; the last row ends with empty places."""
+    places = [*panels, *[None] * (-len(panels) % across)]
+    return [Row(places[start : start + across], height) for start in range(0, len(places), across)]
+
+
 def overview(rows: Sequence[Row], title: str, facts: Iterable[str], footnote: Iterable[str], hint: str = "") -> Figure:
     """Draw a page of panels with lettered titles; `hint` is written at the bottom left."""
     height = HEAD + sum(row.total for row in rows) + FOOT
@@ -100,8 +106,8 @@ def panel_figure(report: Report, panel: Panel) -> Figure:
     model, parts = report.model, panel.parts or [panel]
     size = f"{big(model.parameters)} parameters" if model.parameters else ""
     facts = filter(None, [model.title, clean(model.architecture), size, clean(report.settings.fed)])
-    rows = [Row(parts[start : start + 3], parts[0].height) for start in range(0, len(parts), 3)]
-    width = 2 * SIDE + sum(panel.width + 1.0 for panel in rows[0].panels if panel is not None)
+    rows = arrange(parts, min(3, len(parts)), parts[0].height)
+    width = 2 * SIDE + len(rows[0].panels) * (parts[0].width + 1.0)
     words = wrapped(f"{panel.caption}\n{' · '.join(facts)}", int((width - 2 * SIDE) * CAPTION_PER_INCH))
     below = 0.15 + LINE * (words.count("\n") + 1)
     height = MARGIN + sum(row.total for row in rows) + below

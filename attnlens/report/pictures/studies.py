@@ -12,7 +12,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.ticker import LogLocator
 
 from attnlens.records import Comparison, Report, StudyCell, StudyColumn
-from attnlens.report.pictures.charts import Dot, dot_plot, grid_of, heat_map, mark_cells
+from attnlens.report.pictures.charts import Dot, as_array, dot_plot, grid_of, heat_map, mark_cells
 from attnlens.report.pictures.page import Panel, Row, overview
 from attnlens.report.pictures.style import (
     CATEGORIES,
@@ -213,10 +213,7 @@ def draw_losses(axes: Axes, cells: list[StudyCell]) -> None:
 def draw_measure(axes: Axes, name: str, cells: list[StudyCell]) -> None:
     """Draw one line per cell that has the measure."""
     measured = [cell for cell in cells if name in cell.heads]
-    lines = [
-        (cell.heads[name].steps, np.array([np.nan if v is None else v for v in cell.heads[name].median]))
-        for cell in measured
-    ]
+    lines = [(cell.heads[name].steps, as_array(cell.heads[name].median)) for cell in measured]
     _draw_lines(axes, measured, lines)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.colors import CenteredNorm, Normalize
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
-from attnlens.records import PARTS, Effect, Healing, Outcome, Plan, Report, Swap
+from attnlens.records import PARTS, Effect, Outcome, Report, Swap
 from attnlens.report.pictures.charts import (
     DEPTH,
     Dot,
+    as_array,
     dot_plot,
     grid_of,
     hatch,
@@ -25,9 +26,9 @@ from attnlens.report.pictures.charts import (
     heat_map,
     label_layers,
     mark_cells,
-    write_cells,
 )
 from attnlens.report.pictures.page import Panel, Row, overview
+from attnlens.report.pictures.plans import healing_panel, ranks_panel
 from attnlens.report.pictures.style import (
     CATEGORIES,
     INK,
@@ -36,14 +37,10 @@ from attnlens.report.pictures.style import (
     fitted,
     label_powers,
     legend_above,
-    thin_ticks,
     typeset,
 )
-from attnlens.report.sentences.plans import UNITS as UNITS_OF
-from attnlens.report.sentences.plans import share
 from attnlens.report.sentences.swaps import (
     EFFECTS,
-    UNITS,
     cautions,
     distance,
     distance_ci95,
@@ -70,7 +67,6 @@ RISES = {"loss": "rise of the loss", "kl": "KL to the original", "hidden": "dist
 """Quantity shown in a comparison of kernels."""
 ERROR = "‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys and values"
 CROWDED = 24  # number of layers above which bars touch
-MOST_WRITTEN = 24  # number of layers or heads up to which a cell has room for its number
 
 
 def swap_overview(report: Report) -> Figure:
@@ -113,15 +109,11 @@ def _overview_panels(report: Report) -> list[Panel]:
         return list(_kernel_panels(report))
     swap, plan = report.swaps[0], report.plan
     panels = [_stages_panel(swap), _sites_panel(swap)]
-    panels += [_ranks_panel(plan)] if plan is not None else []
+    panels += [ranks_panel(plan)] if plan is not None else []
     panels += [_sweep_panel(swap, "sweep")] if swap.sweep else []
     panels += [_predictor_panel(swap)] if swap.predictors else []
-    panels += [_healing_panel(swap, swap.healing)] if swap.healing is not None else []
+    panels += [healing_panel(swap, swap.healing)] if swap.healing is not None else []
     return panels
-
-
-def _numbers(values: Iterable[float | None]) -> Float[np.ndarray, " values"]:
-    return np.array([np.nan if value is None else value for value in values])
 
 
 # --- effect of one or several kernels ---------------------------------------------------------------------------------
@@ -183,13 +175,13 @@ def _kernel_panels(report: Report) -> Iterator[Panel]:
     measured = any(effect_of(swap, swap) is not None for swap in swaps)
     note = _controls_legend(swaps) if measured else "no kernel has a value"
     yield Panel("kernels", what, note, caption, partial(draw_kernels, swaps=swaps), 2 * len(swaps) + 2, width=6.0)
-    errors = [(swap.kernel, _numbers(site.output_error for site in swap.sites)) for swap in swaps]
+    errors = [(swap.kernel, as_array(site.output_error for site in swap.sites)) for swap in swaps]
     draw = partial(draw_layer_lines, lines=errors, label="‖new − own‖ / ‖own‖")
     yield Panel("sites", "output error by layer", "", f"{ERROR}.", draw)
     swept = [swap for swap in swaps if swap.sweep]
     if swept and not any(map(_of_heads, swept)):
         by_layer = [(swap.kernel, sorted(swap.sweep, key=lambda effect: effect.layer)) for swap in swaps]
-        harms = [(kernel, _numbers(effect.delta for effect in effects)) for kernel, effects in by_layer]
+        harms = [(kernel, as_array(effect.delta for effect in effects)) for kernel, effects in by_layer]
         draw = partial(draw_layer_lines, lines=harms, label=f"Δ of the {effect_name(swaps[0])}")
         yield Panel("sweep", "each layer alone", "", "", draw)
 
@@ -314,7 +306,7 @@ def _sites_panel(swap: Swap) -> Panel:
 def draw_sites(axes: Axes, swap: Swap) -> None:
     """Draw ‖new − own‖ / ‖own‖ of every site's output, layer 0 at the top; sites without a value are hatched."""
     sites = sorted(swap.sites, key=lambda site: (PARTS.index(site.part), site.layer))
-    errors, rows = _numbers(site.output_error for site in sites), np.arange(len(sites))
+    errors, rows = as_array(site.output_error for site in sites), np.arange(len(sites))
     colours = [CATEGORIES[6] if site.part == "cross" else OWN for site in sites]
     height = 1.0 if len(rows) > CROWDED else 0.78
     axes.barh(rows, np.nan_to_num(errors), height=height, color=colours, linewidth=0, antialiased=len(rows) <= CROWDED)
@@ -369,7 +361,7 @@ def _sweep_panel(swap: Swap, stem: str) -> Panel:
         sentences.append(f"{quiet[0].upper()}{quiet[1:]}: not significant at a false discovery rate of 5 %.")
     if heads and any(effect.delta is None for effect in swap.sweep):
         sentences.append("Crossed: diverged.")
-    if heads and limit(_numbers(effect.delta for effect in swap.sweep))[1] != "neither":
+    if heads and limit(as_array(effect.delta for effect in swap.sweep))[1] != "neither":
         sentences.append("A number: an effect beyond the last colour.")
     layers = len({effect.layer for effect in swap.sweep})
     columns = len({effect.head for effect in swap.sweep})
@@ -479,7 +471,7 @@ def _verdict(predictor: Predictor) -> str:
 
 def draw_predictor(axes: Axes, swap: Swap, predictor: Predictor) -> None:
     """Draw one dot per head in its layer's colour; heads that lack the measure or diverged are left out."""
-    x, y = _numbers(predictor.values), _numbers(effect.delta for effect in swap.sweep)
+    x, y = as_array(predictor.values), as_array(effect.delta for effect in swap.sweep)
     layers = [effect.layer for effect in swap.sweep]
     axes.axhline(0, color=MUTED, linewidth=0.6, zorder=0)
     depth = Normalize(0, max(1, max(layers)))
@@ -494,117 +486,4 @@ def draw_predictor(axes: Axes, swap: Swap, predictor: Predictor) -> None:
         label_powers(axes.yaxis, 2 * usual)
     axes.set_xlabel(clean(predictor.measure))
     axes.set_ylabel(f"Δ of the {EFFECTS[swap.judged_by]}")
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-# --- ranks of a plan --------------------------------------------------------------------------------------------------
-
-
-def _ranks_panel(plan: Plan) -> Panel:
-    caption = (
-        f"Ranks chosen for a rise of the {UNITS_OF[plan.unit]} by {100 * plan.budget:g} % at most: "
-        f"{plan.mean_rank:.1f} of {plan.head_dim:g} in the mean. Query heads that share a key head share its rank."
-        + " Promised: on calibration text that neither fitted nor chose them."
-        * (plan.promised is not None)
-    )
-    layers, heads = len({key.layer for key in plan.ranks}), len({head for key in plan.ranks for head in key.heads})
-    wide = float(np.clip(0.4 * heads, 3.4, 8))
-    title = f"rank by head, mean {plan.mean_rank:.1f} of {plan.head_dim:g}"
-    draw = partial(draw_ranks, plan=plan)
-    return Panel("ranks", title, _budget_note(plan), caption, draw, 2 * layers, wide)
-
-
-def _budget_note(plan: Plan) -> str:
-    """Format `loss ≤ +1 %: promised +0.21 %, measured +0.87 %`, as far as known; `ppl` is short for perplexity."""
-    rises = {"promised": plan.promised, "measured": plan.measured, "healed": plan.healed}
-    known = ", ".join(f"{name} {share(rise.share)}" for name, rise in rises.items() if rise is not None)
-    return f"{plan.unit} ≤ +{100 * plan.budget:g} %" + (f": {known}" if known else "")
-
-
-def draw_ranks(axes: Axes, plan: Plan) -> None:
-    """Draw every query head's rank as a colour from 0 to head_dim, with its number if there is room."""
-    grid = grid_of((key.layer, head, key.part, key.rank / key.keys) for key in plan.ranks for head in key.heads)
-    top = max(key.head_dim / key.keys for key in plan.ranks)
-    colours = (colormaps["viridis"], Normalize(0, top), "neither")
-    bar = heat_map(axes, grid, colours)
-    bar.set_label("rank r of head_dim", fontsize=6.5, labelpad=2)
-    if max(grid.values.shape) <= MOST_WRITTEN:
-        texts = {at: f"{value:.0f}" for at, value in np.ndenumerate(grid.values) if not np.isnan(value)}
-        write_cells(axes, texts, grid, colours)
-
-
-# --- healing ----------------------------------------------------------------------------------------------------------
-
-KEPT_BACK = "on calibration text kept back from training"
-GAP = 0.17  # least distance between two labelled steps, as a share of the width
-
-
-def _healing_panel(swap: Swap, healing: Healing) -> Panel:
-    transferred = any(stage.stage == "transfer" and stage.steps for stage in healing.stages)
-    note = "hollow: transfer" if transferred else "dotted: step kept"
-    note = f"dashed: the original; {note}" if swap.judged_by == "loss" else note
-    goal = " on the text" if healing.goal == "text" else " towards the original model"
-    quantity = f"KL: to the original, {KEPT_BACK}, in {UNITS[swap.task]}"
-    if swap.task == "hidden":
-        quantity = f"1 − cosine of the last hidden states and the original's, {KEPT_BACK}"
-    elif healing.goal == "text":
-        quantity = f"Loss: {KEPT_BACK}, in {UNITS[swap.task]}"
-    has_perplexity = swap.task != "hidden" and swap.judged_by == "loss"
-    caption = (
-        f"{clean(swap.kernel)}. {healing.parameters:,} numbers of these heads trained{goal}. "
-        f"{'Perplexity: of the evaluation text. ' * has_perplexity}{quantity}. "
-        f"Step {healing.best} was kept (dotted line).{' Hollow: attention transfer.' * transferred}"
-    )
-    return Panel("healing", "healing", note, caption, partial(draw_healing, swap=swap, healing=healing), 14)
-
-
-def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
-    """Draw perplexity above and distance below, over tokens; a single measured one gets the whole height.
-
-    Each has its own axis, which need not begin at 0: on a shared one the larger would flatten the smaller. Reports from
-    versions that did not count tokens are drawn over optimiser steps. Hollow: during attention transfer.
-    """
-    by_tokens = all(step.tokens is not None for step in healing.curve)
-    position = {step.step: int(step.tokens or 0) if by_tokens else step.step for step in healing.curve}
-    transfer = {position[step.step] for step in healing.curve if step.stage == "transfer"}
-    losses = [(position[step.step], math.exp(step.loss)) for step in healing.curve if step.loss is not None]
-    distances = [(position[step.step], step.validation) for step in healing.curve if step.validation is not None]
-    places = [axes]
-    figure, place = axes.get_figure(), axes.get_subplotspec()
-    if losses and distances and figure is not None and place is not None:
-        upper, lower = place.subgridspec(2, 1)
-        axes.set_subplotspec(upper)
-        axes.tick_params(labelbottom=False)
-        places = [axes, figure.add_subplot(lower, sharex=axes)]
-        figure.align_ylabels(places)
-    if losses:
-        _plot(places[0], losses, "perplexity", OWN, transfer)
-        original = next((stage.loss.before for stage in swap.stages if stage.loss is not None), None)
-        if original is not None:
-            places[0].axhline(math.exp(original), color=INK, linewidth=0.9, linestyle=(0, (4, 2)))
-    if distances:
-        name = "loss, kept back" if healing.goal == "text" else "1 − cosine" if swap.task == "hidden" else "KL, nats"
-        _plot(places[-1], distances, name, OTHER, transfer)
-    for place in places:
-        place.axvline(position.get(healing.best, healing.best), color=MUTED, linewidth=0.8, linestyle=":")
-    last = max(position.values(), default=healing.steps) or 1
-    # the square root stretches the first steps, which have the largest effect
-    axes.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))
-    axes.set_xlim(0, last * 1.03)
-    round_steps = [float(digit * 10**power) for power in range(len(str(last))) for digit in (1, 2, 5)]
-    thin_ticks(axes.xaxis, [0, *(step for step in round_steps if step < last), last], GAP)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: big(int(step)) if last >= 20_000 else f"{step:g}"))
-    places[-1].set_xlabel(f"{'tokens trained on' if by_tokens else 'optimiser step'}, √ scale")
-
-
-def _plot(axes: Axes, points: Sequence[tuple[int, float]], name: str, colour: str, hollow: Collection[int]) -> None:
-    axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, linewidth=1.2, clip_on=False)
-    inside = [point for point in points if point[0] in hollow]
-    if inside:
-        look = {"color": colour, "markerfacecolor": "white", "markersize": 3, "clip_on": False, "zorder": 3}
-        axes.plot(*zip(*inside, strict=True), "o", **look)
-    axes.margins(y=0.12)
-    axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_major_formatter(PlainNumbers())
-    axes.set_ylabel(name)
     axes.spines[["top", "right"]].set_visible(False)
