@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from matplotlib import colormaps
@@ -25,6 +25,7 @@ from attnlens.report.pictures.style import (
     MUTED,
     IndexTicks,
     PlainNumbers,
+    Style,
     scale_logarithmically,
 )
 
@@ -91,7 +92,7 @@ def _colour_bar(axes: Axes, mappable: ScalarMappable, extend: str = "neither") -
     figure = axes.get_figure(root=True)
     assert figure is not None  # noqa: S101  # for the type checker: these axes are in a figure
     bar = figure.colorbar(mappable, cax=place, extend=extend)
-    bar.outline.set_linewidth(0.4)  # type: ignore[operator]  # matplotlib's annotation lacks the type of the outline
+    bar.outline.set_linewidth(0.4)
     bar.formatter = PlainNumbers()
     place.tick_params(labelsize=6.5, length=2, pad=1.5)
     return bar
@@ -110,14 +111,14 @@ def hatch(axes: Axes, cells: Bool[np.ndarray, "layers heads"], pattern: str) -> 
 
 def hatch_box(axes: Axes, corner: tuple[float, float], width: float, height: float, pattern: str = "/////") -> None:
     """Hatch a rectangle that has no value."""
-    style = {"facecolor": MISSING, "edgecolor": MUTED, "hatch": pattern, "linewidth": 0, "zorder": 0.9}
+    style: Style = {"facecolor": MISSING, "edgecolor": MUTED, "hatch": pattern, "linewidth": 0, "zorder": 0.9}
     axes.add_patch(Rectangle(corner, width, height, **style))
 
 
 def mark_cells(axes: Axes, cells: Bool[np.ndarray, "layers heads"], colour: str, edge: str = "none") -> None:
     """Draw a dot in each cell, a quarter as wide or high as the cell; smaller if the cells are large."""
     rows, columns = np.nonzero(cells)
-    units = "x" if cells.shape[1] >= cells.shape[0] else "y"
+    units: Literal["x", "y"] = "x" if cells.shape[1] >= cells.shape[0] else "y"
     size = min(0.25, 0.014 * max(cells.shape))
     dots = EllipseCollection(
         *([size], [size], [0]),
@@ -205,11 +206,18 @@ def fan_chart(
 
 
 def draw_over(
-    axes: Axes, points: Points, style: str, width: float, *, colour: str = "black", label: str = "", marker: str = ""
+    axes: Axes,
+    points: Points,
+    style: str,
+    width: float,
+    *,
+    colour: str | tuple[float, ...] = "black",
+    label: str = "",
+    marker: str = "",
 ) -> None:
     """Draw a line with a white border, visible over many others; the border of a dashed line has no gaps."""
     axes.plot(*points, color="white", linewidth=width + 1.2, zorder=2)
-    look = {"color": colour, "linestyle": style, "linewidth": width, "marker": marker, "markersize": 2.6}
+    look: Style = {"color": colour, "linestyle": style, "linewidth": width, "marker": marker, "markersize": 2.6}
     axes.plot(*points, zorder=3, label=label, **look)
 
 
@@ -261,7 +269,7 @@ def dot_plot(axes: Axes, rows: Sequence[Collection[Dot]], names: Sequence[str] |
             if dot.ends is not None:
                 axes.plot(dot.ends, [row, row], color=dot.colour, linewidth=1.4, alpha=0.6, solid_capstyle="butt")
             face = "white" if dot.hollow else dot.colour
-            look = {"color": dot.colour, "markerfacecolor": face, "markersize": dot.size}
+            look: Style = {"color": dot.colour, "markerfacecolor": face, "markersize": dot.size}
             axes.plot([dot.value], [row], dot.marker, linestyle="none", **look)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.margins(x=0.08)

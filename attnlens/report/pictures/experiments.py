@@ -15,7 +15,7 @@ from attnlens.registry import info_of
 from attnlens.report.pictures.charts import Dot, as_array, dot_plot, draw_over, fan_chart, scale_values
 from attnlens.report.pictures.maps import heading
 from attnlens.report.pictures.page import Panel, Row, arrange, overview
-from attnlens.report.pictures.style import CATEGORIES, INK, MUTED, Powers, fitted, legend_above, thin_ticks
+from attnlens.report.pictures.style import CATEGORIES, INK, MUTED, Powers, Style, fitted, legend_above, thin_ticks
 from attnlens.report.sentences.reports import judgement, measures_of, outcome, ran_on, setting, title, told_of, worded
 from attnlens.wording import big, clean, counted, source_of
 
@@ -329,7 +329,7 @@ def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
         if not met:
             verdict = "no value" if experiment.final.get(figure) is None else judgement(experiment, figure)
             side, align = (-6, "right") if at > 0 else (6, "left")
-            place = {"textcoords": "offset points", "ha": align, "va": "center"}
+            place: Style = {"textcoords": "offset points", "ha": align, "va": "center"}
             axes.annotate(verdict, (at, row), (side, 0), fontsize=6.5, color=CATEGORIES[2], **place)
     axes.axvline(0, color=MUTED, linewidth=0.7, zorder=0)
     names = [fitted(f"{clean(experiment.name)}: {worded(experiment, figure)}", NAME) for experiment, figure in rows]

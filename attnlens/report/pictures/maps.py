@@ -24,7 +24,7 @@ from attnlens.report.pictures.charts import (
     write_cells,
 )
 from attnlens.report.pictures.page import Panel, panel_figure
-from attnlens.report.pictures.style import CATEGORIES, IndexTicks, fitted, legend_above, typeset
+from attnlens.report.pictures.style import CATEGORIES, IndexTicks, Style, fitted, legend_above, typeset
 from attnlens.report.shapes import MeasureMap, Shapes, group_of
 from attnlens.wording import clean, counted, decimals_for, gathered, listed, short, title_of
 
@@ -339,7 +339,7 @@ def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]
     """
     info = shapes.info(name)
     lines = [(row, _points(shapes, name, curve)) for group in groups for row, curve in group.curves]
-    quartiles = groups[0].quartiles if len(groups) == 1 else []
+    quartiles = list(groups[0].quartiles) if len(groups) == 1 else []
     styled = zip(quartiles, ("--", "-", "--"), strict=False)
     fan_chart(axes, lines, [(_points(shapes, name, line), style) for line, style in styled], len(shapes.layers))
     values = np.concatenate([curve for _, curve in shapes.curves[name]])
@@ -392,5 +392,5 @@ def draw_depth(axes: Axes, *, shapes: Shapes, name: str, number: int) -> None:
         lower, median = axes.lines[1], axes.lines[3]  # each black line follows its white border
         dotted = axes.lines[-1:] if len(groups) > 1 else []
         names = ["median", "quartiles", "other groups' medians"][: 2 + len(dotted)]
-        style = {"frameon": False, "fontsize": 6.5, "handlelength": 2.6}
+        style: Style = {"frameon": False, "fontsize": 6.5, "handlelength": 2.6}
         axes.legend([median, lower, *dotted], names, loc="lower right", **style)

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from attnlens.report.pictures.charts import show_depths
-from attnlens.report.pictures.style import DPI, INK, MUTED, fitted, new_figure, title_panel, wrapped
+from attnlens.report.pictures.style import DPI, INK, MUTED, Style, fitted, new_figure, title_panel, wrapped
 from attnlens.wording import big, clean
 
 if TYPE_CHECKING:
@@ -90,10 +90,10 @@ def overview(rows: Sequence[Row], title: str, facts: Iterable[str], footnote: It
     height = HEAD + sum(row.total for row in rows) + FOOT
     figure = new_figure(WIDTH, height, dpi=300)
     left, right = SIDE / WIDTH, 1 - SIDE / WIDTH
-    texts = {"va": "center", "color": INK}
+    texts: Style = {"va": "center", "color": INK}
     figure.text(left, 1 - 0.27 / height, fitted(title, TITLE), fontsize=14, weight="bold", **texts)
     figure.text(left, 1 - 0.52 / height, fitted(" · ".join(filter(None, facts)), FACTS), fontsize=8, **texts)
-    small = {"va": "center", "color": MUTED, "fontsize": 6.5}
+    small: Style = {"va": "center", "color": MUTED, "fontsize": 6.5}
     figure.text(left, 0.13 / height, hint, **small)
     figure.text(right, 0.13 / height, fitted(" · ".join(filter(None, footnote)), FOOTNOTE), ha="right", **small)
     _draw_rows(figure, rows, letters=cycle("abcdefghijklmnopqrstuvwxyz"))
@@ -112,7 +112,7 @@ def panel_figure(report: Report, panel: Panel) -> Figure:
     below = 0.15 + LINE * (words.count("\n") + 1)
     height = MARGIN + sum(row.total for row in rows) + below
     figure = new_figure(width, height, DPI)
-    style = {"fontsize": 6.8, "va": "top", "color": MUTED, "linespacing": 1.35}
+    style: Style = {"fontsize": 6.8, "va": "top", "color": MUTED, "linespacing": 1.35}
     figure.text(SIDE / width, (below - 0.05) / height, words, **style)
     _draw_rows(figure, rows)
     _fix_layout(figure, MARGIN, below)
@@ -131,7 +131,9 @@ def _draw_rows(figure: Figure, rows: Sequence[Row], letters: Iterator[str] | Non
 
 def _draw_block(part: SubFigure, rows: Sequence[Row], room: float, letters: Iterator[str] | None) -> None:
     """Draw rows of equally many panels; `room`: inches for a title. A heading is a flat row without axes."""
-    lines = [line for row in rows for line in ([row.heading, row] if row.heading else [row])]
+    lines: list[str | Row] = []
+    for row in rows:
+        lines += [row.heading, row] if row.heading else [row]
     heights = [HEADING if isinstance(line, str) else line.height for line in lines]
     grid = part.add_gridspec(len(lines), len(rows[0].panels), height_ratios=heights)
     for place, line in enumerate(lines):

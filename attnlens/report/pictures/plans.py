@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from attnlens.records import Healing, Plan, Swap
 from attnlens.report.pictures.charts import grid_of, heat_map, write_cells
 from attnlens.report.pictures.page import Panel
-from attnlens.report.pictures.style import CATEGORIES, INK, MUTED, PlainNumbers, thin_ticks
+from attnlens.report.pictures.style import CATEGORIES, INK, MUTED, PlainNumbers, Style, thin_ticks
 from attnlens.report.sentences.plans import UNITS as UNITS_OF
 from attnlens.report.sentences.plans import share
 from attnlens.report.sentences.swaps import UNITS
@@ -102,12 +102,12 @@ def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
     losses = [(position[step.step], math.exp(step.loss)) for step in healing.curve if step.loss is not None]
     distances = [(position[step.step], step.validation) for step in healing.curve if step.validation is not None]
     places = [axes]
-    figure, place = axes.get_figure(), axes.get_subplotspec()
-    if losses and distances and figure is not None and place is not None:
-        upper, lower = place.subgridspec(2, 1)
-        axes.set_subplotspec(upper)
+    figure, spec = axes.get_figure(), axes.get_subplotspec()
+    if losses and distances and figure is not None and spec is not None:
+        halves = spec.subgridspec(2, 1)
+        axes.set_subplotspec(halves[0])
         axes.tick_params(labelbottom=False)
-        places = [axes, figure.add_subplot(lower, sharex=axes)]
+        places = [axes, figure.add_subplot(halves[1], sharex=axes)]
         figure.align_ylabels(places)
     if losses:
         _plot(places[0], losses, "perplexity", CATEGORIES[0], transfer)
@@ -133,7 +133,7 @@ def _plot(axes: Axes, points: Sequence[tuple[int, float]], name: str, colour: st
     axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, linewidth=1.2, clip_on=False)
     inside = [point for point in points if point[0] in hollow]
     if inside:
-        look = {"color": colour, "markerfacecolor": "white", "markersize": 3, "clip_on": False, "zorder": 3}
+        look: Style = {"color": colour, "markerfacecolor": "white", "markersize": 3, "clip_on": False, "zorder": 3}
         axes.plot(*zip(*inside, strict=True), "o", **look)
     axes.margins(y=0.12)
     axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))

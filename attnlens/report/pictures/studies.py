@@ -20,6 +20,7 @@ from attnlens.report.pictures.style import (
     MUTED,
     PlainNumbers,
     Powers,
+    Style,
     legend_above,
     scale_logarithmically,
 )
@@ -194,11 +195,13 @@ def draw_results(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
     unit, better = ", %" if factor > 1 else "", "more" if task.higher_is_better else "less"
     axes.set_xlabel(f"{task.metric}{unit}, {better} is better")
     axes.grid(axis="y", color="#eeeeee", lw=0.6, zorder=0)
-    known = {row: f"{cell.published:g}" for row, cell in enumerate(cells) if cell.published is not None}
-    known |= {row: "none: diverged" for row, cell in enumerate(cells) if cell.published_diverged}
-    for row, text in ({-0.9: "published"} | known if known else {}).items():
-        place = {"transform": axes.get_yaxis_transform(), "va": "center", "clip_on": False}
-        axes.text(1.02, row, text, color=PUBLISHED, fontsize=6, **place)
+    known: dict[float, str] = {}
+    for row, cell in enumerate(cells):
+        if cell.published_diverged or cell.published is not None:
+            known[row] = "none: diverged" if cell.published_diverged else f"{cell.published:g}"
+    place: Style = {"transform": axes.get_yaxis_transform(), "va": "center", "clip_on": False}
+    for height, text in ({-0.9: "published"} | known if known else known).items():
+        axes.text(1.02, height, text, color=PUBLISHED, fontsize=6, **place)
 
 
 def draw_losses(axes: Axes, cells: list[StudyCell]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import matplotlib.style
 import numpy as np
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
@@ -20,7 +21,6 @@ from attnlens.wording import SCIENTIFIC, clean, written
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
 
 SETTINGS = {
     "font.family": "DejaVu Sans",
@@ -39,6 +39,9 @@ SETTINGS = {
     "pdf.fonttype": 42,
 }
 """Settings over matplotlib's defaults; the user's matplotlibrc is ignored."""
+
+Style = dict[str, Any]
+"""Keywords of a matplotlib artist."""
 
 FORMATS: dict[str, dict[str, Any]] = {
     ".png": {"Software": None},
@@ -147,6 +150,7 @@ class IndexTicks(Locator):
     def __call__(self) -> list[int]:
         """Return the ticks that the axis has room for in its present size."""
         # matplotlib's estimate of the room is for longer labels than a layer's or head's number
+        assert isinstance(self.axis, Axis)  # noqa: S101  # for the type checker: set_major_locator has set it
         room = int(1.4 * self.axis.get_tick_space())
         _, *later = tick_positions(self.first + self.count, max(2, room))
         step = later[0] if later else 1
@@ -200,7 +204,7 @@ LEGEND_LINE = 9.4  # points per line of a legend in small print
 def title_panel(axes: Axes, title: str, note: str) -> None:
     """Write the title above a note on how to read the picture; `legend_above` puts a legend in the note's place."""
     axes.set_title(title, pad=15, weight="bold", color=INK)
-    place = {"xycoords": "axes fraction", "textcoords": "offset points", "in_layout": False}
+    place: Style = {"xycoords": "axes fraction", "textcoords": "offset points", "in_layout": False}
     axes.annotate(note, (0, 1), (0, 5), fontsize=6.5, color=MUTED, **place)
 
 

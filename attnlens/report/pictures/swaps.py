@@ -34,6 +34,7 @@ from attnlens.report.pictures.style import (
     INK,
     MUTED,
     PlainNumbers,
+    Style,
     fitted,
     label_powers,
     legend_above,
@@ -256,7 +257,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     if original is not None:
         axes.axvline(original, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
     gap = " " if controls else "\n"  # few rows have room for a third line, which keeps the names narrow
-    labels = [stage.name for stage in swap.stages]
+    labels: list[str] = [stage.name for stage in swap.stages]
     labels += [fitted(clean(control.kernel or control.role), CONTROL_NAME) for control in controls]
     changed = [*swap.stages, *controls]
     names = [f"{label}{_rise(outcome, '', gap) * lossy}" for label, outcome in zip(labels, changed, strict=True)]
@@ -268,7 +269,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     white = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
     for row, dot in enumerate(dots):
         if dot.value is not None:
-            above = {"textcoords": "offset points", "ha": "center", "fontsize": 7, "color": INK, "bbox": white}
+            above: Style = {"textcoords": "offset points", "ha": "center", "fontsize": 7, "color": INK, "bbox": white}
             axes.annotate(typeset(dot.value, decimals), (dot.value, row), (0, 7), **above)
     axes.margins(x=0.16)
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
@@ -403,7 +404,7 @@ def _draw_heads(axes: Axes, swap: Swap) -> None:
     bar.set_label(f"Δ of the {effect_name(swap)}", fontsize=6.5, labelpad=2)
     hatch(axes, lost.values > 0, "xxxxx")
     mark_cells(axes, quiet.values > 0, MUTED)
-    above = {"textcoords": "offset points", "ha": "center", "fontsize": 5, "zorder": 3}
+    above: Style = {"textcoords": "offset points", "ha": "center", "fontsize": 5, "zorder": 3}
     for row, column in np.argwhere(np.abs(np.nan_to_num(grid.values)) > half):
         number = grid.values[row, column]
         text = typeset(number, decimals_for([number], 2))
