@@ -27,7 +27,7 @@ from attnlens.models import hooks, texts
 from attnlens.models.texts import Cut
 from attnlens.models.texts.targets import feed
 from attnlens.records import Pair, Plan, Rise, read_plan, read_report
-from attnlens.report.pictures.swaps import _kept
+from attnlens.report.pictures.plans import budget_note
 from attnlens.report.sections.swap_tables import numbers_kept, plan_rows
 from attnlens.report.sentences.plans import plan_lines
 from attnlens.runs.swap.pipeline import swap_kernel
@@ -710,7 +710,7 @@ def test_the_numbers_of_latents_stand_beside_those_of_their_keys(report):
 
 @pytest.mark.parametrize("unit", ["loss", "ppl"])
 def test_the_picture_says_what_a_rise_is_of(report, unit):
-    note = _kept(report.plan.model_copy(update={"unit": unit}))
+    note = budget_note(report.plan.model_copy(update={"unit": unit}))
     assert note.startswith(f"{unit} ≤ +1 %: promised ")
 
 

@@ -13,7 +13,7 @@ import pytest
 import views
 from experiment_reports import converging, curve, experiment_report, golden, of_head, selecting, series_report, training
 from program import attnlens  # noqa: F401  # the environment of the tests
-from test_plots_layout import overlapping
+from test_plots_layout import overlapping, settle
 
 from attnlens.errors import UsageError
 from attnlens.records import Experiment, Report, read_report
@@ -97,7 +97,7 @@ def test_a_report_says_which_experiment_ran_on_which_model() -> None:
     with house_style():
         figure = experiment_overview(report)
         texts.append(" ".join(text.get_text() for text in figure.texts))
-        figure.draw_without_rendering()
+        settle(figure)
         assert overlapping(figure) == []
     for text in texts:
         assert title in text
@@ -223,7 +223,7 @@ def test_nothing_to_draw_is_said() -> None:
 def test_no_two_texts_of_a_page_overlap(report: Report) -> None:
     with house_style():
         for figure in (experiment_overview(report), *(panel_figure(report, p) for p in experiment_panels(report)[:3])):
-            figure.draw_without_rendering()
+            settle(figure)
             assert overlapping(figure) == []
             figure.text(0.5, 0.5, "over", fontsize=30)
             figure.text(0.5, 0.5, "under", fontsize=30)

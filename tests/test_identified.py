@@ -14,8 +14,8 @@ from attnlens.analyzers.registry import Analyzer, GatheringPlace
 from attnlens.analyzers.selection.gatherer import Selector
 from attnlens.maths import linalg
 from attnlens.models import hooks, loading, texts
+from attnlens.report.pictures.maps import full_caption, short_caption
 from attnlens.report.pictures.overview import page_rows
-from attnlens.report.pictures.style import full_caption, short_caption
 from attnlens.report.sections.layers import layer_rows, reading_help
 from attnlens.report.shapes import Shapes
 from attnlens.runs.inspect.sequences import split_batch
@@ -225,13 +225,13 @@ def test_the_sentence_stands_wherever_the_numbers_do(demo):
     said = reading_help(layer_rows(shapes), shapes)
     assert said.endswith(registry.NOT_IDENTIFIED)
     assert "extended.share_skew" in said
-    assert registry.NOT_IDENTIFIED in full_caption(shapes, shapes.readings["extended.share_skew"], 200)
-    assert registry.NOT_IDENTIFIED not in full_caption(shapes, shapes.readings["tokens.share_key"], 200)
+    assert registry.NOT_IDENTIFIED in full_caption(shapes, shapes.readings["extended.share_skew"])
+    assert registry.NOT_IDENTIFIED not in full_caption(shapes, shapes.readings["tokens.share_key"])
     assert short_caption(shapes.readings["ksvd.rank90"]).startswith("not identified")
     assert any("not identified" in note for note in shapes.report.model.conventions.notes)
     alone = Shapes(attnlens.inspect(demo, source="tokens", windows=1, length=16, analyzers="extended"))
     panel = page_rows(alone)[0][0]
-    assert (panel.name, panel.title) == ("extended.kernel_shares", "kernel shares (not identified)")
+    assert (panel.stem, panel.title) == ("extended.kernel_shares", "kernel shares (not identified)")
     for info in registry.measure_infos().values():
         assert ("(not identified)" in info.meaning) == (info.identified == "nowhere"), info.name
 

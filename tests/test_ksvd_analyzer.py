@@ -19,7 +19,7 @@ from attnlens.analyzers.registry import MeasureInfo, measure_infos, measure_sour
 from attnlens.models import hooks, loading, texts
 from attnlens.records import Call, Report, Site
 from attnlens.report.pictures import overview_figure
-from attnlens.report.pictures.maps import DEPTH, depths
+from attnlens.report.pictures.maps import DEPTH, groups_by_depth
 from attnlens.report.pictures.overview import page_rows
 from attnlens.report.pictures.style import house_style
 from attnlens.report.shapes import Shapes
@@ -307,23 +307,23 @@ def grouped(monkeypatch):
 
 
 def test_the_layers_are_cut_into_thirds_with_their_medians(grouped):
-    found = depths(grouped([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]), "any.curve")
+    found = groups_by_depth(grouped([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]), "any.curve")
     assert [group.title for group in found] == ["layers 0–2", "layers 3–4", "layers 5–6"]
     assert [group.quartiles[1][0] for group in found] == pytest.approx([0.2, 0.45, 0.65])
     assert found[0].note == "starts at 0.20 (quartiles 0.15 to 0.25), 3 heads"
-    assert [group.title for group in depths(grouped([0.1, 0.2]), "any.curve")] == ["layer 0", "layer 1"]
+    assert [group.title for group in groups_by_depth(grouped([0.1, 0.2]), "any.curve")] == ["layer 0", "layer 1"]
 
 
 def test_parts_are_groups_and_are_not_mixed(grouped):
     shapes = grouped([0.1, 0.2, 0.3, 0.4], parts=["encoder", "encoder", "decoder", "cross"])
-    assert [group.title for group in depths(shapes, "any.curve")] == ["encoder", "decoder", "cross"]
+    assert [group.title for group in groups_by_depth(shapes, "any.curve")] == ["encoder", "decoder", "cross"]
 
 
 def test_the_overview_is_the_picture_by_depth_with_maps_below(grouped):
     shapes = grouped([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     rows = page_rows(shapes)
     assert [panel.title for panel in rows[0]] == ["layers 0–1", "layers 2–3", "layers 4–5"]
-    assert [panel.name for panel in rows[1]] == ["any.scalar"]
+    assert [panel.stem for panel in rows[1]] == ["any.scalar"]
     with house_style():
         figure = overview_figure(shapes)
     panels = figure.axes[:3]
@@ -341,14 +341,14 @@ def test_a_curve_that_does_not_ask_is_drawn_as_before(grouped, monkeypatch):
     shapes = grouped([0.1, 0.2, 0.3])
     silent = measure_infos() | {"any.curve": MeasureInfo("any.curve", "what it is", "c", curve=True)}
     monkeypatch.setattr("attnlens.analyzers.registry.measure_infos", lambda: silent)
-    assert all(panel.title == "" for row in page_rows(shapes) for panel in row)
+    assert [panel.title for row in page_rows(shapes) for panel in row] == ["scalar", "curve"]
 
 
 def test_ksvds_overview_is_figure_1(tmp_path):
     shapes = Shapes(demo())
     (first, second) = page_rows(shapes)
-    assert {panel.name for panel in first} == {"ksvd.attention_spectrum"}
-    assert second[0].name == "ksvd.first_share", "the only map that attention identifies stands first"
+    assert {panel.stem for panel in first} == {"ksvd.attention_spectrum"}
+    assert second[0].stem == "ksvd.first_share", "the only map that attention identifies stands first"
     assert all(panel.note.startswith("not identified") for panel in second[1:])
     (file,) = views.save_pictures(demo(), tmp_path / "figure1.png")
     again = views.save_pictures(demo(), tmp_path / "again.png")[0]

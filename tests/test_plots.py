@@ -20,28 +20,15 @@ from attnlens.choices import Part
 from attnlens.errors import OutputError, UsageError
 from attnlens.records import Measure, Null
 from attnlens.report.pictures import fan_figure, map_figure, overview_figure
-from attnlens.report.pictures.maps import null_mark, scale
+from attnlens.report.pictures.maps import full_caption, groups_by_part, null_mark, scale, short_curve_caption
 from attnlens.report.pictures.overview import page_rows
-from attnlens.report.pictures.style import (
-    bands,
-    full_caption,
-    house_style,
-    long_enough,
-    short_curve_caption,
-    tick_positions,
-)
+from attnlens.report.pictures.style import house_style, tick_positions
 from attnlens.report.shapes import Shapes
 
 
 def image_of(shapes: Shapes, name: str) -> AxesImage:
     with house_style():
         return map_figure(shapes, name).axes[0].images[0]
-
-
-def legend_texts(shapes: Shapes, name: str) -> list[str]:
-    with house_style():
-        legend = map_figure(shapes, name).axes[0].get_legend()
-    return [] if legend is None else [text.get_text() for text in legend.get_texts()]
 
 
 def test_the_map_holds_each_heads_value_at_its_layer_and_head() -> None:
@@ -74,7 +61,7 @@ def test_one_layer_needs_no_bar_of_layers_and_every_curve_has_a_name() -> None:
         titles = [axes.get_title(loc="left") for axes in page.axes]
         assert any(title.endswith("singular values of M") for title in titles)
         fans = [axes for axes in page.axes if "singular" in axes.get_title(loc="left")]
-        assert all(" over " in axes.get_xlabel() for axes in fans)
+        assert all(axes.get_ylabel() and axes.get_xlabel() for axes in fans)
 
 
 def test_where_few_measures_are_the_parts_of_the_shares_fill_the_page() -> None:
@@ -85,7 +72,7 @@ def test_where_few_measures_are_the_parts_of_the_shares_fill_the_page() -> None:
     ]
     with house_style():
         figure = overview_figure(Shapes(report.model_copy(update={"heads": heads})))
-    assert [axes.get_title(loc="left")[3:] for axes in figure.axes] == [
+    assert [title[3:] for axes in figure.axes if (title := axes.get_title(loc="left"))] == [
         "kernel shares", "share positive", "share negative", "share skew", "share key"
     ]  # fmt: skip
 
@@ -100,9 +87,10 @@ def test_heads_without_a_value_are_masked_hatched_and_explained() -> None:
     assert sorted(map(tuple, np.argwhere(masked).tolist())) == missing
     hatched = [patch for patch in axes.patches if isinstance(patch, Rectangle) and patch.get_hatch()]
     assert sorted((patch.get_y() + 0.5, patch.get_width()) for patch in hatched) == [(0, 2), (2, 1)]
-    assert legend_texts(shapes, "weights.symmetry") == ["no value"]
-    assert "No value for 3 heads: the weights are not finite" in figure.texts[-1].get_text()
-    assert legend_texts(Shapes(synthetic_report(3, 4)), "weights.symmetry") == []
+    assert "No value for 3 heads (hatched): the weights are not finite" in figure.texts[-1].get_text()
+    with house_style():
+        full = map_figure(Shapes(synthetic_report(3, 4)), "weights.symmetry")
+    assert "No value" not in full.texts[-1].get_text()
 
 
 def test_a_head_that_the_report_leaves_out_is_a_hole_and_moves_no_other() -> None:
@@ -153,12 +141,8 @@ def test_parts_stand_in_labelled_groups_with_running_numbers() -> None:
     assert shapes.layers == (0, 1, 2, 4, 3, 5)
     with house_style():
         axes = map_figure(shapes, "weights.norm").axes[0]
-    assert [text.get_text() for text in axes.texts if text.get_text().isalpha()] == [
-        "layer",
-        "encoder",
-        "decoder",
-        "cross",
-    ]
+    _note, *labels = [text.get_text() for text in axes.texts]
+    assert [label for label in labels if label.isalpha()] == ["layer", "encoder", "decoder", "cross"]
     value = next(head for head in report.heads if (head.layer, head.head) == (4, 1)).measures["weights.norm"].value
     assert np.asarray(axes.images[0].get_array())[3, 1] == value
 
@@ -167,9 +151,9 @@ def test_cells_carry_numbers_only_where_they_fit() -> None:
     with house_style():
         small = map_figure(Shapes(planted(np.linspace(0, 1, 32).reshape(4, 8))), "weights.planted").axes[0]
         large = map_figure(Shapes(planted(np.linspace(0, 1, 5120).reshape(80, 64))), "weights.planted").axes[0]
-    assert [text.get_text() for text in small.texts][:2] == ["0.000", "0.032"]
-    assert len(small.texts) == 32
-    assert not large.texts
+    assert [text.get_text() for text in small.texts][:3] == ["weights", "0.000", "0.032"]
+    assert len(small.texts) == 1 + 32
+    assert [text.get_text() for text in large.texts] == ["weights"]
 
 
 def test_the_caption_gives_null_error_count_model_and_coverage() -> None:
@@ -178,8 +162,8 @@ def test_the_caption_gives_null_error_count_model_and_coverage() -> None:
         weights = map_figure(shapes, "weights.symmetry").texts[-1].get_text()
         tokens = map_figure(shapes, "tokens.entropy").texts[-1].get_text()
     assert "Null 0.0013 ± 0.0018 (mean ± sd)" in weights
-    assert "bert-base-uncased (BertForMaskedLM, 110 M parameters, 4 layers × 4 heads)" in weights
-    assert "COMPLETE: 16 of 16 heads" in weights
+    assert "bert-base-uncased · BertForMaskedLM · 110 M parameters" in weights
+    assert "4 layers × 4 heads · COMPLETE: 16 of 16 heads" in weights
     assert "7 sequences; heads' median se 0.0" in tokens
 
 
@@ -222,9 +206,10 @@ def with_curves(curves: list[list[float]], parts: list[Part] | None = None, name
 
 def test_quartiles_rest_on_the_same_heads_at_every_step_and_the_picture_says_on_which() -> None:
     curves = [[1.0, 1.0, 1.0], [9.0], [3.0, 3.0, 3.0], [5.0, 5.0, 5.0, 5.0]]
-    np.testing.assert_array_equal(long_enough([np.array(curve) for curve in curves]), [[1] * 3, [3] * 3, [5] * 3])
     shapes = with_curves(curves)
-    np.testing.assert_array_equal(bands(shapes, "c")[0].quartiles[1], [3, 3, 3])
+    (group,) = groups_by_part(shapes, "c")
+    np.testing.assert_array_equal(group.complete, [[1] * 3, [3] * 3, [5] * 3])
+    np.testing.assert_array_equal(group.quartiles[1], [3, 3, 3])
     with house_style():
         caption = fan_figure(shapes, "c").texts[-1].get_text()
     assert "Encoder: those of the 3 of 4 heads with 3 steps or more." in caption
@@ -235,14 +220,14 @@ def test_quartiles_rest_on_the_same_heads_at_every_step_and_the_picture_says_on_
 def test_parts_have_their_own_quartiles() -> None:
     parts: list[Part] = ["encoder", "encoder", "decoder", "cross"]
     shapes = with_curves([[1.0, 1.0, 1.0], [3.0, 3.0, 3.0], [10.0, 10.0], [7.0, 7.0]], parts)
-    assert [(band.part, band.quartiles[1].tolist()) for band in bands(shapes, "c")] == [
+    assert [(group.title, group.quartiles[1].tolist()) for group in groups_by_part(shapes, "c")] == [
         ("encoder", [2, 2, 2]),
         ("decoder", [10, 10]),
         ("cross", [7, 7]),
     ]
     with house_style():
         figure = fan_figure(shapes, "c")
-    titled = [axes for axes in figure.axes if axes.get_title(loc="left") in parts]
+    titled = [axes for axes in figure.axes if axes.get_title(loc="left") in [f"c: {part}" for part in parts]]
     assert [len(axes.collections[0].get_segments()) for axes in titled] == [2, 1, 1]
     assert "each part by itself" in figure.texts[-1].get_text()
 
@@ -275,7 +260,7 @@ def test_a_steep_fall_is_drawn_on_a_logarithmic_axis_and_a_rise_is_not() -> None
 def test_the_overview_has_six_pictures_and_none_of_a_constant(source: str, expected: list[int]) -> None:
     rows = page_rows(Shapes(synthetic_report(6, 6, source=source)))  # type: ignore[arg-type]
     assert [len(row) for row in rows] == expected
-    names = [panel.name for row in rows for panel in row]
+    names = [panel.stem for row in rows for panel in row]
     assert len(set(names)) == 6
     assert not any("inertia" in name for name in names)
 
@@ -284,7 +269,7 @@ def test_the_overview_prefers_what_differs_from_chance() -> None:
     shapes = Shapes(synthetic_report(6, 6))
     assert shapes.readings["weights.directionality"].chance
     assert not shapes.readings["weights.definiteness"].chance
-    assert [panel.name for panel in page_rows(shapes)[0]][:2] == ["weights.symmetry", "weights.definiteness"]
+    assert [panel.stem for panel in page_rows(shapes)[0]][:2] == ["weights.symmetry", "weights.definiteness"]
 
 
 def test_a_report_with_one_measure_still_has_an_overview(tmp_path: Path) -> None:
@@ -376,7 +361,7 @@ def test_hatching_is_explained_where_a_cell_of_this_page_is_hatched() -> None:
         head = report.heads[0]
         gone = head.model_copy(update={"measures": head.measures | {name: Measure(value=None, reason="gone")}})
         shapes = Shapes(report.model_copy(update={"heads": [gone, *report.heads[1:]]}))
-        assert name not in {panel.name for row in page_rows(shapes) for panel in row} or said
+        assert name not in {panel.stem for row in page_rows(shapes) for panel in row} or said
         with house_style():
             texts = [text.get_text() for text in overview_figure(shapes).texts]
         assert ("hatched: no value" in texts) == said
@@ -398,7 +383,7 @@ def test_the_caption_says_what_is_possible(
     entry = registry.Analyzer("planted", "weights", "?", (info,), lambda _: {})
     monkeypatch.setitem(registry._ANALYZERS, ("planted", "weights"), entry)
     shapes = Shapes(planted(np.array([[0.0, 0.5], [1.25, 3.0]])))
-    assert expected in full_caption(shapes, shapes.readings["weights.planted"], 200).splitlines()
+    assert expected in full_caption(shapes, shapes.readings["weights.planted"]).splitlines()
 
 
 def test_the_null_is_said_to_be_on_the_colour_bar_only_where_it_is() -> None:

@@ -57,6 +57,17 @@ def test_no_two_texts_of_a_page_overlap(parts: list[Part] | None) -> None:
             assert ("under", "over") in overlapping(figure)  # the control
 
 
+def settle(figure: Figure) -> None:
+    """Lay the figure out, and forget the ticks that it does not draw."""
+    figure.draw_without_rendering()
+    for place in (place for axes in figure.axes for place in (axes, *axes.child_axes)):
+        for axis in (place.xaxis, place.yaxis):
+            del axis.majorTicks[len(axis.get_majorticklocs()) :]
+            low, high = sorted(axis.get_view_interval())
+            for tick in axis.majorTicks:
+                tick.label1.set_visible(low - 1e-9 <= tick.get_loc() <= high + 1e-9 and tick.label1.get_visible())
+
+
 def overlapping(figure: Figure) -> list[tuple[str, str]]:
     """Texts whose boxes share more than a hair, and texts that leave the page."""
     texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]

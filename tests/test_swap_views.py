@@ -25,15 +25,15 @@ from swap_reports import (
     swap_report,
     swapped,
 )
-from test_plots_layout import overlapping
+from test_plots_layout import overlapping, settle
 
 from attnlens.choices import Part
 from attnlens.kernels import TIES
 from attnlens.records import Coverage, Effect, HealingRate, HealingTraining, Pair, Plan, Report, Rise, Text, TextCosine
 from attnlens.report.pictures import panel_figure, swap_overview, swap_panels
+from attnlens.report.pictures.plans import draw_healing
 from attnlens.report.pictures.style import house_style, new_figure
-from attnlens.report.pictures.swap_effects import GREY, draw_kernels, draw_stages, draw_sweep, limit
-from attnlens.report.pictures.swaps import draw_healing, named_steps
+from attnlens.report.pictures.swaps import GREY, draw_kernels, draw_stages, draw_sweep, limit
 from attnlens.report.sentences import swaps as effects
 from attnlens.report.sentences.plans import healing as sentences
 from attnlens.report.sentences.plans import plan_lines
@@ -428,17 +428,6 @@ def test_the_page_and_markdown_hold_the_table() -> None:
     assert "| linear | 10.13 | 7.70 |" in marks
 
 
-def settle(figure: Figure) -> None:
-    """Lay the figure out, and forget the ticks that it does not draw."""
-    figure.draw_without_rendering()
-    for place in (place for axes in figure.axes for place in (axes, *axes.child_axes)):
-        for axis in (place.xaxis, place.yaxis):
-            del axis.majorTicks[len(axis.get_majorticklocs()) :]
-            low, high = sorted(axis.get_view_interval())
-            for tick in axis.majorTicks:
-                tick.label1.set_visible(low - 1e-9 <= tick.get_loc() <= high + 1e-9 and tick.label1.get_visible())
-
-
 @pytest.mark.parametrize("size", SHAPES)
 @pytest.mark.parametrize("kind", ["heads", "layers", "several", "controls"])
 def test_no_two_texts_of_a_page_overlap(size: tuple[int, int], kind: str) -> None:
@@ -518,7 +507,7 @@ def test_a_page_s_head_cuts_the_formula_and_nothing_else(kernel: str, reached: i
 
 def test_both_curves_of_a_healing_fill_their_axes_over_one_named_scale_of_steps() -> None:
     swap = swapped(deltas=(1.12, 0.09), healed=True)
-    above, below = drawn(draw_healing, swap, swap.healing).axes[0].child_axes
+    above, below = drawn(draw_healing, swap, swap.healing).axes
     assert (above.get_ylabel(), below.get_ylabel()) == ("perplexity", "KL, nats")
     assert below.get_xlabel() == "optimiser step, √ scale"
     assert list(below.get_xticks()) == list(above.get_xticks()) == [0, 50, 200, 500, 1000]
@@ -541,7 +530,7 @@ def test_a_healing_that_counts_tokens_is_drawn_and_told_by_them() -> None:
     update = {"curve": curve, "tokens": 1024 * 1000, "seconds": 100.0, "batch": 8, "asked": "1,024,000 tokens"}
     counted = found.model_copy(update=update | {"stages": [stage]})
     swap = swapped(deltas=(1.12, 0.09), healed=True).model_copy(update={"healing": counted})
-    _above, below = drawn(draw_healing, swap, counted).axes[0].child_axes
+    _above, below = drawn(draw_healing, swap, counted).axes
     assert below.get_xlabel() == "tokens trained on, √ scale"
     assert below.get_xlim()[1] == pytest.approx(1.03 * 1024 * 1000)
     assert below.xaxis.get_major_formatter()(1024 * 1000) == "1.02 M"
@@ -581,16 +570,17 @@ def test_a_healing_is_told_in_the_unit_that_was_asked_for() -> None:
 def test_a_healing_without_a_loss_has_all_the_room() -> None:
     swap = swapped(headless=True, healed=True)
     curve = [step.model_copy(update={"loss": None}) for step in healing().curve]
-    axes = drawn(draw_healing, swap, healing().model_copy(update={"curve": curve})).axes[0]
-    assert axes.child_axes == []
+    (axes,) = drawn(draw_healing, swap, healing().model_copy(update={"curve": curve})).axes
     assert axes.get_ylabel() == "1 − cosine"
 
 
 @pytest.mark.parametrize("last", [1, 2, 3, 40, 140, 200, 5000, 12345])
 def test_named_steps_are_few_and_stand_apart(last: int) -> None:
-    steps = named_steps(last)
-    assert (steps[0], steps[-1]) == (0, last)
-    assert np.diff(np.sqrt(steps)).min() >= 0.17 * np.sqrt(last)
+    curve = [step.model_copy(update={"step": min(step.step, last)}) for step in healing().curve]
+    axes = drawn(draw_healing, swapped(healed=True), healing(last).model_copy(update={"curve": curve})).axes[0]
+    steps = axes.get_xticks()
+    assert (steps[0], steps[-1]) == (0, min(last, 1000))
+    assert np.diff(np.sqrt(steps)).min() >= 0.17 * np.sqrt(steps[-1])
     assert len(steps) >= min(4, last + 1)
 
 

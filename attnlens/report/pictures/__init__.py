@@ -1,8 +1,8 @@
 """Pictures drawn with matplotlib: maps of layers × heads, fans of curves, overviews."""
 
 from attnlens.report.pictures.experiments import experiment_overview, experiment_panels
-from attnlens.report.pictures.maps import falls_far, fan_figure, map_figure, palette
+from attnlens.report.pictures.maps import falls_far, fan_figure, first_step, groups_by_part, map_figure, palette
 from attnlens.report.pictures.overview import margins_figure, named_parts, overview_figure
+from attnlens.report.pictures.page import panel_figure
 from attnlens.report.pictures.studies import comparison_overview, comparison_panels, study_overview, study_panels
-from attnlens.report.pictures.style import panel_figure
 from attnlens.report.pictures.swaps import swap_overview, swap_panels

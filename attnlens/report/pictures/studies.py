@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.colors import LogNorm
+from matplotlib.ticker import LogLocator
 
-from attnlens.records import PARTS, Report, StudyCell, StudyColumn
-from attnlens.report.pictures.maps import heat_map
+from attnlens.records import Comparison, Report, StudyCell, StudyColumn
+from attnlens.report.pictures.charts import Dot, as_array, dot_plot, grid_of, heat_map, mark_cells
+from attnlens.report.pictures.page import Panel, Row, overview
 from attnlens.report.pictures.style import (
     CATEGORIES,
     INK,
     MUTED,
-    Panel,
     PlainNumbers,
     Powers,
+    Style,
     legend_above,
-    panels_overview,
-    size_in_points,
+    scale_logarithmically,
 )
 from attnlens.report.sentences.comparisons import LOCAL, effect_sizes, title, worth
 from attnlens.wording import clean, counted, shortened, source_of
@@ -30,104 +31,107 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from attnlens.records import Comparison, Report
-
-
 LEAST_Q = 1e-20  # smaller q are drawn at the top of the picture
 WHOLE_RANGE = 1e6  # ratio of the largest to the smallest distance with its own colour; smaller ones get the last colour
+NAME = 34  # largest number of characters in a cell's name
+OWN, PUBLISHED = CATEGORIES[0], CATEGORIES[2]
+WIDE = 3  # ratio of largest to smallest perplexity above which the axis is logarithmic
+DASHES = ("-", "--", ":", "-.")
+
+
+# --- comparison of two models -----------------------------------------------------------------------------------------
 
 
 def comparison_overview(report: Report) -> Figure:
     """Draw both panels of a comparison on one page."""
-    comparison = _comparison(report)
-    facts = (f"against {comparison.base.title}", clean(report.coverage.sentence))
-    made = (clean(report.settings.fed), f"{clean(report.tool.name)} {clean(report.tool.version)}")
-    return panels_overview(comparison_panels(report), report.model.title, facts, made)
+    model, tool, comparison = report.model, report.tool, report.comparison
+    against = [f"against {comparison.base.title}"] if comparison is not None else []
+    facts = [*against, clean(report.coverage.sentence)]
+    made = [clean(report.settings.fed), f"{clean(tool.name)} {clean(tool.version)}"]
+    return overview([Row(comparison_panels(report), 2.6)], model.title, facts, made)
 
 
 def comparison_panels(report: Report) -> list[Panel]:
     """Build a map of the most informative distance between heads and a volcano plot of all measures."""
-    comparison = _comparison(report)
-    if not comparison.rows:
+    comparison = report.comparison
+    if comparison is None or not comparison.rows:
         return []
     panels = []
     for name in worth(comparison)[:1]:
-        title = f"where heads differ: {LOCAL[name]}"
+        unit = ", nats" * ("KL" in LOCAL[name])
+        name_of_map = f"where heads differ: {LOCAL[name]}{unit}"
         note = "dots: named; hatched: no change at all"
-        caption = "Logarithmic colours; of a KL each head's mean over queries and windows, in nats."
-        rows = len({row.layer for row in comparison.rows})
-        draw = partial(_draw_map, found=comparison, name=name)
-        panels.append(Panel("differences", title, note, caption, draw, rows, bar=True))
-    caption = "One dot a head and measure; size in interquartile ranges of the measure over the first model's heads."
-    panels.append(Panel("volcano", "size against certainty", "", caption, partial(_draw_volcano, found=comparison)))
-    return panels
+        caption = (
+            "Logarithmic colours; of a KL each head's mean over queries and windows, in nats. "
+            "Dots: heads whose change is named. Hatched: no change at all."
+        )
+        layers = len({row.layer for row in comparison.rows})
+        draw = partial(draw_differences, comparison=comparison, name=name)
+        panels.append(Panel("differences", name_of_map, note, caption, draw, 2 * layers))
+    caption = (
+        "One dot per head and measure; size in interquartile ranges of the measure over the first model's heads. "
+        "q: the p-value adjusted for the number of heads and measures (Benjamini–Hochberg)."
+    )
+    draw = partial(draw_volcano, comparison=comparison)
+    return [*panels, Panel("volcano", "size against certainty", "", caption, draw)]
 
 
-def _comparison(report: Report) -> Comparison:
-    comparison = report.comparison
-    assert comparison is not None  # noqa: S101
-    return comparison
-
-
-def _draw_map(axes: Axes, found: Comparison, name: str) -> None:
-    parts = {head.layer: head.part for head in found.heads}
-    layers = sorted(parts, key=lambda layer: (PARTS.index(parts[layer]), layer))
-    heads = sorted({head.head for head in found.heads})
-    values = np.full((len(layers), len(heads)), np.nan)
-    marked = []
-    for row in found.rows:
-        if row.measure == name and row.delta is not None and row.delta > 0:
-            place = layers.index(row.layer), heads.index(row.head)
-            values[place] = row.delta
-            marked += [place] * row.named
-    most = float(np.nanmax(values)) if np.isfinite(values).any() else 1.0
-    least = max(float(np.nanmin(values)) if np.isfinite(values).any() else 0.0, most / WHOLE_RANGE)
-    scale = (colormaps["viridis"], LogNorm(min(least, most / 10), most), "min")
-    bar = heat_map(axes, values, layers, heads, [parts[layer] for layer in layers], scale, named=True)
+def draw_differences(axes: Axes, comparison: Comparison, name: str) -> None:
+    """Draw a map of a distance between the heads of two models, on a logarithmic scale."""
+    rows = {(row.layer, row.head): row for row in comparison.rows if row.measure == name and (row.delta or 0) > 0}
+    ids = [(head.layer, head.head) for head in comparison.heads]
+    grid = grid_of(
+        (head.layer, head.head, head.part, rows[at].delta if at in rows else None)
+        for at, head in zip(ids, comparison.heads, strict=True)
+    )
+    present = grid.values[np.isfinite(grid.values)]
+    most = float(present.max(initial=0.0)) or 1.0
+    least = max(float(present.min(initial=most)), most / WHOLE_RANGE)
+    bar = heat_map(axes, grid, (colormaps["viridis"], LogNorm(min(least, most / 10), most), "min"))
+    bar.locator = LogLocator(subs=(1, 2, 5) if most < 100 * least else (1,))
     bar.formatter = Powers()
     bar.minorticks_off()
-    bar.update_ticks()
-    wide, high = size_in_points(axes)
-    size = min(wide / len(heads), high / len(layers)) / 3
-    if marked:
-        rows, columns = np.array(marked).T
-        axes.scatter(columns, rows, s=min(size, 5.0) ** 2, color="white", edgecolor=INK, linewidth=0.4, zorder=2)
+    named = grid_of(
+        (head.layer, head.head, head.part, float(at in rows and rows[at].named))
+        for at, head in zip(ids, comparison.heads, strict=True)
+    )
+    mark_cells(axes, named.values > 0, "white", INK)
 
 
-def _draw_volcano(axes: Axes, found: Comparison) -> None:
-    sizes = effect_sizes(found)
+def draw_volcano(axes: Axes, comparison: Comparison) -> None:
+    """Draw one dot per head and measure: how large the change is, and how certain."""
+    sizes = effect_sizes(comparison)
     sources = dict.fromkeys(source_of(name) for name in sizes)
     for source, colour in zip(sources, (CATEGORIES[0], CATEGORIES[2], *CATEGORIES[4:]), strict=False):
-        rows = [row for row in found.rows if source_of(row.measure) == source and row.measure in sizes]
+        rows = [row for row in comparison.rows if source_of(row.measure) == source and row.measure in sizes]
         points = [
             (row.delta / sizes[row.measure], row.q) for row in rows if row.delta is not None and row.q is not None
         ]
         if points:
             x, q = np.array(points, dtype=float).T
-            sure = -np.log10(np.clip(q, LEAST_Q, None))
-            axes.scatter(x, sure, s=6, color=colour, alpha=0.6, linewidth=0, label=f"{source}.*", rasterized=True)
-    level = f"named above q = {found.fdr:g}"
-    axes.axhline(-np.log10(found.fdr), color=MUTED, linewidth=0.6, linestyle="--", label=level)
+            certainty = -np.log10(np.clip(q, LEAST_Q, None))
+            axes.scatter(x, certainty, s=6, color=colour, alpha=0.6, linewidth=0, label=f"{source}.*", rasterized=True)
+    level = f"named above q = {comparison.fdr:g}"
+    axes.axhline(-np.log10(comparison.fdr), color=MUTED, linewidth=0.6, linestyle="--", label=level)
     axes.axvline(0, color=MUTED, linewidth=0.4)
     axes.set_xscale("symlog", linthresh=0.1)
     axes.xaxis.set_major_formatter(PlainNumbers())
-    axes.set_xlabel("second − first, in interquartile ranges over heads", labelpad=1.5)
+    axes.set_xlabel("second − first, in interquartile ranges over heads")
     axes.set_ylabel("−log₁₀ q")
     axes.set_ylim(-0.02 * -np.log10(LEAST_Q), 1.04 * -np.log10(LEAST_Q))
-    legend_above(axes, 4)
+    axes.spines[["top", "right"]].set_visible(False)
+    legend_above(axes, 80, handlelength=0.8)
 
 
-NAME, LETTER = 34, 0.055  # largest number of characters in a row's name, and width of one in inches
-OWN, OTHER = CATEGORIES[0], CATEGORIES[2]
-WIDE = 3  # ratio of largest to smallest perplexity above which the axis is logarithmic
-DASHES = ("-", "--", ":", "-.")
+# --- study ------------------------------------------------------------------------------------------------------------
 
 
 def study_overview(report: Report) -> Figure:
     """Draw the results and learning curves of every task on one page, two panels per row."""
     facts = [f"{study.name}: scale {study.scale}, {counted(len(study.cells), 'cell')}" for study in report.studies]
     panels = [panel for panel in study_panels(report) if panel.stem.endswith(("-reached", "-learned"))]
-    return panels_overview(panels, title(report), facts, dict.fromkeys(study.source for study in report.studies))
+    rows = [Row(panels[n : n + 2], max(1.9, 0.16 * panels[n].rows)) for n in range(0, len(panels), 2)]
+    return overview(rows, title(report), facts, dict.fromkeys(study.source for study in report.studies))
 
 
 def study_panels(report: Report) -> list[Panel]:
@@ -137,98 +141,90 @@ def study_panels(report: Report) -> list[Panel]:
         for task in study.tasks:
             cells = [cell for cell in study.cells if cell.task == task.name]
             stem = f"{study.name}-{task.form}-{task.name}".replace(" ", "-").lower()
-            left = 0.25 + LETTER * max(len(shortened(clean(cell.name), NAME)) for cell in cells)
+            rows = max(10, 2 * len(cells))
+            published = f"; published on {task.published}." if task.published else "."
             panels += [
                 Panel(
                     f"{stem}-reached",
                     f"{task.name}: {task.metric}",
-                    "dots: seeds · bar: mean ± se",
-                    f"{study.question} {study.source}"
-                    + (f"; published on {task.published}." if task.published else "."),
-                    partial(_draw_results, task=task, cells=cells),
-                    rows=max(6, 2 * len(cells)),
-                    left=left,
+                    "dots: seeds; line: mean ± se",
+                    f"{study.question} {study.source}{published}",
+                    partial(draw_results, task=task, cells=cells),
+                    rows,
+                    width=6.0,
                 ),
                 Panel(
                     f"{stem}-learned",
                     f"{task.name}: validation loss, nats",
                     "median over seeds",
-                    f"{study.question} Validation loss against training steps.",
-                    partial(_draw_losses, cells=cells),
-                    rows=max(6, 2 * len(cells)),
+                    f"{study.question} Validation loss against training steps, median over seeds.",
+                    partial(draw_losses, cells=cells),
+                    rows,
                 ),
-                *_head_panels(study.question, stem, task, cells),
+            ]
+            panels += [
+                Panel(
+                    f"{stem}-{name}",
+                    f"{task.name}: {name}",
+                    "median over heads, first seed",
+                    f"{study.question} {name} while each cell is trained, median over heads, first seed.",
+                    partial(draw_measure, name=name, cells=cells),
+                    rows,
+                )
+                for name in dict.fromkeys(name for cell in cells for name in cell.heads)
             ]
     return panels
 
 
-def _head_panels(question: str, stem: str, task: StudyColumn, cells: list[StudyCell]) -> Iterator[Panel]:
-    """Yield one panel per measure of the task's heads, for the folder of pictures."""
-    for name in dict.fromkeys(name for cell in cells for name in cell.heads):
-        yield Panel(
-            f"{stem}-{name}",
-            f"{task.name}: {name}",
-            "median over heads, first seed",
-            f"{question} {name} while each cell is trained.",
-            partial(_draw_measure, name=name, cells=cells),
-            rows=max(6, 2 * len(cells)),
-        )
-
-
-def _draw_results(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
+def draw_results(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
     """Draw one row per cell; cells that did not converge get a text instead of marks."""
-    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
-
-    transform = axes.get_yaxis_transform()
     factor = 100.0 if task.metric == "accuracy" else 1.0
+    rows = []
     for row, cell in enumerate(cells):
         values = [run.scores[task.metric] * factor for run in cell.runs if task.metric in run.scores]
         if cell.mean is None:
-            axes.text(0.02, row, "did not converge", transform=transform, color=OTHER, va="center", fontsize=6.5)
+            rows.append([Dot(None, colour=PUBLISHED, text="did not converge")])
             continue
         axes.scatter(values, [row] * len(values), s=9, color=OWN, alpha=0.55, linewidths=0, zorder=3)
-        error = None if cell.se is None else cell.se * factor
-        axes.errorbar(cell.mean * factor, row, xerr=error, fmt="|", color=INK, markersize=9, lw=1.2, zorder=4)
+        mean, se = cell.mean * factor, (cell.se or 0.0) * factor
+        rows.append([Dot(mean, (mean - se, mean + se), INK, "|", 9)])
+    dot_plot(axes, rows, [shortened(clean(cell.name), NAME) for cell in cells])
     means = [cell.mean for cell in cells if cell.mean]
     if task.metric == "perplexity" and means and max(means) > WIDE * min(means):
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_yticks(range(len(cells)), [shortened(clean(cell.name), NAME) for cell in cells])
-    axes.set_ylim(len(cells) - 0.5, -0.5)
+        scale_logarithmically(axes, "x", subs=(1, 2, 5))
     unit, better = ", %" if factor > 1 else "", "more" if task.higher_is_better else "less"
-    axes.set_xlabel(f"{task.metric}{unit}, {better} is better", labelpad=2)
+    axes.set_xlabel(f"{task.metric}{unit}, {better} is better")
     axes.grid(axis="y", color="#eeeeee", lw=0.6, zorder=0)
-    known = {row: f"{cell.published:g}" for row, cell in enumerate(cells) if cell.published is not None}
-    known |= {row: "none: diverged" for row, cell in enumerate(cells) if cell.published_diverged}
-    for row, text in ({-1: "published"} | known if known else {}).items():
-        axes.text(1.02, row, text, transform=transform, color=OTHER, va="center", fontsize=6, clip_on=False)
+    known: dict[float, str] = {}
+    for row, cell in enumerate(cells):
+        if cell.published_diverged or cell.published is not None:
+            known[row] = "none: diverged" if cell.published_diverged else f"{cell.published:g}"
+    place: Style = {"transform": axes.get_yaxis_transform(), "va": "center", "clip_on": False}
+    for height, text in ({-0.9: "published"} | known if known else known).items():
+        axes.text(1.02, height, text, color=PUBLISHED, fontsize=6, **place)
 
 
-def _draw_losses(axes: Axes, cells: list[StudyCell]) -> None:
+def draw_losses(axes: Axes, cells: list[StudyCell]) -> None:
     """Draw one line per cell, up to the shortest of its runs."""
-    for number, cell in enumerate(cells):
+    lines = []
+    for cell in cells:
         length = min(len(run.losses) for run in cell.runs)
-        curve = np.median([run.losses[:length] for run in cell.runs], axis=0)
-        _draw_line(axes, number, cell, cell.runs[0].steps[:length], curve)
-    _draw_legend(axes, cells)
+        lines.append((cell.runs[0].steps[:length], np.median([run.losses[:length] for run in cell.runs], axis=0)))
+    _draw_lines(axes, cells, lines)
 
 
-def _draw_measure(axes: Axes, name: str, cells: list[StudyCell]) -> None:
+def draw_measure(axes: Axes, name: str, cells: list[StudyCell]) -> None:
     """Draw one line per cell that has the measure."""
-    for number, cell in enumerate(cells):
-        if name in cell.heads:
-            values = [np.nan if value is None else value for value in cell.heads[name].median]
-            _draw_line(axes, number, cell, cell.heads[name].steps, values)
-    _draw_legend(axes, cells)
+    measured = [cell for cell in cells if name in cell.heads]
+    lines = [(cell.heads[name].steps, as_array(cell.heads[name].median)) for cell in measured]
+    _draw_lines(axes, measured, lines)
 
 
-def _draw_line(axes: Axes, number: int, cell: StudyCell, steps: Sequence[float], values: Any) -> None:
-    colour, dash = CATEGORIES[number % len(CATEGORIES)], DASHES[number // len(CATEGORIES) % len(DASHES)]
-    axes.plot(steps, values, dash, color=colour, lw=1.1, label=shortened(clean(cell.name), NAME))
-
-
-def _draw_legend(axes: Axes, cells: list[StudyCell]) -> None:
-    axes.set_xlabel("step", labelpad=2)
-    axes.legend(fontsize=5.5, frameon=False, ncols=1 + (len(cells) > 8), handlelength=1.6)
+def _draw_lines(axes: Axes, cells: Sequence[StudyCell], lines: Sequence[tuple[Sequence[float], np.ndarray]]) -> None:
+    for number, (cell, (steps, values)) in enumerate(zip(cells, lines, strict=True)):
+        colour, dash = CATEGORIES[number % len(CATEGORIES)], DASHES[number // len(CATEGORIES) % len(DASHES)]
+        axes.plot(steps, values, dash, color=colour, lw=1.1, label=shortened(clean(cell.name), NAME))
+    axes.set_xlabel("step")
+    axes.yaxis.set_major_formatter(PlainNumbers())
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="best", frameon=False, fontsize=6, handlelength=1.6)

@@ -1,412 +1,490 @@
-"""Panels of a swap and the pages that contain them."""
+"""Pictures of a swap: its stages, sites, kernels, sweeps, predictors, ranks and healing."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib import colormaps
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.colors import CenteredNorm, Normalize
+from matplotlib.ticker import MaxNLocator
 
-from attnlens.records import PARTS, Healing, Plan, Report, Swap
-from attnlens.report.pictures.maps import heat_map
+from attnlens.records import PARTS, Effect, Outcome, Report, Swap
+from attnlens.report.pictures.charts import (
+    DEPTH,
+    Dot,
+    as_array,
+    dot_plot,
+    grid_of,
+    hatch,
+    hatch_box,
+    heat_map,
+    label_layers,
+    mark_cells,
+)
+from attnlens.report.pictures.page import Panel, Row, overview
+from attnlens.report.pictures.plans import healing_panel, ranks_panel
 from attnlens.report.pictures.style import (
     CATEGORIES,
     INK,
     MUTED,
-    Panel,
     PlainNumbers,
-    figure_of,
+    Style,
     fitted,
-    panels_overview,
-    size_in_points,
+    label_powers,
+    legend_above,
     typeset,
 )
-from attnlens.report.pictures.swap_effects import (
-    draw_kernels,
-    draw_lines,
-    draw_sites,
-    draw_stages,
-    draw_sweep,
-    drawn_controls,
-    effect_of,
-    legend_lines,
-    legend_of,
-    limit,
-    name_of,
-    names_of,
-    of_heads,
+from attnlens.report.sentences.swaps import (
+    EFFECTS,
+    cautions,
+    distance,
+    distance_ci95,
+    effect_name,
+    figures,
+    formula,
+    is_hybrid,
+    loss_decimals,
+    rise_interval,
+    rise_words,
 )
-from attnlens.report.sentences.plans import UNITS as UNITS_OF
-from attnlens.report.sentences.plans import share
-from attnlens.report.sentences.swaps import EFFECTS, UNITS, cautions, effect_name, formula
-from attnlens.wording import big, clean
+from attnlens.wording import big, clean, decimals_for
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from attnlens.records import Predictor
+    from attnlens.choices import ControlRole
+    from attnlens.records import Control, Predictor
 
-LEGIBLE = 11.0  # least width and height of a cell, in points, for a legible number
-
-
-def draw_ranks(axes: Axes, plan: Plan, *, named: bool = True) -> None:
-    """Draw every query head's rank as a colour from 0 to head_dim, with its number if there is room."""
-    parts = {key.layer: key.part for key in plan.ranks}
-    layers = sorted(parts, key=lambda layer: (PARTS.index(parts[layer]), layer))
-    heads = sorted({head for key in plan.ranks for head in key.heads})
-    values = np.full((len(layers), len(heads)), np.nan)
-    for key in plan.ranks:
-        for head in key.heads:
-            values[layers.index(key.layer), heads.index(head)] = key.rank / key.keys
-    top = max(key.head_dim / key.keys for key in plan.ranks)
-    colours = (colormaps["viridis"], Normalize(0, top), "neither")
-    bar = heat_map(axes, values, layers, heads, [parts[layer] for layer in layers], colours, named=named)
-    bar.set_label("rank r of head_dim", fontsize=6.5, labelpad=2)
-    bar.set_ticks([tick for tick in bar.get_ticks() if tick <= top])  # remove ticks beyond the scale
-    wide, high = size_in_points(axes)
-    if min(wide / len(heads), high / len(layers)) >= LEGIBLE:
-        for row, column in np.argwhere(~np.isnan(values)):
-            ink = "black" if values[row, column] > 0.6 * top else "white"
-            axes.text(column, row, f"{values[row, column]:.0f}", ha="center", va="center", fontsize=6, color=ink)
-
-
-GAP = 0.08  # share of the height between the two axes
-LABEL = 36  # points between an axis and its label, so that both labels are aligned
-THOUSANDS = 20_000  # numbers from here on are abbreviated as thousands or millions
-APART = 0.17  # least distance between two labelled steps, as a share of the width
-
-
-def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
-    """Draw perplexity above and distance below, over tokens; a single measured one gets the whole height.
-
-    Each has its own axis, which need not begin at 0: on a shared one the larger would flatten the smaller. Reports from
-    versions that did not count tokens are drawn over optimiser steps. Hollow: during attention transfer.
-    """
-    by_tokens = all(step.tokens is not None for step in healing.curve)
-    position = {step.step: int(step.tokens or 0) if by_tokens else step.step for step in healing.curve}
-    transfer = {position[step.step] for step in healing.curve if step.stage == "transfer"}
-    losses = [(position[step.step], math.exp(step.loss)) for step in healing.curve if step.loss is not None]
-    distances = [(position[step.step], step.validation) for step in healing.curve if step.validation is not None]
-    places = [axes]
-    if losses and distances:
-        axes.set(xticks=[], yticks=[], facecolor="none")
-        axes.spines[:].set_visible(False)
-        tall = (1 - GAP) / 2
-        places = [axes.inset_axes((0, bottom, 1, tall)) for bottom in (1 - tall, 0)]
-    if losses:
-        _plot(places[0], losses, "perplexity", CATEGORIES[0], transfer)
-        original = next((stage.loss.before for stage in swap.stages if stage.loss is not None), None)
-        if original is not None:
-            places[0].axhline(math.exp(original), color=INK, linewidth=0.9, linestyle=(0, (4, 2)))
-    if distances:
-        name = "loss, kept back" if healing.goal == "text" else "1 − cosine" if swap.task == "hidden" else "KL, nats"
-        _plot(places[-1], distances, name, CATEGORIES[2], transfer)
-    last = max(position.values(), default=healing.steps) or 1
-    wide, _ = size_in_points(axes)
-    for place in places:
-        place.yaxis.set_label_coords(-LABEL / wide, 0.5)
-        place.axvline(position.get(healing.best, healing.best), color=MUTED, linewidth=0.8, linestyle=":")
-        # the square root stretches the first steps, which have the largest effect
-        place.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))
-        place.set_xlim(0, last * 1.03)
-        place.xaxis.set_major_locator(FixedLocator(named_steps(last)))
-        place.xaxis.set_minor_locator(NullLocator())
-        place.xaxis.set_major_formatter(PlainNumbers() if last < THOUSANDS else FuncFormatter(_abbreviate))
-    for place in places[:-1]:
-        place.tick_params(labelbottom=False)
-    places[-1].set_xlabel(f"{'tokens trained on' if by_tokens else 'optimiser step'}, √ scale", labelpad=1.5)
-
-
-def _plot(axes: Axes, points: Sequence[tuple[int, float]], name: str, colour: str, hollow: Collection[int]) -> None:
-    axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, linewidth=1.2, clip_on=False)
-    inside = [point for point in points if point[0] in hollow]
-    if inside:
-        (marks,) = axes.plot(*zip(*inside, strict=True), "o", color=colour, markersize=3, clip_on=False, zorder=3)
-        marks.set_markerfacecolor("white")
-    axes.margins(y=0.12)
-    axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_major_formatter(PlainNumbers())
-    axes.set_ylabel(name, labelpad=2)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _abbreviate(number: float, _place: int | None = None) -> str:
-    """Format thousands or millions with three digits: 196 k, 2 M."""
-    unit, name = (1e6, " M") if number >= 1e6 else (1e3, " k")
-    return f"{number / unit:.3g}{name}" if number else "0"
-
-
-def named_steps(last: int) -> list[int]:
-    """Return 0, the last step and as many of 1, 2, 5, 10, … between them as keep a distance on the √ scale."""
-    named = [last]
-    round_steps = [digit * 10**power for power in range(len(str(last))) for digit in (1, 2, 5)]
-    for step in sorted(round_steps, reverse=True):
-        if step < last and min(np.sqrt(named[-1]) - np.sqrt(step), np.sqrt(step)) >= APART * np.sqrt(last):
-            named.append(step)
-    return [0, *reversed(named)]
-
-
-ASKED = ("tokens.share_positive", "tokens.share_skew", "tokens.share_key", "ksvd.rank90", "tokens.entropy")
-"""Measures that are always drawn if the model has them."""
-PICTURES, ACROSS = 6, 3  # number of drawn measures, filled up with the strongest others, and how many per row
-LAYERS = "viridis"
-SQUASHED = 30.0
-"""Ratio of the largest to the median effect above which the axis of effects is asinh."""
-
-
-def missing(swap: Swap) -> str:
-    """Explain why measures in ASKED are not drawn; empty if all are."""
-    reasons = {} if swap.prediction is None else swap.prediction.left_out
-    why = [f"{name}: {clean(reasons[name])}" for name in ASKED if name in reasons]
-    return f" Not drawn: {'; '.join(why)}." if why else ""
-
-
-def strongest(swap: Swap) -> Predictor:
-    """Return the measure with the largest |ρ| among those that hold, or among all if none holds."""
-    holding = [predictor for predictor in swap.predictors if predictor.holds]
-    return max(holding or swap.predictors, key=lambda predictor: abs(predictor.rho))
-
-
-def draw_strongest(axes: Axes, swap: Swap) -> None:
-    """Draw the harm against the measure most strongly associated with it."""
-    _scatter(axes, swap, strongest(swap), size=13)
-    axes.set_xlabel(clean(strongest(swap).measure), labelpad=1.5, color=INK)
-    axes.set_ylabel(f"Δ of the {EFFECTS[swap.judged_by]}", color=INK)
-    _layer_bar(axes, swap)
-
-
-def draw_predictors(axes: Axes, swap: Swap) -> None:
-    """Draw one scatter plot per measure, in rows."""
-    axes.set_axis_off()
-    figure, box = figure_of(axes), axes.get_position()
-    # measures in ASKED first, then the strongest others
-    by_name = {each.measure: each for each in swap.predictors}
-    first = [by_name[name] for name in ASKED if name in by_name]
-    others = sorted((each for each in swap.predictors if each not in first), key=lambda each: -abs(each.rho))
-    shown = [*first, *others][:PICTURES]
-    rows = -(-len(shown) // ACROSS)
-    tall, wide = box.height / rows, box.width / ACROSS
-    for number, each in enumerate(shown):
-        row, column = divmod(number, ACROSS)
-        bottom = box.y1 - (row + 1) * tall
-        inner = figure.add_axes((box.x0 + column * wide + 0.12 * wide, bottom + 0.2 * tall, 0.8 * wide, 0.6 * tall))
-        _scatter(inner, swap, each, size=9)
-        inner.set_title(fitted(clean(each.measure), 34), fontsize=7.5, pad=13, color=INK, weight="bold")
-        inner.annotate(_note(each), (0, 1), (0, 4), xycoords="axes fraction", textcoords="offset points", fontsize=6.5)
-        if column == 0:
-            inner.set_ylabel(f"Δ of the {EFFECTS[swap.judged_by]}", color=INK, fontsize=7)
-        inner.tick_params(labelsize=6.5)
-    _layer_bar(axes, swap)
-
-
-def _note(predictor: Predictor) -> str:
-    """Format a predictor as `ρ 0.87 [0.71, 0.93] over heads; holds`."""
-    low, high = (typeset(end, 2) for end in predictor.heads_ci95 or (float("nan"),) * 2)
-    ends = "" if predictor.heads_ci95 is None else f" [{low}, {high}]"
-    verdict = "holds" if predictor.holds else "does not hold"
-    return f"ρ {typeset(predictor.rho, 2)}{ends} over heads; {verdict}"
-
-
-def _scatter(axes: Axes, swap: Swap, predictor: Predictor, size: float) -> None:
-    """Draw one dot per head; heads that lack the measure or diverged are left out."""
-    x, y = _numbers(predictor.values), _numbers(effect.delta for effect in swap.sweep)
-    layers = np.array([effect.layer for effect in swap.sweep])
-    usual = float(np.nanmedian(np.abs(y))) if np.isfinite(y).any() else 0.0
-    if usual > 0 and float(np.nanmax(np.abs(y))) > SQUASHED * usual:
-        axes.set_yscale("asinh", linear_width=2 * usual)
-    axes.axhline(0, color=MUTED, linewidth=0.6, zorder=0)
-    axes.scatter(x, y, c=layers, cmap=LAYERS, norm=_norm(swap), s=size, linewidth=0.3, edgecolor="white")
-    axes.margins(0.06)
-    axes.xaxis.set_major_formatter(PlainNumbers())
-    axes.yaxis.set_major_formatter(PlainNumbers())
-    axes.locator_params(axis="x", nbins=5)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _norm(swap: Swap) -> Normalize:
-    layers = [effect.layer for effect in swap.sweep]
-    return Normalize(min(layers), max(max(layers), min(layers) + 1))
-
-
-def _layer_bar(axes: Axes, swap: Swap) -> None:
-    """Draw the colour bar of the layers next to the axes."""
-    figure, box = figure_of(axes), axes.get_position()
-    width = float(figure.get_size_inches()[0])
-    beside = figure.add_axes((box.x1 + 0.12 / width, box.y0, 0.09 / width, box.height))
-    bar = figure.colorbar(ScalarMappable(_norm(swap), colormaps[LAYERS]), cax=beside, ticks=MaxNLocator(integer=True))
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(labelsize=6)
-    bar.ax.set_title("layer", fontsize=6.5, pad=3)
-
-
+OWN, OTHER, GREY = CATEGORIES[0], CATEGORIES[2], "#8c8c8c"
 RISES = {"loss": "rise of the loss", "kl": "KL to the original", "hidden": "distance of the last hidden states"}
 """Quantity shown in a comparison of kernels."""
 ERROR = "‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys and values"
-
-
-def panels(report: Report) -> list[Panel]:
-    """Build the panels of the overview, in order."""
-    return list(_comparison_panels(report) if report.more_swaps else _swap_panels(report.swaps[0], report.plan))
+CROWDED = 24  # number of layers above which bars touch
 
 
 def swap_overview(report: Report) -> Figure:
     """Draw all panels on a page; a comparison of kernels is placed above the others."""
-    model, swap = report.model, report.swaps[0]
+    model, swap, tool = report.model, report.swaps[0], report.tool
+    panels = _overview_panels(report)
+    across = len(panels) if len(panels) <= 3 else 2
+    rows = [panels[start : start + across] for start in range(0, len(panels), across)]
+    if report.more_swaps:
+        rows = [row for row in (panels[:1], panels[1:]) if row]
     what, how = ("several kernels", "") if report.more_swaps else (clean(swap.kernel), formula(swap))
     # the formula comes last: if the line is too long, it is cut, but never the coverage of heads
     size = f"{big(model.parameters)} parameters"
-    facts = (clean(model.architecture), size, what, clean(report.coverage.sentence), how)
-    made = (clean(report.settings.fed), f"{clean(report.tool.name)} {clean(report.tool.version)}")
-    return panels_overview(panels(report), model.title, facts, made, crowned=bool(report.more_swaps))
+    facts = [clean(model.architecture), size, what, clean(report.coverage.sentence), how]
+    made = [clean(report.settings.fed), f"{clean(tool.name)} {clean(tool.version)}"]
+    page = [Row(row, _row_height(row, alone=len(rows) == 1)) for row in rows]
+    return overview(page, model.title, facts, made)
+
+
+def _row_height(row: Sequence[Panel], *, alone: bool) -> float:
+    """Return the height of a row in inches: more for many layers, less for few kernels."""
+    rows = max(panel.rows for panel in row)
+    if len(row) == 1:
+        return 0.19 * rows
+    return float(np.clip(0.115 * rows, 2.6 if alone else 2.3, 3.4))
 
 
 def swap_panels(report: Report) -> list[Panel]:
     """Build the panels that get their own files; if several kernels were swept, each has its own sweep."""
-    chosen = [panel for panel in panels(report) if panel.stem not in ("stages", "sweep", "predictor")]
+    panels = [panel for panel in _overview_panels(report) if panel.stem not in ("stages", "sweep", "predictor")]
+    several = bool(report.more_swaps)
     swept = [swap for swap in report.swaps if swap.sweep]
-    names = [f"sweep-{clean(swap.kernel)}" if report.more_swaps else "sweep" for swap in swept]
-    chosen += [_sweep_panel(swap, name) for swap, name in zip(swept, names, strict=True)]
-    return chosen + [_predictors_panel(swap, several=bool(report.more_swaps)) for swap in swept if swap.predictors]
+    panels += [_sweep_panel(swap, f"sweep-{clean(swap.kernel)}" if several else "sweep") for swap in swept]
+    return panels + [_predictors_panel(swap, several=several) for swap in swept if swap.predictors]
 
 
-def _swap_panels(swap: Swap, plan: Plan | None) -> Iterator[Panel]:
-    lossy = swap.judged_by == "loss"
+def _overview_panels(report: Report) -> list[Panel]:
+    """Build the panels of the overview, in order."""
+    if report.more_swaps:
+        return list(_kernel_panels(report))
+    swap, plan = report.swaps[0], report.plan
+    panels = [_stages_panel(swap), _sites_panel(swap)]
+    panels += [ranks_panel(plan)] if plan is not None else []
+    panels += [_sweep_panel(swap, "sweep")] if swap.sweep else []
+    panels += [_predictor_panel(swap)] if swap.predictors else []
+    panels += [healing_panel(swap, swap.healing)] if swap.healing is not None else []
+    return panels
+
+
+# --- effect of one or several kernels ---------------------------------------------------------------------------------
+
+
+def effect_of(swap: Swap, outcome: Outcome) -> float | None:
+    """Return Δ of the loss, or the distance if the swap has no loss."""
+    if swap.judged_by != "loss":
+        return distance(swap, outcome)
+    return None if outcome.loss is None else outcome.loss.delta
+
+
+def _effect_ends(swap: Swap, outcome: Outcome) -> tuple[float, float] | None:
+    """Return the 95 % interval of the effect."""
+    if swap.judged_by != "loss":
+        return distance_ci95(swap, outcome)
+    return None if outcome.loss is None else outcome.loss.ci95
+
+
+def drawn_controls(swap: Swap) -> list[Control]:
+    """Return the controls that have a loss to draw; none if the model has no loss."""
+    return [control for control in swap.controls if control.loss is not None and swap.judged_by == "loss"]
+
+
+MARKS: dict[ControlRole, tuple[str, str]] = {
+    "same size": ("D", "◆"),
+    "one key": ("v", "▼"),
+    "floor": ("X", "✖"),
+    "filter alone": ("<", "◀"),
+    "without filter": (">", "▶"),
+    "far part, healed": ("^", "▲"),
+}
+"""Marker of each kind of control, and the same sign as text."""
+ROLES: dict[ControlRole, str] = {
+    "same size": "sinks and window of its size",
+    "one key": "one key",
+    "floor": "all keys alike",
+    "filter alone": "filter alone",
+    "without filter": "without its filter",
+    "far part, healed": "its far part, healed",
+}
+"""Short description of each kind of control."""
+OF_HYBRIDS: dict[ControlRole, str] = {"filter alone": "window alone", "without filter": "far part alone"}
+"""Short descriptions for hybrids, if different."""
+WIDE = 30.0
+"""Ratio of the largest to the smallest effect from which the axis is logarithmic."""
+FINEST = 1e-3  # smaller effects are drawn in the linear part of a logarithmic axis
+KERNEL_NAME, CONTROL_NAME = 40, 30  # characters of a name
+
+
+def _kernel_panels(report: Report) -> Iterator[Panel]:
+    swaps = report.swaps
+    lossy = swaps[0].judged_by == "loss"
+    what = RISES[swaps[0].judged_by]
+    paired, units = "paired " if lossy else "", report.settings.intervals or "inputs"
+    intervals = f"Bars: {paired}bootstrap 95 % intervals over {units}."
+    caption = f"{what[0].upper()}{what[1:]} with each kernel in every chosen head. {intervals}"
+    caption = " ".join([caption, *cautions(swaps)])
+    measured = any(effect_of(swap, swap) is not None for swap in swaps)
+    note = _controls_legend(swaps) if measured else "no kernel has a value"
+    yield Panel("kernels", what, note, caption, partial(draw_kernels, swaps=swaps), 2 * len(swaps) + 2, width=6.0)
+    errors = [(swap.kernel, as_array(site.output_error for site in swap.sites)) for swap in swaps]
+    draw = partial(draw_layer_lines, lines=errors, label="‖new − own‖ / ‖own‖")
+    yield Panel("sites", "output error by layer", "", f"{ERROR}.", draw)
+    swept = [swap for swap in swaps if swap.sweep]
+    if swept and not any(map(_of_heads, swept)):
+        by_layer = [(swap.kernel, sorted(swap.sweep, key=lambda effect: effect.layer)) for swap in swaps]
+        harms = [(kernel, as_array(effect.delta for effect in effects)) for kernel, effects in by_layer]
+        draw = partial(draw_layer_lines, lines=harms, label=f"Δ of the {effect_name(swaps[0])}")
+        yield Panel("sweep", "each layer alone", "", "", draw)
+
+
+def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
+    """Draw Δ of the loss, or a distance if there is no loss, with 95 % intervals; diverged kernels get a text."""
+    axes.axvline(0, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
+    rows = []
+    for swap in swaps:
+        # controls are grey markers in the kernel's row, one shape per kind
+        dots = [
+            Dot(effect_of(swap, control), colour=GREY, marker=MARKS[control.role][0], size=4)
+            for control in drawn_controls(swap)
+        ]
+        text = "diverged" if swap.diverged else "no value"
+        rows.append([*dots, Dot(effect_of(swap, swap), _effect_ends(swap, swap), text=text)])
+    names = [f"{fitted(clean(swap.kernel), KERNEL_NAME)}{_rise(swap, 'perplexity ', ' ')}" for swap in swaps]
+    dot_plot(axes, rows, names)
+    _scale_effects(axes, [dot.value for row in rows for dot in row if dot.value is not None])
+    for row in range(1, len(swaps)):
+        axes.axhline(row - 0.5, color="#e6e6e6", linewidth=0.5, zorder=0)
+    axes.set_xlabel("Δ of the " * (swaps[0].judged_by == "loss") + effect_name(swaps[0]))
+
+
+def _rise(outcome: Outcome, name: str, gap: str) -> str:
+    """Format the rise of the perplexity as a new line `+5.6 %` and, after the gap, `(4.9 to 6.4 %)`; else nothing."""
+    if outcome.perplexity is None or outcome.loss is None:
+        return ""
+    ends = rise_interval(outcome.loss)
+    return f"\n{name}{rise_words(outcome.loss)}{f'{gap}({ends})' if ends else ''}"
+
+
+def _controls_legend(swaps: Sequence[Swap]) -> str:
+    """Describe the grey markers that are drawn; empty if there are none."""
+    of = {swap.kernel: {control.role for control in swap.controls if control.loss is not None} for swap in swaps}
+    drawn = {role for roles in of.values() for role in roles}
+    words = ROLES | (OF_HYBRIDS if all(is_hybrid(swap) for swap in swaps if "filter alone" in of[swap.kernel]) else {})
+    entries = ", ".join(f"{sign} {words[role]}" for role, (_, sign) in MARKS.items() if role in drawn)
+    return f"grey: {entries}" if entries else ""
+
+
+def _scale_effects(axes: Axes, effects: Sequence[float]) -> None:
+    """Scale the axis: linear if effects are of similar size, else logarithmic on both sides of a linear part at 0."""
+    sizes = sorted(abs(effect) for effect in effects if abs(effect) >= FINEST)
+    if sizes and sizes[-1] >= WIDE * sizes[0]:
+        border = 10.0 ** math.floor(math.log10(sizes[0]))
+        axes.set_xscale("symlog", linthresh=border, linscale=0.6)
+        label_powers(axes.xaxis, border)
+
+
+# --- stages of one kernel ---------------------------------------------------------------------------------------------
+
+
+def _stages_panel(swap: Swap) -> Panel:
+    lossy, controls = swap.judged_by == "loss", drawn_controls(swap)
     name = "loss by stage" if lossy else "distance by stage"
-    controls = drawn_controls(swap)
     note = f"{'in %: perplexity, ' if lossy else 'bars: '}95 % interval; dashed: the original"
     note = "in %: perplexity, 95 % interval; grey: controls" if controls else note
-    left = 0.2 + 0.062 * max(len(line) for name in names_of(swap) for line in name.splitlines())
-    rows = 2 * (1 + len(swap.stages) + len(controls)) if controls else 1
-    yield Panel("stages", name, note, "", partial(draw_stages, swap=swap), rows, left=max(0.62, left))
+    rows = 2 * (1 + len(swap.stages) + len(controls)) if controls else 12
+    return Panel("stages", name, note, "", partial(draw_stages, swap=swap), rows)
+
+
+def draw_stages(axes: Axes, swap: Swap) -> None:
+    """Draw the loss of the original, each stage and (grey) each control; without a loss, the distance."""
+    lossy, controls = swap.judged_by == "loss", drawn_controls(swap)
+    first = next((stage for stage in swap.stages if stage.loss is not None), None)
+    decimals = min(3, loss_decimals([stage.loss for stage in swap.stages if stage.loss is not None]))
+    original = 0.0 if not lossy else first.loss.before if first is not None and first.loss is not None else None
+    dots = [Dot(original, colour=INK, size=5)]
+    dots += [_stage_dot(swap, outcome, OWN) for outcome in swap.stages]
+    dots += [_stage_dot(swap, outcome, GREY) for outcome in controls]
+    if original is not None:
+        axes.axvline(original, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
+    gap = " " if controls else "\n"  # few rows have room for a third line, which keeps the names narrow
+    labels: list[str] = [stage.name for stage in swap.stages]
+    labels += [fitted(clean(control.kernel or control.role), CONTROL_NAME) for control in controls]
+    changed = [*swap.stages, *controls]
+    names = [f"{label}{_rise(outcome, '', gap) * lossy}" for label, outcome in zip(labels, changed, strict=True)]
+    perplexity = next((stage.perplexity.before for stage in swap.stages if stage.perplexity), None)
+    known = f"\nperplexity {figures(perplexity)}" if perplexity is not None and lossy else ""
+    dot_plot(axes, [[dot] for dot in dots], [f"original{known}", *names])
+    for label in axes.get_yticklabels()[1 + len(swap.stages) :]:
+        label.set_color(MUTED)
+    white = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+    for row, dot in enumerate(dots):
+        if dot.value is not None:
+            above: Style = {"textcoords": "offset points", "ha": "center", "fontsize": 7, "color": INK, "bbox": white}
+            axes.annotate(typeset(dot.value, decimals), (dot.value, row), (0, 7), **above)
+    axes.margins(x=0.16)
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axes.set_xlabel(effect_name(swap))
+    if all(dot.value is None for dot in dots):
+        axes.set_xticks([])
+
+
+def _stage_dot(swap: Swap, outcome: Outcome, colour: str) -> Dot:
+    """Build the dot of a stage; the interval of a loss is that of the difference, shifted by the original loss."""
+    value, ends, loss = effect_of(swap, outcome), _effect_ends(swap, outcome), outcome.loss
+    if value is None:
+        return Dot(None, colour=OTHER, text="diverged" if outcome.diverged else "no value")
+    if swap.judged_by == "loss" and loss is not None:
+        value = loss.after
+        ends = None if ends is None else (loss.before + ends[0], loss.before + ends[1])
+    return Dot(value, ends, colour, size=5)
+
+
+# --- sites and layers -------------------------------------------------------------------------------------------------
+
+LINES = (CATEGORIES[0], CATEGORIES[2], CATEGORIES[4], CATEGORIES[5], CATEGORIES[6], CATEGORIES[1], "#222222", "#999999")
+MARKERS = "osD^vPX*"  # kernels differ in marker as well as in colour
+PARAMETERS = re.compile(r":(?:[^+]|(?<=\d[eE])\+)*")
+"""Pattern of a kernel's or filter's parameters; they end at a plus sign, but not at that of 1e+06."""
+LEGEND_NAME = 22  # largest number of characters of a kernel's name in a legend
+
+
+def _sites_panel(swap: Swap) -> Panel:
     note = "on the original's queries, keys and values"
-    yield Panel("sites", "output error by layer", note, f"{ERROR}.", partial(draw_sites, swap=swap), len(swap.sites))
-    if plan is not None:
-        yield _ranks_panel(plan)
-    if swap.sweep:
-        yield _sweep_panel(swap, "sweep")
-    if swap.predictors:
-        yield _predictor_panel(swap)
-    if swap.healing is not None:
-        yield _healing_panel(swap, swap.healing)
+    draw = partial(draw_sites, swap=swap)
+    return Panel("sites", "output error by layer", note, f"{ERROR}.", draw, len(swap.sites))
 
 
-def _comparison_panels(report: Report) -> Iterator[Panel]:
-    swaps, lossy = report.swaps, report.swaps[0].judged_by == "loss"
-    what = RISES[swaps[0].judged_by]
-    caption = f"{what[0].upper()}{what[1:]} with each kernel in every chosen head."
-    caption += (
-        f" Bars: {'paired ' if lossy else ''}bootstrap 95 % intervals over {report.settings.intervals or 'inputs'}."
-    )
-    caption = " ".join([caption, *cautions(swaps)])
-    lines = legend_lines([swap.kernel for swap in swaps])
-    left = 0.25 + 0.062 * max(len(line) for swap in swaps for line in name_of(swap).splitlines())
-    note = legend_of(swaps) if any(effect_of(swap) is not None for swap in swaps) else "no kernel has a value"
-    yield Panel("kernels", what, note, caption, partial(draw_kernels, swaps=swaps), 2 * len(swaps) + 2, left)
-    errors = [(swap.kernel, _numbers(site.output_error for site in swap.sites)) for swap in swaps]
-    draw = partial(draw_lines, lines=errors, label="‖new − own‖ / ‖own‖")
-    yield Panel("sites", "output error by layer", "", f"{ERROR}.", draw, 12, legend=lines)
-    swept = [swap for swap in report.swaps if swap.sweep]
-    if swept and not any(map(of_heads, swept)):
-        by_layer = [(swap.kernel, sorted(swap.sweep, key=lambda effect: effect.layer)) for swap in swaps]
-        harms = [(kernel, _numbers(effect.delta for effect in effects)) for kernel, effects in by_layer]
-        draw = partial(draw_lines, lines=harms, label=f"Δ of the {effect_name(swaps[0])}", zero=True)
-        yield Panel("sweep", "each layer alone", "", "", draw, 12, legend=lines)
+def draw_sites(axes: Axes, swap: Swap) -> None:
+    """Draw ‖new − own‖ / ‖own‖ of every site's output, layer 0 at the top; sites without a value are hatched."""
+    sites = sorted(swap.sites, key=lambda site: (PARTS.index(site.part), site.layer))
+    errors, rows = as_array(site.output_error for site in sites), np.arange(len(sites))
+    colours = [CATEGORIES[6] if site.part == "cross" else OWN for site in sites]
+    height = 1.0 if len(rows) > CROWDED else 0.78
+    axes.barh(rows, np.nan_to_num(errors), height=height, color=colours, linewidth=0, antialiased=len(rows) <= CROWDED)
+    reach = max(float(np.nanmax(errors, initial=0.0)), 1e-9)
+    for row in rows[np.isnan(errors)]:
+        hatch_box(axes, (0, row - 0.4), reach, 0.8)
+    axes.set_xlim(0, 1.06 * reach)
+    axes.xaxis.set_major_formatter(PlainNumbers())
+    axes.set_xlabel("‖new − own‖ / ‖own‖ of the output")
+    axes.spines[["top", "right"]].set_visible(False)
+    label_layers(axes, [site.layer for site in sites], [site.part for site in sites])
 
 
-def _numbers(values: Iterable[float | None]) -> np.ndarray:
-    return np.array([np.nan if value is None else value for value in values])
+def draw_layer_lines(axes: Axes, lines: Sequence[tuple[str, Float[np.ndarray, " layers"]]], label: str) -> None:
+    """Draw one line per kernel over the layers, with gaps for missing values, and a line at 0."""
+    bare = [clean(PARAMETERS.sub("", name)) for name, _ in lines]
+    names = bare if len(set(bare)) == len(bare) else [clean(name) for name, _ in lines]
+    axes.axhline(0, color="#999999", linewidth=0.6, zorder=0)
+    for number, (name, (_, values)) in enumerate(zip(names, lines, strict=True)):
+        colour, mark = LINES[number % len(LINES)], MARKERS[number % len(MARKERS)]
+        axes.plot(values, color=colour, marker=mark, markersize=3, linewidth=1, label=fitted(name, LEGEND_NAME))
+    axes.set_xlabel("layer")
+    axes.set_ylabel(label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.yaxis.set_major_formatter(PlainNumbers())
+    axes.spines[["top", "right"]].set_visible(False)
+    legend_above(axes, 75)
+
+
+# --- sweep over heads or layers ---------------------------------------------------------------------------------------
+
+OUTLYING = 3.0
+"""Ratio to the 98th percentile above which a head's effect is drawn in the last colour."""
+
+
+def _of_heads(swap: Swap) -> bool:
+    """Check whether single heads were swapped rather than whole layers."""
+    return any(effect.head is not None for effect in swap.sweep)
+
+
+def _is_quiet(effect: Effect) -> bool:
+    """Check whether the effect was tested and is not significant; distances are not tested."""
+    return effect.delta is not None and effect.p_value is not None and not effect.significant
 
 
 def _sweep_panel(swap: Swap, stem: str) -> Panel:
-    heads = of_heads(swap)
-    quiet = "grey dot" if heads else "hollow"
-    tested = swap.judged_by == "loss"
-    note = f"Δ of the {EFFECTS[swap.judged_by]}"
-    note += f"; {quiet}: not significant at FDR 5 %" * tested
-    remarks = " Crossed: diverged." if heads and any(effect.delta is None for effect in swap.sweep) else ""
-    beyond = heads and limit(_numbers(effect.delta for effect in swap.sweep))[1] != "neither"
-    remarks += " A number: an effect beyond the last colour." * beyond
-    unit = "head" if heads else "layer"
-    caption = (
-        f"{clean(swap.kernel)}. Δ of the {effect_name(swap)}, where that {unit} alone has the kernel. "
-        + f"{quiet[0].upper()}{quiet[1:]}: not significant at a false discovery rate of 5 %." * tested
-        + remarks
-    )
+    heads, tested = _of_heads(swap), swap.judged_by == "loss"
+    unit, quiet = ("head", "grey dot") if heads else ("layer", "hollow")
+    note = f"Δ of the {EFFECTS[swap.judged_by]}" + f"; {quiet}: not significant at FDR 5 %" * tested
+    sentences = [f"{clean(swap.kernel)}. Δ of the {effect_name(swap)} if that {unit} alone has the kernel."]
+    if tested:
+        sentences.append(f"{quiet[0].upper()}{quiet[1:]}: not significant at a false discovery rate of 5 %.")
+    if heads and any(effect.delta is None for effect in swap.sweep):
+        sentences.append("Crossed: diverged.")
+    if heads and limit(as_array(effect.delta for effect in swap.sweep))[1] != "neither":
+        sentences.append("A number: an effect beyond the last colour.")
     layers = len({effect.layer for effect in swap.sweep})
     columns = len({effect.head for effect in swap.sweep})
-    wide = float(np.clip(0.36 * columns, 3.4, 8)) if heads else 4.6
-    return Panel(
-        stem, f"each {unit} alone", note, caption, partial(draw_sweep, swap=swap), layers, wide=wide, bar=heads
-    )
+    wide = float(np.clip(0.4 * columns, 3.4, 8)) if heads else 4.6
+    draw = partial(draw_sweep, swap=swap)
+    return Panel(stem, f"each {unit} alone", note, " ".join(sentences), draw, layers * (1 + heads), wide)
+
+
+def draw_sweep(axes: Axes, swap: Swap) -> None:
+    """Draw heads as a map or layers as dots; layer 0 is at the top."""
+    if _of_heads(swap):
+        _draw_heads(axes, swap)
+        return
+    effects = sorted(swap.sweep, key=lambda effect: (PARTS.index(effect.part), effect.layer))
+    axes.axvline(0, color=MUTED, linewidth=0.6, zorder=0)
+    size = 4.5 if len(effects) <= 16 else 3.2
+    dots = []
+    for effect in effects:
+        if effect.delta is None:
+            dots.append([Dot(None, colour=OTHER, text="diverged")])
+        else:
+            quiet = _is_quiet(effect)
+            dots.append([Dot(effect.delta, effect.ci95, MUTED if quiet else OWN, size=size, hollow=quiet)])
+    dot_plot(axes, dots)
+    axes.set_xlabel(f"Δ of the {effect_name(swap)}, that layer alone")
+    label_layers(axes, [effect.layer for effect in effects], [effect.part for effect in effects])
+
+
+def _draw_heads(axes: Axes, swap: Swap) -> None:
+    effects = [effect for effect in swap.sweep if effect.head is not None]
+    places = [(effect.layer, effect.head or 0, effect.part) for effect in effects]
+    grid = grid_of((*place, effect.delta) for place, effect in zip(places, effects, strict=True))
+    lost = grid_of((*place, float(effect.delta is None)) for place, effect in zip(places, effects, strict=True))
+    quiet = grid_of((*place, float(_is_quiet(effect))) for place, effect in zip(places, effects, strict=True))
+    half, extend = limit(grid.values)
+    signed = any(effect.p_value is not None for effect in effects)  # a distance has no sign, and no test
+    colours, norm = ("RdBu_r", CenteredNorm(0, half)) if signed else ("viridis", Normalize(0, half))
+    bar = heat_map(axes, grid, (colormaps[colours], norm, extend))
+    bar.set_label(f"Δ of the {effect_name(swap)}", fontsize=6.5, labelpad=2)
+    hatch(axes, lost.values > 0, "xxxxx")
+    mark_cells(axes, quiet.values > 0, MUTED)
+    above: Style = {"textcoords": "offset points", "ha": "center", "fontsize": 5, "zorder": 3}
+    for row, column in np.argwhere(np.abs(np.nan_to_num(grid.values)) > half):
+        number = grid.values[row, column]
+        text = typeset(number, decimals_for([number], 2))
+        axes.annotate(text, (column, row), (0, 3), color="white" if signed else "black", **above)
+
+
+def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
+    """Return the |effect| at which colours end, and the cut ends; one head must not bleach the others."""
+    present = values[np.isfinite(values)]
+    most = float(np.abs(present).max(initial=0.0))
+    usual = float(np.percentile(np.abs(present), 98, method="lower")) if present.size else 0.0
+    if not 0 < OUTLYING * usual < most:
+        return most or 1.0, "neither"
+    over, under = bool((present > usual).any()), bool((present < -usual).any())
+    return usual, "both" if over and under else "max" if over else "min"
+
+
+# --- predictors of harm -----------------------------------------------------------------------------------------------
+
+ALWAYS = ("tokens.share_positive", "tokens.share_skew", "tokens.share_key", "ksvd.rank90", "tokens.entropy")
+"""Measures that are always drawn if the model has them."""
+PICTURES = 6  # number of drawn measures, filled up with the strongest others
+SQUASHED = 30.0
+"""Ratio of the largest to the median effect above which the axis of effects is asinh."""
 
 
 def _predictor_panel(swap: Swap) -> Panel:
-    predictor = strongest(swap)
-    verdict = "holds" if predictor.holds else "does not hold"
-    note = f"ρ {typeset(predictor.rho, 2)} over {predictor.heads} heads; {verdict}"
-    return Panel("predictor", "what predicts harm", note, "", partial(draw_strongest, swap=swap), left=0.62, bar=True)
+    """Build the panel of the measure with the largest |ρ| among those that hold, or among all if none holds."""
+    holding = [predictor for predictor in swap.predictors if predictor.holds]
+    predictor = max(holding or swap.predictors, key=lambda predictor: abs(predictor.rho))
+    note = f"ρ {typeset(predictor.rho, 2)} over {predictor.heads} heads; {_verdict(predictor)}"
+    return replace(_scatter_panel(swap, predictor), stem="predictor", title="what predicts harm", note=note)
 
 
 def _predictors_panel(swap: Swap, *, several: bool) -> Panel:
+    """Build a picture of several measures: those in ALWAYS first, then the strongest others."""
+    reasons = {} if swap.prediction is None else swap.prediction.left_out
+    missing = [f"{name}: {clean(reasons[name])}" for name in ALWAYS if name in reasons]
     caption = (
-        f"{clean(swap.kernel)}. Δ of the {effect_name(swap)} where one head alone has the kernel, against measures of "
-        "that head on the same windows; a dot a head. ρ: Spearman's, with a bootstrap 95 % interval over heads; it "
-        "holds where p < 0.05 after correction for all measures and the interval over layers lies on one side of 0."
-        + missing(swap)
+        f"What predicts the harm of {clean(swap.kernel)}. Δ of the {effect_name(swap)} if one head alone has the "
+        "kernel, against measures of that head on the same windows; one dot per head. ρ: Spearman's, with a bootstrap "
+        "95 % interval over heads; it holds if p < 0.05 after correction for all measures and the interval over layers "
+        f"lies on one side of 0.{' Not drawn: ' * bool(missing)}{'; '.join(missing)}{'.' * bool(missing)}"
     )
-    title = f"what predicts the harm of {clean(swap.kernel)}"
-    draw = partial(draw_predictors, swap=swap)
+    by_name = {predictor.measure: predictor for predictor in swap.predictors}
+    first = [by_name.pop(name) for name in ALWAYS if name in by_name]
+    others = sorted(by_name.values(), key=lambda predictor: -abs(predictor.rho))
+    parts = [_scatter_panel(swap, predictor) for predictor in [*first, *others][:PICTURES]]
     stem = f"predictors-{clean(swap.kernel)}" if several else "predictors"
-    return Panel(stem, title, "", caption, draw, 24, wide=7.6, bar=True)
+    return replace(parts[0], stem=stem, caption=caption, parts=parts)
 
 
-def _ranks_panel(plan: Plan) -> Panel:
-    caption = (
-        f"Ranks chosen for a rise of the {UNITS_OF[plan.unit]} by {100 * plan.budget:g} % at most: "
-        f"{plan.mean_rank:.1f} of {plan.head_dim:g} in the mean. Query heads that share a key head share its rank."
-        + " Promised: on calibration text that neither fitted nor chose them."
-        * (plan.promised is not None)
-    )
-    layers, heads = len({key.layer for key in plan.ranks}), len({head for key in plan.ranks for head in key.heads})
-    wide = float(np.clip(0.36 * heads, 3.4, 8))
-    title = f"rank by head, mean {plan.mean_rank:.1f} of {plan.head_dim:g}"
-    return Panel("ranks", title, _kept(plan), caption, partial(draw_ranks, plan=plan), layers, wide=wide, bar=True)
+def _scatter_panel(swap: Swap, predictor: Predictor) -> Panel:
+    low, high = (typeset(end, 2) for end in predictor.heads_ci95 or (math.nan, math.nan))
+    ends = "" if predictor.heads_ci95 is None else f" [{low}, {high}]"
+    note = f"ρ {typeset(predictor.rho, 2)}{ends} over heads; {_verdict(predictor)}"
+    layers = range(1 + max(effect.layer for effect in swap.sweep))
+    draw = partial(draw_predictor, swap=swap, predictor=predictor)
+    return Panel(predictor.measure, clean(predictor.measure), note, "", draw, 9, width=2.1, layers=layers)
 
 
-def _kept(plan: Plan) -> str:
-    """Format `loss ≤ +1 %: promised +0.21 %, measured +0.87 %`, as far as known; `ppl` is short for perplexity."""
-    rises = {"promised": plan.promised, "measured": plan.measured, "healed": plan.healed}
-    found = ", ".join(f"{name} {share(rise.share)}" for name, rise in rises.items() if rise is not None)
-    return f"{plan.unit} ≤ +{100 * plan.budget:g} %" + (f": {found}" if found else "")
+def _verdict(predictor: Predictor) -> str:
+    return "holds" if predictor.holds else "does not hold"
 
 
-def _healing_panel(swap: Swap, healing: Healing) -> Panel:
-    hollow = (
-        " Hollow: attention transfer." if any(one.stage == "transfer" and one.steps for one in healing.stages) else ""
-    )
-    goal = " on the text" if healing.goal == "text" else " towards the original model"
-    note = "hollow: transfer" if hollow else "dotted: step kept"
-    note = f"dashed: the original; {note}" if swap.judged_by == "loss" else note
-    caption = (
-        f"{clean(swap.kernel)}. {healing.parameters:,} numbers of these heads trained{goal}. "
-        f"{_describe_healing(swap)}. Step {healing.best} was kept.{hollow}"
-    )
-    draw = partial(draw_healing, swap=swap, healing=healing)
-    return Panel("healing", "healing", note, caption, draw, 14, left=0.62)
-
-
-def _describe_healing(swap: Swap) -> str:
-    """Describe the curves of a healing: quantity, text and unit."""
-    if swap.task == "hidden":
-        return "1 − cosine of the last hidden states and the original's, on calibration text kept back from training"
-    loss = "Perplexity: of the evaluation text. " if swap.judged_by == "loss" else ""
-    if swap.healing is not None and swap.healing.goal == "text":
-        return f"{loss}Loss: on calibration text kept back from training, in {UNITS[swap.task]}"
-    return f"{loss}KL: to the original, on calibration text kept back from training, in {UNITS[swap.task]}"
+def draw_predictor(axes: Axes, swap: Swap, predictor: Predictor) -> None:
+    """Draw one dot per head in its layer's colour; heads that lack the measure or diverged are left out."""
+    x, y = as_array(predictor.values), as_array(effect.delta for effect in swap.sweep)
+    layers = [effect.layer for effect in swap.sweep]
+    axes.axhline(0, color=MUTED, linewidth=0.6, zorder=0)
+    depth = Normalize(0, max(1, max(layers)))
+    axes.scatter(x, y, c=layers, cmap=DEPTH, norm=depth, s=11, linewidth=0.3, edgecolor="white")
+    axes.margins(0.06)
+    axes.xaxis.set_major_formatter(PlainNumbers())
+    axes.yaxis.set_major_formatter(PlainNumbers())
+    axes.locator_params(axis="x", nbins=5)
+    usual = float(np.nanmedian(np.abs(y))) if np.isfinite(y).any() else 0.0
+    if usual > 0 and float(np.nanmax(np.abs(y))) > SQUASHED * usual:
+        axes.set_yscale("asinh", linear_width=2 * usual)
+        label_powers(axes.yaxis, 2 * usual)
+    axes.set_xlabel(clean(predictor.measure))
+    axes.set_ylabel(f"Δ of the {EFFECTS[swap.judged_by]}")
+    axes.spines[["top", "right"]].set_visible(False)

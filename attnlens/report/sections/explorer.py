@@ -286,13 +286,12 @@ def _unless_empty(numbers: Numbers) -> Numbers:
 
 def _curve(shapes: Shapes, name: str) -> ExploredCurve:
     from attnlens.report import pictures
-    from attnlens.report.pictures.style import bands, first_step
 
     info, curves = shapes.info(name), shapes.curves[name]
     length = max(len(curve) for _, curve in curves)
     indices = _spaced_indices(length, MOST_STEPS // (len(curves) * len(shapes.curves)))
-    found_bands = bands(shapes, name)
-    medians = [band.quartiles[1] for band in found_bands]
+    parts = pictures.groups_by_part(shapes, name)
+    medians = [part.quartiles[1] for part in parts]
     return ExploredCurve(
         name=clean(name),
         title=title_of(name) + (f" of {clean(info.matrix)}" if info.matrix else ""),
@@ -300,10 +299,10 @@ def _curve(shapes: Shapes, name: str) -> ExploredCurve:
         meaning=clean(info.meaning),
         formula=clean(info.formula),
         axis="index k" if info.steps == "index" else clean(info.steps),
-        steps=[int(step) + first_step(info) for step in indices],
+        steps=[int(step) + pictures.first_step(info) for step in indices],
         length=length,
         logarithmic=pictures.falls_far(np.concatenate([curve for _, curve in curves]), medians),
-        quartiles={band.part: [_line(line, indices) for line in band.quartiles.tolist()] for band in found_bands},
+        quartiles={part.title: [_line(line, indices) for line in part.quartiles.tolist()] for part in parts},
         lines=[_line(head.curves.get(name, []), indices) for head in shapes.report.heads],
     )
 
