@@ -17,7 +17,7 @@ from attnlens.records import Baseline, BaselineMeasure, Breach, Check, Head, Hea
 from attnlens.registry import every_analyzer, info_of, measure_infos
 from attnlens.wording import clean, listed
 
-SAME_TEXT = ("sequences", "tokens", "pack", "windows", "seed", "select", "source")
+SAME_TEXT = ("windows", "length", "pack", "placement", "seed", "select", "source")
 """Settings that a report and its baseline must have in common."""
 
 

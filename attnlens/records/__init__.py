@@ -21,7 +21,8 @@ _NAMES = {
     "measures": "AttentionRows Coverage Head HeadId Measure Null Pick Record Selection Sentence Skipped",
     "plans": "FormTried KeyRank Plan PlanStep Rise read_plan",
     "provenance": "AdapterInfo Conventions File FileInParts ModelInfo Settings Text Tool",
-    "report": "Environment Extreme Report SiteCheck Summary TextSummary Verdict Windows json_schema read_report",
+    "report": "Environment Extreme InspectionBody Kind Report SiteCheck Summary SwapBody TextSummary Verdict Windows "
+    "json_schema read_report",
     "studies": "Bound Curve Experiment StudyCell StudyOrdering StudyPair StudyRun StudyTable StudyColumn Trajectory",
     "swaps": "PARTS Agreement BeyondWindow Change Control Effect Healing HealingControl HealingRate HealingStep "
     "HealingTraining Outcome Pair PositionChange Prediction Predictor SiteSwap Stage Swap Task TextChange TextCosine",

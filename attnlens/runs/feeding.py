@@ -18,7 +18,7 @@ from attnlens.models.loading import Loaded
 from attnlens.models.texts import Batches
 from attnlens.models.texts.targets import NOTHING, feed, logits_of, of_text, task_of
 from attnlens.records import Settings, Text
-from attnlens.requests import Feeding, Loading, SpreadRequest, reading
+from attnlens.requests import Feeding, Loading, SpreadRequest
 from attnlens.runs.outputs import sequence_losses
 
 if TYPE_CHECKING:
@@ -81,15 +81,15 @@ RECORDED = (
     *("source", "analyzers", "select", "seed", "windows", "length", "pack"),
     *("placement", "intervals", "layers", "heads"),
 )
-"""Options that a report records, so that a model can be read in the same way again."""
-NOTHING_FED = {"sequences": None, "pack": None, "windows": None, "intervals": None}
+"""Settings that are options, so that a model can be read in the same way again."""
+NOTHING_FED = {"windows": None, "pack": None, "placement": None, "intervals": None}
 """Settings of a run without any input."""
 
 
 def recorded(settings: Settings) -> dict[str, Any]:
     """Return the options that a report was made with, as far as it records them."""
-    options = {name: getattr(settings, reading.NAMES.get(name, name)) for name in RECORDED}
-    options["windows"] = settings.sequences_asked or settings.sequences
+    options = {name: getattr(settings, name) for name in RECORDED}
+    options["windows"] = settings.windows_requested or settings.windows
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -123,7 +123,7 @@ def of_model(asked: Settings, loaded: loading.Loaded) -> Settings:
         update={
             "device": loading.places_of(loaded.model),
             "dtype": str(loaded.dtype).removeprefix("torch."),
-            "tokens": texts.window_length(loaded.model, asked.tokens),
+            "length": texts.window_length(loaded.model, asked.length),
         }
     )
 
@@ -131,11 +131,11 @@ def of_model(asked: Settings, loaded: loading.Loaded) -> Settings:
 def cut_of(asked: Settings, request: Feeding) -> texts.Cut:
     """Return how the texts are cut, from settings and options."""
     return texts.Cut(
-        tokens=asked.tokens,
-        sequences=asked.sequences or 1,
+        tokens=asked.length,
+        sequences=asked.windows or 1,
         batch_size=request.batch_size,
         pack=asked.pack is not False,
-        placement=asked.windows or "spread",
+        placement=asked.placement or "spread",
         seed=asked.seed,
         pairs=request.pairs is not None,
         image=request.image,
@@ -170,17 +170,17 @@ def design_of(asked: Settings, found: texts.Batches) -> Design:
 def fed(asked: Settings, found: texts.Batches, loaded: loading.Loaded) -> Settings:
     """Return the settings that describe the input: texts in windows or lines, or noise alone."""
     if not found.tokens:
-        nothing = {"pack": None, "windows": None, "intervals": None}
+        nothing = {"pack": None, "placement": None, "intervals": None}
         text = Text.of(found.texts)
-        fed = {"noise": text} if found.made_up else {"text": text, "texts": list(found.texts), "tokens": None}
-        more = {"sequences": found.sequences, "notes": [*asked.notes, *found.notes]}
+        fed = {"noise": text} if found.made_up else {"text": text, "texts": list(found.texts), "length": None}
+        more = {"windows": found.sequences, "notes": [*asked.notes, *found.notes]}
         return asked.model_copy(update=fed | more | nothing)
-    short = found.sequences < (asked.sequences or 0)
+    short = found.sequences < (asked.windows or 0)
     update = {
         "text": Text.of(found.texts),
         "texts": list(found.texts),
-        "sequences": found.sequences,
-        "sequences_asked": asked.sequences if short else None,
+        "windows": found.sequences,
+        "windows_requested": asked.windows if short else None,
         "intervals": design_of(asked, found).over,
         "notes": [*asked.notes, *_window_notes(asked, found, loaded)],
     }
@@ -197,7 +197,7 @@ def _window_notes(asked: Settings, found: texts.Batches, loaded: loading.Loaded)
             f"{len(set(found.parts)) + len(found.left_out)} texts."
         )
     what = "lines" if asked.pack is False else "windows"
-    if asked.windows == "first":
+    if asked.placement == "first":
         yield f"The {what} are the first of each text: errors hold for these {what}, not for the texts."
     repeated = texts.repeated_share(loaded.tokenizer, found.ids)
     if repeated > texts.MOST_SHARED:
@@ -211,7 +211,7 @@ def seen(settings: Settings, loaded: loading.Loaded, reached: Sequence[Reached])
     """Record the largest number of tokens in the attention of a model that reads only noise."""
     if texts.reads_text(loaded) or settings.noise is None:
         return settings
-    return settings.model_copy(update={"tokens": max(each.call.query.shape[2] for each in reached)})
+    return settings.model_copy(update={"length": max(each.call.query.shape[2] for each in reached)})
 
 
 def refuse_text(loaded: loading.Loaded, text: Sequence[str], tokens: int | None) -> None:

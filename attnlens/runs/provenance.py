@@ -19,7 +19,7 @@ import attnlens
 from attnlens.models import texts
 from attnlens.models.hooks import Reached
 from attnlens.models.loading import Loaded
-from attnlens.records import Environment, Report, Tool
+from attnlens.records import Environment, Kind, Report, Tool
 from attnlens.registry import Analyzer, Gathering, KernelInfo
 
 
@@ -60,7 +60,7 @@ def code_of(one: Analyzer | Gathering | KernelInfo) -> bytes:
 STATUS = Path("/proc/self/status")
 
 
-def report_of(command: str, **found: Any) -> Report:
+def report_of(command: str, kind: Kind, **found: Any) -> Report:
     """Build the report of a command; `found` are the fields with the results."""
     here = Environment(
         python=platform.python_version(),
@@ -68,7 +68,7 @@ def report_of(command: str, **found: Any) -> Report:
         transformers=transformers.__version__,
         platform=platform.platform(),
     )
-    return Report(tool=tool(), command=command, environment=here, peak_memory_bytes=peak_memory(), **found)
+    return Report(tool=tool(), command=command, kind=kind, environment=here, peak_memory_bytes=peak_memory(), **found)
 
 
 def tool() -> Tool:

@@ -253,27 +253,27 @@ ERROR = "‖new − own‖ / ‖own‖ of the site's output on the original mode
 
 def panels(report: Report) -> list[Panel]:
     """Build the panels of the overview, in order."""
-    return list(_comparison_panels(report) if report.more_swaps else _swap_panels(report.swaps[0], report.plan))
+    return list(_comparison_panels(report) if len(report.swaps) > 1 else _swap_panels(report.swaps[0], report.plan))
 
 
 def swap_overview(report: Report) -> Figure:
     """Draw all panels on a page; a comparison of kernels is placed above the others."""
     model, swap = report.model, report.swaps[0]
-    what, how = ("several kernels", "") if report.more_swaps else (clean(swap.kernel), formula(swap))
+    what, how = ("several kernels", "") if len(report.swaps) > 1 else (clean(swap.kernel), formula(swap))
     # the formula comes last: if the line is too long, it is cut, but never the coverage of heads
     size = f"{big(model.parameters)} parameters"
     facts = (clean(model.architecture), size, what, clean(report.coverage.sentence), how)
     made = (clean(report.settings.fed), f"{clean(report.tool.name)} {clean(report.tool.version)}")
-    return panels_overview(panels(report), model.title, facts, made, crowned=bool(report.more_swaps))
+    return panels_overview(panels(report), model.title, facts, made, crowned=len(report.swaps) > 1)
 
 
 def swap_panels(report: Report) -> list[Panel]:
     """Build the panels that get their own files; if several kernels were swept, each has its own sweep."""
     chosen = [panel for panel in panels(report) if panel.stem not in ("stages", "sweep", "predictor")]
     swept = [swap for swap in report.swaps if swap.sweep]
-    names = [f"sweep-{clean(swap.kernel)}" if report.more_swaps else "sweep" for swap in swept]
+    names = [f"sweep-{clean(swap.kernel)}" if len(report.swaps) > 1 else "sweep" for swap in swept]
     chosen += [_sweep_panel(swap, name) for swap, name in zip(swept, names, strict=True)]
-    return chosen + [_predictors_panel(swap, several=bool(report.more_swaps)) for swap in swept if swap.predictors]
+    return chosen + [_predictors_panel(swap, several=len(report.swaps) > 1) for swap in swept if swap.predictors]
 
 
 def _swap_panels(swap: Swap, plan: Plan | None) -> Iterator[Panel]:

@@ -183,7 +183,7 @@ def _margins(shapes: Shapes) -> list[Picture]:
         Picture(
             f"selection-{one.layer}.{one.head}", partial(pictures.margins_figure, shapes.report, one), "its margins"
         )
-        for one in shapes.report.selections
+        for one in shapes.report.inspection.selections
     ]
 
 
@@ -228,7 +228,7 @@ HEADS = Kind(
     page=_head_page,
     rows=lambda report: list(map(_head_row, report.heads)),
     pictures=_head_pictures,
-    alone=lambda shapes: _margins(shapes)[0] if len(shapes.report.selections) == 1 else None,
+    alone=lambda shapes: _margins(shapes)[0] if len(shapes.report.inspection.selections) == 1 else None,
     measured=_head_measures,
 )
 SWAP = Kind(

@@ -34,7 +34,7 @@ def selections(report: Report) -> Iterator[Section]:
 
     Marks are signs in the text, and kinds that the page colours. Tokens are untrusted: cleaned, never used as markup.
     """
-    for selection in report.selections:
+    for selection in report.inspection.selections:
         queries = f"{counted(len(selection.picks), 'query')} posed".replace("querys", "queries")
         yield Section(
             f"What layer {selection.layer} head {selection.head} selects",
@@ -233,7 +233,7 @@ def explorer(shapes: Shapes) -> Explorer | None:
         return None
     places = [shapes.cell(head.layer, head.head) for head in report.heads]
     measures = (_measure(shapes, reading) for reading in shapes.readings.values())
-    sections = zip(report.selections, selections(report), strict=True)
+    sections = zip(report.inspection.selections, selections(report), strict=True)
     return Explorer(
         layers=list(shapes.layers),
         parts=list(shapes.parts),
@@ -245,7 +245,7 @@ def explorer(shapes: Shapes) -> Explorer | None:
         curves=[_curve(shapes, name) for name in shapes.curves],
         wholes=[_whole(shapes, whole, names) for whole, names in shapes.shares.items()],
         selections={f"{entry.layer}.{entry.head}": section for entry, section in sections},
-        attention={f"{entry.layer}.{entry.head}": _rows(entry) for entry in report.attention},
+        attention={f"{entry.layer}.{entry.head}": _rows(entry) for entry in report.inspection.attention},
     )
 
 

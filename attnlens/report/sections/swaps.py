@@ -119,7 +119,7 @@ MOST = 10
 
 def swap_sections(report: Report) -> Iterator[Section]:
     """Yield the sections of `swap-kernel` below the model and its coverage."""
-    yield from _several_swaps(report) if report.more_swaps else _single_swap(report, report.swaps[0])
+    yield from _several_swaps(report) if len(report.swaps) > 1 else _single_swap(report, report.swaps[0])
     swept = [swap for swap in report.swaps if swap.sweep]
     if swept:
         yield _sweep(swept, report)
@@ -134,7 +134,7 @@ def swap_sections(report: Report) -> Iterator[Section]:
 def site_sections(report: Report) -> Iterator[Section]:
     """Yield for each kernel the table of its swapped sites, and of its loss by position in the sequence."""
     for swap in report.swaps:
-        of = f" of {clean(swap.kernel)}" if report.more_swaps else ""
+        of = f" of {clean(swap.kernel)}" if len(report.swaps) > 1 else ""
         notes = (
             "output error: ‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys and values.",
         )
@@ -243,7 +243,7 @@ def _sweep(swaps: list[Swap], report: Report) -> Section:
         return Section(title, table=sweeps_rows(swaps), notes=(note,))
     note += f"; {MARK} significant at a false discovery rate of 5 %." if tested(first) else ""
     note += f" Shown are the {MOST} most and the {MOST} least harmful." if len(first.sweep) > 2 * MOST else ""
-    lines = (_significant(first.sweep, noun, report.settings.sequences or 0),) if tested(first) else ()
+    lines = (_significant(first.sweep, noun, report.settings.windows or 0),) if tested(first) else ()
     return Section(title, lines=lines, table=sweep_rows(first, MOST), notes=(note,))
 
 

@@ -18,6 +18,7 @@ from attnlens.records import (
     Extreme,
     Head,
     HeadId,
+    InspectionBody,
     ModelInfo,
     Null,
     Report,
@@ -373,13 +374,13 @@ def assembled(
     how = conventions(frame.reached, collector.traits) if read else None
     report = report_of(
         "inspect",
+        "inspection",
         model=frame.model.model_copy(update={"conventions": how}),
         settings=settings,
         coverage=collector.coverage(dict.fromkeys(each.source for each in frame.analyzers)),
         heads=collector.heads(),
         summary=summarised(collector, names, frame.identity_error, settings.seed, from_files=frame.from_files),
-        selections=collector.shown,
-        attention=collector.rows,
+        inspection=InspectionBody(selections=collector.shown, attention=collector.rows),
         timings=dict(timings),
     ).with_windows(windows_of(collector, settings, finished))
     return report, collector
@@ -401,7 +402,7 @@ def _replay_units(
             replay(values.get(name, ()), collector, frame.analyzers)
     notes = _notes(frame, collector, finished) if noted else []
     update: dict[str, Any] = {"notes": [*frame.settings.notes, *notes]}
-    return frame.settings.model_copy(update=update if whole else update | {"sequences": len(finished)})
+    return frame.settings.model_copy(update=update if whole else update | {"windows": len(finished)})
 
 
 def _notes(frame: Frame, collector: Collector, finished: Sequence[int]) -> list[str]:

@@ -217,7 +217,7 @@ class Inspection:
         if self.loaded.shapes is not None:
             there = like(every, of_shapes(source, self._sample(source)).reached, source)
         first = checks.text_alone(source, checks.of_one_token(source, there, seed), 1, seed)
-        window = checks.text_alone(source, there, self.settings.tokens or 2, seed)
+        window = checks.text_alone(source, there, self.settings.length or 2, seed)
         self.reader = Reader(
             *(self.loaded, source, self.settings, self.analyzers, self.show, every, first, window, self.progress),
             self.factors,
@@ -230,7 +230,7 @@ class Inspection:
 
     def _sample(self, loaded: loading.Loaded) -> dict[str, Tensor]:
         """Return random ids as long as a window."""
-        return texts.placeholder(loaded, self.settings.tokens or 2, self.settings.seed).batches[0].inputs
+        return texts.placeholder(loaded, self.settings.length or 2, self.settings.seed).batches[0].inputs
 
     def _batches(self, contents: Sequence[texts.Content], cut: texts.Cut) -> tuple[texts.Batch, ...]:
         """Cut the texts into batches; none for weights alone, or if both sources are read and no tokenizer exists."""
@@ -357,7 +357,7 @@ def prepared(
     start = time.perf_counter()
     loaded, notes = _load(subject, load_options, requested)
     timings = {"load": time.perf_counter() - start}
-    feeding.refuse_text(loaded, reading.files(request), requested.tokens)
+    feeding.refuse_text(loaded, reading.files(request), requested.length)
     requested = requested.model_copy(update={"notes": [*requested.notes, *notes]})
     settings, parts = feeding.of_model(requested, loaded), (Collector(requested.heads), progress, timings)
     contents = feeding.contents(named, loaded) if requested.source != "weights" else ()

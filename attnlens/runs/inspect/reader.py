@@ -263,7 +263,7 @@ class Reader:
 
             with torch.no_grad(), hooks.watch(self.loaded.model, self._sites, visit):
                 for batch in fed.batches:
-                    self.progress("tokens", start, self.settings.sequences or 0)
+                    self.progress("tokens", start, self.settings.windows or 0)
                     hooks.forward(self.loaded.model, batch.inputs)
                     start += batch.size
         gathered.close(self.progress)
@@ -353,7 +353,7 @@ class Reader:
             sink.skip(site.name, BLIND, query_key.heads, "tokens")
             return
         if finite and analyzers:
-            steps = self.settings.tokens if self.settings.pack is False else None
+            steps = self.settings.length if self.settings.pack is False else None
             sink.read_tokens(site, query_key.select(finite), analyzers, numbers, total, steps)
 
     def _skip_nonfinite(self, site: Site, heads: Sequence[int], source: str, sink: Collector) -> None:
