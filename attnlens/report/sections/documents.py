@@ -35,19 +35,19 @@ def provenance(report: Report) -> Section:
         *text,
         *(f"{file.name}: sha256 {file.sha256}" for file in report.model.files),
     ]
-    return Section("How it was made", items=tuple(lines))
+    return Section("How it was made", items=lines)
 
 
 def glossary(infos: Iterable[MeasureInfo]) -> Iterator[Section]:
     """Yield a table of the meaning and formula of each measure; nothing if the registry has no meaning for any."""
     known = [info for info in infos if info.meaning]
-    names = Column("", "measure", tuple(clean(info.name) for info in known), words=True)
+    names = Column("measure", [clean(info.name) for info in known], words=True)
     columns = (
-        Column("", "meaning", tuple(clean(info.meaning) for info in known), words=True),
-        Column("", "formula", tuple(clean(info.formula) for info in known), words=True),
+        Column("meaning", [clean(info.meaning) for info in known], words=True),
+        Column("formula", [clean(info.formula) for info in known], words=True),
     )
     if known:
-        yield Section("What is measured", table=Table((names,), columns, fit="folded"))
+        yield Section("What is measured", table=Table([names], columns, fit="folded"))
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -353,4 +353,4 @@ def _head(report: Report, whole: bool) -> Heading:
 def _missing(shapes: Shapes) -> Iterator[Section]:
     skipped = reports.skipped(shapes.report.coverage.skipped)
     lists = {"Skipped": skipped, "No value": reports.without_value(shapes)}
-    yield from (Section(title, items=tuple(lines)) for title, lines in lists.items() if lines)
+    yield from (Section(title, items=lines) for title, lines in lists.items() if lines)

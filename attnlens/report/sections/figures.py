@@ -27,7 +27,7 @@ def told(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
     nulls = [info_of(name) for name in shown if experiment.null(name) is not None]
     help_ += f"; null: {null_words(nulls)}, mean ± sd." if nulls else "."
     more = [] if len(shown) == len(measures) else [f"{len(shown)} of {len(measures)} measures; --verbose shows all."]
-    yield Section(experiment.question, lines=tuple(lines), table=series_rows(experiment, shown), notes=(help_, *more))
+    yield Section(experiment.question, lines=lines, table=series_rows(experiment, shown), notes=(help_, *more))
     if whole and heads > 1:
         yield Section("Quartiles over heads", table=quartile_rows(experiment))
 
@@ -49,17 +49,17 @@ def series_rows(experiment: Experiment, measures: Sequence[str]) -> Table:
     if heads_of(experiment) > 1:
         curves = [experiment.curves[name] for name in measures]
         quartiles = tuple(_quartiles(curve, -1, _decimals_of(curve)) for curve in curves)
-        columns.append(Column("last", "quartiles", quartiles))
+        columns.append(Column("quartiles", quartiles, group="last"))
     nulls = [experiment.null(name) for name in measures]
     if any(nulls):
-        columns.append(Column("chance", "null", tuple(map(_null, nulls))))
-    return Table((Column("", "measure", tuple(map(clean, measures)), words=True),), tuple(columns))
+        columns.append(Column("null", [*map(_null, nulls)], group="chance"))
+    return Table([Column("measure", [*map(clean, measures)], words=True)], columns)
 
 
 def quartile_rows(experiment: Experiment) -> Table:
     """Build a table of the first and third quartile over heads of every measure, with one column per checkpoint."""
     measures = [name for name in told_of(experiment) if experiment.curves[name].low is not None]
-    names = (Column("", "measure", tuple(map(clean, measures)), words=True),)
+    names = (Column("measure", [*map(clean, measures)], words=True),)
     return Table(names, tuple(_by_step(experiment, measures, _quartiles)))
 
 
@@ -69,9 +69,9 @@ def _by_step(experiment: Experiment, measures: Sequence[str], tell: Callable[[Cu
     steps = curves[0][0].steps if curves else []
     return [
         Column(
-            clean(experiment.axis),
             written(steps[at], decimals_for(steps)),
-            tuple(tell(curve, at, decimals) for curve, decimals in curves),
+            [tell(curve, at, decimals) for curve, decimals in curves],
+            group=clean(experiment.axis),
         )
         for at in _spread(len(steps))
     ]
@@ -135,7 +135,7 @@ def experiment_sections(report: Report, *, whole: bool) -> Iterator[Section]:
             yield from told(experiment, whole=whole)
     missing = [line for experiment in report.experiments for line in _missing(experiment)]
     if missing:
-        yield Section("No value", items=tuple(missing))
+        yield Section("No value", items=missing)
 
 
 def figure_rows(experiments: Sequence[Experiment]) -> Table:
@@ -144,18 +144,15 @@ def figure_rows(experiments: Sequence[Experiment]) -> Table:
     titles = tuple(
         clean(experiment.name) if figure == next(iter(experiment.final)) else "" for experiment, figure in figures
     )
-    names = (
-        Column("", "experiment", titles, words=True),
-        Column("", "figure", tuple(worded(*row) for row in figures), words=True),
-    )
-    columns = [Column("", "ours", tuple(_ours(*row) for row in figures))]
+    names = (Column("experiment", titles, words=True), Column("figure", [worded(*row) for row in figures], words=True))
+    columns = [Column("ours", [_ours(*row) for row in figures])]
     if any(experiment.published for experiment in experiments):
         columns += [
-            Column("", "published", tuple(_published(*row) for row in figures)),
-            Column("", "tolerance", tuple(_tolerance(*row) for row in figures)),
-            Column("", "verdict", tuple(judgement(*row) for row in figures), words=True),
+            Column("published", [_published(*row) for row in figures]),
+            Column("tolerance", [_tolerance(*row) for row in figures]),
+            Column("verdict", [judgement(*row) for row in figures], words=True),
         ]
-    return Table(names, tuple(columns))
+    return Table(names, columns)
 
 
 def _decimals(experiment: Experiment, figure: str) -> int:

@@ -116,7 +116,7 @@ def typical_list(shapes: Shapes) -> Iterator[Section]:
         medians = ", ".join(f"{m.name} {n}" for m, n in zip(median.reference.models, numbers, strict=True))
         items.append((clean(median.reading.name), f"{median.told()}; medians there: {medians}"))
     if items:
-        yield Section("Beside other trained models", items=tuple(items), notes=(READ_AS,))
+        yield Section("Beside other trained models", items=items, notes=(READ_AS,))
 
 
 def typical_places(report: Report, measure: str) -> list[float | None]:
@@ -190,7 +190,7 @@ def head_table(shapes: Shapes) -> Section:
     cells = tuple(f"{head.part} {place}" if several else place for head, place in zip(heads, places, strict=True))
     nulls = any(reading.null for reading in shapes.readings.values())
     title, sites = "part " * several + "layer · head", tuple(head.site for head in heads)
-    name = Column("", title, cells, ("null, mean ± sd",) * nulls, words=True, hints=sites)
+    name = Column(title, cells, foot=("null, mean ± sd",) * nulls, words=True, hints=sites)
     scope = population(shapes.report)
     note = no_errors(shapes.report) or (scope and f"±: standard error; {scope}")
     columns = tuple(_head_column(shapes, reading, nulls=nulls) for reading in shapes.readings.values())
@@ -199,12 +199,9 @@ def head_table(shapes: Shapes) -> Section:
 
 def _place_columns(shapes: Shapes) -> tuple[Column, ...]:
     heads = shapes.report.heads
-    columns = [
-        Column("", "layer", tuple(str(head.layer) for head in heads)),
-        Column("", "head", tuple(str(head.head) for head in heads)),
-    ]
+    columns = [Column("layer", [str(head.layer) for head in heads]), Column("head", [str(head.head) for head in heads])]
     if len(set(shapes.parts)) > 1:
-        columns.append(Column("", "part", tuple(head.part for head in heads), words=True))
+        columns.append(Column("part", [head.part for head in heads], words=True))
     return tuple(columns)
 
 
@@ -214,7 +211,9 @@ def _head_column(shapes: Shapes, reading: MeasureMap, *, nulls: bool = False) ->
     cells = tuple(_head_cell(reading, shapes.cell(head.layer, head.head), decimals) for head in heads)
     measures = (head.measures.get(reading.name) for head in heads)
     reasons = tuple("not measured" if measure is None else measure.reason or "" for measure in measures)
-    return Column(group_of(reading.info), title_of(reading.name), cells, (_null(reading),) * nulls, hints=reasons)
+    return Column(
+        title_of(reading.name), cells, group=group_of(reading.info), foot=(_null(reading),) * nulls, hints=reasons
+    )
 
 
 def _head_cell(reading: MeasureMap, at: tuple[int, int], decimals: int) -> str:
@@ -288,10 +287,10 @@ def name_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
     ends = ((shapes.layers[group[0]], shapes.layers[group[-1]]) for group in rows.groups)
     numbers = tuple(str(first) if first == last else f"{first}–{last}" for first, last in ends)
     foot = _foot_names(shapes, rows)
-    layer = Column("", "layer", numbers, foot)
+    layer = Column("layer", numbers, foot=foot)
     if len(set(shapes.parts)) == 1:
         return (layer,)
-    return layer, Column("", "part", tuple(shapes.parts[group[0]] for group in rows.groups), ("",) * len(foot), True)
+    return layer, Column("part", [shapes.parts[group[0]] for group in rows.groups], foot=("",) * len(foot), words=True)
 
 
 def _foot_names(shapes: Shapes, rows: LayerRows) -> tuple[str, ...]:
@@ -358,7 +357,7 @@ def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:
     if reading.labels:
         cells = tuple(_commonest(reading, group) for group in rows.groups)
         total_cells = [_commonest(reading, everything)] if several else []
-        return Column(over, title, cells, (*total_cells, *[""] * (height - len(total_cells))))
+        return Column(title, cells, group=over, foot=(*total_cells, *[""] * (height - len(total_cells))))
     medians = [middle(reading.values[list(group)]) for group in rows.groups]
     total, summary = middle(reading.values), shapes.report.summary
     errors, error = _errors(reading.name, rows, shapes), summary.median_errors.get(reading.name)
@@ -376,7 +375,7 @@ def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:
         foot.append("" if between is None else spread(between, decimals))
     if null is not None:
         foot += [written(null.mean, decimals), f"±{spread(null.sd, decimals)}"]
-    return Column(over, title, cells, (*foot, *[""] * (height - len(foot))))
+    return Column(title, cells, group=over, foot=(*foot, *[""] * (height - len(foot))))
 
 
 def _errors(name: str, rows: LayerRows, shapes: Shapes) -> list[float | None]:
@@ -412,4 +411,4 @@ def _summed(shapes: Shapes, rows: LayerRows) -> Iterator[Column]:
     cells = tuple(written(median, decimals) for median in medians)
     foot = [written(middle(values), decimals)] if len(rows.groups) > 1 else []
     height = len(_foot_names(shapes, rows))
-    yield Column("weights", "layer symmetry", cells, (*foot, *[""] * (height - len(foot))))
+    yield Column("layer symmetry", cells, group="weights", foot=(*foot, *[""] * (height - len(foot))))

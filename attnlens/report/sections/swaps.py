@@ -91,26 +91,26 @@ def prediction_section(swaps: Sequence[Swap]) -> Section:
     ]
     notes = (prediction_help(swaps), left_out_sentence(swaps))
     table = _predictor_table(rows, named=len(swaps) > 1) if rows else None
-    return Section("What predicts harm", lines=tuple(lines), table=table, notes=tuple(filter(None, notes)))
+    return Section("What predicts harm", lines=lines, table=table, notes=tuple(filter(None, notes)))
 
 
 def _predictor_table(rows: Sequence[tuple[Swap, Predictor]], *, named: bool) -> Table:
     """Build a table with one row per measure; `named` adds a column of kernels."""
     predictors = [predictor for _, predictor in rows]
-    names = [Column("", "measure", tuple(clean(predictor.measure) for predictor in predictors), words=True)]
+    names = [Column("measure", [clean(predictor.measure) for predictor in predictors], words=True)]
     if named:
-        names.insert(0, Column("", "kernel", tuple(clean(swap.kernel) for swap, _ in rows), words=True))
+        names.insert(0, Column("kernel", [clean(swap.kernel) for swap, _ in rows], words=True))
     columns = [
-        Column("", "ρ", tuple(written(predictor.rho, 2) for predictor in predictors)),
-        Column("", "over heads", tuple(interval(predictor.heads_ci95, 2) for predictor in predictors)),
-        Column("", "over layers", tuple(interval(predictor.layers_ci95, 2) for predictor in predictors)),
-        Column("", "over windows", tuple(interval(predictor.sequences_ci95, 2) for predictor in predictors)),
-        Column("", "p", tuple(p_value(predictor.p_corrected) for predictor in predictors)),
-        Column("", "holds", tuple("*" if predictor.holds else "" for predictor in predictors), words=True),
+        Column("ρ", [written(predictor.rho, 2) for predictor in predictors]),
+        Column("over heads", [interval(predictor.heads_ci95, 2) for predictor in predictors]),
+        Column("over layers", [interval(predictor.layers_ci95, 2) for predictor in predictors]),
+        Column("over windows", [interval(predictor.sequences_ci95, 2) for predictor in predictors]),
+        Column("p", [p_value(predictor.p_corrected) for predictor in predictors]),
+        Column("holds", ["*" if predictor.holds else "" for predictor in predictors], words=True),
     ]
     if len({predictor.heads for predictor in predictors}) > 1:
-        columns.append(Column("", "heads", tuple(str(predictor.heads) for predictor in predictors)))
-    return Table(tuple(names), tuple(columns))
+        columns.append(Column("heads", [str(predictor.heads) for predictor in predictors]))
+    return Table(names, columns)
 
 
 MOST = 10
@@ -128,7 +128,7 @@ def swap_sections(report: Report) -> Iterator[Section]:
         yield prediction_section(predicted)
     for title, lines in (("Notes", words.notes(report.swaps)), ("No value", words.without_value(report.swaps))):
         if lines:
-            yield Section(title, items=tuple(lines))
+            yield Section(title, items=lines)
 
 
 def site_sections(report: Report) -> Iterator[Section]:
