@@ -163,6 +163,15 @@ class Head(HeadId):
     curves: dict[str, list[Number]] = {}
     """Curves by qualified name, one number a step."""
 
+    def cells(self) -> dict[str, str | int | float | None]:
+        """Return a row of a spreadsheet: site, layer, head, kv_head, part; per measure `name`, `.se`, `.z` and `.base`."""
+        row: dict[str, str | int | float | None] = {name: getattr(self, name) for name in HeadId.model_fields}
+        for name, measure in self.measures.items():
+            row[name] = measure.value if measure.label is None else measure.label
+            parts = {"se": measure.se, "z": measure.z, "base": measure.base}
+            row |= {f"{name}.{part}": value for part, value in parts.items() if value is not None}
+        return row
+
 
 OPENERS = ("A", "An", "Its", "No", "None", "The", "There", "This")
 """Words that begin a sentence; any other capital belongs to a name."""

@@ -16,18 +16,7 @@ from attnlens.choices import Part
 from attnlens.errors import UsageError
 from attnlens.files import local_path, write_atomically
 from attnlens.records.comparison import Check, Comparison, changed
-from attnlens.records.measures import (
-    AttentionRows,
-    Count,
-    Coverage,
-    Head,
-    HeadId,
-    Null,
-    Number,
-    Record,
-    Selection,
-    read_record,
-)
+from attnlens.records.measures import AttentionRows, Count, Coverage, Head, Null, Number, Record, Selection, read_record
 from attnlens.records.plans import Plan
 from attnlens.records.provenance import File, ModelInfo, Settings, Tool
 from attnlens.records.studies import Experiment, StudyTable
@@ -343,25 +332,12 @@ class Report(Record):
             import pandas
         except ImportError:
             raise UsageError("to_dataframe needs pandas, which is not installed.", "Run: pip install pandas") from None
-        return pandas.DataFrame([_row(head) for head in self.heads])
+        return pandas.DataFrame([head.cells() for head in self.heads])
 
 
 def _load_exports() -> Any:
     """Import the module that writes and draws reports; late, because it imports this module."""
     return import_module("attnlens.report.export")
-
-
-def _row(head: Head) -> dict[str, object]:
-    row: dict[str, object] = {name: getattr(head, name) for name in HeadId.model_fields}
-    for name, measure in head.measures.items():
-        row[name] = measure.value if measure.label is None else measure.label
-        if measure.se is not None:
-            row[f"{name}.se"] = measure.se
-        if measure.z is not None:
-            row[f"{name}.z"] = measure.z
-        if measure.base is not None:
-            row[f"{name}.base"] = measure.base
-    return row
 
 
 def read_report(path: str | Path) -> Report:
