@@ -164,7 +164,7 @@ class Head(HeadId):
     """Curves by qualified name, one number a step."""
 
     def cells(self) -> dict[str, str | int | float | None]:
-        """Return a row of a spreadsheet: site, layer, head, kv_head, part; per measure `name`, `.se`, `.z` and `.base`."""
+        """Return a row of a sheet: site, layer, head, kv_head, part; per measure `name`, `.se`, `.z` and `.base`."""
         row: dict[str, str | int | float | None] = {name: getattr(self, name) for name in HeadId.model_fields}
         for name, measure in self.measures.items():
             row[name] = measure.value if measure.label is None else measure.label
