@@ -22,6 +22,7 @@ from attnlens.records import (
     StudyColumn,
 )
 from attnlens.registry import OWN_ROWS, comparing, info_of
+from attnlens.report.sections.layers import place_columns
 from attnlens.report.sections.section import Cell, Column, Row, Section, Table
 from attnlens.report.sentences import comparisons as words
 from attnlens.report.sentences.reports import adapter
@@ -180,9 +181,6 @@ def adapter_sections(report: Report) -> Iterator[Section]:
 
 def _table(heads: Sequence[Head], names: Sequence[str]) -> Table:
     """Build a table with one row per head: its distances, and headline measures as base, adapted and difference."""
-    places = [Column(name, [str(getattr(head, name)) for head in heads]) for name in ("layer", "head")]
-    if len({head.part for head in heads}) > 1:
-        places.append(Column("part", [head.part for head in heads], words=True))
     columns = [Column(title_of(name), _cells([_value(head, name) for head in heads])) for name in names]
     for name in dict.fromkeys(name for head in heads for name in head.measures):
         pairs = [(getattr(head.measures.get(name), "base", None), _value(head, name)) for head in heads]
@@ -192,7 +190,7 @@ def _table(heads: Sequence[Head], names: Sequence[str]) -> Table:
         for title, values in (("base", [base for base, _ in pairs]), ("adapted", [value for _, value in pairs])):
             columns.append(Column(title, _cells(values), group=title_of(name)))
         columns.append(Column("difference", _cells(differences), group=title_of(name)))
-    return Table(tuple(places), tuple(columns))
+    return Table(place_columns(heads), columns)
 
 
 def _cells(values: Sequence[float | None]) -> tuple[str, ...]:

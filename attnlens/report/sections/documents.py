@@ -131,7 +131,9 @@ def _head_page(shapes: Shapes) -> Iterator[Section]:
     if shapes.report.heads:
         few = len(shapes.report.heads) * len(shapes.readings) <= MOST_CELLS
         yield replace(layers.head_table(shapes), instead=True) if few else TOO_MANY
-        yield from layers.layer_tables(shapes)
+        yield from (
+            replace(each, title="By layer") for each in layers.layer_sections(shapes, whole=False) if each.table
+        )
 
 
 def _head_pictures(shapes: Shapes) -> list[Picture]:

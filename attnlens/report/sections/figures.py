@@ -8,14 +8,23 @@ from collections.abc import Callable, Iterator, Sequence
 from attnlens.records import Curve, Experiment, Report
 from attnlens.registry import info_of
 from attnlens.report.sections.section import Cell, Column, Row, Section, Table
-from attnlens.report.sentences.reports import asked_for, heads_of, judgement, null_words, setting, told_of, worded
+from attnlens.report.sentences.reports import (
+    asked_for,
+    heads_of,
+    judgement,
+    null_cell,
+    null_words,
+    setting,
+    told_of,
+    worded,
+)
 from attnlens.wording import NO_VALUE, SCIENTIFIC, clean, counted, decimals_for, gathered, listed, short, written
 
 MOST_STEPS = 8
 """Largest number of checkpoints shown as columns; of a longer series, this many evenly spaced ones are shown."""
 
 
-def told(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
+def checkpoint_sections(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
     """Yield the sections of a series of checkpoints: its main measures, or, if `whole`, every one with quartiles."""
     heads = heads_of(experiment)
     count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
@@ -34,13 +43,12 @@ def told(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
 
 def series_sections(report: Report) -> Iterator[Section]:
     """Yield the medians and quartiles over heads of every measure, for each series of checkpoints in the report."""
-    for experiment in report.experiments:
-        if experiment.trajectories:
-            several = heads_of(experiment) > 1
-            notes = ("Medians over heads." if several else "One head's values.",)
-            yield Section("Every measure", table=series_rows(experiment, told_of(experiment)), notes=notes)
-            if several:
-                yield Section("Quartiles over heads", table=quartile_rows(experiment))
+    for experiment in filter(lambda experiment: experiment.trajectories, report.experiments):
+        several = heads_of(experiment) > 1
+        notes = ["Medians over heads." if several else "One head's values."]
+        yield Section("Every measure", table=series_rows(experiment, told_of(experiment)), notes=notes)
+        if several:
+            yield Section("Quartiles over heads", table=quartile_rows(experiment))
 
 
 def series_rows(experiment: Experiment, measures: Sequence[str]) -> Table:
@@ -113,12 +121,10 @@ def _quartiles(curve: Curve, at: int, decimals: int) -> str:
 
 
 def _null(null: Curve | None) -> str:
-    """Format mean ± sd with two significant digits of the sd; empty without a null."""
+    """Format the last mean ± sd; empty without a null."""
     if null is None or null.median[-1] is None or null.high is None or null.high[-1] is None:
         return ""
-    mean, sd = null.median[-1], null.high[-1] - null.median[-1]
-    decimals = decimals_for([sd or mean], figures=2)
-    return f"{written(mean, decimals)} ± {written(sd, decimals)}"
+    return null_cell(null.median[-1], null.high[-1] - null.median[-1])
 
 
 SIGNS = {"within": "", "at least": "≥ ", "at most": "≤ "}
@@ -132,7 +138,7 @@ def experiment_sections(report: Report, *, whole: bool) -> Iterator[Section]:
         yield Section("What was asked", items=tuple(_describe(experiment, report) for experiment in plain))
     for experiment in report.experiments:
         if experiment.trajectories:
-            yield from told(experiment, whole=whole)
+            yield from checkpoint_sections(experiment, whole=whole)
     missing = [line for experiment in report.experiments for line in _missing(experiment)]
     if missing:
         yield Section("No value", items=missing)
@@ -141,9 +147,7 @@ def experiment_sections(report: Report, *, whole: bool) -> Iterator[Section]:
 def figure_rows(experiments: Sequence[Experiment]) -> Table:
     """Build a table with one row per figure: ours ± error, published, tolerance, verdict."""
     figures = [(experiment, figure) for experiment in experiments for figure in experiment.final]
-    titles = tuple(
-        clean(experiment.name) if figure == next(iter(experiment.final)) else "" for experiment, figure in figures
-    )
+    titles = [clean(each.name) if figure == next(iter(each.final)) else "" for each, figure in figures]
     names = (Column("experiment", titles, words=True), Column("figure", [worded(*row) for row in figures], words=True))
     columns = [Column("ours", [_ours(*row) for row in figures])]
     if any(experiment.published for experiment in experiments):

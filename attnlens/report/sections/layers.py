@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -15,7 +15,7 @@ from attnlens.report import atlas
 from attnlens.report.atlas import Reference, Subject, Third
 from attnlens.report.sections.section import Column, Section, Table
 from attnlens.report.sentences import reports
-from attnlens.report.sentences.reports import findings, no_errors, null_words, population
+from attnlens.report.sentences.reports import findings, no_errors, null_cell, null_words, population
 from attnlens.report.shapes import MeasureMap, Shapes, by_turns, group_of, middle
 from attnlens.wording import (
     NO_VALUE,
@@ -166,21 +166,15 @@ def extreme_heads(report: Report) -> Iterator[Section]:
         yield Section("Most extreme heads (ranks, not tests)", items=items)
 
 
-def layer_tables(shapes: Shapes) -> Iterator[Section]:
-    """Yield the terminal's table of medians by layer under the title `By layer`; nothing if it has no columns."""
-    yield from (replace(section, title="By layer") for section in layer_sections(shapes, whole=False) if section.table)
-
-
 def head_tables(shapes: Shapes) -> Iterator[Section]:
     """Yield one table per source of every scalar measure of every head.
 
     Cells are `value±se`, `value` if there is no standard error, or `–` if there is no value; the summary says why.
     """
     for source in dict.fromkeys(source_of(name) for name in shapes.readings):
-        columns = [
-            _head_column(shapes, reading) for name, reading in shapes.readings.items() if source_of(name) == source
-        ]
-        yield Section(table=Table(_place_columns(shapes), tuple(columns)))
+        readings = [reading for name, reading in shapes.readings.items() if source_of(name) == source]
+        columns = [_head_column(shapes, reading) for reading in readings]
+        yield Section(table=Table(place_columns(shapes.report.heads), columns))
 
 
 def head_table(shapes: Shapes) -> Section:
@@ -197,12 +191,12 @@ def head_table(shapes: Shapes) -> Section:
     return Section("Every head", table=Table((name,), columns), notes=(f"{note}.",) if note else ())
 
 
-def _place_columns(shapes: Shapes) -> tuple[Column, ...]:
-    heads = shapes.report.heads
+def place_columns(heads: Sequence[Head]) -> list[Column]:
+    """Build the columns that name heads: layer, head, and part if there are several."""
     columns = [Column("layer", [str(head.layer) for head in heads]), Column("head", [str(head.head) for head in heads])]
-    if len(set(shapes.parts)) > 1:
+    if len({head.part for head in heads}) > 1:
         columns.append(Column("part", [head.part for head in heads], words=True))
-    return tuple(columns)
+    return columns
 
 
 def _head_column(shapes: Shapes, reading: MeasureMap, *, nulls: bool = False) -> Column:
@@ -210,10 +204,9 @@ def _head_column(shapes: Shapes, reading: MeasureMap, *, nulls: bool = False) ->
     decimals = decimals_with_error(reading.present.tolist(), reading.error)
     cells = tuple(_head_cell(reading, shapes.cell(head.layer, head.head), decimals) for head in heads)
     measures = (head.measures.get(reading.name) for head in heads)
-    reasons = tuple("not measured" if measure is None else measure.reason or "" for measure in measures)
-    return Column(
-        title_of(reading.name), cells, group=group_of(reading.info), foot=(_null(reading),) * nulls, hints=reasons
-    )
+    reasons = ["not measured" if measure is None else measure.reason or "" for measure in measures]
+    foot = [null_cell(*reading.null) if reading.null else ""] if nulls else []
+    return Column(title_of(reading.name), cells, group=group_of(reading.info), foot=foot, hints=reasons)
 
 
 def _head_cell(reading: MeasureMap, at: tuple[int, int], decimals: int) -> str:
@@ -223,14 +216,6 @@ def _head_cell(reading: MeasureMap, at: tuple[int, int], decimals: int) -> str:
     if reading.labels:
         return clean(reading.labels[round(value)])
     return written(value, decimals) if np.isnan(error) else f"{written(value, decimals)}±{written(error, decimals)}"
-
-
-def _null(reading: MeasureMap) -> str:
-    if reading.null is None:
-        return ""
-    mean, sd = reading.null
-    decimals = decimals_for([sd or mean], figures=2)
-    return f"{written(mean, decimals)} ± {written(sd, decimals)}"
 
 
 MOST_ROWS = 48

@@ -16,6 +16,7 @@ from attnlens.wording import (
     big,
     clean,
     counted,
+    decimals_for,
     decimals_with_error,
     gathered,
     listed,
@@ -153,6 +154,12 @@ def null_words(measures: Iterable[MeasureInfo]) -> str:
         return NULLS[next(iter(kinds.values()), "factors")]
     rotated = listed(f"{source}.*" for source, kind in kinds.items() if kind == "rotations")
     return f"{NULLS['factors']}, of {rotated} {NULLS['rotations']}"
+
+
+def null_cell(mean: float, sd: float) -> str:
+    """Format mean ± sd of a null, with two significant digits of the sd."""
+    decimals = decimals_for([sd or mean], figures=2)
+    return f"{written(mean, decimals)} ± {written(sd, decimals)}"
 
 
 def no_errors(report: Report) -> str:
