@@ -226,7 +226,7 @@ class Comparison(Record):
     """What was found of the models as wholes, one sentence each."""
 
 
-def changed(found: Comparison, heads: Sequence[Head]) -> list[Head]:
+def heads_with_changes(found: Comparison, heads: Sequence[Head]) -> list[Head]:
     """Return the heads with their changes (`compare.own_kl`, `change.tokens.entropy`) and the second model's values."""
     changes: dict[tuple[int, int], dict[str, Measure]] = defaultdict(dict)
     for row in found.rows:

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, SerializerFunctionWrapHandl
 from attnlens.choices import Part
 from attnlens.errors import UsageError
 from attnlens.files import local_path, write_atomically
-from attnlens.records.comparison import Check, Comparison, changed
+from attnlens.records.comparison import Check, Comparison, heads_with_changes
 from attnlens.records.measures import AttentionRows, Count, Coverage, Head, Null, Number, Record, Selection, read_record
 from attnlens.records.plans import Plan
 from attnlens.records.provenance import File, ModelInfo, Settings, Tool
@@ -294,7 +294,7 @@ class Report(Record):
         """Return a comparison's report with changes as measures of its heads; any other report unchanged."""
         if self.comparison is None or not self.comparison.rows:
             return self
-        return self.model_copy(update={"heads": changed(self.comparison, self.heads)})
+        return self.model_copy(update={"heads": heads_with_changes(self.comparison, self.heads)})
 
     def measure_names(self) -> list[str]:
         """Return the names of the scalar measures of any head, in the order of first appearance."""

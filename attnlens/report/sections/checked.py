@@ -20,7 +20,7 @@ def outcome(report: Report) -> tuple[str, bool]:
     return (f"FAILED: {failed} of {rules}", False) if failed else (f"PASSED: {len(report.checks)} of {rules}", True)
 
 
-def told(check: Check) -> str:
+def describe_check(check: Check) -> str:
     """Describe the outcome of a check: value found, value wanted, how many heads break the rule, the worst head."""
     value = "" if check.value is None else f"found {number(check.value)}, "
     heads = ""

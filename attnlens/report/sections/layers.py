@@ -45,7 +45,7 @@ class MedianHead:
     several: bool
     """True if the model has other parts."""
 
-    def told(self, name: str = "") -> str:
+    def describe(self, name: str = "") -> str:
         """Format `median symmetry 0.07 at the 63rd percentile of 80 heads of 2 trained encoders`; `name`: measure."""
         part = self.part if self.several else ""
         words = (part, "median", name, _numbers([self.median])[0], place(self.reference, self.median))
@@ -103,7 +103,7 @@ def typical_line(shapes: Shapes) -> Iterator[Section]:
     """Yield one line that compares one headline measure of each source with trained models; nothing if none can be."""
     medians = gathered((source_of(median.reading.name), median) for median in median_heads(shapes))
     chosen = [medians[source][0] for source in ("weights", "tokens") if source in medians]
-    text = "; ".join(median.told(title_of(median.reading.name)) for median in chosen)
+    text = "; ".join(median.describe(title_of(median.reading.name)) for median in chosen)
     if text:
         yield Section(notes=(f"Beside trained models (a description, no test): {text}.",))
 
@@ -114,7 +114,7 @@ def typical_list(shapes: Shapes) -> Iterator[Section]:
     for median in median_heads(shapes):
         numbers = _numbers([spread.median for spread in median.reference.spreads])
         medians = ", ".join(f"{m.name} {n}" for m, n in zip(median.reference.models, numbers, strict=True))
-        items.append((clean(median.reading.name), f"{median.told()}; medians there: {medians}"))
+        items.append((clean(median.reading.name), f"{median.describe()}; medians there: {medians}"))
     if items:
         yield Section("Beside other trained models", items=items, notes=(READ_AS,))
 

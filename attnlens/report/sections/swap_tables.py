@@ -9,10 +9,10 @@ from statistics import median
 from attnlens.records import Change, Control, Effect, KeyRank, Outcome, Plan, Swap, TextChange, TextCosine
 from attnlens.report.sections.section import Cell, Column, Table
 from attnlens.report.sentences.swaps import (
-    agreed,
     figures,
     interval,
     loss_decimals,
+    median_agreement,
     percent,
     ratio,
     rise_interval,
@@ -30,7 +30,7 @@ BESIDE = "vs"
 def stage_rows(swap: Swap) -> Table:
     """Build a table of the original, each stage and each control; columns without any value are left out."""
     loss, original = _loss(swap.stages)
-    rows: list[Outcome] = [*swap.stages, *measured(swap)]
+    rows: list[Outcome] = [*swap.stages, *measured_controls(swap)]
     columns = []
     for title, tell in (*loss, *_predictions(swap), *_states(swap), *_beyond_columns(rows)):
         cells = [tell(row) for row in rows]
@@ -39,12 +39,12 @@ def stage_rows(swap: Swap) -> Table:
     if any(row.diverged for row in rows):
         cells = [DIVERGED if row.diverged else "" for row in rows]
         columns.insert(0, Column("outcome", ("", *cells), words=True))
-    labels = (*(stage.name for stage in swap.stages), *map(_control_name, measured(swap)))
+    labels = (*(stage.name for stage in swap.stages), *map(_control_name, measured_controls(swap)))
     names = Column("stage", ("original", *labels), words=True)
     return Table([names], columns)
 
 
-def measured(swap: Swap) -> list[Control]:
+def measured_controls(swap: Swap) -> list[Control]:
     """Return the controls that were measured, that is, those with a kernel."""
     return [control for control in swap.controls if control.kernel is not None]
 
@@ -142,10 +142,12 @@ def _rows(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
     """
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Control] = {}
-    windows = {one.beyond_window.window for swap in swaps for one in measured(swap) if one.beyond_window is not None}
+    windows = {
+        one.beyond_window.window for swap in swaps for one in measured_controls(swap) if one.beyond_window is not None
+    }
     for swap in swaps:
         rows.append((clean(swap.kernel) + (" (fitted)" if swap.fitted else ""), swap))
-        for control in measured(swap):
+        for control in measured_controls(swap):
             # with several windows, a control's loss beyond the window differs between kernels: each lists its own
             if control.role in SHARED and len(windows) < 2:
                 shared.setdefault(_control_name(control), control)
@@ -219,7 +221,7 @@ def _beyond_columns(rows: Sequence[Outcome]) -> Cells:
         window = f" (> {record.window})" if several and record is not None else ""
         return _change(record.change if record else None, decimals) + window
 
-    return ("Δ beyond", beyond), ("greedy", lambda outcome: agreed(outcome.agreement) or NO_VALUE)
+    return ("Δ beyond", beyond), ("greedy", lambda outcome: median_agreement(outcome.agreement) or NO_VALUE)
 
 
 OPTIONAL = ("rise", "95 % interval of rise", "perplexity", "Δ beyond", "greedy")

@@ -11,7 +11,7 @@ from attnlens.report.sections.swap_tables import (
     MARK,
     cosine_rows,
     kernel_rows,
-    measured,
+    measured_controls,
     place,
     place_rows,
     plan_rows,
@@ -23,7 +23,7 @@ from attnlens.report.sections.swap_tables import (
     text_rows,
 )
 from attnlens.report.sentences import swaps as words
-from attnlens.report.sentences.plans import explained, healing, plan_lines
+from attnlens.report.sentences.plans import healing, plan_lines, plan_terms
 from attnlens.report.sentences.reports import no_errors, population
 from attnlens.report.sentences.swaps import UNITS, effect_name, interval
 from attnlens.wording import NO_VALUE, clean, counted, gathered, listed, written
@@ -145,13 +145,13 @@ def _single_swap(report: Report, swap: Swap) -> Iterator[Section]:
     unit = UNITS[swap.task]
     yield Section(lines=_sentences(words.kernel(swap), words.reach(report), _calibration(report)))
     help_ = () if swap.diverged else (_reading_help(swap, report),)
-    lines = _sentences(words.verdict(swap), words.stages_sentence(swap), words.beside(swap), words.greedy(swap))
+    lines = _sentences(words.verdict(swap), words.stages_sentence(swap), words.control_costs(swap), words.greedy(swap))
     lines += _sentences(words.beyond(swap), words.worst_text(swap) or words.one_text(swap, report.settings.texts))
     yield Section("What it does", lines=lines, table=stage_rows(swap), notes=help_)
     yield from _by_text([swap])
     if report.plan is not None:
         plan = report.plan
-        yield Section("Ranks", items=tuple(plan_lines(plan)), table=plan_rows(plan), notes=(explained(plan),))
+        yield Section("Ranks", items=tuple(plan_lines(plan)), table=plan_rows(plan), notes=(plan_terms(plan),))
     more = (words.proof([swap]), words.cost(swap), words.off_simplex(swap))
     yield Section("Checks and cost", items=_sentences(*more))
     if swap.healing is not None:
@@ -217,7 +217,7 @@ def _reading_help(swap: Swap, report: Report) -> str:
 
 def _beside_help(swaps: Sequence[Swap]) -> str:
     """Explain the rows of controls, the column of the loss beyond a window, and that of greedy agreement."""
-    rows = [row for swap in swaps for row in (swap, *swap.stages, *measured(swap))]
+    rows = [row for swap in swaps for row in (swap, *swap.stages, *measured_controls(swap))]
     controls, beyond = words.legend(swaps), words.beyond_legend(rows)
     text = f" {BESIDE}: {controls}" if controls else ""
     text += f" {beyond}" if beyond else ""

@@ -55,7 +55,7 @@ def perplexity(outcome: Outcome) -> str:
     return f"Perplexity {both} ({rise_words(outcome.loss)}{f', 95 % interval {ends}' if ends else ''})."
 
 
-def beside(swap: Swap) -> str:
+def control_costs(swap: Swap) -> str:
     """State the rise in perplexity under each control and the kernel, and which controls cost less; empty if none."""
     if swap.loss is None or swap.diverged:
         return ""
@@ -170,7 +170,7 @@ def greedy(swap: Swap) -> str:
     )
 
 
-def agreed(agreement: Agreement | None) -> str:
+def median_agreement(agreement: Agreement | None) -> str:
     """Format the median agreement, `12`, or `≥ 64` if half of the prompts never differ; empty if none was generated."""
     return "" if agreement is None else _tokens(agreement.median, agreement)
 
