@@ -1,4 +1,9 @@
-"""Frozen records that the parts of attnlens exchange; each file is imported when it is first used."""
+"""Frozen records that the parts of attnlens exchange; each file is imported when it is first used.
+
+`report` is the JSON report of a command: a common part and the body of its kind, from `swaps`, `comparison`,
+`studies` and `plans`; `measures` and `provenance` are parts of all. `version1` converts files of schema version 1.
+`tensors` has `Call` and `QueryKey`, which are not written. Any package may import records.
+"""
 
 from __future__ import annotations
 

@@ -84,12 +84,9 @@ def cosine_rows(swaps: Sequence[Swap]) -> Table:
         by_name = {text.name: text for text in swap.hidden_cosine_by_text}
         rows = [by_name.get(text.name) for text in texts]
         group = clean(swap.kernel) if len(swaps) > 1 else ""
-        cosines = (NO_VALUE if row is None else written(row.cosine, 3) for row in rows)
-        ends = (NO_VALUE if row is None else interval(row.ci95, 3) for row in rows)
-        columns += [
-            Column("hidden cosine", tuple(cosines), group=group),
-            Column("95 % interval", tuple(ends), group=group),
-        ]
+        cosines = [NO_VALUE if row is None else written(row.cosine, 3) for row in rows]
+        ends = [NO_VALUE if row is None else interval(row.ci95, 3) for row in rows]
+        columns += [Column("hidden cosine", cosines, group=group), Column("95 % interval", ends, group=group)]
     return Table(_text_names(texts), tuple(columns))
 
 
