@@ -64,14 +64,15 @@ def main(old: Path, new: Path) -> None:
     """Print the differences of all JSON files that both folders have, and how many numbers were compared."""
     numbers = found = 0
     for path in sorted(old.rglob("*.json")):
-        other = new / path.relative_to(old)
-        if "work" in path.parts or "saved" in path.parts or not other.exists():
+        name = path.relative_to(old)
+        other = new / name
+        if {"work", "saved"} & set(name.parts) or not other.exists():
             continue
         documents = [json.loads(each.read_text()) for each in (path, other)]
         lines = differences(*documents)
         count = sum(isinstance(leaf, int | float) for leaf in version2(documents[0]).values())
         numbers, found = numbers + count, found + len(lines)
-        print(f"{path.relative_to(old)}: {count} numbers, {len(lines)} differences", *lines[:20], sep="\n  ")
+        print(f"{name}: {count} numbers, {len(lines)} differences", *lines[:20], sep="\n  ")
     print(f"{numbers} numbers, {found} differences")
     sys.exit(bool(found))
 
