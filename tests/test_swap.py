@@ -890,7 +890,7 @@ def test_the_report_has_what_the_contract_says(demo, tmp_path):
     assert all(name in found["swap"] for name in FIELDS)
     assert sorted(found["swap"]["loss"]) == ["after", "before", "ci95", "delta"]
     for name, value in found["swap"].items():
-        assert value is not None or name in found["swap"]["reasons"] or name in ("healing", "prediction"), name
+        assert value is not None or name in found["swap"]["reasons"] or name in ("healing", "prediction", "plan"), name
     called = swap_kernel(demo, "rbf", windows=4, length=32)
     assert without_what_may_differ(read_report(path)) == without_what_may_differ(called)
 
