@@ -121,10 +121,10 @@ def entry(name: str, report: Report) -> dict[str, Any]:
         "positions": conventions.position,
         "layers": len({head.layer for head in report.heads}),
         "heads": len(report.heads),
-        "sequences": settings.sequences,
-        "tokens": settings.tokens,
+        "sequences": settings.windows,
+        "tokens": settings.length,
         "pack": settings.pack,
-        "windows": settings.windows,
+        "windows": settings.placement,
         "seed": settings.seed,
         "texts": [{"name": text.name, "sha256": text.sha256} for text in settings.texts],
         "measures": {

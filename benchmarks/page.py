@@ -26,6 +26,7 @@ from attnlens.records import (
     Coverage,
     Environment,
     Head,
+    InspectionBody,
     Measure,
     ModelInfo,
     Null,
@@ -80,6 +81,7 @@ def made(layers: int, heads: int) -> Report:
     """A report of that shape with an error for half of the measures and a null for the others."""
     random = np.random.default_rng(0)
     return Report(
+        kind="inspection",
         tool=Tool(version="0"),
         command="inspect",
         model=ModelInfo(id="random", architecture="Random", parameters=1),
@@ -87,7 +89,7 @@ def made(layers: int, heads: int) -> Report:
         environment=Environment(python="", torch="", transformers="", platform=""),
         coverage=Coverage(sites=layers, heads=layers * heads, analysed=layers * heads),
         heads=[_head(random, layer, head) for layer in range(layers) for head in range(heads)],
-        attention=[_rows(random)],
+        inspection=InspectionBody(attention=[_rows(random)]),
     )
 
 

@@ -58,11 +58,11 @@ def study(name: str, place: str, sequences: int, block: int, *, quick: bool) -> 
     cut = {"length": 64, "windows": sequences, "batch_size": block}
     report = attnlens.swap_kernel(loaded, kernels, sweep="heads", allow_signed=True, **cut)
     texts = [text.name for text in report.settings.texts]
-    print(f"\n{name}: {report.settings.sequences} windows of 64 tokens of {len(texts)} texts", flush=True)
+    print(f"\n{name}: {report.settings.windows} windows of 64 tokens of {len(texts)} texts", flush=True)
     rows = {kernel: row(swap) for kernel, swap in zip(kernels, report.swaps, strict=True)}
     for kernel, one in rows.items():
         print(told(kernel, one), flush=True)
-    size = {"windows": report.settings.sequences, "tokens": 64, "texts": len(texts), "heads": report.coverage.heads}
+    size = {"windows": report.settings.windows, "tokens": 64, "texts": len(texts), "heads": report.coverage.heads}
     return {"model": name, **size, "kernels": rows, "seconds": round(time.perf_counter() - start)}
 
 

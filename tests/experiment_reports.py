@@ -144,6 +144,7 @@ def experiment_report(*experiments: Experiment, command: str = "converge", **cha
     """A report without a model that holds these experiments."""
     fields = {
         "command": command,
+        "kind": "experiments",
         "model": ModelInfo(
             id="one-layer attention (synthetic)", architecture="f(X, z) = h(Xᵀ softmax(XWz))", parameters=100
         ),
@@ -159,5 +160,10 @@ def experiment_report(*experiments: Experiment, command: str = "converge", **cha
 def series_report(layers: int = 4, heads: int = 8, **changes: Any) -> Report:
     """A report of a model's checkpoints."""
     base = synthetic_report(layers, heads)
-    update = {"command": "converge", "heads": [], "experiments": [training(layers, heads, **changes)]}
+    update = {
+        "command": "converge",
+        "kind": "experiments",
+        "heads": [],
+        "experiments": [training(layers, heads, **changes)],
+    }
     return base.model_copy(update=update)

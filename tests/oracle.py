@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import map_schema
 from program import attnlens, python
 
 DEMO = Path(__file__).parent.parent / "attnlens" / "models" / "demo"
@@ -139,7 +140,7 @@ def read(path: Path) -> Any:
     """A file's content without what differs from run to run."""
     text = PLACE.sub("DEMO", path.read_text())
     if path.suffix == ".json":
-        return json.loads(text)
+        return map_schema.version2(json.loads(text))
     if path.suffix == ".csv":
         rows = csv.DictReader(text.splitlines())
         return [{name: cell for name, cell in row.items() if name.split(".")[0] not in DROPPED} for row in rows]

@@ -60,6 +60,7 @@ def synthetic_report(
         for head in range(heads)
     ]
     return Report(
+        kind="inspection",
         tool=Tool(version="0.1.0"),
         command="inspect",
         model=ModelInfo(
@@ -98,7 +99,7 @@ def _settings(source: Literal["weights", "tokens", "both"], sequences: int) -> S
     if source == "weights":
         return Settings(source=source)
     text = Text(name="built-in sample", sha256="0" * 64)
-    return Settings(source=source, text=text, sequences=sequences, tokens=128, pack=True)
+    return Settings(source=source, text=text, windows=sequences, length=128, pack=True)
 
 
 def _coverage(layers: int, heads: int, gone: set[tuple[int, int]]) -> Coverage:

@@ -25,6 +25,7 @@ from attnlens.records import (
     SiteSwap,
     Stage,
     Swap,
+    SwapBody,
 )
 
 DIVERGED = "it diverged: the changed model's predictions are not finite"
@@ -175,7 +176,13 @@ def planned(layers: int = 4, heads: int = 8, **changes: Any) -> Report:
         "flops_per_token": Pair(before=28_771_200.0, after=20_000_000.0),
         "cache_bytes_per_token": Pair(before=46_080.0, after=39_600.0),
     }
-    return report.model_copy(update={"plan": Plan(**(fields | changes))})
+    return with_plan(report, Plan(**(fields | changes)))
+
+
+def with_plan(report: Report, plan: Plan | None) -> Report:
+    """The report of a swap with this plan."""
+    assert report.swap is not None
+    return report.model_copy(update={"swap": report.swap.model_copy(update={"plan": plan})})
 
 
 def effects(random: np.random.Generator, parts: Sequence[Part], heads: int, what: str) -> list[Effect]:
@@ -198,16 +205,22 @@ def swap_report(*swaps: Swap, **settings: Any) -> Report:
     every = swaps or (swapped(),)
     count, heads = len(every[0].sites), sum(len(site.heads) for site in every[0].sites)
     base = synthetic_report(1, 1, source="tokens", model="HuggingFaceTB/SmolLM2-135M", architecture="LlamaForCausalLM")
-    return base.model_copy(
+    base = base.model_copy(
         update={
             "command": "swap-kernel",
             "heads": [],
             "coverage": Coverage(sites=count, heads=heads, analysed=heads),
             "settings": base.settings.model_copy(update=settings),
-            "swap": every[0],
-            "more_swaps": list(every[1:]),
+            "kind": "swap",
         }
     )
+    return with_swaps(base, *every)
+
+
+def with_swaps(report: Report, *swaps: Swap) -> Report:
+    """The report with these swaps and its plan, if it has one."""
+    fields = dict(swaps[0]) | {"others": list(swaps[1:]), "plan": report.plan}
+    return report.model_copy(update={"swap": SwapBody(**fields)})
 
 
 def several(layers: int = 4, heads: int = 8, sweep: Literal["heads", "layers"] | None = None) -> Report:

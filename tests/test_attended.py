@@ -18,8 +18,10 @@ def report(demo: loading.Loaded) -> Report:
 
 
 def test_rows_are_the_attention_that_the_measures_are_of(report: Report) -> None:
-    assert [(rows.layer, rows.head) for rows in report.attention] == [(h.layer, h.head) for h in report.heads]
-    for rows, head in zip(report.attention, report.heads, strict=True):
+    assert [(rows.layer, rows.head) for rows in report.inspection.attention] == [
+        (h.layer, h.head) for h in report.heads
+    ]
+    for rows, head in zip(report.inspection.attention, report.heads, strict=True):
         largest = [row[0] for row in rows.weights]
         assert len(largest) == 40
         assert sum(largest) / 40 == pytest.approx(head.measures["tokens.max_weight"].value, abs=1e-4)
@@ -28,7 +30,7 @@ def test_rows_are_the_attention_that_the_measures_are_of(report: Report) -> None
 
 
 def test_a_row_holds_the_largest_weights_first_and_no_later_token(report: Report) -> None:
-    for rows in report.attention:
+    for rows in report.inspection.attention:
         for query, (keys, weights) in enumerate(zip(rows.keys, rows.weights, strict=True)):
             assert max(keys) <= query, "demo is causal"
             assert weights == sorted(weights, reverse=True)
@@ -37,11 +39,13 @@ def test_a_row_holds_the_largest_weights_first_and_no_later_token(report: Report
 
 
 def test_the_tokens_stand_beside_the_rows(report: Report, demo: loading.Loaded) -> None:
-    (words,) = {tuple(rows.sentence.keys) for rows in report.attention if rows.sentence}
+    (words,) = {tuple(rows.sentence.keys) for rows in report.inspection.attention if rows.sentence}
     assert len(words) == 40
-    assert report.attention[0].sentence is not None
-    assert report.attention[0].sentence.queries is None
-    assert library.inspect(demo, heads=[1], layers=[0], windows=1, length=16).attention == [], "only where asked"
+    assert report.inspection.attention[0].sentence is not None
+    assert report.inspection.attention[0].sentence.queries is None
+    assert library.inspect(demo, heads=[1], layers=[0], windows=1, length=16).inspection.attention == [], (
+        "only where asked"
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,7 @@ def test_the_command_writes_rows_and_draws_them(tmp_path) -> None:
         "inspect", "demo", "--show", "attention", *few, "--json", "r.json", "--html", "r.html", cwd=tmp_path
     )
     assert result.returncode == 0, result.stderr
-    assert len(read_report(tmp_path / "r.json").attention) == 8
+    assert len(read_report(tmp_path / "r.json").inspection.attention) == 8
     assert '"attention":{"0.0":{"queries":["' in (tmp_path / "r.html").read_text()
     refused(without_torch("inspect", "demo", "--show", "attention", "--source", "weights"), "weights reads no text")
     refused(without_torch("inspect", "demo", "--show", "selection"), "none is named")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from loaded import BARE, apart, family, loaded, outputs, package, sites_of
 from program import attnlens as program
 from program import refused
+from swap_reports import with_plan
 
 import attnlens
 from attnlens import arguments
@@ -696,7 +697,7 @@ def test_tables_and_pictures_show_every_rank(report, tmp_path):
         assert word in told
     drawn = [path.name for path in views.save_pictures(report, tmp_path / "pictures")]
     assert "ranks.png" in drawn
-    without = report.model_copy(update={"plan": None})
+    without = with_plan(report, None)
     assert "ranks.png" not in [path.name for path in views.save_pictures(without, tmp_path / "others")]
 
 

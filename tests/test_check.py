@@ -139,7 +139,7 @@ def test_what_can_not_be_used_is_refused_in_two_lines_and_nothing_is_written(wor
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda text: text.replace('"schema_version": "1"', '"schema_version": "7"'), "schema_version '7'"),
+        (lambda text: text.replace('"schema_version": "2"', '"schema_version": "7"'), "schema_version '7'"),
         (lambda text: "{" + text, "not a report"),
         (lambda text: "[]", "not a report"),
         (lambda text: text.replace('"n": 32', '"n": NaN', 1), "not a report: heads.0.measures"),
@@ -196,8 +196,8 @@ def _moved(report, at, name, by):
         ("model.architecture", {"model": {"architecture": "Another"}}),
         ("model.parameters", {"model": {"parameters": 7}}),
         ("settings.text.sha256", {"settings": {"text": {"name": "a", "sha256": "1"}}}),
-        ("settings.tokens", {"settings": {"tokens": 64}}),
-        ("settings.sequences", {"settings": {"sequences": 16}}),
+        ("settings.length", {"settings": {"length": 64}}),
+        ("settings.windows", {"settings": {"windows": 16}}),
         ("settings.seed", {"settings": {"seed": 5}}),
         ("the number of heads", {"heads": -1}),
         ("a head", {"heads": "moved"}),

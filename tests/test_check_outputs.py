@@ -15,7 +15,7 @@ from test_html import HOSTILE, STEERING, Tags
 
 import attnlens
 from attnlens.checks.judging import verdict
-from attnlens.checks.rule import tabled
+from attnlens.checks.rule import parse_table
 from attnlens.records import Report
 from attnlens.report.render.html import html
 from attnlens.report.render.markdown import junit, markdown, spreadsheet, step_summary, uri, workflow_commands
@@ -25,7 +25,7 @@ RULES = {"weights.planted": ["min > 0.15", "median < 0.05", "count == 4"], "mode
 
 
 def report_of(rules=RULES, values=((0.1, 0.2), (0.3, 0.05)), file="attnlens.toml") -> Report:
-    return verdict(planted(np.array(values)), tabled(rules, file))
+    return verdict(planted(np.array(values)), parse_table(rules, file))
 
 
 def test_junit_has_a_testcase_a_rule_and_is_read_back():
@@ -44,7 +44,7 @@ def test_junit_has_a_testcase_a_rule_and_is_read_back():
 
 def test_annotations_are_the_worst_ten_and_every_rule_has_its_worst():
     values = np.linspace(0, 1, 40).reshape(4, 10)
-    report = verdict(planted(values), tabled({"weights.planted": ["max < 0.1", "min > 0.9"]}, "a,b:c%.toml"))
+    report = verdict(planted(values), parse_table({"weights.planted": ["max < 0.1", "min > 0.9"]}, "a,b:c%.toml"))
     lines = workflow_commands(report)
     assert len(lines) == 10
     place = "::error file=a%252Cb%253Ac%2525.toml,title=attnlens weights.planted::"
@@ -69,7 +69,7 @@ def hostile() -> Report:
     heads = [head.model_copy(update={"site": f"=cmd|{HOSTILE}"}) for head in report.heads]
     model = report.model.model_copy(update={"id": f"=cmd|' /C calc'!A0{HOSTILE}", "architecture": HOSTILE})
     report = report.model_copy(update={"heads": heads, "model": model})
-    rules = tabled({name: ["max < 0.5", "median < 0.1"]}, f"%0A::error::{HOSTILE}.toml")
+    rules = parse_table({name: ["max < 0.5", "median < 0.1"]}, f"%0A::error::{HOSTILE}.toml")
     return verdict(report, rules)
 
 

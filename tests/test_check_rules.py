@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from reports import planted, synthetic_report
 
 import attnlens
-from attnlens.checks.judging import rejected
-from attnlens.checks.rule import condition, read_rules, spelled
+from attnlens.checks.judging import reject_by_fdr
+from attnlens.checks.rule import condition, parse_rule, read_rules
 from attnlens.errors import UsageError
 from attnlens.maths.statistics import false_discovery
 
@@ -228,8 +228,8 @@ def test_rejections_are_those_of_the_torch_version():
     random = np.random.default_rng(0)
     for size in (1, 7, 200):
         p = random.random(size) ** 4
-        assert rejected(p.tolist(), 0.1) == false_discovery(torch.from_numpy(p), 0.1).tolist()
-    assert rejected([], 0.1) == []
+        assert reject_by_fdr(p.tolist(), 0.1) == false_discovery(torch.from_numpy(p), 0.1).tolist()
+    assert reject_by_fdr([], 0.1) == []
 
 
 TOML = """\
@@ -292,8 +292,8 @@ def test_rules_that_are_none_are_refused(given_, words):
 
 
 def test_an_id_outlives_the_numbers_of_its_rule():
-    assert spelled("a: min > 0.05").id == spelled("a: min>0.1").id
-    ids = {spelled(f"a: {text}").id for text in ("min > 1", "max > 1", "min < 1", "min > 1 @layers 0", "q05 > 1")}
+    assert parse_rule("a: min > 0.05").id == parse_rule("a: min>0.1").id
+    ids = {parse_rule(f"a: {text}").id for text in ("min > 1", "max > 1", "min < 1", "min > 1 @layers 0", "q05 > 1")}
     assert len(ids) == 5
     twice = attnlens.check(planted(GRID), ["weights.planted: min > 0", "weights.planted: min > 0.01"]).checks
     assert twice[0].id != twice[1].id

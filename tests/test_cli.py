@@ -62,7 +62,7 @@ def test_html_and_markdown_are_written(tmp_path):
 def test_json_to_stdout_is_parseable():
     result = attnlens("inspect", "demo", "--json", "-", *SMALL)
     assert result.returncode == 0
-    assert json.loads(result.stdout)["schema_version"] == "1"
+    assert json.loads(result.stdout)["schema_version"] == "2"
     assert "COMPLETE" in result.stderr
 
 
@@ -164,7 +164,7 @@ def test_doctor_takes_the_common_options():
         ("transformer.h.3.attn", 3),
     ]
     settings = report["settings"]
-    assert (settings["sequences"], settings["pack"], settings["dtype"]) == (3, False, "float64")
+    assert (settings["windows"], settings["pack"], settings["dtype"]) == (3, False, "float64")
 
 
 def test_doctor_says_what_failed_and_what_to_do():

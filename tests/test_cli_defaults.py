@@ -23,7 +23,7 @@ def test_options_come_from_the_environment_and_from_a_file(tmp_path):
     (tmp_path / "attnlens.toml").write_text('layers = "2"\nwindows = 3\nlength = 16\n')
     words = ("inspect", "demo", "--json", "-", "--no-progress")
     found = settings(*words, cwd=tmp_path)
-    assert (found["layers"], found["sequences"], found["tokens"]) == ([2], 3, 16)
+    assert (found["layers"], found["windows"], found["length"]) == ([2], 3, 16)
     found = settings(*words, cwd=tmp_path, ATTNLENS_LAYERS="1")
     assert found["layers"] == [1]
     found = settings(*words, "--layers", "0", cwd=tmp_path, ATTNLENS_LAYERS="1")

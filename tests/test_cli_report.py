@@ -52,7 +52,7 @@ def test_a_report_of_doctor_has_a_page_of_its_sites(tmp_path: Path) -> None:
         **{"site": "h.0.attn", "part": "decoder", "heads": 8, "route": "interface", "weights_error": 2e-7},
         **{"tokens_error": 1e-7, "passed": True, "verdict": "agrees"},
     )
-    told = {"command": "doctor", "heads": [], "doctor": [check], "summary": Summary(verdict="agrees")}
+    told = {"command": "doctor", "kind": "doctor", "heads": [], "doctor": [check], "summary": Summary(verdict="agrees")}
     path = saved(tmp_path, synthetic_report(1, 8).model_copy(update=told))
     result = without_torch("report", path, "-q", "--html", "doctor.html", cwd=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -7,7 +7,7 @@ import views
 from program import DEMO, attnlens, refused, without_torch
 
 from attnlens import inspect
-from attnlens.records import Pick, Selection, Sentence, json_schema, read_report
+from attnlens.records import InspectionBody, Pick, Selection, Sentence, json_schema, read_report
 from attnlens.report.sections.explorer import selections
 
 SMALL = ("--windows", "4", "--length", "32", "--no-progress")
@@ -27,7 +27,7 @@ def test_one_head_is_shown_word_by_word_with_plain_marks(shown):
     assert "What layer 3 head 7 selects" in result.stdout
     assert "posed on the module's inputs" in result.stdout
     assert "\x1b[" not in result.stdout, "no colours into a pipe"
-    (found,) = read_report(folder / "r.json").selections
+    (found,) = read_report(folder / "r.json").inspection.selections
     assert (found.layer, found.head, found.space) == (3, 7, "input")
     words = {sentence.sequence: sentence.keys for sentence in found.sentences}
     first = found.picks[0]
@@ -42,7 +42,7 @@ def test_the_report_carries_what_is_shown_and_only_that_head(shown):
     assert [(head.layer, head.head) for head in report.heads] == [(3, 7)]
     assert report.settings.analyzers == ["selection"]
     assert report.settings.select == "argmax"
-    (found,) = report.selections
+    (found,) = report.inspection.selections
     assert len(found.picks) == report.heads[0].measures["selection.queries"].value
     assert all(len(sentence.keys) == 32 for sentence in found.sentences)
     assert min(pick.margin for pick in found.picks) == pytest.approx(
@@ -117,7 +117,7 @@ def test_a_strangers_tokens_are_no_markup_and_steer_no_terminal(capsys):
     found = Selection(**place, space="input", picks=[pick], best=1.0, sentences=[Sentence(sequence=0, keys=words)])
 
     class Shown:
-        selections = [found]  # noqa: RUF012
+        inspection = InspectionBody(selections=[found])
 
     print(views.printed(views.alone(*selections(Shown()))))
     printed = capsys.readouterr().out

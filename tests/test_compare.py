@@ -229,7 +229,7 @@ def test_reports_without_their_windows_have_wider_errors_and_say_so(reports, tmp
         attnlens.compare(tmp_path / "a.json", tmp_path / "b.json")
 
 
-@pytest.mark.parametrize(("field", "value"), [("seed", 7), ("sequences", 5), ("tokens", 31), ("windows", "first")])
+@pytest.mark.parametrize(("field", "value"), [("seed", 7), ("windows", 5), ("length", 31), ("placement", "first")])
 def test_reports_of_other_windows_are_refused_by_the_field(reports, tmp_path, field, value):
     changed = json.loads((reports / "b.json").read_text())
     changed["settings"][field] = value
@@ -243,7 +243,7 @@ def test_reports_of_other_windows_are_refused_by_the_field(reports, tmp_path, fi
 
 def test_bad_sides_are_refused(reports, tmp_path):
     written = (reports / "a.json").read_text()
-    (tmp_path / "schema.json").write_text(written.replace('"schema_version": "1"', '"schema_version": "9"'))
+    (tmp_path / "schema.json").write_text(written.replace('"schema_version": "2"', '"schema_version": "9"'))
     (tmp_path / "empty.json").write_text(json.dumps({**json.loads(written), "heads": []}))
     (tmp_path / "nan.json").write_text(written.replace('"value": ', '"value": NaN, "old": ', 1))
     a = str(reports / "a.json")

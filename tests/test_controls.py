@@ -11,6 +11,7 @@ import pytest
 import torch
 from loaded import BARE, family, loaded
 from program import DEMO
+from swap_reports import with_swaps
 from torch import Tensor
 from views import summary
 
@@ -337,7 +338,7 @@ def test_a_legend_stands_where_any_row_has_its_column(report: Report) -> None:
     stages = [stage.model_copy(update=none) for stage in first.stages]
     bare = first.model_copy(update=none | {"stages": stages, "controls": controls})
     for more in ([], [bare.model_copy(update={"kernel": "relu"})]):
-        told = " ".join(summary(report.model_copy(update={"swap": bare, "more_swaps": more})).split())
+        told = " ".join(summary(with_swaps(report, bare, *more)).split())
         assert "greedy: tokens that generated texts have in common" in told
         assert "Δ beyond: of the tokens whose evidence lies more than 16 tokens back." in told
         assert "a filter and its kernel alone" not in told, "no such control is there"
@@ -357,7 +358,7 @@ def test_windows_that_differ_are_named_row_by_row(report: Report) -> None:
     for window, swap in zip((4, 16, 16), report.swaps, strict=True):
         controls = [one.model_copy(update={"beyond_window": beyond_of(one, window)}) for one in swap.controls]
         swaps.append(swap.model_copy(update={"beyond_window": beyond_of(swap, window), "controls": controls}))
-    told = summary(report.model_copy(update={"swap": swaps[0], "more_swaps": swaps[1:]}))
+    told = summary(with_swaps(report, *swaps))
     assert told.count("(> 4)") == 4
     assert "further back than the keys in brackets" in " ".join(told.split())
     assert told.count("vs uniform") == 3 * summary(report).count("vs uniform"), "not shared"

@@ -70,7 +70,7 @@ def test_only_the_chosen_sites_and_heads_are_checked():
     assert all(check.passed and check.heads == 2 for check in report.doctor)
     assert (report.coverage.sites, report.coverage.heads) == (2, 4)
     settings = report.settings
-    assert (settings.sequences, settings.tokens, settings.pack, settings.layers, settings.heads) == (
+    assert (settings.windows, settings.length, settings.pack, settings.layers, settings.heads) == (
         3,
         16,
         False,

@@ -10,7 +10,7 @@ import views
 from reports import CROSS, synthetic_report
 from views import Tags
 
-from attnlens.records import AttentionRows, Extreme, File, Report, Sentence, Skipped, Text, TextSummary
+from attnlens.records import AttentionRows, Extreme, File, InspectionBody, Report, Sentence, Skipped, Text, TextSummary
 
 HOSTILE = "x\x1b[2J\x1b]0;owned\x07 \x00 <script>alert(1)</script> \"onload='a' & \u202egnp.exe\u200b \x9b31m"
 STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
@@ -38,7 +38,7 @@ def hostile() -> Report:
             "tool": report.tool.model_copy(update={"name": HOSTILE, "version": HOSTILE}),
             "coverage": report.coverage.model_copy(update={"skipped": skipped, "analysed": 3}),
             "summary": report.summary.model_copy(update={"extremes": extremes, "texts": texts}),
-            "attention": [attended()],
+            "inspection": InspectionBody(attention=[attended()]),
             "heads": [head.model_copy(update={"site": HOSTILE, "measures": measures(head)}) for head in report],
         }
     )

@@ -112,7 +112,7 @@ def test_patches_of_one_image_stand_in_a_row_and_go_through_alone(tmp_path: Path
     assert texts.first(found.batches[0].inputs, 1)["pixel_values"] is patches
     report = attnlens.inspect(given, windows=2, length=9, analyzers=["spectrum"])
     assert report.coverage.complete
-    assert report.settings.sequences == 2
+    assert report.settings.windows == 2
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_images_are_fed_as_the_processor_prepares_them(sees: Any, tmp_path: Path
     assert pixels[0].unique().tolist() == [-1.0]
     assert pixels[1].unique().tolist() == [1.0]
     report = attnlens.inspect(sees, image=files, analyzers=["spectrum"])
-    assert (report.settings.noise, report.settings.sequences) == (None, 2)
+    assert (report.settings.noise, report.settings.windows) == (None, 2)
     assert [text.name for text in report.settings.texts] == ["0.png", "255.png"]
 
 
@@ -421,7 +421,7 @@ def test_pairs_are_joined_by_the_tokenizer_with_their_types(tmp_path: Path) -> N
         assert batch.inputs["token_type_ids"][row, :length].tolist() == expected["token_type_ids"]
         assert set(expected["token_type_ids"]) == {0, 1}, "the control"
     report = attnlens.inspect(given, pairs=file, analyzers=["spectrum"])
-    assert (report.settings.sequences, report.settings.pack) == (2, False)
+    assert (report.settings.windows, report.settings.pack) == (2, False)
 
 
 @pytest.mark.parametrize("line", ["no tab at all", "a\tb\tc", "\tb", "a\t "])

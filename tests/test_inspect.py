@@ -390,12 +390,12 @@ def test_a_path_object_is_a_model_and_never_a_hub_id(tmp_path, monkeypatch):
 
 def test_settings_say_what_was_fed(demo, tmp_path):
     alone = attnlens.inspect(demo, source="weights", length=16).settings
-    assert (alone.text, alone.sequences, alone.pack, alone.tokens) == (None, None, None, 16)
+    assert (alone.text, alone.windows, alone.pack, alone.length) == (None, None, None, 16)
     (tmp_path / "lines.txt").write_text("Jesus wept.\n\nIn the beginning was the Word.\n" * 3)
     lines = attnlens.inspect(demo, source="tokens", text=tmp_path / "lines.txt", pack=False, length=40)
-    assert (lines.settings.sequences, lines.settings.tokens, lines.settings.pack) == (6, 40, False)
+    assert (lines.settings.windows, lines.settings.length, lines.settings.pack) == (6, 40, False)
     assert "6 lines of at most 40 tokens spread over lines.txt" in reports.header(lines)
-    assert (lines.settings.sequences_asked, lines.settings.windows, lines.settings.intervals) == (
+    assert (lines.settings.windows_requested, lines.settings.placement, lines.settings.intervals) == (
         32,
         "spread",
         "windows",
@@ -466,7 +466,7 @@ def test_a_vision_model_says_how_many_tokens_its_images_have_and_takes_no_text(t
     families.build("vit").save_pretrained(tmp_path)
     report = attnlens.inspect(tmp_path, windows=3)
     settings = report.settings
-    assert (settings.text, settings.pack, settings.sequences, settings.tokens) == (None, None, 3, 10)
+    assert (settings.text, settings.pack, settings.windows, settings.length) == (None, None, 3, 10)
     assert "random pixels, 3 images of 10 tokens each" in reports.header(report)
     (tmp_path / "text.txt").write_text("In the beginning. " * 50)
     for words in ({"length": 16}, {"text": str(tmp_path / "text.txt")}):
@@ -482,7 +482,7 @@ def test_an_interrupted_run_reports_the_sequences_that_were_finished(demo):
     with pytest.raises(Interrupted) as stopped:
         attnlens.inspect(demo, windows=8, batch_size=2, length=16, progress=stop)
     report = stopped.value.report
-    assert report.settings.sequences == 4
+    assert report.settings.windows == 4
     assert report.heads[0].measures["tokens.entropy"].n == 4
     missing = "without 4 of 8 sequences, because the run was interrupted"
     assert report.coverage.sentence == f"PARTIAL: 32 of 32 heads, {missing}"

@@ -24,6 +24,7 @@ from swap_reports import (
     several,
     swap_report,
     swapped,
+    with_swaps,
 )
 from test_plots_layout import overlapping, settle
 
@@ -196,7 +197,7 @@ def test_hidden_cosines_are_told_text_by_text_where_there_is_no_loss() -> None:
 
 def test_one_window_promises_no_interval() -> None:
     settings = swap_report().settings
-    lone = settings.model_copy(update={"sequences": 1, "texts": [Text(name="a", sha256="b", windows=[3], available=9)]})
+    lone = settings.model_copy(update={"windows": 1, "texts": [Text(name="a", sha256="b", windows=[3], available=9)]})
     for swap in (swapped(), swapped(headless=True)):
         assert "one window has no spread: no errors" in flowing(swap_report(swap, **dict(lone)))
         assert "bootstrap interval" not in flowing(swap_report(swap, **dict(lone))).replace("no errors", "")
@@ -458,7 +459,7 @@ def test_no_two_texts_of_a_plans_page_overlap_or_leave_it(size: tuple[int, int],
     swap = report.swaps[0].model_copy(update={"healing": healing() if healed else None})
     with house_style():
         for draw in (swap_overview, lambda report: panel_figure(report, swap_panels(report)[1])):
-            figure = draw(report.model_copy(update={"swap": swap}))
+            figure = draw(with_swaps(report, swap))
             settle(figure)
             assert overlapping(figure) == []
             for text in (text for axes in figure.axes for text in axes.texts):

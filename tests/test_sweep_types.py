@@ -136,6 +136,6 @@ def test_integer_buffers_are_no_codes_whatever_their_path_in_the_file(name, tmp_
 
 def test_images_that_a_model_cuts_into_windows_stay_one_sequence_each():
     report = attnlens.swap_kernel(loaded(model_types.build("lw_detr_vit"), None), "rbf", windows=3)
-    assert report.settings.sequences == 3
+    assert report.settings.windows == 3
     assert 0 < report.swap.hidden_cosine < 1
     assert report.swap.hidden_cosine_ci95[0] <= report.swap.hidden_cosine <= report.swap.hidden_cosine_ci95[1]

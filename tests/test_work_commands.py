@@ -286,7 +286,7 @@ def stopping(at: str, count: int) -> Callable[[str, int, int], None]:
 def test_an_interrupted_call_carries_the_report_of_what_is_finished(read, tmp_path):
     with pytest.raises(Interrupted) as caught:
         attnlens.inspect("demo", **INSPECTED, work=tmp_path, progress=stopping("tokens", 3))
-    assert caught.value.report.settings.sequences == 3, "four layers, three batches"
+    assert caught.value.report.settings.windows == 3, "four layers, three batches"
     assert len(finished(tmp_path)) == 7
 
 
@@ -427,7 +427,7 @@ def test_no_unit_of_another_config_vocabulary_or_text_is_used(change, read, tmp_
     read.clear()
     found = attnlens.inspect(place, **options, **({"show": "attention"} if change == "show" else {}))
     assert len(read) == 3
-    assert bool(found.attention) == (change == "show")
+    assert bool(found.inspection.attention) == (change == "show")
 
 
 @pytest.mark.parametrize(
@@ -810,7 +810,7 @@ def test_a_model_in_memory_and_batches_of_a_text_have_the_same_rule(demo, monkey
 
     monkeypatch.setattr(Inspection, "_read", fails)
     report = attnlens.inspect(demo, length=16, windows=4, batch_size=2, analyzers=["symmetry"])
-    assert report.settings.sequences == 2
+    assert report.settings.windows == 2
     assert "tokens of batch 1: ValueError: odd" in report.coverage.sentence
 
 

@@ -17,7 +17,7 @@ from attnlens.files import written
 from attnlens.records import Baseline, BaselineMeasure, Breach, Check, Head, HeadId, Measure, Record, Report
 from attnlens.wording import clean, listed
 
-SAME_TEXT = ("sequences", "tokens", "pack", "windows", "seed", "select", "source")
+SAME_TEXT = ("windows", "length", "pack", "placement", "seed", "select", "source")
 """Settings that a report and its baseline must have in common."""
 
 
@@ -76,7 +76,7 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
     """
     moves = {name: _moves(report, name, column) for name, column in baseline.measures.items()}
     tested = [move for found in moves.values() for move in found if move.p is not None]
-    significant = rejected([move.p for move in tested if move.p is not None], tolerance.fdr)
+    significant = reject_by_fdr([move.p for move in tested if move.p is not None], tolerance.fdr)
     by_chance = {id(move) for move, real in zip(tested, significant, strict=True) if not real}
     bounds = {name: tolerance.of(find_measure(name)) for name in moves}
     beyond = {
@@ -122,7 +122,7 @@ def _moves(report: Report, name: str, column: BaselineMeasure) -> list[Move]:
     return moves
 
 
-def rejected(p_values: Sequence[float], rate: float) -> list[bool]:
+def reject_by_fdr(p_values: Sequence[float], rate: float) -> list[bool]:
     """Return which hypotheses to reject so that at most `rate` of the rejected are true (Benjamini & Hochberg 1995).
 
     These have the k smallest p-values, k the largest with p_(k) ≤ rate · k/n; `statistics.false_discovery` needs torch.
@@ -166,7 +166,7 @@ def verdict(
             f"The report is not whole. {report.coverage.sentence}.",
             "Make it whole, or add --allow-partial (allow_partial).",
         )
-    checks = judged(report, rules)
+    checks = check_rules(report, rules)
     if baseline is not None:
         refuse_other(report, baseline)
         checks += against(report, baseline, tolerance, file)
@@ -193,7 +193,7 @@ class Matched:
     """Number of a field; None for a rule about heads."""
 
 
-def matched(report: Report, rule: Rule) -> Matched:
+def match_rule(report: Report, rule: Rule) -> Matched:
     """Find the numbers that the rule covers. Raise UsageError for none: such a rule would never fail."""
     subject = stem(rule.subject)
     name, _, column = subject.rpartition(".")
@@ -294,7 +294,7 @@ def _unknown_subject(report: Report, rule: Rule, name: str) -> UsageError:
     )
 
 
-def judged(report: Report, rules: Iterable[Rule]) -> list[Check]:
+def check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
     """Return each rule's outcome on the report, in the rules' order; changes in a comparison count as measures.
 
     Raise UsageError if a rule matches nothing.
@@ -304,8 +304,8 @@ def judged(report: Report, rules: Iterable[Rule]) -> list[Check]:
     checks = []
     for rule in rules:
         taken[rule.id] += 1
-        values = matched(report, rule)
-        number = values.field if values.field is not None else aggregated(values, rule.condition)
+        values = match_rule(report, rule)
+        number = values.field if values.field is not None else aggregate(values, rule.condition)
         broken = [] if values.field is not None else _breaking_heads(values.heads, rule.condition, number)
         passed = not broken if number is None else rule.condition.comparison.holds(number)
         checks.append(
@@ -325,7 +325,7 @@ def judged(report: Report, rules: Iterable[Rule]) -> list[Check]:
     return checks
 
 
-def aggregated(found: Matched, asked: RuleCondition) -> float | None:
+def aggregate(found: Matched, asked: RuleCondition) -> float | None:
     """Compute the aggregate over heads; None for `value`, which applies to each head separately."""
     numbers = sorted(value for _, value in found.heads)
     if asked.quantile is not None:
@@ -372,7 +372,7 @@ def breach(head: HeadId, value: float | None, base: float | None = None, p: floa
     return Breach(site=head.site, layer=head.layer, head=head.head, part=head.part, value=value, base=base, p=p)
 
 
-def needed(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, Any]:
+def options_for(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, Any]:
     """Return the options `analyzers` and `source` of a run that measures only what is checked."""
     if baseline is not None:
         return {"analyzers": baseline.settings.analyzers, "source": baseline.settings.source}

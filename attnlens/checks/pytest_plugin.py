@@ -41,11 +41,11 @@ def assert_attention(
     """
     __tracebackhide__ = True
     import attnlens
-    from attnlens.report.sections.checked import told
+    from attnlens.report.sections.checked import describe_check
 
     report = _report(model_or_report, options, rules if baseline is None else None)
     judged = attnlens.check(report, rules, baseline=baseline, allow_partial=allow_partial)
-    failed = [told(check) for check in judged.checks if not check.passed]
+    failed = [describe_check(check) for check in judged.checks if not check.passed]
     if failed:
         raise AssertionError("\n".join([f"{len(failed)} of {len(judged.checks)} rules failed:", *failed]))
 
@@ -60,7 +60,7 @@ def _report(subject: Any, options: dict[str, Any], rules: Any = None) -> Report:
     """Return a report as it is, read it, or inspect a model with the analyzers that the rules need."""
     import attnlens
     from attnlens.arguments import names_report
-    from attnlens.checks.judging import needed
+    from attnlens.checks.judging import options_for
     from attnlens.checks.rule import rules_of
     from attnlens.records import Report, read_report
 
@@ -68,5 +68,5 @@ def _report(subject: Any, options: dict[str, Any], rules: Any = None) -> Report:
         return subject
     if isinstance(subject, str | PathLike) and names_report(fspath(subject)):
         return read_report(fspath(subject))
-    required = {} if rules is None or "analyzers" in options else needed(rules_of(rules), None)
+    required = {} if rules is None or "analyzers" in options else options_for(rules_of(rules), None)
     return attnlens.inspect(subject, **(required | options))

@@ -208,7 +208,7 @@ def _place(file: str | None) -> str:
     return "" if file is None else f"{clean(file)}: "
 
 
-def spelled(text: str) -> Rule:
+def parse_rule(text: str) -> Rule:
     """Parse the value of `--rule`, such as `tokens.entropy: min > 0.05`. Raise UsageError for anything else."""
     subject, colon, wanted = text.partition(":") if isinstance(text, str) else ("", "", "")
     if not colon:
@@ -218,7 +218,7 @@ def spelled(text: str) -> Rule:
     return rule(subject, wanted.strip())
 
 
-def tabled(table: Mapping[str, Any], file: str | None = None) -> list[Rule]:
+def parse_table(table: Mapping[str, Any], file: str | None = None) -> list[Rule]:
     """Parse a table subject → condition or conditions; a nested table continues the subject after a dot."""
     rules: list[Rule] = []
     for subject, texts in _flat(table, ""):
@@ -263,7 +263,7 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
         if not isinstance(table, Mapping):
             raise UsageError(f"{path}: {'.'.join(names)} must be a table.", f"Write it as [{'.'.join(names)}].")
         if table:
-            return tabled(table, str(path))
+            return parse_table(table, str(path))
     if named:
         raise UsageError(f"{path} has no rule.", remedy)
     return []
@@ -273,13 +273,13 @@ def rules_of(given: object) -> list[Rule]:
     """Parse the rules of a Python caller: a table, a path of a TOML file, or one or several texts."""
     rules: list[Rule] = []
     if isinstance(given, Mapping):
-        rules = tabled(given)
+        rules = parse_table(given)
     elif isinstance(given, Path) or (isinstance(given, str) and given.endswith(".toml")):
         rules = read_rules(Path(given))
     elif isinstance(given, str):
-        rules = [spelled(given)]
+        rules = [parse_rule(given)]
     elif isinstance(given, Iterable):
-        rules = [item if isinstance(item, Rule) else spelled(item) for item in given]
+        rules = [item if isinstance(item, Rule) else parse_rule(item) for item in given]
     if not rules:
         raise UsageError(f"rules={written(given)} holds no rule.", 'Write {"tokens.entropy": ["min > 0.05"]}.')
     return rules

@@ -42,7 +42,7 @@ from attnlens.lab.study.tasks import (
 from attnlens.lab.study.units import save_cells
 from attnlens.maths.attsvm.head import Nearness
 from attnlens.models import loading, texts
-from attnlens.records import Coverage, Experiment, ModelInfo, Report, Settings, Skipped
+from attnlens.records import Coverage, Experiment, InspectionBody, ModelInfo, Report, Settings, Skipped
 from attnlens.records.studies import StudyTable
 from attnlens.requests import Feeding, InspectRequest, reading, takes
 from attnlens.requests.experiments import (
@@ -127,6 +127,7 @@ def train_table(name: str, request: StudyRequest, progress: Progress = silent) -
     largest = max(cell.parameters for one in tables for cell in one.cells)
     return report_of(
         "reproduce",
+        "studies",
         model=ModelInfo(
             id=f"models trained here, {request.scale}", architecture="KernelTransformer", parameters=largest
         ),
@@ -247,6 +248,7 @@ def finished(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed:
         interrupted = True
     report = report_of(
         command,
+        "experiments",
         model=ModelInfo(
             id="one-layer attention (synthetic)", architecture="f(X, z) = h(Xᵀ softmax(XWz))", parameters=width**2
         ),
@@ -294,7 +296,7 @@ def converge_head(
     descent_settings = ExperimentSettings(trials=1, seed=asked.seed, **descent)
     named = texts.read_each(reading.files(query), offline=query.offline)
     loaded = model if isinstance(model, loading.Loaded) else loading.load(model, **load_options)
-    feeding.refuse_text(loaded, reading.files(query), asked.tokens)
+    feeding.refuse_text(loaded, reading.files(query), asked.length)
     contents, settings = feeding.contents(named, loaded), feeding.of_model(asked, loaded)
     cut = feeding.cut_of(settings, query)
     report, selector, nearness = posed(loaded, settings, contents, cut, progress)
@@ -306,7 +308,8 @@ def converge_head(
         for made in (train_head(nearness, location, descent_settings, progress), hardened)
     ]
     timings = {**report.timings, "converge": time.perf_counter() - start}
-    return report.model_copy(update={"command": "converge", "experiments": experiments, "timings": timings})
+    body = {"kind": "experiments", "experiments": experiments, "inspection": InspectionBody()}
+    return report.model_copy(update={"command": "converge", **body, "timings": timings})
 
 
 def posed(

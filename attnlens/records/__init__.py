@@ -1,4 +1,9 @@
-"""Frozen records that the parts of attnlens exchange; each file is imported when it is first used."""
+"""Frozen records that the parts of attnlens exchange; each file is imported when it is first used.
+
+`report` is the JSON report of a command: a common part and the body of its kind, from `swaps`, `comparison`,
+`studies` and `plans`; `measures` and `provenance` are parts of all. `version1` converts files of schema version 1.
+`tensors` has `Call` and `QueryKey`, which are not written. Any package may import records.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,8 @@ _NAMES = {
     "measures": "AttentionRows Coverage Head HeadId Measure Null Pick Record Selection Sentence Skipped",
     "plans": "FormTried KeyRank Plan PlanStep Rise read_plan",
     "provenance": "AdapterInfo Conventions File FileInParts ModelInfo Settings Text Tool",
-    "report": "Environment Extreme Report SiteCheck Summary TextSummary Verdict Windows json_schema read_report",
+    "report": "Environment Extreme InspectionBody Kind Report SiteCheck Summary SwapBody TextSummary Verdict Windows "
+    "json_schema read_report",
     "studies": "Bound Curve Experiment StudyCell StudyOrdering StudyPair StudyRun StudyTable StudyColumn Trajectory",
     "swaps": "PARTS Agreement BeyondWindow Change Control Effect Healing HealingControl HealingRate HealingStep "
     "HealingTraining Outcome Pair PositionChange Prediction Predictor SiteSwap Stage Swap Task TextChange TextCosine",

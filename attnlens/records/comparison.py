@@ -13,6 +13,7 @@ from attnlens.choices import CHANGE, Part
 from attnlens.records.measures import Count, Head, HeadId, Measure, Number, Record, read_record
 from attnlens.records.provenance import ModelInfo, Settings
 from attnlens.records.swaps import Outcome
+from attnlens.records.version1 import convert_baseline
 
 
 class Breach(Record):
@@ -73,7 +74,7 @@ class Baseline(Record):
 
     kind: Literal["attnlens baseline"] = "attnlens baseline"
     """What tells it from a report."""
-    schema_version: Literal["1"] = "1"
+    schema_version: Literal["2"] = "2"
     """Version of this layout."""
     model: ModelInfo
     """Which model, with the hashes of its files."""
@@ -94,9 +95,8 @@ class Baseline(Record):
 
 def read_baseline(path: str | Path) -> Baseline:
     """Read a baseline. Raise UsageError if the file is missing, is not JSON, or is not a baseline."""
-    return read_record(
-        Baseline, path, "not a baseline", "Make one with: attnlens check REPORT --baseline FILE --update-baseline"
-    )
+    remedy = "Make one with: attnlens check REPORT --baseline FILE --update-baseline"
+    return read_record(Baseline, path, "not a baseline", remedy, convert_baseline)
 
 
 DISTANCE = "compare."
@@ -226,7 +226,7 @@ class Comparison(Record):
     """What was found of the models as wholes, one sentence each."""
 
 
-def changed(found: Comparison, heads: Sequence[Head]) -> list[Head]:
+def heads_with_changes(found: Comparison, heads: Sequence[Head]) -> list[Head]:
     """Return the heads with their changes (`compare.own_kl`, `change.tokens.entropy`) and the second model's values."""
     changes: dict[tuple[int, int], dict[str, Measure]] = defaultdict(dict)
     for row in found.rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from codecs import BOM_UTF8
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -18,6 +19,7 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic_core import from_json
 
 from attnlens.choices import Part, Space
 from attnlens.errors import UsageError
@@ -56,20 +58,32 @@ STEERING = re.compile("[\x7f-\x9f]")
 Read = TypeVar("Read", bound=Record)
 
 
-def read_record(kind: type[Read], path: str | Path, otherwise: str, remedy: str) -> Read:
-    """Read a record from an untrusted JSON file, validating every field.
+def read_record(
+    kind: type[Read],
+    path: str | Path,
+    otherwise: str,
+    remedy: str,
+    convert: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+) -> Read:
+    """Read a record from an untrusted JSON file, validating every field; `convert` converts one of version 1.
 
-    Raise UsageError with `remedy` if the file is missing, is not JSON, or is `otherwise` (`not a report`).
+    Raise UsageError with `remedy` if the file is missing, is not JSON, or is `otherwise` (`not a report`), and for an
+    unknown schema version.
     """
-    content = read_bytes(local_path(path), UsageError, remedy)
+    content = read_bytes(local_path(path), UsageError, remedy).removeprefix(BOM_UTF8)
     try:
-        return kind.model_validate_json(content.removeprefix(BOM_UTF8))
+        try:
+            return kind.model_validate_json(content)
+        except ValidationError as error:
+            version = next((each["input"] for each in error.errors() if each["loc"] == ("schema_version",)), None)
+            if version != "1" or convert is None:
+                raise
+            return kind.model_validate(convert(from_json(content)))
     except ValidationError as error:
         first = error.errors()[0]
         if first["loc"] == ("schema_version",):
-            version, known = written(first["input"]), first["ctx"]["expected"]
             raise UsageError(
-                f"{path} has schema_version {version}, and this attnlens reads {known}.",
+                f"{path} has schema_version {written(first['input'])}, and this attnlens reads '1' and '2'.",
                 "Make it anew with this attnlens, or read it with the one that made it.",
             ) from None
         where = ".".join(str(part) for part in first["loc"]) or "the file"
@@ -148,6 +162,15 @@ class Head(HeadId):
     """Scalars by qualified name (`weights.symmetry`)."""
     curves: dict[str, list[Number]] = {}
     """Curves by qualified name, one number a step."""
+
+    def cells(self) -> dict[str, str | int | float | None]:
+        """Return a row of a sheet: site, layer, head, kv_head, part; per measure `name`, `.se`, `.z` and `.base`."""
+        row: dict[str, str | int | float | None] = {name: getattr(self, name) for name in HeadId.model_fields}
+        for name, measure in self.measures.items():
+            row[name] = measure.value if measure.label is None else measure.label
+            parts = {"se": measure.se, "z": measure.z, "base": measure.base}
+            row |= {f"{name}.{part}": value for part, value in parts.items() if value is not None}
+        return row
 
 
 OPENERS = ("A", "An", "Its", "No", "None", "The", "There", "This")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -12,8 +13,7 @@ from attnlens.files import local_path, write_atomically
 from attnlens.records.measures import Count, Number, Record, read_record
 from attnlens.records.provenance import ModelInfo, Settings, Text, Tool
 from attnlens.records.swaps import Pair
-
-CHOSEN_BY = "an older attnlens wrote it: what it promised was measured on the text that chose the ranks"
+from attnlens.records.version1 import CHOSEN_BY, convert_plan
 
 
 class KeyRank(Record):
@@ -107,6 +107,8 @@ class Plan(Record):
     plan do here (`ranks`).
     """
 
+    schema_version: Literal["2"] = "2"
+    """Version of this layout."""
     tool: Tool
     """What wrote it."""
     model: ModelInfo
@@ -166,12 +168,11 @@ class Plan(Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _convert_older(cls, given: object) -> object:
-        """Convert an older plan, whose promise was estimated on the text that it was chosen on, to an estimate."""
-        if not isinstance(given, Mapping) or "estimated" in given or given.get("promised") is None:
-            return given
-        reasons = {**given.get("reasons", {}), "promised": CHOSEN_BY}
-        return {**given, "estimated": given["promised"], "promised": None, "reasons": reasons}
+    def _convert_version1(cls, fields: object) -> object:
+        """Convert a plan of version 1, which had no `schema_version`."""
+        return (
+            convert_plan(fields) if isinstance(fields, Mapping) and fields.get("schema_version", "1") == "1" else fields
+        )
 
     @model_validator(mode="after")
     def _check_unique(self) -> Plan:
@@ -192,7 +193,7 @@ class Plan(Record):
     @property
     def tokens(self) -> int:
         """Length of a sequence in tokens."""
-        return self.settings.tokens or 0
+        return self.settings.length or 0
 
     @property
     def text(self) -> str:

@@ -151,7 +151,7 @@ class Settings(Record):
     """The text, where one was fed; several as one."""
     texts: list[Text] = []
     """Each text with the numbers of its windows."""
-    windows: Placement | None = None
+    placement: Placement | None = None
     """Where in each text the windows (or lines) lie; None where no text was fed."""
     intervals: Intervals | None = None
     """Over what standard errors and intervals are; None where no text was fed."""
@@ -161,13 +161,13 @@ class Settings(Record):
     """The text from which parameters were fitted or weights healed; it is no part of what was evaluated."""
     calibrations: list[Text] = []
     """Each calibration text with the numbers of its windows."""
-    sequences_asked: Count | None = None
-    """How many were asked for, where the texts have fewer."""
-    sequences: Count | None = None
-    """How many windows, lines, images or sounds were fed (fewer than asked for, where the text ended or the run was
-    interrupted); None where none were."""
-    tokens: Count | None = None
-    """Tokens of a window; the most that a line may have (`pack` false); those that the attention saw of an image."""
+    windows_requested: Count | None = None
+    """Number of windows requested, if the texts have fewer."""
+    windows: Count | None = None
+    """Number of windows, lines, images or sounds read (fewer than requested if the text ended or the run was
+    interrupted); None if none were."""
+    length: Count | None = None
+    """Tokens in a window; the maximum for a line (`pack` false); those that the attention saw of an image."""
     pack: bool | None = None
     """Whether running text was cut into windows (else: one line, one sequence); None where no text was fed."""
     layers: list[Count] | None = None
@@ -183,18 +183,18 @@ class Settings(Record):
     @property
     def fed(self) -> str:
         """Description of the input: number and length of its pieces, and the texts that they are from."""
-        count = self.sequences or 0
+        count = self.windows or 0
         plural = "" if count == 1 else "s"
         if self.noise is not None and self.text is None:
             kind = "image" if "pixels" in self.noise.name else "recording"
-            return f"{self.noise.name}, {count} {kind}{plural} of {self.tokens} tokens each"
+            return f"{self.noise.name}, {count} {kind}{plural} of {self.length} tokens each"
         if self.text is None:
             return ""
-        if self.tokens is None:
+        if self.length is None:
             return f"{count} file{plural}: {self.text.name}"
         where = {"spread": "spread over", "first": "from the beginning of", "random": "drawn from", None: "of"}[
-            self.windows
+            self.placement
         ]
         if self.pack is False:
-            return f"{count} line{plural} of at most {self.tokens} tokens {where} {self.text.name}"
-        return f"{count} × {self.tokens} tokens {where} {self.text.name}"
+            return f"{count} line{plural} of at most {self.length} tokens {where} {self.text.name}"
+        return f"{count} × {self.length} tokens {where} {self.text.name}"

@@ -8,30 +8,20 @@ from dataclasses import dataclass
 from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from pydantic import ConfigDict, Field, PrivateAttr
+from pydantic import ConfigDict, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from attnlens.choices import Part
 from attnlens.errors import UsageError
 from attnlens.files import local_path, write_atomically
-from attnlens.records.comparison import Check, Comparison, changed
-from attnlens.records.measures import (
-    AttentionRows,
-    Count,
-    Coverage,
-    Head,
-    HeadId,
-    Null,
-    Number,
-    Record,
-    Selection,
-    read_record,
-)
+from attnlens.records.comparison import Check, Comparison, heads_with_changes
+from attnlens.records.measures import AttentionRows, Count, Coverage, Head, Null, Number, Record, Selection, read_record
 from attnlens.records.plans import Plan
 from attnlens.records.provenance import File, ModelInfo, Settings, Tool
 from attnlens.records.studies import Experiment, StudyTable
 from attnlens.records.swaps import Swap
+from attnlens.records.version1 import convert_report
 from attnlens.wording import clean
 
 if TYPE_CHECKING:
@@ -180,11 +170,45 @@ class SiteCheck(Record):
     None in reports of attnlens 1."""
 
 
-class Report(Record):
-    """Everything that one command found; the same type for every command."""
+class InspectionBody(Record):
+    """Body of kind `inspection`: details of single heads, if they were requested; its measures are in `heads`."""
 
-    schema_version: Literal["1"] = "1"
+    selections: list[Selection] = []
+    """What heads select, token by token (`inspect --show selection`)."""
+    attention: list[AttentionRows] = []
+    """What the tokens of one sequence attend to, head by head (`inspect --show attention`)."""
+
+
+class SwapBody(Swap):
+    """Body of kind `swap`: the effect of the first kernel, with those of the other kernels and the plan of ranks."""
+
+    others: list[Swap] = []
+    """Effects of the other kernels, in the order requested."""
+    plan: Plan | None = None
+    """The ranks that a budget allows (`swap-kernel --budget`), or that a plan gave (`--ranks`)."""
+
+
+Kind = Literal["inspection", "swap", "comparison", "doctor", "experiments", "studies"]
+"""What a report is about; its body is in the field of the same name."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class Report(Record):
+    """Everything that one command found: a common part, and the body in the field that its `kind` names.
+
+    The JSON has the body of its kind only; in Python, the bodies of other kinds are empty.
+    """
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [{"properties": {"kind": {"const": kind}}, "required": ["kind", kind]} for kind in KINDS]
+        }
+    )
+
+    schema_version: Literal["2"] = "2"
     """Version of this layout."""
+    kind: Kind
+    """What it is about: the name of the field with its body."""
     tool: Tool
     """What wrote it."""
     command: str
@@ -203,25 +227,18 @@ class Report(Record):
     """The model in a few numbers."""
     checks: list[Check] = []
     """How rules came out on it (`check`)."""
-    doctor: list[SiteCheck] = []
-    """Site by site, whether what attnlens reads is what the model computes."""
-    swap: Swap | None = None
-    """What another kernel did to the model (`swap-kernel`)."""
-    more_swaps: list[Swap] = []
-    """What the further kernels did, where several were compared."""
+    inspection: InspectionBody = InspectionBody()
+    """Details of single heads (`inspect`)."""
+    swap: SwapBody | None = None
+    """What other kernels did to the model (`swap-kernel`)."""
     comparison: Comparison | None = None
     """How the model differs from another one (`compare`)."""
-    plan: Plan | None = None
-    """The ranks that a budget allows (`swap-kernel --budget`), or that a plan gave (`--ranks`)."""
+    doctor: list[SiteCheck] = []
+    """Site by site, whether what attnlens reads is what the model computes (`doctor`)."""
     experiments: list[Experiment] = []
     """What experiments found (`converge`, `reproduce claims`)."""
     studies: list[StudyTable] = []
     """Tables of the papers, trained again (`reproduce`)."""
-    selections: list[Selection] = []
-    """What heads select, token by token, where that was to be shown (`inspect --show selection`)."""
-    attention: list[AttentionRows] = []
-    """What the tokens of one sequence attend to, head by head, where that was to be shown (`inspect --show attention`).
-    """
     windows_file: File | None = None
     """The file of --windows-csv that was written with it, and lies beside it."""
     timings: dict[str, Number] = {}
@@ -229,6 +246,21 @@ class Report(Record):
     peak_memory_bytes: Count = 0
     """Largest resident memory of the process."""
     _windows: Windows | None = PrivateAttr(None)
+
+    @model_validator(mode="after")
+    def _check_body(self) -> Report:
+        for kind in KINDS:
+            body = getattr(self, kind)
+            if kind == self.kind and body is None:
+                raise ValueError(f"a report of kind {kind} needs the field {kind}")
+            if kind != self.kind and body not in (None, [], InspectionBody()):
+                raise ValueError(f"a report of kind {self.kind} has the field {kind}")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _leave_out_other_bodies(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        others = {kind for kind in KINDS if kind != self.kind}
+        return {name: field for name, field in handler(self).items() if name not in others}
 
     def __repr__(self) -> str:
         return clean(f"<Report {self.command} {self.model.id}: {self.coverage.sentence}>")
@@ -251,13 +283,18 @@ class Report(Record):
     @property
     def swaps(self) -> list[Swap]:
         """Swaps of all kernels, in the order requested."""
-        return [self.swap, *self.more_swaps] if self.swap is not None else []
+        return [self.swap, *self.swap.others] if self.swap is not None else []
+
+    @property
+    def plan(self) -> Plan | None:
+        """Plan of ranks of a swap; None if it has none, or if the report is not of kind swap."""
+        return self.swap.plan if self.swap is not None else None
 
     def with_changes(self) -> Report:
         """Return a comparison's report with changes as measures of its heads; any other report unchanged."""
         if self.comparison is None or not self.comparison.rows:
             return self
-        return self.model_copy(update={"heads": changed(self.comparison, self.heads)})
+        return self.model_copy(update={"heads": heads_with_changes(self.comparison, self.heads)})
 
     def measure_names(self) -> list[str]:
         """Return the names of the scalar measures of any head, in the order of first appearance."""
@@ -295,7 +332,7 @@ class Report(Record):
             import pandas
         except ImportError:
             raise UsageError("to_dataframe needs pandas, which is not installed.", "Run: pip install pandas") from None
-        return pandas.DataFrame([_row(head) for head in self.heads])
+        return pandas.DataFrame([head.cells() for head in self.heads])
 
 
 def _load_exports() -> Any:
@@ -303,27 +340,14 @@ def _load_exports() -> Any:
     return import_module("attnlens.report.export")
 
 
-def _row(head: Head) -> dict[str, object]:
-    row: dict[str, object] = {name: getattr(head, name) for name in HeadId.model_fields}
-    for name, measure in head.measures.items():
-        row[name] = measure.value if measure.label is None else measure.label
-        if measure.se is not None:
-            row[f"{name}.se"] = measure.se
-        if measure.z is not None:
-            row[f"{name}.z"] = measure.z
-        if measure.base is not None:
-            row[f"{name}.base"] = measure.base
-    return row
-
-
 def read_report(path: str | Path) -> Report:
     """Read a report; its content is data, validated field by field.
 
     Raise UsageError if the file is missing, is not JSON, or is not a report.
     """
-    return read_record(Report, path, "not a report", "Give the path of a report from --json.")
+    return read_record(Report, path, "not a report", "Give the path of a report from --json.", convert_report)
 
 
 def json_schema() -> str:
     """Return the JSON Schema of the report."""
-    return json.dumps(Report.model_json_schema(mode="serialization"), indent=1) + "\n"
+    return json.dumps(Report.model_json_schema(), indent=1) + "\n"

@@ -177,7 +177,7 @@ def percentile(measure: str, depth: Third, subject: Subject, value: float) -> tu
 def subject_of(report: Report, part: str) -> Subject:
     """Return the properties that decide which atlas models the report's heads of one part are compared with."""
     settings, conventions = report.settings, report.model.conventions
-    subject = Subject(part, conventions.position if conventions else None, settings.tokens, bool(settings.pack))
+    subject = Subject(part, conventions.position if conventions else None, settings.length, bool(settings.pack))
     heads = [head for head in report.heads if head.part == part]
     files = {file.sha256 for file in report.model.files}
     own = {one.lineage for one in models() if one.files & files or _is_same(one, report, heads, subject)}

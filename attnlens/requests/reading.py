@@ -11,17 +11,12 @@ from attnlens.errors import UsageError
 from attnlens.records import Settings
 from attnlens.requests.run_options import Feeding
 
-NAMES = {"windows": "sequences", "length": "tokens", "placement": "windows"}
-"""Settings by the options that they record, where the names differ."""
-
 
 def settings(request: Feeding) -> Settings:
     """Return the settings of a report that record options."""
     later = ("text", "calibration", "analyzers", "select", "device", "dtype")  # known once the model is loaded
-    recorded = {
-        NAMES.get(name, name): getattr(request, name) for name in type(request).model_fields if name not in later
-    }
-    known = {name: value for name, value in recorded.items() if name in Settings.model_fields}
+    options = {name: getattr(request, name) for name in type(request).model_fields if name not in later}
+    known = {name: value for name, value in options.items() if name in Settings.model_fields}
     return Settings(**known if request.pairs is None else known | {"pack": False})
 
 

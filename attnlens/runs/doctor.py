@@ -146,7 +146,7 @@ def doctor(
         loaded = loading.load(model, **load_options)
     if loaded.model.dtype == torch.float64:
         hooks.allow_float64(loaded.model)
-    feeding.refuse_text(loaded, files, requested.tokens)
+    feeding.refuse_text(loaded, files, requested.length)
     settings, inputs = _load_inputs(
         feeding.of_model(requested, loaded), request, loaded, feeding.contents(named, loaded)
     )
@@ -186,6 +186,7 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
     checked: Verdict = "agrees" if coverage.complete else "partly checked"
     sound = identity <= TOLERANCE and all(check.passed for check in results)
     return report_of(
+        "doctor",
         "doctor",
         model=loaded.info,
         settings=feeding.seen(settings, loaded, reached),
@@ -280,13 +281,13 @@ def _load_inputs(
     asked: Settings, request: DoctorRequest, loaded: loading.Loaded, contents: Sequence[texts.Content]
 ) -> tuple[Settings, dict[str, Tensor]]:
     """Return the sequences as one batch; placeholder ids without a tokenizer, since any input proves identity."""
-    batches = texts.placeholder(loaded, asked.tokens or 2, asked.seed, sequences=asked.sequences or 1)
+    batches = texts.placeholder(loaded, asked.length or 2, asked.seed, sequences=asked.windows or 1)
     if loaded.tokenizer is not None or texts.reads_noise(loaded):
         # images share no pass, and only one is compared; any text is fine
-        one_pass = {"image": request.image[:1], "audio": request.audio[:1], "batch_size": asked.sequences or 1}
+        one_pass = {"image": request.image[:1], "audio": request.audio[:1], "batch_size": asked.windows or 1}
         cut = feeding.cut_of(asked, request.changed(**one_pass, allow_foreign_text=True))
         batches = texts.batches(loaded, contents, cut)
-    update = {"sequences": batches.batches[0].size}  # if images can't share a pass, only the first is compared
+    update = {"windows": batches.batches[0].size}  # if images can't share a pass, only the first is compared
     return feeding.fed(asked, batches, loaded).model_copy(update=update), batches.batches[0].inputs
 
 

@@ -18,7 +18,7 @@ from attnlens.models.loading import Loaded
 from attnlens.models.texts import Batches
 from attnlens.models.texts.targets import NOTHING, feed, logits_of, of_text, task_of
 from attnlens.records import Settings, Text
-from attnlens.requests import Feeding, Loading, SpreadRequest, reading
+from attnlens.requests import Feeding, Loading, SpreadRequest
 from attnlens.runs.outputs import sequence_losses
 
 if TYPE_CHECKING:
@@ -81,15 +81,15 @@ RECORDED = (
     *("source", "analyzers", "select", "seed", "windows", "length", "pack"),
     *("placement", "intervals", "layers", "heads"),
 )
-"""Options that a report records, so that a model can be read in the same way again."""
-NOTHING_FED = {"sequences": None, "pack": None, "windows": None, "intervals": None}
+"""Settings that are options, so that a model can be read in the same way again."""
+NOTHING_FED = {"windows": None, "pack": None, "placement": None, "intervals": None}
 """Settings of a run without any input."""
 
 
 def recorded(settings: Settings) -> dict[str, Any]:
     """Return the options that a report was made with, as far as it records them."""
-    options = {name: getattr(settings, reading.NAMES.get(name, name)) for name in RECORDED}
-    options["windows"] = settings.sequences_asked or settings.sequences
+    options = {name: getattr(settings, name) for name in RECORDED}
+    options["windows"] = settings.windows_requested or settings.windows
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -123,7 +123,7 @@ def of_model(asked: Settings, loaded: loading.Loaded) -> Settings:
         update={
             "device": loading.places_of(loaded.model),
             "dtype": str(loaded.dtype).removeprefix("torch."),
-            "tokens": texts.window_length(loaded.model, asked.tokens),
+            "length": texts.window_length(loaded.model, asked.length),
         }
     )
 
@@ -131,11 +131,11 @@ def of_model(asked: Settings, loaded: loading.Loaded) -> Settings:
 def cut_of(asked: Settings, request: Feeding) -> texts.Cut:
     """Return how the texts are cut, from settings and options."""
     return texts.Cut(
-        tokens=asked.tokens,
-        sequences=asked.sequences or 1,
+        tokens=asked.length,
+        sequences=asked.windows or 1,
         batch_size=request.batch_size,
         pack=asked.pack is not False,
-        placement=asked.windows or "spread",
+        placement=asked.placement or "spread",
         seed=asked.seed,
         pairs=request.pairs is not None,
         image=request.image,
@@ -168,17 +168,17 @@ def design_of(requested: Settings, inputs: texts.Batches) -> Design:
 def fed(requested: Settings, inputs: texts.Batches, loaded: loading.Loaded) -> Settings:
     """Return the settings that describe the input: texts in windows or lines, or noise alone."""
     text: dict[str, Any] = {"text": Text.of(inputs.texts), "texts": list(inputs.texts)}
-    update: dict[str, Any] = {"sequences": inputs.sequences}
+    update: dict[str, Any] = {"windows": inputs.sequences}
     if inputs.tokens:
-        short = inputs.sequences < (requested.sequences or 0)
+        short = inputs.sequences < (requested.windows or 0)
         update |= {
-            "sequences_asked": requested.sequences if short else None,
+            "windows_requested": requested.windows if short else None,
             "intervals": design_of(requested, inputs).over,
             "notes": [*requested.notes, *_window_notes(requested, inputs, loaded)],
         }
     else:
-        update |= {"pack": None, "windows": None, "intervals": None, "notes": [*requested.notes, *inputs.notes]}
-        text = {"noise": text["text"]} if inputs.made_up else text | {"tokens": None}
+        update |= {"pack": None, "placement": None, "intervals": None, "notes": [*requested.notes, *inputs.notes]}
+        text = {"noise": text["text"]} if inputs.made_up else text | {"length": None}
     return requested.model_copy(update=text | update)
 
 
@@ -192,7 +192,7 @@ def _window_notes(requested: Settings, inputs: texts.Batches, loaded: loading.Lo
             f"{len(set(inputs.parts)) + len(inputs.left_out)} texts."
         )
     noun = "lines" if requested.pack is False else "windows"
-    if requested.windows == "first":
+    if requested.placement == "first":
         yield f"The {noun} are the first of each text: errors hold for these {noun}, not for the texts."
     repeated = texts.repeated_share(loaded.tokenizer, inputs.ids)
     if repeated > texts.MOST_SHARED:
@@ -206,7 +206,7 @@ def seen(settings: Settings, loaded: loading.Loaded, reached: Sequence[SiteCall]
     """Record the largest number of tokens in the attention of a model that reads only noise."""
     if texts.reads_text(loaded) or settings.noise is None:
         return settings
-    return settings.model_copy(update={"tokens": max(each.call.query.shape[2] for each in reached)})
+    return settings.model_copy(update={"length": max(each.call.query.shape[2] for each in reached)})
 
 
 def refuse_text(loaded: loading.Loaded, text: Sequence[str], tokens: int | None) -> None:

@@ -21,7 +21,7 @@ from attnlens.kernels.registry import KernelInfo
 from attnlens.models import texts
 from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
-from attnlens.records import Environment, Report, Tool
+from attnlens.records import Environment, Kind, Report, Tool
 
 
 def content_of(
@@ -62,7 +62,7 @@ STATUS = Path("/proc/self/status")
 """File of Linux with this process's high-water mark of memory."""
 
 
-def report_of(command: str, **results: Any) -> Report:
+def report_of(command: str, kind: Kind, **results: Any) -> Report:
     """Build the report of a command; `results` are its other fields."""
     environment = Environment(
         python=platform.python_version(),
@@ -70,7 +70,8 @@ def report_of(command: str, **results: Any) -> Report:
         transformers=transformers.__version__,
         platform=platform.platform(),
     )
-    return Report(tool=tool(), command=command, environment=environment, peak_memory_bytes=peak_memory(), **results)
+    run = {"command": command, "kind": kind, "environment": environment, "peak_memory_bytes": peak_memory()}
+    return Report(tool=tool(), **run, **results)
 
 
 def tool() -> Tool:

@@ -83,6 +83,7 @@ def series_report(
     last = done[-1].report
     return report_of(
         "converge",
+        "experiments",
         model=last.model.model_copy(update={"files": files}),
         settings=last.settings,
         coverage=_coverage(done, unread),

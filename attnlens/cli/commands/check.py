@@ -117,10 +117,10 @@ def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, name
 
 def _load_rules(request: CheckRequest) -> list[Rule]:
     """Return the rules of the call, else those of the first default file that has any."""
-    from attnlens.checks.rule import read_rules, spelled
+    from attnlens.checks.rule import parse_rule, read_rules
 
     rules = [] if request.rules is None else read_rules(Path(request.rules))
-    rules += map(spelled, request.rule)
+    rules += map(parse_rule, request.rule)
     places = (Path(name) for name in FILES if not rules and Path(name).is_file())
     rules = rules or next(filter(None, (read_rules(place, named=False) for place in places)), [])
     if not rules and request.baseline is None and request.recompute is None:
@@ -173,10 +173,10 @@ def _load_report(
         from attnlens.records import read_report
 
         return read_report(subject)
-    from attnlens.checks.judging import needed
+    from attnlens.checks.judging import options_for
 
     if not reading.analyzers and reading.source == "both" and not request.update_baseline:
-        reading = reading.changed(**needed(rules, baseline))
+        reading = reading.changed(**options_for(rules, baseline))
     with interruptible_at_once():
         from attnlens.cli import analyses
     with working(outputs) as tell:

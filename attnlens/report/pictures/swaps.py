@@ -76,9 +76,9 @@ def swap_overview(report: Report) -> Figure:
     panels = _overview_panels(report)
     across = len(panels) if len(panels) <= 3 else 2
     rows = [panels[start : start + across] for start in range(0, len(panels), across)]
-    if report.more_swaps:
+    if len(report.swaps) > 1:
         rows = [row for row in (panels[:1], panels[1:]) if row]
-    what, how = ("several kernels", "") if report.more_swaps else (clean(swap.kernel), formula(swap))
+    what, how = ("several kernels", "") if len(report.swaps) > 1 else (clean(swap.kernel), formula(swap))
     # the formula comes last: if the line is too long, it is cut, but never the coverage of heads
     size = f"{big(model.parameters)} parameters"
     facts = [clean(model.architecture), size, what, clean(report.coverage.sentence), how]
@@ -98,7 +98,7 @@ def _row_height(row: Sequence[Panel], *, alone: bool) -> float:
 def swap_panels(report: Report) -> list[Panel]:
     """Build the panels that get their own files; if several kernels were swept, each has its own sweep."""
     panels = [panel for panel in _overview_panels(report) if panel.stem not in ("stages", "sweep", "predictor")]
-    several = bool(report.more_swaps)
+    several = len(report.swaps) > 1
     swept = [swap for swap in report.swaps if swap.sweep]
     panels += [_sweep_panel(swap, f"sweep-{clean(swap.kernel)}" if several else "sweep") for swap in swept]
     return panels + [_predictors_panel(swap, several=several) for swap in swept if swap.predictors]
@@ -106,7 +106,7 @@ def swap_panels(report: Report) -> list[Panel]:
 
 def _overview_panels(report: Report) -> list[Panel]:
     """Build the panels of the overview, in order."""
-    if report.more_swaps:
+    if len(report.swaps) > 1:
         return list(_kernel_panels(report))
     swap, plan = report.swaps[0], report.plan
     panels = [_stages_panel(swap), _sites_panel(swap)]

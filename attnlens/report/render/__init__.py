@@ -1,1 +1,1 @@
-"""Renderers of sections: terminal, markdown, HTML page, spreadsheet and pictures."""
+"""Render a `Document` for a terminal, as markdown or as an HTML page, a `Sheet` as CSV, and a `Picture` as a file."""

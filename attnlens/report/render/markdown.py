@@ -12,8 +12,7 @@ from urllib.parse import quote
 from xml.etree import ElementTree
 
 from attnlens.records import Report
-from attnlens.report.sections import checked
-from attnlens.report.sections.checked import document, worst
+from attnlens.report.sections.checked import accusation, describe_check, document, worst
 from attnlens.report.sections.section import Cell, Document, Heading, Section, Sheet, Table
 from attnlens.wording import clean
 
@@ -62,10 +61,10 @@ def junit(report: Report) -> str:
         attributes = {"classname": clean(f"attnlens.{check.subject}"), "name": clean(check.rule)}
         case = ElementTree.SubElement(suite, "testcase", attributes | place | {"time": "0"})
         if not check.passed:
-            failure = ElementTree.SubElement(case, "failure", message=checked.told(check), type="rule")
-            lines = [checked.accusation(check, breach) for breach in check.breaches[:MOST_HEADS]]
+            failure = ElementTree.SubElement(case, "failure", message=describe_check(check), type="rule")
+            lines = [accusation(check, breach) for breach in check.breaches[:MOST_HEADS]]
             more = len(check.breaches) - MOST_HEADS
-            failure.text = "\n".join([checked.told(check), *lines, *([f"and {more} more"] if more > 0 else [])])
+            failure.text = "\n".join([describe_check(check), *lines, *([f"and {more} more"] if more > 0 else [])])
     ElementTree.indent(suites, " ")
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(suites, encoding="unicode") + "\n"
 
@@ -77,8 +76,8 @@ IN_PROPERTIES = IN_MESSAGES | {ord(":"): "%3A", ord(","): "%2C"}
 
 def workflow_commands(report: Report) -> list[str]:
     """Return ten GitHub workflow commands at most: failed rules that no single head breaks, then the worst heads."""
-    rule_errors = [(check, checked.told(check)) for check in report.checks if not check.passed and not check.breaches]
-    head_errors = [(check, checked.accusation(check, breach)) for check, breach in worst(report.checks)]
+    rule_errors = [(check, describe_check(check)) for check in report.checks if not check.passed and not check.breaches]
+    head_errors = [(check, accusation(check, breach)) for check, breach in worst(report.checks)]
     lines = []
     for check, message in [*rule_errors, *head_errors][:MOST_ANNOTATIONS]:
         place = {} if check.file is None else {"file": uri(check.file)}

@@ -20,7 +20,7 @@ def outcome(report: Report) -> tuple[str, bool]:
     return (f"FAILED: {failed} of {rules}", False) if failed else (f"PASSED: {len(report.checks)} of {rules}", True)
 
 
-def told(check: Check) -> str:
+def describe_check(check: Check) -> str:
     """Describe the outcome of a check: value found, value wanted, how many heads break the rule, the worst head."""
     value = "" if check.value is None else f"found {number(check.value)}, "
     heads = ""
@@ -60,14 +60,14 @@ def site_checks(report: Report) -> Iterator[Section]:
     names = [clean(row.site) for row in rows]
     shared, differing = _shared_path(names), tuple(row.verdict == "differs" for row in rows)
     columns = (
-        Column("", "part", tuple(row.part for row in rows), words=True),
-        Column("", "heads", tuple(str(row.heads) for row in rows)),
-        Column("", "route", tuple(row.route for row in rows), words=True),
-        Column("", "q·k logits", tuple(_error(row.tokens_error) for row in rows)),
-        Column("", "weights × inputs", tuple(_error(row.weights_error) for row in rows)),
-        Column("", "verdict", tuple(map(_verdict, rows)), words=True, alarms=differing),
+        Column("part", [row.part for row in rows], words=True),
+        Column("heads", [str(row.heads) for row in rows]),
+        Column("route", [row.route for row in rows], words=True),
+        Column("q·k logits", [_error(row.tokens_error) for row in rows]),
+        Column("weights × inputs", [_error(row.weights_error) for row in rows]),
+        Column("verdict", [*map(_verdict, rows)], words=True, alarms=differing),
     )
-    sites = Column("", "site", tuple(f"{'…' * bool(shared)}{name.removeprefix(shared)}" for name in names), words=True)
+    sites = Column("site", [f"{'…' * bool(shared)}{name.removeprefix(shared)}" for name in names], words=True)
     notes = (*((f"… stands for {shared}",) if shared else ()), *report.settings.notes)
     yield Section(table=Table((sites,), columns, fit="folded"), notes=notes)
 
@@ -115,13 +115,13 @@ def sections(report: Report) -> Iterator[Section]:
     if not checks:
         return
     failed = tuple(not check.passed for check in checks)
-    names = Column("", "rule", tuple(clean(check.rule) for check in checks), words=True)
+    names = Column("rule", [clean(check.rule) for check in checks], words=True)
     columns = (
-        Column("", "found", tuple(NO_VALUE if check.value is None else number(check.value) for check in checks)),
-        Column("", "heads", tuple(_heads(check) for check in checks)),
-        Column("", "verdict", tuple("FAILS" if bad else "holds" for bad in failed), words=True, alarms=failed),
+        Column("found", [NO_VALUE if check.value is None else number(check.value) for check in checks]),
+        Column("heads", [_heads(check) for check in checks]),
+        Column("verdict", ["FAILS" if bad else "holds" for bad in failed], words=True, alarms=failed),
     )
-    yield Section("Rules", table=Table((names,), columns, fit="folded"))
+    yield Section("Rules", table=Table([names], columns, fit="folded"))
     cases = worst(checks)
     if cases:
         more = f", the first {SHOWN} of {len(cases)} cases" if len(cases) > SHOWN else ""

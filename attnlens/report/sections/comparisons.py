@@ -22,6 +22,7 @@ from attnlens.records import (
     StudyCell,
     StudyColumn,
 )
+from attnlens.report.sections.layers import place_columns
 from attnlens.report.sections.section import Cell, Column, Row, Section, Table
 from attnlens.report.sentences import comparisons as words
 from attnlens.report.sentences.reports import adapter
@@ -82,33 +83,34 @@ def _notes(task: StudyColumn, cells: list[StudyCell]) -> Iterator[str]:
 
 def _cell_table(task: StudyColumn, cells: list[StudyCell]) -> Table:
     """Build a table with one row per cell, in the order of the paper."""
-    names = (Column("", "cell", tuple(clean(cell.name) for cell in cells), words=True),)
+    names = (Column("cell", [clean(cell.name) for cell in cells], words=True),)
     scores = ("loss", "chrF") if task.form == "translation" else ()
     published = [f"{cell.published:g}" for cell in cells if cell.published is not None]
     decimals = max((len(number.partition(".")[2]) for number in published), default=0)
     sizes = (f"{big(cell.parameters)} ({big(cell.kernel_parameters)})" for cell in cells)
     speeds = (f"{big(round(cell.tokens_per_second))} ({cell.beside_sdpa:.2f})" for cell in cells)
     columns = [
-        Column("", "ours", tuple(_ours(task, cell) for cell in cells)),
-        Column("", "published", tuple(_published(cell, decimals) for cell in cells)),
-        *(Column("", name, tuple(_score(cell, name) for cell in cells)) for name in scores),
-        Column("", "rate", tuple(f"{cell.rate:g}" for cell in cells)),
-        Column("", "parameters\n(of kernels)", tuple(sizes)),
-        Column("", "tokens/s\n(× SDPA)", tuple(speeds)),
+        Column("ours", [_ours(task, cell) for cell in cells]),
+        Column("published", [_published(cell, decimals) for cell in cells]),
+        *(Column(name, [_score(cell, name) for cell in cells]) for name in scores),
+        Column("rate", [f"{cell.rate:g}" for cell in cells]),
+        Column("parameters\n(of kernels)", tuple(sizes)),
+        Column("tokens/s\n(× SDPA)", tuple(speeds)),
     ]
     if any(cell.features for cell in cells):
-        columns.append(Column("", "feature\ndimension", tuple(cell.features or NO_VALUE for cell in cells)))
+        columns.append(Column("feature\ndimension", [cell.features or NO_VALUE for cell in cells]))
     if all(cell.published is None and not cell.published_diverged for cell in cells):
         del columns[1]
-    return Table(names, tuple(columns))
+    return Table(names, columns)
 
 
 def _heads(cells: list[StudyCell]) -> Table:
     """Build a table with one row per cell: the median over heads of each measure, before training → as tested."""
     names = list(dict.fromkeys(name for cell in cells for name in cell.heads))
-    rows = Column("", "cell", tuple(clean(cell.name) for cell in cells), words=True)
+    rows = Column("cell", [clean(cell.name) for cell in cells], words=True)
     return Table(
-        (rows,), tuple(Column(source_of(name), title_of(name), tuple(_moved(c, name) for c in cells)) for name in names)
+        (rows,),
+        tuple(Column(title_of(name), [_moved(c, name) for c in cells], group=source_of(name)) for name in names),
     )
 
 
@@ -174,24 +176,21 @@ def adapter_sections(report: Report) -> Iterator[Section]:
             f"largest {short(sizes[0])}."
         )
     top = [head for head in ranked[:12] if _value(head, first)]
-    yield Section("Adapter", lines=tuple(lines), table=_table(top, (first, *others)) if top else None)
+    yield Section("Adapter", lines=lines, table=_table(top, (first, *others)) if top else None)
 
 
 def _table(heads: Sequence[Head], names: Sequence[str]) -> Table:
     """Build a table with one row per head: its distances, and headline measures as base, adapted and difference."""
-    places = [Column("", name, tuple(str(getattr(head, name)) for head in heads)) for name in ("layer", "head")]
-    if len({head.part for head in heads}) > 1:
-        places.append(Column("", "part", tuple(head.part for head in heads), words=True))
-    columns = [Column("", title_of(name), _cells([_value(head, name) for head in heads])) for name in names]
+    columns = [Column(title_of(name), _cells([_value(head, name) for head in heads])) for name in names]
     for name in dict.fromkeys(name for head in heads for name in head.measures):
         pairs = [(getattr(head.measures.get(name), "base", None), _value(head, name)) for head in heads]
         if not find_measure(name).headline or all(base is None for base, _ in pairs):
             continue
         differences = [None if base is None or value is None else value - base for base, value in pairs]
         for title, values in (("base", [base for base, _ in pairs]), ("adapted", [value for _, value in pairs])):
-            columns.append(Column(title_of(name), title, _cells(values)))
-        columns.append(Column(title_of(name), "difference", _cells(differences)))
-    return Table(tuple(places), tuple(columns))
+            columns.append(Column(title, _cells(values), group=title_of(name)))
+        columns.append(Column("difference", _cells(differences), group=title_of(name)))
+    return Table(place_columns(heads), columns)
 
 
 def _cells(values: Sequence[float | None]) -> tuple[str, ...]:
@@ -275,26 +274,26 @@ def worst_first(comparison: Comparison) -> list[Compared]:
 def _head_section(changed: Sequence[Compared], comparison: Comparison, total: int) -> Section:
     sizes = words.effect_sizes(comparison)
     names = (
-        Column("", "layer", tuple(str(entry.head.layer) for entry in changed)),
-        Column("", "head", tuple(_place(entry.head) for entry in changed), words=True),
+        Column("layer", [str(entry.head.layer) for entry in changed]),
+        Column("head", [_place(entry.head) for entry in changed], words=True),
     )
     distances = {name: title for name, title in words.LOCAL.items() if any(name in entry.rows for entry in changed)}
     columns = []
     for name, title in distances.items():
         hints = tuple(_hint(entry, name) for entry in changed)
-        columns.append(Column("", title, tuple(_distance(entry, name) for entry in changed), hints=hints))
+        columns.append(Column(title, [_distance(entry, name) for entry in changed], hints=hints))
     columns[3:3] = [  # after the first three distances
-        Column("", "named", tuple(str(len(entry.named)) for entry in changed)),
-        Column("", "largest change of a measure", tuple(_largest(entry, sizes) for entry in changed), words=True),
+        Column("named", [str(len(entry.named)) for entry in changed]),
+        Column("largest change of a measure", [_largest(entry, sizes) for entry in changed], words=True),
     ]
-    columns.insert(0, Column("", "form M", tuple(entry.head.relation or NO_VALUE for entry in changed), words=True))
+    columns.insert(0, Column("form M", [entry.head.relation or NO_VALUE for entry in changed], words=True))
     more = total - len(changed)
     notes = ["* is named."]
     if OWN_ROWS in distances:
         notes.insert(0, EXPLAINED)
     if more > 0:
         notes.append(f"{counted(more, 'more head')} with named changes: --all-heads, --csv or --json.")
-    table = Table(names, tuple(columns), fit="first")
+    table = Table(names, columns, fit="first")
     return Section("Heads that changed, worst first", table=table, notes=tuple(notes))
 
 
@@ -343,10 +342,10 @@ def _predictions(outcome: Outcome | None) -> Iterator[str]:
 
 
 def _shift_section(shifts: Sequence[Shift]) -> Section:
-    names = (Column("", "measure", tuple(shift.measure for shift in shifts), words=True),)
+    names = (Column("measure", [shift.measure for shift in shifts], words=True),)
     columns = (
-        Column("", "first model", tuple(_quartiles(shift.before) for shift in shifts)),
-        Column("", "second model", tuple(_quartiles(shift.after) for shift in shifts)),
+        Column("first model", [_quartiles(shift.before) for shift in shifts]),
+        Column("second model", [_quartiles(shift.after) for shift in shifts]),
     )
     notes = ("Medians over heads, with the quartiles. They are of other heads, so that nothing is tested.",)
     return Section("Distributions over heads", table=Table(names, columns), notes=notes)

@@ -10,12 +10,12 @@ import numpy as np
 
 from attnlens.analyzers.registry import MeasureInfo
 from attnlens.errors import UsageError
-from attnlens.records import Head, HeadId, Report
+from attnlens.records import Kind, Report
 from attnlens.report.sections import checked, comparisons, layers
 from attnlens.report.sections.checked import site_checks
 from attnlens.report.sections.explorer import explorer, selections
 from attnlens.report.sections.figures import experiment_sections, figure_cells, series_sections, step_cells
-from attnlens.report.sections.section import Cell, Column, Document, Heading, Picture, Row, Section, Sheet, Table, sheet
+from attnlens.report.sections.section import Column, Document, Heading, Picture, Row, Section, Sheet, Table, sheet
 from attnlens.report.sections.swap_tables import swap_rows
 from attnlens.report.sections.swaps import site_sections, swap_sections
 from attnlens.report.sentences import comparisons as studies
@@ -35,19 +35,19 @@ def provenance(report: Report) -> Section:
         *text,
         *(f"{file.name}: sha256 {file.sha256}" for file in report.model.files),
     ]
-    return Section("How it was made", items=tuple(lines))
+    return Section("How it was made", items=lines)
 
 
 def glossary(infos: Iterable[MeasureInfo]) -> Iterator[Section]:
     """Yield a table of the meaning and formula of each measure; nothing if the registry has no meaning for any."""
     known = [info for info in infos if info.meaning]
-    names = Column("", "measure", tuple(clean(info.name) for info in known), words=True)
+    names = Column("measure", [clean(info.name) for info in known], words=True)
     columns = (
-        Column("", "meaning", tuple(clean(info.meaning) for info in known), words=True),
-        Column("", "formula", tuple(clean(info.formula) for info in known), words=True),
+        Column("meaning", [clean(info.meaning) for info in known], words=True),
+        Column("formula", [clean(info.formula) for info in known], words=True),
     )
     if known:
-        yield Section("What is measured", table=Table((names,), columns, fit="folded"))
+        yield Section("What is measured", table=Table([names], columns, fit="folded"))
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -83,8 +83,8 @@ FURTHEST = 1e300
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Contents of one kind of report. Most functions take its Shapes, which are computed once."""
+class Presentation:
+    """Views of one kind of report. Most functions take its Shapes, which are computed once."""
 
     summary: Callable[[Shapes, bool], Iterable[Section]]
     """Sections of a summary, below the model and its coverage; the flag asks for every measure and note."""
@@ -96,7 +96,7 @@ class Kind:
     """All pictures, the overview first. Raises UsageError if there is nothing to draw."""
     alone: Callable[[Shapes], Picture | None] = lambda _shapes: None
     """Picture that replaces the overview, if any."""
-    measured: Callable[[Shapes], list[str]] = lambda _shapes: []
+    measures: Callable[[Shapes], list[str]] = lambda _shapes: []
     """Names of the measures and curves that the page explains."""
     standing: Callable[[Report], tuple[str, bool]] = reports.standing
     """How much was read, or the verdict on the experiments; True if that is everything, or as published."""
@@ -119,19 +119,6 @@ class Kind:
         return self.alone(shapes) or first
 
 
-def kind_of(report: Report) -> Kind:
-    """Return the kind of a report."""
-    if report.comparison is not None:
-        return COMPARISON
-    if report.swap is not None:
-        return SWAP
-    if report.experiments:
-        return EXPERIMENTS
-    if report.studies:
-        return STUDIES
-    return CHECKS if report.command == "doctor" else HEADS
-
-
 def _head_summary(shapes: Shapes, whole: bool) -> Iterator[Section]:
     yield from layers.layer_sections(shapes, whole=whole)
     yield from layers.typical_line(shapes)
@@ -144,17 +131,9 @@ def _head_page(shapes: Shapes) -> Iterator[Section]:
     if shapes.report.heads:
         few = len(shapes.report.heads) * len(shapes.readings) <= MOST_CELLS
         yield replace(layers.head_table(shapes), instead=True) if few else TOO_MANY
-        yield from layers.layer_tables(shapes)
-
-
-def _head_row(head: Head) -> dict[str, Cell]:
-    row: dict[str, Cell] = {name: getattr(head, name) for name in HeadId.model_fields}
-    for name, measure in head.measures.items():
-        row[name] = measure.value if measure.label is None else measure.label
-        row |= {
-            f"{name}.{part}": value for part in ("se", "z", "base") if (value := getattr(measure, part)) is not None
-        }
-    return row
+        yield from (
+            replace(each, title="By layer") for each in layers.layer_sections(shapes, whole=False) if each.table
+        )
 
 
 def _head_pictures(shapes: Shapes) -> list[Picture]:
@@ -183,12 +162,8 @@ def _margins(shapes: Shapes) -> list[Picture]:
         Picture(
             f"selection-{one.layer}.{one.head}", partial(pictures.margins_figure, shapes.report, one), "its margins"
         )
-        for one in shapes.report.selections
+        for one in shapes.report.inspection.selections
     ]
-
-
-def _head_measures(shapes: Shapes) -> list[str]:
-    return [*shapes.readings, *shapes.curves]
 
 
 def _panelled(kind: str, shows: str) -> Callable[[Shapes], list[Picture]]:
@@ -220,25 +195,25 @@ def _experiment_rows(report: Report) -> list[Row]:
 
 def _experiment_measures(shapes: Shapes) -> list[str]:
     followed = (told_of(experiment) for experiment in shapes.report.experiments if experiment.trajectories)
-    return [*_head_measures(shapes), *(name for names in followed for name in names)]
+    return [*HEADS.measures(shapes), *(name for names in followed for name in names)]
 
 
-HEADS = Kind(
+HEADS = Presentation(
     summary=_head_summary,
     page=_head_page,
-    rows=lambda report: list(map(_head_row, report.heads)),
+    rows=lambda report: [head.cells() for head in report.heads],
     pictures=_head_pictures,
-    alone=lambda shapes: _margins(shapes)[0] if len(shapes.report.selections) == 1 else None,
-    measured=_head_measures,
+    alone=lambda shapes: _margins(shapes)[0] if len(shapes.report.inspection.selections) == 1 else None,
+    measures=lambda shapes: [*shapes.readings, *shapes.curves],
 )
-SWAP = Kind(
+SWAP = Presentation(
     summary=lambda shapes, _whole: swap_sections(shapes.report),
     page=lambda shapes: [*swap_sections(shapes.report), *site_sections(shapes.report)],
     rows=lambda report: swap_rows(report.swaps),
     pictures=_panelled("swap", "what the kernel does"),
     more=site_sections,
 )
-COMPARISON = Kind(
+COMPARISON = Presentation(
     summary=lambda shapes, whole: comparisons.comparison_sections(shapes.report, all_heads=whole),
     page=lambda shapes: comparisons.comparison_sections(shapes.report, all_heads=True, opened=True),
     rows=comparisons.comparison_rows,
@@ -247,16 +222,16 @@ COMPARISON = Kind(
     opening=comparisons.comparison_opening,
     explored=Report.with_changes,
 )
-EXPERIMENTS = Kind(
+EXPERIMENTS = Presentation(
     summary=_experiment_summary,
     page=lambda shapes: [*experiment_sections(shapes.report, whole=True), *_head_page(shapes)],
     rows=_experiment_rows,
     pictures=_panelled("experiment", "curves of the experiments"),
-    measured=_experiment_measures,
+    measures=_experiment_measures,
     standing=outcome,
     more=series_sections,
 )
-STUDIES = Kind(
+STUDIES = Presentation(
     summary=lambda shapes, _whole: comparisons.study_sections(shapes.report),
     page=lambda shapes: comparisons.study_sections(shapes.report),
     rows=lambda report: list(comparisons.study_rows(report)),
@@ -265,13 +240,21 @@ STUDIES = Kind(
     title=studies.title,
     opening=lambda _shapes: (),
 )
-CHECKS = replace(
+SITES = replace(
     HEADS,
     summary=lambda shapes, _whole: site_checks(shapes.report),
     page=lambda shapes: site_checks(shapes.report),
     headed=False,
     pictured=False,
 )
+PRESENTATIONS: dict[Kind, Presentation] = {
+    "inspection": HEADS,
+    "swap": SWAP,
+    "comparison": COMPARISON,
+    "doctor": SITES,
+    "experiments": EXPERIMENTS,
+    "studies": STUDIES,
+}
 
 
 def summary(report: Report, *, whole: bool = False, all_heads: bool = False, verbose: bool = False) -> Document:
@@ -279,7 +262,7 @@ def summary(report: Report, *, whole: bool = False, all_heads: bool = False, ver
 
     `whole`: every measure and note, no selections; `all_heads`: every head; `verbose`: how the report was made.
     """
-    kind, shapes = kind_of(report), Shapes(report)
+    kind, shapes = PRESENTATIONS[report.kind], Shapes(report)
     sections = [*kind.summary(shapes, whole), *checked.sections(report), *_missing(shapes)]
     if not whole:
         sections += selections(report)
@@ -292,8 +275,8 @@ def summary(report: Report, *, whole: bool = False, all_heads: bool = False, ver
 
 def page(report: Report) -> Document:
     """Build the HTML page of a report, of any length. Raises UsageError if there is nothing to draw."""
-    kind, shapes = kind_of(report), Shapes(report)
-    measures = glossary(map(shapes.info, kind.measured(shapes)))
+    kind, shapes = PRESENTATIONS[report.kind], Shapes(report)
+    measures = glossary(map(shapes.info, kind.measures(shapes)))
     picture = [Section("At a glance", picture=kind.overview(shapes))] if kind.pictured else []
     opening = (*kind.opening(shapes), *_missing(shapes))
     explored = kind.explored(report)
@@ -305,12 +288,12 @@ def page(report: Report) -> Document:
 
 def pictures(report: Report) -> list[Picture]:
     """Return all pictures of a report, the overview first. Raises UsageError if there is nothing to draw."""
-    return kind_of(report).pictures(Shapes(report))
+    return PRESENTATIONS[report.kind].pictures(Shapes(report))
 
 
 def overview(report: Report) -> Picture:
     """Return the picture that represents a report. Raises UsageError if there is nothing to draw."""
-    return kind_of(report).overview(Shapes(report))
+    return PRESENTATIONS[report.kind].overview(Shapes(report))
 
 
 def rows(report: Report) -> Sheet:
@@ -320,7 +303,7 @@ def rows(report: Report) -> Sheet:
     row per stage, control or unit swapped alone; experiments one per figure, or per head, measure and step. Categories
     are given by name.
     """
-    return sheet(kind_of(report).rows(report))
+    return sheet(PRESENTATIONS[report.kind].rows(report))
 
 
 def windows(report: Report) -> Sheet:
@@ -337,7 +320,7 @@ def windows(report: Report) -> Sheet:
 
 def _head(report: Report, whole: bool) -> Heading:
     asides = (reports.ran_on(report), reports.conventions(report), reports.identity(report))
-    kind = kind_of(report)
+    kind = PRESENTATIONS[report.kind]
     standing, sound = kind.standing(report)
     return Heading(
         title=kind.title(report),
@@ -351,6 +334,5 @@ def _head(report: Report, whole: bool) -> Heading:
 
 
 def _missing(shapes: Shapes) -> Iterator[Section]:
-    skipped = reports.skipped(shapes.report.coverage.skipped)
-    lists = {"Skipped": skipped, "No value": reports.without_value(shapes)}
-    yield from (Section(title, items=tuple(lines)) for title, lines in lists.items() if lines)
+    lists = {"Skipped": reports.skipped(shapes.report.coverage.skipped), "No value": reports.without_value(shapes)}
+    yield from (Section(title, items=lines) for title, lines in lists.items() if lines)

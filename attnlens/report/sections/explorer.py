@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ def selections(report: Report) -> Iterator[Section]:
 
     Marks are signs in the text, and kinds that the page colours. Tokens are untrusted: cleaned, never used as markup.
     """
-    for selection in report.selections:
+    for selection in report.inspection.selections:
         queries = f"{counted(len(selection.picks), 'query')} posed".replace("querys", "queries")
         yield Section(
             f"What layer {selection.layer} head {selection.head} selects",
@@ -50,15 +50,10 @@ def selections(report: Report) -> Iterator[Section]:
 def _passages(selection: Selection) -> Iterator[Passage]:
     """Yield the marked sentences of five queries; the report's JSON contains all."""
     sentences = {sentence.sequence: sentence for sentence in selection.sentences}
-    for pick in _sort_picks(selection.picks)[:5]:
+    first = {pick.sequence: pick for pick in reversed(selection.picks)}  # the most decided query of each sequence
+    for pick in sorted(selection.picks, key=lambda pick: pick is not first[pick.sequence])[:5]:
         fact = f"sequence {pick.sequence}, token {pick.query}: weight {short(pick.weight)}, margin {short(pick.margin)}"
         yield fact, tuple(_pieces(pick, sentences.get(pick.sequence)))
-
-
-def _sort_picks(picks: list[Pick]) -> list[Pick]:
-    """Sort the picks so that the most decided query of each sequence comes first, then the others."""
-    first = {pick.sequence: pick for pick in reversed(picks)}
-    return sorted(picks, key=lambda pick: pick is not first[pick.sequence])
 
 
 Piece = tuple[str, tuple[str, ...]]
@@ -92,18 +87,13 @@ def _marked(tokens: list[str], kinds: dict[int, list[str]]) -> Iterator[Piece]:
             before = before if before.endswith("… ") else f"{before}… "
             continue
         yield before, ()
-        yield _token(token, kinds.get(place, []))
-        before = " "
+        text, before = clean(token), " "
+        for kind in kinds.get(place, []):
+            left, right = SIGNS[kind]
+            text = f"{left}{text}{right}"
+        yield text, tuple(kinds.get(place, []))
     if before.endswith("… "):
         yield before.rstrip(), ()
-
-
-def _token(token: str, kinds: list[str]) -> Piece:
-    text = clean(token)
-    for kind in kinds:
-        left, right = SIGNS[kind]
-        text = f"{left}{text}{right}"
-    return text, tuple(kinds)
 
 
 MOST_STEPS = 400_000
@@ -233,7 +223,7 @@ def explorer(shapes: Shapes) -> Explorer | None:
         return None
     places = [shapes.cell(head.layer, head.head) for head in report.heads]
     measures = (_measure(shapes, reading) for reading in shapes.readings.values())
-    sections = zip(report.selections, selections(report), strict=True)
+    sections = zip(report.inspection.selections, selections(report), strict=True)
     return Explorer(
         layers=list(shapes.layers),
         parts=list(shapes.parts),
@@ -245,7 +235,7 @@ def explorer(shapes: Shapes) -> Explorer | None:
         curves=[_curve(shapes, name) for name in shapes.curves],
         wholes=[_whole(shapes, whole, names) for whole, names in shapes.shares.items()],
         selections={f"{entry.layer}.{entry.head}": section for entry, section in sections},
-        attention={f"{entry.layer}.{entry.head}": _rows(entry) for entry in report.attention},
+        attention={f"{entry.layer}.{entry.head}": _rows(entry) for entry in report.inspection.attention},
     )
 
 
@@ -289,7 +279,8 @@ def _curve(shapes: Shapes, name: str) -> ExploredCurve:
 
     info, curves = shapes.info(name), shapes.curves[name]
     length = max(len(curve) for _, curve in curves)
-    indices = _spaced_indices(length, MOST_STEPS // (len(curves) * len(shapes.curves)))
+    count = min(length, max(24, MOST_STEPS // (len(curves) * len(shapes.curves))))
+    indices = sorted({round(step) for step in np.linspace(0, length - 1, count).tolist()})
     parts = pictures.groups_by_part(shapes, name)
     medians = [part.quartiles[1] for part in parts]
     return ExploredCurve(
@@ -307,22 +298,14 @@ def _curve(shapes: Shapes, name: str) -> ExploredCurve:
     )
 
 
-def _spaced_indices(length: int, most: int) -> Sequence[int]:
-    """Return all indices 0 … length−1, or about max(24, `most`) evenly spaced ones from the first to the last."""
-    return sorted({round(step) for step in np.linspace(0, length - 1, min(length, max(24, most))).tolist()})
-
-
 def _line(curve: list[float], steps: Iterable[int]) -> Numbers:
     return rounded([curve[step] for step in steps if step < len(curve)], CURVE_DIGITS)
 
 
 def rounded(numbers: Iterable[float] | Float[np.ndarray, " heads"], digits: int) -> Numbers:
     """Round to so many significant digits; NaN becomes None, and whole numbers become int, which is shorter in JSON."""
-    return [None if number != number else _short(float(f"{number:.{digits}g}")) for number in numbers]
-
-
-def _short(number: float) -> float:
-    return int(number) if number.is_integer() and abs(number) < 1e9 else number
+    short_numbers = (None if number != number else float(f"{number:.{digits}g}") for number in numbers)
+    return [int(n) if n is not None and n.is_integer() and abs(n) < 1e9 else n for n in short_numbers]
 
 
 def _whole(shapes: Shapes, whole: str, names: list[str]) -> ExploredWhole:

@@ -8,14 +8,23 @@ from collections.abc import Callable, Iterator, Sequence
 from attnlens.analyzers.registry import find_measure
 from attnlens.records import Curve, Experiment, Report
 from attnlens.report.sections.section import Cell, Column, Row, Section, Table
-from attnlens.report.sentences.reports import asked_for, heads_of, judgement, null_words, setting, told_of, worded
+from attnlens.report.sentences.reports import (
+    asked_for,
+    heads_of,
+    judgement,
+    null_cell,
+    null_words,
+    setting,
+    told_of,
+    worded,
+)
 from attnlens.wording import NO_VALUE, SCIENTIFIC, clean, counted, decimals_for, gathered, listed, short, written
 
 MOST_STEPS = 8
 """Largest number of checkpoints shown as columns; of a longer series, this many evenly spaced ones are shown."""
 
 
-def told(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
+def checkpoint_sections(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
     """Yield the sections of a series of checkpoints: its main measures, or, if `whole`, every one with quartiles."""
     heads = heads_of(experiment)
     count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
@@ -27,20 +36,19 @@ def told(experiment: Experiment, *, whole: bool) -> Iterator[Section]:
     nulls = [find_measure(name) for name in shown if experiment.null(name) is not None]
     help_ += f"; null: {null_words(nulls)}, mean ± sd." if nulls else "."
     more = [] if len(shown) == len(measures) else [f"{len(shown)} of {len(measures)} measures; --verbose shows all."]
-    yield Section(experiment.question, lines=tuple(lines), table=series_rows(experiment, shown), notes=(help_, *more))
+    yield Section(experiment.question, lines=lines, table=series_rows(experiment, shown), notes=(help_, *more))
     if whole and heads > 1:
         yield Section("Quartiles over heads", table=quartile_rows(experiment))
 
 
 def series_sections(report: Report) -> Iterator[Section]:
     """Yield the medians and quartiles over heads of every measure, for each series of checkpoints in the report."""
-    for experiment in report.experiments:
-        if experiment.trajectories:
-            several = heads_of(experiment) > 1
-            notes = ("Medians over heads." if several else "One head's values.",)
-            yield Section("Every measure", table=series_rows(experiment, told_of(experiment)), notes=notes)
-            if several:
-                yield Section("Quartiles over heads", table=quartile_rows(experiment))
+    for experiment in filter(lambda experiment: experiment.trajectories, report.experiments):
+        several = heads_of(experiment) > 1
+        notes = ["Medians over heads." if several else "One head's values."]
+        yield Section("Every measure", table=series_rows(experiment, told_of(experiment)), notes=notes)
+        if several:
+            yield Section("Quartiles over heads", table=quartile_rows(experiment))
 
 
 def series_rows(experiment: Experiment, measures: Sequence[str]) -> Table:
@@ -49,17 +57,17 @@ def series_rows(experiment: Experiment, measures: Sequence[str]) -> Table:
     if heads_of(experiment) > 1:
         curves = [experiment.curves[name] for name in measures]
         quartiles = tuple(_quartiles(curve, -1, _decimals_of(curve)) for curve in curves)
-        columns.append(Column("last", "quartiles", quartiles))
+        columns.append(Column("quartiles", quartiles, group="last"))
     nulls = [experiment.null(name) for name in measures]
     if any(nulls):
-        columns.append(Column("chance", "null", tuple(map(_null, nulls))))
-    return Table((Column("", "measure", tuple(map(clean, measures)), words=True),), tuple(columns))
+        columns.append(Column("null", [*map(_null, nulls)], group="chance"))
+    return Table([Column("measure", [*map(clean, measures)], words=True)], columns)
 
 
 def quartile_rows(experiment: Experiment) -> Table:
     """Build a table of the first and third quartile over heads of every measure, with one column per checkpoint."""
     measures = [name for name in told_of(experiment) if experiment.curves[name].low is not None]
-    names = (Column("", "measure", tuple(map(clean, measures)), words=True),)
+    names = (Column("measure", [*map(clean, measures)], words=True),)
     return Table(names, tuple(_by_step(experiment, measures, _quartiles)))
 
 
@@ -69,9 +77,9 @@ def _by_step(experiment: Experiment, measures: Sequence[str], tell: Callable[[Cu
     steps = curves[0][0].steps if curves else []
     return [
         Column(
-            clean(experiment.axis),
             written(steps[at], decimals_for(steps)),
-            tuple(tell(curve, at, decimals) for curve, decimals in curves),
+            [tell(curve, at, decimals) for curve, decimals in curves],
+            group=clean(experiment.axis),
         )
         for at in _spread(len(steps))
     ]
@@ -113,12 +121,10 @@ def _quartiles(curve: Curve, at: int, decimals: int) -> str:
 
 
 def _null(null: Curve | None) -> str:
-    """Format mean ± sd with two significant digits of the sd; empty without a null."""
+    """Format the last mean ± sd; empty without a null."""
     if null is None or null.median[-1] is None or null.high is None or null.high[-1] is None:
         return ""
-    mean, sd = null.median[-1], null.high[-1] - null.median[-1]
-    decimals = decimals_for([sd or mean], figures=2)
-    return f"{written(mean, decimals)} ± {written(sd, decimals)}"
+    return null_cell(null.median[-1], null.high[-1] - null.median[-1])
 
 
 SIGNS = {"within": "", "at least": "≥ ", "at most": "≤ "}
@@ -132,30 +138,25 @@ def experiment_sections(report: Report, *, whole: bool) -> Iterator[Section]:
         yield Section("What was asked", items=tuple(_describe(experiment, report) for experiment in plain))
     for experiment in report.experiments:
         if experiment.trajectories:
-            yield from told(experiment, whole=whole)
+            yield from checkpoint_sections(experiment, whole=whole)
     missing = [line for experiment in report.experiments for line in _missing(experiment)]
     if missing:
-        yield Section("No value", items=tuple(missing))
+        yield Section("No value", items=missing)
 
 
 def figure_rows(experiments: Sequence[Experiment]) -> Table:
     """Build a table with one row per figure: ours ± error, published, tolerance, verdict."""
     figures = [(experiment, figure) for experiment in experiments for figure in experiment.final]
-    titles = tuple(
-        clean(experiment.name) if figure == next(iter(experiment.final)) else "" for experiment, figure in figures
-    )
-    names = (
-        Column("", "experiment", titles, words=True),
-        Column("", "figure", tuple(worded(*row) for row in figures), words=True),
-    )
-    columns = [Column("", "ours", tuple(_ours(*row) for row in figures))]
+    titles = [clean(each.name) if figure == next(iter(each.final)) else "" for each, figure in figures]
+    names = (Column("experiment", titles, words=True), Column("figure", [worded(*row) for row in figures], words=True))
+    columns = [Column("ours", [_ours(*row) for row in figures])]
     if any(experiment.published for experiment in experiments):
         columns += [
-            Column("", "published", tuple(_published(*row) for row in figures)),
-            Column("", "tolerance", tuple(_tolerance(*row) for row in figures)),
-            Column("", "verdict", tuple(judgement(*row) for row in figures), words=True),
+            Column("published", [_published(*row) for row in figures]),
+            Column("tolerance", [_tolerance(*row) for row in figures]),
+            Column("verdict", [judgement(*row) for row in figures], words=True),
         ]
-    return Table(names, tuple(columns))
+    return Table(names, columns)
 
 
 def _decimals(experiment: Experiment, figure: str) -> int:

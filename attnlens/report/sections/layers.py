@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -15,7 +15,7 @@ from attnlens.report import atlas
 from attnlens.report.atlas import Reference, Subject, Third
 from attnlens.report.sections.section import Column, Section, Table
 from attnlens.report.sentences import reports
-from attnlens.report.sentences.reports import findings, no_errors, null_words, population
+from attnlens.report.sentences.reports import findings, no_errors, null_cell, null_words, population
 from attnlens.report.shapes import MeasureMap, Shapes, by_turns, group_of, middle
 from attnlens.wording import (
     NO_VALUE,
@@ -45,7 +45,7 @@ class MedianHead:
     several: bool
     """True if the model has other parts."""
 
-    def told(self, name: str = "") -> str:
+    def describe(self, name: str = "") -> str:
         """Format `median symmetry 0.07 at the 63rd percentile of 80 heads of 2 trained encoders`; `name`: measure."""
         part = self.part if self.several else ""
         words = (part, "median", name, _numbers([self.median])[0], place(self.reference, self.median))
@@ -103,7 +103,7 @@ def typical_line(shapes: Shapes) -> Iterator[Section]:
     """Yield one line that compares one headline measure of each source with trained models; nothing if none can be."""
     medians = gathered((source_of(median.reading.name), median) for median in median_heads(shapes))
     chosen = [medians[source][0] for source in ("weights", "tokens") if source in medians]
-    text = "; ".join(median.told(title_of(median.reading.name)) for median in chosen)
+    text = "; ".join(median.describe(title_of(median.reading.name)) for median in chosen)
     if text:
         yield Section(notes=(f"Beside trained models (a description, no test): {text}.",))
 
@@ -114,9 +114,9 @@ def typical_list(shapes: Shapes) -> Iterator[Section]:
     for median in median_heads(shapes):
         numbers = _numbers([spread.median for spread in median.reference.spreads])
         medians = ", ".join(f"{m.name} {n}" for m, n in zip(median.reference.models, numbers, strict=True))
-        items.append((clean(median.reading.name), f"{median.told()}; medians there: {medians}"))
+        items.append((clean(median.reading.name), f"{median.describe()}; medians there: {medians}"))
     if items:
-        yield Section("Beside other trained models", items=tuple(items), notes=(READ_AS,))
+        yield Section("Beside other trained models", items=items, notes=(READ_AS,))
 
 
 def typical_places(report: Report, measure: str) -> list[float | None]:
@@ -166,21 +166,15 @@ def extreme_heads(report: Report) -> Iterator[Section]:
         yield Section("Most extreme heads (ranks, not tests)", items=items)
 
 
-def layer_tables(shapes: Shapes) -> Iterator[Section]:
-    """Yield the terminal's table of medians by layer under the title `By layer`; nothing if it has no columns."""
-    yield from (replace(section, title="By layer") for section in layer_sections(shapes, whole=False) if section.table)
-
-
 def head_tables(shapes: Shapes) -> Iterator[Section]:
     """Yield one table per source of every scalar measure of every head.
 
     Cells are `value±se`, `value` if there is no standard error, or `–` if there is no value; the summary says why.
     """
     for source in dict.fromkeys(source_of(name) for name in shapes.readings):
-        columns = [
-            _head_column(shapes, reading) for name, reading in shapes.readings.items() if source_of(name) == source
-        ]
-        yield Section(table=Table(_place_columns(shapes), tuple(columns)))
+        readings = [reading for name, reading in shapes.readings.items() if source_of(name) == source]
+        columns = [_head_column(shapes, reading) for reading in readings]
+        yield Section(table=Table(place_columns(shapes.report.heads), columns))
 
 
 def head_table(shapes: Shapes) -> Section:
@@ -190,22 +184,19 @@ def head_table(shapes: Shapes) -> Section:
     cells = tuple(f"{head.part} {place}" if several else place for head, place in zip(heads, places, strict=True))
     nulls = any(reading.null for reading in shapes.readings.values())
     title, sites = "part " * several + "layer · head", tuple(head.site for head in heads)
-    name = Column("", title, cells, ("null, mean ± sd",) * nulls, words=True, hints=sites)
+    name = Column(title, cells, foot=("null, mean ± sd",) * nulls, words=True, hints=sites)
     scope = population(shapes.report)
     note = no_errors(shapes.report) or (scope and f"±: standard error; {scope}")
     columns = tuple(_head_column(shapes, reading, nulls=nulls) for reading in shapes.readings.values())
     return Section("Every head", table=Table((name,), columns), notes=(f"{note}.",) if note else ())
 
 
-def _place_columns(shapes: Shapes) -> tuple[Column, ...]:
-    heads = shapes.report.heads
-    columns = [
-        Column("", "layer", tuple(str(head.layer) for head in heads)),
-        Column("", "head", tuple(str(head.head) for head in heads)),
-    ]
-    if len(set(shapes.parts)) > 1:
-        columns.append(Column("", "part", tuple(head.part for head in heads), words=True))
-    return tuple(columns)
+def place_columns(heads: Sequence[Head]) -> list[Column]:
+    """Build the columns that name heads: layer, head, and part if there are several."""
+    columns = [Column("layer", [str(head.layer) for head in heads]), Column("head", [str(head.head) for head in heads])]
+    if len({head.part for head in heads}) > 1:
+        columns.append(Column("part", [head.part for head in heads], words=True))
+    return columns
 
 
 def _head_column(shapes: Shapes, reading: MeasureMap, *, nulls: bool = False) -> Column:
@@ -213,8 +204,9 @@ def _head_column(shapes: Shapes, reading: MeasureMap, *, nulls: bool = False) ->
     decimals = decimals_with_error(reading.present.tolist(), reading.error)
     cells = tuple(_head_cell(reading, shapes.cell(head.layer, head.head), decimals) for head in heads)
     measures = (head.measures.get(reading.name) for head in heads)
-    reasons = tuple("not measured" if measure is None else measure.reason or "" for measure in measures)
-    return Column(group_of(reading.info), title_of(reading.name), cells, (_null(reading),) * nulls, hints=reasons)
+    reasons = ["not measured" if measure is None else measure.reason or "" for measure in measures]
+    foot = [null_cell(*reading.null) if reading.null else ""] if nulls else []
+    return Column(title_of(reading.name), cells, group=group_of(reading.info), foot=foot, hints=reasons)
 
 
 def _head_cell(reading: MeasureMap, at: tuple[int, int], decimals: int) -> str:
@@ -224,14 +216,6 @@ def _head_cell(reading: MeasureMap, at: tuple[int, int], decimals: int) -> str:
     if reading.labels:
         return clean(reading.labels[round(value)])
     return written(value, decimals) if np.isnan(error) else f"{written(value, decimals)}±{written(error, decimals)}"
-
-
-def _null(reading: MeasureMap) -> str:
-    if reading.null is None:
-        return ""
-    mean, sd = reading.null
-    decimals = decimals_for([sd or mean], figures=2)
-    return f"{written(mean, decimals)} ± {written(sd, decimals)}"
 
 
 MOST_ROWS = 48
@@ -288,10 +272,10 @@ def name_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
     ends = ((shapes.layers[group[0]], shapes.layers[group[-1]]) for group in rows.groups)
     numbers = tuple(str(first) if first == last else f"{first}–{last}" for first, last in ends)
     foot = _foot_names(shapes, rows)
-    layer = Column("", "layer", numbers, foot)
+    layer = Column("layer", numbers, foot=foot)
     if len(set(shapes.parts)) == 1:
         return (layer,)
-    return layer, Column("", "part", tuple(shapes.parts[group[0]] for group in rows.groups), ("",) * len(foot), True)
+    return layer, Column("part", [shapes.parts[group[0]] for group in rows.groups], foot=("",) * len(foot), words=True)
 
 
 def _foot_names(shapes: Shapes, rows: LayerRows) -> tuple[str, ...]:
@@ -358,7 +342,7 @@ def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:
     if reading.labels:
         cells = tuple(_commonest(reading, group) for group in rows.groups)
         total_cells = [_commonest(reading, everything)] if several else []
-        return Column(over, title, cells, (*total_cells, *[""] * (height - len(total_cells))))
+        return Column(title, cells, group=over, foot=(*total_cells, *[""] * (height - len(total_cells))))
     medians = [middle(reading.values[list(group)]) for group in rows.groups]
     total, summary = middle(reading.values), shapes.report.summary
     errors, error = _errors(reading.name, rows, shapes), summary.median_errors.get(reading.name)
@@ -376,7 +360,7 @@ def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:
         foot.append("" if between is None else spread(between, decimals))
     if null is not None:
         foot += [written(null.mean, decimals), f"±{spread(null.sd, decimals)}"]
-    return Column(over, title, cells, (*foot, *[""] * (height - len(foot))))
+    return Column(title, cells, group=over, foot=(*foot, *[""] * (height - len(foot))))
 
 
 def _errors(name: str, rows: LayerRows, shapes: Shapes) -> list[float | None]:
@@ -412,4 +396,4 @@ def _summed(shapes: Shapes, rows: LayerRows) -> Iterator[Column]:
     cells = tuple(written(median, decimals) for median in medians)
     foot = [written(middle(values), decimals)] if len(rows.groups) > 1 else []
     height = len(_foot_names(shapes, rows))
-    yield Column("weights", "layer symmetry", cells, (*foot, *[""] * (height - len(foot))))
+    yield Column("layer symmetry", cells, group="weights", foot=(*foot, *[""] * (height - len(foot))))

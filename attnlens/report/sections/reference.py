@@ -42,7 +42,7 @@ def analyzer_list(analyzers: Iterable[Analyzer | Gathering]) -> Section:
         ("analyzer", [analyzer.name for analyzer in entries]),
         ("source", [analyzer.source for analyzer in entries]),
         ("question", [_question_cell(analyzer) for analyzer in entries]),
-        last=(Column("", "measures", tuple(str(len(analyzer.measures)) for analyzer in entries)),),
+        last=(Column("measures", [str(len(analyzer.measures)) for analyzer in entries]),),
     )
 
 
@@ -100,7 +100,7 @@ def architecture_list(measured: str, architectures: Iterable[Architecture]) -> l
 
 
 def _folded(*columns: tuple[str, list[str]], last: tuple[Column, ...] = ()) -> Section:
-    names, *others = (Column("", title, tuple(cells), words=True) for title, cells in columns)
+    names, *others = (Column(title, tuple(cells), words=True) for title, cells in columns)
     return Section(table=Table((names,), (*others, *last), fit="folded"))
 
 

@@ -18,21 +18,21 @@ Row = Mapping[str, Cell]
 
 @dataclass(frozen=True)
 class Column:
-    """Column of a table: its group (a source), its title and its cells from top to bottom."""
+    """Column of a table: its title and its cells from top to bottom."""
 
-    group: str
-    """Heading shared with the neighbouring columns; empty for the columns that name the rows."""
     title: str
     """Heading of the column; its words can be put on separate lines."""
-    cells: tuple[str, ...]
+    cells: Sequence[str]
     """Formatted texts, one per row. The lines after the first one of a cell explain it."""
-    foot: tuple[str, ...] = ()
+    group: str = ""
+    """Heading shared with the neighbouring columns, such as a source."""
+    foot: Sequence[str] = ()
     """Formatted texts of the rows below the rule."""
     words: bool = False
     """True if the cells are words, which are aligned to the left; False for numbers."""
-    hints: tuple[str, ...] = ()
+    hints: Sequence[str] = ()
     """Tooltip of each cell, for the HTML page."""
-    alarms: tuple[bool, ...] = ()
+    alarms: Sequence[bool] = ()
     """For each cell, True if it reports a problem; empty if none does."""
 
 
@@ -40,9 +40,9 @@ class Column:
 class Table:
     """Table: the columns that name its rows, and the other columns."""
 
-    names: tuple[Column, ...]
+    names: Sequence[Column]
     """Columns that name the rows; always shown."""
-    columns: tuple[Column, ...]
+    columns: Sequence[Column]
     """Other columns, the most important first. Columns of one group are shown together."""
     fit: Literal["blocks", "first", "folded"] = "blocks"
     """Layout for a limited width: all columns in several blocks, only the first ones that fit, or all, cells folded."""
@@ -77,14 +77,14 @@ class Section:
     title: str = ""
     """Heading; empty for a section without one."""
     picture: Picture | None = None
-    lines: tuple[str, ...] = ()
+    lines: Sequence[str] = ()
     """Sentences, one per paragraph."""
-    items: tuple[str | tuple[str, str], ...] = ()
+    items: Sequence[str | tuple[str, str]] = ()
     """List items; a pair is a name and its description."""
     table: Table | None = None
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
     """Explanations of the table."""
-    passages: tuple[Passage, ...] = ()
+    passages: Sequence[Passage] = ()
     """Texts with marked tokens; as a section, only the terminal shows them."""
     instead: bool = False
     """True if the page shows it only without scripts; its script draws the same from `Document.explorer`."""
@@ -100,9 +100,9 @@ class Heading:
     """Command that made the report."""
     facts: str
     """Architecture, size and input of the model."""
-    asides: tuple[str, ...]
+    asides: Sequence[str]
     """Conventions of the model's attention, and how closely attnlens recomputes it."""
-    notes: tuple[str, ...]
+    notes: Sequence[str]
     """Caveats for reading the numbers."""
     standing: str
     """How much of the model was read, or the verdict on the experiments, studies or checks."""
@@ -116,8 +116,8 @@ class Document:
 
     head: Heading | None
     """Head of the document; None if it consists of its sections only."""
-    sections: tuple[Section, ...]
-    opening: tuple[Section, ...] = ()
+    sections: Sequence[Section]
+    opening: Sequence[Section] = ()
     """First sections of a page: the findings, their errors, and what is missing."""
     explorer: Explorer | None = None
     """Data of the interactive part of a page, between the opening and the sections."""

@@ -9,10 +9,10 @@ from statistics import median
 from attnlens.records import Change, Control, Effect, KeyRank, Outcome, Plan, Swap, TextChange, TextCosine
 from attnlens.report.sections.section import Cell, Column, Table
 from attnlens.report.sentences.swaps import (
-    agreed,
     figures,
     interval,
     loss_decimals,
+    median_agreement,
     percent,
     ratio,
     rise_interval,
@@ -30,21 +30,21 @@ BESIDE = "vs"
 def stage_rows(swap: Swap) -> Table:
     """Build a table of the original, each stage and each control; columns without any value are left out."""
     loss, original = _loss(swap.stages)
-    rows: list[Outcome] = [*swap.stages, *measured(swap)]
+    rows: list[Outcome] = [*swap.stages, *measured_controls(swap)]
     columns = []
     for title, tell in (*loss, *_predictions(swap), *_states(swap), *_beyond_columns(rows)):
         cells = [tell(row) for row in rows]
         if set(cells) != {NO_VALUE}:
-            columns.append(Column("", title, (original.get(title, ""), *cells)))
+            columns.append(Column(title, (original.get(title, ""), *cells)))
     if any(row.diverged for row in rows):
         cells = [DIVERGED if row.diverged else "" for row in rows]
-        columns.insert(0, Column("", "outcome", ("", *cells), words=True))
-    labels = (*(stage.name for stage in swap.stages), *map(_control_name, measured(swap)))
-    names = Column("", "stage", ("original", *labels), words=True)
-    return Table((names,), tuple(columns))
+        columns.insert(0, Column("outcome", ("", *cells), words=True))
+    labels = (*(stage.name for stage in swap.stages), *map(_control_name, measured_controls(swap)))
+    names = Column("stage", ("original", *labels), words=True)
+    return Table([names], columns)
 
 
-def measured(swap: Swap) -> list[Control]:
+def measured_controls(swap: Swap) -> list[Control]:
     """Return the controls that were measured, that is, those with a kernel."""
     return [control for control in swap.controls if control.kernel is not None]
 
@@ -67,11 +67,11 @@ def text_rows(swaps: Sequence[Swap]) -> Table:
         powers = {text.name: text.perplexity for text in swap.loss_by_text}
         pairs = [(change, powers.get(text.name)) for text, change in zip(texts, deltas, strict=True)]
         columns += [
-            Column(group, "Δ", tuple(_change(change, decimals) for change in deltas)),
-            Column(group, "95 % interval", tuple(_interval(change, decimals) for change in deltas)),
-            Column(group, "perplexity", tuple(_figures(powers.get(text.name)) for text in texts)),
-            Column(group, "rise", tuple(_rise(*pair, rise_words) for pair in pairs)),
-            Column(group, "95 % interval of rise", tuple(_rise(*pair, rise_interval) for pair in pairs)),
+            Column("Δ", [_change(change, decimals) for change in deltas], group=group),
+            Column("95 % interval", [_interval(change, decimals) for change in deltas], group=group),
+            Column("perplexity", [_figures(powers.get(text.name)) for text in texts], group=group),
+            Column("rise", [_rise(*pair, rise_words) for pair in pairs], group=group),
+            Column("95 % interval of rise", [_rise(*pair, rise_interval) for pair in pairs], group=group),
         ]
     return Table(_text_names(texts), tuple(columns))
 
@@ -84,16 +84,16 @@ def cosine_rows(swaps: Sequence[Swap]) -> Table:
         by_name = {text.name: text for text in swap.hidden_cosine_by_text}
         rows = [by_name.get(text.name) for text in texts]
         group = clean(swap.kernel) if len(swaps) > 1 else ""
-        cosines = (NO_VALUE if row is None else written(row.cosine, 3) for row in rows)
-        ends = (NO_VALUE if row is None else interval(row.ci95, 3) for row in rows)
-        columns += [Column(group, "hidden cosine", tuple(cosines)), Column(group, "95 % interval", tuple(ends))]
+        cosines = [NO_VALUE if row is None else written(row.cosine, 3) for row in rows]
+        ends = [NO_VALUE if row is None else interval(row.ci95, 3) for row in rows]
+        columns += [Column("hidden cosine", cosines, group=group), Column("95 % interval", ends, group=group)]
     return Table(_text_names(texts), tuple(columns))
 
 
 def _text_names(texts: Sequence[TextChange | TextCosine]) -> tuple[Column, ...]:
     return (
-        Column("", "text", tuple(clean(text.name) for text in texts), words=True),
-        Column("", "windows", tuple(str(text.sequences) for text in texts)),
+        Column("text", [clean(text.name) for text in texts], words=True),
+        Column("windows", [str(text.sequences) for text in texts]),
     )
 
 
@@ -103,13 +103,13 @@ def place_rows(swap: Swap) -> Table:
     changes = [part.change for part in parts]
     decimals = loss_decimals(changes)
     columns = (
-        Column("", "count", tuple(str(part.tokens) for part in parts)),
-        Column("", "before", tuple(written(change.before, decimals) for change in changes)),
-        Column("", "after", tuple(_change(change, decimals, "after") for change in changes)),
-        Column("", "Δ", tuple(_change(change, decimals) for change in changes)),
-        Column("", "95 % interval", tuple(_interval(change, decimals) for change in changes)),
+        Column("count", [str(part.tokens) for part in parts]),
+        Column("before", [written(change.before, decimals) for change in changes]),
+        Column("after", [_change(change, decimals, "after") for change in changes]),
+        Column("Δ", [_change(change, decimals) for change in changes]),
+        Column("95 % interval", [_interval(change, decimals) for change in changes]),
     )
-    return Table((Column("", "tokens", tuple(f"{part.first}–{part.last}" for part in parts)),), columns)
+    return Table([Column("tokens", [f"{part.first}–{part.last}" for part in parts])], columns)
 
 
 def kernel_rows(swaps: Sequence[Swap]) -> Table:
@@ -122,14 +122,14 @@ def kernel_rows(swaps: Sequence[Swap]) -> Table:
         "hidden": states,
     }[swaps[0].judged_by]
     outcomes = (DIVERGED if row.diverged else tell(row) for _, row in rows)
-    columns = [Column("", first, (original.get(first, ""), *outcomes))]
-    columns += [Column("", title, (original.get(title, ""), *(show(row) for _, row in rows))) for title, show in others]
+    columns = [Column(first, (original.get(first, ""), *outcomes))]
+    columns += [Column(title, (original.get(title, ""), *(show(row) for _, row in rows))) for title, show in others]
     times = [ratio(row.tokens_per_second) if isinstance(row, Swap) else math.nan for _, row in rows]
     speeds = (NO_VALUE if time is None else "" if math.isnan(time) else f"× {written(time, 2)}" for time in times)
-    columns.append(Column("", "speed", ("", *speeds)))
+    columns.append(Column("speed", ("", *speeds)))
     columns = [column for column in columns if column.title not in OPTIONAL or set(column.cells[1:]) != {NO_VALUE}]
-    names = Column("", "kernel", ("original", *(name for name, _ in rows)), words=True)
-    return Table((names,), tuple(columns))
+    names = Column("kernel", ("original", *(name for name, _ in rows)), words=True)
+    return Table([names], columns)
 
 
 def _rows(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
@@ -139,10 +139,12 @@ def _rows(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
     """
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Control] = {}
-    windows = {one.beyond_window.window for swap in swaps for one in measured(swap) if one.beyond_window is not None}
+    windows = {
+        one.beyond_window.window for swap in swaps for one in measured_controls(swap) if one.beyond_window is not None
+    }
     for swap in swaps:
         rows.append((clean(swap.kernel) + (" (fitted)" if swap.fitted else ""), swap))
-        for control in measured(swap):
+        for control in measured_controls(swap):
             # with several windows, a control's loss beyond the window differs between kernels: each lists its own
             if control.role in SHARED and len(windows) < 2:
                 shared.setdefault(_control_name(control), control)
@@ -216,7 +218,7 @@ def _beyond_columns(rows: Sequence[Outcome]) -> Cells:
         window = f" (> {record.window})" if several and record is not None else ""
         return _change(record.change if record else None, decimals) + window
 
-    return ("Δ beyond", beyond), ("greedy", lambda outcome: agreed(outcome.agreement) or NO_VALUE)
+    return ("Δ beyond", beyond), ("greedy", lambda outcome: median_agreement(outcome.agreement) or NO_VALUE)
 
 
 OPTIONAL = ("rise", "95 % interval of rise", "perplexity", "Δ beyond", "greedy")
@@ -249,18 +251,18 @@ def site_rows(swap: Swap) -> Table:
     """Build a table with one row per swapped site: layer, part, heads, output error, computation path, name."""
     sites = swap.sites
     columns = [
-        Column("", "heads", tuple(spans(site.heads) for site in sites)),
-        Column("", "output error", tuple(number(site.output_error) for site in sites)),
-        Column("", "path", tuple(clean(site.path) for site in sites), words=True),
-        Column("", "site", tuple(clean(site.site) for site in sites), words=True),
+        Column("heads", [spans(site.heads) for site in sites]),
+        Column("output error", [number(site.output_error) for site in sites]),
+        Column("path", [clean(site.path) for site in sites], words=True),
+        Column("site", [clean(site.site) for site in sites], words=True),
     ]
     if any(site.off_simplex for site in sites):
-        columns.insert(2, Column("", "off simplex", tuple(share(site.off_simplex) for site in sites)))
+        columns.insert(2, Column("off simplex", [share(site.off_simplex) for site in sites]))
     names = [
-        Column("", "layer", tuple(str(site.layer) for site in sites)),
-        Column("", "part", tuple(site.part for site in sites), words=True),
+        Column("layer", [str(site.layer) for site in sites]),
+        Column("part", [site.part for site in sites], words=True),
     ]
-    return Table(tuple(names), tuple(columns))
+    return Table(names, columns)
 
 
 def sweep_rows(swap: Swap, most: int) -> Table:
@@ -282,7 +284,7 @@ def sweep_rows(swap: Swap, most: int) -> Table:
     if tested(swap):
         columns.append(_units("p", shown, lambda effect: _p_value(effect.p_value)))
         columns.append(_units("FDR 5 %", shown, lambda effect: MARK if effect.significant else "", words=True))
-    return Table(tuple(names), tuple(columns))
+    return Table(names, columns)
 
 
 def tested(swap: Swap) -> bool:
@@ -297,15 +299,15 @@ def sweeps_rows(swaps: Sequence[Swap]) -> Table:
     if any(map(tested, swaps)):
         counts = [sum(effect.significant for effect in swap.sweep) for swap in swaps]
         cells = tuple(f"{n} of {len(swap.sweep)}" for n, swap in zip(counts, swaps, strict=True))
-        columns.append(Column("", "FDR 5 %", cells))
+        columns.append(Column("FDR 5 %", cells))
     for group, index in (("most harmful", 0), ("least harmful", -1)):
         effects = [swap.sweep[index] for swap in swaps]
         deltas = (DIVERGED if effect.delta is None else written(effect.delta, decimals) for effect in effects)
-        columns.append(Column(group, "where", tuple(map(place, effects)), words=True))
-        columns.append(Column(group, "Δ", tuple(deltas)))
+        columns.append(Column("where", [*map(place, effects)], group=group, words=True))
+        columns.append(Column("Δ", tuple(deltas), group=group))
         if index == 0:
-            columns.append(Column(group, "95 % interval", tuple(interval(e.ci95, decimals) for e in effects)))
-    return Table((Column("", "kernel", tuple(clean(swap.kernel) for swap in swaps), words=True),), tuple(columns))
+            columns.append(Column("95 % interval", [interval(e.ci95, decimals) for e in effects], group=group))
+    return Table([Column("kernel", [clean(swap.kernel) for swap in swaps], words=True)], columns)
 
 
 def plan_rows(plan: Plan) -> Table:
@@ -314,11 +316,11 @@ def plan_rows(plan: Plan) -> Table:
     shared = any(key.kv_heads for key in plan.ranks)
     ranks = (numbers_kept(keys) if shared else " ".join(str(key.rank) for key in keys) for keys in rows)
     means = (sum(k.rank / k.keys * len(k.heads) for k in keys) / sum(len(k.heads) for k in keys) for keys in rows)
-    names = (Column("", "layer", tuple(str(keys[0].layer) for keys in rows)),)
+    names = (Column("layer", [str(keys[0].layer) for keys in rows]),)
     columns = (
-        Column("", "mean rank", tuple(f"{mean:.1f}" for mean in means)),
-        Column("", "of", tuple(str(keys[0].head_dim // keys[0].keys) for keys in rows)),
-        Column("", "numbers kept" if shared else "rank by key head", tuple(ranks), words=True),
+        Column("mean rank", [f"{mean:.1f}" for mean in means]),
+        Column("of", [str(keys[0].head_dim // keys[0].keys) for keys in rows]),
+        Column("numbers kept" if shared else "rank by key head", tuple(ranks), words=True),
     )
     return Table(names, columns)
 
@@ -350,7 +352,7 @@ def spans(numbers: Sequence[int]) -> str:
 
 def _units(title: str, shown: Sequence[Effect | None], tell: Callable[[Effect], str], *, words: bool = False) -> Column:
     """Build a column with one cell per unit; `…` marks the units left out."""
-    return Column("", title, tuple("…" if effect is None else tell(effect) for effect in shown), words=words)
+    return Column(title, ["…" if effect is None else tell(effect) for effect in shown], words=words)
 
 
 def _decimals(effects: Sequence[Effect]) -> int:

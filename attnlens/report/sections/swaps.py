@@ -11,7 +11,7 @@ from attnlens.report.sections.swap_tables import (
     MARK,
     cosine_rows,
     kernel_rows,
-    measured,
+    measured_controls,
     place,
     place_rows,
     plan_rows,
@@ -23,13 +23,13 @@ from attnlens.report.sections.swap_tables import (
     text_rows,
 )
 from attnlens.report.sentences import swaps as words
-from attnlens.report.sentences.plans import explained, healing, plan_lines
+from attnlens.report.sentences.plans import healing, plan_lines, plan_terms
 from attnlens.report.sentences.reports import no_errors, population
 from attnlens.report.sentences.swaps import UNITS, effect_name, interval
 from attnlens.wording import NO_VALUE, clean, counted, gathered, listed, written
 
 
-def found_sentence(swap: Swap) -> str:
+def _prediction_sentence(swap: Swap) -> str:
     """State which measure predicts the harm of a kernel, or that none does."""
     prediction = swap.prediction
     if prediction is None or not swap.predictors:
@@ -39,17 +39,17 @@ def found_sentence(swap: Swap) -> str:
     scope = f"{counted(prediction.measures, 'measure')} over {counted(first.heads, 'head')}"
     if holding:
         others = f"; so do {len(holding) - 1} more" if len(holding) > 1 else ""
-        return f"{clean(swap.kernel)}: of {scope}, {strength(first)} goes with the harm{others}."
-    return f"{clean(swap.kernel)}: of {scope}, none holds over heads and layers; the strongest is {strength(first)}."
+        return f"{clean(swap.kernel)}: of {scope}, {_strength(first)} goes with the harm{others}."
+    return f"{clean(swap.kernel)}: of {scope}, none holds over heads and layers; the strongest is {_strength(first)}."
 
 
-def strength(predictor: Predictor) -> str:
+def _strength(predictor: Predictor) -> str:
     """Format a measure's correlation: `tokens.entropy (ρ −0.84, over layers −0.92 to 0.08, p 0.0001)`."""
     layers = "" if predictor.layers_ci95 is None else f", over layers {interval(predictor.layers_ci95, 2)}"
     return f"{clean(predictor.measure)} (ρ {written(predictor.rho, 2)}{layers}, p {p_value(predictor.p_corrected)})"
 
 
-def prediction_help(swaps: Sequence[Swap]) -> str:
+def _prediction_help(swaps: Sequence[Swap]) -> str:
     """Explain the table of predictors and its limits."""
     text = (
         "ρ: Spearman's, over heads, of a measure of the original model on the same windows with Δ. 95 % intervals: "
@@ -65,14 +65,6 @@ def prediction_help(swaps: Sequence[Swap]) -> str:
     return text + (f"; {counted(diverged, 'diverged head')} left out." if diverged else ".")
 
 
-def left_out_sentence(swaps: Sequence[Swap]) -> str:
-    """List the measures that were not compared, grouped by reason; empty if there are none."""
-    first = swaps[0].prediction
-    why = gathered((reason, clean(name)) for name, reason in (first.left_out if first else {}).items())
-    groups = [f"{listed(names, 8)} ({clean(reason)})" for reason, names in why.items()]
-    return f"Not compared: {'; '.join(groups)}." if groups else ""
-
-
 def p_value(number: float | None) -> str:
     """Format a p-value with two significant digits, or `–` for None."""
     return NO_VALUE if number is None else f"{number:.2g}"
@@ -82,35 +74,40 @@ MOST_PREDICTORS, FEW_PREDICTORS = 8, 3
 """Number of measures shown for a single kernel, and for each of several kernels."""
 
 
-def prediction_section(swaps: Sequence[Swap]) -> Section:
+def _prediction_section(swaps: Sequence[Swap]) -> Section:
     """Build the section on what predicts the harm of each kernel, with a table of the strongest measures."""
-    lines = [found_sentence(swap) for swap in swaps]
-    ranked = [(swap, sorted(swap.predictors, key=lambda one: -abs(one.rho))) for swap in swaps]
-    rows = [
-        (swap, one) for swap, found in ranked for one in found[: MOST_PREDICTORS if len(swaps) == 1 else FEW_PREDICTORS]
-    ]
-    notes = (prediction_help(swaps), left_out_sentence(swaps))
+    lines = [_prediction_sentence(swap) for swap in swaps]
+    most = MOST_PREDICTORS if len(swaps) == 1 else FEW_PREDICTORS
+    rows: list[tuple[Swap, Predictor]] = []
+    for swap in swaps:
+        rows += [(swap, each) for each in sorted(swap.predictors, key=lambda each: -abs(each.rho))[:most]]
+    notes = [_prediction_help(swaps)]
+    first = swaps[0].prediction
+    if first and first.left_out:
+        by_reason = gathered((reason, clean(name)) for name, reason in first.left_out.items())
+        groups = (f"{listed(names, 8)} ({clean(reason)})" for reason, names in by_reason.items())
+        notes.append(f"Not compared: {'; '.join(groups)}.")
     table = _predictor_table(rows, named=len(swaps) > 1) if rows else None
-    return Section("What predicts harm", lines=tuple(lines), table=table, notes=tuple(filter(None, notes)))
+    return Section("What predicts harm", lines=lines, table=table, notes=notes)
 
 
 def _predictor_table(rows: Sequence[tuple[Swap, Predictor]], *, named: bool) -> Table:
     """Build a table with one row per measure; `named` adds a column of kernels."""
     predictors = [predictor for _, predictor in rows]
-    names = [Column("", "measure", tuple(clean(predictor.measure) for predictor in predictors), words=True)]
+    names = [Column("measure", [clean(predictor.measure) for predictor in predictors], words=True)]
     if named:
-        names.insert(0, Column("", "kernel", tuple(clean(swap.kernel) for swap, _ in rows), words=True))
+        names.insert(0, Column("kernel", [clean(swap.kernel) for swap, _ in rows], words=True))
     columns = [
-        Column("", "ρ", tuple(written(predictor.rho, 2) for predictor in predictors)),
-        Column("", "over heads", tuple(interval(predictor.heads_ci95, 2) for predictor in predictors)),
-        Column("", "over layers", tuple(interval(predictor.layers_ci95, 2) for predictor in predictors)),
-        Column("", "over windows", tuple(interval(predictor.sequences_ci95, 2) for predictor in predictors)),
-        Column("", "p", tuple(p_value(predictor.p_corrected) for predictor in predictors)),
-        Column("", "holds", tuple("*" if predictor.holds else "" for predictor in predictors), words=True),
+        Column("ρ", [written(predictor.rho, 2) for predictor in predictors]),
+        Column("over heads", [interval(predictor.heads_ci95, 2) for predictor in predictors]),
+        Column("over layers", [interval(predictor.layers_ci95, 2) for predictor in predictors]),
+        Column("over windows", [interval(predictor.sequences_ci95, 2) for predictor in predictors]),
+        Column("p", [p_value(predictor.p_corrected) for predictor in predictors]),
+        Column("holds", ["*" if predictor.holds else "" for predictor in predictors], words=True),
     ]
     if len({predictor.heads for predictor in predictors}) > 1:
-        columns.append(Column("", "heads", tuple(str(predictor.heads) for predictor in predictors)))
-    return Table(tuple(names), tuple(columns))
+        columns.append(Column("heads", [str(predictor.heads) for predictor in predictors]))
+    return Table(names, columns)
 
 
 MOST = 10
@@ -119,22 +116,22 @@ MOST = 10
 
 def swap_sections(report: Report) -> Iterator[Section]:
     """Yield the sections of `swap-kernel` below the model and its coverage."""
-    yield from _several_swaps(report) if report.more_swaps else _single_swap(report, report.swaps[0])
+    yield from _several_swaps(report) if len(report.swaps) > 1 else _single_swap(report, report.swaps[0])
     swept = [swap for swap in report.swaps if swap.sweep]
     if swept:
         yield _sweep(swept, report)
     predicted = [swap for swap in swept if swap.prediction is not None]
     if predicted:
-        yield prediction_section(predicted)
+        yield _prediction_section(predicted)
     for title, lines in (("Notes", words.notes(report.swaps)), ("No value", words.without_value(report.swaps))):
         if lines:
-            yield Section(title, items=tuple(lines))
+            yield Section(title, items=lines)
 
 
 def site_sections(report: Report) -> Iterator[Section]:
     """Yield for each kernel the table of its swapped sites, and of its loss by position in the sequence."""
     for swap in report.swaps:
-        of = f" of {clean(swap.kernel)}" if report.more_swaps else ""
+        of = f" of {clean(swap.kernel)}" if len(report.swaps) > 1 else ""
         notes = (
             "output error: ‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys and values.",
         )
@@ -146,27 +143,29 @@ def site_sections(report: Report) -> Iterator[Section]:
 
 def _single_swap(report: Report, swap: Swap) -> Iterator[Section]:
     unit = UNITS[swap.task]
-    yield Section(lines=_said(words.kernel(swap), words.reach(report), _calibration(report)))
+    yield Section(lines=_sentences(words.kernel(swap), words.reach(report), _calibration(report)))
     help_ = () if swap.diverged else (_reading_help(swap, report),)
-    lines = _said(words.verdict(swap), words.stages_sentence(swap), words.beside(swap), words.greedy(swap))
-    lines += _said(words.beyond(swap), _texts(swap, report))
+    lines = _sentences(words.verdict(swap), words.stages_sentence(swap), words.control_costs(swap), words.greedy(swap))
+    lines += _sentences(words.beyond(swap), words.worst_text(swap) or words.one_text(swap, report.settings.texts))
     yield Section("What it does", lines=lines, table=stage_rows(swap), notes=help_)
     yield from _by_text([swap])
     if report.plan is not None:
         plan = report.plan
-        yield Section("Ranks", items=tuple(plan_lines(plan)), table=plan_rows(plan), notes=(explained(plan),))
-    more = (words.proof([swap]), words.cost(swap), words.off_simplex(swap), words.site_errors(swap))
-    yield Section("Checks and cost", items=_said(*more))
+        yield Section("Ranks", items=tuple(plan_lines(plan)), table=plan_rows(plan), notes=(plan_terms(plan),))
+    more = (words.proof([swap]), words.cost(swap), words.off_simplex(swap))
+    yield Section("Checks and cost", items=_sentences(*more))
     if swap.healing is not None:
         yield Section("Healing", items=tuple(healing(swap.healing, unit)))
 
 
 def _several_swaps(report: Report) -> Iterator[Section]:
     first = report.swaps[0]
-    yield Section(lines=_said(words.reach(report), _calibration(report)))
-    lines = _said(words.ranking(report.swaps) or words.verdict(first), *map(words.beside_size, report.swaps))
-    lines += _said(*(f"{clean(swap.kernel)}: {words.worst_text(swap)}" for swap in report.swaps if swap.loss_by_text))
-    lines += _said(_texts(first, report) if not first.loss_by_text else "")
+    yield Section(lines=_sentences(words.reach(report), _calibration(report)))
+    lines = _sentences(words.ranking(report.swaps) or words.verdict(first), *map(words.beside_size, report.swaps))
+    lines += _sentences(
+        *(f"{clean(swap.kernel)}: {words.worst_text(swap)}" for swap in report.swaps if swap.loss_by_text)
+    )
+    lines += _sentences("" if first.loss_by_text else words.one_text(first, report.settings.texts))
     table, notes = kernel_rows(report.swaps), (_reading_help(first, report),)
     yield Section("What they do", lines=lines, table=table, notes=notes)
     yield from _by_text(report.swaps)
@@ -174,12 +173,7 @@ def _several_swaps(report: Report) -> Iterator[Section]:
     yield Section("Checks", items=(words.proof(report.swaps),))
 
 
-def _texts(swap: Swap, report: Report) -> str:
-    """State on which text the swap costs most, or that only one text was read."""
-    return words.worst_text(swap) or words.one_text(swap, [text.name for text in report.settings.texts])
-
-
-def _said(*sentences: str) -> tuple[str, ...]:
+def _sentences(*sentences: str) -> tuple[str, ...]:
     return tuple(filter(None, sentences))
 
 
@@ -223,7 +217,7 @@ def _reading_help(swap: Swap, report: Report) -> str:
 
 def _beside_help(swaps: Sequence[Swap]) -> str:
     """Explain the rows of controls, the column of the loss beyond a window, and that of greedy agreement."""
-    rows = [row for swap in swaps for row in (swap, *swap.stages, *measured(swap))]
+    rows = [row for swap in swaps for row in (swap, *swap.stages, *measured_controls(swap))]
     controls, beyond = words.legend(swaps), words.beyond_legend(rows)
     text = f" {BESIDE}: {controls}" if controls else ""
     text += f" {beyond}" if beyond else ""
@@ -243,7 +237,7 @@ def _sweep(swaps: list[Swap], report: Report) -> Section:
         return Section(title, table=sweeps_rows(swaps), notes=(note,))
     note += f"; {MARK} significant at a false discovery rate of 5 %." if tested(first) else ""
     note += f" Shown are the {MOST} most and the {MOST} least harmful." if len(first.sweep) > 2 * MOST else ""
-    lines = (_significant(first.sweep, noun, report.settings.sequences or 0),) if tested(first) else ()
+    lines = (_significant(first.sweep, noun, report.settings.windows or 0),) if tested(first) else ()
     return Section(title, lines=lines, table=sweep_rows(first, MOST), notes=(note,))
 
 
@@ -254,10 +248,8 @@ def _significant(effects: list[Effect], noun: str, windows: int) -> str:
     significant = [effect for effect in effects if effect.significant and effect.delta is not None]
     verdict = f"no {noun} could be shown to matter with {counted(windows, 'window')} (false discovery rate 5 %)"
     if significant:
-        harm, verb = (
-            sum(effect.delta > 0 for effect in significant if effect.delta),
-            "matters" if len(significant) == 1 else "matter",
-        )
+        harm = sum(effect.delta > 0 for effect in significant if effect.delta)
+        verb = "matters" if len(significant) == 1 else "matter"
         verdict = f"{len(significant)} of {counted(len(effects), noun)} {verb} at a false discovery rate of 5 %"
         verdict += f": {harm} harm, {len(significant) - harm} help"
     diverged = [place(effect) for effect in effects if effect.delta is None]

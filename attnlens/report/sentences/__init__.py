@@ -1,1 +1,1 @@
-"""Facts of a report as sentences and phrases, for tables and pictures."""
+"""State facts of a report in sentences and phrases, for sections and pictures; records in, cleaned text out."""

@@ -155,7 +155,7 @@ def plan_lines(plan: Plan) -> list[str]:
     return [*lines, *(f"{clean(name.replace('_', ' '))}: {clean(reason)}" for name, reason in plan.reasons.items())]
 
 
-def explained(plan: Plan) -> str:
+def plan_terms(plan: Plan) -> str:
     """Explain the terms that the lines and the table of a plan use."""
     words = [LATENT if any(key.kv_heads for key in plan.ranks) else RANK]
     if plan.held_out:

@@ -16,6 +16,7 @@ from attnlens.wording import (
     big,
     clean,
     counted,
+    decimals_for,
     decimals_with_error,
     gathered,
     listed,
@@ -155,9 +156,15 @@ def null_words(measures: Iterable[MeasureInfo]) -> str:
     return f"{NULLS['factors']}, of {rotated} {NULLS['rotations']}"
 
 
+def null_cell(mean: float, sd: float) -> str:
+    """Format mean ± sd of a null, with two significant digits of the sd."""
+    decimals = decimals_for([sd or mean], figures=2)
+    return f"{written(mean, decimals)} ± {written(sd, decimals)}"
+
+
 def no_errors(report: Report) -> str:
     """State that there are no errors and intervals if only one window was read; else empty."""
-    return f"one {_unit(report)} has no spread: no errors" if report.settings.sequences == 1 else ""
+    return f"one {_unit(report)} has no spread: no errors" if report.settings.windows == 1 else ""
 
 
 def population(report: Report, counted: str = "") -> str:
@@ -170,7 +177,7 @@ def population(report: Report, counted: str = "") -> str:
     texts, what = _read(report), f"{_unit(report)}s"
     if not texts:
         return f"errors are over the {len(settings.texts)} files and hold for files like them" if settings.texts else ""
-    first, names = settings.windows == "first", listed([text.name for text in texts], 4)
+    first, names = settings.placement == "first", listed([text.name for text in texts], 4)
     counts = [len(text.windows) for text in texts]
     weights = f"; every {counted or _unit(report)} counts once, and the texts gave {listed(counts)} {what}"
     weights *= len(texts) > 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from attnlens.kernels import HYBRIDS, TIES
-from attnlens.records import Agreement, Change, Outcome, Pair, Report, Stage, Swap
+from attnlens.records import Agreement, Change, Outcome, Pair, Report, Stage, Swap, Text
 from attnlens.wording import NO_VALUE, clean, counted, decimals_for, gathered, listed, written
 
 LEGEND = {
@@ -55,7 +55,7 @@ def perplexity(outcome: Outcome) -> str:
     return f"Perplexity {both} ({rise_words(outcome.loss)}{f', 95 % interval {ends}' if ends else ''})."
 
 
-def beside(swap: Swap) -> str:
+def control_costs(swap: Swap) -> str:
     """State the rise in perplexity under each control and the kernel, and which controls cost less; empty if none."""
     if swap.loss is None or swap.diverged:
         return ""
@@ -89,9 +89,9 @@ def beside_size(swap: Swap) -> str:
     )
 
 
-def _is_less(one: Change, other: Change) -> bool:
-    """Return True if the interval of one change ends below the start of the other's."""
-    return one.ci95 is not None and other.ci95 is not None and one.ci95[1] < other.ci95[0]
+def _is_less(first: Change, second: Change) -> bool:
+    """Return True if the interval of the first change ends below the start of the second's."""
+    return first.ci95 is not None and second.ci95 is not None and first.ci95[1] < second.ci95[0]
 
 
 def is_hybrid(swap: Swap) -> bool:
@@ -125,37 +125,25 @@ def worst_text(swap: Swap) -> str:
     )
 
 
-def one_text(swap: Swap, names: Sequence[str]) -> str:
+def one_text(swap: Swap, texts: Sequence[Text]) -> str:
     """Warn that the figures hold for a single text; empty without a loss or with several texts."""
-    if swap.loss is None or len(names) != 1:
+    if swap.loss is None or len(texts) != 1:
         return ""
-    return f"These figures hold for windows of {clean(names[0])} only; another --text, unlike it, may cost more."
+    return f"These figures hold for windows of {clean(texts[0].name)} only; another --text, unlike it, may cost more."
 
 
 def beyond(swap: Swap) -> str:
-    """State the change in loss on tokens whose evidence lies beyond a window, and on first and last positions."""
-    sentences = []
-    if (record := swap.beyond_window) is not None:
-        sentences.append(
-            f"On the {counted(record.tokens, 'token')} whose pair with the token before stood last more than "
-            f"{counted(record.window, 'token')} back the loss changes by {_bounded(record.change)}."
-        )
-    if len(swap.loss_by_position) > 1:
-        first, last = swap.loss_by_position[0], swap.loss_by_position[-1]
-        sentences.append(
-            f"By place: {_bounded(first.change)} on tokens {first.first} to {first.last} of a sequence, "
-            f"{_bounded(last.change)} on {last.first} to {last.last}."
-        )
-    return " ".join(sentences)
-
-
-def _bounded(change: Change) -> str:
+    """State the change in loss on tokens whose evidence lies beyond a window; empty if it was not measured."""
+    if (record := swap.beyond_window) is None:
+        return ""
+    change = record.change
     size = abs(change.delta) if change.ci95 is None else (change.ci95[1] - change.ci95[0]) / 2
     decimals = min(4, max(2, decimals_for([size or 0.02], 2)))
-    if change.ci95 is None:
-        return written(change.delta, decimals)
-    delta, low, high = (written(number, decimals) for number in (change.delta, *change.ci95))
-    return f"{delta} ({low} to {high})"
+    ends = "" if change.ci95 is None else f" ({interval(change.ci95, decimals)})"
+    return (
+        f"On the {counted(record.tokens, 'token')} whose pair with the token before stood last more than "
+        f"{counted(record.window, 'token')} back the loss changes by {written(change.delta, decimals)}{ends}."
+    )
 
 
 def beyond_legend(rows: Sequence[Outcome]) -> str:
@@ -182,7 +170,7 @@ def greedy(swap: Swap) -> str:
     )
 
 
-def agreed(agreement: Agreement | None) -> str:
+def median_agreement(agreement: Agreement | None) -> str:
     """Format the median agreement, `12`, or `≥ 64` if half of the prompts never differ; empty if none was generated."""
     return "" if agreement is None else _tokens(agreement.median, agreement)
 
@@ -287,21 +275,16 @@ def ranking(swaps: Sequence[Swap]) -> str:
         least, most = (f"{name} (Δ {written(loss.delta, decimals)})" for loss, name in ends)
         sentences.append(f"The loss is lowest under {least}, highest under {most}.")
         sentences += [f"{powers[name]} under {name}." for _, name in ends if powers[name]]
-    sentences += [] if ranked else _nearest(swaps)
+    else:
+        distances = [(far, clean(swap.kernel)) for swap in swaps if (far := distance(swap, swap)) is not None]
+        if distances:
+            least, most = (f"{name} ({figures(far)})" for far, name in (min(distances), max(distances)))
+            sentences.append(f"The {EFFECTS[swaps[0].judged_by]} is least under {least}, largest under {most}.")
     same = [name for loss, name in losses if _unchanged(loss)]
     diverged = [swap.kernel for swap in swaps if swap.diverged]
     sentences += [f"No measurable change: {listed(same, 8)}."] if same else []
     sentences += [f"Diverged: {listed(diverged, 8)}."] if diverged else []
     return " ".join(sentences)
-
-
-def _nearest(swaps: Sequence[Swap]) -> list[str]:
-    """List one sentence on the kernels with the least and largest distance to the original; empty if all diverge."""
-    distances = [(far, clean(swap.kernel)) for swap in swaps if (far := distance(swap, swap)) is not None]
-    if not distances:
-        return []
-    least, most = (f"{name} ({figures(far)})" for far, name in (min(distances), max(distances)))
-    return [f"The {EFFECTS[swaps[0].judged_by]} is least under {least}, largest under {most}."]
 
 
 def stages_sentence(swap: Swap) -> str:
@@ -372,21 +355,6 @@ def off_simplex(swap: Swap) -> str:
         return ""
     share = percent(swap.off_simplex, 1) if swap.off_simplex >= 5e-4 else "Less than 0.1 %"
     return f"{share} of the attention's mass is negative, outside the simplex."
-
-
-def site_errors(swap: Swap) -> str:
-    """State the median, least and largest output error of the sites in one line; empty if all are unknown."""
-    errors = sorted((site.output_error, site.layer) for site in swap.sites if site.output_error is not None)
-    if not errors:
-        return ""
-    (least, first), (most, last) = errors[0], errors[-1]
-    if len(errors) == 1:
-        return f"The site's output moves by {percent(least)} (layer {first})."
-    middle = (errors[(len(errors) - 1) // 2][0] + errors[len(errors) // 2][0]) / 2
-    return (
-        f"The sites' outputs move by {percent(middle)} of their norm (median), "
-        f"from {percent(least)} (layer {first}) to {percent(most)} (layer {last})."
-    )
 
 
 def notes(swaps: Sequence[Swap]) -> list[str]:

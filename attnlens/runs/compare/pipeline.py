@@ -46,7 +46,7 @@ UNROUNDED = (
     "Reports hold no weights, so that rounding is not taken into account; compare the models themselves to do so."
 )
 NO_ROUNDING = "a report holds no weights, so that nothing says what rounding does"
-SAME = ("seed", "text", "noise", "sequences", "tokens", "pack", "windows", "intervals", "select", "layers", "heads")
+SAME = ("seed", "text", "noise", "windows", "length", "pack", "placement", "intervals", "select", "layers", "heads")
 """Settings that must agree on both sides."""
 AGAIN = "Make both with the same text and options, or give the models themselves."
 
@@ -163,7 +163,7 @@ def _test_measure(first: Report, second: Report, name: str) -> ChangeTest | None
 def _sampling_design(report: Report) -> Design:
     """Return the sampling design of the report's windows."""
     names = [text.name for text in report.settings.texts for _ in text.windows]
-    return Design.of(names or [""] * (report.settings.sequences or 0), report.settings.intervals)
+    return Design.of(names or [""] * (report.settings.windows or 0), report.settings.intervals)
 
 
 OTHER_HEADS = "The models have other sites or heads, so that none corresponds to one: distributions alone."
@@ -239,7 +239,9 @@ def compare(
         with at_rest(sides[0].loaded.model), at_rest(sides[1].loaded.model):
             comparison, report = compare_models(*sides, request.fdr, progress), sides[1].report
     fields = {name: getattr(report, name) for name in ("model", "settings", "coverage", "heads", "summary")}
-    return report_of("compare", **fields, comparison=comparison, timings={"all": time.perf_counter() - start})
+    return report_of(
+        "compare", "comparison", **fields, comparison=comparison, timings={"all": time.perf_counter() - start}
+    )
 
 
 def _refuse_ignored(subjects: Sequence[Any], options: Mapping[str, Any]) -> None:

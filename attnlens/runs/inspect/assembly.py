@@ -13,7 +13,7 @@ from attnlens.errors import ModelError
 from attnlens.maths.statistics import Design
 from attnlens.models import texts
 from attnlens.models.hooks import SiteCall
-from attnlens.records import HeadId, Report, Settings, Site, Skipped, Windows
+from attnlens.records import HeadId, InspectionBody, Report, Settings, Site, Skipped, Windows
 from attnlens.runs.checks import conventions
 from attnlens.runs.feeding import LOSS, guess_notes
 from attnlens.runs.inspect.inspection import Inspection, PreparedRun, WorkUnit, make_reader
@@ -162,18 +162,18 @@ def _assemble_report(
     if not interrupted:
         settings = settings.model_copy(update={"notes": [*settings.notes, *_loss_notes(inspection, values, names)]})
     if len(finished) < sum(batch.size for batch in inspection.batches):
-        settings = settings.model_copy(update={"sequences": len(finished)})
+        settings = settings.model_copy(update={"windows": len(finished)})
     reads_weights = bool(inspection.reader.analyzers_of("weights"))
     how = conventions(inspection.reached, results.traits) if reads_weights else None
     return report_of(
         "inspect",
+        "inspection",
         model=inspection.loaded.info.model_copy(update={"conventions": how}),
         settings=settings,
         coverage=results.coverage(dict.fromkeys(each.source for each in analyzers)),
         heads=results.heads,
         summary=summarise(results, names, inspection.identity_error, settings.seed, from_files=inspection.from_files),
-        selections=results.selections,
-        attention=results.attention,
+        inspection=InspectionBody(selections=results.selections, attention=results.attention),
         timings=dict(inspection.timings),
     ).with_windows(_name_windows(results, settings, finished))
 

@@ -219,7 +219,7 @@ def make_reader(
         show=run.show,
         all_sites=all_sites,
         one_token=checks.text_alone(weights_model, one_token, 1, settings.seed),
-        window=checks.text_alone(weights_model, sites, settings.tokens or 2, settings.seed),
+        window=checks.text_alone(weights_model, sites, settings.length or 2, settings.seed),
         progress=run.progress,
         factors=factors,
     )
@@ -247,7 +247,7 @@ def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str |
 
 def _sample(loaded: loading.Loaded, settings: Settings) -> dict[str, Tensor]:
     """Return random ids as long as a window."""
-    return texts.placeholder(loaded, settings.tokens or 2, settings.seed).batches[0].inputs
+    return texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
 
 
 def _prove_identity(

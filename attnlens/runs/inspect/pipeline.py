@@ -92,7 +92,7 @@ def prepare(
     start = time.perf_counter()
     loaded, notes = _load(subject, load_options, requested)
     timings = {"load": time.perf_counter() - start}
-    feeding.refuse_text(loaded, reading.files(request), requested.tokens)
+    feeding.refuse_text(loaded, reading.files(request), requested.length)
     requested = requested.model_copy(update={"notes": [*requested.notes, *notes]})
     settings = feeding.of_model(requested, loaded)
     contents = feeding.contents(named, loaded) if requested.source != "weights" else ()

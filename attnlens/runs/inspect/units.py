@@ -155,7 +155,7 @@ class UnitReader:
         """Compute the tokens.* measures of batch `number`: each site's queries and keys are analysed, then released."""
         batch, chosen, analyzers = inputs.batches[number], set(sites), self.analyzers_of("tokens")
         # lines differ in length, and so do their curves
-        steps = self.settings.tokens if self.settings.pack is False else None
+        steps = self.settings.length if self.settings.pack is False else None
         values = SequenceValues(batch.size)
         rows: list[dict[str, Any]] = []
         skipped: list[Skipped] = []
@@ -259,7 +259,7 @@ class UnitReader:
         start = 0
         with hooks.record_inputs(bilinear) as module_inputs:
             for batch in inputs.batches:
-                self.progress("tokens", start, self.settings.sequences or 0)
+                self.progress("tokens", start, self.settings.windows or 0)
                 visit_batch = partial(visit, batch=batch, start=start)
                 with torch.no_grad(), hooks.watch(self.loaded.model, self.sites, visit_batch):
                     hooks.forward(self.loaded.model, batch.inputs)

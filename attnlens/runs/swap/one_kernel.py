@@ -23,7 +23,21 @@ from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading, texts
 from attnlens.models.hooks import Swaps
 from attnlens.models.texts.targets import Fed, meanings
-from attnlens.records import Control, Coverage, Pair, Plan, Report, Settings, Site, Skipped, Stage, Summary, Swap, Task
+from attnlens.records import (
+    Control,
+    Coverage,
+    Pair,
+    Plan,
+    Report,
+    Settings,
+    Site,
+    Skipped,
+    Stage,
+    Summary,
+    Swap,
+    SwapBody,
+    Task,
+)
 from attnlens.requests.healing import HealOptions
 from attnlens.requests.swap import SwapOptions
 from attnlens.runs import checks
@@ -205,15 +219,15 @@ def swap_report(
     notes = dict.fromkeys(chain.from_iterable(reading.facts.notes for reading in readings))
     settings = settings.model_copy(update={"notes": [*settings.notes, *notes]})
     heads = sum(session.heads_of[site] if chosen is None else len(chosen) for site, chosen in session.chosen.items())
+    body = SwapBody(**dict(swaps[0]), others=swaps[1:], plan=readings[0].facts.plan)
     return report_of(
         "swap-kernel",
+        "swap",
         model=session.loaded.info,
         settings=settings,
         coverage=Coverage(sites=len(session.chosen), heads=heads, analysed=heads, skipped=[*session.idle, *late]),
         summary=Summary(identity_error=session.identity_error),
-        swap=swaps[0],
-        more_swaps=swaps[1:],
-        plan=readings[0].facts.plan,
+        swap=body,
         timings=dict(timings),
     ).with_windows(placed_windows(columns, units, settings))
 

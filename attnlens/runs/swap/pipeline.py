@@ -192,7 +192,7 @@ def prepared(
     others = texts.read_each(options.calibration, offline=given.offline)
     lines = None if options.prompts is None else texts.read(options.prompts, offline=given.offline)
     loaded = model if isinstance(model, loading.Loaded) else loading.load(model, **load_options)
-    feeding.refuse_text(loaded, [*reading.files(given), *options.calibration], asked.tokens)
+    feeding.refuse_text(loaded, [*reading.files(given), *options.calibration], asked.length)
     asked = feeding.of_model(asked, loaded).model_copy(update={"source": "tokens"})
     contents = feeding.contents(named, loaded)
     repeated = next((other for other in others if other.text in {content.text for content in contents}), None)
