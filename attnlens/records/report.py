@@ -212,7 +212,7 @@ class Report(Record):
     comparison: Comparison | None = None
     """How the model differs from another one (`compare`)."""
     plan: Plan | None = None
-    """The ranks that a budget allows (`swap-kernel --budget`), or that a plan gave (`--ranks`)."""
+    """The ranks that a budget allows (`ranks --budget`), or that a plan gave (`--ranks`)."""
     experiments: list[Experiment] = []
     """What experiments found (`converge`, `reproduce claims`)."""
     studies: list[StudyTable] = []
