@@ -4,11 +4,12 @@
     >>> report = attnlens.inspect("demo")
     >>> report.heads[0].measures["weights.symmetry"].value
 
-`inspect`, `compare`, `swap_kernel`, `converge_synthetic`, `converge_head`, `converge_checkpoints`, `reproduce` and
-`doctor` return a `Report`; `check` checks one against rules. `read_report` reads a report from its file, and
-`read_plan` a plan of ranks. `load` loads a model for several calls, and `load_swapped` one that was saved with another
-kernel. `Lens` holds a model and offers these analyses as methods. `capture` and `replaced` work on a model that is
-already in memory. `analyzer`, `kernel`, `MeasureInfo` and `KernelParameter` define measures and kernels of your own.
+`inspect`, `compare`, `swap_kernel`, `find_ranks`, `heal`, `converge_synthetic`, `converge_head`,
+`converge_checkpoints`, `reproduce` and `doctor` return a `Report`; `check` checks one against rules. `read_report`
+reads a report from its file, and `read_plan` a plan of ranks. `load` loads a model for several calls, and
+`load_swapped` one that was saved with another kernel. `Lens` holds a model and offers these analyses as methods.
+`capture` and `replaced` work on a model that is already in memory. `analyzer`, `kernel`, `MeasureInfo` and
+`KernelParameter` define measures and kernels of your own.
 
 The packages `analyzers`, `kernels`, `lab`, `maths` and `records` are imported at their first use, as in
 `attnlens.maths.ksvd.dual`.
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from attnlens.errors import AttnlensError as AttnlensError
     from attnlens.kernels.registry import KernelParameter as KernelParameter
     from attnlens.kernels.registry import kernel as kernel
+    from attnlens.lab.heal.pipeline import heal as heal
+    from attnlens.lab.ranks.pipeline import find_ranks as find_ranks
     from attnlens.lab.reproduce import converge_head as converge_head
     from attnlens.lab.reproduce import converge_synthetic as converge_synthetic
     from attnlens.lab.reproduce import reproduce as reproduce
@@ -59,6 +62,8 @@ _NAMES = {
     "kernels.registry": ("KernelParameter", "kernel"),
     "models.loading": ("load",),
     "records": ("QueryKey", "Report", "read_plan", "read_report"),
+    "lab.heal.pipeline": ("heal",),
+    "lab.ranks.pipeline": ("find_ranks",),
     "lab.reproduce": ("converge_head", "converge_synthetic", "reproduce"),
     "runs.compare.pipeline": ("compare",),
     "runs.doctor": ("doctor",),

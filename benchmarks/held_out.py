@@ -11,12 +11,12 @@ from scipy import stats
 
 from attnlens.arguments import Budget
 from attnlens.kernels import parsed
+from attnlens.lab.ranks.search import MARGIN, Budgeting, Choice, Trial, cut_samples, losses
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading, texts
 from attnlens.models.texts import Batches, Content, Cut
 from attnlens.models.texts.targets import feed, task_of
 from attnlens.records import Rise, Site
-from attnlens.runs.swap.ranks.search import MARGIN, Budgeting, Choice, Trial, losses, samples
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def found(
 ) -> Found:
     """Choose a plan on the calibration texts, and measure it on pieces of the others; prints what it finds."""
     task, nothing = task_of(loaded.model), Batches((), 0, 0, (), 0.0)
-    parts = samples(loaded, calibration, cut, nothing, None)
+    parts = cut_samples(loaded, calibration, cut, nothing, None)
     print(f"{len(calibration)} texts, {[part.batches.sequences for part in parts]} windows", flush=True)
     fed = feed(loaded, parts[0].batches, task, 0)
     sites = tuple(one.site for one in hooks.survey(loaded.model, fed[0].inputs))
@@ -69,7 +69,7 @@ def found(
     seconds = time.process_time() - start
     total = sum(size for basis in choice.bases.values() for size in basis.sizes)
     kept = sum(sum(ranks) for ranks in choice.ranks.values()) / total
-    loss = Trial.of(search, parts[1]).own.mean
+    loss = Trial.of(search, parts[1]).original.mean
     outcome = Found(choice, bounds(choice, budget), [], kept, seconds, loss)
     introduced(outcome)
     size = max(1, parts[2].batches.sequences // len(calibration))

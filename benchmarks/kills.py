@@ -24,8 +24,8 @@ COMMANDS = {
     "inspect --jobs": ("inspect", "demo", *SMALL, "--jobs", "2"),
     "converge": ("converge", "--checkpoints", "--layers", "0", *SMALL),
     "swap-kernel --sweep": ("swap-kernel", "demo", "--kernel", "rbf", "--sweep", "heads", *SMALL),
-    "swap-kernel --heal": ("swap-kernel", "demo", "--kernel", "rbf", "--heal", "12", *SMALL),
-    "swap-kernel --budget": ("swap-kernel", "demo", "--kernel", "rank", "--budget", "loss:5%", *SMALL),
+    "heal": ("heal", "demo", "--kernel", "rbf", "--train", "12", *SMALL),
+    "ranks": ("ranks", "demo", "--budget", "loss:5%", *SMALL),
     "study": (
         *("reproduce", "order", "--seeds", "1", "--cells", "language/nowhere", "--jobs", "1"),
         *("--no-progress", "-q", "--json", "r.json", "--work", "work"),

@@ -35,12 +35,12 @@ from attnlens.arguments import budget as read_budget
 from attnlens.choices import Placement
 from attnlens.files import write_atomically
 from attnlens.kernels import parsed
+from attnlens.lab.ranks.search import Budgeting, Choice, Losses, Sample, cut_samples, losses
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading, texts
 from attnlens.models.texts import Batches, Content, Cut
 from attnlens.models.texts.targets import Fed, feed, task_of
 from attnlens.records import Rise, Site
-from attnlens.runs.swap.ranks.search import Budgeting, Choice, Losses, Sample, losses, samples
 
 PROMISED, ESTIMATED, CONSECUTIVE = "promised", "estimated", "windows in a row"
 ALL_DIRECTIONS = "rank:65536"
@@ -198,7 +198,7 @@ def spread_parts(population: Population, seed: int) -> tuple[Sample, Sample, Sam
     """The three parts as a run with that seed cuts them; nothing is evaluated beside them."""
     cut = replace(population.cut, seed=seed)
     nothing = Batches((), 0, 0, (), 0.0)
-    fitting, choosing, promising = samples(population.loaded, [population.content], cut, nothing, None)
+    fitting, choosing, promising = cut_samples(population.loaded, [population.content], cut, nothing, None)
     return fitting, choosing, promising
 
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from attnlens.kernels.lowrank import Latents, Turn, directions, token_positions
+from attnlens.lab.ranks.bases import Basis
 from attnlens.models import hooks, texts, weights
 from attnlens.models.loading import Loaded
 from attnlens.models.texts.targets import Fed
 from attnlens.models.weights.rows import Maps
 from attnlens.records import Call, Site
-from attnlens.runs.swap.ranks.bases import Basis, turns
+from attnlens.runs.swap.fit import turns
 
 Sides = tuple[Tensor, Tensor]
 """A and B, each (latents, size, size), the leading directions first."""

@@ -26,13 +26,13 @@ import torch
 
 from attnlens.files import write_atomically
 from attnlens.kernels import Kernel, parsed
+from attnlens.lab.ranks.bases import Basis, by_output, form_name, possible_forms
+from attnlens.lab.ranks.search import Budgeting, Losses, Sample, Trial, by_text, losses, rise_of
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading, texts
 from attnlens.models.texts import Content, Cut
 from attnlens.models.texts.targets import Fed, feed
 from attnlens.records import Rise, Site
-from attnlens.runs.swap.ranks.bases import Basis, by_output, form_name, possible_forms
-from attnlens.runs.swap.ranks.search import Budgeting, Losses, Sample, Trial, by_text, losses, rise_of
 
 MODELS = ("demo", "SmolLM2")
 KEPT = {"50 %": 1 / 2, "25 %": 1 / 4, "33 %": 1 / 3, "75 %": 3 / 4}
@@ -106,7 +106,7 @@ class Subject:
         self.forms = possible_forms(self.loaded, self.search.swaps)
         self.forms += [by_output(form) for form in self.forms]
         self.forms = [form for form in self.forms if not wanted or own_name(form) in wanted]
-        self.read = self.search.gather(by_text(self.fed, self.fitting), self.forms)
+        self.read = self.search.fit(self.forms, by_text(self.fed, self.fitting))
         peers = {
             name: {site: rank_peers.basis(peer, read) for site, read in reads.items()}
             for name, peer in rank_peers.PEERS.items()
@@ -135,8 +135,8 @@ class Subject:
         """One way at one rank on every text."""
         each = int(KEPT[kept] * next(iter(found.values())).latents.head_dim)
         ranks = {site: [each * len(group) for group in basis.groups] for site, basis in found.items()}
-        self.search.found = found
-        with hooks.replace(self.loaded.model, self.sites, self.search.swapped(ranks)):
+        self.search.bases = found
+        with hooks.replace(self.loaded.model, self.sites, self.search.build_swaps(ranks)):
             after = [losses(self.loaded, text.fed, TASK, text.own.design) for text in self.texts]
         for text, lost in zip(self.texts, after, strict=True):
             rise = rise_of(text.own, lost.means, text.names, 0, "ppl")

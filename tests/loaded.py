@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+import attnlens
 from attnlens.choices import Part
 from attnlens.models import hooks, loading, texts
 from attnlens.models.loading.configs import kind_of
@@ -31,6 +32,12 @@ def loaded(model: Any, tokenizer: Any = None) -> loading.Loaded:
     """That model with that tokenizer; without one, with BERT's of letters, whose ids every family knows."""
     info = ModelInfo(id="tiny", architecture=type(model).__name__, parameters=0)
     return loading.Loaded(model, tokenizer or tiny.tokenizer("bert"), "", info, kind_of(model))
+
+
+def swap_or_heal(model: Any, kernel: str, **options: Any) -> attnlens.Report:
+    """Call `heal` if the options name an amount of training, else `swap_kernel`."""
+    run = attnlens.heal if "train" in options else attnlens.swap_kernel
+    return run(model, kernel, **options)
 
 
 def package(name: str) -> Path:

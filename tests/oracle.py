@@ -34,6 +34,11 @@ TOP_P = (
     "windows=8, length=32).write_json('report.json')"
 )
 """A rule of selection, which only Python offers."""
+PRIMAL = (
+    "import attnlens; attnlens.heal('demo', 'primal:8', train=2, eta=0.05, windows=8, length=32)"
+    ".write_json('report.json')"
+)
+"""A weight of the regulariser, which only Python offers."""
 SHARDS = (
     "import attnlens; from attnlens.errors import ShardFinished\n"
     "options = {'windows': 8, 'length': 32, 'work': 'work'}\n"
@@ -55,9 +60,9 @@ COMMANDS = {
     "swap": f"swap-kernel demo --kernel rbf {FEW} {REPORT} --windows-csv windows.csv --html report.html",
     "swap-several": f"swap-kernel demo --kernel linear --kernel cosine --kernel window:8 --sweep layers {FEW} {REPORT}",
     "swap-heads": f"swap-kernel demo --kernel symmetric --layers 0-1 --sweep heads {FEW} {REPORT} --html report.html",
-    "swap-healed": f"swap-kernel demo --kernel rbf --fit --heal 4 --heads 1,2 --save saved {FEW} {REPORT}",
-    "swap-primal": f"swap-kernel demo --kernel primal:8 --heal 2 --eta 0.05 {FEW} {REPORT}",
-    "swap-budget": f"swap-kernel demo --kernel rank --budget loss:2% --plan plan.json {FEW} {REPORT}",
+    "swap-healed": f"heal demo --kernel rbf --fit --train 4 --heads 1,2 --save saved {FEW} {REPORT}",
+    "swap-primal": f"python -c {shlex.quote(PRIMAL)}",
+    "swap-budget": f"ranks demo --budget loss:2% --plan plan.json {FEW} {REPORT}",
     "converge": f"converge --trials 2 --no-progress {REPORT} --html report.html",
     "converge-head": f"converge demo --head 3.2 {FEW} {REPORT} --html report.html",
     "converge-checkpoints": f"converge --checkpoints --layers 1 --heads 0,5 {FEW} {REPORT} --html report.html",
@@ -68,10 +73,10 @@ COMMANDS = {
     "inspect-jobs": f"inspect demo {FEW} --jobs 2 --work work {REPORT}",
     "swap-shards": f"python -c {shlex.quote(SHARDS)}",
     "swap-jobs": f"swap-kernel demo --kernel rbf --kernel linear --sweep layers {FEW} --jobs 2 --work work {REPORT}",
-    "swap-loaded": f"swap-kernel demo --kernel rbf --fit --heal 2 --save saved {FEW} --json report.json && "
+    "swap-loaded": f"heal demo --kernel rbf --fit --train 2 --save saved {FEW} --json report.json && "
     f"python -c {shlex.quote(LOADED)}",
-    "swap-ranks-of-a-plan": f"swap-kernel demo --kernel rank --budget loss:5% --plan plan.json {FEW} --json first.json "
-    f"&& swap-kernel demo --kernel rank --ranks plan.json {FEW} {REPORT}",
+    "swap-ranks-of-a-plan": f"ranks demo --budget loss:5% --plan plan.json {FEW} --json first.json "
+    f"&& ranks demo --ranks plan.json {FEW} {REPORT}",
     "compare": f"compare demo {DEMO / 'checkpoints' / 'step-01000'} {FEW} {REPORT} --html report.html",
     "compare-weights": f"compare demo {DEMO / 'checkpoints' / 'step-03000'} --source weights --no-progress {REPORT}",
     "check": f"inspect demo {FEW} --json accepted.json && check accepted.json --baseline baseline.json "

@@ -58,7 +58,7 @@ def test_a_check_and_a_plan_refuse_an_address(tmp_path):
     (tmp_path / "r.json").write_text(synthetic_report().to_json())
     words = ("check", "r.json", "--rule", "coverage.analysed: value > 0", "--junit", "s3://j.xml")
     refused(without_torch(*words, cwd=tmp_path), "--junit names a file or folder of this machine")
-    words = ("swap-kernel", "demo", "--kernel", "rank", "--budget", "loss:1%", "--plan", "s3://plan.json")
+    words = ("ranks", "demo", "--budget", "loss:1%", "--plan", "s3://plan.json")
     refused(attnlens(*words, cwd=tmp_path), "--plan names a file or folder of this machine")
 
 

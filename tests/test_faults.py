@@ -80,7 +80,7 @@ WORDS = {
     "swap-kernel --kernel rbff": "Did you mean 'rbf'",
     "swap-kernel --kernel rbf:gama=1": "no parameter 'gama'",
     "swap-kernel --kernel rbf:gamma=x": "gamma",
-    "swap-kernel --kernel rank --ranks none.json": "none.json",
+    "ranks --ranks none.json": "none.json",
     "inspect --layers 3-0": "0-3",
     "inspect --heads x": "no list of numbers",
     "inspect --head 3": "is not a head",
@@ -100,7 +100,7 @@ WORDS = {
     "reproduce --seed x": "--seed",
     "inspect --dtype float31": "no dtype 'float31'",
     "doctor --device abacus": "no device 'abacus'",
-    "swap-kernel --kernel rank --budget 1%": "budget '1%' can't be read",
+    "ranks --budget 1%": "budget '1%' can't be read",
 }
 
 
@@ -133,7 +133,7 @@ def test_mistakes_of_words_are_answered_without_torch(here):
         ("inspect --text my.txt --csv soft.txt", "soft.txt, which --text reads"),
         ("inspect --text soft.txt --html my.txt", "my.txt, which --text reads"),
         ("swap-kernel --kernel rank:4 --fit --calibration my.txt --csv my.txt", "which --calibration reads"),
-        ("swap-kernel --kernel rank --ranks plan.json --json plan.json", "which --ranks reads"),
+        ("ranks --ranks plan.json --json plan.json", "which --ranks reads"),
         ("inspect m --csv m/model.safetensors", "a file of the model m"),
         ("inspect m/model.safetensors --json m/config.json", "a file of the model"),
         ("inspect m --json link/config.json", "a file of the model m"),
@@ -244,7 +244,7 @@ def test_whatever_ends_a_verb_has_its_code(here, capsys, monkeypatch, verb, erro
     def failing(*_, **__):
         raise error
 
-    jobs = {"converge": "converge_synthetic", "inspect": "run_inspect", "swap-kernel": "run_swap"}
+    jobs = {"converge": "converge_synthetic", "inspect": "run_inspect", "swap-kernel": "swap_work"}
     monkeypatch.setattr(analyses, jobs.get(verb, verb), failing)
     assert exit_code([verb, "--no-progress"]) == code
     shown = capsys.readouterr()
@@ -291,7 +291,7 @@ CALLS = {
     "a huge rate": lambda: attnlens.converge_synthetic(lr=HUGE),
     "huge trials": lambda: attnlens.converge_synthetic(trials=HUGE),
     "a NUL in save": lambda: attnlens.swap_kernel(save="a\0b"),
-    "a NUL in ranks": lambda: attnlens.swap_kernel("demo", "rank", ranks="a\0b"),
+    "a NUL in ranks": lambda: attnlens.find_ranks("demo", ranks="a\0b"),
     "a NUL in a saved swap": lambda: attnlens.load_swapped("a\0b"),
     "None as a saved swap": lambda: attnlens.load_swapped(None),
     "a progress that is none": lambda: attnlens.inspect(progress=5),

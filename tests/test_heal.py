@@ -8,7 +8,7 @@ import families
 import pytest
 import tiny
 import torch
-from loaded import BARE, apart, family, loaded, outputs, package, sites_of
+from loaded import BARE, apart, family, loaded, outputs, package, sites_of, swap_or_heal
 from typer.testing import CliRunner
 
 import attnlens
@@ -16,16 +16,16 @@ from attnlens.cli.commands import app
 from attnlens.errors import ModelError, TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend
+from attnlens.lab.heal import course
+from attnlens.lab.heal import descent as room
+from attnlens.lab.heal.course import Course, shape, split
+from attnlens.lab.heal.healer import Healer, trainable
 from attnlens.models import hooks, texts
 from attnlens.records import read_report
-from attnlens.requests.healing import Amount, HealOptions
+from attnlens.requests.swap import Amount, HealOptions
 from attnlens.runs.progress import Interrupted
 from attnlens.runs.swap import pipeline as entry
 from attnlens.runs.swap.fit import SHARES, Search, fit
-from attnlens.runs.swap.healing import course
-from attnlens.runs.swap.healing import descent as room
-from attnlens.runs.swap.healing.course import Course, shape, split
-from attnlens.runs.swap.healing.healer import Healer, trainable
 from attnlens.runs.swap.pipeline import swap_kernel
 
 READ = {"windows": 4, "length": 24, "batch_size": 4} | BARE
@@ -34,10 +34,10 @@ READ = {"windows": 4, "length": 24, "batch_size": 4} | BARE
 # --- text that neither saw --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [{"fit": True}, {"heal": 1}, {"fit": True, "heal": 1}])
+@pytest.mark.parametrize("more", [{"fit": True}, {"train": 1}, {"fit": True, "train": 1}])
 def test_calibration_text_never_overlaps_the_evaluated_text(demo, monkeypatch, more):
     cut = watched(monkeypatch)
-    report = swap_kernel(demo, "rbf", layers=[0], **READ, **more)
+    report = swap_or_heal(demo, "rbf", layers=[0], **READ, **more)
     evaluated, calibrated = (
         [tuple(row.tolist()) for batch in found for row in batch.inputs["input_ids"]] for found in cut
     )
@@ -74,13 +74,13 @@ def test_calibration_noise_is_never_the_evaluated_noise(name, input_name, other,
     assert not (rows[0][:, None] == rows[1][None]).any(), "not one number is the same"
 
 
-@pytest.mark.parametrize("more", [{"fit": True}, {"heal": 1}])
+@pytest.mark.parametrize("more", [{"fit": True}, {"train": 1}])
 def test_calibration_lines_are_those_that_are_not_evaluated(demo, tmp_path, monkeypatch, more):
     text = tmp_path / "long.txt"
     names = ("abba", "zadok", "esau", "moses", "aaron", "ruth", "naomi", "boaz")
     text.write_text("\r\n\n".join(f"{name} in the beginning created " + f"the {name} " * 60 for name in names))
     cut = watched(monkeypatch)
-    report = swap_kernel(demo, "rbf", text=str(text), pack=False, windows=3, length=16, batch_size=2, **more)
+    report = swap_or_heal(demo, "rbf", text=str(text), pack=False, windows=3, length=16, batch_size=2, **more)
     assert [batch.lengths for batch in cut[0]] == [(16, 16), (16,)]
     assert set(cut[0].texts[0].windows) | set(cut[1].texts[0].windows) == set(range(cut[0].texts[0].available))
     assert not set(cut[0].texts[0].windows) & set(cut[1].texts[0].windows)
@@ -119,14 +119,14 @@ def test_text_given_for_calibration_is_sampled_by_itself(demo, tmp_path, monkeyp
     assert report.settings.text.name == "King James passages"
 
 
-@pytest.mark.parametrize("more", [{"fit": True}, {"heal": 1}])
+@pytest.mark.parametrize("more", [{"fit": True}, {"train": 1}])
 def test_a_text_with_nothing_left_for_calibration_is_refused(demo, tmp_path, more):
     text = tmp_path / "short.txt"
     text.write_text("In the beginning God created the heaven and the earth. " * 3)
     read = {"text": str(text), "windows": 32, "length": 8}
     assert swap_kernel(demo, "rbf", **read).swap.loss is not None
     with pytest.raises(TextError, match="no window left besides the evaluated ones") as refusal:
-        swap_kernel(demo, "rbf", **read, **more)
+        swap_or_heal(demo, "rbf", **read, **more)
     assert "--calibration" in refusal.value.remedy
 
 
@@ -134,7 +134,7 @@ def test_healing_wants_two_batches(demo, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("And God said, Let there be light: and there was light. " * 2)
     with pytest.raises(TextError, match="two batches"):
-        swap_kernel(demo, "rbf", heal=1, calibration=str(other), windows=4, length=16, batch_size=8, **BARE)
+        attnlens.heal(demo, "rbf", train=1, calibration=str(other), windows=4, length=16, batch_size=8, **BARE)
 
 
 def test_the_batches_that_choose_the_best_step_train_nothing(demo):
@@ -344,8 +344,8 @@ def test_a_module_that_is_called_again_and_again_is_trained_where_all_its_calls_
 
 
 def test_weights_that_other_calls_share_are_not_trained():
-    with pytest.raises(ModelError, match="those alone"):
-        swap_kernel(family("albert"), "rbf", layers=[1], heal=1, **READ)
+    with pytest.raises(ModelError, match="swapped heads alone"):
+        attnlens.heal(family("albert"), "rbf", layers=[1], train=1, **READ)
 
 
 # --- healing ----------------------------------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ def test_weights_that_other_calls_share_are_not_trained():
 
 @pytest.fixture(scope="module")
 def healed(demo):
-    return swap_kernel(demo, "rbf", heal=60, windows=8, length=32, seed=1, **BARE).swap
+    return attnlens.heal(demo, "rbf", train=60, windows=8, length=32, seed=1, **BARE).swap
 
 
 def test_healing_brings_the_demo_nearer(healed):
@@ -439,8 +439,8 @@ def test_what_was_not_fitted_is_trained_from_its_typed_value(demo, words, name, 
 
 def test_a_kernel_without_a_gradient_is_refused_before_the_work():
     with pytest.raises(UsageError, match="no gradient") as refusal:
-        swap_kernel("no/such/model", "hard", heal=2)
-    assert "--heal" in refusal.value.remedy
+        attnlens.heal("no/such/model", "hard", train=2)
+    assert "swap-kernel" in refusal.value.remedy
 
 
 def stopping(monkeypatch, at):
@@ -459,7 +459,7 @@ def test_an_interrupted_healing_keeps_its_best_step(demo, monkeypatch, tmp_path)
     stopping(monkeypatch, 12)
     before = {name: tensor.clone() for name, tensor in demo.model.state_dict().items()}
     with pytest.raises(Interrupted) as stop:
-        swap_kernel(demo, "rbf", heal=20, save=tmp_path / "model", **READ)
+        attnlens.heal(demo, "rbf", train=20, save=tmp_path / "model", **READ)
     swap = stop.value.report.swap
     assert 1 <= swap.healing.best <= 12
     assert swap.healing.curve[-1].step == 10, "the last check before it"
@@ -471,8 +471,8 @@ def test_an_interrupted_healing_keeps_its_best_step(demo, monkeypatch, tmp_path)
 
 def test_the_program_shows_what_was_healed_until_ctrl_c(monkeypatch, tmp_path):
     stopping(monkeypatch, 12)
-    words = ("--heal", "20", "--windows", "4", "--length", "24", "--batch-size", "4", "--no-progress")
-    done = CliRunner().invoke(app, ["swap-kernel", *words, "--json", str(tmp_path / "r.json")])
+    words = ("--train", "20", "--windows", "4", "--length", "24", "--batch-size", "4", "--no-progress")
+    done = CliRunner().invoke(app, ["heal", *words, "--json", str(tmp_path / "r.json")])
     assert done.exit_code == 130
     assert read_report(tmp_path / "r.json").swap.healing.curve[-1].step == 10
 
@@ -480,7 +480,7 @@ def test_the_program_shows_what_was_healed_until_ctrl_c(monkeypatch, tmp_path):
 def test_a_healing_interrupted_before_its_first_check_has_nothing_to_show(demo, monkeypatch):
     stopping(monkeypatch, 0)
     with pytest.raises(KeyboardInterrupt) as stop:
-        swap_kernel(demo, "rbf", heal=20, **READ)
+        attnlens.heal(demo, "rbf", train=20, **READ)
     assert not isinstance(stop.value, Interrupted)
 
 
@@ -492,7 +492,7 @@ def test_other_families_heal_too(name):
 
 
 def test_a_headless_model_is_healed_towards_its_states():
-    swap = swap_kernel(loaded(families.build("bert").bert), "rbf", heal=8, **READ).swap
+    swap = attnlens.heal(loaded(families.build("bert").bert), "rbf", train=8, **READ).swap
     swapped, last = swap.stages
     assert last.hidden_cosine > swapped.hidden_cosine
 
@@ -506,7 +506,7 @@ def test_zero_distance_stays_zero(demo):
 
 
 def test_healing_ends_early_where_nothing_gets_better(demo, monkeypatch):
-    monkeypatch.setattr(room, "chosen_rate", lambda *_: (1e-12, []))
+    monkeypatch.setattr(room, "choose_rate", lambda *_: (1e-12, []))
     _, found = healer(demo, "rbf", steps=40)
     assert [stage.stopped for stage in found.stages] == [True, True]
     assert sum(stage.steps for stage in found.stages) == found.curve[-1].step < 40
@@ -531,7 +531,7 @@ def test_a_model_that_is_not_finite_is_refused_by_its_tensor(demo):
 
 def test_the_step_that_is_kept_has_its_loss_and_a_short_healing_the_full_rate(demo):
     """Of the 20 steps the rate rises over 2: with the 20 of a long healing it would end as it begins."""
-    swap = swap_kernel(demo, "rbf", heal=20, **READ).swap
+    swap = attnlens.heal(demo, "rbf", train=20, **READ).swap
     (kept,) = (step for step in swap.healing.curve if step.step == swap.healing.best)
     assert kept.loss == pytest.approx(swap.stages[-1].loss.after)
     assert shape(1, 1 / 20, 20) == pytest.approx(1.0, abs=0.02)
@@ -541,7 +541,7 @@ def test_the_step_that_is_kept_has_its_loss_and_a_short_healing_the_full_rate(de
 
 def test_too_large_steps_are_taken_back_and_smaller_ones_tried(demo, monkeypatch):
     """Ten times smaller from the start itself: the numbers before the first useful step are those of no step at all."""
-    monkeypatch.setattr(room, "chosen_rate", lambda *_: (0.1, []))
+    monkeypatch.setattr(room, "choose_rate", lambda *_: (0.1, []))
     _, found = healer(demo, "rbf", steps=40)
     assert found.curve[1].validation > found.curve[0].validation
     assert found.stages[0].learning_rate in (pytest.approx(0.01), pytest.approx(0.001))
@@ -554,7 +554,7 @@ def test_too_large_steps_are_taken_back_and_smaller_ones_tried(demo, monkeypatch
 
 def test_the_same_seed_heals_alike_and_another_otherwise(demo):
     read = {"windows": 4, "length": 16, "batch_size": 4} | BARE
-    first, again, other = (swap_kernel(demo, "rbf", heal=4, seed=seed, **read).swap for seed in (0, 0, 1))
+    first, again, other = (attnlens.heal(demo, "rbf", train=4, seed=seed, **read).swap for seed in (0, 0, 1))
     assert (first.healing.curve, first.healing.best) == (again.healing.curve, again.healing.best)
     assert first.stages[-1].loss == again.stages[-1].loss
     assert first.healing.curve[-1].validation != other.healing.curve[-1].validation
@@ -591,5 +591,5 @@ def test_the_loss_is_drawn_at_its_steps_and_chooses_nothing(demo, monkeypatch):
 def test_a_tokenizers_wrapping_does_not_stop_a_healing():
     model = replace(family("gpt2"), tokenizer=tiny.tokenizer("llama"))
     own = outputs(model.model, {"input_ids": torch.arange(3, 12)[None]})
-    assert swap_kernel(model, "polynomial", heal=2, **READ).swap.healing.curve[0].validation > 0
+    assert attnlens.heal(model, "polynomial", train=2, **READ).swap.healing.curve[0].validation > 0
     assert torch.equal(own[0], outputs(model.model, {"input_ids": torch.arange(3, 12)[None]})[0])

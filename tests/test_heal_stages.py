@@ -14,21 +14,21 @@ import torch
 from loaded import BARE, family, sites_of
 from safetensors.torch import load_file
 
+import attnlens
 from attnlens.errors import UsageError
 from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend
+from attnlens.lab.heal import course, descent
+from attnlens.lab.heal.course import Distances, HeldOut, adamw, cut_parts, descend, split, transfer, transfer_errors
+from attnlens.lab.heal.descent import heal
+from attnlens.lab.heal.healer import Healer, LowRankChange, Trained
 from attnlens.models import hooks, texts
 from attnlens.models.hooks import OWN
 from attnlens.models.texts.targets import Fed
 from attnlens.records import HealingRate, read_report
 from attnlens.report.sentences.plans import healing as healing_sentences
-from attnlens.requests.healing import Amount, HealOptions
+from attnlens.requests.swap import Amount, HealOptions
 from attnlens.runs.swap.fit import fit
-from attnlens.runs.swap.healing import course, descent
-from attnlens.runs.swap.healing.course import Distances, HeldOut, adamw, descend, parts_of, split, transfer, transferred
-from attnlens.runs.swap.healing.descent import heal
-from attnlens.runs.swap.healing.healer import Healer, LowRankChange, Trained
-from attnlens.runs.swap.pipeline import swap_kernel
 
 READ = {"windows": 4, "length": 24, "batch_size": 4} | BARE
 
@@ -63,7 +63,6 @@ def gradients(healer, work):
         ("90s", 90, "seconds"),
         ("30min", 1800, "seconds"),
         (" 2h ", 7200, "seconds"),
-        (0, 0, "steps"),
     ],
 )
 def test_an_amount_is_steps_tokens_or_a_time(given, number, unit):
@@ -72,31 +71,47 @@ def test_an_amount_is_steps_tokens_or_a_time(given, number, unit):
 
 @pytest.mark.parametrize(
     "given",
-    [-1, "-1", 1.5, "1.5", True, None, "", "many", "2m", "2Gtok", "0tok", "0s", "1e3", "1e400tok", 10**30, "nan", "٣"],
+    [
+        0,
+        "0",
+        -1,
+        "-1",
+        1.5,
+        "1.5",
+        True,
+        None,
+        "",
+        "many",
+        "2m",
+        "2Gtok",
+        "0tok",
+        "0s",
+        "1e3",
+        "1e400tok",
+        10**30,
+        "nan",
+        "٣",
+    ],
 )
 def test_an_amount_that_makes_no_sense_is_refused_in_a_line(given):
-    with pytest.raises(UsageError, match="heal=") as refusal:
+    with pytest.raises(UsageError, match="--train: cannot parse") as refusal:
         Amount.of(given)
-    assert "--heal 200, 500ktok, 2Mtok, 90s, 30min or 2h" in refusal.value.remedy
+    assert "--train 200, 500ktok, 2Mtok, 90s, 30min or 2h" in refusal.value.remedy
     assert "\n" not in str(refusal.value.problem)
 
 
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"heal_batch": 4}, "--heal-batch is given and nothing is healed"),
-        ({"heal_rank": 2}, "--heal-rank is given and nothing is healed"),
-        ({"heal_on": "text"}, "--heal-on is given and nothing is healed"),
-        ({"heal_control": True}, "--heal-control is given and nothing is healed"),
-        ({"heal": 2, "heal_control": True}, "the original model has nothing to learn"),
-        ({"heal": 2, "heal_on": "txt"}, "no --heal-on 'txt'"),
-        ({"heal": 2, "heal_rank": 0}, "heal_rank=0 makes no sense"),
-        ({"heal": 2, "heal_batch": 0}, "heal_batch=0 makes no sense"),
+        ({"control": True}, "the original model already makes its own predictions"),
+        ({"learn": "txt"}, "no --learn 'txt'"),
+        ({"rank": 0}, "rank=0 is not a whole number"),
+        ({"batch": 0}, "batch=0 is not a whole number"),
     ],
 )
 def test_options_that_mean_nothing_are_refused_before_the_work(given, problem):
     with pytest.raises(UsageError, match=problem):
-        swap_kernel("no/such/model", "rbf", **given)
+        attnlens.heal("no/such/model", "rbf", **given)
 
 
 def test_a_text_is_not_learned_by_a_model_that_predicts_none():
@@ -104,17 +119,17 @@ def test_a_text_is_not_learned_by_a_model_that_predicts_none():
     from loaded import loaded
 
     with pytest.raises(UsageError, match="predicts no token"):
-        swap_kernel(loaded(families.build("bert").bert), "rbf", heal=2, heal_on="text", **READ)
+        attnlens.heal(loaded(families.build("bert").bert), "rbf", train=2, learn="text", **READ)
 
 
 def test_tokens_and_seconds_end_a_healing(demo):
     short = {"windows": 4, "length": 16, "batch_size": 4} | BARE
-    by_tokens = swap_kernel(demo, "rbf", heal="0.6ktok", **short).swap.healing
+    by_tokens = attnlens.heal(demo, "rbf", train="0.6ktok", **short).swap.healing
     assert by_tokens.tokens < 600 + 16, "16 tokens a step"
     assert by_tokens.tokens >= 600 or any(stage.stopped for stage in by_tokens.stages)
     assert by_tokens.tokens == sum(stage.tokens for stage in by_tokens.stages) == by_tokens.curve[-1].tokens
     assert (by_tokens.asked, by_tokens.batch) == ("600 tokens", 1)
-    by_time = swap_kernel(demo, "rbf", heal="1s", **short).swap.healing
+    by_time = attnlens.heal(demo, "rbf", train="1s", **short).swap.healing
     assert 1 <= by_time.seconds < 30
     assert by_time.tokens > 0
 
@@ -170,7 +185,7 @@ def test_transfer_and_its_gradient_are_those_of_a_plain_computation_in_float64(d
 def test_the_held_out_transfer_is_the_trained_one_sequence_by_sequence(demo):
     healer, fed = prepared(demo)
     inputs = fed.batches[0].inputs
-    each = transferred(healer, inputs)
+    each = transfer_errors(healer, inputs)
     assert each.shape == (8,)
     assert float(each.mean()) == pytest.approx(transfer(healer, inputs), rel=1e-5)
 
@@ -213,9 +228,9 @@ def test_changes_below_the_spacing_of_bfloat16_are_kept_and_add_up(demo):
 def test_two_batches_of_four_make_the_step_of_one_of_eight(demo, stage):
     healer, fed = prepared(demo)
     whole = [Fed(fed.batches[0].inputs, None)]
-    halves, per_step = parts_of(whole, 4)
+    halves, per_step = cut_parts(whole, 4)
     assert (len(halves), per_step) == (2, 1)
-    assert parts_of(whole, 16) == (whole, 2)
+    assert cut_parts(whole, 16) == (whole, 2)
     optimiser = torch.optim.SGD(healer.leaves, lr=0.0)
     one, two, half = (
         gradients(healer, lambda parts=parts: descend(healer, optimiser, parts, stage))
@@ -255,7 +270,7 @@ def test_no_two_weights_of_a_shape_draw_the_same_directions(demo):
 def test_a_healing_of_low_rank_trains_fewer_numbers_and_saves_them_in_the_weights(demo, tmp_path):
     import attnlens
 
-    swap = swap_kernel(demo, "rbf", heal=40, heal_rank=4, save=tmp_path / "model", **READ).swap
+    swap = attnlens.heal(demo, "rbf", train=40, rank=4, save=tmp_path / "model", **READ).swap
     assert swap.healing.rank == 4
     assert swap.healing.parameters == 4 * (4 * (128 + 256) + 8 * 16)
     assert swap.stages[-1].kl < 0.95 * swap.stages[0].kl
@@ -270,7 +285,7 @@ def test_a_healing_of_low_rank_trains_fewer_numbers_and_saves_them_in_the_weight
 
 
 def test_the_maps_of_a_rank_are_trained_with_the_weights(demo):
-    swap = swap_kernel(demo, "rank:1", heal=24, **READ).swap
+    swap = attnlens.heal(demo, "rank:1", train=24, **READ).swap
     assert swap.healing.parameters == 4 * (128 * 256 + 8 * 2 * 16 * 1)
     distances = [step.validation for step in swap.healing.curve]
     assert min(distances) < 0.97 * distances[0]
@@ -332,7 +347,7 @@ def test_the_range_test_finds_a_rate_that_beats_a_hundredth_and_a_hundredfold(mo
     monkeypatch.setattr(course, "RATES", {"whole": (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)})
     planted, fed = Planted(), [Fed({"input_ids": torch.zeros(1, 1)}, None)]
     held = HeldOut(planted, fed)
-    rate, tried = course.chosen_rate(planted, "whole", [fed] * 8, held)
+    rate, tried = course.choose_rate(planted, "whole", [fed] * 8, held)
     assert not planted.leaves[0].any(), "the numbers are put back"
     assert all(isinstance(one, HealingRate) for one in tried)
 
@@ -364,7 +379,7 @@ def test_a_fall_counts_beyond_its_paired_interval_alone():
 
 
 def test_a_healing_on_the_text_has_a_control_that_is_trained_as_long(demo):
-    swap = swap_kernel(demo, "rank:6", heal=16, heal_on="text", heal_control=True, **READ).swap
+    swap = attnlens.heal(demo, "rank:6", train=16, learn="text", control=True, **READ).swap
     control, healing = swap.healing.control, swap.healing
     assert healing.goal == "text"
     assert control.tokens == healing.tokens
@@ -376,7 +391,7 @@ def test_a_healing_on_the_text_has_a_control_that_is_trained_as_long(demo):
 
 # --- states -----------------------------------------------------------------------------------------------------------
 
-WORDS = ("swap-kernel", "demo", "--kernel", "rbf", "--heal", "4000", "--windows", "4", "--length", "16")
+WORDS = ("heal", "demo", "--kernel", "rbf", "--train", "4000", "--windows", "4", "--length", "16")
 
 
 def test_an_interrupted_healing_is_reported_as_far_as_it_came(tmp_path):
@@ -405,8 +420,8 @@ def test_an_interrupted_healing_is_reported_as_far_as_it_came(tmp_path):
 def test_the_rate_that_was_lowered_is_kept(demo, monkeypatch):
     """Where no check is nearer than the start, the stage goes on with smaller steps from the rate first chosen."""
     tried = [HealingRate(rate=rate, validation=1.0) for rate in (1.0, 3.0)]
-    monkeypatch.setattr(descent, "chosen_rate", lambda *_args: (3.0, tried))
-    found = swap_kernel(demo, "rbf", heal=12, **READ).swap.healing.stages[0]
+    monkeypatch.setattr(descent, "choose_rate", lambda *_args: (3.0, tried))
+    found = attnlens.heal(demo, "rbf", train=12, **READ).swap.healing.stages[0]
     assert found.lowered_from == 3.0
     assert found.learning_rate in (pytest.approx(3.0 * 0.1**times) for times in range(1, 8))
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from views import summary
 
+import attnlens
 from attnlens.errors import UsageError
 from attnlens.kernels import Kernel, parsed
 from attnlens.kernels.attention import attend, route, sums, weights
@@ -22,7 +23,7 @@ from attnlens.models import hooks, loading
 from attnlens.models.texts import placeholder
 from attnlens.records import Call, Swap
 from attnlens.report.sections.reference import explanation
-from attnlens.runs.swap.fit import NearShares, unfitted
+from attnlens.runs.swap.fit import NearShares, expand_parameters
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.saved import load_swapped
 
@@ -253,7 +254,7 @@ def test_without_far_keys_there_is_no_weight_to_fit() -> None:
 
 # --- on a trained model -----------------------------------------------------------------------------------------------
 
-ASKED = {"windows": 8, "length": 64, "layers": [1, 2], "heal": 14}
+ASKED = {"windows": 8, "length": 64, "layers": [1, 2], "train": 14}
 
 
 @pytest.fixture(scope="module")
@@ -264,12 +265,12 @@ def demo() -> loading.Loaded:
 @pytest.fixture(scope="module")
 def healed(demo: loading.Loaded, tmp_path_factory: pytest.TempPathFactory) -> tuple[Swap, Path]:
     folder = tmp_path_factory.mktemp("hybrid") / "saved"
-    return swap_kernel(demo, "learned-features:16+hybrid:16", generate=4, save=folder, **ASKED).swap, folder
+    return attnlens.heal(demo, "learned-features:16+hybrid:16", generate=4, save=folder, **ASKED).swap, folder
 
 
 def test_attention_transfer_brings_learned_features_nearer(demo: loading.Loaded) -> None:
     """A third of the distance at least is gone after fourteen steps: untrained maps of a random start are worse."""
-    swap = swap_kernel(demo, "learned-features:16", generate=0, controls=False, **ASKED).swap
+    swap = attnlens.heal(demo, "learned-features:16", generate=0, controls=False, **ASKED).swap
     before, after = swap.stages[0].kl, swap.stages[-1].kl
     assert [stage.name for stage in swap.stages] == ["swapped", "healed"]
     assert before is not None
@@ -297,7 +298,7 @@ def test_what_no_text_was_read_for_is_not_called_fitted(demo: loading.Loaded) ->
     """The maps of learned features are random until they are trained; γ of their hybrid is fitted to text."""
     asked = {"windows": 2, "length": 32, "layers": [1], "generate": 0, "controls": False}
     report = swap_kernel(demo, "learned-features:16", **asked)
-    random = "The maps of learned-features are random until --heal trains them."
+    random = "The maps of learned-features are random until `attnlens heal` trains them."
     assert report.swap.fitted == []
     assert random in report.swap.notes
     assert report.settings.calibration is None
@@ -344,7 +345,7 @@ def test_elu_gets_a_weight_of_near_keys_to_train(demo: loading.Loaded) -> None:
     text = placeholder(demo, 2, seed=0).batches
     sites = tuple(found.site for found in hooks.survey(demo.model, text[0].inputs))
     bare = {sites[1]: hooks.Replacement(parsed("elu+hybrid:16"), (0, 3))}
-    found = unfitted(demo, sites, bare, text)[sites[1]].kernel
+    found = expand_parameters(demo, sites, bare, text)[sites[1]].kernel
     assert {name: part.tolist() for name, part in found.fitted.items()} == {"near_log_weight": [0.0, 0.0]}
     assert found.trainable == ("near_log_weight",)
 

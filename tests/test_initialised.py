@@ -8,6 +8,7 @@ import families
 import pytest
 import tiny
 import torch
+from loaded import swap_or_heal
 from program import attnlens as program
 from safetensors.torch import load_file, save_file
 
@@ -42,11 +43,11 @@ def test_no_loss_rests_on_a_random_weight_and_attention_before_it_is_still_read(
     names, config, lacking = LACKING[what]
     model = attnlens.load(demo_without(tmp_path / "model", *names, **config))
     assert lacking in model.missing_keys
-    for more in ({}, {"heal": 1}, {"fit": True}, {"sweep": "layers"}):
+    for more in ({}, {"train": 1}, {"fit": True}, {"sweep": "layers"}):
         with pytest.raises(ModelError, match=f"lacks {lacking}, which would be filled at random"):
-            swap_kernel(model, "rbf", **more, **SMALL)
+            swap_or_heal(model, "rbf", **more, **SMALL)
     with pytest.raises(ModelError, match="filled at random"):
-        swap_kernel(model, "rank", budget="loss:5%", **SMALL)
+        attnlens.find_ranks(model, budget="loss:5%", **SMALL)
     report = attnlens.inspect(model, **SMALL)
     assert report.coverage.analysed == 32
     assert f"the checkpoint lacks {lacking}, and so the model has no loss" in report.coverage.sentence

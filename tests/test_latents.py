@@ -15,6 +15,7 @@ from attnlens.kernels import OWN, parsed
 from attnlens.kernels.attention import attend, route
 from attnlens.kernels.lowrank import Grams, MapsFit, directions
 from attnlens.kernels.spec import output_weighted
+from attnlens.lab.ranks.search import losses
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, texts
 from attnlens.models.texts import Cut
@@ -23,7 +24,6 @@ from attnlens.records import Call
 from attnlens.report.sentences.swaps import formula
 from attnlens.runs.swap.fit import fit
 from attnlens.runs.swap.pipeline import swap_kernel
-from attnlens.runs.swap.ranks.search import losses
 
 SMALL = {"windows": 4, "length": 24, "batch_size": 4}
 FORMS = ["group=1", "group=2", "group=all", "group=1,rotation=before", "group=all,rotation=before"]
@@ -324,8 +324,8 @@ def test_what_is_fitted_is_told_without_tables_of_indices():
 @pytest.mark.parametrize("form", ["group=all", "group=1,rotation=before"])
 def test_healing_trains_the_maps_that_are_used_and_a_saved_model_has_them(form, tmp_path):
     model = rotated()
-    report = swap_kernel(
-        model, f"rank:3,{form}", heal=60, save=tmp_path / "cut", windows=4, length=16, batch_size=2, **BARE
+    report = attnlens.heal(
+        model, f"rank:3,{form}", train=60, save=tmp_path / "cut", windows=4, length=16, batch_size=2, **BARE
     )
     healed = report.swap.stages[-1]
     assert healed.name == "healed"

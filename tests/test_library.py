@@ -586,7 +586,7 @@ def numbers(demo: Any) -> object:
     """What a swap by a learned kernel and a healing come to."""
     short = {"layers": [1], "windows": 4, "length": 16, "batch_size": 2}
     primal = attnlens.swap_kernel(demo, "primal:4", **short).swap
-    healed = attnlens.swap_kernel(demo, "rbf", heal=2, **short).swap
+    healed = attnlens.heal(demo, "rbf", train=2, **short).swap
     return primal.loss, primal.perplexity, healed.loss, timeless(healed.healing.model_dump())
 
 

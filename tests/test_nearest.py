@@ -312,7 +312,7 @@ def test_a_report_names_the_oracle_an_analysis_and_the_fitted_form_a_model():
 
 def test_healing_trains_the_factor_and_the_kernel_stays_positive(tmp_path, demo_calls):
     place = tmp_path / "healed"
-    report = swap_kernel("demo", "nearest:positive", heal=4, save=str(place), layers=[1], **QUICK)
+    report = attnlens.heal("demo", "nearest:positive", train=4, save=str(place), layers=[1], **QUICK)
     stages = [stage.name for stage in report.swap.stages]
     assert stages == ["swapped", "healed"]
     stored = load_file(place / "attnlens.safetensors")
@@ -392,7 +392,7 @@ def test_what_is_not_fitted_or_cannot_be_is_refused():
     with pytest.raises(UsageError, match="reads both query and key"):
         fitted_to(call(), "positive").log(call().query, call().key, 1.0)
     with pytest.raises(UsageError, match="can't be healed"):
-        swap_kernel("demo", "nearest:positive,oracle", heal=2, **QUICK)
+        attnlens.heal("demo", "nearest:positive,oracle", train=2, **QUICK)
     with pytest.raises(UsageError, match="can't be fitted"):
         swap_kernel("demo", "nearest:positive,oracle", fit=True, **QUICK)
     with pytest.raises(UsageError, match="no meaning in cross-attention"):

@@ -13,11 +13,10 @@ from test_budget import grouped
 
 import attnlens
 from attnlens.errors import UsageError
+from attnlens.lab.ranks import search as calibration
+from attnlens.lab.ranks import search as room
 from attnlens.records import Plan
 from attnlens.report.sentences.plans import plan_lines
-from attnlens.runs.swap.pipeline import swap_kernel
-from attnlens.runs.swap.ranks import search as calibration
-from attnlens.runs.swap.ranks import search as room
 
 READ = {"windows": 8, "length": 32, "batch_size": 4} | BARE
 
@@ -33,7 +32,7 @@ def few():
 @pytest.fixture(scope="module")
 def report(demo):
     """A plan for three of the heads of two layers."""
-    return swap_kernel(demo, "rank:group=1", budget="loss:2%", layers=[0, 2], heads=[1, 4, 5], **READ)
+    return attnlens.find_ranks(demo, latents="group=1", budget="loss:2%", layers=[0, 2], heads=[1, 4, 5], **READ)
 
 
 def changed(plan, at=0, **update):
@@ -66,19 +65,19 @@ def test_a_plan_on_its_own_model_and_text_is_the_same_swap(demo, report, tmp_pat
     report.plan.write_json(tmp_path / "plan.json")
     read = attnlens.read_plan(tmp_path / "plan.json")
     for ranks in (tmp_path / "plan.json", str(tmp_path / "plan.json"), read):
-        again = swap_kernel(demo, "rank", ranks=ranks, **READ)
+        again = attnlens.find_ranks(demo, ranks=ranks, **READ)
         assert again.swap.loss == report.swap.loss
         assert again.swap.sites == report.swap.sites
         assert again.plan.ranks == report.plan.ranks
     assert sorted({key.layer for key in again.plan.ranks}) == [0, 2]
     assert {head for key in again.plan.ranks for head in key.heads} == {1, 4, 5}
     first = next(at for at, key in enumerate(read.ranks) if key.rank)
-    other = swap_kernel(demo, "rank", ranks=changed(read, first, rank=0), **READ)
+    other = attnlens.find_ranks(demo, ranks=changed(read, first, rank=0), **READ)
     assert other.swap.loss.after != report.swap.loss.after, "the control: one rank less"
 
 
 def test_what_was_given_promises_nothing_and_measures_everything(demo, report):
-    plan = swap_kernel(demo, "rank", ranks=report.plan, **READ).plan
+    plan = attnlens.find_ranks(demo, ranks=report.plan, **READ).plan
     assert plan.promised is None
     assert plan.estimated is None
     assert "given" in plan.reasons["promised"]
@@ -101,13 +100,13 @@ def test_no_plan_is_searched_for(demo, report, monkeypatch):
         raise AssertionError("nothing is to be searched")
 
     monkeypatch.setattr(room, "sensitivities", searched)
-    assert swap_kernel(demo, "rank", ranks=report.plan, **READ).plan.ranks == report.plan.ranks
+    assert attnlens.find_ranks(demo, ranks=report.plan, **READ).plan.ranks == report.plan.ranks
     with pytest.raises(AssertionError):
-        swap_kernel(demo, "rank", budget="loss:2%", **READ)
+        attnlens.find_ranks(demo, budget="loss:2%", **READ)
 
 
 def test_a_given_plan_can_be_healed(demo, report):
-    plan = swap_kernel(demo, "rank", ranks=report.plan, heal=1, **READ).plan
+    plan = attnlens.heal(demo, ranks=report.plan, train=1, **READ).plan
     assert plan.healed is not None
 
 
@@ -123,23 +122,23 @@ def test_other_weights_of_the_same_shape_are_noted(demo, report):
     with torch.no_grad():
         other.transformer.h[0].mlp.c_fc.weight.mul_(1.05)
     tuned = replace(demo, model=other, info=demo.info.model_copy(update={"id": "tuned", "files": []}))
-    found = swap_kernel(tuned, "rank", ranks=report.plan, **READ)
+    found = attnlens.find_ranks(tuned, ranks=report.plan, **READ)
     assert origin(found) == ["The ranks are those of a plan for demo, which has other weights."]
     assert found.plan.model.id == "tuned"
     assert found.plan.measured != report.plan.measured
     moved = replace(demo, info=demo.info.model_copy(update={"id": "moved"}))
-    assert "the same weights" in origin(swap_kernel(moved, "rank", ranks=report.plan, **READ))[0]
-    assert not origin(swap_kernel(demo, "rank", ranks=report.plan, **READ))
+    assert "the same weights" in origin(attnlens.find_ranks(moved, ranks=report.plan, **READ))[0]
+    assert not origin(attnlens.find_ranks(demo, ranks=report.plan, **READ))
 
 
 def test_a_plan_of_a_grouped_model_serves_its_groups():
     model = grouped()
-    plan = swap_kernel(model, "rank", budget="loss:50%", **READ).plan
-    again = swap_kernel(model, "rank", ranks=plan, **READ)
+    plan = attnlens.find_ranks(model, budget="loss:50%", **READ).plan
+    again = attnlens.find_ranks(model, ranks=plan, **READ)
     assert again.plan.ranks == plan.ranks
     assert again.plan.ranks[0].heads == [0, 1, 2]
     with pytest.raises(UsageError, match=r"serves query heads 0, 1, 2, 3 in the plan, and 0, 1, 2 here"):
-        swap_kernel(model, "rank", ranks=changed(plan, heads=[0, 1, 2, 3]), **READ)
+        attnlens.find_ranks(model, ranks=changed(plan, heads=[0, 1, 2, 3]), **READ)
 
 
 MISFITS = {
@@ -156,17 +155,17 @@ def test_a_plan_of_another_shape_is_refused_by_its_first_misfit(demo, report, wh
     update, says = MISFITS[what]
     plan = changed(changed(report.plan, **update), 3, head_dim=99)
     with pytest.raises(UsageError, match=says) as refusal:
-        swap_kernel(demo, "rank", ranks=plan, **READ)
+        attnlens.find_ranks(demo, ranks=plan, **READ)
     assert "same shape" in refusal.value.remedy
 
 
 def test_a_plan_that_leaves_a_key_head_out_is_refused(demo, report):
     short = report.plan.model_copy(update={"ranks": report.plan.ranks[:-1]})
     with pytest.raises(UsageError, match=r"no rank for key head 5 of transformer\.h\.2\.attn"):
-        swap_kernel(demo, "rank", ranks=short, **READ)
+        attnlens.find_ranks(demo, ranks=short, **READ)
     every = report.plan.model_copy(update={"settings": report.plan.settings.model_copy(update={"layers": None})})
     with pytest.raises(UsageError, match=r"no rank for key head 1 of transformer\.h\.1\.attn"):
-        swap_kernel(demo, "rank", ranks=every, **READ)
+        attnlens.find_ranks(demo, ranks=every, **READ)
 
 
 # --- what is refused before a model is loaded -------------------------------------------------------------------------
@@ -175,20 +174,25 @@ def test_a_plan_that_leaves_a_key_head_out_is_refused(demo, report):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"budget": "loss:1%"}, "A budget finds ranks"),
-        ({"layers": [0]}, "which layers and heads"),
-        ({"heads": [0]}, "which layers and heads"),
-        ({"part": "decoder"}, "which layers and heads"),
-        ({"kernels": "rbf"}, "the kernel rank and of no other"),
-        ({"kernels": "rank:8"}, "a plan names them: rank:8 names one too"),
+        ({"budget": "loss:1%"}, "already contains --budget"),
+        ({"layers": [0]}, "already contains --layers"),
+        ({"heads": [0]}, "already contains --heads"),
+        ({"part": "decoder"}, "already contains --part"),
+        ({"latents": "group=1"}, "already contains --latents"),
         ({"ranks": "none.json"}, "can't be read"),
         ({"ranks": 5}, "neither a plan nor a path"),
     ],
 )
 def test_ranks_that_contradict_something_are_refused(report, more, says):
     with pytest.raises(UsageError, match=says) as refusal:
-        swap_kernel("no/such/model", **({"kernels": "rank", "ranks": report.plan} | more))
+        attnlens.find_ranks("no/such/model", **({"ranks": report.plan} | more))
     assert refusal.value.remedy
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "rank:8"])
+def test_a_plan_heals_no_kernel_but_its_own(report, kernel):
+    with pytest.raises(UsageError, match="a plan for the kernel rank"):
+        attnlens.heal("no/such/model", kernel, ranks=report.plan)
 
 
 def test_a_plan_that_contradicts_itself_is_no_plan(report, tmp_path):
@@ -208,13 +212,13 @@ def test_a_plan_that_contradicts_itself_is_no_plan(report, tmp_path):
 def test_the_program_takes_a_plan_and_writes_one(report, tmp_path):
     plan, again, small = tmp_path / "plan.json", tmp_path / "again.json", ("--windows", "8", "--length", "32")
     report.plan.write_json(plan)
-    typed = ("swap-kernel", "demo", "--kernel", "rank", "--ranks", plan, "--no-progress", *small)
+    typed = ("ranks", "demo", "--ranks", plan, "--no-progress", *small)
     done = program(*typed, "--plan", again)
     assert done.returncode == 0, done.stderr
     assert "the ranks were given" in done.stdout
     assert attnlens.read_plan(again).ranks == report.plan.ranks
     refused(program(*typed, "--budget", "loss:1%"), "--budget or --ranks")
-    refused(program("swap-kernel", "demo", "--kernel", "rank", "--ranks", ""), "--ranks names no file")
+    refused(program("ranks", "demo", "--ranks", ""), "--ranks names no file")
 
 
 # --- older plans ------------------------------------------------------------------------------------------------------
@@ -259,7 +263,7 @@ def test_a_plan_is_not_overwritten_by_what_it_gives(report, tmp_path):
     path = tmp_path / "plan.json"
     report.plan.write_json(path)
     before = path.read_bytes()
-    done = program("swap-kernel", "--kernel", "rank", "--ranks", path, "--plan", tmp_path / "." / "plan.json")
+    done = program("ranks", "--ranks", path, "--plan", tmp_path / "." / "plan.json")
     refused(done, "--plan would replace", "which --ranks reads")
     assert path.read_bytes() == before
 
@@ -267,8 +271,8 @@ def test_a_plan_is_not_overwritten_by_what_it_gives(report, tmp_path):
 def test_progress_ends_where_the_work_does(demo, report):
     """The fit of a plan is one pass, and not the search that found it."""
     seen = {}
-    swap_kernel(
-        demo, "rank", ranks=report.plan, progress=lambda stage, done, total: seen.update({stage: (done, total)}), **READ
+    attnlens.find_ranks(
+        demo, ranks=report.plan, progress=lambda stage, done, total: seen.update({stage: (done, total)}), **READ
     )
     assert "fit rank" in seen
     assert all(done == total for done, total in seen.values()), seen

@@ -4,19 +4,20 @@ import math
 
 import pytest
 import torch
-from loaded import BARE, SMALL, apart, family, outputs
+from loaded import BARE, SMALL, apart, family, outputs, swap_or_heal
 from test_heal import READ
 
+import attnlens
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend, route, weights
 from attnlens.kernels.attention.primal_scores import features
 from attnlens.kernels.primal import STRENGTHS, PrimalFit, _assembled, _moments, lost, regression, singular_maps
 from attnlens.kernels.registry import Fit, OutputFit
+from attnlens.lab.heal.healer import Healer
 from attnlens.models import hooks, texts
 from attnlens.records import Call
 from attnlens.runs.swap.fit import fit
-from attnlens.runs.swap.healing.healer import Healer
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.saved import load_swapped
 
@@ -230,19 +231,19 @@ def test_too_little_calibration_text_is_refused():
 @pytest.mark.parametrize(
     ("words", "more", "says"),
     [
-        ("primal:4", {"heal": 1, "eta": -0.1}, "eta must be 0 or more"),
-        ("primal:4", {"heal": 1, "eta": math.nan}, "eta must be 0 or more"),
-        ("primal:4", {"heal": 1, "eta": "x"}, "eta must be 0 or more, not 'x'"),
-        ("primal:4", {"heal": 1, "ksvd_convention": "cod"}, "'cod'"),
-        ("primal:4", {"eta": 0.1}, "Only the healing"),
-        ("rbf", {"heal": 1, "eta": 0.1}, "Only the healing"),
+        ("primal:4", {"train": 1, "eta": -0.1}, "eta must be 0 or more"),
+        ("primal:4", {"train": 1, "eta": math.nan}, "eta must be 0 or more"),
+        ("primal:4", {"train": 1, "eta": "x"}, "eta must be 0 or more, not 'x'"),
+        ("primal:4", {"train": 1, "ksvd_convention": "cod"}, "'cod'"),
+        ("rbf", {"train": 1, "eta": 0.1}, "eta applies to the kernel primal"),
+        ("rbf", {"train": 1, "ksvd_convention": "code"}, "ksvd_convention applies to the kernel primal"),
         ("primal:4,samples=3", {}, "future would leak"),
         ("primal:9999", {}, "needs as many tokens"),
     ],
 )
 def test_runs_that_make_no_sense_are_refused(demo, words, more, says):
     with pytest.raises((UsageError, TextError), match=says) as refusal:
-        swap_kernel(demo, words, **READ, **more)
+        swap_or_heal(demo, words, **READ, **more)
     assert refusal.value.remedy
 
 
@@ -263,7 +264,9 @@ def test_the_evaluated_text_is_no_calibration_text(demo, tmp_path):
 
 @pytest.mark.slow
 def test_healing_takes_some_of_the_loss_back(demo):
-    swap = swap_kernel(demo, "primal:16", windows=8, length=64, heal=60, eta=0.2, ksvd_convention="code", **BARE).swap
+    swap = attnlens.heal(
+        demo, "primal:16", windows=8, length=64, train=60, eta=0.2, ksvd_convention="code", **BARE
+    ).swap
     stages = {stage.name: stage.loss.after for stage in swap.stages}
     assert swap.loss.before < stages["healed"] < stages["swapped"] - 0.05
     assert (swap.healing.eta, swap.healing.ksvd_convention) == (0.2, "code")

@@ -9,12 +9,12 @@ import torch
 from scipy import stats
 
 from attnlens.kernels.lowrank import Latents
+from attnlens.lab.ranks import search as calibration
+from attnlens.lab.ranks.bases import Basis
+from attnlens.lab.ranks.search import Budgeting, Losses, rise_of
 from attnlens.maths.linalg.spectra import nested_steps
 from attnlens.maths.statistics import Design
 from attnlens.models.texts.sequences import choose_windows
-from attnlens.runs.swap.ranks import search as calibration
-from attnlens.runs.swap.ranks.bases import Basis
-from attnlens.runs.swap.ranks.search import Budgeting, Losses, rise_of
 
 SEEDS, WINDOWS, POPULATION, BLOCK, RANKS = 320, 32, 960, 16, 64
 BUDGET = 0.01
@@ -52,19 +52,19 @@ class Trial:
 
     def __init__(self, own, harm, picks):
         weights = torch.ones(len(picks), dtype=torch.float64)
-        self.own, self.harm = Losses(own[picks], weights, Design.plain(len(picks))), harm[picks]
+        self.original, self.harm = Losses(own[picks], weights, Design.plain(len(picks))), harm[picks]
 
     def rise(self, ranks):
-        return rise_of(self.own, self.own.means + self.harm[:, ranks[0]], ["text"], 0)
+        return rise_of(self.original, self.original.means + self.harm[:, ranks[0]], ["text"], 0)
 
 
 def searched(costs, trial):
     """The rank that the budget's own search finds, and the estimate that it is chosen by; None where it keeps all."""
     search = Budgeting(None, (), {}, "causal", "auto", 0, lambda _: None)
     nothing = torch.zeros(1, RANKS, RANKS)
-    search.found = {None: Basis((0,), (0,), Latents(((0,),), (0,), nothing, nothing))}
+    search.bases = {None: Basis((0,), (0,), Latents(((0,),), (0,), nothing, nothing))}
     search.table, search.steps = costs[None], nested_steps(costs[None])
-    best, tried = search._searched(trial, BUDGET)
+    best, tried = search._search_steps(trial, BUDGET)
     return (search.ranks_after(best), tried[best].rise) if best else None
 
 

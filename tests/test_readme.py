@@ -21,7 +21,7 @@ SMALL = {"ATTNLENS_WINDOWS": "8", "ATTNLENS_LENGTH": "16", "ATTNLENS_TRIALS": "2
 """Where a command of the pages says neither, it reads less here than by default: that it runs is the claim."""
 ONE_LAYER, ONE_HEAD = "ATTNLENS_LAYERS=0", "ATTNLENS_LAYERS=0 ATTNLENS_HEADS=0"
 LESS = {
-    **dict.fromkeys(("--analyzer selection", "--budget", "--checkpoints", "--fit", "--heal"), ONE_HEAD),
+    **dict.fromkeys(("--analyzer selection", "--budget", "--checkpoints", "--fit", "attnlens heal"), ONE_HEAD),
     **dict.fromkeys(("$MINILM", "$SMOLLM2"), ONE_LAYER),
     "attnlens converge": "ATTNLENS_ITERATIONS=500",
 }

@@ -19,10 +19,10 @@ from attnlens.kernels import parsed
 from attnlens.models import hooks, texts
 from attnlens.runs.swap import saved as room
 from attnlens.runs.swap.fit import fit
-from attnlens.runs.swap.healing.healer import changed_weights
-from attnlens.runs.swap.one_kernel import KernelRun
+from attnlens.runs.swap.kernel_run import KernelRun
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.saved import UnsavedError, load_swapped, save_swapped
+from attnlens.runs.swap.session import changed_weights
 
 READ = {"windows": 4, "length": 16, "batch_size": 4} | BARE
 
@@ -39,26 +39,26 @@ def healed(demo, tmp_path_factory):
     honest = KernelRun._record
 
     def keeping(self, *given):
-        kept.update(candidate=self.candidate, sites=self.session.sites)
+        kept.update(run=self, sites=self.session.sites)
         return honest(self, *given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KernelRun, "_record", keeping)
-        report = swap_kernel(demo, "rbf", heads=[1, 4], fit=True, heal=4, save=folder, **READ)
-    return folder, report.swap, kept["candidate"], kept["sites"]
+        report = attnlens.heal(demo, "rbf", heads=[1, 4], fit=True, train=4, save=folder, **READ)
+    return folder, report.swap, kept["run"], kept["sites"]
 
 
 def test_a_healed_model_comes_back_with_the_same_logits(demo, inputs, healed):
-    folder, _, candidate, sites = healed
+    folder, _, run, sites = healed
     own = outputs(demo.model, inputs)
-    with changed_weights(demo.model, candidate.weights), hooks.replace(demo.model, sites, candidate.last):
+    with changed_weights(demo.model, run.weights), hooks.replace(demo.model, sites, run.last):
         expected = outputs(demo.model, inputs)
     back = load_swapped(folder)
     assert apart(expected, outputs(back.model, inputs)) == 0
     assert apart(own, expected) > 1e-3, "the control: it is another model"
     assert back.kernel == "rbf:gamma=0.5"
     back.close()
-    with changed_weights(demo.model, candidate.weights):
+    with changed_weights(demo.model, run.weights):
         assert apart(outputs(demo.model, inputs), outputs(back.model, inputs)) == 0, "closed, its own kernel is back"
     assert back.model.config._attn_implementation == demo.model.config._attn_implementation
 
@@ -76,11 +76,11 @@ def test_its_loss_is_the_reports(demo, healed):
 
 
 def test_the_folder_is_a_plain_model_without_pickles(demo, inputs, healed):
-    folder, _, candidate, _ = healed
+    folder, _, run, _ = healed
     suffixes = {path.suffix for path in folder.iterdir()}
     assert suffixes <= {".json", ".safetensors", ".txt", ".jinja"}
     plain = tf.AutoModelForCausalLM.from_pretrained(folder).eval()
-    with changed_weights(demo.model, candidate.weights):
+    with changed_weights(demo.model, run.weights):
         assert apart(outputs(demo.model, inputs), outputs(plain, inputs)) == 0
     assert tf.AutoTokenizer.from_pretrained(folder)("And God said")["input_ids"]
     facts = json.loads((folder / "attnlens.json").read_text())

@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 import transformers as tf
-from loaded import BARE, SMALL, apart, family, loaded, outputs, sites_of
+from loaded import BARE, SMALL, apart, family, loaded, outputs, sites_of, swap_or_heal
 from program import SMALL as WORDS
 from program import attnlens as program
 from program import refused
@@ -453,14 +453,14 @@ def test_a_headless_model_of_pixels_says_that_it_saw_noise():
 
 
 def test_on_noise_a_healing_is_measured_by_its_distance_alone():
-    swap = swap_kernel(family("whisper"), "rbf", heal=2, **READ).swap
+    swap = attnlens.heal(family("whisper"), "rbf", train=2, **READ).swap
     assert [stage.name for stage in swap.stages] == ["swapped", "healed"]
     assert all(step.loss is None and step.validation > 0 for step in swap.healing.curve)
 
 
 def test_on_noise_no_budget_can_be_spent():
     with pytest.raises(UsageError, match="noise that attnlens makes up") as refusal:
-        swap_kernel(family("whisper"), "rank", budget="loss:1%", **READ)
+        attnlens.find_ranks(family("whisper"), budget="loss:1%", **READ)
     assert "--kernel rank:16" in refusal.value.remedy
 
 
@@ -597,7 +597,7 @@ def test_a_diverged_model_gets_reasons_and_no_numbers(demo, broken):
 
 def test_a_diverged_model_is_not_healed(demo, broken):
     with pytest.raises(ModelError, match="diverges"):
-        swap_kernel(demo, broken, heal=2, **READ)
+        attnlens.heal(demo, broken, train=2, **READ)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("not enough memory: x")])
@@ -617,7 +617,7 @@ def test_out_of_memory_names_a_batch_size_that_fits(demo, monkeypatch, error):
             raise error
         return forward(model, inputs, **more)
 
-    monkeypatch.setattr("attnlens.runs.swap.one_kernel.run", greedy)
+    monkeypatch.setattr("attnlens.runs.swap.session.run", greedy)
     monkeypatch.setattr(hooks, "forward", small)
     with pytest.raises(ModelError) as refusal:
         swap_kernel(demo, "rbf", windows=8, length=16, batch_size=8)
@@ -637,7 +637,7 @@ def test_what_torch_really_raises_is_recognised(demo, monkeypatch):
         resources.enough_memory(demo.model, fed, nullcontext),
     ):
         really_failing()
-    monkeypatch.setattr("attnlens.runs.swap.one_kernel.run", lambda *_: really_failing())
+    monkeypatch.setattr("attnlens.runs.swap.session.run", lambda *_: really_failing())
     with pytest.raises(ModelError, match="Not enough memory for 2 sequences") as refusal:
         swap_kernel(demo, "rbf", **READ)
     assert refusal.value.remedy == "Use --batch-size 1, which fits."
@@ -651,9 +651,9 @@ def test_a_survey_without_memory_is_recognised(demo, monkeypatch):
 
 def test_a_healing_without_memory_promises_no_size(demo, monkeypatch):
     """A forward pass that fits says nothing of one that trains."""
-    monkeypatch.setattr("attnlens.runs.swap.healing.descent.heal", lambda *_: really_failing())
+    monkeypatch.setattr("attnlens.lab.heal.descent.heal", lambda *_: really_failing())
     with pytest.raises(ModelError, match="to train on 2 sequences") as refusal:
-        swap_kernel(demo, "rbf", heal=2, **READ)
+        attnlens.heal(demo, "rbf", train=2, **READ)
     assert refusal.value.remedy == "Use a smaller --batch-size."
 
 
@@ -661,7 +661,7 @@ def test_other_errors_are_not_called_memory(demo, monkeypatch):
     def failing(*_):
         raise RuntimeError("sizes do not match")
 
-    monkeypatch.setattr("attnlens.runs.swap.one_kernel.run", failing)
+    monkeypatch.setattr("attnlens.runs.swap.session.run", failing)
     with pytest.raises(RuntimeError, match="sizes do not match"):
         swap_kernel(demo, "rbf", **READ)
 
@@ -755,9 +755,8 @@ REFUSALS = {
     "part's name": ({"part": "decodr"}, "no part 'decodr'", "Did you mean 'decoder'"),
     "path's name": ({"path": "fast"}, "no path 'fast'", "auto"),
     "sweep's name": ({"sweep": "head"}, "no sweep 'head'", "heads"),
-    "heal": ({"heal": -1}, "heal=-1", "at least 0"),
     "option": ({"sweeps": "heads"}, "no option 'sweeps'", "Did you mean 'sweep'"),
-    "calibration": ({"calibration": "a.txt"}, "nothing reads it", "--fit"),
+    "calibration": ({"calibration": "a.txt"}, "no effect without a fit", "--fit"),
 }
 
 
@@ -829,10 +828,11 @@ def test_a_swap_that_reaches_fewer_sites_than_asked_is_an_error():
     assert "--layers" in refusal.value.remedy
 
 
-@pytest.mark.parametrize("more", [{}, {"sweep": "heads"}, {"fit": True}])
-def test_kernels_that_ask_for_another_wish_are_refused_together(demo, more):
-    with pytest.raises(UsageError, match="--heal takes one kernel"):
-        swap_kernel(demo, ["rbf", "cosine"], heal=2, **READ, **more)
+def test_several_kernels_are_neither_healed_nor_saved(tmp_path):
+    with pytest.raises(UsageError, match="heal takes one kernel, not 2"):
+        attnlens.heal("no/such/model", ["rbf", "cosine"])
+    with pytest.raises(UsageError, match="--save takes one kernel, not 2"):
+        swap_kernel("no/such/model", ["rbf", "cosine"], save=tmp_path / "model")
 
 
 def test_a_path_that_cannot_be_forced_is_refused(demo):
@@ -896,10 +896,10 @@ def test_the_report_has_what_the_contract_says(demo, tmp_path):
     assert without_what_may_differ(read_report(path)) == without_what_may_differ(called)
 
 
-@pytest.mark.parametrize("more", [{}, {"sweep": "heads"}, {"fit": True}, {"heal": 2}])
+@pytest.mark.parametrize("more", [{}, {"sweep": "heads"}, {"fit": True}, {"train": 2}])
 def test_the_same_inputs_and_seed_give_the_same_bytes(demo, more):
     first, second, other = (
-        without_what_may_differ(swap_kernel(demo, "rbf", layers=[1, 3], heads=[0, 5], seed=seed, **READ, **more))
+        without_what_may_differ(swap_or_heal(demo, "rbf", layers=[1, 3], heads=[0, 5], seed=seed, **READ, **more))
         for seed in (5, 5, 6)
     )
     assert first == second != other
@@ -918,7 +918,8 @@ def test_nothing_is_left_behind_in_the_model(demo):
     before = {name: tensor.clone() for name, tensor in demo.model.state_dict().items()}
     inputs = batches(demo).batches[0].inputs
     own = outputs(demo.model, inputs)
-    swap_kernel(demo, "rbf", sweep="layers", heal=2, **READ)
+    attnlens.heal(demo, "rbf", train=2, **READ)
+    swap_kernel(demo, "rbf", sweep="layers", **READ)
     assert all(torch.equal(before[name], tensor) for name, tensor in demo.model.state_dict().items())
     assert apart(own, outputs(demo.model, inputs)) == 0
     assert not any(parameter.requires_grad for parameter in demo.model.parameters())

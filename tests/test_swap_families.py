@@ -6,7 +6,7 @@ import families
 import pytest
 import torch
 import transformers as tf
-from loaded import SMALL, apart, family, loaded, outputs, sites_of
+from loaded import SMALL, apart, family, loaded, outputs, sites_of, swap_or_heal
 
 import attnlens
 from attnlens.errors import IdentityError, ModelError, UsageError
@@ -270,10 +270,11 @@ def headed(model_class, config, **more):
 def test_a_head_that_attnlens_can_not_score_is_left_out_everywhere(head):
     """Loss, sweep and healing all look at the last hidden states, not at the first output."""
     model = loaded(families.build("bert").bert) if head is tf.BertModel else headed(head, tf.BertConfig)
-    swap = swap_kernel(model, "rbf", sweep="layers", heal=2, **SMALL).swap
-    assert swap.task == "hidden"
-    bare = swap_kernel(loaded(families.build("bert").bert), "rbf", sweep="layers", heal=2, **SMALL).swap
-    assert [e.delta for e in swap.sweep] == pytest.approx([e.delta for e in bare.sweep], abs=1e-6)
+    plain = loaded(families.build("bert").bert)
+    swept, bare_swept = (swap_kernel(each, "rbf", sweep="layers", **SMALL).swap for each in (model, plain))
+    assert [e.delta for e in swept.sweep] == pytest.approx([e.delta for e in bare_swept.sweep], abs=1e-6)
+    swap, bare = (attnlens.heal(each, "rbf", train=2, **SMALL).swap for each in (model, plain))
+    assert swap.task == swept.task == "hidden"
     assert swap.stages[0].hidden_cosine == pytest.approx(bare.stages[0].hidden_cosine, abs=1e-6)
     assert swap.healing.curve[0].validation == pytest.approx(bare.healing.curve[0].validation, abs=1e-6)
 
@@ -289,17 +290,17 @@ def test_a_decoders_classifier_is_still_held_to_causality():
         gates.causality_error(loaded(model), families.inputs("gpt2", model), ahead, 0)
 
 
-@pytest.mark.parametrize("more", [{"sweep": "layers"}, {"heal": 2}])
+@pytest.mark.parametrize("more", [{"sweep": "layers"}, {"train": 2}])
 def test_clip_is_compared_by_its_embeddings_whatever_texts_share_a_batch(more):
     """Its classes are the texts of a batch: what is said of it must not depend on how many there are."""
     swap, alone = (
-        swap_kernel(family("clip"), "rbf", windows=24, length=8, batch_size=size, **more).swap for size in (8, 1)
+        swap_or_heal(family("clip"), "rbf", windows=24, length=8, batch_size=size, **more).swap for size in (8, 1)
     )
     assert swap.task == "hidden"
     assert swap.causality_error == 0
     assert swap.hidden_cosine < 0.999
     assert swap.stages[0].hidden_cosine == pytest.approx(alone.stages[0].hidden_cosine, abs=1e-6)
-    if "heal" in more:  # which batches are kept back and in what order they come depends on their size
+    if "train" in more:  # which batches are kept back and in what order they come depends on their size
         assert min(swap.hidden_cosine, alone.hidden_cosine) > swap.stages[0].hidden_cosine
     if "sweep" in more:
         assert {effect.part for effect in swap.sweep} == {"vision", "decoder"}

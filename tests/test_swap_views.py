@@ -39,7 +39,7 @@ from attnlens.report.sentences import swaps as effects
 from attnlens.report.sentences.plans import healing as sentences
 from attnlens.report.sentences.plans import plan_lines
 from attnlens.report.sentences.swaps import distance
-from attnlens.requests.healing import Amount
+from attnlens.requests.swap import Amount
 
 HOSTILE = "=x\x1b[2J <script>alert(1)</script> \u202egnp [red]b[/red] | `c`"
 STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
@@ -678,13 +678,15 @@ def test_outcomes_of_the_synthetic_reports_are_records() -> None:
         (("--save", ""), ("--save does not name a folder",)),
         (("--layers", "3-1"), ("runs backwards",)),
         (("--text", "-", "--calibration", "-"), ("both read stdin",)),
-        (("--kernel", "rbf", "--kernel", "linear", "--heal", "2"), ("--heal takes one kernel",)),
         (("--kernel", "symmetric", "--fit"), ("no free parameter",)),
-        (("--eta", "0.1"), ("Only the healing of primal",)),
-        (("--kernel", "rbf", "--budget", "loss:1%"), ("of no other (rbf)",)),
-        (("--calibration", str(DEMO / "text.txt")), ("nothing reads it",)),
+        (("--eta", "0.1"), ("attnlens.heal(eta=",)),
+        (("--heal", "200"), ("attnlens heal --train",)),
+        (("--heal-on", "text"), ("attnlens heal --learn",)),
+        (("--heal-rank", "4"), ("attnlens.heal(rank=",)),
+        (("--kernel", "rank", "--budget", "loss:1%"), ("attnlens ranks --budget",)),
+        (("--kernel", "rank", "--ranks", "plan.json"), ("attnlens ranks --ranks",)),
+        (("--calibration", str(DEMO / "text.txt")), ("no effect without a fit",)),
         (("--save", str(DEMO)), ("not an empty folder",)),
-        (("--kernel", "rank", "--ranks", str(DEMO)), ("Is a directory",)),
     ],
 )
 def test_words_that_make_no_sense_are_refused_before_torch_is_loaded(words, said) -> None:
@@ -694,10 +696,22 @@ def test_words_that_make_no_sense_are_refused_before_torch_is_loaded(words, said
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("heal", "demo", "--kernel", "rbf", "--kernel", "linear"), ("heal takes one kernel, not 2",)),
+        (("heal", "demo", "--train", "2m"), ("--train: cannot parse '2m'",)),
+        (("ranks", "demo", "--ranks", str(DEMO)), ("Is a directory",)),
+        (("ranks", "demo", "--latents", "rank=8"), ("--latents: cannot parse 'rank=8'",)),
+    ],
+)
+def test_words_of_ranks_and_heal_that_make_no_sense_are_refused_before_torch_is_loaded(words, said) -> None:
+    refused(without_torch(*words), *said)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
         (("--kernel", "rfb"), ("no kernel 'rfb'", "Did you mean 'rbf'?")),
         (("--kernel", "polynomial:degree=3"), ("odd degree", "allow_signed=True")),
         (("--kernel", "rbf:gamma=x"), ("gamma must be a number",)),
-        (("--kernel", "rbf", "--kernel", "cosine", "--heal", "5"), ("--heal takes one kernel, not 2",)),
     ],
 )
 def test_kernels_that_make_no_sense_are_refused(words, said) -> None:
@@ -707,7 +721,7 @@ def test_kernels_that_make_no_sense_are_refused(words, said) -> None:
 def test_help_and_the_list_of_kernels_load_no_torch() -> None:
     helped = without_torch("swap-kernel", "--help")
     assert helped.returncode == 0, helped.stderr
-    for option in ("--kernel", "--part", "--sweep", "--fit", "--heal", "--calibration", "--save"):
+    for option in ("--kernel", "--part", "--sweep", "--fit", "--calibration", "--save"):
         assert option in helped.stdout
     listed = without_torch("list", "kernels")
     assert listed.returncode == 0, listed.stderr

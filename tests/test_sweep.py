@@ -200,10 +200,10 @@ def test_an_interrupted_sweep_keeps_what_was_measured_before(demo, monkeypatch, 
     assert (len(swept.sweep), len(left.sweep)) == (4, 0)
     assert left.loss is not None
     assert "interrupted" in left.notes[-1]
-    folder = tmp_path / "healed"
+    folder = tmp_path / "fitted"
     with pytest.raises(Interrupted) as stop:
-        swap_kernel(demo, "rbf", sweep="layers", heal=2, save=folder, **READ)
-    assert stop.value.report.swap.stages[-1].name == "healed"
+        swap_kernel(demo, "rbf", sweep="layers", fit=True, save=folder, **READ)
+    assert stop.value.report.swap.stages[-1].name == "fitted"
     assert (folder / "attnlens.json").is_file()
 
 

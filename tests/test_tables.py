@@ -317,7 +317,7 @@ def test_list_of_kernels_says_how_to_type_them_and_what_they_are(width: int) -> 
         ":rank=…",
         "the power p (even, ≥ 1)",
         "must be fitted:",
-        "trained by --heal: the maps W of queries and keys",
+        "trained by heal: the maps W of queries and keys",
         "--fit: the β of each",
     ):
         assert fact in words

@@ -10,6 +10,7 @@ import torch
 from loaded import SMALL, family, loaded, sites_of
 from test_attention import CASES, HEADS, apart, bias, call, right_padded, sliding
 
+import attnlens
 from attnlens.errors import UsageError
 from attnlens.kernels import TIES, parsed
 from attnlens.kernels.attention import attend, route, weights
@@ -339,12 +340,12 @@ def test_gradients_are_those_of_the_definition(tie):
 
 def test_skewless_can_be_healed_and_what_cuts_eigenvalues_is_refused():
     model = loaded(families.build("bert"), tiny.tokenizer("bert"))
-    swap = swap_kernel(model, "skewless", heal=2, **SMALL).swap
+    swap = attnlens.heal(model, "skewless", train=2, **SMALL).swap
     assert swap.healing.curve[-1].validation > 0
     for tie in ("mercer", "negativeless"):
         with pytest.raises(UsageError, match=f"{tie} can't be healed") as refusal:
-            swap_kernel("no/such/model", tie, heal=2)
-        assert "--heal" in refusal.value.remedy
+            attnlens.heal("no/such/model", tie, train=2)
+        assert "swap-kernel" in refusal.value.remedy
 
 
 def test_a_matrix_that_is_not_finite_diverges_and_stops_nothing():

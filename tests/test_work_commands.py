@@ -27,16 +27,18 @@ from safetensors.torch import load, save
 
 import attnlens
 from attnlens.errors import ModelError, OutputError, ShardFinished, UsageError
+from attnlens.lab.heal.course import Course
+from attnlens.lab.ranks import search
+from attnlens.lab.ranks.pipeline import rank_work
+from attnlens.requests import RanksRequest, SwapRequest
 from attnlens.runs import store as store_module
 from attnlens.runs.inspect import assembly
 from attnlens.runs.inspect.inspection import Inspection
 from attnlens.runs.progress import Interrupted
 from attnlens.runs.series import Series
-from attnlens.runs.swap import pipeline as swap_work
-from attnlens.runs.swap.healing.course import Course
-from attnlens.runs.swap.one_kernel import KernelRun
-from attnlens.runs.swap.pipeline import prepared
-from attnlens.runs.swap.ranks import search
+from attnlens.runs.swap import pipeline as swap_pipeline
+from attnlens.runs.swap.kernel_run import KernelRun
+from attnlens.runs.swap.pipeline import swap_work
 from attnlens.runs.swap.saved import UnsavedError
 from attnlens.runs.swap.sweep import SweptBatch
 
@@ -51,8 +53,8 @@ KERNELS = ["window:4", "window:12", "rbf"]
 SMALL: dict[str, Any] = {"length": 16, "windows": 4, "generate": 0}
 SWEPT: dict[str, Any] = {"length": 32, "windows": 4, "batch_size": 2, "generate": 2, "sweep": "layers"}
 """Two batches, four layers and three kernels: 24 parts."""
-HEALED = SMALL | {"batch_size": 4, "heal": 24}
-BUDGET = SMALL | {"layers": [1], "budget": "loss:10%"}
+HEALED = SMALL | {"batch_size": 4, "train": 24}
+BUDGET = SMALL | {"layers": [1], "budget": "loss:10%", "latents": "group=1", "controls": False}
 SERIES: dict[str, Any] = {"analyzers": ["symmetry"], "length": 16, "windows": 4, "layers": [0, 1]}
 
 
@@ -96,7 +98,6 @@ class Case:
 @pytest.fixture
 def case(request, places) -> Case:
     kernels = [word for kernel in KERNELS for word in ("--kernel", kernel)]
-    swap = lambda kernel, options: lambda **more: attnlens.swap_kernel("demo", kernel, **options | more)  # noqa: E731
     return {
         "inspect": lambda: Case(
             ["inspect", "demo", *words_of(INSPECTED)],
@@ -114,21 +115,21 @@ def case(request, places) -> Case:
         ),
         "sweep": lambda: Case(
             ["swap-kernel", "demo", *kernels, *words_of(SWEPT)],
-            swap(KERNELS, SWEPT),
+            lambda **more: attnlens.swap_kernel("demo", KERNELS, **SWEPT | more),
             (SweptBatch, "losses"),
             "*/*/batch-*.safetensors",
             3,
         ),
         "heal": lambda: Case(
-            ["swap-kernel", "demo", "--kernel", "rbf", *words_of(HEALED)],
-            swap("rbf", HEALED),
+            ["heal", "demo", "--kernel", "rbf", *words_of(HEALED)],
+            lambda **more: attnlens.heal("demo", "rbf", **HEALED | more),
             (Course, "advance"),
             "*/*/heal-*.safetensors",
             2,
         ),
         "budget": lambda: Case(
-            ["swap-kernel", "demo", "--kernel", "rank:group=1", *words_of(BUDGET)],
-            swap("rank:group=1", BUDGET),
+            ["ranks", "demo", *words_of(BUDGET)],
+            lambda **more: attnlens.find_ranks("demo", **BUDGET | more),
             (search, "losses"),
             "*/*/losses-on-*.safetensors",
             2,
@@ -182,7 +183,7 @@ def read() -> Iterator[list[Any]]:
 @pytest.fixture
 def measured() -> Iterator[list[Any]]:
     """The kernels that this process measures."""
-    with counted(KernelRun, "read") as calls:
+    with counted(KernelRun, "run") as calls:
         yield calls
 
 
@@ -323,31 +324,31 @@ def test_a_healing_resumes_from_its_last_check_and_with_no_resume_begins_anew(re
     with monkeypatch.context() as patch:
         patch.setattr(Course, "advance", stops)
         with pytest.raises(Interrupted) as stopped:
-            attnlens.swap_kernel("demo", "rbf", **HEALED, work=tmp_path)
+            attnlens.heal("demo", "rbf", **HEALED, work=tmp_path)
     assert stopped.value.report.swap.healing.interrupted
     assert finished(tmp_path) == [], "an interrupted kernel is not a finished one"
     with counted(Course, "advance") as calls:
-        found = attnlens.swap_kernel("demo", "rbf", **HEALED, work=tmp_path, resume=resume)
+        found = attnlens.heal("demo", "rbf", **HEALED, work=tmp_path, resume=resume)
     assert len(calls) == (14 if resume else 24)
-    assert bytes_of(found) == bytes_of(attnlens.swap_kernel("demo", "rbf", **HEALED))
+    assert bytes_of(found) == bytes_of(attnlens.heal("demo", "rbf", **HEALED))
 
 
 def test_a_damaged_state_of_a_healing_is_named_and_the_healing_begins_anew(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(KernelRun, "_record", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        attnlens.swap_kernel("demo", "rbf", **HEALED, work=tmp_path)
+        attnlens.heal("demo", "rbf", **HEALED, work=tmp_path)
     monkeypatch.undo()
     [state] = tmp_path.glob("*/*/heal-*.safetensors")
     state.write_bytes(state.read_bytes()[:-1])
     with counted(Course, "advance") as calls:
-        attnlens.swap_kernel("demo", "rbf", **HEALED, work=tmp_path)
+        attnlens.heal("demo", "rbf", **HEALED, work=tmp_path)
     assert len(calls) == 24
     assert f"it is kept as {state.name}.damaged" in caplog.text
 
 
 def test_a_search_for_ranks_does_not_measure_a_plan_twice(tmp_path):
     with counted(search, "losses") as calls, counted(search, "sensitivities") as costs:
-        found = attnlens.swap_kernel("demo", "rank:group=1", **BUDGET, work=tmp_path / "whole")
+        found = attnlens.find_ranks("demo", **BUDGET, work=tmp_path / "whole")
     plans = len(calls) - 2  # the model's own losses, on the windows that choose and on those that promise
     assert plans >= 3
     assert len(costs) == 1
@@ -363,9 +364,9 @@ def test_a_search_for_ranks_does_not_measure_a_plan_twice(tmp_path):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(search, "losses", stops)
             with pytest.raises(KeyboardInterrupt):
-                attnlens.swap_kernel("demo", "rank:group=1", **BUDGET, work=tmp_path / "work")
+                attnlens.find_ranks("demo", **BUDGET, work=tmp_path / "work")
         with counted(search, "losses") as calls, counted(search, "sensitivities") as costs:
-            again = attnlens.swap_kernel("demo", "rank:group=1", **BUDGET, work=tmp_path / "work")
+            again = attnlens.find_ranks("demo", **BUDGET, work=tmp_path / "work")
         assert len(calls) == plans + 2 - count
         assert costs == []
         assert bytes_of(again) == bytes_of(found)
@@ -469,24 +470,27 @@ def test_no_kernel_of_another_model_text_or_call_is_used(change, measured, tmp_p
 def test_no_kernel_of_another_form_prompt_code_or_fit_is_used(monkeypatch, tmp_path):
     small = SMALL | {"controls": False, "work": tmp_path / "work"}
     folders = set()
-    for kernel in ("rank", "rank:group=1"):
-        folders.add(prepared("demo", kernel, small | {"budget": "loss:10%", "layers": [1]}).store.folder)
+    for latents in (None, "group=1"):
+        options = small | {"budget": "loss:10%", "layers": [1], "latents": latents}
+        folders.add(rank_work("demo", RanksRequest(**options)).store.folder)
     for name, lines in (("one", "0\n0z\n"), ("two", "00\n0z\n")):
         (tmp_path / name).write_text(lines)
-        folders.add(prepared("demo", "rbf", small | {"prompts": tmp_path / name, "generate": 2}).store.folder)
+        folders.add(
+            swap_work("demo", ("rbf",), SwapRequest(**small | {"prompts": tmp_path / name, "generate": 2})).store.folder
+        )
     assert len(folders) == 4
-    own = prepared("demo", "rbf", small).store.folder
-    assert own == prepared("demo", "rbf", small).store.folder, "a control"
+    own = swap_work("demo", ("rbf",), SwapRequest(**small)).store.folder
+    assert own == swap_work("demo", ("rbf",), SwapRequest(**small)).store.folder, "a control"
     with monkeypatch.context() as patch:
-        patch.setattr(swap_work, "code_of", lambda _kernel: b"changed")
-        assert own != prepared("demo", "rbf", small).store.folder
+        patch.setattr(swap_pipeline, "code_of", lambda _kernel: b"changed")
+        assert own != swap_work("demo", ("rbf",), SwapRequest(**small)).store.folder
     options = small | {"sweep": "layers", "fit": True}
     for changed, left in ((False, 1), (True, 4)):
         with pytest.raises(Interrupted):
             attnlens.swap_kernel("demo", "rbf", **options, progress=stopping("sweep", 3), resume=False)
         with counted(SweptBatch, "losses") as calls, monkeypatch.context() as patch:
             if changed:  # as on another machine, whose sums are rounded otherwise
-                patch.setattr("attnlens.runs.swap.one_kernel.digest_of", lambda _fitted: "another")
+                patch.setattr("attnlens.runs.swap.kernel_run.digest_of", lambda _fitted: "another")
             attnlens.swap_kernel("demo", "rbf", **options)
         assert len(calls) == left
 
@@ -541,7 +545,7 @@ def test_a_model_that_could_not_be_saved_is_not_swept_again(monkeypatch, tmp_pat
 
     options = SMALL | {"sweep": "layers", "work": tmp_path / "work", "save": tmp_path / "model"}
     with monkeypatch.context() as patch, counted(SweptBatch, "losses") as calls:
-        patch.setattr("attnlens.runs.swap.one_kernel.save_swapped", full)
+        patch.setattr("attnlens.runs.swap.kernel_run.save_swapped", full)
         with pytest.raises(UnsavedError):
             attnlens.swap_kernel("demo", "rbf", **options)
     assert len(calls) == 4
@@ -583,19 +587,6 @@ def test_two_processes_find_what_one_finds_and_compute_what_is_missing_alone(cas
     with forkserver.workers(), counted(*case.computing) as calls:
         assert bytes_of(case.call(work=tmp_path / "work", jobs=2)) == whole
     assert calls == [], "others computed"
-
-
-def test_ranks_of_a_budget_and_of_a_plan_are_those_of_one_process(demo, tmp_path):
-    ranks = SMALL | {"controls": False}
-    budget = attnlens.swap_kernel(demo, "rank:group=1", **BUDGET)
-    of_plan = attnlens.swap_kernel(demo, "rank", **ranks, ranks=budget.plan)
-    with forkserver.workers():
-        for kernel, options, here in (
-            ("rank:group=1", BUDGET, budget),
-            ("rank", ranks | {"ranks": budget.plan}, of_plan),
-        ):
-            there = attnlens.swap_kernel("demo", kernel, **options, jobs=2, work=tmp_path / "work")
-            assert bytes_of(there) == bytes_of(here)
 
 
 def test_shards_of_what_is_gathered_shown_or_read_from_files_are_one_run(tmp_path):
@@ -815,23 +806,23 @@ def test_a_model_in_memory_and_batches_of_a_text_have_the_same_rule(demo, monkey
 
 
 def test_a_kernel_that_fails_is_missing_with_its_reason_and_its_parts_are_kept(monkeypatch, tmp_path):
-    swept, tries = KernelRun._swept, []
+    swept, tries = KernelRun._sweep, []
 
     def fails_after_its_sweep(self: KernelRun, swap: Any) -> Any:
         found = swept(self, swap)
-        if self.candidate.kernel.spelling == "window:12":
+        if self.kernel.spelling == "window:12":
             tries.append(1)
             raise ZeroDivisionError("odd")
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(KernelRun, "_swept", fails_after_its_sweep)
+        patch.setattr(KernelRun, "_sweep", fails_after_its_sweep)
         report = attnlens.swap_kernel("demo", KERNELS, **SWEPT, work=tmp_path / "work")
     assert len(tries) == 2
     assert [swap.kernel for swap in report.swaps] == ["window:4", "rbf:gamma=0.5"]
     skipped = [(one.site, one.reason) for one in report.coverage.skipped]
     assert skipped == [("kernel window:12", "ZeroDivisionError: odd")]
-    with counted(KernelRun, "read") as kernels, counted(SweptBatch, "losses") as parts:
+    with counted(KernelRun, "run") as kernels, counted(SweptBatch, "losses") as parts:
         again = attnlens.swap_kernel("demo", KERNELS, **SWEPT, work=tmp_path / "work")
     assert (len(kernels), len(parts)) == (1, 0)
     assert [swap.kernel for swap in again.swaps] == ["window:4", "window:12", "rbf:gamma=0.5"]
@@ -899,7 +890,7 @@ def test_what_the_work_lacks_is_said_before_the_model_is_read(demo, monkeypatch,
             refused(UsageError, lambda c=call, o=options | more: c(demo, **o), "in memory", next(iter(more)))
     for more in ({"jobs": 2}, {"shard": "1/2"}, {"engine": "ray"}):
         call = lambda more=more: attnlens.swap_kernel("demo", "rbf", save=tmp_path / "m", **more)  # noqa: E731
-        refused(UsageError, call, f"--save writes the one model that this process makes, and --{next(iter(more))}")
+        refused(UsageError, call, f"--save writes the model of this process, but with --{next(iter(more))}")
 
 
 def test_the_program_refuses_with_two_lines_and_exit_code_2(tmp_path):

@@ -37,7 +37,7 @@ WEIGHTS = (
         ends="both",
         series=9,
         use="Below its null, training has put the head into few directions; which rank the model needs, "
-        "swap-kernel --kernel rank --budget loss:1% measures.",
+        "ranks --budget loss:1% measures.",
         paper="Roy & Vetterli 2007",
     ),
     form_rank(

@@ -1,10 +1,12 @@
 """Functions behind the commands, which turn a model and its options into a Report. Importing them loads torch."""
 
+from attnlens.lab.heal.pipeline import heal_work
+from attnlens.lab.ranks.pipeline import rank_work
 from attnlens.lab.reproduce import converge_head, converge_synthetic, reproduce
 from attnlens.runs.compare.pipeline import compare
 from attnlens.runs.doctor import doctor, recompute
 from attnlens.runs.inspect.pipeline import inspect, run_inspect
 from attnlens.runs.progress import Interrupted
 from attnlens.runs.series import follow
-from attnlens.runs.swap.pipeline import run_swap
+from attnlens.runs.swap.pipeline import swap_work
 from attnlens.runs.swap.saved import UnsavedError

@@ -50,6 +50,17 @@ REMOVED = {
             *("head-function", "attention", "start", "image", "audio"),
         )
     },
+    "--heal": "Use attnlens heal --train.",
+    "--heal-on": "Use attnlens heal --learn.",
+    "--heal-batch": "Use attnlens.heal(batch=…) in Python.",
+    "--heal-rank": "Use attnlens.heal(rank=…) in Python.",
+    "--heal-control": "Use attnlens heal --control.",
+    "--heal-checkpointing": "Use attnlens.heal(checkpointing=True) in Python.",
+    "--eta": "Use attnlens.heal(eta=…) in Python.",
+    "--ksvd-convention": "Use attnlens.heal(ksvd_convention=…) in Python.",
+    "--budget": "Use attnlens ranks --budget.",
+    "--plan": "Use attnlens ranks --plan.",
+    "--ranks": "Use attnlens ranks --ranks.",
     "merge": "Run the command of the shards again without --shard: it uses their units and writes the report.",
 }
 """Options and commands of earlier versions, with their replacements."""

@@ -138,7 +138,7 @@ def learned_features(
 ) -> Float[Tensor, "batch heads tokens features"]:
     """Linear attention with learned positive features: maps of queries and of keys, each head its own.
 
-    The features of each sign sum to 1, so that k lies between 0 and 2. --heal trains the maps by attention transfer.
+    The features of each sign sum to 1, so that k lies between 0 and 2. `heal` trains the maps by attention transfer.
     """
     x = wide(x) * scale**0.5
     weight = query_weight if side == "query" else key_weight

@@ -1,4 +1,4 @@
-"""Code that trains or rebuilds models: the papers' experiments and tables on small transformers, Primal-Attention."""
+"""Code that trains or rebuilds models: the papers' experiments and tables, Primal-Attention, healing, ranks of keys."""
 
 from attnlens.lazy import import_submodules
 

@@ -116,7 +116,7 @@ class Plan(Record):
     settings: Settings
     """What was asked for: the seed, the tokens, the texts with their SHA-256, the layers and heads."""
     kernel: str
-    """The kernel, as it is typed beside --budget or --ranks."""
+    """The kernel, as it is typed after --kernel."""
     budget: Number = Field(gt=0)
     """Largest rise for which the ranks were chosen, as a share of the loss, or of perplexity: 0.01 is 1 %."""
     unit: Unit = "loss"

@@ -185,7 +185,7 @@ class SwapBody(Swap):
     others: list[Swap] = []
     """Effects of the other kernels, in the order requested."""
     plan: Plan | None = None
-    """The ranks that a budget allows (`swap-kernel --budget`), or that a plan gave (`--ranks`)."""
+    """The ranks that a budget allows (`ranks --budget`), or that a plan gave (`--ranks`)."""
 
 
 Kind = Literal["inspection", "swap", "comparison", "doctor", "experiments", "studies"]

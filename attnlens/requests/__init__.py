@@ -27,5 +27,5 @@ from attnlens.requests.run_options import (
     Loading,
     ModelRequest,
     SpreadRequest,
-    SwapRequest,
 )
+from attnlens.requests.swap import HealRequest, RanksRequest, SwapRequest

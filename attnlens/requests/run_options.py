@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from attnlens.arguments import LARGEST, shown
-from attnlens.choices import FDR, RELATIVE, Convention, Engine, Intervals, Part, Placement, Route, Sources, Sweep
+from attnlens.choices import FDR, RELATIVE, Engine, Intervals, Placement, Sources
 from attnlens.errors import UsageError
 from attnlens.requests.fields import (
     AnalyzerNames,
-    BudgetText,
     Device,
     FilePlace,
-    FolderPlace,
     Numbers,
     Place,
     Request,
@@ -30,7 +28,6 @@ from attnlens.requests.fields import (
     checks,
     option,
 )
-from attnlens.requests.healing import HealingRequest
 
 WORK = "Work"
 """Help panel of these options."""
@@ -358,65 +355,3 @@ class DoctorRequest(ModelRequest):
         "float64",
         metavar="TYPE",
     )
-
-
-class SwapRequest(SharedRequest, HealingRequest, ModelRequest):
-    """Options of `swap_kernel`, without the kernels."""
-
-    part: Part | None = option(
-        "Swap only this part: `encoder`, `decoder`, `cross`; in models with several towers also `vision`, `audio`, "
-        "`text`.",
-        metavar="PART",
-    )
-    sweep: Sweep | None = option(
-        "Also swap each of the `heads` or `layers` alone, and rank them by harm.", metavar="WHAT"
-    )
-    predictors: bool = option(
-        "Correlate the harm of single heads with the measures of `inspect` (with a sweep of at least eight heads).",
-        True,
-        flag="--predictors/--no-predictors",
-        python_only=True,
-    )
-    fit: bool = option("Fit the kernel's free parameters to calibration text, per head, in closed form.", False)
-    budget: BudgetText | None = option(
-        "With `--kernel rank`: find the smallest rank per key head within this rise, as in `loss:1%`, and estimate "
-        "the rise on held-out windows.",
-        metavar="BUDGET",
-    )
-    ranks: Any = one_file("With `--kernel rank`: take each key head's rank from this plan (written by --plan).")
-    eta: float | None = option("Weight of the KSVD regulariser when `primal` is healed.", metavar="NUMBER", shown="0.1")
-    ksvd_convention: Convention = option(
-        "Objective of the KSVD regulariser: as in the `paper` or in its `code`.",
-        "paper",
-        metavar="NAME",
-        noun="--ksvd-convention",
-    )
-    controls: bool = option(
-        "Also measure trivial alternatives of each kernel: a sink-window that keeps as much, `hard`, `uniform`, and "
-        "the branches of filtered kernels and hybrids.",
-        True,
-        flag="--controls/--no-controls",
-        python_only=True,
-    )
-    generate: Whole = option(
-        "Continue prompts greedily by up to this many tokens, and count the tokens until the swapped model differs.",
-        64,
-        least=0,
-        most=65536,
-    )
-    prompts: FilePlace = one_file(
-        "File of prompts to continue, one per line. Default: the first halves of 16 evaluated windows.",
-        python_only=True,
-    )
-    path: Route = option(
-        "Implementation of attention: `auto` (the fastest), `eager` or `fused`.",
-        "auto",
-        metavar="PATH",
-        python_only=True,
-    )
-    allow_signed: bool = option("Allow odd powers, whose attention can be negative.", False, python_only=True)
-    calibration: Words = several_files(
-        "Calibration text for --fit, --heal, --budget and --ranks; repeatable. Default: windows of the evaluated "
-        "text that are not evaluated."
-    )
-    save: FolderPlace = new_folder("Folder to write the changed model to.")

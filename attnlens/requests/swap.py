@@ -1,4 +1,8 @@
-"""Check the options of swap_kernel against each other, before anything heavy is imported."""
+"""Options of `swap-kernel`, `ranks` and `heal`, and checks for contradictions between them.
+
+Everything is checked before a model is loaded. Kernels and records are imported late, because they load torch and
+pydantic, which `--help` does not need.
+"""
 
 from __future__ import annotations
 
@@ -7,231 +11,427 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 from attnlens import arguments
-from attnlens.arguments import Budget
-from attnlens.choices import BUDGETED, ETA, Convention, Part, Route, Sweep
+from attnlens.arguments import LARGEST, Budget, shown
+from attnlens.choices import BUDGETED, ETA, KERNEL, Convention, HealingGoal, HealingUnit, Part, Route, Sweep
 from attnlens.errors import UsageError
 from attnlens.files import check_folder
-from attnlens.kernels import Kernel, parsed
-from attnlens.records import Plan, read_plan
-from attnlens.requests.fields import Words, words
-from attnlens.requests.healing import HealOptions
-from attnlens.requests.run_options import SwapRequest
+from attnlens.requests.fields import BudgetText, FilePlace, FolderPlace, Whole, Words, checks, option, words
+from attnlens.requests.run_options import KeptRequest, ModelRequest, SharedRequest, new_folder, one_file, several_files
 
+if TYPE_CHECKING:
+    from attnlens.kernels import Kernel
+    from attnlens.records import Plan
+
+DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(|steps?|tok|ktok|Mtok|s|min|h)")
+UNITS: dict[str, tuple[HealingUnit, float]] = {
+    "": ("steps", 1),
+    "step": ("steps", 1),
+    "steps": ("steps", 1),
+    "tok": ("tokens", 1),
+    "ktok": ("tokens", 1e3),
+    "Mtok": ("tokens", 1e6),
+    "s": ("seconds", 1),
+    "min": ("seconds", 60),
+    "h": ("seconds", 3600),
+}
+"""Counted quantity and size of each unit."""
+STEPS = 200
+"""Training steps of a healing by default."""
 MOST_DIRECTIONS = 65536
 """Rank above every head_dim, so that it removes nothing."""
-BOTH = "A plan says which layers and heads have which rank.", "Leave out --layers, --heads and --part, or --ranks."
+LATENTS = re.compile(r"([a-z]+=[a-z0-9]+(,|$))+")
+"""Form of latents, as in `group=all,rotation=before`."""
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Length of a training."""
+
+    number: float
+    """Number of units."""
+    unit: HealingUnit
+
+    def __str__(self) -> str:
+        """Format for messages: `200 steps`, `1 second`."""
+        return f"{self.number:,.10g} {self.unit.removesuffix('s') if self.number == 1 else self.unit}"
+
+    @classmethod
+    def of(cls, value: Any) -> Amount:
+        """Parse 200, "200", "2Mtok" or "30min". Raise UsageError for anything else, and for 0."""
+        if isinstance(value, cls):
+            return value
+        wrong = UsageError(
+            f"--train: cannot parse {shown(value)}.",
+            "Give steps, tokens or a time, more than 0: --train 200, 500ktok, 2Mtok, 90s, 30min or 2h.",
+        )
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST:
+            return cls(value, "steps")
+        match = DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+        if match is None:
+            raise wrong
+        unit, factor = UNITS[match[2]]
+        number = float(match[1]) * factor
+        if not 0 < number <= LARGEST or (unit != "seconds" and number != int(number)):
+            raise wrong
+        return cls(number, unit)
+
+
+class KernelRequest(ModelRequest):
+    """Options of all three commands: where the kernel is replaced, and what is measured."""
+
+    part: Part | None = option(
+        "Replace the kernel only in this part: `encoder`, `decoder`, `cross`; in models with several towers also "
+        "`vision`, `audio`, `text`.",
+        metavar="PART",
+    )
+    controls: bool = option(
+        "Also measure trivial alternatives of each kernel: a sink-window that keeps as much, `hard`, `uniform`, and "
+        "the branches of filtered kernels and hybrids.",
+        True,
+        flag="--controls/--no-controls",
+        python_only=True,
+    )
+    generate: Whole = option(
+        "Continue prompts greedily by up to this many tokens, and count the tokens until the changed model differs.",
+        64,
+        least=0,
+        most=65536,
+    )
+    prompts: FilePlace = one_file(
+        "File of prompts to continue, one per line. Default: the first halves of 16 evaluated windows.",
+        python_only=True,
+    )
+    calibration: Words = several_files(
+        "Calibration text to fit, choose ranks and train on; repeatable. Default: windows of the evaluated text that "
+        "are not evaluated."
+    )
+    save: FolderPlace = new_folder("Folder to write the changed model to.")
+
+
+class SwapRequest(SharedRequest, KernelRequest):
+    """Options of `swap_kernel`, without the kernels."""
+
+    sweep: Sweep | None = option(
+        "Also swap each of the `heads` or `layers` alone, and rank them by harm.", metavar="WHAT"
+    )
+    predictors: bool = option(
+        "Correlate the harm of single heads with the measures of `inspect` (with a sweep of at least eight heads).",
+        True,
+        flag="--predictors/--no-predictors",
+        python_only=True,
+    )
+    fit: bool = option("Fit the kernel's free parameters to calibration text, per head, in closed form.", False)
+    path: Route = option(
+        "Implementation of attention: `auto` (the fastest), `eager` or `fused`.",
+        "auto",
+        metavar="PATH",
+        python_only=True,
+    )
+    allow_signed: bool = option("Allow odd powers, whose attention can be negative.", False, python_only=True)
+
+
+class RanksRequest(KeptRequest, KernelRequest):
+    """Options of `find_ranks`."""
+
+    budget: BudgetText | None = option(
+        "Find the smallest rank per key head that raises the loss or perplexity by at most this share (`loss:1%`, "
+        "`ppl:2%`), and estimate the rise on held-out windows.",
+        metavar="BUDGET",
+        shown="loss:1%",
+    )
+    latents: str | None = option(
+        "Form of the latents: `group=N|all` (key heads that share one), `rotation=before|after`, "
+        "`metric=attention|output`, joined by commas.",
+        metavar="FORM",
+        shown="the best on calibration text",
+    )
+    ranks: Any = one_file("Take the rank of each key head from this plan (written by --plan) instead of searching.")
+
+
+class HealRequest(KeptRequest, KernelRequest):
+    """Options of `heal`, without the kernel."""
+
+    train: Annotated[Amount, checks(lambda _name, value: Amount.of(value))] = option(
+        "Train W_Q, W_K and the kernel's parameters: for steps (`200`), tokens (`2Mtok`) or a time (`30min`).",
+        Amount(STEPS, "steps"),
+        metavar="AMOUNT",
+        typed=str,
+        shown=str(STEPS),
+    )
+    learn: HealingGoal = option(
+        "Learn the predictions of the original model (`teacher`), or the next tokens of the `text`.",
+        "teacher",
+        metavar="GOAL",
+        noun="--learn",
+    )
+    batch: Whole | None = option(
+        "Sequences per training step.",
+        metavar="N",
+        least=1,
+        most=65536,
+        shown="one batch, or fewer for few tokens",
+        python_only=True,
+    )
+    rank: Whole | None = option(
+        "Restrict the change of each weight to a product of this rank.",
+        metavar="R",
+        least=1,
+        most=65536,
+        python_only=True,
+    )
+    control: bool = option(
+        "With `--learn text`: train the same weights of the original equally long, and compare.", False
+    )
+    checkpointing: bool = option(
+        "Use less memory: compute activations again in the backward pass.", False, python_only=True
+    )
+    eta: float | None = option(
+        "Weight of the KSVD regulariser of the kernel `primal`.", metavar="NUMBER", shown="0.1", python_only=True
+    )
+    ksvd_convention: Convention = option(
+        "Objective of the KSVD regulariser: as in the `paper` or in its `code`.",
+        "paper",
+        metavar="NAME",
+        python_only=True,
+    )
+    fit: bool = option("Fit the kernel's free parameters to calibration text, per head, in closed form.", False)
+    ranks: Any = one_file("Heal the kernel `rank` with the ranks of this plan (written by `ranks --plan`).")
 
 
 @dataclass(frozen=True)
 class SwapOptions:
-    """Checked options of one run."""
+    """Checked options on the kernels of one run, and on what is measured."""
 
     kernels: list[Kernel]
     """New kernels."""
     part: Part | None
-    path: Route
-    sweep: Sweep | None
-    predictors: bool
-    """True if measures are correlated with the harm of the swept heads."""
-    fit: bool
-    heal: HealOptions | None
-    calibration: list[str]
-    save: Path | None
-    budget: Budget | None
-    """Largest allowed rise."""
-    ranks: Plan | None
-    """Plan whose ranks are used instead of a budget."""
-    form_named: bool
-    """True if the form of the latents was given, so that it is not chosen."""
-    eta: float | None
-    """Weight of the KSVD regulariser; None without regularisation."""
-    convention: Convention
     controls: bool
     """True if simple alternatives are measured too."""
     generate: int
     """Maximum number of tokens of greedy continuations."""
     prompts: str | None
     """File of the texts to continue; None: evaluated windows."""
+    calibration: Sequence[str]
+    save: Path | None
+    sweep: Sweep | None = None
+    predictors: bool = False
+    """True if measures are correlated with the harm of the swept heads."""
+    fit: bool = False
+    path: Route = "auto"
 
     @classmethod
-    def of(cls, kernels: Words, request: SwapRequest) -> SwapOptions:
-        """Build and check the options. Raise UsageError for contradictions, OutputError for an unusable folder."""
-        texts = {"text": request.text, "calibration": request.calibration, "prompts": (request.prompts,)}
-        reading = [f"--{name}" for name, files in texts.items() if "-" in files]
+    def of(cls, spellings: Sequence[str], request: KernelRequest) -> SwapOptions:
+        """Build the options from the spellings of kernels and the options of a request.
+
+        Raise UsageError for contradictions, OutputError if --save cannot write its folder.
+        """
+        from attnlens.kernels import parsed
+
+        files = {"text": request.text, "calibration": request.calibration, "prompts": [request.prompts]}
+        reading = [f"--{name}" for name, paths in files.items() if "-" in paths]
         if len(reading) > 1:
             raise UsageError(f"{' and '.join(reading)} both read stdin.", "Give one of them a file.")
-        shared = [name for name in ("shard", "jobs", "engine") if getattr(request, name) not in (None, 1, "local")]
-        if request.save is not None and shared:
-            raise UsageError(
-                f"--save writes the one model that this process makes, and --{shared[0]} shares several kernels out.",
-                f"Leave out --{shared[0]}, or --save.",
-            )
-        spellings = dict.fromkeys(words("kernels", kernels))
-        ranks = _ranks(request)
-        if request.budget is not None or ranks is not None:
-            spellings = dict.fromkeys([_without_rank(list(spellings), ranks)])
+        if request.prompts is not None and not request.generate:
+            raise UsageError("prompts have no effect with generate=0.", "Leave one of them out.")
+        if request.save is not None:
+            check_folder(Path(request.save))
         for spelling in spellings:
             name, _, form = spelling.partition(":")
-            if name == BUDGETED and _unranked(form) == form:
-                more, alone = (f",{form}", f":{form}") if form else ("", "")
+            if name == BUDGETED and (not form or LATENTS.fullmatch(form)) and "rank=" not in form:
+                more = f",{form}" if form else ""
                 raise UsageError(
-                    f"{spelling} names no rank: how many dimensions r are kept of head_dim.",
-                    f"Write --kernel rank:16{more}, or --kernel rank{alone} --budget loss:1%, which finds the ranks.",
+                    f"Kernel `{BUDGETED}` needs a rank, the dimensions kept per head.",
+                    f"Write --kernel rank:16{more}, or find ranks: attnlens ranks --budget loss:1%.",
                 )
-        each = (parsed(spelling, allow_signed=request.allow_signed) for spelling in spellings)
-        kernels_asked = list({kernel.spelling: kernel for kernel in each}.values())
-        plain = ("path", "sweep", "predictors", "fit", "calibration", "controls", "generate")
+        kernels = [parsed(spelling, allow_signed=getattr(request, "allow_signed", False)) for spelling in spellings]
+        names = ("part", "controls", "generate", "calibration", "sweep", "predictors", "fit", "path")
         options = cls(
-            **{name: getattr(request, name) for name in plain},
-            kernels=kernels_asked,
-            part=request.part if ranks is None else ranks.part,
-            heal=HealOptions.of(request),
-            save=None if request.save is None else Path(request.save),
-            budget=None if request.budget is None else arguments.budget(request.budget),
-            ranks=ranks,
-            form_named=":" in next(iter(words("kernels", kernels)), ""),
-            eta=_eta(request, kernels_asked),
-            convention=request.ksvd_convention,
+            **{name: getattr(request, name) for name in names if hasattr(request, name)},
+            kernels=list({kernel.spelling: kernel for kernel in kernels}.values()),
             prompts=None if request.prompts is None else arguments.path("prompts", request.prompts),
+            save=None if request.save is None else Path(request.save),
         )
-        options._check()
+        options._check_fit()
         return options
 
-    def _check(self) -> None:
-        if not self.kernels:
-            raise UsageError("No kernel is named.", "Give one, as in --kernel rbf.")
-        for kernel in self.kernels:
-            if self.fit and len(self.kernels) == 1 and not kernel.fits:
+    def _check_fit(self) -> None:
+        """Raise UsageError if the kernel has nothing to fit, or if a fit would use logits of another kernel."""
+        for kernel in self.kernels if self.fit else ():
+            if len(self.kernels) == 1 and not kernel.fits:
                 raise UsageError(
                     f"{kernel.info.name} has no free parameter that could be fitted.",
                     "Leave out --fit, or choose a kernel that has one: `attnlens list kernels` shows them.",
                 )
-            if self.fit and kernel.oracle:
+            if kernel.oracle:
                 raise UsageError(
-                    f"{kernel.spelling} can't be fitted: it takes the evaluated text's own logits apart.",
+                    f"{kernel.spelling} can't be fitted: it decomposes the evaluated text's own logits.",
                     "Leave out --fit, or oracle.",
                 )
-            if self.fit and kernel.tie is not None:
+            if kernel.tie is not None:
                 raise UsageError(
-                    f"{kernel.spelling} can't be fitted: under {kernel.tie} its logits are not those of the head's "
-                    "own.",
+                    f"{kernel.spelling} can't be fitted: under {kernel.tie} its logits are not the head's own.",
                     f"Leave out --fit, or {kernel.tie}.",
                 )
-            if self.heal is not None and kernel.oracle:
-                raise UsageError(
-                    f"{kernel.spelling} can't be healed: it takes the evaluated text's own logits apart.",
-                    "Leave out --heal, or oracle: the fitted form is a model.",
-                )
-            if self.heal is not None and not kernel.has_gradient:
-                raise UsageError(
-                    f"{kernel.spelling} can't be healed: its weights have no gradient.",
-                    "Leave out --heal, or choose another kernel.",
-                )
-        if len(self.kernels) > 1 and (self.heal is not None or self.save):
-            what = "save" if self.heal is None else "heal"
-            raise UsageError(f"--{what} takes one kernel, not {len(self.kernels)}.", "Give one --kernel.")
-        if self.sweep == "heads":
-            joined = next((kernel for kernel in self.kernels if kernel.joins), None)
-            if joined is not None or (self.limit is not None and not self.form_named and self.ranks is None):
-                name = "A budget" if joined is None else joined.spelling
-                raise UsageError(
-                    f"{name} lets key heads share a latent, so that no head can be swapped alone.",
-                    "Use --sweep layers, or rank:group=1.",
-                )
-        if self.calibration and not self.calibrates:
-            raise UsageError(
-                "Calibration text is given and nothing reads it.",
-                "Add --fit, --heal, --budget or --ranks, or leave it out.",
-            )
-        if self.prompts is not None and not self.generate:
-            raise UsageError("Prompts are given and nothing continues them.", "Leave out prompts, or --generate 0.")
-        if self.save is not None:
-            check_folder(self.save)
 
     @property
-    def calibrates(self) -> bool:
-        """True if calibration text is needed."""
-        fitted = any(kernel.fits and kernel.fit_reads and (kernel.needs_fit or self.fit) for kernel in self.kernels)
-        return fitted or self.heal is not None
+    def reads_calibration(self) -> bool:
+        """True if a kernel is fitted to calibration text."""
+        return any(kernel.fits and kernel.fit_reads and (kernel.needs_fit or self.fit) for kernel in self.kernels)
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """Checked options on the ranks of the kernel `rank`."""
+
+    budget: Budget
+    """Largest allowed rise, also that of a plan."""
+    plan: Plan | None
+    """Plan whose ranks are used instead of a search."""
+    latents: str | None
+    """Form of the latents, also that of a plan; None: chosen by the search."""
+
+    @classmethod
+    def of(cls, request: RanksRequest | HealRequest) -> RankOptions:
+        """Build the options. Raise UsageError for contradictions, or if a plan cannot be read."""
+        latents, ranks = getattr(request, "latents", None), request.ranks
+        if ranks is None:
+            readable = isinstance(latents, str) and LATENTS.fullmatch(latents) and "rank=" not in latents
+            if latents is not None and not readable:
+                raise UsageError(
+                    f"--latents: cannot parse {shown(latents)}.", "Write it like --latents group=all,rotation=before."
+                )
+            return cls(arguments.budget(getattr(request, "budget", None) or "loss:1%"), None, latents)
+        for name in ("budget", "latents", "layers", "heads", "part"):
+            if getattr(request, name, None) is not None:
+                raise UsageError(f"The plan of --ranks already contains --{name}.", f"Leave out --{name} or --ranks.")
+        plan = _read_plan(ranks)
+        return cls(Budget(plan.unit, plan.budget), plan, plan.form)
 
     @property
-    def limit(self) -> Budget | None:
-        """Rise that limits the choice of ranks, or limited it for given ranks; None for any other kernel."""
-        return self.budget if self.ranks is None else Budget(self.ranks.unit, self.ranks.budget)
+    def spelling(self) -> str:
+        """Spelling of the kernel until ranks are chosen: its rank removes nothing."""
+        return f"{BUDGETED}:{MOST_DIRECTIONS}" + (f",{self.latents}" if self.latents else "")
 
-    def reach(
-        self, layers: Sequence[int] | None, heads: Sequence[int] | None
-    ) -> tuple[Sequence[int] | None, Sequence[int] | None]:
-        """Return the layers and heads to swap, as requested or from the plan. Raise UsageError if both define them."""
-        if self.ranks is None:
-            return layers, heads
-        if layers is not None or heads is not None:
-            raise UsageError(*BOTH)
-        return self.ranks.settings.layers, self.ranks.settings.heads
+    @property
+    def selection(self) -> dict[str, Any]:
+        """Layers, heads and part that a plan was made for; empty without a plan."""
+        if self.plan is None:
+            return {}
+        return {"layers": self.plan.settings.layers, "heads": self.plan.settings.heads, "part": self.plan.part}
 
 
-def _ranks(request: SwapRequest) -> Plan | None:
-    """Return the plan to take ranks from. Raise UsageError if it can't be read, or if other options conflict."""
-    ranks = request.ranks
-    if ranks is None:
-        return None
-    if request.budget is not None:
-        raise UsageError("A budget finds ranks, and --ranks gives them.", "Leave out --budget or --ranks.")
-    if request.part is not None:
-        raise UsageError(*BOTH)
+def _read_plan(ranks: Any) -> Plan:
+    from attnlens.records import Plan, read_plan
+
     if not isinstance(ranks, Plan | str | os.PathLike):
-        raise UsageError(
-            f"ranks={arguments.shown(ranks)} is neither a plan nor a path.", "Give the path of a plan from --plan."
-        )
+        raise UsageError(f"ranks={shown(ranks)} is neither a plan nor a path.", "Give the path of a plan from --plan.")
     return ranks if isinstance(ranks, Plan) else read_plan(arguments.path("ranks", ranks))
 
 
-def _without_rank(kernels: list[str], plan: Plan | None) -> str:
-    """Return the spelling until ranks are chosen, its form as typed or the plan's. Raise UsageError for others."""
-    name, _, form = kernels[0].partition(":") if len(kernels) == 1 else ("", "", "")
-    unranked = _unranked(form)
-    if name != BUDGETED or unranked is None:
-        raise UsageError(
-            f"A budget chooses the ranks of the kernel {BUDGETED} and of no other "
-            f"({', '.join(kernels) or 'none is named'}), and a plan names them.",
-            "Write --kernel rank --budget loss:1%, or --kernel rank --ranks plan.json.",
-        )
-    if unranked != form:
-        spelling = BUDGETED + (f":{unranked}" if unranked and plan is None else "")
-        raise UsageError(
-            f"A budget chooses the ranks, and a plan names them: {kernels[0]} names one too.",
-            f"Leave out the rank: --kernel {spelling}.",
-        )
-    if plan is not None and form:
-        raise UsageError("The plan says which form its latents have.", "Write --kernel rank --ranks plan.json.")
-    form = form if plan is None else plan.form
-    return f"{BUDGETED}:{MOST_DIRECTIONS}" + (f",{form}" if form else "")
+@dataclass(frozen=True)
+class HealOptions:
+    """Checked options of one healing."""
 
+    amount: Amount
+    """Length of training."""
+    batch: int | None = None
+    """Sequences per optimiser step; None: those of a forward pass."""
+    rank: int | None = None
+    """Rank of each weight's change; None: unrestricted."""
+    goal: HealingGoal = "teacher"
+    """Training target: the original model's predictions, or the text."""
+    control: bool = False
+    """True if a copy of the original model is trained equally long."""
+    checkpointing: bool = False
+    """True if activations are recomputed in the backward pass."""
+    eta: float | None = None
+    """Weight of the KSVD regulariser; None without regularisation."""
+    convention: Convention = "paper"
+    """Convention of the KSVD regulariser."""
 
-def _unranked(form: str) -> str | None:
-    """Return the text after `rank:` without a rank; None if it can't be parsed."""
-    parts = [part for part in form.split(",") if re.fullmatch(r"(rank=)?[0-9]+", part) is None]
-    unranked = ",".join(parts)
-    return unranked if re.fullmatch(r"([a-z]+=[a-z0-9]+(,|$))*", unranked) else None
-
-
-def _eta(request: SwapRequest, kernels: Sequence[Kernel]) -> float | None:
-    """Return η if primal attention is healed. Raise UsageError if it, or its convention, would be ignored."""
-    regularised = request.heal.number > 0 and any(kernel.info.form == "output" for kernel in kernels)
-    eta = request.eta
-    if not regularised:
-        if eta is not None or request.ksvd_convention != "paper":
+    @classmethod
+    def of(cls, kernel: Kernel, request: HealRequest) -> HealOptions:
+        """Build the options. Raise UsageError for contradictions, and for a kernel that can't be trained."""
+        if kernel.oracle:
             raise UsageError(
-                "Only the healing of primal attention is regularised by KSVD.",
-                "Use --eta and --ksvd-convention with --kernel primal:… and --heal.",
+                f"{kernel.spelling} can't be healed: it decomposes the evaluated text's own logits.",
+                "Leave out oracle: the fitted form is a model.",
             )
+        if not kernel.has_gradient:
+            raise UsageError(f"{kernel.spelling} can't be healed: its weights have no gradient.", "Use swap-kernel.")
+        if request.control and request.learn != "text":
+            raise UsageError(
+                "--control: the original model already makes its own predictions.",
+                "Add --learn text, so that both models learn the text.",
+            )
+        plain = {name: getattr(request, name) for name in ("batch", "rank", "control", "checkpointing")}
+        eta, convention = _regulariser(kernel, request.eta), request.ksvd_convention
+        if eta is None and convention != "paper":
+            raise UsageError("ksvd_convention applies to the kernel primal.", "Leave it out, or heal primal:8.")
+        return cls(request.train, goal=request.learn, eta=eta, convention=convention, **plain)
+
+
+def _regulariser(kernel: Kernel, eta: Any) -> float | None:
+    """Return η of primal attention, None for other kernels. Raise UsageError for one that is wrong or unused."""
+    if kernel.info.form != "output":
+        if eta is not None:
+            raise UsageError("eta applies to the kernel primal.", "Leave it out, or heal primal:8.")
         return None
     if eta is None:
         return ETA
-    if isinstance(eta, bool) or not isinstance(eta, int | float) or not 0 <= eta <= arguments.LARGEST:
-        raise UsageError(
-            f"eta must be 0 or more, not {arguments.shown(eta)}.", f"The published code has 0.01 to {ETA:g}."
-        )
+    if isinstance(eta, bool) or not isinstance(eta, int | float) or not 0 <= eta <= LARGEST:  # NaN fails too
+        raise UsageError(f"eta must be 0 or more, not {shown(eta)}.", f"The published code has 0.01 to {ETA:g}.")
     return float(eta)
+
+
+def swap_options(kernels: str | Sequence[str], request: SwapRequest) -> SwapOptions:
+    """Return the options of `swap_kernel`. Raise UsageError for contradictions."""
+    options = SwapOptions.of(words("kernels", kernels), request)
+    if not options.kernels:
+        raise UsageError("No kernel is named.", "Give one, as in --kernel rbf.")
+    if options.save is not None:
+        if len(options.kernels) > 1:
+            raise UsageError(f"--save takes one kernel, not {len(options.kernels)}.", "Give one --kernel.")
+        for name in ("shard", "jobs", "engine"):
+            if getattr(request, name) not in (None, 1, "local"):
+                raise UsageError(
+                    f"--save writes the model of this process, but with --{name} other processes change it.",
+                    f"Leave out --{name}, or --save.",
+                )
+    joined = next((kernel for kernel in options.kernels if kernel.joins), None)
+    if options.sweep == "heads" and joined is not None:
+        raise UsageError(
+            f"Under {joined.spelling} key heads share a latent, so that no head can be swapped alone.",
+            "Use --sweep layers, or rank:group=1.",
+        )
+    if options.calibration and not options.reads_calibration:
+        raise UsageError("--calibration has no effect without a fit.", "Add --fit, or leave it out.")
+    return options
+
+
+def rank_options(request: RanksRequest) -> tuple[SwapOptions, RankOptions]:
+    """Return the options of `find_ranks`. Raise UsageError for contradictions."""
+    ranks = RankOptions.of(request)
+    return SwapOptions.of([ranks.spelling], request.changed(**ranks.selection)), ranks
+
+
+def heal_options(
+    kernel: str | Sequence[str] | None, request: HealRequest
+) -> tuple[SwapOptions, HealOptions, RankOptions | None]:
+    """Return the options of `heal`; those on ranks are None without a plan. Raise UsageError for contradictions."""
+    ranks = None if request.ranks is None else RankOptions.of(request)
+    if kernel is None:
+        kernel = KERNEL if ranks is None else BUDGETED
+    spellings = list(dict.fromkeys(words("kernel", kernel)))
+    if len(spellings) != 1:
+        raise UsageError(f"heal takes one kernel, not {len(spellings)}.", "Give one --kernel.")
+    if ranks is not None:
+        if spellings != [BUDGETED]:
+            raise UsageError(f"--ranks contains a plan for the kernel {BUDGETED}.", "Leave out --kernel, or --ranks.")
+        spellings = [ranks.spelling]
+        request = request.changed(**ranks.selection)
+    options = SwapOptions.of(spellings, request)
+    return options, HealOptions.of(options.kernels[0], request), ranks

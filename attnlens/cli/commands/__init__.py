@@ -14,7 +14,7 @@ from attnlens.arguments import checked_name
 from attnlens.cli import parameters as opt
 from attnlens.cli.commands.check import check
 from attnlens.cli.commands.converge import converge, reproduce
-from attnlens.cli.commands.swap import compare, swap_kernel
+from attnlens.cli.commands.swap import compare, heal, ranks, swap_kernel
 from attnlens.cli.outputs import (
     Inputs,
     Outputs,
@@ -174,6 +174,8 @@ def inspect(
 
 app.command()(compare)
 app.command(name="swap-kernel")(swap_kernel)
+app.command()(ranks)
+app.command()(heal)
 app.command()(converge)
 app.command()(check)
 

@@ -1,8 +1,8 @@
-"""The commands `compare` and `swap-kernel` with their options."""
+"""The commands `compare`, `swap-kernel`, `ranks` and `heal` with their options."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -22,8 +22,8 @@ from attnlens.cli.outputs import (
     working,
 )
 from attnlens.cli.show import guarded, interruptible_at_once
-from attnlens.errors import UsageError
-from attnlens.requests import CompareRequest, SwapRequest
+from attnlens.requests import CompareRequest, HealRequest, RanksRequest, SwapRequest
+from attnlens.requests.swap import heal_options, rank_options, swap_options
 
 NAMES = "hub id, folder, file, `demo`, or a report (`.json`)"
 First = Annotated[
@@ -56,17 +56,20 @@ def compare(
         end_strictly(report)
 
 
+KERNEL_HELP = "as in `rbf:gamma=1+window:64`; `attnlens list kernels` names them."
 Kernels = Annotated[
     list[str] | None,
     opt.option(
         "--kernel",
-        help="Which kernel, as in `rbf:gamma=1+window:64`; repeatable, to compare several. "
-        "`attnlens list kernels` names them.",
+        help=f"New kernel, {KERNEL_HELP} Repeatable, to compare several.",
         metavar="NAME",
         show_default=KERNEL,
     ),
 ]
-Plan = Annotated[str | None, opt.output("--plan", "Write the ranks of --budget or --ranks as JSON.")]
+HealedKernel = Annotated[
+    list[str] | None, opt.option("--kernel", help=f"New kernel, {KERNEL_HELP}", metavar="NAME", show_default=KERNEL)
+]
+Plan = Annotated[str | None, opt.output("--plan", "Write the ranks as JSON, for --ranks.")]
 
 
 @guarded
@@ -75,25 +78,64 @@ def swap_kernel(
     context: typer.Context,
     model: opt.Model = None,
     kernel: Kernels = None,
+    windows_csv: opt.WindowsCsv = None,
+    strict: opt.Strict = False,
+    **_shared: Any,
+) -> None:
+    """Re-run a model with another attention kernel, and measure what changes."""
+    request, kernels = opt.build(SwapRequest, context.params), tuple(kernel or [KERNEL])
+    swap_options(kernels, request)  # checked here too, because importing `analyses` takes seconds
+    begin_workers(request.engine, request.jobs)
+    _change(context.params, model, lambda analyses, name, tell: analyses.swap_work(name, kernels, request, tell))
+
+
+@guarded
+@opt.also(opt.parameters(RanksRequest), opt.SHOWN)
+def ranks(
+    context: typer.Context,
+    model: opt.Model = None,
     plan: Plan = None,
     windows_csv: opt.WindowsCsv = None,
     strict: opt.Strict = False,
     **_shared: Any,
 ) -> None:
-    """Re-run a model with another attention kernel, and measure what that does to it."""
-    params = context.params
+    """Find how few numbers the keys of each head need within a budget of loss, and measure the model with them."""
+    request = opt.build(RanksRequest, context.params)
+    request = request.changed(ranks=rank_options(request)[1].plan)  # a plan from a pipe can only be read once
+    _change(context.params, model, lambda analyses, name, tell: analyses.rank_work(name, request, tell))
+
+
+@guarded
+@opt.also(opt.parameters(HealRequest, without=("generate",)), opt.SHOWN)
+def heal(
+    context: typer.Context,
+    model: opt.Model = None,
+    kernel: HealedKernel = None,
+    strict: opt.Strict = False,
+    **_shared: Any,
+) -> None:
+    """Replace the kernel, and train the swapped heads back towards the original model, or on text."""
+    request, kernel = opt.build(HealRequest, context.params), kernel or None
+    ranks = heal_options(kernel, request)[2]
+    request = request.changed(ranks=None if ranks is None else ranks.plan)
+    _change(context.params, model, lambda analyses, name, tell: analyses.heal_work(name, kernel, request, tell))
+
+
+def _change(params: Mapping[str, Any], model: str | None, prepare: Callable[[Any, str, Any], Any]) -> None:
+    """Run a command that changes a model, deliver its report, and then raise why the model could not be saved.
+
+    `prepare` is (attnlens.cli.analyses, model, progress) → the work of the run.
+    """
     outputs = Outputs.of(params)
-    kernels, request = build(params)
     name = named_model(model, quiet=outputs.quiet)
     outputs.check(Inputs.of(params, [name]))
-    begin_workers(request.engine, request.jobs)
     with interruptible_at_once():
         from attnlens.cli import analyses
 
     stopped, unsaved, written = False, None, None
     with working(outputs) as tell:
         try:
-            report, written = analyses.run_swap(name, kernels, request, tell)
+            report, written = prepare(analyses, name, tell).run()
         except analyses.Interrupted as stop:
             report, stopped = stop.report, True
         except analyses.UnsavedError as error:
@@ -104,18 +146,5 @@ def swap_kernel(
         raise unsaved
     if written is not None:
         written()
-    if strict:
+    if params["strict"]:
         end_strictly(report)
-
-
-def build(values: Mapping[str, Any]) -> tuple[tuple[str, ...], SwapRequest]:
-    """Return the kernels and the request of a command's parameters, checked against each other."""
-    request = opt.build(SwapRequest, values)
-    if values["plan"] is not None and request.budget is None and request.ranks is None:
-        raise UsageError("--plan is given and there is none to write.", "Add --budget, as in --budget loss:1%.")
-    from attnlens.requests.swap import SwapOptions  # late, because it loads the kernels
-
-    kernels = tuple(values["kernel"] or [KERNEL])
-    options = SwapOptions.of(kernels, request)
-    options.reach(request.layers, request.heads)
-    return kernels, request.changed(ranks=options.ranks)  # a plan from a pipe can only be read once

@@ -128,7 +128,7 @@ def fitted(info: KernelInfo) -> str:
         return ""
     first = (info.fit.__doc__ or "").splitlines()[0]
     how = "must be fitted" if info.needs_fit else "--fit"
-    return f"{how if info.fit_reads else 'trained by --heal'}: {first.partition(':')[0]}"
+    return f"{how if info.fit_reads else 'trained by heal'}: {first.partition(':')[0]}"
 
 
 def _modifier_cell(kind: str, modifier: Modifier) -> str:

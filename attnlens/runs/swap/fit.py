@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from attnlens.errors import ModelError, UnreadableError, UsageError
 from attnlens.kernels import Kernel
 from attnlens.kernels.attention import attend, weights
 from attnlens.kernels.attention.primal_scores import features
 from attnlens.kernels.attention.rows import positions
-from attnlens.kernels.lowrank import MapsFit
+from attnlens.kernels.lowrank import MapsFit, Turn
 from attnlens.kernels.modifiers import NEAR_WEIGHT
 from attnlens.kernels.registry import Fit, OutputFit
-from attnlens.models import hooks
+from attnlens.models import hooks, texts
+from attnlens.models import weights as model_weights
 from attnlens.models.hooks.survey import unpadded
 from attnlens.models.loading import Loaded
 from attnlens.models.texts import Batch, Batches
-from attnlens.models.texts.targets import feed
-from attnlens.records import Call, Site, Task
+from attnlens.models.texts.targets import Fed, feed
+from attnlens.records import Call, Rotation, Site, Task
+from attnlens.runs.outputs import predictions
 from attnlens.runs.progress import Tell
-from attnlens.runs.swap.ranks.bases import SEQUENCES, give_metrics, give_rotations
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -42,32 +46,32 @@ class NearShares:
     """
 
     kernel: Kernel  # the hybrid with its fitted parameters, and γ = 1
-    own: list[Float[Tensor, "heads queries"]] = field(default_factory=list)
+    original: list[Float[Tensor, "heads queries"]] = field(default_factory=list)
     """Share of near keys in the original model, one tensor per batch."""
     odds: list[Float[Tensor, "heads queries"]] = field(default_factory=list)  # log N/F
 
     def update(self, call: Call) -> None:
         """Add a batch: append each query's share of near keys and log N/F."""
         assert self.kernel.near is not None  # noqa: S101  # only hybrids have γ
-        every = slice(0, call.query.shape[2]), slice(0, call.key.shape[2])
-        near = positions(call, self.kernel.near).keys_kept(self.kernel.near, *every)
-        own, new = (weights(call, kernel).double() for kernel in (hooks.OWN, self.kernel))
-        self.own.append((own * near).sum(-1).transpose(0, 1).flatten(1).cpu())
-        among, beyond = (new * near).sum(-1), (new * ~near).sum(-1)
-        beyond = beyond if call.sinks is None else beyond + (1 - new.sum(-1)).clamp_min(0)
-        self.odds.append((among.log() - beyond.log()).transpose(0, 1).flatten(1).cpu())
+        whole = slice(0, call.query.shape[2]), slice(0, call.key.shape[2])
+        near = positions(call, self.kernel.near).keys_kept(self.kernel.near, *whole)
+        original, new = (weights(call, kernel).double() for kernel in (hooks.OWN, self.kernel))
+        self.original.append((original * near).sum(-1).transpose(0, 1).flatten(1).cpu())
+        inside, outside = (new * near).sum(-1), (new * ~near).sum(-1)
+        outside = outside if call.sinks is None else outside + (1 - new.sum(-1)).clamp_min(0)
+        self.odds.append((inside.log() - outside.log()).transpose(0, 1).flatten(1).cpu())
 
     def best(self) -> dict[str, Tensor]:
         """Return the fitted parameters of the hybrid, including log γ, found by bisection; 0 without usable queries."""
-        own, odds = torch.cat(self.own, -1), torch.cat(self.odds, -1)
-        counts = odds.isfinite()
-        low, high = (torch.full((len(own),), bound, dtype=torch.float64) for bound in (-LARGEST, LARGEST))
+        original, odds = torch.cat(self.original, -1), torch.cat(self.odds, -1)
+        usable = odds.isfinite()
+        low, high = (torch.full((len(original),), bound, dtype=torch.float64) for bound in (-LARGEST, LARGEST))
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            more = ((odds + middle[:, None]).sigmoid() - own).masked_fill(~counts, 0.0).sum(-1) > 0
-            low, high = torch.where(more, low, middle), torch.where(more, middle, high)
-        found = torch.where(counts.any(-1), (low + high) / 2, 0.0)
-        return {**self.kernel.fitted, NEAR_WEIGHT: found.to(self.kernel.fitted[NEAR_WEIGHT])}
+            too_large = ((odds + middle[:, None]).sigmoid() - original).masked_fill(~usable, 0.0).sum(-1) > 0
+            low, high = torch.where(too_large, low, middle), torch.where(too_large, middle, high)
+        log_weight = torch.where(usable.any(-1), (low + high) / 2, 0.0)
+        return {**self.kernel.fitted, NEAR_WEIGHT: log_weight.to(self.kernel.fitted[NEAR_WEIGHT])}
 
 
 MOST_FITTED = 128
@@ -93,13 +97,13 @@ class Search:
 
     def update(self, call: Call) -> None:
         """Add Σ KL(own ‖ new) of a batch, per share and head."""
-        own = _append_sink(call, weights(call, hooks.OWN))
-        found = []
+        original = _append_sink(call, weights(call, hooks.OWN))
+        divergences = []
         for share in SHARES:
             new = _append_sink(call, weights(call, self.kernel.with_fitted(self.at(torch.tensor(share)))))
-            rows = (own * (own.clamp_min(TINIEST).log() - new.clamp_min(TINIEST).log())).sum(-1)
-            found.append(rows.sum((0, 2)).cpu())
-        self.divergence = self.divergence + torch.stack(found)
+            rows = (original * (original.clamp_min(TINIEST).log() - new.clamp_min(TINIEST).log())).sum(-1)
+            divergences.append(rows.sum((0, 2)).cpu())
+        self.divergence = self.divergence + torch.stack(divergences)
 
     def at(self, share: Tensor) -> dict[str, Tensor]:
         """Interpolate between typed (0) and fitted (1) parameters; `share` is a scalar or has one entry per head."""
@@ -134,52 +138,52 @@ def fit(
     the weight of near keys. Kernels without typed parameters to start from make only the first pass.
     """
     fits = _create_fits(swaps)
-    ranks = [(site, found) for site, found in fits.items() if isinstance(found, MapsFit)]
-    give_rotations(loaded, swaps, ranks)
-    if any(found.by_output for _, found in ranks):
+    map_fits = [(site, each) for site, each in fits.items() if isinstance(each, MapsFit)]
+    set_rotations(loaded, swaps, map_fits)
+    if any(each.by_output for _, each in map_fits):
         fed = feed(loaded, batches.some(SEQUENCES), task, seed)
-        give_metrics(loaded, sites, swaps, ranks, fed, task, seed)
-    hybrid = all(swap.kernel.near is not None for swap in swaps.values())  # fits of far parts need only shapes
-    _read(loaded, sites, swaps, fits, *((batches.first(), lambda _: None) if hybrid else (batches, progress)))
-    solved = {site: found.solve() for site, found in fits.items()}
+        set_metrics(loaded, sites, swaps, map_fits, fed, task, seed)
+    if all(swap.kernel.near is not None for swap in swaps.values()):  # fits of far parts need only shapes
+        _update_fits(loaded, sites, swaps, fits, batches.first(), lambda _: None)
+    else:
+        _update_fits(loaded, sites, swaps, fits, batches, progress)
+    fitted = {site: each.solve() for site, each in fits.items()}
     searches = dict[Site, Search | NearShares]()
-    for site, found in solved.items():
+    for site, parameters in fitted.items():
         kernel, typed = swaps[site].kernel, fits[site].typed
         if kernel.near is not None:
-            searches[site] = NearShares(kernel.with_fitted(found))
+            searches[site] = NearShares(kernel.with_fitted(parameters))
         elif typed:
-            searches[site] = Search(kernel, typed, found)
+            searches[site] = Search(kernel, typed, parameters)
     if searches:
         chosen = {site: swaps[site] for site in searches}
-        _each(loaded, sites, chosen, batches, lambda site, part: searches[site].update(part), progress)
-    solved |= {site: search.best() for site, search in searches.items()}
-    return {site: hooks.Replacement(swap.kernel.with_fitted(solved[site]), swap.heads) for site, swap in swaps.items()}
+        _visit_calls(loaded, sites, chosen, batches, lambda site, part: searches[site].update(part), progress)
+    fitted |= {site: search.best() for site, search in searches.items()}
+    return {site: hooks.Replacement(swap.kernel.with_fitted(fitted[site]), swap.heads) for site, swap in swaps.items()}
 
 
-def unfitted(loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batches: Iterable[Batch]) -> hooks.Swaps:
+def expand_parameters(
+    loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, batches: Iterable[Batch]
+) -> hooks.Swaps:
     """Expand unfitted trainable parameters to one value per head, the typed one; fits of `batches` give the shapes."""
-    bare = {s: swap for s, swap in swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
-    found = dict(swaps)
-    fits = _create_fits(bare)
-    _read(loaded, sites, bare, fits, batches, lambda _: None)
-    for site, fitting in fits.items():
-        kernel = bare[site].kernel
-        start = {
-            name: torch.full_like(part, fitting.typed[name])
-            for name, part in fitting.solve().items()
-            if name in kernel.trainable
-        }
-        found[site] = hooks.Replacement(kernel.with_fitted(start), bare[site].heads)
-    return found
+    unfitted = {s: swap for s, swap in swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
+    expanded = dict(swaps)
+    fits = _create_fits(unfitted)
+    _update_fits(loaded, sites, unfitted, fits, batches, lambda _: None)
+    for site, each in fits.items():
+        kernel, parameters = unfitted[site].kernel, each.solve()
+        start = {n: torch.full_like(part, each.typed[n]) for n, part in parameters.items() if n in kernel.trainable}
+        expanded[site] = hooks.Replacement(kernel.with_fitted(start), unfitted[site].heads)
+    return expanded
 
 
 def _create_fits(swaps: hooks.Swaps) -> dict[Site, Fit | OutputFit]:
     """Create a fit for each swapped site whose kernel has free parameters."""
     fits = {site: swap.kernel.fitting() for site, swap in swaps.items()}
-    return {site: found for site, found in fits.items() if found is not None}
+    return {site: each for site, each in fits.items() if each is not None}
 
 
-def _read(
+def _update_fits(
     loaded: Loaded,
     sites: tuple[Site, ...],
     swaps: hooks.Swaps,
@@ -190,18 +194,18 @@ def _read(
     """Update each fit with the queries and keys of its site in the original model."""
 
     def add(site: Site, part: Call) -> None:
-        found = fits[site]
-        if isinstance(found, OutputFit):
-            seen = features(part, int(swaps[site].kernel.parameters.get("samples", 0)))
-            found.observe(seen.query, seen.key, seen.kept, attend(part, hooks.OWN).transpose(1, 2))
+        each = fits[site]
+        if isinstance(each, OutputFit):
+            inputs = features(part, int(swaps[site].kernel.parameters.get("samples", 0)))
+            each.observe(inputs.query, inputs.key, inputs.kept, attend(part, hooks.OWN).transpose(1, 2))
         else:
-            found.update(part)
+            each.update(part)
 
     if fits:
-        _each(loaded, sites, swaps, batches, add, progress)
+        _visit_calls(loaded, sites, swaps, batches, add, progress)
 
 
-def _each(
+def _visit_calls(
     loaded: Loaded,
     sites: tuple[Site, ...],
     swaps: hooks.Swaps,
@@ -221,3 +225,141 @@ def _each(
         for batch in batches:  # `answer` reads this variable
             hooks.forward(loaded.model, batch.inputs)
             progress(batch.size)
+
+
+def sample_loss(
+    loaded: Loaded, sites: tuple[Site, ...], chosen: Collection[Site], fed: Fed, task: Task, generator: torch.Generator
+) -> tuple[dict[Site, Call], dict[Site, Tensor], Tensor, int]:
+    """Run a batch with targets drawn from the model's predictions; return calls, outputs, loss and target count.
+
+    Calls are those of all sites. Outputs of the `chosen` sites, (batch, queries, heads, value_dim), are in the graph of
+    the loss, which is summed over targets, in nats. Raises ModelError if the loss has no gradient.
+    """
+    calls: dict[Site, Call] = {}
+    outputs: dict[Site, Tensor] = {}
+
+    with (
+        torch.enable_grad(),
+        _differentiable(loaded.model),
+        hooks.watch(loaded.model, sites, calls.__setitem__, outputs.__setitem__),
+    ):
+        logits = predictions(hooks.forward(loaded.model, fed.inputs), fed, task)
+        if logits is None or not logits.requires_grad:
+            raise ModelError("This model's loss has no gradient.", "Give ranks by hand, as in --kernel rank:32.")
+        targets = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0].to(logits.device)
+        loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+        return calls, {site: outputs[site] for site in chosen if site in outputs}, loss, len(targets)
+
+
+@contextmanager
+def _differentiable(model: PreTrainedModel) -> Iterator[None]:
+    """Let all floating-point weights require gradients inside the block."""
+    before = [(weight, weight.requires_grad) for weight in model.parameters() if weight.is_floating_point()]
+    try:
+        for weight, _ in before:
+            weight.requires_grad_(True)
+        yield
+    finally:
+        for weight, required in before:
+            weight.requires_grad_(required)
+
+
+SEQUENCES = 16
+"""Maximum number of sequences per text for the gradients of the output metric."""
+
+
+def set_rotations(loaded: Loaded, swaps: hooks.Swaps, fits: Iterable[tuple[Site, MapsFit]]) -> None:
+    """Set the rotation of fits of keys before the rotation; raise UsageError at a site where it is unknown."""
+    before = [(site, fit) for site, fit in fits if fit.before]
+    by_site = turns(loaded, list(swaps)) if before else {}
+    for site, fit in before:
+        turn = by_site[site]
+        if isinstance(turn, str):
+            raise UsageError(
+                f"{site.name} has no keys before a rotation: {turn}.", "Leave out rotation=before, or such layers."
+            )
+        fit.turn = turn
+
+
+def set_metrics(
+    loaded: Loaded,
+    sites: tuple[Site, ...],
+    swaps: hooks.Swaps,
+    fits: Iterable[tuple[Site, MapsFit]],
+    fed: Sequence[Fed],
+    task: Task,
+    seed: int,
+) -> None:
+    """Set the output metric of fits that need one; raise UsageError or ModelError without predictions or gradient."""
+    by_output = [(site, fit) for site, fit in fits if fit.by_output]
+    if not by_output:
+        return
+    if task == "hidden":
+        raise UsageError(
+            "metric=output weighs pairs by what they do to predictions, and this model makes no predictions.",
+            "Leave out metric=output.",
+        )
+    metrics = output_metrics(loaded, sites, _first_sequences(fed, SEQUENCES), task, seed)
+    for site, fit in by_output:
+        heads = swaps[site].heads
+        fit.output = metrics[site] if heads is None else metrics[site][list(heads)]
+
+
+def _first_sequences(fed: Sequence[Fed], sequences: int) -> Iterator[Fed]:
+    """Yield the first `sequences` sequences of these batches, cutting the last batch if needed."""
+    for batch in fed:
+        count = texts.sequences_in(batch.inputs)
+        if sequences <= 0:
+            return
+        yield batch if count <= sequences else batch.rows(0, sequences)
+        sequences -= count
+
+
+def turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
+    """Return the rotation of each site's keys as frequencies, or the reason if it cannot be inverted."""
+    inputs = texts.placeholder(loaded, 64, 0).batches[0].inputs
+    reached = [each for each in hooks.survey(loaded.model, inputs) if each.site in sites]
+    by_site: dict[Site, Turn | str] = {}
+    for each, rotation in zip(reached, model_weights.rotations(loaded.model, reached), strict=True):
+        by_site[each.site] = (
+            "the model does not tell its attention the positions of the tokens"
+            if each.call.places is None
+            else _read_turn(rotation)
+        )
+    return {site: by_site[site] for site in sites}
+
+
+def _read_turn(rotation: Rotation | UnreadableError | None) -> Turn | str:
+    if isinstance(rotation, UnreadableError):
+        return rotation.problem
+    if rotation is None:
+        return "its keys are not rotated"
+    if not rotation.by_distance:
+        return "its rotation is not one of distances"
+    angles = model_weights.frequencies(rotation)
+    frequency, partner = angles.new_zeros(rotation.size), torch.arange(rotation.size)
+    first, second = rotation.pairs.unbind(-1)
+    frequency[first], frequency[second] = -angles, angles
+    partner[first], partner[second] = second, first
+    return Turn(frequency, partner)
+
+
+def output_metrics(
+    loaded: Loaded, sites: tuple[Site, ...], fed: Iterable[Fed], task: Task, seed: int
+) -> dict[Site, Float[Tensor, "heads value_dim value_dim"]]:
+    """Compute Σ g gᵀ over tokens for each head, g = ∂loss/∂o of its output o, with targets drawn from the model.
+
+    Up to a factor this estimates W_Oᵀ F W_O, F the Fisher information of the predictions at the residual stream
+    (Martens 2020, Eq. 7); with F = 1 the metric is W_OᵀW_O. The factor, the number of tokens, cancels in the fit to one
+    text, which gives the output's weights the same sum as the attention's.
+    """
+    totals: dict[Site, Tensor] = {}
+    generator = torch.Generator().manual_seed(seed)
+    for batch in fed:
+        _, outputs, loss, _ = sample_loss(loaded, sites, sites, batch, task, generator)
+        gradients = torch.autograd.grad(loss, list(outputs.values()), allow_unused=True)
+        for (site, output), gradient in zip(outputs.items(), gradients, strict=True):
+            slope = torch.zeros_like(output) if gradient is None else gradient
+            moment = torch.einsum("bqhv,bqhw->hvw", slope.double(), slope.double())
+            totals[site] = totals.get(site, torch.zeros_like(moment)) + moment
+    return totals

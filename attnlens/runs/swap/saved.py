@@ -97,19 +97,19 @@ def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: h
 @contextmanager
 def _part(parent: Path) -> Iterator[Path]:
     """Create a folder inside a temporary one in `parent`, which is removed at exit; remove those of killed runs too."""
-    for left in parent.glob(f"{PART}*/{LOCK}"):
-        with suppress(OSError), opened(left) as lock:  # `opened` does not block on a pipe
+    for old in parent.glob(f"{PART}*/{LOCK}"):
+        with suppress(OSError), opened(old) as lock:  # `opened` does not block on a pipe
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError if the process is alive
-            shutil.rmtree(left.parent)
-    secret = Path(tempfile.mkdtemp(prefix=PART, dir=parent))
+            shutil.rmtree(old.parent)
+    temporary = Path(tempfile.mkdtemp(prefix=PART, dir=parent))
     try:
-        with (secret / LOCK).open("xb") as lock:
+        with (temporary / LOCK).open("xb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            part = secret / "model"
+            part = temporary / "model"
             part.mkdir()  # with the umask's mode; mkdtemp creates folders with mode 0700
             yield part
     finally:
-        shutil.rmtree(secret, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write_folder(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps) -> None:
@@ -140,14 +140,14 @@ def _dequantised(model: Any) -> Iterator[None]:
     if quantizer is None or quantizer.quantization_config.quant_method != "gguf":
         yield
         return
-    kept = config.__dict__.pop("quantization_config", None)
+    quantization = config.__dict__.pop("quantization_config", None)
     model.hf_quantizer = None
     try:
         yield
     finally:
         model.hf_quantizer = quantizer
-        if kept is not None:
-            config.quantization_config = kept
+        if quantization is not None:
+            config.quantization_config = quantization
 
 
 def saved_site(site: Site, swap: hooks.Replacement | None) -> SavedSite:
@@ -191,11 +191,11 @@ def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
 
     Raises ModelError if the folder does not hold such a model, or if a file has changed since it was saved.
     """
-    found = restored(Path(arguments.path("folder", folder)), **loading)
+    saved = restored(Path(arguments.path("folder", folder)), **loading)
     replacing = ExitStack()
     # A caller may run the encoder alone, or close the model without running it.
-    replacing.enter_context(hooks.replace(found.loaded.model, found.sites, found.swaps, every_site=False))
-    return Swapped(found.loaded.model, found.loaded.tokenizer, found.kernel, replacing)
+    replacing.enter_context(hooks.replace(saved.loaded.model, saved.sites, saved.swaps, every_site=False))
+    return Swapped(saved.loaded.model, saved.loaded.tokenizer, saved.kernel, replacing)
 
 
 def restored(place: Path, **loading: Any) -> Restored:
@@ -241,27 +241,29 @@ def _read(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
 
 def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> None:
     """Raise ModelError if a weight file is missing, additional, or differs from its hash in attnlens.json."""
-    here = {path.name for path in place.glob("*.safetensors")}
-    changed = sorted(here ^ facts.files.keys()) or [n for n, own in digests.items() if facts.files.get(n, own) != own]
+    present = {path.name for path in place.glob("*.safetensors")}
+    changed = sorted(present ^ facts.files.keys()) or [
+        name for name, digest in digests.items() if facts.files.get(name, digest) != digest
+    ]
     if changed:
         raise _error(place, f"{changed[0]} is not the file that was saved with its {FACTS}")
 
 
 def _check_sites(facts: SavedSwap, reached: Sequence[hooks.SiteCall], place: Path) -> tuple[Site, ...]:
     """Return the model's sites; raise ModelError if attnlens.json lists other sites, heads or layers."""
-    for saved, found in zip(facts.sites, reached, strict=False):
-        if saved_site(found.site, None) != saved.model_copy(update={"heads": None}):
+    for saved, actual in zip(facts.sites, reached, strict=False):
+        if saved_site(actual.site, None) != saved.model_copy(update={"heads": None}):
             raise _error(place, f"its {FACTS} names {saved.path} as layer {saved.layer}, which the model does not have")
-        wrong = [head for head in saved.heads or () if not 0 <= head < found.call.query.shape[1]]
+        wrong = [head for head in saved.heads or () if not 0 <= head < actual.call.query.shape[1]]
         if wrong or len(set(saved.heads or ())) != len(saved.heads or ()):
             raise _error(place, f"its {FACTS} swaps heads of {saved.path} that the model does not have, or one twice")
     if len(facts.sites) != len(reached):
         raise _error(place, f"its {FACTS} names {len(facts.sites)} sites, and the model has {len(reached)}")
-    missed = [layer for layer in facts.swapped if not 0 <= layer < len(reached)]
-    if missed or not facts.swapped:
-        what = f"layer {missed[0]}, which the model does not have" if missed else "none"
+    missing = [layer for layer in facts.swapped if not 0 <= layer < len(reached)]
+    if missing or not facts.swapped:
+        what = f"layer {missing[0]}, which the model does not have" if missing else "none"
         raise _error(place, f"its {FACTS} swaps {what}")
-    return tuple(found.site for found in reached)
+    return tuple(each.site for each in reached)
 
 
 def _build_swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str, Tensor], place: Path) -> hooks.Swaps:
@@ -270,17 +272,17 @@ def _build_swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str,
         kernel = parsed(facts.kernel, allow_signed=True)
     except UsageError as error:
         raise _error(place, f"its {FACTS} names no kernel: {error.problem.rstrip('.')}") from None
-    parts = {name.partition(".")[::2]: value for name, value in fitted.items()}
-    own = {
-        layer: {name: value for (number, name), value in parts.items() if number == str(layer)}
-        for layer in facts.swapped
-    }
-    if len({tuple(sorted(parameters)) for parameters in own.values()}) > 1:
+    by_layer: dict[int, dict[str, Tensor]] = {layer: {} for layer in facts.swapped}
+    for full_name, value in fitted.items():
+        number, _, name = full_name.partition(".")
+        if number in map(str, facts.swapped):
+            by_layer[int(number)][name] = value
+    if len({tuple(sorted(parameters)) for parameters in by_layer.values()}) > 1:
         raise _error(place, f"its {FITTED} lacks parameters of some of the layers that are swapped")
     heads = [None if saved.heads is None else tuple(saved.heads) for saved in facts.sites]
     return {
         sites[layer]: hooks.Replacement(kernel.with_fitted(parameters), heads[layer])
-        for layer, parameters in own.items()
+        for layer, parameters in by_layer.items()
     }
 
 

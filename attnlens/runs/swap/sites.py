@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -44,14 +45,14 @@ def leaks(
 ) -> dict[str, Any]:
     """Measure causality and mask errors; `reasons` explains those that do not apply. Raises IdentityError on a leak."""
     decodes = any(site.part == "decoder" for site in sites)
-    found: dict[str, float | str] = {"causality_error": EVERY}
+    errors: dict[str, float | str] = {"causality_error": EVERY}
     if decodes and any(name in inputs for name in IDS):
-        found["causality_error"] = causality_error(loaded, inputs, variant, seed)
+        errors["causality_error"] = causality_error(loaded, inputs, variant, seed)
     # Padding on the right of a causal sequence is hidden by causality alone.
     left = decodes and "decoder_input_ids" not in inputs
-    found["mask_error"] = mask_error(loaded, inputs, variant, seed, left=left)
-    reasons = {name: error for name, error in found.items() if isinstance(error, str)}
-    return found | dict.fromkeys(reasons) | {"reasons": reasons}
+    errors["mask_error"] = mask_error(loaded, inputs, variant, seed, left=left)
+    reasons = {name: error for name, error in errors.items() if isinstance(error, str)}
+    return errors | dict.fromkeys(reasons) | {"reasons": reasons}
 
 
 def causality_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int) -> float | str:
@@ -98,9 +99,9 @@ def _check_error(measure: Callable[[Variant], float | None], variant: Variant, w
         return NO_ROWS
     if error <= TOLERANCE:
         return error
-    own = measure(nullcontext)
-    if own is not None and own > TOLERANCE:
-        return f"under its own kernel too, the model's outputs change by {own:.1e} when {when}"
+    original = measure(nullcontext)
+    if original is not None and original > TOLERANCE:
+        return f"under its own kernel too, the model's outputs change by {original:.1e} when {when}"
     raise IdentityError(f"Under the new kernel outputs change by {error:.1e} when {when}.", remedy)
 
 
@@ -113,12 +114,12 @@ def _padded(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bo
     nothing = torch.zeros_like(fill).to(mask)
     parts = ([fill, ids], [nothing, mask]) if left else ([ids, fill], [mask, nothing])
     # inputs per token (token types, boxes on a page) are shifted along with the tokens
-    beside = {key: value for key, value in inputs.items() if value.shape[:2] == inputs[name].shape}
-    found = {**inputs, **{key: value.roll(padding * left, 1) for key, value in beside.items()}}
-    found |= {name: torch.cat(parts[0], 1), MASKS[name]: torch.cat(parts[1], 1)}
+    per_token = {key: value for key, value in inputs.items() if value.shape[:2] == inputs[name].shape}
+    padded = {**inputs, **{key: value.roll(padding * left, 1) for key, value in per_token.items()}}
+    padded |= {name: torch.cat(parts[0], 1), MASKS[name]: torch.cat(parts[1], 1)}
     if left and "position_ids" in signature(loaded.model.forward).parameters:
-        found["position_ids"] = (found[MASKS[name]].cumsum(1) - 1).clamp_min(0)
-    return found
+        padded["position_ids"] = (padded[MASKS[name]].cumsum(1) - 1).clamp_min(0)
+    return padded
 
 
 def _relative_difference(
@@ -132,15 +133,15 @@ def _relative_difference(
     with torch.no_grad(), variant():
         results = [hooks.forward(loaded.model, inputs, output_hidden_states=True) for inputs in (first, second)]
     shape = next(first[name].shape for name in IDS if name in first)
-    own, new = (
+    original, new = (
         next((value for value in _output_tensors(result) if value.dim() > 2 and value.shape[:2] == shape), None)
         for result in results
     )
-    if own is None or new is None:
+    if original is None or new is None:
         return None
     mask = first.get(next(MASKS[name] for name in IDS if name in first))
-    seen = slice(None) if mask is None else mask[:, positions].bool()
-    a, b = (part[:, positions][seen].double() for part in (own, new))
+    visible = slice(None) if mask is None else mask[:, positions].bool()
+    a, b = (part[:, positions][visible].double() for part in (original, new))
     # NaN at the same places counts as equal: a kernel that diverges does not leak, and its loss reports it.
     same = torch.equal(a.nan_to_num(), b.nan_to_num())
     return 0.0 if same else float((a - b).norm() / a.norm().clamp_min(1e-30))  # a can be 0
@@ -214,7 +215,7 @@ def replaced(
         chosen = chosen_sites(survey.sites, layers, heads, part)
         idle_sites(survey, layers)  # raises ModelError for attention that cannot be replaced
         refuse_crossing(new, list(chosen))
-        sites = tuple(found.site for found in survey.sites)
+        sites = tuple(each.site for each in survey.sites)
         swaps = {site: hooks.Replacement(new, its) for site, its in chosen.items()}
         with hooks.replace(loaded.model, sites, swaps):
             hooks.forward(loaded.model, inputs)
@@ -225,38 +226,38 @@ def chosen_sites(
     reached: Sequence[SiteCall], layers: Sequence[int] | None, heads: Sequence[int] | None, part: Part | None
 ) -> dict[Site, tuple[int, ...] | None]:
     """Return the chosen sites with their heads (None: all); raise UsageError for missing ones or if none is left."""
-    heads_of = {found.site: found.call.query.shape[1] for found in reached}
+    heads_of = {each.site: each.call.query.shape[1] for each in reached}
     checks.check_chosen(layers, heads, reached)
-    sites = [site for site in heads_of if layers is None or site.layer in layers]
-    sites = [site for site in sites if part in (None, site.part)]
-    own = {site: None if heads is None else tuple(head for head in heads if head < heads_of[site]) for site in sites}
-    # A site with fewer heads than others can lack all of the requested ones.
-    found = {site: its for site, its in own.items() if its != ()}
-    if not found:
+    chosen: dict[Site, tuple[int, ...] | None] = {}
+    for site, count in heads_of.items():
+        if (layers is None or site.layer in layers) and part in (None, site.part):
+            present = None if heads is None else tuple(head for head in heads if head < count)
+            if present != ():  # a site with fewer heads than others can lack all of the requested ones
+                chosen[site] = present
+    if not chosen:
         parts = ", ".join(sorted({site.part for site in heads_of}))
         raise UsageError(
             "No site is left to swap.", f"The model has the parts {parts}; widen --layers, --heads or --part."
         )
-    return found
+    return chosen
 
 
 def idle_sites(survey: hooks.Survey, layers: Sequence[int] | None) -> list[Skipped]:
     """Return attention that the inputs do not run; raise ModelError if `layers` is None and some cannot be replaced."""
-    missed = survey.missed
-    outside = [(path, why) for path, why in missed.items() if why is not None]
-    if outside and layers is None:
-        raise ModelError(
-            f"{outside[0][0]} can't be swapped: {outside[0][1]}.",
-            f"Swap the {len(survey.sites)} sites within reach: --layers 0-{len(survey.sites) - 1}.",
-        )
-    return [Skipped(site=path, reason=checks.NOT_RUN) for path, why in missed.items() if why is None]
+    for path, why in survey.missed.items():
+        if why is not None and layers is None:
+            raise ModelError(
+                f"{path} can't be swapped: {why}.",
+                f"Swap the {len(survey.sites)} sites within reach: --layers 0-{len(survey.sites) - 1}.",
+            )
+    return [Skipped(site=path, reason=checks.NOT_RUN) for path, why in survey.missed.items() if why is None]
 
 
 def refuse_crossing(kernel: Kernel, sites: Sequence[Site]) -> None:
     """Raise UsageError if one of the sites is cross-attention and the kernel is not defined there."""
     crossing = next((site for site in sites if site.part == "cross"), None)
-    placed = kernel.filter or kernel.near
-    what, why = kernel.tie or (placed.modifier.name if placed else None), ""
+    modified = kernel.filter or kernel.near
+    what, why = kernel.tie or (modified.modifier.name if modified else None), ""
     if kernel.info.form == "output":
         what, why = kernel.info.name, ": its e- and r-scores would belong to the tokens of two sequences"
     elif kernel.info.oracle is not None:
@@ -324,8 +325,8 @@ class Local:
             return notes
         notes = []
         if self.capped:
-            kept = "is read through the model's softcap" if kernel.info.form == "score" else "replaces it whole"
-            notes.append(f"The model caps its scores at {self.capped} of {total} sites; the new kernel {kept}.")
+            effect = "is read through the model's softcap" if kernel.info.form == "score" else "replaces it whole"
+            notes.append(f"The model caps its scores at {self.capped} of {total} sites; the new kernel {effect}.")
         if self.biased:
             notes.append(f"The model adds a position bias at {self.biased} of {total} sites; it is added to log k too.")
         if self.sinking:
@@ -365,38 +366,38 @@ def locally(
     loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps, inputs: Mapping[str, Tensor], path: Route
 ) -> Local:
     """Compare own and new output of each swapped site, given the original model's queries, keys and values."""
-    found = Local()
+    local = Local()
 
     def visit(site: Site, call: Call) -> None:
         if site not in swaps:
             return
         swap = swaps[site]
         part = call if swap.heads is None else call.select(swap.heads)
-        both = attend(part, hooks.OWN), attend(part, swap.kernel, path)
-        own, new = (hooks.at_real_tokens(output, inputs).double() for output in both)
-        error = float((new - own).norm() / own.norm())
+        outputs = attend(part, hooks.OWN), attend(part, swap.kernel, path)
+        original, new = (hooks.at_real_tokens(output, inputs).double() for output in outputs)
+        error = float((new - original).norm() / original.norm())
         heads = list(swap.heads or range(call.query.shape[1]))
-        found.sites.append(
+        local.sites.append(
             SiteSwap(
                 site=site.name,
                 layer=site.layer,
                 part=site.part,
                 heads=heads,
                 path=route(part, swap.kernel, path),
-                output_error=error if error == error and error != float("inf") else None,
+                output_error=error if math.isfinite(error) else None,
                 off_simplex=_off_simplex(part, swap.kernel, inputs),
             )
         )
-        found.count(part, swap.kernel)
+        local.count(part, swap.kernel)
 
     with torch.no_grad(), hooks.watch(loaded.model, sites, visit):
         hooks.forward(loaded.model, inputs)
-    return found
+    return local
 
 
-def _format_numbers(found: Sequence[int]) -> str:
+def _format_numbers(numbers: Sequence[int]) -> str:
     """Format the distinct numbers in ascending order, as in `1 or 2`."""
-    return " or ".join(map(str, sorted(set(found))))
+    return " or ".join(map(str, sorted(set(numbers))))
 
 
 def _off_simplex(call: Call, kernel: Kernel, inputs: Mapping[str, Tensor]) -> float | None:
@@ -413,4 +414,4 @@ def _off_simplex(call: Call, kernel: Kernel, inputs: Mapping[str, Tensor]) -> fl
         rows = weights(call, kernel, slice(start, start + ROWS)).double()
         shares.append((-rows).clamp(min=0).sum(-1) / rows.abs().sum(-1))
     mean = float(hooks.at_real_tokens(torch.cat(shares, dim=-1).transpose(1, 2), inputs).mean())
-    return mean if mean == mean else None
+    return None if math.isnan(mean) else mean

@@ -16,7 +16,7 @@ from attnlens.analyzers import registry
 from attnlens.kernels.attention import Route
 from attnlens.maths.statistics import Design, Interval, false_discovery, p_values, paired_difference, rank_correlation
 from attnlens.maths.statistics.associations import PERMUTATIONS, permutation_tests, split_half, windows_interval
-from attnlens.models import hooks, loading, texts
+from attnlens.models import hooks, texts
 from attnlens.models.loading import Loaded
 from attnlens.models.texts import Batches
 from attnlens.models.texts.targets import NOTHING, Fed, output_options, states_of
@@ -31,7 +31,7 @@ from attnlens.runs.store import Keep, keep_nothing
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-    from attnlens.runs.swap.one_kernel import Swapping
+    from attnlens.runs.swap.session import SwapSession
 
 
 LEVEL = 0.05
@@ -54,92 +54,92 @@ class SweptMeasures:
     reasons: dict[str, str]  # why a measure is missing: no head has a value, or all values are equal
 
 
-def swept(
-    session: Swapping, swap: Swap, swaps: hooks.Swaps, teller: Callable[[str, int], Tell], keep: Keep = keep_nothing
+def sweep_units(
+    session: SwapSession, swap: Swap, swaps: hooks.Swaps, teller: Callable[[str, int], Tell], keep: Keep = keep_nothing
 ) -> Swap:
     """Return the record with the effect of each head or layer alone and, for heads, the predictors of the effect."""
     options, seed = session.options, session.settings.seed
     chosen = units(swaps, str(options.sweep), session.heads_of)
-    compared = options.sweep == "heads" and options.predictors and len(chosen) >= FEWEST_HEADS
-    if compared and session.measures is None:
+    correlated = options.sweep == "heads" and options.predictors and len(chosen) >= FEWEST_HEADS
+    if correlated and session.measures is None:
         tell = teller("predictors", 1)
         with timed(session.timings, "predictors"):
-            of_heads = session.loaded, session.evaluated, chosen, session.settings, session.design
-            session.measures = head_measures(*of_heads)
+            session.measures = head_measures(
+                session.loaded, session.evaluated, chosen, session.settings, session.design
+            )
         tell(1)
     tell = teller("sweep", len(chosen) * len(session.fed))
     work = session.loaded, session.sites, swaps, chosen, session.fed, session.task, session.design, options.path
     alone = sweep(*work, tell, keep)
     effects = alone.effects(seed)
-    if not compared or session.measures is None:
+    if not correlated or session.measures is None:
         return swap.model_copy(update={"sweep": effects})
     predictors, prediction = predicted_by(alone, session.measures, seed)
-    at = {(site.layer, head): place for place, (site, head) in enumerate(chosen)}
-    order = [at[effect.layer, effect.head] for effect in effects]
-    columns = {name: value[order].tolist() for name, value in session.measures.values.items()}
-    filled = [
-        one.model_copy(update={"values": [None if math.isnan(x) else x for x in columns[one.measure]]})
-        for one in predictors
-    ]
-    return swap.model_copy(update={"sweep": effects, "predictors": filled, "prediction": prediction})
+    index = {(site.layer, head): number for number, (site, head) in enumerate(chosen)}
+    order = [index[effect.layer, effect.head] for effect in effects]
+    for number, predictor in enumerate(predictors):
+        values = session.measures.values[predictor.measure][order].tolist()
+        finite = [None if math.isnan(value) else value for value in values]
+        predictors[number] = predictor.model_copy(update={"values": finite})
+    return swap.model_copy(update={"sweep": effects, "predictors": predictors, "prediction": prediction})
 
 
 def head_measures(
-    loaded: loading.Loaded, batches: Batches, units: Sequence[Unit], settings: Settings, design: Design
+    loaded: Loaded, batches: Batches, units: Sequence[Unit], settings: Settings, design: Design
 ) -> SweptMeasures:
     """Compute the measures of `inspect` for these heads, from one pass over the batches and from their weights."""
-    wanted = registry.select_sweep_analyzers()
+    analyzers = registry.select_sweep_analyzers()
     sites = checks.sites(loaded, batches.batches[0].inputs)
-    run = PreparedRun(loaded, settings, wanted)
+    run = PreparedRun(loaded, settings, analyzers)
     results = read_sites(run, sites, {site for site, _ in units}, batches, design)
     measures = {(record.site, record.head): record.measures for record in results.heads}
     values: dict[str, Tensor] = {}
     windows: dict[str, Tensor] = {}
     reasons: dict[str, str] = {}
-    infos = [info for found in wanted for info in found.measures]
+    infos = [info for analyzer in analyzers for info in analyzer.measures]
     for name in [info.name for info in infos if not info.curve and not info.labels]:
-        read = [measures[site.name, head or 0].get(name) for site, head in units]
-        numbers = [torch.nan if one is None or one.value is None else one.value for one in read]
+        by_unit = [measures[site.name, head or 0].get(name) for site, head in units]
+        numbers = [torch.nan if measure is None or measure.value is None else measure.value for measure in by_unit]
         values[name] = torch.tensor(numbers, dtype=torch.float64)
         if bool(values[name].isnan().all()):
-            explanations = [one.reason for one in read if one is not None and one.reason]
+            explanations = [measure.reason for measure in by_unit if measure is not None and measure.reason]
             reasons[name] = explanations[0] if explanations else "no head has a value"
         elif all((site.name, name) in results.windows for site, _ in units):
             rows = [results.windows[site.name, name][:, head or 0] for site, head in units]
             windows[name] = torch.stack(rows, 1)
     values = {name: value for name, value in values.items() if name not in reasons}
-    alike = {name for name, value in values.items() if not bool((value[~value.isnan()].diff() != 0).any())}
+    constant = {name for name, value in values.items() if not bool((value[~value.isnan()].diff() != 0).any())}
     return SweptMeasures(
-        {name: value for name, value in values.items() if name not in alike},
-        {name: value for name, value in windows.items() if name not in alike},
-        reasons | dict.fromkeys(sorted(alike), CONSTANT),
+        {name: value for name, value in values.items() if name not in constant},
+        {name: value for name, value in windows.items() if name not in constant},
+        reasons | dict.fromkeys(sorted(constant), CONSTANT),
     )
 
 
 def predicted_by(alone: Alone, measures: SweptMeasures, seed: int) -> tuple[list[Predictor], Prediction]:
     """Correlate each measure with the harm of the heads, sorted by corrected p; diverged heads are left out."""
-    harm, rises = alone.harms, alone.changed - alone.own
+    harm, rises = alone.harms, alone.changed - alone.original
     names, left_out = list(measures.values), dict(measures.reasons)
     table = torch.stack(list(measures.values.values())) if names else torch.zeros(0, len(harm), dtype=torch.float64)
     tests = permutation_tests(table, harm, seed=seed)
-    found = []
+    predictors = []
     for name, p_value, corrected in zip(names, tests.p_value.tolist(), tests.corrected.tolist(), strict=True):
         if math.isnan(p_value):
             left_out[name] = TOO_FEW
         else:
-            found.append(_predictor(name, alone, measures, (p_value, corrected), seed))
-    found.sort(key=lambda one: (one.p_corrected, -abs(one.rho)))
+            predictors.append(_predictor(name, alone, measures, (p_value, corrected), seed))
+    predictors.sort(key=lambda predictor: (predictor.p_corrected, -abs(predictor.rho)))
     finite = ~harm.isnan()
-    stable = split_half(rises[finite].mT, alone.sizes, alone.design, seed)
-    known = not math.isnan(stable)
+    reliability = split_half(rises[finite].mT, alone.sizes, alone.design, seed)
+    known = not math.isnan(reliability)
     why = "fewer than two windows, or four heads with a harm, or it is the same in all"
-    return found, Prediction(
+    return predictors, Prediction(
         heads=len(harm),
         diverged=int((~finite).sum()),
-        measures=len(found),
+        measures=len(predictors),
         permutations=PERMUTATIONS,
-        reliability=stable if known else None,
-        ceiling=math.sqrt(stable) if known else None,
+        reliability=reliability if known else None,
+        ceiling=math.sqrt(reliability) if known else None,
         left_out=left_out,
         reasons={} if known else dict.fromkeys(("reliability", "ceiling"), why),
     )
@@ -148,12 +148,12 @@ def predicted_by(alone: Alone, measures: SweptMeasures, seed: int) -> tuple[list
 def _predictor(name: str, alone: Alone, measures: SweptMeasures, p_values: tuple[float, float], seed: int) -> Predictor:
     """Correlate one measure with the harm, with intervals over heads, layers and windows."""
     value, harm, layer_numbers = measures.values[name], alone.harms, [site.layer for site, _ in alone.units]
-    own = [(site.path, head) for site, head in alone.units]  # ALBERT's layers share heads
-    over_heads = rank_correlation(value, harm, own, seed=seed)
+    heads = [(site.path, head) for site, head in alone.units]  # ALBERT's layers share heads
+    over_heads = rank_correlation(value, harm, heads, seed=seed)
     layers = _interval_ends(rank_correlation(value, harm, layer_numbers, seed=seed))
-    there = ~(value + harm).isnan()
-    measure = measures.windows[name][alone.kept][:, there] if name in measures.windows else value[there]
-    rises = (alone.changed - alone.own)[there].mT
+    present = ~(value + harm).isnan()
+    measure = measures.windows[name][alone.rows][:, present] if name in measures.windows else value[present]
+    rises = (alone.changed - alone.original)[present].mT
     windows = _interval_ends(windows_interval(measure, rises, alone.sizes, alone.design, over_heads.value, seed=seed))
     missing = {
         "sequences_ci95": "" if windows else ONE_WINDOW if alone.design.freedom < 1 else PARTIAL,
@@ -162,20 +162,20 @@ def _predictor(name: str, alone: Alone, measures: SweptMeasures, p_values: tuple
     return Predictor(
         measure=name,
         rho=over_heads.value,
-        heads=int(there.sum()),
-        left_out=int((~there).sum()),
+        heads=int(present.sum()),
+        left_out=int((~present).sum()),
         heads_ci95=_interval_ends(over_heads),
         layers_ci95=layers,
         sequences_ci95=windows,
         p_value=p_values[0],
         p_corrected=p_values[1],
         holds=p_values[1] < LEVEL and layers is not None and layers[0] * layers[1] > 0,
-        reasons={field: why for field, why in missing.items() if why},
+        reasons={name: reason for name, reason in missing.items() if reason},
     )
 
 
-def _interval_ends(found: Interval) -> tuple[float, float] | None:
-    return None if math.isnan(found.low) else (found.low, found.high)
+def _interval_ends(interval: Interval) -> tuple[float, float] | None:
+    return None if math.isnan(interval.low) else (interval.low, interval.high)
 
 
 Unit = tuple[Site, int | None]
@@ -194,17 +194,17 @@ class Alone:
     """The effects of units swapped alone, on each sequence with a prediction."""
 
     units: list[Unit]  # the units that were swapped alone
-    own: Float[Tensor, " windows"]  # loss of the original model, or its distance from itself
+    original: Float[Tensor, " windows"]  # loss of the original model, or its distance from itself
     changed: Float[Tensor, "units windows"]  # loss, or distance from the original, with each unit swapped
     sizes: Float[Tensor, " windows"]  # weight of each sequence in the mean
-    kept: list[int]  # indices of these sequences among all fed sequences
+    rows: list[int]  # indices of these sequences among all fed sequences
     design: Design  # how the sequences were sampled
     tested: bool  # whether differences are tested: losses are, distances (never negative) are not
 
     @property
     def harms(self) -> Float[Tensor, " units"]:
         """Mean rise caused by each unit; NaN if the model diverged."""
-        means = (self.changed - self.own).double() @ self.sizes / self.sizes.sum()
+        means = (self.changed - self.original).double() @ self.sizes / self.sizes.sum()
         return torch.where(self.changed.isfinite().all(1), means, torch.nan)
 
     def effects(self, seed: int) -> list[Effect]:
@@ -216,22 +216,21 @@ class Alone:
         """
         effects = []
         for (site, head), new in zip(self.units, self.changed, strict=True):
-            delta: float | None = None
-            ends: tuple[float, float] | None = None
+            delta, ci95 = None, None
             if bool(new.isfinite().all()):
-                delta, low, high = paired_difference(self.own, new, self.design, weights=self.sizes, seed=seed)
-                ends = (low, high) if low == low else None
-            effects.append(Effect(layer=site.layer, head=head, part=site.part, delta=delta, ci95=ends))
+                delta, low, high = paired_difference(self.original, new, self.design, weights=self.sizes, seed=seed)
+                ci95 = None if math.isnan(low) else (low, high)
+            effects.append(Effect(layer=site.layer, head=head, part=site.part, delta=delta, ci95=ci95))
         if self.tested:
-            differences = self.changed - self.own
+            differences = self.changed - self.original
             finite = differences.isfinite().all(1)
-            found = torch.full((len(effects),), torch.nan, dtype=torch.float64)  # a diverged unit has no p-value
-            found[finite] = p_values(differences[finite], self.design, self.sizes, seed)
-            effects = [
-                effect.model_copy(update={"p_value": None if p != p else p, "significant": named})
-                for effect, p, named in zip(effects, found.tolist(), false_discovery(found).tolist(), strict=True)
-            ]
-        return sorted(effects, key=lambda effect: -float("inf") if effect.delta is None else -effect.delta)
+            p = torch.full((len(effects),), torch.nan, dtype=torch.float64)  # a diverged unit has no p-value
+            p[finite] = p_values(differences[finite], self.design, self.sizes, seed)
+            for number, significant in enumerate(false_discovery(p).tolist()):
+                p_value = float(p[number]) if finite[number] else None
+                update = {"p_value": p_value, "significant": significant}
+                effects[number] = effects[number].model_copy(update=update)
+        return sorted(effects, key=lambda effect: -math.inf if effect.delta is None else -effect.delta)
 
 
 def sweep(
@@ -255,15 +254,15 @@ def sweep(
         for unit in chosen:
             site, head = unit
             name = f"batch {number}, {site.name}, " + ("all heads" if head is None else f"head {head}")
-            found = keep(name, partial(batch.losses, site, head))
-            after[unit].append(found["changed"])
+            losses = keep(name, partial(batch.losses, site, head))
+            after[unit].append(losses["changed"])
             progress(1)
-        before.append(found["own"])
+        before.append(losses["own"])
     weights = torch.cat([_sequence_weights(fed, task) for fed in batches])
-    kept = (weights > 0).nonzero()[:, 0].tolist()
+    rows = (weights > 0).nonzero()[:, 0].tolist()
     changed = torch.stack([torch.cat(after[unit]) for unit in chosen])
     tested = task != "hidden" and not batches[0].noise
-    return Alone(list(chosen), torch.cat(before), changed, weights[kept], kept, design.select(kept), tested)
+    return Alone(list(chosen), torch.cat(before), changed, weights[rows], rows, design.select(rows), tested)
 
 
 @dataclass
@@ -281,44 +280,45 @@ class SweptBatch:
     @cached_property
     def original(self) -> tuple[dict[str, Any], Tensor, Tensor]:
         """Block outputs, predictions and loss per sequence of the original model."""
-        with hooks.record_outputs(self.blocks) as given:
-            own = _run_batch(self.loaded, self.fed, self.task)
-        return given, own, _losses(own, own, self.fed, self.task)
+        with hooks.record_outputs(self.blocks) as outputs:
+            original = _run_batch(self.loaded, self.fed, self.task)
+        return outputs, original, _losses(original, original, self.fed, self.task)
 
     def losses(self, site: Site, head: int | None) -> dict[str, Tensor]:
         """Compute the loss of each sequence in the original model, and with one head (None: all) of a site swapped."""
-        given, own, own_losses = self.original
+        outputs, original, own_losses = self.original
         swap = self.swaps[site]
         if head is not None:  # select the head's fitted parameters
             index = head if swap.heads is None else swap.heads.index(head)
             swap = hooks.Replacement(swap.kernel.of_head(index), (head,))
         with (
             hooks.replace(self.loaded.model, self.sites, {site: swap}, self.path),
-            hooks.replay_outputs(self.blocks, given, site),
+            hooks.replay_outputs(self.blocks, outputs, site),
         ):
             new = _run_batch(self.loaded, self.fed, self.task)
-        return {"own": own_losses, "changed": _losses(own, new, self.fed, self.task)}
+        return {"own": own_losses, "changed": _losses(original, new, self.fed, self.task)}
 
 
 def _run_batch(loaded: Loaded, fed: Fed, task: Task) -> Tensor:
     """Return the predictions at predicted positions, or the (batch, tokens, d_model) states of a headless model."""
     with torch.no_grad():
         result = hooks.forward(loaded.model, fed.inputs, **output_options(task))
-    found = predictions(result, fed, task)
-    return states_of(result) if found is None else found
+    logits = predictions(result, fed, task)
+    return states_of(result) if logits is None else logits
 
 
-def _losses(own: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
+def _losses(original: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
     """Compute the mean loss of each sequence; on noise KL(own ‖ new), for headless models 1 − cosine at real tokens."""
     if task == "hidden":
-        apart = 1 - torch.nn.functional.cosine_similarity(own.double(), new.double(), dim=-1)
-        apart = apart.reshape(texts.sequences_in(fed.inputs), -1)  # rows can be windows of an image, or hold all images
-        mask = fed.inputs.get("attention_mask", torch.ones_like(apart))
-        mask = mask if mask.shape == apart.shape else torch.ones_like(apart)
-        return ((apart * mask).sum(1) / mask.sum(1)).clamp_min(0).cpu()  # negative values are rounding errors
-    targets = own.argmax(-1, keepdim=True) if fed.targets is None else fed.targets
+        distance = 1 - torch.nn.functional.cosine_similarity(original.double(), new.double(), dim=-1)
+        # rows can be windows of an image, or hold all images
+        distance = distance.reshape(texts.sequences_in(fed.inputs), -1)
+        mask = fed.inputs.get("attention_mask", torch.ones_like(distance))
+        mask = mask if mask.shape == distance.shape else torch.ones_like(distance)
+        return ((distance * mask).sum(1) / mask.sum(1)).clamp_min(0).cpu()  # negative values are rounding errors
+    targets = original.argmax(-1, keepdim=True) if fed.targets is None else fed.targets
     if fed.noise:
-        return sequence_means(divergence(own, new), targets != NOTHING)[0].clamp_min(0)
+        return sequence_means(divergence(original, new), targets != NOTHING)[0].clamp_min(0)
     return sequence_losses(new, targets)[0]
 
 

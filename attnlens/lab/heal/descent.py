@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from attnlens.choices import HealingStage
 from attnlens.errors import ModelError, UsageError
 from attnlens.kernels import OWN
-from attnlens.maths.statistics import paired_difference
-from attnlens.models import hooks
-from attnlens.models.texts import Batches, sequences_in
-from attnlens.records import Healing, HealingControl, HealingStep, HealingTraining
-from attnlens.requests.healing import HealOptions
-from attnlens.runs.differences import Differences, mean_loss
-from attnlens.runs.outputs import peak_of
-from attnlens.runs.progress import Tell
-from attnlens.runs.store import Store, key_of
-from attnlens.runs.swap.healing.course import (
+from attnlens.lab.heal.course import (
     SLOWER,
     STAGES,
     STEPS,
@@ -35,98 +24,94 @@ from attnlens.runs.swap.healing.course import (
     Distances,
     HeldOut,
     adamw,
-    chosen_rate,
-    parts_of,
-    put_back,
+    choose_rate,
+    cut_parts,
+    set_values,
     split,
 )
-from attnlens.runs.swap.healing.healer import Healer, changed_weights
-
-if TYPE_CHECKING:
-    from attnlens.runs.swap.one_kernel import Swapping
+from attnlens.lab.heal.healer import Healer
+from attnlens.maths.statistics import paired_difference
+from attnlens.models import hooks
+from attnlens.models.texts import Batches, sequences_in
+from attnlens.records import Healing, HealingControl, HealingStep, HealingTraining
+from attnlens.requests.swap import HealOptions
+from attnlens.runs.differences import Differences, mean_loss
+from attnlens.runs.outputs import peak_of
+from attnlens.runs.progress import Tell
+from attnlens.runs.store import Store, key_of
+from attnlens.runs.swap.kernel_run import NO_PEAK
+from attnlens.runs.swap.session import SwapSession, changed_weights, digest_of
 
 COURSE = ("stage", "begun", "rate", "within", "step", "tokens", "order")
 """Fields of a `Course` that are stored without conversion."""
 
 
-NO_PEAK = "this platform does not tell it"
-
-
-def healed(
-    session: Swapping,
+def train_swap(
+    session: SwapSession,
     swaps: hooks.Swaps,
-    asked: HealOptions,
+    options: HealOptions,
     calibrated: Batches,
     teller: Callable[[str, int], Tell],
-    parts: Store | None = None,
+    store: Store | None = None,
     *,
     control: bool = False,
 ) -> tuple[Healing, Healer]:
     """Heal a swap; with `control`, train the original model on the same batches for the same amount instead.
 
     The control skips attention transfer, since the original model is its own target there, and spends that amount on
-    the text. `parts` stores the state. Raises UsageError for the goal `text` if the model predicts no token of a text.
+    the text. `store` stores the state. Raises UsageError for the goal `text` if the model predicts no token of a text.
     """
-    if asked.goal == "text" and (session.task in ("hidden", "classification") or calibrated.made_up):
+    if options.goal == "text" and (session.task in ("hidden", "classification") or calibrated.made_up):
         raise UsageError(
-            "--heal-on text: this model predicts no token of a text.", "Leave it out: the original model teaches."
+            "--learn text: this model predicts no token of a text.", "Leave it out: the original model teaches."
         )
-    loaded, options, seed, name = session.loaded, session.options, session.settings.seed, "heal"
+    model, name = session.loaded.model, "heal"
     if control:
         swaps, name = {site: hooks.Replacement(OWN, swap.heads) for site, swap in swaps.items()}, "control"
     healer = Healer(
-        loaded,
+        session.loaded,
         session.sites,
         swaps,
         session.task,
-        options.path,
+        session.options.path,
         None if control else options.eta,
         options.convention,
-        goal=asked.goal,
-        rank=asked.rank,
-        seed=seed,
-        recompute=asked.checkpointing,
+        goal=options.goal,
+        rank=options.rank,
+        seed=session.seed,
+        recompute=options.checkpointing,
     )
     # facts that determine the result besides the model, texts and options of the run
     facts = [
         [site.name, swap.kernel.spelling, swap.heads, digest_of(dict(swap.kernel.fitted))]
         for site, swap in swaps.items()
     ]
-    state = None if parts is None else (parts, f"{name} {key_of(facts)}")
-    found: list[Healing] = []
-    tell = teller(name, int(asked.amount.number))
-    evaluate = partial(mean_loss, loaded.model, session.fed, session.task)
-    work = calibrated, asked, seed, evaluate, tell, state, STAGES[1:] if control else STAGES
-    peak = peak_of(loaded.model, lambda: found.append(heal(healer, *work)))
+    state = None if store is None else (store, f"{name} {key_of(facts)}")
+    records: list[Healing] = []
+    tell = teller(name, int(options.amount.number))
+    evaluate = partial(mean_loss, model, session.fed, session.task)
+    work = calibrated, options, session.seed, evaluate, tell, state, STAGES[1:] if control else STAGES
+    peak = peak_of(model, lambda: records.append(heal(healer, *work)))
     reasons = {} if peak is not None else {"peak_memory_bytes": NO_PEAK}
-    return found[0].model_copy(update={"peak_memory_bytes": peak, "reasons": reasons}), healer
+    return records[0].model_copy(update={"peak_memory_bytes": peak, "reasons": reasons}), healer
 
 
-def control_of(trained: Healing, control: Differences, healed: Differences, seed: int) -> HealingControl | None:
+def compare_control(record: Healing, control: Differences, healed: Differences, seed: int) -> HealingControl | None:
     """Build the control's record; None if one of the two models has no finite loss."""
-    changed, own = control.outcome(seed, []), healed.outcome(seed, [])
-    if changed.get("perplexity") is None or own.get("perplexity") is None:
+    of_control, of_healed = control.outcome(seed, []), healed.outcome(seed, [])
+    if of_control.get("perplexity") is None or of_healed.get("perplexity") is None:
         return None
-    first, second = (torch.cat(one.after) for one in (control, healed))
-    delta, low, high = paired_difference(first, second, healed.sampled, weights=torch.cat(healed.counts), seed=seed)
+    first, second, counts = torch.cat(control.after), torch.cat(healed.after), torch.cat(healed.counts)
+    delta, low, high = paired_difference(first, second, healed.sampled, weights=counts, seed=seed)
     return HealingControl(
-        best=trained.best,
-        tokens=trained.tokens or 0,
-        learning_rate=trained.learning_rate,
-        loss=changed["loss"],
-        perplexity=changed["perplexity"],
+        best=record.best,
+        tokens=record.tokens or 0,
+        learning_rate=record.learning_rate,
+        loss=of_control["loss"],
+        perplexity=of_control["perplexity"],
         ratio=math.exp(delta),
         ratio_ci95=None if math.isnan(low) else (math.exp(low), math.exp(high)),
     )
-
-
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash of the names, types, shapes and values of tensors: 16 hex digits of SHA-256."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
 
 
 CHECKS, FEW, MOST_CHECKS = 10, 5, 100
@@ -148,7 +133,7 @@ Evaluate = Callable[[], float | None]
 def heal(
     healer: Healer,
     batches: Batches,
-    asked: HealOptions,
+    options: HealOptions,
     seed: int,
     evaluate: Evaluate,
     progress: Tell,
@@ -163,15 +148,15 @@ def heal(
     the initial distance is not finite. After the first checked step, Ctrl-C ends the healing early and sets
     `healer.interrupted`.
     """
-    train, back = split(healer, batches, seed, _estimate_batches(asked, batches))
+    train, held_out = split(healer, batches, seed, _estimate_batches(options, batches))
     healer.prepare(batches.batches[0])
-    few = None  # sequences per step for STEPS_WANTED steps if tokens are requested; None: a batch
-    if asked.amount.unit == "tokens" and batches.tokens:
+    batch = options.batch  # sequences per step; None: a batch
+    if batch is None and options.amount.unit == "tokens" and batches.tokens:
         size = sequences_in(batches.batches[0].inputs)
-        few = int(max(1, min(size, asked.amount.number / batches.tokens / STEPS_WANTED)))
-    parts, per_step = parts_of(train, asked.batch or few)
-    course = Course(healer, parts, per_step, asked.amount, torch.Generator().manual_seed(seed))
-    work = Work(course, HeldOut(healer, back), evaluate, progress, state, patient=asked.control)
+        batch = int(max(1, min(size, options.amount.number / batches.tokens / STEPS_WANTED)))
+    parts, per_step = cut_parts(train, batch)
+    course = Course(healer, parts, per_step, options.amount, torch.Generator().manual_seed(seed))
+    work = Descent(course, HeldOut(healer, held_out), evaluate, progress, state, patient=options.control)
     saved = None if state is None or not state[0].resume else state[0].load(state[1])
     try:
         work.begin(saved)
@@ -182,27 +167,27 @@ def heal(
         if len(work.curve) < 2:
             raise
         healer.interrupted = True
-    return work.finished(asked, sequences_in(parts[0].inputs) * per_step)
+    return work.finish(options, sequences_in(parts[0].inputs) * per_step)
 
 
 @dataclass
-class Work:
+class Descent:
     """A healing in progress: its course, its checks and its records."""
 
     course: Course
-    held: HeldOut
+    held_out: HeldOut
     evaluate: Evaluate
     progress: Tell
     state: tuple[Store, str] | None  # the store of the state, and its name there
     best: Best = field(default_factory=Best)
     curve: list[HealingStep] = field(default_factory=list)
     trainings: list[HealingTraining] = field(default_factory=list)  # one per started stage
-    seen: list[tuple[float, Distances]] = field(default_factory=list)
+    history: list[tuple[float, Distances]] = field(default_factory=list)
     """Checks of the current stage: share of the total work, and the distances."""
     resumed: bool = False
     ended: bool = False  # True if the stage is over
     patient: bool = False  # True: no stage ends early or is skipped, so that a control trains equally long
-    told: int = 0  # amount reported to `progress` so far
+    reported: int = 0  # amount reported to `progress` so far
 
     def begin(self, saved: dict[str, Any] | None) -> None:
         """Run the check before the first step, or restore a saved state."""
@@ -214,18 +199,18 @@ class Work:
             setattr(course, name, saved["course"][name])
         course.spent = saved["seconds"]
         course.generator.set_state(saved["generator"])
-        put_back(leaves, saved["now"])
-        best.step, best.distance, kept = saved["best"]
-        best.kept = [part.to(leaf.device) for part, leaf in zip(kept, leaves, strict=True)]
+        set_values(leaves, saved["now"])
+        best.step, best.distance, values = saved["best"]
+        best.values = [value.to(leaf.device) for value, leaf in zip(values, leaves, strict=True)]
         course.optimiser = adamw(leaves, course.rate)
         for leaf, moments in zip(leaves, saved["moments"], strict=True):
-            if moments:
-                placed = {name: part.to(leaf.device) for name, part in moments.items() if name != "step"}
-                course.optimiser.state[leaf] = {"step": moments["step"].to(torch.float32), **placed}
-        self.seen = [(share, Distances(each, counts)) for share, each, counts in saved["seen"]]
+            if moments:  # AdamW keeps its step count on the CPU
+                means = {name: part.to(leaf.device) for name, part in moments.items() if name != "step"}
+                course.optimiser.state[leaf] = {"step": moments["step"].to(torch.float32), **means}
+        self.history = [(share, Distances(each, counts)) for share, each, counts in saved["history"]]
         facts = saved["facts"]
-        self.curve = [HealingStep.model_validate(one) for one in facts["curve"]]
-        self.trainings = [HealingTraining.model_validate(one) for one in facts["trainings"]]
+        self.curve = [HealingStep.model_validate(step) for step in facts["curve"]]
+        self.trainings = [HealingTraining.model_validate(training) for training in facts["trainings"]]
         self.ended = facts["ended"]
         self.resumed = True
         self._report_progress()
@@ -242,10 +227,10 @@ class Work:
         while not (self.ended or (course.over and course.step)):  # at least one step, even if the time is over
             started = time.monotonic()
             tokens = course.advance()
-            now = self.trainings[-1]
-            tokens, seconds = now.tokens + tokens, now.seconds + time.monotonic() - started
+            training = self.trainings[-1]
+            tokens, seconds = training.tokens + tokens, training.seconds + time.monotonic() - started
             speed = tokens / seconds if seconds > 0 else None
-            self._update_training(steps=now.steps + 1, tokens=tokens, seconds=seconds, tokens_per_second=speed)
+            self._update_training(steps=training.steps + 1, tokens=tokens, seconds=seconds, tokens_per_second=speed)
             self._report_progress()
             if self._due or course.over:
                 self._run_check()
@@ -257,12 +242,12 @@ class Work:
         planned = 1 / course.one_step if course.one_step else 1e9  # a time does not bound the steps
         count = max(1, min(STEPS, round(planned / 10)))
         endless = cycle(course.train)  # batches in order, repeated, grouped by step
-        some = [list(islice(endless, course.per_step)) for _ in range(count)]
-        rate, tried = chosen_rate(course.healer, stage, some, self.held)
+        steps = [list(islice(endless, course.per_step)) for _ in range(count)]
+        rate, tried = choose_rate(course.healer, stage, steps, self.held_out)
         if not rate and self.patient:
-            rate = min(one.rate for one in tried)
+            rate = min(trial.rate for trial in tried)
         course.begin(stage, rate)
-        self.seen = [(course.share, self.held.distances(stage))]
+        self.history = [(course.share, self.held_out.distances(stage))]
         training = HealingTraining(stage=stage, steps=0, tokens=0, seconds=0.0, learning_rate=rate, rates=tried)
         self.ended = rate == 0
         self.trainings.append(training.model_copy(update={"stopped": self.ended}))
@@ -271,47 +256,48 @@ class Work:
         """Run a check: keep the best parameters, decide whether the stage continues, and save the state."""
         course = self.course
         whole = self.check(course.step)
-        distances = whole if course.stage == "whole" else self.held.distances(course.stage)
-        self.seen.append((course.share, distances))
-        if not any(found.mean < self.seen[0][1].mean for _, found in self.seen) and not course.over:
-            self.best.restore(course.healer.leaves)  # no improvement on the stage's start: restart with smaller steps
-            chosen = self.trainings[-1].lowered_from or course.rate
+        distances = whole if course.stage == "whole" else self.held_out.distances(course.stage)
+        self.history.append((course.share, distances))
+        improved = any(distances.mean < self.history[0][1].mean for _, distances in self.history)
+        if not improved and not course.over:  # restart the stage with smaller steps
+            self.best.restore(course.healer.leaves)
+            first_rate = self.trainings[-1].lowered_from or course.rate
             course.begin(course.stage, course.rate * SLOWER)
-            self._update_training(learning_rate=course.rate, lowered_from=chosen)
+            self._update_training(learning_rate=course.rate, lowered_from=first_rate)
         # end the stage if the distance has not fallen significantly within its last PATIENCE
-        since = self.seen[-1][0] - PATIENCE * (course.end - course.begun)
-        before = [distances for at, distances in self.seen[:-FEWEST] if at <= since]
-        self.ended = not self.patient and bool(before) and not self.seen[-1][1].falls_from(before[-1])
+        since = self.history[-1][0] - PATIENCE * (course.end - course.begun)
+        before = [distances for at, distances in self.history[:-FEWEST] if at <= since]
+        self.ended = not self.patient and bool(before) and not self.history[-1][1].falls_from(before[-1])
         if self.ended and not course.over:
             self._update_training(stopped=True)
         if self.state is not None and course.optimiser is not None:
             store, name = self.state
             leaves = course.healer.leaves
-            curve, trainings = ([one.model_dump() for one in listed] for listed in (self.curve, self.trainings))
+            curve, trainings = ([record.model_dump() for record in part] for part in (self.curve, self.trainings))
             value = {
                 "course": {name: getattr(course, name) for name in COURSE},
                 "seconds": course.seconds,
                 "generator": course.generator.get_state(),
                 "now": leaves,
                 "moments": [dict(course.optimiser.state.get(leaf, {})) for leaf in leaves],
-                "best": [self.best.step, self.best.distance, self.best.kept],
-                "seen": [[share, distances.each, distances.counts] for share, distances in self.seen],
+                "best": [self.best.step, self.best.distance, self.best.values],
+                "history": [[share, distances.each, distances.counts] for share, distances in self.history],
                 "facts": {"curve": curve, "trainings": trainings, "ended": self.ended},
             }
             store.keep(name, value)
 
     def check(self, step: int) -> Distances:
         """Measure the distance, keep the best parameters, extend the curve; raise ModelError if step 0 diverges."""
-        distances = self.held.distances()
+        distances = self.held_out.distances()
         if step == 0 and not distances.finite:
             raise ModelError(
                 "The swapped model diverges, so that nothing can be healed.", "Try --fit, or fewer layers."
             )
         if distances.finite:
             self.best.offer(step, distances.mean, self.course.healer.leaves)
-        share, points = self.course.share, sum(one.loss is not None for one in self.curve)
-        passed = points < len(DRAWN) and share >= DRAWN[points] - 1e-9  # 1e-9: rounding of shares
-        drawn = not self.curve or passed or share >= 1
+        share, points = self.course.share, sum(step.loss is not None for step in self.curve)
+        due = points < len(DRAWN) and share >= DRAWN[points] - 1e-9  # 1e-9: rounding of shares
+        drawn = not self.curve or due or share >= 1
         point = HealingStep(
             step=step,
             validation=distances.mean if distances.finite else None,
@@ -328,7 +314,7 @@ class Work:
         course = self.course
         planned = 1 / course.one_step if course.one_step else course.amount.number
         checks = max(FEW, min(CHECKS, int(planned // NEAR)), min(MOST_CHECKS, int(planned // APART)))
-        last = self.seen[-1][0]  # 1e-9 below: rounding of shares
+        last = self.history[-1][0]  # 1e-9 below: rounding of shares
         return int(course.share * checks + 0.5 + 1e-9) > int(last * checks + 0.5 + 1e-9)
 
     def _evaluation_loss(self) -> float | None:
@@ -345,10 +331,10 @@ class Work:
 
     def _report_progress(self) -> None:
         done = int(min(self.course.done, self.course.amount.number))
-        self.progress(done - self.told)
-        self.told = done
+        self.progress(done - self.reported)
+        self.reported = done
 
-    def finished(self, asked: HealOptions, batch: int) -> Healing:
+    def finish(self, options: HealOptions, batch: int) -> Healing:
         """Restore the best parameters and build the record."""
         course, healer = self.course, self.course.healer
         self.best.restore(healer.leaves)
@@ -356,14 +342,16 @@ class Work:
             if point.step == self.best.step and point.loss is None:
                 self.curve[index] = point.model_copy(update={"loss": self._evaluation_loss()})
         return Healing(
-            steps=int(asked.amount.number) if asked.amount.unit == "steps" else course.step,
+            steps=int(options.amount.number) if options.amount.unit == "steps" else course.step,
             best=self.best.step,
             parameters=healer.count,
-            learning_rate=next((one.learning_rate for one in reversed(self.trainings) if one.steps), 0.0),
+            learning_rate=next(
+                (training.learning_rate for training in reversed(self.trainings) if training.steps), 0.0
+            ),
             curve=self.curve,
-            asked=str(asked.amount),
+            asked=str(options.amount),
             goal=healer.goal,
-            rank=asked.rank,
+            rank=options.rank,
             batch=batch,
             tokens=course.tokens,
             seconds=course.seconds,
@@ -373,9 +361,10 @@ class Work:
         )
 
 
-def _estimate_batches(asked: HealOptions, batches: Batches) -> float:
+def _estimate_batches(options: HealOptions, batches: Batches) -> float:
     """Estimate the number of training batches; MOST_CHECKS steps if the amount is a time."""
+    number, unit = options.amount.number, options.amount.unit
     size = sequences_in(batches.batches[0].inputs)
-    steps = {"steps": asked.amount.number, "tokens": asked.amount.number / max(1, size * batches.tokens)}
-    whole = 1 if asked.amount.unit == "tokens" else max(1.0, (asked.batch or size) / size)
-    return steps.get(asked.amount.unit, MOST_CHECKS) * whole
+    if unit == "tokens":
+        return number / max(1, size * batches.tokens)
+    return (number if unit == "steps" else MOST_CHECKS) * max(1.0, (options.batch or size) / size)

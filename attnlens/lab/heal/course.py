@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from attnlens.choices import HealingGoal, HealingStage
 from attnlens.errors import TextError
+from attnlens.lab.heal.healer import Healer
 from attnlens.maths.statistics import paired_difference
 from attnlens.maths.statistics.intervals import FEWEST_DRAWS
 from attnlens.models import hooks, texts
@@ -20,9 +21,8 @@ from attnlens.models.texts import Batches
 from attnlens.models.texts.sequences import choose_windows
 from attnlens.models.texts.targets import Fed, feed
 from attnlens.records import Call, HealingRate, Site
-from attnlens.requests.healing import Amount
+from attnlens.requests.swap import Amount
 from attnlens.runs.outputs import tokens_in
-from attnlens.runs.swap.healing.healer import Healer
 
 SMALLEST = 1e-30
 """Lower bound on ‖own‖² in relative errors, since a site's output can be 0."""
@@ -52,11 +52,12 @@ def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) 
     return total
 
 
-def transferred(healer: Healer, inputs: Mapping[str, Tensor]) -> Tensor:
+def transfer_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Tensor:
     """Return Σ_sites ‖new − own‖² / ‖own‖² of each sequence, without gradient and regulariser."""
     with torch.no_grad():
-        each = [_relative_errors(*pair, inputs) for pairs, _ in _pairs(healer, inputs) for pair in pairs]
-    alike = [found for found in each if len(found) == len(each[0])]
+        errors = [_relative_errors(*pair, inputs) for pairs, _ in _pairs(healer, inputs) for pair in pairs]
+    # add only sites with one row per sequence as the first: others attend within windows of an image, each its own row
+    alike = [error for error in errors if len(error) == len(errors[0])]
     return torch.stack(alike).double().sum(0).cpu()
 
 
@@ -64,7 +65,7 @@ def _pairs(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[
     """Yield (new output, original output) of the sites of each module, and the module's regularisers."""
     new, penalties = dict[Site, Tensor](), list[Tensor]()
     paths = {healer.loaded.model.get_submodule(site.path): site.path for site in healer.swaps}
-    calls, own = _record_calls(healer, inputs, paths)
+    calls, original = _record_calls(healer, inputs, paths)
     swaps = healer.healed_swaps()
 
     def visit(site: Site, call: Call) -> None:
@@ -81,7 +82,7 @@ def _pairs(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[
                 name.removeprefix(begin): part.value for name, part in healer.weights.items() if name.startswith(begin)
             }
             torch.func.functional_call(module, local, args, kwargs)
-            yield [(found, own[site]) for site, found in new.items()], penalties
+            yield [(output, original[site]) for site, output in new.items()], penalties
             new.clear()
             penalties.clear()
 
@@ -90,16 +91,16 @@ def _record_calls(
     healer: Healer, inputs: Mapping[str, Tensor], paths: Mapping[nn.Module, str]
 ) -> tuple[list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]], dict[Site, Tensor]]:
     """Record the calls (module, args, kwargs) of these modules in the original model, and their sites' outputs."""
-    calls, own = list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]](), dict[Site, Tensor]()
+    calls, original = list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]](), dict[Site, Tensor]()
     expected = sum(site.path in paths.values() for site in healer.sites)
 
     def entered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append((module, args, kwargs))
 
-    def answered(site: Site, found: Tensor) -> None:
+    def answered(site: Site, output: Tensor) -> None:
         if site.path in paths.values():
-            own[site] = found
-        if len(own) == expected:
+            original[site] = output
+        if len(original) == expected:
             raise _AllModulesRan
 
     handles = [module.register_forward_pre_hook(entered, with_kwargs=True) for module in paths]
@@ -111,14 +112,14 @@ def _record_calls(
     finally:
         for handle in handles:
             handle.remove()
-    return calls, own
+    return calls, original
 
 
-def _relative_errors(new: Tensor, own: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+def _relative_errors(new: Tensor, original: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     """Compute ‖new − own‖² / ‖own‖² of each sequence over its real tokens."""
-    real = hooks.real_tokens(own, inputs)
-    missed, whole = ((part.float().square().flatten(2).sum(-1) * real).sum(1) for part in (new - own, own))
-    return missed / whole.clamp_min(SMALLEST)
+    real = hooks.real_tokens(original, inputs)
+    error, size = ((part.float().square().flatten(2).sum(-1) * real).sum(1) for part in (new - original, original))
+    return error / size.clamp_min(SMALLEST)
 
 
 SHARE, MOST, A_BATCH = 0.125, 4, 40
@@ -136,11 +137,11 @@ class HeldOut:
     def distances(self, stage: HealingStage = "whole", most: int = MOST) -> Distances:
         """Measure the stage's loss on each sequence of the first `most` batches, without gradients and regulariser."""
         if stage == "transfer":
-            errors = torch.cat([transferred(self.healer, one.inputs) for one in self.fed[:most]])
+            errors = torch.cat([transfer_errors(self.healer, batch.inputs) for batch in self.fed[:most]])
             return Distances(errors, torch.ones_like(errors))
-        found = [self.healer.by_sequence(one.inputs, one.targets) for one in self.fed[:most]]
-        each, counts = (torch.cat([part[side].double() for part in found]) for side in (0, 1))
-        return Distances(each, counts)
+        parts = [self.healer.by_sequence(batch.inputs, batch.targets) for batch in self.fed[:most]]
+        means, counts = (torch.cat(part).double() for part in zip(*parts, strict=True))
+        return Distances(means, counts)
 
 
 @dataclass(frozen=True)
@@ -176,23 +177,23 @@ class Best:
 
     step: int = 0
     distance: float = math.inf
-    kept: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)  # values of the leaves at that step
 
     def offer(self, step: int, distance: float, leaves: Sequence[Tensor]) -> None:
         """Keep the parameters if the distance is the smallest so far."""
         if distance < self.distance:  # strict: keeps the first of equal steps, and never NaN
             self.step, self.distance = step, distance
-            self.kept = [leaf.detach().clone() for leaf in leaves]
+            self.values = [leaf.detach().clone() for leaf in leaves]
 
     def restore(self, leaves: Sequence[Tensor]) -> None:
         """Set the leaves to the parameters of the best step."""
-        put_back(leaves, self.kept)
+        set_values(leaves, self.values)
 
 
-def put_back(leaves: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+def set_values(leaves: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy these values into the leaves."""
     with torch.no_grad():
-        for leaf, value in zip(leaves, kept, strict=True):
+        for leaf, value in zip(leaves, values, strict=True):
             leaf.copy_(value)
 
 
@@ -208,25 +209,22 @@ def split(healer: Healer, batches: Batches, seed: int, trained: float = math.inf
     else:
         fed = [Fed(batch.inputs, None) for batch in batches]
     count = max(1, round(min(MOST, len(batches) * SHARE, trained / A_BATCH)))
-    back = choose_windows(len(batches), count, "spread", seed=0)
-    return [one for number, one in enumerate(fed) if number not in back], [fed[number] for number in back]
+    held_out = choose_windows(len(batches), count, "spread", seed=0)
+    return [batch for number, batch in enumerate(fed) if number not in held_out], [fed[number] for number in held_out]
 
 
-def parts_of(fed: Sequence[Fed], size: int | None) -> tuple[list[Fed], int]:
+def cut_parts(fed: Sequence[Fed], size: int | None) -> tuple[list[Fed], int]:
     """Cut batches into parts of at most `size` sequences; also return the number of parts per step."""
     whole = texts.sequences_in(fed[0].inputs)
     if size is None or size == whole:
         return list(fed), 1
     if size > whole:
         return list(fed), -(-size // whole)
-    found = []
-    for one in fed:
-        count = texts.sequences_in(one.inputs)
-        if count == 1:
-            found.append(one)
-            continue
-        found += [one.rows(start, start + size) for start in range(0, count, size)]
-    return found, 1
+    parts = []
+    for batch in fed:
+        count = texts.sequences_in(batch.inputs)
+        parts += [batch] if count == 1 else [batch.rows(start, start + size) for start in range(0, count, size)]
+    return parts, 1
 
 
 STAGES: tuple[HealingStage, ...] = ("transfer", "whole")
@@ -316,15 +314,15 @@ class Course:
         for group in self.optimiser.param_groups:
             group["lr"] = self.rate * self.shape()
         descend(self.healer, self.optimiser, parts, self.stage)
-        found = sum(map(tokens_in, parts))
-        self.step, self.within, self.tokens = self.step + 1, self.within + 1, self.tokens + found
-        return found
+        tokens = sum(map(tokens_in, parts))
+        self.step, self.within, self.tokens = self.step + 1, self.within + 1, self.tokens + tokens
+        return tokens
 
     def shape(self) -> float:
         """Return the factor of the stage's rate at this step: linear warm-up, then cosine decay."""
-        wide = self.end - self.begun
-        steps = math.inf if not self.one_step else wide / self.one_step
-        return shape(self.within, (self.share - self.begun) / wide if wide > 0 else 1.0, steps)
+        length = self.end - self.begun
+        steps = math.inf if not self.one_step else length / self.one_step
+        return shape(self.within, (self.share - self.begun) / length if length > 0 else 1.0, steps)
 
 
 def adamw(leaves: Sequence[Tensor], rate: float) -> torch.optim.AdamW:
@@ -366,8 +364,8 @@ ENOUGH = 0.9
 """Share of the best gain that suffices for a larger rate, which gains more over more steps."""
 
 
-def chosen_rate(
-    healer: Healer, stage: HealingStage, steps: Sequence[Sequence[Fed]], held: HeldOut
+def choose_rate(
+    healer: Healer, stage: HealingStage, steps: Sequence[Sequence[Fed]], held_out: HeldOut
 ) -> tuple[float, list[HealingRate]]:
     """Return the largest rate whose steps reduce the held-out distance enough, and the tried rates.
 
@@ -375,7 +373,7 @@ def chosen_rate(
     are restored after each trial.
     """
     before = [leaf.detach().clone() for leaf in healer.leaves]
-    start = held.distances(stage, most=1).mean
+    start = held_out.distances(stage, most=1).mean
     tried: list[HealingRate] = []
 
     def distance(rate: float) -> float:
@@ -384,10 +382,10 @@ def chosen_rate(
             for group in optimiser.param_groups:
                 group["lr"] = rate * min(number + 1, len(steps) - number) / ((len(steps) + 1) // 2)
             descend(healer, optimiser, parts, stage)
-        found = held.distances(stage, most=1)
-        put_back(healer.leaves, before)
-        tried.append(HealingRate(rate=rate, validation=found.mean if found.finite else None))
-        return found.mean if found.finite else math.inf
+        distances = held_out.distances(stage, most=1)
+        set_values(healer.leaves, before)
+        tried.append(HealingRate(rate=rate, validation=distances.mean if distances.finite else None))
+        return distances.mean  # ∞ if it is not finite
 
     distances: dict[float, float] = {}
     for rate in RATES[stage]:
@@ -400,7 +398,7 @@ def chosen_rate(
     least = min(distances.values())
     if least >= start:
         return 0.0, tried
-    return max(rate for rate, found in distances.items() if enough(found, least, start)), tried
+    return max(rate for rate, reached in distances.items() if enough(reached, least, start)), tried
 
 
 def enough(distance: float, least: float, start: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -17,6 +17,7 @@ from attnlens.choices import Intervals, Unit
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import Kernel
 from attnlens.kernels.attention import Route
+from attnlens.lab.ranks.bases import Basis, FormFits, by_output, fit_forms, form_name, possible_forms, sensitivities
 from attnlens.maths.linalg.spectra import nested_steps
 from attnlens.maths.statistics import Design, paired_difference, prediction_bound
 from attnlens.maths.statistics.design import FEWEST_TEXTS
@@ -24,21 +25,12 @@ from attnlens.models import hooks, texts
 from attnlens.models.loading import Loaded
 from attnlens.models.texts import MOST_SHARED, Batches, Content, Cut, shared_share
 from attnlens.models.texts.targets import HEADLESS, NOTHING, Fed, feed
-from attnlens.records import FormTried, PlanStep, Rise, Site, Task, Text
+from attnlens.records import FormTried, PlanStep, Rise, Site, Task
 from attnlens.runs.differences import Differences
 from attnlens.runs.outputs import run, sequence_losses
 from attnlens.runs.progress import Tell
 from attnlens.runs.store import Keep, keep_nothing, key_of
-from attnlens.runs.swap.healing.descent import digest_of
-from attnlens.runs.swap.ranks.bases import (
-    Basis,
-    FormsRead,
-    by_output,
-    form_name,
-    gathered,
-    possible_forms,
-    sensitivities,
-)
+from attnlens.runs.swap.session import digest_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -63,7 +55,7 @@ def wanted(contents: Sequence[Content]) -> int:
     return max(SEQUENCES, PARTS * LEAST * len(contents))
 
 
-def samples(
+def cut_samples(
     loaded: Loaded,
     contents: Sequence[Content],
     cut: Cut,
@@ -77,56 +69,51 @@ def samples(
     few windows that are not evaluated, or if a part repeats tokens of earlier ones; UsageError for intervals over texts
     with fewer than five texts.
     """
-    found: list[Batches] = []
+    parts: list[Batches] = []
     for turn in range(count):
         if turn == 1:
-            taken, what = evaluated.taken, "windows" if found[0].pack else "lines"
-            there = {text.name: (text.available or 0) - len(taken.get(text.sha256, ())) for text in found[0].texts}
-            for content in contents:
-                if (free := there.get(content.name, 0)) < PARTS * LEAST:
-                    raise TextError(
-                        f"{content.name} has {free} {what} that are not evaluated; a budget needs {PARTS * LEAST} of "
-                        f"each text, {LEAST} to fit on, {LEAST} to choose ranks by and {LEAST} to promise from.",
-                        "Give a longer text, fewer --length or --windows, or leave that text out.",
-                    )
-            if intervals == "texts" and len(contents) < FEWEST_TEXTS:
-                raise UsageError(
-                    f"Intervals over texts need {FEWEST_TEXTS} texts, and a budget has {len(contents)} to choose by.",
-                    "Give more --calibration, or leave out intervals='texts'.",
-                )
+            _check_amount(contents, parts[0], evaluated, intervals)
         skip = evaluated.sequences + turn * cut.sequences
-        part = replace(cut, turn=(turn, PARTS))
-        found.append(texts.batches(loaded, contents, part, apart_from=evaluated, skip_noise=skip))
+        one_third = replace(cut, turn=(turn, PARTS))
+        parts.append(texts.batches(loaded, contents, one_third, apart_from=evaluated, skip_noise=skip))
     uses = ("what ranks are chosen by", "fitted on"), ("what the promise is made from", "fitted on or chosen by")
-    for number, (repeating, (use, earlier)) in enumerate(zip(found[1:], uses, strict=False), start=1):
-        share = shared_share(loaded.tokenizer, repeating.passages, texts.passages(found[:number]))
+    for number, (part, (use, earlier)) in enumerate(zip(parts[1:], uses, strict=False), start=1):
+        share = shared_share(loaded.tokenizer, part.passages, texts.passages(parts[:number]))
         if share > MOST_SHARED:
             raise TextError(
                 f"The calibration text repeats itself: {100 * share:.0f} % of {use} is {earlier} too.",
                 "Give a --calibration text that says things once.",
             )
-    return tuple(Sample(part, Design.of(part.parts, intervals)) for part in found)
+    return tuple(Sample(part, Design.of(part.parts, intervals)) for part in parts)
+
+
+def _check_amount(contents: Sequence[Content], first: Batches, evaluated: Batches, intervals: Intervals | None) -> None:
+    """Raise TextError or UsageError if there are too few windows or texts to choose ranks by."""
+    available = {text.name: (text.available or 0) - len(evaluated.taken.get(text.sha256, ())) for text in first.texts}
+    for content in contents:
+        if (free := available.get(content.name, 0)) < PARTS * LEAST:
+            raise TextError(
+                f"{content.name} has {free} {'windows' if first.pack else 'lines'} that are not evaluated; a budget "
+                f"needs {PARTS * LEAST} of each text, {LEAST} to fit on, {LEAST} to choose ranks by and {LEAST} to "
+                "promise from.",
+                "Give a longer text, fewer --length or --windows, or leave that text out.",
+            )
+    if intervals == "texts" and len(contents) < FEWEST_TEXTS:
+        raise UsageError(
+            f"Intervals over texts need {FEWEST_TEXTS} texts, and a budget has {len(contents)} to choose by.",
+            "Give more --calibration, or leave out intervals='texts'.",
+        )
 
 
 def by_text(fed: Sequence[Fed], part: Sample) -> list[tuple[str, Fed]]:
     """Split the batches of a part such that each contains windows of one text; return (text name, batch) pairs."""
-    found, start = [], 0
-    for one in fed:
-        names = part.batches.parts[start : start + texts.sequences_in(one.inputs)]
+    pairs, start = [], 0
+    for batch in fed:
+        names = part.batches.parts[start : start + texts.sequences_in(batch.inputs)]
         start += len(names)
-        edges = [0, *(at for at in range(1, len(names)) if names[at] != names[at - 1]), len(names)]
-        found += [(names[low], one.rows(low, high)) for low, high in pairwise(edges)]
-    return found
-
-
-def joined(parts: Iterable[Batches]) -> list[Text]:
-    """Merge the texts of several parts by hash; each gets the windows of all parts."""
-    merged: dict[str, Text] = {}
-    for text in (text for part in parts for text in part.texts):
-        other = merged.get(text.sha256)
-        windows = sorted({*text.windows, *(other.windows if other else ())})
-        merged[text.sha256] = text.model_copy(update={"windows": windows})
-    return list(merged.values())
+        edges = [0, *(row for row in range(1, len(names)) if names[row] != names[row - 1]), len(names)]
+        pairs += [(names[low], batch.rows(low, high)) for low, high in pairwise(edges)]
+    return pairs
 
 
 UNITS: dict[Unit, Callable[[Tensor], Tensor]] = {"loss": torch.log, "ppl": lambda mean: mean}
@@ -148,14 +135,14 @@ class Losses(NamedTuple):
 
 def losses(loaded: Loaded, batches: Sequence[Fed], task: Task, design: Design) -> Losses:
     """Compute the loss of each sequence with predictions in the current model; `design` covers all sequences."""
-    found, there = [], []
+    by_batch, predicted = [], []
     for fed in batches:
         logits = run(loaded.model, fed, task).logits
         assert logits is not None and fed.targets is not None  # noqa: S101, PT018  # ensured by check_task
-        found.append(sequence_losses(logits, fed.targets))
-        there.append((fed.targets != NOTHING).any(1).cpu())
-    means, counts = (torch.cat(part) for part in zip(*found, strict=True))
-    return Losses(means, counts, design.select(torch.cat(there).nonzero()[:, 0].tolist()))
+        by_batch.append(sequence_losses(logits, fed.targets))
+        predicted.append((fed.targets != NOTHING).any(1).cpu())
+    means, counts = (torch.cat(part) for part in zip(*by_batch, strict=True))
+    return Losses(means, counts, design.select(torch.cat(predicted).nonzero()[:, 0].tolist()))
 
 
 def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit: Unit = "loss") -> Rise | None:
@@ -168,35 +155,35 @@ def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit
         return None
     design = before.design
     share, interval = _rise(before, after, seed, unit)
-    alone = {}
+    by_text = {}
     for number, name in enumerate(names if len(names) > 1 else ()):
-        own = [at for at, text in enumerate(design.texts) if text == number]
-        if own:
-            part = Losses(before.means[own], before.counts[own], Design.plain(len(own)))
-            alone[name] = _rise(part, after[own], seed, unit)
+        rows = [row for row, text in enumerate(design.texts) if text == number]
+        if rows:
+            part = Losses(before.means[rows], before.counts[rows], Design.plain(len(rows)))
+            by_text[name] = _rise(part, after[rows], seed, unit)
     return Rise(
         share=share,
         ci95=interval,
         over=design.over,
         sequences=len(after),
-        by_text={name: found for name, (found, _) in alone.items()},
-        ci95_by_text={name: ends for name, (_, ends) in alone.items() if ends is not None},
-        further=prediction_bound([found for found, _ in alone.values()]) if len(alone) > 1 else None,
+        by_text={name: rise for name, (rise, _) in by_text.items()},
+        ci95_by_text={name: ends for name, (_, ends) in by_text.items() if ends is not None},
+        further=prediction_bound([rise for rise, _ in by_text.values()]) if len(by_text) > 1 else None,
     )
 
 
 def _rise(before: Losses, after: Tensor, seed: int, unit: Unit) -> tuple[float, tuple[float, float] | None]:
     """Compute the rise and its 95 % interval; the interval is None if there is no spread."""
-    own, counts, design = before
-    found = paired_difference(own, after, design, weights=counts, of=UNITS[unit], seed=seed)
-    share, low, high = (math.expm1(end) for end in found)
+    means, counts, design = before
+    difference = paired_difference(means, after, design, weights=counts, of=UNITS[unit], seed=seed)
+    share, low, high = (math.expm1(end) for end in difference)
     return share, None if math.isnan(low) else (low, high)
 
 
-def rise_in(found: Differences, names: Sequence[str], seed: int, unit: Unit = "loss") -> Rise | None:
+def rise_in(differences: Differences, names: Sequence[str], seed: int, unit: Unit = "loss") -> Rise | None:
     """Compute the rise of a comparison on the evaluation text; see `rise_of`."""
-    before, after, counts = (torch.cat(part) for part in (found.before, found.after, found.counts))
-    return rise_of(Losses(before, counts, found.sampled), after, names, seed, unit)
+    before, counts = torch.cat(differences.before), torch.cat(differences.counts)
+    return rise_of(Losses(before, counts, differences.sampled), torch.cat(differences.after), names, seed, unit)
 
 
 MARGIN = 2
@@ -221,7 +208,7 @@ def check_task(task: Task) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan with the smallest ranks found, or a given one."""
+    """Chosen ranks, with the maps fitted for them."""
 
     bases: dict[Site, Basis]  # the directions of each site
     ranks: dict[Site, list[int]]  # the rank of each latent
@@ -249,8 +236,8 @@ class Budgeting:
     progress: Tell
     form_named: bool = False  # True: use the kernel's form of latents instead of choosing one
     margin: float = MARGIN  # see MARGIN
-    found: dict[Site, Basis] = field(default_factory=dict)  # the directions of each site
-    left_out: dict[str, dict[Site, Basis]] = field(default_factory=dict)
+    bases: dict[Site, Basis] = field(default_factory=dict)  # the directions of each site
+    bases_without: dict[str, dict[Site, Basis]] = field(default_factory=dict)
     """Directions fitted to all texts but one, by the name of that text."""
     unit: Unit = "loss"  # rises are shares of the loss or of perplexity
     keep: Keep = keep_nothing
@@ -263,76 +250,77 @@ class Budgeting:
         single text. `promising` only serves for the promised rise. If there are several texts, the rise on each is
         measured with maps fitted to the others, so that the promise covers texts that were not fitted on. The form of
         the latents is the one with the smallest rise at half of full rank. Raises TextError if the loss is 0, and what
-        `gathered` and `sensitivities` raise.
+        `fit_forms` and `sensitivities` raise.
         """
         self.unit = budget.unit
-        fitted = feed(self.loaded, fitting.batches, self.task, self.seed)
+        fed = feed(self.loaded, fitting.batches, self.task, self.seed)
         trial = Trial.of(self, choosing)
-        tried = self._choose_form(by_text(fitted, fitting), trial)
+        forms = self._choose_form(by_text(fed, fitting), trial)
 
         def measure() -> Tensor:
-            costs = sensitivities(self.loaded, self.sites, self.found, fitted, self.task, self.seed, self.progress)
-            wide = max(cost.shape[-1] for cost in costs.values())  # pad with ∞ beyond a latent's full rank
+            costs = sensitivities(self.loaded, self.sites, self.bases, fed, self.task, self.seed, self.progress)
+            width = max(cost.shape[-1] for cost in costs.values())  # pad with ∞ beyond a latent's full rank
             rows = [
-                torch.nn.functional.pad(costs[s], (0, wide - costs[s].shape[-1]), value=torch.inf) for s in self.found
+                torch.nn.functional.pad(costs[site], (0, width - costs[site].shape[-1]), value=torch.inf)
+                for site in self.bases
             ]
             return torch.cat(rows).double()
 
-        whole = self.swapped(self.by_site([size for basis in self.found.values() for size in basis.sizes]))
-        self.table = self.keep(f"sensitivities {key_of(digests_of(whole))}", measure)
+        full = self.build_swaps(self.split_by_site(self.full_ranks))
+        self.table = self.keep(f"sensitivities {key_of(digests_of(full))}", measure)
         self.steps = nested_steps(self.table)
-        best, steps = self._searched(trial, budget.share)
-        chosen = self.ranks_after(best)
-        reason = None if best else "no plan tried with fewer directions stayed well within the budget"
+        best, steps = self._search_steps(trial, budget.share)
+        ranks = self.ranks_after(best)
+        by_site = self.split_by_site(ranks)
         return Choice(
-            bases=self.found,
-            ranks=self.by_site(chosen),
-            swaps=self.swapped(self.by_site(chosen)),
+            bases=self.bases,
+            ranks=by_site,
+            swaps=self.build_swaps(by_site),
             estimated=steps[best].rise,
-            promised=Trial.of(self, promising).rise(chosen),
+            promised=Trial.of(self, promising).rise(ranks),
             steps=[steps[number] for number in sorted(steps) if number],
-            reason=reason,
-            forms=tried,
-            held_out=bool(self.left_out),
+            reason=None if best else "no plan tried with fewer directions stayed well within the budget",
+            forms=forms,
+            held_out=bool(self.bases_without),
         )
 
-    def _choose_form(self, fitted: Sequence[tuple[str, Fed]], trial: Trial) -> list[FormTried]:
+    def _choose_form(self, fed: Sequence[tuple[str, Fed]], trial: Trial) -> list[FormTried]:
         """Fit each form, keep the best at half of full rank, try it weighted by the output too; return the trials."""
-        own = next(iter(self.swaps.values())).kernel
-        asked = [own] if self.form_named else possible_forms(self.loaded, self.swaps)
-        read = self.gather(fitted, asked)
+        original = next(iter(self.swaps.values())).kernel
         if self.form_named:
-            self.take(read, own)
+            self.use_form(self.fit([original], fed), original)
             return []
-        tried = [(form, read, self._tried(read, form, trial)) for form in asked]
-        best = by_output(min(tried, key=_rise_of)[0])
-        again = self.gather(fitted, [best])
-        tried.append((best, again, self._tried(again, best, trial)))
-        self.take(*reversed(min(tried, key=_rise_of)[:2]))
-        return [one for _, _, one in tried]
+        forms = possible_forms(self.loaded, self.swaps)
+        fits = self.fit(forms, fed)
+        tried = [(form, fits, self._try_form(fits, form, trial)) for form in forms]
+        best = by_output(min(tried, key=_rise_share)[0])
+        fits = self.fit([best], fed)
+        tried.append((best, fits, self._try_form(fits, best, trial)))
+        form, fits, _ = min(tried, key=_rise_share)
+        self.use_form(fits, form)
+        return [record for _, _, record in tried]
 
-    def _tried(self, read: FormsRead, form: Kernel, trial: Trial) -> FormTried:
+    def _try_form(self, fits: FormFits, form: Kernel, trial: Trial) -> FormTried:
         """Measure the rise if each latent of this form has half of its full rank."""
-        self.take(read, form)
-        ranks = [size // 2 for basis in self.found.values() for size in basis.sizes]
-        return FormTried(form=form_name(form), rise=trial.rise(ranks))
+        self.use_form(fits, form)
+        return FormTried(form=form_name(form), rise=trial.rise([size // 2 for size in self.full_ranks]))
 
-    def gather(self, fitted: Sequence[tuple[str, Fed]], forms: Sequence[Kernel]) -> FormsRead:
-        """Fit these forms to the calibration texts; see `gathered`."""
-        return gathered(self.loaded, self.sites, self.swaps, forms, fitted, self.task, self.seed, self.progress)
+    def fit(self, forms: Sequence[Kernel], fed: Sequence[tuple[str, Fed]]) -> FormFits:
+        """Fit these forms to the calibration texts; see `fit_forms`."""
+        return fit_forms(self.loaded, self.sites, self.swaps, forms, fed, self.task, self.seed, self.progress)
 
-    def take(self, read: FormsRead, form: Kernel) -> None:
+    def use_form(self, fits: FormFits, form: Kernel) -> None:
         """Use this form, fitted to all texts and, if there are several, also to all texts but one."""
-        self.found = read.bases(form.spelling)
-        names = list(read.fits[form.spelling])
-        self.left_out = {name: read.bases(form.spelling, name) for name in names} if len(names) > 1 else {}
+        self.bases = fits.bases(form.spelling)
+        names = list(fits.fits[form.spelling])
+        self.bases_without = {name: fits.bases(form.spelling, name) for name in names} if len(names) > 1 else {}
         self.swaps = {site: hooks.Replacement(form, swap.heads) for site, swap in self.swaps.items()}
 
-    def _searched(self, trial: Trial, budget: float) -> tuple[int, dict[int, PlanStep]]:
+    def _search_steps(self, trial: Trial, budget: float) -> tuple[int, dict[int, PlanStep]]:
         """Find the last step whose rise plus margin meets the budget, guided by the sensitivities; return all tried."""
-        loss = trial.own.mean
-        nothing = Rise(share=0.0, sequences=len(trial.own.means), over=trial.own.design.over)
-        tried = {0: PlanStep(mean_rank=self.mean_rank(self.ranks_after(0)), predicted=0.0, rise=nothing)}
+        loss = trial.original.mean
+        no_rise = Rise(share=0.0, sequences=len(trial.original.means), over=trial.original.design.over)
+        tried = {0: PlanStep(mean_rank=self.mean_rank(self.ranks_after(0)), predicted=0.0, rise=no_rise)}
         best, low, high = 0, 0, len(self.steps) + 1
         allowed = budget * loss if self.unit == "loss" else math.log1p(budget)
         at = min(max(1, self._count_steps(allowed)), len(self.steps))
@@ -358,9 +346,14 @@ class Budgeting:
         guess = self._count_steps(predicted * share) if math.isfinite(share) else high
         return min(max(guess, low + least), high - least)
 
+    @property
+    def full_ranks(self) -> list[int]:
+        """Full rank of each latent."""
+        return [size for basis in self.bases.values() for size in basis.sizes]
+
     def ranks_after(self, count: int) -> list[int]:
         """Return the rank of each latent after `count` steps."""
-        ranks = [size for basis in self.found.values() for size in basis.sizes]
+        ranks = self.full_ranks
         for latent, rank in self.steps[:count]:
             ranks[latent] = rank
         return ranks
@@ -372,31 +365,39 @@ class Budgeting:
     def mean_rank(self, ranks: Sequence[int]) -> float:
         """Return the rank per key head, mean over query heads."""
         latents = [
-            (len(group), len(basis.heads_of(at)))
-            for basis in self.found.values()
-            for at, group in enumerate(basis.groups)
+            (len(group), len(basis.heads_of(latent)))
+            for basis in self.bases.values()
+            for latent, group in enumerate(basis.groups)
         ]
         total = sum(rank / keys * heads for rank, (keys, heads) in zip(ranks, latents, strict=True))
         return total / sum(heads for _, heads in latents)
 
-    def by_site(self, ranks: Sequence[int]) -> dict[Site, list[int]]:
+    def split_by_site(self, ranks: Sequence[int]) -> dict[Site, list[int]]:
         """Split the ranks of all latents by site."""
-        left = iter(ranks)
-        return {site: [next(left) for _ in basis.sizes] for site, basis in self.found.items()}
+        remaining = iter(ranks)
+        return {site: [next(remaining) for _ in basis.sizes] for site, basis in self.bases.items()}
 
-    def swapped(self, ranks: Mapping[Site, Sequence[int]], bases: Mapping[Site, Basis] | None = None) -> hooks.Swaps:
-        """Build the swaps with these ranks from `bases` or `found`; the kernel's `rank` is the most per key head."""
-        bases = bases or self.found
-        keys = {site: [len(group) for group in bases[site].groups] for site in ranks}
-        most = max(-(-r // count) for s, found in ranks.items() for r, count in zip(found, keys[s], strict=True))
+    def build_swaps(
+        self, ranks: Mapping[Site, Sequence[int]], bases: Mapping[Site, Basis] | None = None
+    ) -> hooks.Swaps:
+        """Build the swaps with these ranks; the kernel's `rank` is the largest number per key head, rounded up.
+
+        `bases` defaults to the directions fitted to all texts.
+        """
+        bases = bases or self.bases
+        per_key = [
+            -(-rank // len(group))
+            for site, of_site in ranks.items()
+            for rank, group in zip(of_site, bases[site].groups, strict=True)
+        ]
         kernel = next(iter(self.swaps.values())).kernel
-        named: Kernel = replace(kernel, parameters={**kernel.parameters, "rank": max(1, most)})
+        kernel = replace(kernel, parameters={**kernel.parameters, "rank": max(1, *per_key)})
         return {
             site: hooks.Replacement(
-                named.with_fitted(bases[site].maps(found)),
+                kernel.with_fitted(bases[site].maps(of_site)),
                 None if self.swaps[site].heads is None else bases[site].heads,
             )
-            for site, found in ranks.items()
+            for site, of_site in ranks.items()
         }
 
     def _count_steps(self, cost: float) -> int:
@@ -415,36 +416,35 @@ class Trial:
     search: Budgeting
     part: Sample
     fed: list[Fed]  # batches of the part with targets
-    own: Losses  # losses of the original model
+    original: Losses  # losses of the original model
 
     @classmethod
     def of(cls, search: Budgeting, part: Sample) -> Trial:
         """Create a trial with the losses of the original model; raise TextError if their mean is 0."""
         fed = feed(search.loaded, part.batches, search.task, search.seed)
-        own = losses(search.loaded, fed, search.task, part.design)
-        if not own.mean > 0:
+        original = losses(search.loaded, fed, search.task, part.design)
+        if not original.mean > 0:
             raise TextError("The model's loss is 0 on the calibration text.", "Give another --calibration text.")
-        return cls(search, part, fed, own)
+        return cls(search, part, fed, original)
 
     def rise(self, ranks: Sequence[int]) -> Rise | None:
         """Measure the rise for the rank of each latent, with maps not fitted to the text; None if it diverges."""
-        search, found = self.search, []
-        by_site = search.by_site(ranks)
-        for name, batches in groupby(by_text(self.fed, self.part), key=itemgetter(0)):
-            fed = [one for _, one in batches]
-            alone = Design.plain(sum(texts.sequences_in(one.inputs) for one in fed))
-            swaps = search.swapped(by_site, search.left_out.get(name))
+        search, means = self.search, []
+        by_site = search.split_by_site(ranks)
+        for name, pairs in groupby(by_text(self.fed, self.part), key=itemgetter(0)):
+            fed = [batch for _, batch in pairs]
+            swaps = search.build_swaps(by_site, search.bases_without.get(name))
 
-            def measure(swaps: hooks.Swaps = swaps, fed: list[Fed] = fed, alone: Design = alone) -> Tensor:
+            def measure(swaps: hooks.Swaps = swaps, fed: list[Fed] = fed) -> Tensor:
+                design = Design.plain(sum(texts.sequences_in(batch.inputs) for batch in fed))
                 with hooks.replace(search.loaded.model, search.sites, swaps, search.path):
-                    return losses(search.loaded, fed, search.task, alone).means
+                    return losses(search.loaded, fed, search.task, design).means
 
-            facts = [digest_of(one.inputs) for one in fed], digests_of(swaps)
-            found.append(search.keep(f"losses on {name} {key_of(facts)}", measure))
-            search.progress(len(found[-1]))
-        return rise_of(
-            self.own, torch.cat(found), list(dict.fromkeys(self.part.batches.parts)), search.seed, search.unit
-        )
+            facts = [digest_of(batch.inputs) for batch in fed], digests_of(swaps)
+            means.append(search.keep(f"losses on {name} {key_of(facts)}", measure))
+            search.progress(len(means[-1]))
+        names = list(dict.fromkeys(self.part.batches.parts))
+        return rise_of(self.original, torch.cat(means), names, search.seed, search.unit)
 
 
 def digests_of(swaps: hooks.Swaps) -> dict[str, str]:
@@ -452,8 +452,8 @@ def digests_of(swaps: hooks.Swaps) -> dict[str, str]:
     return {site.name: digest_of(dict(swap.kernel.fitted)) for site, swap in swaps.items()}
 
 
-def _rise_of(tried: tuple[Kernel, FormsRead, FormTried]) -> float:
-    rise = tried[2].rise
+def _rise_share(trial: tuple[Kernel, FormFits, FormTried]) -> float:
+    rise = trial[2].rise
     return math.inf if rise is None else rise.share
 
 

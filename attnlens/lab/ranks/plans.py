@@ -11,6 +11,8 @@ from torch import Tensor
 
 from attnlens.arguments import Budget
 from attnlens.errors import UsageError
+from attnlens.lab.ranks.bases import form_name
+from attnlens.lab.ranks.search import Budgeting, Choice, Sample, by_text, rise_in
 from attnlens.models import hooks, texts, weights
 from attnlens.models.hooks import SiteCall
 from attnlens.models.loading import Loaded
@@ -19,8 +21,6 @@ from attnlens.models.weights import Factors
 from attnlens.records import Call, KeyRank, ModelInfo, Pair, Plan, Settings, Site
 from attnlens.runs.differences import DIVERGED, Differences
 from attnlens.runs.provenance import tool
-from attnlens.runs.swap.ranks.bases import form_name
-from attnlens.runs.swap.ranks.search import Budgeting, Choice, Sample, by_text, rise_in
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
     if latent.before:
         return _unrotated_costs(size, latent)
     ways = (_mapped_costs(size, latent, query_folds=folds) for folds in ((True, False) if size.folds else (False,)))
-    return min(ways, key=lambda found: (found.flops, found.parameters))
+    return min(ways, key=lambda cost: (cost.flops, cost.parameters))
 
 
 def _mapped_costs(size: SiteSizes, latent: LatentSizes, *, query_folds: bool) -> Costs:
@@ -138,59 +138,58 @@ SHARED = "one module computes several sites, whose ranks differ"
 
 def sizes(loaded: Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor]) -> dict[Site, SiteSizes | str]:
     """Return the sizes of each site at the length of `inputs`, or the reason if they are unknown."""
-    reached = {found.site: found.call for found in hooks.survey(loaded.model, inputs)}
+    calls = {each.site: each.call for each in hooks.survey(loaded.model, inputs)}
     layers = {site.layer for site in sites}
     first, window = (
-        [found for found in hooks.survey(loaded.model, short) if found.site.layer in layers]
+        [each for each in hooks.survey(loaded.model, short) if each.site.layer in layers]
         for short in (texts.placeholder(loaded, length, 0).batches[0].inputs for length in (1, 2))
     )
     factors = weights.factors(loaded.model, first, window)
     return {
-        site: _sizes(site, reached[site], made) if isinstance(made, Factors) else made.problem
-        for site, made in zip(sites, factors, strict=True)
+        site: _sizes(site, calls[site], each) if isinstance(each, Factors) else each.problem
+        for site, each in zip(sites, factors, strict=True)
     }
 
 
-def _sizes(site: Site, call: Call, made: Factors) -> SiteSizes:
-    seen, keys = call.visible(), call.key.shape[2]
+def _sizes(site: Site, call: Call, factors: Factors) -> SiteSizes:
+    visible, keys = call.visible(), call.key.shape[2]
     return SiteSizes(
-        query_width=made.maps.query.shape[1],
-        key_width=made.maps.key.shape[1],
+        query_width=factors.maps.query.shape[1],
+        key_width=factors.maps.key.shape[1],
         head_dim=call.key.shape[-1],
         value_dim=call.value.shape[-1],
-        query_bias=bool(made.maps.query_bias.any()),
-        key_bias=bool(made.maps.key_bias.any()),
-        folds=made.rotation is None and not made.qk_norm and not site.repeated,
-        folds_before=not made.qk_norm and not site.repeated,
-        keys_seen=float(keys if seen is None else seen.double().sum(-1).mean()),
+        query_bias=bool(factors.maps.query_bias.any()),
+        key_bias=bool(factors.maps.key_bias.any()),
+        folds=factors.rotation is None and not factors.qk_norm and not site.repeated,
+        folds_before=not factors.qk_norm and not site.repeated,
+        keys_seen=float(keys if visible is None else visible.double().sum(-1).mean()),
         keys_a_query=keys / call.query.shape[2],
         number_bytes=call.key.element_size(),
         cached=site.part == "decoder",
     )
 
 
-def saving(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> dict[str, Any]:
+def saving(choice: Choice, by_site: Mapping[Site, SiteSizes | str]) -> dict[str, Any]:
     """Return the fields of a Plan about savings, with `reasons` for unknown ones."""
-    unknown = _explain_unknown(found)
+    unknown = _explain_unknown(by_site)
     names = {"parameters": "parameters", "flops": "flops_per_token", "cache": "cache_bytes_per_token"}
     if unknown is not None:
         return dict.fromkeys(names.values(), Pair(before=None, after=None)) | {
             "reasons": dict.fromkeys(names.values(), unknown)
         }
-    both = [Counter[str](), Counter[str]()]
-    known = {site: size for site, size in found.items() if isinstance(size, SiteSizes)}
+    before, after = Counter[str](), Counter[str]()
+    known = {site: size for site, size in by_site.items() if isinstance(size, SiteSizes)}
     for site, size in known.items():
         for latent in _latents(choice, site):
-            whole = replace(latent, rank=size.head_dim * latent.keys)
-            for total, kept in zip(both, (whole, latent), strict=True):
-                total.update(asdict(costs(size, kept)))
-    pairs = {field: Pair(before=both[0][name], after=both[1][name]) for name, field in names.items()}
+            before.update(asdict(costs(size, replace(latent, rank=size.head_dim * latent.keys))))
+            after.update(asdict(costs(size, latent)))
+    pairs = {field: Pair(before=before[name], after=after[name]) for name, field in names.items()}
     reasons = {}
     if any(site.repeated for site in known):
         reasons["parameters"] = SHARED
     if not any(size.cached for size in known.values()):
         reasons["cache_bytes_per_token"] = NO_CACHE
-    more = {"rebuilding_flops": both[1]["rebuilding"] or None}
+    more = {"rebuilding_flops": after["rebuilding"] or None}
     return pairs | more | {name: Pair(before=None, after=None) for name in reasons} | {"reasons": reasons}
 
 
@@ -203,19 +202,20 @@ def _latents(choice: Choice, site: Site) -> list[LatentSizes]:
     ]
 
 
-def keys_to_gain(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> tuple[float | None, str | None]:
+def keys_to_gain(choice: Choice, by_site: Mapping[Site, SiteSizes | str]) -> tuple[float | None, str | None]:
     """Return the keys per query above which operations fall, or why there is no number; neither if always or uncut."""
-    unknown = _explain_unknown(found)
+    unknown = _explain_unknown(by_site)
     if unknown is not None:
         return None, unknown
     added = saved = 0.0  # operations added for queries and keys, and saved in scores per key seen
-    for site, size in found.items():
+    for site, size in by_site.items():
         for latent in _latents(choice, site):
             if isinstance(size, SiteSizes):
-                bare, whole = replace(size, keys_seen=0.0), replace(latent, rank=size.head_dim * latent.keys)
-                both = bare, replace(bare, keys_seen=1.0)
-                change = [costs(sized, latent).flops - costs(sized, whole).flops for sized in both]
-                added, saved = added + change[0], saved + change[0] - change[1]
+                full = replace(latent, rank=size.head_dim * latent.keys)
+                unseen, seen = (replace(size, keys_seen=keys) for keys in (0.0, 1.0))
+                change = costs(unseen, latent).flops - costs(unseen, full).flops
+                added += change
+                saved += change - (costs(seen, latent).flops - costs(seen, full).flops)
     if added > 0 and saved > 0:
         return added / saved, None
     if added < 0 and saved < 0:
@@ -224,12 +224,12 @@ def keys_to_gain(choice: Choice, found: Mapping[Site, SiteSizes | str]) -> tuple
     return None, NEVER if added >= 0 >= saved and added > saved else None
 
 
-def _explain_unknown(found: Mapping[Site, SiteSizes | str]) -> str | None:
+def _explain_unknown(by_site: Mapping[Site, SiteSizes | str]) -> str | None:
     """Return the reason why the sizes of a site are unknown; None if all are known."""
-    return next((f"{site.name}: {size}" for site, size in found.items() if isinstance(size, str)), None)
+    return next((f"{site.name}: {size}" for site, size in by_site.items() if isinstance(size, str)), None)
 
 
-def planned(
+def build_plan(
     loaded: Loaded,
     choice: Choice,
     budget: Budget,
@@ -242,16 +242,16 @@ def planned(
 
     `compared` are the measurements on the evaluation text by stage, `samples` the parts of the calibration text.
     """
-    found = sizes(loaded, list(choice.bases), inputs)
+    by_site = sizes(loaded, list(choice.bases), inputs)
     names = [text.name for text in settings.texts]
-    measured = {stage: rise_in(one, names, settings.seed, budget.unit) for stage, one in compared.items()}
-    saved = saving(choice, found)
+    measured = {stage: rise_in(each, names, settings.seed, budget.unit) for stage, each in compared.items()}
+    saved = saving(choice, by_site)
     reasons = {**saved.pop("reasons"), **({} if choice.reason is None else {"mean_rank": choice.reason})}
     if choice.estimated is None:
         reasons |= dict.fromkeys(("estimated", "promised"), "the ranks were given, and none was chosen")
     elif choice.promised is None:
         reasons["promised"] = DIVERGED
-    (keys, never), form = keys_to_gain(choice, found), next(iter(choice.swaps.values())).kernel
+    (keys, never), form = keys_to_gain(choice, by_site), next(iter(choice.swaps.values())).kernel
     reasons |= {} if never is None else {"keys_to_gain": never}
     reasons |= {f"measured.{stage}": DIVERGED for stage, rise in measured.items() if rise is None}
     return Plan(
@@ -301,61 +301,60 @@ def _rank_fields(choice: Choice) -> dict[str, Any]:
 
 def check_fits(plan: Plan, reached: Sequence[SiteCall]) -> None:
     """Raise UsageError if plan and model differ in a site, key head, query head or head_dim; report the first."""
-    here = {(found.site.name, head): found for found in reached for head in range(found.call.key.shape[1])}
-    problem = next(filter(None, (_mismatch(key, here.get((key.site, key.kv_head))) for key in plan.ranks)), None)
-    named = {(key.site, head) for key in plan.ranks for head in key.kv_heads or [key.kv_head]}
-    missed = [where for where, found in here.items() if where not in named and _covers(plan, found, where[1])]
-    if problem is None and missed:
-        problem = f"it has no rank for key head {missed[0][1]} of {missed[0][0]}"
+    by_key = {(each.site.name, head): each for each in reached for head in range(each.call.key.shape[1])}
+    problem = next(filter(None, (_mismatch(key, by_key.get((key.site, key.kv_head))) for key in plan.ranks)), None)
+    planned = {(key.site, head) for key in plan.ranks for head in key.kv_heads or [key.kv_head]}
+    missing = [key for key, each in by_key.items() if key not in planned and _covers(plan, each, key[1])]
+    if problem is None and missing:
+        problem = f"it has no rank for key head {missing[0][1]} of {missing[0][0]}"
     if problem is not None:
         raise UsageError(
             f"The plan does not fit this model: {problem}.",
-            "Give a plan of a model of the same shape, or find one with --budget.",
+            "Give a plan of a model of the same shape, or find one: attnlens ranks --budget loss:1%.",
         )
 
 
-def _mismatch(key: KeyRank, found: SiteCall | None) -> str | None:
+def _mismatch(key: KeyRank, reached: SiteCall | None) -> str | None:
     """Describe how a key head of the plan differs from the model's; None if it does not."""
-    if found is None:
+    if reached is None:
         return f"it has a rank for key head {key.kv_head} of {key.site}, which is not here"
-    where, head_dim = f"at {key.site} key head {key.kv_head}", found.call.query.shape[-1]
-    heads = [head for kv_head in key.kv_heads or [key.kv_head] for head in _query_heads(found, kv_head)]
+    site, head_dim = reached.site, reached.call.query.shape[-1]
+    where = f"at {key.site} key head {key.kv_head}"
+    heads = [head for kv_head in key.kv_heads or [key.kv_head] for head in _query_heads(reached, kv_head)]
     if key.heads != heads:
         theirs, ours = (", ".join(map(str, each)) for each in (key.heads, heads))
         return f"{where} serves query heads {theirs} in the plan, and {ours} here"
     if key.head_dim != head_dim * key.keys:
         return f"{where} has {key.head_dim} directions in the plan, and {head_dim * key.keys} here"
-    if (key.layer, key.part) != (found.site.layer, found.site.part):
-        return (
-            f"{key.site} is layer {key.layer} ({key.part}) in the plan, and {found.site.layer} ({found.site.part}) here"
-        )
+    if (key.layer, key.part) != (site.layer, site.part):
+        return f"{key.site} is layer {key.layer} ({key.part}) in the plan, and {site.layer} ({site.part}) here"
     return None
 
 
-def _covers(plan: Plan, found: SiteCall, kv_head: int) -> bool:
+def _covers(plan: Plan, reached: SiteCall, kv_head: int) -> bool:
     """Return True if the layers, heads and part that the plan was made for include this key head."""
     layers, heads = plan.settings.layers, plan.settings.heads
-    chosen = plan.part in (None, found.site.part) and (layers is None or found.site.layer in layers)
-    return chosen and (heads is None or bool(set(heads) & set(_query_heads(found, kv_head))))
+    chosen = plan.part in (None, reached.site.part) and (layers is None or reached.site.layer in layers)
+    return chosen and (heads is None or bool(set(heads) & set(_query_heads(reached, kv_head))))
 
 
-def _query_heads(found: SiteCall, kv_head: int) -> list[int]:
+def _query_heads(reached: SiteCall, kv_head: int) -> list[int]:
     """Return the query heads that use a key head."""
-    group = found.call.group
+    group = reached.call.group
     return list(range(kv_head * group, (kv_head + 1) * group))
 
 
-def given(search: Budgeting, fitting: Sample, plan: Plan) -> Choice:
+def fit_plan(search: Budgeting, fitting: Sample, plan: Plan) -> Choice:
     """Fit the maps for the ranks of a plan, without search or promise; the plan must fit the model.
 
     The fit uses the same part of the text as a search, so a plan reproduces its swap on the same model and texts.
     """
-    fitted = feed(search.loaded, fitting.batches, search.task, search.seed)
+    fed = feed(search.loaded, fitting.batches, search.task, search.seed)
     form = next(iter(search.swaps.values())).kernel
-    search.take(search.gather(by_text(fitted, fitting), [form]), form)
-    of = {(key.site, key.kv_head): key.rank for key in plan.ranks}
-    ranks = {site: [of[site.name, group[0]] for group in basis.groups] for site, basis in search.found.items()}
-    return Choice(search.found, ranks, search.swapped(ranks), None, None, [], None)
+    search.use_form(search.fit([form], by_text(fed, fitting)), form)
+    by_key = {(key.site, key.kv_head): key.rank for key in plan.ranks}
+    ranks = {site: [by_key[site.name, group[0]] for group in basis.groups] for site, basis in search.bases.items()}
+    return Choice(search.bases, ranks, search.build_swaps(ranks), None, None, [], None)
 
 
 def origin(plan: Plan, model: ModelInfo) -> list[str]:

@@ -28,7 +28,7 @@ from attnlens.models.texts.targets import NOTHING, Fed, logits_of, output_option
 from attnlens.models.trace import remove_hooks
 from attnlens.records import Call, Site, Task
 from attnlens.runs.outputs import divergence, owned_means, owners_of, predictions
-from attnlens.runs.swap.fit import TINIEST, unfitted
+from attnlens.runs.swap.fit import TINIEST, expand_parameters
 
 
 def trainable(
@@ -40,21 +40,21 @@ def trainable(
     Computed from gradients, so any layout works: fused, interleaved, shared by several heads or sites.
     """
     short = texts.first(inputs, 1)
-    moved: dict[str, Tensor] = {}
-    kept: dict[str, Tensor] = {}
+    affecting: dict[str, Tensor] = {}  # entries that affect queries and keys of swapped heads
+    fixed: dict[str, Tensor] = {}  # entries that affect anything else
 
     def visit(site: Site, call: Call) -> None:
         inside = {name: p for name, p in leaves.items() if name.startswith(f"{site.path}.") and p.dim() > 1}
-        every = tuple(range(call.query.shape[1]))
-        ours, others = _split_heads(call, (swaps[site].heads or every) if site in swaps else ())
-        for store, part in ((moved, ours), (kept, others)):
+        all_heads = tuple(range(call.query.shape[1]))
+        ours, others = _split_heads(call, (swaps[site].heads or all_heads) if site in swaps else ())
+        for entries, part in ((affecting, ours), (fixed, others)):
             for name, gradient in _gradients(part, inside).items():
-                store[name] = store.get(name, torch.zeros_like(gradient, dtype=torch.bool)) | (gradient != 0)
+                entries[name] = entries.get(name, torch.zeros_like(gradient, dtype=torch.bool)) | (gradient != 0)
 
     leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     with torch.enable_grad(), hooks.watch(model, sites, visit), _cut_inputs(model):
         torch.func.functional_call(model, leaves, (), {**short, **hooks.without_cache(model)})
-    masks = {name: mask & ~kept.get(name, torch.zeros_like(mask)) for name, mask in moved.items()}
+    masks = {name: mask & ~fixed.get(name, torch.zeros_like(mask)) for name, mask in affecting.items()}
     return {name: mask.float() for name, mask in masks.items() if bool(mask.any())}
 
 
@@ -68,8 +68,8 @@ def _cut_inputs(model: PreTrainedModel) -> Iterator[None]:
     def cut(
         _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        alone = [value.detach() if isinstance(value, Tensor) else value for value in (*args, *kwargs.values())]
-        return tuple(alone[: len(args)]), dict(zip(kwargs, alone[len(args) :], strict=True))
+        values = [value.detach() if isinstance(value, Tensor) else value for value in (*args, *kwargs.values())]
+        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
     attentions = [module for module in model.modules() if hooks.is_attention(module)]
     handles = [module.register_forward_pre_hook(cut, with_kwargs=True) for module in attentions]
@@ -80,10 +80,9 @@ def _cut_inputs(model: PreTrainedModel) -> Iterator[None]:
 def _split_heads(call: Call, chosen: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
     """Split a call into queries and keys of the chosen heads, and values and other heads' queries and keys."""
     others = [head for head in range(call.query.shape[1]) if head not in chosen]
-    used = sorted({head // call.group for head in chosen})
-    elsewhere = sorted({head // call.group for head in others})
-    ours = [call.query[:, list(chosen)], call.key[:, used]]
-    return ours, [call.value, call.query[:, others], call.key[:, elsewhere]]
+    keys, other_keys = (sorted({head // call.group for head in heads}) for heads in (chosen, others))
+    ours = [call.query[:, list(chosen)], call.key[:, keys]]
+    return ours, [call.value, call.query[:, others], call.key[:, other_keys]]
 
 
 def _gradients(parts: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -93,8 +92,8 @@ def _gradients(parts: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[st
     total = sum((part.float() for part in sums), torch.zeros(()))
     if not leaves or not total.requires_grad:
         return {}
-    found = torch.autograd.grad(total, list(leaves.values()), retain_graph=True, allow_unused=True)
-    return {name: gradient for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
+    gradients = torch.autograd.grad(total, list(leaves.values()), retain_graph=True, allow_unused=True)
+    return {name: gradient for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
 
 
 @dataclass
@@ -124,8 +123,8 @@ class Trained:
     @property
     def value(self) -> Tensor:
         """Current value, one row per head."""
-        found = (self.start.float() + self.added).to(self.start.dtype)
-        return found if self.rows is None else found[self.rows]
+        value = (self.start.float() + self.added).to(self.start.dtype)
+        return value if self.rows is None else value[self.rows]
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -149,9 +148,9 @@ class LowRankChange(Trained):
     def of_rank(cls, start: Tensor, mask: Tensor, rank: int, seed: int) -> LowRankChange:
         """Create a change of rank R, with V drawn from N(0, 1/R) using `seed`."""
         rows, columns = start.flatten(1).shape
-        drawn = torch.randn(columns, rank, generator=torch.Generator().manual_seed(seed)) * rank**-0.5
+        right = torch.randn(columns, rank, generator=torch.Generator().manual_seed(seed)) * rank**-0.5
         left = torch.zeros(rows, rank, device=start.device, requires_grad=True)
-        return cls(start, left, mask, None, drawn.to(start.device).requires_grad_())
+        return cls(start, left, mask, None, right.to(start.device).requires_grad_())
 
     @property
     def added(self) -> Tensor:
@@ -168,42 +167,28 @@ class LowRankChange(Trained):
     def count(self) -> int:
         """Number of entries in those rows of U and V that affect an entry of the mask."""
         assert self.mask is not None  # noqa: S101
-        seen = self.mask.flatten(1) != 0
-        return int(seen.any(1).sum() + seen.any(0).sum()) * self.change.shape[1]
+        entries = self.mask.flatten(1) != 0
+        return int(entries.any(1).sum() + entries.any(0).sum()) * self.change.shape[1]
 
 
 @contextmanager
-def changed_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Set these weights of the model inside the block, and restore the original ones at exit."""
-    named = dict(model.named_parameters())
-    before = {name: named[name].detach().clone() for name in values}
-    try:
-        with torch.no_grad():
-            for name, value in values.items():
-                named[name].copy_(value)
-        yield
-    finally:
-        with torch.no_grad():
-            for name, own in before.items():
-                named[name].copy_(own)
-
-
-@contextmanager
-def standing_in(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+def replaced_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Replace parameters by these tensors with gradients inside the block, which recomputed blocks use too."""
-    named = dict(model.named_parameters())
-    replacements = {id(named[name]): value for name, value in values.items()}
+    # `_parameters` is private: no public method puts a plain tensor in a parameter's place, and functional_call, which
+    # writes to it too, restores the parameters before the backward pass recomputes blocks
+    by_name = dict(model.named_parameters())
+    replacements = {id(by_name[name]): value for name, value in values.items()}
     before: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     try:
         for module in model.modules():
-            for name, own in list(module._parameters.items()):
-                if own is not None and id(own) in replacements:
-                    before.append((module._parameters, name, own))
-                    module._parameters[name] = replacements[id(own)]  # type: ignore[assignment]  # as functional_call
+            for name, original in list(module._parameters.items()):
+                if original is not None and id(original) in replacements:
+                    before.append((module._parameters, name, original))
+                    module._parameters[name] = replacements[id(original)]  # type: ignore[assignment]
         yield
     finally:
-        for parameters, name, own in before:
-            parameters[name] = own
+        for parameters, name, original in before:
+            parameters[name] = original
 
 
 @dataclass
@@ -236,30 +221,30 @@ class Healer:
         masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
         if not masks:
             raise ModelError(
-                "No weight moves queries or keys of swapped heads, and those alone.", "Swap without --heal."
+                "No weight affects queries or keys of swapped heads alone.", "Use swap-kernel, which trains nothing."
             )
-        self.swaps = unfitted(self.loaded, self.sites, self.swaps, [batch])
+        self.swaps = expand_parameters(self.loaded, self.sites, self.swaps, [batch])
         if self.convention == "code":  # start at √(nΛ) instead of Λ, n the sequence length: J is 0 there
             for site, swap in self.swaps.items():
-                of = swap.kernel.fitted
+                fitted = swap.kernel.fitted
                 if swap.kernel.info.form == "output":
-                    changed = (of["log_multipliers"] + of["tokens"].log()[:, None]) / 2
-                    kernel = swap.kernel.with_fitted({**of, "log_multipliers": changed})
+                    multipliers = (fitted["log_multipliers"] + fitted["tokens"].log()[:, None]) / 2
+                    kernel = swap.kernel.with_fitted({**fitted, "log_multipliers": multipliers})
                     self.swaps = {**self.swaps, site: hooks.Replacement(kernel, swap.heads)}
-        named = dict(self.loaded.model.named_parameters())
+        by_name = dict(self.loaded.model.named_parameters())
         for name, mask in masks.items():
-            if self.rank is None or self.rank >= min(named[name].flatten(1).shape):
-                self.weights[name] = Trained.of(named[name], mask)
+            if self.rank is None or self.rank >= min(by_name[name].flatten(1).shape):
+                self.weights[name] = Trained.of(by_name[name], mask)
             else:
                 # the seed depends on the name, so that weights of equal shape draw different V
-                drawn = int.from_bytes(hashlib.sha256(f"{self.seed} {name}".encode()).digest()[:7], "big")
-                self.weights[name] = LowRankChange.of_rank(named[name], mask, self.rank, drawn)
+                seed = int.from_bytes(hashlib.sha256(f"{self.seed} {name}".encode()).digest()[:7], "big")
+                self.weights[name] = LowRankChange.of_rank(by_name[name], mask, self.rank, seed)
         if self.recompute:
             self.blocks = [block for _, block in hooks.blocks(self.loaded.model, texts.first(batch.inputs, 1))]
             if not self.blocks:
                 raise ModelError(
                     "This model has no blocks that run once in a pass, whose activations could be computed again.",
-                    "Leave out --heal-checkpointing.",
+                    "Leave out checkpointing.",
                 )
         for site, swap in self.swaps.items():
             shared = copies(swap.kernel.fitted)
@@ -272,47 +257,43 @@ class Healer:
     @property
     def leaves(self) -> list[Tensor]:
         """All tensors that the optimiser updates."""
-        every = [*self.weights.values(), *(part for found in self.parameters.values() for part in found.values())]
-        return [leaf for part in every for leaf in part.leaves]
+        parameters = (part for by_name in self.parameters.values() for part in by_name.values())
+        return [leaf for part in (*self.weights.values(), *parameters) for leaf in part.leaves]
 
     @property
     def count(self) -> int:
         """Number of trained entries."""
-        of_weights = sum(part.count for part in self.weights.values())
-        return of_weights + sum(part.change.numel() for found in self.parameters.values() for part in found.values())
+        parameters = [part.change.numel() for by_name in self.parameters.values() for part in by_name.values()]
+        return sum(part.count for part in self.weights.values()) + sum(parameters)
 
     def healed_swaps(self) -> hooks.Swaps:
         """Return the swaps with the current kernel parameters."""
-        return {
-            site: hooks.Replacement(
-                swap.kernel.with_fitted(
-                    dict(swap.kernel.fitted) | {name: part.value for name, part in self.parameters[site].items()}
-                ),
-                swap.heads,
-            )
-            for site, swap in self.swaps.items()
-        }
+        swaps = {}
+        for site, swap in self.swaps.items():
+            trained = {name: part.value for name, part in self.parameters[site].items()}
+            swaps[site] = hooks.Replacement(swap.kernel.with_fitted({**swap.kernel.fitted, **trained}), swap.heads)
+        return swaps
 
     def descend(self, inputs: Mapping[str, Tensor], targets: Tensor | None, weight: float) -> None:
         """Add `weight` times the gradient of the loss to the leaves; the student stays active in the backward pass."""
         penalties: list[Tensor] = []
         with torch.enable_grad(), ExitStack() as back:
-            each, _ = self._each(inputs, targets, penalties, back)
-            loss: Tensor = weight * (each.mean() + self.penalty(penalties))
+            losses, _ = self._each(inputs, targets, penalties, back)
+            loss: Tensor = weight * (losses.mean() + self.penalty(penalties))
             loss.backward()  # type: ignore[no-untyped-call]
 
     def penalty(self, penalties: list[Tensor]) -> Tensor | float:
         """Return η times the sum of the layers' regularisers (their mean by convention `code`); 0 if there are none."""
         if not self.eta or not penalties:
             return 0.0
-        each = torch.stack(penalties)
-        return self.eta * (each.sum() if self.convention == "paper" else each.mean())
+        squares = torch.stack(penalties)
+        return self.eta * (squares.sum() if self.convention == "paper" else squares.mean())
 
     def by_sequence(self, inputs: Mapping[str, Tensor], targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the mean distance of each sequence with compared tokens, and their number."""
         with torch.no_grad():
-            each, owners = self._each(inputs, targets)
-        return owned_means(each, owners, texts.sequences_in(inputs))
+            losses, owners = self._each(inputs, targets)
+        return owned_means(losses, owners, texts.sequences_in(inputs))
 
     def _each(
         self,
@@ -330,24 +311,25 @@ class Healer:
         """
         if self.goal == "text" and targets is not None:
             result = self._run_student(inputs, penalties, back)
-            logits, there = predictions(result, Fed(dict(inputs), targets), self.task), targets != NOTHING
+            logits, predicted = predictions(result, Fed(dict(inputs), targets), self.task), targets != NOTHING
             assert logits is not None  # noqa: S101  # a model without predictions has no targets
-            return nn.functional.cross_entropy(logits, targets[there], reduction="none"), there.nonzero()[:, 0]
+            losses = nn.functional.cross_entropy(logits, targets[predicted], reduction="none")
+            return losses, predicted.nonzero()[:, 0]
         outputs_of = states_of if self.task == "hidden" else logits_of
         with torch.no_grad():
-            own = outputs_of(hooks.forward(self.loaded.model, inputs, **output_options(self.task)))
+            original = outputs_of(hooks.forward(self.loaded.model, inputs, **output_options(self.task)))
         new = outputs_of(self._run_student(inputs, penalties, back))
-        owners = owners_of(own, inputs)
+        owners = owners_of(original, inputs)
         if owners is None:  # attribute all to the first sequence
-            owners = torch.zeros(own[..., 0].numel(), dtype=torch.long)
-        own, new = (
-            hooks.at_real_tokens(part, inputs) if self.task != "classification" else part for part in (own, new)
+            owners = torch.zeros(original[..., 0].numel(), dtype=torch.long)
+        original, new = (
+            hooks.at_real_tokens(part, inputs) if self.task != "classification" else part for part in (original, new)
         )
         if self.task == "hidden":
-            each = 1 - nn.functional.cosine_similarity(own.float(), new.float(), dim=-1)
+            losses = 1 - nn.functional.cosine_similarity(original.float(), new.float(), dim=-1)
         else:
-            each = divergence(own.float(), new.float())
-        return each.flatten(), owners
+            losses = divergence(original.float(), new.float())
+        return losses.flatten(), owners
 
     def _run_student(
         self, inputs: Mapping[str, Tensor], penalties: list[Tensor] | None, back: ExitStack | None
@@ -370,7 +352,7 @@ class Healer:
 
         with (
             hooks.replace(self.loaded.model, self.sites, swaps, self.path, visit=visit),
-            standing_in(self.loaded.model, values),
+            replaced_parameters(self.loaded.model, values),
         ):
             yield
 
@@ -396,10 +378,9 @@ def _step_sizes(name: str, kernel: Kernel, convention: Convention) -> Tensor | N
     if kernel.info.form != "output":
         squares = kernel.fitted[name].float().square()
         return (squares.mean(-2, keepdim=True) / squares.mean().clamp_min(TINIEST)).sqrt().expand_as(squares)
-    of = kernel.fitted
     power = 1.0 if convention == "code" else 0.5
-    length = of["tokens"].log()[:, None] / 2 if convention == "paper" else 0.0
-    return (-(power * of["log_multipliers"] + length)).exp().clamp_max(1.0).float()[:, None]
+    length = kernel.fitted["tokens"].log()[:, None] / 2 if convention == "paper" else 0.0
+    return (-(power * kernel.fitted["log_multipliers"] + length)).exp().clamp_max(1.0).float()[:, None]
 
 
 @contextmanager

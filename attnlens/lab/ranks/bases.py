@@ -1,0 +1,239 @@
+"""Directions of the latents at each swapped site, and the sensitivity of the loss to their ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attnlens.errors import UsageError
+from attnlens.kernels import Kernel, parsed
+from attnlens.kernels.attention import attend
+from attnlens.kernels.lowrank import AFTER, ALL, BEFORE, OUTPUT, Latents, MapsFit
+from attnlens.kernels.spec import pairs_weighted
+from attnlens.models import hooks, texts
+from attnlens.models.hooks.survey import unpadded
+from attnlens.models.loading import Loaded
+from attnlens.models.texts.targets import Fed
+from attnlens.records import Call, Site, Task
+from attnlens.runs.progress import Tell
+from attnlens.runs.swap.fit import sample_loss, set_metrics, set_rotations, turns
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+def possible_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
+    """Return the possible forms, the kernel's own first: latents shared or not, of keys after or before rotation."""
+    kernel = next(iter(swaps.values())).kernel
+    inputs = texts.placeholder(loaded, 2, 0).batches[0].inputs
+    key_heads = [each.call.key.shape[1] for each in hooks.survey(loaded.model, inputs) if each.site in swaps]
+    groups = [1, ALL] if max(key_heads) > 1 else [1]
+    invertible = not any(isinstance(turn, str) for turn in turns(loaded, list(swaps)).values())
+    rotations = [AFTER, BEFORE] if invertible else [AFTER]
+    return [_with(kernel, group=group, rotation=rotation) for rotation in rotations for group in groups]
+
+
+def by_output(form: Kernel) -> Kernel:
+    """Return the form with pairs weighted by their effect on the output."""
+    return _with(form, metric=OUTPUT)
+
+
+def form_name(form: Kernel) -> str:
+    """Format the form as typed after `rank:`, as in `group=all,rotation=before,metric=attention`."""
+    words = {p.name: {number: word for word, number in p.words} for p in form.info.parameters}
+    values = {name: form.parameters[name] for name in ("group", "rotation", "metric")}
+    return ",".join(f"{name}={words[name].get(value, f'{value:g}')}" for name, value in values.items())
+
+
+def _with(kernel: Kernel, **parameters: float) -> Kernel:
+    return replace(kernel, parameters={**kernel.parameters, **parameters})
+
+
+Fits = dict[Site, MapsFit]
+"""The fit of each site."""
+
+
+@dataclass(frozen=True)
+class Basis:
+    """The latents of one site, and the heads that read them."""
+
+    heads: tuple[int, ...]  # swapped query heads, ordered by key head
+    kv_heads: tuple[int, ...]  # their key heads
+    latents: Latents  # the directions of each latent
+
+    @property
+    def sizes(self) -> list[int]:
+        """Full rank of each latent: the summed size of its keys."""
+        return self.latents.sizes
+
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """Key heads of each latent, numbered as in the module."""
+        return [tuple(self.kv_heads[index] for index in group) for group in self.latents.groups]
+
+    @property
+    def latent_of(self) -> list[int]:
+        """Latent of each swapped query head."""
+        by_key = {key: latent for latent, group in enumerate(self.latents.groups) for key in group}
+        return [by_key[key] for key in self.latents.key_of]
+
+    def heads_of(self, latent: int) -> list[int]:
+        """Return the query heads that use a latent."""
+        return [head for head, used in zip(self.heads, self.latent_of, strict=True) if used == latent]
+
+    def maps(self, ranks: Sequence[int]) -> dict[str, Tensor]:
+        """Return the kernel's fitted parameters for these ranks, one per latent."""
+        return self.latents.maps(ranks)
+
+
+@dataclass
+class FormFits:
+    """The fits to the calibration texts, by form and text."""
+
+    heads: dict[Site, tuple[int, ...]]  # swapped query heads of each site
+    kv_heads: dict[Site, tuple[int, ...]]  # their key heads
+    fits: dict[str, dict[str, Fits]]  # fits by spelling of the form, text and site
+
+    def bases(self, form: str, without: str | None = None) -> dict[Site, Basis]:
+        """Return the directions of each site, fitted to all texts, or to all but `without`."""
+        by_text = [fits for name, fits in self.fits[form].items() if name != without]
+        latents = {site: reduce(MapsFit.plus, (fits[site] for fits in by_text)).latents() for site in self.heads}
+        return {site: Basis(self.heads[site], self.kv_heads[site], latents[site]) for site in self.heads}
+
+
+def fit_forms(
+    loaded: Loaded,
+    sites: tuple[Site, ...],
+    swaps: hooks.Swaps,
+    forms: Sequence[Kernel],
+    batches: Sequence[tuple[str, Fed]],
+    task: Task,
+    seed: int,
+    progress: Tell,
+) -> FormFits:
+    """Fit each form of latents to these batches, each of one text, in one pass of the original model.
+
+    If pairs are weighted by the output, the weights of each text come from gradients on that text, so that maps fitted
+    to the other texts do not depend on it. Raises UsageError if only some of the query heads that share a key head are
+    swapped, and what `set_rotations` and `set_metrics` raise.
+    """
+    names = list(dict.fromkeys(name for name, _ in batches))
+    by_form: dict[str, dict[str, Fits]] = {}
+    for form in forms:
+        parameters = {name: int(value) for name, value in form.parameters.items()}
+        blank = {site: MapsFit(**parameters) for site in swaps}
+        set_rotations(loaded, swaps, blank.items())
+        by_form[form.spelling] = {name: {site: copy(fit) for site, fit in blank.items()} for name in names}
+    for name in names:
+        of_text = [fed for text, fed in batches if text == name]
+        pairs = [pair for by_text in by_form.values() for pair in by_text[name].items()]
+        set_metrics(loaded, sites, swaps, pairs, of_text, task, seed)
+    result = FormFits({}, {}, by_form)
+
+    def visit(site: Site, call: Call) -> None:
+        if site not in swaps:
+            return
+        heads = tuple(sorted(swaps[site].heads or range(call.query.shape[1])))
+        result.heads[site], result.kv_heads[site] = heads, _check_groups(site, heads, call.group)
+        for part in unpadded(call.select(heads), site, fed.inputs):
+            by_attention = pairs_weighted(part)
+            for by_text in by_form.values():
+                by_text[text][site].update(part, by_attention)
+
+    with torch.no_grad(), hooks.watch(loaded.model, sites, visit):
+        for text, fed in batches:  # noqa: B007  # `visit` reads both variables
+            hooks.forward(loaded.model, fed.inputs)
+            progress(texts.sequences_in(fed.inputs))
+    result.heads = {site: result.heads[site] for site in swaps}
+    return result
+
+
+def _check_groups(site: Site, heads: tuple[int, ...], group: int) -> tuple[int, ...]:
+    """Return the key heads of these query heads; raise UsageError if other query heads share them."""
+    kv_heads = tuple(sorted({head // group for head in heads}))
+    sharing = [head for kv_head in kv_heads for head in range(kv_head * group, (kv_head + 1) * group)]
+    if list(heads) != sharing:
+        raise UsageError(
+            f"At {site.name} the heads {', '.join(map(str, sharing))} share key heads, and not all of them are chosen.",
+            "A key shrinks for all of its query heads or for none: choose whole groups with --heads.",
+        )
+    return kv_heads
+
+
+LEVELS = 16
+"""Number of evenly spaced ranks from 0 to full rank whose loss is estimated; others are interpolated linearly."""
+
+
+def sensitivities(
+    loaded: Loaded,
+    sites: tuple[Site, ...],
+    bases: Mapping[Site, Basis],
+    batches: Sequence[Fed],
+    task: Task,
+    seed: int,
+    progress: Tell,
+) -> dict[Site, Float[Tensor, "latents ranks"]]:
+    """Estimate the rise of the loss, in nats per prediction, if one latent alone has rank 0 … its full rank.
+
+    The output of query i changes by δo_i, computed through the softmax, and the loss by ⟨g_i, δo_i⟩, g_i = ∂loss/∂o_i.
+    With targets drawn from the model's own predictions, this change has mean 0, and its second moment is the Fisher
+    information (Martens 2020, Eq. 7). The rise is therefore ½ Σ_i ⟨g_i, δo_i⟩², with queries and heads taken as
+    independent. A gradient with respect to the logits would be 0 for a saturated head, although such a head loses
+    everything once the saturating logits are cut. Raises ModelError if the loss has no gradient.
+    """
+    totals = {site: torch.zeros(len(basis.sizes), max(basis.sizes) + 1) for site, basis in bases.items()}
+    generator, count, kernel = torch.Generator().manual_seed(seed), 0, parsed("rank:65536")  # `maps` set the rank
+    for fed in batches:
+        calls, outputs, loss, drawn = sample_loss(loaded, sites, bases, fed, task, generator)
+        gradients = torch.autograd.grad(loss, list(outputs.values()), allow_unused=True)
+        count += drawn
+        for (site, output), gradient in zip(outputs.items(), gradients, strict=True):
+            if gradient is not None:
+                with torch.no_grad():
+                    totals[site] = totals[site] + _squares(bases[site], kernel, calls[site], output, gradient).cpu()
+        progress(texts.sequences_in(fed.inputs))
+    return {site: _between(total / (2 * count), bases[site].sizes) for site, total in totals.items()}
+
+
+def levels(size: int) -> list[int]:
+    """Return the ranks whose loss is estimated, including 0 and `size`."""
+    return [*range(0, size, -(-size // LEVELS)), size]
+
+
+def _squares(
+    basis: Basis,
+    kernel: Kernel,
+    call: Call,
+    output: Float[Tensor, "batch queries all_heads value_dim"],
+    gradient: Float[Tensor, "batch queries all_heads value_dim"],
+) -> Float[Tensor, "latents ranks"]:
+    """Compute Σ_i ⟨g_i, δo_i⟩² at each level of rank, summed over the heads of each latent; 0 at other ranks."""
+    heads, sizes = list(basis.heads), basis.sizes
+    original, slope, part = output[:, :, heads], gradient[:, :, heads].double(), call.select(heads)
+    squares = torch.zeros(len(sizes), max(sizes) + 1, dtype=torch.float64)
+    latent_of = torch.tensor(basis.latent_of)
+    for step in range(len(levels(max(sizes))) - 1):
+        ranks = [(levels(size) + [size] * LEVELS)[step] for size in sizes]
+        change = (slope * (attend(part, kernel.with_fitted(basis.maps(ranks))) - original)).sum(-1)
+        sums = torch.zeros(len(sizes), dtype=torch.float64).index_add(0, latent_of, change.square().sum((0, 1)).cpu())
+        for latent, (rank, size) in enumerate(zip(ranks, sizes, strict=True)):
+            if rank < size:
+                squares[latent, rank] = sums[latent]
+    return squares
+
+
+def _between(costs: Float[Tensor, "latents ranks"], sizes: Sequence[int]) -> Float[Tensor, "latents ranks"]:
+    """Interpolate linearly between the levels of rank, and set ∞ beyond a latent's full rank, in place."""
+    for row, size in zip(costs, sizes, strict=True):
+        row[size + 1 :] = torch.inf
+        for low, high in pairwise(levels(size)):
+            share = torch.arange(high - low, dtype=costs.dtype) / (high - low)
+            row[low:high] = row[low] + (row[high] - row[low]) * share
+    return costs

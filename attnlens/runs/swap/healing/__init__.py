@@ -1,1 +1,0 @@
-"""Train W_Q, W_K and the kernel parameters of swapped heads, towards the original model or on text."""

@@ -1,0 +1,290 @@
+"""Run one kernel: check, fit, compare, train, sweep and save it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlens.choices import Route
+from attnlens.errors import OutputError
+from attnlens.kernels import Kernel
+from attnlens.kernels.modifiers import NEAR_WEIGHT
+from attnlens.models import hooks, texts
+from attnlens.models.texts.targets import meanings
+from attnlens.records import Healing, Pair, Plan, Stage, Swap
+from attnlens.runs.differences import Differences, agreements, compare, windows_of
+from attnlens.runs.feeding import guess_notes
+from attnlens.runs.outputs import Variant, enough_memory, speed, tokens_in
+from attnlens.runs.progress import Tell, timed
+from attnlens.runs.store import Keep, Store, keep_nothing, key_of
+from attnlens.runs.swap.controls import ControlSwap, build_controls, choose_window, mean_state
+from attnlens.runs.swap.fit import MOST_FITTED, fit
+from attnlens.runs.swap.report import KernelResult
+from attnlens.runs.swap.saved import save_swapped
+from attnlens.runs.swap.session import SwapSession, changed_weights, digest_of
+from attnlens.runs.swap.sites import Local, leaks, locally
+from attnlens.runs.swap.sweep import sweep_units
+
+EXACT: Route = "auto"
+"""Path of the controls. The `path` option applies to the kernel alone; all paths are exact."""
+NO_PEAK = "this platform does not tell it"
+UNSWEPT = "The sweep was interrupted before it was finished."
+
+
+class KernelInterrupted(KeyboardInterrupt):
+    """Interruption by the user of a kernel's healing or sweep; `result` has the measurements so far."""
+
+    def __init__(self, result: KernelResult) -> None:
+        super().__init__()
+        self.result = result
+
+
+@dataclass
+class KernelRun:
+    """The run of one kernel: its stages and measurements so far."""
+
+    session: SwapSession
+    kernel: Kernel
+    stages: dict[str, hooks.Swaps]  # the swap at each stage: swapped, fitted, healed
+    store: Store | None = None  # stores parts of long computations
+    measured: dict[str, Differences] = field(default_factory=dict)  # measurements by stage
+    agreements: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Agreement of greedy continuations with the original's by stage, as fields of an Outcome."""
+    controls: list[ControlSwap] = field(default_factory=list)
+    measured_controls: dict[object, Differences] = field(default_factory=dict)  # by `ControlSwap.key`
+    window: int | str = ""  # keys beyond which losses are reported, or why there is no number
+    state: float | None = None  # numbers kept per swapped head
+    healing: Healing | None = None
+    weights: dict[str, Tensor] = field(default_factory=dict)  # healed weights by name
+    plan: Plan | None = None
+    notes: list[str] = field(default_factory=list)
+    interrupted: bool = False
+    unsaved: OutputError | None = None  # why the changed model could not be saved
+
+    def run(self) -> KernelResult:
+        """Fit, check, compare, heal and sweep the kernel; raise KernelInterrupted if the user ends healing or sweep."""
+        session = self.session
+        with enough_memory(session.loaded.model, session.fed[0].inputs, session.variant(self.last)):
+            _ = session.own_peak  # measured first, before anything keeps memory allocated
+            swap = self._run_stages()
+        windows = windows_of({(self.kernel.spelling, stage): d for stage, d in self.measured.items()}, session.settings)
+        controls = {
+            str(number): self.measured_controls[control.key]
+            for number, control in enumerate(self.controls)
+            if control.swaps
+        }
+        differences = {**self.measured, **controls}
+        losses = {name: each.by_token.joined() for name, each in differences.items() if each.by_token.before}
+        result = KernelResult(swap, self.plan, self.window, self.notes, losses, dict(windows.values))
+        if self.interrupted:
+            raise KernelInterrupted(result)
+        return result
+
+    def _run_stages(self) -> Swap:
+        session, timings = self.session, self.session.timings
+        with timed(timings, "fit"):
+            self._fit()
+        gates = leaks(session.loaded, session.sites, session.probe, session.variant(self.last), session.seed)
+        with timed(timings, "compare"):
+            self._compare()
+        if session.training is not None and session.calibrated is not None:
+            with timed(timings, "heal"):
+                session.training.train(self, session.calibrated)
+        if session.options.generate:
+            with timed(timings, "generate"):
+                self._generate()
+        if session.ranks is not None:
+            with timed(timings, "plan"):
+                self.plan = session.ranks.plan(self)
+        with timed(timings, "sites"):
+            # one sequence, so that the result does not depend on the batch size
+            inputs = texts.first(session.probe, 1)
+            local = locally(session.loaded, session.sites, self.last, inputs, session.options.path)
+        swap = self._record(gates, local)
+        if session.options.sweep:
+            with timed(timings, "sweep"):
+                swap = self._sweep(swap)
+        if session.options.save is not None:
+            with changed_weights(session.loaded.model, self.weights):
+                try:
+                    save_swapped(session.options.save, session.loaded, session.sites, self.last)
+                except OutputError as error:  # raised once the report is complete
+                    self.unsaved = error
+        return swap
+
+    @property
+    def last(self) -> hooks.Swaps:
+        """The swap at the last stage."""
+        return list(self.stages.values())[-1]
+
+    @property
+    def keep(self) -> Keep:
+        """Function that stores parts of long computations."""
+        return keep_nothing if self.store is None else self.store.compute
+
+    def teller(self, stage: str, total: int) -> Tell:
+        """Return a progress callback for a stage of this kernel."""
+        return self.session.teller(stage, total, self.kernel)
+
+    def _fit(self) -> None:
+        """Choose ranks, or fit the kernel: as stage `swapped` if the kernel needs it, else as stage `fitted`."""
+        session, kernel = self.session, self.kernel
+        if session.ranks is not None:
+            self.stages["swapped"] = session.ranks.choose(self)
+            return
+        source = session.calibrated if kernel.fit_reads else session.evaluated.first()  # else only shapes are read
+        if source is None or not kernel.fits or not (kernel.needs_fit or session.options.fit):
+            return
+        text, passes = source.some(MOST_FITTED), 1 if kernel.needs_fit or kernel.near is not None else 2
+        tell = self.teller("fit", text.sequences * passes)
+        stage = "swapped" if kernel.needs_fit else "fitted"
+        self.stages[stage] = fit(session.loaded, session.sites, self.last, text, tell, session.task, session.seed)
+
+    def _compare(self) -> None:
+        """Measure the stages so far, and the controls."""
+        session = self.session
+        controls = build_controls(self.last, session.shapes)
+        self.state = mean_state(self.last, session.shapes)
+        self.window = choose_window(self.last, controls, session.shapes)
+        self.controls = controls if session.options.controls else []
+        for control in self.controls:
+            control.refuse(session.loaded, session.probe, partial(session.variant, path=EXACT))
+        results = self.compare_variants(self._variants(session.controls))
+        session.controls |= self._common(results)
+        results = session.controls | results
+        self.measured |= {stage: results[stage] for stage in self.stages}
+        self.measured_controls = {control.key: results[control.key] for control in self.controls if control.swaps}
+        if session.task in ("causal", "masked"):
+            first = next(iter(self.measured.values()))
+            names = [session.settings.texts[number].name for number in first.sampled.texts]
+            vocabulary = texts.vocabulary(session.loaded.model) or math.inf
+            self.notes += guess_notes(torch.cat(first.before), torch.cat(first.counts), names, vocabulary)
+
+    def _variants(self, known: Container[object], path: Route | None = None) -> dict[object, Variant]:
+        """Return a variant per stage, computed with `path`, and per control whose key is not in `known`."""
+        variant = self.session.variant
+        stages: dict[object, Variant] = {
+            stage: variant(swaps, self.weights if stage == "healed" else None, path)
+            for stage, swaps in self.stages.items()
+        }
+        controls = [control for control in self.controls if control.swaps and control.key not in known]
+        return stages | {control.key: variant(control.swaps, control.weights, EXACT) for control in controls}
+
+    def _common(self, results: Mapping[object, Any]) -> dict[object, Any]:
+        """Select the results of controls without fitted parameters or healed weights: other kernels can share them."""
+        return {
+            control.key: results[control.key]
+            for control in self.controls
+            if control.key in results
+            and not (control.weights or any(swap.kernel.fitted for swap in control.swaps.values()))
+        }
+
+    def compare_variants(self, variants: Mapping[object, Variant]) -> dict[object, Differences]:
+        """Measure changed models on the evaluated text."""
+        session = self.session
+        tell = self.teller("compare", len(variants) * sum(map(tokens_in, session.fed)))
+        return compare(session.loaded.model, session.fed, variants, session.task, tell, session.design)
+
+    def _generate(self) -> None:
+        """Measure how long the greedy continuations of each stage and control agree with the original's."""
+        session = self.session
+        variants = self._variants(session.agreements, EXACT)
+        tell = self.teller("generate", len(variants) + 1)
+        original, notes = session.continuation
+        tell(1)
+        results = agreements(session.loaded.model, original, variants, tell)
+        session.agreements |= self._common(results)
+        results = session.agreements | results
+        self.agreements = {stage: results[stage] for stage in self.stages}
+        for control in self.controls:
+            control.agreement = results[control.key] if control.swaps else {}
+        self.notes += notes
+
+    def _record(self, gates: dict[str, Any], local: Local) -> Swap:
+        session, kernel = self.session, self.kernel
+        names, noise = [text.name for text in session.settings.texts], session.fed[0].noise
+        with session.variant(self.last, self.weights)():
+            peak = session.peak
+        outcomes = {}
+        for stage, differences in self.measured.items():
+            outcome = differences.outcome(session.seed, names, self.window)
+            agreement = self.agreements.get(stage, {})
+            reasons = outcome["reasons"] | agreement.get("reasons", {})
+            outcomes[stage] = outcome | agreement | {"reasons": reasons}
+        last, outcome = list(self.measured.values())[-1], list(outcomes.values())[-1]
+        reasons, of_output = dict(gates["reasons"]), kernel.info.form == "output"
+        shares = [site.off_simplex for site in local.sites if site.off_simplex is not None]
+        if of_output:
+            reasons |= {"off_simplex": "there is no attention matrix", "state": "it keeps neither keys nor values"}
+        if peak is None:
+            reasons["peak_memory_bytes"] = NO_PEAK
+        notes = [*meanings(session.task, noise=noise), *local.notes(kernel)]
+        notes += [] if session.ranks is None else session.ranks.notes(session.loaded.info)
+        return Swap(
+            kernel=kernel.spelling if session.ranks is None else kernel.info.name,
+            formula=kernel.formula,
+            formula_of="output" if of_output else "log k",
+            parameters=dict(kernel.parameters) if session.ranks is None else {},
+            fitted=self.fitted,
+            sites=local.sites,
+            **gates | outcome | {"reasons": reasons | outcome["reasons"]},
+            off_simplex=sum(shares) / len(shares) if shares else None,
+            tokens_per_second=Pair(before=speed(last.sizes, last.own_seconds), after=speed(last.sizes, last.seconds)),
+            peak_memory_bytes=Pair(before=session.own_peak, after=peak),
+            stages=[Stage(name=stage, **fields) for stage, fields in outcomes.items()],
+            healing=self.healing,
+            state=self.state,
+            task=session.task,
+            noise=noise,
+            identity_error=session.identity_error,
+            controls=[
+                control.record(self.measured_controls.get(control.key), session.seed, names, self.window)
+                for control in self.controls
+            ],
+            notes=notes + self._option_notes(),
+        )
+
+    @property
+    def fitted(self) -> list[str]:
+        """Names of the parameters chosen per head from text, without those still at their random initialisation."""
+        kernel = next(iter(self.last.values())).kernel
+        start = set() if kernel.info.fit_reads or "healed" in self.stages else set(kernel.own_fitted)
+        return sorted(set(kernel.chosen) - start)
+
+    def _option_notes(self) -> list[str]:
+        """Return notes on what the options did, or left undone."""
+        notes, healed = [], "healed" in self.stages
+        kernel, info = self.kernel, self.kernel.info
+        if self.session.shared:
+            share = f"{100 * self.session.shared:.2g} % of the evaluated tokens"
+            notes.append(f"{share} stand in the calibration text too, in runs of {texts.RUN} tokens or whole lines.")
+        if self.session.options.fit and kernel.needs_fit and info.fit_reads:
+            notes.append(f"--fit changes nothing: {info.name} is fitted with it and without it.")
+        if not healed and kernel.needs_fit and not info.fit_reads:
+            notes.append(f"The maps of {info.name} are random until `attnlens heal` trains them.")
+        if not healed and kernel.near is not None and NEAR_WEIGHT not in self.fitted:
+            notes.append("γ, the weight of near keys, is 1 in every head; --fit chooses it.")
+        if healed and any(control.swaps for control in self.controls):
+            but = ", but for the healed far part" if any(control.weights for control in self.controls) else ""
+            notes.append(f"Controls are of the model as it is before healing{but}.")
+        missing = [control for control in self.controls if not control.swaps]
+        return notes + [f"No {control.role} control: {control.reason}." for control in missing]
+
+    def _sweep(self, swap: Swap) -> Swap:
+        """Return the record with the effect of each head or layer alone; without effects if the user interrupts."""
+        fitted = key_of({site.name: digest_of(dict(each.kernel.fitted)) for site, each in self.last.items()})
+
+        def keep(name: str, make: Callable[[], Any]) -> Any:
+            return self.keep(f"{name}, parameters {fitted}", make)  # a fit can differ on another machine
+
+        try:
+            return sweep_units(self.session, swap, self.last, self.teller, keep)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return swap.model_copy(update={"notes": [*swap.notes, UNSWEPT]})

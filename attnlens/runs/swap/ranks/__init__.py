@@ -1,1 +1,0 @@
-"""Find the rank of each key head within a loss budget, or take the ranks of a plan."""
