@@ -262,7 +262,7 @@ def also(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None
         ]
 
         @functools.wraps(command)
-        def run(*args: Any, **given: Any) -> None:
+        def run(*args: object, **given: object) -> None:
             command(*args, **given)
 
         run.__signature__ = signature.replace(parameters=[*present, *more])  # type: ignore[attr-defined]

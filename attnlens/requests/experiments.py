@@ -21,7 +21,7 @@ def checked_table(name: str) -> str:
     return checked_name("table", name, (CLAIMS, *STUDIES, ALL))
 
 
-def _series(_name: str, value: Any) -> tuple[str, str]:
+def _series(_name: str, value: object) -> tuple[str, str]:
     two = [value] if isinstance(value, str | bytes) or not isinstance(value, Sequence) else list(value)
     if len(two) != 2:
         raise UsageError(f"series={shown(value)} is not a pair of files.", "Give one to train on and one to test on.")

@@ -35,13 +35,13 @@ class Request(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _translate_errors(cls, options: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _translate_errors(cls, options: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
             return handler(options)
         except ValidationError as error:
             raise _usage_error(cls, error) from None
 
-    def changed(self, **options: Any) -> Self:
+    def changed(self, **options: object) -> Self:
         """Return the request with other values of these options, which are checked."""
         return type(self)(**self.explicit() | options)
 
@@ -77,7 +77,7 @@ def _usage_error(kind: type[Request], error: ValidationError) -> UsageError:
 
 def option(
     help: str,  # noqa: A002  # the name that typer gives it
-    default: Any = None,
+    default: object = None,
     panel: str = "Options",
     metavar: str | None = None,
     flag: str = "",
@@ -87,7 +87,7 @@ def option(
     most: int | None = None,
     call_only: CallOnly = "",
     noun: str = "",
-    typed: Any = None,
+    typed: object = None,
     python_only: bool = False,
 ) -> Any:
     """Create the field of an option.
@@ -133,7 +133,7 @@ def details(field: FieldInfo) -> dict[str, Any]:
     return cast("dict[str, Any]", field.json_schema_extra)
 
 
-def alternatives(hint: Any) -> tuple[Any, ...]:
+def alternatives(hint: object) -> tuple[Any, ...]:
     """Return the members of a union type without their validators; a tuple of the type itself for any other."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return tuple(part.__origin__ if get_origin(part) is Annotated else part for part in parts)
@@ -191,7 +191,7 @@ def _accepted_type(field: FieldInfo) -> str:
     return " | ".join(names)
 
 
-def checks(check: Callable[[str, Any], Any]) -> BeforeValidator:
+def checks(check: Callable[[str, Any], object]) -> BeforeValidator:
     """Create a validator from a function (name, value) → value; None passes."""
     return BeforeValidator(
         lambda value, info: value if value is None else check(cast("ValidationInfo", info).field_name or "", value)
@@ -208,7 +208,7 @@ def words(what: str, value: Any) -> tuple[str, ...]:
     return tuple(path(what, item) for item in items)
 
 
-def whole(what: str, value: Any, least: int, most: int = LARGEST) -> int:
+def whole(what: str, value: object, least: int, most: int = LARGEST) -> int:
     """Return `value` if it is an integer from `least` to `most`. Raise UsageError otherwise."""
     number = _integer(value)
     bounds = f"at least {least}" if most == LARGEST else f"from {least} to {most}"
@@ -217,7 +217,7 @@ def whole(what: str, value: Any, least: int, most: int = LARGEST) -> int:
     return number
 
 
-def numbers(what: str, value: Any) -> list[int] | None:
+def numbers(what: str, value: object) -> list[int] | None:
     """Return layer or head numbers, each once (None: all): from a list, or from `0-3,7`.
 
     Raise UsageError for an empty list and non-integers.
@@ -248,7 +248,7 @@ def head(value: Any) -> tuple[int, int]:
     return layer, number
 
 
-def one_head(value: Any, layers: object, heads: object) -> dict[str, list[int]]:
+def one_head(value: object, layers: object, heads: object) -> dict[str, list[int]]:
     """Return the head as layers and heads, {} for None. Raise UsageError if layers or heads are given too."""
     if value is None:
         return {}
@@ -268,44 +268,44 @@ def _integer(value: Any) -> int | None:
         return None
 
 
-def analyzers(name: str, value: Any) -> tuple[str, ...]:
+def analyzers(name: str, value: object) -> tuple[str, ...]:
     """Return the names of analyzers. Raise UsageError for an unknown one."""
     names = words(name, value)
     registry.select_analyzers(names)
     return names
 
 
-def folder(name: str, value: Any) -> Any:
+def folder(name: str, value: object) -> str:
     """Return the path of a folder as a string. Raise UsageError for anything else."""
     checked_path = path(name, file(name, value, "folder"))
     local_path(checked_path, f"--{name}")
     return checked_path
 
 
-def file(name: str, value: Any, what: str = "file") -> Any:
+def file(name: str, value: object, what: str = "file") -> object:
     """Return a file, given by path or as an object. Raise UsageError for an empty path."""
     if isinstance(value, str) and (not value.strip() or "\0" in value):
         raise UsageError(f"--{name} does not name a {what}.", f"Give a path after --{name}, or leave it out.")
     return value
 
 
-def _selection_rule(_name: str, value: Any) -> Any:
+def _selection_rule(_name: str, value: object) -> object:
     arguments.selection_share(value)
     return value
 
 
-def _device(name: str, value: Any) -> Any:
+def _device(name: str, value: object) -> object:
     if not DEVICES.fullmatch(word(name, value)):
         raise UsageError(f"There is no device {shown(value)}.", "There are: auto, cpu, cuda, cuda:1, mps.")
     return value
 
 
-def _budget(_name: str, value: Any) -> Any:
+def _budget(_name: str, value: Any) -> object:
     arguments.budget(value)
     return value
 
 
-def _share(name: str, value: Any) -> float:
+def _share(name: str, value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1:
         return float(value)
     raise UsageError(f"{name}={shown(value)} is not between 0 and 1.", f"Give a share, as in --{name} 0.05.")

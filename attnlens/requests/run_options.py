@@ -38,7 +38,7 @@ ARRAY = "SLURM_ARRAY_TASK_"
 """Prefix of the variables in which Slurm describes a job's task in an array."""
 
 
-def _shard(name: str, value: Any) -> str:
+def _shard(name: str, value: object) -> str:
     """Return `I/N`; for `auto`, as Slurm or torchrun numbers this process. Raise UsageError for others."""
     if value == "auto":
         return _of_environment()
@@ -68,7 +68,7 @@ def _of_environment() -> str:
     )
 
 
-def _memory_size(name: str, value: Any) -> str:
+def _memory_size(name: str, value: object) -> str:
     """Return a size with its unit. Raise UsageError for others."""
     if not (isinstance(value, str) and SIZE.fullmatch(value)):
         raise UsageError(f"{name}={shown(value)} is not a size of memory.", "Write it with a unit, as in 8GB or 8GiB.")

@@ -59,7 +59,7 @@ class Amount:
         return f"{self.number:,.10g} {self.unit.removesuffix('s') if self.number == 1 else self.unit}"
 
     @classmethod
-    def of(cls, value: Any) -> Amount:
+    def of(cls, value: object) -> Amount:
         """Parse 200, "200", "2Mtok" or "30min". Raise UsageError for anything else, and for 0."""
         if isinstance(value, cls):
             return value

@@ -97,7 +97,7 @@ Saved = Annotated[str, typer.Argument(metavar="REPORT", help="A report from --js
 
 @guarded
 @opt.also(opt.SHOWN)
-def report(context: typer.Context, saved: Saved, table: opt.Table = False, **_shared: Any) -> None:
+def report(context: typer.Context, saved: Saved, table: opt.Table = False, **_shared: object) -> None:
     """Show a saved report again: its tables, or with --html, --figure, --csv and --markdown as files."""
     outputs = Outputs.of(context.params)
     from attnlens.records import read_report  # late, because it loads pydantic
@@ -155,7 +155,7 @@ def inspect(
     windows_csv: opt.WindowsCsv = None,
     table: opt.Table = False,
     strict: opt.Strict = False,
-    **_shared: Any,
+    **_shared: object,
 ) -> None:
     """Show per head symmetry, definiteness and spectrum; with `--analyzer selection`, whether it selects as an SVM."""
     params = context.params
@@ -183,7 +183,7 @@ app.command()(check)
 @app.command()
 @guarded
 @opt.also(opt.parameters(DoctorRequest, without=NOT_EXAMINED), opt.TOLD)
-def doctor(context: typer.Context, model: opt.Model = None, strict: opt.Strict = False, **_shared: Any) -> None:
+def doctor(context: typer.Context, model: opt.Model = None, strict: opt.Strict = False, **_shared: object) -> None:
     """Prove on this model that what attnlens reads is what the model computes; exit 2 where it is not."""
     outputs = Outputs.of(context.params)
     request = opt.build(DoctorRequest, context.params)

@@ -58,7 +58,7 @@ def check(
     junit: Junit = None,
     csv: CsvRows = None,
     markdown: opt.Markdown = None,
-    **_shared: Any,
+    **_shared: object,
 ) -> None:
     """Check a report, or a model, against rules and a baseline; exit 1 if one fails. Reports need no torch."""
     from attnlens.checks import judging  # late, because it loads the records

@@ -103,7 +103,7 @@ def converge(
     revisions: Revisions = None,
     head: Head = None,
     strict: opt.Strict = False,
-    **_shared: Any,
+    **_shared: object,
 ) -> None:
     """Does training select tokens as the max-margin solution says? Synthetic, one head, or checkpoints."""
     params = context.params
@@ -128,7 +128,7 @@ Table = Annotated[
 
 @guarded
 @opt.also(opt.parameters(StudyRequest), opt.SHOWN)
-def reproduce(context: typer.Context, table: Table = CLAIMS, quick: Quick = False, **_shared: Any) -> None:
+def reproduce(context: typer.Context, table: Table = CLAIMS, quick: Quick = False, **_shared: object) -> None:
     """Rerun the papers' small experiments (exit 1 if a claim fails), or train the models of one of their tables."""
     params = context.params
     outputs = Outputs.of(params)

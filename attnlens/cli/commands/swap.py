@@ -40,7 +40,7 @@ def compare(
     second: Second,
     table: opt.Table = False,
     strict: opt.Strict = False,
-    **_shared: Any,
+    **_shared: object,
 ) -> None:
     """Which heads changed between two models: on the same windows, with errors, p values and a false-discovery rate."""
     params = context.params
@@ -80,7 +80,7 @@ def swap_kernel(
     kernel: Kernels = None,
     windows_csv: opt.WindowsCsv = None,
     strict: opt.Strict = False,
-    **_shared: Any,
+    **_shared: object,
 ) -> None:
     """Re-run a model with another attention kernel, and measure what changes."""
     request, kernels = opt.build(SwapRequest, context.params), tuple(kernel or [KERNEL])
@@ -97,7 +97,7 @@ def ranks(
     plan: Plan = None,
     windows_csv: opt.WindowsCsv = None,
     strict: opt.Strict = False,
-    **_shared: Any,
+    **_shared: object,
 ) -> None:
     """Find how few numbers the keys of each head need within a budget of loss, and measure the model with them."""
     request = opt.build(RanksRequest, context.params)
@@ -112,7 +112,7 @@ def heal(
     model: opt.Model = None,
     kernel: HealedKernel = None,
     strict: opt.Strict = False,
-    **_shared: Any,
+    **_shared: object,
 ) -> None:
     """Replace the kernel, and train the swapped heads back towards the original model, or on text."""
     request, kernel = opt.build(HealRequest, context.params), kernel or None
