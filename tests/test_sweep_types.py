@@ -17,7 +17,7 @@ from loaded import loaded
 import attnlens
 from attnlens.errors import ModelError, TextError
 from attnlens.models import texts, weights
-from attnlens.models.architectures import architectures
+from attnlens.records.architectures import architectures
 
 TABLE = {one.model_type: one for one in architectures()[1]}
 READ = (

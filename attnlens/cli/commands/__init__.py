@@ -52,7 +52,7 @@ def list_(what: opt.Listed = None, markdown: opt.ListedMarkdown = False, debug: 
         return
     from attnlens import kernels
     from attnlens.analyzers import registry
-    from attnlens.models import architectures
+    from attnlens.records import architectures
     from attnlens.report.sections import reference as lists
 
     sections = []

@@ -20,7 +20,7 @@ from attnlens.errors import UsageError
 from attnlens.kernels import FILTERS, HYBRIDS, TIES, Modifier, kernels
 from attnlens.kernels.registry import KernelInfo, KernelParameter
 from attnlens.kernels.spelling import default_of, example, far_kernels
-from attnlens.models.architectures import Architecture
+from attnlens.records.architectures import Architecture
 from attnlens.report.sections.section import Column, Section, Table
 from attnlens.wording import NO_VALUE, clean
 
