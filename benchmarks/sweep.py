@@ -4,9 +4,9 @@ python benchmarks/sweep.py [--quick] [--only TYPE ...] [--csv FILE] [--before FI
 
 Each type, with the settings of its processor beside it, goes through load, inspect, doctor and swap-kernel (exponential
 and RBF); what is captured is held against every softmax of the model's own eager pass, RBF attention against a naive
-one, and planted weights W_Q = ±W_K are read. One row per type is written (`--csv
-attnlens/records/architectures.csv` is what `attnlens list architectures` shows); with --before, what changed since an earlier table is printed. No network
-is used; the builders are tests/model_types.py and tests/processors.py. About 40 minutes for all on one core.
+one, and planted weights W_Q = ±W_K are read. One row per type is written; `attnlens list architectures` shows that of
+`--csv attnlens/records/architectures.csv`. --before prints what changed since an earlier table. No network is used; the
+builders are tests/model_types.py and tests/processors.py. About 40 minutes for all types on one core.
 """
 
 from __future__ import annotations
