@@ -17,6 +17,8 @@ COMMANDS = {
     "inspect",
     "compare",
     "swap-kernel",
+    "ranks",
+    "heal",
     "converge",
     "check",
     "doctor",
