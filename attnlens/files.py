@@ -46,11 +46,11 @@ def read_bytes(path: str | Path, error: type[AttnlensError], remedy: str, *, mos
         raise error(f"{name} can't be read: {problem}.", remedy) from None
 
 
-def refuse_other_kinds(found: os.stat_result, name: str, error: type[AttnlensError], remedy: str) -> None:
+def refuse_other_kinds(status: os.stat_result, name: str, error: type[AttnlensError], remedy: str) -> None:
     """Raise `error` with `remedy` for anything but a regular file."""
     kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
-    if not stat.S_ISREG(found.st_mode):
-        kind = next((kind for is_one, kind in kinds if is_one(found.st_mode)), "a device")
+    if not stat.S_ISREG(status.st_mode):
+        kind = next((kind for is_one, kind in kinds if is_one(status.st_mode)), "a device")
         raise error(f"{name} can't be read: it is {kind}, not a file.", remedy)
 
 
@@ -209,16 +209,16 @@ def _exceeds_depth(value: object, most: int) -> bool:
     return bool(level)
 
 
-def _is_stream(found: os.stat_result) -> bool:
+def _is_stream(status: os.stat_result) -> bool:
     """Return whether a file is written as a stream: a device, a pipe, or our own stdout or stderr."""
-    return not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)) or _own_stream(found) is not None
+    return not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)) or _own_stream(status) is not None
 
 
-def _own_stream(found: os.stat_result) -> int | None:
+def _own_stream(status: os.stat_result) -> int | None:
     """Return the descriptor of this process's stdout or stderr if it leads to that file, else None."""
     for descriptor in (1, 2):
         with suppress(OSError):  # it may be closed
-            if os.path.samestat(os.fstat(descriptor), found):
+            if os.path.samestat(os.fstat(descriptor), status):
                 return descriptor
     return None
 

@@ -45,7 +45,7 @@ def call(sequences=8, tokens=TOKENS, seed=0, **more):
 def observed(asked, scores, samples=0, output=None):
     found, seen = PrimalFit(scores, samples), features(asked, samples)
     output = attend(asked, hooks.OWN).transpose(1, 2) if output is None else output
-    found.observe(seen.query, seen.key, seen.kept, output)
+    found.observe(seen.query, seen.key, seen.real, output)
     return found
 
 
@@ -162,7 +162,7 @@ def test_padding_and_batches_do_not_matter_to_the_fit():
         seen = features(
             Call(padded.query[rows], padded.key[rows], padded.value[rows], asked.scale, padded.allowed[rows])
         )
-        split.observe(seen.query, seen.key, seen.kept, attend(padded, hooks.OWN).transpose(1, 2)[rows])
+        split.observe(seen.query, seen.key, seen.real, attend(padded, hooks.OWN).transpose(1, 2)[rows])
     solved = split.solve()
     for name in ("log_multipliers", "tokens"):
         torch.testing.assert_close(solved[name], whole[name], rtol=1e-9, atol=1e-12)

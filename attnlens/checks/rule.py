@@ -269,19 +269,19 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
     return []
 
 
-def rules_of(given: object) -> list[Rule]:
+def rules_of(source: object) -> list[Rule]:
     """Parse the rules of a Python caller: a table, a path of a TOML file, or one or several texts."""
     rules: list[Rule] = []
-    if isinstance(given, Mapping):
-        rules = parse_table(given)
-    elif isinstance(given, Path) or (isinstance(given, str) and given.endswith(".toml")):
-        rules = read_rules(Path(given))
-    elif isinstance(given, str):
-        rules = [parse_rule(given)]
-    elif isinstance(given, Iterable):
-        rules = [item if isinstance(item, Rule) else parse_rule(item) for item in given]
+    if isinstance(source, Mapping):
+        rules = parse_table(source)
+    elif isinstance(source, Path) or (isinstance(source, str) and source.endswith(".toml")):
+        rules = read_rules(Path(source))
+    elif isinstance(source, str):
+        rules = [parse_rule(source)]
+    elif isinstance(source, Iterable):
+        rules = [item if isinstance(item, Rule) else parse_rule(item) for item in source]
     if not rules:
-        raise UsageError(f"rules={written(given)} holds no rule.", 'Write {"tokens.entropy": ["min > 0.05"]}.')
+        raise UsageError(f"rules={written(source)} holds no rule.", 'Write {"tokens.entropy": ["min > 0.05"]}.')
     return rules
 
 

@@ -83,7 +83,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
         except BaseException as error:
             if kwargs.get("debug"):
                 traceback.print_exc()
-            raise typer.Exit(told(error)) from error
+            raise typer.Exit(report_failure(error)) from error
 
     return run
 
@@ -98,7 +98,7 @@ def interrupt(number: int, _frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def told(error: BaseException) -> int:
+def report_failure(error: BaseException) -> int:
     """Print why a command ended and return the exit code; also for a panic of a Rust library, which is no Exception."""
     if isinstance(error, AttnlensError):
         complain(error.problem, error.remedy)

@@ -70,14 +70,14 @@ class PrimalFit:
         self,
         query: Side,
         key: Side,
-        kept: Bool[Tensor, "#batch #heads tokens"] | None,
+        real: Bool[Tensor, "#batch #heads tokens"] | None,
         output: Float[Tensor, "batch heads tokens value_dim"],
     ) -> None:
-        """Add a batch's features and the head's own output, restricted to the tokens that `kept` marks as real."""
+        """Add a batch's features and the head's own output, restricted to the tokens that `real` marks as real."""
         z = torch.cat([query, key, torch.ones_like(query[..., :1])], -1).double()
         y = output.double()
-        if kept is not None:
-            z, y = z.masked_fill(~kept[..., None], 0.0), y.masked_fill(~kept[..., None], 0.0)
+        if real is not None:
+            z, y = z.masked_fill(~real[..., None], 0.0), y.masked_fill(~real[..., None], 0.0)
         held_out = (torch.arange(self.seen, self.seen + len(z), device=z.device) % HELD_OUT) == 1
         self.seen += len(z)
         for part, chosen in enumerate((~held_out, held_out)):

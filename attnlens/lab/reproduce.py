@@ -121,10 +121,10 @@ def train_table(name: str, request: StudyRequest, progress: Progress = silent) -
         trained = train_cells(pairs, make, plan, progress)
         if request.save is not None:
             save_cells(Path(request.save) / table_name, trained, plan.store)
-        present = [task for task in tasks if any(one is task for _, one in pairs)]
+        present = [task for task in tasks if any(paired is task for _, paired in pairs)]
         missing = sorted({cell.task for cell in TABLES[table_name].cells} - _available_forms(request))
         tables.append(build_table(TABLES[table_name], request.scale, scales, present, trained, request.seed, missing))
-    largest = max(cell.parameters for one in tables for cell in one.cells)
+    largest = max(cell.parameters for table in tables for cell in table.cells)
     return report_of(
         "reproduce",
         "studies",
@@ -185,8 +185,8 @@ def tasks_of(request: StudyRequest, forms: set[TaskForm], scales: Mapping[TaskFo
     Missing files are replaced by the papers' data at scale `paper`, else by the built-in data.
     """
     sizes = {
-        form: {"length": one.length, "vocabulary": one.vocabulary, "evaluated": one.evaluated}
-        for form, one in scales.items()
+        form: {"length": scale.length, "vocabulary": scale.vocabulary, "evaluated": scale.evaluated}
+        for form, scale in scales.items()
     }
     papers = request.scale == "paper"
     tasks: list[StudyTask] = []
@@ -202,8 +202,8 @@ def tasks_of(request: StudyRequest, forms: set[TaskForm], scales: Mapping[TaskFo
     if "language" in forms and papers and not request.text:
         tasks.append(wikitext(**sizes["language"]))
     elif "language" in forms:
-        read = [(one.name, one.text) for one in texts.read_each(list(request.text)) or ()]
-        tasks.append(language(read, **sizes["language"]))
+        contents = [(content.name, content.text) for content in texts.read_each(list(request.text)) or ()]
+        tasks.append(language(contents, **sizes["language"]))
     return tasks[::-1]
 
 
@@ -292,12 +292,12 @@ def converge_head(
     descent = DescentRequest(**descent_options).explicit()
     layer, number = location = requests.head(head)
     query = InspectRequest(**request.explicit(), source="tokens", layers=[layer], heads=[number])
-    load_options, asked = feeding.load_options(request, model), reading.settings(query)
-    descent_settings = ExperimentSettings(trials=1, seed=asked.seed, **descent)
+    load_options, requested = feeding.load_options(request, model), reading.settings(query)
+    descent_settings = ExperimentSettings(trials=1, seed=requested.seed, **descent)
     named = texts.read_each(reading.files(query), offline=query.offline)
     loaded = model if isinstance(model, loading.Loaded) else loading.load(model, **load_options)
-    feeding.refuse_text(loaded, reading.files(query), asked.length)
-    contents, settings = feeding.contents(named, loaded), feeding.of_model(asked, loaded)
+    feeding.refuse_text(loaded, reading.files(query), requested.length)
+    contents, settings = feeding.contents(named, loaded), feeding.of_model(requested, loaded)
     cut = feeding.cut_of(settings, query)
     report, selector, nearness = posed(loaded, settings, contents, cut, progress)
     start = time.perf_counter()

@@ -50,7 +50,7 @@ class Record(BaseModel):
     def to_json(self) -> str:
         """Return the record as JSON text with nine significant digits and without terminal control characters."""
         text = self.model_dump_json(indent=1, by_alias=True)
-        return STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
+        return STEERING.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n"
 
 
 STEERING = re.compile("[\x7f-\x9f]")

@@ -42,7 +42,9 @@ class Windows:
     """By measure; NaN where there is none."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Windows) and all(one == two for one, two in zip_longest(self.rows(), other.rows()))
+        return isinstance(other, Windows) and all(
+            row == other_row for row, other_row in zip_longest(self.rows(), other.rows())
+        )
 
     def rows(self) -> Iterator[dict[str, str | int | float]]:
         """Yield one row per window and unit: text, window, the unit's columns, then the measures that have a value."""

@@ -86,7 +86,7 @@ class Subject:
     positions: str | None
     tokens: int | None
     pack: bool
-    own: frozenset[str] = frozenset()
+    lineages: frozenset[str] = frozenset()
     """Lineages that the model belongs to; it is not compared with models of these, itself included."""
 
 
@@ -157,7 +157,8 @@ def reference(measure: str, depth: Third, subject: Subject) -> Reference:
     else:
         alike = [model for model in alike if model.pack and subject.pack and model.tokens == subject.tokens]
         criterion = f"that read windows of {subject.tokens} tokens" if subject.pack else "that read what is no window"
-    others = [model for model in alike if model.lineage not in subject.own and depth in model.measures.get(measure, {})]
+    others = [model for model in alike if model.lineage not in subject.lineages]
+    others = [model for model in others if depth in model.measures.get(measure, {})]
     if not others:
         return Reference(reason=f"the atlas has no other trained {subject.part} {criterion}")
     return Reference(tuple(others), tuple(model.measures[measure][depth] for model in others))
@@ -170,8 +171,8 @@ def _forms_alike(model: TrainedModel, subject: Subject) -> bool:
 
 def percentile(measure: str, depth: Third, subject: Subject, value: float) -> tuple[float | None, str | None]:
     """Return the percentage of the reference's heads below the value and None, or None and the reason."""
-    found = reference(measure, depth, subject)
-    return found.percentile(value), found.reason
+    reference_heads = reference(measure, depth, subject)
+    return reference_heads.percentile(value), reference_heads.reason
 
 
 def subject_of(report: Report, part: str) -> Subject:
@@ -180,8 +181,8 @@ def subject_of(report: Report, part: str) -> Subject:
     subject = Subject(part, conventions.position if conventions else None, settings.length, bool(settings.pack))
     heads = [head for head in report.heads if head.part == part]
     files = {file.sha256 for file in report.model.files}
-    own = {one.lineage for one in models() if one.files & files or _is_same(one, report, heads, subject)}
-    return replace(subject, own=frozenset(own))
+    lineages = {model.lineage for model in models() if model.files & files or _is_same(model, report, heads, subject)}
+    return replace(subject, lineages=frozenset(lineages))
 
 
 def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject: Subject) -> bool:
@@ -200,12 +201,12 @@ def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject
         )
         shared = weights and shares_weights(heads[0])
         measures = [head.measures.get(name) for head in heads if not shared or head.layer == heads[0].layer]
-        values = [one.value for one in measures if one is not None and one.value is not None]
+        numbers = [measure.value for measure in measures if measure is not None and measure.value is not None]
         spread = depths["all"]
         quartiles = spread.quantiles[LEVELS.index(25)], spread.quantiles[LEVELS.index(75)]
-        if alike and len(values) == spread.heads and quartiles[0] < quartiles[1]:
-            pairs = zip(quantiles(values), spread.quantiles, strict=True)
-            distances.append(fmean(abs(one - other) for one, other in pairs) / (quartiles[1] - quartiles[0]))
+        if alike and len(numbers) == spread.heads and quartiles[0] < quartiles[1]:
+            pairs = zip(quantiles(numbers), spread.quantiles, strict=True)
+            distances.append(fmean(abs(value - quantile) for value, quantile in pairs) / (quartiles[1] - quartiles[0]))
     if len(distances) >= ENOUGH:
         return median(distances) < SAME
     some = len(heads) < model.heads or (bool(distances) and median(distances) < SAME)

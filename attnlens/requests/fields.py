@@ -153,7 +153,7 @@ def takes(kind: type[Request]) -> Callable[[Callable[..., R]], Callable[..., R]]
 
     def extend(function: Callable[..., R]) -> Callable[..., R]:
         signature = inspect.signature(function)
-        own = [parameter for parameter in signature.parameters.values() if parameter.name != "request"]
+        parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "request"]
         added = [
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=_accepted_type(field)
@@ -166,7 +166,7 @@ def takes(kind: type[Request]) -> Callable[[Callable[..., R]], Callable[..., R]]
             options = {name: keywords.pop(name) for name in list(keywords) if name in kind.model_fields}
             return function(*args, request=kind(**options), **keywords)
 
-        call.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+        call.__signature__ = signature.replace(parameters=[*parameters, *added])  # type: ignore[attr-defined]
         lines = [
             f"    {name} : {_accepted_type(field)}, default {field.default!r}\n"
             + textwrap.fill(field.description or "", 116, initial_indent=" " * 8, subsequent_indent=" " * 8)

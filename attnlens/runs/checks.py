@@ -204,7 +204,7 @@ def reproduced(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
     Raise ModelError if the model can't run on these inputs.
     """
     weights = None if loaded.shapes is None else loaded.shapes.deferred
-    precise: hooks.Precise | None = None if weights is None else lambda found: weights.whole(found.site.path)
+    precise: hooks.Precise | None = None if weights is None else lambda call: weights.whole(call.site.path)
     with _refusing(loaded, inputs):
         return hooks.identity_error(loaded.model, inputs, precise)
 

@@ -165,14 +165,14 @@ def tokens_in(fed: Fed) -> int:
     return int(masks[0].sum()) if masks else texts.sequences_in(fed.inputs)
 
 
-def divergence(own: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
+def divergence(original: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
     """Compute KL(own ‖ new) = Σ (q − p − p log(q/p)) of each prediction, in nats.
 
     Σ (q − p) is 0 up to the rounding of both normalisations, which p log(q/p) contains too: here it cancels.
     """
-    own, new = own.log_softmax(-1), new.log_softmax(-1)
-    p = own.exp()
-    return (new.exp() - p - p * (new - own)).sum(-1)
+    original, new = original.log_softmax(-1), new.log_softmax(-1)
+    p = original.exp()
+    return (new.exp() - p - p * (new - original)).sum(-1)
 
 
 def _wait(model: PreTrainedModel) -> None:

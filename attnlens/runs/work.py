@@ -240,7 +240,7 @@ def _compute_units(
 ) -> Iterator[tuple[str, Any]]:
     """Yield each unit's value, or its Failure, in the order of completion."""
 
-    def kept(name: str) -> Any:
+    def load_usable(name: str) -> Any:
         value = store.load(name) if store is not None and store.resume else None
         return value if value is not None and usable(value) else None
 
@@ -257,12 +257,12 @@ def _compute_units(
 
     if not plan.elsewhere or elsewhere is None or store is None:
         for name in names:  # another run that shares the folder may finish a unit before its turn
-            value = kept(name)
+            value = load_usable(name)
             yield name, tried(anew, name) if value is None else value
         return
     waiting = []
     for name in names:
-        value = kept(name)
+        value = load_usable(name)
         if value is None:
             waiting.append(name)
         else:

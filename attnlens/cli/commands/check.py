@@ -208,10 +208,10 @@ def _deliver(outputs: Outputs, report: Report, *, annotations: bool) -> None:
         "junit": junit,
     }
     write_data(outputs, report, writers, failures, written)
-    with failures.kept():
+    with failures.collect():
         show(outputs, report, checked.document)
     if annotations or os.environ.get("GITHUB_ACTIONS") == "true":
-        with failures.kept():
+        with failures.collect():
             _annotate(report, stderr=outputs.json == STDOUT)
     if written and not outputs.quiet:
         say(f"Wrote {', '.join(written)}")

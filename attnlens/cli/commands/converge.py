@@ -167,9 +167,9 @@ def kind_of(values: Mapping[str, Any]) -> str:
     return SYNTHETIC_RUN
 
 
-def refuse_other(kind: str, given: list[str]) -> None:
+def refuse_other(kind: str, options: list[str]) -> None:
     """Raise UsageError for an option of another kind of run that this one would ignore."""
-    for name in given:
+    for name in options:
         others = [other for other, names in KINDS.items() if name in names]
         if name not in KINDS[kind] | EVERYWHERE:
             option = "--" + name.replace("_", "-")

@@ -104,13 +104,13 @@ def _filter_by_index(call: Call, key_filter: KeyFilter) -> ByIndex:
     keeps, numbers, where = key_filter.modifier.keeps, dict(key_filter.parameters), positions(call, key_filter)
     assert keeps is not None  # noqa: S101  # a tie is not a filter
     batch_size, queries = call.query.shape[0], call.query.shape[2]
-    own, first = where.own.expand(batch_size, queries), where.first[:, 0].expand(batch_size)
+    query_positions, first = where.query.expand(batch_size, queries), where.first[:, 0].expand(batch_size)
 
-    def kept(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def keeps_key(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         start = first[batch]
-        return keeps(own[batch, query] - start, key - start, **numbers)
+        return keeps(query_positions[batch, query] - start, key - start, **numbers)
 
-    return kept
+    return keeps_key
 
 
 def _by_index(call: Call, matrix: Tensor) -> ByIndex:

@@ -169,8 +169,8 @@ def _levelled(widest: Sequence[int], room: int) -> list[int]:
 
 
 def _explained(cell: str, style: str) -> list[Line]:
-    first, *rest = cell.split("\n")
-    return [(clean(first), style), *((clean(line), "dim") for line in rest)]
+    first, *notes = cell.split("\n")
+    return [(clean(first), style), *((clean(line), "dim") for line in notes)]
 
 
 def _folded(cell: Sequence[Line], width: int, console: Console) -> Iterator[Line]:

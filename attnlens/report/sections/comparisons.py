@@ -265,9 +265,9 @@ def worst_first(comparison: Comparison) -> list[Compared]:
     rows: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
     for row in comparison.rows:
         rows[row.layer, row.head][row.measure] = row
-    heads = [Compared(head, rows[head.layer, head.head]) for head in comparison.heads]
+    heads = [Compared(record, rows[record.layer, record.head]) for record in comparison.heads]
     return sorted(
-        heads, key=lambda one: [-(one.delta(name) or 0.0) if one.named else 1.0 for name in words.worth(comparison)]
+        heads, key=lambda head: [-(head.delta(name) or 0.0) if head.named else 1.0 for name in words.worth(comparison)]
     )
 
 

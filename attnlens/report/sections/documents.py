@@ -141,17 +141,17 @@ def _head_pictures(shapes: Shapes) -> list[Picture]:
 
     if not shapes.readings and not shapes.curves:
         raise UsageError("The report has no measures to draw.", "Make one with: attnlens inspect MODEL --json FILE.")
-    curves = {name: np.concatenate([curve for _, curve in found]) for name, found in shapes.curves.items()}
+    curves = {name: np.concatenate([curve for _, curve in parts]) for name, parts in shapes.curves.items()}
     for name, values in ({name: reading.present for name, reading in shapes.readings.items()} | curves).items():
         if np.any(np.abs(values) > FURTHEST):
             raise UsageError(
                 f"{clean(name)} has values beyond {FURTHEST:g}, which no picture can show.", "Write them with --csv."
             )
     shows = "maps of layers by heads, shares and curves"
-    found = [Picture("overview", partial(pictures.overview_figure, shapes), shows)]
-    found += [Picture(name, partial(pictures.map_figure, shapes, name)) for name in shapes.readings]
-    found += [Picture(name, partial(pictures.fan_figure, shapes, name)) for name in shapes.curves]
-    return [*found, *_margins(shapes)]
+    head_pictures = [Picture("overview", partial(pictures.overview_figure, shapes), shows)]
+    head_pictures += [Picture(name, partial(pictures.map_figure, shapes, name)) for name in shapes.readings]
+    head_pictures += [Picture(name, partial(pictures.fan_figure, shapes, name)) for name in shapes.curves]
+    return [*head_pictures, *_margins(shapes)]
 
 
 def _margins(shapes: Shapes) -> list[Picture]:
@@ -160,9 +160,11 @@ def _margins(shapes: Shapes) -> list[Picture]:
 
     return [
         Picture(
-            f"selection-{one.layer}.{one.head}", partial(pictures.margins_figure, shapes.report, one), "its margins"
+            f"selection-{selection.layer}.{selection.head}",
+            partial(pictures.margins_figure, shapes.report, selection),
+            "its margins",
         )
-        for one in shapes.report.inspection.selections
+        for selection in shapes.report.inspection.selections
     ]
 
 

@@ -231,7 +231,9 @@ def explorer(shapes: Shapes) -> Explorer | None:
         places=places,
         key_heads=[head.kv_head for head in report.heads],
         sites={row: clean(head.site) for head, (row, _) in zip(report.heads, places, strict=True)},
-        measures=sorted(measures, key=lambda one: (one.name != OWN_ROWS, one.name.split(".")[0] not in COMPARED)),
+        measures=sorted(
+            measures, key=lambda measure: (measure.name != OWN_ROWS, measure.name.split(".")[0] not in COMPARED)
+        ),
         curves=[_curve(shapes, name) for name in shapes.curves],
         wholes=[_whole(shapes, whole, names) for whole, names in shapes.shares.items()],
         selections={f"{entry.layer}.{entry.head}": section for entry, section in sections},

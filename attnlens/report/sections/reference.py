@@ -227,7 +227,8 @@ def _measured(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Section:
     else:
         error = ONCE if isinstance(analyzer, Gathering) else SAMPLED
     wholes = [
-        [one.name for one in analyzer.measures if whole in one.wholes and one is not info] for whole in info.wholes
+        [measure.name for measure in analyzer.measures if whole in measure.wholes and measure is not info]
+        for whole in info.wholes
     ]
     needs_base = isinstance(analyzer, Analyzer) and analyzer.needs_base
     runs = f"{'where the model has an adapter, or' if needs_base else 'only'} with --analyzer {analyzer.name}"

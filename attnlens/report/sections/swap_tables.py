@@ -139,9 +139,8 @@ def _rows(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
     """
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Control] = {}
-    windows = {
-        one.beyond_window.window for swap in swaps for one in measured_controls(swap) if one.beyond_window is not None
-    }
+    controls = [control for swap in swaps for control in measured_controls(swap)]
+    windows = {control.beyond_window.window for control in controls if control.beyond_window is not None}
     for swap in swaps:
         rows.append((clean(swap.kernel) + (" (fitted)" if swap.fitted else ""), swap))
         for control in measured_controls(swap):
@@ -185,8 +184,8 @@ def _rise(loss: Change | None, perplexity: Change | None, words: Callable[[Chang
 
 
 RISES: Cells = (
-    ("rise", lambda found: _rise(found.loss, found.perplexity, rise_words)),
-    ("95 % interval of rise", lambda found: _rise(found.loss, found.perplexity, rise_interval)),
+    ("rise", lambda outcome: _rise(outcome.loss, outcome.perplexity, rise_words)),
+    ("95 % interval of rise", lambda outcome: _rise(outcome.loss, outcome.perplexity, rise_interval)),
 )
 """Columns of the relative rise of the perplexity."""
 
@@ -373,7 +372,9 @@ def swap_rows(swaps: list[Swap]) -> list[dict[str, Cell]]:
     rows = []
     for swap in swaps:
         rows += [_outcome(swap, stage.name, "", swap.state, stage) for stage in swap.stages]
-        rows += [_outcome(swap, "", one.kernel or one.role, one.state, one) for one in swap.controls]
+        rows += [
+            _outcome(swap, "", control.kernel or control.role, control.state, control) for control in swap.controls
+        ]
     return rows
 
 
@@ -406,7 +407,10 @@ def _effect(swap: Swap, effect: Effect, place: int) -> dict[str, Cell]:
     """Build the row of a unit swapped alone: its effect, and its value of each measure if predictors were read."""
     where = {name: getattr(effect, name) for name in ("layer", "head", "part", "delta")}
     tests = {name: getattr(effect, name) for name in ("p_value", "significant")}
-    values = {one.measure: one.values[place] for one in sorted(swap.predictors, key=lambda one: one.measure)}
+    values = {
+        predictor.measure: predictor.values[place]
+        for predictor in sorted(swap.predictors, key=lambda predictor: predictor.measure)
+    }
     return {"kernel": swap.kernel, **where, **_bounds("delta", effect.ci95), **tests, **values}
 
 

@@ -143,40 +143,46 @@ def worth(comparison: Comparison) -> list[str]:
     return [name for name in (OWN_ROWS, FORMS, ROWS) if name in measures]
 
 
-def discoveries(found: Comparison) -> Iterator[str]:
+def discoveries(comparison: Comparison) -> Iterator[str]:
     """Yield how many changes are named, and which blocks and heads changed by their own weights or by their inputs."""
-    heads = {(row.layer, row.head) for row in found.rows if row.named}
+    heads = {(row.layer, row.head) for row in comparison.rows if row.named}
     yield (
-        f"{found.named:,} of {found.tests:,} changes (heads × measures) are named at a false-discovery rate of "
-        f"{found.fdr:g}, in {len(heads)} of {counted(len(found.heads), 'head')}."
+        f"{comparison.named:,} of {comparison.tests:,} changes (heads × measures) are named at a false-discovery rate "
+        f"of {comparison.fdr:g}, in {len(heads)} of {counted(len(comparison.heads), 'head')}."
     )
-    blocks = [block for block in found.blocks if block.named]
+    blocks = [block for block in comparison.blocks if block.named]
     if blocks:
         largest = max(blocks, key=lambda block: block.change or 0.0)
         yield (
-            f"{len(blocks)} of {counted(len(found.blocks), 'block')} make something else of the same hidden states: "
-            f"{listed([block.path for block in blocks])}, at most by {largest.change or 0.0:.2g} of their size"
+            f"{len(blocks)} of {counted(len(comparison.blocks), 'block')} make something else of the same hidden "
+            f"states: {listed([block.path for block in blocks])}, at most by {largest.change or 0.0:.2g} of their size"
             f"{f' ({largest.path})' if len(blocks) > 1 else ''}."
         )
-    named = {name: _named(found, name) for name in (OWN_ROWS, FORMS, ROWS)}
-    own = {(row.layer, row.head) for row in found.rows if row.measure == OWN_ROWS and row.beyond_rounding}
-    own |= named[OWN_ROWS]
-    named[FORMS] |= own & {(head.layer, head.head) for head in found.heads if head.relation == "changed"}
+    named = {name: _named(comparison, name) for name in (OWN_ROWS, FORMS, ROWS)}
+    changed_by_weights = {
+        (row.layer, row.head) for row in comparison.rows if row.measure == OWN_ROWS and row.beyond_rounding
+    }
+    changed_by_weights |= named[OWN_ROWS]
+    named[FORMS] |= changed_by_weights & {
+        (head.layer, head.head) for head in comparison.heads if head.relation == "changed"
+    }
     if named[FORMS]:
         yield f"The form M of {counted(len(named[FORMS]), 'head')} is another one: {_places(named[FORMS])}."
-    local = own - named[FORMS]
+    local = changed_by_weights - named[FORMS]
     if local:
         unsure = len(local - named[OWN_ROWS])
         yield (
             f"{counted(len(local), 'head')} attend otherwise to the same hidden states, their form being the same: "
             f"{_places(local)}{f' ({unsure} of them not significantly over these windows)' if unsure else ''}."
         )
-    lone = [row for row in found.rows if (row.before is None) != (row.after is None) and row.measure not in LOCAL]
+    lone = [row for row in comparison.rows if (row.before is None) != (row.after is None) and row.measure not in LOCAL]
     if lone:
         which = listed([f"{row.measure} of {row.layer}.{row.head}" for row in lone])
         yield f"{counted(len(lone), 'measure')} of a head with a value in one model alone: {which}."
-    alike = {(row.layer, row.head) for row in found.rows if row.measure == OWN_ROWS and row.beyond_rounding is False}
-    inherited = (named[ROWS] & alike) - own - named[FORMS]
+    alike = {
+        (row.layer, row.head) for row in comparison.rows if row.measure == OWN_ROWS and row.beyond_rounding is False
+    }
+    inherited = (named[ROWS] & alike) - changed_by_weights - named[FORMS]
     if inherited:
         attend = "attends" if len(inherited) == 1 else "attend"
         yield f"{counted(len(inherited), 'head')} {attend} otherwise only because of what changed before them."

@@ -180,8 +180,8 @@ def _form(plan: Plan) -> Iterator[str]:
     by = "by the output" if words.get("metric") == "output" else "by attention"
     yield f"Latents: {keys}, of keys {turned} any rotation, pairs weighted {by}"
     if plan.forms:
-        ranked = sorted(plan.forms, key=lambda one: math.inf if one.rise is None else one.rise.share)
-        texts = (f"{clean(one.form)} {'diverged' if one.rise is None else share(one.rise.share)}" for one in ranked)
+        ranked = sorted(plan.forms, key=lambda form: math.inf if form.rise is None else form.rise.share)
+        texts = (f"{clean(form.form)} {'diverged' if form.rise is None else share(form.rise.share)}" for form in ranked)
         yield f"Compared with half of all numbers: {'; '.join(texts)}"
 
 

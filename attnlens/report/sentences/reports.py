@@ -271,8 +271,8 @@ def other_base(report: Report) -> list[str]:
     record = report.model.adapter
     if record is None or record.base is None or _last(record.base) == _last(report.model.id):
         return []
-    own = report.model.id
-    return [clean(f"The adapter says that its base is {record.base}; it was merged into {own}, whose shapes it fits.")]
+    base = report.model.id
+    return [clean(f"The adapter says that its base is {record.base}; it was merged into {base}, whose shapes it fits.")]
 
 
 def _last(name: str) -> str:

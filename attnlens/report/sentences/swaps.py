@@ -66,11 +66,17 @@ def control_costs(swap: Swap) -> str:
         "without filter": " (the far part alone)" if hybrid else " (without the filter)",
         "far part, healed": " (the far part alone, healed)",
     }
-    pairs = [(one, one.loss) for one in swap.controls if one.loss is not None and one.perplexity is not None]
-    costs = ", ".join(f"{clean(one.kernel or '')}{what.get(one.role, '')} {rise_words(loss)}" for one, loss in pairs)
+    pairs = [
+        (control, control.loss)
+        for control in swap.controls
+        if control.loss is not None and control.perplexity is not None
+    ]
+    costs = ", ".join(
+        f"{clean(control.kernel or '')}{what.get(control.role, '')} {rise_words(loss)}" for control, loss in pairs
+    )
     if not costs:
         return ""
-    better = [clean(one.kernel or "") for one, loss in pairs if _is_less(loss, swap.loss)]
+    better = [clean(control.kernel or "") for control, loss in pairs if _is_less(loss, swap.loss)]
     verb = "costs" if len(better) == 1 else "cost"
     ending = f" Less than the kernel {verb}, intervals apart: {', '.join(better)}." if better else ""
     return f"Controls, in perplexity: {costs}; the kernel {rise_words(swap.loss)}.{ending}"
@@ -78,7 +84,7 @@ def control_costs(swap: Swap) -> str:
 
 def beside_size(swap: Swap) -> str:
     """Return `elu (+139 %): sink-window:4,4, of its size, costs less (+50 %).`; empty without that control."""
-    control = next((one for one in swap.controls if one.role == "same size" and one.perplexity is not None), None)
+    control = next((each for each in swap.controls if each.role == "same size" and each.perplexity is not None), None)
     if control is None or control.loss is None or swap.loss is None or swap.perplexity is None:
         return ""
     less, more = _is_less(control.loss, swap.loss), _is_less(swap.loss, control.loss)

@@ -91,8 +91,8 @@ def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[HeadChange]
 
 def _explain_unread(pairing: Pairing, site: Site, other: Site) -> str:
     """Explain why the forms of a site cannot be compared."""
-    for which, side, own in (("first", pairing.first, site), ("second", pairing.second, other)):
-        read = side.factors(own)
+    for which, side, place in (("first", pairing.first, site), ("second", pairing.second, other)):
+        read = side.factors(place)
         if isinstance(read, UnreadableError):
             return f"the {which} model's form can't be read: {read.problem}"
     return "the forms have other sizes"
@@ -108,8 +108,12 @@ def _relation(pairing: Pairing, pair: tuple[QueryKey, QueryKey], head: int, p: f
     if first.scale == second.scale and pairing.order[first.site] == tuple(range(len(first.heads))):
         # factors computed from equal weights can differ by rounding
         modules = [side.loaded.model.get_submodule(first.site.path) for side in (pairing.first, pairing.second)]
-        own, others = (dict(module.named_parameters()) for module in modules)
-        if own and own.keys() == others.keys() and all(_equal(own[name], others[name]) for name in own):
+        tensors, other_tensors = (dict(module.named_parameters()) for module in modules)
+        if (
+            tensors
+            and tensors.keys() == other_tensors.keys()
+            and all(_equal(tensors[name], other_tensors[name]) for name in tensors)
+        ):
             return "identical"
     if p != p:
         return None
@@ -264,8 +268,8 @@ def compare_predictions(pairing: Pairing, design: Design) -> tuple[Outcome | Non
         states = {None if each.hidden is None else each.hidden.shape[-1] for each in passes}
         if len(classes) > 1 or len(states) > 1:
             return None, [f"{OTHER_PREDICTIONS}, or their states have other sizes."]
-        own, new = passes
-        differences.add(own, new, batch.targets, tokens_in(batch))
+        before, after = passes
+        differences.add(before, after, batch.targets, tokens_in(batch))
     return Outcome(**differences.outcome(seed, list(dict.fromkeys(batches.parts)))), []
 
 

@@ -100,13 +100,13 @@ def prepare(
     return PreparedRun(loaded, settings, chosen, contents, cut, progress, timings, request.show)
 
 
-def _load(subject: Any, load_options: dict[str, Any], asked: Settings) -> tuple[loading.Loaded, list[str]]:
+def _load(subject: Any, load_options: dict[str, Any], settings: Settings) -> tuple[loading.Loaded, list[str]]:
     """Load the model and return notes on it; a model too large for memory is left in its files if possible."""
     if isinstance(subject, loading.Loaded):
         return subject, []
     try:
         return loading.load(subject, **load_options), []
     except TooLargeError:
-        if asked.source != "weights" or load_options.get("adapter") is not None:
+        if settings.source != "weights" or load_options.get("adapter") is not None:
             raise
         return loading.load(subject, **load_options, from_files=True), [TOO_LARGE]

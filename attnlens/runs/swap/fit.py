@@ -197,7 +197,7 @@ def _update_fits(
         each = fits[site]
         if isinstance(each, OutputFit):
             inputs = features(part, int(swaps[site].kernel.parameters.get("samples", 0)))
-            each.observe(inputs.query, inputs.key, inputs.kept, attend(part, hooks.OWN).transpose(1, 2))
+            each.observe(inputs.query, inputs.key, inputs.real, attend(part, hooks.OWN).transpose(1, 2))
         else:
             each.update(part)
 
