@@ -108,9 +108,11 @@ def _plain_torch() -> Iterator[None]:
 def word(what: str, value: Any) -> str:
     """Return `value` if it is a string that can be a name or path. Raise UsageError otherwise."""
     if not isinstance(value, str):
-        raise UsageError(f"{what}={shown(value)} is no string.", f"Give {what} as a string.")
+        raise UsageError(f"{what}={format_argument(value)} is no string.", f"Give {what} as a string.")
     if "\0" in value or not value.strip():
-        raise UsageError(f"{what}={shown(value)} is no name.", f"Give {what} as a string that says something.")
+        raise UsageError(
+            f"{what}={format_argument(value)} is no name.", f"Give {what} as a string that says something."
+        )
     return value
 
 
@@ -119,7 +121,9 @@ def path(what: str, value: Any) -> str:
     try:
         return word(what, os.fspath(value) if isinstance(value, os.PathLike) else value)
     except TypeError:  # its __fspath__ returns neither str nor bytes
-        raise UsageError(f"{what}={shown(value)} is no path.", f"Give {what} as a string or a path.") from None
+        raise UsageError(
+            f"{what}={format_argument(value)} is no path.", f"Give {what} as a string or a path."
+        ) from None
 
 
 def names_report(name: str) -> bool:
@@ -131,7 +135,9 @@ def names_report(name: str) -> bool:
 def switch(what: str, value: Any) -> bool:
     """Return `value` if it is True or False. Raise UsageError otherwise."""
     if not isinstance(value, bool):
-        raise UsageError(f"{what}={shown(value)} is neither True nor False.", f"Give {what}=True or {what}=False.")
+        raise UsageError(
+            f"{what}={format_argument(value)} is neither True nor False.", f"Give {what}=True or {what}=False."
+        )
     return value
 
 
@@ -145,7 +151,9 @@ def selection_share(select: object) -> float | None:
     except ValueError:
         share = math.nan
     if kind != "top-p" or not 0 < share < 1:
-        raise UsageError(f"select={shown(select)} makes no sense.", "Give argmax, or top-p:0.9 for a share of 90 %.")
+        raise UsageError(
+            f"select={format_argument(select)} makes no sense.", "Give argmax, or top-p:0.9 for a share of 90 %."
+        )
     return share
 
 
@@ -211,7 +219,7 @@ def dataset_rows(words: str) -> DatasetRows | None:
         or "" in fields.values()
         or set(fields) - set(DatasetRows._fields[1:])
     ):
-        raise UsageError(f"The dataset {shown(words)} can't be read.", SAY_DATASETS)
+        raise UsageError(f"The dataset {format_argument(words)} can't be read.", SAY_DATASETS)
     return DatasetRows(name, **fields)
 
 
@@ -223,7 +231,7 @@ def several(what: str, values: Iterable[Any]) -> list[Any]:
     return items
 
 
-def shown(value: object) -> str:
+def format_argument(value: object) -> str:
     """Format a value as it would be written, on one line of at most 60 characters."""
     if isinstance(value, int) and abs(value) > LARGEST:
         return f"a number of {value.bit_length()} bits"  # Python refuses to write the digits of very large numbers

@@ -34,9 +34,9 @@ def read_bytes(path: str | Path, error: type[AttnlensError], remedy: str, *, mos
 
     A pipe that the shell has opened for this process is read. Raise `error` with `remedy` for anything else.
     """
-    name = shortened(str(path))
+    name = shorten_text(str(path))
     try:
-        with opened(Path(path)) as file:
+        with open_file(Path(path)) as file:
             if not str(path).startswith(OPEN_FILES):
                 refuse_other_kinds(os.fstat(file.fileno()), name, error, remedy)
             return read_stream(file, name, error, remedy, most=most)
@@ -80,7 +80,7 @@ def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> di
     return value
 
 
-def opened(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BinaryIO:
     """Open a file for reading; opening a named pipe does not wait for a writer."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | WITHOUT_WAITING))  # noqa: SIM115
     if WITHOUT_WAITING:
@@ -102,13 +102,13 @@ def with_home(path: str) -> Path:
     return Path(os.path.expanduser(path))  # noqa: PTH111  # pathlib raises for an unknown user
 
 
-def shortened(text: str) -> str:
+def shorten_text(text: str) -> str:
     """Format a text on one line of at most 300 characters, with its middle left out."""
     line = " ".join(text.splitlines())
     return line if len(line) <= 300 else f"{line[:150]}…{line[-149:]}"
 
 
-def written(value: object) -> str:
+def format_value(value: object) -> str:
     """Format a value from a file for a message, with bounded length."""
     return reprlib.repr(value)
 

@@ -18,7 +18,7 @@ from attnlens.models import hooks, loading
 from attnlens.models.texts import Content
 from attnlens.models.texts.targets import Fed
 from attnlens.runs import differences as room
-from attnlens.runs.differences import Prompts, agreement, continued, of_file, of_windows
+from attnlens.runs.differences import Prompts, agreement, continue_prompts, of_file, of_windows
 from attnlens.runs.swap.pipeline import swap_kernel
 
 READ: dict[str, Any] = {"windows": 4, "length": 48, "controls": False}
@@ -52,7 +52,7 @@ def test_the_count_is_that_of_whole_texts_without_a_cache(demo: loading.Loaded, 
     model = demo.model.double()
     try:
         asked, own = prompts(model), None
-        own = continued(model, asked, 10)
+        own = continue_prompts(model, asked, 10)
         assert not isinstance(own, str)
         theirs = [greedily(model, ids, 10) for ids in asked.ids]
         assert own.tokens.T.tolist() == theirs
@@ -107,7 +107,7 @@ def test_no_step_is_taken_when_all_prompts_differ() -> None:
 
 def test_the_median_is_the_lower_one_and_counts_what_never_differs(demo: loading.Loaded) -> None:
     asked = prompts(demo.model, 4)
-    own = continued(demo.model, asked, 6)
+    own = continue_prompts(demo.model, asked, 6)
     assert not isinstance(own, str)
     changed = own.tokens.clone()
     changed[0, 0] += 1
@@ -125,7 +125,7 @@ def test_padding_on_the_left_changes_nothing(demo: loading.Loaded) -> None:
     padded = torch.stack([long, torch.cat([torch.full((15,), 5), short])])
     mask = torch.ones_like(padded)
     mask[1, :15] = 0
-    both = continued(model, Prompts(padded, mask, "windows"), 8)
+    both = continue_prompts(model, Prompts(padded, mask, "windows"), 8)
     assert not isinstance(both, str)
     assert both.tokens.T.tolist() == [greedily(model, ids, 8) for ids in (long, short)]
 

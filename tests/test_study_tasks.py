@@ -16,7 +16,7 @@ from torch import nn
 from attnlens.errors import TextError, UsageError
 from attnlens.lab.study import tasks
 from attnlens.lab.study.tasks import NOTHING, Reversal, bag_bound
-from attnlens.lab.study.tasks.task import blocks, byte_pairs, endless, numbers, spread
+from attnlens.lab.study.tasks.task import blocks, byte_pairs, endless, numbers, space_evenly
 
 language = importlib.import_module("attnlens.lab.study.tasks.language")  # its function has the same name
 WORDS = ["light", "darkness", "earth", "water", "firmament", "evening", "morning", "heaven"]
@@ -77,8 +77,8 @@ def test_what_an_epoch_leaves_out_is_not_always_the_longest():
 
 
 def test_evaluated_sentences_are_spread_evenly():
-    assert spread(10, 5) == [1, 3, 5, 7, 9]
-    assert spread(3, 5) == [0, 1, 2] == spread(3, None)
+    assert space_evenly(10, 5) == [1, 3, 5, 7, 9]
+    assert space_evenly(3, 5) == [0, 1, 2] == space_evenly(3, None)
 
 
 # language
@@ -334,7 +334,7 @@ def test_labelled_texts_are_split_by_class_without_repeats(tmp_path):
     rows = [f"{line}\t{('bad', 'good')[number % 3 == 0]}" for number, line in enumerate(lines(300))]
     path = tmp_path / "labelled.tsv"
     path.write_text("\n".join(["text\tlabel", *rows, *rows[:7]]))
-    task = tasks.labelled(path, length=12, vocabulary=300)
+    task = tasks.load_labelled(path, length=12, vocabulary=300)
     assert task.classes == ("bad", "good")
     assert task.left_out["repeated"] == 7
     assert {part: Counter(found.labels.tolist()) for part, found in task.cases.items()} == {
@@ -357,7 +357,7 @@ def test_labels_that_can_not_be_learnt_are_refused(tmp_path):
     ):
         path.write_text(content)
         with pytest.raises(TextError, match=said):
-            tasks.labelled(path)
+            tasks.load_labelled(path)
 
 
 # planted tasks

@@ -13,9 +13,9 @@ from typing import Any
 from attnlens.analyzers.registry import find_measure, list_analyzers, measure_infos
 from attnlens.checks.rule import Criterion, Rule, RuleCondition, Tolerance
 from attnlens.errors import UsageError
-from attnlens.files import written
+from attnlens.files import format_value
 from attnlens.records import Baseline, BaselineMeasure, Breach, Check, Head, HeadId, Measure, Record, Report
-from attnlens.wording import clean, listed
+from attnlens.wording import clean, join_items
 
 SAME_TEXT = ("windows", "length", "pack", "placement", "seed", "select", "source")
 """Settings that a report and its baseline must have in common."""
@@ -44,7 +44,8 @@ def refuse_other(report: Report, baseline: Baseline) -> None:
     for field, ours, theirs in _fields(report, baseline):
         if ours != theirs:
             raise UsageError(
-                f"The baseline is of another run: {field} is {written(theirs)} there, and {written(ours)} here.",
+                f"The baseline is of another run: {field} is {format_value(theirs)} there, "
+                f"and {format_value(ours)} here.",
                 "Check a report like the baseline's, or accept this one with --update-baseline.",
             )
 
@@ -64,7 +65,7 @@ def _fields(report: Report, baseline: Baseline) -> Iterator[tuple[str, Any, Any]
     yield from (("a head", *pair) for pair in zip(report_heads, baseline_heads, strict=False))
     known = set(report.measure_names())
     missing = [name for name in baseline.measures if name not in known]
-    yield "measures", listed(missing) + " missing" if missing else "", ""
+    yield "measures", join_items(missing) + " missing" if missing else "", ""
 
 
 def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
@@ -84,7 +85,7 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
         for name, changes in moves.items()
         if any(move.then is not None or move.now is not None for move in changes)
     }
-    return [_moved(name, changes, len(moves[name]), bounds[name], file) for name, changes in beyond.items()]
+    return [_build_check(name, changes, len(moves[name]), bounds[name], file) for name, changes in beyond.items()]
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def reject_by_fdr(p_values: Sequence[float], rate: float) -> list[bool]:
     return [at in rejected_at for at in range(len(p_values))]
 
 
-def _moved(name: str, beyond: Iterable[Move], heads: int, tolerance: Tolerance, file: str | None) -> Check:
+def _build_check(name: str, beyond: Iterable[Move], heads: int, tolerance: Tolerance, file: str | None) -> Check:
     worst = sorted(beyond, key=lambda move: move.size, reverse=True)
     wanted = f"as the baseline ({tolerance})"
     return Check(
@@ -290,7 +291,8 @@ def _unknown_subject(report: Report, rule: Rule, name: str) -> UsageError:
     why = f"{rule.named} is a curve, and rules compare numbers" if curve else f"the report has no {rule.named}"
     return UsageError(
         f"{rule.place}{rule.spelling} matches nothing: {why}.",
-        f"{hint}There are: {listed(report.measure_names(), 40) or 'no measures, but fields such as swap.loss.delta'}.",
+        f"{hint}There are: "
+        f"{join_items(report.measure_names(), 40) or 'no measures, but fields such as swap.loss.delta'}.",
     )
 
 

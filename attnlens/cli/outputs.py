@@ -30,7 +30,7 @@ from attnlens.files import (
     with_home,
     write_atomically,
 )
-from attnlens.wording import clean, counted, listed
+from attnlens.wording import clean, format_count, join_items
 
 if TYPE_CHECKING:
     from attnlens.records import Report
@@ -63,7 +63,7 @@ def check_reading(request: SeriesRequest) -> None:
     from attnlens.requests import reading  # late, because it loads the records
 
     show = getattr(request, "show", None)
-    reading.chosen(reading.settings(request), request.analyzers, request.select, show)
+    reading.choose_analyzers(reading.settings(request), request.analyzers, request.select, show)
     reading.refuse_unread(request, request.source)
 
 
@@ -73,9 +73,9 @@ def working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
     gc.freeze()  # imported objects stay alive: the collector needn't scan them
     gc.enable()
     with interruptible_at_once():
-        from attnlens.models.loading.building import unlogged
+        from attnlens.models.loading.building import silence_logging
 
-    with unlogged(), progress(shown=not (outputs.quiet or outputs.no_progress)) as tell:
+    with silence_logging(), progress(shown=not (outputs.quiet or outputs.no_progress)) as tell:
         yield tell
 
 
@@ -109,9 +109,9 @@ def begin_workers(engine: str, jobs: int) -> None:
 
 def end_strictly(report: Report) -> None:
     """Exit with PARTLY if something was not analysed, or if the files contain tensors that the model does not use."""
-    from attnlens.report.sentences.reports import unexpected
+    from attnlens.report.sentences.reports import state_unexpected
 
-    for sentence in unexpected(report):
+    for sentence in state_unexpected(report):
         console(stderr=True).print(clean(sentence), soft_wrap=True, markup=False)
     partial = not report.coverage.complete
     if partial:
@@ -126,8 +126,8 @@ def failure(report: Report) -> IdentityError:
     errors = [error for check in failed for error in (check.tokens_error, check.weights_error) if error is not None]
     if failed:
         worst = f"worst error {max(errors):.1e}" if errors else failed[0].reason or "without an error to show"
-        sites = counted(len(report.doctor), "site")
-        problem = f"{len(failed)} of {sites} failed, {worst}: {listed(check.site for check in failed)}."
+        sites = format_count(len(report.doctor), "site")
+        problem = f"{len(failed)} of {sites} failed, {worst}: {join_items(check.site for check in failed)}."
     elif (error := report.summary.identity_error) is None:
         problem = "The model's outputs are not finite, or can't be compared, so that nothing is proven."
     else:

@@ -308,7 +308,7 @@ def _file_names(name: str, paths: Sequence[Path]) -> list[str]:
     return names
 
 
-def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
+def selected_heads(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the layer and the head of --head as layers and heads; empty without --head."""
     if values["head"] is None and values["show"] == SELECTION:
         raise UsageError("--show selection shows one head.", "Name it, as in --head 3.7.")

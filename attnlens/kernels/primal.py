@@ -104,9 +104,11 @@ class PrimalFit:
                 "Give a longer --calibration text, or fewer scores.",
             )
         query_map, key_map, log_multipliers = singular_maps(both, self.scores)
-        maps = _assembled(query_map, key_map)
+        maps = _assemble_map(query_map, key_map)
         parts = [moments.of_scores(maps) for moments in (train, held_out, both)]
-        errors = torch.stack([lost(parts[1], *regression(parts[0], parts[0].tokens * 0 + s)) for s in STRENGTHS])
+        errors = torch.stack(
+            [squared_loss(parts[1], *regression(parts[0], parts[0].tokens * 0 + s)) for s in STRENGTHS]
+        )
         best = torch.tensor(STRENGTHS).to(errors)[errors.argmin(0)]
         output_map, offset = regression(parts[2], best)
         return {
@@ -137,7 +139,7 @@ def singular_maps(moments: Moments, scores: int) -> tuple[Map, Map, Float[Tensor
     return key_root @ right * alive[..., None, :], query_root @ left * alive[..., None, :], log_multipliers
 
 
-def _assembled(query_map: Map, key_map: Map) -> Float[Tensor, "heads size columns"]:
+def _assemble_map(query_map: Map, key_map: Map) -> Float[Tensor, "heads size columns"]:
     """Build the block diagonal map from [Fφ(q); Fφ(k); 1] to [e; r; 1]."""
     heads, size, scores = query_map.shape
     maps = query_map.new_zeros(heads, 2 * size + 1, 2 * scores + 1)
@@ -163,7 +165,7 @@ def regression(moments: Moments, strength: Float[Tensor, " heads"]) -> tuple[Out
     return output_map, (mean_output - mean.mT @ output_map)[:, 0]
 
 
-def lost(moments: Moments, output_map: OutputMap, offset: Offset) -> Float[Tensor, " heads"]:
+def squared_loss(moments: Moments, output_map: OutputMap, offset: Offset) -> Float[Tensor, " heads"]:
     """Compute Σ‖y − W_cᵀz − b‖² of every head."""
     whole = torch.cat([output_map, offset[:, None]], -2)
     quadratic = (whole * (moments.gram @ whole)).sum((-2, -1))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from attnlens.analyzers.registry import find_measure
 from attnlens.records import Head, Report
-from attnlens.wording import gathered, source_of
+from attnlens.wording import group_pairs, source_of
 
 FILE = Path(__file__).with_name("atlas.json")
 LEVELS = (0, 1, 2.5, 5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95, 97.5, 99, 100)
@@ -43,7 +43,7 @@ class Distribution:
 
     def below(self, value: float) -> float:
         """Return the percentage of heads below the value, plus half of those equal to it; linear between quantiles."""
-        value, known = rounded(value), self.quantiles
+        value, known = round_value(value), self.quantiles
         left, right = bisect_left(known, value), bisect_right(known, value)
         if right == 0 or left == len(known):
             return 0.0 if right == 0 else 100.0
@@ -108,11 +108,11 @@ class Reference:
     def percentile(self, value: float) -> float | None:
         """Return the percentage of heads below the value, averaged over models in each lineage, then over lineages."""
         pairs = zip(self.models, self.spreads, strict=True)
-        percentages = gathered((model.lineage, spread.below(value)) for model, spread in pairs)
+        percentages = group_pairs((model.lineage, spread.below(value)) for model, spread in pairs)
         return fmean(map(fmean, percentages.values())) if percentages else None
 
 
-def rounded(value: float) -> float:
+def round_value(value: float) -> float:
     """Round to four significant digits, as in the file, so that equal values compare equal to quantiles."""
     return float(f"{value:.4g}")
 
@@ -219,7 +219,7 @@ def quantiles(values: Sequence[float]) -> list[float]:
     for level in LEVELS:
         place, share = divmod(level / 100 * (len(ordered) - 1), 1)
         low, high = ordered[int(place)], ordered[min(int(place) + 1, len(ordered) - 1)]
-        result.append(rounded(low + share * (high - low)))
+        result.append(round_value(low + share * (high - low)))
     return result
 
 
@@ -228,7 +228,7 @@ def depths(report: Report) -> dict[int, Third]:
     if report.settings.layers is not None:
         return {head.layer: "all" for head in report.heads}
     thirds: dict[int, Third] = {}
-    for heads in gathered((head.part, head.layer) for head in report.heads).values():
+    for heads in group_pairs((head.part, head.layer) for head in report.heads).values():
         layers = sorted(set(heads))
         thirds |= {layer: DEPTHS[len(DEPTHS) * place // len(layers)] for place, layer in enumerate(layers)}
     return thirds

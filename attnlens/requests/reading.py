@@ -20,7 +20,7 @@ def settings(request: Feeding) -> Settings:
     return Settings(**known if request.pairs is None else known | {"pack": False})
 
 
-def chosen(
+def choose_analyzers(
     requested: Settings, named: Sequence[str], select: str, show: str | None, *, adapted: bool = False
 ) -> tuple[list[Analyzer | Gathering], Settings]:
     """Return the analyzers to run, and the settings with their names and the selection rule.

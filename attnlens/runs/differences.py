@@ -138,7 +138,7 @@ def own_continuation(
     limit = position_limit(model)  # which includes the longest prompt
     tokens = requested if limit is None else max(0, min(requested, limit - prompts.ids.shape[1]))
     notes = [f"Greedy continuations are of {tokens} tokens, not {requested}: the model reads no more."]
-    return continued(model, prompts, tokens), notes if 0 < tokens < requested else []
+    return continue_prompts(model, prompts, tokens), notes if 0 < tokens < requested else []
 
 
 def agreements(
@@ -153,7 +153,7 @@ def agreements(
     return fields
 
 
-def continued(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continued | str:
+def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continued | str:
     """Return the original's greedy continuations, or why there are none."""
     if tokens < 1:
         return "the prompts fill the model's context"

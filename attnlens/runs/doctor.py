@@ -72,7 +72,7 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
         return first
     drawn = random.SystemRandom().sample(report.heads, count)
     where = {"layers": sorted({head.layer for head in drawn}), "heads": sorted({head.head for head in drawn})}
-    again = inspect(loaded, progress=progress, **{**feeding.recorded(report.settings), **more, **where})
+    again = inspect(loaded, progress=progress, **{**feeding.recorded_options(report.settings), **more, **where})
     text, other_text = (None if each.settings.text is None else each.settings.text.sha256 for each in (report, again))
     if text != other_text:
         raise UsageError(
@@ -173,11 +173,11 @@ def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tens
 
 def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
     """Build the report of the model on these inputs, without its timings."""
-    survey = checks.surveyed(loaded, inputs)
+    survey = checks.survey_model(loaded, inputs)
     reached = survey.sites
     checks.check_chosen(settings.layers, settings.heads, reached)
     refuse_initialised(loaded, inputs, attention)
-    identity = checks.reproduced(loaded, inputs)
+    identity = checks.measure_identity_error(loaded, inputs)
     if not identity <= TOLERANCE and not loading.nonfinite_tensors(loaded.model):
         checks.refuse_unsteady(loaded, inputs)
     first = checks.of_one_token(loaded, reached, settings.seed)
@@ -189,7 +189,7 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
         "doctor",
         "doctor",
         model=loaded.info,
-        settings=feeding.seen(settings, loaded, reached),
+        settings=feeding.record_length(settings, loaded, reached),
         coverage=coverage,
         summary=Summary(
             identity_error=identity if identity == identity else None, verdict=checked if sound else "differs"
@@ -288,7 +288,7 @@ def _load_inputs(
         cut = feeding.cut_of(settings, request.changed(**one_pass, allow_foreign_text=True))
         batches = texts.batches(loaded, contents, cut)
     update = {"windows": batches.batches[0].size}  # if images can't share a pass, only the first is compared
-    return feeding.fed(settings, batches, loaded).model_copy(update=update), batches.batches[0].inputs
+    return feeding.describe_input(settings, batches, loaded).model_copy(update=update), batches.batches[0].inputs
 
 
 def _check(

@@ -86,7 +86,7 @@ NOTHING_FED = {"windows": None, "pack": None, "placement": None, "intervals": No
 """Settings of a run without any input."""
 
 
-def recorded(settings: Settings) -> dict[str, Any]:
+def recorded_options(settings: Settings) -> dict[str, Any]:
     """Return the options that a report was made with, as far as it records them."""
     options = {name: getattr(settings, name) for name in RECORDED}
     options["windows"] = settings.windows_requested or settings.windows
@@ -165,7 +165,7 @@ def design_of(requested: Settings, inputs: texts.Batches) -> Design:
     return Design.of(names, requested.intervals)
 
 
-def fed(requested: Settings, inputs: texts.Batches, loaded: loading.Loaded) -> Settings:
+def describe_input(requested: Settings, inputs: texts.Batches, loaded: loading.Loaded) -> Settings:
     """Return the settings that describe the input: texts in windows or lines, or noise alone."""
     text: dict[str, Any] = {"text": Text.of(inputs.texts), "texts": list(inputs.texts)}
     update: dict[str, Any] = {"windows": inputs.sequences}
@@ -202,7 +202,7 @@ def _window_notes(requested: Settings, inputs: texts.Batches, loaded: loading.Lo
         )
 
 
-def seen(settings: Settings, loaded: loading.Loaded, reached: Sequence[SiteCall]) -> Settings:
+def record_length(settings: Settings, loaded: loading.Loaded, reached: Sequence[SiteCall]) -> Settings:
     """Record the largest number of tokens in the attention of a model that reads only noise."""
     if texts.reads_text(loaded) or settings.noise is None:
         return settings

@@ -21,7 +21,7 @@ from attnlens.models import hooks, texts
 from attnlens.models.texts.targets import NOTHING, Fed, last_states, logits_of, of_text
 from attnlens.records import BeyondWindow, Change, PositionChange, Task
 from attnlens.runs.provenance import peak_memory
-from attnlens.wording import counted
+from attnlens.wording import format_count
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -253,9 +253,9 @@ class TokenLosses:
     def beyond(self, window: int, design: Design, seed: int) -> BeyondWindow | str:
         """Return the change on tokens whose evidence lies more than `window` tokens back, or why there is none."""
         if (count := self.count(window)) < FEWEST:
-            distance = counted(window, "token")
+            distance = format_count(window, "token")
             have = "has its" if count == 1 else "have their"
-            return f"{counted(count, 'token')} {have} evidence more than {distance} back, fewer than {FEWEST}"
+            return f"{format_count(count, 'token')} {have} evidence more than {distance} back, fewer than {FEWEST}"
         before, after = _join_rows(self.before, torch.nan), _join_rows(self.after, torch.nan)
         change, tokens = _change(before, after, _join_rows(self.back, 0) > window, design, seed)
         return BeyondWindow(window=window, tokens=tokens, change=change)

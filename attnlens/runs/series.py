@@ -355,7 +355,7 @@ def prepare(
         if (each.by_default or each.name == SHOWN) and request.source in ("both", each.source)
     ]
     wanted = request.analyzers or list(dict.fromkeys(usual))
-    analyzers, requested = reading.chosen(reading.settings(request), wanted, request.select, None)
+    analyzers, requested = reading.choose_analyzers(reading.settings(request), wanted, request.select, None)
     reading.refuse_unread(request, requested.source)
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
     ordered = find_checkpoints(names, requests.words("revisions", revisions), load_options)

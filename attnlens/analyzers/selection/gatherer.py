@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from attnlens import records
 from attnlens.analyzers.registry import Answer, GatheringPlace
-from attnlens.analyzers.selection import DECIDED, MEASURES, MOST_QUERIES, OF_SPACE, POSED, SPACES, qualified
+from attnlens.analyzers.selection import DECIDED, MEASURES, MOST_QUERIES, OF_SPACE, POSED, SPACES, qualify_name
 from attnlens.choices import Space
 from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
@@ -205,10 +205,10 @@ class Selector:
         for space in SPACES:
             if space in solutions:
                 nulls = [draw[space] for draw in draws]
-                measures |= {qualified(kind, space): _measure(kind, solutions[space], nulls) for kind in kinds}
+                measures |= {qualify_name(kind, space): _measure(kind, solutions[space], nulls) for kind in kinds}
             else:  # the form is then the reason why there is none
                 nothing = records.Measure(value=None, reason=str(self.place.form))
-                measures |= dict.fromkeys((qualified(kind, space) for kind in kinds), nothing)
+                measures |= dict.fromkeys((qualify_name(kind, space) for kind in kinds), nothing)
         selection = records.Selection(
             site=site.name,
             layer=site.layer,
@@ -224,7 +224,7 @@ class Selector:
             measures=measures,
             windows={DECIDED.name: self.shares[head]},
             curves={
-                qualified("margins", space): solved.margins for space, solved in solutions.items() if solved.margins
+                qualify_name("margins", space): solved.margins for space, solved in solutions.items() if solved.margins
             },
             shown=selection if solutions[first].picks else None,
         )

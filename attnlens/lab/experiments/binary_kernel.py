@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from pydantic import JsonValue
 
-from attnlens.lab.experiments.settings import Figure, averaged, columns, curve
+from attnlens.lab.experiments.settings import Figure, average_trials, columns, curve
 from attnlens.records.studies import Curve, Experiment
 from attnlens.runs.progress import Progress, silent
 
@@ -200,9 +200,9 @@ def _width_experiment(truth: Tensor, pair: Tensor, single: Tensor, size: FitSize
         ("one", "one network", single),
         ("best", "best rank", best),
     ):
-        rows |= {f"{name}_m{m}": averaged(values[:, at], f"{label}, m = {m}") for at, m in enumerate(WIDTHS)}
+        rows |= {f"{name}_m{m}": average_trials(values[:, at], f"{label}, m = {m}") for at, m in enumerate(WIDTHS)}
         curves[name] = _curve(WIDTHS, values, label)
-    rows["floor"] = averaged(floor, "floor of one network")
+    rows["floor"] = average_trials(floor, "floor of one network")
     rows["two_above_best"] = _at_least(pair / best, "two networks / best rank, least")
     rows["two_below_floor"] = _at_most(pair[:, -1] / floor, "two networks / floor, largest")
     rows["one_above_floor"] = _at_least(single / floor[:, None], "one network, the control / floor, least")
@@ -221,8 +221,8 @@ def _width_experiment(truth: Tensor, pair: Tensor, single: Tensor, size: FitSize
 def _sample_experiment(truth: Tensor, two: Tensor, size: FitSize, seed: int) -> Experiment:
     """Build the experiment by sample count, at the largest width; the floor is judged only with the most points."""
     floor = definite_floor(truth)
-    rows = {f"two_n{n}": averaged(two[:, at], f"two networks, n = {n}") for at, n in enumerate(size.samples)}
-    rows["floor"] = averaged(floor, "floor of one network")
+    rows = {f"two_n{n}": average_trials(two[:, at], f"two networks, n = {n}") for at, n in enumerate(size.samples)}
+    rows["floor"] = average_trials(floor, "floor of one network")
     rows["two_below_floor"] = _at_most(two[:, -1] / floor, "two networks / floor, largest")
     curves = {
         "two": _curve(size.samples, two, "two networks"),

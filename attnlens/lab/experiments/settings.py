@@ -109,7 +109,7 @@ def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, 
     }
 
 
-def averaged(values: Float[Tensor, " trials"], label: str | None = None, **known: Unpack[Published]) -> Figure:
+def average_trials(values: Float[Tensor, " trials"], label: str | None = None, **known: Unpack[Published]) -> Figure:
     """Return the mean over trials with a value (None if none has one) and, from two values on, its standard error."""
     present = values[~values.isnan()]
     mean = float(present.mean()) if len(present) else None

@@ -50,7 +50,7 @@ class Sample(NamedTuple):
     design: Design  # text of each window, and what intervals are over
 
 
-def wanted(contents: Sequence[Content]) -> int:
+def count_windows(contents: Sequence[Content]) -> int:
     """Return the number of windows for a budget: SEQUENCES, or LEAST for each text and part if that is more."""
     return max(SEQUENCES, PARTS * LEAST * len(contents))
 

@@ -39,7 +39,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from attnlens.errors import ModelError
-from attnlens.files import shortened
+from attnlens.files import shorten_text
 from attnlens.models.loading.building import open_gguf, quiet
 from attnlens.models.loading.configs import method_of
 from attnlens.models.loading.gguf import SAY_LOAD, GgufFiles
@@ -384,7 +384,7 @@ class RemoteFile:
                     start, end = (begin + int(edge) for edge in entry["data_offsets"])
                     stored = Stored(tuple(map(int, entry["shape"])), str(entry["dtype"]))
                     if not begin <= start <= end <= self.size or end - start != stored.bytes:
-                        problem = f"{self.name} is truncated, or its header gives a wrong size of {shortened(name)}."
+                        problem = f"{self.name} is truncated, or its header gives a wrong size of {shorten_text(name)}."
                         raise ModelError(problem, "Download it again.")
                     tensors[name] = stored, start
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
@@ -444,7 +444,9 @@ class RemoteFiles(SafetensorsFiles):
             try:  # the library parses a file with this one tensor
                 tensors |= load_bytes(bytes(content))
             except (SafetensorError, KeyError):
-                raise ModelError(f"{file.name} stores {shortened(name)} in an unknown type.", "Download it.") from None
+                raise ModelError(
+                    f"{file.name} stores {shorten_text(name)} in an unknown type.", "Download it."
+                ) from None
         return tensors
 
 

@@ -47,7 +47,7 @@ from attnlens.runs.differences import Differences
 from attnlens.runs.inspect.sequences import SequenceValues
 from attnlens.runs.outputs import run, tokens_in
 from attnlens.runs.progress import Progress, telling
-from attnlens.wording import counted, listed
+from attnlens.wording import format_count, join_items
 
 CHANGED_P = 1e-3
 """p below which a form counts as changed: rounding alone gives such a change in one of a thousand heads."""
@@ -150,7 +150,7 @@ def _weight_notes(pairing: Pairing) -> Iterator[str]:
     first, second = (dict(side.loaded.model.named_parameters()) for side in (pairing.first, pairing.second))
     alone = sorted(first.keys() ^ second.keys())
     if alone:
-        yield f"{counted(len(alone), 'tensor')} of one model alone: {listed(alone)}."
+        yield f"{format_count(len(alone), 'tensor')} of one model alone: {join_items(alone)}."
     common = [name for name in first if name in second]
     different = [name for name in common if not _equal(first[name], second[name])]
     if not different:
@@ -160,10 +160,10 @@ def _weight_notes(pairing: Pairing) -> Iterator[str]:
     if not alone and all(
         _equal(first[name].to(kind).to(second[name].dtype), second[name]) for name, kind in kinds.items()
     ):
-        types = listed(sorted({str(kind).removeprefix("torch.") for kind in kinds.values()}))
+        types = join_items(sorted({str(kind).removeprefix("torch.") for kind in kinds.values()}))
         yield f"The second model's weights are the first one's rounded to {types}; nothing else differs."
         return
-    yield f"{len(different)} of {counted(len(common), 'tensor')} differ: {listed(different)}."
+    yield f"{len(different)} of {format_count(len(common), 'tensor')} differ: {join_items(different)}."
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
@@ -179,8 +179,8 @@ def _order_notes(pairing: Pairing, heads: Sequence[HeadChange]) -> Iterator[str]
     moved = Counter(head.layer for head in heads if head.partner != head.head)
     for layer, count in moved.items():
         yield (
-            f"Layer {layer}: the second model has {counted(count, 'head')} in another order; each is compared with its "
-            "partner."
+            f"Layer {layer}: the second model has {format_count(count, 'head')} in another order; each is compared "
+            "with its partner."
         )
 
 
@@ -196,28 +196,28 @@ def _form_notes(
     product = "have the same product M but different attention"
     if turned:
         yield (
-            f"W_Q and W_K of {counted(len(turned), 'head')} {product}: the rotation acts on permuted rows (a lost RoPE "
-            f"permutation?): {_format_heads(turned)}."
+            f"W_Q and W_K of {format_count(len(turned), 'head')} {product}: the rotation acts on permuted rows (a lost "
+            f"RoPE permutation?): {_format_heads(turned)}."
         )
     if different:
         yield (
-            f"W_Q and W_K of {counted(len(different), 'head')} {product}: biases, norms or the mask act "
+            f"W_Q and W_K of {format_count(len(different), 'head')} {product}: biases, norms or the mask act "
             f"differently: {_format_heads(different)}."
         )
     if gauge:
         yield (
-            f"Of {counted(len(gauge), 'head')} W_Q and W_K are others with the same product M within rounding (another "
-            "gauge): attention is the same."
+            f"Of {format_count(len(gauge), 'head')} W_Q and W_K are others with the same product M within rounding "
+            "(another gauge): attention is the same."
         )
     if unknown:
         yield (
-            f"Of {counted(len(unknown), 'head')} W_Q and W_K are others with the same product M within rounding; "
+            f"Of {format_count(len(unknown), 'head')} W_Q and W_K are others with the same product M within rounding; "
             "attention was not compared."
         )
 
 
 def _format_heads(heads: Iterable[tuple[int, int]]) -> str:
-    return listed([f"{layer}.{head}" for layer, head in sorted(heads)])
+    return join_items([f"{layer}.{head}" for layer, head in sorted(heads)])
 
 
 def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -281,7 +281,7 @@ def stored_types(model: PreTrainedModel) -> list[tuple[Tensor, torch.dtype]]:
 
 
 @contextmanager
-def rounded(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Generator) -> Iterator[None]:
+def move_weights(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Generator) -> Iterator[None]:
     """Move one value in twelve of each weight by ± one spacing of its stored type inside the block; restore at exit."""
     replaced_values: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
@@ -295,7 +295,7 @@ def rounded(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Genera
             data.put_(places, before)
 
 
-def nudged(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
+def move_values(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
     """Copy a tensor and move one value in twelve by ± one spacing of `kind`: mean 0, the variance of rounding."""
     places = _draw_indices(tensor, generator)
     return tensor.clone().put_(places, _neighbours(tensor.take(places), kind, generator))
@@ -346,7 +346,7 @@ def _draw_site_changes(
     before = _compute_scalars(analyzers, form.select(finite)) if analyzers else {}
     drawn: dict[str, list[Tensor]] = defaultdict(list)
     for _ in range(DRAWS):
-        query, key = (nudged(part, kind, generator) for part in (factors.maps.query, factors.maps.key))
+        query, key = (move_values(part, kind, generator) for part in (factors.maps.query, factors.maps.key))
         rounded_form = replace(factors, maps=replace(factors.maps, query=query, key=key)).query_key
         for name, values in form_distances(form, rounded_form).items():
             drawn[name].append(values)
@@ -386,7 +386,7 @@ def draw_tokens(
 
     types, changes = stored_types(side.loaded.model), defaultdict[str, list[Tensor]](list)
     for _ in range(DRAWS):
-        with rounded(types, generator):
+        with move_weights(types, generator):
             passes = compare_passes()
             # each block with its input states before rounding
             block_passes = compare_passes(blocks) if blocks else []

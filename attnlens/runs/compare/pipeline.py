@@ -32,7 +32,7 @@ from attnlens.runs.in_memory import at_rest, wrap_model
 from attnlens.runs.inspect.pipeline import inspect, prepare
 from attnlens.runs.progress import Progress, silent
 from attnlens.runs.provenance import report_of
-from attnlens.runs.swap.saved import restored
+from attnlens.runs.swap.saved import restore_saved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -264,7 +264,7 @@ def _inspect_reports(
     subjects: Sequence[Any], tokenizer: PreTrainedTokenizerBase | None, progress: Progress, options: Mapping[str, Any]
 ) -> tuple[Report, Report]:
     """Return both sides as reports; a model is inspected with the settings of the report on the other side."""
-    recorded = feeding.recorded(next(side.settings for side in subjects if isinstance(side, Report)))
+    recorded = feeding.recorded_options(next(side.settings for side in subjects if isinstance(side, Report)))
     reports = []
     for number, side in enumerate(subjects):
         if isinstance(side, Report):
@@ -295,7 +295,7 @@ def _inspect_sides(
         swaps = None
         if isinstance(subject, str | PathLike) and (Path(subject).expanduser() / loading.SWAPPED).is_file():
             load_options = {name: value for name, value in side_options.items() if name in Loading.model_fields}
-            saved = restored(Path(subject).expanduser(), **load_options)
+            saved = restore_saved(Path(subject).expanduser(), **load_options)
             subject, swaps = saved.loaded, saved.swaps
             side_options = {name: value for name, value in side_options.items() if name not in load_options}
         run = prepare(subject, InspectRequest(**side_options), side_tokenizer, progress)

@@ -84,7 +84,7 @@ def prepare(
     subject = wrap_model(model, tokenizer)
     load_options = feeding.load_options(request, subject)
     adapted = request.adapter is not None or (isinstance(subject, loading.Loaded) and subject.adapter is not None)
-    chosen, requested = reading.chosen(
+    chosen, requested = reading.choose_analyzers(
         reading.settings(request), request.analyzers, request.select, request.show, adapted=adapted
     )
     reading.refuse_unread(request, requested.source)

@@ -210,7 +210,7 @@ def replaced(
                 raise UsageError(error.problem, "Give batch=, inputs of the model's own by name.") from None
         else:
             inputs = tensors(loaded.model, batch)
-        survey = checks.surveyed(loaded, inputs, made_up=batch is None)
+        survey = checks.survey_model(loaded, inputs, made_up=batch is None)
         checks.proven_whole(loaded, inputs)
         chosen = chosen_sites(survey.sites, layers, heads, part)
         idle_sites(survey, layers)  # raises ModelError for attention that cannot be replaced
