@@ -95,13 +95,15 @@ def stepwise(*texts: list[int]) -> Iterator[Tensor]:
 )
 def test_texts_that_end_alike_never_differ(own: list[int], new: list[int], ends: list[int], expected: int) -> None:
     beside = [1, 1, 1, 1]  # another prompt of the batch, which goes on
-    found = room._common(torch.tensor([own, beside]).T, torch.tensor(ends, dtype=torch.long), stepwise(new, beside))
+    found = room._count_common(
+        torch.tensor([own, beside]).T, torch.tensor(ends, dtype=torch.long), stepwise(new, beside)
+    )
     assert found.tolist() == [expected, 4]
 
 
 def test_no_step_is_taken_when_all_prompts_differ() -> None:
     steps = stepwise([1, 9, 3], [8, 2, 3])
-    assert room._common(torch.tensor([[1, 2, 3], [1, 2, 3]]).T, torch.tensor([]), steps).tolist() == [1, 0]
+    assert room._count_common(torch.tensor([[1, 2, 3], [1, 2, 3]]).T, torch.tensor([]), steps).tolist() == [1, 0]
     assert len(list(steps)) == 1
 
 

@@ -333,4 +333,4 @@ def test_every_experiment_is_a_row_of_verify_and_the_golden_ones_pass():
     assert found.passed
     assert len(found.final) >= 8
     spoiled = found.model_copy(update={"final": {name: (value or 0) + 2e-6 for name, value in found.final.items()}})
-    assert spoiled.judged().passed is False  # the control
+    assert spoiled.judge().passed is False  # the control

@@ -58,7 +58,7 @@ def test_the_goldens_are_met_and_a_wrong_one_is_not():
     assert max(found.tolerance.values()) == 1e-6
     assert found.final["prompt_c_half_square"] == pytest.approx(17 / 18, abs=1e-9)
     wrong = found.model_copy(update={"published": found.published | {"vis1_frobenius": 8.685745}})
-    assert wrong.judged().passed is False
+    assert wrong.judge().passed is False
 
 
 def test_the_golden_problems_have_the_sizes_that_were_solved():

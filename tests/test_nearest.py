@@ -48,7 +48,7 @@ def planted(change, **more):
 
 def scores_of(found, kernel):
     """log k of all pairs: the product of the prepared call, in float64."""
-    ready, _ = kernel.prepared(replace(found, query=found.query.double(), key=found.key.double()))
+    ready, _ = kernel.prepare_call(replace(found, query=found.query.double(), key=found.key.double()))
     return ready.query @ ready.key.mT * ready.scale
 
 

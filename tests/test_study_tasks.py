@@ -168,7 +168,7 @@ def verses(tmp_path):
 
 
 def texts_of(task, part):
-    return [task.written(target.tolist()) for _, target in task.sentences[part]]
+    return [task.decode(target.tolist()) for _, target in task.sentences[part]]
 
 
 def test_whole_books_are_held_out_where_ids_are_verses(verses):
@@ -204,7 +204,7 @@ def test_the_decoder_reads_what_it_has_to_predict_one_token_later(verses):
     batch = task.held_out("test", 40)[0]
     assert (batch.inputs[batch.mask] != task.padding).all()
     assert (batch.inputs[~batch.mask] == task.padding).all()
-    assert task.written(batch.inputs[0].tolist()).startswith("dans le livre")
+    assert task.decode(batch.inputs[0].tolist()).startswith("dans le livre")
 
 
 def test_longer_pairs_are_left_out_and_counted(verses):
@@ -500,7 +500,7 @@ def test_the_papers_data_come_in_their_own_parts(tmp_path, monkeypatch):
     ids = text.windows["test"][:, :-1].flatten().tolist()
     assert text.pairs.text(ids).startswith(lines(1, 0)[0] + "\n" + lines(1, 1)[0])
     assert len(talks.sentences["training"]) == 400
-    assert talks.written(talks.sentences["validation"][7][1].tolist()) == "number 67"
+    assert talks.decode(talks.sentences["validation"][7][1].tolist()) == "number 67"
     assert len(talks.files) == len(text.files) == 3
 
 

@@ -252,7 +252,7 @@ def also(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None
     They reach it as keywords; `context.params` contains all of them.
     """
 
-    def extended(command: Callable[..., None]) -> Callable[..., None]:
+    def extend(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         present = [
             parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD
@@ -273,7 +273,7 @@ def also(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None
         }
         return run
 
-    return extended
+    return extend
 
 
 def build(kind: type[R], values: Mapping[str, Any], **more: Any) -> R:

@@ -195,7 +195,7 @@ class Rotation:
             return None
         return replace(self, pairs=numbers[self.pairs[inside]], angles=self.angles[:, inside], size=len(coordinates))
 
-    def turned(self, x: Float[Tensor, "*batch positions head_dim"]) -> Float[Tensor, "*batch positions head_dim"]:
+    def rotate(self, x: Float[Tensor, "*batch positions head_dim"]) -> Float[Tensor, "*batch positions head_dim"]:
         """Compute x_i R(i), for the first positions if x has fewer."""
         first, second = self.pairs.unbind(-1)
         angles = self.angles[: x.shape[-2]]

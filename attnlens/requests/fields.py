@@ -41,7 +41,7 @@ class Request(BaseModel):
         except ValidationError as error:
             raise _usage_error(cls, error) from None
 
-    def changed(self, **options: object) -> Self:
+    def with_options(self, **options: object) -> Self:
         """Return the request with other values of these options, which are checked."""
         return type(self)(**self.explicit() | options)
 

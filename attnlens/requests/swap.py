@@ -420,7 +420,7 @@ def swap_options(kernels: str | Sequence[str], request: SwapRequest) -> SwapOpti
 def rank_options(request: RanksRequest) -> tuple[SwapOptions, RankOptions]:
     """Return the options of `find_ranks`. Raise UsageError for contradictions."""
     ranks = RankOptions.of(request)
-    return SwapOptions.of([ranks.spelling], request.changed(**ranks.selection)), ranks
+    return SwapOptions.of([ranks.spelling], request.with_options(**ranks.selection)), ranks
 
 
 def heal_options(
@@ -437,6 +437,6 @@ def heal_options(
         if spellings != [BUDGETED]:
             raise UsageError(f"--ranks contains a plan for the kernel {BUDGETED}.", "Leave out --kernel, or --ranks.")
         spellings = [ranks.spelling]
-        request = request.changed(**ranks.selection)
+        request = request.with_options(**ranks.selection)
     options = SwapOptions.of(spellings, request)
     return options, HealOptions.of(options.kernels[0], request), ranks

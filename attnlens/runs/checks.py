@@ -40,11 +40,11 @@ def attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tens
 def predictions(task: Task) -> Measured:
     """Build the function that returns the model's predictions, or its hidden states if it lacks a head."""
 
-    def measured(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    def measure(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         result = hooks.forward(model, inputs, **output_options(task))
         return [states_of(result) if task == "hidden" else logits_of(result)]
 
-    return measured
+    return measure
 
 
 def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> None:

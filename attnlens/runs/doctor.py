@@ -285,7 +285,7 @@ def _load_inputs(
     if loaded.tokenizer is not None or texts.reads_noise(loaded):
         # images share no pass, and only one is compared; any text is fine
         one_pass = {"image": request.image[:1], "audio": request.audio[:1], "batch_size": settings.windows or 1}
-        cut = feeding.cut_of(settings, request.changed(**one_pass, allow_foreign_text=True))
+        cut = feeding.cut_of(settings, request.with_options(**one_pass, allow_foreign_text=True))
         batches = texts.batches(loaded, contents, cut)
     update = {"windows": batches.batches[0].size}  # if images can't share a pass, only the first is compared
     return feeding.describe_input(settings, batches, loaded).model_copy(update=update), batches.batches[0].inputs

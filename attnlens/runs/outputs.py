@@ -228,7 +228,7 @@ class TokenLosses:
             rows.append(_move_to_front(loss.double().cpu(), predicted, torch.nan))
         self.back.append(_move_to_front(evidence(ids, targets)[predicted], predicted, 0))
 
-    def joined(self) -> TokenLosses:
+    def join(self) -> TokenLosses:
         """Return the losses with all batches joined into one."""
         before, after = _join_rows(self.before, torch.nan), _join_rows(self.after, torch.nan)
         return TokenLosses([before], [after], [_join_rows(self.back, 0)])

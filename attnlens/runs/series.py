@@ -347,7 +347,7 @@ def prepare(
     request: CheckpointsRequest,
 ) -> Series:
     """Prepare the requested series: find its checkpoints and read its texts."""
-    unnarrowed, request = request, request.changed(**requests.one_head(head, request.layers, request.heads))
+    unnarrowed, request = request, request.with_options(**requests.one_head(head, request.layers, request.heads))
     load_options = feeding.load_options(request, None)
     usual = [
         each.name

@@ -100,7 +100,7 @@ class Selector:
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
         """Count the decided queries of one sequence, and store the sequence if there is room."""
-        read = self._read(query_key, sequence)
+        read = self._read_parts(query_key, sequence)
         for index, head in enumerate(query_key.heads):
             sink = None if query_key.sinks is None else float(query_key.sinks[index])
             self.kv_heads[head] = query_key.key_of[index]
@@ -137,7 +137,7 @@ class Selector:
             return "its queries or keys are NaN or Inf in every sequence"
         return next(self._solve_spaces(head, None))[2]
 
-    def _read(self, query_key: QueryKey, sequence: int) -> StoredSequence:
+    def _read_parts(self, query_key: QueryKey, sequence: int) -> StoredSequence:
         """Return the parts of the sequence that its heads need."""
         queries, keys = query_key.query.shape[-2], query_key.key.shape[-2]
         masks = torch.ones(1, queries, keys).bool() if query_key.allowed is None else query_key.allowed[0].cpu()

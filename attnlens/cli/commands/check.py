@@ -176,7 +176,7 @@ def _load_report(
     from attnlens.checks.judging import options_for
 
     if not reading.analyzers and reading.source == "both" and not request.update_baseline:
-        reading = reading.changed(**options_for(rules, baseline))
+        reading = reading.with_options(**options_for(rules, baseline))
     with interruptible_at_once():
         from attnlens.cli import analyses
     with working(outputs) as tell:

@@ -101,7 +101,7 @@ def ranks(
 ) -> None:
     """Find how few numbers the keys of each head need within a budget of loss, and measure the model with them."""
     request = opt.build(RanksRequest, context.params)
-    request = request.changed(ranks=rank_options(request)[1].plan)  # a plan from a pipe can only be read once
+    request = request.with_options(ranks=rank_options(request)[1].plan)  # a plan from a pipe can only be read once
     _change(context.params, model, lambda analyses, name, tell: analyses.rank_work(name, request, tell))
 
 
@@ -117,7 +117,7 @@ def heal(
     """Replace the kernel, and train the swapped heads back towards the original model, or on text."""
     request, kernel = opt.build(HealRequest, context.params), kernel or None
     ranks = heal_options(kernel, request)[2]
-    request = request.changed(ranks=None if ranks is None else ranks.plan)
+    request = request.with_options(ranks=None if ranks is None else ranks.plan)
     _change(context.params, model, lambda analyses, name, tell: analyses.heal_work(name, kernel, request, tell))
 
 

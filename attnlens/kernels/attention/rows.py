@@ -208,7 +208,7 @@ def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tens
     transformers' eager attention; under a tie of whole sequences, padded rows are zero. Raises UsageError for a tie or
     a filter if queries have no position among the keys.
     """
-    call, kernel = kernel.prepared(call)
+    call, kernel = kernel.prepare_call(call)
     if kernel.part is not None:
         return whole_weights(call, kernel)[..., rows, :]
     rows = slice(*rows.indices(call.query.shape[2]))

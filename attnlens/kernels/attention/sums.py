@@ -33,7 +33,7 @@ def by_products(call: Call, kernel: Kernel) -> Sums:
     passes, or its sum with the bias.
     """
     assert kernel.info.dot is not None  # noqa: S101  # guaranteed by route
-    query, key = kernel.tied(call.query, call.paired_key)
+    query, key = kernel.apply_tie(call.query, call.paired_key)
     value = call.paired_value
     query, key, scale = kernel.info.dot(query, key, call.scale, **kernel.parameters, **kernel.fitted)
     query, key = query.to(value.dtype), key.to(value.dtype)
@@ -99,7 +99,7 @@ def by_sums(call: Call, kernel: Kernel) -> Sums:
     assert keys_reached is not None  # noqa: S101  # guaranteed by route
     causal, real = keys_reached.causal, keys_reached.real
     exact = torch.promote_types(call.query.dtype, torch.float32)
-    query, key = (x.to(exact) for x in kernel.tied(call.query, call.paired_key))
+    query, key = (x.to(exact) for x in kernel.apply_tie(call.query, call.paired_key))
     # a last column of ones sums the denominators along with the values
     value = pad(call.paired_value.to(exact), (0, 1), value=1.0)
 

@@ -215,7 +215,7 @@ def _width_experiment(truth: Tensor, pair: Tensor, single: Tensor, size: FitSize
         axis="features m",
         curves=curves,
         **columns(rows),
-    ).judged()
+    ).judge()
 
 
 def _sample_experiment(truth: Tensor, two: Tensor, size: FitSize, seed: int) -> Experiment:
@@ -236,7 +236,7 @@ def _sample_experiment(truth: Tensor, two: Tensor, size: FitSize, seed: int) -> 
         axis="points of each domain",
         curves=curves,
         **columns(rows),
-    ).judged()
+    ).judge()
 
 
 def _at_least(ratios: Tensor, label: str) -> Figure:

@@ -63,7 +63,7 @@ class Study:
         experiment = self.function(settings, published, progress)
         values = asdict(settings) | {"d": list(settings.d) if len(settings.d) > 1 else settings.d[0]}
         recorded = {name: value for name, value in values.items() if name in self.uses and value is not None}
-        return experiment.model_copy(update={"settings": recorded | experiment.settings}).judged()
+        return experiment.model_copy(update={"settings": recorded | experiment.settings}).judge()
 
 
 def uses(experiment: str) -> frozenset[str]:

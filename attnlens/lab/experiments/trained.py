@@ -370,7 +370,7 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
         settings={"text": TEXT, "kernels": KERNELS, "F": "I and X'", "s": SCORES, "sampled_rows": ROWS, "seed": seed},
         source=IDENTITIES_SOURCE,
         **columns(rows),
-    ).judged()
+    ).judge()
 
 
 def cases(seed: int) -> Iterator[Case]:

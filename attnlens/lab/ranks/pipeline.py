@@ -39,7 +39,7 @@ def rank_work(model: Model, request: RanksRequest, progress: Progress = silent) 
     check_work(model, request)
     options, ranks = rank_options(request)
     step = RankSearch(ranks, request.intervals)
-    return prepare("ranks", model, options, request.changed(**ranks.selection), progress, ranks=step)
+    return prepare("ranks", model, options, request.with_options(**ranks.selection), progress, ranks=step)
 
 
 @dataclass

@@ -99,7 +99,7 @@ class DeferredWeights:
         with self.present(module, lambda: names):
             yield self.model, module
 
-    def needed(self, module: nn.Module, wanted: Collection[str]) -> list[str]:
+    def stored_names(self, module: nn.Module, wanted: Collection[str]) -> list[str]:
         """Return the names, in the files, of the tensors that the `wanted` parameters of the module are made of."""
         inside = f"{self._paths[module]}."
         targets = {inside + name for name in wanted}
@@ -114,13 +114,13 @@ class DeferredWeights:
         """Return some bytes of each tensor of these modules, as stored in their files."""
         names = dict[str, None]()
         for module in dict.fromkeys(modules):
-            names |= dict.fromkeys(self.needed(module, [name for name, _ in module.named_parameters()]))
+            names |= dict.fromkeys(self.stored_names(module, [name for name, _ in module.named_parameters()]))
         return self.files.sample(names)
 
     def _place(self, module: nn.Module, wanted: Collection[str]) -> None:
         """Read the tensors of a module, and let transformers convert them and assign them to its parameters."""
         give_back()  # memory freed by the previous module
-        names = self.needed(module, wanted)
+        names = self.stored_names(module, wanted)
         self.bytes_read += self.files.size(names)
         tensors, dtype = self.files.read(names), self.rounded_to
         for name, tensor in tensors.items():
@@ -322,7 +322,7 @@ class SafetensorsFiles:
         """Return some numbers of each of these tensors, since a file's modification time can be set to any value."""
         pieces: list[Tensor] = []
         for name in names:
-            with self._opened(name) as content:
+            with self._open_file_of(name) as content:
                 part = content.get_slice(name)
                 shape = part.get_shape()
                 rows = max(1, SAMPLE // max(1, prod(shape[1:])))
@@ -335,12 +335,12 @@ class SafetensorsFiles:
         """Read these tensors. Raises ModelError if a file is gone, truncated, or has changed since it was opened."""
         tensors: dict[str, Tensor] = {}
         for name in names:
-            with self._opened(name) as content:
+            with self._open_file_of(name) as content:
                 tensors[name] = content.get_tensor(name)
         return tensors
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[Any]:
+    def _open_file_of(self, name: str) -> Iterator[Any]:
         """Open the file of a tensor inside the context; closing it unmaps the file."""
         file = self._files[name]
         file.check()

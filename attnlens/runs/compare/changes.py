@@ -231,7 +231,7 @@ def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Itera
         if pair is None or rotation is None or len(rotation.angles) < 2:
             continue
         far = replace(rotation, angles=rotation.angles[-1:].expand(pair[0].query.shape[-2], -1))
-        first, second = (replace(form, query=far.turned(form.query.double())) for form in pair)
+        first, second = (replace(form, query=far.rotate(form.query.double())) for form in pair)
         near, far_apart = (form_distances(*forms)[FORMS] for forms in (pair, (first, second)))
         for head in range(len(far_apart)):
             if (site.layer, head) in heads and far_apart[head] > max(NEAR_FACTOR * float(near[head]), ROTATION_CHANGE):

@@ -140,9 +140,9 @@ class Inspection:
     def read_unit(self, unit: WorkUnit) -> Unit:
         """Read one unit. Raise Stopped if the user interrupts it and its results so far are usable by themselves."""
         with time_stage(self.timings, unit.stage):
-            return self._read(unit)
+            return self._compute_unit(unit)
 
-    def _read(self, unit: WorkUnit) -> Unit:
+    def _compute_unit(self, unit: WorkUnit) -> Unit:
         if unit.stage == "weights" or self.inputs is None:  # without inputs, a run has no other units
             return self.reader.read_weights(unit.sites[0])
         if unit.batch is None:

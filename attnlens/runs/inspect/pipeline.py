@@ -64,7 +64,7 @@ def run_inspect(
         inspection = survey(run)
         store = plan.store(inspection.facts) if named else None
         # whether the model fits into memory is decided here, once for all processes
-        elsewhere = open_in_worker, (model, request.changed(from_files=inspection.from_files))
+        elsewhere = open_in_worker, (model, request.with_options(from_files=inspection.from_files))
         outcome = compute(inspection, plan, store, elsewhere)
     return outcome.report, store.clear if store is not None and outcome.complete else lambda: None
 

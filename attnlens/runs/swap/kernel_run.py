@@ -80,7 +80,7 @@ class KernelRun:
             if control.swaps
         }
         differences = {**self.measured, **controls}
-        losses = {name: each.by_token.joined() for name, each in differences.items() if each.by_token.before}
+        losses = {name: each.by_token.join() for name, each in differences.items() if each.by_token.before}
         result = KernelResult(swap, self.plan, self.window, self.notes, losses, dict(windows.values))
         if self.interrupted:
             raise KernelInterrupted(result)

@@ -131,12 +131,12 @@ class SwapSession:
         """Return a context manager that swaps kernels and weights in; `path` defaults to the requested one."""
 
         @contextmanager
-        def changed() -> Iterator[None]:
+        def replace_attention() -> Iterator[None]:
             replaced = hooks.replace(self.loaded.model, self.sites, swaps, path or self.options.path)
             with changed_weights(self.loaded.model, weights or {}), replaced:
                 yield
 
-        return changed
+        return replace_attention
 
     @property
     def seed(self) -> int:

@@ -150,7 +150,7 @@ def golden(progress: Progress = silent) -> Experiment:
         settings={"instances": len(problems), "solver_gap": GOLDEN_GAP},
         source=SOURCE,
         **columns(rows, "the solver found no solution"),
-    ).judged()
+    ).judge()
 
 
 def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:

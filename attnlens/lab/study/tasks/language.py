@@ -85,7 +85,7 @@ class SentencePairs(_Sentences):
 
     outputs = vocabulary
 
-    def written(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text."""
         return self.pairs.text(ids)
 
@@ -233,7 +233,7 @@ class Reversal(_Sentences):
         before = torch.cat((torch.zeros(1, dtype=torch.int64), (source[:-1] - len(SPECIALS)) % 2))
         return (source + self.letters * before).flip(0)
 
-    def written(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """Format the letters as numbers separated by spaces."""
         return " ".join(str(number) for number in ids if number >= len(SPECIALS))
 
