@@ -121,7 +121,7 @@ class Adapted:
     """Whole tensors of the adapter that match no parameter of the model."""
 
     @contextmanager
-    def removed(self, model: PreTrainedModel, path: str) -> Iterator[bool]:
+    def remove_adapter(self, model: PreTrainedModel, path: str) -> Iterator[bool]:
         """Give the module at `path` the base model's float64 weights inside the context; yield whether they differ.
 
         peft takes W = W'/D − s·BA from the rounded W', so that W' − W has exactly the adapter's rank.

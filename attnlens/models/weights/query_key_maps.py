@@ -471,7 +471,7 @@ def _mismatch(actual: Sides, expected: Sides, groups: Groups = ()) -> str | None
 
 def _check_everywhere(factors: Factors, window: Probe) -> None:
     """Raise UnreadableError if the factors do not reproduce queries and keys of different tokens at all positions."""
-    mixtures = window.mixed(window.least, seed=3)
+    mixtures = window.mix_inputs(window.least, seed=3)
     inputs = mixtures[0].tokens, mixtures[1].tokens
     with torch.no_grad(), FewTokens(mixtures):
         call = window(*inputs)
