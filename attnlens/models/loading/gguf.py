@@ -112,6 +112,7 @@ class _Reader:
         self.position, self.items = 0, 0
 
     def header(self) -> Header:
+        """Read the header. Raise ModelError if the file is not GGUF of a version in VERSIONS."""
         if self.data[:4] != b"GGUF":
             raise ModelError(f"{self.path} is not a GGUF file.", "Give a file that a converter to GGUF wrote.")
         self.position = 4
@@ -180,6 +181,7 @@ class _Reader:
         return FORMATS[kind]
 
     def entry(self) -> Entry:
+        """Read the name, shape, type and offset of the next tensor. Raise ModelError for more than 8 dimensions."""
         name, (dimensions,) = self.text(), self.unpack("I")
         if dimensions > 8:
             raise ModelError(f"{self.path} has a tensor of {dimensions} dimensions.", SAY_AGAIN)
