@@ -322,7 +322,7 @@ class Report(Record):
 
     def _repr_html_(self) -> str | None:
         """Return the HTML page for notebooks; None if there is nothing to draw, so that they show the repr instead."""
-        shown: str | None = _load_exports().framed(self)
+        shown: str | None = _load_exports().wrap_in_iframe(self)
         return shown
 
     def to_dataframe(self) -> pandas.DataFrame:
