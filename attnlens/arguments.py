@@ -61,22 +61,22 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     The wrapper raises UsageError, never TypeError, for arguments that the function does not take.
     """
     expected = signature(function)
-    names = [name for name, given in expected.parameters.items() if given.kind is not Parameter.VAR_KEYWORD]
+    names = [name for name, parameter in expected.parameters.items() if parameter.kind is not Parameter.VAR_KEYWORD]
     open_ended = len(names) < len(expected.parameters)
 
     @wraps(function)
-    def call(*args: P.args, **given: P.kwargs) -> R:
-        for name in given:
+    def call(*args: P.args, **keywords: P.kwargs) -> R:
+        for name in keywords:
             if not open_ended:
                 checked_name("option", name, names)
         try:
-            expected.bind(*args, **given)
+            expected.bind(*args, **keywords)
         except TypeError as error:
             raise UsageError(f"{function.__name__}: {error}.", f"It takes {', '.join(names)}.") from None
-        if not callable(given.get("progress", print)):
+        if not callable(keywords.get("progress", print)):
             raise UsageError("progress is no function.", "Give one that takes (stage, steps done, steps in all).")
         with _ONE_AT_A_TIME, _plain_torch():
-            return function(*args, **given)
+            return function(*args, **keywords)
 
     return call
 
@@ -105,34 +105,40 @@ def _plain_torch() -> Iterator[None]:
         yield
 
 
-def word(what: str, given: Any) -> str:
-    """Return `given` if it is a string that can be a name or path. Raise UsageError otherwise."""
-    if not isinstance(given, str):
-        raise UsageError(f"{what}={shown(given)} is no string.", f"Give {what} as a string.")
-    if "\0" in given or not given.strip():
-        raise UsageError(f"{what}={shown(given)} is no name.", f"Give {what} as a string that says something.")
-    return given
+def word(what: str, value: Any) -> str:
+    """Return `value` if it is a string that can be a name or path. Raise UsageError otherwise."""
+    if not isinstance(value, str):
+        raise UsageError(f"{what}={format_argument(value)} is no string.", f"Give {what} as a string.")
+    if "\0" in value or not value.strip():
+        raise UsageError(
+            f"{what}={format_argument(value)} is no name.", f"Give {what} as a string that says something."
+        )
+    return value
 
 
-def path(what: str, given: Any) -> str:
+def path(what: str, value: Any) -> str:
     """Return a string or a path object as a string. Raise UsageError if it can't be a path."""
     try:
-        return word(what, os.fspath(given) if isinstance(given, os.PathLike) else given)
+        return word(what, os.fspath(value) if isinstance(value, os.PathLike) else value)
     except TypeError:  # its __fspath__ returns neither str nor bytes
-        raise UsageError(f"{what}={shown(given)} is no path.", f"Give {what} as a string or a path.") from None
+        raise UsageError(
+            f"{what}={format_argument(value)} is no path.", f"Give {what} as a string or a path."
+        ) from None
 
 
-def names_report(given: str) -> bool:
+def names_report(name: str) -> bool:
     """Return whether a name is a report's: a file that is not a model's, an open file, or a name ending in .json."""
-    is_file = os.path.isfile(given) and not given.endswith(MODEL_FILES)  # noqa: PTH113  # never raises
-    return is_file or given.endswith(".json") or given.startswith(OPEN_FILES)
+    is_file = os.path.isfile(name) and not name.endswith(MODEL_FILES)  # noqa: PTH113  # never raises
+    return is_file or name.endswith(".json") or name.startswith(OPEN_FILES)
 
 
-def switch(what: str, given: Any) -> bool:
-    """Return `given` if it is True or False. Raise UsageError otherwise."""
-    if not isinstance(given, bool):
-        raise UsageError(f"{what}={shown(given)} is neither True nor False.", f"Give {what}=True or {what}=False.")
-    return given
+def switch(what: str, value: Any) -> bool:
+    """Return `value` if it is True or False. Raise UsageError otherwise."""
+    if not isinstance(value, bool):
+        raise UsageError(
+            f"{what}={format_argument(value)} is neither True nor False.", f"Give {what}=True or {what}=False."
+        )
+    return value
 
 
 def selection_share(select: object) -> float | None:
@@ -145,7 +151,9 @@ def selection_share(select: object) -> float | None:
     except ValueError:
         share = math.nan
     if kind != "top-p" or not 0 < share < 1:
-        raise UsageError(f"select={shown(select)} makes no sense.", "Give argmax, or top-p:0.9 for a share of 90 %.")
+        raise UsageError(
+            f"select={format_argument(select)} makes no sense.", "Give argmax, or top-p:0.9 for a share of 90 %."
+        )
     return share
 
 
@@ -211,24 +219,24 @@ def dataset_rows(words: str) -> DatasetRows | None:
         or "" in fields.values()
         or set(fields) - set(DatasetRows._fields[1:])
     ):
-        raise UsageError(f"The dataset {shown(words)} can't be read.", SAY_DATASETS)
+        raise UsageError(f"The dataset {format_argument(words)} can't be read.", SAY_DATASETS)
     return DatasetRows(name, **fields)
 
 
-def several(what: str, given: Iterable[Any]) -> list[Any]:
+def several(what: str, values: Iterable[Any]) -> list[Any]:
     """Return the items of an iterable as a list. Raise UsageError if there are more than MOST."""
-    items = list(islice(given, MOST + 1))
+    items = list(islice(values, MOST + 1))
     if len(items) > MOST:
         raise UsageError(f"{what} has more than {MOST} items.", "Give fewer.")
     return items
 
 
-def shown(given: object) -> str:
+def format_argument(value: object) -> str:
     """Format a value as it would be written, on one line of at most 60 characters."""
-    if isinstance(given, int) and abs(given) > LARGEST:
-        return f"a number of {given.bit_length()} bits"  # Python refuses to write the digits of very large numbers
+    if isinstance(value, int) and abs(value) > LARGEST:
+        return f"a number of {value.bit_length()} bits"  # Python refuses to write the digits of very large numbers
     try:
-        line = " ".join(repr(given[:60] if isinstance(given, str | bytes | list | tuple) else given).split())
+        line = " ".join(repr(value[:60] if isinstance(value, str | bytes | list | tuple) else value).split())
     except ValueError:  # such a number is nested in another value
-        line = f"a {type(given).__name__}"
+        line = f"a {type(value).__name__}"
     return line if len(line) <= 60 else f"{line[:57]}..."

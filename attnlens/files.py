@@ -34,9 +34,9 @@ def read_bytes(path: str | Path, error: type[AttnlensError], remedy: str, *, mos
 
     A pipe that the shell has opened for this process is read. Raise `error` with `remedy` for anything else.
     """
-    name = shortened(str(path))
+    name = shorten_text(str(path))
     try:
-        with opened(Path(path)) as file:
+        with open_file(Path(path)) as file:
             if not str(path).startswith(OPEN_FILES):
                 refuse_other_kinds(os.fstat(file.fileno()), name, error, remedy)
             return read_stream(file, name, error, remedy, most=most)
@@ -46,11 +46,11 @@ def read_bytes(path: str | Path, error: type[AttnlensError], remedy: str, *, mos
         raise error(f"{name} can't be read: {problem}.", remedy) from None
 
 
-def refuse_other_kinds(found: os.stat_result, name: str, error: type[AttnlensError], remedy: str) -> None:
+def refuse_other_kinds(status: os.stat_result, name: str, error: type[AttnlensError], remedy: str) -> None:
     """Raise `error` with `remedy` for anything but a regular file."""
     kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
-    if not stat.S_ISREG(found.st_mode):
-        kind = next((kind for is_one, kind in kinds if is_one(found.st_mode)), "a device")
+    if not stat.S_ISREG(status.st_mode):
+        kind = next((kind for is_one, kind in kinds if is_one(status.st_mode)), "a device")
         raise error(f"{name} can't be read: it is {kind}, not a file.", remedy)
 
 
@@ -80,7 +80,7 @@ def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> di
     return value
 
 
-def opened(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BinaryIO:
     """Open a file for reading; opening a named pipe does not wait for a writer."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | WITHOUT_WAITING))  # noqa: SIM115
     if WITHOUT_WAITING:
@@ -102,13 +102,13 @@ def with_home(path: str) -> Path:
     return Path(os.path.expanduser(path))  # noqa: PTH111  # pathlib raises for an unknown user
 
 
-def shortened(text: str) -> str:
+def shorten_text(text: str) -> str:
     """Format a text on one line of at most 300 characters, with its middle left out."""
     line = " ".join(text.splitlines())
     return line if len(line) <= 300 else f"{line[:150]}…{line[-149:]}"
 
 
-def written(value: object) -> str:
+def format_value(value: object) -> str:
     """Format a value from a file for a message, with bounded length."""
     return reprlib.repr(value)
 
@@ -209,16 +209,16 @@ def _exceeds_depth(value: object, most: int) -> bool:
     return bool(level)
 
 
-def _is_stream(found: os.stat_result) -> bool:
+def _is_stream(status: os.stat_result) -> bool:
     """Return whether a file is written as a stream: a device, a pipe, or our own stdout or stderr."""
-    return not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)) or _own_stream(found) is not None
+    return not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)) or _own_stream(status) is not None
 
 
-def _own_stream(found: os.stat_result) -> int | None:
+def _own_stream(status: os.stat_result) -> int | None:
     """Return the descriptor of this process's stdout or stderr if it leads to that file, else None."""
     for descriptor in (1, 2):
         with suppress(OSError):  # it may be closed
-            if os.path.samestat(os.fstat(descriptor), found):
+            if os.path.samestat(os.fstat(descriptor), status):
                 return descriptor
     return None
 

@@ -34,7 +34,7 @@ def visible(text: str) -> str:
     return "".join(character if character.isprintable() or character == "\n" else "�" for character in text)
 
 
-def shortened(line: str, most: int) -> str:
+def shorten_line(line: str, most: int) -> str:
     """Return the line; if it is longer than `most` characters, keep its beginning and end with … between them."""
     half = most // 2
     return line if len(line) <= most else f"{line[:half]} … {line[-half:]}"
@@ -75,7 +75,7 @@ def decimals_with_error(values: Iterable[float], error: float | None) -> int:
     return max(min(decimals, second, max(3, first)), min(3, first))
 
 
-def written(number: float | None, decimals: int) -> str:
+def format_number(number: float | None, decimals: int) -> str:
     """Format a number with a fixed number of decimals, never −0; `–` if it is missing."""
     if number is None or math.isnan(number):
         return NO_VALUE
@@ -85,9 +85,9 @@ def written(number: float | None, decimals: int) -> str:
     return f"{rounded if rounded else 0.0:.{decimals}f}"
 
 
-def spread(number: float, decimals: int) -> str:
+def format_error(number: float, decimals: int) -> str:
     """Format an error with a fixed number of decimals; one that rounds to 0 becomes `<0.0005`, and 0 stays 0."""
-    shown = written(number, decimals)
+    shown = format_number(number, decimals)
     if decimals == SCIENTIFIC or math.isnan(number) or float(shown) != 0:
         return shown
     return f"<{0.5 * 10**-decimals:.{decimals + 1}f}" if number > 0 else "0"
@@ -95,15 +95,15 @@ def spread(number: float, decimals: int) -> str:
 
 def short(number: float) -> str:
     """Format a single number with two significant digits, like an error."""
-    return written(number, decimals_for([number], figures=2))
+    return format_number(number, decimals_for([number], figures=2))
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Format a count with its noun: `1 head`, `2 heads`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def listed(items: Iterable[object], limit: int = 6, between: str = ", ") -> str:
+def join_items(items: Iterable[object], limit: int = 6, between: str = ", ") -> str:
     """Join items to `a, b, c`; beyond `limit`, append how many more there are."""
     names = [clean(str(item)) for item in items]
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
@@ -118,7 +118,7 @@ def big(number: int) -> str:
     return str(number)
 
 
-def gathered(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+def group_pairs(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     """Group pairs by their first element, with the second elements in their order."""
     groups: dict[K, list[V]] = {}
     for first, second in pairs:

@@ -29,8 +29,8 @@ def drawn(models: Sequence[TrainedModel]) -> dict[str, bytes]:
     """File name → picture."""
     with style.house_style():
         return {
-            "atlas-measures.png": style.encoded(_measures(models), ".png"),
-            "atlas-depth.png": style.encoded(_by_depth(models), ".png"),
+            "atlas-measures.png": style.encode_figure(_measures(models), ".png"),
+            "atlas-depth.png": style.encode_figure(_by_depth(models), ".png"),
         }
 
 

@@ -141,7 +141,7 @@ def draw(found: list[dict[str, Any]], path: str) -> None:
             row[0].set_ylabel(f"harm of {kernel}", fontsize=7)
         figure.text(0.01, 0.008, CAPTION, fontsize=6.5, va="bottom")
         figure.tight_layout(pad=0.6, w_pad=0.8, h_pad=1.0, rect=(0, 0.045, 1, 1))
-        Path(path).write_bytes(style.encoded(figure, ".png"))
+        Path(path).write_bytes(style.encode_figure(figure, ".png"))
 
 
 def scatter(axes: Axes, row: dict[str, Any], shares: str) -> None:

@@ -138,7 +138,7 @@ def draw(found: list[dict[str, Any]], path: str) -> None:
         figure.tight_layout(rect=(0, 0, 0.93, 1))
         bar = figure.add_axes((0.94, 0.3, 0.01, 0.4))
         figure.colorbar(image, cax=bar).ax.tick_params(labelsize=6)
-        Path(path).write_bytes(style.encoded(figure, ".png"))
+        Path(path).write_bytes(style.encode_figure(figure, ".png"))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def converging(**changes: Any) -> Experiment:
             for name, end in ends.items()
         },
     }
-    return Experiment(**(fields | changes)).judged()
+    return Experiment(**(fields | changes)).judge()
 
 
 def selecting(**changes: Any) -> Experiment:
@@ -68,7 +68,7 @@ def selecting(**changes: Any) -> Experiment:
             "known": curve(steps, np.array(published), **SHARE, label="published", published=True),
         },
     }
-    return Experiment(**(fields | changes)).judged()
+    return Experiment(**(fields | changes)).judge()
 
 
 def golden(**changes: Any) -> Experiment:
@@ -81,7 +81,7 @@ def golden(**changes: Any) -> Experiment:
         "tolerance": {"vis1 ‖W‖_F": 1e-6, "largest gap": 1e-9},
         "bounds": {"largest gap": "at most"},
     }
-    return Experiment(**(fields | changes)).judged()
+    return Experiment(**(fields | changes)).judge()
 
 
 def of_head() -> Experiment:

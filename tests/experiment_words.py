@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnlens.records import Experiment
 from attnlens.report.pictures.experiments import groups
-from attnlens.report.sentences.reports import worded
+from attnlens.report.sentences.reports import format_label
 
 SIZES = [*((5, 5, d) for d in (1, 2, 3, 4, 5)), *((10, 5, d) for d in (1, 2, 3, 4, 5, 10))]
 SIZES += [(5, 10, d) for d in (1, 2, 3, 4, 5, 9)]
@@ -94,10 +94,10 @@ LINEAR = {"correlation", "share of trials", "share separable", "share of queries
 
 def assert_in_words(found: Experiment) -> None:
     """Every figure, picture, axis and line is written as it is listed here."""
-    assert [worded(found, name) for name in found.final] == FIGURES[found.name]
+    assert [format_label(found, name) for name in found.final] == FIGURES[found.name]
     pictures = groups(found)
     lines = {
-        title: tuple(curve.label or worded(found, name) for name, curve in curves.items())
+        title: tuple(curve.label or format_label(found, name) for name, curve in curves.items())
         for title, curves in pictures.items()
     }
     expected = PICTURES.get(found.name, {})

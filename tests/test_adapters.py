@@ -268,7 +268,7 @@ def test_a_merge_is_rounded_once_and_draws_no_random_numbers(dtype: torch.dtype,
     merged = weight.detach().clone()
     loaded.model.get_submodule(path).register_forward_hook(Event().set)  # which can't be copied
     for _ in range(2):  # the base is found again each time
-        with loaded.adapter.removed(loaded.model, path.rpartition(".")[0]):
+        with loaded.adapter.remove_adapter(loaded.model, path.rpartition(".")[0]):
             torch.testing.assert_close(merged.double() - weight, change, rtol=0, atol=1e-14)
         assert torch.equal(weight, merged)
 
@@ -289,7 +289,7 @@ def test_trained_biases_and_embeddings_are_merged_as_peft_does(tmp_path: Path) -
     before = weights(base)["transformer.h.0.attn.c_attn.bias"]
     assert not torch.equal(bias, before)
     assert loaded.adapter is not None
-    with loaded.adapter.removed(loaded.model, "transformer.h.0.attn"):
+    with loaded.adapter.remove_adapter(loaded.model, "transformer.h.0.attn"):
         assert torch.equal(bias, before.double())
     stored(tmp_path / "adapter", {n: t for n, t in _tensors(tmp_path / "adapter").items() if "bias" not in n},
            "adapter_model.safetensors")  # fmt: skip

@@ -18,7 +18,7 @@ from attnlens.models import hooks, loading
 from attnlens.models.texts import Content
 from attnlens.models.texts.targets import Fed
 from attnlens.runs import differences as room
-from attnlens.runs.differences import Prompts, agreement, continued, of_file, of_windows
+from attnlens.runs.differences import Prompts, agreement, continue_prompts, of_file, of_windows
 from attnlens.runs.swap.pipeline import swap_kernel
 
 READ: dict[str, Any] = {"windows": 4, "length": 48, "controls": False}
@@ -52,7 +52,7 @@ def test_the_count_is_that_of_whole_texts_without_a_cache(demo: loading.Loaded, 
     model = demo.model.double()
     try:
         asked, own = prompts(model), None
-        own = continued(model, asked, 10)
+        own = continue_prompts(model, asked, 10)
         assert not isinstance(own, str)
         theirs = [greedily(model, ids, 10) for ids in asked.ids]
         assert own.tokens.T.tolist() == theirs
@@ -95,19 +95,21 @@ def stepwise(*texts: list[int]) -> Iterator[Tensor]:
 )
 def test_texts_that_end_alike_never_differ(own: list[int], new: list[int], ends: list[int], expected: int) -> None:
     beside = [1, 1, 1, 1]  # another prompt of the batch, which goes on
-    found = room._common(torch.tensor([own, beside]).T, torch.tensor(ends, dtype=torch.long), stepwise(new, beside))
+    found = room._count_common(
+        torch.tensor([own, beside]).T, torch.tensor(ends, dtype=torch.long), stepwise(new, beside)
+    )
     assert found.tolist() == [expected, 4]
 
 
 def test_no_step_is_taken_when_all_prompts_differ() -> None:
     steps = stepwise([1, 9, 3], [8, 2, 3])
-    assert room._common(torch.tensor([[1, 2, 3], [1, 2, 3]]).T, torch.tensor([]), steps).tolist() == [1, 0]
+    assert room._count_common(torch.tensor([[1, 2, 3], [1, 2, 3]]).T, torch.tensor([]), steps).tolist() == [1, 0]
     assert len(list(steps)) == 1
 
 
 def test_the_median_is_the_lower_one_and_counts_what_never_differs(demo: loading.Loaded) -> None:
     asked = prompts(demo.model, 4)
-    own = continued(demo.model, asked, 6)
+    own = continue_prompts(demo.model, asked, 6)
     assert not isinstance(own, str)
     changed = own.tokens.clone()
     changed[0, 0] += 1
@@ -125,7 +127,7 @@ def test_padding_on_the_left_changes_nothing(demo: loading.Loaded) -> None:
     padded = torch.stack([long, torch.cat([torch.full((15,), 5), short])])
     mask = torch.ones_like(padded)
     mask[1, :15] = 0
-    both = continued(model, Prompts(padded, mask, "windows"), 8)
+    both = continue_prompts(model, Prompts(padded, mask, "windows"), 8)
     assert not isinstance(both, str)
     assert both.tokens.T.tolist() == [greedily(model, ids, 8) for ids in (long, short)]
 

@@ -156,7 +156,7 @@ def test_no_model_is_compared_with_itself_or_its_fine_tunings(demo):
 def own_of(report, part="decoder"):
     """The lineages that a report is taken to be of, without its files and its name."""
     nameless = report.model.model_copy(update={"files": [], "id": "copy"})
-    return atlas.subject_of(report.model_copy(update={"model": nameless}), part).own
+    return atlas.subject_of(report.model_copy(update={"model": nameless}), part).lineages
 
 
 def test_a_copy_is_known_by_what_its_heads_read(demo, tmp_path):
@@ -175,7 +175,7 @@ def test_a_copy_is_known_by_what_its_heads_read(demo, tmp_path):
     for written, metadata in ((weights, {"format": "pt", "by": "me"}), (coarse, {"format": "pt"})):
         save_file(written, tmp_path / "copy" / "model.safetensors", metadata)
         report = attnlens.inspect(tmp_path / "copy", windows=8)
-        assert atlas.subject_of(report, "decoder").own == {"demo"}
+        assert atlas.subject_of(report, "decoder").lineages == {"demo"}
 
 
 def test_another_model_is_not_taken_for_one_of_the_atlas(demo, tmp_path):

@@ -593,7 +593,7 @@ def test_what_counts_from_the_start_is_refused_where_a_sliding_window_hides_it()
 
 def test_places_in_bidirectional_attention_are_the_indices() -> None:
     where = rows.positions(call(allowed=right_padded(150)), parsed("sink-window:3,9").filter)
-    assert torch.equal(where.own[0], torch.arange(150))
+    assert torch.equal(where.query[0], torch.arange(150))
     assert not bool(where.first.any())
 
 

@@ -30,7 +30,7 @@ def test_the_map_of_predictors_can_be_read_where_it_is_saturated_and_where_it_is
     import study_predictors
 
     drawn = []
-    monkeypatch.setattr(study_predictors.style, "encoded", lambda figure, _: drawn.append(figure) or b"")
+    monkeypatch.setattr(study_predictors.style, "encode_figure", lambda figure, _: drawn.append(figure) or b"")
     rows = {"a": {"rho": -0.8, "holds": False}, "b": {"rho": 0.1, "holds": True}}
     few = {"a": rows["a"]}
     found = [

@@ -793,8 +793,8 @@ def test_intervals_over_texts_need_five_of_them_to_choose_by(demo, tmp_path):
 
 
 def test_many_texts_ask_for_enough_windows_of_each():
-    assert room.wanted(BOOK) == room.SEQUENCES
-    assert room.wanted(list(BOOK) * 50) == 12 * 50
+    assert room.count_windows(BOOK) == room.SEQUENCES
+    assert room.count_windows(list(BOOK) * 50) == 12 * 50
 
 
 def test_calibration_on_evaluated_text_is_refused(demo, tmp_path):

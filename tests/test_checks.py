@@ -28,11 +28,11 @@ def of_type(name):
 def test_a_model_that_is_random_itself_is_named_so_and_not_misread():
     bert = family("bert")
     inputs = texts.placeholder(bert, 8, 0).batches[0].inputs
-    assert checks.proven(bert, inputs)[0] < 1e-5
+    assert checks.prove_identity(bert, inputs)[0] < 1e-5
     passes = iter(range(1, 100))
     bert.model.bert.embeddings.register_forward_hook(lambda _module, _args, output: output * next(passes))
     with pytest.raises(IdentityError, match="the model itself is random"):
-        checks.proven(bert, inputs)
+        checks.prove_identity(bert, inputs)
 
 
 def sites(given, inputs):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import attnlens
 from attnlens.errors import ModelError, UsageError
-from attnlens.lab.reproduce import ROWS, finished
+from attnlens.lab.reproduce import ROWS, run_rows
 from attnlens.records import Experiment
 from attnlens.runs.progress import Interrupted, silent
 from attnlens.runs.series import of_demo, step_of
@@ -305,7 +305,7 @@ def experiment(name: str, passed: bool | None = True) -> Experiment:
 
 
 def test_experiments_are_timed_and_an_interruption_keeps_the_finished():
-    report = finished("reproduce", [lambda: [experiment("one")], lambda: [experiment("two")]], 3, 10)
+    report = run_rows("reproduce", [lambda: [experiment("one")], lambda: [experiment("two")]], 3, 10)
     assert [found.name for found in report.experiments] == ["one", "two"]
     assert set(report.timings) == {"one", "two"}
     assert (report.command, report.settings.seed, report.model.parameters) == ("reproduce", 3, 100)
@@ -315,7 +315,7 @@ def test_experiments_are_timed_and_an_interruption_keeps_the_finished():
         raise KeyboardInterrupt
 
     with pytest.raises(Interrupted) as caught:
-        finished("reproduce", [lambda: [experiment("one")], stop], 0, 10)
+        run_rows("reproduce", [lambda: [experiment("one")], stop], 0, 10)
     assert [found.name for found in caught.value.report.experiments] == ["one"]
 
 
@@ -333,4 +333,4 @@ def test_every_experiment_is_a_row_of_verify_and_the_golden_ones_pass():
     assert found.passed
     assert len(found.final) >= 8
     spoiled = found.model_copy(update={"final": {name: (value or 0) + 2e-6 for name, value in found.final.items()}})
-    assert spoiled.judged().passed is False  # the control
+    assert spoiled.judge().passed is False  # the control

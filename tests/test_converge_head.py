@@ -12,7 +12,7 @@ from attnlens.analyzers.selection.gatherer import Selector
 from attnlens.errors import UsageError
 from attnlens.lab.experiments.one_head import FACTORS, as_instances, hardening, starts, train_head
 from attnlens.lab.experiments.settings import ExperimentSettings
-from attnlens.lab.reproduce import converge_head, posed
+from attnlens.lab.reproduce import converge_head, pose_selection
 from attnlens.maths import attsvm
 from attnlens.maths.attsvm.head import (
     FactoredForm,
@@ -40,7 +40,7 @@ def gathered() -> tuple[Selector, Nearness]:
     sampling = {"length": 64, "windows": 6, "batch_size": 4, "placement": "first"}
     request = requests.InspectRequest(**sampling, source="tokens", layers=[HEAD[0]], heads=[HEAD[1]])
     settings = feeding.of_model(reading.settings(request), loaded)
-    return posed(loaded, settings, texts.sample("demo"), feeding.cut_of(settings, request))[1:]
+    return pose_selection(loaded, settings, texts.sample("demo"), feeding.cut_of(settings, request))[1:]
 
 
 @pytest.fixture(scope="module")

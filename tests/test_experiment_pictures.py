@@ -20,7 +20,7 @@ from attnlens.report.pictures.style import house_style, new_figure
 from attnlens.report.render import terminal
 from attnlens.report.render.terminal import console
 from attnlens.report.sections import documents
-from attnlens.report.sentences.reports import setting, worded
+from attnlens.report.sentences.reports import format_label, setting
 
 
 def of_curves(curves: dict[str, list[float]], **shown: Any) -> Experiment:
@@ -182,7 +182,7 @@ def test_where_only_the_published_value_is_allowed_nothing_else_is_shaded() -> N
 def test_figures_and_settings_are_written_by_their_labels_and_older_ones_by_their_names() -> None:
     names = {"W_mm_d4": 1.0, "vis1 ‖W‖_F": 2.0, "weights.decay_rate": 3.0}
     older = golden(final=names, settings={"accepted_d4": 0.25}, published=None, tolerance=None, bounds={})
-    assert [worded(older, name) for name in names] == ["W mm d4", "vis1 ‖W‖_F", "weights.decay_rate"]
+    assert [format_label(older, name) for name in names] == ["W mm d4", "vis1 ‖W‖_F", "weights.decay_rate"]
     assert setting(older, "accepted_d4") == "accepted d4 0.25"
     labels = {"W_mm_d4": "W_mm, d = 4", "accepted_d4": "accepted, d = 4"}
     labelled = older.model_copy(update={"labels": labels})

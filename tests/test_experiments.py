@@ -13,7 +13,7 @@ from attnlens.lab.experiments.synthetic.tokens import draw, grid, instances, sta
 from attnlens.lab.experiments.synthetic.weights import corpus
 from attnlens.maths import attsvm
 from attnlens.records.studies import Experiment
-from attnlens.report.sentences.reports import setting, worded
+from attnlens.report.sentences.reports import format_label, setting
 from attnlens.requests.experiments import SyntheticRequest
 
 SMALL = {"trials": 3, "iterations": 30}
@@ -58,7 +58,7 @@ def test_the_goldens_are_met_and_a_wrong_one_is_not():
     assert max(found.tolerance.values()) == 1e-6
     assert found.final["prompt_c_half_square"] == pytest.approx(17 / 18, abs=1e-9)
     wrong = found.model_copy(update={"published": found.published | {"vis1_frobenius": 8.685745}})
-    assert wrong.judged().passed is False
+    assert wrong.judge().passed is False
 
 
 def test_the_golden_problems_have_the_sizes_that_were_solved():
@@ -263,8 +263,8 @@ def test_the_grid_is_logarithmic_and_ends_at_the_last_iteration():
 def test_the_published_figures_are_met(name):
     (found,) = run_experiments([name], quick=True, overrides={})
     if name == "local-convergence":
-        assert worded(found, "W_to_frobenius_longer") == found.curves["W to frobenius, longer"].label
-        assert worded(found, "W_to_frobenius_longer") == "W to Frobenius, longer"
+        assert format_label(found, "W_to_frobenius_longer") == found.curves["W to frobenius, longer"].label
+        assert format_label(found, "W_to_frobenius_longer") == "W to Frobenius, longer"
     missed = {figure: found.final[figure] for figure in found.published or {} if not found.meets(figure)}
     assert missed == {}
     assert found.passed is True

@@ -198,8 +198,8 @@ def test_a_misread_model_gets_no_numbers(demo, monkeypatch):
 
 @pytest.mark.parametrize(("longest", "proven"), [(2048**2, 2), (15**2, 1)])
 def test_a_proof_on_long_windows_takes_one_sequence(longest, proven, demo, monkeypatch):
-    given, honest = [], checks.proven
-    monkeypatch.setattr(checks, "proven", lambda model, inputs: given.append(inputs) or honest(model, inputs))
+    given, honest = [], checks.prove_identity
+    monkeypatch.setattr(checks, "prove_identity", lambda model, inputs: given.append(inputs) or honest(model, inputs))
     monkeypatch.setattr(inspection, "LONG", longest)
     attnlens.inspect(demo, source="tokens", windows=4, length=16)
     assert [len(inputs["input_ids"]) for inputs in given] == [proven]

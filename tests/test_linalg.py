@@ -219,7 +219,7 @@ def test_rotation_sums_are_those_of_the_matrices_multiplied_out(rotation):
     multiplied = [(x @ (r.mT @ y @ r + r @ y @ r.mT) / 2).diagonal(dim1=-2, dim2=-1).sum((-2, -1)) for r in matrices]
     close(linalg.rotation_traces(rotation, x, y), torch.stack(multiplied, -1))
     tokens = random(2, 5, size)
-    close(rotation.turned(tokens), torch.stack([tokens[:, i] @ matrices[i] for i in range(5)], 1))
+    close(rotation.rotate(tokens), torch.stack([tokens[:, i] @ matrices[i] for i in range(5)], 1))
 
 
 @pytest.fixture(params=[6, 4], ids=["all dimensions", "partial rotary"])

@@ -19,7 +19,7 @@ from attnlens.errors import UsageError
 from attnlens.kernels import TIES as EVERY_TIE
 from attnlens.kernels import Kernel, parsed
 from attnlens.kernels.attention import attend, weights
-from attnlens.kernels.nearest import NearestFit, factored, nearest_positive, nearest_symmetric, own_form
+from attnlens.kernels.nearest import NearestFit, factorise, nearest_positive, nearest_symmetric, own_form
 from attnlens.models import hooks, texts
 from attnlens.runs.swap.fit import fit
 from attnlens.runs.swap.pipeline import swap_kernel
@@ -48,7 +48,7 @@ def planted(change, **more):
 
 def scores_of(found, kernel):
     """log k of all pairs: the product of the prepared call, in float64."""
-    ready, _ = kernel.prepared(replace(found, query=found.query.double(), key=found.key.double()))
+    ready, _ = kernel.prepare_call(replace(found, query=found.query.double(), key=found.key.double()))
     return ready.query @ ready.key.mT * ready.scale
 
 
@@ -139,7 +139,7 @@ def test_no_symmetric_or_positive_form_close_by_is_nearer(seed):
     own, queries, keys, noise = moments(seed)
     basis, form, spread = nearest_symmetric(own, queries, keys)
     positive = nearest_positive(form, spread)
-    (root, signs), (factor, kept) = factored(basis, form), factored(basis, positive)
+    (root, signs), (factor, kept) = factorise(basis, form), factorise(basis, positive)
     symmetric = (root * signs[:, None]) @ root.mT
     least = error(own, symmetric, queries, keys), error(own, factor @ factor.mT, queries, keys)
     assert bool((kept >= 0).all())

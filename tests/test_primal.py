@@ -110,7 +110,7 @@ def test_padding_does_not_matter(way, side):
     kept[..., real] = True
     expected = heads(q, k, causal=causal, rows=x)
     plain = {c: heads.objectives(c) for c in ("paper", "code")}
-    found = heads(*padded[:2], causal=causal, kept=kept, rows=padded[2])
+    found = heads(*padded[:2], causal=causal, real=kept, rows=padded[2])
     torch.testing.assert_close(found[:, :, real], expected, rtol=1e-12, atol=1e-12)
     for convention, own in plain.items():
         torch.testing.assert_close(heads.objectives(convention), own, rtol=1e-12, atol=1e-12)

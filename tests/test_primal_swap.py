@@ -12,7 +12,15 @@ from attnlens.errors import TextError, UsageError
 from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend, route, weights
 from attnlens.kernels.attention.primal_scores import features
-from attnlens.kernels.primal import STRENGTHS, PrimalFit, _assembled, _moments, lost, regression, singular_maps
+from attnlens.kernels.primal import (
+    STRENGTHS,
+    PrimalFit,
+    _assemble_map,
+    _moments,
+    regression,
+    singular_maps,
+    squared_loss,
+)
 from attnlens.kernels.registry import Fit, OutputFit
 from attnlens.lab.heal.healer import Healer
 from attnlens.models import hooks, texts
@@ -45,7 +53,7 @@ def call(sequences=8, tokens=TOKENS, seed=0, **more):
 def observed(asked, scores, samples=0, output=None):
     found, seen = PrimalFit(scores, samples), features(asked, samples)
     output = attend(asked, hooks.OWN).transpose(1, 2) if output is None else output
-    found.observe(seen.query, seen.key, seen.kept, output)
+    found.observe(seen.query, seen.key, seen.real, output)
     return found
 
 
@@ -117,7 +125,7 @@ def test_the_regression_is_ridge_and_its_loss_the_naive_one():
             expected = torch.linalg.lstsq(a, b).solution
             torch.testing.assert_close(found[head], expected, rtol=1e-9, atol=1e-10)
         naive = (y[0] - z[0] @ found - offset[:, None]).square().sum((-2, -1))
-        torch.testing.assert_close(lost(moments, found, offset), naive, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(squared_loss(moments, found, offset), naive, rtol=1e-10, atol=1e-10)
 
 
 def test_ridge_is_strong_where_there_is_only_noise_and_weak_where_there_is_none():
@@ -127,9 +135,9 @@ def test_ridge_is_strong_where_there_is_only_noise_and_weak_where_there_is_none(
     clean = z @ torch.randn(HEADS, 2 * DIM, DIM).double()
     sizes = [observed(asked, DIM, output=y).solve()["output_map"].norm() for y in (clean, torch.randn_like(clean))]
     fits = [observed(asked, DIM, output=y) for y in (clean, torch.randn_like(clean))]
-    maps = _assembled(*singular_maps(fits[1].parts[0] + fits[1].parts[1], DIM)[:2])
+    maps = _assemble_map(*singular_maps(fits[1].parts[0] + fits[1].parts[1], DIM)[:2])
     train, held = (part.of_scores(maps) for part in fits[1].parts)
-    errors = [lost(held, *regression(train, train.tokens * 0 + s)).sum() for s in STRENGTHS]
+    errors = [squared_loss(held, *regression(train, train.tokens * 0 + s)).sum() for s in STRENGTHS]
     assert errors[-1] < errors[0], "the noise is better not fitted"
     assert sizes[1] < sizes[0]
 
@@ -139,8 +147,8 @@ def test_more_scores_are_never_worse_on_the_calibration_text():
     for scores in range(1, DIM + 3):
         found = observed(asked, scores)
         every = found.parts[0] + found.parts[1]
-        moments = every.of_scores(_assembled(*singular_maps(every, scores)[:2]))
-        errors.append(lost(moments, *regression(moments, moments.tokens * 0 + STRENGTHS[0])))
+        moments = every.of_scores(_assemble_map(*singular_maps(every, scores)[:2]))
+        errors.append(squared_loss(moments, *regression(moments, moments.tokens * 0 + STRENGTHS[0])))
     errors = torch.stack(errors)
     assert (errors[1:] <= errors[:-1] * (1 + 1e-6)).all()
     assert (errors[DIM - 1] < 0.99 * errors[0]).all()
@@ -162,7 +170,7 @@ def test_padding_and_batches_do_not_matter_to_the_fit():
         seen = features(
             Call(padded.query[rows], padded.key[rows], padded.value[rows], asked.scale, padded.allowed[rows])
         )
-        split.observe(seen.query, seen.key, seen.kept, attend(padded, hooks.OWN).transpose(1, 2)[rows])
+        split.observe(seen.query, seen.key, seen.real, attend(padded, hooks.OWN).transpose(1, 2)[rows])
     solved = split.solve()
     for name in ("log_multipliers", "tokens"):
         torch.testing.assert_close(solved[name], whole[name], rtol=1e-9, atol=1e-12)

@@ -38,7 +38,7 @@ def turned(by, rows=20, dead=(), seed=0):
     """Rows at every position, turned; the coordinates `dead` are 0 before."""
     x = random(rows, 1, SIZE, seed=seed)
     x[..., list(dead)] = 0
-    return by.turned(x.expand(rows, POSITIONS, SIZE))
+    return by.rotate(x.expand(rows, POSITIONS, SIZE))
 
 
 def same_turns(ours, theirs):

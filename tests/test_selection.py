@@ -13,7 +13,7 @@ from heads import query_key, random
 import attnlens
 from attnlens.analyzers import registry
 from attnlens.analyzers.registry import GatheringPlace, measure_sources
-from attnlens.analyzers.selection import MEASURES, SPACES, qualified
+from attnlens.analyzers.selection import MEASURES, SPACES, qualify_name
 from attnlens.analyzers.selection.gatherer import BIASED, NULL_DRAWS, Selector
 from attnlens.errors import UsageError
 from attnlens.maths.attsvm.head import (
@@ -269,7 +269,7 @@ def test_margins_in_sets_are_those_without_the_finite_part_and_may_be_negative()
     assert reached.tolist() == pytest.approx(margins, abs=1e-6)
     by_name = {info.name: info for info in MEASURES}
     for name in ("margin", "efficiency", "efficiency_q05", "margins"):
-        for info in (by_name[qualified(name, space)] for space in SPACES):
+        for info in (by_name[qualify_name(name, space)] for space in SPACES):
             assert info.low is None
             assert name == "efficiency_q05" or "W_fin" in info.formula
 
@@ -414,7 +414,7 @@ def test_null_heads_read_the_null():
     keys, form = bilinear(count=3, heads=16, n=9, d=12, size=8, seed=5)
     answers = gather(keys, place=GatheringPlace(SITE, form, seed=1))
     kinds = ("svm_cosine", "efficiency_q05", "efficiency", "margin")
-    for name in (qualified(what, space) for what in kinds for space in SPACES):
+    for name in (qualify_name(what, space) for what in kinds for space in SPACES):
         scores = [answer.measures[name].z for answer in answers.values()]
         assert len(scores) == 16
         assert 0.15 <= statistics.mean(score > 0 for score in scores) <= 0.85, name
@@ -488,7 +488,7 @@ def test_both_spaces_equal_dense_computations_of_their_own_and_disagree():
         assert found["selection.queries"].value == 18, "every query is posed"
         for space, readings in dense_of.items():
             for what, value in readings.items():
-                assert found[qualified(what, space)].value == pytest.approx(value, rel=1e-5), (space, what)
+                assert found[qualify_name(what, space)].value == pytest.approx(value, rel=1e-5), (space, what)
         cosines = [readings["svm_cosine"] for readings in dense_of.values()]
         assert abs(cosines[0] - cosines[1]) > 0.05, "control: one space does not stand for the other"
 
@@ -503,7 +503,7 @@ def test_the_projected_space_of_a_bilinear_head_is_that_of_its_queries_and_keys_
     for head in range(3):
         one, other = both[head].measures, alone[head].measures
         for what in ("svm_cosine", "efficiency", "efficiency_q05", "margin", "support"):
-            name, of_inputs = qualified(what, "projected"), qualified(what, "input")
+            name, of_inputs = qualify_name(what, "projected"), qualify_name(what, "input")
             assert one[name].value == pytest.approx(other[name].value, rel=1e-6)
             assert one[name].null.mean == pytest.approx(other[name].null.mean, rel=1e-6)
             assert one[name].null.sd == pytest.approx(other[name].null.sd, rel=1e-5)
@@ -597,7 +597,7 @@ def test_both_spaces_are_measured_where_the_logits_are_bilinear_in_the_inputs(fa
         assert "selection.projected_margins" in head.curves
         assert ("selection.margins" in head.curves) == (reason is None)
         for what in ("svm_cosine", "efficiency", "efficiency_q05", "margin", "support"):
-            found, projected = (head.measures[qualified(what, space)] for space in SPACES)
+            found, projected = (head.measures[qualify_name(what, space)] for space in SPACES)
             assert projected.null is not None
             assert (found.value is None) == (found.null is None) == (reason is not None)
             assert reason is None or reason in found.reason

@@ -18,7 +18,7 @@ import attnlens
 from attnlens.maths import linalg
 from attnlens.maths.statistics import Design, adjust_p_values, false_discovery, p_values
 from attnlens.runs.compare import significance
-from attnlens.runs.compare.draws import nudged, rounded, stored_type, stored_types
+from attnlens.runs.compare.draws import move_values, move_weights, stored_type, stored_types
 from attnlens.runs.compare.significance import Rounding
 
 PAIRS, FDR = 200, 0.05
@@ -127,19 +127,19 @@ def test_errors_from_products_of_matrices_are_those_of_the_residuals(names):
 def test_nudged_numbers_move_as_rounding_moves_them(kind):
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(200_000, generator=generator) * 0.05
-    moved = (nudged(values, kind, generator).double() - values.double()) / (
+    moved = (move_values(values, kind, generator).double() - values.double()) / (
         torch.finfo(kind).eps * 2.0 ** values.double().abs().log2().floor()
     )
     assert set(moved.round().tolist()) <= {-2.0, -1.0, 0.0, 1.0, 2.0}
     assert 12 * float(moved.var()) == pytest.approx(1, abs=0.06)
     assert abs(float(moved.mean())) < 4 * float(moved.std()) / 200_000**0.5
-    assert torch.equal(nudged(torch.zeros(50), kind, generator), torch.zeros(50))
+    assert torch.equal(move_values(torch.zeros(50), kind, generator), torch.zeros(50))
 
 
 def test_a_model_is_rounded_and_left_as_it_was():
     model = attnlens.load("demo", dtype="float32").model
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    with rounded(stored_types(model), torch.Generator().manual_seed(0)):
+    with move_weights(stored_types(model), torch.Generator().manual_seed(0)):
         moved = [not torch.equal(before[name], weight) for name, weight in model.named_parameters()]
         assert sum(moved) > 0.6 * len(moved)
     assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())

@@ -7,7 +7,7 @@ from loaded import apart, cut, outputs, package, sites_of, smollm2
 import attnlens
 from attnlens.kernels import parsed
 from attnlens.models import hooks
-from attnlens.runs.differences import Prompts, agreement, continued
+from attnlens.runs.differences import Prompts, agreement, continue_prompts
 from attnlens.runs.swap.pipeline import swap_kernel
 from attnlens.runs.swap.saved import load_swapped
 
@@ -54,7 +54,7 @@ def test_smollm2_is_read_whole():
 def test_a_model_of_rotations_and_grouped_heads_generates_what_it_does():
     """Greedy continuations of its own kernel through the door are the original's to the end."""
     model, ids = smollm2().model, torch.randint(3, 40000, (2, 8), generator=torch.Generator().manual_seed(0))
-    own = continued(model, Prompts(ids, torch.ones_like(ids), "windows"), 5)
+    own = continue_prompts(model, Prompts(ids, torch.ones_like(ids), "windows"), 5)
     sites = sites_of(model, {"input_ids": ids})
     for words, whole in (("exponential", True), ("uniform", False)):
         swaps = {site: hooks.Replacement(parsed(words)) for site in sites}

@@ -16,7 +16,7 @@ from torch import nn
 from attnlens.errors import TextError, UsageError
 from attnlens.lab.study import tasks
 from attnlens.lab.study.tasks import NOTHING, Reversal, bag_bound
-from attnlens.lab.study.tasks.task import blocks, byte_pairs, endless, numbers, spread
+from attnlens.lab.study.tasks.task import blocks, byte_pairs, endless, numbers, space_evenly
 
 language = importlib.import_module("attnlens.lab.study.tasks.language")  # its function has the same name
 WORDS = ["light", "darkness", "earth", "water", "firmament", "evening", "morning", "heaven"]
@@ -77,8 +77,8 @@ def test_what_an_epoch_leaves_out_is_not_always_the_longest():
 
 
 def test_evaluated_sentences_are_spread_evenly():
-    assert spread(10, 5) == [1, 3, 5, 7, 9]
-    assert spread(3, 5) == [0, 1, 2] == spread(3, None)
+    assert space_evenly(10, 5) == [1, 3, 5, 7, 9]
+    assert space_evenly(3, 5) == [0, 1, 2] == space_evenly(3, None)
 
 
 # language
@@ -168,7 +168,7 @@ def verses(tmp_path):
 
 
 def texts_of(task, part):
-    return [task.written(target.tolist()) for _, target in task.sentences[part]]
+    return [task.decode(target.tolist()) for _, target in task.sentences[part]]
 
 
 def test_whole_books_are_held_out_where_ids_are_verses(verses):
@@ -204,7 +204,7 @@ def test_the_decoder_reads_what_it_has_to_predict_one_token_later(verses):
     batch = task.held_out("test", 40)[0]
     assert (batch.inputs[batch.mask] != task.padding).all()
     assert (batch.inputs[~batch.mask] == task.padding).all()
-    assert task.written(batch.inputs[0].tolist()).startswith("dans le livre")
+    assert task.decode(batch.inputs[0].tolist()).startswith("dans le livre")
 
 
 def test_longer_pairs_are_left_out_and_counted(verses):
@@ -334,7 +334,7 @@ def test_labelled_texts_are_split_by_class_without_repeats(tmp_path):
     rows = [f"{line}\t{('bad', 'good')[number % 3 == 0]}" for number, line in enumerate(lines(300))]
     path = tmp_path / "labelled.tsv"
     path.write_text("\n".join(["text\tlabel", *rows, *rows[:7]]))
-    task = tasks.labelled(path, length=12, vocabulary=300)
+    task = tasks.load_labelled(path, length=12, vocabulary=300)
     assert task.classes == ("bad", "good")
     assert task.left_out["repeated"] == 7
     assert {part: Counter(found.labels.tolist()) for part, found in task.cases.items()} == {
@@ -357,7 +357,7 @@ def test_labels_that_can_not_be_learnt_are_refused(tmp_path):
     ):
         path.write_text(content)
         with pytest.raises(TextError, match=said):
-            tasks.labelled(path)
+            tasks.load_labelled(path)
 
 
 # planted tasks
@@ -500,7 +500,7 @@ def test_the_papers_data_come_in_their_own_parts(tmp_path, monkeypatch):
     ids = text.windows["test"][:, :-1].flatten().tolist()
     assert text.pairs.text(ids).startswith(lines(1, 0)[0] + "\n" + lines(1, 1)[0])
     assert len(talks.sentences["training"]) == 400
-    assert talks.written(talks.sentences["validation"][7][1].tolist()) == "number 67"
+    assert talks.decode(talks.sentences["validation"][7][1].tolist()) == "number 67"
     assert len(talks.files) == len(text.files) == 3
 
 

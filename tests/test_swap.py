@@ -556,7 +556,7 @@ def test_an_encoder_that_drops_the_padding_mask_is_found_out(name):
 def test_the_gates_padding_leaves_real_tokens_their_positions(demo, side, lines):
     """What the model says of real tokens is what it says of them alone."""
     fed = batches(demo, pack=False, text=(lines,), tokens=20).batches[0].inputs
-    padded = gates._padded(demo, fed, 1, left=side == "left")
+    padded = gates._pad_randomly(demo, fed, 1, left=side == "left")
     assert padded["input_ids"].shape == fed["input_ids"].shape
     kept = fed["attention_mask"][:, : -gates.PADDING].bool()
     assert torch.equal(padded["input_ids"][padded["attention_mask"].bool()], fed["input_ids"][:, : kept.shape[1]][kept])

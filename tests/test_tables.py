@@ -22,11 +22,11 @@ from attnlens.kernels import FILTERS, TIES, kernels
 from attnlens.kernels.registry import KernelInfo
 from attnlens.records import Report, Settings
 from attnlens.report.render import terminal
-from attnlens.report.render.markdown import escaped
+from attnlens.report.render.markdown import escape_text
 from attnlens.report.sections import documents
 from attnlens.report.sections import reference as lists
 from attnlens.report.sections.checked import site_checks
-from attnlens.wording import spread
+from attnlens.wording import format_error
 
 HOSTILE = "=cmd|' /C calc'!A0 <script>x</script> [red]b[/red] `c` | d\x1b[2J\u202e\n# e @team www.evil.example"
 
@@ -79,7 +79,7 @@ def test_the_null_stands_under_the_medians_and_the_error_beside_them() -> None:
     rows = rows_of(text)
     assert rows["null"][0] == "0.001"
     sd = report.summary.median_nulls["weights.symmetry"].sd
-    assert re.search(rf"± sd +±{spread(sd, 3)}", text), "the null of the median, and not of one head"
+    assert re.search(rf"± sd +±{format_error(sd, 3)}", text), "the null of the median, and not of one head"
     error = report.summary.layer_errors[2]["tokens.share_positive"]
     value = medians(report, "tokens.share_positive")[2]
     assert f"{value:.3f}±{error:.3f}" in rows["2"]
@@ -221,8 +221,8 @@ def test_markdown_escapes_whatever_a_stranger_wrote() -> None:
 
 
 def test_escaping_leaves_ordinary_names_readable() -> None:
-    assert escaped("bert.layer.0 effective_rank (95 %), -0.1 ± 2") == "bert.layer.0 effective_rank (95 %), -0.1 ± 2"
-    assert escaped("_a_ *b*") == "&#95;a&#95; &#42;b&#42;"
+    assert escape_text("bert.layer.0 effective_rank (95 %), -0.1 ± 2") == "bert.layer.0 effective_rank (95 %), -0.1 ± 2"
+    assert escape_text("_a_ *b*") == "&#95;a&#95; &#42;b&#42;"
 
 
 def test_csv_is_the_dataframe_without_pandas() -> None:

@@ -207,9 +207,9 @@ def test_either_outcome_is_told_and_neither_is_a_verdict(monkeypatch):
     found.append(depth.depth_decay(quick=True))
     assert [one.final["attention_holds"] for one in found] == [0.0, 1.0]
     assert found[0].final["attention_last_minus_first"] == pytest.approx(-found[1].final["attention_last_minus_first"])
-    assert [one.judged().passed for one in found] == [None, None]
+    assert [one.judge().passed for one in found] == [None, None]
     missing = found[0].model_copy(update={"final": dict.fromkeys(found[0].final)})
-    assert missing.judged().passed is None
+    assert missing.judge().passed is None
 
 
 def test_curves_are_those_of_the_matrices_written_out(loaded, ids):

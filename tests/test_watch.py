@@ -13,7 +13,7 @@ from torch import ones, zeros
 from watch import unwatched
 
 from attnlens import kernels
-from attnlens.analyzers.ksvd import _cumulated
+from attnlens.analyzers.ksvd import _cumulative_curves
 from attnlens.analyzers.selection.gatherer import StoredSequence
 from attnlens.kernels.attention import attend
 from attnlens.kernels.attention.primal_scores import running
@@ -33,7 +33,7 @@ MODULES = [
 SITE = Site(path="attn", ordinal=0, layer=0, part="encoder")
 NONE = torch.tensor([0, 0])
 WRONG = {
-    "analyzers": lambda: _cumulated("attention", zeros(())),
+    "analyzers": lambda: _cumulative_curves("attention", zeros(())),
     "analyzers.selection": lambda: StoredSequence(0, zeros(2, 5, 4), zeros(5, 4), (), {}),
     "attention": lambda: running(zeros(1, 2, 5, 4), ones(1, 2, 6).bool()),
     "attention, laid out": lambda: attend(call(value=zeros(1, 2, 6, 4)), kernels.parsed("rbf")),

@@ -170,12 +170,12 @@ def by_place(size: int = 12) -> Rotation:
 
 def test_angles_of_places_are_told_from_those_of_distances() -> None:
     true = by_place()
-    rows = [true.turned(random(20, 1, 12, seed=seed).expand(-1, len(PLACES), -1)) for seed in (0, 1)]
+    rows = [true.rotate(random(20, 1, 12, seed=seed).expand(-1, len(PLACES), -1)) for seed in (0, 1)]
     found = fit_rotation(*rows, torch.finfo(torch.float64).eps)
     assert not found.by_distance
     torch.testing.assert_close(turns(found), turns(true), rtol=0, atol=1e-9)
     along = rotary(9, 12)
-    rows = [along.turned(random(20, 1, 12, seed=seed).expand(-1, 9, -1)) for seed in (0, 1)]
+    rows = [along.rotate(random(20, 1, 12, seed=seed).expand(-1, 9, -1)) for seed in (0, 1)]
     assert fit_rotation(*rows, torch.finfo(torch.float64).eps).by_distance, "the control"
 
 

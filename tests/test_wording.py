@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnlens.wording import big, clean, decimals_for, decimals_with_error, spread, written
+from attnlens.wording import big, clean, decimals_for, decimals_with_error, format_error, format_number
 
 
 @pytest.mark.parametrize(
@@ -16,12 +16,12 @@ def test_numbers_show_three_figures_of_the_largest(values: list[float], expected
 
 
 def test_numbers_are_written_without_false_digits() -> None:
-    assert written(-0.0001, 3) == "0.000"
-    assert written(None, 3) == written(float("nan"), 3) == "–"
-    assert written(1.5e-5, -1) == "1.5e-05"
-    shown = [spread(error, 3) for error in (0.0123, 0.0006, 0.0004, 0.0)]
+    assert format_number(-0.0001, 3) == "0.000"
+    assert format_number(None, 3) == format_number(float("nan"), 3) == "–"
+    assert format_number(1.5e-5, -1) == "1.5e-05"
+    shown = [format_error(error, 3) for error in (0.0123, 0.0006, 0.0004, 0.0)]
     assert shown == ["0.012", "0.001", "<0.0005", "0"], "an error that is there is never 0"
-    assert spread(0.3, 0) == "<0.5"
+    assert format_error(0.3, 0) == "<0.5"
     assert decimals_with_error([0.0712, 0.03], 0.0099) == 3
     assert decimals_with_error([13.0, 21.0], 0.26) == 1
     assert decimals_with_error([13.0, 21.0], 0.0) == 0

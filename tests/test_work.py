@@ -28,7 +28,7 @@ from attnlens.requests import InspectRequest
 from attnlens.runs import store as store_module
 from attnlens.runs import work
 from attnlens.runs.store import RUN, Store, difference, file_stem, key_of
-from attnlens.runs.work import LOST, NOTHING_KEPT, Failure, Stopped, WorkPlan, run_units, tried
+from attnlens.runs.work import LOST, NOTHING_KEPT, Failure, Stopped, WorkPlan, run_units, try_twice
 
 FACTS = work_units.FACTS
 NAMES = ["weights of layer 0", "weights of layer 1", "tokens of batch 0"]
@@ -112,7 +112,7 @@ NESTED = st.recursive(LEAVES, lambda part: st.lists(part, max_size=3) | st.dicti
 @given(NESTED)
 @settings(max_examples=60, deadline=None)
 def test_any_nested_value_comes_back_as_it_was(value):
-    assert same(store_module._parsed(store_module._serialised(value, "stamp"), "stamp"), value)
+    assert same(store_module._parse(store_module._serialise(value, "stamp"), "stamp"), value)
 
 
 def test_a_value_shares_no_memory_with_what_was_kept_and_has_no_gradient(store):
@@ -199,7 +199,7 @@ DAMAGE: dict[str, Callable[[bytes, Store], bytes]] = {
     "another program's": lambda *_: save({"a": torch.ones(2)}),
     "a pickle": lambda *_: pickle.dumps(print),
     "another unit's": lambda _, store: store.path(NAMES[0]).read_bytes(),
-    "another run's": lambda _, store: store_module._serialised(VALUES[NAMES[1]], f"{key_of('other')} {NAMES[1]}"),
+    "another run's": lambda _, store: store_module._serialise(VALUES[NAMES[1]], f"{key_of('other')} {NAMES[1]}"),
     "another version's": lambda *_: save({}, {"attnlens": "{}"}),
     "no metadata": lambda *_: b"\2\0\0\0\0\0\0\0{}",
     "deeply nested": lambda _, store: stamped("[" * 100_000 + "]" * 100_000, store),
@@ -238,8 +238,8 @@ def test_every_flipped_byte_of_a_file_is_noticed(store):
     for place in range(0, len(content), 7):
         harmed = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
         with pytest.raises(ValueError, match=r".*"):
-            store_module._parsed(harmed, store._stamp("a"))
-    assert same(store_module._parsed(content, store._stamp("a")), VALUES), "a control"
+            store_module._parse(harmed, store._stamp("a"))
+    assert same(store_module._parse(content, store._stamp("a")), VALUES), "a control"
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
@@ -539,7 +539,7 @@ def test_an_error_that_is_kept_holds_nothing_that_its_unit_took():
         seen.append(weakref.ref(large))
         raise ValueError("x")
 
-    done = tried(fails, "a")
+    done = try_twice(fails, "a")
     gc.collect()
     assert isinstance(done.error, ValueError)
     assert [found() for found in seen] == [None, None]

@@ -792,14 +792,14 @@ def test_an_error_of_what_all_units_share_and_one_in_all_of_them_end_the_run(job
 
 
 def test_a_model_in_memory_and_batches_of_a_text_have_the_same_rule(demo, monkeypatch):
-    honest = Inspection._read
+    honest = Inspection._compute_unit
 
     def fails(self: Inspection, unit: Any) -> Any:
         if unit.name == "tokens of batch 1":
             raise ValueError("odd")
         return honest(self, unit)
 
-    monkeypatch.setattr(Inspection, "_read", fails)
+    monkeypatch.setattr(Inspection, "_compute_unit", fails)
     report = attnlens.inspect(demo, length=16, windows=4, batch_size=2, analyzers=["symmetry"])
     assert report.settings.windows == 2
     assert "tokens of batch 1: ValueError: odd" in report.coverage.sentence
@@ -830,7 +830,7 @@ def test_a_kernel_that_fails_is_missing_with_its_reason_and_its_parts_are_kept(m
 
 
 def test_a_checkpoint_of_which_a_unit_failed_is_read_again_and_its_other_units_are_not(places, tmp_path, monkeypatch):
-    honest, names, fails = Inspection._read, [], [True]
+    honest, names, fails = Inspection._compute_unit, [], [True]
 
     def failing(self: Inspection, unit: Any) -> Any:
         names.append(unit.name)
@@ -838,7 +838,7 @@ def test_a_checkpoint_of_which_a_unit_failed_is_read_again_and_its_other_units_a
             raise ZeroDivisionError("odd")
         return honest(self, unit)
 
-    monkeypatch.setattr(Inspection, "_read", failing)
+    monkeypatch.setattr(Inspection, "_compute_unit", failing)
     report = attnlens.converge_checkpoints(places, **SERIES, work=tmp_path)
     assert "in step-00030, weights of layer 1: ZeroDivisionError: odd" in report.coverage.sentence
     fails.clear()

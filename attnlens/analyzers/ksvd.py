@@ -181,10 +181,10 @@ def of_tokens(query_key: QueryKey) -> Readings:
         "ksvd.asymmetry": asymmetry,
         "ksvd.residual": ksvd.residual(solution, queries, keys),
         "ksvd.objective": objective.abs() / solution.values.sum(-1),
-        **_cumulated("attention", attention),
-        **_cumulated("centred_attention", beyond),
-        **_cumulated("cosine", solution.values),
-        **_cumulated("centred_cosine", centred.values),
+        **_cumulative_curves("attention", attention),
+        **_cumulative_curves("centred_attention", beyond),
+        **_cumulative_curves("cosine", solution.values),
+        **_cumulative_curves("centred_cosine", centred.values),
     }
 
 
@@ -203,7 +203,7 @@ def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
     return {"ksvd.centred_rank90": rank, "ksvd.value_alignment": share}
 
 
-def _cumulated(matrix: str, values: Float[Tensor, "*batch heads steps"]) -> Readings:
+def _cumulative_curves(matrix: str, values: Float[Tensor, "*batch heads steps"]) -> Readings:
     """Compute the two cumulative curves of a matrix."""
     return {
         f"ksvd.{matrix}_spectrum": linalg.cumulative(values),

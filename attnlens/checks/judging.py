@@ -13,9 +13,9 @@ from typing import Any
 from attnlens.analyzers.registry import find_measure, list_analyzers, measure_infos
 from attnlens.checks.rule import Criterion, Rule, RuleCondition, Tolerance
 from attnlens.errors import UsageError
-from attnlens.files import written
+from attnlens.files import format_value
 from attnlens.records import Baseline, BaselineMeasure, Breach, Check, Head, HeadId, Measure, Record, Report
-from attnlens.wording import clean, listed
+from attnlens.wording import clean, join_items
 
 SAME_TEXT = ("windows", "length", "pack", "placement", "seed", "select", "source")
 """Settings that a report and its baseline must have in common."""
@@ -44,7 +44,8 @@ def refuse_other(report: Report, baseline: Baseline) -> None:
     for field, ours, theirs in _fields(report, baseline):
         if ours != theirs:
             raise UsageError(
-                f"The baseline is of another run: {field} is {written(theirs)} there, and {written(ours)} here.",
+                f"The baseline is of another run: {field} is {format_value(theirs)} there, "
+                f"and {format_value(ours)} here.",
                 "Check a report like the baseline's, or accept this one with --update-baseline.",
             )
 
@@ -55,16 +56,16 @@ def _fields(report: Report, baseline: Baseline) -> Iterator[tuple[str, Any, Any]
         yield f"model.{name}", getattr(report.model, name), getattr(baseline.model, name)
     for name in ("text", "noise"):
         fed = [getattr(of.settings, name) for of in (report, baseline)]
-        ours, theirs = (None if one is None else one.sha256 for one in fed)
+        ours, theirs = (None if content is None else content.sha256 for content in fed)
         yield f"settings.{name}.sha256", ours, theirs
     for name in SAME_TEXT:
         yield f"settings.{name}", getattr(report.settings, name), getattr(baseline.settings, name)
-    here, there = ([(head.site, head.head) for head in of.heads] for of in (report, baseline))
-    yield "the number of heads", len(here), len(there)
-    yield from (("a head", *pair) for pair in zip(here, there, strict=False))
+    report_heads, baseline_heads = ([(head.site, head.head) for head in of.heads] for of in (report, baseline))
+    yield "the number of heads", len(report_heads), len(baseline_heads)
+    yield from (("a head", *pair) for pair in zip(report_heads, baseline_heads, strict=False))
     known = set(report.measure_names())
     missing = [name for name in baseline.measures if name not in known]
-    yield "measures", listed(missing) + " missing" if missing else "", ""
+    yield "measures", join_items(missing) + " missing" if missing else "", ""
 
 
 def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str | None = None) -> list[Check]:
@@ -75,16 +76,16 @@ def against(report: Report, baseline: Baseline, tolerance: Tolerance, file: str 
     without a standard error is always treated as significant.
     """
     moves = {name: _moves(report, name, column) for name, column in baseline.measures.items()}
-    tested = [move for found in moves.values() for move in found if move.p is not None]
+    tested = [move for changes in moves.values() for move in changes if move.p is not None]
     significant = reject_by_fdr([move.p for move in tested if move.p is not None], tolerance.fdr)
     by_chance = {id(move) for move, real in zip(tested, significant, strict=True) if not real}
     bounds = {name: tolerance.of(find_measure(name)) for name in moves}
     beyond = {
-        name: [move for move in found if move.beyond(bounds[name]) and id(move) not in by_chance]
-        for name, found in moves.items()
-        if any(move.then is not None or move.now is not None for move in found)
+        name: [move for move in changes if move.beyond(bounds[name]) and id(move) not in by_chance]
+        for name, changes in moves.items()
+        if any(move.then is not None or move.now is not None for move in changes)
     }
-    return [_moved(name, found, len(moves[name]), bounds[name], file) for name, found in beyond.items()]
+    return [_build_check(name, changes, len(moves[name]), bounds[name], file) for name, changes in beyond.items()]
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def reject_by_fdr(p_values: Sequence[float], rate: float) -> list[bool]:
     return [at in rejected_at for at in range(len(p_values))]
 
 
-def _moved(name: str, beyond: Iterable[Move], heads: int, tolerance: Tolerance, file: str | None) -> Check:
+def _build_check(name: str, beyond: Iterable[Move], heads: int, tolerance: Tolerance, file: str | None) -> Check:
     worst = sorted(beyond, key=lambda move: move.size, reverse=True)
     wanted = f"as the baseline ({tolerance})"
     return Check(
@@ -290,7 +291,8 @@ def _unknown_subject(report: Report, rule: Rule, name: str) -> UsageError:
     why = f"{rule.named} is a curve, and rules compare numbers" if curve else f"the report has no {rule.named}"
     return UsageError(
         f"{rule.place}{rule.spelling} matches nothing: {why}.",
-        f"{hint}There are: {listed(report.measure_names(), 40) or 'no measures, but fields such as swap.loss.delta'}.",
+        f"{hint}There are: "
+        f"{join_items(report.measure_names(), 40) or 'no measures, but fields such as swap.loss.delta'}.",
     )
 
 
@@ -325,44 +327,45 @@ def check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
     return checks
 
 
-def aggregate(found: Matched, asked: RuleCondition) -> float | None:
+def aggregate(match: Matched, condition: RuleCondition) -> float | None:
     """Compute the aggregate over heads; None for `value`, which applies to each head separately."""
-    numbers = sorted(value for _, value in found.heads)
-    if asked.quantile is not None:
+    numbers = sorted(value for _, value in match.heads)
+    if condition.quantile is not None:
         # linear interpolation (type 7 of Hyndman & Fan 1996, numpy's default) without the difference of the two values,
         # which may overflow
-        place = asked.quantile * (len(numbers) - 1)
+        place = condition.quantile * (len(numbers) - 1)
         below = math.floor(place)
         above = min(below + 1, len(numbers) - 1)
         return (1 - (place - below)) * numbers[below] + (place - below) * numbers[above]
-    if asked.share is not None:
-        return sum(map(asked.share.holds, numbers)) / len(numbers)
-    if asked.aggregate == "mean":
+    if condition.share is not None:
+        return sum(map(condition.share.holds, numbers)) / len(numbers)
+    if condition.aggregate == "mean":
         return math.fsum(number / len(numbers) for number in numbers)
-    return {"min": numbers[0], "max": numbers[-1], "count": float(len(numbers))}.get(asked.aggregate)
+    return {"min": numbers[0], "max": numbers[-1], "count": float(len(numbers))}.get(condition.aggregate)
 
 
 def _breaking_heads(
-    heads: Sequence[tuple[Head, float]], asked: RuleCondition, number: float | None
+    heads: Sequence[tuple[Head, float]], condition: RuleCondition, number: float | None
 ) -> list[tuple[Head, float]]:
     """Return the heads that break the rule, the worst first; none if only all heads together do."""
-    comparison = asked.comparison
-    if asked.share is not None and number is not None:
+    comparison = condition.comparison
+    if condition.share is not None and number is not None:
         too_many = comparison.operator in ("<", "<=") or number > comparison.high
-        blamed, by = [(head, value) for head, value in heads if asked.share.holds(value) is too_many], asked.share
-        return sorted(blamed, key=lambda one: by.excess(one[1]), reverse=True)
-    if asked.aggregate not in ("min", "max", "value"):
+        by = condition.share
+        blamed = [(head, value) for head, value in heads if by.holds(value) is too_many]
+        return sorted(blamed, key=lambda pair: by.excess(pair[1]), reverse=True)
+    if condition.aggregate not in ("min", "max", "value"):
         return []
-    blamed = [(head, value) for head, value in heads if not comparison.holds(value) and _at_end(asked, value)]
-    return sorted(blamed, key=lambda one: comparison.excess(one[1]), reverse=True)
+    blamed = [(head, value) for head, value in heads if not comparison.holds(value) and _at_end(condition, value)]
+    return sorted(blamed, key=lambda pair: comparison.excess(pair[1]), reverse=True)
 
 
-def _at_end(asked: RuleCondition, value: float) -> bool:
+def _at_end(condition: RuleCondition, value: float) -> bool:
     """Return whether a single head can make the aggregate fail: max > 0.5 does not fail because of any one head."""
-    comparison: Criterion = asked.comparison
-    if asked.aggregate == "min":
+    comparison: Criterion = condition.comparison
+    if condition.aggregate == "min":
         return comparison.operator in (">", ">=") or (comparison.operator in ("in", "==") and value < comparison.low)
-    if asked.aggregate == "max":
+    if condition.aggregate == "max":
         return comparison.operator in ("<", "<=") or (comparison.operator in ("in", "==") and value > comparison.high)
     return True
 

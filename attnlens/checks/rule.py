@@ -14,7 +14,7 @@ from attnlens.analyzers.registry import MeasureInfo
 from attnlens.arguments import listed_numbers
 from attnlens.choices import FDR, RELATIVE, Part
 from attnlens.errors import UsageError
-from attnlens.files import read_bytes, written
+from attnlens.files import format_value, read_bytes
 from attnlens.wording import clean
 
 MOST = 1000
@@ -123,7 +123,9 @@ def condition(text: object) -> RuleCondition:
 def _comparison(text: object, words: str) -> Criterion:
     match = COMPARISON.fullmatch(words.strip())
     if match is None:
-        raise _parse_error(text, f"{written(words.strip())} is none of < <= > >= == != and a number, or in 0.4..0.9.")
+        raise _parse_error(
+            text, f"{format_value(words.strip())} is none of < <= > >= == != and a number, or in 0.4..0.9."
+        )
     sign, bound, low, high = match.groups()
     ends = [float(number) for number in (bound, low, high) if number is not None]
     if not all(map(math.isfinite, ends)):
@@ -154,7 +156,7 @@ def _filters(text: object, words: list[str]) -> tuple[frozenset[int] | None, fro
 
 
 def _parse_error(text: object, why: str) -> UsageError:
-    return UsageError(f"The rule {written(text)} can't be read: {why}", 'Write it as in "min > 0.05 @layers 0-3".')
+    return UsageError(f"The rule {format_value(text)} can't be read: {why}", 'Write it as in "min > 0.05 @layers 0-3".')
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ def rule(subject: str, text: object, file: str | None = None) -> Rule:
     """Build the rule. Raise UsageError, which names its file, if it is invalid."""
     if not subject.strip("| "):
         raise UsageError(
-            f"{_place(file)}the rule {written(text)} is about nothing.", f"Name a measure, as in {EXAMPLE}."
+            f"{_place(file)}the rule {format_value(text)} is about nothing.", f"Name a measure, as in {EXAMPLE}."
         )
     try:
         return Rule(subject.strip(), condition(text), clean(str(text)), file)
@@ -213,7 +215,7 @@ def parse_rule(text: str) -> Rule:
     subject, colon, wanted = text.partition(":") if isinstance(text, str) else ("", "", "")
     if not colon:
         raise UsageError(
-            f"The rule {written(text)} has no colon.", "Write it as in --rule 'tokens.entropy: min > 0.05'."
+            f"The rule {format_value(text)} has no colon.", "Write it as in --rule 'tokens.entropy: min > 0.05'."
         )
     return rule(subject, wanted.strip())
 
@@ -224,7 +226,7 @@ def parse_table(table: Mapping[str, Any], file: str | None = None) -> list[Rule]
     for subject, texts in _flat(table, ""):
         if not isinstance(texts, str | list | tuple) or not texts:
             raise UsageError(
-                f"{_place(file)}{clean(subject)} has no condition: {written(texts)}.", f"Write it as in {EXAMPLE}."
+                f"{_place(file)}{clean(subject)} has no condition: {format_value(texts)}.", f"Write it as in {EXAMPLE}."
             )
         rules += [rule(subject, text, file) for text in ([texts] if isinstance(texts, str) else texts)]
     if len(rules) > MOST:
@@ -269,19 +271,19 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
     return []
 
 
-def rules_of(given: object) -> list[Rule]:
+def rules_of(source: object) -> list[Rule]:
     """Parse the rules of a Python caller: a table, a path of a TOML file, or one or several texts."""
     rules: list[Rule] = []
-    if isinstance(given, Mapping):
-        rules = parse_table(given)
-    elif isinstance(given, Path) or (isinstance(given, str) and given.endswith(".toml")):
-        rules = read_rules(Path(given))
-    elif isinstance(given, str):
-        rules = [parse_rule(given)]
-    elif isinstance(given, Iterable):
-        rules = [item if isinstance(item, Rule) else parse_rule(item) for item in given]
+    if isinstance(source, Mapping):
+        rules = parse_table(source)
+    elif isinstance(source, Path) or (isinstance(source, str) and source.endswith(".toml")):
+        rules = read_rules(Path(source))
+    elif isinstance(source, str):
+        rules = [parse_rule(source)]
+    elif isinstance(source, Iterable):
+        rules = [item if isinstance(item, Rule) else parse_rule(item) for item in source]
     if not rules:
-        raise UsageError(f"rules={written(given)} holds no rule.", 'Write {"tokens.entropy": ["min > 0.05"]}.')
+        raise UsageError(f"rules={format_value(source)} holds no rule.", 'Write {"tokens.entropy": ["min > 0.05"]}.')
     return rules
 
 
@@ -312,4 +314,6 @@ class Tolerance:
             if name == "absolute" and number is None:
                 continue
             if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < most:
-                raise UsageError(f"{name}={written(number)} is no tolerance.", "Give a number from 0 on, such as 0.05.")
+                raise UsageError(
+                    f"{name}={format_value(number)} is no tolerance.", "Give a number from 0 on, such as 0.05."
+                )

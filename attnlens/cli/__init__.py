@@ -1,4 +1,13 @@
-"""Start the program: an interruption ends it with 130 from its first line on, even during imports."""
+"""Command line: parse the arguments, make a report, and deliver it; start the program.
+
+Contents: `entry` (one command line and its exit code), `commands/` (one function per command), `parameters` (options,
+generated from `attnlens.requests`), `analyses` (the functions behind the commands), `outputs` (inputs, progress,
+delivery), `show` (messages, interruptions, failures).
+Inputs: the arguments, ATTNLENS_ variables and attnlens.toml. Outputs: tables on stdout, messages on stderr, files, exit
+code. Importers: only `attnlens.__main__` and the installed script; no other package.
+
+This file imports nothing heavy: from its first line on, even during imports, an interruption ends the program with 130.
+"""
 
 from __future__ import annotations
 

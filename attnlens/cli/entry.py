@@ -18,7 +18,7 @@ import typer
 from attnlens.cli import leave
 from attnlens.cli.commands import app
 from attnlens.cli.outputs import READER_LEFT, product
-from attnlens.cli.show import UNUSABLE, complain, interrupt, told
+from attnlens.cli.show import UNUSABLE, complain, interrupt, report_failure
 
 TypedWrong: Any = typer.BadParameter.__base__
 """Exception of click for words that it can't parse; typer vendors click or imports it, depending on the version."""
@@ -100,7 +100,7 @@ def exit_code(words: Sequence[str] | None = None) -> int:
         # for an option without its value, the context is missing; that only happens within a command
         first = (sys.argv[1:] if words is None else words)[:1]
         command = error.ctx.command_path if error.ctx else f"attnlens {first[0]}"
-        problem = UNSET_VARIABLE.sub(lambda found: found[0] * (found[1] in os.environ), error.format_message())
+        problem = UNSET_VARIABLE.sub(lambda match: match[0] * (match[1] in os.environ), error.format_message())
         unknown = re.match(r"No such (?:option|command):? '?([\w-]+)", problem)
         removed = REMOVED.get(unknown[1]) if unknown else None
         if "'--windows'" in problem and "integer" in problem:
@@ -112,7 +112,7 @@ def exit_code(words: Sequence[str] | None = None) -> int:
     except SystemExit:  # typer itself exits like this if the reader of its help has left
         return READER_LEFT
     except BaseException as error:
-        return told(error)
+        return report_failure(error)
 
 
 def _prepare() -> None:

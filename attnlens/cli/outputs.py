@@ -30,7 +30,7 @@ from attnlens.files import (
     with_home,
     write_atomically,
 )
-from attnlens.wording import clean, counted, listed
+from attnlens.wording import clean, format_count, join_items
 
 if TYPE_CHECKING:
     from attnlens.records import Report
@@ -63,7 +63,7 @@ def check_reading(request: SeriesRequest) -> None:
     from attnlens.requests import reading  # late, because it loads the records
 
     show = getattr(request, "show", None)
-    reading.chosen(reading.settings(request), request.analyzers, request.select, show)
+    reading.choose_analyzers(reading.settings(request), request.analyzers, request.select, show)
     reading.refuse_unread(request, request.source)
 
 
@@ -73,9 +73,9 @@ def working(outputs: Outputs) -> Iterator[Callable[[str, int, int], None]]:
     gc.freeze()  # imported objects stay alive: the collector needn't scan them
     gc.enable()
     with interruptible_at_once():
-        from attnlens.models.loading.building import unlogged
+        from attnlens.models.loading.building import silence_logging
 
-    with unlogged(), progress(shown=not (outputs.quiet or outputs.no_progress)) as tell:
+    with silence_logging(), progress(shown=not (outputs.quiet or outputs.no_progress)) as tell:
         yield tell
 
 
@@ -109,9 +109,9 @@ def begin_workers(engine: str, jobs: int) -> None:
 
 def end_strictly(report: Report) -> None:
     """Exit with PARTLY if something was not analysed, or if the files contain tensors that the model does not use."""
-    from attnlens.report.sentences.reports import unexpected
+    from attnlens.report.sentences.reports import state_unexpected
 
-    for sentence in unexpected(report):
+    for sentence in state_unexpected(report):
         console(stderr=True).print(clean(sentence), soft_wrap=True, markup=False)
     partial = not report.coverage.complete
     if partial:
@@ -126,8 +126,8 @@ def failure(report: Report) -> IdentityError:
     errors = [error for check in failed for error in (check.tokens_error, check.weights_error) if error is not None]
     if failed:
         worst = f"worst error {max(errors):.1e}" if errors else failed[0].reason or "without an error to show"
-        sites = counted(len(report.doctor), "site")
-        problem = f"{len(failed)} of {sites} failed, {worst}: {listed(check.site for check in failed)}."
+        sites = format_count(len(report.doctor), "site")
+        problem = f"{len(failed)} of {sites} failed, {worst}: {join_items(check.site for check in failed)}."
     elif (error := report.summary.identity_error) is None:
         problem = "The model's outputs are not finite, or can't be compared, so that nothing is proven."
     else:
@@ -157,15 +157,15 @@ class Inputs:
     """Description of each folder of a model or a dataset, keyed by its resolved path."""
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], models: Sequence[str]) -> Inputs:
+    def of(cls, options: Mapping[str, Any], models: Sequence[str]) -> Inputs:
         """Collect the inputs of a command's parameters, and of these models.
 
         Raise TextError for a missing text, ModelError for a model that is not found locally (the hub is not queried),
         UsageError for a plan that can't be read.
         """
         inputs = cls()
-        lone = {name: [given[name]] for name in ("pairs", "labelled") if given.get(name) is not None}
-        several = {name: given.get(name) or () for name in ("text", "calibration", "series")}
+        lone = {name: [options[name]] for name in ("pairs", "labelled") if options.get(name) is not None}
+        several = {name: options.get(name) or () for name in ("text", "calibration", "series")}
         for option, named in (lone | several).items():
             for path in map(Path, named):
                 dataset = dataset_rows(str(path)) if option in TEXTS else None
@@ -174,10 +174,10 @@ class Inputs:
                     inputs.folders[folder] = f"a file of the dataset which --{option} reads"
                 elif str(path) != STDIN:
                     inputs._add(_readable(path), f"which --{option} reads")
-        if given.get("ranks") is not None:
+        if options.get("ranks") is not None:
             from attnlens.records import read_plan
 
-            plan = Path(given["ranks"])
+            plan = Path(options["ranks"])
             if not plan.is_fifo():  # a pipe can be read only once, by the run
                 read_plan(plan)
             inputs._add(plan, "which --ranks reads")
@@ -186,9 +186,9 @@ class Inputs:
 
             check_endpoint()
         for name in models:
-            inputs._add_model(name, given)
-        if given.get("adapter") is not None:
-            folder = Path(os.path.realpath(os.path.expanduser(given["adapter"])))  # noqa: PTH111  # never raises
+            inputs._add_model(name, options)
+        if options.get("adapter") is not None:
+            folder = Path(os.path.realpath(os.path.expanduser(options["adapter"])))  # noqa: PTH111  # never raises
             inputs.folders[folder] = "a file of the adapter"
         return inputs
 
@@ -201,15 +201,15 @@ class Inputs:
     def _add(self, path: Path, what: str) -> None:
         self.files[os.path.realpath(path)] = what
 
-    def _add_model(self, name: str, given: Mapping[str, Any]) -> None:
+    def _add_model(self, name: str, options: Mapping[str, Any]) -> None:
         """Add a local model's files: all files of its folder, with links resolved, or a single file."""
         path = os.path.expanduser(name)  # noqa: PTH111  # here and below os.path, which never raises, whatever the name
         on_hub = HUB.fullmatch(name) and not name.endswith(MODEL_FILES) and name != "demo"
-        if on_hub and not os.path.exists(path) and not given["offline"]:  # noqa: PTH110
+        if on_hub and not os.path.exists(path) and not options["offline"]:  # noqa: PTH110
             return
         from attnlens.models.loading.locate import find
 
-        place = find(name, None, offline=given["offline"], allow_pickle=given["allow_pickle"])
+        place = find(name, None, offline=options["offline"], allow_pickle=options["allow_pickle"])
         what = f"a file of the model {name}"
         if place.form == "gguf" and not os.path.isdir(path):  # noqa: PTH112
             self._add(place.folder / place.file, what)
@@ -276,9 +276,9 @@ class Outputs:
     no_progress: bool = False
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Outputs:
+    def of(cls, options: Mapping[str, Any]) -> Outputs:
         """Select the outputs among a command's parameters."""
-        return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
+        return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})
 
     def files(self, *options: str) -> dict[str, Path]:
         """Return the paths of those of these options that name a file; stdout is left out."""
@@ -355,7 +355,7 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False, save
     report = _add_windows_file(outputs, report)
     try:
         write_data(outputs, report, export.WRITERS, failures, written)
-        with failures.kept():
+        with failures.collect():
             show(outputs, report, partial(documents.summary, all_heads=outputs.table, verbose=outputs.verbose))
         if outputs.figure is not None:
             made = _draw(report, target := Path(outputs.figure), failures)
@@ -363,7 +363,7 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False, save
             if target.is_dir() and (count := len({*target.glob("*.png")} - {*made})):
                 older = f"{target} holds {count} older picture{'s' * (count != 1)} that this run did not write."
         if outputs.html is not None:
-            with failures.kept():
+            with failures.collect():
                 page = _render(outputs.html, lambda: export.WRITERS["html"](report).encode())
                 write_atomically(Path(outputs.html), page)
                 written.append(outputs.html)
@@ -384,7 +384,7 @@ def write_data(
 ) -> None:
     """Write each requested data file, and append its path to `written`."""
     for option, path in outputs.files(*DATA).items():
-        with failures.kept():
+        with failures.collect():
             write_atomically(path, writers[option](report).encode())
             written.append(str(path))
 
@@ -410,7 +410,7 @@ class Failures:
         self.exits: list[typer.Exit] = []
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def collect(self) -> Iterator[None]:
         """Record a failure that ends the block instead of raising it."""
         try:
             yield
@@ -446,9 +446,9 @@ def _draw(report: Report, target: Path, failures: Failures) -> list[Path]:
     from attnlens.report import export
 
     made: list[Path] = []
-    with failures.kept():
+    with failures.collect():
         for path, draw in export.drawings(report, target).items():
-            with failures.kept():
+            with failures.collect():
                 content = _render(path, draw)
                 new = not path.parent.exists()
                 make_folder(path.parent)

@@ -252,9 +252,11 @@ def also(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None
     They reach it as keywords; `context.params` contains all of them.
     """
 
-    def extended(command: Callable[..., None]) -> Callable[..., None]:
+    def extend(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
-        present = [given for given in signature.parameters.values() if given.kind is not given.VAR_KEYWORD]
+        present = [
+            parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD
+        ]
         more = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
             for name, (kind, default) in {name: pair for group in groups for name, pair in group.items()}.items()
@@ -262,14 +264,16 @@ def also(*groups: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None
         ]
 
         @functools.wraps(command)
-        def run(*args: object, **given: object) -> None:
-            command(*args, **given)
+        def run(*args: object, **keywords: object) -> None:
+            command(*args, **keywords)
 
         run.__signature__ = signature.replace(parameters=[*present, *more])  # type: ignore[attr-defined]
-        run.__annotations__ = {given.name: given.annotation for given in (*present, *more)} | {"return": None}
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*present, *more)} | {
+            "return": None
+        }
         return run
 
-    return extended
+    return extend
 
 
 def build(kind: type[R], values: Mapping[str, Any], **more: Any) -> R:
@@ -304,7 +308,7 @@ def _file_names(name: str, paths: Sequence[Path]) -> list[str]:
     return names
 
 
-def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
+def selected_heads(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the layer and the head of --head as layers and heads; empty without --head."""
     if values["head"] is None and values["show"] == SELECTION:
         raise UsageError("--show selection shows one head.", "Name it, as in --head 3.7.")

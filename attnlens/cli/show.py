@@ -17,7 +17,7 @@ import typer
 
 from attnlens.cli import INTERRUPTED, leave
 from attnlens.errors import AttnlensError, ShardFinished, is_memory
-from attnlens.wording import clean, shortened
+from attnlens.wording import clean, shorten_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,7 +44,7 @@ def console(*, stderr: bool = False) -> Console:
 def say(line: str) -> None:
     """Print one line on stderr, without characters that control the terminal."""
     with suppress(OSError):  # if stderr can't be written, only the exit code remains
-        print(shortened(clean(line), LONGEST_LINE), file=sys.stderr, flush=True)
+        print(shorten_line(clean(line), LONGEST_LINE), file=sys.stderr, flush=True)
 
 
 def complain(problem: str, remedy: str) -> None:
@@ -67,7 +67,7 @@ def interruptible_at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def guarded(command: Callable[..., None]) -> Callable[..., None]:
+def guard(command: Callable[..., None]) -> Callable[..., None]:
     """Wrap a command so that it fails with a message and an exit code; with --debug, after a traceback."""
 
     @functools.wraps(command)
@@ -83,7 +83,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
         except BaseException as error:
             if kwargs.get("debug"):
                 traceback.print_exc()
-            raise typer.Exit(told(error)) from error
+            raise typer.Exit(report_failure(error)) from error
 
     return run
 
@@ -98,7 +98,7 @@ def interrupt(number: int, _frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def told(error: BaseException) -> int:
+def report_failure(error: BaseException) -> int:
     """Print why a command ended and return the exit code; also for a panic of a Rust library, which is no Exception."""
     if isinstance(error, AttnlensError):
         complain(error.problem, error.remedy)

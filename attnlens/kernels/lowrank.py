@@ -230,11 +230,11 @@ class Latents:
         They are as wide as the largest latent, with zeros beyond a smaller one; the identity if a latent keeps all.
         """
         width, device = max(1, *ranks), self.key_map.device
-        kept = torch.arange(self.key_map.shape[-1], device=device) < torch.tensor(ranks, device=device)[:, None]
+        dimensions = torch.arange(self.key_map.shape[-1], device=device) < torch.tensor(ranks, device=device)[:, None]
         whole = torch.tensor([rank >= size for rank, size in zip(ranks, self.sizes, strict=True)], device=device)
         identity = torch.eye(self.key_map.shape[-1]).to(self.key_map)
         query_map, key_map = (
-            torch.where(whole[:, None, None], identity, side * kept[:, None])[..., :width]
+            torch.where(whole[:, None, None], identity, side * dimensions[:, None])[..., :width]
             for side in (self.query_map, self.key_map)
         )
         # one map per query head if no other reads its latent: no sharing has to be preserved

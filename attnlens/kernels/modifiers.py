@@ -23,25 +23,25 @@ else:
 
 def skewless(log_k: Pairs) -> Pairs:
     """Return L − JAJ up to query-only terms, J = I − 11ᵀ/n, A the skew part of L: gates on queries and keys remain."""
-    core, key = _identified(log_k)
+    core, key = _split_identified(log_k)
     return (core + core.mT) / 2 + key
 
 
 def negativeless(log_k: Pairs) -> Pairs:
     """Return L − Σ μ₋uuᵀ up to query-only terms, μ and u of JSJ, S = sym L: the skew part and key term remain."""
-    core, key = _identified(log_k)
+    core, key = _split_identified(log_k)
     return _positive(core) + (core - core.mT) / 2 + key
 
 
 def mercer(log_k: Pairs) -> Pairs:
     """Return Σ μ₊uuᵀ of JSJ plus the key term 1cᵀ: a positive definite kernel times a key gate."""
-    core, key = _identified(log_k)
+    core, key = _split_identified(log_k)
     return _positive(core) + key
 
 
 def keyless(log_k: Pairs) -> Pairs:
     """Return JLJ, which is L − 1cᵀ up to query-only terms, c the centred column means of L: no key gate is left."""
-    return _identified(log_k)[0]
+    return _split_identified(log_k)[0]
 
 
 def _positive(core: Pairs) -> Pairs:
@@ -59,7 +59,7 @@ def positive_part(form: Pairs) -> Pairs:
     return positive
 
 
-def _identified(log_k: Pairs) -> tuple[Pairs, Float[Tensor, "*batch 1 n"]]:
+def _split_identified(log_k: Pairs) -> tuple[Pairs, Float[Tensor, "*batch 1 n"]]:
     """Split L into JLJ and c; JLJ + 1cᵀ = LJ is the part of L that softmax sees (maths in `linalg.anatomy`)."""
     seen = log_k - log_k.mean(-1, keepdim=True)
     key = seen.mean(-2, keepdim=True)

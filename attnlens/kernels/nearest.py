@@ -82,7 +82,7 @@ def nearest_positive(form: Square, weights: Float[Tensor, "*heads size size"]) -
     return nearest
 
 
-def factored(basis: Square, form: Square) -> tuple[Float[Tensor, "heads size rank"], Float[Tensor, "heads rank"]]:
+def factorise(basis: Square, form: Square) -> tuple[Float[Tensor, "heads size rank"], Float[Tensor, "heads rank"]]:
     """Compute F and signs with F diag(signs) Fᵀ = PXPᵀ, largest |eigenvalue| first; zeros beyond a head's rank."""
     values, vectors = torch.linalg.eigh(form)
     order = values.abs().argsort(-1, descending=True)
@@ -146,7 +146,7 @@ class NearestFit:
         basis, form, weights = nearest_symmetric(start, queries, self.seen / self.count.sum())
         if self.part == POSITIVE:
             form = nearest_positive(form, weights)
-        factor, signs = factored(basis, form)
+        factor, signs = factorise(basis, form)
         return {"centre": centre, "factor": factor, "signs": signs, "gate": (start.mT @ centre[..., None])[..., 0]}
 
 

@@ -70,14 +70,14 @@ class PrimalFit:
         self,
         query: Side,
         key: Side,
-        kept: Bool[Tensor, "#batch #heads tokens"] | None,
+        real: Bool[Tensor, "#batch #heads tokens"] | None,
         output: Float[Tensor, "batch heads tokens value_dim"],
     ) -> None:
-        """Add a batch's features and the head's own output, restricted to the tokens that `kept` marks as real."""
+        """Add a batch's features and the head's own output, restricted to the tokens that `real` marks as real."""
         z = torch.cat([query, key, torch.ones_like(query[..., :1])], -1).double()
         y = output.double()
-        if kept is not None:
-            z, y = z.masked_fill(~kept[..., None], 0.0), y.masked_fill(~kept[..., None], 0.0)
+        if real is not None:
+            z, y = z.masked_fill(~real[..., None], 0.0), y.masked_fill(~real[..., None], 0.0)
         held_out = (torch.arange(self.seen, self.seen + len(z), device=z.device) % HELD_OUT) == 1
         self.seen += len(z)
         for part, chosen in enumerate((~held_out, held_out)):
@@ -104,9 +104,11 @@ class PrimalFit:
                 "Give a longer --calibration text, or fewer scores.",
             )
         query_map, key_map, log_multipliers = singular_maps(both, self.scores)
-        maps = _assembled(query_map, key_map)
+        maps = _assemble_map(query_map, key_map)
         parts = [moments.of_scores(maps) for moments in (train, held_out, both)]
-        errors = torch.stack([lost(parts[1], *regression(parts[0], parts[0].tokens * 0 + s)) for s in STRENGTHS])
+        errors = torch.stack(
+            [squared_loss(parts[1], *regression(parts[0], parts[0].tokens * 0 + s)) for s in STRENGTHS]
+        )
         best = torch.tensor(STRENGTHS).to(errors)[errors.argmin(0)]
         output_map, offset = regression(parts[2], best)
         return {
@@ -137,7 +139,7 @@ def singular_maps(moments: Moments, scores: int) -> tuple[Map, Map, Float[Tensor
     return key_root @ right * alive[..., None, :], query_root @ left * alive[..., None, :], log_multipliers
 
 
-def _assembled(query_map: Map, key_map: Map) -> Float[Tensor, "heads size columns"]:
+def _assemble_map(query_map: Map, key_map: Map) -> Float[Tensor, "heads size columns"]:
     """Build the block diagonal map from [Fφ(q); Fφ(k); 1] to [e; r; 1]."""
     heads, size, scores = query_map.shape
     maps = query_map.new_zeros(heads, 2 * size + 1, 2 * scores + 1)
@@ -163,7 +165,7 @@ def regression(moments: Moments, strength: Float[Tensor, " heads"]) -> tuple[Out
     return output_map, (mean_output - mean.mT @ output_map)[:, 0]
 
 
-def lost(moments: Moments, output_map: OutputMap, offset: Offset) -> Float[Tensor, " heads"]:
+def squared_loss(moments: Moments, output_map: OutputMap, offset: Offset) -> Float[Tensor, " heads"]:
     """Compute Σ‖y − W_cᵀz − b‖² of every head."""
     whole = torch.cat([output_map, offset[:, None]], -2)
     quadratic = (whole * (moments.gram @ whole)).sum((-2, -1))

@@ -85,7 +85,7 @@ class OffsetFit:
         return {"offset_of_head": torch.where(inner, offsets[best] * ratio, offsets[best])}
 
 
-def _shifted(score: Score, offset: float, offset_of_head: Float[Tensor, " heads"] | None) -> Score:
+def _shift(score: Score, offset: float, offset_of_head: Float[Tensor, " heads"] | None) -> Score:
     return score + (offset if offset_of_head is None else offset_of_head.to(score)[:, None, None])
 
 
@@ -97,7 +97,7 @@ def _odd_sign(value: Score) -> Score:
 def _polynomial_sign(
     score: Score, degree: int, offset: float, offset_of_head: Float[Tensor, " heads"] | None = None
 ) -> Score:
-    return _odd_sign(_shifted(score, offset, offset_of_head)) ** degree
+    return _odd_sign(_shift(score, offset, offset_of_head)) ** degree
 
 
 @kernel(
@@ -121,7 +121,7 @@ def polynomial(
     score: Score, degree: int, offset: float, offset_of_head: Float[Tensor, " heads"] | None = None
 ) -> Score:
     """A power of the score; a row of zeros is uniform."""
-    return degree * log_magnitude(_shifted(score, offset, offset_of_head))
+    return degree * log_magnitude(_shift(score, offset, offset_of_head))
 
 
 def _partial_exponential(score: Score, order: int) -> Score:

@@ -129,7 +129,7 @@ class OutputFit(Protocol):
     typed: dict[str, float]
     """See Fit.typed."""
 
-    def observe(self, query: Tensor, key: Tensor, kept: Tensor | None, output: Tensor) -> None:
+    def observe(self, query: Tensor, key: Tensor, real: Tensor | None, output: Tensor) -> None:
         """Add a batch: features (batch, heads, tokens, …), a mask of real tokens (#batch, #heads, tokens), and the
         head's own output (batch, heads, tokens, value_dim).
         """

@@ -134,7 +134,7 @@ class Kernel:
         """Whether attention has a gradient in queries and keys; eigenvalues that meet at 0 have none."""
         return self.info.reads and not self.info.hard and self.tie not in ("mercer", "negativeless")
 
-    def prepared(self, call: Call) -> tuple[Call, Kernel]:
+    def prepare_call(self, call: Call) -> tuple[Call, Kernel]:
         """Return the call and kernel to compute: these, or a call whose exponential kernel equals this kernel."""
         if self.oracle:
             return call, replace(self, info=KERNELS["exponential"], parameters={})
@@ -189,7 +189,7 @@ class Kernel:
         sequences treats these tokens as one sequence, without query-only terms. For a hybrid: the kernel of far keys.
         Raises UsageError for a tie if queries and keys are of different tokens, and for a rank without fit.
         """
-        query, key = self.tied(query, key)
+        query, key = self.apply_tie(query, key)
         if self.part is not None:
             return self.part(self._log(query, key, scale, softcap))[..., rows, columns]
         forward = self._log(query[..., rows, :], key[..., columns, :], scale, softcap)
@@ -202,11 +202,11 @@ class Kernel:
     ) -> Float[Tensor, "batch heads rows columns"]:
         """Compute the sign of k, for a kernel that is `signed`."""
         assert self.info.sign is not None  # noqa: S101  # a kernel that can be negative has one
-        query, key = self.tied(query, key)
+        query, key = self.apply_tie(query, key)
         scores = score(query[..., rows, :], key[..., columns, :], scale, softcap)
         return self.info.sign(scores, **self.parameters, **self.fitted)
 
-    def tied(
+    def apply_tie(
         self, query: Query, key: Float[Tensor, "batch kv_heads keys head_dim"]
     ) -> tuple[Float[Tensor, "batch _ queries head_dim"], Float[Tensor, "batch _ keys head_dim"]]:
         """Return queries and keys after the tie; raise UsageError if they must be, but are not, of the same tokens."""

@@ -250,9 +250,9 @@ def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
     most = 0
     for first in range(0, shape.tokens, 1024):  # in parts, because the text may be long
         rows = places[first : first + 1024]
-        kept = key_filter.keeps(rows, places)
-        kept = kept & (rows[:, None] >= places) if shape.causal else kept
-        most = max(most, int(kept.sum(-1).max()))
+        visible = key_filter.keeps(rows, places)
+        visible = visible & (rows[:, None] >= places) if shape.causal else visible
+        most = max(most, int(visible.sum(-1).max()))
     return most
 
 

@@ -152,7 +152,7 @@ def _select_layers(reached: list[SiteCall], layers: Literal["all", "last"] | Seq
     if wrong or not layers:
         what = f"There is no layer {wrong[0]}." if wrong else "No layer is named."
         raise UsageError(what, f"The model has layers 0 to {len(reached) - 1}.")
-    return [found for found in reached if found.site.layer in layers]
+    return [call for call in reached if call.site.layer in layers]
 
 
 def _check_layer(layer: SiteCall, samples: int) -> None:
@@ -201,5 +201,5 @@ def _compute_attention(call: Call) -> Tensor:
     if heads.samples:
         inputs = cast("Tensor", module.__dict__.pop("_primal_input"))
         rows = inputs.reshape(*inputs.shape[:2], call.query.shape[1], -1).transpose(1, 2)
-    output = heads(call.query, call.paired_key, causal=reach.causal, kept=reach.kept, rows=rows)
+    output = heads(call.query, call.paired_key, causal=reach.causal, real=reach.real, rows=rows)
     return cast("Tensor", output.to(call.query.dtype).transpose(1, 2))

@@ -33,8 +33,8 @@ from attnlens.lab.study.tasks import (
     StudyTask,
     TaskForm,
     iwslt,
-    labelled,
     language,
+    load_labelled,
     series,
     translation,
     wikitext,
@@ -60,7 +60,7 @@ from attnlens.runs.progress import Interrupted, Progress, silent
 from attnlens.runs.provenance import report_of
 from attnlens.runs.store import Store
 from attnlens.runs.work import WorkPlan
-from attnlens.wording import listed
+from attnlens.wording import join_items
 
 
 @public
@@ -121,10 +121,10 @@ def train_table(name: str, request: StudyRequest, progress: Progress = silent) -
         trained = train_cells(pairs, make, plan, progress)
         if request.save is not None:
             save_cells(Path(request.save) / table_name, trained, plan.store)
-        present = [task for task in tasks if any(one is task for _, one in pairs)]
+        present = [task for task in tasks if any(paired is task for _, paired in pairs)]
         missing = sorted({cell.task for cell in TABLES[table_name].cells} - _available_forms(request))
         tables.append(build_table(TABLES[table_name], request.scale, scales, present, trained, request.seed, missing))
-    largest = max(cell.parameters for one in tables for cell in one.cells)
+    largest = max(cell.parameters for table in tables for cell in table.cells)
     return report_of(
         "reproduce",
         "studies",
@@ -146,7 +146,7 @@ def _select_cells(names: Sequence[str], request: StudyRequest) -> dict[str, list
     for pattern in request.cells:
         if not any(_matches(row, [pattern]) for row in rows):
             hint = "" if "classification" in forms else " Those of classification need --series or --labelled."
-            raise UsageError(f"No cell is called {pattern}.", f"There are: {listed(rows, 8, '; ')}.{hint}")
+            raise UsageError(f"No cell is called {pattern}.", f"There are: {join_items(rows, 8, '; ')}.{hint}")
     selected = {
         name: [cell for cell in cells if _matches(f"{cell.task}/{cell.name}", request.cells)]
         for name, cells in available.items()
@@ -185,8 +185,8 @@ def tasks_of(request: StudyRequest, forms: set[TaskForm], scales: Mapping[TaskFo
     Missing files are replaced by the papers' data at scale `paper`, else by the built-in data.
     """
     sizes = {
-        form: {"length": one.length, "vocabulary": one.vocabulary, "evaluated": one.evaluated}
-        for form, one in scales.items()
+        form: {"length": scale.length, "vocabulary": scale.vocabulary, "evaluated": scale.evaluated}
+        for form, scale in scales.items()
     }
     papers = request.scale == "paper"
     tasks: list[StudyTask] = []
@@ -194,7 +194,7 @@ def tasks_of(request: StudyRequest, forms: set[TaskForm], scales: Mapping[TaskFo
         tasks.append(series(*request.series))
     if "classification" in forms and request.labelled is not None:
         scale = scales["classification"]
-        tasks.append(labelled(request.labelled, length=scale.length, vocabulary=scale.vocabulary))
+        tasks.append(load_labelled(request.labelled, length=scale.length, vocabulary=scale.vocabulary))
     if "translation" in forms and request.pairs is not None:
         tasks.append(translation(request.pairs, **sizes["translation"]))
     elif "translation" in forms:
@@ -202,8 +202,8 @@ def tasks_of(request: StudyRequest, forms: set[TaskForm], scales: Mapping[TaskFo
     if "language" in forms and papers and not request.text:
         tasks.append(wikitext(**sizes["language"]))
     elif "language" in forms:
-        read = [(one.name, one.text) for one in texts.read_each(list(request.text)) or ()]
-        tasks.append(language(read, **sizes["language"]))
+        contents = [(content.name, content.text) for content in texts.read_each(list(request.text)) or ()]
+        tasks.append(language(contents, **sizes["language"]))
     return tasks[::-1]
 
 
@@ -227,10 +227,10 @@ def converge_synthetic(
     def row(name: str) -> Callable[[], list[Experiment]]:
         return lambda: run_experiments([name], quick=quick, overrides=full.overrides(), progress=progress)
 
-    return finished("converge", [row(name) for name in full.chosen], full.seed, full.d or WIDTH)
+    return run_rows("converge", [row(name) for name in full.chosen], full.seed, full.d or WIDTH)
 
 
-def finished(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed: int, width: int) -> Report:
+def run_rows(command: str, rows: Sequence[Callable[[], list[Experiment]]], seed: int, width: int) -> Report:
     """Run and time experiments one by one and return their report; raises Interrupted with the finished ones."""
     completed: list[Experiment] = []
     timings: dict[str, float] = {}
@@ -292,14 +292,14 @@ def converge_head(
     descent = DescentRequest(**descent_options).explicit()
     layer, number = location = requests.head(head)
     query = InspectRequest(**request.explicit(), source="tokens", layers=[layer], heads=[number])
-    load_options, asked = feeding.load_options(request, model), reading.settings(query)
-    descent_settings = ExperimentSettings(trials=1, seed=asked.seed, **descent)
+    load_options, requested = feeding.load_options(request, model), reading.settings(query)
+    descent_settings = ExperimentSettings(trials=1, seed=requested.seed, **descent)
     named = texts.read_each(reading.files(query), offline=query.offline)
     loaded = model if isinstance(model, loading.Loaded) else loading.load(model, **load_options)
-    feeding.refuse_text(loaded, reading.files(query), asked.length)
-    contents, settings = feeding.contents(named, loaded), feeding.of_model(asked, loaded)
+    feeding.refuse_text(loaded, reading.files(query), requested.length)
+    contents, settings = feeding.contents(named, loaded), feeding.of_model(requested, loaded)
     cut = feeding.cut_of(settings, query)
-    report, selector, nearness = posed(loaded, settings, contents, cut, progress)
+    report, selector, nearness = pose_selection(loaded, settings, contents, cut, progress)
     start = time.perf_counter()
     hardened = hardening(nearness, selector.scenes(number), selector.softmax[number], location)
     where = {"posed": WHERE_POSED[selector.spaces[0]]}  # on the module's inputs if M is defined on them
@@ -312,7 +312,7 @@ def converge_head(
     return report.model_copy(update={"command": "converge", **body, "timings": timings})
 
 
-def posed(
+def pose_selection(
     loaded: loading.Loaded,
     settings: Settings,
     contents: Sequence[texts.Content],
@@ -375,6 +375,6 @@ LEFT_OUT = Skipped(site="decay by training", reason="training takes longer than 
 
 def rerun_claims(seed: int, *, quick: bool, progress: Progress = silent) -> Report:
     """Run and judge all small experiments of the papers; raise Interrupted with the finished experiments."""
-    report = finished("reproduce", [partial(row, quick, seed, progress) for row in ROWS], seed, WIDTH)
+    report = run_rows("reproduce", [partial(row, quick, seed, progress) for row in ROWS], seed, WIDTH)
     left_out = report.coverage.model_copy(update={"skipped": [LEFT_OUT] if quick else []})
     return report.model_copy(update={"coverage": left_out})

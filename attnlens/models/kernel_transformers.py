@@ -185,7 +185,7 @@ class KernelAttention(nn.Module):
             value = source + _token_sinusoids(source)
         queries, keys = self._split(self.query(query)), self._split((self.key or self.query)(key))
         if self.primal is not None:
-            attended = self.primal(queries, keys, causal=self.causal, kept=None if mask is None else mask[:, None])
+            attended = self.primal(queries, keys, causal=self.causal, real=None if mask is None else mask[:, None])
         else:
             assert self.value is not None  # noqa: S101
             attended = self._attend(

@@ -1,8 +1,9 @@
 """Frozen records that the parts of attnlens exchange; each file is imported when it is first used.
 
-`report` is the JSON report of a command: a common part and the body of its kind, from `swaps`, `comparison`,
-`studies` and `plans`; `measures` and `provenance` are parts of all. `version1` converts files of schema version 1.
-`tensors` has `Call` and `QueryKey`, which are not written. Any package may import records.
+Contents: `report` (the JSON report of a command: a common part, and the body of its kind from `swaps`, `comparison`,
+`studies` or `plans`), `measures` and `provenance` (parts of all reports), `version1` (converts files of schema version
+1), `tensors` (`Call` and `QueryKey`, which are not written).
+Inputs: values, or JSON files of reports, plans and baselines. Outputs: records, and their JSON. Importers: any package.
 """
 
 from __future__ import annotations

@@ -226,14 +226,14 @@ class Comparison(Record):
     """What was found of the models as wholes, one sentence each."""
 
 
-def heads_with_changes(found: Comparison, heads: Sequence[Head]) -> list[Head]:
+def heads_with_changes(comparison: Comparison, heads: Sequence[Head]) -> list[Head]:
     """Return the heads with their changes (`compare.own_kl`, `change.tokens.entropy`) and the second model's values."""
     changes: dict[tuple[int, int], dict[str, Measure]] = defaultdict(dict)
-    for row in found.rows:
+    for row in comparison.rows:
         name = row.measure if row.measure.startswith(DISTANCE) else f"{CHANGE}{row.measure}"
         reason = None if row.delta is not None else row.reason or "neither model has a value"
         changes[row.layer, row.head][name] = Measure(value=row.delta, se=row.se, reason=reason)
-    named = Counter((row.layer, row.head) for row in found.rows if row.named)
+    named = Counter((row.layer, row.head) for row in comparison.rows if row.named)
     for place, measures in changes.items():
         measures[f"{DISTANCE}named"] = Measure(value=named[place])
     by_head = {(head.layer, head.head): head for head in heads}
@@ -243,5 +243,5 @@ def heads_with_changes(found: Comparison, heads: Sequence[Head]) -> list[Head]:
             measures=changes[head.layer, head.head] | by_head[head.layer, head.partner].measures,
             curves=by_head[head.layer, head.partner].curves,
         )
-        for head in found.heads
+        for head in comparison.heads
     ]

@@ -23,7 +23,7 @@ from pydantic_core import from_json
 
 from attnlens.choices import Part, Space
 from attnlens.errors import UsageError
-from attnlens.files import local_path, read_bytes, written
+from attnlens.files import format_value, local_path, read_bytes
 
 
 def _nine_digits(number: float) -> float:
@@ -50,7 +50,7 @@ class Record(BaseModel):
     def to_json(self) -> str:
         """Return the record as JSON text with nine significant digits and without terminal control characters."""
         text = self.model_dump_json(indent=1, by_alias=True)
-        return STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
+        return STEERING.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n"
 
 
 STEERING = re.compile("[\x7f-\x9f]")
@@ -83,7 +83,7 @@ def read_record(
         first = error.errors()[0]
         if first["loc"] == ("schema_version",):
             raise UsageError(
-                f"{path} has schema_version {written(first['input'])}, and this attnlens reads '1' and '2'.",
+                f"{path} has schema_version {format_value(first['input'])}, and this attnlens reads '1' and '2'.",
                 "Make it anew with this attnlens, or read it with the one that made it.",
             ) from None
         where = ".".join(str(part) for part in first["loc"]) or "the file"

@@ -42,7 +42,9 @@ class Windows:
     """By measure; NaN where there is none."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Windows) and all(one == two for one, two in zip_longest(self.rows(), other.rows()))
+        return isinstance(other, Windows) and all(
+            row == other_row for row, other_row in zip_longest(self.rows(), other.rows())
+        )
 
     def rows(self) -> Iterator[dict[str, str | int | float]]:
         """Yield one row per window and unit: text, window, the unit's columns, then the measures that have a value."""
@@ -320,7 +322,7 @@ class Report(Record):
 
     def _repr_html_(self) -> str | None:
         """Return the HTML page for notebooks; None if there is nothing to draw, so that they show the repr instead."""
-        shown: str | None = _load_exports().framed(self)
+        shown: str | None = _load_exports().wrap_in_iframe(self)
         return shown
 
     def to_dataframe(self) -> pandas.DataFrame:

@@ -110,7 +110,7 @@ class Experiment(Record):
         """Return the null of one of the curves; None if it has none."""
         return next((curve for curve in self.curves.values() if curve.null_of == name), None)
 
-    def judged(self) -> Experiment:
+    def judge(self) -> Experiment:
         """Return the experiment with `passed` filled in."""
         verdicts = [self.meets(figure) for figure in self.published or {}]
         return self.model_copy(update={"passed": all(verdicts) if verdicts else None})

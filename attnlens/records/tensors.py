@@ -184,18 +184,18 @@ class Rotation:
         """Transposed rotation, R(i)ᵀ = R(−i)."""
         return replace(self, angles=-self.angles)
 
-    def of_coordinates(self, kept: Int[Tensor, " some"]) -> Rotation | None:
+    def of_coordinates(self, coordinates: Int[Tensor, " some"]) -> Rotation | None:
         """Return the rotation restricted to these coordinates, renumbered; None if none of their pairs is complete."""
         import torch
 
         numbers = self.pairs.new_full((self.size,), -1)
-        numbers[kept] = torch.arange(len(kept), device=numbers.device)
+        numbers[coordinates] = torch.arange(len(coordinates), device=numbers.device)
         inside = (numbers[self.pairs] >= 0).all(-1)
         if not bool(inside.any()):
             return None
-        return replace(self, pairs=numbers[self.pairs[inside]], angles=self.angles[:, inside], size=len(kept))
+        return replace(self, pairs=numbers[self.pairs[inside]], angles=self.angles[:, inside], size=len(coordinates))
 
-    def turned(self, x: Float[Tensor, "*batch positions head_dim"]) -> Float[Tensor, "*batch positions head_dim"]:
+    def rotate(self, x: Float[Tensor, "*batch positions head_dim"]) -> Float[Tensor, "*batch positions head_dim"]:
         """Compute x_i R(i), for the first positions if x has fewer."""
         first, second = self.pairs.unbind(-1)
         angles = self.angles[: x.shape[-2]]

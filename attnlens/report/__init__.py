@@ -1,7 +1,8 @@
 """Presentation of a report.
 
-`shapes` arranges the measures of a `Report` as arrays, and `atlas` compares them with trained models. `sentences`
-states facts in words; `sections` puts sentences, tables and pictures together as a `Document`, or rows as a `Sheet`;
-`render` writes a document to a terminal, as markdown or HTML, a sheet as CSV; `pictures` draws with matplotlib;
-`export` writes files. Only the command line, the pytest plugin of `checks` and `Report` (late) import it.
+Contents: `shapes` (the measures of a `Report` as arrays), `atlas` (comparison with trained models), `sentences/` (facts
+in words), `sections/` (sentences, tables and pictures together as a `Document`, or rows as a `Sheet`), `render/`
+(documents for a terminal, as markdown or HTML; sheets as CSV), `pictures/` (matplotlib), `export` (files).
+Inputs: a `records.Report`. Outputs: text, files, figures. Importers: `cli`, the pytest plugin of `checks`, and `Report`
+(late, for its own methods).
 """

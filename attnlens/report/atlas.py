@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from attnlens.analyzers.registry import find_measure
 from attnlens.records import Head, Report
-from attnlens.wording import gathered, source_of
+from attnlens.wording import group_pairs, source_of
 
 FILE = Path(__file__).with_name("atlas.json")
 LEVELS = (0, 1, 2.5, 5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95, 97.5, 99, 100)
@@ -43,7 +43,7 @@ class Distribution:
 
     def below(self, value: float) -> float:
         """Return the percentage of heads below the value, plus half of those equal to it; linear between quantiles."""
-        value, known = rounded(value), self.quantiles
+        value, known = round_value(value), self.quantiles
         left, right = bisect_left(known, value), bisect_right(known, value)
         if right == 0 or left == len(known):
             return 0.0 if right == 0 else 100.0
@@ -86,7 +86,7 @@ class Subject:
     positions: str | None
     tokens: int | None
     pack: bool
-    own: frozenset[str] = frozenset()
+    lineages: frozenset[str] = frozenset()
     """Lineages that the model belongs to; it is not compared with models of these, itself included."""
 
 
@@ -108,11 +108,11 @@ class Reference:
     def percentile(self, value: float) -> float | None:
         """Return the percentage of heads below the value, averaged over models in each lineage, then over lineages."""
         pairs = zip(self.models, self.spreads, strict=True)
-        percentages = gathered((model.lineage, spread.below(value)) for model, spread in pairs)
+        percentages = group_pairs((model.lineage, spread.below(value)) for model, spread in pairs)
         return fmean(map(fmean, percentages.values())) if percentages else None
 
 
-def rounded(value: float) -> float:
+def round_value(value: float) -> float:
     """Round to four significant digits, as in the file, so that equal values compare equal to quantiles."""
     return float(f"{value:.4g}")
 
@@ -157,7 +157,8 @@ def reference(measure: str, depth: Third, subject: Subject) -> Reference:
     else:
         alike = [model for model in alike if model.pack and subject.pack and model.tokens == subject.tokens]
         criterion = f"that read windows of {subject.tokens} tokens" if subject.pack else "that read what is no window"
-    others = [model for model in alike if model.lineage not in subject.own and depth in model.measures.get(measure, {})]
+    others = [model for model in alike if model.lineage not in subject.lineages]
+    others = [model for model in others if depth in model.measures.get(measure, {})]
     if not others:
         return Reference(reason=f"the atlas has no other trained {subject.part} {criterion}")
     return Reference(tuple(others), tuple(model.measures[measure][depth] for model in others))
@@ -170,8 +171,8 @@ def _forms_alike(model: TrainedModel, subject: Subject) -> bool:
 
 def percentile(measure: str, depth: Third, subject: Subject, value: float) -> tuple[float | None, str | None]:
     """Return the percentage of the reference's heads below the value and None, or None and the reason."""
-    found = reference(measure, depth, subject)
-    return found.percentile(value), found.reason
+    reference_heads = reference(measure, depth, subject)
+    return reference_heads.percentile(value), reference_heads.reason
 
 
 def subject_of(report: Report, part: str) -> Subject:
@@ -180,8 +181,8 @@ def subject_of(report: Report, part: str) -> Subject:
     subject = Subject(part, conventions.position if conventions else None, settings.length, bool(settings.pack))
     heads = [head for head in report.heads if head.part == part]
     files = {file.sha256 for file in report.model.files}
-    own = {one.lineage for one in models() if one.files & files or _is_same(one, report, heads, subject)}
-    return replace(subject, own=frozenset(own))
+    lineages = {model.lineage for model in models() if model.files & files or _is_same(model, report, heads, subject)}
+    return replace(subject, lineages=frozenset(lineages))
 
 
 def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject: Subject) -> bool:
@@ -200,12 +201,12 @@ def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject
         )
         shared = weights and shares_weights(heads[0])
         measures = [head.measures.get(name) for head in heads if not shared or head.layer == heads[0].layer]
-        values = [one.value for one in measures if one is not None and one.value is not None]
+        numbers = [measure.value for measure in measures if measure is not None and measure.value is not None]
         spread = depths["all"]
         quartiles = spread.quantiles[LEVELS.index(25)], spread.quantiles[LEVELS.index(75)]
-        if alike and len(values) == spread.heads and quartiles[0] < quartiles[1]:
-            pairs = zip(quantiles(values), spread.quantiles, strict=True)
-            distances.append(fmean(abs(one - other) for one, other in pairs) / (quartiles[1] - quartiles[0]))
+        if alike and len(numbers) == spread.heads and quartiles[0] < quartiles[1]:
+            pairs = zip(quantiles(numbers), spread.quantiles, strict=True)
+            distances.append(fmean(abs(value - quantile) for value, quantile in pairs) / (quartiles[1] - quartiles[0]))
     if len(distances) >= ENOUGH:
         return median(distances) < SAME
     some = len(heads) < model.heads or (bool(distances) and median(distances) < SAME)
@@ -218,7 +219,7 @@ def quantiles(values: Sequence[float]) -> list[float]:
     for level in LEVELS:
         place, share = divmod(level / 100 * (len(ordered) - 1), 1)
         low, high = ordered[int(place)], ordered[min(int(place) + 1, len(ordered) - 1)]
-        result.append(rounded(low + share * (high - low)))
+        result.append(round_value(low + share * (high - low)))
     return result
 
 
@@ -227,7 +228,7 @@ def depths(report: Report) -> dict[int, Third]:
     if report.settings.layers is not None:
         return {head.layer: "all" for head in report.heads}
     thirds: dict[int, Third] = {}
-    for heads in gathered((head.part, head.layer) for head in report.heads).values():
+    for heads in group_pairs((head.part, head.layer) for head in report.heads).values():
         layers = sorted(set(heads))
         thirds |= {layer: DEPTHS[len(DEPTHS) * place // len(layers)] for place, layer in enumerate(layers)}
     return thirds

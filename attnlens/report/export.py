@@ -71,7 +71,7 @@ def plot(report: Report) -> Figure:
     return figure(documents.overview(report))
 
 
-def framed(report: Report) -> str | None:
+def wrap_in_iframe(report: Report) -> str | None:
     """Return the HTML page in an iframe; None if the report has nothing to draw."""
     try:
         return FRAME.format(escape(_page(report)))

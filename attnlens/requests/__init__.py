@@ -1,5 +1,9 @@
 """Options of runs, and checks of their values.
 
+Contents: `fields` (base class `Request`, field types), `run_options`, `swap` and `experiments` (the requests, one class
+per kind of run), `reading` (options → settings and analyzers).
+Inputs: options as keywords. Outputs: frozen requests, or UsageError. Importers: `models`, `runs`, `lab` and `cli`.
+
 Nothing heavy is imported here, so that errors are reported immediately.
 """
 

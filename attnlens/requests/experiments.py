@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import model_validator
 
-from attnlens.arguments import LARGEST, checked_name, path, shown
+from attnlens.arguments import LARGEST, checked_name, format_argument, path
 from attnlens.choices import CLAIMS, STUDIES
 from attnlens.errors import UsageError
 from attnlens.requests.fields import FilePlace, FolderPlace, Request, Whole, Words, checks, option, words
@@ -24,7 +24,9 @@ def checked_table(name: str) -> str:
 def _series(_name: str, value: object) -> tuple[str, str]:
     two = [value] if isinstance(value, str | bytes) or not isinstance(value, Sequence) else list(value)
     if len(two) != 2:
-        raise UsageError(f"series={shown(value)} is not a pair of files.", "Give one to train on and one to test on.")
+        raise UsageError(
+            f"series={format_argument(value)} is not a pair of files.", "Give one to train on and one to test on."
+        )
     return path("series", two[0]), path("series", two[1])
 
 
@@ -88,7 +90,7 @@ USES = {
 
 def _rate(_name: str, lr: Any) -> float:
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr <= LARGEST:
-        raise UsageError(f"lr={shown(lr)} is not a positive number.", "Give one, such as 0.1.")
+        raise UsageError(f"lr={format_argument(lr)} is not a positive number.", "Give one, such as 0.1.")
     return lr
 
 

@@ -18,7 +18,7 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from attnlens import arguments
 from attnlens.analyzers import registry
-from attnlens.arguments import LARGEST, checked_name, listed_numbers, path, several, shown, word
+from attnlens.arguments import LARGEST, checked_name, format_argument, listed_numbers, path, several, word
 from attnlens.errors import UsageError
 from attnlens.files import local_path
 
@@ -41,7 +41,7 @@ class Request(BaseModel):
         except ValidationError as error:
             raise _usage_error(cls, error) from None
 
-    def changed(self, **options: object) -> Self:
+    def with_options(self, **options: object) -> Self:
         """Return the request with other values of these options, which are checked."""
         return type(self)(**self.explicit() | options)
 
@@ -67,12 +67,14 @@ def _usage_error(kind: type[Request], error: ValidationError) -> UsageError:
             return unknown
     types = alternatives(field.annotation)
     if bool in types:
-        return UsageError(f"{name}={shown(value)} is neither True nor False.", f"Give {name}=True or {name}=False.")
+        return UsageError(
+            f"{name}={format_argument(value)} is neither True nor False.", f"Give {name}=True or {name}=False."
+        )
     least, most = details(field)["least"], details(field)["most"]
     what = "a whole number" if int in types else "a number" if float in types else "a string"
     if least is not None:
         what += f", at least {least}" if most is None else f" from {least} to {most}"
-    return UsageError(f"{name}={shown(value)} is not {what}.", f"Give {what}.")
+    return UsageError(f"{name}={format_argument(value)} is not {what}.", f"Give {what}.")
 
 
 def option(
@@ -153,7 +155,7 @@ def takes(kind: type[Request]) -> Callable[[Callable[..., R]], Callable[..., R]]
 
     def extend(function: Callable[..., R]) -> Callable[..., R]:
         signature = inspect.signature(function)
-        own = [parameter for parameter in signature.parameters.values() if parameter.name != "request"]
+        parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "request"]
         added = [
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=_accepted_type(field)
@@ -166,7 +168,7 @@ def takes(kind: type[Request]) -> Callable[[Callable[..., R]], Callable[..., R]]
             options = {name: keywords.pop(name) for name in list(keywords) if name in kind.model_fields}
             return function(*args, request=kind(**options), **keywords)
 
-        call.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+        call.__signature__ = signature.replace(parameters=[*parameters, *added])  # type: ignore[attr-defined]
         lines = [
             f"    {name} : {_accepted_type(field)}, default {field.default!r}\n"
             + textwrap.fill(field.description or "", 116, initial_indent=" " * 8, subsequent_indent=" " * 8)
@@ -204,7 +206,9 @@ def words(what: str, value: Any) -> tuple[str, ...]:
     items: list[Any] = [value] if alone else several(what, value)
     for item in items:
         if not isinstance(item, str | os.PathLike):
-            raise UsageError(f"{what}={shown(value)} contains {shown(item)}.", "Give strings or paths.")
+            raise UsageError(
+                f"{what}={format_argument(value)} contains {format_argument(item)}.", "Give strings or paths."
+            )
     return tuple(path(what, item) for item in items)
 
 
@@ -213,7 +217,7 @@ def whole(what: str, value: object, least: int, most: int = LARGEST) -> int:
     number = _integer(value)
     bounds = f"at least {least}" if most == LARGEST else f"from {least} to {most}"
     if number is None or not least <= number <= most:
-        raise UsageError(f"{what}={shown(value)} is not a whole number, {bounds}.", f"Give one, {bounds}.")
+        raise UsageError(f"{what}={format_argument(value)} is not a whole number, {bounds}.", f"Give one, {bounds}.")
     return number
 
 
@@ -230,7 +234,7 @@ def numbers(what: str, value: object) -> list[int] | None:
     items = several(what, value) if isinstance(value, Iterable) else [None]
     integers = [number for item in items if (number := _integer(item)) is not None and 0 <= number <= LARGEST]
     if len(integers) < len(items):
-        raise UsageError(f"{what}={shown(value)} is not a list of whole numbers.", remedy)
+        raise UsageError(f"{what}={format_argument(value)} is not a list of whole numbers.", remedy)
     if not integers:
         raise UsageError(f"{what}=[] selects nothing.", remedy)
     return list(dict.fromkeys(integers))
@@ -243,7 +247,9 @@ def head(value: Any) -> tuple[int, int]:
         parts = [int(part) for part in parts]
     integers = [_integer(part) for part in several("head", parts)] if isinstance(parts, Iterable) else []
     if len(integers) != 2 or any(part is None or not 0 <= part <= LARGEST for part in integers):
-        raise UsageError(f"head={shown(value)} is not a head.", "Write LAYER.HEAD, as in 3.7; in Python also (3, 7).")
+        raise UsageError(
+            f"head={format_argument(value)} is not a head.", "Write LAYER.HEAD, as in 3.7; in Python also (3, 7)."
+        )
     layer, number = (part for part in integers if part is not None)
     return layer, number
 
@@ -296,7 +302,7 @@ def _selection_rule(_name: str, value: object) -> object:
 
 def _device(name: str, value: object) -> object:
     if not DEVICES.fullmatch(word(name, value)):
-        raise UsageError(f"There is no device {shown(value)}.", "There are: auto, cpu, cuda, cuda:1, mps.")
+        raise UsageError(f"There is no device {format_argument(value)}.", "There are: auto, cpu, cuda, cuda:1, mps.")
     return value
 
 
@@ -308,7 +314,7 @@ def _budget(_name: str, value: Any) -> object:
 def _share(name: str, value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1:
         return float(value)
-    raise UsageError(f"{name}={shown(value)} is not between 0 and 1.", f"Give a share, as in --{name} 0.05.")
+    raise UsageError(f"{name}={format_argument(value)} is not between 0 and 1.", f"Give a share, as in --{name} 0.05.")
 
 
 Words = Annotated[tuple[str, ...], checks(words)]

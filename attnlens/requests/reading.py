@@ -20,8 +20,8 @@ def settings(request: Feeding) -> Settings:
     return Settings(**known if request.pairs is None else known | {"pack": False})
 
 
-def chosen(
-    asked: Settings, named: Sequence[str], select: str, show: str | None, *, adapted: bool = False
+def choose_analyzers(
+    requested: Settings, named: Sequence[str], select: str, show: str | None, *, adapted: bool = False
 ) -> tuple[list[Analyzer | Gathering], Settings]:
     """Return the analyzers to run, and the settings with their names and the selection rule.
 
@@ -30,22 +30,22 @@ def chosen(
     ignored, and a `show` that can't be satisfied.
     """
     posed = show == SHOWN
-    if show == ATTENTION and asked.source == "weights":
+    if show == ATTENTION and requested.source == "weights":
         raise UsageError("source weights reads no text to attend to.", "Leave out --source, or --show attention.")
-    selected = registry.select_analyzers(named or [SHOWN] * posed, asked.source)
+    selected = registry.select_analyzers(named or [SHOWN] * posed, requested.source)
     if not selected:
         raise UsageError(
-            f"{', '.join(named) or show} reads nothing from {asked.source}.",
+            f"{', '.join(named) or show} reads nothing from {requested.source}.",
             "Leave out --source, or name another analyzer.",
         )
-    selected += registry.select_adapter_analyzers(asked.source) if adapted else []
+    selected += registry.select_adapter_analyzers(requested.source) if adapted else []
     selected = list({id(analyzer): analyzer for analyzer in selected}.values())
     names = list(dict.fromkeys(analyzer.name for analyzer in selected))
     looked = SHOWN in names
     if not looked and (select != "argmax" or posed):
         word = f"--show {show}" if posed else f"select={select}"
         raise UsageError(f"{word} needs the analyzer {SHOWN}, which was not named.", f"Add --analyzer {SHOWN}.")
-    return selected, asked.model_copy(update={"analyzers": names, "select": select if looked else None})
+    return selected, requested.model_copy(update={"analyzers": names, "select": select if looked else None})
 
 
 def files(request: Feeding) -> list[str]:

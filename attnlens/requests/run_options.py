@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from attnlens.arguments import LARGEST, shown
+from attnlens.arguments import LARGEST, format_argument
 from attnlens.choices import FDR, RELATIVE, Engine, Intervals, Placement, Sources
 from attnlens.errors import UsageError
 from attnlens.requests.fields import (
@@ -45,7 +45,7 @@ def _shard(name: str, value: object) -> str:
     index, slash, count = value.partition("/") if isinstance(value, str) else ("", "", "")
     known = slash and index.isdecimal() and count.isdecimal() and max(len(index), len(count)) <= len(str(MOST_JOBS))
     if not (known and 1 <= int(index) <= int(count) <= MOST_JOBS):
-        raise UsageError(f"{name}={shown(value)} is not a shard.", SAY_SHARD)
+        raise UsageError(f"{name}={format_argument(value)} is not a shard.", SAY_SHARD)
     return f"{int(index)}/{int(count)}"
 
 
@@ -71,7 +71,9 @@ def _of_environment() -> str:
 def _memory_size(name: str, value: object) -> str:
     """Return a size with its unit. Raise UsageError for others."""
     if not (isinstance(value, str) and SIZE.fullmatch(value)):
-        raise UsageError(f"{name}={shown(value)} is not a size of memory.", "Write it with a unit, as in 8GB or 8GiB.")
+        raise UsageError(
+            f"{name}={format_argument(value)} is not a size of memory.", "Write it with a unit, as in 8GB or 8GiB."
+        )
     return value
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from attnlens import arguments
-from attnlens.arguments import LARGEST, Budget, shown
+from attnlens.arguments import LARGEST, Budget, format_argument
 from attnlens.choices import BUDGETED, ETA, KERNEL, Convention, HealingGoal, HealingUnit, Part, Route, Sweep
 from attnlens.errors import UsageError
 from attnlens.files import check_folder
@@ -64,7 +64,7 @@ class Amount:
         if isinstance(value, cls):
             return value
         wrong = UsageError(
-            f"--train: cannot parse {shown(value)}.",
+            f"--train: cannot parse {format_argument(value)}.",
             "Give steps, tokens or a time, more than 0: --train 200, 500ktok, 2Mtok, 90s, 30min or 2h.",
         )
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST:
@@ -301,7 +301,8 @@ class RankOptions:
             readable = isinstance(latents, str) and LATENTS.fullmatch(latents) and "rank=" not in latents
             if latents is not None and not readable:
                 raise UsageError(
-                    f"--latents: cannot parse {shown(latents)}.", "Write it like --latents group=all,rotation=before."
+                    f"--latents: cannot parse {format_argument(latents)}.",
+                    "Write it like --latents group=all,rotation=before.",
                 )
             return cls(arguments.budget(getattr(request, "budget", None) or "loss:1%"), None, latents)
         for name in ("budget", "latents", "layers", "heads", "part"):
@@ -327,7 +328,9 @@ def _read_plan(ranks: Any) -> Plan:
     from attnlens.records import Plan, read_plan
 
     if not isinstance(ranks, Plan | str | os.PathLike):
-        raise UsageError(f"ranks={shown(ranks)} is neither a plan nor a path.", "Give the path of a plan from --plan.")
+        raise UsageError(
+            f"ranks={format_argument(ranks)} is neither a plan nor a path.", "Give the path of a plan from --plan."
+        )
     return ranks if isinstance(ranks, Plan) else read_plan(arguments.path("ranks", ranks))
 
 
@@ -383,7 +386,9 @@ def _regulariser(kernel: Kernel, eta: Any) -> float | None:
     if eta is None:
         return ETA
     if isinstance(eta, bool) or not isinstance(eta, int | float) or not 0 <= eta <= LARGEST:  # NaN fails too
-        raise UsageError(f"eta must be 0 or more, not {shown(eta)}.", f"The published code has 0.01 to {ETA:g}.")
+        raise UsageError(
+            f"eta must be 0 or more, not {format_argument(eta)}.", f"The published code has 0.01 to {ETA:g}."
+        )
     return float(eta)
 
 
@@ -415,7 +420,7 @@ def swap_options(kernels: str | Sequence[str], request: SwapRequest) -> SwapOpti
 def rank_options(request: RanksRequest) -> tuple[SwapOptions, RankOptions]:
     """Return the options of `find_ranks`. Raise UsageError for contradictions."""
     ranks = RankOptions.of(request)
-    return SwapOptions.of([ranks.spelling], request.changed(**ranks.selection)), ranks
+    return SwapOptions.of([ranks.spelling], request.with_options(**ranks.selection)), ranks
 
 
 def heal_options(
@@ -432,6 +437,6 @@ def heal_options(
         if spellings != [BUDGETED]:
             raise UsageError(f"--ranks contains a plan for the kernel {BUDGETED}.", "Leave out --kernel, or --ranks.")
         spellings = [ranks.spelling]
-        request = request.changed(**ranks.selection)
+        request = request.with_options(**ranks.selection)
     options = SwapOptions.of(spellings, request)
     return options, HealOptions.of(options.kernels[0], request), ranks

@@ -40,18 +40,18 @@ def attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tens
 def predictions(task: Task) -> Measured:
     """Build the function that returns the model's predictions, or its hidden states if it lacks a head."""
 
-    def measured(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    def measure(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         result = hooks.forward(model, inputs, **output_options(task))
         return [states_of(result) if task == "hidden" else logits_of(result)]
 
-    return measured
+    return measure
 
 
 def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measured: Measured) -> None:
     """Raise ModelError if the measured values depend on a weight that the checkpoint lacks, so that it is random."""
     if random := random_weights(loaded, inputs, measured):
         raise ModelError(
-            f"The checkpoint of {loaded.info.id} lacks {_listed(random)}, which would be filled at random.",
+            f"The checkpoint of {loaded.info.id} lacks {_join_reasons(random)}, which would be filled at random.",
             "Get a complete checkpoint, or load it under the architecture that it was saved from.",
         )
 
@@ -61,10 +61,10 @@ def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) ->
     random = random_weights(loaded, inputs, predictions(task))
     if not random:
         return None
-    return _owner(random[0]), f"the checkpoint lacks {_listed(random)}, and so the model has no loss"
+    return _owner(random[0]), f"the checkpoint lacks {_join_reasons(random)}, and so the model has no loss"
 
 
-def _listed(random: list[str]) -> str:
+def _join_reasons(random: list[str]) -> str:
     return random[0] + (f" and {len(random) - 1} more" if len(random) > 1 else "")
 
 
@@ -133,11 +133,11 @@ NOT_RUN = "it is not run on this input"
 
 
 def sites(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> list[SiteCall]:
-    """Return the sites that these inputs reach. Raise what `surveyed` raises."""
-    return surveyed(loaded, inputs).sites
+    """Return the sites that these inputs reach. Raise what `survey_model` raises."""
+    return survey_model(loaded, inputs).sites
 
 
-def surveyed(loaded: loading.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool = True) -> hooks.Survey:
+def survey_model(loaded: loading.Loaded, inputs: Mapping[str, Tensor], *, made_up: bool = True) -> hooks.Survey:
     """Survey the model on inputs `made_up` by attnlens, or by the user. Raise ModelError if it can't run on them."""
     try:
         return hooks.run_survey(loaded.model, inputs)
@@ -198,20 +198,20 @@ def text_alone(loaded: loading.Loaded, reached: Sequence[SiteCall], tokens: int,
     return [replace(by_call.get((each.site.path, each.site.ordinal), each), site=each.site) for each in reached]
 
 
-def reproduced(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
+def measure_identity_error(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
     """Return by how much the model's outputs change when its own attention is recomputed.
 
     Raise ModelError if the model can't run on these inputs.
     """
     weights = None if loaded.shapes is None else loaded.shapes.deferred
-    precise: hooks.Precise | None = None if weights is None else lambda found: weights.whole(found.site.path)
+    precise: hooks.Precise | None = None if weights is None else lambda call: weights.whole(call.site.path)
     with _refusing(loaded, inputs):
         return hooks.identity_error(loaded.model, inputs, precise)
 
 
-def proven(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float | None, str | None]:
+def prove_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float | None, str | None]:
     """Return the error of recomputed attention, or None and the non-finite weight. Raise IdentityError if too large."""
-    error = reproduced(loaded, inputs)
+    error = measure_identity_error(loaded, inputs)
     if error <= hooks.IDENTITY_TOLERANCE:
         return error, None
     broken = loading.nonfinite_tensors(loaded.model)
@@ -265,8 +265,8 @@ def _looks_ahead(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> bool:
 
 
 def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Check the model as `proven` does and return the error. Raise ModelError too if a weight is not finite."""
-    error, broken = proven(loaded, inputs)
+    """Check the model as `prove_identity` does and return the error. Raise ModelError too if a weight is not finite."""
+    error, broken = prove_identity(loaded, inputs)
     if error is None:
         raise ModelError(
             f"{broken} holds NaN or Inf, so that the model's outputs prove nothing.",

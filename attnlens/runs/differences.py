@@ -71,14 +71,14 @@ class Continued:
     ends: Int[Tensor, " ids"]  # the ids that end a text
 
 
-def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, given: Prompts | None) -> Prompts | str:
+def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
     """Return the given prompts, else those of the windows. Raise UsageError if the model can't continue given ones."""
-    if given is None:
+    if prompts is None:
         return of_windows(model, fed, task)
     if reason := _why_not_continued(model, fed, task):
         reason = "it does not predict the next token alone" if reason == NOT_CAUSAL else reason
         raise UsageError(f"The model can't continue prompts: {reason}.", "Leave out prompts.")
-    return given
+    return prompts
 
 
 def _why_not_continued(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -> str:
@@ -138,22 +138,22 @@ def own_continuation(
     limit = position_limit(model)  # which includes the longest prompt
     tokens = requested if limit is None else max(0, min(requested, limit - prompts.ids.shape[1]))
     notes = [f"Greedy continuations are of {tokens} tokens, not {requested}: the model reads no more."]
-    return continued(model, prompts, tokens), notes if 0 < tokens < requested else []
+    return continue_prompts(model, prompts, tokens), notes if 0 < tokens < requested else []
 
 
 def agreements(
-    model: PreTrainedModel, own: Continued | str, variants: Mapping[Name, Variant], progress: Tell
+    model: PreTrainedModel, original: Continued | str, variants: Mapping[Name, Variant], progress: Tell
 ) -> dict[Name, dict[str, Any]]:
     """Return each changed model's Outcome field: its agreement with the original's continuations, or the reason."""
     fields: dict[Name, dict[str, Any]] = {}
     for name, variant in variants.items():
-        result = own if isinstance(own, str) else agreement(model, own, variant)
+        result = original if isinstance(original, str) else agreement(model, original, variant)
         fields[name] = {"reasons": {"agreement": result}} if isinstance(result, str) else {"agreement": result}
         progress(1)
     return fields
 
 
-def continued(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continued | str:
+def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continued | str:
     """Return the original's greedy continuations, or why there are none."""
     if tokens < 1:
         return "the prompts fill the model's context"
@@ -168,13 +168,13 @@ def continued(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continue
     return Continued(prompts, chosen, _ends(model, chosen))
 
 
-def agreement(model: PreTrainedModel, own: Continued, variant: Variant) -> Agreement | str:
+def agreement(model: PreTrainedModel, original: Continued, variant: Variant) -> Agreement | str:
     """Count tokens until both models' likeliest tokens differ, step by step; or return why there is no count."""
     try:
         with torch.no_grad(), variant():
-            pairs = zip(own.prompts.parts(), torch.split(own.tokens, MOST, 1), strict=True)
+            pairs = zip(original.prompts.parts(), torch.split(original.tokens, MOST, 1), strict=True)
             counts = [
-                _count_common(expected, own.ends, _greedy(model, part, len(expected))) for part, expected in pairs
+                _count_common(expected, original.ends, _greedy(model, part, len(expected))) for part, expected in pairs
             ]
             until = torch.cat(counts).tolist()
     except FAILED as error:
@@ -182,13 +182,13 @@ def agreement(model: PreTrainedModel, own: Continued, variant: Variant) -> Agree
             raise
         problem = error.problem if isinstance(error, ModelError | UsageError) else first_line(error)
         return f"the kernel does not run with a key-value cache here ({problem.rstrip('.')})"
-    total, ordered = len(own.tokens), sorted(until)
+    total, ordered = len(original.tokens), sorted(until)
     # quartiles as counts that occur, not between them
     low, middle, high = (ordered[(len(ordered) - 1) * part // 4] for part in (1, 2, 3))
     return Agreement(
         prompts=len(until),
-        source=own.prompts.source,
-        prompt_tokens=own.prompts.ids.shape[1],
+        source=original.prompts.source,
+        prompt_tokens=original.prompts.ids.shape[1],
         tokens=total,
         until=until,
         median=middle,
@@ -256,7 +256,7 @@ class Differences:
     """Mean loss of each sequence under the original, one tensor per batch."""
     after: list[Tensor] = field(default_factory=list)  # the same under the variant
     counts: list[Tensor] = field(default_factory=list)  # number of predicted tokens per sequence
-    kept: list[Tensor] = field(default_factory=list)
+    predicting: list[Tensor] = field(default_factory=list)
     """Whether each sequence predicts anything; sequences that don't are missing from the three lists above."""
     divergences: list[Tensor] = field(default_factory=list)  # mean KL(original ‖ variant) of each of these sequences
     agreeing: float = 0.0
@@ -270,47 +270,48 @@ class Differences:
     sizes: list[int] = field(default_factory=list)  # tokens of each pass
 
     def add(
-        self, own: PassOutputs, new: PassOutputs, targets: Tensor | None, sizes: int, ids: Tensor | None = None
+        self, original: PassOutputs, new: PassOutputs, targets: Tensor | None, sizes: int, ids: Tensor | None = None
     ) -> None:
         """Add one batch; `ids` are the tokens of a causal model."""
         self.seconds.append(new.seconds)
-        self.own_seconds.append(own.seconds)
+        self.own_seconds.append(original.seconds)
         self.sizes.append(sizes)
-        if own.logits is not None and new.logits is not None:
-            self._add_predictions(own.logits, new.logits, targets, ids)
-        if own.hidden is not None and own.owners is not None and new.hidden is not None:
-            self._add_hidden(own.hidden, new.hidden, own.owners)
+        if original.logits is not None and new.logits is not None:
+            self._add_predictions(original.logits, new.logits, targets, ids)
+        if original.hidden is not None and original.owners is not None and new.hidden is not None:
+            self._add_hidden(original.hidden, new.hidden, original.owners)
 
-    def _add_predictions(self, own: Tensor, new: Tensor, targets: Tensor | None, ids: Tensor | None) -> None:
+    def _add_predictions(self, original: Tensor, new: Tensor, targets: Tensor | None, ids: Tensor | None) -> None:
         if targets is None:
-            targets = own.argmax(-1, keepdim=True)
+            targets = original.argmax(-1, keepdim=True)
         predicted = targets != NOTHING
-        self.kept.append(predicted.any(1).cpu())
-        losses = [token_losses(logits, targets) for logits in (own, new)]
+        self.predicting.append(predicted.any(1).cpu())
+        losses = [token_losses(logits, targets) for logits in (original, new)]
         (before, counts), (after, _) = (sequence_means(each, predicted) for each in losses)
         self.before.append(before)
         self.after.append(after)
         self.counts.append(counts)
         if ids is not None and self.task == "causal":
             self.by_token.add(losses, targets, ids)
-        self.divergences.append(sequence_means(divergence(own, new), predicted)[0])
-        self.agreeing += float((own.argmax(-1) == new.argmax(-1)).sum())
+        self.divergences.append(sequence_means(divergence(original, new), predicted)[0])
+        self.agreeing += float((original.argmax(-1) == new.argmax(-1)).sum())
 
-    def _add_hidden(self, own: Tensor, new: Tensor, owners: Tensor) -> None:
-        if own.shape != new.shape:  # a model that predicts the length of its output (FastSpeech)
+    def _add_hidden(self, original: Tensor, new: Tensor, owners: Tensor) -> None:
+        if original.shape != new.shape:  # a model that predicts the length of its output (FastSpeech)
             raise ModelError(
-                f"With another kernel the model's output has another length ({len(new)} states instead of {len(own)}).",
+                f"With another kernel the model's output has another length "
+                f"({len(new)} states instead of {len(original)}).",
                 "Its outputs can't be compared token by token; `attnlens inspect` reads its attention.",
             )
-        own, new = own.double(), new.double()
-        self.directionless |= not bool((own.any(-1) & new.any(-1)).all())
+        original, new = original.double(), new.double()
+        self.directionless |= not bool((original.any(-1) & new.any(-1)).all())
         means, counts = owned_means(
-            torch.nn.functional.cosine_similarity(own, new, dim=-1), owners, int(owners.max()) + 1
+            torch.nn.functional.cosine_similarity(original, new, dim=-1), owners, int(owners.max()) + 1
         )
         self.cosines.append(means)
         self.real.append(counts)
-        self.likeness = self.likeness or LinearCKA(own.shape[-1], own.device)
-        self.likeness.add(own, new)
+        self.likeness = self.likeness or LinearCKA(original.shape[-1], original.device)
+        self.likeness.add(original, new)
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str | None = None) -> dict[str, Any]:
         """Return the fields of an Outcome; `window`: the width beyond which evidence lies, or why it is unknown."""
@@ -420,7 +421,7 @@ class Differences:
     @property
     def sampled(self) -> Design:
         """Sampling design of the sequences that predict anything."""
-        return self.design.select(torch.cat(self.kept).nonzero()[:, 0].tolist())
+        return self.design.select(torch.cat(self.predicting).nonzero()[:, 0].tolist())
 
     @property
     def _no_interval(self) -> str:
@@ -458,11 +459,11 @@ def compare(
     """Compare every variant with the original on the same batches; the original runs once per batch, unmodified."""
     differences = {name: Differences(task, batches[0].noise, design) for name in variants}
     for fed in batches:
-        own = run(model, fed, task)
+        original = run(model, fed, task)
         for name, variant in variants.items():
             with variant():
                 new = run(model, fed, task)
-            differences[name].add(own, new, fed.targets, tokens_in(fed), fed.inputs.get("input_ids"))
+            differences[name].add(original, new, fed.targets, tokens_in(fed), fed.inputs.get("input_ids"))
             progress(tokens_in(fed))
     return differences
 
@@ -514,7 +515,7 @@ def placed_windows(
 
 def _all_windows(differences: Differences, parts: list[Tensor]) -> Tensor:
     """Return one number per window; NaN for windows without predictions."""
-    predicts = torch.cat(differences.kept)
+    predicts = torch.cat(differences.predicting)
     column = torch.full((len(predicts),), torch.nan, dtype=torch.float64)
     column[predicts] = torch.cat(parts).double()
     return column

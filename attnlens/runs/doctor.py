@@ -72,7 +72,7 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
         return first
     drawn = random.SystemRandom().sample(report.heads, count)
     where = {"layers": sorted({head.layer for head in drawn}), "heads": sorted({head.head for head in drawn})}
-    again = inspect(loaded, progress=progress, **{**feeding.recorded(report.settings), **more, **where})
+    again = inspect(loaded, progress=progress, **{**feeding.recorded_options(report.settings), **more, **where})
     text, other_text = (None if each.settings.text is None else each.settings.text.sha256 for each in (report, again))
     if text != other_text:
         raise UsageError(
@@ -173,11 +173,11 @@ def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tens
 
 def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
     """Build the report of the model on these inputs, without its timings."""
-    survey = checks.surveyed(loaded, inputs)
+    survey = checks.survey_model(loaded, inputs)
     reached = survey.sites
     checks.check_chosen(settings.layers, settings.heads, reached)
     refuse_initialised(loaded, inputs, attention)
-    identity = checks.reproduced(loaded, inputs)
+    identity = checks.measure_identity_error(loaded, inputs)
     if not identity <= TOLERANCE and not loading.nonfinite_tensors(loaded.model):
         checks.refuse_unsteady(loaded, inputs)
     first = checks.of_one_token(loaded, reached, settings.seed)
@@ -189,7 +189,7 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
         "doctor",
         "doctor",
         model=loaded.info,
-        settings=feeding.seen(settings, loaded, reached),
+        settings=feeding.record_length(settings, loaded, reached),
         coverage=coverage,
         summary=Summary(
             identity_error=identity if identity == identity else None, verdict=checked if sound else "differs"
@@ -278,34 +278,34 @@ def own_probabilities(
 
 
 def _load_inputs(
-    asked: Settings, request: DoctorRequest, loaded: loading.Loaded, contents: Sequence[texts.Content]
+    settings: Settings, request: DoctorRequest, loaded: loading.Loaded, contents: Sequence[texts.Content]
 ) -> tuple[Settings, dict[str, Tensor]]:
     """Return the sequences as one batch; placeholder ids without a tokenizer, since any input proves identity."""
-    batches = texts.placeholder(loaded, asked.length or 2, asked.seed, sequences=asked.windows or 1)
+    batches = texts.placeholder(loaded, settings.length or 2, settings.seed, sequences=settings.windows or 1)
     if loaded.tokenizer is not None or texts.reads_noise(loaded):
         # images share no pass, and only one is compared; any text is fine
-        one_pass = {"image": request.image[:1], "audio": request.audio[:1], "batch_size": asked.windows or 1}
-        cut = feeding.cut_of(asked, request.changed(**one_pass, allow_foreign_text=True))
+        one_pass = {"image": request.image[:1], "audio": request.audio[:1], "batch_size": settings.windows or 1}
+        cut = feeding.cut_of(settings, request.with_options(**one_pass, allow_foreign_text=True))
         batches = texts.batches(loaded, contents, cut)
     update = {"windows": batches.batches[0].size}  # if images can't share a pass, only the first is compared
-    return feeding.fed(asked, batches, loaded).model_copy(update=update), batches.batches[0].inputs
+    return feeding.describe_input(settings, batches, loaded).model_copy(update=update), batches.batches[0].inputs
 
 
 def _check(
-    reached: SiteCall, factors: weights.Factors | UnreadableError, own: Tensor | str, heads: Sequence[int]
+    reached: SiteCall, factors: weights.Factors | UnreadableError, probabilities: Tensor | str, heads: Sequence[int]
 ) -> SiteCheck:
-    """Compute both errors of one site's heads, or the reason for a missing one; `own` are the model's probabilities."""
+    """Compute both errors of one site's heads, or the reason for a missing one; `probabilities` are the model's."""
     tokens_error: float | None = None
     weights_error: float | None = None
     reason = factors.problem if isinstance(factors, UnreadableError) else None
-    if isinstance(own, str):
-        reason = own
-    elif not bool(own[:, heads].isfinite().all()):
+    if isinstance(probabilities, str):
+        reason = probabilities
+    elif not bool(probabilities[:, heads].isfinite().all()):
         reason = "the model's own attention probabilities are not finite"
     else:
-        tokens_error = _error(reached.call.query_key(reached.site).select(heads), own[:, heads])
+        tokens_error = _error(reached.call.query_key(reached.site).select(heads), probabilities[:, heads])
         if not isinstance(factors, UnreadableError):
-            weights_error = _error(weights.rebuild(reached, factors).select(heads), own[:, heads])
+            weights_error = _error(weights.rebuild(reached, factors).select(heads), probabilities[:, heads])
     errors = [error for error in (tokens_error, weights_error) if error is not None]
     passed = all(error <= TOLERANCE for error in errors)
     return SiteCheck(
@@ -321,14 +321,14 @@ def _check(
     )
 
 
-def _error(query_key: QueryKey, own: Tensor) -> float:
+def _error(query_key: QueryKey, probabilities: Tensor) -> float:
     """Compute ‖P − P_model‖ / ‖P_model‖ over the queries that see at least one key."""
-    own = own.double()
+    probabilities = probabilities.double()
     # rows that sum to 1 up to rounding leave nothing to a sink: the model applies it after its softmax (GraniteSWA)
-    if query_key.sinks is not None and bool((own.sum(-1) - 1).abs().max() <= TOLERANCE):
+    if query_key.sinks is not None and bool((probabilities.sum(-1) - 1).abs().max() <= TOLERANCE):
         query_key = replace(query_key, sinks=None)
     rebuilt = query_key.attention
     if query_key.allowed is not None:
         sees_key = query_key.allowed.any(-1, keepdim=True)
-        rebuilt, own = rebuilt * sees_key, own * sees_key
-    return float((rebuilt - own).norm() / own.norm())
+        rebuilt, probabilities = rebuilt * sees_key, probabilities * sees_key
+    return float((rebuilt - probabilities).norm() / probabilities.norm())

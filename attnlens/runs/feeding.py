@@ -86,7 +86,7 @@ NOTHING_FED = {"windows": None, "pack": None, "placement": None, "intervals": No
 """Settings of a run without any input."""
 
 
-def recorded(settings: Settings) -> dict[str, Any]:
+def recorded_options(settings: Settings) -> dict[str, Any]:
     """Return the options that a report was made with, as far as it records them."""
     options = {name: getattr(settings, name) for name in RECORDED}
     options["windows"] = settings.windows_requested or settings.windows
@@ -114,29 +114,29 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
     return options
 
 
-def of_model(asked: Settings, loaded: loading.Loaded) -> Settings:
+def of_model(settings: Settings, loaded: loading.Loaded) -> Settings:
     """Return the settings with the model's device and dtype and its length of a window.
 
     Raise UsageError for more tokens than the model has positions.
     """
-    return asked.model_copy(
+    return settings.model_copy(
         update={
             "device": loading.places_of(loaded.model),
             "dtype": str(loaded.dtype).removeprefix("torch."),
-            "length": texts.window_length(loaded.model, asked.length),
+            "length": texts.window_length(loaded.model, settings.length),
         }
     )
 
 
-def cut_of(asked: Settings, request: Feeding) -> texts.Cut:
+def cut_of(settings: Settings, request: Feeding) -> texts.Cut:
     """Return how the texts are cut, from settings and options."""
     return texts.Cut(
-        tokens=asked.length,
-        sequences=asked.windows or 1,
+        tokens=settings.length,
+        sequences=settings.windows or 1,
         batch_size=request.batch_size,
-        pack=asked.pack is not False,
-        placement=asked.placement or "spread",
-        seed=asked.seed,
+        pack=settings.pack is not False,
+        placement=settings.placement or "spread",
+        seed=settings.seed,
         pairs=request.pairs is not None,
         image=request.image,
         audio=request.audio,
@@ -144,9 +144,9 @@ def cut_of(asked: Settings, request: Feeding) -> texts.Cut:
     )
 
 
-def contents(found: Sequence[texts.Content], loaded: loading.Loaded) -> Sequence[texts.Content]:
+def contents(named: Sequence[texts.Content], loaded: loading.Loaded) -> Sequence[texts.Content]:
     """Return the named texts, or the built-in ones for this model."""
-    return found or texts.sample(loaded.info.id)
+    return named or texts.sample(loaded.info.id)
 
 
 def design_of(requested: Settings, inputs: texts.Batches) -> Design:
@@ -165,7 +165,7 @@ def design_of(requested: Settings, inputs: texts.Batches) -> Design:
     return Design.of(names, requested.intervals)
 
 
-def fed(requested: Settings, inputs: texts.Batches, loaded: loading.Loaded) -> Settings:
+def describe_input(requested: Settings, inputs: texts.Batches, loaded: loading.Loaded) -> Settings:
     """Return the settings that describe the input: texts in windows or lines, or noise alone."""
     text: dict[str, Any] = {"text": Text.of(inputs.texts), "texts": list(inputs.texts)}
     update: dict[str, Any] = {"windows": inputs.sequences}
@@ -202,7 +202,7 @@ def _window_notes(requested: Settings, inputs: texts.Batches, loaded: loading.Lo
         )
 
 
-def seen(settings: Settings, loaded: loading.Loaded, reached: Sequence[SiteCall]) -> Settings:
+def record_length(settings: Settings, loaded: loading.Loaded, reached: Sequence[SiteCall]) -> Settings:
     """Record the largest number of tokens in the attention of a model that reads only noise."""
     if texts.reads_text(loaded) or settings.noise is None:
         return settings

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attnlens.arguments import public, shown
+from attnlens.arguments import format_argument, public
 from attnlens.errors import UsageError
 from attnlens.models import hooks, loading
 from attnlens.models.loading.configs import kind_of
@@ -40,8 +40,8 @@ def capture(model: PreTrainedModel | Loaded, batch: Mapping[str, Any]) -> list[Q
     loaded = held_model(model)
     inputs = tensors(loaded.model, batch)
     with at_rest(loaded.model):
-        survey = checks.surveyed(loaded, inputs, made_up=False)
-        checks.proven(loaded, inputs)
+        survey = checks.survey_model(loaded, inputs, made_up=False)
+        checks.prove_identity(loaded, inputs)
         missed = [f"{path}, as {reason}" for path, reason in survey.missed.items() if reason is not None]
     if missed:
         others = f"; and {len(missed) - 1} more" if len(missed) > 1 else ""
@@ -53,11 +53,14 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Tenso
     """Return the tensors of a batch on the model's device. Raise UsageError if it is empty or has other values."""
     if not isinstance(batch, Mapping) or not batch:
         raise UsageError(
-            f"batch={shown(batch)} holds no inputs.", "Give the model's inputs by name, as a tokenizer returns them."
+            f"batch={format_argument(batch)} holds no inputs.",
+            "Give the model's inputs by name, as a tokenizer returns them.",
         )
     for name, value in batch.items():
         if not isinstance(name, str):
-            raise UsageError(f"batch has {shown(name)} in the place of a name.", "Give the model's inputs by name.")
+            raise UsageError(
+                f"batch has {format_argument(name)} in the place of a name.", "Give the model's inputs by name."
+            )
         if not isinstance(value, Tensor):
             raise UsageError(
                 f"batch[{name!r}] is a {type(value).__name__} and no tensor.",
@@ -101,7 +104,8 @@ def held_model(model: object) -> loading.Loaded:
     loaded = wrap_model(model)
     if not isinstance(loaded, loading.Loaded):
         raise UsageError(
-            f"{shown(model)} is no model in memory.", "Give a transformers model, or what attnlens.load returned."
+            f"{format_argument(model)} is no model in memory.",
+            "Give a transformers model, or what attnlens.load returned.",
         )
     return loaded
 

@@ -21,7 +21,7 @@ from attnlens.models import hooks, texts
 from attnlens.models.texts.targets import NOTHING, Fed, last_states, logits_of, of_text
 from attnlens.records import BeyondWindow, Change, PositionChange, Task
 from attnlens.runs.provenance import peak_memory
-from attnlens.wording import counted
+from attnlens.wording import format_count
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -165,14 +165,14 @@ def tokens_in(fed: Fed) -> int:
     return int(masks[0].sum()) if masks else texts.sequences_in(fed.inputs)
 
 
-def divergence(own: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
+def divergence(original: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
     """Compute KL(own ‖ new) = Σ (q − p − p log(q/p)) of each prediction, in nats.
 
     Σ (q − p) is 0 up to the rounding of both normalisations, which p log(q/p) contains too: here it cancels.
     """
-    own, new = own.log_softmax(-1), new.log_softmax(-1)
-    p = own.exp()
-    return (new.exp() - p - p * (new - own)).sum(-1)
+    original, new = original.log_softmax(-1), new.log_softmax(-1)
+    p = original.exp()
+    return (new.exp() - p - p * (new - original)).sum(-1)
 
 
 def _wait(model: PreTrainedModel) -> None:
@@ -228,7 +228,7 @@ class TokenLosses:
             rows.append(_move_to_front(loss.double().cpu(), predicted, torch.nan))
         self.back.append(_move_to_front(evidence(ids, targets)[predicted], predicted, 0))
 
-    def joined(self) -> TokenLosses:
+    def join(self) -> TokenLosses:
         """Return the losses with all batches joined into one."""
         before, after = _join_rows(self.before, torch.nan), _join_rows(self.after, torch.nan)
         return TokenLosses([before], [after], [_join_rows(self.back, 0)])
@@ -253,9 +253,9 @@ class TokenLosses:
     def beyond(self, window: int, design: Design, seed: int) -> BeyondWindow | str:
         """Return the change on tokens whose evidence lies more than `window` tokens back, or why there is none."""
         if (count := self.count(window)) < FEWEST:
-            distance = counted(window, "token")
+            distance = format_count(window, "token")
             have = "has its" if count == 1 else "have their"
-            return f"{counted(count, 'token')} {have} evidence more than {distance} back, fewer than {FEWEST}"
+            return f"{format_count(count, 'token')} {have} evidence more than {distance} back, fewer than {FEWEST}"
         before, after = _join_rows(self.before, torch.nan), _join_rows(self.after, torch.nan)
         change, tokens = _change(before, after, _join_rows(self.back, 0) > window, design, seed)
         return BeyondWindow(window=window, tokens=tokens, change=change)

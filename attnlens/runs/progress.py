@@ -29,7 +29,7 @@ def silent(_stage: str, _done: int, _total: int) -> None:
 
 
 @contextmanager
-def timed(timings: dict[str, float], stage: str) -> Iterator[None]:
+def time_stage(timings: dict[str, float], stage: str) -> Iterator[None]:
     """Add the seconds that the block takes to its stage, even if the block fails."""
     start = time.perf_counter()
     try:

@@ -347,7 +347,7 @@ def prepare(
     request: CheckpointsRequest,
 ) -> Series:
     """Prepare the requested series: find its checkpoints and read its texts."""
-    unnarrowed, request = request, request.changed(**requests.one_head(head, request.layers, request.heads))
+    unnarrowed, request = request, request.with_options(**requests.one_head(head, request.layers, request.heads))
     load_options = feeding.load_options(request, None)
     usual = [
         each.name
@@ -355,7 +355,7 @@ def prepare(
         if (each.by_default or each.name == SHOWN) and request.source in ("both", each.source)
     ]
     wanted = request.analyzers or list(dict.fromkeys(usual))
-    analyzers, requested = reading.chosen(reading.settings(request), wanted, request.select, None)
+    analyzers, requested = reading.choose_analyzers(reading.settings(request), wanted, request.select, None)
     reading.refuse_unread(request, requested.source)
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
     ordered = find_checkpoints(names, requests.words("revisions", revisions), load_options)

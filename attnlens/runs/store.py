@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import AttnlensError, OutputError, reason_of
 from attnlens.files import write_atomically
-from attnlens.wording import clean, counted, shortened
+from attnlens.wording import clean, format_count, shorten_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,7 +101,7 @@ class Store:
             if isinstance(path, Path) and path.exists() and not path.is_file():
                 raise ValueError(name)  # noqa: TRY301  # a folder, or a pipe, which may never end
             with output_errors(path, "read"):
-                return _parsed(path.read_bytes(), self._stamp(name))
+                return _parse(path.read_bytes(), self._stamp(name))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError:
@@ -124,7 +124,7 @@ class Store:
 
     def save(self, name: str, value: Any) -> None:
         """Write a unit's value atomically. Raise OutputError if it cannot be written."""
-        self._write(self.path(name), _serialised(value, self._stamp(name)))
+        self._write(self.path(name), _serialise(value, self._stamp(name)))
         self.begin()
 
     def begin(self) -> None:
@@ -191,7 +191,7 @@ class Store:
                 facts = json.loads((path / RUN).read_text())
                 reason = difference(self.facts, facts)
                 if facts.get("command") == self.facts.get("command") and reason:
-                    count = counted(sum(file.name.endswith(SUFFIX) for file in path.iterdir()), "finished unit")
+                    count = format_count(sum(file.name.endswith(SUFFIX) for file in path.iterdir()), "finished unit")
                     LOG.warning("%s holds %s of a run that differs: %s.", path, count, clean(reason))
 
     def _stamp(self, name: str) -> str:
@@ -227,10 +227,10 @@ def difference(first: Any, second: Any, where: str = "") -> str | None:
         return difference(dict(enumerate(first)), dict(enumerate(second)), where)
     if first == second:
         return None
-    return f"{where.removeprefix('.')} is {shortened(str(first), 60)} here and {shortened(str(second), 60)} there"
+    return f"{where.removeprefix('.')} is {shorten_line(str(first), 60)} here and {shorten_line(str(second), 60)} there"
 
 
-def _serialised(value: Any, stamp: str) -> bytes:
+def _serialise(value: Any, stamp: str) -> bytes:
     """Serialise a value as safetensors: its tensors, and the rest as JSON in the metadata, with a hash of both."""
     from safetensors.torch import save
 
@@ -239,7 +239,7 @@ def _serialised(value: Any, stamp: str) -> bytes:
     return save(tensors, {"attnlens": f"{_digest(text, tensors)} {text}"})  # one entry: safetensors orders none
 
 
-def _parsed(content: bytes, stamp: str) -> Any:
+def _parse(content: bytes, stamp: str) -> Any:
     """Parse the value in a file. Raise ValueError if it is truncated, damaged or another unit's."""
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -251,7 +251,7 @@ def _parsed(content: bytes, stamp: str) -> Any:
         whole = json.loads(text)
         if digest != _digest(text, tensors) or whole["stamp"] != stamp:
             raise ValueError(stamp)
-        return _restored(whole["value"], tensors)
+        return _restore_tensors(whole["value"], tensors)
     except (SafetensorError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(stamp) from error
 
@@ -278,14 +278,14 @@ def _plain(value: Any, tensors: dict[str, Tensor]) -> Any:
     return {"tensor": str(len(tensors) - 1)}
 
 
-def _restored(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _restore_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, list):
-        return [_restored(part, tensors) for part in value]
+        return [_restore_tensors(part, tensors) for part in value]
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
         return tensors[value["tensor"]]
-    return {_hashable(_restored(key, tensors)): _restored(part, tensors) for key, part in value["pairs"]}
+    return {_hashable(_restore_tensors(key, tensors)): _restore_tensors(part, tensors) for key, part in value["pairs"]}
 
 
 def _hashable(key: Any) -> Any:

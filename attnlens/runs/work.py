@@ -240,7 +240,7 @@ def _compute_units(
 ) -> Iterator[tuple[str, Any]]:
     """Yield each unit's value, or its Failure, in the order of completion."""
 
-    def kept(name: str) -> Any:
+    def load_usable(name: str) -> Any:
         value = store.load(name) if store is not None and store.resume else None
         return value if value is not None and usable(value) else None
 
@@ -257,12 +257,12 @@ def _compute_units(
 
     if not plan.elsewhere or elsewhere is None or store is None:
         for name in names:  # another run that shares the folder may finish a unit before its turn
-            value = kept(name)
-            yield name, tried(anew, name) if value is None else value
+            value = load_usable(name)
+            yield name, try_twice(anew, name) if value is None else value
         return
     waiting = []
     for name in names:
-        value = kept(name)
+        value = load_usable(name)
         if value is None:
             waiting.append(name)
         else:
@@ -278,12 +278,12 @@ def _compute_units(
             clear_parts(name, value)
             yield name, value
         elif plan.engine == "local":  # another run has written its report, and cleared the folder
-            yield name, tried(compute, name)
+            yield name, try_twice(compute, name)
         else:
             yield name, Failure(UNSEEN)
 
 
-def tried(compute: Compute, name: str) -> Any:
+def try_twice(compute: Compute, name: str) -> Any:
     """Return a unit's value, or a Failure after a second try. Errors that the user must fix are not tried again."""
     for _ in range(2):
         try:
@@ -316,7 +316,7 @@ def _compute_in_worker(opener: Opener, arguments: tuple[Any, ...], store: Store,
             )
         store.save(name, make(name))
 
-    failure: Failure | None = tried(compute, name)
+    failure: Failure | None = try_twice(compute, name)
     if failure is None or isinstance(failure.error, AttnlensError):
         return failure
     return Failure(failure.reason)

@@ -12,7 +12,7 @@ from typer.main import get_command
 
 import attnlens
 from attnlens.cli.commands import app
-from attnlens.report.render.markdown import escaped
+from attnlens.report.render.markdown import escape_text
 from attnlens.report.sections.reference import kernel_pages, measure_pages
 from attnlens.report.sections.section import Section
 
@@ -49,7 +49,7 @@ def reference() -> dict[str, str]:
     }
     pages = {"api.md": _api()}
     for shelf, told in shelves.items():
-        pages |= {f"{shelf}/{name}.md": f"# {escaped(name)}\n\n{text}" for name, (_, text) in told.items()}
+        pages |= {f"{shelf}/{name}.md": f"# {escape_text(name)}\n\n{text}" for name, (_, text) in told.items()}
         pages[f"{shelf}/index.md"] = _index(shelf, {name: summary for name, (summary, _) in told.items()})
     return pages
 
@@ -73,7 +73,7 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _marked(text: str) -> str:
     """The text with its `code` as such, and nothing else in it that markdown could read as more than a letter."""
     parts = re.split(r"( ?`[^`]+` ?)", text)  # with its blanks, which are lost at the ends of what is escaped
-    return "".join(part.replace("|", r"\|") if code % 2 else escaped(part) for code, part in enumerate(parts))
+    return "".join(part.replace("|", r"\|") if code % 2 else escape_text(part) for code, part in enumerate(parts))
 
 
 def _linked(text: str) -> str:
@@ -83,7 +83,7 @@ def _linked(text: str) -> str:
 
 
 def _index(shelf: str, told: Mapping[str, str]) -> str:
-    entries = "\n".join(f"- [{escaped(name)}]({name}.md): {_marked(summary)}" for name, summary in told.items())
+    entries = "\n".join(f"- [{escape_text(name)}]({name}.md): {_marked(summary)}" for name, summary in told.items())
     toctree = "\n".join(["```{toctree}", ":hidden:", "", *told, "```"])
     return f"# {shelf.capitalize()}\n\n{TOLD[shelf]}\n\n{entries}\n\n{toctree}\n"
 
@@ -102,7 +102,7 @@ def _command(name: str, command: Any) -> str:
         if option.param_type_name == "option" and not option.hidden:
             panels.setdefault(getattr(option, "rich_help_panel", None) or "Options", []).append(_option(option))
     titles = ("option", "meaning", "default", "environment")
-    tables = [f"## {escaped(panel)}\n\n{_table(titles, rows)}" for panel, rows in panels.items()]
+    tables = [f"## {escape_text(panel)}\n\n{_table(titles, rows)}" for panel, rows in panels.items()]
     return "\n\n".join([_marked(_summary(command)), f"```text\n{typed}\n```", *filter(None, [told]), *tables])
 
 

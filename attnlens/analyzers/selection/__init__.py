@@ -109,7 +109,7 @@ OF_SPACE = (
 """Measures of a head by the SVM of one space."""
 
 
-def qualified(what: str, space: Space) -> str:
+def qualify_name(what: str, space: Space) -> str:
     """Return the name of a measure in one space: `selection.margin`, `selection.projected_margin`."""
     return f"selection.{'projected_' if space == 'projected' else ''}{what}"
 
@@ -119,7 +119,7 @@ def _in_space(info: MeasureInfo, space: Space) -> MeasureInfo:
     texts = {name: getattr(info, name).format(**words) for name in ("meaning", "formula")}
     behind = sum(other.series > 0 for other in OF_SPACE) * SPACES.index(space)
     series = info.series and info.series + behind
-    renamed = replace(info, name=qualified(info.name, space), space=space, null="rotations", series=series, **texts)
+    renamed = replace(info, name=qualify_name(info.name, space), space=space, null="rotations", series=series, **texts)
     return replace(renamed, sized_by="d_model and the queries that were posed")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from attnlens import records
 from attnlens.analyzers.registry import Answer, GatheringPlace
-from attnlens.analyzers.selection import DECIDED, MEASURES, MOST_QUERIES, OF_SPACE, POSED, SPACES, qualified
+from attnlens.analyzers.selection import DECIDED, MEASURES, MOST_QUERIES, OF_SPACE, POSED, SPACES, qualify_name
 from attnlens.choices import Space
 from attnlens.lazy import LazyModule
 from attnlens.records import QueryKey
@@ -100,7 +100,7 @@ class Selector:
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
         """Count the decided queries of one sequence, and store the sequence if there is room."""
-        read = self._read(query_key, sequence)
+        read = self._read_parts(query_key, sequence)
         for index, head in enumerate(query_key.heads):
             sink = None if query_key.sinks is None else float(query_key.sinks[index])
             self.kv_heads[head] = query_key.key_of[index]
@@ -123,7 +123,9 @@ class Selector:
         tasks = [(head, draw) for head in heads for draw in (None, *range(NULL_DRAWS))]
         solved = linalg.map_in_pool(self._solve_task, tasks)
         by_head = [solved[start : start + 1 + NULL_DRAWS] for start in range(0, len(solved), 1 + NULL_DRAWS)]
-        return {head: self._answer(head, own, draws) for head, (own, *draws) in zip(heads, by_head, strict=True)}
+        return {
+            head: self._answer(head, solution, draws) for head, (solution, *draws) in zip(heads, by_head, strict=True)
+        }
 
     def scenes(self, head: int) -> list[Scene]:
         """Return the stored sequences as one head sees them, in the first space."""
@@ -135,7 +137,7 @@ class Selector:
             return "its queries or keys are NaN or Inf in every sequence"
         return next(self._solve_spaces(head, None))[2]
 
-    def _read(self, query_key: QueryKey, sequence: int) -> StoredSequence:
+    def _read_parts(self, query_key: QueryKey, sequence: int) -> StoredSequence:
         """Return the parts of the sequence that its heads need."""
         queries, keys = query_key.query.shape[-2], query_key.key.shape[-2]
         masks = torch.ones(1, queries, keys).bool() if query_key.allowed is None else query_key.allowed[0].cpu()
@@ -196,17 +198,17 @@ class Selector:
             for space, chosen, nearness in self._solve_spaces(head, draw)
         }
 
-    def _answer(self, head: int, own: SolvedBySpace, draws: Sequence[SolvedBySpace]) -> Answer:
+    def _answer(self, head: int, solutions: SolvedBySpace, draws: Sequence[SolvedBySpace]) -> Answer:
         site, first = self.place.site, self.spaces[0]
-        measures = {info.name: _measure(info.name.partition(".")[2], own[first]) for info in POSED}
+        measures = {info.name: _measure(info.name.partition(".")[2], solutions[first]) for info in POSED}
         kinds = [info.name for info in OF_SPACE if not info.curve]
         for space in SPACES:
-            if space in own:
+            if space in solutions:
                 nulls = [draw[space] for draw in draws]
-                measures |= {qualified(kind, space): _measure(kind, own[space], nulls) for kind in kinds}
+                measures |= {qualify_name(kind, space): _measure(kind, solutions[space], nulls) for kind in kinds}
             else:  # the form is then the reason why there is none
                 nothing = records.Measure(value=None, reason=str(self.place.form))
-                measures |= dict.fromkeys((qualified(kind, space) for kind in kinds), nothing)
+                measures |= dict.fromkeys((qualify_name(kind, space) for kind in kinds), nothing)
         selection = records.Selection(
             site=site.name,
             layer=site.layer,
@@ -214,15 +216,17 @@ class Selector:
             kv_head=self.kv_heads[head],
             part=site.part,
             space=first,
-            picks=own[first].picks,
-            best=own[first].best,
+            picks=solutions[first].picks,
+            best=solutions[first].best,
             null_margins=[draw[first].margins for draw in draws if draw[first].margins],
         )
         return Answer(
             measures=measures,
             windows={DECIDED.name: self.shares[head]},
-            curves={qualified("margins", space): solved.margins for space, solved in own.items() if solved.margins},
-            shown=selection if own[first].picks else None,
+            curves={
+                qualify_name("margins", space): solved.margins for space, solved in solutions.items() if solved.margins
+            },
+            shown=selection if solutions[first].picks else None,
         )
 
 
@@ -256,13 +260,13 @@ def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[i
     return Solved(values, None, nearness.shares.sort().values.tolist(), nearness.best, picks)
 
 
-def _measure(name: str, own: Solved, draws: Sequence[Solved] = ()) -> records.Measure:
+def _measure(name: str, solution: Solved, draws: Sequence[Solved] = ()) -> records.Measure:
     """Return a problem's measure; its null is mean and sd of the draws that have the measure, if two or more do."""
-    if name not in own.values:
-        return records.Measure(value=None, reason=own.reason)
+    if name not in solution.values:
+        return records.Measure(value=None, reason=solution.reason)
     values = torch.tensor([draw.values[name] for draw in draws if name in draw.values], dtype=torch.float64)
     null = records.Null(mean=float(values.mean()), sd=float(values.std())) if len(values) > 1 else None
-    return records.Measure(value=own.values[name], n=round(own.values["queries"]), null=null)
+    return records.Measure(value=solution.values[name], n=round(solution.values["queries"]), null=null)
 
 
 def _to_storage(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

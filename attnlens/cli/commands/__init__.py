@@ -29,7 +29,7 @@ from attnlens.cli.outputs import (
     run_and_deliver,
 )
 from attnlens.cli.parameters import defaults, kinds
-from attnlens.cli.show import PARTLY, UNUSABLE, console, guarded
+from attnlens.cli.show import PARTLY, UNUSABLE, console, guard
 from attnlens.errors import UsageError
 from attnlens.requests import DoctorRequest, InspectRequest
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Explained = Annotated[str, typer.Argument(metavar="MEASURE", help="A measure, curve, distance or kernel of `list`.")]
 
 
-@guarded
+@guard
 def list_(what: opt.Listed = None, markdown: opt.ListedMarkdown = False, debug: opt.Debug = False) -> None:
     """List kernels, analyzers and measures, or which model types are read, or print the report's JSON Schema."""
     kind = None if what is None else checked_name("list", what, opt.LISTED)
@@ -69,7 +69,7 @@ def list_(what: opt.Listed = None, markdown: opt.ListedMarkdown = False, debug: 
     _show(sections, markdown=markdown)
 
 
-@guarded
+@guard
 def explain(name: Explained, markdown: opt.ListedMarkdown = False, debug: opt.Debug = False) -> None:
     """Explain a measure or kernel: formula, range, null, errors, source, and what to do with the answer."""
     from attnlens.report.sections.reference import explanation
@@ -95,7 +95,7 @@ def _show(sections: list[Section], *, markdown: bool) -> None:
 Saved = Annotated[str, typer.Argument(metavar="REPORT", help="A report from --json.")]
 
 
-@guarded
+@guard
 @opt.also(opt.SHOWN)
 def report(context: typer.Context, saved: Saved, table: opt.Table = False, **_shared: object) -> None:
     """Show a saved report again: its tables, or with --html, --figure, --csv and --markdown as files."""
@@ -127,7 +127,7 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-@guarded
+@guard
 def root(
     context: typer.Context,
     version: Annotated[
@@ -146,7 +146,7 @@ def root(
 
 
 @app.command()
-@guarded
+@guard
 @opt.also(opt.parameters(InspectRequest), opt.SHOWN)
 def inspect(
     context: typer.Context,
@@ -160,7 +160,7 @@ def inspect(
     """Show per head symmetry, definiteness and spectrum; with `--analyzer selection`, whether it selects as an SVM."""
     params = context.params
     outputs = Outputs.of(params)
-    request = opt.build(InspectRequest, params, **opt.chosen(params))
+    request = opt.build(InspectRequest, params, **opt.selected_heads(params))
     check_reading(request)
     if outputs.windows_csv is not None and request.source == "weights":
         raise UsageError("source weights reads no window of a text.", "Leave out --windows-csv, or --source weights.")
@@ -181,7 +181,7 @@ app.command()(check)
 
 
 @app.command()
-@guarded
+@guard
 @opt.also(opt.parameters(DoctorRequest, without=NOT_EXAMINED), opt.TOLD)
 def doctor(context: typer.Context, model: opt.Model = None, strict: opt.Strict = False, **_shared: object) -> None:
     """Prove on this model that what attnlens reads is what the model computes; exit 2 where it is not."""

@@ -12,7 +12,7 @@ import typer
 from attnlens import requests
 from attnlens.arguments import names_report
 from attnlens.cli import parameters as opt
-from attnlens.cli.commands.converge import FAILED, typed
+from attnlens.cli.commands.converge import FAILED, command_line_options
 from attnlens.cli.outputs import (
     STDOUT,
     Failures,
@@ -26,7 +26,7 @@ from attnlens.cli.outputs import (
     write_data,
 )
 from attnlens.cli.parameters import FILES
-from attnlens.cli.show import complain, guarded, interruptible_at_once, say
+from attnlens.cli.show import complain, guard, interruptible_at_once, say
 from attnlens.errors import OutputError, UsageError
 from attnlens.files import check_writable, local_path, write_atomically
 from attnlens.requests.run_options import CheckRequest, SharedRequest
@@ -49,7 +49,7 @@ Junit = Annotated[str | None, opt.output("--junit", "Write one test case per rul
 CsvRows = Annotated[str | None, opt.output("--csv", "Write one row per head that breaks a rule as CSV.")]
 
 
-@guarded
+@guard
 @opt.also(opt.parameters(CheckRequest) | READING, opt.TOLD)
 def check(
     context: typer.Context,
@@ -66,7 +66,7 @@ def check(
 
     params = context.params
     request = opt.build(CheckRequest, params)
-    _refuse_ignored(subject, model, request, typed(context))
+    _refuse_ignored(subject, model, request, command_line_options(context))
     outputs, parsed = Outputs.of(params), _load_rules(request)
     stored = _load_baseline(subject, request)
     inputs = Inputs.of(params, [model or subject] if model or not names_report(subject) else [])
@@ -85,10 +85,10 @@ def check(
     _deliver(outputs, judged, annotations=request.annotations)
     failed = [each.rule for each in judged.checks if not each.passed]
     if failed:
-        from attnlens.wording import counted, listed
+        from attnlens.wording import format_count, join_items
 
         complain(
-            f"{len(failed)} of {counted(len(judged.checks), 'rule')} failed: {listed(failed, 3)}.",
+            f"{len(failed)} of {format_count(len(judged.checks), 'rule')} failed: {join_items(failed, 3)}.",
             "The table shows the measured values; --json, --csv and --junit have them too.",
         )
         raise typer.Exit(FAILED)
@@ -176,7 +176,7 @@ def _load_report(
     from attnlens.checks.judging import options_for
 
     if not reading.analyzers and reading.source == "both" and not request.update_baseline:
-        reading = reading.changed(**options_for(rules, baseline))
+        reading = reading.with_options(**options_for(rules, baseline))
     with interruptible_at_once():
         from attnlens.cli import analyses
     with working(outputs) as tell:
@@ -208,10 +208,10 @@ def _deliver(outputs: Outputs, report: Report, *, annotations: bool) -> None:
         "junit": junit,
     }
     write_data(outputs, report, writers, failures, written)
-    with failures.kept():
+    with failures.collect():
         show(outputs, report, checked.document)
     if annotations or os.environ.get("GITHUB_ACTIONS") == "true":
-        with failures.kept():
+        with failures.collect():
             _annotate(report, stderr=outputs.json == STDOUT)
     if written and not outputs.quiet:
         say(f"Wrote {', '.join(written)}")

@@ -21,7 +21,7 @@ from attnlens.cli.outputs import (
     end_strictly,
     run_and_deliver,
 )
-from attnlens.cli.show import complain, guarded, say
+from attnlens.cli.show import complain, guard, say
 from attnlens.errors import UnaskedError, UsageError
 from attnlens.requests import CheckpointsRequest
 from attnlens.requests.experiments import DescentRequest, StudyRequest, SyntheticRequest, checked_table
@@ -94,7 +94,7 @@ FOLLOWED = opt.parameters(CheckpointsRequest, without=("adapter", "engine"))
 """Options of a series of checkpoints."""
 
 
-@guarded
+@guard
 @opt.also(SYNTHETIC | FOLLOWED, opt.SHOWN)
 def converge(
     context: typer.Context,
@@ -108,7 +108,7 @@ def converge(
     """Does training select tokens as the max-margin solution says? Synthetic, one head, or checkpoints."""
     params = context.params
     kind = kind_of(params)
-    refuse_other(kind, typed(context))
+    refuse_other(kind, command_line_options(context))
     outputs = Outputs.of(params)
     work = prepare(kind, params)
     if kind != SYNTHETIC_RUN and not models and not outputs.quiet:
@@ -126,7 +126,7 @@ Table = Annotated[
 ]
 
 
-@guarded
+@guard
 @opt.also(opt.parameters(StudyRequest), opt.SHOWN)
 def reproduce(context: typer.Context, table: Table = CLAIMS, quick: Quick = False, **_shared: object) -> None:
     """Rerun the papers' small experiments (exit 1 if a claim fails), or train the models of one of their tables."""
@@ -134,7 +134,7 @@ def reproduce(context: typer.Context, table: Table = CLAIMS, quick: Quick = Fals
     outputs = Outputs.of(params)
     request = opt.build(StudyRequest, params)
     if checked_table(table) == CLAIMS:
-        refuse_other(CLAIMS_RUN, typed(context))
+        refuse_other(CLAIMS_RUN, command_line_options(context))
     outputs.check(Inputs.of(params, ()))
     if table != CLAIMS:
         begin_workers(request.engine, request.jobs or os.cpu_count() or 1)
@@ -150,9 +150,9 @@ def reproduce(context: typer.Context, table: Table = CLAIMS, quick: Quick = Fals
     report = run_and_deliver(outputs, work)
     failed = [experiment.name for experiment in report.experiments if experiment.passed is False]
     if failed:
-        from attnlens.wording import listed
+        from attnlens.wording import join_items
 
-        complain(f"Not as published: {listed(failed, 12)}.", "The table shows the measured values; --json has all.")
+        complain(f"Not as published: {join_items(failed, 12)}.", "The table shows the measured values; --json has all.")
         raise typer.Exit(FAILED)
 
 
@@ -167,9 +167,9 @@ def kind_of(values: Mapping[str, Any]) -> str:
     return SYNTHETIC_RUN
 
 
-def refuse_other(kind: str, given: list[str]) -> None:
+def refuse_other(kind: str, options: list[str]) -> None:
     """Raise UsageError for an option of another kind of run that this one would ignore."""
-    for name in given:
+    for name in options:
         others = [other for other, names in KINDS.items() if name in names]
         if name not in KINDS[kind] | EVERYWHERE:
             option = "--" + name.replace("_", "-")
@@ -199,7 +199,7 @@ def prepare(kind: str, values: Mapping[str, Any]) -> Callable[[Any, Any], tuple[
     return lambda analyses, tell: analyses.follow(models or None, request, revisions=revisions, progress=tell)
 
 
-def typed(context: typer.Context) -> list[str]:
+def command_line_options(context: typer.Context) -> list[str]:
     """Return the parameters that were set on the command line of this call."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]

@@ -21,7 +21,7 @@ from attnlens.cli.outputs import (
     run_and_deliver,
     working,
 )
-from attnlens.cli.show import guarded, interruptible_at_once
+from attnlens.cli.show import guard, interruptible_at_once
 from attnlens.requests import CompareRequest, HealRequest, RanksRequest, SwapRequest
 from attnlens.requests.swap import heal_options, rank_options, swap_options
 
@@ -32,7 +32,7 @@ First = Annotated[
 Second = Annotated[str, typer.Argument(metavar="SECOND", help=f"The second one, that --adapter applies to: {NAMES}.")]
 
 
-@guarded
+@guard
 @opt.also(opt.parameters(CompareRequest), opt.SHOWN)
 def compare(
     context: typer.Context,
@@ -72,7 +72,7 @@ HealedKernel = Annotated[
 Plan = Annotated[str | None, opt.output("--plan", "Write the ranks as JSON, for --ranks.")]
 
 
-@guarded
+@guard
 @opt.also(opt.parameters(SwapRequest, without=("engine", "shard")), opt.SHOWN)
 def swap_kernel(
     context: typer.Context,
@@ -89,7 +89,7 @@ def swap_kernel(
     _change(context.params, model, lambda analyses, name, tell: analyses.swap_work(name, kernels, request, tell))
 
 
-@guarded
+@guard
 @opt.also(opt.parameters(RanksRequest), opt.SHOWN)
 def ranks(
     context: typer.Context,
@@ -101,11 +101,11 @@ def ranks(
 ) -> None:
     """Find how few numbers the keys of each head need within a budget of loss, and measure the model with them."""
     request = opt.build(RanksRequest, context.params)
-    request = request.changed(ranks=rank_options(request)[1].plan)  # a plan from a pipe can only be read once
+    request = request.with_options(ranks=rank_options(request)[1].plan)  # a plan from a pipe can only be read once
     _change(context.params, model, lambda analyses, name, tell: analyses.rank_work(name, request, tell))
 
 
-@guarded
+@guard
 @opt.also(opt.parameters(HealRequest, without=("generate",)), opt.SHOWN)
 def heal(
     context: typer.Context,
@@ -117,7 +117,7 @@ def heal(
     """Replace the kernel, and train the swapped heads back towards the original model, or on text."""
     request, kernel = opt.build(HealRequest, context.params), kernel or None
     ranks = heal_options(kernel, request)[2]
-    request = request.changed(ranks=None if ranks is None else ranks.plan)
+    request = request.with_options(ranks=None if ranks is None else ranks.plan)
     _change(context.params, model, lambda analyses, name, tell: analyses.heal_work(name, kernel, request, tell))
 
 

@@ -66,17 +66,17 @@ class PrimalHeads(nn.Module):
         key: Float[Tensor, "batch heads tokens head_dim"],
         *,
         causal: bool = False,
-        kept: Bool[Tensor, "#batch #heads tokens"] | None = None,
+        real: Bool[Tensor, "#batch #heads tokens"] | None = None,
         rows: Float[Tensor, "batch heads tokens head_dim"] | None = None,
     ) -> Float[Tensor, "batch heads tokens value_dim"]:
-        """Compute the output; `kept` marks tokens that are not padding, `rows` are the inputs that X' is sampled from.
+        """Compute the output; `real` marks tokens that are not padding, `rows` are the inputs that X' is sampled from.
 
         `causal`: queries and keys are averaged over the tokens 0 … i before they are normalised, as in the published
         code. Raises UsageError if rows are missing, or for sampling with `causal`.
         """
         query, key = wide(query), wide(key)
         if causal:
-            query, key = running(query, kept), running(key, kept)
+            query, key = running(query, real), running(key, real)
         query, key = ksvd.unit(query), ksvd.unit(key)
         if self.samples:
             if rows is None or causal:
@@ -86,10 +86,10 @@ class PrimalHeads(nn.Module):
                     else "Data-dependent primal attention needs the inputs that its rows are sampled from.",
                     "Use samples=0." if causal else "Hand `rows` over.",
                 )
-            chosen = ksvd.evenly_spaced(wide(rows), self.samples, kept)
+            chosen = ksvd.evenly_spaced(wide(rows), self.samples, real)
             query, key = query @ chosen.mT, key @ chosen.mT
         e, r = query @ self.query_map.to(query), key @ self.key_map.to(key)
-        self.last = (e, r, kept) if self.training else (e.detach(), r.detach(), kept)
+        self.last = (e, r, real) if self.training else (e.detach(), r.detach(), real)
         return self.output(torch.cat([e, r], -1).to(self.output.weight.dtype))  # type: ignore[no-any-return]
 
     def objectives(self, convention: Convention = "paper") -> Float[Tensor, "batch heads"]:
@@ -103,14 +103,14 @@ class PrimalHeads(nn.Module):
                 "J belongs to a forward pass, and there was none yet, or none since the last regulariser.",
                 "Run the model first.",
             )
-        e, r, kept = self.last
+        e, r, real = self.last
         if torch.is_grad_enabled() and self.query_map.requires_grad and not e.requires_grad:
             raise UsageError(
                 "The last forward pass recorded no gradients: eval mode, no_grad, or reentrant checkpointing.",
                 "Run it in training mode without these (use_reentrant=False), or ask under torch.no_grad().",
             )
         maps = self.query_map.to(e), self.key_map.to(e), self.log_multipliers.to(e).exp()
-        return objectives(e, r, *maps, kept, convention)
+        return objectives(e, r, *maps, real, convention)
 
     def release(self) -> None:
         """Drop the last forward pass if it has a graph, which keeps the whole model's activations in memory."""
@@ -152,13 +152,13 @@ class PrimalAttention(nn.Module):
         self.heads = PrimalHeads(heads, d_model // heads, scores, samples=samples)
 
     def forward(
-        self, inputs: Float[Tensor, "batch tokens d_model"], kept: Bool[Tensor, "batch tokens"] | None = None
+        self, inputs: Float[Tensor, "batch tokens d_model"], real: Bool[Tensor, "batch tokens"] | None = None
     ) -> Float[Tensor, "batch tokens d_model"]:
-        """Compute the layer's output; `kept` is False at padded tokens, whose heads return zero."""
+        """Compute the layer's output; `real` is False at padded tokens, whose heads return zero."""
         rows = self._split(inputs) if self.heads.samples else None
-        mask = None if kept is None else kept[:, None]
+        mask = None if real is None else real[:, None]
         query, key = self._split(self.query(inputs)), self._split(self.key(inputs))
-        output = self.heads(query, key, causal=self.causal, kept=mask, rows=rows)
+        output = self.heads(query, key, causal=self.causal, real=mask, rows=rows)
         if mask is not None:
             output = output.masked_fill(~mask[..., None], 0.0)
         return self.out(output.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

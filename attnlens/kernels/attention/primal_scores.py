@@ -31,7 +31,7 @@ class Features:
     """Fφ(q), in float32 or better."""
     key: Float[Tensor, "batch heads tokens features"]
     """Fφ(k), with keys repeated under GQA."""
-    kept: Bool[Tensor, "#batch #heads tokens"] | None = None
+    real: Bool[Tensor, "#batch #heads tokens"] | None = None
     """Which tokens are not padding; None for all."""
 
 
@@ -46,9 +46,9 @@ def features(call: Call, samples: int = 0) -> Features:
     cache, a mask that is neither causal nor one of padding, and samples under a causal mask.
     """
     keys_reached = whole_reach(call)
-    kept, query, key = keys_reached.kept, wide(call.query), wide(call.paired_key)
+    real, query, key = keys_reached.real, wide(call.query), wide(call.paired_key)
     if keys_reached.causal:
-        query, key = running(query, kept), running(key, kept)
+        query, key = running(query, real), running(key, real)
     query, key = ksvd.unit(query), ksvd.unit(key)
     if samples:
         if keys_reached.causal:
@@ -56,9 +56,9 @@ def features(call: Call, samples: int = 0) -> Features:
                 "samples take rows of the whole text, and this site's mask is causal: the future would leak.",
                 "Leave out samples: causal primal attention is data-independent.",
             )
-        rows = ksvd.evenly_spaced(key, samples, kept)
+        rows = ksvd.evenly_spaced(key, samples, real)
         query, key = query @ rows.mT, key @ rows.mT
-    return Features(query, key, kept)
+    return Features(query, key, real)
 
 
 def whole_reach(call: Call) -> Reach:
@@ -103,7 +103,7 @@ def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Ten
     names = ("query_map", "key_map", "log_multipliers")
     query_map, key_map, log_multipliers = (kernel.fitted[name].to(phi.query) for name in names)
     e, r = phi.query @ query_map, phi.key @ key_map
-    return average_layer(objectives(e, r, query_map, key_map, log_multipliers.exp(), phi.kept, convention), convention)
+    return average_layer(objectives(e, r, query_map, key_map, log_multipliers.exp(), phi.real, convention), convention)
 
 
 def average_layer(objective: Float[Tensor, "batch heads"], convention: Convention) -> Float[Tensor, ""]:
@@ -117,25 +117,25 @@ def objectives(
     query_map: Map,
     key_map: Map,
     multipliers: Float[Tensor, "heads scores"],
-    kept: Bool[Tensor, "#batch #heads tokens"] | None,
+    real: Bool[Tensor, "#batch #heads tokens"] | None,
     convention: Convention,
 ) -> Float[Tensor, "batch heads"]:
     """Compute J of every sequence and head (ksvd.objective) over real tokens: padding enters neither sums nor means."""
-    if kept is not None:
+    if real is not None:
         # in the code convention ksvd.objective divides by all tokens: rescale to the real ones (at least 1: a sequence
         # may be all padding)
-        count = kept.sum(-1).clamp_min(1) if convention == "code" else kept.shape[-1]
-        share = (kept * (kept.shape[-1] / torch.as_tensor(count).to(e)[..., None]).sqrt())[..., None]
+        count = real.sum(-1).clamp_min(1) if convention == "code" else real.shape[-1]
+        share = (real * (real.shape[-1] / torch.as_tensor(count).to(e)[..., None]).sqrt())[..., None]
         e, r = e * share, r * share
     return ksvd.objective(e, r, query_map, key_map, multipliers, convention)
 
 
 def running(
-    x: Float[Tensor, "batch heads tokens head_dim"], kept: Bool[Tensor, "#batch #heads tokens"] | None = None
+    x: Float[Tensor, "batch heads tokens head_dim"], real: Bool[Tensor, "#batch #heads tokens"] | None = None
 ) -> Float[Tensor, "batch heads tokens head_dim"]:
     """Compute row i as the mean of the kept rows among 0 … i; zero before the first kept row."""
-    if kept is None:
+    if real is None:
         count = torch.arange(1, x.shape[-2] + 1, device=x.device, dtype=x.dtype)[:, None]
         return x.cumsum(-2) / count
-    count = kept.to(x.dtype).cumsum(-1).clamp_min(1)[..., None]
-    return x.masked_fill(~kept[..., None], 0.0).cumsum(-2) / count
+    count = real.to(x.dtype).cumsum(-1).clamp_min(1)[..., None]
+    return x.masked_fill(~real[..., None], 0.0).cumsum(-2) / count

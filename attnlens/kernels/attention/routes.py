@@ -66,7 +66,7 @@ def _prepare(call: Call, kernel: Kernel) -> tuple[Call, Kernel]:
     """Return the call and the kernel to compute; an analysis is refused by the name the user typed, not by its tie."""
     if kernel.oracle and not call.cross and call.query.shape[2] == call.key.shape[2]:
         refuse_hidden(call, kernel)
-    return kernel.prepared(call)
+    return kernel.prepare_call(call)
 
 
 def _refuse(call: Call, kernel: Kernel) -> None:
@@ -80,7 +80,7 @@ def _refuse(call: Call, kernel: Kernel) -> None:
             f"{kernel.tie} needs the queries and keys of the same tokens; this site attends to another sequence.",
             "Leave out cross-attention with --part.",
         )
-    kernel.tied(call.query, call.key)
+    kernel.apply_tie(call.query, call.key)
     if kernel.part is not None:
         refuse_hidden(call, kernel)
     if call.sinks is not None and kernel.signed:

@@ -66,20 +66,20 @@ def visible_under(mask: Tensor) -> Tensor:
 class Positions:
     """Positions of a call's queries among its keys."""
 
-    own: Int[Tensor, "#batch queries"]
+    query: Int[Tensor, "#batch queries"]
     """Index, among the keys, of each query's own token."""
     first: Int[Tensor, "#batch 1"]
     """Index of the sequence's first token; keys before it are padding."""
 
     def keys_kept(self, key_filter: KeyFilter, rows: slice, columns: slice) -> Bool[Tensor, "#batch 1 rows columns"]:
         """Return which keys of `columns` the filter keeps for queries `rows`, by positions from the first token."""
-        keys = torch.arange(columns.start, columns.stop, device=self.own.device) - self.first
-        return key_filter.keeps(self.own[:, rows] - self.first, keys)[:, None]
+        keys = torch.arange(columns.start, columns.stop, device=self.query.device) - self.first
+        return key_filter.keeps(self.query[:, rows] - self.first, keys)[:, None]
 
     def keys_within(self, distance: int, rows: slice) -> slice:
         """Return the range of keys at most `distance` away from some query of `rows`."""
-        own = self.own[:, rows]
-        return slice(max(0, int(own.min()) - distance), int(own.max()) + distance + 1)
+        queries = self.query[:, rows]
+        return slice(max(0, int(queries.min()) - distance), int(queries.max()) + distance + 1)
 
 
 def positions(call: Call, key_filter: KeyFilter) -> Positions:
@@ -104,16 +104,16 @@ def positions(call: Call, key_filter: KeyFilter) -> Positions:
     if seen is not None:
         first = seen.any(dim=1).int().argmax(-1, keepdim=True)
     if queries == keys or call.causal:
-        own = torch.arange(queries, device=call.query.device)[None]
+        query = torch.arange(queries, device=call.query.device)[None]
     elif queries == 1 and seen is None:
-        own = torch.full_like(first, keys - 1)
+        query = torch.full_like(first, keys - 1)
     elif seen is None or queries > keys:
         raise position_error(f"{queries} queries meet {keys} keys without a mask")
     else:
-        own = keys - 1 - seen.flip(-1).int().argmax(-1)
-        if queries > 1 and bool((own == own[:, :1]).all()):
+        query = keys - 1 - seen.flip(-1).int().argmax(-1)
+        if queries > 1 and bool((query == query[:, :1]).all()):
             raise position_error(f"all of the {queries} queries see the same last key")
-    return Positions(own, first)
+    return Positions(query, first)
 
 
 def _has_window(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> bool:
@@ -180,8 +180,8 @@ def _sequences(call: Call, kernel: Kernel) -> Iterator[tuple[int, Int[Tensor, " 
     """Yield for each sequence of the batch its index, the positions of its real tokens, and its attention matrices."""
     key, untied, part = call.paired_key, replace(kernel, tie=None), kernel.part
     assert part is not None  # noqa: S101  # guaranteed by route
-    for index, kept in enumerate(_real(call)):
-        sequence, real = slice(index, index + 1), kept.nonzero()[:, 0]
+    for index, tokens in enumerate(_real(call)):
+        sequence, real = slice(index, index + 1), tokens.nonzero()[:, 0]
         query, its_key = (x[sequence, :, real].double() for x in (call.query, key))
         log_k = untied.log(query, its_key, call.scale, softcap=call.softcap)
         if call.bias is not None:
@@ -208,7 +208,7 @@ def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tens
     transformers' eager attention; under a tie of whole sequences, padded rows are zero. Raises UsageError for a tie or
     a filter if queries have no position among the keys.
     """
-    call, kernel = kernel.prepared(call)
+    call, kernel = kernel.prepare_call(call)
     if kernel.part is not None:
         return whole_weights(call, kernel)[..., rows, :]
     rows = slice(*rows.indices(call.query.shape[2]))
@@ -290,14 +290,14 @@ def _weights(
     seen = call.visible(rows)
     seen = None if seen is None else seen[..., columns]
     if kernel.filter is not None and where is not None:
-        kept = where.keys_kept(kernel.filter, rows, columns)
-        seen = kept if seen is None else seen & kept
+        visible = where.keys_kept(kernel.filter, rows, columns)
+        seen = visible if seen is None else seen & visible
     sinks = None if call.sinks is None else call.sinks.view(1, -1, 1, 1)
     if kernel.near is not None and where is not None:
         near = where.keys_kept(kernel.near, rows, columns)
         near = near if seen is None else near & seen
-        own, largest = near_scores(call, kernel, key, near, rows, columns)
-        log_k, sinks = torch.where(near, own, log_k), None if sinks is None else sinks - largest
+        near_logits, largest = near_scores(call, kernel, key, near, rows, columns)
+        log_k, sinks = torch.where(near, near_logits, log_k), None if sinks is None else sinks - largest
     sign = None
     if kernel.signed:
         sign = kernel.sign(call.query, key, call.scale, softcap=call.softcap, rows=rows, columns=columns)

@@ -39,7 +39,7 @@ def by_scores(call: Call, kernel: Kernel, *, compiled: bool = True) -> Float[Ten
     Compiled once per spelling of the kernel; `compiled=False` runs the same arithmetic uncompiled, for tests. Blocks of
     keys that no query of a block sees are skipped. Rows that may see nothing are zero.
     """
-    query, key = kernel.tied(call.query, call.paired_key)
+    query, key = kernel.apply_tie(call.query, call.paired_key)
     key = key.clone() if key is query else key  # torch cannot compile a kernel that gets the same tensor twice
     flex = cast("Callable[..., object]", _compile_flex(kernel.spelling) if compiled else flex_attention)
     # private, but the only way to change these settings for one call
@@ -85,7 +85,7 @@ def _block_mask(call: Call, kernel: Kernel, *, compiled: bool) -> BlockMask | No
     if not conditions:
         return None
 
-    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         visible = conditions[0](batch, head, query, key)
         for condition in conditions[1:]:
             visible = visible & condition(batch, head, query, key)
@@ -95,7 +95,7 @@ def _block_mask(call: Call, kernel: Kernel, *, compiled: bool) -> BlockMask | No
     heads = call.query.shape[1] if call.allowed is not None and call.allowed.shape[1] > 1 else None
     sizes = call.query.shape[2], call.key.shape[2]
     # `_compile` is private, but without it the mask is built from a matrix of all pairs
-    return create_block_mask(seen, batches, heads, *sizes, device=call.query.device, _compile=compiled)
+    return create_block_mask(is_visible, batches, heads, *sizes, device=call.query.device, _compile=compiled)
 
 
 def _filter_by_index(call: Call, key_filter: KeyFilter) -> ByIndex:
@@ -104,13 +104,13 @@ def _filter_by_index(call: Call, key_filter: KeyFilter) -> ByIndex:
     keeps, numbers, where = key_filter.modifier.keeps, dict(key_filter.parameters), positions(call, key_filter)
     assert keeps is not None  # noqa: S101  # a tie is not a filter
     batch_size, queries = call.query.shape[0], call.query.shape[2]
-    own, first = where.own.expand(batch_size, queries), where.first[:, 0].expand(batch_size)
+    query_positions, first = where.query.expand(batch_size, queries), where.first[:, 0].expand(batch_size)
 
-    def kept(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def keeps_key(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         start = first[batch]
-        return keeps(own[batch, query] - start, key - start, **numbers)
+        return keeps(query_positions[batch, query] - start, key - start, **numbers)
 
-    return kept
+    return keeps_key
 
 
 def _by_index(call: Call, matrix: Tensor) -> ByIndex:

@@ -33,7 +33,7 @@ def by_products(call: Call, kernel: Kernel) -> Sums:
     passes, or its sum with the bias.
     """
     assert kernel.info.dot is not None  # noqa: S101  # guaranteed by route
-    query, key = kernel.tied(call.query, call.paired_key)
+    query, key = kernel.apply_tie(call.query, call.paired_key)
     value = call.paired_value
     query, key, scale = kernel.info.dot(query, key, call.scale, **kernel.parameters, **kernel.fitted)
     query, key = query.to(value.dtype), key.to(value.dtype)
@@ -83,7 +83,7 @@ class Reach:
 
     causal: bool
     """Whether query i sums over the keys 0 … i; otherwise every query sums over all keys."""
-    kept: Bool[Tensor, "#batch #heads keys"] | None = None
+    real: Bool[Tensor, "#batch #heads keys"] | None = None
     """Which keys are not padding; None for all."""
 
 
@@ -97,19 +97,19 @@ def by_sums(call: Call, kernel: Kernel) -> Sums:
     """
     keys_reached = find_reach(call)
     assert keys_reached is not None  # noqa: S101  # guaranteed by route
-    causal, kept = keys_reached.causal, keys_reached.kept
+    causal, real = keys_reached.causal, keys_reached.real
     exact = torch.promote_types(call.query.dtype, torch.float32)
-    query, key = (x.to(exact) for x in kernel.tied(call.query, call.paired_key))
+    query, key = (x.to(exact) for x in kernel.apply_tie(call.query, call.paired_key))
     # a last column of ones sums the denominators along with the values
     value = pad(call.paired_value.to(exact), (0, 1), value=1.0)
 
     def side(x: Tokens, which: str, rows: slice) -> Float[Tensor, "batch heads rows features"]:
         phi = kernel.phi(x[..., rows, :], call.scale, which)
-        return phi if which == "query" or kept is None else phi.masked_fill(~kept[..., rows, None], 0.0)
+        return phi if which == "query" or real is None else phi.masked_fill(~real[..., rows, None], 0.0)
 
     sums = (_causal if causal else _bidirectional)(query, key, value, side)
     # Σ_j v_j over the allowed keys, and their number: what uniform attention sums
-    uniform = value if kept is None else value.masked_fill(~kept[..., None], 0.0)
+    uniform = value if real is None else value.masked_fill(~real[..., None], 0.0)
     uniform = uniform.cumsum(-2) if causal else uniform.sum(-2, keepdim=True)
     # if a signed sum cancels, adding the least number would hide it
     if kernel.signed:
@@ -153,16 +153,16 @@ def find_reach(call: Call) -> Reach | None:
     queries, keys = call.query.shape[2], call.key.shape[2]
     if seen is None:
         return Reach(call.causal) if queries == keys or not call.causal else None
-    kept = seen[..., -1, :]
-    if bool((seen == kept[..., None, :]).all()):
-        return Reach(causal=False, kept=kept)
+    real = seen[..., -1, :]
+    if bool((seen == real[..., None, :]).all()):
+        return Reach(causal=False, real=real)
     places = torch.arange(keys, device=seen.device)
     for start in range(0, queries, CHUNK):
         rows = seen[..., start : start + CHUNK, :]
         before = places[start : start + CHUNK, None] >= places
-        if queries != keys or not bool((rows == kept[..., None, :] & before).all()):
+        if queries != keys or not bool((rows == real[..., None, :] & before).all()):
             return None
-    return Reach(causal=True, kept=kept)
+    return Reach(causal=True, real=real)
 
 
 def near_scores(
@@ -234,12 +234,12 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
 
 def _far_features(call: Call, kernel: Kernel, keys_reached: Reach, sinks: int) -> FarFeatures:
     """Compute the features of all tokens; first tokens that are near to all queries get none."""
-    exact, kept = torch.promote_types(call.query.dtype, torch.float32), keys_reached.kept
+    exact, real = torch.promote_types(call.query.dtype, torch.float32), keys_reached.real
     query, key = (
         kernel.phi(x.to(exact), call.scale, side) for x, side in ((call.query, "query"), (call.paired_key, "key"))
     )
     query, key = pad(query, (0, 1), value=smallest_kernel(exact)), pad(key, (0, 1), value=1.0)
-    key = key if kept is None else key.masked_fill(~kept[..., None], 0.0)
+    key = key if real is None else key.masked_fill(~real[..., None], 0.0)
     key = pad(key[..., sinks:, :], (0, 0, min(sinks, key.shape[-2]), 0))
     return FarFeatures(query, key, pad(call.paired_value.to(exact), (0, 1), value=1.0))
 
@@ -260,8 +260,8 @@ def _sum_near_and_far(
     far = ~near
     if keys_reached.causal:
         near, far = near & (i[:, None] >= j), far & (i[:, None] >= j)
-    kept = keys_reached.kept
-    near = near[None, None] if kept is None else near & kept[..., None, columns]
+    real = keys_reached.real
+    near = near[None, None] if real is None else near & real[..., None, columns]
     scores, _ = near_scores(call, kernel, key, near, rows, columns)
     # masked before exp: a hidden score above the seen ones would overflow, and its gradient would be NaN
     within = scores.masked_fill(~near, -torch.inf).exp()

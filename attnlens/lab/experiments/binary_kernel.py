@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from pydantic import JsonValue
 
-from attnlens.lab.experiments.settings import Figure, averaged, columns, curve
+from attnlens.lab.experiments.settings import Figure, average_trials, columns, curve
 from attnlens.records.studies import Curve, Experiment
 from attnlens.runs.progress import Progress, silent
 
@@ -89,13 +89,13 @@ def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silen
     by_samples = []
     for done, n in enumerate(size.samples):
         fits = build_fits(size, n, WIDTHS if n == size.samples[-1] else WIDTHS[-1:], seed)
-        two = fits.errors(size.steps, shared=False)
-        by_samples.append(two[:, -1:])
+        pair = fits.errors(size.steps, shared=False)
+        by_samples.append(pair[:, -1:])
         progress("binary kernel", done + 1, total)
-    one = fits.errors(size.steps, shared=True)
+    single = fits.errors(size.steps, shared=True)
     progress("binary kernel", total, total)
     return [
-        _width_experiment(fits.truth, two, one, size, seed),
+        _width_experiment(fits.truth, pair, single, size, seed),
         _sample_experiment(fits.truth, torch.cat(by_samples, 1), size, seed),
     ]
 
@@ -192,16 +192,20 @@ def _features(parameters: list[Tensor], x: Float[Tensor, "trials n 2"]) -> Float
     return hidden @ last + last_bias
 
 
-def _width_experiment(truth: Tensor, two: Tensor, one: Tensor, size: FitSize, seed: int) -> Experiment:
+def _width_experiment(truth: Tensor, pair: Tensor, single: Tensor, size: FitSize, seed: int) -> Experiment:
     best, floor = best_errors(truth, WIDTHS), definite_floor(truth)
     rows, curves = dict[str, Figure](), dict[str, Curve]()
-    for name, label, values in (("two", "two networks", two), ("one", "one network", one), ("best", "best rank", best)):
-        rows |= {f"{name}_m{m}": averaged(values[:, at], f"{label}, m = {m}") for at, m in enumerate(WIDTHS)}
+    for name, label, values in (
+        ("two", "two networks", pair),
+        ("one", "one network", single),
+        ("best", "best rank", best),
+    ):
+        rows |= {f"{name}_m{m}": average_trials(values[:, at], f"{label}, m = {m}") for at, m in enumerate(WIDTHS)}
         curves[name] = _curve(WIDTHS, values, label)
-    rows["floor"] = averaged(floor, "floor of one network")
-    rows["two_above_best"] = _at_least(two / best, "two networks / best rank, least")
-    rows["two_below_floor"] = _at_most(two[:, -1] / floor, "two networks / floor, largest")
-    rows["one_above_floor"] = _at_least(one / floor[:, None], "one network, the control / floor, least")
+    rows["floor"] = average_trials(floor, "floor of one network")
+    rows["two_above_best"] = _at_least(pair / best, "two networks / best rank, least")
+    rows["two_below_floor"] = _at_most(pair[:, -1] / floor, "two networks / floor, largest")
+    rows["one_above_floor"] = _at_least(single / floor[:, None], "one network, the control / floor, least")
     curves["floor"] = _curve(WIDTHS, floor[:, None].expand(-1, len(WIDTHS)), "floor of one network")
     return Experiment(
         name="binary kernel by width",
@@ -211,14 +215,14 @@ def _width_experiment(truth: Tensor, two: Tensor, one: Tensor, size: FitSize, se
         axis="features m",
         curves=curves,
         **columns(rows),
-    ).judged()
+    ).judge()
 
 
 def _sample_experiment(truth: Tensor, two: Tensor, size: FitSize, seed: int) -> Experiment:
     """Build the experiment by sample count, at the largest width; the floor is judged only with the most points."""
     floor = definite_floor(truth)
-    rows = {f"two_n{n}": averaged(two[:, at], f"two networks, n = {n}") for at, n in enumerate(size.samples)}
-    rows["floor"] = averaged(floor, "floor of one network")
+    rows = {f"two_n{n}": average_trials(two[:, at], f"two networks, n = {n}") for at, n in enumerate(size.samples)}
+    rows["floor"] = average_trials(floor, "floor of one network")
     rows["two_below_floor"] = _at_most(two[:, -1] / floor, "two networks / floor, largest")
     curves = {
         "two": _curve(size.samples, two, "two networks"),
@@ -232,7 +236,7 @@ def _sample_experiment(truth: Tensor, two: Tensor, size: FitSize, seed: int) -> 
         axis="points of each domain",
         curves=curves,
         **columns(rows),
-    ).judged()
+    ).judge()
 
 
 def _at_least(ratios: Tensor, label: str) -> Figure:

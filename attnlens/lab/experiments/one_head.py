@@ -159,7 +159,7 @@ def _head_odds(nearness: Nearness, scenes: Sequence[Scene], softmax: Softmax) ->
     for query, (number, position, _) in zip(nearness.posed.problem.queries, nearness.chosen.rows, strict=True):
         scene, odds = scenes[number], []
         scores, copies = nearness.posed.form.scores(scene.tokens, query[None]), scene.log_copies[[position]]
-        masked, logits = scores.masked_fill(copies == -torch.inf, -torch.inf), softmax.capped(scores)
+        masked, logits = scores.masked_fill(copies == -torch.inf, -torch.inf), softmax.cap_scores(scores)
         for factor in FACTORS:
             sink = None if softmax.sink is None else factor * softmax.sink
             odds.append(log_odds(masked, factor * logits + copies, Softmax(sink=sink)))

@@ -63,7 +63,7 @@ class Study:
         experiment = self.function(settings, published, progress)
         values = asdict(settings) | {"d": list(settings.d) if len(settings.d) > 1 else settings.d[0]}
         recorded = {name: value for name, value in values.items() if name in self.uses and value is not None}
-        return experiment.model_copy(update={"settings": recorded | experiment.settings}).judged()
+        return experiment.model_copy(update={"settings": recorded | experiment.settings}).judge()
 
 
 def uses(experiment: str) -> frozenset[str]:
@@ -109,7 +109,7 @@ def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, 
     }
 
 
-def averaged(values: Float[Tensor, " trials"], label: str | None = None, **known: Unpack[Published]) -> Figure:
+def average_trials(values: Float[Tensor, " trials"], label: str | None = None, **known: Unpack[Published]) -> Figure:
     """Return the mean over trials with a value (None if none has one) and, from two values on, its standard error."""
     present = values[~values.isnan()]
     mean = float(present.mean()) if len(present) else None

@@ -14,7 +14,7 @@ from transformers import GPT2LMHeadModel
 
 from attnlens.kernels.attention.primal_scores import running
 from attnlens.lab import primal
-from attnlens.lab.experiments.settings import Figure, averaged, columns, curve
+from attnlens.lab.experiments.settings import Figure, average_trials, columns, curve
 from attnlens.maths import ksvd, linalg
 from attnlens.maths.ksvd import ETA
 from attnlens.models import hooks, loading, texts
@@ -205,8 +205,8 @@ def _rows(readings: dict[str, list[HeldOutReading]]) -> dict[str, Figure]:
     both, differences, holds = dict[str, Figure](), dict[str, Figure](), dict[str, Figure]()
     for name, values in values_by_name.items():
         label, ours, theirs = _spell(name), values[PRIMAL], values[CANONICAL]
-        both |= {f"{name}_{way}": averaged(values[way], f"{label}, {way}") for way in WAYS}
-        differences[f"{name}_difference"] = averaged(ours - theirs, f"{label}, difference")
+        both |= {f"{name}_{way}": average_trials(values[way], f"{label}, {way}") for way in WAYS}
+        differences[f"{name}_difference"] = average_trials(ours - theirs, f"{label}, difference")
         if name != "loss":
             share = float((ours > theirs).double().mean())
             holds[f"{name}_holds"] = Figure(share, label=f"{label}, claim holds")
@@ -277,8 +277,8 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
     for name, thirds in curves_by_name.items():
         shares = [third[..., 0].mean(-1) for third in thirds]
         for third, values in zip(THIRDS, shares, strict=True):
-            rows[f"{name}_{third}"] = averaged(values, f"{name}, {third} third")
-        rows[f"{name}_last_minus_first"] = averaged(shares[-1] - shares[0], f"{name}, last − first")
+            rows[f"{name}_{third}"] = average_trials(values, f"{name}, {third} third")
+        rows[f"{name}_last_minus_first"] = average_trials(shares[-1] - shares[0], f"{name}, last − first")
         rise = holds([float(values.mean()) for values in shares])
         holding[f"{name}_holds"] = Figure(rise, label=f"{name}, claim holds")
     return Experiment(
@@ -370,7 +370,7 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
         settings={"text": TEXT, "kernels": KERNELS, "F": "I and X'", "s": SCORES, "sampled_rows": ROWS, "seed": seed},
         source=IDENTITIES_SOURCE,
         **columns(rows),
-    ).judged()
+    ).judge()
 
 
 def cases(seed: int) -> Iterator[Case]:

@@ -94,18 +94,18 @@ def _record_calls(
     calls, original = list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]](), dict[Site, Tensor]()
     expected = sum(site.path in paths.values() for site in healer.sites)
 
-    def entered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append((module, args, kwargs))
 
-    def answered(site: Site, output: Tensor) -> None:
+    def record_output(site: Site, output: Tensor) -> None:
         if site.path in paths.values():
             original[site] = output
         if len(original) == expected:
             raise _AllModulesRan
 
-    handles = [module.register_forward_pre_hook(entered, with_kwargs=True) for module in paths]
+    handles = [module.register_forward_pre_hook(record_call, with_kwargs=True) for module in paths]
     try:
-        with torch.no_grad(), hooks.watch(healer.loaded.model, healer.sites, lambda _site, _call: None, answered):
+        with torch.no_grad(), hooks.watch(healer.loaded.model, healer.sites, lambda _site, _call: None, record_output):
             hooks.forward(healer.loaded.model, inputs)
     except _AllModulesRan:
         pass

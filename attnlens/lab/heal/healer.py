@@ -338,7 +338,7 @@ class Healer:
             block = back if back is not None and self.blocks else pass_alone
             block.enter_context(self.student(penalties))
             if block is not pass_alone:
-                block.enter_context(_checkpointed(self.blocks))
+                block.enter_context(_apply_checkpointing(self.blocks))
             return hooks.forward(self.loaded.model, inputs, **output_options(self.task))
 
     @contextmanager
@@ -384,7 +384,7 @@ def _step_sizes(name: str, kernel: Kernel, convention: Convention) -> Tensor | N
 
 
 @contextmanager
-def _checkpointed(blocks: list[nn.Module]) -> Iterator[None]:
+def _apply_checkpointing(blocks: list[nn.Module]) -> Iterator[None]:
     """Apply gradient checkpointing (Chen et al. 2016) to these modules inside the block."""
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)

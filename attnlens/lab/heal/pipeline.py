@@ -48,7 +48,7 @@ def heal_work(
     check_work(model, request)
     options, training, ranks = heal_options(kernel, request)
     step = None if ranks is None else RankSearch(ranks, request.intervals)
-    request = request if ranks is None else request.changed(**ranks.selection)
+    request = request if ranks is None else request.with_options(**ranks.selection)
     return prepare("heal", model, options, request, progress, ranks=step, training=Training(training))
 
 

@@ -18,7 +18,7 @@ from attnlens.kernels.attention import attend
 from attnlens.kernels.lowrank import AFTER, ALL, BEFORE, OUTPUT, Latents, MapsFit
 from attnlens.kernels.spec import pairs_weighted
 from attnlens.models import hooks, texts
-from attnlens.models.hooks.survey import unpadded
+from attnlens.models.hooks.survey import iterate_unpadded
 from attnlens.models.loading import Loaded
 from attnlens.models.texts.targets import Fed
 from attnlens.records import Call, Site, Task
@@ -142,7 +142,7 @@ def fit_forms(
             return
         heads = tuple(sorted(swaps[site].heads or range(call.query.shape[1])))
         result.heads[site], result.kv_heads[site] = heads, _check_groups(site, heads, call.group)
-        for part in unpadded(call.select(heads), site, fed.inputs):
+        for part in iterate_unpadded(call.select(heads), site, fed.inputs):
             by_attention = pairs_weighted(part)
             for by_text in by_form.values():
                 by_text[text][site].update(part, by_attention)

@@ -39,7 +39,7 @@ def rank_work(model: Model, request: RanksRequest, progress: Progress = silent) 
     check_work(model, request)
     options, ranks = rank_options(request)
     step = RankSearch(ranks, request.intervals)
-    return prepare("ranks", model, options, request.changed(**ranks.selection), progress, ranks=step)
+    return prepare("ranks", model, options, request.with_options(**ranks.selection), progress, ranks=step)
 
 
 @dataclass
@@ -63,7 +63,7 @@ class RankSearch:
         """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on it."""
         search.check_task(task)
         check_input(evaluated)
-        cut = replace(cut, sequences=search.wanted(contents))
+        cut = replace(cut, sequences=search.count_windows(contents))
         count = search.PARTS if self.options.plan is None else 1
         self.samples = search.cut_samples(loaded, contents, cut, evaluated, self.intervals, count)
         return [sample.batches for sample in self.samples]

@@ -50,7 +50,7 @@ class Sample(NamedTuple):
     design: Design  # text of each window, and what intervals are over
 
 
-def wanted(contents: Sequence[Content]) -> int:
+def count_windows(contents: Sequence[Content]) -> int:
     """Return the number of windows for a budget: SEQUENCES, or LEAST for each text and part if that is more."""
     return max(SEQUENCES, PARTS * LEAST * len(contents))
 
@@ -326,7 +326,7 @@ class Budgeting:
         at = min(max(1, self._count_steps(allowed)), len(self.steps))
         for _ in range(TRIES):
             ranks = self.ranks_after(at)
-            rise, predicted = trial.rise(ranks), self.predicted(ranks)
+            rise, predicted = trial.rise(ranks), self.predict_rise(ranks)
             if rise is not None:
                 share = predicted / loss if self.unit == "loss" else math.expm1(predicted)
                 tried[at] = PlanStep(mean_rank=self.mean_rank(ranks), predicted=share, rise=rise)
@@ -358,7 +358,7 @@ class Budgeting:
             ranks[latent] = rank
         return ranks
 
-    def predicted(self, ranks: Sequence[int]) -> float:
+    def predict_rise(self, ranks: Sequence[int]) -> float:
         """Return the rise predicted for these ranks: the sum of their sensitivities, in nats."""
         return float(self.table.gather(1, torch.tensor(ranks)[:, None]).sum())
 
@@ -405,7 +405,7 @@ class Budgeting:
         low, high = 0, len(self.steps)
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.predicted(self.ranks_after(middle)) <= cost else (low, middle - 1)
+            low, high = (middle, high) if self.predict_rise(self.ranks_after(middle)) <= cost else (low, middle - 1)
         return low
 
 

@@ -112,14 +112,14 @@ class Instances:
     def gaps(self, W: BilinearForm, anchored: Anchored) -> tuple[Anchored, Float[Tensor, "trials n T"]]:
         """Return (α, x_tᵀWz − x_αᵀWz ≤ 0), after moving α to the token of the largest score if that is larger."""
         score = (self.queries @ W.mT)[..., None]
-        gaps = self._masked((anchored.differences @ score).squeeze(-1))
+        gaps = self._hide_masked((anchored.differences @ score).squeeze(-1))
         if (gaps > 0).any():
             anchored = self.anchor(torch.where((gaps > 0).any(-1), gaps.argmax(-1), anchored.chosen))
             # Rounding can leave a gap of one ulp above the new anchor, whose gap of 0 is the largest by definition.
-            gaps = self._masked((anchored.differences @ score).squeeze(-1)).clamp(max=0)
+            gaps = self._hide_masked((anchored.differences @ score).squeeze(-1)).clamp(max=0)
         return anchored, gaps
 
-    def _masked(self, gaps: Float[Tensor, "trials n T"]) -> Float[Tensor, "trials n T"]:
+    def _hide_masked(self, gaps: Float[Tensor, "trials n T"]) -> Float[Tensor, "trials n T"]:
         return gaps if self.allowed is None else gaps.masked_fill(~self.allowed, -math.inf)
 
 

@@ -83,7 +83,7 @@ class Softmax:
     sink: float | None = None
     """Logit that takes weight without a token, or None."""
 
-    def capped(self, scores: Float[Tensor, "queries keys"]) -> Float[Tensor, "queries keys"]:
+    def cap_scores(self, scores: Float[Tensor, "queries keys"]) -> Float[Tensor, "queries keys"]:
         """Return the scores after softcapping, as the softmax uses them."""
         return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
 
@@ -154,7 +154,7 @@ def choose(
     for number, scene in enumerate(scenes):
         scores, visible = form.scores(scene.tokens, scene.queries), scene.visible
         visible_counts = visible.sum(-1)
-        log_weights = softmax.capped(scores) + scene.log_copies
+        log_weights = softmax.cap_scores(scores) + scene.log_copies
         masked = scores.masked_fill(~visible, -torch.inf)
         chosen = _select_largest(masked) if top_p is None else _select_top_p(masked, log_weights, softmax, top_p)
         gap = masked.masked_fill(~chosen, torch.inf).amin(-1) - masked.masked_fill(chosen, -torch.inf).amax(-1)

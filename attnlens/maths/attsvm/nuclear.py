@@ -219,7 +219,7 @@ class Newton:
 
 
 def symmetrise(matrix: Block) -> Block:
-    """Return (A + Aᵀ) / 2."""
+    """Return the symmetric part (A + Aᵀ) / 2."""
     half: Block = (matrix + matrix.T) / 2
     return half
 

@@ -303,7 +303,7 @@ def hiding_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
     return replace(call, allowed=real if call.allowed is None else call.allowed & real)
 
 
-def unpadded(call: Call, site: Site, inputs: Mapping[str, Tensor]) -> Iterator[Call]:
+def iterate_unpadded(call: Call, site: Site, inputs: Mapping[str, Tensor]) -> Iterator[Call]:
     """Yield the same computation without padding: sequence by sequence, or whole if there is no padding."""
     masked = hiding_padding(call, inputs)
     for batch, queries, keys in real_parts(masked.allowed, call.query.shape[0], site.part):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import regex  # unlike re it has a timeout, which matters because the expressions come from an untrusted file
 
 from attnlens.errors import ModelError
-from attnlens.files import sha256, shortened, with_home, written
+from attnlens.files import format_value, sha256, shorten_text, with_home
 from attnlens.models.loading.configs import foreign
 from attnlens.models.loading.hub import OFFLINE, Hub
 from attnlens.models.loading.locate import (
@@ -80,12 +80,12 @@ def find_adapter(name: str, *, offline: bool) -> AdapterFiles:
     path = with_home(name)
     if is_there(path):
         if not path.is_dir():
-            raise ModelError(f"{shortened(name)} is a file, not an adapter's folder.", SAY_FOLDER)
+            raise ModelError(f"{shorten_text(name)} is a file, not an adapter's folder.", SAY_FOLDER)
         _select_files(names_in(path), name)
         return AdapterFiles(name, path)
     id_, _, revision = name.partition("@")
     if not id_ or looks_like_path(id_):
-        raise ModelError(f"There is no such folder: {shortened(name)}.", SAY_FOLDER)
+        raise ModelError(f"There is no such folder: {shorten_text(name)}.", SAY_FOLDER)
     hub = Hub(id_, revision or None)
     folder = hub.find_cached(OFFLINE) if offline else hub.fetch(lambda names: _select_files(names, id_))
     _select_files(names_in(folder), id_)
@@ -94,7 +94,7 @@ def find_adapter(name: str, *, offline: bool) -> AdapterFiles:
 
 def _select_files(names: Collection[str], where: str) -> list[str]:
     """Return the names of an adapter's two files. Raises ModelError if one is missing."""
-    where = shortened(where)
+    where = shorten_text(where)
     if ADAPTER_CONFIG not in names and CONFIG in names:
         problem = f"{where} has no {ADAPTER_CONFIG}: it is a model, not an adapter."
         raise ModelError(problem, "Give it as MODEL, without --adapter.")
@@ -121,7 +121,7 @@ class Adapted:
     """Whole tensors of the adapter that match no parameter of the model."""
 
     @contextmanager
-    def removed(self, model: PreTrainedModel, path: str) -> Iterator[bool]:
+    def remove_adapter(self, model: PreTrainedModel, path: str) -> Iterator[bool]:
         """Give the module at `path` the base model's float64 weights inside the context; yield whether they differ.
 
         peft takes W = W'/D − s·BA from the rounded W', so that W' − W has exactly the adapter's rank.
@@ -164,8 +164,8 @@ def merge_adapter(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
         low_rank, whole, unplaced = _place(tensors_file, header, model)
         modules = sorted({name.rpartition(".lora_")[0] for name in low_rank})
         base = settings.get("base_model_name_or_path")
-        say_base = f"Give its base as MODEL: {shortened(base or 'the model it was trained on')}."
-        named_by_settings = _expanded(settings, settings_file, model, modules, say_base)
+        say_base = f"Give its base as MODEL: {shorten_text(base or 'the model it was trained on')}."
+        named_by_settings = _expand_modules(settings, settings_file, model, modules, say_base)
         changed = {*whole, *(f"{path}.weight" for path in modules)}
         _check_shared(model, changed)
         biases = {f"{path}.bias" for path in modules if getattr(model.get_submodule(path), "bias", None) is not None}
@@ -253,7 +253,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
     if settings.get("peft_type") != "LORA":
         others = ["peft_type"]
     if others:
-        problem = f"{file} says {shortened(others[0])} = {written(settings.get(others[0]))}"
+        problem = f"{file} says {shorten_text(others[0])} = {format_value(settings.get(others[0]))}"
         raise ModelError(f"{problem}, which attnlens does not merge (only LoRA, rsLoRA and DoRA).", SAY_MERGE)
     return settings
 
@@ -272,7 +272,7 @@ def _place(
         target = next((alias for alias in names_in_model(stem, model.base_model_prefix) if alias in present), stem)
         key = f"{target}.{part[2]}.default{'' if 'embedding' in part[2] else '.weight'}" if part else target
         if not stored.startswith(PREFIX) or (part is None and "lora_" in name) or key in low_rank or key in whole:
-            problem = f"{file} contains {shortened(stored)}, which is not a part of LoRA, or contains it twice."
+            problem = f"{file} contains {shorten_text(stored)}, which is not a part of LoRA, or contains it twice."
             raise ModelError(problem, SAY_MERGE)
         if part:
             low_rank[key] = stored
@@ -285,7 +285,7 @@ def _place(
     return low_rank, whole, tuple(unplaced)
 
 
-def _expanded(
+def _expand_modules(
     settings: Mapping[str, Any], file: Path, model: PreTrainedModel, modules: list[str], say_base: str
 ) -> dict[str, Any]:
     """Return the settings that name modules, with untrusted expressions expanded to paths because peft uses plain re.
@@ -322,13 +322,13 @@ def _expanded(
             values[name] = matches(values[name], paths)
     lists = values.get("layers_pattern") or []
     if not all(re.fullmatch(r"[\w.]*", name) for name in ([lists] if isinstance(lists, str) else lists)):
-        raise ValueError(f"layers_pattern = {written(lists)} is not a name")
+        raise ValueError(f"layers_pattern = {format_value(lists)} is not a name")
     saved = [path for path in paths for name in settings.get("modules_to_save", []) if f".{name}." in f".{path}."]
     values["exclude_modules"] = [*values.get("exclude_modules", []), *saved]
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = {key: matches(rf"(?:.*\.)?(?:{key})", modules) for key in values.get(name, {})}
         if unused := [key for key, matched in pattern.items() if not matched]:
-            problem = f"{file} has {written(unused[0])} in {name}, which matches none of the adapted modules."
+            problem = f"{file} has {format_value(unused[0])} in {name}, which matches none of the adapted modules."
             raise ModelError(problem, "If the adapter was trained so, remove that key from the file.")
         chosen = {path: values[name][key] for key in reversed(pattern) for path in pattern[key]}  # the first key counts
         by_value: dict[float, list[str]] = defaultdict(list)
@@ -354,8 +354,8 @@ def _check_tensors(
         if entry.shape != shape:
             cause, remedy = ("other settings", SAY_AGAIN) if ".lora_" in name else ("a resized vocabulary", SAY_MERGE)
             stored_size, size = (" × ".join(map(str, sizes)) for sizes in (entry.shape, shape))
-            problem = f"The adapter contains {shortened(stored)} of {stored_size} instead of {size}"
+            problem = f"The adapter contains {shorten_text(stored)} of {stored_size} instead of {size}"
             problem += f": it belongs to another base, or to {cause}."
             raise ModelError(problem, f"{say_base} If that is MODEL: {remedy}")
         if entry.encoded:
-            raise ModelError(f"The adapter stores {shortened(stored)} as {entry.type}.", SAY_MERGE)
+            raise ModelError(f"The adapter stores {shorten_text(stored)} as {entry.type}.", SAY_MERGE)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from attnlens.errors import ModelError
-from attnlens.files import shortened, written
+from attnlens.files import format_value, shorten_text
 from attnlens.models.loading.configs import (
     check_config,
     check_counts,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def unlogged() -> Iterator[None]:
+def silence_logging() -> Iterator[None]:
     """Let transformers and accelerate log only critical messages inside the context; restore their levels at the end.
 
     Their messages repeat a config's content, including control characters; serious problems are raised as errors.
@@ -62,7 +62,7 @@ def quiet() -> Iterator[None]:
         if logging.is_progress_bar_enabled():
             logging.disable_progress_bar()  # type: ignore[no-untyped-call]
             undo.callback(logging.enable_progress_bar)
-        undo.enter_context(unlogged())
+        undo.enter_context(silence_logging())
         undo.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         yield
@@ -139,7 +139,7 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
 def _too_large(place: Location, stored: Mapping[str, Stored]) -> ModelError:
     sizes = [(size, path) for path, size in fields(place.config) if isinstance(size, int) and size > 1]
     size, path = max(sizes, default=(0, ""))
-    largest = f" (the largest number in it is {shortened(path)} = {written(size)})" if sizes else ""
+    largest = f" (the largest number in it is {shorten_text(path)} = {format_value(size)})" if sizes else ""
     file = place.folder / (place.file if place.form == "gguf" else CONFIG)
     problem = f"{file} describes a far larger model{largest} than the {numbers_in(stored)} numbers of its weight files."
     return ModelError(problem, "Give the weights their own config.")
@@ -172,7 +172,7 @@ def load_config(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
 
     own_models(place.config.get("model_type"))
     where = place.folder / (place.file if place.gguf else CONFIG)
-    kind = f" (model_type = {written(place.config['model_type'])})" if "model_type" in place.config else ""
+    kind = f" (model_type = {format_value(place.config['model_type'])})" if "model_type" in place.config else ""
     with foreign(f"{where}{kind} can't be read", "Is it a model that transformers knows?"):
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, **place.gguf}
         config: PreTrainedConfig = AutoConfig.from_pretrained(place.folder, **options)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attnlens.choices import KERNEL_TRANSFORMER
 from attnlens.errors import AttnlensError, ModelError, TextError, is_memory
-from attnlens.files import shortened, written
+from attnlens.files import format_value, shorten_text
 from attnlens.models.loading.hub import first_line
 from attnlens.models.loading.locate import CONFIG, TOKENIZERS, Location
 
@@ -176,21 +176,23 @@ def check_config(place: Location) -> None:
     file = place.folder / CONFIG
     for path, size in sizes(place.config):
         if size < 1:
-            raise ModelError(f"{file} says {shortened(path)} = {written(size)}, which must be at least 1.", SAY_CORRECT)
+            raise ModelError(
+                f"{file} says {shorten_text(path)} = {format_value(size)}, which must be at least 1.", SAY_CORRECT
+            )
     kinds = (("model_type", str, "a string"), ("architectures", list, "a list of strings"), ("auto_map", dict, "a map"))
     for name, kind, words in kinds:
         value = place.config.get(name)
         items = value if isinstance(value, list) else []
         if value is not None and (not isinstance(value, kind) or not all(isinstance(item, str) for item in items)):
-            raise ModelError(f"{file} says {name} = {written(value)}, which must be {words}.", SAY_CORRECT)
+            raise ModelError(f"{file} says {name} = {format_value(value)}, which must be {words}.", SAY_CORRECT)
     for path, value in fields(place.config):
         if path.endswith("partial_rotary_factor") and isinstance(value, int | float) and not 0 < value <= LARGEST_SHARE:
-            problem = f"{shortened(path)} = {written(value)}, which must be above 0 and at most {LARGEST_SHARE}"
+            problem = f"{shorten_text(path)} = {format_value(value)}, which must be above 0 and at most {LARGEST_SHARE}"
             raise ModelError(f"{file} says {problem}.", SAY_CORRECT)
         if path.endswith(("quantization_config", "compression_config")) and value is not None:
             method = _method(value) if isinstance(value, dict) else value
             if path not in READ_SETTINGS or not isinstance(method, str) or method not in DECODED:
-                problem = f"{file}: by {shortened(path)}, the weights are quantised by {shortened(str(method))}"
+                problem = f"{file}: by {shorten_text(path)}, the weights are quantised by {shorten_text(str(method))}"
                 supported = f"of quantised checkpoints attnlens reads GGUF, {', '.join(DECODED)}"
                 raise ModelError(f"{problem}; {supported}.", SAY_UNQUANTISED)
 
@@ -214,13 +216,13 @@ def method_of(place: Location) -> str | None:
     if place.form == "pickle":
         reason = "are a pickle"
     elif method == "compressed-tensors" and settings.get("format") not in COMPRESSED:
-        reason = f"are in the format {written(settings.get('format'))}, which attnlens does not decode"
+        reason = f"are in the format {format_value(settings.get('format'))}, which attnlens does not decode"
     elif method == "compressed-tensors" and (
         settings.get("transform_config") or (settings.get("sparsity_config") or {}) not in ({}, {"format": "dense"})
     ):
         reason = "are rotated or sparse, which attnlens does not decode"
     elif method == "awq" and (version != "gemm" or settings.get("bits", settings.get("w_bit", 4)) != 4):
-        reason = f"are in the version {written(version)} or not of four bits, which attnlens does not decode"
+        reason = f"are in the version {format_value(version)} or not of four bits, which attnlens does not decode"
     if reason:
         raise ModelError(f"The weights of {place.folder} are quantised by {method} and {reason}.", SAY_UNQUANTISED)
     return method
@@ -248,7 +250,7 @@ def check_counts(place: Location, tensors: int) -> None:
         most = MOST_LABELS if match[0] == "num_labels" else max(tensors, SHARED_LAYERS)
         for count in value if isinstance(value, list) else [value]:
             if isinstance(count, int | float) and count > most:
-                problem = f"{place.folder / CONFIG} says {shortened(path)} = {written(count)}"
+                problem = f"{place.folder / CONFIG} says {shorten_text(path)} = {format_value(count)}"
                 raise ModelError(f"{problem}, but the weight files contain {tensors} tensors.", SAY_CORRECT)
 
 
@@ -281,7 +283,7 @@ def refuse_mismatch(place: Location, mismatched: Sequence[tuple[str, Sequence[in
     more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
     stored_size, expected_size = (" × ".join(map(str, shape)) for shape in (stored, expected))
     differing = {size for stored_length, size in zip(stored, expected, strict=False) if stored_length != size}
-    causes = [f"{shortened(path)} = {value}" for path, value in sizes(place.config) if value in differing]
+    causes = [f"{shorten_text(path)} = {value}" for path, value in sizes(place.config) if value in differing]
     because = f" ({', '.join(causes)})" if causes else ""
     problem = f"{name}{more} is {stored_size} there and {expected_size} by config.json{because}"
     raise ModelError(f"{place.folder / place.file} can't be loaded: {problem}.", "Give the weights their own config.")

@@ -39,7 +39,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from attnlens.errors import ModelError
-from attnlens.files import shortened
+from attnlens.files import shorten_text
 from attnlens.models.loading.building import open_gguf, quiet
 from attnlens.models.loading.configs import method_of
 from attnlens.models.loading.gguf import SAY_LOAD, GgufFiles
@@ -99,7 +99,7 @@ class DeferredWeights:
         with self.present(module, lambda: names):
             yield self.model, module
 
-    def needed(self, module: nn.Module, wanted: Collection[str]) -> list[str]:
+    def stored_names(self, module: nn.Module, wanted: Collection[str]) -> list[str]:
         """Return the names, in the files, of the tensors that the `wanted` parameters of the module are made of."""
         inside = f"{self._paths[module]}."
         targets = {inside + name for name in wanted}
@@ -114,13 +114,13 @@ class DeferredWeights:
         """Return some bytes of each tensor of these modules, as stored in their files."""
         names = dict[str, None]()
         for module in dict.fromkeys(modules):
-            names |= dict.fromkeys(self.needed(module, [name for name, _ in module.named_parameters()]))
+            names |= dict.fromkeys(self.stored_names(module, [name for name, _ in module.named_parameters()]))
         return self.files.sample(names)
 
     def _place(self, module: nn.Module, wanted: Collection[str]) -> None:
         """Read the tensors of a module, and let transformers convert them and assign them to its parameters."""
         give_back()  # memory freed by the previous module
-        names = self.needed(module, wanted)
+        names = self.stored_names(module, wanted)
         self.bytes_read += self.files.size(names)
         tensors, dtype = self.files.read(names), self.rounded_to
         for name, tensor in tensors.items():
@@ -322,7 +322,7 @@ class SafetensorsFiles:
         """Return some numbers of each of these tensors, since a file's modification time can be set to any value."""
         pieces: list[Tensor] = []
         for name in names:
-            with self._opened(name) as content:
+            with self._open_file_of(name) as content:
                 part = content.get_slice(name)
                 shape = part.get_shape()
                 rows = max(1, SAMPLE // max(1, prod(shape[1:])))
@@ -335,12 +335,12 @@ class SafetensorsFiles:
         """Read these tensors. Raises ModelError if a file is gone, truncated, or has changed since it was opened."""
         tensors: dict[str, Tensor] = {}
         for name in names:
-            with self._opened(name) as content:
+            with self._open_file_of(name) as content:
                 tensors[name] = content.get_tensor(name)
         return tensors
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[Any]:
+    def _open_file_of(self, name: str) -> Iterator[Any]:
         """Open the file of a tensor inside the context; closing it unmaps the file."""
         file = self._files[name]
         file.check()
@@ -384,7 +384,7 @@ class RemoteFile:
                     start, end = (begin + int(edge) for edge in entry["data_offsets"])
                     stored = Stored(tuple(map(int, entry["shape"])), str(entry["dtype"]))
                     if not begin <= start <= end <= self.size or end - start != stored.bytes:
-                        problem = f"{self.name} is truncated, or its header gives a wrong size of {shortened(name)}."
+                        problem = f"{self.name} is truncated, or its header gives a wrong size of {shorten_text(name)}."
                         raise ModelError(problem, "Download it again.")
                     tensors[name] = stored, start
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
@@ -444,7 +444,9 @@ class RemoteFiles(SafetensorsFiles):
             try:  # the library parses a file with this one tensor
                 tensors |= load_bytes(bytes(content))
             except (SafetensorError, KeyError):
-                raise ModelError(f"{file.name} stores {shortened(name)} in an unknown type.", "Download it.") from None
+                raise ModelError(
+                    f"{file.name} stores {shorten_text(name)} in an unknown type.", "Download it."
+                ) from None
         return tensors
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy
 
 from attnlens.errors import ModelError
-from attnlens.files import shortened, written
+from attnlens.files import format_value, shorten_text
 from attnlens.models.loading.locate import WatchedFile
 from attnlens.records import FileInParts
 
@@ -112,6 +112,7 @@ class _Reader:
         self.position, self.items = 0, 0
 
     def header(self) -> Header:
+        """Read the header. Raise ModelError if the file is not GGUF of a version in VERSIONS."""
         if self.data[:4] != b"GGUF":
             raise ModelError(f"{self.path} is not a GGUF file.", "Give a file that a converter to GGUF wrote.")
         self.position = 4
@@ -180,6 +181,7 @@ class _Reader:
         return FORMATS[kind]
 
     def entry(self) -> Entry:
+        """Read the name, shape, type and offset of the next tensor. Raise ModelError for more than 8 dimensions."""
         name, (dimensions,) = self.text(), self.unpack("I")
         if dimensions > 8:
             raise ModelError(f"{self.path} has a tensor of {dimensions} dimensions.", SAY_AGAIN)
@@ -193,14 +195,14 @@ def _check(path: Path, header: Header, size: int) -> None:
     count = len(header.tensors)
     for name, number in header.fields.items():
         if name.endswith(".block_count") and isinstance(number, int) and number > count:
-            raise ModelError(f"{path} says {shortened(name)} = {number}, but has {count} tensors.", SAY_AGAIN)
+            raise ModelError(f"{path} says {shorten_text(name)} = {number}, but has {count} tensors.", SAY_AGAIN)
     blocks: dict[int, tuple[int, int]] = import_module("gguf").GGML_QUANT_SIZES
     for entry in header.tensors:
         if entry.type not in blocks or prod(entry.shape) % blocks[entry.type][0]:
-            raise ModelError(f"{path} stores {shortened(entry.name)} in an unknown type.", "Convert it again.")
+            raise ModelError(f"{path} stores {shorten_text(entry.name)} in an unknown type.", "Convert it again.")
         last = header.data + entry.offset + _bytes(entry)
         if last > size:
-            problem = f"the data of {shortened(entry.name)} end at byte {last}, but the file has {size}"
+            problem = f"the data of {shorten_text(entry.name)} end at byte {last}, but the file has {size}"
             raise ModelError(f"{path} is truncated: {problem}.", SAY_AGAIN)
 
 
@@ -253,7 +255,7 @@ class Settings:
 
     def refusal(self, name: str) -> ModelError:
         """Build the ModelError for a field that can't be applied."""
-        setting = f"{shortened(f'{self.header.architecture}.{name}')} = {written(self.fields[name])}"
+        setting = f"{shorten_text(f'{self.header.architecture}.{name}')} = {format_value(self.fields[name])}"
         return ModelError(f"{self.path} says {setting}, which transformers' model does not compute.", SAY_SAFETENSORS)
 
     def _factors(self, entry: Entry) -> list[float]:

@@ -14,7 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from attnlens.errors import ModelError
-from attnlens.files import shortened
+from attnlens.files import shorten_text
 
 PATIENCE = 2.0
 """Seconds within which the hub must accept a connection."""
@@ -106,8 +106,8 @@ def first_line(error: BaseException) -> str:
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or isinstance(error, KeyError):  # the text of a KeyError is only the key
-        return shortened(" ".join([type(error).__name__, *lines[:1]]))
-    return shortened(" ".join(lines[:2]) if lines[0].endswith(":") else lines[0])
+        return shorten_text(" ".join([type(error).__name__, *lines[:1]]))
+    return shorten_text(" ".join(lines[:2]) if lines[0].endswith(":") else lines[0])
 
 
 def check_endpoint() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attnlens.errors import ModelError, UsageError
-from attnlens.files import LARGEST, read_object, refuse_other_kinds, shortened, with_home, written
+from attnlens.files import LARGEST, format_value, read_object, refuse_other_kinds, shorten_text, with_home
 from attnlens.models.loading.hub import OFFLINE, Hub
 from attnlens.records import FileInParts
 
@@ -64,7 +64,7 @@ def readable(path: Path, remedy: str = SAY_READABLE) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ModelError(f"{shortened(str(path))} can't be read: {error.strerror or error}.", remedy) from None
+        raise ModelError(f"{shorten_text(str(path))} can't be read: {error.strerror or error}.", remedy) from None
 
 
 def is_there(path: Path, remedy: str = SAY_PATH) -> bool:
@@ -99,7 +99,9 @@ def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
     for name in table.values():
         is_bare = isinstance(name, str) and len(name) <= 255 and not any(sign in name for sign in "/\\\0")
         if not is_bare or not name.endswith(suffix):
-            problem = f"{index} names {written(name)} as a weight file, but it must name {suffix} files in its folder."
+            problem = (
+                f"{index} names {format_value(name)} as a weight file, but it must name {suffix} files in its folder."
+            )
             raise ModelError(problem, "Get the model from a source that you trust.")
     return tuple(sorted(set(table.values())))
 
@@ -111,9 +113,9 @@ def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
     """
     path = folder / name
     if not is_there(path, SAY_READABLE):
-        raise ModelError(f"The weight file {shortened(str(path))} is missing.", SAY_AGAIN)
+        raise ModelError(f"The weight file {shorten_text(str(path))} is missing.", SAY_AGAIN)
     with readable(path):
-        refuse_other_kinds(path.stat(), shortened(str(path)), ModelError, SAY_AGAIN)
+        refuse_other_kinds(path.stat(), shorten_text(str(path)), ModelError, SAY_AGAIN)
         path.open("rb").close()
     if not may_lead_out:
         refuse_outside(folder, path)
@@ -155,7 +157,9 @@ def refuse_other_forms(folder: Path, names: Iterable[str], *, adapter_too: bool 
             remedy = f"Add --adapter {shlex.quote(str(folder))}, or move the adapter's files into another folder."
             raise ModelError(problem, remedy)
         if fnmatch(name, "shard-[0-9]*-model-*"):  # transformers reads it instead of any other file
-            problem = f"{folder} contains a distributed checkpoint ({shortened(name)}), which attnlens does not read."
+            problem = (
+                f"{folder} contains a distributed checkpoint ({shorten_text(name)}), which attnlens does not read."
+            )
             raise ModelError(problem, "Save the model with save_pretrained into another folder.")
 
 
@@ -166,7 +170,7 @@ def refuse_outside(folder: Path, path: Path) -> None:
     if folder.parent.name == "snapshots":
         homes.append(Path(os.path.realpath(folder.parent.parent)) / "blobs")  # not resolved: it must not be a link
     if not any(real.is_relative_to(home) for home in homes):
-        problem = f"{path} links out of its folder, to {shortened(str(real))}."
+        problem = f"{path} links out of its folder, to {shorten_text(str(real))}."
         raise ModelError(problem, "Replace the link by the file itself.")
 
 
@@ -243,7 +247,7 @@ def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None
     names = names_in(folder)
     if _is_adapter(names):
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") if ADAPTER_CONFIG in names else None
-        base = shortened(base) if isinstance(base, str) and base.strip() else None
+        base = shorten_text(base) if isinstance(base, str) and base.strip() else None
         problem = f"{name} contains an adapter of {base or 'an unnamed model'}, not a model."
         command = f"attnlens inspect {shlex.quote(base or 'BASE')} --adapter {shlex.quote(name)}"
         raise ModelError(problem, f"Give its base as the model: {command}")
@@ -308,12 +312,12 @@ def _hub(name: str, revision: str | None) -> Hub:
     """Parse a hub id with its revision. Raises ModelError for a path, UsageError for no id or for two revisions."""
     id_, _, suffix = name.partition("@")
     if not id_:
-        raise UsageError(f"{shortened(name)} does not name a model.", "Write it as org/name@revision.")
+        raise UsageError(f"{shorten_text(name)} does not name a model.", "Write it as org/name@revision.")
     if suffix and revision is not None and suffix != revision:
         raise UsageError(f"{name} and the revision {revision!r} contradict each other.", "Give one of them.")
     if looks_like_path(id_):
         kind = "file" if id_.endswith((".gguf", ".safetensors")) else "folder"
-        raise ModelError(f"There is no such {kind}: {shortened(name)}.", SAY_PATH)
+        raise ModelError(f"There is no such {kind}: {shorten_text(name)}.", SAY_PATH)
     return Hub(id_, revision or suffix or None)
 
 

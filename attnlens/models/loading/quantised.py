@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from attnlens.errors import ModelError
-from attnlens.files import shortened, written
+from attnlens.files import format_value, shorten_text
 from attnlens.models.loading.configs import SAY_UNQUANTISED, settings_of
 from attnlens.models.loading.locate import CONFIG, Location
 from attnlens.models.loading.stored import Stored
@@ -73,7 +73,7 @@ class CodedWeight:
         try:
             yield
         except CodesError as error:
-            problem = f"{self.where} stores {shortened(self.name)} as codes: {error}."
+            problem = f"{self.where} stores {shorten_text(self.name)} as codes: {error}."
             raise ModelError(problem, SAY_UNQUANTISED) from None
 
 
@@ -109,7 +109,7 @@ def float8(parts: Parts, settings: Settings) -> Tensor:
     return codes.float() * _spread(scale, codes.shape, block or [128, 128])  # transformers' default
 
 
-def compressed(parts: Parts, settings: Settings) -> Tensor:
+def decode_compressed(parts: Parts, settings: Settings) -> Tensor:
     """Compute (codes − zero) · scale of float8 or int8 (compressed-tensors)."""
     codes, zero = parts[""], parts.get("_zero_point")
     if codes.dtype not in (*FLOAT8, torch.int8) or "_g_idx" in parts:
@@ -170,7 +170,7 @@ def _weight_groups(settings: Settings) -> list[dict[str, Any]]:
 # --- codes packed into words: GPTQ, AWQ, compressed-tensors ----------------------------------------------------------
 
 
-def packed(parts: Parts, settings: Settings) -> Tensor:
+def decode_packed(parts: Parts, settings: Settings) -> Tensor:
     """Compute (codes − 2^(b−1) − zero) · scale for codes of b bits, packed along rows (compressed-tensors)."""
     words, scale = parts[""], parts.get("_scale")
     shape = parts["_shape"].tolist() if "_shape" in parts else []
@@ -183,12 +183,12 @@ def packed(parts: Parts, settings: Settings) -> Tensor:
         raise CodesError(f"{words.shape[1]} words per row can't contain {shape[1]} codes of 2, 4 or 8 bits")
     bits = fitting[0]
     group = groups[0] if len(groups) == 1 else {}
-    codes = _unpacked(words, bits)[:, : shape[1]] - 2 ** (bits - 1)
+    codes = _unpack_words(words, bits)[:, : shape[1]] - 2 ** (bits - 1)
     zeros = torch.zeros_like(scale)
     if "_zero_point" in parts:
-        zeros = (_unpacked(parts["_zero_point"].mT, bits).mT[: shape[0]] - 2 ** (bits - 1)).to(scale)
+        zeros = (_unpack_words(parts["_zero_point"].mT, bits).mT[: shape[0]] - 2 ** (bits - 1)).to(scale)
         _check_symmetry(zeros, group)
-    return _transposed(codes.mT, zeros.mT, scale.mT, group, parts.get("_g_idx"))
+    return _decode_transposed(codes.mT, zeros.mT, scale.mT, group, parts.get("_g_idx"))
 
 
 def gptq(parts: Parts, settings: Settings) -> Tensor:
@@ -199,26 +199,28 @@ def gptq(parts: Parts, settings: Settings) -> Tensor:
     settings = {name: value for name, value in settings.items() if name not in overridden}  # they vary by module
     if settings.get("bits", bits) != bits:
         raise CodesError(f"its codes have {bits} bits, but bits is {settings['bits']}")
-    codes = _unpacked(words.mT, bits).mT
-    zeros = _unpacked(zero_words, bits)[:, : scale.shape[1]]
+    codes = _unpack_words(words.mT, bits).mT
+    zeros = _unpack_words(zero_words, bits)[:, : scale.shape[1]]
     form = settings.get("checkpoint_format") or "gptq"
     if form != "gptq_v2":
         zeros = (zeros + 1) & (2**bits - 1)
     if settings.get("sym") is True and bool((zeros != 2 ** (bits - 1)).any()):
         raise CodesError(f"sym is true, which means zeros of {2 ** (bits - 1)}, but in the format {form} it has others")
-    return _transposed(codes, zeros, scale, settings, parts.get(".g_idx"))
+    return _decode_transposed(codes, zeros, scale, settings, parts.get(".g_idx"))
 
 
 def awq(parts: Parts, settings: Settings) -> Tensor:
     """Compute ((codes − zero) · scale)ᵀ for codes of four bits, packed along outputs in the order of AWQ_ORDER."""
     *words, scale = _matrices(parts)
-    codes, zeros = (_unpacked(part, 4).reshape(*part.shape, 8)[..., AWQ_ORDER].flatten(-2) for part in words)
+    codes, zeros = (_unpack_words(part, 4).reshape(*part.shape, 8)[..., AWQ_ORDER].flatten(-2) for part in words)
     if settings.get("zero_point") is False and bool((zeros != 8).any()):
         raise CodesError("zero_point is false, which means zeros of 8, but it has others")
-    return _transposed(codes, zeros, scale, settings)
+    return _decode_transposed(codes, zeros, scale, settings)
 
 
-def _transposed(codes: Tensor, zeros: Tensor, scale: Tensor, settings: Settings, index: Tensor | None = None) -> Tensor:
+def _decode_transposed(
+    codes: Tensor, zeros: Tensor, scale: Tensor, settings: Settings, index: Tensor | None = None
+) -> Tensor:
     """Compute ((codes − zero) · scale)ᵀ, where codes have one row per input, zeros and scales one row per group.
 
     `index` is the group of each input; None means that groups are consecutive runs of inputs.
@@ -257,7 +259,7 @@ def _bits(zero_words: Shaped, scales: Shaped) -> int:
     return int(bits)
 
 
-def _unpacked(words: Tensor, bits: int) -> Tensor:
+def _unpack_words(words: Tensor, bits: int) -> Tensor:
     """Unpack the codes in words of 32 bits, lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     codes: Tensor = (words.to(torch.int32)[..., None] >> shifts) & (2**bits - 1)
@@ -267,7 +269,7 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
 # --- bytes: mxfp4, bitsandbytes --------------------------------------------------------------------------------------
 
 
-def microscaled(parts: Parts, _settings: Settings) -> Tensor:
+def decode_mxfp4(parts: Parts, _settings: Settings) -> Tensor:
     """Compute FP4[code] · 2^(scale − 127) by transformers, for two codes per byte and one scale per block (mxfp4)."""
     codes, scales = parts[""], parts["_scales"]
     _check_blocks(parts)
@@ -291,7 +293,7 @@ def four_bits(parts: Parts, settings: Settings) -> Tensor:
         raise CodesError("its codes have four bits, but load_in_8bit is true")
     kind = settings.get("bnb_4bit_quant_type")
     if kind and f"{QUANT_STATE}{kind}" not in parts:
-        raise CodesError(f"its codes are {state.get('quant_type')}, but bnb_4bit_quant_type is {written(kind)}")
+        raise CodesError(f"its codes are {state.get('quant_type')}, but bnb_4bit_quant_type is {format_value(kind)}")
     shape, side = state.get("shape") or [], state.get("blocksize")
     codes, values = parts[""].contiguous().view(torch.uint8).flatten(), parts.get(".quant_map")
     counts = isinstance(shape, list) and all(isinstance(size, int) and size > 0 for size in shape)
@@ -373,7 +375,7 @@ def in_pairs(parts: Mapping[str, Stored], _read: PartReader) -> tuple[int, ...]:
     return experts, 2 * blocks * pairs, rows
 
 
-def stated(parts: Mapping[str, Stored], read: PartReader) -> tuple[int, ...]:
+def read_shape(parts: Mapping[str, Stored], read: PartReader) -> tuple[int, ...]:
     """Return the stored shape: compressed-tensors has a tensor for it, bitsandbytes an entry of the quant_state."""
     states = {part: read(part) for part in parts if part.startswith(QUANT_STATE)}
     shape = read("_shape").tolist() if "_shape" in parts else _state(states).get("shape")
@@ -403,15 +405,17 @@ _STATE = (f"{QUANT_STATE}nf4", f"{QUANT_STATE}fp4")
 SCHEMES: dict[str, tuple[Scheme, ...]] = {
     "fp8": _FLOAT8,
     "fbgemm_fp8": _FLOAT8,
-    "mxfp4": (Scheme("_blocks", "", ("_scales",), microscaled, in_pairs),),
+    "mxfp4": (Scheme("_blocks", "", ("_scales",), decode_mxfp4, in_pairs),),
     "gptq": (Scheme(".qweight", ".weight", (".qzeros", ".scales", ".g_idx"), gptq, along_inputs),),
     "awq": (Scheme(".qweight", ".weight", (".qzeros", ".scales"), awq, along_outputs),),
     "compressed-tensors": (
-        Scheme("_packed", "", ("_scale", "_shape", "_zero_point", "_g_idx"), packed, stated),
-        Scheme("", "", ("_scale", "_zero_point", "_g_idx"), compressed),
+        Scheme("_packed", "", ("_scale", "_shape", "_zero_point", "_g_idx"), decode_packed, read_shape),
+        Scheme("", "", ("_scale", "_zero_point", "_g_idx"), decode_compressed),
     ),
     "bitsandbytes": (
-        Scheme("", "", (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *_STATE), four_bits, stated),
+        Scheme(
+            "", "", (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *_STATE), four_bits, read_shape
+        ),
         Scheme(".weight", ".weight", (".SCB", ".weight_format"), eight_bits),
     ),
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnlens.errors import ModelError
-from attnlens.files import shortened
+from attnlens.files import shorten_text
 from attnlens.models.loading.configs import SAY_UNQUANTISED, refuse_mismatch
 from attnlens.models.loading.gguf import OF_ATTENTION, SAY_SAFETENSORS, Settings, read_header
 from attnlens.models.loading.locate import Location, readable
@@ -173,7 +173,7 @@ def safetensors_header(file: Path) -> dict[str, Stored]:
             slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # content is not a dict
             return {name: Stored(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except SafetensorError as error:
-        problem = f"{file} is truncated or not a safetensors file: {shortened(str(error))}."
+        problem = f"{file} is truncated or not a safetensors file: {shorten_text(str(error))}."
         raise ModelError(problem, "Download it again.") from None
 
 
@@ -187,7 +187,7 @@ def pickled_header(file: Path) -> dict[str, Stored]:
         problem = f"{file} contains more than tensors, or is not a pickle of torch: opening it could run code."
         raise ModelError(problem, "Get the model as safetensors.") from None
     except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
-        problem = f"{file} is truncated or not a pickle of torch: {shortened(str(error))}."
+        problem = f"{file} is truncated or not a pickle of torch: {shorten_text(str(error))}."
         raise ModelError(problem, "Download it again.") from None
     names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
     if not isinstance(content, Mapping):
@@ -205,5 +205,5 @@ def _gguf_header(file: Path) -> dict[str, Stored]:
 
 def format_names(names: Iterable[str]) -> str:
     """Format names as `a`, or `a and 3 more`."""
-    first, *more = map(shortened, names)
+    first, *more = map(shorten_text, names)
     return f"{first} and {len(more)} more" if more else first

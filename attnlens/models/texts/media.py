@@ -22,7 +22,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from attnlens.errors import FAILURES, ModelError, TextError, UsageError, is_memory
-from attnlens.files import read_bytes, shortened, with_home
+from attnlens.files import read_bytes, shorten_text, with_home
 from attnlens.models.loading.hub import first_line
 from attnlens.models.loading.locate import read_json
 from attnlens.models.loading.placement import device_of_inputs
@@ -307,7 +307,7 @@ def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
     if not shape:
         raise TextError(*describe_missing_inputs(model, [name]))
     if not all(isinstance(side, int) and side > 0 for side in shape) or prod(shape) > LARGEST_INPUT:
-        sizes = " × ".join(shortened(str(side)) for side in shape)
+        sizes = " × ".join(shorten_text(str(side)) for side in shape)
         problem = f"The config asks for {name} of {sizes} numbers, which attnlens does not make up."
         raise TextError(problem, "Correct the sizes in config.json.")
     return shape

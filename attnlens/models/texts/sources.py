@@ -13,7 +13,7 @@ from typing import Any
 
 from attnlens.arguments import DATASETS, DatasetRows, dataset_rows
 from attnlens.errors import TextError, UsageError
-from attnlens.files import read_bytes, read_stream, shortened, with_home
+from attnlens.files import read_bytes, read_stream, shorten_text, with_home
 from attnlens.models.loading.hub import reachable
 from attnlens.models.loading.locate import DEMO
 
@@ -51,7 +51,7 @@ def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content
                     break
     # RuntimeError: the dataset is a script, which the library does not run
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, HTTPError) as error:
-        message = shortened(str(error)) or type(error).__name__
+        message = shorten_text(str(error)) or type(error).__name__
         raise TextError(f"The dataset {rows.name} can't be read: {message.rstrip('.')}.", SAY_NAME) from None
     label = Path(place).name if Path(place).is_absolute() else rows.name
     options = {"config": rows.config, "split": split, "column": rows.column}

@@ -352,7 +352,7 @@ class _Tracer(TorchFunctionMode):
         if function in SOFTMAXES:
             return self._softmax(call)
         if function is F.scaled_dot_product_attention:
-            result = self._fused(call)
+            result = self._answer_fused(call)
         else:
             pair = operands(call)
             if pair is None:
@@ -416,7 +416,7 @@ class _Tracer(TorchFunctionMode):
 
         return self._answer_site(shared, read, call.run, weights.dtype, None if total is None else total.arrange)
 
-    def _fused(self, call: FunctionCall) -> Tensor:
+    def _answer_fused(self, call: FunctionCall) -> Tensor:
         """Answer attention that the module itself computes with torch's fused function."""
         arguments = dict(zip(FUSED, call.args, strict=False)) | call.kwargs
 

@@ -220,7 +220,7 @@ class Probe:
             draws.append(values.to(self.arguments[self.target.input_name]).expand(-1, *axes, -1))
         return draws[0], draws[-1]
 
-    def mixed(self, batch: int, seed: int) -> tuple[Mixture, Mixture]:
+    def mix_inputs(self, batch: int, seed: int) -> tuple[Mixture, Mixture]:
         """Return seeded inputs with different tokens at all positions, each a mixture of MIXED random tokens."""
         generator = torch.Generator().manual_seed(seed)
         like, draws = self.arguments[self.target.input_name], []

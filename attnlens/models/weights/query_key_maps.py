@@ -240,7 +240,7 @@ def _have_signal(overlaps: Complex[Tensor, "positions pairs"]) -> Bool[Tensor, "
 
 def _differs_from(part: Float[Tensor, "rows positions head_dim"], rotation: Rotation, rounding: float) -> bool:
     """Return whether part[:, i] differs from part[:, 0] R(i)."""
-    difference = rotation.turned(part[:, :1].expand_as(part)) - part
+    difference = rotation.rotate(part[:, :1].expand_as(part)) - part
     return bool((difference.norm(dim=-1) > max(ANGLE, 4 * rounding) * part.norm(dim=-1)).any())
 
 
@@ -409,7 +409,7 @@ def _tangents(
         if part is None:
             raise unreadable(f"its {name} do not depend on its first input")
     if rotation is not None:
-        slopes = [rotation.transposed.turned(part.double()) for part in slopes]
+        slopes = [rotation.transposed.rotate(part.double()) for part in slopes]
     query, key = (part[:, :, : 1 if alike else None].transpose(1, 2).flatten(0, 1) for part in slopes)
     return query[: counts[0]], key[: counts[1]]
 
@@ -471,7 +471,7 @@ def _mismatch(actual: Sides, expected: Sides, groups: Groups = ()) -> str | None
 
 def _check_everywhere(factors: Factors, window: Probe) -> None:
     """Raise UnreadableError if the factors do not reproduce queries and keys of different tokens at all positions."""
-    mixtures = window.mixed(window.least, seed=3)
+    mixtures = window.mix_inputs(window.least, seed=3)
     inputs = mixtures[0].tokens, mixtures[1].tokens
     with torch.no_grad(), FewTokens(mixtures):
         call = window(*inputs)

@@ -156,7 +156,7 @@ class Factors:
         """Compute queries and keys of these inputs; under QK-norm with the lengths of the originals, which W lacks."""
         rebuilt = []
         for part, original in zip(self.maps(x, y), originals, strict=True):
-            turned = part.clone() if self.rotation is None else self.rotation.turned(part)
+            turned = part.clone() if self.rotation is None else self.rotation.rotate(part)
             for group in self.groups:
                 lengths = original[..., group].double().norm(dim=-1, keepdim=True)
                 turned[..., group] = unit(turned[..., group]) * lengths

@@ -1,4 +1,10 @@
-"""Pictures drawn with matplotlib: maps of layers × heads, fans of curves, overviews."""
+"""Pictures drawn with matplotlib: maps of layers × heads, fans of curves, overviews.
+
+Contents: `style` (colours, formats, labels), `charts` (the three charts of all pictures), `page` (panels), and the
+pictures of one subject: `maps`, `overview`, `experiments`, `studies`, `swaps`, `plans`.
+Inputs: a `Report`, its `Shapes`, or records of it. Outputs: matplotlib figures. Importers: `report.sections`, which
+names the pictures, and `report.render`, which encodes them.
+"""
 
 from attnlens.report.pictures.experiments import experiment_overview, experiment_panels
 from attnlens.report.pictures.maps import falls_far, fan_figure, first_step, groups_by_part, map_figure, palette

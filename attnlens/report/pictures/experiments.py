@@ -15,9 +15,27 @@ from attnlens.records import Curve, Experiment, Report, Trajectory
 from attnlens.report.pictures.charts import Dot, as_array, dot_plot, draw_over, fan_chart, scale_values
 from attnlens.report.pictures.maps import heading
 from attnlens.report.pictures.page import Panel, Row, arrange, overview
-from attnlens.report.pictures.style import CATEGORIES, INK, MUTED, Powers, Style, fitted, legend_above, thin_ticks
-from attnlens.report.sentences.reports import judgement, measures_of, outcome, ran_on, setting, title, told_of, worded
-from attnlens.wording import big, clean, counted, source_of
+from attnlens.report.pictures.style import (
+    CATEGORIES,
+    INK,
+    MUTED,
+    Powers,
+    Style,
+    legend_above,
+    shorten_label,
+    thin_ticks,
+)
+from attnlens.report.sentences.reports import (
+    format_label,
+    judgement,
+    measures_of,
+    outcome,
+    ran_on,
+    setting,
+    title,
+    told_of,
+)
+from attnlens.wording import big, clean, format_count, source_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -57,7 +75,7 @@ def experiment_overview(report: Report) -> Figure:
     rows = arrange(curves, across, height)
     rows += [Row([panel], max(0.5, 0.15 * panel.rows)) for panel in panels if panel.stem == COMPARED]
     steps = [len(curve.steps) for e in experiments if e.trajectories for curve in e.curves.values()]
-    checkpoints = [counted(max(steps), "checkpoint")] if steps else []
+    checkpoints = [format_count(max(steps), "checkpoint")] if steps else []
     facts = [clean(model.architecture), f"{big(model.parameters)} parameters", outcome(report)[0], *checkpoints]
     made = [ran_on(report), clean(settings.fed), f"{clean(tool.name)} {clean(tool.version)}", f"seed {settings.seed}"]
     return overview(rows, title(report), facts, made)
@@ -72,7 +90,7 @@ def experiment_panels(report: Report) -> list[Panel]:
             panels += [_trajectory_panel(experiment, name) for name in names]
         else:
             panels += _curve_panels(experiment)
-    rows, total = compared(report)
+    rows, total = comparable_figures(report)
     return [*panels, _compared_panel(rows, total)] if rows else panels
 
 
@@ -112,17 +130,17 @@ def _trajectory_panel(experiment: Experiment, name: str) -> Panel:
     rows_of_layers = range(max(layers) + 1) if len(layers) > 1 else ()
     has_null = experiment.null(name) is not None
     beyond = _count_beyond(experiment, name)
-    note = clean(fitted(curve.quantity or source_of(name), 30)) + "; grey: null ± sd" * has_null
+    note = clean(shorten_label(curve.quantity or source_of(name), 30)) + "; grey: null ± sd" * has_null
     heads = "One number per step"
     if len(lines) == 1:
         heads = f"Layer {lines[0].layer} head {lines[0].head}"
     elif lines:
-        heads = f"{counted(len(lines), 'head')}{', coloured by layer' * bool(rows_of_layers)}. Black: their median"
+        heads = f"{format_count(len(lines), 'head')}{', coloured by layer' * bool(rows_of_layers)}. Black: their median"
     sentences = [f"{info.meaning[:1].upper()}{info.meaning[1:]}: {info.formula}."] if info.meaning else []
     sentences.append(f"{heads}{'; grey: null, mean ± sd' * has_null}.")
     if beyond:
-        note += f"; {counted(beyond, 'head')} cut"
-        sentences.append(f"{counted(beyond, 'head')} of {len(lines)} partly beyond the frame.")
+        note += f"; {format_count(beyond, 'head')} cut"
+        sentences.append(f"{format_count(beyond, 'head')} of {len(lines)} partly beyond the frame.")
     draw = partial(draw_trajectories, experiment=experiment, name=name)
     return Panel(name, heading(info), note, " ".join(sentences), draw, layers=rows_of_layers if lines else ())
 
@@ -139,7 +157,7 @@ def draw_trajectories(axes: Axes, *, experiment: Experiment, name: str) -> None:
     fan_chart(axes, heads, [], layers, opacity=(40, 0.25, 0.75))
     marker = "o" if len(steps) <= MARKED else ""
     draw_over(axes, (steps, as_array(curve.median)), "-", 1.7, marker=marker)
-    scale_steps(axes, curve.steps, clean(fitted(experiment.axis, 30)))
+    scale_steps(axes, curve.steps, clean(shorten_label(experiment.axis, 30)))
     limits = _limits(experiment, name)
     if limits is not None:
         low, high, logarithmic = limits
@@ -192,7 +210,7 @@ def groups(experiment: Experiment) -> dict[str, dict[str, Curve]]:
     """
     titles: dict[tuple[str, str | None], dict[str, Curve]] = {}
     for name, curve in experiment.curves.items():
-        picture = curve.picture or ("" if curve.quantity else worded(experiment, name))
+        picture = curve.picture or ("" if curve.quantity else format_label(experiment, name))
         titles.setdefault((picture, curve.quantity), {})[name] = curve
     pictures = [picture for picture, _ in titles]
     return {
@@ -215,7 +233,7 @@ def _curve_panels(experiment: Experiment) -> Iterator[Panel]:
         sentences = [experiment.question, "Lines: median, bands: first to third quartile." * banded, BELOW * cut]
         caption = clean(" ".join(filter(None, [*sentences, f"({facts})" if facts else ""])))
         draw = partial(draw_curves, experiment=experiment, curves=curves)
-        yield Panel(clean(stem).replace(" ", "-"), clean(fitted(name, 60)), note, caption, draw)
+        yield Panel(clean(stem).replace(" ", "-"), clean(shorten_label(name, 60)), note, caption, draw)
 
 
 def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve]) -> None:
@@ -239,10 +257,10 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
             marker="o" if len(steps) <= MARKED else "",
             markersize=3,
             clip_on=cut,
-            label=fitted(clean(curve.label or worded(experiment, name)), 40),
+            label=shorten_label(clean(curve.label or format_label(experiment, name)), 40),
         )
-    scale_steps(axes, [step for curve in shown for step in curve.steps], clean(fitted(experiment.axis, 30)))
-    axes.set_ylabel(fitted(clean(shown[0].quantity or ""), 30))
+    scale_steps(axes, [step for curve in shown for step in curve.steps], clean(shorten_label(experiment.axis, 30)))
+    axes.set_ylabel(shorten_label(clean(shown[0].quantity or ""), 30))
     axes.spines[["top", "right"]].set_visible(False)
     values = _finite_values(shown)
     if values.size:
@@ -281,7 +299,7 @@ COMPARED = "published"
 """Stem of the picture."""
 
 
-def compared(report: Report) -> tuple[list[tuple[Experiment, str]], int]:
+def comparable_figures(report: Report) -> tuple[list[tuple[Experiment, str]], int]:
     """Return the figures with a published counterpart (at most MOST_ROWS, the farthest off), and their total number."""
     figures = [(e, figure) for e in report.experiments for figure in e.final if e.meets(figure) is not None]
     worst = sorted(
@@ -332,7 +350,10 @@ def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
             place: Style = {"textcoords": "offset points", "ha": align, "va": "center"}
             axes.annotate(verdict, (at, row), (side, 0), fontsize=6.5, color=CATEGORIES[2], **place)
     axes.axvline(0, color=MUTED, linewidth=0.7, zorder=0)
-    names = [fitted(f"{clean(experiment.name)}: {worded(experiment, figure)}", NAME) for experiment, figure in rows]
+    names = [
+        shorten_label(f"{clean(experiment.name)}: {format_label(experiment, figure)}", NAME)
+        for experiment, figure in rows
+    ]
     dot_plot(axes, dots, names)
     axes.tick_params(axis="y", labelsize=6.5, labelcolor=INK)
     axes.set_xlim(-edge, edge)

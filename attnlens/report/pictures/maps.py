@@ -24,9 +24,9 @@ from attnlens.report.pictures.charts import (
     write_cells,
 )
 from attnlens.report.pictures.page import Panel, panel_figure
-from attnlens.report.pictures.style import CATEGORIES, IndexTicks, Style, fitted, legend_above, typeset
+from attnlens.report.pictures.style import CATEGORIES, IndexTicks, Style, legend_above, shorten_label, typeset
 from attnlens.report.shapes import MeasureMap, Shapes, group_of
-from attnlens.wording import clean, counted, decimals_for, gathered, listed, short, title_of
+from attnlens.wording import clean, decimals_for, format_count, group_pairs, join_items, short, title_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -53,7 +53,7 @@ def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
     """Format the caption of a map: meaning, range, null, error, missing values, coverage; one line each."""
     info = reading.info
     notes = [text for text in (short_caption(reading), null_mark(reading)) if text]
-    missing = [f"No value for {counted(count, 'head')} (hatched): {why}" for why, count in reading.reasons.items()]
+    missing = [f"No value for {format_count(count, 'head')} (hatched): {why}" for why, count in reading.reasons.items()]
     lines = [_meaning(info), info.caution, _range(reading), _capitalise(", ".join(notes)), *missing]
     return "\n".join(line for line in [*lines, layout_line(shapes)] if line)
 
@@ -63,7 +63,7 @@ def curve_caption(shapes: Shapes, name: str) -> str:
     info, groups = shapes.info(name), groups_by_part(shapes, name)
     alone = ", each part by itself" if len(groups) > 1 else ""
     lines = [_meaning(info), info.caution]
-    lines.append(f"{counted(len(shapes.curves[name]), 'head')}; black: median, dashed: quartiles{alone}.")
+    lines.append(f"{format_count(len(shapes.curves[name]), 'head')}; black: median, dashed: quartiles{alone}.")
     for group in groups:
         heads, steps = group.complete.shape
         if heads < len(group.curves):
@@ -91,7 +91,7 @@ def short_caption(reading: MeasureMap) -> str:
     texts = ["not identified"] if reading.info.identified == "nowhere" else []
     if reading.error is not None:
         counts = reading.counts
-        sequences = listed(counts) if len(counts) < 2 else f"{counts[0]} to {counts[-1]}"
+        sequences = join_items(counts) if len(counts) < 2 else f"{counts[0]} to {counts[-1]}"
         texts.append(f"{sequences} sequences; heads' median se {short(reading.error)}")
     return "; ".join(texts)
 
@@ -108,13 +108,13 @@ def null_mark(reading: MeasureMap) -> str:
 
 def layout_line(shapes: Shapes) -> str:
     """Format the numbers of layers and heads, and the coverage: `4 layers × 8 heads · COMPLETE: 32 of 32 heads`."""
-    layers, heads = counted(len(shapes.layers), "layer"), counted(len(shapes.heads), "head")
+    layers, heads = format_count(len(shapes.layers), "layer"), format_count(len(shapes.heads), "head")
     return f"{layers} × {heads} · {clean(shapes.report.coverage.sentence)}"
 
 
 def heading(info: MeasureInfo) -> str:
     """Format a measure's name as a title: `effective rank`, `singular values of M`."""
-    return fitted(title_of(info.name) + (f" of {info.matrix}" if info.matrix else ""), 60)
+    return shorten_label(title_of(info.name) + (f" of {info.matrix}" if info.matrix else ""), 60)
 
 
 def source_heading(shapes: Shapes, name: str) -> str:
@@ -281,13 +281,13 @@ class CurveGroup:
     def note(self) -> str:
         """Start of the median with its quartiles: Chen et al.'s number at index 0."""
         low, middle, high = (typeset(float(value), 2) for value in self.quartiles[:, 0])
-        return f"starts at {middle} (quartiles {low} to {high}), {counted(len(self.curves), 'head')}"
+        return f"starts at {middle} (quartiles {low} to {high}), {format_count(len(self.curves), 'head')}"
 
 
 def groups_by_part(shapes: Shapes, name: str) -> list[CurveGroup]:
     """Group a curve's heads by part; parts see different inputs, so their heads are not pooled."""
     rows = sorted({row for row, _ in shapes.curves[name]})
-    by_part = gathered((shapes.parts[row], row) for row in rows)
+    by_part = group_pairs((shapes.parts[row], row) for row in rows)
     return [_group(shapes, name, part, members) for part, members in by_part.items()]
 
 

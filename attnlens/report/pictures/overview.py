@@ -23,7 +23,14 @@ from attnlens.report.pictures.maps import (
     source_heading,
 )
 from attnlens.report.pictures.page import Panel, Row, overview, panel_figure
-from attnlens.report.pictures.style import CATEGORIES, INK, PART_COLOURS, fitted, legend_above, scale_logarithmically
+from attnlens.report.pictures.style import (
+    CATEGORIES,
+    INK,
+    PART_COLOURS,
+    legend_above,
+    scale_logarithmically,
+    shorten_label,
+)
 from attnlens.report.shapes import Shapes
 from attnlens.wording import big, clean, source_of, title_of
 
@@ -57,7 +64,7 @@ def overview_figure(shapes: Shapes) -> Figure:
     headings = [_row_heading(shapes, row) for row in rows]
     titled = zip(rows, headings, ["", *headings], strict=False)
     page = [
-        Row([*row, *[None] * (ACROSS - len(row))], HEIGHT, fitted(text, 120) * (text != before))
+        Row([*row, *[None] * (ACROSS - len(row))], HEIGHT, shorten_label(text, 120) * (text != before))
         for row, text, before in titled
     ]
     model, settings, tool = shapes.report.model, shapes.report.settings, shapes.report.tool
@@ -126,7 +133,7 @@ def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
 
 def _noted_map(shapes: Shapes, name: str) -> Panel:
     reading = shapes.readings[name]
-    return map_panel(shapes, name, short_caption(reading) or fitted(reading.info.meaning, NOTE))
+    return map_panel(shapes, name, short_caption(reading) or shorten_label(reading.info.meaning, NOTE))
 
 
 # --- shares -----------------------------------------------------------------------------------------------------------

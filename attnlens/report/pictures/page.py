@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from attnlens.report.pictures.charts import show_depths
-from attnlens.report.pictures.style import DPI, INK, MUTED, Style, fitted, new_figure, title_panel, wrapped
+from attnlens.report.pictures.style import DPI, INK, MUTED, Style, new_figure, shorten_label, title_panel, wrap_lines
 from attnlens.wording import big, clean
 
 if TYPE_CHECKING:
@@ -91,11 +91,11 @@ def overview(rows: Sequence[Row], title: str, facts: Iterable[str], footnote: It
     figure = new_figure(WIDTH, height, dpi=300)
     left, right = SIDE / WIDTH, 1 - SIDE / WIDTH
     texts: Style = {"va": "center", "color": INK}
-    figure.text(left, 1 - 0.27 / height, fitted(title, TITLE), fontsize=14, weight="bold", **texts)
-    figure.text(left, 1 - 0.52 / height, fitted(" · ".join(filter(None, facts)), FACTS), fontsize=8, **texts)
+    figure.text(left, 1 - 0.27 / height, shorten_label(title, TITLE), fontsize=14, weight="bold", **texts)
+    figure.text(left, 1 - 0.52 / height, shorten_label(" · ".join(filter(None, facts)), FACTS), fontsize=8, **texts)
     small: Style = {"va": "center", "color": MUTED, "fontsize": 6.5}
     figure.text(left, 0.13 / height, hint, **small)
-    figure.text(right, 0.13 / height, fitted(" · ".join(filter(None, footnote)), FOOTNOTE), ha="right", **small)
+    figure.text(right, 0.13 / height, shorten_label(" · ".join(filter(None, footnote)), FOOTNOTE), ha="right", **small)
     _draw_rows(figure, rows, letters=cycle("abcdefghijklmnopqrstuvwxyz"))
     _fix_layout(figure, HEAD, FOOT)
     return figure
@@ -108,7 +108,7 @@ def panel_figure(report: Report, panel: Panel) -> Figure:
     facts = filter(None, [model.title, clean(model.architecture), size, clean(report.settings.fed)])
     rows = arrange(parts, min(3, len(parts)), parts[0].height)
     width = 2 * SIDE + len(rows[0].panels) * (parts[0].width + 1.0)
-    words = wrapped(f"{panel.caption}\n{' · '.join(facts)}", int((width - 2 * SIDE) * CAPTION_PER_INCH))
+    words = wrap_lines(f"{panel.caption}\n{' · '.join(facts)}", int((width - 2 * SIDE) * CAPTION_PER_INCH))
     below = 0.15 + LINE * (words.count("\n") + 1)
     height = MARGIN + sum(row.total for row in rows) + below
     figure = new_figure(width, height, DPI)
@@ -145,7 +145,11 @@ def _draw_block(part: SubFigure, rows: Sequence[Row], room: float, letters: Iter
                 continue
             axes = part.add_subplot(grid[place, column])
             title = panel.title if letters is None else f"{next(letters)}  {panel.title}"
-            title_panel(axes, fitted(title, int(TITLE_PER_INCH * room)), fitted(panel.note, int(NOTE_PER_INCH * room)))
+            title_panel(
+                axes,
+                shorten_label(title, int(TITLE_PER_INCH * room)),
+                shorten_label(panel.note, int(NOTE_PER_INCH * room)),
+            )
             panel.draw(axes)
             if panel in coloured:
                 show_depths(axes, panel.layers)

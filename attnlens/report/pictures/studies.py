@@ -25,7 +25,7 @@ from attnlens.report.pictures.style import (
     scale_logarithmically,
 )
 from attnlens.report.sentences.comparisons import LOCAL, effect_sizes, title, worth
-from attnlens.wording import clean, counted, shortened, source_of
+from attnlens.wording import clean, format_count, shorten_line, source_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,7 +128,7 @@ def draw_volcano(axes: Axes, comparison: Comparison) -> None:
 
 def study_overview(report: Report) -> Figure:
     """Draw the results and learning curves of every task on one page, two panels per row."""
-    facts = [f"{study.name}: scale {study.scale}, {counted(len(study.cells), 'cell')}" for study in report.studies]
+    facts = [f"{study.name}: scale {study.scale}, {format_count(len(study.cells), 'cell')}" for study in report.studies]
     panels = [panel for panel in study_panels(report) if panel.stem.endswith(("-reached", "-learned"))]
     rows = [Row(panels[n : n + 2], max(1.9, 0.16 * panels[n].rows)) for n in range(0, len(panels), 2)]
     return overview(rows, title(report), facts, dict.fromkeys(study.source for study in report.studies))
@@ -188,7 +188,7 @@ def draw_results(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
         axes.scatter(values, [row] * len(values), s=9, color=OWN, alpha=0.55, linewidths=0, zorder=3)
         mean, se = cell.mean * factor, (cell.se or 0.0) * factor
         rows.append([Dot(mean, (mean - se, mean + se), INK, "|", 9)])
-    dot_plot(axes, rows, [shortened(clean(cell.name), NAME) for cell in cells])
+    dot_plot(axes, rows, [shorten_line(clean(cell.name), NAME) for cell in cells])
     means = [cell.mean for cell in cells if cell.mean]
     if task.metric == "perplexity" and means and max(means) > WIDE * min(means):
         scale_logarithmically(axes, "x", subs=(1, 2, 5))
@@ -223,7 +223,7 @@ def draw_measure(axes: Axes, name: str, cells: list[StudyCell]) -> None:
 def _draw_lines(axes: Axes, cells: Sequence[StudyCell], lines: Sequence[tuple[Sequence[float], np.ndarray]]) -> None:
     for number, (cell, (steps, values)) in enumerate(zip(cells, lines, strict=True)):
         colour, dash = CATEGORIES[number % len(CATEGORIES)], DASHES[number // len(CATEGORIES) % len(DASHES)]
-        axes.plot(steps, values, dash, color=colour, lw=1.1, label=shortened(clean(cell.name), NAME))
+        axes.plot(steps, values, dash, color=colour, lw=1.1, label=shorten_line(clean(cell.name), NAME))
     axes.set_xlabel("step")
     axes.yaxis.set_major_formatter(PlainNumbers())
     axes.spines[["top", "right"]].set_visible(False)

@@ -17,7 +17,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, Formatter, Locator, LogLocator, NullFormatter, NullLocator
 
-from attnlens.wording import SCIENTIFIC, clean, written
+from attnlens.wording import SCIENTIFIC, clean, format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,31 +86,31 @@ def new_figure(width: float, height: float, dpi: int = DPI) -> Figure:
     return figure
 
 
-def encoded(figure: Figure, suffix: str, dpi: float | Literal["figure"] = "figure") -> bytes:
+def encode_figure(figure: Figure, suffix: str, dpi: float | Literal["figure"] = "figure") -> bytes:
     """Encode the figure as .png, .svg or .pdf bytes without dates; `dpi` defaults to the figure's own."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format=suffix[1:], metadata=FORMATS[suffix], dpi=dpi)
     return buffer.getvalue()
 
 
-def crowded(figure: Figure) -> bool:
+def rasterize_if_crowded(figure: Figure) -> bool:
     """Check whether the figure has too many lines and rasterizes them."""
     return any(lines.get_rasterized() for lines in figure.findobj(LineCollection))
 
 
-def fitted(text: str, width: int) -> str:
+def shorten_label(text: str, width: int) -> str:
     """Cut a text that has more than `width` characters, ending it with …."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def wrapped(text: str, width: int) -> str:
+def wrap_lines(text: str, width: int) -> str:
     """Wrap each line at `width` characters and drop empty ones."""
     return "\n".join(textwrap.fill(clean(line), width) for line in text.splitlines() if line)
 
 
 def typeset(number: float, decimals: int) -> str:
     """Format a number with a true minus sign."""
-    return written(number, decimals).replace("-", "−")
+    return format_number(number, decimals).replace("-", "−")
 
 
 class PlainNumbers(Formatter):
@@ -127,7 +127,7 @@ class PlainNumbers(Formatter):
         extreme = apart < 1e-7 or float(np.max(np.abs(ticks), initial=0.0)) >= 1e6
         near = (n for n in range(8) if np.all(np.abs(np.round(ticks, n) - ticks) <= 1e-3 * apart))
         decimals = SCIENTIFIC if extreme else next(near, 8)
-        return [written(float(tick), decimals).replace("-", "−") for tick in ticks]
+        return [format_number(float(tick), decimals).replace("-", "−") for tick in ticks]
 
 
 class Powers(Formatter):

@@ -35,9 +35,9 @@ from attnlens.report.pictures.style import (
     MUTED,
     PlainNumbers,
     Style,
-    fitted,
     label_powers,
     legend_above,
+    shorten_label,
     typeset,
 )
 from attnlens.report.sentences.swaps import (
@@ -199,7 +199,7 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
         ]
         text = "diverged" if swap.diverged else "no value"
         rows.append([*dots, Dot(effect_of(swap, swap), _effect_ends(swap, swap), text=text)])
-    names = [f"{fitted(clean(swap.kernel), KERNEL_NAME)}{_rise(swap, 'perplexity ', ' ')}" for swap in swaps]
+    names = [f"{shorten_label(clean(swap.kernel), KERNEL_NAME)}{_rise(swap, 'perplexity ', ' ')}" for swap in swaps]
     dot_plot(axes, rows, names)
     _scale_effects(axes, [dot.value for row in rows for dot in row if dot.value is not None])
     for row in range(1, len(swaps)):
@@ -258,7 +258,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
         axes.axvline(original, color=MUTED, linewidth=0.8, linestyle=(0, (4, 2)), zorder=0)
     gap = " " if controls else "\n"  # few rows have room for a third line, which keeps the names narrow
     labels: list[str] = [stage.name for stage in swap.stages]
-    labels += [fitted(clean(control.kernel or control.role), CONTROL_NAME) for control in controls]
+    labels += [shorten_label(clean(control.kernel or control.role), CONTROL_NAME) for control in controls]
     changed = [*swap.stages, *controls]
     names = [f"{label}{_rise(outcome, '', gap) * lossy}" for label, outcome in zip(labels, changed, strict=True)]
     perplexity = next((stage.perplexity.before for stage in swap.stages if stage.perplexity), None)
@@ -328,7 +328,7 @@ def draw_layer_lines(axes: Axes, lines: Sequence[tuple[str, Float[np.ndarray, " 
     axes.axhline(0, color="#999999", linewidth=0.6, zorder=0)
     for number, (name, (_, values)) in enumerate(zip(names, lines, strict=True)):
         colour, mark = LINES[number % len(LINES)], MARKERS[number % len(MARKERS)]
-        axes.plot(values, color=colour, marker=mark, markersize=3, linewidth=1, label=fitted(name, LEGEND_NAME))
+        axes.plot(values, color=colour, marker=mark, markersize=3, linewidth=1, label=shorten_label(name, LEGEND_NAME))
     axes.set_xlabel("layer")
     axes.set_ylabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))

@@ -1,1 +1,7 @@
-"""Render a `Document` for a terminal, as markdown or as an HTML page, a `Sheet` as CSV, and a `Picture` as a file."""
+"""Render documents for readers and programs.
+
+Contents: `terminal`, `markdown` (also CSV, and checks for CI systems), `html` (one self-contained page, from the
+template in `page/`, and pictures as files).
+Inputs: a `Document`, `Sheet` or `Picture` of `report.sections`. Outputs: text, or bytes of an image. Importers: `cli`
+and `report.export`.
+"""

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from attnlens.errors import OutputError
-from attnlens.report.pictures.style import DPI, FORMATS, crowded, encoded, house_style
-from attnlens.report.sections.section import Column, Document, Picture, grouped
+from attnlens.report.pictures.style import DPI, FORMATS, encode_figure, house_style, rasterize_if_crowded
+from attnlens.report.sections.section import Column, Document, Picture, sort_by_group
 from attnlens.wording import clean
 
 if TYPE_CHECKING:
@@ -40,17 +40,17 @@ def figure(picture: Picture) -> Figure:
 def encoded_picture(picture: Picture, suffix: str = ".png") -> bytes:
     """Draw a picture and return the bytes of its file, of the kind in `suffix`. Equal pictures give equal bytes."""
     with house_style():
-        return encoded(picture.draw(), suffix)
+        return encode_figure(picture.draw(), suffix)
 
 
 def embedded_picture(picture: Picture) -> tuple[str, bytes]:
     """Return the media type and bytes of a picture for a page: SVG if it is small, else PNG in screen resolution."""
     with house_style():
         drawing = picture.draw()
-        vectors = b"" if crowded(drawing) else encoded(drawing, ".svg")
+        vectors = b"" if rasterize_if_crowded(drawing) else encode_figure(drawing, ".svg")
         if 0 < len(vectors) <= LARGEST_VECTOR:
             return "image/svg+xml", vectors
-        return "image/png", encoded(drawing, ".png", DPI)
+        return "image/png", encode_figure(drawing, ".png", DPI)
 
 
 def files_of(pictures: Sequence[Picture], folder: Path) -> dict[Path, Drawing]:
@@ -110,8 +110,8 @@ def html(document: Document) -> str:
 @cache
 def _template() -> Template:
     loader = PackageLoader("attnlens.report.render", "page")
-    page = Environment(loader=loader, autoescape=True, finalize=_cleaned, undefined=StrictUndefined)
-    page.globals |= {"drawn": _drawn, "grouped": grouped, "runs": _runs}
+    page = Environment(loader=loader, autoescape=True, finalize=_clean_value, undefined=StrictUndefined)
+    page.globals |= {"data_url": _data_url, "sort_by_group": sort_by_group, "runs": _runs}
     return page.get_template("page.html.jinja")
 
 
@@ -125,7 +125,7 @@ def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _cleaned(value: Any) -> Any:
+def _clean_value(value: Any) -> Any:
     """Replace control characters in plain strings; Markup that the template itself produced stays as it is."""
     return clean(value) if type(value) is str else value
 
@@ -135,6 +135,6 @@ def _runs(columns: Sequence[Column]) -> list[tuple[str, int]]:
     return [(group, len(list(members))) for group, members in groupby(columns, key=lambda column: column.group)]
 
 
-def _drawn(picture: Picture) -> str:
+def _data_url(picture: Picture) -> str:
     media, content = embedded_picture(picture)
     return f"data:{media};base64,{base64.b64encode(content).decode()}"

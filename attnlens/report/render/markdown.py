@@ -28,7 +28,7 @@ def spreadsheet(sheet: Sheet) -> str:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(map(harmless, sheet.columns))
-    writer.writerows([_written(row.get(name)) for name in sheet.columns] for row in sheet.rows)
+    writer.writerows([_format_cell(row.get(name)) for name in sheet.columns] for row in sheet.rows)
     return buffer.getvalue()
 
 
@@ -38,7 +38,7 @@ def harmless(text: str) -> str:
     return f"'{line}" if line.startswith(FORMULA) else line
 
 
-def _written(cell: Cell) -> str:
+def _format_cell(cell: Cell) -> str:
     if cell is None:
         return ""
     if isinstance(cell, bool):
@@ -82,12 +82,12 @@ def workflow_commands(report: Report) -> list[str]:
     for check, message in [*rule_errors, *head_errors][:MOST_ANNOTATIONS]:
         place = {} if check.file is None else {"file": uri(check.file)}
         properties = place | {"title": f"attnlens {check.subject}"}
-        options = ",".join(f"{name}={_coded(text, IN_PROPERTIES)}" for name, text in properties.items())
-        lines.append(f"::error {options}::{_coded(message, IN_MESSAGES)}")
+        options = ",".join(f"{name}={_encode(text, IN_PROPERTIES)}" for name, text in properties.items())
+        lines.append(f"::error {options}::{_encode(message, IN_MESSAGES)}")
     return lines
 
 
-def _coded(text: str, codes: dict[int, str]) -> str:
+def _encode(text: str, codes: dict[int, str]) -> str:
     return clean(text).translate(codes)
 
 
@@ -115,7 +115,7 @@ def markdown(doc: Document) -> str:
     return "\n".join([*head, *(line for section in doc.sections for line in _section(section))]).rstrip() + "\n"
 
 
-def escaped(text: str) -> str:
+def escape_text(text: str) -> str:
     """Replace every character with a meaning in markdown or HTML by its character code.
 
     GitHub looks for @mentions after decoding, so a zero-width space follows each @; `www.` would become a link.
@@ -125,21 +125,21 @@ def escaped(text: str) -> str:
 
 
 def _head(head: Heading) -> Iterator[str]:
-    yield from (f"## attnlens {escaped(head.command)}: {escaped(head.title)}", "", escaped(head.facts), "")
-    yield from (f"- {escaped(line)}" for line in (*head.asides, *head.notes))
-    yield from ("", f"**{escaped(head.standing)}**", "")
+    yield from (f"## attnlens {escape_text(head.command)}: {escape_text(head.title)}", "", escape_text(head.facts), "")
+    yield from (f"- {escape_text(line)}" for line in (*head.asides, *head.notes))
+    yield from ("", f"**{escape_text(head.standing)}**", "")
 
 
 def _section(section: Section) -> Iterator[str]:
     if section.title:
-        yield from (f"### {escaped(section.title)}", "")
+        yield from (f"### {escape_text(section.title)}", "")
     items = (item if isinstance(item, str) else ": ".join(item) for item in section.items)
-    listed = [f"- {escaped(line)}" for line in (*section.lines, *items)]
+    listed = [f"- {escape_text(line)}" for line in (*section.lines, *items)]
     yield from (*listed, "") if listed else ()
     if section.table is not None:
         yield from (*_table(section.table), "")
     for line in section.notes:
-        yield from (escaped(line), "")
+        yield from (escape_text(line), "")
 
 
 def _table(table: Table) -> Iterator[str]:
@@ -151,4 +151,4 @@ def _table(table: Table) -> Iterator[str]:
 
 
 def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(map(escaped, cells)) + " |"
+    return "| " + " | ".join(map(escape_text, cells)) + " |"

@@ -19,7 +19,7 @@ from rich.segment import Segment
 from rich.table import Table as Grid
 from rich.text import Text
 
-from attnlens.report.sections.section import Column, Document, Heading, Passage, Section, Table, grouped
+from attnlens.report.sections.section import Column, Document, Heading, Passage, Section, Table, sort_by_group
 from attnlens.wording import clean, visible
 
 FILLING = re.compile(" +$", re.MULTILINE)  # trailing blanks
@@ -71,7 +71,7 @@ def document(doc: Document) -> Group:
     for section in doc.sections:
         if lines and (section.title or section.table is not None):
             lines.append("")
-        lines += _printed(section)
+        lines += _render_section(section)
     return Group(*lines)
 
 
@@ -82,7 +82,7 @@ def _head(head: Heading) -> Iterator[RenderableType]:
     yield Text(clean(head.standing), style="bold blue" if head.sound else "bold yellow")
 
 
-def _printed(section: Section) -> Iterator[RenderableType]:
+def _render_section(section: Section) -> Iterator[RenderableType]:
     if section.title:
         yield Text(clean(section.title), style="bold")
     yield from (Text(clean(line), overflow="fold") for line in section.lines)
@@ -134,13 +134,13 @@ class FoldedTable:
         columns, gaps = (*self.table.names, *self.table.columns), BETWEEN * len(self.table.columns)
         heads = [[(clean(column.title), "bold")] for column in columns]
         rows = [
-            [_explained(cell, self._style(column, row)) for column, cell in zip(columns, cells, strict=True)]
+            [_split_cell(cell, self._style(column, row)) for column, cell in zip(columns, cells, strict=True)]
             for row, cells in enumerate(zip(*(column.cells for column in columns), strict=True))
         ]
         widest = [max(cell_len(text) for cell in cells for text, _ in cell) for cells in zip(heads, *rows, strict=True)]
-        widths = _levelled(widest, options.max_width - gaps)
+        widths = _limit_widths(widest, options.max_width - gaps)
         for cells in (heads, *rows):
-            folded = [[*_folded(cell, width, console)] for cell, width in zip(cells, widths, strict=True)]
+            folded = [[*_fold_cell(cell, width, console)] for cell, width in zip(cells, widths, strict=True)]
             depth = max(map(len, folded))
             if cells is heads:  # align titles to the bottom, directly above the rule
                 folded = [[("", "")] * (depth - len(lines)) + lines for lines in folded]
@@ -160,7 +160,7 @@ class FoldedTable:
         return "bold" if column in self.table.names else ""
 
 
-def _levelled(widest: Sequence[int], room: int) -> list[int]:
+def _limit_widths(widest: Sequence[int], room: int) -> list[int]:
     """Return the column widths, with the widest columns cut to a common width if the sum exceeds the room."""
     widths = list(widest)
     while sum(widths) > room and max(widths) > 1:
@@ -168,12 +168,12 @@ def _levelled(widest: Sequence[int], room: int) -> list[int]:
     return widths
 
 
-def _explained(cell: str, style: str) -> list[Line]:
-    first, *rest = cell.split("\n")
-    return [(clean(first), style), *((clean(line), "dim") for line in rest)]
+def _split_cell(cell: str, style: str) -> list[Line]:
+    first, *notes = cell.split("\n")
+    return [(clean(first), style), *((clean(line), "dim") for line in notes)]
 
 
-def _folded(cell: Sequence[Line], width: int, console: Console) -> Iterator[Line]:
+def _fold_cell(cell: Sequence[Line], width: int, console: Console) -> Iterator[Line]:
     """Yield the lines of a cell, wrapped to the width."""
     for text, style in cell:
         short = cell_len(text) <= width
@@ -188,12 +188,12 @@ class FittedTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Choose the columns that fit on the page, and print them."""
-        names, columns = (tuple(map(_cleaned, part)) for part in (self.table.names, self.table.columns))
+        names, columns = (tuple(map(_clean_column, part)) for part in (self.table.names, self.table.columns))
         remaining = list(columns)
         while remaining:
             chosen = _fitting(names, remaining, options.max_width)
             remaining = [column for column in remaining if column not in chosen]
-            yield from _block(names, grouped(chosen), "-" if options.ascii_only else "─")
+            yield from _block(names, sort_by_group(chosen), "-" if options.ascii_only else "─")
             if self.table.fit == "first":
                 break
             if remaining:
@@ -202,7 +202,7 @@ class FittedTable:
             yield Text(HIDDEN.format(shown=len(columns) - len(remaining), all=len(columns)), style="dim")
 
 
-def _cleaned(column: Column) -> Column:
+def _clean_column(column: Column) -> Column:
     """Return the column with terminal control characters replaced in all of its texts."""
     cells, foot = (tuple(map(clean, texts)) for texts in (column.cells, column.foot))
     return replace(column, group=clean(column.group), title=clean(column.title), cells=cells, foot=foot)

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 from attnlens.records import Breach, Check, Report, SiteCheck
 from attnlens.report.sections.section import Cell, Column, Document, Heading, Section, Sheet, Table, sheet
-from attnlens.wording import NO_VALUE, big, clean, counted
+from attnlens.wording import NO_VALUE, big, clean, format_count
 
 
 def outcome(report: Report) -> tuple[str, bool]:
@@ -16,7 +16,7 @@ def outcome(report: Report) -> tuple[str, bool]:
     if not report.checks:
         return "No rule was checked.", True
     failed = sum(not check.passed for check in report.checks)
-    rules = counted(len(report.checks), "rule")
+    rules = format_count(len(report.checks), "rule")
     return (f"FAILED: {failed} of {rules}", False) if failed else (f"PASSED: {len(report.checks)} of {rules}", True)
 
 
@@ -26,7 +26,9 @@ def describe_check(check: Check) -> str:
     heads = ""
     if check.breaches:
         most = check.breaches[0]
-        heads = f"; {len(check.breaches)} of {counted(check.heads or 0, 'head')}, worst {place(most)}: {reads(most)}"
+        heads = (
+            f"; {len(check.breaches)} of {format_count(check.heads or 0, 'head')}, worst {place(most)}: {reads(most)}"
+        )
     return clean(f"{check.subject}: {value}wanted {check.wanted}{heads}")
 
 
@@ -96,7 +98,7 @@ SHOWN = 10
 def document(report: Report) -> Document:
     """Build the document of a check: the model, how many rules hold, each rule, and the worst heads."""
     standing, sound = outcome(report)
-    model, heads = report.model, counted(report.coverage.heads, "head")
+    model, heads = report.model, format_count(report.coverage.heads, "head")
     head = Heading(
         title=clean(model.title),
         command="check",

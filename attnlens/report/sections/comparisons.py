@@ -31,14 +31,14 @@ from attnlens.wording import (
     NO_VALUE,
     big,
     clean,
-    counted,
     decimals_for,
     decimals_with_error,
+    format_count,
+    format_error,
+    format_number,
     short,
     source_of,
-    spread,
     title_of,
-    written,
 )
 
 UNITS = {"perplexity": "perplexity", "BLEU": "BLEU", "accuracy": "accuracy, %"}
@@ -91,7 +91,7 @@ def _cell_table(task: StudyColumn, cells: list[StudyCell]) -> Table:
     speeds = (f"{big(round(cell.tokens_per_second))} ({cell.beside_sdpa:.2f})" for cell in cells)
     columns = [
         Column("ours", [_ours(task, cell) for cell in cells]),
-        Column("published", [_published(cell, decimals) for cell in cells]),
+        Column("published", [_format_published(cell, decimals) for cell in cells]),
         *(Column(name, [_score(cell, name) for cell in cells]) for name in scores),
         Column("rate", [f"{cell.rate:g}" for cell in cells]),
         Column("parameters\n(of kernels)", tuple(sizes)),
@@ -110,11 +110,13 @@ def _heads(cells: list[StudyCell]) -> Table:
     rows = Column("cell", [clean(cell.name) for cell in cells], words=True)
     return Table(
         (rows,),
-        tuple(Column(title_of(name), [_moved(c, name) for c in cells], group=source_of(name)) for name in names),
+        tuple(
+            Column(title_of(name), [_format_change(c, name) for c in cells], group=source_of(name)) for name in names
+        ),
     )
 
 
-def _moved(cell: StudyCell, name: str) -> str:
+def _format_change(cell: StudyCell, name: str) -> str:
     looks = cell.heads[name].median if name in cell.heads else []
     ends = [looks[0], looks[cell.tested_look]] if cell.tested_look < len(looks) else []
     return " → ".join(NO_VALUE if value is None else short(value) for value in ends) or NO_VALUE
@@ -137,13 +139,13 @@ def _score(cell: StudyCell, name: str) -> str:
 
 def _with_error(value: float, error: float | None) -> str:
     decimals = decimals_with_error([value], error)
-    return written(value, decimals) + ("" if error is None else f" ± {spread(error, decimals)}")
+    return format_number(value, decimals) + ("" if error is None else f" ± {format_error(error, decimals)}")
 
 
-def _published(cell: StudyCell, decimals: int) -> str:
+def _format_published(cell: StudyCell, decimals: int) -> str:
     if cell.published_diverged:
         return "did not converge"
-    return NO_VALUE if cell.published is None else written(cell.published, decimals)
+    return NO_VALUE if cell.published is None else format_number(cell.published, decimals)
 
 
 def study_rows(report: Report) -> Iterator[Row]:
@@ -172,7 +174,7 @@ def adapter_sections(report: Report) -> Iterator[Section]:
         sizes = [_value(head, first) or 0.0 for head in ranked]
         moved, median = sum(size > 0 for size in sizes), float(np.median(sizes))
         lines.append(
-            f"It moved M in {moved} of {counted(len(ranked), 'head')}; ‖M' − M‖/‖M‖: median {short(median)}, "
+            f"It moved M in {moved} of {format_count(len(ranked), 'head')}; ‖M' − M‖/‖M‖: median {short(median)}, "
             f"largest {short(sizes[0])}."
         )
     top = [head for head in ranked[:12] if _value(head, first)]
@@ -195,7 +197,7 @@ def _table(heads: Sequence[Head], names: Sequence[str]) -> Table:
 
 def _cells(values: Sequence[float | None]) -> tuple[str, ...]:
     decimals = decimals_for([value for value in values if value is not None])
-    return tuple(written(value, decimals) for value in values)
+    return tuple(format_number(value, decimals) for value in values)
 
 
 def _value(head: Head, name: str) -> float | None:
@@ -265,9 +267,9 @@ def worst_first(comparison: Comparison) -> list[Compared]:
     rows: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
     for row in comparison.rows:
         rows[row.layer, row.head][row.measure] = row
-    heads = [Compared(head, rows[head.layer, head.head]) for head in comparison.heads]
+    heads = [Compared(record, rows[record.layer, record.head]) for record in comparison.heads]
     return sorted(
-        heads, key=lambda one: [-(one.delta(name) or 0.0) if one.named else 1.0 for name in words.worth(comparison)]
+        heads, key=lambda head: [-(head.delta(name) or 0.0) if head.named else 1.0 for name in words.worth(comparison)]
     )
 
 
@@ -292,7 +294,7 @@ def _head_section(changed: Sequence[Compared], comparison: Comparison, total: in
     if OWN_ROWS in distances:
         notes.insert(0, EXPLAINED)
     if more > 0:
-        notes.append(f"{counted(more, 'more head')} with named changes: --all-heads, --csv or --json.")
+        notes.append(f"{format_count(more, 'more head')} with named changes: --all-heads, --csv or --json.")
     table = Table(names, columns, fit="first")
     return Section("Heads that changed, worst first", table=table, notes=tuple(notes))
 

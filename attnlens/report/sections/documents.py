@@ -22,7 +22,7 @@ from attnlens.report.sentences import comparisons as studies
 from attnlens.report.sentences import reports
 from attnlens.report.sentences.reports import outcome, told_of
 from attnlens.report.shapes import Shapes
-from attnlens.wording import clean, listed
+from attnlens.wording import clean, join_items
 
 
 def provenance(report: Report) -> Section:
@@ -59,7 +59,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "source", settings.source
     yield "seed", str(settings.seed)
     if settings.analyzers:
-        yield "analyzers", listed(settings.analyzers, 20)
+        yield "analyzers", join_items(settings.analyzers, 20)
     if settings.text is not None:
         yield "text", f"{settings.text.name}, sha256 {settings.text.sha256}"
     if settings.noise is not None:
@@ -141,17 +141,17 @@ def _head_pictures(shapes: Shapes) -> list[Picture]:
 
     if not shapes.readings and not shapes.curves:
         raise UsageError("The report has no measures to draw.", "Make one with: attnlens inspect MODEL --json FILE.")
-    curves = {name: np.concatenate([curve for _, curve in found]) for name, found in shapes.curves.items()}
+    curves = {name: np.concatenate([curve for _, curve in parts]) for name, parts in shapes.curves.items()}
     for name, values in ({name: reading.present for name, reading in shapes.readings.items()} | curves).items():
         if np.any(np.abs(values) > FURTHEST):
             raise UsageError(
                 f"{clean(name)} has values beyond {FURTHEST:g}, which no picture can show.", "Write them with --csv."
             )
     shows = "maps of layers by heads, shares and curves"
-    found = [Picture("overview", partial(pictures.overview_figure, shapes), shows)]
-    found += [Picture(name, partial(pictures.map_figure, shapes, name)) for name in shapes.readings]
-    found += [Picture(name, partial(pictures.fan_figure, shapes, name)) for name in shapes.curves]
-    return [*found, *_margins(shapes)]
+    head_pictures = [Picture("overview", partial(pictures.overview_figure, shapes), shows)]
+    head_pictures += [Picture(name, partial(pictures.map_figure, shapes, name)) for name in shapes.readings]
+    head_pictures += [Picture(name, partial(pictures.fan_figure, shapes, name)) for name in shapes.curves]
+    return [*head_pictures, *_margins(shapes)]
 
 
 def _margins(shapes: Shapes) -> list[Picture]:
@@ -160,13 +160,15 @@ def _margins(shapes: Shapes) -> list[Picture]:
 
     return [
         Picture(
-            f"selection-{one.layer}.{one.head}", partial(pictures.margins_figure, shapes.report, one), "its margins"
+            f"selection-{selection.layer}.{selection.head}",
+            partial(pictures.margins_figure, shapes.report, selection),
+            "its margins",
         )
-        for one in shapes.report.inspection.selections
+        for selection in shapes.report.inspection.selections
     ]
 
 
-def _panelled(kind: str, shows: str) -> Callable[[Shapes], list[Picture]]:
+def _panel_pictures(kind: str, shows: str) -> Callable[[Shapes], list[Picture]]:
     """Return a function that lists the pictures made by `{kind}_overview` and `{kind}_panels` of `report.pictures`."""
 
     def pictures(shapes: Shapes) -> list[Picture]:
@@ -210,14 +212,14 @@ SWAP = Presentation(
     summary=lambda shapes, _whole: swap_sections(shapes.report),
     page=lambda shapes: [*swap_sections(shapes.report), *site_sections(shapes.report)],
     rows=lambda report: swap_rows(report.swaps),
-    pictures=_panelled("swap", "what the kernel does"),
+    pictures=_panel_pictures("swap", "what the kernel does"),
     more=site_sections,
 )
 COMPARISON = Presentation(
     summary=lambda shapes, whole: comparisons.comparison_sections(shapes.report, all_heads=whole),
     page=lambda shapes: comparisons.comparison_sections(shapes.report, all_heads=True, opened=True),
     rows=comparisons.comparison_rows,
-    pictures=_panelled("comparison", "which heads changed, and how surely"),
+    pictures=_panel_pictures("comparison", "which heads changed, and how surely"),
     title=comparisons.compared_models,
     opening=comparisons.comparison_opening,
     explored=Report.with_changes,
@@ -226,7 +228,7 @@ EXPERIMENTS = Presentation(
     summary=_experiment_summary,
     page=lambda shapes: [*experiment_sections(shapes.report, whole=True), *_head_page(shapes)],
     rows=_experiment_rows,
-    pictures=_panelled("experiment", "curves of the experiments"),
+    pictures=_panel_pictures("experiment", "curves of the experiments"),
     measures=_experiment_measures,
     standing=outcome,
     more=series_sections,
@@ -235,7 +237,7 @@ STUDIES = Presentation(
     summary=lambda shapes, _whole: comparisons.study_sections(shapes.report),
     page=lambda shapes: comparisons.study_sections(shapes.report),
     rows=lambda report: list(comparisons.study_rows(report)),
-    pictures=_panelled("study", "what each cell reached, and how it learned"),
+    pictures=_panel_pictures("study", "what each cell reached, and how it learned"),
     standing=studies.standing,
     title=studies.title,
     opening=lambda _shapes: (),
@@ -334,5 +336,5 @@ def _head(report: Report, whole: bool) -> Heading:
 
 
 def _missing(shapes: Shapes) -> Iterator[Section]:
-    lists = {"Skipped": reports.skipped(shapes.report.coverage.skipped), "No value": reports.without_value(shapes)}
+    lists = {"Skipped": reports.list_skipped(shapes.report.coverage.skipped), "No value": reports.without_value(shapes)}
     yield from (Section(title, items=lines) for title, lines in lists.items() if lines)

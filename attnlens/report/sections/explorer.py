@@ -14,7 +14,16 @@ from attnlens.records import AttentionRows, Measure, Pick, Report, Selection, Se
 from attnlens.report.sections.layers import typical_places
 from attnlens.report.sections.section import Passage, Section
 from attnlens.report.shapes import MeasureMap, Shapes, group_of
-from attnlens.wording import clean, counted, decimals_with_error, gathered, listed, short, source_of, title_of
+from attnlens.wording import (
+    clean,
+    decimals_with_error,
+    format_count,
+    group_pairs,
+    join_items,
+    short,
+    source_of,
+    title_of,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -35,7 +44,7 @@ def selections(report: Report) -> Iterator[Section]:
     Marks are signs in the text, and kinds that the page colours. Tokens are untrusted: cleaned, never used as markup.
     """
     for selection in report.inspection.selections:
-        queries = f"{counted(len(selection.picks), 'query')} posed".replace("querys", "queries")
+        queries = f"{format_count(len(selection.picks), 'query')} posed".replace("querys", "queries")
         yield Section(
             f"What layer {selection.layer} head {selection.head} selects",
             notes=(
@@ -63,23 +72,23 @@ Piece = tuple[str, tuple[str, ...]]
 def _pieces(pick: Pick, sentence: Sentence | None) -> Iterator[Piece]:
     """Yield the pieces of a sentence with its marks; only the token positions if the model reads no text."""
     if sentence is None:
-        yield f"token {pick.query} selects {listed(pick.selected)}; support: {listed(pick.support, 20)}", ()
+        yield f"token {pick.query} selects {join_items(pick.selected)}; support: {join_items(pick.support, 20)}", ()
     elif sentence.queries is None:
-        yield from _marked(sentence.keys, _kinds(pick, among_keys=True))
+        yield from _mark_tokens(sentence.keys, _kinds(pick, among_keys=True))
     else:
-        yield from _marked(sentence.queries, _kinds(pick, among_keys=False))
+        yield from _mark_tokens(sentence.queries, _kinds(pick, among_keys=False))
         yield "\n", ()
-        yield from _marked(sentence.keys, _kinds(pick, among_keys=None))
+        yield from _mark_tokens(sentence.keys, _kinds(pick, among_keys=None))
 
 
 def _kinds(pick: Pick, *, among_keys: bool | None) -> dict[int, list[str]]:
     """Return position → kinds of marks: of query and keys if `among_keys`; False: query alone; None: keys alone."""
     marked = {"selected": pick.selected, "support": pick.support} if among_keys is not False else {}
     marked |= {"query": [pick.query]} if among_keys is not None else {}
-    return gathered((place, kind) for kind, places in marked.items() for place in places)
+    return group_pairs((place, kind) for kind, places in marked.items() for place in places)
 
 
-def _marked(tokens: list[str], kinds: dict[int, list[str]]) -> Iterator[Piece]:
+def _mark_tokens(tokens: list[str], kinds: dict[int, list[str]]) -> Iterator[Piece]:
     near = {place + step for place in kinds for step in range(-AROUND, AROUND + 1)}
     before = ""
     for place, token in enumerate(tokens):
@@ -231,7 +240,9 @@ def explorer(shapes: Shapes) -> Explorer | None:
         places=places,
         key_heads=[head.kv_head for head in report.heads],
         sites={row: clean(head.site) for head, (row, _) in zip(report.heads, places, strict=True)},
-        measures=sorted(measures, key=lambda one: (one.name != OWN_ROWS, one.name.split(".")[0] not in COMPARED)),
+        measures=sorted(
+            measures, key=lambda measure: (measure.name != OWN_ROWS, measure.name.split(".")[0] not in COMPARED)
+        ),
         curves=[_curve(shapes, name) for name in shapes.curves],
         wholes=[_whole(shapes, whole, names) for whole, names in shapes.shares.items()],
         selections={f"{entry.layer}.{entry.head}": section for entry, section in sections},
@@ -253,11 +264,11 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> ExploredMeasure:
         formula=clean(info.formula),
         caution=clean(info.caution),
         decimals=decimals_with_error(reading.present.tolist(), reading.error),
-        values=rounded(reading.values[cells], VALUE_DIGITS),
-        errors=_unless_empty(rounded(reading.errors[cells], ERROR_DIGITS)),
-        null_means=_unless_empty(rounded(reading.null_means[cells], VALUE_DIGITS)),
+        values=round_significant(reading.values[cells], VALUE_DIGITS),
+        errors=_unless_empty(round_significant(reading.errors[cells], ERROR_DIGITS)),
+        null_means=_unless_empty(round_significant(reading.null_means[cells], VALUE_DIGITS)),
         typical=typical_places(shapes.report, reading.name),
-        null_sds=_unless_empty(rounded(reading.null_sds[cells], ERROR_DIGITS)),
+        null_sds=_unless_empty(round_significant(reading.null_sds[cells], ERROR_DIGITS)),
         reasons=[clean(reason) for reason in reasons],
         why=[reasons.index(_reason(measure)) if _reason(measure) else -1 for measure in measures] if reasons else [],
         labels={number: clean(label) for number, label in reading.labels.items()},
@@ -299,10 +310,10 @@ def _curve(shapes: Shapes, name: str) -> ExploredCurve:
 
 
 def _line(curve: list[float], steps: Iterable[int]) -> Numbers:
-    return rounded([curve[step] for step in steps if step < len(curve)], CURVE_DIGITS)
+    return round_significant([curve[step] for step in steps if step < len(curve)], CURVE_DIGITS)
 
 
-def rounded(numbers: Iterable[float] | Float[np.ndarray, " heads"], digits: int) -> Numbers:
+def round_significant(numbers: Iterable[float] | Float[np.ndarray, " heads"], digits: int) -> Numbers:
     """Round to so many significant digits; NaN becomes None, and whole numbers become int, which is shorter in JSON."""
     short_numbers = (None if number != number else float(f"{number:.{digits}g}") for number in numbers)
     return [int(n) if n is not None and n.is_integer() and abs(n) < 1e9 else n for n in short_numbers]

@@ -10,15 +10,25 @@ from attnlens.records import Curve, Experiment, Report
 from attnlens.report.sections.section import Cell, Column, Row, Section, Table
 from attnlens.report.sentences.reports import (
     asked_for,
+    format_label,
     heads_of,
     judgement,
     null_cell,
     null_words,
     setting,
     told_of,
-    worded,
 )
-from attnlens.wording import NO_VALUE, SCIENTIFIC, clean, counted, decimals_for, gathered, listed, short, written
+from attnlens.wording import (
+    NO_VALUE,
+    SCIENTIFIC,
+    clean,
+    decimals_for,
+    format_count,
+    format_number,
+    group_pairs,
+    join_items,
+    short,
+)
 
 MOST_STEPS = 8
 """Largest number of checkpoints shown as columns; of a longer series, this many evenly spaced ones are shown."""
@@ -28,11 +38,11 @@ def checkpoint_sections(experiment: Experiment, *, whole: bool) -> Iterator[Sect
     """Yield the sections of a series of checkpoints: its main measures, or, if `whole`, every one with quartiles."""
     heads = heads_of(experiment)
     count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
-    lines = [f"{counted(count, 'checkpoint')}, {counted(heads, 'head')}.", *_loss(experiment)]
+    lines = [f"{format_count(count, 'checkpoint')}, {format_count(heads, 'head')}.", *_loss(experiment)]
     measures = told_of(experiment)
     shown = measures if whole else [name for name in measures if asked_for(name)] or measures
     help_ = "Medians over heads; quartiles over heads at the last checkpoint" if heads > 1 else "One head's values"
-    help_ += f"; {len(_spread(count))} of {count} checkpoints are shown" if count > MOST_STEPS else ""
+    help_ += f"; {len(_select_columns(count))} of {count} checkpoints are shown" if count > MOST_STEPS else ""
     nulls = [find_measure(name) for name in shown if experiment.null(name) is not None]
     help_ += f"; null: {null_words(nulls)}, mean ± sd." if nulls else "."
     more = [] if len(shown) == len(measures) else [f"{len(shown)} of {len(measures)} measures; --verbose shows all."]
@@ -53,7 +63,7 @@ def series_sections(report: Report) -> Iterator[Section]:
 
 def series_rows(experiment: Experiment, measures: Sequence[str]) -> Table:
     """Build a table with one row per measure: medians over heads by checkpoint (at most 8), last quartiles, null."""
-    columns = _by_step(experiment, measures, lambda curve, at, decimals: written(curve.median[at], decimals))
+    columns = _by_step(experiment, measures, lambda curve, at, decimals: format_number(curve.median[at], decimals))
     if heads_of(experiment) > 1:
         curves = [experiment.curves[name] for name in measures]
         quartiles = tuple(_quartiles(curve, -1, _decimals_of(curve)) for curve in curves)
@@ -77,11 +87,11 @@ def _by_step(experiment: Experiment, measures: Sequence[str], tell: Callable[[Cu
     steps = curves[0][0].steps if curves else []
     return [
         Column(
-            written(steps[at], decimals_for(steps)),
+            format_number(steps[at], decimals_for(steps)),
             [tell(curve, at, decimals) for curve, decimals in curves],
             group=clean(experiment.axis),
         )
-        for at in _spread(len(steps))
+        for at in _select_columns(len(steps))
     ]
 
 
@@ -103,7 +113,7 @@ def _loss(experiment: Experiment) -> Iterator[str]:
         yield f"The loss on this text {way} from {losses[0]:.3f} to {losses[-1]:.3f} nats per token."
 
 
-def _spread(count: int) -> list[int]:
+def _select_columns(count: int) -> list[int]:
     """Return the indices of the columns to show: all, or MOST_STEPS evenly spaced ones from the first to the last."""
     if count <= MOST_STEPS:
         return list(range(count))
@@ -117,7 +127,7 @@ def _decimals_of(curve: Curve) -> int:
 def _quartiles(curve: Curve, at: int, decimals: int) -> str:
     if curve.low is None or curve.high is None or curve.low[at] is None:
         return NO_VALUE
-    return f"{written(curve.low[at], decimals)} … {written(curve.high[at], decimals)}"
+    return f"{format_number(curve.low[at], decimals)} … {format_number(curve.high[at], decimals)}"
 
 
 def _null(null: Curve | None) -> str:
@@ -148,11 +158,14 @@ def figure_rows(experiments: Sequence[Experiment]) -> Table:
     """Build a table with one row per figure: ours ± error, published, tolerance, verdict."""
     figures = [(experiment, figure) for experiment in experiments for figure in experiment.final]
     titles = [clean(each.name) if figure == next(iter(each.final)) else "" for each, figure in figures]
-    names = (Column("experiment", titles, words=True), Column("figure", [worded(*row) for row in figures], words=True))
+    names = (
+        Column("experiment", titles, words=True),
+        Column("figure", [format_label(*row) for row in figures], words=True),
+    )
     columns = [Column("ours", [_ours(*row) for row in figures])]
     if any(experiment.published for experiment in experiments):
         columns += [
-            Column("published", [_published(*row) for row in figures]),
+            Column("published", [_format_published(*row) for row in figures]),
             Column("tolerance", [_tolerance(*row) for row in figures]),
             Column("verdict", [judgement(*row) for row in figures], words=True),
         ]
@@ -173,17 +186,17 @@ def _decimals(experiment: Experiment, figure: str) -> int:
 def _ours(experiment: Experiment, figure: str) -> str:
     value, error = experiment.final[figure], experiment.errors.get(figure)
     if value is None or error is None:
-        return written(value, _decimals(experiment, figure))
-    return f"{written(value, _decimals(experiment, figure))} ± {short(error)}"
+        return format_number(value, _decimals(experiment, figure))
+    return f"{format_number(value, _decimals(experiment, figure))} ± {short(error)}"
 
 
-def _published(experiment: Experiment, figure: str) -> str:
+def _format_published(experiment: Experiment, figure: str) -> str:
     value = (experiment.published or {}).get(figure)
     if value is None:
         return NO_VALUE
     decimals = max(_decimals(experiment, figure), decimals_for([value], figures=2))
     small = abs(value) < 1e-4 and value != 0
-    return SIGNS[experiment.bounds.get(figure, "within")] + written(value, SCIENTIFIC if small else decimals)
+    return SIGNS[experiment.bounds.get(figure, "within")] + format_number(value, SCIENTIFIC if small else decimals)
 
 
 def _tolerance(experiment: Experiment, figure: str) -> str:
@@ -217,9 +230,9 @@ def _describe(experiment: Experiment, report: Report) -> str:
 
 
 def _missing(experiment: Experiment) -> Iterator[str]:
-    reasons = gathered((reason, worded(experiment, figure)) for figure, reason in experiment.reasons.items())
+    reasons = group_pairs((reason, format_label(experiment, figure)) for figure, reason in experiment.reasons.items())
     for reason, figures in reasons.items():
-        yield f"{clean(experiment.name)}: {listed(figures, 5)}, because {clean(reason)}"
+        yield f"{clean(experiment.name)}: {join_items(figures, 5)}, because {clean(reason)}"
 
 
 def figure_cells(experiment: Experiment) -> Iterator[Row]:

@@ -22,13 +22,13 @@ from attnlens.wording import (
     clean,
     decimals_for,
     decimals_with_error,
-    gathered,
-    listed,
+    format_error,
+    format_number,
+    group_pairs,
+    join_items,
     short,
     source_of,
-    spread,
     title_of,
-    written,
 )
 
 SUFFIXES = {1: "st", 2: "nd", 3: "rd"}
@@ -89,7 +89,7 @@ def ordinal(number: int) -> str:
 
 def _numbers(values: list[float]) -> list[str]:
     decimals = decimals_for(values, 2)
-    return [written(value, decimals).replace("-", "−") for value in values]
+    return [format_number(value, decimals).replace("-", "−") for value in values]
 
 
 READ_AS = (
@@ -101,7 +101,7 @@ READ_AS = (
 
 def typical_line(shapes: Shapes) -> Iterator[Section]:
     """Yield one line that compares one headline measure of each source with trained models; nothing if none can be."""
-    medians = gathered((source_of(median.reading.name), median) for median in median_heads(shapes))
+    medians = group_pairs((source_of(median.reading.name), median) for median in median_heads(shapes))
     chosen = [medians[source][0] for source in ("weights", "tokens") if source in medians]
     text = "; ".join(median.describe(title_of(median.reading.name)) for median in chosen)
     if text:
@@ -215,7 +215,11 @@ def _head_cell(reading: MeasureMap, at: tuple[int, int], decimals: int) -> str:
         return NO_VALUE
     if reading.labels:
         return clean(reading.labels[round(value)])
-    return written(value, decimals) if np.isnan(error) else f"{written(value, decimals)}±{written(error, decimals)}"
+    return (
+        format_number(value, decimals)
+        if np.isnan(error)
+        else f"{format_number(value, decimals)}±{format_number(error, decimals)}"
+    )
 
 
 MOST_ROWS = 48
@@ -294,7 +298,7 @@ def measure_columns(shapes: Shapes, rows: LayerRows) -> tuple[Column, ...]:
     headlines = [name for name, reading in varying.items() if reading.info.headline]
     others = [name for name in varying if name not in headlines]
     columns = [_column(varying[name], rows, shapes) for name in [*by_turns(headlines), *by_turns(others)]]
-    return (*columns, *_summed(shapes, rows))
+    return (*columns, *_symmetry_column(shapes, rows))
 
 
 def reading_help(rows: LayerRows, shapes: Shapes) -> str:
@@ -321,7 +325,7 @@ def reading_help(rows: LayerRows, shapes: Shapes) -> str:
     spaces = dict.fromkeys(reading.info.space for reading in shapes.readings.values() if reading.info.space)
     apart = f" {' and '.join(spaces)}: two questions, compare within one only." if len(spaces) > 1 else ""
     open_ = [name for name, reading in shapes.readings.items() if reading.info.identified == "nowhere"]
-    loose = f" {listed(open_)}: {NOT_IDENTIFIED}" if open_ else ""
+    loose = f" {join_items(open_)}: {NOT_IDENTIFIED}" if open_ else ""
     return f"{sentence}{apart}{loose}".strip()
 
 
@@ -332,7 +336,7 @@ def constants(shapes: Shapes) -> str:
         for reading in shapes.readings.values()
         if reading.constant
     ]
-    return f"The same for every head: {listed(same, 8)}." if same else ""
+    return f"The same for every head: {join_items(same, 8)}." if same else ""
 
 
 def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:
@@ -357,9 +361,9 @@ def _column(reading: MeasureMap, rows: LayerRows, shapes: Shapes) -> Column:
         foot.append("" if median is None else _with_error(median, text.median_errors.get(reading.name), decimals))
     if summary.between_texts:
         between = summary.between_texts.get(reading.name)
-        foot.append("" if between is None else spread(between, decimals))
+        foot.append("" if between is None else format_error(between, decimals))
     if null is not None:
-        foot += [written(null.mean, decimals), f"±{spread(null.sd, decimals)}"]
+        foot += [format_number(null.mean, decimals), f"±{format_error(null.sd, decimals)}"]
     return Column(title, cells, group=over, foot=(*foot, *[""] * (height - len(foot))))
 
 
@@ -371,8 +375,8 @@ def _errors(name: str, rows: LayerRows, shapes: Shapes) -> list[float | None]:
 
 
 def _with_error(median: float, error: float | None, decimals: int) -> str:
-    number = written(median, decimals)
-    return number if error is None or np.isnan(median) else f"{number}±{spread(error, decimals)}"
+    number = format_number(median, decimals)
+    return number if error is None or np.isnan(median) else f"{number}±{format_error(error, decimals)}"
 
 
 def _commonest(reading: MeasureMap, group: tuple[int, ...]) -> str:
@@ -384,7 +388,7 @@ def _commonest(reading: MeasureMap, group: tuple[int, ...]) -> str:
     return f"{clean(reading.labels[number])} {count}/{counts.total()}"
 
 
-def _summed(shapes: Shapes, rows: LayerRows) -> Iterator[Column]:
+def _symmetry_column(shapes: Shapes, rows: LayerRows) -> Iterator[Column]:
     summary = shapes.report.summary
     pairs = zip(summary.layer_numbers, summary.layer_symmetry, strict=False)
     by_layer = {layer: value for layer, value in pairs if value is not None}
@@ -393,7 +397,7 @@ def _summed(shapes: Shapes, rows: LayerRows) -> Iterator[Column]:
     values = np.array([by_layer.get(layer, np.nan) for layer in shapes.layers])
     medians = [middle(values[list(group)]) for group in rows.groups]
     decimals = decimals_for([*by_layer.values()])
-    cells = tuple(written(median, decimals) for median in medians)
-    foot = [written(middle(values), decimals)] if len(rows.groups) > 1 else []
+    cells = tuple(format_number(median, decimals) for median in medians)
+    foot = [format_number(middle(values), decimals)] if len(rows.groups) > 1 else []
     height = len(_foot_names(shapes, rows))
     yield Column("layer symmetry", cells, group="weights", foot=(*foot, *[""] * (height - len(foot))))

@@ -28,7 +28,7 @@ from attnlens.wording import NO_VALUE, clean
 def measure_list(infos: Iterable[MeasureInfo]) -> Section:
     """List the name, range and meaning of every measure and curve; below the meaning formula, caution and source."""
     measures = list(infos)
-    return _folded(
+    return _folded_table(
         ("measure", [info.name for info in measures]),
         ("range", [range_of(info) for info in measures]),
         ("meaning", [_join_lines(info.meaning, info.formula, info.caution, info.paper) for info in measures]),
@@ -38,7 +38,7 @@ def measure_list(infos: Iterable[MeasureInfo]) -> Section:
 def analyzer_list(analyzers: Iterable[Analyzer | Gathering]) -> Section:
     """List every analyzer: its name, source and question, and the number of measures and curves it returns."""
     entries = list(analyzers)
-    return _folded(
+    return _folded_table(
         ("analyzer", [analyzer.name for analyzer in entries]),
         ("source", [analyzer.source for analyzer in entries]),
         ("question", [_question_cell(analyzer) for analyzer in entries]),
@@ -54,7 +54,7 @@ def kernel_list(
     Also whether k ≥ 0, is symmetric, has finitely many features. A second table lists ties, filters and hybrids.
     """
     entries = list(infos)
-    kernels = _folded(
+    kernels = _folded_table(
         ("kernel", [_syntax(info.name, info.parameters) for info in entries]),
         ("log k(q, k)", [_kernel_cell(info) for info in entries]),
         ("≥ 0", ["yes" if info.positive else "no" for info in entries]),
@@ -63,7 +63,7 @@ def kernel_list(
     )
     pairs = [("tie", tie) for tie in ties] + [("filter", key_filter) for key_filter in filters]
     pairs += [("hybrid", hybrid) for hybrid in hybrids]
-    modifiers = _folded(
+    modifiers = _folded_table(
         ("with a kernel", [_syntax(modifier.name, modifier.parameters) for _, modifier in pairs]),
         (
             "log k(q_i, k_j), or the keys j that query i keeps",
@@ -78,7 +78,7 @@ def architecture_list(measured: str, architectures: Iterable[Architecture]) -> l
     types = list(architectures)
     counts = Counter(entry.read for entry in types)
     coverage = ", ".join(f"{count} {read}" for read, count in counts.most_common())
-    table = _folded(
+    table = _folded_table(
         ("model type", [entry.model_type for entry in types]),
         ("read", [entry.read for entry in types]),
         ("through", [entry.route or NO_VALUE for entry in types]),
@@ -92,14 +92,14 @@ def architecture_list(measured: str, architectures: Iterable[Architecture]) -> l
         "A type is read in part where a part is not run, can't be read or has no weights.*, for the reason below.",
     )
     incomplete = [entry for entry in types if entry.reason]
-    reasons = _folded(
+    reasons = _folded_table(
         ("model type", [entry.model_type for entry in incomplete]),
         ("what is missing, and why", [clean(entry.reason) for entry in incomplete]),
     )
     return [replace(table, title="Model types", lines=lines), replace(reasons, title="What is missing")]
 
 
-def _folded(*columns: tuple[str, list[str]], last: tuple[Column, ...] = ()) -> Section:
+def _folded_table(*columns: tuple[str, list[str]], last: tuple[Column, ...] = ()) -> Section:
     names, *others = (Column(title, tuple(cells), words=True) for title, cells in columns)
     return Section(table=Table((names,), (*others, *last), fit="folded"))
 
@@ -118,11 +118,11 @@ def _question_cell(analyzer: Analyzer | Gathering) -> str:
 
 
 def _kernel_cell(info: KernelInfo) -> str:
-    facts = (info.meaning, *told_parameters(info.parameters), fitted(info))
+    facts = (info.meaning, *told_parameters(info.parameters), describe_fit(info))
     return _join_lines(info.formula, *facts, f"computed by {info.fused}", info.source)
 
 
-def fitted(info: KernelInfo) -> str:
+def describe_fit(info: KernelInfo) -> str:
     """Describe what the kernel's fit chooses, and whether it is required; empty for a kernel without a fit."""
     if info.fit is None:
         return ""
@@ -138,7 +138,7 @@ def _modifier_cell(kind: str, modifier: Modifier) -> str:
 
 def told_parameters(parameters: Iterable[KernelParameter]) -> list[str]:
     """Describe the meaning and the range of each parameter."""
-    return [f"{parameter.name}: {parameter.meaning}{_allowed(parameter)}" for parameter in parameters]
+    return [f"{parameter.name}: {parameter.meaning}{_format_range(parameter)}" for parameter in parameters]
 
 
 def _syntax(name: str, parameters: Sequence[KernelParameter]) -> str:
@@ -147,7 +147,7 @@ def _syntax(name: str, parameters: Sequence[KernelParameter]) -> str:
     return _join_lines(name, *(f"{',' if n else ':'}{p.name}={default}" for n, (p, default) in enumerate(pairs)))
 
 
-def _allowed(parameter: KernelParameter) -> str:
+def _format_range(parameter: KernelParameter) -> str:
     """Format the parameter's range, or the words it accepts, in brackets; empty if it has no limits."""
     choices = [word for word, _ in parameter.words]
     if choices and parameter.high is None:
@@ -192,7 +192,7 @@ IDENTIFIED = {
 def measure_pages() -> dict[str, Section]:
     """Build the page of every measure, curve and distance between two models, keyed by name."""
     analyzers = sorted(list_analyzers(), key=lambda analyzer: not analyzer.by_default)
-    pages = {info.name: _measured(info, analyzer) for analyzer in analyzers for info in analyzer.measures}
+    pages = {info.name: _measure_section(info, analyzer) for analyzer in analyzers for info in analyzer.measures}
     compared = {"tokens": BETWEEN_ROWS, "weights": BETWEEN_FORMS}
     return pages | {info.name: _distance(info, source) for source, infos in compared.items() for info in infos}
 
@@ -219,7 +219,7 @@ def explanation(name: str) -> Section:
     return pages[checked_name("measure or kernel", name, pages)]
 
 
-def _measured(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Section:
+def _measure_section(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Section:
     if analyzer.source == "weights":
         error = EXACT
     elif info.curve:
@@ -227,7 +227,8 @@ def _measured(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Section:
     else:
         error = ONCE if isinstance(analyzer, Gathering) else SAMPLED
     wholes = [
-        [one.name for one in analyzer.measures if whole in one.wholes and one is not info] for whole in info.wholes
+        [measure.name for measure in analyzer.measures if whole in measure.wholes and measure is not info]
+        for whole in info.wholes
     ]
     needs_base = isinstance(analyzer, Analyzer) and analyzer.needs_base
     runs = f"{'where the model has an adapter, or' if needs_base else 'only'} with --analyzer {analyzer.name}"
@@ -286,7 +287,7 @@ def _kernel(info: KernelInfo) -> Section:
         "k ≥ 0": "yes" if info.positive else "no: rows of attention leave the simplex",
         "k(x, y) = k(y, x)": "yes, where queries and keys are projected alike" if info.symmetric else "no",
         "features": kinds[info.features],
-        "fit": fitted(info),
+        "fit": describe_fit(info),
         "keys of one length": info.equal_lengths,
         "caution": info.caution,
         "computed by": info.fused,

@@ -48,7 +48,7 @@ class Table:
     """Layout for a limited width: all columns in several blocks, only the first ones that fit, or all, cells folded."""
 
 
-def grouped(columns: Sequence[Column]) -> list[Column]:
+def sort_by_group(columns: Sequence[Column]) -> list[Column]:
     """Sort the columns so that those of one group are adjacent, with the groups in order of their first column."""
     order = list(dict.fromkeys(column.group for column in columns))
     return sorted(columns, key=lambda column: order.index(column.group))

@@ -18,7 +18,7 @@ from attnlens.report.sentences.swaps import (
     rise_interval,
     rise_words,
 )
-from attnlens.wording import NO_VALUE, clean, decimals_for, gathered, written
+from attnlens.wording import NO_VALUE, clean, decimals_for, format_number, group_pairs
 
 DIVERGED = "diverged"
 SHARED = ("one key", "floor")
@@ -84,7 +84,7 @@ def cosine_rows(swaps: Sequence[Swap]) -> Table:
         by_name = {text.name: text for text in swap.hidden_cosine_by_text}
         rows = [by_name.get(text.name) for text in texts]
         group = clean(swap.kernel) if len(swaps) > 1 else ""
-        cosines = [NO_VALUE if row is None else written(row.cosine, 3) for row in rows]
+        cosines = [NO_VALUE if row is None else format_number(row.cosine, 3) for row in rows]
         ends = [NO_VALUE if row is None else interval(row.ci95, 3) for row in rows]
         columns += [Column("hidden cosine", cosines, group=group), Column("95 % interval", ends, group=group)]
     return Table(_text_names(texts), tuple(columns))
@@ -104,7 +104,7 @@ def place_rows(swap: Swap) -> Table:
     decimals = loss_decimals(changes)
     columns = (
         Column("count", [str(part.tokens) for part in parts]),
-        Column("before", [written(change.before, decimals) for change in changes]),
+        Column("before", [format_number(change.before, decimals) for change in changes]),
         Column("after", [_change(change, decimals, "after") for change in changes]),
         Column("Δ", [_change(change, decimals) for change in changes]),
         Column("95 % interval", [_interval(change, decimals) for change in changes]),
@@ -125,7 +125,7 @@ def kernel_rows(swaps: Sequence[Swap]) -> Table:
     columns = [Column(first, (original.get(first, ""), *outcomes))]
     columns += [Column(title, (original.get(title, ""), *(show(row) for _, row in rows))) for title, show in others]
     times = [ratio(row.tokens_per_second) if isinstance(row, Swap) else math.nan for _, row in rows]
-    speeds = (NO_VALUE if time is None else "" if math.isnan(time) else f"× {written(time, 2)}" for time in times)
+    speeds = (NO_VALUE if time is None else "" if math.isnan(time) else f"× {format_number(time, 2)}" for time in times)
     columns.append(Column("speed", ("", *speeds)))
     columns = [column for column in columns if column.title not in OPTIONAL or set(column.cells[1:]) != {NO_VALUE}]
     names = Column("kernel", ("original", *(name for name, _ in rows)), words=True)
@@ -139,9 +139,8 @@ def _rows(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
     """
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Control] = {}
-    windows = {
-        one.beyond_window.window for swap in swaps for one in measured_controls(swap) if one.beyond_window is not None
-    }
+    controls = [control for swap in swaps for control in measured_controls(swap)]
+    windows = {control.beyond_window.window for control in controls if control.beyond_window is not None}
     for swap in swaps:
         rows.append((clean(swap.kernel) + (" (fitted)" if swap.fitted else ""), swap))
         for control in measured_controls(swap):
@@ -168,7 +167,7 @@ Cells = tuple[tuple[str, Callable[[Outcome], str]], ...]
 
 
 def _change(change: Change | None, decimals: int, name: str = "delta") -> str:
-    return NO_VALUE if change is None else written(getattr(change, name), decimals)
+    return NO_VALUE if change is None else format_number(getattr(change, name), decimals)
 
 
 def _interval(change: Change | None, decimals: int) -> str:
@@ -185,8 +184,8 @@ def _rise(loss: Change | None, perplexity: Change | None, words: Callable[[Chang
 
 
 RISES: Cells = (
-    ("rise", lambda found: _rise(found.loss, found.perplexity, rise_words)),
-    ("95 % interval of rise", lambda found: _rise(found.loss, found.perplexity, rise_interval)),
+    ("rise", lambda outcome: _rise(outcome.loss, outcome.perplexity, rise_words)),
+    ("95 % interval of rise", lambda outcome: _rise(outcome.loss, outcome.perplexity, rise_interval)),
 )
 """Columns of the relative rise of the perplexity."""
 
@@ -203,7 +202,7 @@ def _loss(outcomes: Sequence[Outcome]) -> tuple[Cells, dict[str, str]]:
         ("perplexity", lambda outcome: _figures(outcome.perplexity)),
         *RISES,
     )
-    original = {"loss": written(losses[0].before, decimals)} if losses else {}
+    original = {"loss": format_number(losses[0].before, decimals)} if losses else {}
     return columns, original | ({"perplexity": figures(powers[0].before)} if powers else {})
 
 
@@ -239,8 +238,8 @@ def _states(swap: Swap) -> Cells:
     """Return the columns of the hidden states' cosine, its interval if the swap is judged by it, and their CKA."""
     ends: Cells = (("95 % interval", lambda outcome: interval(outcome.hidden_cosine_ci95, 3)),)
     more = ends if swap.judged_by == "hidden" else ()
-    cka: Cells = (("CKA", lambda outcome: written(outcome.hidden_cka, 3)),)
-    return (("hidden cosine", lambda outcome: written(outcome.hidden_cosine, 3)), *more, *cka)
+    cka: Cells = (("CKA", lambda outcome: format_number(outcome.hidden_cka, 3)),)
+    return (("hidden cosine", lambda outcome: format_number(outcome.hidden_cosine, 3)), *more, *cka)
 
 
 MARK = "*"
@@ -278,16 +277,16 @@ def sweep_rows(swap: Swap, most: int) -> Table:
     if len({effect.part for effect in effects}) > 1:
         names.append(_units("part", shown, lambda effect: effect.part, words=True))
     columns = [
-        _units("Δ", shown, lambda effect: DIVERGED if effect.delta is None else written(effect.delta, decimals)),
+        _units("Δ", shown, lambda effect: DIVERGED if effect.delta is None else format_number(effect.delta, decimals)),
         _units("95 % interval", shown, lambda effect: interval(effect.ci95, decimals)),
     ]
-    if tested(swap):
+    if has_tests(swap):
         columns.append(_units("p", shown, lambda effect: _p_value(effect.p_value)))
         columns.append(_units("FDR 5 %", shown, lambda effect: MARK if effect.significant else "", words=True))
     return Table(names, columns)
 
 
-def tested(swap: Swap) -> bool:
+def has_tests(swap: Swap) -> bool:
     """Return True if effects are differences of losses, which can be tested; distances are never negative."""
     return swap.judged_by == "loss"
 
@@ -296,13 +295,13 @@ def sweeps_rows(swaps: Sequence[Swap]) -> Table:
     """Build a table with one row per kernel: its number of significant units, its most and least harmful unit."""
     decimals = _decimals([effect for swap in swaps for effect in swap.sweep])
     columns = []
-    if any(map(tested, swaps)):
+    if any(map(has_tests, swaps)):
         counts = [sum(effect.significant for effect in swap.sweep) for swap in swaps]
         cells = tuple(f"{n} of {len(swap.sweep)}" for n, swap in zip(counts, swaps, strict=True))
         columns.append(Column("FDR 5 %", cells))
     for group, index in (("most harmful", 0), ("least harmful", -1)):
         effects = [swap.sweep[index] for swap in swaps]
-        deltas = (DIVERGED if effect.delta is None else written(effect.delta, decimals) for effect in effects)
+        deltas = (DIVERGED if effect.delta is None else format_number(effect.delta, decimals) for effect in effects)
         columns.append(Column("where", [*map(place, effects)], group=group, words=True))
         columns.append(Column("Δ", tuple(deltas), group=group))
         if index == 0:
@@ -312,7 +311,7 @@ def sweeps_rows(swaps: Sequence[Swap]) -> Table:
 
 def plan_rows(plan: Plan) -> Table:
     """Build a table with one row per layer: its mean rank per head, and the rank of each key head or latent."""
-    rows = gathered((key.layer, key) for key in plan.ranks).values()
+    rows = group_pairs((key.layer, key) for key in plan.ranks).values()
     shared = any(key.kv_heads for key in plan.ranks)
     ranks = (numbers_kept(keys) if shared else " ".join(str(key.rank) for key in keys) for keys in rows)
     means = (sum(k.rank / k.keys * len(k.heads) for k in keys) / sum(len(k.heads) for k in keys) for keys in rows)
@@ -373,7 +372,9 @@ def swap_rows(swaps: list[Swap]) -> list[dict[str, Cell]]:
     rows = []
     for swap in swaps:
         rows += [_outcome(swap, stage.name, "", swap.state, stage) for stage in swap.stages]
-        rows += [_outcome(swap, "", one.kernel or one.role, one.state, one) for one in swap.controls]
+        rows += [
+            _outcome(swap, "", control.kernel or control.role, control.state, control) for control in swap.controls
+        ]
     return rows
 
 
@@ -406,7 +407,10 @@ def _effect(swap: Swap, effect: Effect, place: int) -> dict[str, Cell]:
     """Build the row of a unit swapped alone: its effect, and its value of each measure if predictors were read."""
     where = {name: getattr(effect, name) for name in ("layer", "head", "part", "delta")}
     tests = {name: getattr(effect, name) for name in ("p_value", "significant")}
-    values = {one.measure: one.values[place] for one in sorted(swap.predictors, key=lambda one: one.measure)}
+    values = {
+        predictor.measure: predictor.values[place]
+        for predictor in sorted(swap.predictors, key=lambda predictor: predictor.measure)
+    }
     return {"kernel": swap.kernel, **where, **_bounds("delta", effect.ci95), **tests, **values}
 
 

@@ -10,6 +10,7 @@ from attnlens.report.sections.swap_tables import (
     BESIDE,
     MARK,
     cosine_rows,
+    has_tests,
     kernel_rows,
     measured_controls,
     place,
@@ -19,14 +20,13 @@ from attnlens.report.sections.swap_tables import (
     stage_rows,
     sweep_rows,
     sweeps_rows,
-    tested,
     text_rows,
 )
 from attnlens.report.sentences import swaps as words
 from attnlens.report.sentences.plans import healing, plan_lines, plan_terms
 from attnlens.report.sentences.reports import no_errors, population
 from attnlens.report.sentences.swaps import UNITS, effect_name, interval
-from attnlens.wording import NO_VALUE, clean, counted, gathered, listed, written
+from attnlens.wording import NO_VALUE, clean, format_count, format_number, group_pairs, join_items
 
 
 def _prediction_sentence(swap: Swap) -> str:
@@ -36,7 +36,7 @@ def _prediction_sentence(swap: Swap) -> str:
         return f"{clean(swap.kernel)}: no measure can be set against the harm: none differs, or the harm has no value."
     holding = [predictor for predictor in swap.predictors if predictor.holds]
     first = max(holding or swap.predictors, key=lambda predictor: abs(predictor.rho))
-    scope = f"{counted(prediction.measures, 'measure')} over {counted(first.heads, 'head')}"
+    scope = f"{format_count(prediction.measures, 'measure')} over {format_count(first.heads, 'head')}"
     if holding:
         others = f"; so do {len(holding) - 1} more" if len(holding) > 1 else ""
         return f"{clean(swap.kernel)}: of {scope}, {_strength(first)} goes with the harm{others}."
@@ -46,7 +46,9 @@ def _prediction_sentence(swap: Swap) -> str:
 def _strength(predictor: Predictor) -> str:
     """Format a measure's correlation: `tokens.entropy (ρ −0.84, over layers −0.92 to 0.08, p 0.0001)`."""
     layers = "" if predictor.layers_ci95 is None else f", over layers {interval(predictor.layers_ci95, 2)}"
-    return f"{clean(predictor.measure)} (ρ {written(predictor.rho, 2)}{layers}, p {p_value(predictor.p_corrected)})"
+    return (
+        f"{clean(predictor.measure)} (ρ {format_number(predictor.rho, 2)}{layers}, p {p_value(predictor.p_corrected)})"
+    )
 
 
 def _prediction_help(swaps: Sequence[Swap]) -> str:
@@ -57,12 +59,12 @@ def _prediction_help(swaps: Sequence[Swap]) -> str:
         "measures (maxT). *: p < 0.05, and the interval over layers lies on one side of 0. A correlation is no cause"
     )
     predictions = [swap.prediction for swap in swaps if swap.prediction is not None]
-    ceilings = [written(prediction.ceiling, 2) for prediction in predictions if prediction.ceiling is not None]
+    ceilings = [format_number(prediction.ceiling, 2) for prediction in predictions if prediction.ceiling is not None]
     if ceilings:
         least = " and ".join(dict.fromkeys(ceilings))
         text += f"; of a measure that told the harm but for the windows' noise, ρ ≈ {least} is expected (split halves)"
     diverged = sum(prediction.diverged for prediction in predictions)
-    return text + (f"; {counted(diverged, 'diverged head')} left out." if diverged else ".")
+    return text + (f"; {format_count(diverged, 'diverged head')} left out." if diverged else ".")
 
 
 def p_value(number: float | None) -> str:
@@ -84,8 +86,8 @@ def _prediction_section(swaps: Sequence[Swap]) -> Section:
     notes = [_prediction_help(swaps)]
     first = swaps[0].prediction
     if first and first.left_out:
-        by_reason = gathered((reason, clean(name)) for name, reason in first.left_out.items())
-        groups = (f"{listed(names, 8)} ({clean(reason)})" for reason, names in by_reason.items())
+        by_reason = group_pairs((reason, clean(name)) for name, reason in first.left_out.items())
+        groups = (f"{join_items(names, 8)} ({clean(reason)})" for reason, names in by_reason.items())
         notes.append(f"Not compared: {'; '.join(groups)}.")
     table = _predictor_table(rows, named=len(swaps) > 1) if rows else None
     return Section("What predicts harm", lines=lines, table=table, notes=notes)
@@ -98,7 +100,7 @@ def _predictor_table(rows: Sequence[tuple[Swap, Predictor]], *, named: bool) -> 
     if named:
         names.insert(0, Column("kernel", [clean(swap.kernel) for swap, _ in rows], words=True))
     columns = [
-        Column("ρ", [written(predictor.rho, 2) for predictor in predictors]),
+        Column("ρ", [format_number(predictor.rho, 2) for predictor in predictors]),
         Column("over heads", [interval(predictor.heads_ci95, 2) for predictor in predictors]),
         Column("over layers", [interval(predictor.layers_ci95, 2) for predictor in predictors]),
         Column("over windows", [interval(predictor.sequences_ci95, 2) for predictor in predictors]),
@@ -231,13 +233,13 @@ def _sweep(swaps: list[Swap], report: Report) -> Section:
     first = swaps[0]
     noun = "head" if any(effect.head is not None for effect in first.sweep) else "layer"
     title, note = f"Each {noun} alone", f"Δ of the {effect_name(first)}"
-    note += "" if tested(first) else ", a distance: it is never negative, and nothing is tested."
+    note += "" if has_tests(first) else ", a distance: it is never negative, and nothing is tested."
     if len(swaps) > 1:
-        note += "; FDR 5 %: how many matter at a false discovery rate of 5 %." if tested(first) else ""
+        note += "; FDR 5 %: how many matter at a false discovery rate of 5 %." if has_tests(first) else ""
         return Section(title, table=sweeps_rows(swaps), notes=(note,))
-    note += f"; {MARK} significant at a false discovery rate of 5 %." if tested(first) else ""
+    note += f"; {MARK} significant at a false discovery rate of 5 %." if has_tests(first) else ""
     note += f" Shown are the {MOST} most and the {MOST} least harmful." if len(first.sweep) > 2 * MOST else ""
-    lines = (_significant(first.sweep, noun, report.settings.windows or 0),) if tested(first) else ()
+    lines = (_significant(first.sweep, noun, report.settings.windows or 0),) if has_tests(first) else ()
     return Section(title, lines=lines, table=sweep_rows(first, MOST), notes=(note,))
 
 
@@ -246,11 +248,11 @@ def _significant(effects: list[Effect], noun: str, windows: int) -> str:
     if all(effect.ci95 is None for effect in effects if effect.delta is not None):
         return "One window has no spread: nothing is tested."
     significant = [effect for effect in effects if effect.significant and effect.delta is not None]
-    verdict = f"no {noun} could be shown to matter with {counted(windows, 'window')} (false discovery rate 5 %)"
+    verdict = f"no {noun} could be shown to matter with {format_count(windows, 'window')} (false discovery rate 5 %)"
     if significant:
         harm = sum(effect.delta > 0 for effect in significant if effect.delta)
         verb = "matters" if len(significant) == 1 else "matter"
-        verdict = f"{len(significant)} of {counted(len(effects), noun)} {verb} at a false discovery rate of 5 %"
+        verdict = f"{len(significant)} of {format_count(len(effects), noun)} {verb} at a false discovery rate of 5 %"
         verdict += f": {harm} harm, {len(significant) - harm} help"
     diverged = [place(effect) for effect in effects if effect.delta is None]
-    return f"{verdict}.{f' Diverged: {listed(diverged, 8)}.' if diverged else ''}"
+    return f"{verdict}.{f' Diverged: {join_items(diverged, 8)}.' if diverged else ''}"

@@ -11,7 +11,7 @@ import numpy as np
 from attnlens.analyzers.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS
 from attnlens.records import Comparison, Report, StudyCell, StudyColumn, StudyPair, StudyTable
 from attnlens.records.studies import LEVEL
-from attnlens.wording import big, clean, counted, listed, short, source_of
+from attnlens.wording import big, clean, format_count, join_items, short, source_of
 
 FEW_WORDS = 5
 """BLEU below which a translation shares only single words with its reference."""
@@ -24,10 +24,10 @@ def how_trained(study: StudyTable, task: StudyColumn) -> str:
     rates = sizes["rates"]
     count = len(rates) if isinstance(rates, list) else 1
     several = [f"{cell.name} the best of {cell.forms}" for cell in cells if cell.forms > 1]
-    more = f"; of forms, {listed(several, between='; ')}" if several else ""
+    more = f"; of forms, {join_items(several, between='; ')}" if several else ""
     return clean(
         f"Each cell: {sizes['layers']} layers of width {sizes['d_model']}, {sizes['steps']} steps of {sizes['batch']} "
-        f"sequences, {counted(seeds, 'seed')}; the learning rate is the best of {count} by validation loss after "
+        f"sequences, {format_count(seeds, 'seed')}; the learning rate is the best of {count} by validation loss after "
         f"{sizes['search_steps']} steps{more}; {big(max(cell.tokens for cell in cells))} tokens a run. "
         f"Scale: {study.scale}."
     )
@@ -40,7 +40,8 @@ def at_the_edge(study: StudyTable, task: StudyColumn) -> Iterator[str]:
     cells = [cell for cell in study.cells if cell.task == task.name]
     edge_cells = [cell.name for cell in cells if cell.rate in ends]
     if edge_cells:
-        yield f"At the end of the rates that were tried, so that others may be better: {listed(edge_cells, 6, '; ')}."
+        at_edge = join_items(edge_cells, 6, "; ")
+        yield f"At the end of the rates that were tried, so that others may be better: {at_edge}."
     if max(len(cell.runs) for cell in cells) < 2:
         yield "One seed has no error: nothing is compared."
 
@@ -49,11 +50,11 @@ def standing(report: Report) -> tuple[str, bool]:
     """Return how many cells were trained and which did not converge, and whether the papers report these failures."""
     cells = [cell for study in report.studies for cell in study.cells]
     failed = [cell for cell in cells if cell.problem]
-    text = f"{counted(len(cells), 'cell')} trained, {sum(len(cell.runs) for cell in cells)} runs"
+    text = f"{format_count(len(cells), 'cell')} trained, {sum(len(cell.runs) for cell in cells)} runs"
     if not failed:
         return f"{text}; all converged.", True
     as_told = all(cell.published_diverged for cell in failed)
-    return f"{text}; did not converge: {listed((cell.name for cell in failed), between='; ')}.", as_told
+    return f"{text}; did not converge: {join_items((cell.name for cell in failed), between='; ')}.", as_told
 
 
 def title(report: Report) -> str:
@@ -68,13 +69,13 @@ def agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
             continue
         total = order.agree + order.disagree + order.undecided
         yield clean(
-            f"By {order.measure}, against {study.source} ({task.published}): of {counted(total, 'pair')}, "
+            f"By {order.measure}, against {study.source} ({task.published}): of {format_count(total, 'pair')}, "
             f"{order.agree} decided as published, {order.disagree} the other way, {order.undecided} not told apart by "
             f"these seeds; Kendall's τ {order.tau:.2f} (95 % {order.low:.2f} to {order.high:.2f})."
         )
-        against = [pair for pair in decided(study, task, order.measure) if pair.agrees is False]
+        against = [pair for pair in significant_pairs(study, task, order.measure) if pair.agrees is False]
         if against:
-            yield f"Not as published: {listed(map(_format_pair, against), 4, '; ')}."
+            yield f"Not as published: {join_items(map(_format_pair, against), 4, '; ')}."
 
 
 def told_apart(study: StudyTable, task: StudyColumn) -> Iterator[str]:
@@ -82,11 +83,11 @@ def told_apart(study: StudyTable, task: StudyColumn) -> Iterator[str]:
     cells = [cell for cell in study.cells if cell.task == task.name and cell.mean is not None]
     for measure in dict.fromkeys(pair.measure for pair in study.pairs if pair.task == task.name):
         best = min(cells, key=partial(_cost, measure=measure))
-        beaten = [pair for pair in decided(study, task, measure) if best.name in (pair.first, pair.second)]
+        beaten = [pair for pair in significant_pairs(study, task, measure) if best.name in (pair.first, pair.second)]
         behind = {pair.second if pair.first == best.name else pair.first for pair in beaten}
         level = [cell.name for cell in cells if cell.name not in behind and cell.name != best.name]
         largest = max((pair.p_holm or 0.0 for pair in beaten), default=0.0)
-        others = f"not told apart from it: {listed(level, 4, '; ')}"
+        others = f"not told apart from it: {join_items(level, 4, '; ')}"
         verdict = others if level else f"better than every other (p ≤ {largest:.2g})"
         yield f"Best by {measure}: {clean(best.name)}; {verdict}."
     if task.metric == "BLEU" and cells and max(cell.mean or 0.0 for cell in cells) < FEW_WORDS:
@@ -97,21 +98,21 @@ def not_trained(study: StudyTable) -> Iterator[str]:
     """Yield the columns that were not trained because no data was given."""
     if study.not_trained:
         options = {"classification": "classification (--series or --labelled)"}
-        yield f"Not trained, as no data was given: {listed(options.get(form, form) for form in study.not_trained)}."
+        yield f"Not trained, as no data was given: {join_items(options.get(form, form) for form in study.not_trained)}."
 
 
 def left_out(task: StudyColumn) -> Iterator[str]:
     """Yield how many pairs or texts were left out of the data, by reason."""
     if task.form == "translation" and task.left_out:
-        counts = listed(f"{count} of {part}" for part, count in task.left_out.items())
+        counts = join_items(f"{count} of {part}" for part, count in task.left_out.items())
         yield f"Left out, as a side has more than {task.length} tokens: pairs, {counts}."
     elif task.left_out:
-        yield f"Texts: {listed(f'{count} {what}' for what, count in task.left_out.items())}."
+        yield f"Texts: {join_items(f'{count} {what}' for what, count in task.left_out.items())}."
     if task.repeated:
-        yield f"Left out of training, as they are held out too: {counted(task.repeated, 'pair')}."
+        yield f"Left out of training, as they are held out too: {format_count(task.repeated, 'pair')}."
 
 
-def decided(study: StudyTable, task: StudyColumn, measure: str) -> Sequence[StudyPair]:
+def significant_pairs(study: StudyTable, task: StudyColumn, measure: str) -> Sequence[StudyPair]:
     """Return the pairs of a task that differ significantly by a measure (Holm-corrected p at most LEVEL)."""
     of = [pair for pair in study.pairs if (pair.task, pair.measure) == (task.name, measure)]
     return [pair for pair in of if pair.p_holm is not None and pair.p_holm <= LEVEL]
@@ -143,51 +144,58 @@ def worth(comparison: Comparison) -> list[str]:
     return [name for name in (OWN_ROWS, FORMS, ROWS) if name in measures]
 
 
-def discoveries(found: Comparison) -> Iterator[str]:
+def discoveries(comparison: Comparison) -> Iterator[str]:
     """Yield how many changes are named, and which blocks and heads changed by their own weights or by their inputs."""
-    heads = {(row.layer, row.head) for row in found.rows if row.named}
+    heads = {(row.layer, row.head) for row in comparison.rows if row.named}
     yield (
-        f"{found.named:,} of {found.tests:,} changes (heads × measures) are named at a false-discovery rate of "
-        f"{found.fdr:g}, in {len(heads)} of {counted(len(found.heads), 'head')}."
+        f"{comparison.named:,} of {comparison.tests:,} changes (heads × measures) are named at a false-discovery rate "
+        f"of {comparison.fdr:g}, in {len(heads)} of {format_count(len(comparison.heads), 'head')}."
     )
-    blocks = [block for block in found.blocks if block.named]
+    blocks = [block for block in comparison.blocks if block.named]
     if blocks:
         largest = max(blocks, key=lambda block: block.change or 0.0)
         yield (
-            f"{len(blocks)} of {counted(len(found.blocks), 'block')} make something else of the same hidden states: "
-            f"{listed([block.path for block in blocks])}, at most by {largest.change or 0.0:.2g} of their size"
+            f"{len(blocks)} of {format_count(len(comparison.blocks), 'block')} make something else of the same hidden "
+            f"states: {join_items([block.path for block in blocks])}, at most by "
+            f"{largest.change or 0.0:.2g} of their size"
             f"{f' ({largest.path})' if len(blocks) > 1 else ''}."
         )
-    named = {name: _named(found, name) for name in (OWN_ROWS, FORMS, ROWS)}
-    own = {(row.layer, row.head) for row in found.rows if row.measure == OWN_ROWS and row.beyond_rounding}
-    own |= named[OWN_ROWS]
-    named[FORMS] |= own & {(head.layer, head.head) for head in found.heads if head.relation == "changed"}
+    named = {name: _heads_with_named_change(comparison, name) for name in (OWN_ROWS, FORMS, ROWS)}
+    changed_by_weights = {
+        (row.layer, row.head) for row in comparison.rows if row.measure == OWN_ROWS and row.beyond_rounding
+    }
+    changed_by_weights |= named[OWN_ROWS]
+    named[FORMS] |= changed_by_weights & {
+        (head.layer, head.head) for head in comparison.heads if head.relation == "changed"
+    }
     if named[FORMS]:
-        yield f"The form M of {counted(len(named[FORMS]), 'head')} is another one: {_places(named[FORMS])}."
-    local = own - named[FORMS]
+        yield f"The form M of {format_count(len(named[FORMS]), 'head')} is another one: {_places(named[FORMS])}."
+    local = changed_by_weights - named[FORMS]
     if local:
         unsure = len(local - named[OWN_ROWS])
         yield (
-            f"{counted(len(local), 'head')} attend otherwise to the same hidden states, their form being the same: "
-            f"{_places(local)}{f' ({unsure} of them not significantly over these windows)' if unsure else ''}."
+            f"{format_count(len(local), 'head')} attend otherwise to the same hidden states, their form being the "
+            f"same: {_places(local)}{f' ({unsure} of them not significantly over these windows)' if unsure else ''}."
         )
-    lone = [row for row in found.rows if (row.before is None) != (row.after is None) and row.measure not in LOCAL]
+    lone = [row for row in comparison.rows if (row.before is None) != (row.after is None) and row.measure not in LOCAL]
     if lone:
-        which = listed([f"{row.measure} of {row.layer}.{row.head}" for row in lone])
-        yield f"{counted(len(lone), 'measure')} of a head with a value in one model alone: {which}."
-    alike = {(row.layer, row.head) for row in found.rows if row.measure == OWN_ROWS and row.beyond_rounding is False}
-    inherited = (named[ROWS] & alike) - own - named[FORMS]
+        which = join_items([f"{row.measure} of {row.layer}.{row.head}" for row in lone])
+        yield f"{format_count(len(lone), 'measure')} of a head with a value in one model alone: {which}."
+    alike = {
+        (row.layer, row.head) for row in comparison.rows if row.measure == OWN_ROWS and row.beyond_rounding is False
+    }
+    inherited = (named[ROWS] & alike) - changed_by_weights - named[FORMS]
     if inherited:
         attend = "attends" if len(inherited) == 1 else "attend"
-        yield f"{counted(len(inherited), 'head')} {attend} otherwise only because of what changed before them."
+        yield f"{format_count(len(inherited), 'head')} {attend} otherwise only because of what changed before them."
 
 
-def _named(comparison: Comparison, measure: str) -> set[tuple[int, int]]:
+def _heads_with_named_change(comparison: Comparison, measure: str) -> set[tuple[int, int]]:
     return {(row.layer, row.head) for row in comparison.rows if row.measure == measure and row.named}
 
 
 def _places(heads: set[tuple[int, int]]) -> str:
-    return listed([f"{layer}.{head}" for layer, head in sorted(heads)])
+    return join_items([f"{layer}.{head}" for layer, head in sorted(heads)])
 
 
 def effect_sizes(comparison: Comparison) -> dict[str, float]:

@@ -151,7 +151,7 @@ def plan_lines(plan: Plan) -> list[str]:
         lines.append(f"Measured: {rise(plan.measured)} on {clean(plan.text)}, {_verdict(plan, plan.measured)}")
     if plan.healed is not None:
         lines.append(f"Healed: {rise(plan.healed)} on {clean(plan.text)}")
-    lines += _saved(plan)
+    lines += _format_savings(plan)
     return [*lines, *(f"{clean(name.replace('_', ' '))}: {clean(reason)}" for name, reason in plan.reasons.items())]
 
 
@@ -180,8 +180,8 @@ def _form(plan: Plan) -> Iterator[str]:
     by = "by the output" if words.get("metric") == "output" else "by attention"
     yield f"Latents: {keys}, of keys {turned} any rotation, pairs weighted {by}"
     if plan.forms:
-        ranked = sorted(plan.forms, key=lambda one: math.inf if one.rise is None else one.rise.share)
-        texts = (f"{clean(one.form)} {'diverged' if one.rise is None else share(one.rise.share)}" for one in ranked)
+        ranked = sorted(plan.forms, key=lambda form: math.inf if form.rise is None else form.rise.share)
+        texts = (f"{clean(form.form)} {'diverged' if form.rise is None else share(form.rise.share)}" for form in ranked)
         yield f"Compared with half of all numbers: {'; '.join(texts)}"
 
 
@@ -217,7 +217,7 @@ def _ends(interval: tuple[float, float] | None) -> str:
     return "" if interval is None else f" [{share(interval[0])} to {share(interval[1])}]"
 
 
-def _saved(plan: Plan) -> Iterator[str]:
+def _format_savings(plan: Plan) -> Iterator[str]:
     for name, meaning in SAVED.items():
         pair: Pair = getattr(plan, name)
         if pair.before and pair.after is not None:

@@ -15,26 +15,26 @@ from attnlens.wording import (
     NO_VALUE,
     big,
     clean,
-    counted,
     decimals_for,
     decimals_with_error,
-    gathered,
-    listed,
+    format_count,
+    format_error,
+    format_number,
+    group_pairs,
+    join_items,
     model_name,
     source_of,
-    spread,
-    written,
 )
 
 
-def worded(experiment: Experiment, name: str) -> str:
+def format_label(experiment: Experiment, name: str) -> str:
     """Return the label of a figure, setting or curve, else its name; identifiers get blanks for underscores."""
     return clean(experiment.labels.get(name) or (name.replace("_", " ") if name.isidentifier() else name))
 
 
 def setting(experiment: Experiment, name: str) -> str:
     """Format a setting: `lr 0.1`, `d 2 4 10`, `accepted, d = 4: 0.2`."""
-    words = worded(experiment, name)
+    words = format_label(experiment, name)
     return f"{words}{':' * (' = ' in words)} {_value(experiment.settings[name])}"
 
 
@@ -49,14 +49,14 @@ PASS, FAIL = "pass", "FAIL"
 
 def outcome(report: Report) -> tuple[str, bool]:
     """Return the verdict on the experiments, or, if they read a model, how much of it was read."""
-    return standing(report) if report.coverage.heads else (verdict(report), passed(report))
+    return standing(report) if report.coverage.heads else (verdict(report), all_passed(report))
 
 
 def verdict(report: Report) -> str:
     """State which experiments miss the published figures, or that all meet them, and how many have none to meet."""
     judged = [experiment for experiment in report.experiments if experiment.passed is not None]
     failed = [clean(experiment.name) for experiment in judged if not experiment.passed]
-    total = counted(len(report.experiments), "experiment")
+    total = format_count(len(report.experiments), "experiment")
     if not judged:
         return f"{total}; nothing published to compare with."
     some = f"{len(judged)} of {total} {'has' if len(judged) == 1 else 'have'} published figures to meet"
@@ -64,16 +64,16 @@ def verdict(report: Report) -> str:
     if failed:
         verb = "misses" if len(failed) == 1 else "miss"
         if partly:
-            return f"{some}, and {len(failed)} of these {verb} them: {listed(failed)}."
-        return f"{len(failed)} of {total} {verb} what was published: {listed(failed)}."
+            return f"{some}, and {len(failed)} of these {verb} them: {join_items(failed)}."
+        return f"{len(failed)} of {total} {verb} what was published: {join_items(failed)}."
     if partly:
         return f"{some}, and {'meets' if len(judged) == 1 else 'meet'} them."
     if len(judged) == 1:
         return "The experiment meets what was published."
-    return f"All {counted(len(judged), 'experiment')} meet what was published."
+    return f"All {format_count(len(judged), 'experiment')} meet what was published."
 
 
-def passed(report: Report) -> bool:
+def all_passed(report: Report) -> bool:
     """Return True if no experiment misses its published figures."""
     return all(experiment.passed is not False for experiment in report.experiments)
 
@@ -122,12 +122,12 @@ def finding(reading: MeasureMap, shapes: Shapes) -> str:
     """Format a finding: `median 0.0155 over 32 heads, from −0.0087 to 0.0784; chance reads 0.010 ± 0.012: 6 heads …`"""
     if reading.labels:
         names = Counter(reading.labels[round(value)] for value in reading.present.tolist())
-        return listed((f"{name}: {counted(count, 'head')}" for name, count in names.most_common()), 5)
+        return join_items((f"{name}: {format_count(count, 'head')}" for name, count in names.most_common()), 5)
     error = shapes.report.summary.median_errors.get(reading.name)
     decimals = decimals_with_error(reading.present.tolist(), error)
-    low, median, high = (written(float(f(reading.present)), decimals) for f in (np.min, np.median, np.max))
-    error_text = f" ± {spread(error, decimals)}" if error is not None else ""
-    number = counted(reading.present.size, "head")
+    low, median, high = (format_number(float(f(reading.present)), decimals) for f in (np.min, np.median, np.max))
+    error_text = f" ± {format_error(error, decimals)}" if error is not None else ""
+    number = format_count(reading.present.size, "head")
     over = f" over {number}, from {low} to {high}" if reading.present.size > 1 else ""
     return f"{'median ' * bool(over)}{median}{error_text}{over}{_chance(reading)}".replace("-", "−")
 
@@ -142,9 +142,11 @@ def _chance(reading: MeasureMap) -> str:
     above, below = int((distance > reach).sum()), int((distance < -reach).sum())
     mean, sd = middle(reading.null_means), middle(reading.null_sds)
     decimals = decimals_with_error([mean], sd)
-    sides = [f"{counted(number, 'head')} {side}" for number, side in ((above, "above"), (below, "below")) if number]
-    text = f"{listed(sides)} it by more than 3 sd" if sides else "no head lies more than 3 sd from it"
-    return f"; chance reads {written(mean, decimals)} ± {spread(sd, decimals)}: {text}"
+    sides = [
+        f"{format_count(number, 'head')} {side}" for number, side in ((above, "above"), (below, "below")) if number
+    ]
+    text = f"{join_items(sides)} it by more than 3 sd" if sides else "no head lies more than 3 sd from it"
+    return f"; chance reads {format_number(mean, decimals)} ± {format_error(sd, decimals)}: {text}"
 
 
 def null_words(measures: Iterable[MeasureInfo]) -> str:
@@ -152,14 +154,14 @@ def null_words(measures: Iterable[MeasureInfo]) -> str:
     kinds = {source_of(info.name): info.null for info in measures}
     if len(set(kinds.values())) < 2:
         return NULLS[next(iter(kinds.values()), "factors")]
-    rotated = listed(f"{source}.*" for source, kind in kinds.items() if kind == "rotations")
+    rotated = join_items(f"{source}.*" for source, kind in kinds.items() if kind == "rotations")
     return f"{NULLS['factors']}, of {rotated} {NULLS['rotations']}"
 
 
 def null_cell(mean: float, sd: float) -> str:
     """Format mean ± sd of a null, with two significant digits of the sd."""
     decimals = decimals_for([sd or mean], figures=2)
-    return f"{written(mean, decimals)} ± {written(sd, decimals)}"
+    return f"{format_number(mean, decimals)} ± {format_number(sd, decimals)}"
 
 
 def no_errors(report: Report) -> str:
@@ -174,12 +176,12 @@ def population(report: Report, counted: str = "") -> str:
     windows, or by the unit in `counted`.
     """
     settings = report.settings
-    texts, what = _read(report), f"{_unit(report)}s"
+    texts, what = _texts_in_windows(report), f"{_unit(report)}s"
     if not texts:
         return f"errors are over the {len(settings.texts)} files and hold for files like them" if settings.texts else ""
-    first, names = settings.placement == "first", listed([text.name for text in texts], 4)
+    first, names = settings.placement == "first", join_items([text.name for text in texts], 4)
     counts = [len(text.windows) for text in texts]
-    weights = f"; every {counted or _unit(report)} counts once, and the texts gave {listed(counts)} {what}"
+    weights = f"; every {counted or _unit(report)} counts once, and the texts gave {join_items(counts)} {what}"
     weights *= len(texts) > 1
     if len(texts) < len(settings.texts) and settings.noise is None:
         weights += "; what reads no text varies by what stands beside it alone"
@@ -194,10 +196,10 @@ def population(report: Report, counted: str = "") -> str:
 
 def _unit(report: Report) -> str:
     """Name the unit that was fed: `window`, `line`, or `input` if no text was fed."""
-    return "input" if not _read(report) else "line" if report.settings.pack is False else "window"
+    return "input" if not _texts_in_windows(report) else "line" if report.settings.pack is False else "window"
 
 
-def _read(report: Report) -> list[Text]:
+def _texts_in_windows(report: Report) -> list[Text]:
     """Return the texts that were cut into windows or lines, without images and sounds from files or noise."""
     return [text for text in report.settings.texts if text.available is not None]
 
@@ -210,9 +212,9 @@ def title(report: Report) -> str:
 
 def ran_on(report: Report) -> str:
     """State which experiments ran on which model; empty if all ran on the report's model."""
-    by_model = gathered((experiment.model, clean(experiment.name)) for experiment in report.experiments)
+    by_model = group_pairs((experiment.model, clean(experiment.name)) for experiment in report.experiments)
     default = by_model.pop(None, [])
-    texts = [f"{listed(names, 5)}: {clean(model or '')}" for model, names in by_model.items()]
+    texts = [f"{join_items(names, 5)}: {clean(model or '')}" for model, names in by_model.items()]
     return "; ".join([*texts, f"all others: {model_name(report.model.id)}"] if texts and default else texts)
 
 
@@ -251,7 +253,7 @@ def conventions(report: Report) -> str:
 def notes(report: Report) -> list[str]:
     """List the caveats of a report, one sentence each."""
     of_model = [] if report.model.conventions is None else report.model.conventions.notes
-    return [clean(note) for note in (*report.settings.notes, *of_model, *other_base(report), *unexpected(report))]
+    return [clean(note) for note in (*report.settings.notes, *of_model, *other_base(report), *state_unexpected(report))]
 
 
 def adapter(report: Report) -> str:
@@ -259,10 +261,10 @@ def adapter(report: Report) -> str:
     record = report.model.adapter
     if record is None:
         return ""
-    replaced = f"; {counted(len(record.replaced), 'parameter')} replaced whole" if record.replaced else ""
+    replaced = f"; {format_count(len(record.replaced), 'parameter')} replaced whole" if record.replaced else ""
     return clean(
         f"{record.kind} adapter {record.id} (r {record.rank}, α {record.alpha:g}) was merged into "
-        f"{counted(record.modules, 'module')} of {report.model.id}{replaced}."
+        f"{format_count(record.modules, 'module')} of {report.model.id}{replaced}."
     )
 
 
@@ -271,8 +273,8 @@ def other_base(report: Report) -> list[str]:
     record = report.model.adapter
     if record is None or record.base is None or _last(record.base) == _last(report.model.id):
         return []
-    own = report.model.id
-    return [clean(f"The adapter says that its base is {record.base}; it was merged into {own}, whose shapes it fits.")]
+    base = report.model.id
+    return [clean(f"The adapter says that its base is {record.base}; it was merged into {base}, whose shapes it fits.")]
 
 
 def _last(name: str) -> str:
@@ -280,12 +282,15 @@ def _last(name: str) -> str:
     return name.replace("\\", "/").rstrip("/").rpartition("/")[2].partition("@")[0].lower()
 
 
-def unexpected(report: Report) -> list[str]:
+def state_unexpected(report: Report) -> list[str]:
     """Return the sentence on tensors of the files that the model does not use; empty if there are none."""
     names = report.model.unexpected
     if not names:
         return []
-    return [f"{counted(len(names), 'tensor')} of the files not used by {report.model.architecture}: {listed(names)}."]
+    return [
+        f"{format_count(len(names), 'tensor')} of the files not used by {report.model.architecture}: "
+        f"{join_items(names)}."
+    ]
 
 
 def identity(report: Report) -> str:
@@ -299,24 +304,24 @@ def extreme(head: Extreme) -> tuple[str, str]:
     return f"layer {head.layer} head {head.head}", clean(head.text)
 
 
-def skipped(entries: Iterable[Skipped]) -> list[str]:
+def list_skipped(entries: Iterable[Skipped]) -> list[str]:
     """List what was skipped, one line per reason with the sites and heads."""
     places = []
     for entry in entries:
-        heads = f" {'head' if len(entry.heads) == 1 else 'heads'} {listed(entry.heads, 12)}" if entry.heads else ""
+        heads = f" {'head' if len(entry.heads) == 1 else 'heads'} {join_items(entry.heads, 12)}" if entry.heads else ""
         places.append((entry.reason, f"{entry.site}{heads}{f' ({entry.measure})' if entry.measure else ''}"))
-    return [f"{clean(reason)}: {listed(sites, 4)}" for reason, sites in gathered(places).items()]
+    return [f"{clean(reason)}: {join_items(sites, 4)}" for reason, sites in group_pairs(places).items()]
 
 
 def without_value(shapes: Shapes) -> list[str]:
     """List the measures without values, one line per reason and number of heads."""
     pairs = [
-        ((reason, counted(count, "head")), reading.name)
+        ((reason, format_count(count, "head")), reading.name)
         for reading in shapes.readings.values()
         for reason, count in reading.reasons.items()
     ]
     for name in (name for name in shapes.report.measure_names() if name not in shapes.readings):  # missing in all heads
         first = next(head.measures[name] for head in shapes.report.heads if name in head.measures)
         pairs.append(((first.reason or "", "all heads"), name))
-    groups = gathered(pairs).items()
-    return [f"{listed(names, 5)}: {heads}, because {clean(reason)}" for (reason, heads), names in groups]
+    groups = group_pairs(pairs).items()
+    return [f"{join_items(names, 5)}: {heads}, because {clean(reason)}" for (reason, heads), names in groups]

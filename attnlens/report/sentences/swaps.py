@@ -8,7 +8,7 @@ from statistics import median
 
 from attnlens.kernels import HYBRIDS, TIES
 from attnlens.records import Agreement, Change, Outcome, Pair, Report, Stage, Swap, Text
-from attnlens.wording import NO_VALUE, clean, counted, decimals_for, gathered, listed, written
+from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format_number, group_pairs, join_items
 
 LEGEND = {
     "same size": "a sink-window that keeps as much as the kernel (64 tokens and the first 4 where it keeps all)",
@@ -30,14 +30,18 @@ def rise_ends(loss: Change) -> tuple[float, float] | None:
 
 def rise_words(loss: Change) -> str:
     """Format the rise of the perplexity, `+5.6 %`, with at most two decimals, as many as its interval justifies."""
-    number = written(100 * rise(loss), _rise_decimals(loss))
+    number = format_number(100 * rise(loss), _rise_decimals(loss))
     return f"{'' if number.startswith('-') else '+'}{number} %"
 
 
 def rise_interval(loss: Change) -> str:
     """Format the interval of the rise of the perplexity, `4.9 to 6.4 %`; empty without an interval."""
     ends, decimals = rise_ends(loss), _rise_decimals(loss)
-    return "" if ends is None else f"{written(100 * ends[0], decimals)} to {written(100 * ends[1], decimals)} %"
+    return (
+        ""
+        if ends is None
+        else f"{format_number(100 * ends[0], decimals)} to {format_number(100 * ends[1], decimals)} %"
+    )
 
 
 def _rise_decimals(loss: Change) -> int:
@@ -66,11 +70,17 @@ def control_costs(swap: Swap) -> str:
         "without filter": " (the far part alone)" if hybrid else " (without the filter)",
         "far part, healed": " (the far part alone, healed)",
     }
-    pairs = [(one, one.loss) for one in swap.controls if one.loss is not None and one.perplexity is not None]
-    costs = ", ".join(f"{clean(one.kernel or '')}{what.get(one.role, '')} {rise_words(loss)}" for one, loss in pairs)
+    pairs = [
+        (control, control.loss)
+        for control in swap.controls
+        if control.loss is not None and control.perplexity is not None
+    ]
+    costs = ", ".join(
+        f"{clean(control.kernel or '')}{what.get(control.role, '')} {rise_words(loss)}" for control, loss in pairs
+    )
     if not costs:
         return ""
-    better = [clean(one.kernel or "") for one, loss in pairs if _is_less(loss, swap.loss)]
+    better = [clean(control.kernel or "") for control, loss in pairs if _is_less(loss, swap.loss)]
     verb = "costs" if len(better) == 1 else "cost"
     ending = f" Less than the kernel {verb}, intervals apart: {', '.join(better)}." if better else ""
     return f"Controls, in perplexity: {costs}; the kernel {rise_words(swap.loss)}.{ending}"
@@ -78,7 +88,7 @@ def control_costs(swap: Swap) -> str:
 
 def beside_size(swap: Swap) -> str:
     """Return `elu (+139 %): sink-window:4,4, of its size, costs less (+50 %).`; empty without that control."""
-    control = next((one for one in swap.controls if one.role == "same size" and one.perplexity is not None), None)
+    control = next((each for each in swap.controls if each.role == "same size" and each.perplexity is not None), None)
     if control is None or control.loss is None or swap.loss is None or swap.perplexity is None:
         return ""
     less, more = _is_less(control.loss, swap.loss), _is_less(swap.loss, control.loss)
@@ -108,7 +118,7 @@ def legend(swaps: Sequence[Swap]) -> str:
     texts += ["a filter and its kernel alone"] * (False in parted)
     texts += ["a hybrid's window and far part alone"] * (True in parted)
     texts += ["its far part alone as it was healed"] * ("far part, healed" in roles)
-    return f"controls, the same heads without training: {listed(texts)}." if texts else ""
+    return f"controls, the same heads without training: {join_items(texts)}." if texts else ""
 
 
 def worst_text(swap: Swap) -> str:
@@ -141,8 +151,9 @@ def beyond(swap: Swap) -> str:
     decimals = min(4, max(2, decimals_for([size or 0.02], 2)))
     ends = "" if change.ci95 is None else f" ({interval(change.ci95, decimals)})"
     return (
-        f"On the {counted(record.tokens, 'token')} whose pair with the token before stood last more than "
-        f"{counted(record.window, 'token')} back the loss changes by {written(change.delta, decimals)}{ends}."
+        f"On the {format_count(record.tokens, 'token')} whose pair with the token before stood last more than "
+        f"{format_count(record.window, 'token')} back the loss changes by "
+        f"{format_number(change.delta, decimals)}{ends}."
     )
 
 
@@ -153,7 +164,7 @@ def beyond_legend(rows: Sequence[Outcome]) -> str:
         return ""
     if len(windows) > 1:
         return "Δ beyond: of the tokens whose evidence lies further back than the keys in brackets."
-    return f"Δ beyond: of the tokens whose evidence lies more than {counted(windows[0], 'token')} back."
+    return f"Δ beyond: of the tokens whose evidence lies more than {format_count(windows[0], 'token')} back."
 
 
 def greedy(swap: Swap) -> str:
@@ -164,7 +175,7 @@ def greedy(swap: Swap) -> str:
     quartiles = " to ".join(_tokens(number, agreement) for number in agreement.quartiles)
     what = "first halves of windows" if agreement.source == "windows" else f"lines of {clean(agreement.source)}"
     return (
-        f"Greedy continuations of {counted(agreement.prompts, 'prompt')} ({what}) are the original's for "
+        f"Greedy continuations of {format_count(agreement.prompts, 'prompt')} ({what}) are the original's for "
         f"{_tokens(agreement.median, agreement)} of {agreement.tokens} tokens in the median (quartiles {quartiles}); "
         f"{agreement.never} of {agreement.prompts} never differ."
     )
@@ -272,7 +283,7 @@ def ranking(swaps: Sequence[Swap]) -> str:
     if ranked:
         decimals = loss_decimals([loss for loss, _ in ranked])
         ends = ranked[0], ranked[-1]
-        least, most = (f"{name} (Δ {written(loss.delta, decimals)})" for loss, name in ends)
+        least, most = (f"{name} (Δ {format_number(loss.delta, decimals)})" for loss, name in ends)
         sentences.append(f"The loss is lowest under {least}, highest under {most}.")
         sentences += [f"{powers[name]} under {name}." for _, name in ends if powers[name]]
     else:
@@ -280,10 +291,10 @@ def ranking(swaps: Sequence[Swap]) -> str:
         if distances:
             least, most = (f"{name} ({figures(far)})" for far, name in (min(distances), max(distances)))
             sentences.append(f"The {EFFECTS[swaps[0].judged_by]} is least under {least}, largest under {most}.")
-    same = [name for loss, name in losses if _unchanged(loss)]
+    same = [name for loss, name in losses if _is_unchanged(loss)]
     diverged = [swap.kernel for swap in swaps if swap.diverged]
-    sentences += [f"No measurable change: {listed(same, 8)}."] if same else []
-    sentences += [f"Diverged: {listed(diverged, 8)}."] if diverged else []
+    sentences += [f"No measurable change: {join_items(same, 8)}."] if same else []
+    sentences += [f"Diverged: {join_items(diverged, 8)}."] if diverged else []
     return " ".join(sentences)
 
 
@@ -294,8 +305,8 @@ def stages_sentence(swap: Swap) -> str:
         return ""
     worst = losses[0][1].delta
     decimals = loss_decimals([loss for _, loss in losses])
-    steps = ", ".join(f"{written(loss.after, decimals)} {name}" for name, loss in losses)
-    sentence = f"From stage to stage: {written(losses[0][1].before, decimals)} original, {steps}"
+    steps = ", ".join(f"{format_number(loss.after, decimals)} {name}" for name, loss in losses)
+    sentence = f"From stage to stage: {format_number(losses[0][1].before, decimals)} original, {steps}"
     last, loss = losses[-1]
     if worst <= 0 or not loss.delta < worst:
         return f"{sentence}."
@@ -309,8 +320,8 @@ def reach(report: Report) -> str:
     heads = min(sum(len(site.heads) for site in swap.sites) for swap in swaps)
     paths = dict.fromkeys(site.path for swap in swaps for site in swap.sites)
     return (
-        f"{sites} of {counted(coverage.sites, 'site')}, {heads} of {counted(coverage.heads, 'head')} "
-        f"· path: {listed(paths)}"
+        f"{sites} of {format_count(coverage.sites, 'site')}, {heads} of {format_count(coverage.heads, 'head')} "
+        f"· path: {join_items(paths)}"
     )
 
 
@@ -322,7 +333,7 @@ def kernel(swap: Swap) -> str:
 def formula(swap: Swap) -> str:
     """Format the formula of the kernel, `log k = …`, and its fitted parameters."""
     names = dict.fromkeys(PARAMETERS.get(name, name.replace("_", " ")) for name in swap.fitted)
-    fitted = f"; fitted per head: {listed(names)}" if names else ""
+    fitted = f"; fitted per head: {join_items(names)}" if names else ""
     left = "" if swap.formula_of == "output" else "log k = "
     return f"{left}{clean(swap.formula)}{fitted}"
 
@@ -361,8 +372,10 @@ def notes(swaps: Sequence[Swap]) -> list[str]:
     """List the notes of all swaps without repetitions, preceded by the kernels they apply to unless that is all."""
     several = len(swaps) > 1
     pairs = ((note, swap.kernel) for swap in swaps for note in (*swap.notes, off_simplex(swap) * several))
-    about = gathered((clean(note), kernel) for note, kernel in pairs if note)
-    return [note if len(kernels) == len(swaps) else f"{listed(kernels, 8)}: {note}" for note, kernels in about.items()]
+    about = group_pairs((clean(note), kernel) for note, kernel in pairs if note)
+    return [
+        note if len(kernels) == len(swaps) else f"{join_items(kernels, 8)}: {note}" for note, kernels in about.items()
+    ]
 
 
 def without_value(swaps: Sequence[Swap]) -> list[str]:
@@ -370,29 +383,29 @@ def without_value(swaps: Sequence[Swap]) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for swap in swaps:
         for place, reasons in _reasons(swap):
-            by_reason = gathered(
+            by_reason = group_pairs(
                 (reason, WORDS.get(name, name.replace("_", " ")))
                 for name, reason in reasons.items()  # without a number, its missing interval needs no mention
                 if not (name.endswith("_ci95") and reasons.get(name.removesuffix("_ci95")) == reason)
             )
             label = " ".join([swap.kernel] * (len(swaps) > 1) + [place] * bool(place))
             for reason, names in by_reason.items():
-                groups.setdefault((listed(names, 8), reason), []).append(label)
+                groups.setdefault((join_items(names, 8), reason), []).append(label)
     lines = []
     for (fields, reason), labels in groups.items():
-        where = listed([label for label in dict.fromkeys(labels) if label], 8)
+        where = join_items([label for label in dict.fromkeys(labels) if label], 8)
         lines.append(f"{fields}{f' ({where})' if where else ''}: {clean(reason)}")
     return lines
 
 
 def figures(number: float, count: int = 3) -> str:
     """Format a number with `count` significant digits."""
-    return written(number, decimals_for([number], count))
+    return format_number(number, decimals_for([number], count))
 
 
 def percent(share: float, decimals: int = 0) -> str:
     """Format a share in per cent: `27.6 %`."""
-    return f"{written(100 * share, decimals)} %"
+    return f"{format_number(100 * share, decimals)} %"
 
 
 def loss_decimals(changes: Sequence[Change]) -> int:
@@ -404,20 +417,22 @@ def loss_decimals(changes: Sequence[Change]) -> int:
 
 def interval(bounds: tuple[float, float] | None, decimals: int) -> str:
     """Format an interval, `0.49 to 0.65`, or `–` for None."""
-    return NO_VALUE if bounds is None else f"{written(bounds[0], decimals)} to {written(bounds[1], decimals)}"
+    return (
+        NO_VALUE if bounds is None else f"{format_number(bounds[0], decimals)} to {format_number(bounds[1], decimals)}"
+    )
 
 
 def _loss_sentence(loss: Change, unit: str) -> str:
     decimals = loss_decimals([loss])
-    before, after, delta = (written(number, decimals) for number in (loss.before, loss.after, loss.delta))
+    before, after, delta = (format_number(number, decimals) for number in (loss.before, loss.after, loss.delta))
     bounds = "" if loss.ci95 is None else f", 95 % interval {interval(loss.ci95, decimals)}"
-    if _unchanged(loss):
+    if _is_unchanged(loss):
         return f"The loss does not change measurably: {before} {unit} before, {after} after (Δ {delta}{bounds})."
     verb = "rises" if loss.delta > 0 else "falls"
     return f"The loss {verb} from {before} to {after} {unit} (Δ {delta}{bounds})."
 
 
-def _unchanged(loss: Change) -> bool:
+def _is_unchanged(loss: Change) -> bool:
     """Return True if the change is 0 or its interval contains 0."""
     return loss.delta == 0 or (loss.ci95 is not None and loss.ci95[0] <= 0 <= loss.ci95[1])
 
@@ -425,7 +440,7 @@ def _unchanged(loss: Change) -> bool:
 def _pair(pair: Pair, size: float, unit: str) -> str:
     both = [NO_VALUE if number is None else f"{number / size:,.0f}" for number in (pair.before, pair.after)]
     times = ratio(pair)
-    return f"{both[0]} → {both[1]} {unit}" + ("" if times is None else f" (× {written(times, 2)})")
+    return f"{both[0]} → {both[1]} {unit}" + ("" if times is None else f" (× {format_number(times, 2)})")
 
 
 def _reasons(swap: Swap) -> Iterator[tuple[str, dict[str, str]]]:

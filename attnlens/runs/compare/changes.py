@@ -47,7 +47,7 @@ from attnlens.runs.differences import Differences
 from attnlens.runs.inspect.sequences import SequenceValues
 from attnlens.runs.outputs import run, tokens_in
 from attnlens.runs.progress import Progress, telling
-from attnlens.wording import counted, listed
+from attnlens.wording import format_count, join_items
 
 CHANGED_P = 1e-3
 """p below which a form counts as changed: rounding alone gives such a change in one of a thousand heads."""
@@ -91,8 +91,8 @@ def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[HeadChange]
 
 def _explain_unread(pairing: Pairing, site: Site, other: Site) -> str:
     """Explain why the forms of a site cannot be compared."""
-    for which, side, own in (("first", pairing.first, site), ("second", pairing.second, other)):
-        read = side.factors(own)
+    for which, side, place in (("first", pairing.first, site), ("second", pairing.second, other)):
+        read = side.factors(place)
         if isinstance(read, UnreadableError):
             return f"the {which} model's form can't be read: {read.problem}"
     return "the forms have other sizes"
@@ -108,8 +108,12 @@ def _relation(pairing: Pairing, pair: tuple[QueryKey, QueryKey], head: int, p: f
     if first.scale == second.scale and pairing.order[first.site] == tuple(range(len(first.heads))):
         # factors computed from equal weights can differ by rounding
         modules = [side.loaded.model.get_submodule(first.site.path) for side in (pairing.first, pairing.second)]
-        own, others = (dict(module.named_parameters()) for module in modules)
-        if own and own.keys() == others.keys() and all(_equal(own[name], others[name]) for name in own):
+        tensors, other_tensors = (dict(module.named_parameters()) for module in modules)
+        if (
+            tensors
+            and tensors.keys() == other_tensors.keys()
+            and all(_equal(tensors[name], other_tensors[name]) for name in tensors)
+        ):
             return "identical"
     if p != p:
         return None
@@ -146,7 +150,7 @@ def _weight_notes(pairing: Pairing) -> Iterator[str]:
     first, second = (dict(side.loaded.model.named_parameters()) for side in (pairing.first, pairing.second))
     alone = sorted(first.keys() ^ second.keys())
     if alone:
-        yield f"{counted(len(alone), 'tensor')} of one model alone: {listed(alone)}."
+        yield f"{format_count(len(alone), 'tensor')} of one model alone: {join_items(alone)}."
     common = [name for name in first if name in second]
     different = [name for name in common if not _equal(first[name], second[name])]
     if not different:
@@ -156,10 +160,10 @@ def _weight_notes(pairing: Pairing) -> Iterator[str]:
     if not alone and all(
         _equal(first[name].to(kind).to(second[name].dtype), second[name]) for name, kind in kinds.items()
     ):
-        types = listed(sorted({str(kind).removeprefix("torch.") for kind in kinds.values()}))
+        types = join_items(sorted({str(kind).removeprefix("torch.") for kind in kinds.values()}))
         yield f"The second model's weights are the first one's rounded to {types}; nothing else differs."
         return
-    yield f"{len(different)} of {counted(len(common), 'tensor')} differ: {listed(different)}."
+    yield f"{len(different)} of {format_count(len(common), 'tensor')} differ: {join_items(different)}."
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
@@ -175,8 +179,8 @@ def _order_notes(pairing: Pairing, heads: Sequence[HeadChange]) -> Iterator[str]
     moved = Counter(head.layer for head in heads if head.partner != head.head)
     for layer, count in moved.items():
         yield (
-            f"Layer {layer}: the second model has {counted(count, 'head')} in another order; each is compared with its "
-            "partner."
+            f"Layer {layer}: the second model has {format_count(count, 'head')} in another order; each is compared "
+            "with its partner."
         )
 
 
@@ -192,28 +196,28 @@ def _form_notes(
     product = "have the same product M but different attention"
     if turned:
         yield (
-            f"W_Q and W_K of {counted(len(turned), 'head')} {product}: the rotation acts on permuted rows (a lost RoPE "
-            f"permutation?): {_format_heads(turned)}."
+            f"W_Q and W_K of {format_count(len(turned), 'head')} {product}: the rotation acts on permuted rows (a lost "
+            f"RoPE permutation?): {_format_heads(turned)}."
         )
     if different:
         yield (
-            f"W_Q and W_K of {counted(len(different), 'head')} {product}: biases, norms or the mask act "
+            f"W_Q and W_K of {format_count(len(different), 'head')} {product}: biases, norms or the mask act "
             f"differently: {_format_heads(different)}."
         )
     if gauge:
         yield (
-            f"Of {counted(len(gauge), 'head')} W_Q and W_K are others with the same product M within rounding (another "
-            "gauge): attention is the same."
+            f"Of {format_count(len(gauge), 'head')} W_Q and W_K are others with the same product M within rounding "
+            "(another gauge): attention is the same."
         )
     if unknown:
         yield (
-            f"Of {counted(len(unknown), 'head')} W_Q and W_K are others with the same product M within rounding; "
+            f"Of {format_count(len(unknown), 'head')} W_Q and W_K are others with the same product M within rounding; "
             "attention was not compared."
         )
 
 
 def _format_heads(heads: Iterable[tuple[int, int]]) -> str:
-    return listed([f"{layer}.{head}" for layer, head in sorted(heads)])
+    return join_items([f"{layer}.{head}" for layer, head in sorted(heads)])
 
 
 def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -227,7 +231,7 @@ def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Itera
         if pair is None or rotation is None or len(rotation.angles) < 2:
             continue
         far = replace(rotation, angles=rotation.angles[-1:].expand(pair[0].query.shape[-2], -1))
-        first, second = (replace(form, query=far.turned(form.query.double())) for form in pair)
+        first, second = (replace(form, query=far.rotate(form.query.double())) for form in pair)
         near, far_apart = (form_distances(*forms)[FORMS] for forms in (pair, (first, second)))
         for head in range(len(far_apart)):
             if (site.layer, head) in heads and far_apart[head] > max(NEAR_FACTOR * float(near[head]), ROTATION_CHANGE):
@@ -264,8 +268,8 @@ def compare_predictions(pairing: Pairing, design: Design) -> tuple[Outcome | Non
         states = {None if each.hidden is None else each.hidden.shape[-1] for each in passes}
         if len(classes) > 1 or len(states) > 1:
             return None, [f"{OTHER_PREDICTIONS}, or their states have other sizes."]
-        own, new = passes
-        differences.add(own, new, batch.targets, tokens_in(batch))
+        before, after = passes
+        differences.add(before, after, batch.targets, tokens_in(batch))
     return Outcome(**differences.outcome(seed, list(dict.fromkeys(batches.parts)))), []
 
 

@@ -120,10 +120,10 @@ def compare_pass(
 
     with _pre_hooks(blocks, replace_states), hooks.record_outputs(blocks) as outputs:
         _run_pass(side, inputs, visit)
-    for path, own in recorded.outputs.items():
+    for path, output in recorded.outputs.items():
         other = _output_states(outputs.get(path))
-        if other is not None and other.shape == own.shape:
-            compared.blocks[path] = _relative_change(own, other.to(own.device), inputs)
+        if other is not None and other.shape == output.shape:
+            compared.blocks[path] = _relative_change(output, other.to(output.device), inputs)
     return compared
 
 
@@ -133,15 +133,15 @@ def _output_states(output: Any) -> Tensor | None:
     return output if isinstance(output, Tensor) else None
 
 
-def _relative_change(own: Tensor, other: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+def _relative_change(output: Tensor, other: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     """Compute ‖o' − o‖/‖o‖ of each sequence, without padding."""
-    own, other = own.double(), other.double()
+    output, other = output.double(), other.double()
     masks = (inputs.get(name) for name in ("decoder_attention_mask", "attention_mask"))
-    mask = next((mask for mask in masks if mask is not None and mask.shape == own.shape[:2]), None)
+    mask = next((mask for mask in masks if mask is not None and mask.shape == output.shape[:2]), None)
     if mask is not None:
-        own, other = own * mask[..., None], other * mask[..., None]
-    own, other = own.flatten(1), other.flatten(1)
-    moved: Tensor = (other - own).norm(dim=1) / own.norm(dim=1)
+        output, other = output * mask[..., None], other * mask[..., None]
+    output, other = output.flatten(1), other.flatten(1)
+    moved: Tensor = (other - output).norm(dim=1) / output.norm(dim=1)
     return moved.cpu()
 
 
@@ -164,12 +164,12 @@ def _pre_hooks(blocks: Sequence[Block], hook: Callable[..., Any]) -> Iterator[No
             handle.remove()
 
 
-def _convert_state(state: Tensor | None, own: Any) -> Any:
-    """Convert `state` to the type and device of `own`; `torch.where` lets tracers see `own` as a source too."""
-    if state is None or not isinstance(own, Tensor) or own.shape != state.shape:
-        return own
-    always = torch.ones((), dtype=torch.bool, device=own.device)
-    return torch.where(always, state.to(own.device, own.dtype), own)
+def _convert_state(state: Tensor | None, value: Any) -> Any:
+    """Convert `state` to the type and device of `value`; `torch.where` lets tracers see `value` as a source too."""
+    if state is None or not isinstance(value, Tensor) or value.shape != state.shape:
+        return value
+    always = torch.ones((), dtype=torch.bool, device=value.device)
+    return torch.where(always, state.to(value.device, value.dtype), value)
 
 
 def _parameter_names(block: nn.Module) -> list[str]:
@@ -281,21 +281,21 @@ def stored_types(model: PreTrainedModel) -> list[tuple[Tensor, torch.dtype]]:
 
 
 @contextmanager
-def rounded(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Generator) -> Iterator[None]:
+def move_weights(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Generator) -> Iterator[None]:
     """Move one value in twelve of each weight by ± one spacing of its stored type inside the block; restore at exit."""
-    own: list[tuple[Tensor, Tensor, Tensor]] = []
+    replaced_values: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
         for data, kind in types:
             places = _draw_indices(data, generator)
-            own.append((data, places, data.take(places)))
-            data.put_(places, _neighbours(own[-1][2], kind, generator))
+            replaced_values.append((data, places, data.take(places)))
+            data.put_(places, _neighbours(replaced_values[-1][2], kind, generator))
         yield
     finally:
-        for data, places, before in own:
+        for data, places, before in replaced_values:
             data.put_(places, before)
 
 
-def nudged(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
+def move_values(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
     """Copy a tensor and move one value in twelve by ± one spacing of `kind`: mean 0, the variance of rounding."""
     places = _draw_indices(tensor, generator)
     return tensor.clone().put_(places, _neighbours(tensor.take(places), kind, generator))
@@ -303,8 +303,8 @@ def nudged(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> Ten
 
 def _draw_indices(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Draw the flat indices of the values to move, one in twelve on average."""
-    part, rest = divmod(tensor.numel(), MOVED)
-    count = part + int(torch.randint(MOVED, (1,), generator=generator)) // (MOVED - rest)
+    part, remainder = divmod(tensor.numel(), MOVED)
+    count = part + int(torch.randint(MOVED, (1,), generator=generator)) // (MOVED - remainder)
     return torch.randint(max(tensor.numel(), 1), (count,), generator=generator).to(tensor.device)
 
 
@@ -346,7 +346,7 @@ def _draw_site_changes(
     before = _compute_scalars(analyzers, form.select(finite)) if analyzers else {}
     drawn: dict[str, list[Tensor]] = defaultdict(list)
     for _ in range(DRAWS):
-        query, key = (nudged(part, kind, generator) for part in (factors.maps.query, factors.maps.key))
+        query, key = (move_values(part, kind, generator) for part in (factors.maps.query, factors.maps.key))
         rounded_form = replace(factors, maps=replace(factors.maps, query=query, key=key)).query_key
         for name, values in form_distances(form, rounded_form).items():
             drawn[name].append(values)
@@ -386,7 +386,7 @@ def draw_tokens(
 
     types, changes = stored_types(side.loaded.model), defaultdict[str, list[Tensor]](list)
     for _ in range(DRAWS):
-        with rounded(types, generator):
+        with move_weights(types, generator):
             passes = compare_passes()
             # each block with its input states before rounding
             block_passes = compare_passes(blocks) if blocks else []

@@ -32,7 +32,7 @@ from attnlens.runs.in_memory import at_rest, wrap_model
 from attnlens.runs.inspect.pipeline import inspect, prepare
 from attnlens.runs.progress import Progress, silent
 from attnlens.runs.provenance import report_of
-from attnlens.runs.swap.saved import restored
+from attnlens.runs.swap.saved import restore_saved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -247,15 +247,15 @@ def compare(
 def _refuse_ignored(subjects: Sequence[Any], options: Mapping[str, Any]) -> None:
     """Raise UsageError for options that no side uses, because a report already contains its settings."""
     known = CompareRequest.model_fields
-    given = [
+    changed = [
         name
         for name, value in options.items()
         if value != known[name].default and (name, value) != ("dtype", "float32")
     ]
     if all(isinstance(side, Report) for side in subjects):
-        ignored = given
+        ignored = changed
     else:
-        ignored = [name for name in given if name in SECOND and isinstance(subjects[1], Report)]
+        ignored = [name for name in changed if name in SECOND and isinstance(subjects[1], Report)]
     if ignored:
         raise UsageError(f"A report is read as it is, so that {', '.join(ignored)} would be ignored.", "Leave it out.")
 
@@ -264,7 +264,7 @@ def _inspect_reports(
     subjects: Sequence[Any], tokenizer: PreTrainedTokenizerBase | None, progress: Progress, options: Mapping[str, Any]
 ) -> tuple[Report, Report]:
     """Return both sides as reports; a model is inspected with the settings of the report on the other side."""
-    recorded = feeding.recorded(next(side.settings for side in subjects if isinstance(side, Report)))
+    recorded = feeding.recorded_options(next(side.settings for side in subjects if isinstance(side, Report)))
     reports = []
     for number, side in enumerate(subjects):
         if isinstance(side, Report):
@@ -291,14 +291,14 @@ def _inspect_sides(
     sides: list[ComparedModel] = []
     for number, subject in enumerate(subjects):
         side_tokenizer = None if isinstance(subject, str | PathLike | loading.Loaded) else tokenizer
-        given = _select_options(subject, options, number)
+        side_options = _select_options(subject, options, number)
         swaps = None
         if isinstance(subject, str | PathLike) and (Path(subject).expanduser() / loading.SWAPPED).is_file():
-            load_options = {name: value for name, value in given.items() if name in Loading.model_fields}
-            saved = restored(Path(subject).expanduser(), **load_options)
+            load_options = {name: value for name, value in side_options.items() if name in Loading.model_fields}
+            saved = restore_saved(Path(subject).expanduser(), **load_options)
             subject, swaps = saved.loaded, saved.swaps
-            given = {name: value for name, value in given.items() if name not in load_options}
-        run = prepare(subject, InspectRequest(**given), side_tokenizer, progress)
+            side_options = {name: value for name, value in side_options.items() if name not in load_options}
+        run = prepare(subject, InspectRequest(**side_options), side_tokenizer, progress)
         if sides:
             run = replace(run, contents=sides[0].run.contents)
         sides.append(ComparedModel.of(run, swaps))

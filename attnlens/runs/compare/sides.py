@@ -179,11 +179,11 @@ class Pairing:
         order, unmoved = dict[Site, tuple[int, ...]](), list[Site]()
         for site, other in sites.items():
             forms = _forms(first, second, site, other)
-            own = tuple(range(len(first.inspection.key_heads[site])))
-            best = match_heads(*forms) if forms else own
+            by_number = tuple(range(len(first.inspection.key_heads[site])))
+            best = match_heads(*forms) if forms else by_number
             all_heads = first.inspection.settings.heads is None
-            order[site] = best if all_heads else own
-            if best != own and not all_heads:
+            order[site] = best if all_heads else by_number
+            if best != by_number and not all_heads:
                 unmoved.append(site)
         return cls(first, second, sites, order, unmoved)
 

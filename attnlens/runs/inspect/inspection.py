@@ -27,7 +27,7 @@ from attnlens.runs.feeding import LOSS, predicts_text
 from attnlens.runs.inspect.attention_rows import refuse_many_rows
 from attnlens.runs.inspect.results import merge_skipped
 from attnlens.runs.inspect.units import SiteFactors, Unit, UnitReader
-from attnlens.runs.progress import Progress, silent, timed
+from attnlens.runs.progress import Progress, silent, time_stage
 from attnlens.runs.provenance import content_of
 from attnlens.runs.store import versions
 
@@ -139,10 +139,10 @@ class Inspection:
 
     def read_unit(self, unit: WorkUnit) -> Unit:
         """Read one unit. Raise Stopped if the user interrupts it and its results so far are usable by themselves."""
-        with timed(self.timings, unit.stage):
-            return self._read(unit)
+        with time_stage(self.timings, unit.stage):
+            return self._compute_unit(unit)
 
-    def _read(self, unit: WorkUnit) -> Unit:
+    def _compute_unit(self, unit: WorkUnit) -> Unit:
         if unit.stage == "weights" or self.inputs is None:  # without inputs, a run has no other units
             return self.reader.read_weights(unit.sites[0])
         if unit.batch is None:
@@ -180,16 +180,19 @@ def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> 
     """
     loaded, weights_model = run.loaded, run.weights_model
     settings, inputs, no_text = _cut_inputs(run)
-    with timed(run.timings, "survey"), mute_shape_errors() if weights_model.deferred is not None else nullcontext():
+    with (
+        time_stage(run.timings, "survey"),
+        mute_shape_errors() if weights_model.deferred is not None else nullcontext(),
+    ):
         sample = _sample(loaded, settings)
-        result = checks.surveyed(loaded, sample) if loaded.deferred is None else survey_shapes(loaded, sample)
+        result = checks.survey_model(loaded, sample) if loaded.deferred is None else survey_shapes(loaded, sample)
         identity_error, skipped = _prove_identity(loaded, result.sites, sample, inputs)
         refuse_initialised(weights_model, sample, attention)
         if inputs is not None and predicts_text(loaded) and (lacking := no_loss(weights_model, sample, "causal")):
             skipped.append(Skipped(site=lacking[0], measure=LOSS, reason=lacking[1]))
         layers = settings.layers
         checks.check_chosen(layers, settings.heads, result.sites)
-        settings = feeding.seen(settings, loaded, result.sites)
+        settings = feeding.record_length(settings, loaded, result.sites)
         reached = [each for each in result.sites if layers is None or each.site.layer in layers]
         if run.show == ATTENTION:
             refuse_many_rows(reached, settings.heads)
@@ -242,7 +245,7 @@ def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str |
             raise
         return without_input, None, error.problem
     feeding.design_of(settings, batches)  # refuses too few texts
-    return feeding.fed(settings, batches, loaded), batches, None
+    return feeding.describe_input(settings, batches, loaded), batches, None
 
 
 def _sample(loaded: loading.Loaded, settings: Settings) -> dict[str, Tensor]:
@@ -262,7 +265,7 @@ def _prove_identity(
     # one long sequence is sufficient, and its predictions alone take gigabytes
     long = any(each.call.query.shape[2] * each.call.key.shape[2] > LONG for each in reached)
     probe = sample if inputs is None else texts.first(inputs.batches[0].inputs, 1 if long else 2)
-    error, broken = checks.proven(loaded, probe)
+    error, broken = checks.prove_identity(loaded, probe)
     if broken is None:
         return error, []
     return error, [Skipped(site=broken, reason=f"{broken} holds NaN or Inf, so that the model's outputs prove nothing")]

@@ -64,7 +64,7 @@ def run_inspect(
         inspection = survey(run)
         store = plan.store(inspection.facts) if named else None
         # whether the model fits into memory is decided here, once for all processes
-        elsewhere = open_in_worker, (model, request.changed(from_files=inspection.from_files))
+        elsewhere = open_in_worker, (model, request.with_options(from_files=inspection.from_files))
         outcome = compute(inspection, plan, store, elsewhere)
     return outcome.report, store.clear if store is not None and outcome.complete else lambda: None
 
@@ -84,7 +84,7 @@ def prepare(
     subject = wrap_model(model, tokenizer)
     load_options = feeding.load_options(request, subject)
     adapted = request.adapter is not None or (isinstance(subject, loading.Loaded) and subject.adapter is not None)
-    chosen, requested = reading.chosen(
+    chosen, requested = reading.choose_analyzers(
         reading.settings(request), request.analyzers, request.select, request.show, adapted=adapted
     )
     reading.refuse_unread(request, requested.source)
@@ -100,13 +100,13 @@ def prepare(
     return PreparedRun(loaded, settings, chosen, contents, cut, progress, timings, request.show)
 
 
-def _load(subject: Any, load_options: dict[str, Any], asked: Settings) -> tuple[loading.Loaded, list[str]]:
+def _load(subject: Any, load_options: dict[str, Any], settings: Settings) -> tuple[loading.Loaded, list[str]]:
     """Load the model and return notes on it; a model too large for memory is left in its files if possible."""
     if isinstance(subject, loading.Loaded):
         return subject, []
     try:
         return loading.load(subject, **load_options), []
     except TooLargeError:
-        if asked.source != "weights" or load_options.get("adapter") is not None:
+        if settings.source != "weights" or load_options.get("adapter") is not None:
             raise
         return loading.load(subject, **load_options, from_files=True), [TOO_LARGE]

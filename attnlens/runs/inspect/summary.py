@@ -72,7 +72,7 @@ def _extreme(
     above = count - rank if end == "largest" else rank - 1
     number = "" if rank == 1 else {2: "2nd ", 3: "3rd "}[rank]
     even = calls[0].measures.get(info.beside)
-    beside = "" if even is None or even.value is None else f", even attention {even.value:.3g}"
+    uniform = "" if even is None or even.value is None else f", even attention {even.value:.3g}"
     shared = f" (all {len(calls)} calls)" if len(calls) > 1 else ""
     return Extreme(
         layer=calls[0].layer,
@@ -82,7 +82,7 @@ def _extreme(
         rank=rank,
         of=count,
         percentile=100 * (above + 0.5) / count,
-        text=f"{number}{end} {info.name} of {count}: {value:.3g}, median {median:.3g}{beside}{shared}",
+        text=f"{number}{end} {info.name} of {count}: {value:.3g}, median {median:.3g}{uniform}{shared}",
     )
 
 

@@ -290,7 +290,7 @@ class UnitReader:
         adapter = self.weights_model.adapter
         if adapter is None or isinstance(factors, UnreadableError):
             return factors, None
-        with adapter.removed(self.weights_model.model, window.site.path) as differs:
+        with adapter.remove_adapter(self.weights_model.model, window.site.path) as differs:
             base = next(weights.factors(self.weights_model.model, [one_token], [window])) if differs else None
         if isinstance(base, UnreadableError):
             return base, None

@@ -21,7 +21,7 @@ from attnlens.kernels.modifiers import NEAR_WEIGHT
 from attnlens.kernels.registry import Fit, OutputFit
 from attnlens.models import hooks, texts
 from attnlens.models import weights as model_weights
-from attnlens.models.hooks.survey import unpadded
+from attnlens.models.hooks.survey import iterate_unpadded
 from attnlens.models.loading import Loaded
 from attnlens.models.texts import Batch, Batches
 from attnlens.models.texts.targets import Fed, feed
@@ -197,7 +197,7 @@ def _update_fits(
         each = fits[site]
         if isinstance(each, OutputFit):
             inputs = features(part, int(swaps[site].kernel.parameters.get("samples", 0)))
-            each.observe(inputs.query, inputs.key, inputs.kept, attend(part, hooks.OWN).transpose(1, 2))
+            each.observe(inputs.query, inputs.key, inputs.real, attend(part, hooks.OWN).transpose(1, 2))
         else:
             each.update(part)
 
@@ -218,7 +218,7 @@ def _visit_calls(
     def answer(site: Site, call: Call) -> None:
         if site in swaps:
             heads = swaps[site].heads
-            for part in unpadded(call, site, batch.inputs):
+            for part in iterate_unpadded(call, site, batch.inputs):
                 visit(site, part if heads is None else part.select(heads))
 
     with torch.no_grad(), hooks.watch(loaded.model, sites, answer):

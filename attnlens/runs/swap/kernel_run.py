@@ -21,7 +21,7 @@ from attnlens.records import Healing, Pair, Plan, Stage, Swap
 from attnlens.runs.differences import Differences, agreements, compare, windows_of
 from attnlens.runs.feeding import guess_notes
 from attnlens.runs.outputs import Variant, enough_memory, speed, tokens_in
-from attnlens.runs.progress import Tell, timed
+from attnlens.runs.progress import Tell, time_stage
 from attnlens.runs.store import Keep, Store, keep_nothing, key_of
 from attnlens.runs.swap.controls import ControlSwap, build_controls, choose_window, mean_state
 from attnlens.runs.swap.fit import MOST_FITTED, fit
@@ -80,7 +80,7 @@ class KernelRun:
             if control.swaps
         }
         differences = {**self.measured, **controls}
-        losses = {name: each.by_token.joined() for name, each in differences.items() if each.by_token.before}
+        losses = {name: each.by_token.join() for name, each in differences.items() if each.by_token.before}
         result = KernelResult(swap, self.plan, self.window, self.notes, losses, dict(windows.values))
         if self.interrupted:
             raise KernelInterrupted(result)
@@ -88,27 +88,27 @@ class KernelRun:
 
     def _run_stages(self) -> Swap:
         session, timings = self.session, self.session.timings
-        with timed(timings, "fit"):
+        with time_stage(timings, "fit"):
             self._fit()
         gates = leaks(session.loaded, session.sites, session.probe, session.variant(self.last), session.seed)
-        with timed(timings, "compare"):
+        with time_stage(timings, "compare"):
             self._compare()
         if session.training is not None and session.calibrated is not None:
-            with timed(timings, "heal"):
+            with time_stage(timings, "heal"):
                 session.training.train(self, session.calibrated)
         if session.options.generate:
-            with timed(timings, "generate"):
+            with time_stage(timings, "generate"):
                 self._generate()
         if session.ranks is not None:
-            with timed(timings, "plan"):
+            with time_stage(timings, "plan"):
                 self.plan = session.ranks.plan(self)
-        with timed(timings, "sites"):
+        with time_stage(timings, "sites"):
             # one sequence, so that the result does not depend on the batch size
             inputs = texts.first(session.probe, 1)
             local = locally(session.loaded, session.sites, self.last, inputs, session.options.path)
         swap = self._record(gates, local)
         if session.options.sweep:
-            with timed(timings, "sweep"):
+            with time_stage(timings, "sweep"):
                 swap = self._sweep(swap)
         if session.options.save is not None:
             with changed_weights(session.loaded.model, self.weights):

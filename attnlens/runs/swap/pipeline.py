@@ -48,7 +48,7 @@ class SwapWork:
     request: KernelRequest
     start: float  # start of the run, `time.perf_counter`
     stored: bool  # True if finished units are stored
-    call: tuple[Any, ...] = ()  # arguments of `opened`, for worker processes; empty if units are computed here
+    call: tuple[Any, ...] = ()  # arguments of `open_run`, for worker processes; empty if units are computed here
     unsaved: OutputError | None = None  # why the changed model could not be saved
 
     @cached_property
@@ -104,7 +104,7 @@ class SwapWork:
             self.read_unit,
             plan,
             store,
-            elsewhere=(opened, self.call),
+            elsewhere=(open_run, self.call),
             tell=lambda _name: more(1) if more is not None else None,
         )
         if not outcome.values:
@@ -137,7 +137,7 @@ class SwapWork:
             self.unsaved = run.unsaved
 
 
-def opened(model: str, kernels: tuple[str, ...], request: SwapRequest) -> tuple[Mapping[str, Any], Compute]:
+def open_run(model: str, kernels: tuple[str, ...], request: SwapRequest) -> tuple[Mapping[str, Any], Compute]:
     """Prepare the same run in a worker process; return its facts and the function that computes a unit."""
     work = prepare("swap-kernel", model, swap_options(kernels, request), request)
     return work.facts, work.read_unit
@@ -221,7 +221,7 @@ def prepare(
         command=command,
         loaded=loaded,
         options=options,
-        settings=feeding.fed(settings, evaluated, loaded),
+        settings=feeding.describe_input(settings, evaluated, loaded),
         task=task,
         evaluated=evaluated,
         fed=feed(loaded, evaluated, task, settings.seed),

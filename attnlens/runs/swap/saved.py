@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from attnlens import arguments
 from attnlens.choices import Part
 from attnlens.errors import FAILURES, AttnlensError, ModelError, OutputError, UsageError
-from attnlens.files import make_folder, opened, read_object, sha256, unwritten_folder
+from attnlens.files import make_folder, open_file, read_object, sha256, unwritten_folder
 from attnlens.kernels import parsed
 from attnlens.models import hooks, texts
 from attnlens.models.loading import SWAPPED, Loaded, first_line, load
@@ -98,7 +98,7 @@ def save_swapped(folder: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: h
 def _part(parent: Path) -> Iterator[Path]:
     """Create a folder inside a temporary one in `parent`, which is removed at exit; remove those of killed runs too."""
     for old in parent.glob(f"{PART}*/{LOCK}"):
-        with suppress(OSError), opened(old) as lock:  # `opened` does not block on a pipe
+        with suppress(OSError), open_file(old) as lock:  # `open_file` does not block on a pipe
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError if the process is alive
             shutil.rmtree(old.parent)
     temporary = Path(tempfile.mkdtemp(prefix=PART, dir=parent))
@@ -113,7 +113,7 @@ def _part(parent: Path) -> Iterator[Path]:
 
 
 def _write_folder(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: hooks.Swaps) -> None:
-    with quiet(), _dequantised(loaded.model):
+    with quiet(), _hide_quantization(loaded.model):
         loaded.model.save_pretrained(part)
         if loaded.tokenizer is not None:
             loaded.tokenizer.save_pretrained(part)
@@ -134,7 +134,7 @@ def _write_folder(part: Path, loaded: Loaded, sites: tuple[Site, ...], swaps: ho
 
 
 @contextmanager
-def _dequantised(model: Any) -> Iterator[None]:
+def _hide_quantization(model: Any) -> Iterator[None]:
     """Remove the quantization entries of a GGUF model inside the block: its weights were dequantised at loading."""
     quantizer, config = getattr(model, "hf_quantizer", None), model.config
     if quantizer is None or quantizer.quantization_config.quant_method != "gguf":
@@ -191,17 +191,17 @@ def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
 
     Raises ModelError if the folder does not hold such a model, or if a file has changed since it was saved.
     """
-    saved = restored(Path(arguments.path("folder", folder)), **loading)
+    saved = restore_saved(Path(arguments.path("folder", folder)), **loading)
     replacing = ExitStack()
     # A caller may run the encoder alone, or close the model without running it.
     replacing.enter_context(hooks.replace(saved.loaded.model, saved.sites, saved.swaps, every_site=False))
     return Swapped(saved.loaded.model, saved.loaded.tokenizer, saved.kernel, replacing)
 
 
-def restored(place: Path, **loading: Any) -> Restored:
+def restore_saved(place: Path, **loading: Any) -> Restored:
     """Load the model and the kernel of a `--save` folder without swapping; raises what `load_swapped` raises."""
     Loading(**loading)  # raises UsageError for invalid values
-    facts, fitted = _read(place)
+    facts, fitted = _read_attributes(place)
     loaded = load(str(place), swapped=True, **loading)
     _check_files(facts, {file.name: file.sha256 for file in loaded.info.files}, place)
     inputs = texts.placeholder(loaded, 2, seed=0).batches[0].inputs
@@ -215,7 +215,7 @@ def restored(place: Path, **loading: Any) -> Restored:
     return Restored(loaded, sites, swaps, facts.kernel)
 
 
-def _read(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
+def _read_attributes(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
     """Read attnlens.json and the fitted parameters; check the parameters' hash, names, shapes and finiteness."""
     try:
         refuse_outside(place, place / FACTS)

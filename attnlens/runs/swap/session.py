@@ -26,7 +26,7 @@ from attnlens.runs import checks
 from attnlens.runs.checks import predictions, refuse_initialised
 from attnlens.runs.differences import Continued, Differences, Prompts, own_continuation
 from attnlens.runs.outputs import Variant, enough_memory, peak_of, run
-from attnlens.runs.progress import Progress, Tell, telling, timed
+from attnlens.runs.progress import Progress, Tell, telling, time_stage
 from attnlens.runs.swap.controls import head_shapes
 from attnlens.runs.swap.sites import chosen_sites, idle_sites, refuse_crossing
 
@@ -110,8 +110,8 @@ class SwapSession:
 
     def survey(self) -> None:
         """Find and verify the sites and select the chosen ones; raise UsageError for a kernel undefined at one."""
-        with timed(self.timings, "survey"), enough_memory(self.loaded.model, self.probe, nullcontext):
-            survey = checks.surveyed(self.loaded, self.probe)
+        with time_stage(self.timings, "survey"), enough_memory(self.loaded.model, self.probe, nullcontext):
+            survey = checks.survey_model(self.loaded, self.probe)
             reached = survey.sites
             self.identity_error = checks.proven_whole(self.loaded, self.probe)
             refuse_initialised(self.loaded, self.probe, predictions(self.task))
@@ -131,12 +131,12 @@ class SwapSession:
         """Return a context manager that swaps kernels and weights in; `path` defaults to the requested one."""
 
         @contextmanager
-        def changed() -> Iterator[None]:
+        def replace_attention() -> Iterator[None]:
             replaced = hooks.replace(self.loaded.model, self.sites, swaps, path or self.options.path)
             with changed_weights(self.loaded.model, weights or {}), replaced:
                 yield
 
-        return changed
+        return replace_attention
 
     @property
     def seed(self) -> int:

@@ -83,7 +83,7 @@ def mask_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, s
     name = "input_ids"
     if name not in inputs or MASKS[name] not in inputs or inputs[name].shape[1] < 2:
         return NO_ROWS if MASKS[name] in inputs else "the model takes no padding"
-    pair = _padded(loaded, inputs, seed + 1, left=left), _padded(loaded, inputs, seed + 2, left=left)
+    pair = _pad_randomly(loaded, inputs, seed + 1, left=left), _pad_randomly(loaded, inputs, seed + 2, left=left)
     return _check_error(
         lambda kernel: _relative_difference(loaded, *pair, kernel),
         variant,
@@ -105,7 +105,7 @@ def _check_error(measure: Callable[[Variant], float | None], variant: Variant, w
     raise IdentityError(f"Under the new kernel outputs change by {error:.1e} when {when}.", remedy)
 
 
-def _padded(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bool) -> dict[str, Tensor]:
+def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bool) -> dict[str, Tensor]:
     """Truncate each sequence and add random padding on one side; real tokens keep their positions."""
     name = "input_ids"
     padding = min(PADDING, inputs[name].shape[1] // 2)
@@ -210,7 +210,7 @@ def replaced(
                 raise UsageError(error.problem, "Give batch=, inputs of the model's own by name.") from None
         else:
             inputs = tensors(loaded.model, batch)
-        survey = checks.surveyed(loaded, inputs, made_up=batch is None)
+        survey = checks.survey_model(loaded, inputs, made_up=batch is None)
         checks.proven_whole(loaded, inputs)
         chosen = chosen_sites(survey.sites, layers, heads, part)
         idle_sites(survey, layers)  # raises ModelError for attention that cannot be replaced

@@ -25,7 +25,7 @@ from attnlens.runs import checks
 from attnlens.runs.inspect.assembly import read_sites
 from attnlens.runs.inspect.inspection import PreparedRun
 from attnlens.runs.outputs import divergence, predictions, sequence_losses, sequence_means
-from attnlens.runs.progress import Tell, timed
+from attnlens.runs.progress import Tell, time_stage
 from attnlens.runs.store import Keep, keep_nothing
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def sweep_units(
     correlated = options.sweep == "heads" and options.predictors and len(chosen) >= FEWEST_HEADS
     if correlated and session.measures is None:
         tell = teller("predictors", 1)
-        with timed(session.timings, "predictors"):
+        with time_stage(session.timings, "predictors"):
             session.measures = head_measures(
                 session.loaded, session.evaluated, chosen, session.settings, session.design
             )

@@ -20,7 +20,7 @@ from attnlens.lab.experiments.settings import (
     Figure,
     Published,
     Study,
-    averaged,
+    average_trials,
     columns,
     curve,
     share_of,
@@ -150,7 +150,7 @@ def golden(progress: Progress = silent) -> Experiment:
         settings={"instances": len(problems), "solver_gap": GOLDEN_GAP},
         source=SOURCE,
         **columns(rows, "the solver found no solution"),
-    ).judged()
+    ).judge()
 
 
 def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
@@ -380,9 +380,9 @@ def _train(
     rows, curves = dict[str, Figure](), dict[str, Curve]()
     for svm in SVMS:
         correlations, label = correlate(short, svm), f"{name} to {NORMS[svm]}"
-        rows[f"{name}_to_{svm}"] = averaged(correlations[-1], label, **known.get(f"{name}_to_{svm}", {}))
+        rows[f"{name}_to_{svm}"] = average_trials(correlations[-1], label, **known.get(f"{name}_to_{svm}", {}))
         curves[f"{name} to {svm}"] = curve(short.steps, correlations, CORRELATION, bounded=True, label=label)
-    rows[f"{name}_largest_weight"] = averaged(descent.largest[end - 1].mean(-1))
+    rows[f"{name}_largest_weight"] = average_trials(descent.largest[end - 1].mean(-1))
     if last == s.iterations:
         return rows, {}, curves
     correlations, label = correlate(descent, "frobenius"), f"{name} to Frobenius, longer"
@@ -420,7 +420,7 @@ def rank(settings: ExperimentSettings, published: bool, progress: Progress) -> E
         solutions = directions(solve, draws.instances, draws.best, partial(progress, f"rank, {svm}, d={d}"))
         trial_ranks = [torch.nan if W.isnan().any() else float(attsvm.nuclear_rank(W)) for W in solutions]
         ranks[d, svm] = torch.tensor(trial_ranks, dtype=torch.float64)
-    rows = {f"{svm}_d{d}": averaged(values, f"{NORMS[svm]}, d = {d}") for (d, svm), values in ranks.items()}
+    rows = {f"{svm}_d{d}": average_trials(values, f"{NORMS[svm]}, d = {d}") for (d, svm), values in ranks.items()}
     means = [value for d in s.d if (value := rows[f"nuclear_d{d}"].value) is not None]
     beyond = [values[~values.isnan()] - min(s.n, d) for (d, svm), values in ranks.items() if svm == "nuclear"]
     most = max((float(row.max()) for row in beyond if len(row)), default=None)

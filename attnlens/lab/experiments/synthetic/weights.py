@@ -16,7 +16,7 @@ from attnlens.lab.experiments.settings import (
     Figure,
     Published,
     Study,
-    averaged,
+    average_trials,
     columns,
     curve,
     uses,
@@ -61,7 +61,7 @@ def multi_token(settings: ExperimentSettings, published: bool, progress: Progres
     rows: dict[str, Figure] = {}
     for d, accepted in by_size.items():
         for column, (name, label) in enumerate(DIRECTIONS.items()):
-            figure, reference = averaged(accepted[:, column], f"{label}, d = {d}"), known.get(f"{name}_d{d}")
+            figure, reference = average_trials(accepted[:, column], f"{label}, d = {d}"), known.get(f"{name}_d{d}")
             if reference is not None:
                 tolerance = READING * reference + 3 * (figure.error or 0.0)
                 figure = replace(figure, published=reference, tolerance=tolerance)
@@ -164,11 +164,11 @@ def next_token(settings: ExperimentSettings, published: bool, progress: Progress
     cyclic, off, _, cyclic_end = _run_kind(settings, True, progress)
     to_svm, finite = (TO_SVM, FINITE) if published else (Published(), Published())
     rows = {
-        "acyclic_to_svm": averaged(acyclic[-1], "acyclic to SVM", **to_svm),
-        "cyclic_to_svm": averaged(cyclic[-1], "cyclic to SVM", **to_svm),
-        "cyclic_finite_distance": averaged(off[-1], **finite),
-        "acyclic_label_weight": averaged(at_end),
-        "cyclic_component_weight": averaged(cyclic_end),
+        "acyclic_to_svm": average_trials(acyclic[-1], "acyclic to SVM", **to_svm),
+        "cyclic_to_svm": average_trials(cyclic[-1], "cyclic to SVM", **to_svm),
+        "cyclic_finite_distance": average_trials(off[-1], **finite),
+        "acyclic_label_weight": average_trials(at_end),
+        "cyclic_component_weight": average_trials(cyclic_end),
     }
     return Experiment(
         name="next-token",

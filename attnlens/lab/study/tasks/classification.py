@@ -87,7 +87,7 @@ SHARES = (0.1, 0.1)  # validation and test shares of each class
 TEXT_REMEDY = "Give lines of a text and its label, in UTF-8 with a tab between them."
 
 
-def labelled(path: str | Path, *, length: int = 128, vocabulary: int = 1024) -> Labelled:
+def load_labelled(path: str | Path, *, length: int = 128, vocabulary: int = 1024) -> Labelled:
     """Read a classification task from lines `text TAB label`, gzipped or not; a header `text TAB label` is skipped.
 
     A repeated text is left out, whatever its label, so that no text is in two parts. The cases of each class are split

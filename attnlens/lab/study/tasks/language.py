@@ -35,7 +35,7 @@ from attnlens.lab.study.tasks.task import (
     pair_sentences,
     read_rows,
     read_whole,
-    spread,
+    space_evenly,
 )
 from attnlens.models import texts
 from attnlens.models.texts.sources import quiet
@@ -85,7 +85,7 @@ class SentencePairs(_Sentences):
 
     outputs = vocabulary
 
-    def written(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text."""
         return self.pairs.text(ids)
 
@@ -143,7 +143,7 @@ def sentence_pairs(
                 f"{name}: of {len(rows)} pairs of its {part} part none has at most {length} tokens a side.",
                 "Give more pairs, or shorter ones.",
             )
-    chosen = {part: [short[part][index] for index in spread(len(short[part]), evaluated)] for part in PARTS[1:]}
+    chosen = {part: [short[part][index] for index in space_evenly(len(short[part]), evaluated)] for part in PARTS[1:]}
     held_out = {pair for pairs in chosen.values() for pair in pairs}
     chosen["training"] = [pair for pair in short["training"] if pair not in held_out]
     as_ids = partial(torch.tensor, dtype=torch.int64)
@@ -233,7 +233,7 @@ class Reversal(_Sentences):
         before = torch.cat((torch.zeros(1, dtype=torch.int64), (source[:-1] - len(SPECIALS)) % 2))
         return (source + self.letters * before).flip(0)
 
-    def written(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """Format the letters as numbers separated by spaces."""
         return " ".join(str(number) for number in ids if number >= len(SPECIALS))
 
@@ -354,7 +354,7 @@ def next_tokens(
                 f"The text ({name}) is too short: its {part} part has no window of {length} tokens.",
                 "Give a longer text.",
             )
-        windows[part] = rows if part == "training" else rows[spread(len(rows), evaluated)]
+        windows[part] = rows if part == "training" else rows[space_evenly(len(rows), evaluated)]
     return NextTokens(name, length, pairs, windows, files)
 
 

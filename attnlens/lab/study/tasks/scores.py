@@ -121,7 +121,7 @@ def _translate(task: TranslationTask, model: nn.Module, batches: Sequence[Exampl
         translations = beam_search(cast("EncoderDecoder", model), batch.inputs, batch.mask, task, most=task.length)
         for written, target in zip(translations, batch.targets.tolist(), strict=True):
             reference = [number for number in target if number not in (NOTHING, task.end)]
-            pairs.append((task.written(written), task.written(reference)))
+            pairs.append((task.decode(written), task.decode(reference)))
     return pairs
 
 

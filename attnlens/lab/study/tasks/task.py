@@ -244,7 +244,7 @@ def pad(rows: Sequence[Tensor], value: float) -> tuple[Tensor, Bool[Tensor, "bat
     return batch, None if bool(mask.all()) else mask
 
 
-def spread(count: int, most: int | None) -> list[int]:
+def space_evenly(count: int, most: int | None) -> list[int]:
     """Return at most `most` of the numbers below `count`, as evenly spaced as possible; all if None."""
     if most is None or count <= most:
         return list(range(count))
