@@ -30,9 +30,7 @@ LARGEST = 2**63 - 1
 
 DATASETS = "datasets:"
 """Prefix of the name of a text that consists of rows of a dataset instead of a file."""
-SAY_DATASETS = (
-    f"Write it as in {DATASETS}OWNER/NAME,config=C,split=S,column=T, of which all but the name may be left out."
-)
+SAY_DATASETS = f"Write {DATASETS}OWNER/NAME,config=C,split=S,column=T; config, split and column are optional."
 
 RENAMED = {"tokens": "length", "sequences": "windows", "png": "figure", "all_heads": "table"}
 """Options of earlier versions and their present names."""
@@ -52,7 +50,7 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
     written = name[:60] if isinstance(name, str) else f"of type {type(name).__name__}"
     near = [RENAMED[written]] if RENAMED.get(written) in options else difflib.get_close_matches(written, options, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
-    raise UsageError(f"There is no {what} {written!r}.", f"{hint}There are: {', '.join(options)}.")
+    raise UsageError(f"Unknown {what} {written!r}.", f"{hint}Choose from: {', '.join(options)}.")
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
@@ -73,8 +71,10 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             expected.bind(*args, **keywords)
         except TypeError as error:
             raise UsageError(f"{function.__name__}: {error}.", f"It takes {', '.join(names)}.") from None
-        if not callable(keywords.get("progress", print)):
-            raise UsageError("progress is no function.", "Give one that takes (stage, steps done, steps in all).")
+        if not callable(given.get("progress", print)):
+            raise UsageError(
+                "progress is not a function.", "Give a function that takes (stage, steps done, total steps)."
+            )
         with _ONE_AT_A_TIME, _plain_torch():
             return function(*args, **keywords)
 
@@ -105,15 +105,13 @@ def _plain_torch() -> Iterator[None]:
         yield
 
 
-def word(what: str, value: Any) -> str:
-    """Return `value` if it is a string that can be a name or path. Raise UsageError otherwise."""
-    if not isinstance(value, str):
-        raise UsageError(f"{what}={format_argument(value)} is no string.", f"Give {what} as a string.")
-    if "\0" in value or not value.strip():
-        raise UsageError(
-            f"{what}={format_argument(value)} is no name.", f"Give {what} as a string that says something."
-        )
-    return value
+def word(what: str, given: Any) -> str:
+    """Return `given` if it is a string that can be a name or path. Raise UsageError otherwise."""
+    if not isinstance(given, str):
+        raise UsageError(f"{what}={shown(given)} is not a string.", f"Give {what} as a string.")
+    if "\0" in given or not given.strip():
+        raise UsageError(f"{what}={shown(given)} is not a name.", f"Give {what} as a non-empty string.")
+    return given
 
 
 def path(what: str, value: Any) -> str:
@@ -121,9 +119,7 @@ def path(what: str, value: Any) -> str:
     try:
         return word(what, os.fspath(value) if isinstance(value, os.PathLike) else value)
     except TypeError:  # its __fspath__ returns neither str nor bytes
-        raise UsageError(
-            f"{what}={format_argument(value)} is no path.", f"Give {what} as a string or a path."
-        ) from None
+        raise UsageError(f"{what}={shown(given)} is not a path.", f"Give {what} as a string or a path.") from None
 
 
 def names_report(name: str) -> bool:
@@ -151,9 +147,7 @@ def selection_share(select: object) -> float | None:
     except ValueError:
         share = math.nan
     if kind != "top-p" or not 0 < share < 1:
-        raise UsageError(
-            f"select={format_argument(select)} makes no sense.", "Give argmax, or top-p:0.9 for a share of 90 %."
-        )
+        raise UsageError(f"select: cannot parse {shown(select)}.", "Give argmax, or top-p:0.9 for a share of 90 %.")
     return share
 
 
@@ -163,12 +157,10 @@ def listed_numbers(name: str, words: str) -> set[int]:
     for word in words.split(","):
         ends = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", word.strip())
         if ends is None:
-            raise UsageError(f"{name} {words!r} is no list of numbers up to 9999.", "Write it like 0-3,7.")
+            raise UsageError(f"{name}: {words!r} is not a list of numbers up to 9999.", "Write, e.g., 0-3,7.")
         first, last = int(ends[1]), int(ends[2] or ends[1])
         if last < first:
-            raise UsageError(
-                f"{name} {words!r} has a range that runs backwards: {word.strip()}.", f"Write {last}-{first}."
-            )
+            raise UsageError(f"{name}: {words!r} contains a reversed range: {word.strip()}.", f"Write {last}-{first}.")
         numbers.update(range(first, last + 1))
     return numbers
 
@@ -187,11 +179,11 @@ def budget(words: str) -> Budget:
     plain = words.replace(" ", "") if isinstance(words, str) else ""
     match = re.fullmatch(r"(loss|ppl):([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)%", plain)
     if match is None:
-        raise UsageError(f"The budget {words!r} can't be read.", "Write it as in --budget loss:1% or --budget ppl:2%.")
+        raise UsageError(f"Cannot parse the budget {words!r}.", "Write, e.g., --budget loss:1% or --budget ppl:2%.")
     share = float(match.group(2)) / 100
     if not 0 < share < math.inf:
-        limit = "is no limit" if share > 0 else "leaves nothing to spend"
-        raise UsageError(f"The budget {words!r} {limit}.", "Give more than 0, as in --budget loss:1%.")
+        limit = "is no limit" if share > 0 else "is not positive"
+        raise UsageError(f"The budget {words!r} {limit}.", "Give a value above 0, e.g. --budget loss:1%.")
     return Budget("ppl" if match.group(1) == "ppl" else "loss", share)
 
 
@@ -219,7 +211,7 @@ def dataset_rows(words: str) -> DatasetRows | None:
         or "" in fields.values()
         or set(fields) - set(DatasetRows._fields[1:])
     ):
-        raise UsageError(f"The dataset {format_argument(words)} can't be read.", SAY_DATASETS)
+        raise UsageError(f"Cannot parse the dataset {shown(words)}.", SAY_DATASETS)
     return DatasetRows(name, **fields)
 
 

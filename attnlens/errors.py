@@ -51,8 +51,8 @@ class UnaskedError(UsageError):
 
     def __init__(self, model: str) -> None:
         super().__init__(
-            f"{model} is named, and neither a head nor checkpoints.",
-            "Add --head LAYER.HEAD, --checkpoints or --revisions, or name no model for the synthetic experiments.",
+            f"`converge {model}` needs --head, --checkpoints or --revisions.",
+            "Add one of them, or omit the model to run the synthetic experiments.",
         )
 
 
@@ -98,7 +98,7 @@ class ShardFinished(Exception):  # noqa: N818  # it ends a run as requested
     def __str__(self) -> str:
         """Format the number of finished units and which ones remain."""
         if not self.remaining:
-            return f"All {self.total} units are finished: run it without --shard for the report."
+            return f"All {self.total} units are finished: run the command without --shard to write the report."
         first, *others = self.remaining
         left = f"{first} and {len(others)} more remain" if others else f"{first} remains"
         return f"{self.finished} of {self.total} units are finished; {left}. The report is written after the last one."

@@ -60,7 +60,7 @@ def read_stream(file: BinaryIO, name: str, error: type[AttnlensError], remedy: s
     while part := file.read(PART):
         content += part
         if len(content) > most:
-            raise error(f"{name} can't be read: it holds more than {most // 2**20} MiB.", remedy)
+            raise error(f"{name} can't be read: it is larger than {most // 2**20} MiB.", remedy)
     return bytes(content)
 
 
@@ -76,7 +76,7 @@ def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> di
     if not isinstance(value, dict):
         raise error(f"{path} is not a JSON object.", remedy)
     if _exceeds_depth(value, DEEPEST):
-        raise error(f"{path} is nested more than {DEEPEST} deep.", remedy)
+        raise error(f"{path} is nested more than {DEEPEST} levels deep.", remedy)
     return value
 
 
@@ -91,9 +91,9 @@ def open_file(path: Path) -> BinaryIO:
 def local_path(path: object, name: str = "path") -> Path:
     """Return the path of a local file or folder. Raise UsageError for an address (`s3://…`) or another object."""
     if not isinstance(path, str | Path):
-        raise UsageError(f"{reprlib.repr(path)} is no path.", "Give a string or a path.")
+        raise UsageError(f"{reprlib.repr(path)} is not a path.", "Give a string or a path.")
     if "://" in str(path):
-        raise UsageError(f"{name} names a file or folder of this machine, not {path}.", "Give the path of one.")
+        raise UsageError(f"{name} must be a path on this machine, not {path}.", "Give the path of one.")
     return Path(path)
 
 
@@ -131,9 +131,9 @@ def check_writable(path: Path, *, may_be_folder: bool = False) -> None:
         place = real if real.is_dir() else real.parent
         if not place.is_dir():
             remedy = f"Run: mkdir -p {shlex.quote(str(place))}"
-            raise OutputError(f"{path} can't be written: there is no folder {place}.", remedy)
+            raise OutputError(f"{path} can't be written: the folder {place} does not exist.", remedy)
     if not os.access(place, os.W_OK):
-        raise OutputError(f"{path} can't be written: Permission denied.", "Choose a path that you can write.")
+        raise OutputError(f"{path} can't be written: Permission denied.", "Choose a writable path.")
 
 
 def check_folder(folder: Path) -> None:
@@ -149,14 +149,14 @@ def check_folder(folder: Path) -> None:
             )
         nearest = next(parent for parent in real.parents if parent.exists())
         if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-            raise unwritten_folder(folder, f"no folder can be made in {nearest}")
+            raise unwritten_folder(folder, f"no folder can be created in {nearest}")
     except OSError as error:
         raise unwritten_folder(folder, error.strerror) from None
 
 
 def unwritten_folder(folder: Path, why: str | None) -> OutputError:
     """Build the error for a folder in which a model can't be saved."""
-    return OutputError(f"{folder} can't be written: {why}.", "Give a path that you can write, with room for the model.")
+    return OutputError(f"{folder} can't be written: {why}.", "Give a writable path with enough space for the model.")
 
 
 def make_folder(path: Path) -> None:
@@ -165,7 +165,7 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(
-            f"The folder {path} can't be made: {error.strerror}.", "Choose a folder that you can write."
+            f"The folder {path} can't be created: {error.strerror}.", "Choose a writable folder."
         ) from None
 
 
@@ -237,7 +237,7 @@ def _as_output_error(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(
-            f"{path} can't be written: {error.strerror}.", "Choose a path in a folder with room that you can write."
+            f"{path} can't be written: {error.strerror}.", "Choose a path in a writable folder with free space."
         ) from None
     except ValueError as error:  # a NUL, or characters that file names can't contain
         raise OutputError(f"{str(path)!r} can't be written: {error}.", "Choose another path.") from None

@@ -76,7 +76,7 @@ def test_a_swap_writes_its_windows_and_the_change_on_each_text(pieces: list[str]
 @pytest.mark.parametrize(
     ("words", "problem", "remedy"),
     [
-        (("--placement", "middle"), "There is no placement 'middle'.", "There are: spread, first, random."),
+        (("--placement", "middle"), "There is no placement 'middle'.", "Choose from: spread, first, random."),
         (("--placement", "sprad"), "There is no placement 'sprad'.", "Did you mean 'spread'?"),
         (("--text", "."), "--text does not name a file: it is empty, or a folder.", "Give the path of a file"),
         (("--windows-csv", ""), "--windows-csv names no file.", "Give a path after --windows-csv"),

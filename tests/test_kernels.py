@@ -702,7 +702,7 @@ def test_spellings_are_short():
         ("rbff", "no kernel 'rbff'", "Did you mean 'rbf'"),
         ("polinomial:2", "no kernel 'polinomial'", "Did you mean 'polynomial'"),
         ("rbf+windw:3", "no kernel 'windw'", "Did you mean 'window'"),
-        ("", "no kernel ''", "There are: exponential"),
+        ("", "no kernel ''", "Choose from: exponential"),
         ("rbf:sigma=1", "rbf has no parameter 'sigma'", "rbf:gamma=0.5"),
         ("rbf:gamma=wide", "gamma must be a number, not 'wide'", "rbf:gamma=0.5"),
         ("rbf:gamma=0", "gamma must be finite and above 0, not 0", "rbf:gamma=0.5"),

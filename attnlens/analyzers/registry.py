@@ -209,7 +209,7 @@ class GatheringPlace:
     """M on (x, 1), x the module's inputs: the factors [W_Q; b_Q] and [W_K; b_K] of every head. If the logits are not
     bilinear in the inputs (RoPE, QK-norm, cross-attention): the reason; inputs are then not passed."""
     seed: int = 0
-    """Seed of everything random."""
+    """Random seed."""
     top_p: float | None = None
     """Selection of tokens by a query: the fewest whose weights sum to at least this share; None: the largest one."""
     shown: bool = False

@@ -25,7 +25,7 @@ def baseline_of(report: Report) -> Baseline:
     """Build a baseline from the values of the report's heads. Raise UsageError if no head has a measure."""
     names = report.measure_names()
     if not names:
-        raise UsageError("The report has no measures that a baseline could hold.", "Make one with attnlens inspect.")
+        raise UsageError("The report contains no measures to store in a baseline.", "Make one with attnlens inspect.")
     heads = [HeadId(**{name: getattr(head, name) for name in HeadId.model_fields}) for head in report.heads]
     measures = {}
     for name in names:
@@ -44,9 +44,9 @@ def refuse_other(report: Report, baseline: Baseline) -> None:
     for field, ours, theirs in _fields(report, baseline):
         if ours != theirs:
             raise UsageError(
-                f"The baseline is of another run: {field} is {format_value(theirs)} there, "
-                f"and {format_value(ours)} here.",
-                "Check a report like the baseline's, or accept this one with --update-baseline.",
+                f"The baseline belongs to a different run: its {field} is {written(theirs)}, but this report has "
+                f"{written(ours)}.",
+                "Check a report with the baseline's settings, or accept this one with --update-baseline.",
             )
 
 
@@ -161,11 +161,11 @@ def verdict(
 ) -> Report:
     """Return the report with its `checks`: one per rule, and one per measure of the baseline, whose file is `file`."""
     if report.command == "inspect" and not report.heads:
-        raise UsageError("The report has 0 heads, so that no rule could fail.", "Check a report that has some.")
+        raise UsageError("The report has 0 heads, so no rule could fail.", "Check a report that contains heads.")
     if not report.coverage.complete and not allow_partial:
         raise UsageError(
-            f"The report is not whole. {report.coverage.sentence}.",
-            "Make it whole, or add --allow-partial (allow_partial).",
+            f"The report is incomplete. {report.coverage.sentence}.",
+            "Complete the run, or add --allow-partial (allow_partial).",
         )
     checks = check_rules(report, rules)
     if baseline is not None:
@@ -229,7 +229,7 @@ def _match_heads(report: Report, rule: Rule, name: str, column: str) -> Matched:
     present = tuple((head, sign(number)) for head, number in numbers if number is not None)
     if not present:
         reasons = [measure.reason for _, measure in read if measure is not None and measure.reason]
-        why = f"{len(named)} heads have no {column}" if named else "no head of the report is among those that it names"
+        why = f"{len(named)} heads have no {column}" if named else "the rule names no head of this report"
         raise _no_match(rule, f"{why}{f', because {reasons[0]}' if reasons else ''}")
     return Matched(present, len(named) - len(present))
 
@@ -247,7 +247,7 @@ def _match_field(report: Report, rule: Rule, name: str) -> Matched:
         raise _unknown_subject(report, rule, name)
     if rule.condition.aggregate != "value" or rule.condition.filters:
         raise UsageError(
-            f"{rule.place}{rule.named} is one number, and {rule.wanted} asks for several.",
+            f"{rule.place}{rule.named} is a single number, but {rule.wanted} needs several.",
             f'Write "{rule.named}" = ["value {rule.condition.comparison}"].',
         )
     if not isinstance(number, bool | int | float) or abs(number) > sys.float_info.max:
@@ -259,7 +259,7 @@ def _match_field(report: Report, rule: Rule, name: str) -> Matched:
 def _no_match(rule: Rule, why: str) -> UsageError:
     return UsageError(
         f"{rule.place}{rule.spelling} matches nothing: {clean(why)}.",
-        "Mend the rule, or take it out: what matches nothing would never fail.",
+        "Correct or remove the rule: a rule that matches nothing would never fail.",
     )
 
 
@@ -288,11 +288,11 @@ def _unknown_subject(report: Report, rule: Rule, name: str) -> UsageError:
     near = difflib.get_close_matches(name[:100], [*report.measure_names(), *KNOWN], n=1)
     hint = f"Did you mean {clean(near[0])!r}? " if near else ""
     curve = any(name in head.curves for head in report.heads)
-    why = f"{rule.named} is a curve, and rules compare numbers" if curve else f"the report has no {rule.named}"
+    why = f"{rule.named} is a curve, but rules compare numbers" if curve else f"the report has no {rule.named}"
     return UsageError(
         f"{rule.place}{rule.spelling} matches nothing: {why}.",
-        f"{hint}There are: "
-        f"{join_items(report.measure_names(), 40) or 'no measures, but fields such as swap.loss.delta'}.",
+        f"{hint}Choose from: "
+        f"{listed(report.measure_names(), 40) or 'no measures; use fields such as swap.loss.delta'}.",
     )
 
 
@@ -387,8 +387,8 @@ def options_for(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, A
         ):
             near = difflib.get_close_matches(name[:100], known, n=1)
             raise UsageError(
-                f"{rule.place}{rule.spelling} matches nothing: no analyzer measures {rule.named}.",
-                f"{f'Did you mean {near[0]!r}? ' if near else ''}`attnlens list measures` names them.",
+                f"{rule.place}{rule.spelling} matches nothing: no analyzer computes {rule.named}.",
+                f"{f'Did you mean {near[0]!r}? ' if near else ''}See `attnlens list measures`.",
             )
     analyzers = list_analyzers()
     read = [each for each in analyzers if any(info.name in rule.subject for info in each.measures for rule in rules)]

@@ -105,17 +105,19 @@ class RuleCondition:
 def condition(text: object) -> RuleCondition:
     """Parse the condition in a text. Raise UsageError for anything else; no part of the text is ever executed."""
     if not isinstance(text, str) or len(text) > LONGEST:
-        raise _parse_error(text, f"a condition is a text of at most {LONGEST} characters.")
+        raise _parse_error(text, f"a condition must be a string of at most {LONGEST} characters.")
     first, *filters = text.split("@")
     match = CONDITION.fullmatch(first.strip())
     if match is None:
-        raise _parse_error(text, "an aggregate comes first, and what it must be behind it.")
+        raise _parse_error(text, "write the aggregate first, then the condition on it.")
     aggregate, inner, comparison = match.groups()
     known = float(aggregate[1:]) <= 100 if aggregate[1:2].isdecimal() else aggregate in (*WHOLE, "share")
     if not known:
-        raise _parse_error(text, f"there is no aggregate {aggregate!r}: {SPELLINGS}.")
+        raise _parse_error(text, f"unknown aggregate {aggregate!r}; choose {SPELLINGS}.")
     if (aggregate == "share") != (inner is not None):
-        raise _parse_error(text, "share, and nothing else, has a comparison in brackets, as in share(> 0.9) < 0.1.")
+        raise _parse_error(
+            text, "share needs a comparison in brackets, e.g. share(> 0.9) < 0.1; other aggregates must not have one."
+        )
     share = None if inner is None else _comparison(text, inner)
     return RuleCondition(aggregate, _comparison(text, comparison), share, *_filters(text, filters))
 
@@ -124,14 +126,15 @@ def _comparison(text: object, words: str) -> Criterion:
     match = COMPARISON.fullmatch(words.strip())
     if match is None:
         raise _parse_error(
-            text, f"{format_value(words.strip())} is none of < <= > >= == != and a number, or in 0.4..0.9."
+            text,
+            f"{written(words.strip())} is not a comparison; write <, <=, >, >=, == or != and a number, or in 0.4..0.9.",
         )
     sign, bound, low, high = match.groups()
     ends = [float(number) for number in (bound, low, high) if number is not None]
     if not all(map(math.isfinite, ends)):
-        raise _parse_error(text, "a number in it is beyond all numbers.")
+        raise _parse_error(text, "it contains a number that is not finite.")
     if ends[-1] < ends[0]:
-        raise _parse_error(text, "its range runs backwards.")
+        raise _parse_error(text, "its range is reversed.")
     return Criterion(sign or "in", ends[0], ends[-1])
 
 
@@ -142,7 +145,7 @@ def _filters(text: object, words: list[str]) -> tuple[frozenset[int] | None, fro
     for word in words:
         name, _, what = word.strip().partition(" ")
         if name in numbers or (name == "part" and part):
-            raise _parse_error(text, f"@{name} stands in it twice.")
+            raise _parse_error(text, f"it contains @{name} twice.")
         if name in ("layers", "heads"):
             try:
                 numbers[name] = frozenset(listed_numbers(f"@{name}", what))
@@ -151,12 +154,14 @@ def _filters(text: object, words: list[str]) -> tuple[frozenset[int] | None, fro
         elif name == "part" and what.strip() in get_args(Part):
             part = what.strip()
         else:
-            raise _parse_error(text, "behind an @ stand layers 0-3, heads 0,5 or part decoder.")
+            raise _parse_error(
+                text, "@ must be followed by layers, heads or part, e.g. @layers 0-3, @heads 0,5 or @part decoder."
+            )
     return numbers.get("layers"), numbers.get("heads"), part
 
 
 def _parse_error(text: object, why: str) -> UsageError:
-    return UsageError(f"The rule {format_value(text)} can't be read: {why}", 'Write it as in "min > 0.05 @layers 0-3".')
+    return UsageError(f"Cannot parse the rule {written(text)}: {why}", 'Write, e.g., "min > 0.05 @layers 0-3".')
 
 
 @dataclass(frozen=True)
@@ -198,7 +203,7 @@ def rule(subject: str, text: object, file: str | None = None) -> Rule:
     """Build the rule. Raise UsageError, which names its file, if it is invalid."""
     if not subject.strip("| "):
         raise UsageError(
-            f"{_place(file)}the rule {format_value(text)} is about nothing.", f"Name a measure, as in {EXAMPLE}."
+            f"{_place(file)}the rule {written(text)} names no measure.", f"Name a measure, e.g. {EXAMPLE}."
         )
     try:
         return Rule(subject.strip(), condition(text), clean(str(text)), file)
@@ -215,7 +220,7 @@ def parse_rule(text: str) -> Rule:
     subject, colon, wanted = text.partition(":") if isinstance(text, str) else ("", "", "")
     if not colon:
         raise UsageError(
-            f"The rule {format_value(text)} has no colon.", "Write it as in --rule 'tokens.entropy: min > 0.05'."
+            f"The rule {written(text)} lacks a colon.", "Write, e.g., --rule 'tokens.entropy: min > 0.05'."
         )
     return rule(subject, wanted.strip())
 
@@ -226,17 +231,17 @@ def parse_table(table: Mapping[str, Any], file: str | None = None) -> list[Rule]
     for subject, texts in _flat(table, ""):
         if not isinstance(texts, str | list | tuple) or not texts:
             raise UsageError(
-                f"{_place(file)}{clean(subject)} has no condition: {format_value(texts)}.", f"Write it as in {EXAMPLE}."
+                f"{_place(file)}{clean(subject)} has no condition: {written(texts)}.", f"Write, e.g., {EXAMPLE}."
             )
         rules += [rule(subject, text, file) for text in ([texts] if isinstance(texts, str) else texts)]
     if len(rules) > MOST:
-        raise UsageError(f"There are {len(rules)} rules.", f"Give at most {MOST}.")
+        raise UsageError(f"{len(rules)} rules are too many.", f"Give at most {MOST}.")
     return rules
 
 
 def _flat(table: Mapping[str, Any], before: str) -> Iterable[tuple[str, Any]]:
     if before.count(".") > DEEPEST:
-        raise UsageError(f"A table of rules is nested more than {DEEPEST} deep.", f"Write it as in {EXAMPLE}.")
+        raise UsageError(f"A table of rules is nested more than {DEEPEST} levels deep.", f"Write, e.g., {EXAMPLE}.")
     for name, value in table.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{before}{name}.")
@@ -252,7 +257,7 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
     """
     import tomllib
 
-    remedy = f"Give a TOML file with a table [check], as in {EXAMPLE}."
+    remedy = f"Give a TOML file with a table [check], e.g. {EXAMPLE}."
     content = read_bytes(path, UsageError, remedy, most=LARGEST)
     try:
         document = tomllib.loads(content.decode())
@@ -267,7 +272,7 @@ def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
         if table:
             return parse_table(table, str(path))
     if named:
-        raise UsageError(f"{path} has no rule.", remedy)
+        raise UsageError(f"{path} contains no rules.", remedy)
     return []
 
 
@@ -283,7 +288,7 @@ def rules_of(source: object) -> list[Rule]:
     elif isinstance(source, Iterable):
         rules = [item if isinstance(item, Rule) else parse_rule(item) for item in source]
     if not rules:
-        raise UsageError(f"rules={format_value(source)} holds no rule.", 'Write {"tokens.entropy": ["min > 0.05"]}.')
+        raise UsageError(f"rules={written(given)} contains no rules.", 'Write {"tokens.entropy": ["min > 0.05"]}.')
     return rules
 
 
@@ -315,5 +320,5 @@ class Tolerance:
                 continue
             if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < most:
                 raise UsageError(
-                    f"{name}={format_value(number)} is no tolerance.", "Give a number from 0 on, such as 0.05."
+                    f"{name}={written(number)} is not a valid tolerance.", "Give a number of at least 0, such as 0.05."
                 )

@@ -26,21 +26,21 @@ WIDTHS = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
 WIDEST = 1000
 """Maximum number of columns or lines of a terminal; tables are filled up to the width."""
 REMOVED = {
-    "--models": "Run the command once per model, in a loop of the shell: units that are finished are kept.",
-    "--reports": "Run the command once per model, in a loop of the shell, with a --json each.",
-    "--dry-run": "The progress bar says how long a run takes; --windows 2 makes it short.",
+    "--models": "Run the command once per model in a shell loop; finished units are kept.",
+    "--reports": "Run the command once per model in a shell loop, with a separate --json file for each.",
+    "--dry-run": "The progress bar shows the remaining time; --windows 2 shortens the run.",
     "--sarif": "Use --junit or --annotations.",
-    "--allow-other-model": "Leave it out: a baseline is compared by content.",
+    "--allow-other-model": "Omit it: baselines are compared by content.",
     "verify": "Use: attnlens reproduce claims",
     "study": "Use: attnlens reproduce TABLE",
     "--all-heads": "Use --table.",
     "--png": "Use --figure.",
     "--tokens": "Use --length.",
-    "--sequences": "Use --windows. Where windows lie is set by --placement.",
+    "--sequences": "Use --windows; --placement sets their position.",
     "--pairs": "Use --text with a file that ends in .tsv.",
     "--device-map": "Use --device spread.",
     "--from-files": "Use --device files.",
-    "--revision": "Write it behind the model's name: org/name@revision.",
+    "--revision": "Append it to the model's name: org/name@revision.",
     "--address": "Set RAY_ADDRESS.",
     **{
         f"--{name}": "Use it in Python: it is a keyword of the function."
@@ -88,7 +88,7 @@ def exit_code(words: Sequence[str] | None = None) -> int:
     try:
         _prepare()
         if sys.stdout is None:
-            complain("stdout is closed.", "Send it somewhere, as in: attnlens list > FILE")
+            complain("stdout is closed.", "Redirect it, e.g.: attnlens list > FILE")
             return UNUSABLE
         if sys.flags.optimize > 1:
             problem = "Python was started with -OO, under which transformers can't be imported."
@@ -104,7 +104,7 @@ def exit_code(words: Sequence[str] | None = None) -> int:
         unknown = re.match(r"No such (?:option|command):? '?([\w-]+)", problem)
         removed = REMOVED.get(unknown[1]) if unknown else None
         if "'--windows'" in problem and "integer" in problem:
-            removed = "Give the number of windows; --placement says where they lie."
+            removed = "Give the number of windows; --placement sets their position."
         complain(problem, removed or f"Run: {command} --help")
         return UNUSABLE
     except typer.Exit as stop:

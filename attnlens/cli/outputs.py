@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from attnlens.requests.run_options import SeriesRequest
 
 
-REMEDY = "Trust none of its numbers there; `attnlens doctor {} --json FILE` keeps every site's errors for a bug report."
+REMEDY = "Do not trust numbers from these sites; `attnlens doctor {} --json FILE` saves all errors for a bug report."
 NO_MODEL = "No model named: using demo, the small model that ships with attnlens."
 
 
@@ -129,7 +129,7 @@ def failure(report: Report) -> IdentityError:
         sites = format_count(len(report.doctor), "site")
         problem = f"{len(failed)} of {sites} failed, {worst}: {join_items(check.site for check in failed)}."
     elif (error := report.summary.identity_error) is None:
-        problem = "The model's outputs are not finite, or can't be compared, so that nothing is proven."
+        problem = "The model's outputs are not finite or cannot be compared, so nothing could be verified."
     else:
         problem = f"Attention recomputed by attnlens changes the model's outputs by {error:.1e}."
     return IdentityError(problem, REMEDY.format(quote(report.model.id)))
@@ -171,7 +171,7 @@ class Inputs:
                 dataset = dataset_rows(str(path)) if option in TEXTS else None
                 if dataset is not None:
                     folder = Path(os.path.realpath(os.path.expanduser(dataset.name)))  # noqa: PTH111  # never raises
-                    inputs.folders[folder] = f"a file of the dataset which --{option} reads"
+                    inputs.folders[folder] = f"a file of the dataset that --{option} reads"
                 elif str(path) != STDIN:
                     inputs._add(_readable(path), f"which --{option} reads")
         if options.get("ranks") is not None:
@@ -253,7 +253,7 @@ def product() -> Iterator[None]:
         if isinstance(error, BrokenPipeError):
             raise typer.Exit(READER_LEFT) from None
         raise OutputError(
-            f"stdout can't be written: {error.strerror}.", "Send it to a file or a program that can take it."
+            f"stdout can't be written: {error.strerror}.", "Redirect it to a file or to another program."
         ) from None
 
 
@@ -316,7 +316,7 @@ class Outputs:
 
             if not is_file(target := Path(self.figure)) and target.exists() and not target.is_dir():
                 raise OutputError(
-                    f"{target} is there, and neither a folder nor a picture.",
+                    f"{target} exists, but is neither a folder nor a picture.",
                     "End it in .png, .svg or .pdf, or name a folder.",
                 )
 
@@ -336,7 +336,7 @@ def _check_name(option: str, name: str | None) -> None:
     if name.startswith("--"):
         raise UsageError(f"{typed} is followed by {name}, an option.", f"Give a path after {typed}.")
     if name == STDOUT:
-        raise UsageError(f"{typed} does not write to stdout; --json does.", "Give a path, as /dev/stdout is.")
+        raise UsageError(f"{typed} does not write to stdout; --json does.", "Give a path, e.g. /dev/stdout.")
 
 
 def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False, saved: Sequence[str] = ()) -> None:
@@ -361,7 +361,7 @@ def deliver(outputs: Outputs, report: Report, *, interrupted: bool = False, save
             made = _draw(report, target := Path(outputs.figure), failures)
             written += [f"{len(made)} pictures to {target}"] if len(made) > 1 else map(str, made)
             if target.is_dir() and (count := len({*target.glob("*.png")} - {*made})):
-                older = f"{target} holds {count} older picture{'s' * (count != 1)} that this run did not write."
+                older = f"{target} contains {count} older picture{'s' * (count != 1)} that this run did not write."
         if outputs.html is not None:
             with failures.collect():
                 page = _render(outputs.html, lambda: export.WRITERS["html"](report).encode())
@@ -472,5 +472,5 @@ def _render(path: Path | str, draw: Callable[[], bytes]) -> bytes:
     except Exception as error:
         raise OutputError(
             f"{path} can't be drawn: {type(error).__name__}: {error}.",
-            "The other results are written; run it again with --debug and report what it prints.",
+            "The other results were written; run the command again with --debug and report the output.",
         ) from error

@@ -33,7 +33,7 @@ PLACES: dict[str, dict[str, Any]] = {"spread": {"device_map": "auto"}, "files": 
 """Values of --device that place the weights elsewhere than on one device, and the options that they set."""
 NEGATED = {"no_pack": "pack"}
 """Negative spellings of switches that have two; typer gives an environment variable only to the positive one."""
-LARGEST, REMEDY = 2**20, "Make it a file that can be read, or run in another folder."
+LARGEST, REMEDY = 2**20, "Make the file readable, or run in another folder."
 WANTED = {
     **{bool: ("true or false", "true"), int: ("a whole number", "16")},
     **{float: ("a number", "0.1"), str: ("a text in quotes", '"…"')},
@@ -90,9 +90,9 @@ def _toml(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_bytes(file, UsageError, REMEDY, most=LARGEST).decode())
     except RecursionError:
-        raise UsageError(f"{file} is nested too deep.", "Mend the file, or run in another folder.") from None
+        raise UsageError(f"{file} is nested too deeply.", "Correct the file, or run in another folder.") from None
     except ValueError as error:  # TOML's own errors, bytes that are not UTF-8, numbers of thousands of digits
-        raise UsageError(f"{file} is not valid TOML: {error}.", "Mend the file, or run in another folder.") from None
+        raise UsageError(f"{file} is not valid TOML: {error}.", "Correct the file, or run in another folder.") from None
 
 
 def _parse_entry(file: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
@@ -102,14 +102,14 @@ def _parse_entry(file: str, key: str, value: Any, known: Mapping[str, Any]) -> t
     kind, declared = get_args(known[NEGATED.get(name, name)])[:2]
     why: CallOnly = "read" if isinstance(declared, ArgumentInfo) else declared.call_only
     if why == "dangerous":
-        raise UsageError(f"{file} may not switch on {key}.", "Give it on the command line, if you mean it.")
+        raise UsageError(f"{file} must not enable {key}.", "Pass it on the command line if this is intended.")
     if why:
         places = "on the command line" + (
             "" if isinstance(declared, ArgumentInfo) else f" or in ATTNLENS_{name.upper()}"
         )
         raise UsageError(
-            f"{file} may not say by {key} what is {why}: it may come from a stranger.",
-            f"Take {key} out of {file}, and name it {places}.",
+            f"{file} must not set {key}, which names what is {why}: the file may come from an untrusted source.",
+            f"Remove {key} from {file}, and set it {places}.",
         )
     kinds = {kind, *get_args(kind)}  # `int | None`, `list[str] | None`
     several = any(get_origin(each) is list for each in kinds)
@@ -119,7 +119,7 @@ def _parse_entry(file: str, key: str, value: Any, known: Mapping[str, Any]) -> t
     if not all(isinstance(item, allowed) and (plain is bool) == isinstance(item, bool) for item in items):
         wanted, example = WANTED[plain]
         wanted += ", or a list of them" * several
-        raise UsageError(f"{file}: {key} must be {wanted}.", f"Mend that line, as in {key} = {example}.")
+        raise UsageError(f"{file}: {key} must be {wanted}.", f"Correct that line, e.g. {key} = {example}.")
     return (NEGATED[name], not value) if name in NEGATED else (name, items if several else value)
 
 
@@ -204,7 +204,7 @@ _printed = typer.Option("--markdown", help="Print Markdown (the schema stays JSO
 _printed.call_only = "written"  # like the option of that name that writes a file
 ListedMarkdown = Annotated[bool, _printed]
 Head = Annotated[
-    str | None, option("--head", help="Only this head, as in `3.7`: layer 3, head 7.", metavar="LAYER.HEAD")
+    str | None, option("--head", help="Only this head, e.g. `3.7`: layer 3, head 7.", metavar="LAYER.HEAD")
 ]
 WindowsCsv = Annotated[
     str | None,
@@ -290,7 +290,9 @@ def build(kind: type[R], values: Mapping[str, Any], **more: Any) -> R:
             options[name] = value
     if any(file.endswith(PAIRS) for file in options.get("text", ())):
         if len(options["text"]) > 1:
-            raise UsageError("A file of pairs is read alone.", f"Give one --text that ends in {PAIRS}.")
+            raise UsageError(
+                "A file of pairs cannot be combined with other texts.", f"Give one --text that ends in {PAIRS}."
+            )
         (options["pairs"],) = options.pop("text")
     if (place := options.get("device")) in PLACES:
         del options["device"]
@@ -302,14 +304,14 @@ def _file_names(name: str, paths: Sequence[Path]) -> list[str]:
     """Return the names of files as they were typed, `-` for stdin."""
     names = [str(path) for path in paths]
     if "." in names:
-        raise UsageError(f"--{name} does not name a file: it is empty, or a folder.", "Give the path of a file.")
+        raise UsageError(f"--{name} does not name a file: the path is empty or a folder.", "Give the path of a file.")
     if "-" in names and sys.stdin is None:
-        raise TextError(f"stdin is closed, so that --{name} - has nothing to read.", "Pipe a text, or name a file.")
+        raise TextError(f"stdin is closed, so --{name} - cannot read from it.", "Pipe a text, or name a file.")
     return names
 
 
 def selected_heads(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the layer and the head of --head as layers and heads; empty without --head."""
     if values["head"] is None and values["show"] == SELECTION:
-        raise UsageError("--show selection shows one head.", "Name it, as in --head 3.7.")
+        raise UsageError("--show selection requires a single head.", "Name it, e.g. --head 3.7.")
     return requests.one_head(values["head"], values["layers"], values["heads"])

@@ -107,14 +107,14 @@ def report_failure(error: BaseException) -> int:
         say("Interrupted.")
         return INTERRUPTED
     if is_memory(error):
-        complain("Not enough memory.", "Use a smaller --batch-size, fewer --length or --layers, or a smaller model.")
+        complain("Not enough memory.", "Use a smaller --batch-size or --length, fewer --layers, or a smaller model.")
         return UNUSABLE
     name = type(error).__name__
     if name == "PanicException":
-        complain(f"A library broke down over a file of the model or over the text: {error}", "Give it sound ones.")
+        complain(f"A library crashed on a file of the model or on the text: {error}", "Give it sound ones.")
         return UNUSABLE
     say(f"Internal error: {name}: {error}")
-    say("Run it again with --debug and report what it prints.")
+    say("Run the command again with --debug and report the output.")
     return BUG
 
 

@@ -352,8 +352,8 @@ def _low_rank_dot(query: Query, key: Key, scale: float, *, query_map: Map, key_m
     """Return ⟨qA, kB⟩'s factors; raise UsageError if several key heads share a latent."""
     if "members" in more:
         raise UsageError(
-            "The keys of this rank kernel share a latent: it has no scores of one head alone.",
-            "Compute attention of the whole call with attnlens.kernels.attention.attend.",
+            "Key heads of this rank kernel share a latent, so scores cannot be computed for a single head.",
+            "Compute the attention of all heads together with attnlens.kernels.attention.attend.",
         )
     low_query, low_key = wide(query) @ query_map.to(wide(query)), wide(key) @ key_map.to(wide(key))
     return low_query.to(query), low_key.to(key), scale

@@ -161,7 +161,7 @@ def _refuse(call: Call) -> None:
     if call.softcap is not None or call.sinks is not None:
         what = "caps its scores (softcap)" if call.softcap is not None else "has attention sinks"
         raise UsageError(
-            f"nearest leaves out terms of the query alone, but in this model they matter: it {what}.",
+            f"nearest omits terms that depend on the query alone, but they matter in this model: it {what}.",
             "Choose another kernel for this model.",
         )
 
@@ -181,7 +181,7 @@ def nearest_call(
     Under no-skew g_i is omitted, which softmax ignores; under no-key it is s⟨q_i−q̄, k_j⟩.
     """
     if centre is None:
-        raise UsageError("nearest is undefined until it is fitted to a head.", "Add some calibration text.")
+        raise UsageError("nearest must be fitted before it can be used.", "Add calibration text.")
     _refuse(call)
     if factor is None or signs is None or gate is None:
         query = wide(call.query)
@@ -203,8 +203,9 @@ def alone(query: Query, key: Key, scale: float, *, how: int, **_more: object) ->
     if how == ORACLE:
         return query, key, scale
     raise UsageError(
-        "The nearest form reads both query and key of each token: it has no scores of queries and keys alone.",
-        "Compute attention of the whole call with attnlens.kernels.attention.attend.",
+        "nearest reads both the query and the key of each token, so scores cannot be computed from a query and a "
+        "key alone.",
+        "Compute the attention of all heads together with attnlens.kernels.attention.attend.",
     )
 
 

@@ -95,11 +95,11 @@ class PrimalFit:
         """
         train, held_out = self.parts
         if train is None or held_out is None:
-            raise TextError("primal needs two calibration sequences at least.", "Give a longer --calibration text.")
+            raise TextError("primal needs at least two calibration sequences.", "Give a longer --calibration text.")
         both = train + held_out
         if int(both.tokens.min()) < self.scores:
             raise TextError(
-                f"primal with {self.scores} scores needs as many tokens of calibration text; "
+                f"primal with {self.scores} scores needs at least as many tokens of calibration text, but "
                 f"there are {int(both.tokens.min())}.",
                 "Give a longer --calibration text, or fewer scores.",
             )

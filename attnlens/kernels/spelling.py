@@ -45,7 +45,7 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     base = bases[0] if bases else Kernel(known["exponential"])
     if base.info.oracle is not None and ties:
         raise UsageError(
-            f"{words!r}: {base.info.name} chooses itself which parts are kept, and {ties[0]} would keep others.",
+            f"{words!r}: {base.info.name} already determines which parts are kept, so it conflicts with {ties[0]}.",
             f"Leave out {ties[0]}.",
         )
     tie = base.info.oracle(**base.parameters) if base.info.oracle else next(iter(ties), None)
@@ -60,7 +60,7 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     _refuse_hybrid(words, kernel)
     if base.info.form == "output" and (ties or filters):
         raise UsageError(
-            f"{words!r}: {base.info.name} has no scores of a query and a key that could be tied or filtered.",
+            f"{words!r}: {base.info.name} has no scores per query and key, so it cannot be tied or filtered.",
             f"Write {base.info.name} alone.",
         )
     return kernel
@@ -85,7 +85,7 @@ def _parse_numbers(name: str, words: str, parameters: Sequence[KernelParameter])
         if parameter is None:
             raise UsageError(f"{name} has no parameter {key.strip()!r}.", _suggest_spelling(name, parameters))
         if parameter.name in values:
-            raise UsageError(f"{name}: {parameter.name} is given twice.", _suggest_spelling(name, parameters))
+            raise UsageError(f"{name}: duplicate parameter {parameter.name}.", _suggest_spelling(name, parameters))
         values[parameter.name] = _parse_number(name, parameter, value.strip())
     for parameter in parameters:
         if parameter.name in values:
@@ -148,19 +148,19 @@ def _refuse_tie(words: str, kernel: Kernel) -> None:
     whole = kernel.part is not None and info.form != "output"
     if whole and kernel.filter is not None:
         raise UsageError(
-            f"{words!r}: {kernel.tied_by} needs every pair of tokens, and {kernel.filter.modifier.name} hides some.",
-            "Leave one of them out.",
+            f"{words!r}: {kernel.tied_by} needs every pair of tokens, but {kernel.filter.modifier.name} hides some.",
+            "Omit one of them.",
         )
     if whole and (kernel.signed or info.hard or info.form == "features"):
         what = "can be negative" if kernel.signed else "picks one key" if info.hard else "is a sum over features"
         raise UsageError(
-            f"{words!r}: {tie} takes log k apart, and {info.name} {what}: without a part of its logarithm it is "
-            "another kind of kernel.",
+            f"{words!r}: {tie} removes a part of log k, but {info.name} {what}: without that part it would be "
+            "a different kind of kernel.",
             f"Write {tie} alone, or with a kernel such as rbf.",
         )
     if info.prepare is not None and more and not kernel.oracle:
         raise UsageError(
-            f"{words!r}: {tie} ties a query to its own key, and {more[0].name} makes keys of more than that.",
+            f"{words!r}: {tie} ties each query to the key of its token, but {more[0].name} combines several keys.",
             f"Leave out {tie}, or {more[0].name}.",
         )
 
@@ -174,12 +174,12 @@ def _refuse_hybrid(words: str, kernel: Kernel) -> None:
         what = "can be negative" if kernel.signed else "is not a kernel of positive features"
         alone = f", as in elu+{words}" if info.name not in words and other is None else ""
         raise UsageError(
-            f"{words!r}: {kernel.near.modifier.name} sums φ(q)φ(k) beyond its window, and {info.name} {what}.",
+            f"{words!r}: {kernel.near.modifier.name} sums φ(q)φ(k) beyond its window, but {info.name} {what}.",
             f"Choose {', '.join(far_kernels())}{alone}.",
         )
     if other is not None:
         raise UsageError(
-            f"{words!r}: {kernel.near.modifier.name} has two kernels of its own, which {other} is not defined for.",
+            f"{words!r}: {other} cannot be combined with {kernel.near.modifier.name}, which consists of two kernels.",
             f"Leave out {other}.",
         )
 

@@ -147,10 +147,10 @@ def _select_layers(reached: list[SiteCall], layers: Literal["all", "last"] | Seq
     if layers == "last":
         return reached[-1:]
     if isinstance(layers, str):
-        raise UsageError(f"{layers!r} names no layers.", 'Write "all", "last" or numbers.')
+        raise UsageError(f"Cannot parse the layers {layers!r}.", 'Write "all", "last" or numbers.')
     wrong = [layer for layer in layers if not 0 <= layer < len(reached)]
     if wrong or not layers:
-        what = f"There is no layer {wrong[0]}." if wrong else "No layer is named."
+        what = f"There is no layer {wrong[0]}." if wrong else "No layers given."
         raise UsageError(what, f"The model has layers 0 to {len(reached) - 1}.")
     return [call for call in reached if call.site.layer in layers]
 
@@ -159,26 +159,26 @@ def _check_layer(layer: SiteCall, samples: int) -> None:
     """Raise ModelError or UsageError if a layer cannot be primal."""
     if layer.site.part == "cross":
         raise ModelError(
-            f"{layer.site.path} attends to another sequence: e- and r-scores would live on different tokens.",
+            f"{layer.site.path} is cross-attention: e- and r-scores would belong to different tokens.",
             "Choose an encoder or a decoder alone, or leave such layers out.",
         )
     if layer.call.bias is not None:
         raise ModelError(
-            f"{layer.site.path} adds a bias to its scores (T5's positions), and primal attention has no scores.",
-            "Choose a model whose positions are in its queries and keys, or leave such layers out.",
+            f"{layer.site.path} adds a position bias to its scores (as in T5), but primal attention has no scores.",
+            "Choose a model that encodes positions in queries and keys, or omit such layers.",
         )
     if layer.site.repeated:
         raise ModelError(
-            f"{layer.site.path} is called more than once in a pass.", "Choose a model without such layers."
+            f"{layer.site.path} is called more than once per forward pass.", "Choose a model without such layers."
         )
     if hasattr(layer.module, "primal"):
-        raise UsageError(f"{layer.site.path} is primal already.", "Build from a model that is not.")
+        raise UsageError(f"{layer.site.path} is already primal.", "Use a model without primal layers.")
     if samples and layer.site.part == "decoder":
-        raise UsageError("Causal primal attention has no sampled rows: the future would leak.", "Use samples=0.")
+        raise UsageError("Causal primal attention cannot sample rows: future tokens would leak.", "Use samples=0.")
     heads, _, size = layer.call.query.shape[1:]
     if samples and heads * size != layer.arguments[layer.input_name].shape[-1]:
         raise UsageError(
-            f"The input of {layer.site.path} does not divide into {heads} heads of {size} dimensions.", "Use samples=0."
+            f"The input of {layer.site.path} cannot be split into {heads} heads of {size} dimensions.", "Use samples=0."
         )
 
 

@@ -85,11 +85,11 @@ def reproduce(
     """
     switch("quick", quick)
     if checked_table(table) != CLAIMS and quick:
-        raise UsageError("quick shortens the experiments of claims only.", "Leave it out, or use scale='tiny'.")
+        raise UsageError("quick only applies to the experiments of claims.", "Leave it out, or use scale='tiny'.")
     if table != CLAIMS:
         return train_table(table, request, progress)
     if unused := request.explicit().keys() - {"seed"}:
-        raise UsageError(f"claims would ignore {', '.join(sorted(unused))}.", "Leave it out, or name a table.")
+        raise UsageError(f"claims would ignore {', '.join(sorted(unused))}.", "Omit it, or name a table.")
     return rerun_claims(request.seed, quick=quick, progress=progress)
 
 
@@ -111,7 +111,7 @@ def train_table(name: str, request: StudyRequest, progress: Progress = silent) -
     tasks = make()
     task_names = [task.name for task in tasks]  # cells are matched to tasks by name
     if twice := [name for name in task_names if task_names.count(name) > 1]:
-        raise UsageError(f"Two tasks are called {twice[0]}.", "Give one of the files another name.")
+        raise UsageError(f"Two tasks have the same name, {twice[0]}.", "Give one of the files another name.")
     tables: list[StudyTable] = []
     plan = StudyPlan(
         scales, request.seed, work, Store(work.root / "study", {"command": "study"}), save=request.save is not None
@@ -145,8 +145,8 @@ def _select_cells(names: Sequence[str], request: StudyRequest) -> dict[str, list
     rows = dict.fromkeys(f"{cell.task}/{cell.name}" for cells in available.values() for cell in cells)
     for pattern in request.cells:
         if not any(_matches(row, [pattern]) for row in rows):
-            hint = "" if "classification" in forms else " Those of classification need --series or --labelled."
-            raise UsageError(f"No cell is called {pattern}.", f"There are: {join_items(rows, 8, '; ')}.{hint}")
+            hint = "" if "classification" in forms else " Classification cells need --series or --labelled."
+            raise UsageError(f"No cell matches {pattern}.", f"Choose from: {listed(rows, 8, '; ')}.{hint}")
     selected = {
         name: [cell for cell in cells if _matches(f"{cell.task}/{cell.name}", request.cells)]
         for name, cells in available.items()
@@ -154,7 +154,7 @@ def _select_cells(names: Sequence[str], request: StudyRequest) -> dict[str, list
     trained = {cell.task for cells in selected.values() for cell in cells}
     for option, form in DATA.items():
         if getattr(request, option) and form not in trained:
-            raise UsageError(f"No cell is trained on --{option}.", "Leave it out, or ask for other cells.")
+            raise UsageError(f"None of the selected cells uses --{option}.", "Omit it, or select other cells.")
     return {name: cells for name, cells in selected.items() if cells}
 
 
@@ -330,9 +330,9 @@ def pose_selection(
     keeping = replace(selection, begin=begin)
     report = compute(survey(PreparedRun(loaded, settings, [keeping], contents, cut, progress))).report
     (head,) = settings.heads or (0,)
-    nearness = selectors[0].nearness(head) if selectors else "no token reached it"
+    nearness = selectors[0].nearness(head) if selectors else "no token was passed to it"
     if isinstance(nearness, str):
-        raise UsageError(f"Head {head} poses no problem: {nearness}.", "Choose another head or text.")
+        raise UsageError(f"Head {head} has no selection problem: {nearness}.", "Choose another head or text.")
     return report, selectors[0], nearness
 
 
@@ -369,7 +369,7 @@ ROWS: list[Row] = [
 ]
 """Functions that `reproduce claims` runs, in this order; to check another claim, add a function."""
 
-LEFT_OUT = Skipped(site="decay by training", reason="training takes longer than quick may")
+LEFT_OUT = Skipped(site="decay by training", reason="training takes longer than quick allows")
 """Entry of a quick report's coverage for the experiment it skips."""
 
 

@@ -138,7 +138,7 @@ class Settings(Record):
     """What was asked for, and what was fed."""
 
     seed: int = 0
-    """Seed of everything random."""
+    """Random seed."""
     device: str = "cpu"
     """Device of the forward passes."""
     dtype: str = "float32"

@@ -24,9 +24,7 @@ def checked_table(name: str) -> str:
 def _series(_name: str, value: object) -> tuple[str, str]:
     two = [value] if isinstance(value, str | bytes) or not isinstance(value, Sequence) else list(value)
     if len(two) != 2:
-        raise UsageError(
-            f"series={format_argument(value)} is not a pair of files.", "Give one to train on and one to test on."
-        )
+        raise UsageError(f"series={shown(value)} is not a pair of files.", "Give a training file and a test file.")
     return path("series", two[0]), path("series", two[1])
 
 
@@ -45,19 +43,19 @@ class StudyRequest(EngineRequest):
         "Text file for language modelling; repeatable. Default: the King James text; `paper`: WikiText-103."
     )
     pairs: FilePlace = one_file(
-        "Sentence pairs for translation: a line each, `source TAB target` or `id TAB source TAB target`. Default: "
-        "a built-in task of reversal, where order and positions provably matter; `paper`: IWSLT'14."
+        "Sentence pairs for translation, one per line: `source TAB target` or `id TAB source TAB target`. Default: "
+        "a built-in reversal task, in which order and positions provably matter; `paper`: IWSLT'14."
     )
     series: SeriesFiles | None = option(
-        "Time series to classify, in the UEA archive's `.ts` format: one file to train on, one to test on.",
+        "Time series to classify, in the UEA archive's `.ts` format: a training file and a test file.",
         panel=INPUT,
         metavar="TRAIN TEST",
         typed=tuple[str, str] | None,
         call_only="read",
     )
-    labelled: FilePlace = one_file("Texts to classify: a line each, `text TAB label`.")
+    labelled: FilePlace = one_file("Texts to classify, one per line: `text TAB label`.")
     cells: Words = option(
-        "Only these cells, as ROW or TASK/ROW, with `*` for any letters; repeatable.",
+        "Train only these cells, written ROW or TASK/ROW; `*` matches any characters. Repeatable.",
         (),
         flag="--cells",
         metavar="PATTERN",
@@ -66,10 +64,10 @@ class StudyRequest(EngineRequest):
     seeds: Whole | None = option("Training runs per cell.", least=1, most=100, shown="3; small and paper: 5")
     seed: Whole = option("Seed of the first run.", 0, least=0, most=LARGEST - 100)
     jobs: Whole | None = option("Models trained at once.", least=1, most=256, shown="one per core; 1 on a GPU")
-    save: FolderPlace = new_folder("New folder for the first seed's model of each cell, at each evaluation.")
-    work: FolderPlace = new_folder(
-        "Folder for finished runs; the same command resumes from there.", "in the user's cache"
+    save: FolderPlace = new_folder(
+        "New folder for checkpoints of each cell's first-seed model, saved at each evaluation."
     )
+    work: FolderPlace = new_folder("Folder for finished runs; repeat the command to resume.", "in the user's cache")
 
 
 SYNTHETIC = "Synthetic experiments"
@@ -104,14 +102,14 @@ ExperimentNames = Annotated[
 class DescentRequest(Request):
     """Options of gradient descent on a selection problem."""
 
-    lr: StepLength | None = option("Length of a normalised gradient step.", panel=SYNTHETIC, python_only=True)
+    lr: StepLength | None = option("Step size of normalised gradient descent.", panel=SYNTHETIC, python_only=True)
     loss: Literal["logistic", "exponential"] | None = option(
-        "`logistic` or `exponential`.", panel=SYNTHETIC, metavar="LOSS", python_only=True
+        "Loss function: `logistic` or `exponential`.", panel=SYNTHETIC, metavar="LOSS", python_only=True
     )
     parameterisation: Literal["both", "W", "KQ"] | None = option(
-        "What is trained: `W`, `KQ` or `both`.", panel=SYNTHETIC, metavar="NAME", python_only=True
+        "Parametrisation to train: `W`, `KQ` or `both`.", panel=SYNTHETIC, metavar="NAME", python_only=True
     )
-    iterations: Whole | None = option("Steps of gradient descent.", panel=SYNTHETIC, least=1, most=10_000_000)
+    iterations: Whole | None = option("Number of gradient-descent steps.", panel=SYNTHETIC, least=1, most=10_000_000)
 
 
 class SizesRequest(DescentRequest):
@@ -125,14 +123,17 @@ class SizesRequest(DescentRequest):
         "h: `linear` or `relu`.", panel=SYNTHETIC, metavar="FUNCTION", python_only=True
     )
     attention: Literal["cross", "self"] | None = option(
-        "z is drawn (`cross`) or a token (`self`).", panel=SYNTHETIC, metavar="KIND", python_only=True
+        "Query z: drawn independently (`cross`), or one of the tokens (`self`).",
+        panel=SYNTHETIC,
+        metavar="KIND",
+        python_only=True,
     )
     start: Literal["random", "zero"] | None = option(
-        "Where W begins: `random` or `zero`.", panel=SYNTHETIC, metavar="PLACE", python_only=True
+        "Initial W: `random` or `zero`.", panel=SYNTHETIC, metavar="PLACE", python_only=True
     )
     trials: Whole | None = option("Random instances.", panel=SYNTHETIC, least=1, most=100_000)
     # trial i draws from seed + i
-    seed: Whole = option("Seed of everything random.", 0, least=0, most=LARGEST - 100_000)
+    seed: Whole = option("Random seed.", 0, least=0, most=LARGEST - 100_000)
 
 
 class SyntheticRequest(SizesRequest):
@@ -150,7 +151,10 @@ class SyntheticRequest(SizesRequest):
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
         if self.m is not None and self.parameterisation == "W":
-            raise UsageError("m is the number of columns of K and Q, which W alone does not have.", "Leave out m.")
+            raise UsageError(
+                "m is the number of columns of K and Q, so it does not apply when W is trained directly.",
+                "Leave out m.",
+            )
         if self.start == "zero" and self.parameterisation == "KQ":
             raise UsageError("K = Q = 0 is a stationary point: training never leaves it.", "Choose start=random.")
         for name in self.overrides():

@@ -230,7 +230,7 @@ def numbers(what: str, value: object) -> list[int] | None:
         return None
     if isinstance(value, str):
         return sorted(listed_numbers(f"--{what}", value))
-    remedy = f"Give a list of whole numbers, such as {what}=[0, 1], or leave it out for all."
+    remedy = f"Give a list of whole numbers, such as {what}=[0, 1], or omit it to select all."
     items = several(what, value) if isinstance(value, Iterable) else [None]
     integers = [number for item in items if (number := _integer(item)) is not None and 0 <= number <= LARGEST]
     if len(integers) < len(items):
@@ -248,7 +248,7 @@ def head(value: Any) -> tuple[int, int]:
     integers = [_integer(part) for part in several("head", parts)] if isinstance(parts, Iterable) else []
     if len(integers) != 2 or any(part is None or not 0 <= part <= LARGEST for part in integers):
         raise UsageError(
-            f"head={format_argument(value)} is not a head.", "Write LAYER.HEAD, as in 3.7; in Python also (3, 7)."
+            f"head={shown(value)} is not a valid head.", "Write LAYER.HEAD, e.g. 3.7; in Python also (3, 7)."
         )
     layer, number = (part for part in integers if part is not None)
     return layer, number
@@ -259,7 +259,9 @@ def one_head(value: object, layers: object, heads: object) -> dict[str, list[int
     if value is None:
         return {}
     if layers is not None or heads is not None:
-        raise UsageError("--head excludes --layers and --heads.", "Give --head, or --layers and --heads.")
+        raise UsageError(
+            "--head cannot be combined with --layers or --heads.", "Give either --head, or --layers and --heads."
+        )
     layer, number = head(value)
     return {"layers": [layer], "heads": [number]}
 
@@ -302,7 +304,7 @@ def _selection_rule(_name: str, value: object) -> object:
 
 def _device(name: str, value: object) -> object:
     if not DEVICES.fullmatch(word(name, value)):
-        raise UsageError(f"There is no device {format_argument(value)}.", "There are: auto, cpu, cuda, cuda:1, mps.")
+        raise UsageError(f"There is no device {shown(value)}.", "Choose auto, cpu, cuda, cuda:1 or mps.")
     return value
 
 
@@ -314,7 +316,7 @@ def _budget(_name: str, value: Any) -> object:
 def _share(name: str, value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1:
         return float(value)
-    raise UsageError(f"{name}={format_argument(value)} is not between 0 and 1.", f"Give a share, as in --{name} 0.05.")
+    raise UsageError(f"{name}={shown(value)} is not between 0 and 1.", f"Give a share, e.g. --{name} 0.05.")
 
 
 Words = Annotated[tuple[str, ...], checks(words)]

@@ -30,13 +30,16 @@ def choose_analyzers(
     ignored, and a `show` that can't be satisfied.
     """
     posed = show == SHOWN
-    if show == ATTENTION and requested.source == "weights":
-        raise UsageError("source weights reads no text to attend to.", "Leave out --source, or --show attention.")
-    selected = registry.select_analyzers(named or [SHOWN] * posed, requested.source)
+    if show == ATTENTION and asked.source == "weights":
+        raise UsageError(
+            "With source=weights no text is read, so there is no attention to show.",
+            "Leave out --source, or --show attention.",
+        )
+    selected = registry.select_analyzers(named or [SHOWN] * posed, asked.source)
     if not selected:
         raise UsageError(
-            f"{', '.join(named) or show} reads nothing from {requested.source}.",
-            "Leave out --source, or name another analyzer.",
+            f"{', '.join(named) or show} cannot be computed from source={asked.source}.",
+            "Omit --source, or choose another analyzer.",
         )
     selected += registry.select_adapter_analyzers(requested.source) if adapted else []
     selected = list({id(analyzer): analyzer for analyzer in selected}.values())
@@ -53,7 +56,7 @@ def files(request: Feeding) -> list[str]:
     if request.pairs is None:
         return list(request.text)
     if request.text:
-        raise UsageError("A run reads either text or pairs.", "Leave out one of them.")
+        raise UsageError("text and pairs cannot be combined.", "Leave out one of them.")
     return [request.pairs]
 
 
@@ -61,11 +64,11 @@ def refuse_unread(request: Feeding, source: str) -> None:
     """Raise UsageError for inputs if only weights are read, and from_files unless only weights are read."""
     if getattr(request, "from_files", False) and source != "weights":
         raise UsageError(
-            "A model that is read from its files can't run on a text.",
+            "With --device files the model's weights are read from disk, so it cannot run on a text.",
             "Add --source weights, or leave out --device files.",
         )
     named = next((name for name in ("text", "pairs", "image", "audio") if getattr(request, name)), None)
     if named is not None and source == "weights":
         raise UsageError(
-            f"source weights reads no {named}, so that {named} would be ignored.", f"Leave out {named} or --source."
+            f"With source=weights, {named} would be ignored: no input is read.", f"Leave out {named} or --source."
         )

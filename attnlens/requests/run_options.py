@@ -32,7 +32,7 @@ from attnlens.requests.fields import (
 WORK = "Work"
 """Help panel of these options."""
 MOST_JOBS = 4096
-SAY_SHARD = f"Write it as I/N with 1 ≤ I ≤ N ≤ {MOST_JOBS}, as in 1/3."
+SAY_SHARD = f"Write I/N with 1 ≤ I ≤ N ≤ {MOST_JOBS}, e.g. 1/3."
 SIZE = re.compile(r"[1-9][0-9]{0,8}[KMG]i?B")
 ARRAY = "SLURM_ARRAY_TASK_"
 """Prefix of the variables in which Slurm describes a job's task in an array."""
@@ -45,7 +45,7 @@ def _shard(name: str, value: object) -> str:
     index, slash, count = value.partition("/") if isinstance(value, str) else ("", "", "")
     known = slash and index.isdecimal() and count.isdecimal() and max(len(index), len(count)) <= len(str(MOST_JOBS))
     if not (known and 1 <= int(index) <= int(count) <= MOST_JOBS):
-        raise UsageError(f"{name}={format_argument(value)} is not a shard.", SAY_SHARD)
+        raise UsageError(f"{name}={shown(value)} is not a valid shard.", SAY_SHARD)
     return f"{int(index)}/{int(count)}"
 
 
@@ -58,22 +58,22 @@ def _of_environment() -> str:
         place, remainder = divmod(numbers["ID"] - first, step)
         last = first + step * (numbers["COUNT"] - 1)
         if remainder or numbers.get("MAX", last) != last:
-            raise UsageError("shard=auto takes arrays of evenly spaced tasks, as 0-9 or 0-8:2.", SAY_SHARD)
+            raise UsageError("shard=auto requires an array of evenly spaced tasks, e.g. 0-9 or 0-8:2.", SAY_SHARD)
         return _shard("shard", f"{place + 1}/{numbers['COUNT']}")
     rank, count = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     if rank.isdecimal() and count.isdecimal():
         return _shard("shard", f"{int(rank) + 1}/{count}")
     raise UsageError(
-        "shard=auto finds neither SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT nor RANK and WORLD_SIZE.", SAY_SHARD
+        "shard=auto requires SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT, or RANK and WORLD_SIZE; neither pair "
+        "is set.",
+        SAY_SHARD,
     )
 
 
 def _memory_size(name: str, value: object) -> str:
     """Return a size with its unit. Raise UsageError for others."""
     if not (isinstance(value, str) and SIZE.fullmatch(value)):
-        raise UsageError(
-            f"{name}={format_argument(value)} is not a size of memory.", "Write it with a unit, as in 8GB or 8GiB."
-        )
+        raise UsageError(f"{name}={shown(value)} is not a memory size.", "Give a number with a unit, e.g. 8GB or 8GiB.")
     return value
 
 
@@ -85,8 +85,8 @@ class KeptRequest(Request):
     """Options on keeping finished units, and on resuming from them."""
 
     work: Place = option(
-        "Folder, or address such as `s3://bucket/folder`, for finished units until the report is written. The same "
-        "command resumes from there.",
+        "Folder, or address such as `s3://bucket/folder`, that stores finished units until the report is written. "
+        "Repeat the command to resume.",
         panel=WORK,
         metavar="DIR",
         call_only="written",
@@ -108,14 +108,14 @@ class SpreadRequest(Request):
         python_only=True,
     )
     device_map: Literal["auto"] | None = option(
-        "`auto`: spread the model over all GPUs, memory and disk (accelerate). weights.* are measured from its files.",
+        "`auto`: distribute the model over GPUs, CPU memory and disk (accelerate). weights.* are computed from files.",
         panel=WORK,
         metavar="auto",
         python_only=True,
     )
     max_cpu_memory: MemorySize | None = option(
-        "Largest memory of the CPU for the weights, as in `8GB`, with device_map; the rest is read from disk in each "
-        "pass.",
+        "Maximum CPU memory for the weights with device_map, e.g. `8GB`; the remaining weights are read from disk in "
+        "each pass.",
         panel=WORK,
         metavar="SIZE",
         shown="3/4 of what is free",
@@ -127,7 +127,7 @@ class EngineRequest(Request):
     """Options on where the units of a run are computed."""
 
     engine: Engine = option(
-        "Where units are computed: in processes on this machine (`local`), or as tasks of a Ray cluster (`ray`).",
+        "Compute units in processes on this machine (`local`) or as tasks of a Ray cluster (`ray`).",
         "local",
         panel=WORK,
         metavar="NAME",
@@ -141,8 +141,8 @@ class SharedRequest(KeptRequest, EngineRequest):
     """Additional options of runs whose units can be computed elsewhere."""
 
     shard: Shard | None = option(
-        "Compute only part I of N, as in `2/8`; `auto` takes both from Slurm or torchrun. The same command without "
-        "--shard computes the remaining units and writes the report.",
+        "Compute only part I of N, e.g. `2/8`; `auto` takes both numbers from Slurm or torchrun. The same command "
+        "without --shard computes the remaining units and writes the report.",
         panel=WORK,
         metavar="I/N",
     )
@@ -162,35 +162,41 @@ class CheckRequest(Request):
     """Options of `check` besides those for reading a model."""
 
     rules: FilePlace = option(
-        'TOML file with a table `[check]`, as in `"tokens.entropy" = ["min > 0.05"]`.',
+        'TOML file with a table `[check]`, e.g. `"tokens.entropy" = ["min > 0.05"]`.',
         metavar="FILE",
         shown="attnlens.toml, or [tool.attnlens.check] of pyproject.toml",
         call_only="read",
     )
     rule: Words = option(
-        "A rule, as in `tokens.entropy: min > 0.05`; repeatable. Default files of rules are then not read.",
+        "A rule, e.g. `tokens.entropy: min > 0.05`; repeatable. Replaces the default rule files.",
         (),
         metavar="RULE",
         call_only="read",
     )
-    baseline: FilePlace = option("Baseline of the heads' values.", None, BASELINE, "FILE", call_only="read")
-    update_baseline: bool = option("Accept this report: write it to --baseline.", False, BASELINE, call_only="written")
+    baseline: FilePlace = option(
+        "Baseline file with the expected values of the heads.", None, BASELINE, "FILE", call_only="read"
+    )
+    update_baseline: bool = option(
+        "Accept this report as the new baseline: write it to --baseline.", False, BASELINE, call_only="written"
+    )
     recompute: Whole | None = option("Number of the report's heads to recompute from MODEL.", metavar="NUMBER", least=1)
     annotations: bool = option(
-        "Annotate the ten worst heads for GitHub, and write the step's summary; on if GITHUB_ACTIONS is set.",
+        "Print GitHub annotations for the ten worst heads, and write the step summary; on if GITHUB_ACTIONS is set.",
         False,
         "Output",
     )
-    allow_partial: bool = option("Accept a report that covers only a part of the model.", False)
-    relative: float = option("Largest relative deviation of a head from the baseline.", RELATIVE, BASELINE, "NUMBER")
+    allow_partial: bool = option("Accept a report that covers only part of the model.", False)
+    relative: float = option(
+        "Largest allowed relative deviation of a head from the baseline.", RELATIVE, BASELINE, "NUMBER"
+    )
     absolute: float | None = option(
-        "Largest absolute deviation; the larger of both tolerances counts.",
+        "Largest allowed absolute deviation; the larger of the two tolerances applies.",
         panel=BASELINE,
         metavar="NUMBER",
-        shown="that share of the measure's range",
+        shown="the same fraction of the measure's range",
     )
     fdr: float = option(
-        "Expected share of false alarms among the heads that p-values report (Benjamini–Hochberg).",
+        "Expected share of false alarms among the heads reported by p-value (Benjamini–Hochberg).",
         FDR,
         BASELINE,
         "SHARE",
@@ -222,8 +228,8 @@ class Loading(Request):
     """Options for loading a model."""
 
     device: Device = option(
-        "`auto`, `cpu`, `cuda`, `cuda:1`, `mps`; `spread` uses all GPUs, memory and disk; `files` reads one layer at "
-        "a time (--source weights).",
+        "`auto`, `cpu`, `cuda`, `cuda:1`, `mps`; `spread` uses all GPUs, CPU memory and disk; `files` reads one layer "
+        "at a time (--source weights).",
         "auto",
         metavar="DEVICE",
     )
@@ -271,31 +277,36 @@ class Feeding(Loading):
     windows: Whole = option("Number of windows (or lines), over all texts.", 32, panel=INPUT, least=1)
     batch_size: Whole = option("Sequences per forward pass.", 8, panel=INPUT, least=1)
     pack: bool = option(
-        "Cut running text into windows, or read each line as one sequence.", True, panel=INPUT, flag="--pack/--no-pack"
+        "Cut continuous text into windows, or read each line as one sequence.",
+        True,
+        panel=INPUT,
+        flag="--pack/--no-pack",
     )
     placement: Placement = option(
-        "Position of the windows in each text: evenly `spread`, the `first` ones, or `random`.",
+        "Position of the windows in each text: evenly spaced (`spread`), at the beginning (`first`), or `random`.",
         "spread",
         panel=INPUT,
         metavar="PLACE",
     )
     intervals: Intervals | None = option(
-        "Population of errors and intervals: other `windows` of these texts, or other `texts` like these.",
+        "Errors and intervals generalise to other `windows` of these texts, or to other `texts` of the same kind.",
         panel=INPUT,
         metavar="UNITS",
-        shown="texts from five on, else windows",
+        shown="texts if there are at least five, else windows",
         noun="unit of intervals",
         python_only=True,
     )
-    allow_foreign_text: bool = option("Continue if the tokenizer does not know half of the text.", False, panel=INPUT)
-    seed: Whole = option("Seed of everything random.", 0, least=0, most=LARGEST)
+    allow_foreign_text: bool = option(
+        "Continue even if half of the text's tokens are unknown to the tokenizer.", False, panel=INPUT
+    )
+    seed: Whole = option("Random seed.", 0, least=0, most=LARGEST)
 
 
 class ModelRequest(Feeding):
     """Additional options that select layers and heads."""
 
-    layers: Numbers | None = option("Only these layers, as in `0-3,7`.", metavar="NUMBERS")
-    heads: Numbers | None = option("Only these heads, as in `0,5`.", metavar="NUMBERS")
+    layers: Numbers | None = option("Only these layers, e.g. `0-3,7`.", metavar="NUMBERS")
+    heads: Numbers | None = option("Only these heads, e.g. `0,5`.", metavar="NUMBERS")
 
 
 class SeriesRequest(ModelRequest):
@@ -309,8 +320,8 @@ class SeriesRequest(ModelRequest):
         metavar="NAME",
     )
     select: SelectionRule = option(
-        "Tokens that a query selects (analyzer `selection`): the largest score (`argmax`), or the fewest tokens with "
-        "a share of the weight (`top-p:0.9`).",
+        "Tokens that a query selects (analyzer `selection`): the one with the largest score (`argmax`), or the fewest "
+        "that together have this share of the weight (`top-p:0.9`).",
         "argmax",
         metavar="RULE",
         python_only=True,
@@ -341,7 +352,7 @@ class CompareRequest(SeriesRequest):
     )
 
     fdr: Share = option(
-        "Largest expected share of false discoveries among reported changes (Benjamini–Hochberg over heads × "
+        "Maximum expected share of false discoveries among the reported changes (Benjamini–Hochberg over heads × "
         "measures).",
         0.05,
         metavar="RATE",

@@ -88,14 +88,14 @@ class KernelRequest(ModelRequest):
         metavar="PART",
     )
     controls: bool = option(
-        "Also measure trivial alternatives of each kernel: a sink-window that keeps as much, `hard`, `uniform`, and "
-        "the branches of filtered kernels and hybrids.",
+        "Also measure trivial alternatives to each kernel: a sink-window of the same size, `hard`, `uniform`, and the "
+        "branches of filtered kernels and hybrids.",
         True,
         flag="--controls/--no-controls",
         python_only=True,
     )
     generate: Whole = option(
-        "Continue prompts greedily by up to this many tokens, and count the tokens until the changed model differs.",
+        "Generate up to this many tokens greedily, and count them until the changed model differs from the original.",
         64,
         least=0,
         most=65536,
@@ -105,17 +105,17 @@ class KernelRequest(ModelRequest):
         python_only=True,
     )
     calibration: Words = several_files(
-        "Calibration text to fit, choose ranks and train on; repeatable. Default: windows of the evaluated text that "
-        "are not evaluated."
+        "Calibration text for fitting, choosing ranks and training; repeatable. Default: windows of --text that are "
+        "not used for evaluation."
     )
-    save: FolderPlace = new_folder("Folder to write the changed model to.")
+    save: FolderPlace = new_folder("Folder for the changed model.")
 
 
 class SwapRequest(SharedRequest, KernelRequest):
     """Options of `swap_kernel`, without the kernels."""
 
     sweep: Sweep | None = option(
-        "Also swap each of the `heads` or `layers` alone, and rank them by harm.", metavar="WHAT"
+        "Also swap each of the `heads` or `layers` individually, and rank them by harm.", metavar="WHAT"
     )
     predictors: bool = option(
         "Correlate the harm of single heads with the measures of `inspect` (with a sweep of at least eight heads).",
@@ -130,7 +130,7 @@ class SwapRequest(SharedRequest, KernelRequest):
         metavar="PATH",
         python_only=True,
     )
-    allow_signed: bool = option("Allow odd powers, whose attention can be negative.", False, python_only=True)
+    allow_signed: bool = option("Allow odd powers, which can make attention negative.", False, python_only=True)
 
 
 class RanksRequest(KeptRequest, KernelRequest):
@@ -162,7 +162,7 @@ class HealRequest(KeptRequest, KernelRequest):
         shown=str(STEPS),
     )
     learn: HealingGoal = option(
-        "Learn the predictions of the original model (`teacher`), or the next tokens of the `text`.",
+        "Train on the predictions of the original model (`teacher`), or on the next tokens of the `text`.",
         "teacher",
         metavar="GOAL",
         noun="--learn",
@@ -172,30 +172,23 @@ class HealRequest(KeptRequest, KernelRequest):
         metavar="N",
         least=1,
         most=65536,
-        shown="one batch, or fewer for few tokens",
+        shown="one batch; fewer if there are few tokens",
         python_only=True,
     )
     rank: Whole | None = option(
-        "Restrict the change of each weight to a product of this rank.",
-        metavar="R",
-        least=1,
-        most=65536,
-        python_only=True,
+        "Restrict the change of each weight matrix to this rank.", metavar="R", least=1, most=65536, python_only=True
     )
     control: bool = option(
-        "With `--learn text`: train the same weights of the original equally long, and compare.", False
+        "With `--learn text`: also train the same weights of the original for as many steps, and compare.", False
     )
     checkpointing: bool = option(
-        "Use less memory: compute activations again in the backward pass.", False, python_only=True
+        "Use less memory: recompute activations in the backward pass.", False, python_only=True
     )
     eta: float | None = option(
         "Weight of the KSVD regulariser of the kernel `primal`.", metavar="NUMBER", shown="0.1", python_only=True
     )
     ksvd_convention: Convention = option(
-        "Objective of the KSVD regulariser: as in the `paper` or in its `code`.",
-        "paper",
-        metavar="NAME",
-        python_only=True,
+        "KSVD objective: as in the `paper`, or as in its published `code`.", "paper", metavar="NAME", python_only=True
     )
     fit: bool = option("Fit the kernel's free parameters to calibration text, per head, in closed form.", False)
     ranks: Any = one_file("Heal the kernel `rank` with the ranks of this plan (written by `ranks --plan`).")
@@ -233,9 +226,9 @@ class SwapOptions:
         files = {"text": request.text, "calibration": request.calibration, "prompts": [request.prompts]}
         reading = [f"--{name}" for name, paths in files.items() if "-" in paths]
         if len(reading) > 1:
-            raise UsageError(f"{' and '.join(reading)} both read stdin.", "Give one of them a file.")
+            raise UsageError(f"{' and '.join(reading)} cannot both read stdin.", "Give one of them a file.")
         if request.prompts is not None and not request.generate:
-            raise UsageError("prompts have no effect with generate=0.", "Leave one of them out.")
+            raise UsageError("prompts have no effect with generate=0.", "Omit one of them.")
         if request.save is not None:
             check_folder(Path(request.save))
         for spelling in spellings:
@@ -262,8 +255,8 @@ class SwapOptions:
         for kernel in self.kernels if self.fit else ():
             if len(self.kernels) == 1 and not kernel.fits:
                 raise UsageError(
-                    f"{kernel.info.name} has no free parameter that could be fitted.",
-                    "Leave out --fit, or choose a kernel that has one: `attnlens list kernels` shows them.",
+                    f"{kernel.info.name} has no free parameters to fit.",
+                    "Omit --fit, or choose a kernel with free parameters; see `attnlens list kernels`.",
                 )
             if kernel.oracle:
                 raise UsageError(
@@ -272,7 +265,7 @@ class SwapOptions:
                 )
             if kernel.tie is not None:
                 raise UsageError(
-                    f"{kernel.spelling} can't be fitted: under {kernel.tie} its logits are not the head's own.",
+                    f"{kernel.spelling} can't be fitted: with {kernel.tie}, its logits are not those of the head.",
                     f"Leave out --fit, or {kernel.tie}.",
                 )
 
@@ -301,13 +294,12 @@ class RankOptions:
             readable = isinstance(latents, str) and LATENTS.fullmatch(latents) and "rank=" not in latents
             if latents is not None and not readable:
                 raise UsageError(
-                    f"--latents: cannot parse {format_argument(latents)}.",
-                    "Write it like --latents group=all,rotation=before.",
+                    f"--latents: cannot parse {shown(latents)}.", "Write, e.g., --latents group=all,rotation=before."
                 )
             return cls(arguments.budget(getattr(request, "budget", None) or "loss:1%"), None, latents)
         for name in ("budget", "latents", "layers", "heads", "part"):
             if getattr(request, name, None) is not None:
-                raise UsageError(f"The plan of --ranks already contains --{name}.", f"Leave out --{name} or --ranks.")
+                raise UsageError(f"The plan of --ranks already sets --{name}.", f"Leave out --{name} or --ranks.")
         plan = _read_plan(ranks)
         return cls(Budget(plan.unit, plan.budget), plan, plan.form)
 
@@ -361,14 +353,14 @@ class HealOptions:
         if kernel.oracle:
             raise UsageError(
                 f"{kernel.spelling} can't be healed: it decomposes the evaluated text's own logits.",
-                "Leave out oracle: the fitted form is a model.",
+                "Omit oracle: only the fitted form is a model.",
             )
         if not kernel.has_gradient:
             raise UsageError(f"{kernel.spelling} can't be healed: its weights have no gradient.", "Use swap-kernel.")
         if request.control and request.learn != "text":
             raise UsageError(
-                "--control: the original model already makes its own predictions.",
-                "Add --learn text, so that both models learn the text.",
+                "--control has no effect here: the original model already makes its own predictions.",
+                "Add --learn text, so that both models are trained on the text.",
             )
         plain = {name: getattr(request, name) for name in ("batch", "rank", "control", "checkpointing")}
         eta, convention = _regulariser(kernel, request.eta), request.ksvd_convention
@@ -387,7 +379,7 @@ def _regulariser(kernel: Kernel, eta: Any) -> float | None:
         return ETA
     if isinstance(eta, bool) or not isinstance(eta, int | float) or not 0 <= eta <= LARGEST:  # NaN fails too
         raise UsageError(
-            f"eta must be 0 or more, not {format_argument(eta)}.", f"The published code has 0.01 to {ETA:g}."
+            f"eta must be 0 or more, not {shown(eta)}.", f"The published code uses values from 0.01 to {ETA:g}."
         )
     return float(eta)
 
@@ -396,24 +388,24 @@ def swap_options(kernels: str | Sequence[str], request: SwapRequest) -> SwapOpti
     """Return the options of `swap_kernel`. Raise UsageError for contradictions."""
     options = SwapOptions.of(words("kernels", kernels), request)
     if not options.kernels:
-        raise UsageError("No kernel is named.", "Give one, as in --kernel rbf.")
+        raise UsageError("No kernel given.", "Give one, e.g. --kernel rbf.")
     if options.save is not None:
         if len(options.kernels) > 1:
-            raise UsageError(f"--save takes one kernel, not {len(options.kernels)}.", "Give one --kernel.")
+            raise UsageError(f"--save accepts a single kernel, not {len(options.kernels)}.", "Give one --kernel.")
         for name in ("shard", "jobs", "engine"):
             if getattr(request, name) not in (None, 1, "local"):
                 raise UsageError(
-                    f"--save writes the model of this process, but with --{name} other processes change it.",
+                    f"--save writes the model of the current process, but with --{name} other processes modify it.",
                     f"Leave out --{name}, or --save.",
                 )
     joined = next((kernel for kernel in options.kernels if kernel.joins), None)
     if options.sweep == "heads" and joined is not None:
         raise UsageError(
-            f"Under {joined.spelling} key heads share a latent, so that no head can be swapped alone.",
+            f"With {joined.spelling}, key heads share a latent, so heads cannot be swapped individually.",
             "Use --sweep layers, or rank:group=1.",
         )
     if options.calibration and not options.reads_calibration:
-        raise UsageError("--calibration has no effect without a fit.", "Add --fit, or leave it out.")
+        raise UsageError("--calibration has no effect without --fit.", "Add --fit, or leave it out.")
     return options
 
 
@@ -432,7 +424,7 @@ def heal_options(
         kernel = KERNEL if ranks is None else BUDGETED
     spellings = list(dict.fromkeys(words("kernel", kernel)))
     if len(spellings) != 1:
-        raise UsageError(f"heal takes one kernel, not {len(spellings)}.", "Give one --kernel.")
+        raise UsageError(f"heal accepts a single kernel, not {len(spellings)}.", "Give one --kernel.")
     if ranks is not None:
         if spellings != [BUDGETED]:
             raise UsageError(f"--ranks contains a plan for the kernel {BUDGETED}.", "Leave out --kernel, or --ranks.")

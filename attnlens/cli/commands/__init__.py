@@ -42,7 +42,7 @@ Explained = Annotated[str, typer.Argument(metavar="MEASURE", help="A measure, cu
 
 @guard
 def list_(what: opt.Listed = None, markdown: opt.ListedMarkdown = False, debug: opt.Debug = False) -> None:
-    """List kernels, analyzers and measures, or which model types are read, or print the report's JSON Schema."""
+    """List kernels, analyzers, measures or supported model types, or print the report's JSON Schema."""
     kind = None if what is None else checked_name("list", what, opt.LISTED)
     if kind == "schema":
         from attnlens.records import json_schema
@@ -71,7 +71,7 @@ def list_(what: opt.Listed = None, markdown: opt.ListedMarkdown = False, debug: 
 
 @guard
 def explain(name: Explained, markdown: opt.ListedMarkdown = False, debug: opt.Debug = False) -> None:
-    """Explain a measure or kernel: formula, range, null, errors, source, and what to do with the answer."""
+    """Explain a measure or kernel: formula, range, null, errors, source, and how to interpret the value."""
     from attnlens.report.sections.reference import explanation
 
     _show([explanation(name)], markdown=markdown)
@@ -98,7 +98,7 @@ Saved = Annotated[str, typer.Argument(metavar="REPORT", help="A report from --js
 @guard
 @opt.also(opt.SHOWN)
 def report(context: typer.Context, saved: Saved, table: opt.Table = False, **_shared: object) -> None:
-    """Show a saved report again: its tables, or with --html, --figure, --csv and --markdown as files."""
+    """Show the tables of a saved report, or export it with --html, --figure, --csv or --markdown."""
     outputs = Outputs.of(context.params)
     from attnlens.records import read_report  # late, because it loads pydantic
 
@@ -111,9 +111,9 @@ NOT_EXAMINED = ("batch_size", "placement", "intervals", "allow_foreign_text")
 """Options without effect on `doctor`, which compares two sequences of any content in one pass."""
 app = typer.Typer(
     name="attnlens",
-    help="Look at the attention of pretrained transformers as kernel machines.",
-    epilog="Exit codes: 0 done · 1 a check failed · 2 the words or the input can't be used · 3 done in part, with "
-    "--strict · 130 interrupted, finished work is kept · 141 the reader of stdout left early.",
+    help="Analyse the attention of pretrained transformers as kernel machines.",
+    epilog="Exit codes: 0 success · 1 a check failed · 2 invalid arguments or input · 3 incomplete, with --strict · "
+    "130 interrupted; finished work is kept · 141 output pipe closed.",
     invoke_without_command=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -134,7 +134,7 @@ def root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Look at the attention of pretrained transformers as kernel machines."""
+    """Analyse the attention of pretrained transformers as kernel machines."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(UNUSABLE)
@@ -157,13 +157,15 @@ def inspect(
     strict: opt.Strict = False,
     **_shared: object,
 ) -> None:
-    """Show per head symmetry, definiteness and spectrum; with `--analyzer selection`, whether it selects as an SVM."""
+    """Measure symmetry, definiteness and spectrum of each head; with `--analyzer selection`, compare it with an SVM."""
     params = context.params
     outputs = Outputs.of(params)
     request = opt.build(InspectRequest, params, **opt.selected_heads(params))
     check_reading(request)
     if outputs.windows_csv is not None and request.source == "weights":
-        raise UsageError("source weights reads no window of a text.", "Leave out --windows-csv, or --source weights.")
+        raise UsageError(
+            "With source=weights no text windows are read.", "Leave out --windows-csv, or --source weights."
+        )
     name = named_model(model, quiet=outputs.quiet)
     outputs.check(Inputs.of(params, [name]))
     begin_workers(request.engine, request.jobs)
@@ -184,7 +186,7 @@ app.command()(check)
 @guard
 @opt.also(opt.parameters(DoctorRequest, without=NOT_EXAMINED), opt.TOLD)
 def doctor(context: typer.Context, model: opt.Model = None, strict: opt.Strict = False, **_shared: object) -> None:
-    """Prove on this model that what attnlens reads is what the model computes; exit 2 where it is not."""
+    """Verify that attnlens computes attention exactly as this model does; exit 2 if it does not."""
     outputs = Outputs.of(context.params)
     request = opt.build(DoctorRequest, context.params)
     name = named_model(model, quiet=outputs.quiet)

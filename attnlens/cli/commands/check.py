@@ -60,7 +60,7 @@ def check(
     markdown: opt.Markdown = None,
     **_shared: object,
 ) -> None:
-    """Check a report, or a model, against rules and a baseline; exit 1 if one fails. Reports need no torch."""
+    """Check a report or model against rules and a baseline; exit 1 if a check fails. Reports do not require torch."""
     from attnlens.checks import judging  # late, because it loads the records
     from attnlens.checks.rule import Tolerance
 
@@ -88,8 +88,8 @@ def check(
         from attnlens.wording import format_count, join_items
 
         complain(
-            f"{len(failed)} of {format_count(len(judged.checks), 'rule')} failed: {join_items(failed, 3)}.",
-            "The table shows the measured values; --json, --csv and --junit have them too.",
+            f"{len(failed)} of {counted(len(judged.checks), 'rule')} failed: {listed(failed, 3)}.",
+            "The table shows the measured values; --json, --csv and --junit contain them too.",
         )
         raise typer.Exit(FAILED)
 
@@ -104,14 +104,16 @@ def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, name
         raise UsageError("--update-baseline needs --baseline.", "See: attnlens check --help")
     if not names_report(subject):
         if model:
-            raise UsageError(f"{subject} is not a report that can be recomputed.", "Name a report, and then the model.")
+            raise UsageError(
+                f"{subject} is not a report that can be recomputed.", "Give a report, followed by its model."
+            )
         return
     ignored = set(READING) - (RECOMPUTED if model else set())
     for name in names:
         if name in ignored:
             raise UsageError(
-                f"{option_name(name)} says how a model is read, and {subject} is a report.",
-                f"Leave out {option_name(name)}, or name a model.",
+                f"{option_name(name)} applies to models, but {subject} is a report.",
+                f"Omit {option_name(name)}, or name a model.",
             )
 
 
@@ -125,7 +127,7 @@ def _load_rules(request: CheckRequest) -> list[Rule]:
     rules = rules or next(filter(None, (read_rules(place, named=False) for place in places)), [])
     if not rules and request.baseline is None and request.recompute is None:
         raise UsageError(
-            "There is no rule to check.",
+            "No rules to check.",
             "Write --rule 'tokens.entropy: min > 0.05', a table [check] in attnlens.toml, or --baseline FILE.",
         )
     return rules
@@ -232,6 +234,6 @@ def _annotate(report: Report, *, stderr: bool) -> None:
                 file.write(step_summary(report))
         except (OSError, ValueError) as error:
             raise OutputError(
-                f"The step's summary {place} can't be written: {error}.",
+                f"The step summary {place} can't be written: {error}.",
                 "Unset GITHUB_STEP_SUMMARY, or make it writable.",
             ) from None

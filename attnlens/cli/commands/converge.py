@@ -55,7 +55,7 @@ Models = Annotated[
     typer.Argument(
         metavar="[MODEL]...",
         help="With --head or --revisions: a model. With --checkpoints: folders, files or hub ids, or `demo`. "
-        "Without: the synthetic experiments.",
+        "If omitted: the synthetic experiments.",
         show_default=False,
     ),
 ]
@@ -64,7 +64,7 @@ Checkpoints = Annotated[
     opt.option(
         "--checkpoints",
         panel=opt.TRAINED,
-        help="Follow every head through these checkpoints (as in `--checkpoints a b c`; none: the demo's own).",
+        help="Follow every head through these checkpoints, e.g. `--checkpoints a b c`; if none, those of the demo.",
     ),
 ]
 Revisions = Annotated[
@@ -73,7 +73,7 @@ Revisions = Annotated[
         "--revisions",
         panel=opt.TRAINED,
         call_only="read",
-        help="Follow every head through these revisions of a hub model, as in `step1000,step2000`.",
+        help="Follow every head through these revisions of a hub model, e.g. `step1000,step2000`.",
         metavar="NAMES",
     ),
 ]
@@ -82,12 +82,12 @@ Head = Annotated[
     opt.option(
         "--head",
         panel=opt.TRAINED,
-        help="A head's own selection problem, as in `3.7`: on the module's inputs where M lives on them, else on "
-        "queries and keys.",
+        help="Train on the selection problem of this head, e.g. `3.7`: on the module's inputs if scores "
+        "are bilinear in them, else on queries and keys.",
         metavar="LAYER.HEAD",
     ),
 ]
-Quick = Annotated[bool, opt.option("--quick", help="Fewer trials and wider tolerances, in under half a minute.")]
+Quick = Annotated[bool, opt.option("--quick", help="Run fewer trials with wider tolerances (under half a minute).")]
 
 
 FOLLOWED = opt.parameters(CheckpointsRequest, without=("adapter", "engine"))
@@ -105,7 +105,7 @@ def converge(
     strict: opt.Strict = False,
     **_shared: object,
 ) -> None:
-    """Does training select tokens as the max-margin solution says? Synthetic, one head, or checkpoints."""
+    """Test whether training selects tokens like a max-margin classifier: synthetic, one head, or checkpoints."""
     params = context.params
     kind = kind_of(params)
     refuse_other(kind, command_line_options(context))
@@ -129,7 +129,7 @@ Table = Annotated[
 @guard
 @opt.also(opt.parameters(StudyRequest), opt.SHOWN)
 def reproduce(context: typer.Context, table: Table = CLAIMS, quick: Quick = False, **_shared: object) -> None:
-    """Rerun the papers' small experiments (exit 1 if a claim fails), or train the models of one of their tables."""
+    """Reproduce the papers' small experiments (exit 1 if a claim fails), or train the models of one of their tables."""
     params = context.params
     outputs = Outputs.of(params)
     request = opt.build(StudyRequest, params)
@@ -144,7 +144,7 @@ def reproduce(context: typer.Context, table: Table = CLAIMS, quick: Quick = Fals
             return analyses.reproduce(table, quick=quick, progress=tell, **request.explicit()), None
         except KeyboardInterrupt:
             if table != CLAIMS:
-                say("Finished runs are kept: the same command resumes from there.")
+                say("Finished runs are kept: repeat the command to resume.")
             raise
 
     report = run_and_deliver(outputs, work)
@@ -152,7 +152,10 @@ def reproduce(context: typer.Context, table: Table = CLAIMS, quick: Quick = Fals
     if failed:
         from attnlens.wording import join_items
 
-        complain(f"Not as published: {join_items(failed, 12)}.", "The table shows the measured values; --json has all.")
+        complain(
+            f"Results that differ from the published ones: {listed(failed, 12)}.",
+            "The table shows the measured values; --json contains all of them.",
+        )
         raise typer.Exit(FAILED)
 
 
@@ -173,7 +176,7 @@ def refuse_other(kind: str, options: list[str]) -> None:
         others = [other for other, names in KINDS.items() if name in names]
         if name not in KINDS[kind] | EVERYWHERE:
             option = "--" + name.replace("_", "-")
-            raise UsageError(f"{option} belongs to {' and '.join(others)}, and not to {kind}.", f"Leave out {option}.")
+            raise UsageError(f"{option} is an option of {' and '.join(others)}, not of {kind}.", f"Leave out {option}.")
 
 
 def prepare(kind: str, values: Mapping[str, Any]) -> Callable[[Any, Any], tuple[Report, Callable[[], None] | None]]:
@@ -184,7 +187,9 @@ def prepare(kind: str, values: Mapping[str, Any]) -> Callable[[Any, Any], tuple[
         return lambda analyses, tell: (analyses.converge_synthetic(progress=tell, **synthetic.explicit()), None)
     if kind == HEAD_RUN:
         if len(models) > 1:
-            raise UsageError(f"--head takes one model, not {len(models)}.", "Name one, or add --checkpoints.")
+            raise UsageError(
+                f"--head accepts a single model, not {len(models)}.", "Name a single model, or add --checkpoints."
+            )
         head = requests.head(values["head"])
         options = opt.build(requests.Feeding, values).explicit() | opt.build(DescentRequest, values).explicit()
         model = models[0] if models else "demo"
@@ -194,7 +199,9 @@ def prepare(kind: str, values: Mapping[str, Any]) -> Callable[[Any, Any], tuple[
     check_reading(request)
     revisions = [] if values["revisions"] is None else [word.strip() for word in values["revisions"].split(",")]
     if not all(revisions):
-        raise UsageError(f"--revisions {values['revisions']!r} has an empty name.", "Write it like step1000,step2000.")
+        raise UsageError(
+            f"--revisions {values['revisions']!r} contains an empty name.", "Write, e.g., step1000,step2000."
+        )
     begin_workers(request.engine, request.jobs)
     return lambda analyses, tell: analyses.follow(models or None, request, revisions=revisions, progress=tell)
 

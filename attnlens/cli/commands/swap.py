@@ -26,10 +26,10 @@ from attnlens.requests import CompareRequest, HealRequest, RanksRequest, SwapReq
 from attnlens.requests.swap import heal_options, rank_options, swap_options
 
 NAMES = "hub id, folder, file, `demo`, or a report (`.json`)"
-First = Annotated[
-    str, typer.Argument(metavar="FIRST", help=f"The first model, by which changes are measured: {NAMES}.")
+First = Annotated[str, typer.Argument(metavar="FIRST", help=f"The reference model: {NAMES}.")]
+Second = Annotated[
+    str, typer.Argument(metavar="SECOND", help=f"The model to compare with it; --adapter applies to this one: {NAMES}.")
 ]
-Second = Annotated[str, typer.Argument(metavar="SECOND", help=f"The second one, that --adapter applies to: {NAMES}.")]
 
 
 @guard
@@ -42,7 +42,7 @@ def compare(
     strict: opt.Strict = False,
     **_shared: object,
 ) -> None:
-    """Which heads changed between two models: on the same windows, with errors, p values and a false-discovery rate."""
+    """Find the heads that differ between two models, with standard errors, p values and a false-discovery rate."""
     params = context.params
     outputs = Outputs.of(params)
     request = opt.build(CompareRequest, params)
@@ -56,12 +56,12 @@ def compare(
         end_strictly(report)
 
 
-KERNEL_HELP = "as in `rbf:gamma=1+window:64`; `attnlens list kernels` names them."
+KERNEL_HELP = "e.g. `rbf:gamma=1+window:64`; see `attnlens list kernels`."
 Kernels = Annotated[
     list[str] | None,
     opt.option(
         "--kernel",
-        help=f"New kernel, {KERNEL_HELP} Repeatable, to compare several.",
+        help=f"New kernel, {KERNEL_HELP} Repeat the option to compare several.",
         metavar="NAME",
         show_default=KERNEL,
     ),
@@ -82,7 +82,7 @@ def swap_kernel(
     strict: opt.Strict = False,
     **_shared: object,
 ) -> None:
-    """Re-run a model with another attention kernel, and measure what changes."""
+    """Run a model with another attention kernel, and measure the effect."""
     request, kernels = opt.build(SwapRequest, context.params), tuple(kernel or [KERNEL])
     swap_options(kernels, request)  # checked here too, because importing `analyses` takes seconds
     begin_workers(request.engine, request.jobs)
@@ -99,7 +99,7 @@ def ranks(
     strict: opt.Strict = False,
     **_shared: object,
 ) -> None:
-    """Find how few numbers the keys of each head need within a budget of loss, and measure the model with them."""
+    """Find the smallest key rank of each head within a loss budget, and measure the model with these ranks."""
     request = opt.build(RanksRequest, context.params)
     request = request.with_options(ranks=rank_options(request)[1].plan)  # a plan from a pipe can only be read once
     _change(context.params, model, lambda analyses, name, tell: analyses.rank_work(name, request, tell))
@@ -114,7 +114,7 @@ def heal(
     strict: opt.Strict = False,
     **_shared: object,
 ) -> None:
-    """Replace the kernel, and train the swapped heads back towards the original model, or on text."""
+    """Replace the kernel, then train the swapped heads to match the original model, or on text."""
     request, kernel = opt.build(HealRequest, context.params), kernel or None
     ranks = heal_options(kernel, request)[2]
     request = request.with_options(ranks=None if ranks is None else ranks.plan)

@@ -43,12 +43,12 @@ class PrimalHeads(nn.Module):
             if not isinstance(count, Integral):
                 raise UsageError(f"{name} must be a whole number, not {count!r}.", "Give an int.")
             if count < 1 and name != "samples":
-                raise UsageError(f"{name} must be 1 at least, not {count}.", "Give a larger number.")
+                raise UsageError(f"{name} must be at least 1, not {count}.", "Give a larger number.")
         if samples < 0:
             raise UsageError(f"samples must not be negative, but is {samples}.", "Give 0 for F = I.")
         bound, what = min((head_dim, "head_dim"), (samples or head_dim, "the number of samples"))
         if scores > bound:
-            text = f"{scores} scores were asked for; {what} bounds their rank at {bound}, and more add none."
+            text = f"{scores} scores requested, but {what} limits their rank to {bound}; further scores have no effect."
             warnings.warn(text, UserWarning, stacklevel=_callers_level())
         self.samples = samples
         size = (heads, samples or head_dim, scores)
@@ -81,7 +81,8 @@ class PrimalHeads(nn.Module):
         if self.samples:
             if rows is None or causal:
                 raise UsageError(
-                    "Data-dependent primal attention samples rows of the whole text, which a causal mask forbids."
+                    "Data-dependent primal attention samples rows of the whole text, which is not allowed under a "
+                    "causal mask."
                     if causal
                     else "Data-dependent primal attention needs the inputs that its rows are sampled from.",
                     "Use samples=0." if causal else "Hand `rows` over.",
@@ -100,14 +101,16 @@ class PrimalHeads(nn.Module):
         """
         if self.last is None:
             raise UsageError(
-                "J belongs to a forward pass, and there was none yet, or none since the last regulariser.",
+                "J is computed from a forward pass, but none has run since the start or since the last call of the "
+                "regulariser.",
                 "Run the model first.",
             )
         e, r, real = self.last
         if torch.is_grad_enabled() and self.query_map.requires_grad and not e.requires_grad:
             raise UsageError(
                 "The last forward pass recorded no gradients: eval mode, no_grad, or reentrant checkpointing.",
-                "Run it in training mode without these (use_reentrant=False), or ask under torch.no_grad().",
+                "Run it in training mode without these (use_reentrant=False), or call the regulariser under "
+                "torch.no_grad().",
             )
         maps = self.query_map.to(e), self.key_map.to(e), self.log_multipliers.to(e).exp()
         return objectives(e, r, *maps, real, convention)
@@ -146,7 +149,7 @@ class PrimalAttention(nn.Module):
         if heads < 1 or d_model % heads:
             raise UsageError(f"{d_model} dimensions do not divide into {heads} heads.", "Choose a divisor of d_model.")
         if causal and samples:
-            raise UsageError("Causal primal attention has no sampled rows: the future would leak.", "Use samples=0.")
+            raise UsageError("Causal primal attention cannot sample rows: future tokens would leak.", "Use samples=0.")
         self.count, self.causal = heads, causal
         self.query, self.key, self.out = (nn.Linear(d_model, d_model) for _ in range(3))
         self.heads = PrimalHeads(heads, d_model // heads, scores, samples=samples)

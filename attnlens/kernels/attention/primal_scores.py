@@ -53,7 +53,7 @@ def features(call: Call, samples: int = 0) -> Features:
     if samples:
         if keys_reached.causal:
             raise UsageError(
-                "samples take rows of the whole text, and this site's mask is causal: the future would leak.",
+                "samples takes rows of the whole text, but this site's mask is causal: future tokens would leak.",
                 "Leave out samples: causal primal attention is data-independent.",
             )
         rows = ksvd.evenly_spaced(key, samples, real)
@@ -67,8 +67,8 @@ def whole_reach(call: Call) -> Reach:
     keys_reached = find_reach(call)
     if keys_reached is None:
         raise UsageError(
-            "Primal attention averages over all tokens up to a query; this site's mask is neither causal nor one of "
-            "padded tokens alone.",
+            "Primal attention averages over all tokens up to a query, but this site's mask is neither causal nor a "
+            "mask of padded tokens alone.",
             "Leave out such layers.",
         )
     return keys_reached

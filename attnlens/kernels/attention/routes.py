@@ -93,7 +93,7 @@ def _refuse(call: Call, kernel: Kernel) -> None:
 def _general_obstacle(call: Call, kernel: Kernel) -> str | None:
     """Return why no fused route except bands supports the call; None if one may."""
     if call.dropout:
-        return "dropout acts on attention weights, which a fused path never writes out"
+        return "dropout acts on attention weights, which a fused path does not materialise"
     if call.sinks is not None:
         return "the model has attention sinks, which need the full form"
     if kernel.part is not None:
@@ -115,9 +115,9 @@ def _hybrid_obstacle(call: Call, kernel: Kernel) -> str | None:
     if kernel.near is None:
         return ""
     if call.query.shape[2] != call.key.shape[2]:
-        return "with a key-value cache a query's row is computed whole"
+        return "with a key-value cache, rows are computed as a whole"
     if kernel.near.modifier.from_start and call.allowed is not None and not bool(call.allowed[..., -1, 0].all()):
-        return "sequences padded on the left have their first tokens elsewhere"
+        return "in left-padded sequences the first tokens are not at position 0"
     return _sums_obstacle(call, kernel)
 
 
@@ -126,7 +126,7 @@ def _sums_obstacle(call: Call, kernel: Kernel) -> str | None:
         return ""
     obstacle = _linear_obstacle(call, kernel, "running sum")
     if obstacle is None and call.bias is not None:
-        return "the model adds a bias to its scores, which a running sum can't"
+        return "the model adds a bias to its scores, which running sums do not support"
     obstacle = obstacle or _general_obstacle(call, kernel)
     if obstacle is None and find_reach(call) is None:
         return "the mask is neither causal nor a mask of padded keys alone"
@@ -144,9 +144,9 @@ def _flex_obstacle(call: Call, kernel: Kernel) -> str | None:
     if kernel.info.form != "score" or kernel.signed:
         return ""
     if not call.query.is_cuda:
-        return f"{kernel.info.name} is fused by FlexAttention on a GPU alone"
+        return f"{kernel.info.name} is fused only by FlexAttention, which requires a GPU"
     if kernel.fitted:
-        return "its parameters are fitted to each head"
+        return "its parameters are fitted per head"
     return _general_obstacle(call, kernel)
 
 

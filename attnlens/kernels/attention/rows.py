@@ -108,12 +108,12 @@ def positions(call: Call, key_filter: KeyFilter) -> Positions:
     elif queries == 1 and seen is None:
         query = torch.full_like(first, keys - 1)
     elif seen is None or queries > keys:
-        raise position_error(f"{queries} queries meet {keys} keys without a mask")
+        raise position_error(f"there are {queries} queries and {keys} keys, but no mask")
     else:
-        query = keys - 1 - seen.flip(-1).int().argmax(-1)
-        if queries > 1 and bool((query == query[:, :1]).all()):
-            raise position_error(f"all of the {queries} queries see the same last key")
-    return Positions(query, first)
+        own = keys - 1 - seen.flip(-1).int().argmax(-1)
+        if queries > 1 and bool((own == own[:, :1]).all()):
+            raise position_error(f"all {queries} queries see the same last key")
+    return Positions(own, first)
 
 
 def _has_window(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> bool:
@@ -132,7 +132,7 @@ def _has_window(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> 
 def position_error(reason: str) -> UsageError:
     """Build the error for a filter if queries have no position among the keys."""
     return UsageError(
-        f"A filter or hybrid needs each query's place among the keys, but {reason}.",
+        f"A filter or hybrid needs the position of each query among the keys, but {reason}.",
         "Leave out such sites with --part or --layers, or use the kernel without it.",
     )
 
@@ -162,7 +162,7 @@ def refuse_hidden(call: Call, kernel: Kernel) -> None:
     name = kernel.tied_by
     if call.sinks is not None:
         raise UsageError(
-            f"{name} leaves query-only terms out, and this model's attention sinks compete with them.",
+            f"{name} omits terms that depend on the query alone, but this model's attention sinks compete with them.",
             "Choose another kernel for this model.",
         )
     real = _real(call)[:, None]
@@ -170,8 +170,8 @@ def refuse_hidden(call: Call, kernel: Kernel) -> None:
     if bool(hidden):
         instead = "; or leave out oracle: the fitted form runs under any mask" if kernel.oracle else ""
         raise UsageError(
-            f"{name} needs every pair of tokens, and a mask hides some here (causal, or a window): the parts of log k "
-            "are not defined for such a head.",
+            f"{name} needs every pair of tokens, but this head's mask hides some (causal, or a window): the parts "
+            "of log k are not defined for it.",
             f"Choose the bidirectional sites: --part encoder, or --layers{instead}.",
         )
 

@@ -64,7 +64,7 @@ def as_exponential(query: Query, key: Key, scale: float, kernel: Kernel) -> tupl
     """
     if kernel.signed:
         raise ModelError(
-            f"Attention by the kernel {kernel.spelling} can be negative: it is not a softmax and has no logits.",
+            f"Attention with the kernel {kernel.spelling} can be negative, so it is not a softmax and has no logits.",
             "Choose a model with a positive kernel.",
         )
     if kernel.tie is None and kernel.info.dot is not None:

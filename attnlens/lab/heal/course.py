@@ -201,7 +201,7 @@ def split(healer: Healer, batches: Batches, seed: int, trained: float = math.inf
     """Split into training and held-out batches, spread over the texts; raise TextError for fewer than two batches."""
     if len(batches) < 2:
         raise TextError(
-            "Healing needs two batches of calibration text at least: one to train, one to choose the best step.",
+            "Healing needs at least two batches of calibration text: one to train on, one to choose the best step.",
             "Give a longer text with --calibration, or a smaller --batch-size.",
         )
     if healer.goal == "text":

@@ -63,7 +63,8 @@ def train_swap(
     """
     if options.goal == "text" and (session.task in ("hidden", "classification") or calibrated.made_up):
         raise UsageError(
-            "--learn text: this model predicts no token of a text.", "Leave it out: the original model teaches."
+            "--learn text: this model does not predict tokens.",
+            "Omit --learn to train on the original model's predictions.",
         )
     model, name = session.loaded.model, "heal"
     if control:
@@ -291,7 +292,7 @@ class Descent:
         distances = self.held_out.distances()
         if step == 0 and not distances.finite:
             raise ModelError(
-                "The swapped model diverges, so that nothing can be healed.", "Try --fit, or fewer layers."
+                "The loss of the swapped model is not finite, so it cannot be healed.", "Try --fit, or fewer layers."
             )
         if distances.finite:
             self.best.offer(step, distances.mean, self.course.healer.leaves)

@@ -221,7 +221,7 @@ class Healer:
         masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
         if not masks:
             raise ModelError(
-                "No weight affects queries or keys of swapped heads alone.", "Use swap-kernel, which trains nothing."
+                "No weight affects only the queries or keys of swapped heads.", "Use swap-kernel, which trains nothing."
             )
         self.swaps = expand_parameters(self.loaded, self.sites, self.swaps, [batch])
         if self.convention == "code":  # start at √(nΛ) instead of Λ, n the sequence length: J is 0 there
@@ -243,7 +243,7 @@ class Healer:
             self.blocks = [block for _, block in hooks.blocks(self.loaded.model, texts.first(batch.inputs, 1))]
             if not self.blocks:
                 raise ModelError(
-                    "This model has no blocks that run once in a pass, whose activations could be computed again.",
+                    "Checkpointing needs blocks that run exactly once per forward pass; this model has none.",
                     "Leave out checkpointing.",
                 )
         for site, swap in self.swaps.items():

@@ -161,8 +161,9 @@ def _check_groups(site: Site, heads: tuple[int, ...], group: int) -> tuple[int, 
     sharing = [head for kv_head in kv_heads for head in range(kv_head * group, (kv_head + 1) * group)]
     if list(heads) != sharing:
         raise UsageError(
-            f"At {site.name} the heads {', '.join(map(str, sharing))} share key heads, and not all of them are chosen.",
-            "A key shrinks for all of its query heads or for none: choose whole groups with --heads.",
+            f"At {site.name}, heads {', '.join(map(str, sharing))} share key heads, but only some of them are "
+            "selected.",
+            "Select all or none of the query heads that share a key head (--heads).",
         )
     return kv_heads
 

@@ -317,17 +317,17 @@ def check_fits(plan: Plan, reached: Sequence[SiteCall]) -> None:
 def _mismatch(key: KeyRank, reached: SiteCall | None) -> str | None:
     """Describe how a key head of the plan differs from the model's; None if it does not."""
     if reached is None:
-        return f"it has a rank for key head {key.kv_head} of {key.site}, which is not here"
+        return f"it has a rank for key head {key.kv_head} of {key.site}, which the model lacks"
     site, head_dim = reached.site, reached.call.query.shape[-1]
     where = f"at {key.site} key head {key.kv_head}"
     heads = [head for kv_head in key.kv_heads or [key.kv_head] for head in _query_heads(reached, kv_head)]
     if key.heads != heads:
         theirs, ours = (", ".join(map(str, each)) for each in (key.heads, heads))
-        return f"{where} serves query heads {theirs} in the plan, and {ours} here"
+        return f"{where} serves query heads {theirs} in the plan, but {ours} in the model"
     if key.head_dim != head_dim * key.keys:
-        return f"{where} has {key.head_dim} directions in the plan, and {head_dim * key.keys} here"
+        return f"{where} has {key.head_dim} dimensions in the plan, but {head_dim * key.keys} in the model"
     if (key.layer, key.part) != (site.layer, site.part):
-        return f"{key.site} is layer {key.layer} ({key.part}) in the plan, and {site.layer} ({site.part}) here"
+        return f"{key.site} is layer {key.layer} ({key.part}) in the plan, but {site.layer} ({site.part}) in the model"
     return None
 
 

@@ -76,13 +76,13 @@ def cut_samples(
         skip = evaluated.sequences + turn * cut.sequences
         one_third = replace(cut, turn=(turn, PARTS))
         parts.append(texts.batches(loaded, contents, one_third, apart_from=evaluated, skip_noise=skip))
-    uses = ("what ranks are chosen by", "fitted on"), ("what the promise is made from", "fitted on or chosen by")
+    uses = ("the text for choosing ranks", "fitted on"), ("the held-out text", "the text for fitting or choosing")
     for number, (part, (use, earlier)) in enumerate(zip(parts[1:], uses, strict=False), start=1):
         share = shared_share(loaded.tokenizer, part.passages, texts.passages(parts[:number]))
         if share > MOST_SHARED:
             raise TextError(
-                f"The calibration text repeats itself: {100 * share:.0f} % of {use} is {earlier} too.",
-                "Give a --calibration text that says things once.",
+                f"The calibration text is repetitive: {100 * share:.0f} % of {use} also occurs in {earlier}.",
+                "Give a less repetitive --calibration text.",
             )
     return tuple(Sample(part, Design.of(part.parts, intervals)) for part in parts)
 
@@ -93,14 +93,16 @@ def _check_amount(contents: Sequence[Content], first: Batches, evaluated: Batche
     for content in contents:
         if (free := available.get(content.name, 0)) < PARTS * LEAST:
             raise TextError(
-                f"{content.name} has {free} {'windows' if first.pack else 'lines'} that are not evaluated; a budget "
-                f"needs {PARTS * LEAST} of each text, {LEAST} to fit on, {LEAST} to choose ranks by and {LEAST} to "
-                "promise from.",
-                "Give a longer text, fewer --length or --windows, or leave that text out.",
+                f"{content.name} has {free} {'windows' if first.pack else 'lines'} that are not used for "
+                "evaluation; a budget "
+                f"needs {PARTS * LEAST} of each text: {LEAST} for fitting, {LEAST} for choosing ranks and {LEAST} for "
+                "the estimate.",
+                "Give a longer text, reduce --length or --windows, or omit that text.",
             )
     if intervals == "texts" and len(contents) < FEWEST_TEXTS:
         raise UsageError(
-            f"Intervals over texts need {FEWEST_TEXTS} texts, and a budget has {len(contents)} to choose by.",
+            f"Intervals over texts need at least {FEWEST_TEXTS} texts; the budget has {len(contents)} for choosing "
+            "ranks.",
             "Give more --calibration, or leave out intervals='texts'.",
         )
 
@@ -199,10 +201,10 @@ FORMS = 5
 def check_task(task: Task) -> None:
     """Raise UsageError if the model has no loss on the text, which a budget is a share of."""
     if task not in ("causal", "masked", "seq2seq"):
-        what = f"has {HEADLESS}" if task == "hidden" else "is measured against its own choices alone"
+        what = f"has {HEADLESS}" if task == "hidden" else "is compared only with its own previous predictions"
         raise UsageError(
-            f"This model {what}, so that there is no loss to spend.",
-            "Give one rank for all heads, as in --kernel rank:16.",
+            f"A loss budget cannot be applied: this model {what}.",
+            "Use the same rank for all heads, e.g. --kernel rank:16.",
         )
 
 

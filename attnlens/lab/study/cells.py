@@ -249,7 +249,7 @@ def _build_timer(
 
 
 SEARCH_SEED = 1_000_003  # of the learning-rate search runs, which are not reported
-AGAIN = "Run the same command again, with fewer --jobs if memory was short: what is finished is kept."
+AGAIN = "Run the same command again, with fewer --jobs if memory ran out; finished runs are kept."
 MakeTasks = Callable[[], Sequence[StudyTask]]
 """Function that rebuilds the tasks in another process; their tensors, one per sentence, are too many to send."""
 

@@ -139,7 +139,7 @@ def build_accelerator() -> Accelerator:
         from accelerate import Accelerator
     except ImportError:
         raise UsageError(
-            "study trains with accelerate, which is not installed.", 'Run: pip install "attnlens[study]"'
+            "Training a study requires accelerate, which is not installed.", 'Run: pip install "attnlens[study]"'
         ) from None
     return Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
 
@@ -165,20 +165,20 @@ def _descend(
         loss, tokens = take_step(accelerator, model, optimiser, next(batches), run)
         latest = replace(latest, step=step, tokens=latest.tokens + tokens)
         if not math.isfinite(loss):
-            return replace(latest, problem=f"its loss was no finite number at step {step}")
+            return replace(latest, problem=f"its loss was not finite at step {step}")
         if step not in looks:
             continue
         seconds = before + time.perf_counter() - start
         validation = mean_loss(task, model, "validation", scale.batch)
         if not math.isfinite(validation):
-            return replace(latest, problem=f"its validation loss was no finite number at step {step}")
+            return replace(latest, problem=f"its validation loss was not finite at step {step}")
         latest = latest.with_evaluation(model, validation, watch(step), seconds)
         if state is not None:
             save_state(state, latest, model, optimiser)
         start, before = time.perf_counter(), latest.seconds
     first, *others = (loss for _, loss in latest.curve)
     if not min(others) < first:
-        latest = replace(latest, problem="it never predicts better than before its first step")
+        latest = replace(latest, problem="it never predicts better than before training")
     return latest
 
 

@@ -236,7 +236,7 @@ def train_unit(unit: TrainingUnit, task: StudyTask, store: Store) -> dict[str, A
     outcome = RunOutcome(
         result.curve,
         result.watched if unit.watched else [],
-        result.problem if finite else "its loss on the test set is no finite number",
+        result.problem if finite else "its loss on the test set is not finite",
         scores if finite else {},
         sum(part.numel() for part in model.parameters()),
         sum(module.kernel_parameters for module in model.attentions()),

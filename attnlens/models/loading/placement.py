@@ -130,7 +130,7 @@ def check_device_map(options: Mapping[str, Any]) -> None:
     for name, default in (("device", "auto"), ("from_files", False), ("adapter", None)):
         if options[name] and options[name] != default:
             problem = f"{name} can't be combined with device_map (--device spread)."
-            raise UsageError(problem, "Leave one of them out.")
+            raise UsageError(problem, "Omit one of them.")
 
 
 def device_of_inputs(model: PreTrainedModel) -> torch.device:

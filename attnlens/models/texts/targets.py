@@ -165,7 +165,7 @@ def check_input(evaluated: Batches) -> None:
     """Raise UsageError if the model's input is noise: there is no loss to set a budget for."""
     if evaluated.made_up:
         problem = "This model's input is noise that attnlens makes up, so that there is no loss to spend."
-        raise UsageError(problem, "Give one rank for all heads, as in --kernel rank:16.")
+        raise UsageError(problem, "Use the same rank for all heads, e.g. --kernel rank:16.")
 
 
 def _next_tokens(ids: Tensor, mask: Tensor | None, start: int = 0) -> Tensor:

@@ -323,7 +323,7 @@ class Changes:
 
     @property
     def seed(self) -> int:
-        """Seed of everything random."""
+        """Random seed."""
         return self.pairing.first.inspection.settings.seed
 
     def _test_blocks(self, distances: Mapping[str, Tensor], rounding: Mapping[str, Rounding]) -> list[BlockChange]:

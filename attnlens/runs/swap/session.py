@@ -140,7 +140,7 @@ class SwapSession:
 
     @property
     def seed(self) -> int:
-        """Seed of everything random."""
+        """Random seed."""
         return self.settings.seed
 
     @property

@@ -84,7 +84,7 @@ class Labelled:
 
 HEADER = ("text", "label")  # columns of a header line
 SHARES = (0.1, 0.1)  # validation and test shares of each class
-TEXT_REMEDY = "Give lines of a text and its label, in UTF-8 with a tab between them."
+TEXT_REMEDY = "Give a UTF-8 file with one text and its label per line, separated by a tab."
 
 
 def load_labelled(path: str | Path, *, length: int = 128, vocabulary: int = 1024) -> Labelled:
@@ -126,15 +126,15 @@ def load_labelled(path: str | Path, *, length: int = 128, vocabulary: int = 1024
 def _split_by_class(path: str, texts: list[tuple[str, str]], classes: list[str]) -> dict[str, list[int]]:
     """Split the texts into parts; return the text numbers of each part in file order."""
     if len(classes) < 2:
-        only = f"one label only: {classes[0]}" if classes else "no text below its header"
-        raise TextError(f"{path} has {only}.", "Give texts with two labels or more.")
+        only = f"a single label: {classes[0]}" if classes else "no text below its header"
+        raise TextError(f"{path} has {only}.", "Give texts with at least two labels.")
     parts: dict[str, list[int]] = {part: [] for part in PARTS}
     for name in classes:
         of_class = [number for number, (_, label) in enumerate(texts) if label == name]
         if len(of_class) < len(PARTS):
             raise TextError(
-                f"{path} has {len(of_class)} text(s) with label {name}, too few to train and judge on.",
-                "Give each label ten texts or more.",
+                f"{path} has {len(of_class)} text(s) with label {name}, too few for training and evaluation.",
+                "Give at least ten texts per label.",
             )
         for part, chosen in numbers(blocks(len(of_class), stretches=1, shares=SHARES)).items():
             parts[part] += [of_class[number] for number in chosen]
@@ -157,11 +157,11 @@ def series(train: str | Path, test: str | Path) -> Labelled:
     if counts[0] != counts[1]:
         raise TextError(
             f"{first.name} has {counts[0]} channels and {second.name} has {counts[1]}.",
-            "Give the training and the test file of one problem.",
+            "Give the training and the test file of the same problem.",
         )
     classes = _list_labels(first, second)
     if first.sha256 == second.sha256:
-        raise TextError(f"{first.name} is given to train on and to test on.", "Give two files.")
+        raise TextError(f"{first.name} is used for both training and testing.", "Give two files.")
     validation: list[int] = []
     for label in classes:
         of_label = [number for number, other in enumerate(first.labels) if other == label]
@@ -193,12 +193,14 @@ def _list_labels(first: Recording, second: Recording) -> tuple[str, ...]:
     """Return the training labels: first those of the header in its order, then the others sorted by name."""
     labels = set(first.labels)
     if len(labels) < 2:
-        raise TextError(f"{first.name} has one label only: {first.labels[0]}.", "Give a file with two classes or more.")
+        raise TextError(
+            f"{first.name} has a single label: {first.labels[0]}.", "Give a file with at least two classes."
+        )
     single = sorted(label for label in labels if first.labels.count(label) < 2)
     if single:
-        raise TextError(f"{first.name} has one case only with label {single[0]}.", "Give each class two cases or more.")
+        raise TextError(f"{first.name} has a single case with label {single[0]}.", "Give at least two cases per class.")
     unknown = sorted(set(second.labels) - labels)
     if unknown:
-        raise TextError(f"{second.name} has the label {unknown[0]}, which {first.name} does not have.", REMEDY)
+        raise TextError(f"{second.name} has the label {unknown[0]}, which is missing in {first.name}.", REMEDY)
     listed = [label for label in first.classes if label in labels]
     return (*listed, *sorted(labels - set(listed)))

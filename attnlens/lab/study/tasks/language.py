@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 HELD_BOOKS = {"validation": ("Eccl", "Esth", "Lam", "Titus"), "test": ("Job", "Ruth", "Jonah", "Phlm")}
 """Held-out books of the Bible, without parallels in other books; the gospels, or Kings and Chronicles, overlap."""
 VERSE = re.compile(r"(\w+)\.\d+\.\d+")  # id of a verse: book, chapter, verse
-REMEDY = "Give lines of a source and a target, or of an id, a source and a target, in UTF-8 with tabs between them."
+REMEDY = "Give a UTF-8 file with one pair per line: source and target, or id, source and target, separated by tabs."
 
 
 class _Sentences:
@@ -140,7 +140,7 @@ def sentence_pairs(
         short[part] = [pair for pair in zip(sources, targets, strict=True) if max(map(len, pair)) < length]
         if not short[part]:
             raise TextError(
-                f"{name}: of {len(rows)} pairs of its {part} part none has at most {length} tokens a side.",
+                f"{name}: none of the {len(rows)} pairs in its {part} part has at most {length} tokens per side.",
                 "Give more pairs, or shorter ones.",
             )
     chosen = {part: [short[part][index] for index in space_evenly(len(short[part]), evaluated)] for part in PARTS[1:]}
@@ -419,7 +419,7 @@ def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
         import datasets
     except ImportError:
         raise UsageError(
-            f"The papers' data are fetched by datasets, which is not installed, and no {instead} is given.",
+            f"The papers' data require the package datasets, which is not installed; no {instead} was given.",
             f'Run: pip install "attnlens[papers]", or give {instead}.',
         ) from None
     try:
@@ -428,7 +428,9 @@ def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
         return {part: dataset[split] for part, split in zip(PARTS, ("train", "validation", "test"), strict=True)}
     except (OSError, ValueError, KeyError) as error:  # the hub is unreachable, or the dataset has changed
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise TextError(f"{name[0]} can't be had from the hub: {reason}", f"Go online, or give {instead}.") from None
+        raise TextError(
+            f"{name[0]} can't be downloaded from the hub: {reason}", f"Go online, or give {instead}."
+        ) from None
 
 
 def _hash_parts(name: Sequence[str], parts: Mapping[str, Iterable[str]]) -> dict[str, str]:

@@ -84,7 +84,7 @@ def bleu_and_chrf(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
         import sacrebleu
     except ImportError:
         raise UsageError(
-            "Translations are judged by sacrebleu, which is not installed.", 'Run: pip install "attnlens[study]"'
+            "BLEU scores require sacrebleu, which is not installed.", 'Run: pip install "attnlens[study]"'
         ) from None
     written, references = [text for text, _ in pairs], [[text for _, text in pairs]]
     return {

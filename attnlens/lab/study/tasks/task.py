@@ -78,7 +78,7 @@ def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> Tabbed
     if bad:
         first = ", ".join(map(str, bad[:5])) + ("…" if len(bad) > 5 else "")
         count = f"{len(bad)} lines (numbers {first})" if len(bad) > 1 else f"line {first}"
-        raise TextError(f"{path}: {count} without {width} columns with a tab between each, none of them empty.", remedy)
+        raise TextError(f"{path}: {count} do not have {width} non-empty columns separated by tabs.", remedy)
     return TabbedLines(Path(path).name, digest, rows)
 
 
@@ -112,9 +112,9 @@ def read_series(path: str | Path) -> Recording:
         if word.lower() == "@data":
             break
     if "@data" not in header:
-        raise TextError(f"{path} has no line @data.", REMEDY)
+        raise TextError(f"{path} lacks a line @data.", REMEDY)
     if header.get("@timestamps", "").lower() == "true":
-        raise TextError(f"{path} has time stamps, which are not read.", REMEDY)
+        raise TextError(f"{path} has time stamps, which are not supported.", REMEDY)
     labelled, *listed = header.get("@classlabel", "").split() or ["true"]
     if labelled == "false":
         raise TextError(f"{path} has no class labels.", REMEDY)
@@ -129,16 +129,19 @@ def read_series(path: str | Path) -> Recording:
         except ValueError as error:  # a word, or channels of unequal length
             raise TextError(f"{path}: case {number}: {str(error)[:80]}.", REMEDY) from None
         if not bool(case.isfinite().all()):
-            raise TextError(f"{path}: case {number} has a missing value.", "Leave it out, or fill in what is missing.")
+            raise TextError(
+                f"{path}: case {number} has a missing value.", "Remove the case, or fill in the missing value."
+            )
         if cases and case.shape[1] != cases[0].shape[1]:
             raise TextError(
-                f"{path}: case {number} has {case.shape[1]} channels, and those before it have {cases[0].shape[1]}.",
-                "Give every case the same channels.",
+                f"{path}: case {number} has {case.shape[1]} channels, but the cases before it have "
+                f"{cases[0].shape[1]}.",
+                "Give all cases the same number of channels.",
             )
         cases.append(case)
         labels.append(label.strip())
     if not cases:
-        raise TextError(f"{path} has no case below @data.", REMEDY)
+        raise TextError(f"{path} has no cases below @data.", REMEDY)
     name = Path(path).name
     return Recording(name, digest, header.get("@problemname", name), tuple(listed), cases, labels)
 
@@ -305,8 +308,8 @@ def byte_pairs(texts: Iterable[str], vocabulary: int, specials: Sequence[str] = 
     least = BYTES + len(specials)
     if vocabulary < least:
         raise UsageError(
-            f"A vocabulary of {vocabulary} is smaller than bytes and special tokens, which are {least}.",
-            f"Ask for at least {least}.",
+            f"A vocabulary of {vocabulary} is too small: bytes and special tokens alone are {least}.",
+            f"Choose at least {least}.",
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
