@@ -64,8 +64,8 @@ MODELS = {
     "one layer": (None, {"n_layer": 1}),
 }
 REFUSED = {
-    ("all zero", "head"): "no query may choose between different tokens",
-    ("1e-40", "head"): "no query may choose between different tokens",
+    ("all zero", "head"): "no query sees two different tokens",
+    ("1e-40", "head"): "no query sees two different tokens",
     ("all NaN", "inspect"): "holds NaN or Inf",
     ("all NaN", "ksvd"): "holds NaN or Inf",
     ("all NaN", "head"): "NaN or Inf in every sequence",

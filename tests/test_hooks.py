@@ -201,7 +201,7 @@ def test_a_module_without_a_softmax_is_told_from_one_that_is_not_run():
     model.bert.embeddings.by_hand = HandWrittenAttention()
     model.bert.embeddings.register_forward_hook(lambda module, _args, output: module.by_hand(output))
     assert hooks.run_survey(model, inputs).missed == {
-        "bert.embeddings.by_hand": "no softmax of queries times keys that sums up values was found in it",
+        "bert.embeddings.by_hand": "it has no softmax over query–key products that weights the values",
         "bert.idle": None,
     }
 

@@ -347,7 +347,7 @@ def test_sequences_of_one_and_two_tokens(length):
     if length == 1:
         assert answer.measures["selection.queries"].value == 0
         for name in ("selection.least_decided", "selection.projected_efficiency"):
-            assert answer.measures[name].reason == "no query may choose between different tokens"
+            assert answer.measures[name].reason == "no query sees two different tokens"
     else:
         assert answer.measures["selection.queries"].value == 6
         assert 0 < answer.measures["selection.projected_efficiency"].value <= 1 + 1e-6
@@ -359,7 +359,7 @@ def test_equal_queries_and_equal_tokens():
     assert found["selection.queries"].value == 6
     assert 0 < found["selection.projected_efficiency"].value <= 1 + 1e-6
     nothing = gather([tokens_key(random(1, 6, 5), random(1, 1, 5).expand(1, 6, 5))])[0].measures
-    assert nothing["selection.projected_svm_cosine"].reason == "no query may choose between different tokens"
+    assert nothing["selection.projected_svm_cosine"].reason == "no query sees two different tokens"
 
 
 def test_a_head_of_zeros_has_ties_alone():

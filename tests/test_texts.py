@@ -229,7 +229,7 @@ def test_readable_texts_beside_a_foreign_one_do_not_let_it_in() -> None:
     (note,) = texts.foreign_notes(allowed.unknown)
     assert note == (
         "The tokenizer does not know 88% of the tokens of foreign.txt: "
-        "the text may be of another language or kind than the model's."
+        "the text may be in a language or domain that the model does not cover."
     )
     assert sum(allowed.unknown.values()) / 3 < 0.5, "pooled, it would pass"
 

@@ -289,10 +289,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
         lambda self, q, k, x: product(q, k).mT.contiguous(),
         "the factor of its scores is not the same for all pairs",
     ),
-    "not a number": (
-        lambda self, q, k, x: product(q, k) + 0 * torch.inf,
-        "what is added to its scores is not a number",
-    ),
+    "not a number": (lambda self, q, k, x: product(q, k) + 0 * torch.inf, "NaN is added to its scores"),
     "a column more": (lambda self, q, k, x: torch.cat([product(q, k), q[..., :1]], -1), "its softmax has the axes"),
 }
 

@@ -401,7 +401,9 @@ class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, ("form", *first["loc"])))
-            raise ModelError(f"The model's config.json has no attention in {where}: {first['msg']}.", REMEDY) from None
+            raise ModelError(
+                f"The model's config.json has invalid attention settings in {where}: {first['msg']}.", REMEDY
+            ) from None
 
 
 class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]

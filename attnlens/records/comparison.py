@@ -89,7 +89,7 @@ class Baseline(Record):
     def _as_long_as_heads(self) -> Baseline:
         for name, column in self.measures.items():
             if not len(column.values) == len(column.errors) == len(self.heads):
-                raise ValueError(f"{name} is not as long as the heads")
+                raise ValueError(f"{name} must have one entry per head")
         return self
 
 

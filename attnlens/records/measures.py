@@ -35,7 +35,7 @@ Number = Annotated[float, PlainSerializer(_nine_digits, when_used="json")]
 
 def _countable(number: int) -> int:
     if number > 2**63 - 1:
-        raise ValueError("no count is beyond 2^63")
+        raise ValueError("counts must be below 2^63")
     return number
 
 
@@ -83,8 +83,8 @@ def read_record(
         first = error.errors()[0]
         if first["loc"] == ("schema_version",):
             raise UsageError(
-                f"{path} has schema_version {format_value(first['input'])}, and this attnlens reads '1' and '2'.",
-                "Make it anew with this attnlens, or read it with the one that made it.",
+                f"{path} has schema_version {written(first['input'])}, but this version of attnlens reads '1' and '2'.",
+                "Create the report again with this version, or read it with the version that wrote it.",
             ) from None
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise UsageError(f"{path} is {otherwise}: {where}: {first['msg']}.", remedy) from None
@@ -124,7 +124,7 @@ class Measure(Record):
     @model_validator(mode="after")
     def _value_or_reason(self) -> Measure:
         if (self.value is None) == (self.reason is None):
-            raise ValueError("a measure has either a value or the reason why it has none")
+            raise ValueError("a measure must have either a value or a reason for its absence")
         return self
 
     @model_serializer(mode="wrap")
@@ -300,12 +300,12 @@ class AttentionRows(HeadId):
     @model_validator(mode="after")
     def _of_one_size(self) -> AttentionRows:
         if not len(self.keys) == len(self.weights) == len(self.rest):
-            raise ValueError("keys, weights and rest are of different numbers of queries")
+            raise ValueError("keys, weights and rest have different numbers of queries")
         if any(len(places) != len(row) for places, row in zip(self.keys, self.weights, strict=True)):
-            raise ValueError("a query has another number of keys than of weights")
+            raise ValueError("a query has different numbers of keys and weights")
         if self.sentence is not None:
             queries = self.sentence.keys if self.sentence.queries is None else self.sentence.queries
             beyond = any(place >= len(self.sentence.keys) for places in self.keys for place in places)
             if beyond or len(queries) != len(self.keys):
-                raise ValueError("its tokens are not those of its rows")
+                raise ValueError("its tokens do not match its rows")
         return self

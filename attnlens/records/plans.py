@@ -44,7 +44,7 @@ class KeyRank(Record):
     @model_validator(mode="after")
     def _check_rank(self) -> KeyRank:
         if self.rank > self.head_dim:
-            raise ValueError(f"a rank of {self.rank} in {self.head_dim} directions")
+            raise ValueError(f"rank {self.rank} exceeds head_dim {self.head_dim}")
         return self
 
 
@@ -181,7 +181,7 @@ class Plan(Record):
             raise ValueError("a key head has two ranks")
         layers = self.settings.layers
         if layers is not None and not {key.layer for key in self.ranks} <= set(layers):
-            raise ValueError("its ranks and its settings name other layers")
+            raise ValueError("its ranks and its settings name different layers")
         return self
 
     @property

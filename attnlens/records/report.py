@@ -256,7 +256,7 @@ class Report(Record):
             if kind == self.kind and body is None:
                 raise ValueError(f"a report of kind {kind} needs the field {kind}")
             if kind != self.kind and body not in (None, [], InspectionBody()):
-                raise ValueError(f"a report of kind {self.kind} has the field {kind}")
+                raise ValueError(f"a report of kind {self.kind} must not have the field {kind}")
         return self
 
     @model_serializer(mode="wrap")

@@ -39,7 +39,7 @@ def convert_baseline(baseline: Fields) -> Fields:
     return {**convert_settings_in(baseline), "schema_version": "2"}
 
 
-CHOSEN_BY = "an older attnlens wrote it: what it promised was measured on the text that chose the ranks"
+CHOSEN_BY = "an older version of attnlens wrote it: its estimate was measured on the text used to choose the ranks"
 
 
 def convert_plan(plan: object) -> object:

@@ -292,7 +292,8 @@ class Descent:
         distances = self.held_out.distances()
         if step == 0 and not distances.finite:
             raise ModelError(
-                "The loss of the swapped model is not finite, so it cannot be healed.", "Try --fit, or fewer layers."
+                "The training loss of the swapped model is not finite, so it cannot be healed.",
+                "Try --fit, or fewer layers.",
             )
         if distances.finite:
             self.best.offer(step, distances.mean, self.course.healer.leaves)

@@ -76,7 +76,10 @@ def cut_samples(
         skip = evaluated.sequences + turn * cut.sequences
         one_third = replace(cut, turn=(turn, PARTS))
         parts.append(texts.batches(loaded, contents, one_third, apart_from=evaluated, skip_noise=skip))
-    uses = ("the text for choosing ranks", "fitted on"), ("the held-out text", "the text for fitting or choosing")
+    uses = (
+        ("the text for choosing ranks", "the text for fitting"),
+        ("the held-out text", "the text for fitting or choosing"),
+    )
     for number, (part, (use, earlier)) in enumerate(zip(parts[1:], uses, strict=False), start=1):
         share = shared_share(loaded.tokenizer, part.passages, texts.passages(parts[:number]))
         if share > MOST_SHARED:

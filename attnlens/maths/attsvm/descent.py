@@ -254,23 +254,25 @@ def _check(
     if iterations < 1:
         raise UsageError(f"iterations={iterations} trains nothing.", "Give at least 1.")
     if not (math.isfinite(lr) and lr > 0):
-        raise UsageError(f"lr={lr} is no step downhill.", "Give a number above 0, such as 0.1.")
+        raise UsageError(f"lr={lr} is not a positive number.", "Give a number above 0, such as 0.1.")
     for option, value, type_ in (("loss", loss, Loss), ("normaliser", normaliser, Normaliser)):
         if value not in get_args(type_):
-            raise UsageError(f"There is no {option} {value!r}.", f"Choose from: {', '.join(get_args(type_))}.")
+            raise UsageError(f"Unknown {option} {value!r}.", f"Choose from: {', '.join(get_args(type_))}.")
     for name, tensor in [("tokens", instances.tokens), ("queries", instances.queries), *(("start", p) for p in parts)]:
         if not tensor.isfinite().all():
-            raise UsageError(f"The {name} hold NaN or Inf.", "Give finite numbers.")
+            raise UsageError(f"The {name} contain NaN or Inf.", "Give finite numbers.")
     trials, d, d_query = len(instances.tokens), instances.tokens.shape[-1], instances.queries.shape[-1]
     needed = [(trials, d, d_query)]
     if len(parts) == 2:
         m = parts[0].shape[-1]
         needed = [(trials, d, m), (trials, d_query, m)]
         if any((part == 0).all() for part in parts):
-            raise UsageError("K = 0 or Q = 0 is where training never leaves.", "Start from random factors.")
+            raise UsageError(
+                "K = 0 or Q = 0 is a stationary point: training never leaves it.", "Start from random factors."
+            )
     shapes = [tuple(part.shape) for part in parts]
     if shapes != needed:
-        raise UsageError(f"The start has the shapes {shapes}.", f"These instances need {needed}.")
+        raise UsageError(f"The initial factors have the shapes {shapes}.", f"These instances need {needed}.")
     if len(parts) == 2 and normaliser == "form" and iterations > most_iterations(lr):
         raise UsageError(
             f"K and Q could grow beyond float64 in {iterations} iterations with lr={lr}.",

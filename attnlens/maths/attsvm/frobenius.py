@@ -370,7 +370,7 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
     check_limits(tolerance, limit)
     check_sizes(problem)
     if not len(problem.margins):
-        raise UnposedError("The problem has no constraint.", "Pose it on sequences of at least two tokens.")
+        raise UnposedError("The problem has no constraints.", "Give sequences of at least two tokens.")
     constraints = UnitConstraints(problem)
     impossible = constraints.impossible
     if len(impossible):

@@ -288,8 +288,8 @@ def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Select
         posed = pose(scenes, form, chosen)
     except UnposedError:
         if chosen.tied:
-            return f"the largest scores are equal in all {chosen.tied} queries that may choose"
-        return "no query may choose between different tokens"
+            return f"the largest scores are tied in all {chosen.tied} queries that see different tokens"
+        return "no query sees two different tokens"
     return compare_with_solution(chosen, posed, solve(posed.problem, tolerance=TOLERANCE))
 
 

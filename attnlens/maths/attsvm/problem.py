@@ -152,16 +152,18 @@ def selection(
     if chosen.is_floating_point() or chosen.dtype == torch.bool:
         raise UsageError(f"The chosen tokens have dtype {chosen.dtype}.", "Give integers, as .long() does.")
     if chosen.shape != (samples,) or queries.shape[0] != samples:
-        raise UsageError(f"{samples} samples don't have one query and one chosen token each.", "Give one of each.")
+        raise UsageError(f"Each of the {samples} samples needs one query and one chosen token.", "Give one of each.")
     within = (chosen >= 0) & (chosen < length)
     if not within.all() or not visible[rows, chosen].all():
-        raise UsageError("A chosen token is none of the allowed ones.", "Choose among the tokens that the query sees.")
+        raise UsageError(
+            "A chosen token is not among the allowed ones.", "Choose among the tokens that the query sees."
+        )
     rivals = visible.clone()
     rivals[rows, chosen] = False
     row, rival = rivals.nonzero(as_tuple=True)
     bounds = torch.ones(samples).double() if margins is None else as_finite("margins", margins, 1)
     if bounds.shape != (samples,):
-        raise UsageError(f"{len(bounds)} margins for {samples} samples.", "Give one margin a sample.")
+        raise UsageError(f"There are {len(bounds)} margins for {samples} samples.", "Give one margin per sample.")
     return build_problem(tokens[row, chosen[row]] - tokens[row, rival], queries, row, bounds[row])
 
 
@@ -230,7 +232,7 @@ def finite_part(
     weights = as_finite("weights", weights, 2)
     sets = as_sets(tokens, queries, sets, torch.ones(tokens.shape[:2], dtype=torch.bool))
     if weights.shape != sets.shape or not (weights[sets] > 0).all():
-        raise UsageError("A token that is kept has no positive weight.", "Give the attention weights, one a token.")
+        raise UsageError("A kept token has no positive weight.", "Give the attention weights, one per token.")
     sets, first = merge_duplicates(tokens, sets, torch.ones_like(sets))
     same = find_equal_tokens(tokens).double()
     logs = ((same @ weights[..., None]).squeeze(-1) / same.sum(-1)).log()
@@ -252,7 +254,9 @@ def build_problem(
 ) -> Problem:
     """Build the problem of these constraints, by default all inequalities; raise UnposedError if there are none."""
     if not len(differences):
-        raise UnposedError("There is no other token to separate from.", "Give sequences of at least two tokens.")
+        raise UnposedError(
+            "There are no other tokens to separate the selected ones from.", "Give sequences of at least two tokens."
+        )
     equal = torch.zeros(len(differences), dtype=torch.bool) if equal is None else equal
     return Problem(differences, queries, query_of, margins, equal)
 
@@ -301,8 +305,9 @@ def build_priority_graphs(sequences: Sequence[Sequence[int]], vocabulary: int) -
     for sequence in sequences:
         if len(sequence) < 2 or not all(0 <= token < vocabulary for token in sequence):
             raise UsageError(
-                f"A sequence is no input and label of {vocabulary} tokens: {str(list(sequence))[:40]}",
-                "Give at least one input token and the label, all of them in the vocabulary.",
+                f"A sequence must consist of input tokens and a label, all below {vocabulary}: "
+                f"{str(list(sequence))[:40]}",
+                "Give at least one input token and the label.",
             )
         *inputs, label = sequence
         graphs[inputs[-1]] |= {(label, token) for token in inputs if token != label}
@@ -329,7 +334,7 @@ def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[
     if axes > 1 and not numbers.shape[-1]:
         raise UsageError(f"The {name} have no dimension (d = 0).", "Give at least one.")
     if not numbers.isfinite().all():
-        raise UsageError(f"The {name} hold numbers that aren't finite.", "Look for an overflow where they come from.")
+        raise UsageError(f"The {name} contain NaN or Inf.", "Look for an overflow in the code that computes them.")
     return numbers.detach().double()
 
 
@@ -351,9 +356,12 @@ def as_sets(
     """Return the sets O_i, one per query; raise UsageError if one is empty or has a token its query does not see."""
     sets = as_mask("sets", sets, *tokens.shape[:2])
     if len(queries) != len(tokens):
-        raise UsageError(f"{len(queries)} queries for {len(tokens)} samples.", "Give one query a sample.")
+        raise UsageError(f"There are {len(queries)} queries for {len(tokens)} samples.", "Give one query per sample.")
     if not sets.any(-1).all() or (sets & ~visible).any():
-        raise UsageError("A set of kept tokens is empty, or has one that its query doesn't see.", "Keep one it sees.")
+        raise UsageError(
+            "A set of kept tokens is empty, or contains a token that its query does not see.",
+            "Keep at least one token, and only tokens that the query sees.",
+        )
     return sets
 
 
@@ -363,7 +371,7 @@ def require_real(name: str, tensor: object) -> Shaped[Tensor, "*shape"]:
         kind = type(tensor).__name__
         raise UsageError(f"The {name} are {kind}, not a torch tensor.", "Wrap them: torch.as_tensor(…).")
     if tensor.is_complex():
-        raise UsageError(f"The {name} are complex numbers.", "Give real ones, for example their real parts.")
+        raise UsageError(f"The {name} are complex numbers.", "Give real numbers, for example the real parts.")
     return tensor
 
 
@@ -372,7 +380,7 @@ def check_limits(tolerance: float, limit: int = 1) -> None:
     if not tolerance > 0.0:
         raise UsageError(f"The tolerance is {tolerance}, but must be positive.", "Give a relative gap such as 1e-9.")
     if limit < 1:
-        raise UsageError(f"The limit is {limit}, but one step is the least.", "Give a limit of at least 1.")
+        raise UsageError(f"The limit is {limit}, but must be at least 1.", "Give a limit of at least 1.")
 
 
 def check_sizes(problem: Problem) -> None:
@@ -392,7 +400,7 @@ def check_sizes(problem: Problem) -> None:
         extreme = sizes[(sizes != 0.0) & ~((sizes >= LEAST) & (sizes <= MOST))]
         if len(extreme):
             raise UsageError(
-                f"A {name} has size {float(extreme[0]):.0e}, whose powers leave float64.",
+                f"A {name} has norm {float(extreme[0]):.0e}, whose powers overflow or underflow float64.",
                 f"Scale the tokens, queries and margins to between {LEAST:.0e} and {MOST:.0e}.",
             )
 
@@ -409,7 +417,9 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
     check_limits(tolerance)
     check_sizes(problem)
     if multipliers.shape != problem.margins.shape or not multipliers.isfinite().all():
-        raise UsageError("The multipliers are not one finite number a constraint.", "Give λ of this problem.")
+        raise UsageError(
+            "The multipliers must be one finite number per constraint.", "Give the multipliers λ of this problem."
+        )
     bounds = problem.margins
     multipliers = torch.where(problem.equal, multipliers.double(), multipliers.double().clamp(min=0.0))
     W = problem.form(multipliers)

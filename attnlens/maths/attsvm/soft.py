@@ -70,7 +70,7 @@ def soft_margin(problem: Problem, C: float, tolerance: float = 1e-9, limit: int 
     if not (C > 0.0 and math.isfinite(C)):
         raise UsageError(f"C is {C}, but must be positive.", "Give a positive number; 1 is a common one.")
     if not len(problem.margins):
-        raise UnposedError("The problem has no constraint.", "Pose it on sequences of at least two tokens.")
+        raise UnposedError("The problem has no constraints.", "Give sequences of at least two tokens.")
     constraints = UnitConstraints(problem)
     all_rows = np.arange(len(constraints.u))
     # A constraint of length 0 has the same loss for every W: its λ is C if b > 0, without effect on W.

@@ -141,7 +141,7 @@ class Dual:
         s = self.values.shape[-1]
         if s >= self.requested:
             return None
-        return f"s = {self.requested} was asked for, but K has rank {s} at most: s is {s}"
+        return f"s = {self.requested} was requested, but the rank of K is at most {s}: s is {s}"
 
     @property
     def multipliers(self) -> Float[Tensor, "*batch s"]:
@@ -208,7 +208,7 @@ def require_finite(name: str, tensor: Float[Tensor, "*shape"]) -> None:
     """Raise UsageError for NaN and Inf, for which no singular vectors exist."""
     if not bool(tensor.isfinite().all()):
         verb = "have" if name.endswith("s") else "has"
-        raise UsageError(f"The {name} {verb} NaN or Inf.", "Leave out the heads whose queries or keys are broken.")
+        raise UsageError(f"The {name} {verb} NaN or Inf.", "Leave out the heads with these queries or keys.")
 
 
 def residual(

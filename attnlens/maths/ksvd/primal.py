@@ -99,7 +99,7 @@ def regulariser(
 
 def _check_convention(convention: str) -> None:
     if convention not in get_args(Convention):
-        raise UsageError(f"{convention!r} is no convention of the objective J.", 'Write "paper" or "code".')
+        raise UsageError(f"Unknown convention of the objective J: {convention!r}.", 'Write "paper" or "code".')
 
 
 def principal_angles(

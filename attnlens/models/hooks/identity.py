@@ -181,7 +181,7 @@ def _site_error(
         with answer_calls(model, answer, modules=traced, content=list(sequences.values())):
             outputs.append(module(**others | sequences))
     if not calls:
-        raise RuntimeError(f"{target.site.path} asks for no attention by itself")
+        raise RuntimeError(f"{target.site.path} computes no attention when called on its own")
     first, second = (real_outputs(output if isinstance(output, tuple) else (output,), masks)[0] for output in outputs)
     return _relative_difference(first, second)
 

@@ -88,11 +88,9 @@ def out_of_reach(
     if not any(is_attention(module) for module in model.modules()):
         return ModelError(f"{name} has no softmax attention that attnlens can reach.", f"Choose another: {IN_REACH}.")
     if ran is not None and not any(map(is_attention, ran)):
-        return ModelError(
-            f"{name} runs none of its attention on this input.", "Give an input in which it finds something to attend."
-        )
+        return ModelError(f"{name} runs no attention on this input.", "Give an input that reaches its attention.")
     return ModelError(
-        f"{name} computes its attention by hand, without a softmax of queries times keys that sums up values.",
+        f"{name} has its own attention code, without a softmax over query–key products that weights the values.",
         f"Choose a model with softmax attention: {IN_REACH}.",
     )
 
@@ -113,8 +111,8 @@ def read_call(
     scaling, is_causal = more.get("scaling"), more.get("is_causal")
     if more.get("sinks") is not None:
         raise ModelError(
-            f"{type(module).__name__} gives every query a sink of its own, which attnlens can't compute yet.",
-            "Choose another model; one sink for each head is supported.",
+            f"{type(module).__name__} has a separate sink for every query, which attnlens does not support yet.",
+            "Choose another model; one sink per head is supported.",
         )
     if isinstance(scaling, complex):  # config.json led to the square root of a negative number
         raise ModelError(f"{type(module).__name__} multiplies its scores by {scaling:.3g}.", "Mend its config.json.")
@@ -242,8 +240,8 @@ class CallCounter:
         total = self._calls_per_pass(path)
         if not total:
             raise ModelError(
-                f"{path} runs on this input, and did not on the one that the sites were found on.",
-                "Give inputs of the same kind in both places.",
+                f"{path} runs on this input, but did not run on the input used to find the sites.",
+                "Give inputs of the same kind in both calls.",
             )
         self.calls[path] += 1
         return self.sites[path, (self.calls[path] - 1) % total]

@@ -53,7 +53,7 @@ def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
 CROSS_INPUTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
 """Names under which transformers' attention modules take the other sequence of a cross-attention."""
 
-UNTRACED = "no softmax of queries times keys that sums up values was found in it"
+UNTRACED = "it has no softmax over query–key products that weights the values"
 """Reason why a module that runs, and whose class is named attention, is not a site."""
 
 
@@ -145,7 +145,7 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
     def answer(call: Call) -> Tensor:
         module = cast("nn.Module", call.module)
         if not min(call.query.shape[2], call.key.shape[2]):
-            raise ModelError(f"{paths[module]} gets no token of this input.", "Give one in which the model finds any.")
+            raise ModelError(f"{paths[module]} receives no tokens of this input.", "Give an input that reaches it.")
         calls.append((module, call, call_arguments(module, *running[module])))
         return attend(call, OWN, "eager")
 

@@ -187,7 +187,7 @@ def _describe(
     model: PreTrainedModel,
     loading_info: Mapping[str, Any],
     method: str | None = None,
-    tokenizer: tuple[Any, str] = (None, "the model's weights are read from their files, so that it can't run"),
+    tokenizer: tuple[Any, str] = (None, "the model's weights are read from their files, so it cannot run"),
     adapter: Adapted | None = None,
     deferred: DeferredWeights | None = None,
     shapes: Loaded | None = None,
@@ -212,7 +212,7 @@ def _describe(
 def _load_spread(place: Location, dtype: str, max_cpu_memory: str | None, trust_remote_code: bool) -> Loaded:
     """Load the model spread over all devices, and its shapes. Raises ModelError if its files can't be read in parts."""
     if place.form != "safetensors" or method_of(place) is not None:
-        problem = f"--device spread requires unquantised safetensors files; those of {place.id} are in another form."
+        problem = f"--device spread requires unquantised safetensors files; {place.id} has another format."
         raise ModelError(problem, "Convert the model, or leave out --device spread.")
     shapes = _build_from_shapes(place, dtype, trust_remote_code, None)
     stored = check_files(place, trust_remote_code)
@@ -230,7 +230,9 @@ def _load_spread(place: Location, dtype: str, max_cpu_memory: str | None, trust_
 def _build_from_shapes(place: Location, dtype: str, trust_remote_code: bool, adapter: object) -> Loaded:
     """Build the model at `place` from shapes, leaving its weights in their files. Raises ModelError for an adapter."""
     if adapter is not None:
-        raise ModelError("An adapter can't be merged into a model that is not loaded.", "Merge it first, and save it.")
+        raise ModelError(
+            "An adapter can't be merged into a model that is only read from its files.", "Merge it first, and save it."
+        )
     import torch
 
     from attnlens.models.loading.deferred import DeferredWeights, one_thread, open_files, shape_slices, widen
@@ -257,11 +259,11 @@ def _build_from_shapes(place: Location, dtype: str, trust_remote_code: bool, ada
 
 def _refuse_swapped(place: Location) -> None:
     if SWAPPED in names_in(place.folder):
-        problem = f"{place.folder} contains a model saved with another kernel (--save), which would be left out here."
+        problem = f"{place.folder} contains a model saved with another kernel (--save), which would be ignored here."
         raise ModelError(problem, "Use attnlens.load_swapped in Python.")
     if "attnlens_primal" in place.config:
         problem = f"{place.id} is a model with primal layers, which have no attention to analyse."
-        raise ModelError(problem, "Build it with attnlens.lab.primal.build, whose documentation explains how.")
+        raise ModelError(problem, "Build it with attnlens.lab.primal.build; see its documentation.")
 
 
 def _name_of(name: object) -> str:
@@ -270,6 +272,6 @@ def _name_of(name: object) -> str:
         arguments.path("name", name)
         return os.path.join(os.curdir, os.fspath(name))  # noqa: PTH118  # pathlib would drop the dot again
     if not isinstance(name, str):
-        problem = f"A {type(name).__name__} can't name a model."
+        problem = f"A {type(name).__name__} is not a model name."
         raise UsageError(problem, "Give a hub id, a path, or what load returned.")
     return arguments.word("model", name)

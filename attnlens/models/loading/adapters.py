@@ -56,7 +56,7 @@ WITHOUT_EFFECT = {
 """Settings that do not change how the stored tensors are merged."""
 SAY_FOLDER = f"Give the folder with {ADAPTER_CONFIG} and {TENSORS}, or its hub id."
 SAY_MERGE = "Merge it with merge_and_unload of the package peft, save that model, and give its folder as MODEL."
-SAY_AGAIN = "Get the adapter again."
+SAY_AGAIN = "Download the adapter again."
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def find_adapter(name: str, *, offline: bool) -> AdapterFiles:
         return AdapterFiles(name, path)
     id_, _, revision = name.partition("@")
     if not id_ or looks_like_path(id_):
-        raise ModelError(f"There is no such folder: {shorten_text(name)}.", SAY_FOLDER)
+        raise ModelError(f"The folder does not exist: {shortened(name)}.", SAY_FOLDER)
     hub = Hub(id_, revision or None)
     folder = hub.find_cached(OFFLINE) if offline else hub.fetch(lambda names: _select_files(names, id_))
     _select_files(names_in(folder), id_)
@@ -236,14 +236,14 @@ def _merge_layer(path: str, layer: Any) -> None:
     layer.double()
     layer.merge()
     if magnitudes and not (magnitudes[0].all() and base_layer.weight.isfinite().all()):
-        raise ModelError(f"DoRA's magnitudes of {path}, or its rows, are 0 or not finite.", SAY_AGAIN)
+        raise ModelError(f"The DoRA magnitudes or row norms of {path} are 0 or not finite.", SAY_AGAIN)
     base_layer.to(dtype)
 
 
 def _read_settings(file: Path) -> dict[str, Any]:
     """Read adapter_config.json. Raises ModelError for settings that attnlens does not apply to the weights."""
     if file.stat().st_size > LARGEST:
-        raise ModelError(f"{file} contains more than {LARGEST // 2**20} MiB.", SAY_AGAIN)
+        raise ModelError(f"{file} is larger than {LARGEST // 2**20} MiB.", SAY_AGAIN)
     settings = {name: value for name, value in read_json(file).items() if value is not None}
     others = [name for name, value in settings.items() if value and name not in {*NAMING, *APPLIED, *WITHOUT_EFFECT}]
     others += [name for name in ("r", "lora_alpha") if not isinstance(settings.get(name, 8), int | float)]
@@ -272,7 +272,7 @@ def _place(
         target = next((alias for alias in names_in_model(stem, model.base_model_prefix) if alias in present), stem)
         key = f"{target}.{part[2]}.default{'' if 'embedding' in part[2] else '.weight'}" if part else target
         if not stored.startswith(PREFIX) or (part is None and "lora_" in name) or key in low_rank or key in whole:
-            problem = f"{file} contains {shorten_text(stored)}, which is not a part of LoRA, or contains it twice."
+            problem = f"{file} contains {shortened(stored)}, which is not a LoRA parameter, or contains it twice."
             raise ModelError(problem, SAY_MERGE)
         if part:
             low_rank[key] = stored
@@ -305,11 +305,11 @@ def _expand_modules(
 
     def matches(expression: str, paths: list[str]) -> list[str]:
         if len(expression) > LONGEST:
-            raise ValueError(f"an expression for modules has more than {LONGEST} characters")
+            raise ValueError(f"a regular expression for modules has more than {LONGEST} characters")
         matched = []
         for path in paths:
             if (remaining := ends - time.monotonic()) <= 0:
-                raise TimeoutError(f"its expressions can't be compared with modules within {SECONDS:.0f} s")
+                raise TimeoutError(f"matching its expressions with the modules takes more than {SECONDS:.0f} s")
             if regex.fullmatch(expression, path, timeout=remaining):
                 matched.append(path)
         return matched
@@ -328,8 +328,8 @@ def _expand_modules(
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = {key: matches(rf"(?:.*\.)?(?:{key})", modules) for key in values.get(name, {})}
         if unused := [key for key, matched in pattern.items() if not matched]:
-            problem = f"{file} has {format_value(unused[0])} in {name}, which matches none of the adapted modules."
-            raise ModelError(problem, "If the adapter was trained so, remove that key from the file.")
+            problem = f"{file} has {written(unused[0])} in {name}, which matches none of the adapted modules."
+            raise ModelError(problem, "If the adapter was trained with this setting, remove that key from the file.")
         chosen = {path: values[name][key] for key in reversed(pattern) for path in pattern[key]}  # the first key counts
         by_value: dict[float, list[str]] = defaultdict(list)
         for path, value in chosen.items():

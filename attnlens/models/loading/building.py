@@ -83,7 +83,7 @@ def no_kernels() -> Iterator[None]:
         return
 
     def refuse(*_: object, **__: object) -> None:
-        raise FileNotFoundError("attnlens runs no code from the hub")
+        raise FileNotFoundError("attnlens does not run code from the hub")
 
     package: Any = import_module("kernels")
     hub.get_kernel_hub = package.get_kernel = refuse
@@ -141,8 +141,8 @@ def _too_large(place: Location, stored: Mapping[str, Stored]) -> ModelError:
     size, path = max(sizes, default=(0, ""))
     largest = f" (the largest number in it is {shorten_text(path)} = {format_value(size)})" if sizes else ""
     file = place.folder / (place.file if place.form == "gguf" else CONFIG)
-    problem = f"{file} describes a far larger model{largest} than the {numbers_in(stored)} numbers of its weight files."
-    return ModelError(problem, "Give the weights their own config.")
+    problem = f"{file} describes a far larger model{largest} than the weight files ({numbers_in(stored)} numbers)."
+    return ModelError(problem, "Use the config.json that belongs to these weights.")
 
 
 def check_files(place: Location, trust_remote_code: bool, *, adapter_too: bool = False) -> dict[str, Stored]:
@@ -172,8 +172,8 @@ def load_config(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
 
     own_models(place.config.get("model_type"))
     where = place.folder / (place.file if place.gguf else CONFIG)
-    kind = f" (model_type = {format_value(place.config['model_type'])})" if "model_type" in place.config else ""
-    with foreign(f"{where}{kind} can't be read", "Is it a model that transformers knows?"):
+    kind = f" (model_type = {written(place.config['model_type'])})" if "model_type" in place.config else ""
+    with foreign(f"{where}{kind} can't be read", "Check that transformers supports this model."):
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, **place.gguf}
         config: PreTrainedConfig = AutoConfig.from_pretrained(place.folder, **options)
     take_choices(config)
@@ -191,7 +191,7 @@ def open_gguf(place: Location, config: PreTrainedConfig) -> GgufFiles | None:
     header = read_header(path)
     if is_gguf_arch_supported(header.architecture):
         return None
-    with foreign(f"{path} can't be read", "Is it a model that transformers knows?"):
+    with foreign(f"{path} can't be read", "Check that transformers supports this model."):
         return GgufFiles(path, header, config, model_class(config, gguf=True, own_code=False))
 
 

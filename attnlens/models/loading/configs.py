@@ -65,7 +65,7 @@ def refuse_own_code(config: dict[str, Any], where: str) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if config.get("auto_map") and str(config.get("model_type")) not in CONFIG_MAPPING:
-        problem = f"{where} contains its own code, which would run on this machine."
+        problem = f"{where} contains Python code, which would run on this machine."
         raise ModelError(problem, "Read the code in the folder; if you trust it, add --trust-remote-code.")
 
 
@@ -135,7 +135,7 @@ def foreign(problem: str, remedy: str, kind: type[AttnlensError] = ModelError) -
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         if is_memory(error):
-            raise ModelError(f"{problem}: there is not enough memory.", "Take a smaller model.") from error
+            raise ModelError(f"{problem}: there is not enough memory.", "Choose a smaller model.") from error
         remedy = "Install the missing package." if isinstance(error, ImportError) else remedy
         raise kind(f"{problem}: {first_line(error)}", remedy) from error
 
@@ -192,8 +192,10 @@ def check_config(place: Location) -> None:
         if path.endswith(("quantization_config", "compression_config")) and value is not None:
             method = _method(value) if isinstance(value, dict) else value
             if path not in READ_SETTINGS or not isinstance(method, str) or method not in DECODED:
-                problem = f"{file}: by {shorten_text(path)}, the weights are quantised by {shorten_text(str(method))}"
-                supported = f"of quantised checkpoints attnlens reads GGUF, {', '.join(DECODED)}"
+                problem = (
+                    f"{file}: according to {shortened(path)}, the weights are quantised with {shortened(str(method))}"
+                )
+                supported = f"supported quantised formats are GGUF, {', '.join(DECODED)}"
                 raise ModelError(f"{problem}; {supported}.", SAY_UNQUANTISED)
 
 
@@ -216,15 +218,15 @@ def method_of(place: Location) -> str | None:
     if place.form == "pickle":
         reason = "are a pickle"
     elif method == "compressed-tensors" and settings.get("format") not in COMPRESSED:
-        reason = f"are in the format {format_value(settings.get('format'))}, which attnlens does not decode"
+        reason = f"are in the format {written(settings.get('format'))}, which is not supported"
     elif method == "compressed-tensors" and (
         settings.get("transform_config") or (settings.get("sparsity_config") or {}) not in ({}, {"format": "dense"})
     ):
-        reason = "are rotated or sparse, which attnlens does not decode"
+        reason = "are rotated or sparse, which is not supported"
     elif method == "awq" and (version != "gemm" or settings.get("bits", settings.get("w_bit", 4)) != 4):
-        reason = f"are in the version {format_value(version)} or not of four bits, which attnlens does not decode"
+        reason = f"are in version {written(version)} or do not have four bits, which is not supported"
     if reason:
-        raise ModelError(f"The weights of {place.folder} are quantised by {method} and {reason}.", SAY_UNQUANTISED)
+        raise ModelError(f"The weights of {place.folder} are quantised with {method} and {reason}.", SAY_UNQUANTISED)
     return method
 
 
@@ -285,8 +287,10 @@ def refuse_mismatch(place: Location, mismatched: Sequence[tuple[str, Sequence[in
     differing = {size for stored_length, size in zip(stored, expected, strict=False) if stored_length != size}
     causes = [f"{shorten_text(path)} = {value}" for path, value in sizes(place.config) if value in differing]
     because = f" ({', '.join(causes)})" if causes else ""
-    problem = f"{name}{more} is {stored_size} there and {expected_size} by config.json{because}"
-    raise ModelError(f"{place.folder / place.file} can't be loaded: {problem}.", "Give the weights their own config.")
+    problem = f"{name}{more} has size {stored_size} in the file, but {expected_size} according to config.json{because}"
+    raise ModelError(
+        f"{place.folder / place.file} can't be loaded: {problem}.", "Use the config.json that belongs to these weights."
+    )
 
 
 def sizes(config: dict[str, Any]) -> Iterator[tuple[str, int]]:

@@ -132,7 +132,9 @@ class DeferredWeights:
             loading_info, _ = convert_and_load_state_dict_in_model(self.model, tensors, settings)
         path = self._paths[module]
         if loading_info.mismatched_keys or loading_info.conversion_errors:
-            raise ModelError(f"The weights of {path} don't have the shapes of their config.", "Download them again.")
+            raise ModelError(
+                f"The weights of {path} don't have the shapes given by config.json.", "Download them again."
+            )
         for name, part in module.named_parameters():
             part.requires_grad_(False)
             if name in wanted and not (is_announced(part) or bool(part.sum().isfinite())):
@@ -256,19 +258,19 @@ WAIT = 0.5
 """Seconds before the second attempt, doubled before each later one."""
 PATIENCE = 30.0
 """Seconds without a byte after which a connection counts as dropped."""
-SAY_LATER = "Run it again: finished work is kept."
+SAY_LATER = "Run the command again: finished work is kept."
 
 
 def open_files(place: Location, config: PreTrainedConfig) -> SafetensorsFiles | GgufFiles:
     """Open the weight files at `place`. Raises ModelError if they are in a form that can't be read in parts."""
     path = place.folder / place.file
     if place.form == "pickle":
-        raise ModelError(f"{path} is a pickle, whose tensors can't be read one by one.", "Convert it to safetensors.")
+        raise ModelError(f"{path} is a pickle, whose tensors can't be read individually.", "Convert it to safetensors.")
     if place.form == "safetensors":
         return open_safetensors(place)
     files = open_gguf(place, config)
     if files is None:
-        raise ModelError(f"{path} has an architecture whose tensors can't be read one by one.", SAY_LOAD)
+        raise ModelError(f"The tensors of {path} can't be read individually, because of its architecture.", SAY_LOAD)
     return files
 
 
@@ -367,7 +369,7 @@ class RemoteFile:
         except (HfHubHTTPError, HTTPError) as error:
             raise ModelError(f"{name} can't be read from the hub: {first_line(error)}", SAY_LATER) from error
         if metadata.size is None:
-            raise ModelError(f"The hub does not say how large {name} is.", "Download the model.")
+            raise ModelError(f"The hub does not report the size of {name}.", "Download the model.")
         self.size, self.stamp = metadata.size, metadata.etag or ""
         length = int.from_bytes(self.read(0, LENGTH), "little") if self.size >= LENGTH else 0
         if not 0 < length <= min(LONGEST, self.size - LENGTH):
@@ -388,7 +390,7 @@ class RemoteFile:
                         raise ModelError(problem, "Download it again.")
                     tensors[name] = stored, start
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            raise ModelError(f"{self.name} has no header of a safetensors file.", "Download it again.") from None
+            raise ModelError(f"{self.name} does not have a safetensors header.", "Download it again.") from None
         return tensors
 
     def read(self, start: int, count: int) -> bytearray:

@@ -126,7 +126,7 @@ class _Reader:
         entries = [self.entry() for _ in self.count_items(tensors)]
         alignment = fields.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            problem = f"{self.path} says general.alignment = {alignment}, which is not a power of two."
+            problem = f"{self.path} has general.alignment = {alignment}, which is not a power of two."
             raise ModelError(problem, "Convert it again.")
         return Header(fields, entries, -(-self.position // alignment) * alignment)
 
@@ -134,7 +134,7 @@ class _Reader:
         """Return range(count). Raises ModelError if the header has more than MOST_ITEMS items in total."""
         self.items += count
         if self.items > MOST_ITEMS:
-            raise ModelError(f"{self.path} announces {self.items} entries in its header.", SAY_AGAIN)
+            raise ModelError(f"{self.path} declares {self.items} entries in its header.", SAY_AGAIN)
         return range(count)
 
     def skip(self, length: int) -> slice:
@@ -255,8 +255,10 @@ class Settings:
 
     def refusal(self, name: str) -> ModelError:
         """Build the ModelError for a field that can't be applied."""
-        setting = f"{shorten_text(f'{self.header.architecture}.{name}')} = {format_value(self.fields[name])}"
-        return ModelError(f"{self.path} says {setting}, which transformers' model does not compute.", SAY_SAFETENSORS)
+        setting = f"{shortened(f'{self.header.architecture}.{name}')} = {written(self.fields[name])}"
+        return ModelError(
+            f"{self.path} sets {setting}, which the model in transformers does not support.", SAY_SAFETENSORS
+        )
 
     def _factors(self, entry: Entry) -> list[float]:
         if entry.type == 0 and len(entry.shape) == 1:  # ggml's number of float32
@@ -372,7 +374,9 @@ class Settings:
         parameters = getattr(config, "rope_parameters", None)
         if not parameters:
             if self.factors or self._scaling[0] != "none":
-                raise ModelError(f"{self.path} has a rotation that transformers' model of it lacks.", SAY_SAFETENSORS)
+                raise ModelError(
+                    f"{self.path} has a rotary embedding, but its model in transformers does not.", SAY_SAFETENSORS
+                )
             return
         full = parameters.get("full_attention", parameters)
         if "rope.freq_base" in self.fields:

@@ -51,7 +51,7 @@ class Hub:
         try:
             info = HfApi().model_info(self.id, revision=self.revision, timeout=ANSWER)
             if not info.sha:
-                raise ValueError("it names no commit")  # noqa: TRY301  # handled below with all other invalid answers
+                raise ValueError("its answer names no commit")  # noqa: TRY301  # handled below with all other invalid answers
             names = [sibling.rfilename for sibling in info.siblings or []]
             return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=select(names)))
         except (HfHubHTTPError, HFValidationError) as error:

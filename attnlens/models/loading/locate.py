@@ -50,7 +50,9 @@ class WatchedFile:
     def check(self) -> None:
         """Raise ModelError if the file is gone or has changed since it was opened."""
         if self._stamp() != self._seen:
-            raise ModelError(f"{self.path} changed while it was read.", "Run it again once the file is complete.")
+            raise ModelError(
+                f"{self.path} changed while it was being read.", "Run the command again once the file is complete."
+            )
 
     def _stamp(self) -> tuple[int, int, int]:
         with readable(self.path):
@@ -141,7 +143,7 @@ def check_small(folder: Path, names: Iterable[str]) -> None:
         if is_read:
             refuse_outside(folder, path)
         if is_read and status and status.st_size > LARGEST:
-            raise ModelError(f"{path} contains more than {LARGEST // 2**20} MiB.", SAY_AGAIN)
+            raise ModelError(f"{path} is larger than {LARGEST // 2**20} MiB.", SAY_AGAIN)
         if name == "generation_config.json":  # transformers reads it without reporting errors
             read_json(path)
 
@@ -153,7 +155,9 @@ def refuse_other_forms(folder: Path, names: Iterable[str], *, adapter_too: bool 
     """
     for name in sorted(names):
         if name in ADAPTERS and not adapter_too:
-            problem = f"{folder} contains an adapter ({name}) beside the weights; it is unclear whether to apply it."
+            problem = (
+                f"{folder} contains an adapter ({name}) in addition to the weights; it is unclear whether to apply it."
+            )
             remedy = f"Add --adapter {shlex.quote(str(folder))}, or move the adapter's files into another folder."
             raise ModelError(problem, remedy)
         if fnmatch(name, "shard-[0-9]*-model-*"):  # transformers reads it instead of any other file
@@ -170,7 +174,7 @@ def refuse_outside(folder: Path, path: Path) -> None:
     if folder.parent.name == "snapshots":
         homes.append(Path(os.path.realpath(folder.parent.parent)) / "blobs")  # not resolved: it must not be a link
     if not any(real.is_relative_to(home) for home in homes):
-        problem = f"{path} links out of its folder, to {shorten_text(str(real))}."
+        problem = f"{path} links to a file outside its folder, {shortened(str(real))}."
         raise ModelError(problem, "Replace the link by the file itself.")
 
 
@@ -235,7 +239,7 @@ def find(
     demo = name.partition("@")[0] == "demo"
     path = DEMO if demo else with_home(name)
     if demo and name != "demo":
-        raise UsageError("`demo` is a part of attnlens and has no revisions.", "Give only `demo`.")
+        raise UsageError("`demo` is part of attnlens and has no revisions.", "Give only `demo`.")
     if not is_there(path):
         return _in_hub(name, revision, offline=offline, allow_pickle=allow_pickle, leave_weights=leave_weights)
     if revision is not None:
@@ -247,10 +251,10 @@ def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None
     names = names_in(folder)
     if _is_adapter(names):
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") if ADAPTER_CONFIG in names else None
-        base = shorten_text(base) if isinstance(base, str) and base.strip() else None
-        problem = f"{name} contains an adapter of {base or 'an unnamed model'}, not a model."
+        base = shortened(base) if isinstance(base, str) and base.strip() else None
+        problem = f"{name} contains an adapter for {base or 'an unnamed model'}, not a model."
         command = f"attnlens inspect {shlex.quote(base or 'BASE')} --adapter {shlex.quote(name)}"
-        raise ModelError(problem, f"Give its base as the model: {command}")
+        raise ModelError(problem, f"Give its base model: {command}")
     form, file = _select_weights(names, str(folder), allow_pickle)
     if form != "gguf" and CONFIG not in names:
         raise ModelError(f"{folder} has no config.json.", SAY_PATH)
@@ -314,10 +318,10 @@ def _hub(name: str, revision: str | None) -> Hub:
     if not id_:
         raise UsageError(f"{shorten_text(name)} does not name a model.", "Write it as org/name@revision.")
     if suffix and revision is not None and suffix != revision:
-        raise UsageError(f"{name} and the revision {revision!r} contradict each other.", "Give one of them.")
+        raise UsageError(f"{name} and the revision {revision!r} contradict each other.", "Give only one of them.")
     if looks_like_path(id_):
         kind = "file" if id_.endswith((".gguf", ".safetensors")) else "folder"
-        raise ModelError(f"There is no such {kind}: {shorten_text(name)}.", SAY_PATH)
+        raise ModelError(f"The {kind} does not exist: {shortened(name)}.", SAY_PATH)
     return Hub(id_, revision or suffix or None)
 
 
@@ -348,5 +352,5 @@ def _select_weights(names: Collection[str], where: str, allow_pickle: bool) -> t
     others = sorted(name for name in names if name.endswith(SUFFIXES["safetensors"]) and "/" not in name)
     if others:
         path = f"{where}/{others[0]}" if os.path.isdir(where) else others[0]  # noqa: PTH112  # it may be a hub id
-        raise ModelError(f"{where} has {others[0]} instead of {SINGLE}.", f"Give the file's path: {path}")
+        raise ModelError(f"{where} contains {others[0]} instead of {SINGLE}.", f"Give the file's path: {path}")
     raise ModelError(f"{where} has no weights: neither {SINGLE} nor {SHARDED}.", "Download the model again.")

@@ -79,8 +79,8 @@ def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch
     if free is not None and needed > free:
         size = f"{needed / GIB:.1f} GiB of memory as {str(dtype).removeprefix('torch.')}"
         raise TooLargeError(
-            f"{place.id} takes {size}, but only {free / GIB:.1f} GiB are free.",
-            "Read weights from their files (--source weights --device files), or run it from disk (--device spread).",
+            f"{place.id} needs {size}, but only {free / GIB:.1f} GiB are free.",
+            "Read only the weights (--source weights --device files), or run the model from disk (--device spread).",
         )
 
 
@@ -125,7 +125,7 @@ def check_device_map(options: Mapping[str, Any]) -> None:
     SpreadRequest(**{name: options[name] for name in SpreadRequest.model_fields})
     if options["device_map"] is None:
         if options["max_cpu_memory"] is not None:
-            raise UsageError("max_cpu_memory limits the memory of device_map.", "Add device_map='auto'.")
+            raise UsageError("max_cpu_memory requires device_map.", "Add device_map='auto'.")
         return
     for name, default in (("device", "auto"), ("from_files", False), ("adapter", None)):
         if options[name] and options[name] != default:

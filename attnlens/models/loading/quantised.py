@@ -90,7 +90,7 @@ def coded_weights(place: Location, method: str, names: Mapping[str, object]) -> 
                 weight = stem + scheme.target
                 weights[weight] = CodedWeight(weight, scheme, {"": name} | parts, settings, where)
     if not weights:
-        problem = f"{place.folder / CONFIG} says that the weights are quantised by {method}, but none is."
+        problem = f"{place.folder / CONFIG} declares weights quantised with {method}, but none of them is quantised."
         raise ModelError(problem, "Remove quantization_config from it if the weights are plain numbers.")
     return weights
 
@@ -146,7 +146,7 @@ def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
         return scale.reshape(())
     grid = scale[:, None] if scale.dim() == 1 else scale
     if len(shape) < 2 or grid.dim() != len(shape) or grid.shape[:-2] != shape[:-2]:
-        raise CodesError(f"a scale of {tuple(scale.shape)} does not go with codes of {tuple(shape)}")
+        raise CodesError(f"a scale of shape {tuple(scale.shape)} does not fit codes of shape {tuple(shape)}")
     sides = block if isinstance(block, list) and len(block) == 2 else (None, None)
     by_rows = grid.shape[-2:] == (shape[-2], 1)
     for axis, size in zip((-2, -1), sides, strict=True):
@@ -175,7 +175,7 @@ def decode_packed(parts: Parts, settings: Settings) -> Tensor:
     words, scale = parts[""], parts.get("_scale")
     shape = parts["_shape"].tolist() if "_shape" in parts else []
     if scale is None or scale.dim() != 2 or len(shape) != 2 or words.dim() != 2 or words.shape[0] != shape[0]:
-        raise CodesError("its codes, scales and shape don't fit together")
+        raise CodesError("its codes, scales and shape don't match")
     groups = _weight_groups(settings)
     declared = {group.get("num_bits") for group in groups}
     fitting = [bits for bits in (2, 4, 8) if bits in declared and ceil(shape[1] * bits / 32) == words.shape[1]]
@@ -205,8 +205,10 @@ def gptq(parts: Parts, settings: Settings) -> Tensor:
     if form != "gptq_v2":
         zeros = (zeros + 1) & (2**bits - 1)
     if settings.get("sym") is True and bool((zeros != 2 ** (bits - 1)).any()):
-        raise CodesError(f"sym is true, which means zeros of {2 ** (bits - 1)}, but in the format {form} it has others")
-    return _decode_transposed(codes, zeros, scale, settings, parts.get(".g_idx"))
+        raise CodesError(
+            f"sym is true, which implies zeros of {2 ** (bits - 1)}, but in the format {form} its zeros differ"
+        )
+    return _transposed(codes, zeros, scale, settings, parts.get(".g_idx"))
 
 
 def awq(parts: Parts, settings: Settings) -> Tensor:
@@ -214,8 +216,8 @@ def awq(parts: Parts, settings: Settings) -> Tensor:
     *words, scale = _matrices(parts)
     codes, zeros = (_unpack_words(part, 4).reshape(*part.shape, 8)[..., AWQ_ORDER].flatten(-2) for part in words)
     if settings.get("zero_point") is False and bool((zeros != 8).any()):
-        raise CodesError("zero_point is false, which means zeros of 8, but it has others")
-    return _decode_transposed(codes, zeros, scale, settings)
+        raise CodesError("zero_point is false, which implies zeros of 8, but its zeros differ")
+    return _transposed(codes, zeros, scale, settings)
 
 
 def _decode_transposed(
@@ -227,14 +229,14 @@ def _decode_transposed(
     """
     inputs, groups = codes.shape[0], scale.shape[0]
     if codes.shape[1] != scale.shape[1] or zeros.shape != scale.shape:
-        raise CodesError("its codes, zeros and scales don't fit together")
+        raise CodesError("its codes, zeros and scales don't match")
     size = settings.get("group_size", settings.get("q_group_size"))
     if isinstance(size, int) and ceil(inputs / (size if size > 0 else inputs)) != groups:
         raise CodesError(f"it has {groups} groups of {inputs} inputs, but group_size is {size}")
     ordered = torch.arange(inputs) // ceil(inputs / max(groups, 1))
     index = ordered if index is None else index.long()
     if index.shape != (inputs,) or not bool(((index >= 0) & (index < groups)).all()):
-        raise CodesError("its groups of inputs don't fit its scales")
+        raise CodesError("its groups of inputs don't match its scales")
     if settings.get("desc_act") is False and not torch.equal(index, ordered):
         raise CodesError("its inputs are in another order, but desc_act is false")
     return ((codes - zeros[index]) * scale.float()[index]).mT.contiguous()
@@ -283,7 +285,7 @@ def _check_blocks(parts: Mapping[str, Shaped]) -> None:
     """Raise CodesError unless each of mxfp4's blocks has one scale."""
     shape = parts[""].shape
     if len(shape) != 4 or shape[:3] != parts["_scales"].shape:
-        raise CodesError("its blocks and scales don't fit together")
+        raise CodesError("its blocks and scales don't match")
 
 
 def four_bits(parts: Parts, settings: Settings) -> Tensor:
@@ -298,7 +300,7 @@ def four_bits(parts: Parts, settings: Settings) -> Tensor:
     codes, values = parts[""].contiguous().view(torch.uint8).flatten(), parts.get(".quant_map")
     counts = isinstance(shape, list) and all(isinstance(size, int) and size > 0 for size in shape)
     if not counts or not isinstance(side, int) or side < 1 or not 0 <= 2 * len(codes) - prod(shape) <= 1:
-        raise CodesError("its codes don't have the shape that it states")
+        raise CodesError("its codes don't have the declared shape")
     if values is None or values.shape != (16,):
         raise CodesError("it has no table of sixteen values")
     count = prod(shape)
@@ -349,7 +351,7 @@ def eight_bits(parts: Parts, settings: Settings) -> Tensor:
         raise CodesError("its codes are not int8 with one SCB per row")
     order = parts.get(".weight_format")
     if order is not None and bool(order.any()):
-        raise CodesError("its codes are not in the order of rows")
+        raise CodesError("its codes are not stored row by row")
     return codes.float() * largest.float()[:, None] / 127
 
 

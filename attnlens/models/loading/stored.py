@@ -38,19 +38,21 @@ def check_loaded(
         problem = f"{where} contains an adapter that is not merged ({format_names(low_rank)})."
         raise ModelError(problem, "Merge it with merge_and_unload of the package peft, and save the merged model.")
     if codes := _codes(model, stored, unused):
-        problem = f"{where} stores {format_names(codes)} as {stored[codes[0]].type}, but nothing in config.json says"
+        problem = (
+            f"{where} stores {format_names(codes)} as {stored[codes[0]].type}, but nothing in config.json explains"
+        )
         raise ModelError(f"{problem} what the codes mean.", SAY_UNQUANTISED)
     if scales := [name for name in sorted(unused) if _belongs_to_codes(name, stored)]:
-        problem = f"{where} contains {format_names(scales)}, of weights that are stored as codes, but nothing in"
-        raise ModelError(f"{problem} config.json says how.", SAY_UNQUANTISED)
+        problem = f"{where} contains {format_names(scales)}, the scales of quantised weights, but nothing in"
+        raise ModelError(f"{problem} config.json describes the quantisation.", SAY_UNQUANTISED)
     refuse_mismatch(place, loading_info["mismatched_keys"])
     if place.gguf:
         if ignored := [name for name in sorted(unused) if OF_ATTENTION.search(name)]:
-            problem = f"{where} contains {format_names(ignored)}, which changes attention, but the model lacks it."
+            problem = f"{where} contains {format_names(ignored)}; it affects attention, but transformers ignores it."
             raise ModelError(problem, SAY_SAFETENSORS)
         Settings(where, read_header(where)).check_rotation(model)
     if twice := _twice(model, stored, unused):
-        problem = f"{where} contains both {twice[0]} and {twice[1]}, which are one tensor of the model."
+        problem = f"{where} contains both {twice[0]} and {twice[1]}, which are the same tensor of the model."
         raise ModelError(problem, SAY_ONCE)
     if len(loading_info["missing_keys"]) >= len(list(model.parameters())):
         problem = f"None of the weights in {place.file} belongs to a {type(model).__name__}."
@@ -116,7 +118,7 @@ def names_in_model(name: str, prefix: str) -> tuple[str, ...]:
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """safetensors' names of the floating-point types of unquantised weights."""
-SAY_ONCE = "Save the model again, so that each of its tensors is stored once."
+SAY_ONCE = "Save the model again with each tensor stored once."
 DECODED = "GGUF"
 """Type recorded for every tensor of a GGUF file, since all its types are decoded."""
 
@@ -184,14 +186,14 @@ def pickled_header(file: Path) -> dict[str, Stored]:
     try:
         content = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError:
-        problem = f"{file} contains more than tensors, or is not a pickle of torch: opening it could run code."
+        problem = f"{file} contains objects other than tensors, or is not a pickle of torch: opening it could run code."
         raise ModelError(problem, "Get the model as safetensors.") from None
     except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
         problem = f"{file} is truncated or not a pickle of torch: {shorten_text(str(error))}."
         raise ModelError(problem, "Download it again.") from None
     names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
     if not isinstance(content, Mapping):
-        raise ModelError(f"{file} does not contain a table of tensors.", "Save the model's state_dict.")
+        raise ModelError(f"{file} does not contain a dict of tensors.", "Save the model's state_dict.")
     return {
         str(name): Stored(tuple(value.shape), names.get(value.dtype, str(value.dtype).removeprefix("torch.")))
         for name, value in content.items()

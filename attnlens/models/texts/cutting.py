@@ -125,9 +125,11 @@ def _count_files(files: Mapping[Modality, Sequence[object]], most: int) -> int |
     least = min(counts.values())
     if max(counts.values()) > least:
         counted = " and ".join(f"{count} of --{modality}" for modality, count in counts.items())
-        raise UsageError(f"Each sequence has one file of each kind, but there are {counted}.", "Give as many of each.")
+        raise UsageError(
+            f"Each sequence needs one file of each kind, but there are {counted}.", "Give the same number of each."
+        )
     if least > most:
-        problem = f"Each sequence needs its own file: {least} files are more than --windows {most}."
+        problem = f"Each sequence uses one file: {least} files are more than --windows {most}."
         raise UsageError(problem, f"Give --windows {least}.")
     return least
 
@@ -138,11 +140,11 @@ def _explain_fewer(count: int, files: int | None, cut: Cut, texts: Sequence[Text
         return
     what = "windows" if cut.pack else "lines"
     if count == files:
-        yield f"Each sequence has a file of its own: {count} instead of {cut.sequences}."
+        yield f"Each sequence uses one file: {count} sequences instead of {cut.sequences}."
     else:
         if files is not None:
-            yield f"The last {files - count} files are left out: the text has no more {what}."
-        yield f"The text has {count} {what} of the {cut.sequences} asked for."
+            yield f"The last {files - count} files are not used: the text has no more {what}."
+        yield f"The text has only {count} of the {cut.sequences} requested {what}."
 
 
 def _checked_media(loaded: Loaded) -> Media:
@@ -206,11 +208,11 @@ def _cut_texts(
             texts.append(Text(name=content.name, sha256=digest, windows=numbers, available=len(cutting)))
     if not rows:
         names_of_texts = ", ".join(content.name for content in contents)
-        problem = f"The text ({names_of_texts}) has no window left besides the evaluated ones."
+        problem = f"The text ({names_of_texts}) has no windows left besides the evaluated ones."
         raise TextError(problem, "Give a longer text, another one with --calibration, or fewer --windows.")
     known, largest = vocabulary(loaded.model), max(map(max, rows))
     if known is not None and largest >= known:
-        problem = f"The tokenizer gives token {largest}, but the model's vocabulary has only {known}."
+        problem = f"The tokenizer returns token {largest}, but the model's vocabulary has only {known} tokens."
         raise TextError(problem, "Tokenizer and weights don't belong together; use --source weights.")
     return TokenRows(rows, types, tuple(names)), texts
 
@@ -222,7 +224,7 @@ def _cut_text(loaded: Loaded, content: Content, length: int, cut: Cut) -> Cuttin
     if key not in content.cuttings:
         if tokenizer is None:
             problem = f"This model has no usable tokenizer: {loaded.tokenizer_problem}."
-            raise TextError(problem, "Put its tokenizer files beside its weights, or use --source weights.")
+            raise TextError(problem, "Put its tokenizer files into the model's folder, or use --source weights.")
         content.cuttings.clear()  # each checkpoint of a series has its own tokenizer, so results would pile up
         thin = thin_text(content, spread=is_spread)
         if cut.pairs:

@@ -57,8 +57,8 @@ ALIASES = {"grid_thw": "image_grid_thw", "merge_sizes": "image_merge_sizes", "pi
 SETTINGS = ("processor_config.json", "preprocessor_config.json")
 """Files in which transformers looks for the settings of a processor."""
 SAY = {
-    "image": "Give a picture that Pillow reads, such as a .png or .jpg file.",
-    "audio": "Give a .wav file of plain samples (PCM of 8, 16, 24 or 32 bits).",
+    "image": "Give an image in a format that Pillow supports, such as .png or .jpg.",
+    "audio": "Give an uncompressed .wav file (PCM with 8, 16, 24 or 32 bits).",
 }
 LARGEST_FILE = 2**28
 """Maximum size of an image or sound file in bytes."""
@@ -131,11 +131,15 @@ def _find_media(model: PreTrainedModel, folder: Path | None) -> Media:
                 raise
             if not needed:
                 why = error.problem if isinstance(error, TextError) else f"{_failure(error)}."
-                notes.append(f"No {modality} is fed: {why}{f' No processor: {problem}' if problem else ''}")
+                notes.append(
+                    f"No {modality} is passed to the model: {why}{f' No processor: {problem}' if problem else ''}"
+                )
                 continue
             candidate = replace(candidate, before=())
         if problem:
-            notes.append(f"Each {modality} is random numbers of the shape in config.json. No processor: {problem}")
+            notes.append(
+                f"Each {modality} consists of random numbers in the shape given by config.json. No processor: {problem}"
+            )
         names, before = media.names | candidate.names, media.before + candidate.before
         media = Media({**media.processors, **candidate.processors}, names, before, alone=media.alone or candidate.alone)
     return replace(media, notes=tuple(notes))
@@ -179,7 +183,7 @@ class Feed:
             except FAILURES as error:
                 if is_memory(error):
                     raise
-                problem = f"The {modality} can't be fed: {_failure(error)}."
+                problem = f"The {modality} can't be passed to the model: {_failure(error)}."
                 raise ModelError(problem, f"Leave out --{modality}.") from error
         return tuple(placeholders)
 
@@ -212,7 +216,7 @@ def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tupl
     the checkpoint has no processor, or the processor fails.
     """
     if modality not in modalities(loaded.model):
-        problem = f"{loaded.info.id} does not read {modality} input: --{modality} would be ignored."
+        problem = f"{loaded.info.id} does not take {modality} input: --{modality} would be ignored."
         raise UsageError(problem, f"Leave out --{modality}.")
     processor = load_processor(loaded.model, modality, loaded.folder)
     inputs, records = list[dict[str, Tensor]](), list[Text]()
@@ -240,11 +244,13 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
         paths = [cached_file(str(place), name, revision=revision, **options) for name in SETTINGS if place]
         files = [path for path in paths if path]
     if not files:
-        problem = f"{place or type(model).__name__} has no {SETTINGS[1]}, which says how an {modality} is prepared."
-        raise ModelError(problem, "Put it beside the weights, or give the prepared inputs to attnlens.capture.")
+        problem = (
+            f"{place or type(model).__name__} has no {SETTINGS[1]}, which describes how to prepare {modality} input."
+        )
+        raise ModelError(problem, "Put it into the model's folder, or pass the prepared inputs to attnlens.capture.")
     if any("auto_map" in read_json(Path(file)) for file in files):
-        problem = f"The processor of {place} is code in the checkpoint, which attnlens does not run."
-        raise ModelError(problem, f"Prepare the {modality}s yourself, and give them to attnlens.capture in Python.")
+        problem = f"The processor of {place} is Python code in the checkpoint, which attnlens does not run."
+        raise ModelError(problem, f"Prepare the {modality}s yourself, and pass them to attnlens.capture in Python.")
     class_: Any = AutoImageProcessor if modality == "image" else AutoFeatureExtractor
     try:
         with _bounded_memory():
@@ -253,7 +259,7 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
             )
             return processor
     except UNPREPARED as error:
-        problem = f"{place} has no processor for {modality} input that can be loaded: {first_line(error)}"
+        problem = f"The processor for {modality} input of {place} can't be loaded: {first_line(error)}"
         raise ModelError(problem, f"Correct {files[0]}, or leave out --{modality}.") from error
 
 
@@ -307,8 +313,8 @@ def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
     if not shape:
         raise TextError(*describe_missing_inputs(model, [name]))
     if not all(isinstance(side, int) and side > 0 for side in shape) or prod(shape) > LARGEST_INPUT:
-        sizes = " × ".join(shorten_text(str(side)) for side in shape)
-        problem = f"The config asks for {name} of {sizes} numbers, which attnlens does not make up."
+        sizes = " × ".join(shortened(str(side)) for side in shape)
+        problem = f"The config requires {name} with {sizes} numbers, more than attnlens generates."
         raise TextError(problem, "Correct the sizes in config.json.")
     return shape
 
@@ -318,7 +324,7 @@ def _read_image(path: str, content: bytes) -> Image.Image:
         with Image.open(BytesIO(content)) as image:
             return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        why = "its format is not known." if isinstance(error, UnidentifiedImageError) else first_line(error)
+        why = "unknown format." if isinstance(error, UnidentifiedImageError) else first_line(error)
         raise TextError(f"{path} can't be read as an image: {why}", SAY["image"]) from None
 
 
@@ -369,7 +375,7 @@ def _process(
         raise ModelError(problem, "Give another file, or leave it out.") from error
     inputs = {names[name]: value for name, value in result.items() if name in names and isinstance(value, torch.Tensor)}
     if not any(names.get(name) in inputs for name in INPUTS[modality]):
-        problem = f"The model's processor returns {', '.join(result)}; {type(model).__name__} takes none of them."
+        problem = f"The model's processor returns {', '.join(result)}; {type(model).__name__} accepts none of them."
         raise ModelError(problem, f"Leave out --{modality}.")
     return inputs
 

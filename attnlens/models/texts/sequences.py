@@ -92,8 +92,8 @@ def required_inputs(model: PreTrainedModel) -> list[str]:
 def describe_missing_inputs(model: PreTrainedModel, names: Sequence[str]) -> tuple[str, str]:
     """Return the problem and the remedy of the error for inputs that can't be made up."""
     return (
-        f"attnlens can't make up {' and '.join(names)} for a {type(model).__name__}.",
-        "Put the checkpoint's preprocessor_config.json beside its weights, or give the inputs to attnlens.capture.",
+        f"attnlens cannot generate {' and '.join(names)} for a {type(model).__name__}.",
+        "Put preprocessor_config.json into the model's folder, or pass the inputs to attnlens.capture.",
     )
 
 
@@ -112,7 +112,7 @@ def shift_right(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int
     starts = (getattr(config, name, None) for name in names for config in configs)
     start = next((id_ for id_ in starts if id_ is not None), None)
     if not isinstance(start, int) or not 0 <= start < (vocabulary(model) or start + 1):
-        problem = "The model's config names no start token that its decoder knows."
+        problem = "The model's config does not define a valid start token for the decoder."
         raise TextError(problem, "Set decoder_start_token_id in config.json.")
     return ids.roll(1, dims=1).index_fill(1, ids.new_zeros(1), start)
 
@@ -143,14 +143,14 @@ def refuse_foreign(shares: Mapping[str, float]) -> None:
     """Raise TextError if a text's share of unknown tokens is at least FOREIGN, even if other texts are readable."""
     name, share = max(shares.items(), key=lambda item: item[1], default=("", 0.0))
     if share >= FOREIGN:
-        remedy = "Give a text of the model's kind with --text, or add --allow-foreign-text."
+        remedy = "Give a text that suits the model with --text, or add --allow-foreign-text."
         raise TextError(_sentence(name, share), remedy)
 
 
 def _sentence(name: str, share: float) -> str:
     return (
-        f"The tokenizer does not know {share:.0%} of the tokens of {name}: "
-        "the text may be of another language or kind than the model's."
+        f"{share:.0%} of the tokens of {name} are unknown to the tokenizer: "
+        "the text may be in a language or domain that the model does not cover."
     )
 
 
@@ -213,8 +213,8 @@ def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens:
     room = tokens - len(before) - len(after)
     ids = _ids(tokenizer, content, content.text, None)
     if len(ids) < room:
-        problem = f"The text ({content.name}) has {len(ids)} tokens; one window needs {room}."
-        raise TextError(problem, "Give a longer text, or fewer --length.")
+        problem = f"The text ({content.name}) has {len(ids)} tokens, but one window needs {room}."
+        raise TextError(problem, "Give a longer text, or a smaller --length.")
     return WindowedText(array("i", ids), room, before, after)
 
 
@@ -244,7 +244,7 @@ def cut_pairs(
             continue
         first, tab, second = line.removesuffix("\r").partition("\t")
         if not tab or "\t" in second or not first.strip() or not second.strip():
-            problem = f"Line {number} of {content.name} is not a pair: it needs two texts and one tab between them."
+            problem = f"Line {number} of {content.name} is not a pair: it must contain two texts separated by one tab."
             raise TextError(problem, "Write one pair per line: FIRST<tab>SECOND.")
         with _tokenizing(tokenizer, content):
             encoded = tokenizer(first, second, truncation=True, max_length=tokens, return_token_type_ids=True)
@@ -259,12 +259,12 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
     bare, whole = _ids(tokenizer, content, sample, None), _ids(tokenizer, content, sample, 10**6)
     starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
     if not sample:
-        raise TextError(f"The text contains only white space ({content.name}).", "Give a longer or another text.")
+        raise TextError(f"The text contains only white space ({content.name}).", "Give a longer or different text.")
     if not bare or not starts:
         raise TextError(f"The tokenizer returns no tokens for the text ({content.name}).", "Give another text.")
     before, after = whole[: starts[0]], whole[starts[0] + len(bare) :]
     if tokens <= (special := len(before) + len(after)):
-        problem = f"{tokens} tokens leave no room for text beside {special} special tokens."
+        problem = f"{tokens} tokens leave no room for text in addition to {special} special tokens."
         raise UsageError(problem, "Give more --length.")
     return before, after
 
@@ -273,13 +273,17 @@ def window_length(model: PreTrainedModel, tokens: int | None) -> int:
     """Return `tokens` or, if it is None, 128 or the model's number of positions if smaller. Raises UsageError."""
     limit = position_limit(model)
     if limit is not None and limit < 2:
-        raise UsageError(f"The model reads only {limit} token, so no pair of tokens.", "Use --source weights.")
+        raise UsageError(
+            f"The model accepts only {limit} token, but attention needs at least two.", "Use --source weights."
+        )
     if tokens is None:
         return 128 if limit is None else min(128, limit)
     if tokens < 2:
-        raise UsageError(f"A window of {tokens} tokens contains no pair of tokens.", "Give at least --length 2.")
+        raise UsageError(
+            f"A window of {tokens} tokens is too short: attention needs at least two.", "Give at least --length 2."
+        )
     if limit is not None and tokens > limit:
-        raise UsageError(f"The model reads at most {limit} tokens, not {tokens}.", f"Give at most --length {limit}.")
+        raise UsageError(f"The model accepts at most {limit} tokens, not {tokens}.", f"Give at most --length {limit}.")
     return tokens
 
 
@@ -311,7 +315,7 @@ def _tokenizing(tokenizer: PreTrainedTokenizerBase, content: Content) -> Iterato
     """Switch off a tokenizer's random splits, which are for training, and convert its errors to TextError."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     options = {name: value for name in RANDOM_SPLITS if (value := getattr(model, name, None)) is not None}
-    remedy = "Put the model's tokenizer files beside its weights, or use --source weights."
+    remedy = "Put the tokenizer files into the model's folder, or use --source weights."
     with foreign(f"The tokenizer fails on the text ({content.name})", remedy, TextError):
         try:
             for name in options:

@@ -19,7 +19,7 @@ from attnlens.models.loading.locate import DEMO
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """Pattern of a dataset's name on the hub; a name without an owner could mean one of the library's file readers."""
-SAY_NAME = "Name an OWNER/NAME of the hub that you may see, or a folder of data files (jsonl, parquet, csv, txt)."
+SAY_NAME = "Give OWNER/NAME of an accessible dataset on the hub, or a folder of data files (jsonl, parquet, csv, txt)."
 
 
 def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content:
@@ -43,7 +43,7 @@ def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content
             if split not in parts:
                 raise TextError(
                     f"The dataset {rows.name} has no split {split!r}; it has {', '.join(parts)}.",
-                    f"Name one, as in {DATASETS}{rows.name},split={next(iter(parts))}",
+                    f"Name one, e.g. {DATASETS}{rows.name},split={next(iter(parts))}",
                 )
             for value in _values(parts[split], rows):
                 text += value.rstrip("\n") + "\n"
@@ -93,10 +93,10 @@ def _values(table: Iterable[Mapping[str, object]], rows: DatasetRows) -> Iterato
         if rows.column not in row:
             raise TextError(
                 f"The dataset {rows.name} has no column {rows.column!r}; it has {', '.join(row)}.",
-                f"Name a column of texts, as in {DATASETS}{rows.name},column={next(iter(row))}",
+                f"Name a column of texts, e.g. {DATASETS}{rows.name},column={next(iter(row))}",
             )
         if not isinstance(value := row[rows.column], str):
-            problem = f"Row {number} of {rows.name} has no text in {rows.column!r}, but {type(value).__name__}."
+            problem = f"Row {number} of {rows.name} contains a {type(value).__name__} in {rows.column!r}, not a text."
             raise TextError(problem, "Name a column of texts with column=.")
         yield value
 
@@ -187,7 +187,9 @@ def _read_text(path: str, name: str) -> str:
         try:
             content = read_stream(sys.stdin.buffer, "stdin", TextError, SAY_TEXT, most=LARGEST_FILE)
         except (OSError, AttributeError):  # stdin is write-only or closed
-            raise TextError("stdin can't be read.", "Send it a text, as in: attnlens inspect --text - < FILE") from None
+            raise TextError(
+                "stdin can't be read.", "Redirect a text to it, e.g.: attnlens inspect --text - < FILE"
+            ) from None
     if b"\0" in content:
         raise TextError(f"{name} is a binary file, not a text.", SAY_TEXT)
     try:

@@ -57,7 +57,7 @@ class TracedSoftmax:
             raise unreadable(f"its scores are a sum of {len(content)} products of queries and keys")
         if not content and len(self.carried) > 1:
             count = len(self.carried)
-            raise unreadable(f"none of the {count} products in its scores depends on its inputs on both sides")
+            raise unreadable(f"in none of the {count} products in its scores do both factors depend on its inputs")
         scores = content[0] if content else next(iter(self.carried))
         if scores.scaled_by_inputs:
             raise unreadable("the factor of its scores depends on its inputs")
@@ -66,7 +66,7 @@ class TracedSoftmax:
 
 def unreadable(reason: str) -> UnreadableError:
     """Build the error for hand-written attention that is left to the model."""
-    return UnreadableError(reason, "The other sites stand; this one is left out.")
+    return UnreadableError(reason, "The other sites are analysed; this one is left out.")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> Affine:
     0.
     """
     if bool(zero.isnan().any()):
-        raise unreadable("what is added to its scores is not a number")
+        raise unreadable("NaN is added to its scores")
     allowed, bias = split_mask(zero)
     # pairs that no product changes are masked too: by a factor of 0, or by a number so large that scores are lost in it
     visible = (scores != zero) if allowed is None else allowed & (scores != zero)
@@ -120,7 +120,10 @@ def check_moved(query: Tensor, key: Tensor, fit: Affine, zero: Tensor, scores: T
     size = predicted.norm() + torch.where(visible, zero, 0.0).norm()
     error = float((moved - predicted).norm() / size)
     if not error <= rounding_of(query.dtype):  # `not <=` also refuses NaN
-        raise unreadable(f"its scores are no multiple of ⟨query, key⟩: other ones move them otherwise ({error:.1e})")
+        raise unreadable(
+            "its scores are not a multiple of ⟨query, key⟩: with other queries and keys they deviate from it "
+            f"({error:.1e})"
+        )
 
 
 def rounding_of(dtype: torch.dtype) -> float:
@@ -188,7 +191,9 @@ def find_lead(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -
     counts = [total * rows // count for rows in (queries, keys) if count and total * rows % count == 0]
     if len(shape) == 1:
         if not counts or total * queries % (count or 1) or not counts[0] or shape[0] % counts[0]:
-            raise unreadable(f"its heads can't be told from its sequences: queries have the axes {(*shape, queries)}")
+            raise unreadable(
+                f"its heads can't be distinguished from its sequences: queries have the axes {(*shape, queries)}"
+            )
         return Lead(shape, 1, counts[0])
     # Exclude the first axis of a lone sequence: tokens cannot be counted if channels come before them (SqueezeBERT).
     lone = {0} if tokens and tokens[0] == shape[0] == 1 else set[int]()
@@ -196,7 +201,9 @@ def find_lead(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -
     if 1 in fitting or (len(shape) == 2 and not fitting):
         return Lead(shape, 1, shape[1])
     if len(fitting) != 1 or len(shape) == 2:
-        raise unreadable(f"its heads can't be told from its windows: queries have the axes {(*shape, queries)}")
+        raise unreadable(
+            f"its heads can't be distinguished from its windows: queries have the axes {(*shape, queries)}"
+        )
     return Lead(shape, fitting[0], shape[fitting[0]])
 
 
@@ -211,7 +218,7 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: n
     queries, keys = product.left.shape[-2], product.right.shape[-2]
     shape = (*product.lead, queries, keys)
     if tuple(softmax.logits.shape[-2:]) != shape[-2:] or softmax.logits.numel() != torch.Size(shape).numel():
-        raise unreadable(f"its softmax has the axes {tuple(softmax.logits.shape)}, and the product in it {shape}")
+        raise unreadable(f"its softmax has the axes {tuple(softmax.logits.shape)}, but the product in it has {shape}")
     lead = find_lead(product.lead, queries, keys, tokens)
     zero, signs = (lead.split(standin.reshape(shape)) for standin in (standins.zero, standins.signs))
     fit = fit_affine(scores.signs, zero, signs)
@@ -406,7 +413,7 @@ class _Tracer(TorchFunctionMode):
 
         def read(module: nn.Module, tokens: Tokens) -> tuple[Call, Lead]:
             if total is None or softmax.used:
-                raise unreadable("its attention weights do not sum up values once and for all")
+                raise unreadable("its attention weights are not applied to the values in a single product")
             softmax.used = True
             attention, lead = traced_call(softmax, total.value, tokens, module)
             lead = lead.like(weights.shape[:-2])
@@ -463,8 +470,8 @@ class _Tracer(TorchFunctionMode):
         except UnreadableError as refusal:
             if self.modules is not None:  # it was read before: leaving it to the model now would go unnoticed
                 raise ModelError(
-                    f"A {type(owner).__name__} can't be read on these inputs: {refusal.problem}.",
-                    "Give inputs of the same kind as those that its sites were found on.",
+                    f"A {type(owner).__name__} can't be traced on these inputs: {refusal.problem}.",
+                    "Give inputs of the same kind as those used to find its sites.",
                 ) from None
             self.refused[owner] = refusal.problem
             return original()
@@ -485,7 +492,7 @@ def _check_output(output: Tensor, original: Tensor, sees_keys: Tensor) -> None:
     actual, expected = (torch.where(sees_keys, part, 0.0).double() for part in (output, original))
     error = float((actual - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float64).tiny))
     if not error <= rounding_of(original.dtype):  # `not <=` also refuses NaN
-        raise unreadable(f"its output is not that of softmax(scores) on its values (relative difference {error:.1e})")
+        raise unreadable(f"its output differs from softmax(scores) times values (relative difference {error:.1e})")
 
 
 def call_arguments(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class Probe:
             except FAILURES as error:  # a module of another library, on inputs it was not written for
                 first = next(iter(str(error).splitlines()), type(error).__name__)
                 raise unreadable(f"its attention module can't be called on its own ({first})") from error
-        raise unreadable("its attention module, called on its own, asks for no attention")
+        raise unreadable("its attention module computes no attention when called on its own")
 
     def check_captured(self) -> None:
         """Raise UnreadableError if the captured call does not have one query and one key per token of its inputs."""
@@ -139,7 +139,7 @@ class Probe:
         for (name, part, like), tokens in zip(parts, sequences, strict=True):
             expected = tokens.shape[0], like.shape[1], tokens[0, ..., 0].numel()
             if (actual := tuple(part.shape[:3])) != expected:
-                raise unreadable(f"its {name} has (batch, heads, tokens) {actual}, where its inputs have {expected}")
+                raise unreadable(f"its {name} has (batch, heads, tokens) {actual}, but its inputs have {expected}")
 
     @property
     def captured(self) -> tuple[Tensor, Tensor]:
@@ -299,7 +299,7 @@ def float64_weights(module: nn.Module) -> dict[str, Tensor]:
 
 def unreadable(reason: str) -> UnreadableError:
     """Build the error for a site whose weights cannot be read."""
-    return UnreadableError(reason, "The tokens.* measures of this site stand; weights.* can't be read.")
+    return UnreadableError(reason, "The tokens.* measures of this site are valid; weights.* can't be computed.")
 
 
 @dataclass(frozen=True)

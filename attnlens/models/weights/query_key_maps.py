@@ -322,7 +322,7 @@ def _read_site(
             window = replace(window, batch=window.shapes[0][0])
         window.check_captured()
         if is_announced(probe.odd.query) or is_announced(probe.odd.key):  # tensors with shapes but no numbers
-            reason = "its queries or keys depend on what other modules compute, so that the model has to be loaded"
+            reason = "its queries or keys depend on the output of other modules, so the model must be loaded"
             raise unreadable(reason)
         norms = norms_inside(single.module)
         # If one token is not accepted, fit the rotation first, so that each token of a sequence can be a probe.
@@ -357,7 +357,7 @@ def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[M
             maps = _differentiate(probe, rotation)
         groups = _find_groups(*_first_tokens(probe, maps))
         if groups is None:
-            remedy = "The tokens.* measures of this site stand; weights.* do not exist."
+            remedy = "The tokens.* measures of this site are valid; weights.* are undefined."
             raise NotBilinearError(f"{reason}, so that its scores are not bilinear in them", remedy)
     return maps, groups
 
