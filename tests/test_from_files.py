@@ -383,7 +383,7 @@ def test_attention_that_is_written_by_hand_is_refused_from_files_and_read_where_
         ModelError,
         lambda: attnlens.inspect(tmp_path, source="weights", from_files=True),
         "can't be read from its files alone",
-        "Leave out --device files or spread: this architecture has to be loaded.",
+        "Omit --device files or spread: this architecture must be loaded.",
     )
     assert attnlens.inspect(tmp_path, source="weights").coverage.analysed == 8
 

@@ -247,7 +247,7 @@ def test_a_tower_that_fails_on_noise_is_told_and_not_run(monkeypatch: pytest.Mon
     assert note.startswith("No image is fed: the model fails on it (ValueError: no such image).")
     assert {head.part for head in report.heads} == {"decoder"}
     assert {entry.reason for entry in report.coverage.skipped if "vision" in entry.site} == {
-        "it is not run on this input"
+        "it does not run on this input"
     }
     swapped = attnlens.swap_kernel(given, "rbf", windows=2, length=12)
     assert {site.part for site in swapped.swap.sites} == {"decoder"}

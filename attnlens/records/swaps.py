@@ -90,7 +90,7 @@ class TextChange(Record):
     change: Change
     """The loss, with its interval over this text's sequences."""
     perplexity: Change | None = None
-    """exp(loss), its interval from the same draws; None where it is too large for a number, or an older attnlens wrote
+    """exp(loss), its interval from the same draws; None where it overflows, or an older attnlens wrote
     the record."""
 
 

@@ -51,8 +51,8 @@ def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], mea
     """Raise ModelError if the measured values depend on a weight that the checkpoint lacks, so that it is random."""
     if random := random_weights(loaded, inputs, measured):
         raise ModelError(
-            f"The checkpoint of {loaded.info.id} lacks {_join_reasons(random)}, which would be filled at random.",
-            "Get a complete checkpoint, or load it under the architecture that it was saved from.",
+            f"The checkpoint of {loaded.info.id} lacks {_listed(random)}, which would be initialised at random.",
+            "Use a complete checkpoint, or load it with the architecture that it was saved from.",
         )
 
 
@@ -61,7 +61,7 @@ def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) ->
     random = random_weights(loaded, inputs, predictions(task))
     if not random:
         return None
-    return _owner(random[0]), f"the checkpoint lacks {_join_reasons(random)}, and so the model has no loss"
+    return _owner(random[0]), f"the checkpoint lacks {_listed(random)}, so the model has no loss"
 
 
 def _join_reasons(random: list[str]) -> str:
@@ -129,7 +129,7 @@ SIGN_NOTE = "weights.directionality has the published sign (Saponati et al. 2025
 LOOKS_AHEAD = 1e-4
 """Relative change of predictions above which they are judged to depend on a later token: far above float32 rounding,
 which another last token can move too, and far below what a visible token changes."""
-NOT_RUN = "it is not run on this input"
+NOT_RUN = "it does not run on this input"
 
 
 def sites(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> list[SiteCall]:
@@ -158,14 +158,13 @@ def _refusing(loaded: loading.Loaded, inputs: Mapping[str, Tensor], *, made_up: 
         missing = [name for name in texts.required_inputs(loaded.model) if name not in inputs]
         if missing and made_up:
             raise ModelError(
-                f"{loaded.info.id} needs {' and '.join(missing)}, which attnlens can't make up.",
-                "Choose a model of text, images or sound alone.",
+                f"{loaded.info.id} needs {' and '.join(missing)}, which attnlens cannot generate.",
+                "Choose a model that takes only text, images or sound.",
             ) from error
         raise ModelError(
             f"{loaded.info.id} can't run on {' and '.join(inputs)}: "
             f"{type(error).__name__}: {loading.first_line(error)}",
-            "It needs other inputs than these, or longer ones; "
-            "or its config.json is not the one that it was made with.",
+            "It may need other or longer inputs, or its config.json may not belong to it.",
         ) from error
 
 
@@ -220,7 +219,7 @@ def prove_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tupl
     refuse_unsteady(loaded, inputs)
     raise IdentityError(
         f"Recomputing the attention of {loaded.info.id} changes its outputs by {error:.1e}.",
-        "attnlens does not read this model rightly, and gives no numbers; `attnlens doctor` shows where.",
+        "attnlens does not reproduce this model's attention, so it reports no numbers; `attnlens doctor` shows where.",
     )
 
 
@@ -229,13 +228,15 @@ def refuse_unsteady(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Non
     error = hooks.repeat_error(loaded.model, inputs)
     if math.isnan(error):
         raise ModelError(
-            f"The outputs of {loaded.info.id} are NaN or Inf although its weights are finite: its numbers overflow.",
-            "Try --dtype float64; a model that overflows there too has nothing to measure.",
+            f"The outputs of {loaded.info.id} are NaN or Inf although its weights are finite: its computation "
+            "overflows.",
+            "Try --dtype float64; a model that also overflows in float64 cannot be measured.",
         )
     if error > hooks.IDENTITY_TOLERANCE:
         raise IdentityError(
-            f"Two passes of {loaded.info.id} over the same input differ by {error:.1e}: the model itself is random.",
-            "Its attention can't be compared with anything; choose a model that repeats itself.",
+            f"Two passes of {loaded.info.id} over the same input differ by {error:.1e}: the model is not "
+            "deterministic.",
+            "Its attention cannot be verified; choose a deterministic model.",
         )
 
 
@@ -269,8 +270,8 @@ def proven_whole(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
     error, broken = prove_identity(loaded, inputs)
     if error is None:
         raise ModelError(
-            f"{broken} holds NaN or Inf, so that the model's outputs prove nothing.",
-            "Mend the weights; `attnlens inspect` shows which heads are whole.",
+            f"{broken} contains NaN or Inf, so the model's outputs cannot be verified.",
+            "Repair the weights; `attnlens inspect` shows which heads are unaffected.",
         )
     return error
 

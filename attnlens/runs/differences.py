@@ -76,7 +76,7 @@ def prompts_of(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: 
     if prompts is None:
         return of_windows(model, fed, task)
     if reason := _why_not_continued(model, fed, task):
-        reason = "it does not predict the next token alone" if reason == NOT_CAUSAL else reason
+        reason = "it is not a pure next-token model" if reason == NOT_CAUSAL else reason
         raise UsageError(f"The model can't continue prompts: {reason}.", "Leave out prompts.")
     return prompts
 
@@ -86,7 +86,7 @@ def _why_not_continued(model: PreTrainedModel, fed: Sequence[Fed], task: Task) -
     if task != "causal":
         return NOT_CAUSAL
     if set(fed[0].inputs) - TEXT:
-        return "the model reads more than text"
+        return "the model takes more than text"
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         return "the model keeps no key-value cache"
     return ""
@@ -111,15 +111,15 @@ def of_file(loaded: Loaded, content: texts.Content) -> Prompts:
     """Return lines padded on the left. Raise TextError for none or too long ones, UsageError without a tokenizer."""
     lines = [line for line in content.text.splitlines() if line.strip()]
     if not lines:
-        raise TextError(f"{content.name} holds no prompt.", "Give a file with one prompt a line.")
+        raise TextError(f"{content.name} contains no prompts.", "Give a file with one prompt per line.")
     if loaded.tokenizer is None:
         raise UsageError("The model can't continue prompts: it has no tokenizer.", "Leave out prompts.")
     rows = [torch.tensor(loaded.tokenizer(line, verbose=False)["input_ids"]) for line in lines]
     longest, limit = max(map(len, rows)), position_limit(loaded.model)
     if limit is not None and longest >= limit:
         raise TextError(
-            f"A prompt of {content.name} has {longest} tokens, and the model reads at most {limit}.",
-            f"Give prompts of at most {limit - 1} tokens, which leave room to continue them.",
+            f"A prompt in {content.name} has {longest} tokens, but the model accepts at most {limit}.",
+            f"Give prompts of at most {limit - 1} tokens, so that they can be continued.",
         )
     pad = torch.nn.functional.pad
     # the mask hides padding, so that any id serves as such
@@ -137,8 +137,8 @@ def own_continuation(
         return prompts, []
     limit = position_limit(model)  # which includes the longest prompt
     tokens = requested if limit is None else max(0, min(requested, limit - prompts.ids.shape[1]))
-    notes = [f"Greedy continuations are of {tokens} tokens, not {requested}: the model reads no more."]
-    return continue_prompts(model, prompts, tokens), notes if 0 < tokens < requested else []
+    notes = [f"Greedy continuations have {tokens} tokens instead of {requested}: the model's context is full."]
+    return continued(model, prompts, tokens), notes if 0 < tokens < requested else []
 
 
 def agreements(
@@ -226,7 +226,7 @@ def _greedy(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Iterator[I
         result = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **positions)
         cache, chosen = result.past_key_values, result.logits[:, -1].argmax(-1)
         if cache is None:
-            raise ModelError("it hands out no cache", "Leave out --generate.")
+            raise ModelError("it returns no cache", "Leave out --generate.")
         yield chosen
         ids, mask = chosen[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
 
@@ -299,9 +299,9 @@ class Differences:
     def _add_hidden(self, original: Tensor, new: Tensor, owners: Tensor) -> None:
         if original.shape != new.shape:  # a model that predicts the length of its output (FastSpeech)
             raise ModelError(
-                f"With another kernel the model's output has another length "
-                f"({len(new)} states instead of {len(original)}).",
-                "Its outputs can't be compared token by token; `attnlens inspect` reads its attention.",
+                f"With the new kernel the model's output has a different length ({len(new)} states instead of "
+                f"{len(own)}).",
+                "Its outputs can't be compared token by token; use `attnlens inspect` to analyse its attention.",
             )
         original, new = original.double(), new.double()
         self.directionless |= not bool((original.any(-1) & new.any(-1)).all())
@@ -355,7 +355,7 @@ class Differences:
         """Return the Outcome fields of the hidden states, with reasons for missing ones."""
         names = ("hidden_cosine", "hidden_cosine_ci95", "hidden_cka")
         if self.likeness is None:
-            return {"reasons": dict.fromkeys(names, "the model hands out no hidden states")}
+            return {"reasons": dict.fromkeys(names, "the model returns no hidden states")}
         if not torch.cat(self.cosines).isfinite().all():
             return {"diverged": True, "reasons": dict.fromkeys(names, DIVERGED)}
         if self.directionless:
@@ -403,7 +403,7 @@ class Differences:
         if fields["loss"].after < LARGEST_LOSS:
             fields["perplexity"] = self._change(seed, torch.exp)
         else:
-            reasons["perplexity"] = "it is too large for a number"
+            reasons["perplexity"] = "it overflows"
         if fields["loss"].ci95 is None:
             reasons |= dict.fromkeys(("loss.ci95", "perplexity.ci95"), self._no_interval)
         return fields, reasons

@@ -58,7 +58,9 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     """
     count = min(requests.whole("recompute", heads, 1), len(report.heads))
     if report.command != "inspect" or not report.heads:
-        raise UsageError(f"A report of {report.command} has no heads to recompute.", "Name one of attnlens inspect.")
+        raise UsageError(
+            f"A report of {report.command} has no heads to recompute.", "Give a report of attnlens inspect."
+        )
     load_options = {name: more.pop(name) for name in list(more) if name in Loading.model_fields}
     loaded = loading.load(model, **{"dtype": report.settings.dtype, **load_options})
     hashes = [sorted(file.sha256 for file in info.files) for info in (report.model, loaded.info)]
@@ -76,8 +78,8 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     text, other_text = (None if each.settings.text is None else each.settings.text.sha256 for each in (report, again))
     if text != other_text:
         raise UsageError(
-            f"The text is another: settings.text.sha256 is {text} in the report, and {other_text} here.",
-            "Name the report's text with --text.",
+            f"The text differs: settings.text.sha256 is {text} in the report, but {other_text} here.",
+            "Give the report's text with --text.",
         )
     recomputed = {(head.site, head.head): head for head in again.heads}
     # half of the digits of the model's type: its own rounding adds up over layers
@@ -269,10 +271,12 @@ def own_probabilities(
     # 16 ε: the rounding of a few layers in half precision
     if not difference <= max(EAGER_TOLERANCE, 16 * torch.finfo(model.dtype).eps):
         size = f"{difference:.1e}"
-        why = f"transformers' eager attention changes this model's outputs by {size}, and hands out other matrices"
+        why = (
+            f"transformers' eager attention changes this model's outputs by {size}, so its matrices are not comparable"
+        )
         return dict.fromkeys(sites, why)
     return (
-        dict.fromkeys(sites, "the module has no softmax of these scores, and hands out no attention probabilities")
+        dict.fromkeys(sites, "the module has no softmax of these scores and returns no attention probabilities")
         | captured
     )
 

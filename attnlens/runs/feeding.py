@@ -105,11 +105,13 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
         and model.shapes is None
         and any(weight.is_meta for weight in model.model.parameters())
     ):
-        raise ModelError("The model is on the meta device, where weights have no values.", "Load it onto another one.")
+        raise ModelError(
+            "The model is on the meta device, where weights have no values.", "Load it onto another device."
+        )
     if isinstance(model, loading.Loaded) and options:
         raise UsageError(
-            f"The model is already loaded, so that {', '.join(options)} would be ignored.",
-            "Give the options to attnlens.load.",
+            f"The model is already loaded, so {', '.join(options)} would be ignored.",
+            "Pass these options to attnlens.load.",
         )
     return options
 
@@ -157,9 +159,9 @@ def design_of(requested: Settings, inputs: texts.Batches) -> Design:
         enough = count + len(inputs.left_out) >= FEWEST_TEXTS
         problem = f"there {'is' if count == 1 else 'are'} {count}"
         if enough:
-            problem = f"{inputs.sequences} sequences are of {count}"
+            problem = f"the {inputs.sequences} sequences come from {count}"
         raise UsageError(
-            f"Intervals over texts need {FEWEST_TEXTS} texts, and {problem}.",
+            f"Intervals over texts need at least {FEWEST_TEXTS} texts, but {problem}.",
             f"Give more {'--windows' if enough else '--text'}, or leave out intervals='texts'.",
         )
     return Design.of(names, requested.intervals)
@@ -215,6 +217,6 @@ def refuse_text(loaded: loading.Loaded, text: Sequence[str], tokens: int | None)
         return
     read = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.required_inputs(loaded.model)))
     raise UsageError(
-        f"{loaded.info.id} reads {read} and no text, so that text and length would be ignored.",
+        f"{loaded.info.id} takes {read} but no text, so text and length would be ignored.",
         "Leave out --text, --calibration and --length.",
     )

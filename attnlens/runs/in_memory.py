@@ -53,21 +53,24 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Tenso
     """Return the tensors of a batch on the model's device. Raise UsageError if it is empty or has other values."""
     if not isinstance(batch, Mapping) or not batch:
         raise UsageError(
-            f"batch={format_argument(batch)} holds no inputs.",
-            "Give the model's inputs by name, as a tokenizer returns them.",
+            f"batch={shown(batch)} contains no inputs.",
+            "Pass a dict of the model's inputs, as returned by a tokenizer.",
         )
     for name, value in batch.items():
         if not isinstance(name, str):
             raise UsageError(
-                f"batch has {format_argument(name)} in the place of a name.", "Give the model's inputs by name."
+                f"batch has the key {shown(name)}, which is not a name.", "Pass a dict from input names to tensors."
             )
         if not isinstance(value, Tensor):
             raise UsageError(
-                f"batch[{name!r}] is a {type(value).__name__} and no tensor.",
-                'Give tensors, as in tokenizer(texts, padding=True, return_tensors="pt").',
+                f"batch[{name!r}] is a {type(value).__name__}, not a tensor.",
+                'Pass tensors, e.g. tokenizer(texts, padding=True, return_tensors="pt").',
             )
         if value.is_meta:
-            raise UsageError(f"batch[{name!r}] is on the meta device, where it has no values.", "Give it with values.")
+            raise UsageError(
+                f"batch[{name!r}] is on the meta device, where it has no values.",
+                "Move the batch to a device with data.",
+            )
     return {name: value.to(loading.device_of_inputs(model)) for name, value in batch.items()}
 
 
@@ -78,8 +81,8 @@ def wrap_model(model: object, tokenizer: PreTrainedTokenizerBase | None = None) 
     if not isinstance(model, PreTrainedModel):
         if tokenizer is not None and isinstance(model, loading.Loaded | str | os.PathLike):
             raise UsageError(
-                "A tokenizer is given beside a model that is loaded with its own.",
-                "Leave it out, or give a transformers model that is in memory.",
+                "tokenizer= is only for transformers models in memory: a loaded model already includes its tokenizer.",
+                "Omit it, or pass a transformers model in memory.",
             )
         return model
     _refuse_changed(model)
@@ -94,8 +97,9 @@ def wrap_model(model: object, tokenizer: PreTrainedTokenizerBase | None = None) 
 def _refuse_changed(model: PreTrainedModel) -> None:
     if hooks.is_answered(model):
         raise UsageError(
-            f"The attention of this {type(model).__name__} is answered by attnlens already, with another kernel.",
-            "Leave the `with` block, close what load_swapped returned, or give a model with attention of its own.",
+            f"attnlens already replaces the attention of this {type(model).__name__} with another kernel.",
+            "Leave the `with` block, close the model returned by load_swapped, or pass a model with its original "
+            "attention.",
         )
 
 
@@ -104,8 +108,7 @@ def held_model(model: object) -> loading.Loaded:
     loaded = wrap_model(model)
     if not isinstance(loaded, loading.Loaded):
         raise UsageError(
-            f"{format_argument(model)} is no model in memory.",
-            "Give a transformers model, or what attnlens.load returned.",
+            f"{shown(model)} is not a model in memory.", "Pass a transformers model, or the result of attnlens.load."
         )
     return loaded
 
@@ -141,6 +144,6 @@ def refuse_work(request: Request) -> None:
     ]
     if named:
         raise UsageError(
-            f"The model is in memory, where no other process finds it, so that {named[0]} would be ignored.",
-            "Give its name or folder, or leave the option out.",
+            f"The model is in this process's memory, which other processes cannot access: {named[0]} would be ignored.",
+            "Pass its name or folder, or omit the option.",
         )

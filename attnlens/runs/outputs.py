@@ -72,7 +72,7 @@ def enough_memory(model: PreTrainedModel, inputs: dict[str, Tensor], variant: Va
         fits = next((half for half in halves if _runs(model, inputs, half, variant)), None)
         raise ModelError(
             f"Not enough memory for {size} sequences at once.",
-            f"Use --batch-size {fits}, which fits." if fits else "Use a smaller --length: one sequence does not fit.",
+            f"Use --batch-size {fits}." if fits else "Use a smaller --length: one sequence does not fit.",
         ) from None
 
 

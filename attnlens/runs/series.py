@@ -66,9 +66,9 @@ def series_report(
     for other, other_heads in zip(done, heads, strict=True):
         if other_heads != heads[0]:
             raise ModelError(
-                f"The checkpoints are of different shapes: {done[0].name} has {len(heads[0])} heads, "
+                f"The checkpoints have different shapes: {done[0].name} has {len(heads[0])} heads, "
                 f"{other.name} has {len(other_heads)}.",
-                "Give checkpoints of one model.",
+                "Give checkpoints of the same model.",
             )
     unread = [
         Skipped(site=name, reason=missing.get(unit, INTERRUPTED))
@@ -239,13 +239,13 @@ def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
     for other in checkpoints[1:]:
         shape = _shape(other.place.config)
         differences = ", ".join(
-            f"{field} is {value} in {first.name} and {shape[field]} in {other.name}"
+            f"{field} is {value} in {first.name}, but {shape[field]} in {other.name}"
             for field, value in first_shape.items()
             if field in shape and value != shape[field]
         )
         if differences:
             raise ModelError(
-                f"The checkpoints are of different shapes: {differences}.", "Give checkpoints of one model."
+                f"The checkpoints have different shapes: {differences}.", "Give checkpoints of the same model."
             )
 
 
@@ -263,11 +263,11 @@ def find_checkpoints(
     duplicates, and for revisions of several models.
     """
     if names is not None and not names:
-        raise UsageError("checkpoints=[] names none.", "Name two or more, or leave it out for those of demo.")
+        raise UsageError("checkpoints=[] names none.", "Give at least two, or omit the option to use those of demo.")
     if revisions and (names is None or len(names) != 1):
         raise UsageError(
-            "Revisions belong to one model of the hub.",
-            "Name one hub model, as in: attnlens converge MODEL --revisions step1,step2",
+            "--revisions requires a single hub model.",
+            "Give one hub model, e.g.: attnlens converge MODEL --revisions step1,step2",
         )
     places: list[tuple[str, str | None]]
     if revisions and names:
@@ -283,12 +283,12 @@ def find_checkpoints(
     if len(checkpoints) < 2:
         raise UsageError(
             "A series needs at least two checkpoints.",
-            "Name two or more, as in --checkpoints step-100 step-200, or --revisions.",
+            "Give at least two with --checkpoints, e.g. --checkpoints step-100 step-200, or with --revisions.",
         )
     files = [(each.place.folder, each.place.file) for each in checkpoints]
     for number, checkpoint in enumerate(checkpoints):
         if files[number] in files[:number]:
-            raise UsageError(f"The checkpoint {checkpoint.name} is named twice.", "Name each one once.")
+            raise UsageError(f"Duplicate checkpoint: {checkpoint.name}.", "Give each checkpoint once.")
     steps = [each.step for each in checkpoints]
     if None in steps or len(set(steps)) < len(steps):
         return [replace(each, step=None) for each in checkpoints]

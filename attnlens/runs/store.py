@@ -35,7 +35,7 @@ RUN = "run.json"
 SUFFIX = ".safetensors"
 OWN_NAME = re.compile(r".*-[0-9a-f]{8}(\.safetensors)?")
 """Names of the files of units, and of the folders with their parts."""
-OTHER_WORK = "Name another folder with --work."
+OTHER_WORK = "Choose another folder with --work."
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -117,7 +117,7 @@ class Store:
         except FileNotFoundError:  # another process has renamed it
             return
         except OSError as error:
-            what = f"it cannot be set aside: {error.strerror or error}"
+            what = f"it cannot be renamed: {error.strerror or error}"
         else:
             what = f"it is kept as {aside.name} and computed again"
         LOG.warning("%s is damaged or not the unit %s: %s.", path, clean(name), what)
@@ -227,7 +227,9 @@ def difference(first: Any, second: Any, where: str = "") -> str | None:
         return difference(dict(enumerate(first)), dict(enumerate(second)), where)
     if first == second:
         return None
-    return f"{where.removeprefix('.')} is {shorten_line(str(first), 60)} here and {shorten_line(str(second), 60)} there"
+    return (
+        f"{where.removeprefix('.')} is {shortened(str(first), 60)} in one and {shortened(str(second), 60)} in the other"
+    )
 
 
 def _serialise(value: Any, stamp: str) -> bytes:

@@ -48,10 +48,10 @@ Opener = Callable[..., tuple[Mapping[str, Any], Compute]]
 RETRIED = (*FAILURES, OSError, ImportError, MemoryError, EOFError)
 """Exceptions of a unit that may not recur at a second try."""
 LOST = (
-    "its process ended twice before it did: killed, perhaps for lack of memory, or started by a script that calls "
+    "its process terminated twice: it was killed, perhaps for lack of memory, or started by a script that calls "
     "attnlens outside of `if __name__ == '__main__':`"
 )
-UNSEEN = "its file is not in this process's --work folder, which all workers must share"
+UNSEEN = "its file is missing in this process's --work folder, which all workers must share"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 """Environment variables that libraries read when they are first imported."""
 RAY_HERE = "local"
@@ -141,7 +141,7 @@ class WorkPlan:
             raise UsageError(f"--work {self.work}: {error}.", install) from None
         except ValueError as error:
             raise UsageError(
-                f"--work {self.work}: {error}.", "Name a folder, or an address as s3://BUCKET/FOLDER."
+                f"--work {self.work}: {error}.", "Give a folder, or an address such as s3://BUCKET/FOLDER."
             ) from None
 
     def check(self, texts: Collection[object] = ()) -> None:
@@ -150,13 +150,13 @@ class WorkPlan:
         `texts` are those that the run reads: other processes cannot read stdin.
         """
         if self.address is not None and self.engine != "ray":
-            raise UsageError("address names a Ray cluster.", "Leave it out, or use --engine ray.")
+            raise UsageError("address only applies to --engine ray.", "Omit it, or use --engine ray.")
         if self.engine == "ray":
             check_cluster(self.address)
         if self.elsewhere and "-" in map(str, texts):
-            raise UsageError("Several processes cannot read a text from stdin.", "Write it to a file.")
+            raise UsageError("A text from stdin cannot be read by several processes.", "Write it to a file.")
         if self.elsewhere and str(self.work).startswith("memory:"):
-            raise UsageError("Other processes do not see the memory of this one.", OTHER_WORK)
+            raise UsageError("Other processes cannot access the memory of this process.", OTHER_WORK)
         if (self.work is not None or self.shard is not None or self.elsewhere) and (problem := self._unwritable()):
             raise OutputError(f"Finished units cannot be kept in {self.root}: {problem}.", OTHER_WORK)
 
@@ -311,7 +311,7 @@ def _compute_in_worker(opener: Opener, arguments: tuple[Any, ...], store: Store,
         _, facts, make = _prepared[0]
         if key_of(facts) != key_of(store.facts):
             raise ModelError(
-                f"A worker has other inputs than the run that it works for: {difference(facts, store.facts)}.",
+                f"A worker's inputs differ from those of the run: {difference(facts, store.facts)}.",
                 "Give all workers the same files, texts and versions.",
             )
         store.save(name, make(name))
@@ -389,7 +389,7 @@ def _in_processes(names: Sequence[str], function: Callable[[str], Any], plan: Wo
                     lost = lost + 1 if result == Failure(LOST) else -len(names)
                     if lost > plan.jobs:
                         raise AttnlensError(  # noqa: TRY301  # ends the workers, like any other error here
-                            f"All workers were lost: {LOST}.", "Run it again with fewer --jobs."
+                            f"All workers were lost: {LOST}.", "Run the command again with fewer --jobs."
                         )
                     yield futures[future], result
             except BaseException:
@@ -446,7 +446,7 @@ def check_cluster(address: str | None) -> None:
             if os.environ.get("RAY_USE_TLS", "0") == "0":
                 connection.sendall(GREETING)
                 if connection.recv(9)[3:4] != b"\x04":  # the type of a SETTINGS frame
-                    raise OSError("what answers there is not Ray")  # noqa: TRY301
+                    raise OSError("the server at this address is not Ray")  # noqa: TRY301
     except OSError as error:
         raise _no_cluster(place, error) from error
 

@@ -140,8 +140,8 @@ def _head_pictures(shapes: Shapes) -> list[Picture]:
     from attnlens.report import pictures  # imported in functions here and below because it loads matplotlib
 
     if not shapes.readings and not shapes.curves:
-        raise UsageError("The report has no measures to draw.", "Make one with: attnlens inspect MODEL --json FILE.")
-    curves = {name: np.concatenate([curve for _, curve in parts]) for name, parts in shapes.curves.items()}
+        raise UsageError("The report has no measures to draw.", "Create one with: attnlens inspect MODEL --json FILE")
+    curves = {name: np.concatenate([curve for _, curve in found]) for name, found in shapes.curves.items()}
     for name, values in ({name: reading.present for name, reading in shapes.readings.items()} | curves).items():
         if np.any(np.abs(values) > FURTHEST):
             raise UsageError(

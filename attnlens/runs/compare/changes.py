@@ -94,8 +94,8 @@ def _explain_unread(pairing: Pairing, site: Site, other: Site) -> str:
     for which, side, place in (("first", pairing.first, site), ("second", pairing.second, other)):
         read = side.factors(place)
         if isinstance(read, UnreadableError):
-            return f"the {which} model's form can't be read: {read.problem}"
-    return "the forms have other sizes"
+            return f"the form M of the {which} model can't be computed: {read.problem}"
+    return "the forms have different sizes"
 
 
 def _relation(pairing: Pairing, pair: tuple[QueryKey, QueryKey], head: int, p: float) -> Relation | None:
@@ -238,7 +238,7 @@ def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Itera
                 yield site.layer, head
 
 
-OTHER_PREDICTIONS = "Predictions are not compared: the models predict other things"
+OTHER_PREDICTIONS = "Predictions are not compared: the models have different outputs"
 
 
 def compare_predictions(pairing: Pairing, design: Design) -> tuple[Outcome | None, list[str]]:
@@ -267,9 +267,9 @@ def compare_predictions(pairing: Pairing, design: Design) -> tuple[Outcome | Non
         classes = {None if each.logits is None else each.logits.shape[-1] for each in passes}
         states = {None if each.hidden is None else each.hidden.shape[-1] for each in passes}
         if len(classes) > 1 or len(states) > 1:
-            return None, [f"{OTHER_PREDICTIONS}, or their states have other sizes."]
-        before, after = passes
-        differences.add(before, after, batch.targets, tokens_in(batch))
+            return None, [f"{OTHER_PREDICTIONS}, or hidden states of different sizes."]
+        own, new = passes
+        differences.add(own, new, batch.targets, tokens_in(batch))
     return Outcome(**differences.outcome(seed, list(dict.fromkeys(batches.parts)))), []
 
 

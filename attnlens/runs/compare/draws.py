@@ -232,7 +232,7 @@ def _append_sink(rows: Tensor) -> Tensor:
 DRAWS = 5
 """Number of random roundings of each model's weights: each draw costs passes, and p of rounding uses Student's t with
 as many degrees of freedom."""
-UNDRAWN = "what rounding does to it is not drawn"
+UNDRAWN = "the effect of rounding on it is not simulated"
 """Reason for the missing p of a measure that an analyzer gathers from many windows."""
 FEW = 2
 """Number of windows on which the effect of rounding on tokens.* is measured: it varies little between windows, and each

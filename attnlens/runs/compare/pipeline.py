@@ -45,32 +45,35 @@ UNPAIRED = (
 UNROUNDED = (
     "Reports hold no weights, so that rounding is not taken into account; compare the models themselves to do so."
 )
-NO_ROUNDING = "a report holds no weights, so that nothing says what rounding does"
+NO_ROUNDING = "a report contains no weights, so the effect of rounding is unknown"
 SAME = ("seed", "text", "noise", "windows", "length", "pack", "placement", "intervals", "select", "layers", "heads")
 """Settings that must agree on both sides."""
-AGAIN = "Make both with the same text and options, or give the models themselves."
+AGAIN = "Create both with the same text and options, or give the models themselves."
 
 
 def read_side(path: Path) -> Report:
     """Read a report and, if it exists, its --windows-csv file; raise UsageError for a changed file or no heads."""
     report = read_report(path)
     if not report.heads:
-        raise UsageError(f"{path} has no heads.", "Make one with: attnlens inspect MODEL --json FILE.")
+        raise UsageError(f"{path} contains no heads.", "Create one with: attnlens inspect MODEL --json FILE")
     if report.windows_file is None:
         return report
     if Path(report.windows_file.name).name != report.windows_file.name:
-        raise UsageError(f"{path} names windows that don't lie beside it.", "Write it again with --windows-csv.")
+        raise UsageError(
+            f"{path} refers to a windows file that is not in its folder.", "Write it again with --windows-csv."
+        )
     file = path.parent / report.windows_file.name
     if not file.exists():
         return report
     if sha256(file) != report.windows_file.sha256:
         raise UsageError(
-            f"{file} is not the file that {path.name} was written with.", "Write both again, or take it away."
+            f"{file} is not the file that {path.name} was written with.",
+            "Write both again, or remove the windows file.",
         )
     try:
         return report.with_windows(_read_windows(file, report))
     except (KeyError, ValueError, csv.Error):  # UnicodeDecodeError is a ValueError
-        raise UsageError(f"{file} does not hold the windows of {path.name}.", AGAIN) from None
+        raise UsageError(f"{file} does not contain the windows of {path.name}.", AGAIN) from None
 
 
 def _read_windows(path: Path, report: Report) -> Windows:
@@ -102,10 +105,13 @@ def refuse_other_settings(first: Settings, second: Settings) -> None:
             f"a text of hash {each.sha256[:12]}" if hasattr(each, "sha256") else each for each in values
         )
         if value != other_value:
-            raise UsageError(f"The two sides read differently: settings.{name} is {value} and {other_value}.", AGAIN)
+            raise UsageError(
+                f"The two sides were computed with different settings: settings.{name} is {value} and {other_value}.",
+                AGAIN,
+            )
     windows, other_windows = ([(text.sha256, text.windows) for text in side.texts] for side in (first, second))
     if windows != other_windows:
-        raise UsageError("The two sides read differently: settings.texts are other windows of the text.", AGAIN)
+        raise UsageError("The two sides were computed on different windows of the text (settings.texts).", AGAIN)
 
 
 def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
@@ -115,7 +121,7 @@ def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
         return compare_distributions(first, second, fdr)
     paired = first.windows is not None and second.windows is not None
     if paired and _numbered_windows(first) != _numbered_windows(second):
-        raise UsageError("The two sides list their windows in another order.", AGAIN)
+        raise UsageError("The two sides list their windows in different orders.", AGAIN)
     heads = first.heads, second.heads
     tests = {name: _test_measure(first, second, name) for name in first.measure_names()}
     rows = build_rows(heads, tests, fdr, NO_ROUNDING)
@@ -229,7 +235,7 @@ def compare(
         same = str(first) == str(second) or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))
         same = same and all(options.get(name) is None for name in SECOND)
     if same:
-        raise UsageError("Both sides are the same.", "Name another model, or another report.")
+        raise UsageError("Both sides are the same.", "Choose another model, or another report.")
     if any(isinstance(side, Report) for side in subjects):
         _refuse_ignored(subjects, options)
         reports = _inspect_reports(subjects, tokenizer, progress, options)
@@ -257,7 +263,7 @@ def _refuse_ignored(subjects: Sequence[Any], options: Mapping[str, Any]) -> None
     else:
         ignored = [name for name in changed if name in SECOND and isinstance(subjects[1], Report)]
     if ignored:
-        raise UsageError(f"A report is read as it is, so that {', '.join(ignored)} would be ignored.", "Leave it out.")
+        raise UsageError(f"{', '.join(ignored)} would be ignored: reports are compared as they are.", "Leave it out.")
 
 
 def _inspect_reports(

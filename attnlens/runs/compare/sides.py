@@ -92,7 +92,7 @@ def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor,
     return tables
 
 
-OTHER_KERNEL = "its attention is of another kernel, and the measure is of the exponential one"
+OTHER_KERNEL = "the measure requires the exponential kernel, but this model uses another one"
 Block = tuple[str, nn.Module]
 """The path of a block of the model, and the block."""
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 POWER = 0.8
 """Probability with which the smallest detectable change is named."""
-UNMOVED = "rounding never moved it, so that nothing says by how much it would"
+UNMOVED = "rounding never changed it, so the size of its effect is unknown"
 ONE_DRAW = "one window, or one text, has no spread"
 
 
@@ -137,7 +137,7 @@ def combine_rounding(
 
 Heads = tuple[Sequence[Head], Sequence[Head]]
 """Heads of the first model, and their partners in the second."""
-CATEGORY = "a category, of which there is no difference"
+CATEGORY = "it is a category and has no differences"
 
 
 def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float, untested: str) -> list[MeasureChange]:

@@ -59,13 +59,13 @@ def refuse_many_rows(reached: Sequence[SiteCall], heads: Sequence[int] | None) -
     rows = sum((shape[1] if heads is None else len(heads)) * shape[2] for shape in shapes)
     if longest > MOST_TOKENS:
         raise UsageError(
-            f"--show attention shows sequences of at most {MOST_TOKENS} tokens, and these have {longest}.",
+            f"--show attention supports sequences of at most {MOST_TOKENS} tokens, but these have {longest}.",
             f"Add --length {MOST_TOKENS}.",
         )
     if rows > MOST_ROWS:
         raise UsageError(
-            f"--show attention keeps at most {MOST_ROWS:,} rows, and these heads have {rows:,}.",
-            "Choose some with --layers or --heads, or fewer tokens with --length.",
+            f"--show attention keeps at most {MOST_ROWS:,} rows, but these heads have {rows:,}.",
+            "Choose fewer heads with --layers or --heads, or fewer tokens with --length.",
         )
 
 

@@ -31,7 +31,7 @@ from attnlens.runs.progress import Progress, silent, time_stage
 from attnlens.runs.provenance import content_of
 from attnlens.runs.store import versions
 
-BY_HAND = "the module computes its attention by hand, which is traced on numbers: the model has to be loaded"
+BY_HAND = "the module has its own attention code, which must be traced on actual values, so the model must be loaded"
 """Reason why a site of a meta-device model is not read."""
 GATHERED_TOGETHER = 4
 """Sites that gatherers read in one pass through the texts: a pass per site would be slow, and one pass for all sites
@@ -268,7 +268,9 @@ def _prove_identity(
     error, broken = checks.prove_identity(loaded, probe)
     if broken is None:
         return error, []
-    return error, [Skipped(site=broken, reason=f"{broken} holds NaN or Inf, so that the model's outputs prove nothing")]
+    return error, [
+        Skipped(site=broken, reason=f"{broken} contains NaN or Inf, so the model's outputs cannot be verified")
+    ]
 
 
 def survey_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Survey:
@@ -278,13 +280,14 @@ def survey_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks
     except (ModelError, *FAILURES) as error:
         first = error.problem if isinstance(error, ModelError) else loading.first_line(error)
         raise ModelError(
-            f"{loaded.info.id} can't be read from its files alone, as a pass through it takes numbers ({first})",
-            "Leave out --device files or spread: this architecture has to be loaded.",
+            f"{loaded.info.id} can't be analysed from its files alone: its forward pass depends on actual values "
+            f"({first})",
+            "Omit --device files or spread: this architecture must be loaded.",
         ) from error
     if any(each.site.traced for each in result.sites):
         raise ModelError(
-            f"{loaded.info.id} can't be read from its files alone: {BY_HAND}.",
-            "Leave out --device files or spread: this architecture has to be loaded.",
+            f"{loaded.info.id} can't be analysed from its files alone: {BY_HAND}.",
+            "Omit --device files or spread: this architecture must be loaded.",
         )
     return result
 
@@ -295,6 +298,6 @@ def _match_sites(reached: Sequence[SiteCall], shapes: Sequence[SiteCall], loaded
     calls = [(each.site.path, each.site.ordinal) for each in reached]
     if list(by_call) != calls:
         raise ModelError(
-            f"{loaded.info.id} runs other attention than its shapes alone show.", "Leave out --device spread."
+            f"{loaded.info.id} runs attention that a pass without values does not reveal.", "Leave out --device spread."
         )
     return [replace(by_call[call], site=each.site) for call, each in zip(calls, reached, strict=True)]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PAST_ONLY = "not identified: the model never compares a query with a later key"
 """Reason why causal heads lack a value that only a comparison of all pairs determines."""
-TWO_DOMAINS = "queries and keys live on different tokens (cross-attention)"
+TWO_DOMAINS = "queries and keys belong to different tokens (cross-attention)"
 ONE_WINDOW = "one window has no spread"
 ALONE = "one window of a text has a value, or one text, whose spread nothing tells"
 

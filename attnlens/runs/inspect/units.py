@@ -75,7 +75,7 @@ Unit = WeightsUnit | TokensUnit | GatheredUnit
 SiteFactors = Factors | UnreadableError
 """Factors of a site's weights, or why they can't be read."""
 
-SEES_NOTHING = "its mask hides every token from every other and from itself"
+SEES_NOTHING = "its mask hides all keys from every query"
 NULL_DRAWS = 64
 """Number of random heads for each null: its mean is then known to 1/8 of its sd, and the sd to 9 %."""
 
@@ -243,7 +243,7 @@ class UnitReader:
             if site not in sites:
                 return
             query_key = hiding_padding(call, batch.inputs).query_key(site)
-            form = forms.get(site, "no analyzer asks for M on the module's inputs")
+            form = forms.get(site, "no analyzer needs M on the module's inputs")
             if isinstance(form, QueryKey) and call.module is not None:
                 query_key = replace(query_key, inputs=module_inputs[call.module])
             if site not in gatherers:
@@ -353,5 +353,5 @@ class UnitReader:
         if not heads:
             return []
         named = [name for name in self.loaded.nonfinite if name.startswith(site.path)]
-        reason = f"{named[0]} holds NaN or Inf" if named else "its inputs are NaN or Inf, from a layer below"
+        reason = f"{named[0]} holds NaN or Inf" if named else "its inputs are NaN or Inf, caused by an earlier layer"
         return [Skipped(site=site.name, heads=heads, measure=source, reason=reason)]

@@ -245,7 +245,7 @@ def sample_loss(
     ):
         logits = predictions(hooks.forward(loaded.model, fed.inputs), fed, task)
         if logits is None or not logits.requires_grad:
-            raise ModelError("This model's loss has no gradient.", "Give ranks by hand, as in --kernel rank:32.")
+            raise ModelError("This model's loss has no gradient.", "Choose ranks manually, e.g. --kernel rank:32.")
         targets = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0].to(logits.device)
         loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
         return calls, {site: outputs[site] for site in chosen if site in outputs}, loss, len(targets)
@@ -276,7 +276,7 @@ def set_rotations(loaded: Loaded, swaps: hooks.Swaps, fits: Iterable[tuple[Site,
         turn = by_site[site]
         if isinstance(turn, str):
             raise UsageError(
-                f"{site.name} has no keys before a rotation: {turn}.", "Leave out rotation=before, or such layers."
+                f"{site.name} has no keys before rotation: {turn}.", "Omit rotation=before, or leave out such layers."
             )
         fit.turn = turn
 
@@ -296,7 +296,7 @@ def set_metrics(
         return
     if task == "hidden":
         raise UsageError(
-            "metric=output weighs pairs by what they do to predictions, and this model makes no predictions.",
+            "metric=output weights pairs by their effect on predictions, but this model makes no predictions.",
             "Leave out metric=output.",
         )
     metrics = output_metrics(loaded, sites, _first_sequences(fed, SEQUENCES), task, seed)
@@ -322,7 +322,7 @@ def turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
     by_site: dict[Site, Turn | str] = {}
     for each, rotation in zip(reached, model_weights.rotations(loaded.model, reached), strict=True):
         by_site[each.site] = (
-            "the model does not tell its attention the positions of the tokens"
+            "the model does not pass token positions to its attention"
             if each.call.places is None
             else _read_turn(rotation)
         )
@@ -335,7 +335,7 @@ def _read_turn(rotation: Rotation | UnreadableError | None) -> Turn | str:
     if rotation is None:
         return "its keys are not rotated"
     if not rotation.by_distance:
-        return "its rotation is not one of distances"
+        return "its rotation does not depend on distances alone"
     angles = model_weights.frequencies(rotation)
     frequency, partner = angles.new_zeros(rotation.size), torch.arange(rotation.size)
     first, second = rotation.pairs.unbind(-1)

@@ -33,8 +33,8 @@ from attnlens.runs.swap.sweep import sweep_units
 
 EXACT: Route = "auto"
 """Path of the controls. The `path` option applies to the kernel alone; all paths are exact."""
-NO_PEAK = "this platform does not tell it"
-UNSWEPT = "The sweep was interrupted before it was finished."
+NO_PEAK = "this platform does not report it"
+UNSWEPT = "The sweep was interrupted."
 
 
 class KernelInterrupted(KeyboardInterrupt):
@@ -221,7 +221,7 @@ class KernelRun:
         reasons, of_output = dict(gates["reasons"]), kernel.info.form == "output"
         shares = [site.off_simplex for site in local.sites if site.off_simplex is not None]
         if of_output:
-            reasons |= {"off_simplex": "there is no attention matrix", "state": "it keeps neither keys nor values"}
+            reasons |= {"off_simplex": "there is no attention matrix", "state": "it caches neither keys nor values"}
         if peak is None:
             reasons["peak_memory_bytes"] = NO_PEAK
         notes = [*meanings(session.task, noise=noise), *local.notes(kernel)]

@@ -199,8 +199,8 @@ def prepare(
     repeated = next((other for other in others if other.text in {content.text for content in contents}), None)
     if repeated is not None:
         raise TextError(
-            f"The calibration text ({repeated.name}) is the evaluation text.",
-            "Leave --calibration out, then windows that are not evaluated are used, or name another text.",
+            f"The calibration text ({repeated.name}) is the same as the evaluation text.",
+            "Omit --calibration to use windows that are not evaluated, or choose another text.",
         )
     prompts = None if lines is None else of_file(loaded, lines)
     cut = feeding.cut_of(settings, request)
@@ -254,8 +254,8 @@ def _cut_calibration(
         return None, ()
     if cut.image or cut.audio:
         raise UsageError(
-            "Fits, ranks and healing would read the images or sounds that are evaluated.",
-            "Leave out image and audio, then random ones are fed; or --fit.",
+            "Fitting, choosing ranks and healing would use the same images or sounds as the evaluation.",
+            "Omit image and audio to use random ones, or omit --fit.",
         )
     calibrated: texts.Batches | None = None
     if training is not None or ranks is None:
@@ -286,13 +286,13 @@ def _describe_calibration(
     merged = merge_texts(batches)
     if shared > texts.MOST_SHARED and not own_text:
         raise TextError(
-            f"The text repeats itself: {100 * shared:.0f} % of the evaluated tokens stand in its other windows too.",
-            "Give a --calibration text of its own, or a --text that repeats itself less.",
+            f"The text is repetitive: {100 * shared:.0f} % of the evaluated tokens also occur in its other windows.",
+            "Give a separate --calibration text, or a less repetitive --text.",
         )
     if shared > texts.MOST_SHARED:
         raise TextError(
-            f"The calibration text ({Text.of(merged).name}) holds {100 * shared:.0f} % of the evaluated tokens.",
-            "Give a --calibration text of its own, or leave it out: then windows that are not evaluated are used.",
+            f"The calibration text ({Text.of(merged).name}) contains {100 * shared:.0f} % of the evaluated tokens.",
+            "Choose a different --calibration text, or omit it to use windows that are not evaluated.",
         )
     unknown = {name: share for part in batches for name, share in part.unknown.items()} if own_text else {}
     update = {"calibration": Text.of(merged), "calibrations": merged, "notes": texts.foreign_notes(unknown)}

@@ -232,10 +232,10 @@ def _read_attributes(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
         raise _error(place, first_line(error).rstrip("."), SAVED) from None
     _check_files(facts, {FITTED: digest}, place)
     if {name: list(value.shape) for name, value in fitted.items()} != facts.fitted:
-        raise _error(place, f"its {FITTED} does not hold the parameters that its {FACTS} names")
+        raise _error(place, f"its {FITTED} does not contain the parameters named in its {FACTS}")
     broken = [name for name, value in fitted.items() if not bool(value.isfinite().all())]
     if broken:
-        raise _error(place, f"{broken[0]} in its {FITTED} holds NaN or Inf")
+        raise _error(place, f"{broken[0]} in its {FITTED} contains NaN or Inf")
     return facts, fitted
 
 
@@ -246,22 +246,22 @@ def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> N
         name for name, digest in digests.items() if facts.files.get(name, digest) != digest
     ]
     if changed:
-        raise _error(place, f"{changed[0]} is not the file that was saved with its {FACTS}")
+        raise _error(place, f"{changed[0]} was changed after it was saved with its {FACTS}")
 
 
 def _check_sites(facts: SavedSwap, reached: Sequence[hooks.SiteCall], place: Path) -> tuple[Site, ...]:
     """Return the model's sites; raise ModelError if attnlens.json lists other sites, heads or layers."""
     for saved, actual in zip(facts.sites, reached, strict=False):
         if saved_site(actual.site, None) != saved.model_copy(update={"heads": None}):
-            raise _error(place, f"its {FACTS} names {saved.path} as layer {saved.layer}, which the model does not have")
+            raise _error(place, f"its {FACTS} names {saved.path} as layer {saved.layer}, which the model lacks")
         wrong = [head for head in saved.heads or () if not 0 <= head < actual.call.query.shape[1]]
         if wrong or len(set(saved.heads or ())) != len(saved.heads or ()):
-            raise _error(place, f"its {FACTS} swaps heads of {saved.path} that the model does not have, or one twice")
+            raise _error(place, f"its {FACTS} swaps heads of {saved.path} that the model lacks, or a head twice")
     if len(facts.sites) != len(reached):
-        raise _error(place, f"its {FACTS} names {len(facts.sites)} sites, and the model has {len(reached)}")
+        raise _error(place, f"its {FACTS} names {len(facts.sites)} sites, but the model has {len(reached)}")
     missing = [layer for layer in facts.swapped if not 0 <= layer < len(reached)]
     if missing or not facts.swapped:
-        what = f"layer {missing[0]}, which the model does not have" if missing else "none"
+        what = f"layer {missing[0]}, which the model lacks" if missing else "none"
         raise _error(place, f"its {FACTS} swaps {what}")
     return tuple(each.site for each in reached)
 
@@ -271,14 +271,14 @@ def _build_swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str,
     try:
         kernel = parsed(facts.kernel, allow_signed=True)
     except UsageError as error:
-        raise _error(place, f"its {FACTS} names no kernel: {error.problem.rstrip('.')}") from None
+        raise _error(place, f"its {FACTS} does not name a valid kernel: {error.problem.rstrip('.')}") from None
     by_layer: dict[int, dict[str, Tensor]] = {layer: {} for layer in facts.swapped}
     for full_name, value in fitted.items():
         number, _, name = full_name.partition(".")
         if number in map(str, facts.swapped):
             by_layer[int(number)][name] = value
     if len({tuple(sorted(parameters)) for parameters in by_layer.values()}) > 1:
-        raise _error(place, f"its {FITTED} lacks parameters of some of the layers that are swapped")
+        raise _error(place, f"its {FITTED} lacks parameters of some swapped layers")
     heads = [None if saved.heads is None else tuple(saved.heads) for saved in facts.sites]
     return {
         sites[layer]: hooks.Replacement(kernel.with_fitted(parameters), heads[layer])
@@ -287,4 +287,4 @@ def _build_swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str,
 
 
 def _error(place: Path, why: str, remedy: str = WRITTEN) -> ModelError:
-    return ModelError(f"{place} holds no swapped model: {why}.", remedy)
+    return ModelError(f"{place} does not contain a valid swapped model: {why}.", remedy)

@@ -35,8 +35,8 @@ TOLERANCE = hooks.IDENTITY_TOLERANCE
 PADDING = 4
 """Number of padding tokens whose content is changed."""
 IDS = ("decoder_input_ids", "input_ids")
-NO_ROWS = "the model hands out nothing token by token"
-EVERY = "every token of this model may see every other"
+NO_ROWS = "the model returns no output per token"
+EVERY = "every token of this model can attend to every other"
 MASKS = {"decoder_input_ids": "decoder_attention_mask", "input_ids": "attention_mask"}
 
 
@@ -70,7 +70,7 @@ def causality_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Varia
         lambda kernel: _relative_difference(loaded, *pair, kernel, slice(0, half)),
         variant,
         "later tokens change",
-        "The kernel lets the future leak; attnlens gives no numbers for it. Please report it.",
+        "The kernel leaks future tokens, so attnlens reports no numbers for it. Please report this as a bug.",
     )
 
 
@@ -82,13 +82,13 @@ def mask_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, s
     """
     name = "input_ids"
     if name not in inputs or MASKS[name] not in inputs or inputs[name].shape[1] < 2:
-        return NO_ROWS if MASKS[name] in inputs else "the model takes no padding"
-    pair = _pad_randomly(loaded, inputs, seed + 1, left=left), _pad_randomly(loaded, inputs, seed + 2, left=left)
+        return NO_ROWS if MASKS[name] in inputs else "the model does not support padding"
+    pair = _padded(loaded, inputs, seed + 1, left=left), _padded(loaded, inputs, seed + 2, left=left)
     return _check_error(
         lambda kernel: _relative_difference(loaded, *pair, kernel),
         variant,
         "the padding's content changes",
-        "The kernel looks at padding; attnlens gives no numbers for it. Please report it.",
+        "The kernel attends to padding, so attnlens reports no numbers for it. Please report this as a bug.",
     )
 
 
@@ -195,7 +195,7 @@ def replaced(
     new = parsed(word("kernel", kernel), allow_signed=switch("allow_signed", allow_signed))
     if new.needs_fit:
         raise UsageError(
-            f"{new.info.name} is fitted to calibration text, of which there is none here.",
+            f"{new.info.name} must be fitted to calibration text, but none is available here.",
             "Fit and save it with attnlens.swap_kernel(…, save=folder); attnlens.load_swapped(folder) runs it.",
         )
     layers, heads = requests.numbers("layers", layers), requests.numbers("heads", heads)
@@ -207,7 +207,7 @@ def replaced(
             try:
                 inputs: Mapping[str, Tensor] = texts.placeholder(loaded, 2, seed=0).batches[0].inputs
             except TextError as error:
-                raise UsageError(error.problem, "Give batch=, inputs of the model's own by name.") from None
+                raise UsageError(error.problem, "Pass batch=, a dict of inputs for this model.") from None
         else:
             inputs = tensors(loaded.model, batch)
         survey = checks.survey_model(loaded, inputs, made_up=batch is None)
@@ -237,7 +237,7 @@ def chosen_sites(
     if not chosen:
         parts = ", ".join(sorted({site.part for site in heads_of}))
         raise UsageError(
-            "No site is left to swap.", f"The model has the parts {parts}; widen --layers, --heads or --part."
+            "No sites selected to swap.", f"The model has the parts {parts}; widen --layers, --heads or --part."
         )
     return chosen
 
@@ -259,12 +259,12 @@ def refuse_crossing(kernel: Kernel, sites: Sequence[Site]) -> None:
     modified = kernel.filter or kernel.near
     what, why = kernel.tie or (modified.modifier.name if modified else None), ""
     if kernel.info.form == "output":
-        what, why = kernel.info.name, ": its e- and r-scores would belong to the tokens of two sequences"
+        what, why = kernel.info.name, ": its e- and r-scores would belong to different sequences"
     elif kernel.info.oracle is not None:
-        what, why = kernel.info.name, ": no token has both a query and a key there"
+        what, why = kernel.info.name, ": no token has both a query and a key"
     if crossing and what:
         raise UsageError(
-            f"{what} has no meaning in cross-attention ({crossing.name}){why}.",
+            f"{what} is undefined in cross-attention ({crossing.name}){why}.",
             "Choose --part encoder or --part decoder.",
         )
 
