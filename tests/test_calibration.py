@@ -136,7 +136,7 @@ def test_a_partial_copy_is_refused(demo, tmp_path, share, refused):
 
 
 def noted(report):
-    return [note for note in report.swap.notes if "calibration text too" in note]
+    return [note for note in report.swap.notes if "also occur in the calibration text" in note]
 
 
 def test_a_short_copy_is_accepted_and_told(demo, tmp_path):
@@ -174,7 +174,7 @@ def test_a_text_that_repeats_itself_is_refused(demo, tmp_path):
 def test_one_text_for_both_is_refused(tmp_path, more):
     long = of_file(tmp_path, OWN)
     for own, other in ((long, long), (long, of_file(tmp_path, OWN, "copy.txt")), ((), long)):
-        with pytest.raises(TextError, match="is the evaluation text") as refusal:
+        with pytest.raises(TextError, match="is the same as the evaluation text") as refusal:
             swap_or_heal("demo", "rbf", text=own, calibration=other, **more)
         assert "windows that are not evaluated" in refusal.value.remedy
 
@@ -245,7 +245,9 @@ def budgeted(folder, *calibrations, **more):
 def test_a_text_that_leaves_too_little_to_choose_by_is_refused(tmp_path):
     """Beside a long text, whose windows would hide that there is no promise for the short one."""
     long, short = of_file(tmp_path, FAR), of_file(tmp_path, FAR[:800].upper(), "short.txt")
-    with pytest.raises(TextError, match=r"short\.txt has 10 windows that are not evaluated; a budget needs 12 of each"):
+    with pytest.raises(
+        TextError, match=r"short\.txt has 10 windows that are not used for evaluation; a budget needs 12 of each"
+    ):
         budgeted(tmp_path, long, short)
     with pytest.raises(TextError, match=r"brief\.txt has 7 windows that"):
         budgeted(tmp_path, of_file(tmp_path, FAR[:1300], "brief.txt"))
@@ -254,6 +256,6 @@ def test_a_text_that_leaves_too_little_to_choose_by_is_refused(tmp_path):
 def test_a_calibration_text_that_repeats_itself_promises_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "SEQUENCES", 32)
     passage = FAR[:3000]
-    with pytest.raises(TextError, match=r"repeats itself: .* is fitted on too"):
+    with pytest.raises(TextError, match=r"is repetitive: .* also occurs in the text for fitting"):
         budgeted(tmp_path, of_file(tmp_path, passage * 3))
     assert budgeted(tmp_path, of_file(tmp_path, FAR[:9000])).plan.promised.sequences >= 4

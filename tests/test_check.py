@@ -92,14 +92,14 @@ def test_json_on_stdout_stays_whole_beside_annotations(saved, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "no rule to check"),
+        ((), "No rules to check"),
         (("--rule", ""), "rule=''"),
-        (("--rule", "tokens.entropy: min"), "can't be read"),
+        (("--rule", "tokens.entropy: min"), "Cannot parse the rule"),
         (("--rule", "tokens.nothing: min > 0"), "matches nothing"),
         (("--rules", "nowhere.toml"), "can't be read"),
-        (("--rules", "empty.toml"), "has no rule"),
+        (("--rules", "empty.toml"), "contains no rules"),
         (("--rules", "broken.toml"), "is not valid TOML"),
-        (("--rules", "wrong.toml"), "wrong.toml: The rule 'min >' can't be read"),
+        (("--rules", "wrong.toml"), "wrong.toml: Cannot parse the rule 'min >'"),
         (("--rules", "list.toml"), "check must be a table"),
         (("--baseline", "nowhere.json"), "can't be read"),
         (("--baseline", "report.json"), "the same file"),
@@ -109,14 +109,14 @@ def test_json_on_stdout_stays_whole_beside_annotations(saved, tmp_path):
         (("--update-baseline", "--baseline", "no/where.json"), "no folder"),
         (("--recompute", "2", "--rule", HOLDS), "--recompute needs MODEL"),
         (("demo", "--rule", HOLDS), "MODEL needs --recompute"),
-        (("--rule", HOLDS, "--layers", "0"), "says how a model is read"),
+        (("--rule", HOLDS, "--layers", "0"), "applies to models"),
         (("--rule", HOLDS, "--json", "report.json"), "would replace report.json, the report"),
         (("--rules", "rules.toml", "--junit", "rules.toml"), "would replace rules.toml, the rules"),
         (("--rule", HOLDS, "--junit", "x", "--markdown", "x"), "name the same file"),
         (("--rule", HOLDS, "--junit", "no/where.xml"), "no folder"),
         (("--rule", HOLDS, "--junit", "."), "it is a folder"),
-        (("--rule", HOLDS, "--relative", "-1"), "is no tolerance"),
-        (("--rule", HOLDS, "--fdr", "nan"), "is no tolerance"),
+        (("--rule", HOLDS, "--relative", "-1"), "is not a valid tolerance"),
+        (("--rule", HOLDS, "--fdr", "nan"), "is not a valid tolerance"),
         (("--rule", HOLDS, "--recompute", "0"), "--recompute"),
     ],
 )
@@ -220,7 +220,7 @@ def test_a_baseline_of_another_run_is_refused_naming_the_field(field, change, sa
     (tmp_path / "b.json").write_text(baseline_of(library.read_report(saved)).to_json())
     with pytest.raises(UsageError) as found:
         library.check(str(tmp_path / "r.json"), baseline=tmp_path / "b.json")
-    assert f"another run: {field} " in found.value.problem
+    assert f"a different run: {field} " in found.value.problem
 
 
 def test_names_and_paths_of_a_model_and_its_text_decide_nothing(tmp_path):
@@ -245,7 +245,7 @@ def test_hostile_numbers_and_lengths_are_refused_or_compared(saved, tmp_path):
     told["measures"]["tokens.entropy"]["values"] = told["measures"]["tokens.entropy"]["values"][1:]
     (tmp_path / "b.json").write_text(json.dumps(told))
     refused(
-        attnlens("check", saved, "--baseline", "b.json", cwd=tmp_path), "tokens.entropy is not as long as the heads"
+        attnlens("check", saved, "--baseline", "b.json", cwd=tmp_path), "tokens.entropy must have one entry per head"
     )
     report = json.loads(saved.read_text())
     for place, head in enumerate(report["heads"]):

@@ -31,8 +31,8 @@ def test_a_model_that_is_random_itself_is_named_so_and_not_misread():
     assert checks.prove_identity(bert, inputs)[0] < 1e-5
     passes = iter(range(1, 100))
     bert.model.bert.embeddings.register_forward_hook(lambda _module, _args, output: output * next(passes))
-    with pytest.raises(IdentityError, match="the model itself is random"):
-        checks.prove_identity(bert, inputs)
+    with pytest.raises(IdentityError, match="the model is not deterministic"):
+        checks.proven(bert, inputs)
 
 
 def sites(given, inputs):
@@ -67,8 +67,8 @@ def test_a_forward_pass_asks_no_part_for_a_cache_and_gives_the_settings_back():
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("mimi_decoder", "can't make up latents for a MimiDecoder"),
-        ("gemma4_audio", "can't make up input_features for a Gemma4Audio"),
+        ("mimi_decoder", "cannot generate latents for a MimiDecoder"),
+        ("gemma4_audio", "cannot generate input_features for a Gemma4Audio"),
         ("xmod", "can't run on input_ids and attention_mask: ValueError: Input language unknown"),
     ],
 )
@@ -237,7 +237,7 @@ def test_a_matcher_that_finds_nothing_to_attend_says_so():
     for module in given.model.modules():
         if hasattr(module, "keypoint_threshold"):
             module.keypoint_threshold = 2.0  # of a probability
-    with pytest.raises(ModelError, match="runs none of its attention on this input"):
+    with pytest.raises(ModelError, match="runs no attention on this input"):
         hooks.survey(given.model, inputs)
 
 

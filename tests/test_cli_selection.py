@@ -96,14 +96,14 @@ def test_words_that_make_no_sense_are_refused(words, told):
     ("words", "told"),
     [
         (("--head", "3"), "LAYER.HEAD"),
-        (("--head", "x.1"), "is not a head"),
+        (("--head", "x.1"), "is not a valid head"),
         (("--head", "1.2", "--layers", "1"), "--layers"),
         (("--show", "selection"), "--head 3.7"),
         (("--head", "1.2", "--show", "everything"), "selection"),
         (("--source", "weights", "--analyzer", "selection"), "reads nothing from weights"),
         (("--text", "/dev/zero"), "it is a device, not a file"),
         (("--source", "weights", "--text", str(DEMO / "text.txt")), "reads no text"),
-        (("--source", "weights", "--windows-csv", "w.csv"), "reads no window"),
+        (("--source", "weights", "--windows-csv", "w.csv"), "no text windows are read"),
     ],
 )
 def test_words_that_need_no_model_are_refused_before_the_work(words, told):

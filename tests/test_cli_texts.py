@@ -78,7 +78,7 @@ def test_a_swap_writes_its_windows_and_the_change_on_each_text(pieces: list[str]
     [
         (("--placement", "middle"), "There is no placement 'middle'.", "Choose from: spread, first, random."),
         (("--placement", "sprad"), "There is no placement 'sprad'.", "Did you mean 'spread'?"),
-        (("--text", "."), "--text does not name a file: it is empty, or a folder.", "Give the path of a file"),
+        (("--text", "."), "--text does not name a file: the path is empty or a folder.", "Give the path of a file"),
         (("--windows-csv", ""), "--windows-csv names no file.", "Give a path after --windows-csv"),
         (("--windows-csv", "a.csv", "--csv", "a.csv"), "--csv and --windows-csv name the same file", "its own file"),
     ],
@@ -106,7 +106,7 @@ def test_a_short_text_says_how_many_windows_there_are(pieces: list[str], tmp_pat
     short.write_text(BOOK[:900])
     done = attnlens("inspect", "demo", *SMALL, "--text", str(short))
     assert done.returncode == 0, done.stderr
-    assert "windows of the 32 asked for." in done.stdout
+    assert "of the 32 requested windows." in done.stdout
     short.write_text("Amen.")
     none = attnlens("inspect", "demo", *SMALL, "--text", str(short))
     assert (none.returncode, none.stdout) == (2, "")

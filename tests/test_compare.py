@@ -170,7 +170,7 @@ def test_rounding_is_told_as_rounding(name):
     found = compared(SHORT[name], ("bf16", 0))
     assert found.named == 0
     assert {head.relation for head in found.heads} == {"rounding"}
-    assert "The second model's weights are the first one's rounded to bfloat16; nothing else differs." in found.notes
+    assert "The second model's weights are those of the first rounded to bfloat16; nothing else differs." in found.notes
 
 
 def test_the_least_change_is_of_the_size_of_what_is_named():
@@ -387,9 +387,9 @@ def test_windows_that_are_none_are_refused(reports, tmp_path):
     for content in ("text,window\nx,0\n", "text,window,layer,head\nx,bad,0,0\n", "text,window,layer,head\nx,0,7,7\n"):
         (tmp_path / "a.csv").write_text(content)
         written["windows_file"]["sha256"] = hashlib.sha256(content.encode()).hexdigest()
-        assert "does not hold the windows" in refused()
+        assert "does not contain the windows" in refused()
     written["windows_file"]["name"] = "../../../etc/passwd"
-    assert "don't lie beside it" in refused()
+    assert "is not in its folder" in refused()
 
 
 def test_models_stay_as_they_are():
@@ -548,7 +548,7 @@ def test_a_scale_is_part_of_the_form():
     found = attnlens.compare(own, other, **FOUR).comparison
     assert all(row.delta == pytest.approx(1, rel=1e-5) for row in rows(found, "compare.form_change").values())
     assert {head.relation for head in found.heads} == {"changed"}
-    assert any("All weights that both models have are the same numbers" in note for note in found.notes)
+    assert any("All weights that both models have are identical" in note for note in found.notes)
 
     def halved(model: Any) -> None:
         for layer in model.model.layers:

@@ -167,8 +167,10 @@ def test_no_control_is_larger_than_its_kernel(demo: loading.Loaded) -> None:
     swap = swap_kernel(demo, "uniform", **READ | {"windows": 2}).swap
     control = by_role(swap)["same size"]
     assert (swap.state, control.kernel) == (17, None)
-    assert control.reasons["kernel"] == "a state of 17 numbers holds no key and its value, which are 32"
-    assert "No same size control: a state of 17 numbers holds no key and its value, which are 32." in swap.notes
+    assert control.reasons["kernel"] == "a state of 17 numbers is too small for a key and its value, which are 32"
+    assert (
+        "No same size control: a state of 17 numbers is too small for a key and its value, which are 32." in swap.notes
+    )
     assert "no key is beyond a window of 64" in swap.reasons["beyond_window"]
 
 
@@ -221,7 +223,7 @@ def test_controls_stand_beside_each_kernel_on_the_same_windows(report: Report, d
 def test_a_control_that_is_the_model_itself_is_said_to_be(demo: loading.Loaded) -> None:
     swap = swap_kernel(demo, "random-features:64", **READ | {"windows": 2}).swap
     assert by_role(swap)["same size"].kernel == "sink-window:4,30", "the control"
-    assert not any("holds all" in note for note in swap.notes)
+    assert not any("can store all" in note for note in swap.notes)
     swap = swap_kernel(demo, "random-features:256", **READ | {"windows": 2}).swap
     control = by_role(swap)["same size"]
     assert control.kernel is None
@@ -247,8 +249,8 @@ def test_a_model_of_both_directions_has_controls_and_no_places(headless: bool) -
     model = family("bert") if not headless else loaded(families.build("bert").bert)
     swap = swap_kernel(model, "rbf", windows=2, length=24, batch_size=2).swap
     assert (swap.loss is None) == headless
-    assert "next token alone" in swap.reasons["beyond_window"]
-    assert "next token alone" in swap.reasons["agreement"]
+    assert "only defined for models that predict the next token" in swap.reasons["beyond_window"]
+    assert "only defined for models that predict the next token" in swap.reasons["agreement"]
     assert by_role(swap)["floor"].hidden_cosine < 1
     assert not swap.loss_by_position
 

@@ -105,7 +105,7 @@ def test_all_checkpoints_read_one_text_with_one_tokenizer():
 def test_without_a_text_there_is_no_loss_and_the_report_says_why(of_weights):
     (experiment,) = of_weights.experiments
     assert experiment.final["loss"] is None
-    assert "none was fed" in experiment.reasons["loss"]
+    assert "only weights were read" in experiment.reasons["loss"]
     assert "weights alone" in experiment.reasons["loss"]
 
 
@@ -164,7 +164,7 @@ def test_checkpoints_of_other_shapes_are_named_before_the_work(tmp_path):
     ("names", "words"),
     [
         ([checkpoint(30)], "at least two checkpoints"),
-        ([checkpoint(30), checkpoint(30)], "named twice"),
+        ([checkpoint(30), checkpoint(30)], "Duplicate checkpoint"),
         ([checkpoint(30), str(DEMO / "checkpoints" / "step-99999")], "There is no such folder"),
     ],
 )
@@ -273,7 +273,7 @@ def test_an_interrupted_series_keeps_what_is_finished():
 def test_what_does_not_belong_together_is_refused():
     with pytest.raises(UsageError, match="layers or heads beside it"):
         attnlens.converge_checkpoints(of_demo(), head=(0, 1), layers=[0])
-    with pytest.raises(UsageError, match="one model of the hub"):
+    with pytest.raises(UsageError, match="a single hub model"):
         attnlens.converge_checkpoints(revisions=["step1", "step2"])
     with pytest.raises(UsageError, match="Did you mean 'iterations'"):
         attnlens.converge_synthetic(iteration=10)

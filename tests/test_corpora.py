@@ -94,9 +94,9 @@ def test_a_dataset_that_is_a_script_is_not_run(tmp_path):
         (",column=verse", ("no column 'verse'; it has text, line.", "column=text")),
         (",column=line", ("Row 1", "no text in 'line', but int", "column=")),
         (",config=large", ("'large' not found", "'default'")),
-        (",splt=test", ("can't be read", "split=S")),
-        (",split=", ("can't be read", "split=S")),
-        (",split=test,split=train", ("can't be read", "split=S")),
+        (",splt=test", ("Cannot parse", "split=S")),
+        (",split=", ("Cannot parse", "split=S")),
+        (",split=test,split=train", ("Cannot parse", "split=S")),
         ("-of-nobody", ("books-of-nobody is neither a local folder nor the name", "OWNER/NAME")),
     ],
 )

@@ -66,12 +66,12 @@ MODELS = {
 REFUSED = {
     ("all zero", "head"): "no query sees two different tokens",
     ("1e-40", "head"): "no query sees two different tokens",
-    ("all NaN", "inspect"): "holds NaN or Inf",
-    ("all NaN", "ksvd"): "holds NaN or Inf",
+    ("all NaN", "inspect"): "contains NaN or Inf",
+    ("all NaN", "ksvd"): "contains NaN or Inf",
     ("all NaN", "head"): "NaN or Inf in every sequence",
-    ("no queries and keys", "head"): "the largest scores are equal in all",
+    ("no queries and keys", "head"): "the largest scores are tied in all",
 } | {
-    (model, verb): "holds NaN or Inf"
+    (model, verb): "contains NaN or Inf"
     for model in ("all NaN", "one NaN", "one Inf")
     for verb in ("rbf", "rank", "sweep")
 } | {("1e30", verb): "overflow" for verb in ("inspect", "ksvd", "rbf", "rank", "sweep", "head")}  # fmt: skip

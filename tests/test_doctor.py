@@ -123,7 +123,7 @@ def test_a_model_that_can_not_be_read_in_float64_is_compared_in_float32():
     report = attnlens.doctor(fsmt, length=8)
     assert report.summary.verdict == "agrees"
     (note,) = (note for note in report.settings.notes if "float32" in note)
-    assert note.startswith("Computed in float32, whose rounding counts as error, since in float64: ")
+    assert note.startswith("Computed in float32, whose rounding counts as error, because in float64: ")
     assert "can't run on input_ids" in note
     assert report.settings.dtype == "float32"
     assert any(note in section.notes for section in site_checks(report)), "shown beside the table"

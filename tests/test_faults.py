@@ -82,11 +82,11 @@ WORDS = {
     "swap-kernel --kernel rbf:gamma=x": "gamma",
     "ranks --ranks none.json": "none.json",
     "inspect --layers 3-0": "0-3",
-    "inspect --heads x": "no list of numbers",
-    "inspect --head 3": "is not a head",
-    "converge --head 3.x": "is not a head",
-    "inspect --head 3.7 --layers 3": "--head excludes --layers and --heads",
-    "converge --checkpoints --head 3.7 --heads 7": "--head excludes --layers and --heads",
+    "inspect --heads x": "not a list of numbers",
+    "inspect --head 3": "is not a valid head",
+    "converge --head 3.x": "is not a valid head",
+    "inspect --head 3.7 --layers 3": "--head cannot be combined with --layers or --heads",
+    "converge --checkpoints --head 3.7 --heads 7": "--head cannot be combined with --layers or --heads",
     "inspect --hedas 2": "No such option",
     "inspect --analyzer symetry": "Did you mean 'symmetry'",
     "inspect --source weight": "Did you mean 'weights'",
@@ -100,7 +100,7 @@ WORDS = {
     "reproduce --seed x": "--seed",
     "inspect --dtype float31": "no dtype 'float31'",
     "doctor --device abacus": "no device 'abacus'",
-    "ranks --budget 1%": "budget '1%' can't be read",
+    "ranks --budget 1%": "Cannot parse the budget '1%'",
 }
 
 
@@ -169,10 +169,10 @@ def test_a_file_beside_the_work_names_no_output_and_no_input(here, capsys, line)
     key = line.split()[0]
     Path("attnlens.toml").write_text(f"{line}\nquiet = true\n")
     variable = () if key in ("model", "models") else (key.replace("-", "_").upper(),)  # arguments have no variable
-    refused(capsys, "inspect", f"may not say by {key}", f"Take {key} out", *variable)
+    refused(capsys, "inspect", f"must not set {key}", f"Remove {key} from", *variable)
     Path("attnlens.toml").unlink()
     Path("pyproject.toml").write_text(f"[tool.attnlens]\n{line}\n")
-    refused(capsys, "inspect", f"may not say by {key}")
+    refused(capsys, "inspect", f"must not set {key}")
 
 
 @pytest.mark.parametrize("content", ["a = " + "[" * 50_000, "seed = " + "9" * 5000, "a = " + "{b=" * 9000, "\udcff"])
@@ -231,7 +231,7 @@ class PanicException(BaseException):  # as pyo3 calls it
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), 2, "memory"),
         (OSError(12, "Cannot allocate memory"), 2, "memory"),
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), 2, "memory"),
-        (PanicException("called `Option::unwrap()`"), 2, "library broke down"),
+        (PanicException("called `Option::unwrap()`"), 2, "library crashed"),
         (KeyboardInterrupt(), 130, "Interrupted."),
         (ModelError("What.", "Do."), 2, "Error: What.\nDo."),
         (RuntimeError("unforeseen"), 70, "--debug"),

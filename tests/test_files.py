@@ -90,7 +90,7 @@ def test_a_place_without_permission_is_refused_before_the_work(tmp_path, monkeyp
     for name in ("new", "old", "."):
         with pytest.raises(OutputError, match=r"Permission denied\."):
             check_writable(tmp_path / name, may_be_folder=True)
-    with pytest.raises(OutputError, match=f"no folder can be made in {tmp_path}"):
+    with pytest.raises(OutputError, match=f"no folder can be created in {tmp_path}"):
         check_folder(tmp_path / "new" / "model")
 
 
@@ -100,8 +100,8 @@ def test_paths_that_lead_nowhere_are_refused(tmp_path):
     (tmp_path / "dangling").symlink_to("none/file")
     for name, word in (
         ("loop", "symbolic links"),
-        ("file/below", "there is no folder"),
-        ("dangling", "there is no folder"),
+        ("file/below", "does not exist"),
+        ("dangling", "does not exist"),
         ("x" * 300, "too long"),
         (".", "it is a folder"),
     ):

@@ -93,7 +93,7 @@ def test_lines_that_leave_nothing_for_calibration_are_refused(demo, tmp_path):
     text.write_text("In the beginning God created the heaven\n" * 3)
     read = {"text": str(text), "pack": False, "windows": 3, "length": 8}
     assert swap_kernel(demo, "rbf", **read).swap.loss is not None
-    with pytest.raises(TextError, match="no window left"):
+    with pytest.raises(TextError, match="no windows left"):
         swap_kernel(demo, "rbf", fit=True, **read)
 
 
@@ -125,7 +125,7 @@ def test_a_text_with_nothing_left_for_calibration_is_refused(demo, tmp_path, mor
     text.write_text("In the beginning God created the heaven and the earth. " * 3)
     read = {"text": str(text), "windows": 32, "length": 8}
     assert swap_kernel(demo, "rbf", **read).swap.loss is not None
-    with pytest.raises(TextError, match="no window left besides the evaluated ones") as refusal:
+    with pytest.raises(TextError, match="no windows left besides the evaluated ones") as refusal:
         swap_or_heal(demo, "rbf", **read, **more)
     assert "--calibration" in refusal.value.remedy
 
@@ -344,7 +344,7 @@ def test_a_module_that_is_called_again_and_again_is_trained_where_all_its_calls_
 
 
 def test_weights_that_other_calls_share_are_not_trained():
-    with pytest.raises(ModelError, match="swapped heads alone"):
+    with pytest.raises(ModelError, match="queries or keys of swapped heads"):
         attnlens.heal(family("albert"), "rbf", layers=[1], train=1, **READ)
 
 

@@ -324,7 +324,7 @@ FAULTS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "index, a pipe": (lambda f: (_index("")(f), _pipe(INDEX)(f)), ("is a pipe",)),
     "shard is a link outside": (
         lambda f: (_linked("w.safetensors", "../other/model.safetensors")(f), indexed(f, "w.safetensors")),
-        ("links out of its folder",),
+        ("links to a file outside its folder",),
     ),
     "weights are a link outside": (_linked("model.safetensors", "../other/model.safetensors"), ("links out of",)),
     "weights are a link to nothing": (_linked("model.safetensors", "nothing"), ("is missing",)),
@@ -368,11 +368,11 @@ FAULTS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "10⁹ labels": (_config(num_labels=10**9), ("num_labels = 1000000000",)),
     "width of 10⁷": (_config(n_embd=4 * 10**6), ("far larger model",)),
     "inner width of 10⁹": (_config(n_inner=10**9), ("far larger model", "n_inner")),
-    "adapter beside weights": (_touched("adapter_config.json"), ("beside the weights", "--adapter")),
-    "adapter's weights": (_touched("adapter_model.safetensors"), ("beside the weights", "--adapter")),
+    "adapter beside weights": (_touched("adapter_config.json"), ("in addition to the weights", "--adapter")),
+    "adapter's weights": (_touched("adapter_model.safetensors"), ("in addition to the weights", "--adapter")),
     "distributed checkpoint": (_touched("shard-00001-model-00001-of-00001.safetensors"), ("distributed checkpoint",)),
     "the same, and a line": (_touched("shard-00001-model-00001-of-00001.safetensors\n"), ("distributed checkpoint",)),
-    "index is a link outside": (_linked(INDEX, "../other/config.json"), ("links out of its folder",)),
+    "index is a link outside": (_linked(INDEX, "../other/config.json"), ("links to a file outside its folder",)),
     "variant alone": (_renamed("model.fp16.safetensors"), ("Give the file's path: ", "/model.fp16.safetensors")),
     "weights of no bytes": (_safetensors(lambda _: b""), ("not a safetensors file",)),
     "weights of text": (_safetensors(lambda _: b"hello, world, this is no tensor"), ("not a safetensors file",)),
@@ -417,7 +417,7 @@ def test_nothing_outside_the_folder_is_read_as_a_template_or_a_vocabulary(name: 
     (folder.parent / "secret").write_text("secret")
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).symlink_to(folder.parent if name == "additional_chat_templates" else folder.parent / "secret")
-    refused(ModelError, lambda: loading.load(str(folder)), "links out of its folder")
+    refused(ModelError, lambda: loading.load(str(folder)), "links to a file outside its folder")
 
 
 def test_templates_of_the_hubs_cache_are_links_to_its_blobs_and_are_read(folder: Path, tmp_path: Path) -> None:

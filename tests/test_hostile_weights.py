@@ -61,17 +61,17 @@ def test_masks_and_positions_of_old_checkpoints_are_no_codes(folder: Path) -> No
         ("int8", ("quantised by int8", "GGUF")),
         ({"quant_method": ["fp8"]}, ("quantised by ['fp8']", "GGUF")),
         *(
-            ({"quant_method": method}, (f"quantised by {method}", "GGUF"))
+            ({"quant_method": method}, (f"quantised with {method}", "GGUF"))
             for method in ("torchao", "quanto", "hqq", "aqlm", "quark", "mxfp8")
         ),
         *(
-            ({"quant_method": method}, (f"quantised by {method}", "but none is"))
+            ({"quant_method": method}, (f"quantised with {method}", "but none is"))
             for method in ("gptq", "awq", "bitsandbytes", "fp8")
         ),
         ({"load_in_8bit": True}, ("quantised by bitsandbytes",)),
         ({"load_in_4bit": True}, ("quantised by bitsandbytes",)),
-        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, ("nvfp4", "does not decode")),
-        ({"quant_method": "awq", "version": "gemv"}, ("gemv", "does not decode")),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, ("nvfp4", "is not supported")),
+        ({"quant_method": "awq", "version": "gemv"}, ("gemv", "is not supported")),
     ],
     ids=str,
 )

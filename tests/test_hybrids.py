@@ -308,7 +308,7 @@ def test_what_no_text_was_read_for_is_not_called_fitted(demo: loading.Loaded) ->
     assert [random in swap.notes for swap in mixed.swaps] == [True, False]
     assert summary(mixed).count("fitted per head: γ") == 2
     bare = swap_kernel(demo, "elu+hybrid:8", **asked)
-    assert "γ, the weight of near keys, is 1 in every head; --fit chooses it." in bare.swap.notes
+    assert "γ, the weight of near keys, is 1 in every head; --fit estimates it." in bare.swap.notes
     assert not any("--fit" in note for swap in mixed.swaps for note in swap.notes)
 
 

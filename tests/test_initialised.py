@@ -44,13 +44,13 @@ def test_no_loss_rests_on_a_random_weight_and_attention_before_it_is_still_read(
     model = attnlens.load(demo_without(tmp_path / "model", *names, **config))
     assert lacking in model.missing_keys
     for more in ({}, {"train": 1}, {"fit": True}, {"sweep": "layers"}):
-        with pytest.raises(ModelError, match=f"lacks {lacking}, which would be filled at random"):
+        with pytest.raises(ModelError, match=f"lacks {lacking}, which would be initialised at random"):
             swap_or_heal(model, "rbf", **more, **SMALL)
-    with pytest.raises(ModelError, match="filled at random"):
+    with pytest.raises(ModelError, match="initialised at random"):
         attnlens.find_ranks(model, budget="loss:5%", **SMALL)
     report = attnlens.inspect(model, **SMALL)
     assert report.coverage.analysed == 32
-    assert f"the checkpoint lacks {lacking}, and so the model has no loss" in report.coverage.sentence
+    assert f"the checkpoint lacks {lacking}, so the model has no loss" in report.coverage.sentence
     assert not any("foreign" in note for note in report.settings.notes)
     attnlens.doctor(model, **SMALL)
     outcome = attnlens.compare("demo", model, analyzers="symmetry", **SMALL).comparison
@@ -81,9 +81,9 @@ def test_a_loss_through_a_random_head_is_none_and_strict_says_so(tmp_path):
 def test_no_attention_rests_on_a_random_weight_in_any_verb(tmp_path, name):
     model = attnlens.load(demo_without(tmp_path / "model", name))
     for verb in (attnlens.inspect, attnlens.doctor, swap_kernel):
-        with pytest.raises(ModelError, match=f"lacks {name}, which would be filled at random"):
+        with pytest.raises(ModelError, match=f"lacks {name}, which would be initialised at random"):
             verb(model, **SMALL)
-    with pytest.raises(ModelError, match="filled at random"):
+    with pytest.raises(ModelError, match="initialised at random"):
         attnlens.converge_head(model, head=(3, 2), **SMALL)
 
 
@@ -101,7 +101,7 @@ def test_what_nothing_measured_depends_on_is_excused(tmp_path):
     loaded = without("pooler")
     assert loaded.missing_keys
     assert swap_kernel(loaded, "rbf", **SMALL).swap.hidden_cosine < 1
-    with pytest.raises(ModelError, match="filled at random"):
+    with pytest.raises(ModelError, match="initialised at random"):
         swap_kernel(without("layer.1.output.LayerNorm"), "rbf", **SMALL)
 
 
@@ -110,7 +110,7 @@ def test_an_expert_that_no_token_chose_is_not_excused(tmp_path):
     model = attnlens.load(demo_without(tmp_path / "model", "transformer.h.3.mlp.c_fc.weight"))
     block = model.model.transformer.h[3]
     block.forward = lambda hidden, *_, **__: hidden  # a part that does not run on these inputs
-    with pytest.raises(ModelError, match="filled at random"):
+    with pytest.raises(ModelError, match="initialised at random"):
         swap_kernel(model, "rbf", layers=[0], **SMALL)
 
 

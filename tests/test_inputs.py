@@ -87,7 +87,9 @@ def test_without_a_processor_random_numbers_have_the_shape_in_the_config_and_a_n
     found = texts.batches(given, [PROSE], texts.Cut(sequences=2, tokens=9))
     modality = "audio" if name[0] == "w" else "image"
     (note,) = found.notes
-    assert note.startswith(f"Each {modality} is random numbers of the shape in config.json. No processor: ")
+    assert note.startswith(
+        f"Each {modality} consists of random numbers in the shape given by config.json. No processor: "
+    )
     assert tuple(found.batches[0].inputs[given.model.main_input_name].shape) == (2, *shape)
 
 
@@ -118,10 +120,10 @@ def test_patches_of_one_image_stand_in_a_row_and_go_through_alone(tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("mimi_decoder", "can't make up latents for a MimiDecoderModel"),
-        ("gemma4_audio", "can't make up input_features for a Gemma4AudioModel"),
-        ("patchtst", "can't make up past_values for a PatchTSTModel"),
-        ("qwen3_vl_vision", "can't make up grid_thw for a Qwen3VLVisionModel"),
+        ("mimi_decoder", "cannot generate latents for a MimiDecoderModel"),
+        ("gemma4_audio", "cannot generate input_features for a Gemma4AudioModel"),
+        ("patchtst", "cannot generate past_values for a PatchTSTModel"),
+        ("qwen3_vl_vision", "cannot generate grid_thw for a Qwen3VLVisionModel"),
     ],
 )
 def test_what_no_processor_makes_is_refused_by_name(name: str, words: str) -> None:
@@ -231,7 +233,7 @@ def test_one_tower_is_swapped_alone(llava: Any) -> None:
     assert {site.part for site in report.swap.sites} == {"vision"}
     assert all("vision_tower" in site.site for site in report.swap.sites)
     assert report.swap.hidden_cosine < 1
-    with pytest.raises(UsageError, match="No site is left to swap"):
+    with pytest.raises(UsageError, match="No sites selected to swap"):
         attnlens.swap_kernel(llava, "rbf", part="audio", windows=2, length=12)
 
 
@@ -319,7 +321,7 @@ def test_each_window_stands_behind_the_next_image(tmp_path: Path) -> None:
     files = tuple(picture(tmp_path / f"{shade}.png", shade) for shade in (0, 255))
     found = texts.batches(given, [PROSE], texts.Cut(tokens=8, sequences=3, image=files))
     assert [batch.inputs["pixel_values"].mean().item() for batch in found] == [-1.0, 1.0], "one sequence a file"
-    assert found.notes == ("Each sequence has a file of its own: 2 instead of 3.",)
+    assert found.notes == ("Each sequence uses one file: 2 sequences instead of 3.",)
     assert all(bool((batch.inputs["input_ids"][:, :16] == IMAGE).all()) for batch in found)
     assert not found.made_up
     with pytest.raises(UsageError, match="2 files are more than --windows 1"):
@@ -382,8 +384,8 @@ def test_models_that_can_not_take_them_are_refused(sees: Any, hears: Any, tmp_pa
     (bare / "preprocessor_config.json").write_text(json.dumps({"auto_map": {"AutoImageProcessor": "own.Own"}}))
     refused(ModelError, "code in the checkpoint, which attnlens does not run", attnlens.load(bare), image=[path])
     (bare / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "NoSuch"}))
-    refused(ModelError, "has no processor for image input that can be loaded", attnlens.load(bare), image=[path])
-    with pytest.raises(UsageError, match="would read the images or sounds that are evaluated"):
+    refused(ModelError, "The processor for image input of .* can't be loaded", attnlens.load(bare), image=[path])
+    with pytest.raises(UsageError, match="would use the same images or sounds as the evaluation"):
         attnlens.swap_kernel(sees, "rank:4", image=[path])
     with pytest.raises(UsageError, match="source weights reads no image"):
         attnlens.inspect(sees, image=[path], source="weights")
@@ -434,4 +436,4 @@ def test_a_line_that_is_no_pair_is_refused_with_its_number(line: str, tmp_path: 
 def test_pairs_stand_in_the_place_of_texts(tmp_path: Path) -> None:
     file = tmp_path / "pairs.tsv"
     file.write_text("a\tb\n")
-    refused(UsageError, "either text or pairs", loaded(families.build("bert")), pairs=file, text=[file])
+    refused(UsageError, "text and pairs cannot be combined", loaded(families.build("bert")), pairs=file, text=[file])

@@ -647,7 +647,7 @@ def test_no_fit_turns_its_kernel_into_the_exponential_one():
 
 @pytest.mark.parametrize("words", ["rank:4", "learned-features:4"])
 def test_what_is_nothing_without_calibration_is_refused(words):
-    with pytest.raises(UsageError, match="fitted to a head"):
+    with pytest.raises(UsageError, match="must be fitted"):
         parsed(words).log(*drawn(), SCALE)
 
 

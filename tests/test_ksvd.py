@@ -123,7 +123,7 @@ def test_more_components_than_the_features_allow_are_cut_and_said():
     queries, keys, _, _ = problem(head_dim=6)
     found = ksvd.dual(queries, keys, 50)
     assert found.values.shape == (3, 6)
-    assert found.shortfall == "s = 50 was asked for, but K has rank 6 at most: s is 6"
+    assert found.shortfall == "s = 50 was requested, but the rank of K is at most 6: s is 6"
     assert ksvd.dual(queries, keys, 6).shortfall is None
     short = ksvd.dual(queries[:, :2], keys, 50)
     assert short.values.shape == (3, 2)
@@ -317,7 +317,7 @@ def test_another_convention_is_refused_with_both_names(convention):
         lambda: ksvd.objective(e, r, weight, weight, multipliers, convention),
         lambda: ksvd.regulariser(random(4, 3), convention),
     ):
-        with pytest.raises(UsageError, match=f"^{convention!r} is no convention") as refusal:
+        with pytest.raises(UsageError, match=f"^Unknown convention of the objective J: {convention!r}") as refusal:
             refused()
         assert "paper" in refusal.value.remedy
         assert "code" in refusal.value.remedy

@@ -221,7 +221,7 @@ def test_a_key_value_cache_and_padding_on_the_left_change_nothing(form):
 
 
 def test_a_model_without_a_rotation_has_no_keys_before_it(demo):
-    with pytest.raises(UsageError, match="no keys before a rotation: its keys are not rotated"):
+    with pytest.raises(UsageError, match="no keys before rotation: its keys are not rotated"):
         swap_kernel(demo, "rank:4,rotation=before", **SMALL, **BARE)
 
 
@@ -265,7 +265,7 @@ def test_its_spelling_names_what_is_not_usual():
         ("rank:3,group=some", "group must be a whole number, not 'some'"),
         ("rank:3,rotation=sideways", "rotation must be after or before, not 'sideways'"),
         ("rank:3,metric=2", "metric must be attention or output, not '2'"),
-        ("rank:3,group=2+symmetric", "ties a query to its own key"),
+        ("rank:3,group=2+symmetric", "ties each query to the key of its token"),
     ],
 )
 def test_words_that_make_no_sense_are_refused(words, told):

@@ -297,14 +297,14 @@ def test_a_batch_is_what_a_tokenizer_gives_and_anything_else_is_refused(demo):
     with pytest.raises(UsageError, match=r"'input_ids'.* is a list and no tensor"):
         attnlens.capture(demo.model, demo.tokenizer(words))
     for nothing in ({}, None, "text"):
-        with pytest.raises(UsageError, match="holds no inputs"):
+        with pytest.raises(UsageError, match="contains no inputs"):
             attnlens.capture(demo.model, nothing)
     for other in ("demo", torch.nn.Linear(2, 2)):
-        with pytest.raises(UsageError, match="no model in memory"):
+        with pytest.raises(UsageError, match="not a model in memory"):
             attnlens.capture(other, batch)
     with pytest.raises(ModelError, match="can't run on pixels"):
         attnlens.capture(demo.model, {"pixels": torch.zeros(1)})
-    with pytest.raises(UsageError, match="0 in the place of a name"):
+    with pytest.raises(UsageError, match="the key 0, which is not a name"):
         attnlens.capture(demo.model, {0: batch["input_ids"]})
     with pytest.raises(UsageError, match="meta device"):
         attnlens.capture(demo.model, {"input_ids": batch["input_ids"].to("meta")})
@@ -418,15 +418,15 @@ def test_a_pass_that_broke_off_does_not_shift_the_layers_of_the_next():
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an unknown kernel": ("rfb", {}, "Did you mean 'rbf'"),
-    "no string": (3, {}, "kernel=3 is no string"),
+    "no string": (3, {}, "kernel=3 is not a string"),
     "a kernel to be fitted": ("rank:4", {}, "rank is fitted to calibration text"),
     "a signed kernel": ("polynomial:degree=3", {}, "is negative somewhere"),
     "an unknown layer": ("rbf", {"layers": [7]}, "no layer 7"),
     "an unknown head": ("rbf", {"heads": [4]}, "no head 4"),
-    "letters for layers": ("rbf", {"layers": "x"}, "is no list of numbers"),
+    "letters for layers": ("rbf", {"layers": "x"}, "is not a list of numbers"),
     "an unknown part": ("rbf", {"part": "decode"}, "Did you mean 'decoder'"),
     "an unknown option": ("rbf", {"layer": [0]}, "Did you mean 'layers'"),
-    "a part that is not there": ("rbf", {"part": "decoder"}, "No site is left"),
+    "a part that is not there": ("rbf", {"part": "decoder"}, "No sites selected"),
     "lists for tensors": ("rbf", {"batch": {"input_ids": [[1, 2]]}}, "is a list and no tensor"),
 }
 
@@ -442,7 +442,7 @@ def test_what_cannot_be_replaced_is_refused_before_the_block(case):
 
 
 def test_what_has_no_meaning_at_a_site_is_refused_by_its_name(demo):
-    with pytest.raises(UsageError, match=r"window has no meaning in cross-attention .decoder.block.0.layer.1"):
+    with pytest.raises(UsageError, match=r"window is undefined in cross-attention .decoder.block.0.layer.1"):
         attnlens.replaced(families.build("t5"), "window:4")
     assert attnlens.replaced(families.build("t5"), "window:4", part="encoder")
     with pytest.raises(UsageError, match="needs every pair of tokens"):
@@ -463,7 +463,7 @@ def test_inputs_of_another_kind_than_the_sites_were_found_on_are_refused():
     with attnlens.replaced(model.text_model, "rbf", batch=text):
         given(model.text_model, text)
     counter = hooks.CallCounter({}, {model: "clip"})
-    with pytest.raises(ModelError, match="clip runs on this input, and did not"):
+    with pytest.raises(ModelError, match="clip runs on this input, but did not"):
         counter.site(model)
 
 
@@ -476,7 +476,7 @@ def test_two_kernels_at_once_and_a_model_with_another_kernel_are_refused():
             lambda: attnlens.capture(model, batch),
             lambda: attnlens.inspect(model),
         ):
-            with pytest.raises(UsageError, match="answered by attnlens already"):
+            with pytest.raises(UsageError, match="already replaces the attention"):
                 use()
     assert len(attnlens.capture(model, batch)) == 2
 
@@ -505,7 +505,7 @@ def test_options_that_a_model_in_memory_would_ignore_are_refused(demo):
     with pytest.raises(UsageError, match="device would be ignored"):
         attnlens.inspect(demo.model, device="cpu")
     for other in ("demo", demo):
-        with pytest.raises(UsageError, match="A tokenizer is given beside a model"):
+        with pytest.raises(UsageError, match="tokenizer= is only for transformers models in memory"):
             attnlens.inspect(other, tokenizer=demo.tokenizer)
 
 
@@ -616,5 +616,5 @@ def test_what_is_no_model_is_told_so_beside_a_tokenizer_too(demo: Any):
     wrapped = torch.nn.Sequential(demo.model)
     with pytest.raises(UsageError, match="A Sequential can't name a model"):
         attnlens.inspect(wrapped, tokenizer=demo.tokenizer)
-    with pytest.raises(UsageError, match="loaded with its own"):
+    with pytest.raises(UsageError, match="already includes its tokenizer"):
         attnlens.inspect("demo", tokenizer=demo.tokenizer)

@@ -376,8 +376,8 @@ def test_what_has_no_query_and_key_of_each_token_is_refused(case, words, part):
         ("nearest", "needs part"),
         ("nearest:skew", "symmetric or positive or no-key or no-skew"),
         ("nearest:positive,guess", "fitted or oracle"),
-        ("nearest:positive+symmetric", "chooses itself"),
-        ("nearest:positive,oracle+tied-key", "chooses itself"),
+        ("nearest:positive+symmetric", "already determines"),
+        ("nearest:positive,oracle+tied-key", "already determines"),
         ("nearest:positive,oracle+window:8", "needs every pair"),
     ],
 )
@@ -387,15 +387,15 @@ def test_spellings_without_a_meaning_are_refused(spelling, words):
 
 
 def test_what_is_not_fitted_or_cannot_be_is_refused():
-    with pytest.raises(UsageError, match="until it is fitted"):
+    with pytest.raises(UsageError, match="must be fitted"):
         attend(call(), parsed("nearest:positive"))
-    with pytest.raises(UsageError, match="reads both query and key"):
+    with pytest.raises(UsageError, match="reads both the query and the key"):
         fitted_to(call(), "positive").log(call().query, call().key, 1.0)
     with pytest.raises(UsageError, match="can't be healed"):
         attnlens.heal("demo", "nearest:positive,oracle", train=2, **QUICK)
     with pytest.raises(UsageError, match="can't be fitted"):
         swap_kernel("demo", "nearest:positive,oracle", fit=True, **QUICK)
-    with pytest.raises(UsageError, match="no meaning in cross-attention"):
+    with pytest.raises(UsageError, match="is undefined in cross-attention"):
         swap_kernel(family("t5"), "nearest:positive", **QUICK)
 
 

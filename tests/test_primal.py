@@ -198,16 +198,16 @@ def test_sampled_rows_are_evenly_spaced_among_real_tokens():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: PrimalHeads(2, 4, 0), "scores must be 1 at least"),
+        (lambda: PrimalHeads(2, 4, 0), "scores must be at least 1"),
         (lambda: PrimalHeads(2, 4, 3, samples=-1), "samples must not be negative"),
         (lambda: PrimalHeads(2, 4, 1.5), "scores must be a whole number, not 1.5"),
         (lambda: PrimalHeads(2, 4, 3, samples=2.0), "samples must be a whole number, not 2.0"),
         (lambda: PrimalAttention(12, 3, "4"), "scores must be a whole number, not '4'"),
         (lambda: primal.build(families.build("bert"), scores=1.5), "scores must be a whole number"),
         (lambda: PrimalAttention(10, 3, 4), "do not divide"),
-        (lambda: PrimalAttention(12, 3, 4, causal=True, samples=2), "future would leak"),
+        (lambda: PrimalAttention(12, 3, 4, causal=True, samples=2), "future tokens would leak"),
         (lambda: heads_of(samples=3)(*drawn()[:2]), "needs the inputs"),
-        (lambda: heads_of(samples=3)(*drawn()[:2], causal=True, rows=drawn()[2]), "causal mask forbids"),
+        (lambda: heads_of(samples=3)(*drawn()[:2], causal=True, rows=drawn()[2]), "not allowed under a causal mask"),
         (lambda: heads_of().objectives(), "none yet"),
         (lambda: primal.regulariser(torch.nn.Linear(2, 2)), "no primal attention"),
     ],
@@ -221,11 +221,14 @@ def test_what_makes_no_sense_is_refused(make, says):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: PrimalHeads(2, 5, 12), "12 scores were asked for; head_dim bounds their rank at 5, and more add none"),
-        (lambda: PrimalHeads(2, 8, 6, samples=4), "6 .*; the number of samples bounds their rank at 4"),
-        (lambda: PrimalHeads(2, 8, 9, samples=20), "9 .*; head_dim bounds their rank at 8"),
-        (lambda: PrimalAttention(10, 2, 6), "6 .*; head_dim bounds their rank at 5"),
-        (lambda: primal.build(families.build("bert"), "last", scores=500), "500 .*; head_dim bounds"),
+        (
+            lambda: PrimalHeads(2, 5, 12),
+            "12 scores requested, but head_dim limits their rank to 5; further scores have no effect",
+        ),
+        (lambda: PrimalHeads(2, 8, 6, samples=4), "6 .*the number of samples limits their rank to 4"),
+        (lambda: PrimalHeads(2, 8, 9, samples=20), "9 .*head_dim limits their rank to 8"),
+        (lambda: PrimalAttention(10, 2, 6), "6 .*head_dim limits their rank to 5"),
+        (lambda: primal.build(families.build("bert"), "last", scores=500), "500 .*; head_dim limits"),
         (lambda: primal.build(families.build("bert"), "last", scores=3, samples=2), "samples bounds their rank at 2"),
     ],
 )
@@ -331,7 +334,7 @@ def test_no_graph_outlives_the_step():
     assert alive() is None
     assert heads.last is None
     assert heads.log_multipliers.grad.isfinite().all()
-    with pytest.raises(UsageError, match="none since the last regulariser"):
+    with pytest.raises(UsageError, match="since the last call of the regulariser"):
         primal.regulariser(heads)
 
 
@@ -371,7 +374,7 @@ def test_an_unknown_convention_is_refused_by_name():
     heads = heads_of()
     heads(*drawn()[:2])
     for convention in ("papr", "Paper", "", None):
-        with pytest.raises(UsageError, match=f"^{convention!r} is no convention") as refusal:
+        with pytest.raises(UsageError, match=f"^Unknown convention of the objective J: {convention!r}") as refusal:
             primal.regulariser(heads, convention)
         assert all(name in refusal.value.remedy for name in ("paper", "code"))
     assert primal.regulariser(heads, "paper").isfinite(), "the control"
@@ -509,7 +512,7 @@ def test_a_causal_model_never_looks_ahead_and_padding_does_not_matter():
         ("bart", "all", r"decoder\.layers\.0\.encoder_attn attends to another sequence"),
         ("whisper", "all", r"decoder\.layers\.0\.encoder_attn attends to another sequence"),
         ("whisper", "last", r"decoder\.layers\.1\.encoder_attn attends to another sequence"),
-        ("t5", "all", r"encoder\.block\.0.*adds a bias to its scores \(T5's positions\)"),
+        ("t5", "all", r"encoder\.block\.0.*adds a position bias to its scores \(as in T5\)"),
         ("t5", [2], r"decoder\.block\.0.*adds a bias"),
         ("t5", "last", "another sequence"),
         ("albert", "all", "more than once"),
@@ -550,7 +553,7 @@ def families_output(model, batch):
 def test_inputs_that_cannot_be_made_up_are_refused():
     model = families.build("bert")
     model.main_input_name = "values"
-    with pytest.raises(ModelError, match="attnlens can't make up values for a BertForMaskedLM"):
+    with pytest.raises(ModelError, match="attnlens cannot generate values for a BertForMaskedLM"):
         primal.build(model)
 
 
@@ -558,12 +561,12 @@ def test_inputs_that_cannot_be_made_up_are_refused():
 def test_what_cannot_be_primal_is_refused():
     with pytest.raises(UsageError, match="no layer 7"):
         primal.build(families.build("bert"), [0, 7])
-    with pytest.raises(UsageError, match="names no layers"):
+    with pytest.raises(UsageError, match="Cannot parse the layers"):
         primal.build(families.build("bert"), "first")
-    with pytest.raises(UsageError, match="future would leak"):
+    with pytest.raises(UsageError, match="future tokens would leak"):
         primal.build(families.build("llama"), samples=3)
     built = primal.build(families.build("bert"), [0])
-    with pytest.raises(UsageError, match="primal already"):
+    with pytest.raises(UsageError, match="already primal"):
         primal.build(built)
     sliding = primal.build(families.build("mistral"))
     with pytest.raises(UsageError, match="neither causal"):

@@ -220,7 +220,7 @@ def test_calls_without_such_scores_are_refused():
     for wrong, says in refused:
         with pytest.raises(UsageError, match=says):
             attend(wrong, kernel)
-    with pytest.raises(UsageError, match="future would leak"):
+    with pytest.raises(UsageError, match="future tokens would leak"):
         features(call(causal=True), 3)
     with pytest.raises(UsageError, match="not a function of a query and a key"):
         weights(asked, kernel)
@@ -229,7 +229,9 @@ def test_calls_without_such_scores_are_refused():
 def test_too_little_calibration_text_is_refused():
     with pytest.raises(TextError, match="two calibration sequences"):
         observed(call(sequences=1), 4).solve()
-    with pytest.raises(TextError, match="161 scores needs as many tokens of calibration text; there are 160"):
+    with pytest.raises(
+        TextError, match="161 scores needs at least as many tokens of calibration text, but there are 160"
+    ):
         observed(call(), 161).solve()
     assert observed(call(), 160).solve()["query_map"].shape == (HEADS, DIM, DIM)
     assert isinstance(PrimalFit(1, 0), OutputFit)
@@ -245,8 +247,8 @@ def test_too_little_calibration_text_is_refused():
         ("primal:4", {"train": 1, "ksvd_convention": "cod"}, "'cod'"),
         ("rbf", {"train": 1, "eta": 0.1}, "eta applies to the kernel primal"),
         ("rbf", {"train": 1, "ksvd_convention": "code"}, "ksvd_convention applies to the kernel primal"),
-        ("primal:4,samples=3", {}, "future would leak"),
-        ("primal:9999", {}, "needs as many tokens"),
+        ("primal:4,samples=3", {}, "future tokens would leak"),
+        ("primal:9999", {}, "needs at least as many tokens"),
     ],
 )
 def test_runs_that_make_no_sense_are_refused(demo, words, more, says):

@@ -269,7 +269,7 @@ FAULTS: dict[str, tuple[str, Callable[[Tensors], Any], tuple[str, ...]]] = {
     "another order": (
         "LLM.int8",
         lambda t: t.update({f"{Q}.weight_format": torch.tensor(2, dtype=torch.uint8)}),
-        (Q, "order of rows"),
+        (Q, "stored row by row"),
     ),
 }
 
@@ -289,7 +289,7 @@ def test_codes_that_can_not_be_decoded_are_refused(fault: str, tmp_path: Path) -
 def test_codes_of_which_the_config_says_nothing_are_refused(method: str, tmp_path: Path) -> None:
     quantised(tmp_path, method)
     edited(tmp_path / "config.json", quantization_config=None)
-    refused(ModelError, lambda: loading.load(tmp_path), "codes", "nothing in config.json says", "unquantised")
+    refused(ModelError, lambda: loading.load(tmp_path), "codes", "nothing in config.json explains", "unquantised")
 
 
 def test_a_scale_beside_plain_weights_is_not_left_out(tmp_path: Path) -> None:

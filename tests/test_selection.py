@@ -317,7 +317,7 @@ def test_ties_are_counted_and_not_posed():
     assert chosen.position.tolist() == [1]
     assert chosen.tied == 2
     chosen, found = nearness([scene(tokens, queries[:1])], dense(torch.eye(4, dtype=torch.float64)), Softmax())
-    assert found == "the largest scores are equal in all 1 queries that may choose"
+    assert found == "the largest scores are tied in all 1 queries that see different tokens"
 
 
 def test_a_saturated_head_is_ranked_beyond_a_weight_of_1():
@@ -364,7 +364,7 @@ def test_equal_queries_and_equal_tokens():
 
 def test_a_head_of_zeros_has_ties_alone():
     found = gather([tokens_key(torch.zeros(1, 6, 5), random(1, 6, 5))])[0].measures
-    assert "scores are equal in all 6" in found["selection.projected_efficiency"].reason
+    assert "scores are tied in all 6" in found["selection.projected_efficiency"].reason
     assert found["selection.projected_efficiency"].value is None
 
 

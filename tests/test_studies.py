@@ -177,7 +177,7 @@ def test_a_tables_order_is_set_beside_the_published_one():
         CellResult(cell, "words", unit, tuple(outcome(loss) for loss in runs[cell.name]), "key", ((1e-2, 1.0),), FAST)
         for cell in cells[:3]
     ]
-    broken = (outcome(9.0, "its loss was no finite number at step 3"), outcome(1.0), outcome(1.0))
+    broken = (outcome(9.0, "its loss was not finite at step 3"), outcome(1.0), outcome(1.0))
     found.append(CellResult(cells[3], "words", unit, broken, "key", ((1e-2, 1.0),), FAST))
     told = build_table(PaperTable("t", "q?", "s", tuple(cells)), "tiny", SIZES, [Sentences()], found, 0)
     (ordering,) = told.orderings
@@ -269,10 +269,13 @@ def test_a_study_that_was_killed_ends_with_the_report_of_one_that_was_not(shrunk
 BAD = {
     "no table of that name": (["kernel"], "kernels"),
     "no cell of that name": (["kernels", "--cells", "language/*", "--cells", "gauss"], "No cell is called gauss"),
-    "a file that nothing is trained on": (["kernels", "--labelled", "two.tsv"], "No cell is trained on --labelled"),
+    "a file that nothing is trained on": (
+        ["kernels", "--labelled", "two.tsv"],
+        "None of the selected cells uses --labelled",
+    ),
     "a file that is not there": (["kernels", "--pairs", "nowhere.tsv"], "nowhere.tsv"),
     "a text shorter than a window": (["kernels", "--text", "short.txt"], "too short"),
-    "a table without its task": (["primal", "--cells", "classification/*"], "No cell is called"),
+    "a table without its task": (["primal", "--cells", "classification/*"], "No cell matches"),
     "work in a file": (["kernels", "--work", "text.txt"], "Finished units cannot be kept in text.txt"),
     "cells in a folder that is not empty": (["kernels", "--save", "."], "not an empty folder"),
     "a scale that is none": (["kernels", "--scale", "huge"], "huge"),
@@ -364,7 +367,7 @@ def test_a_validation_loss_that_is_no_number_ends_the_run():
         return {}
 
     trained = train(model.core, task, SMALL, Run(0.0, 4, 0), watch=spoil)
-    assert "no finite number at step" in trained.problem
+    assert "not finite at step" in trained.problem
 
 
 def test_the_interval_of_tau_holds_the_true_one_however_near_cells_are():

@@ -134,7 +134,7 @@ def test_two_tasks_of_one_text_give_the_same_batches_and_other_seeds_other_ones(
 def test_a_text_shorter_than_a_window_and_a_small_vocabulary_are_refused():
     with pytest.raises(TextError, match=r"too short: its .* part has no window of 64 tokens"):
         tasks.language([("short", "In the beginning")], length=64, vocabulary=300)
-    with pytest.raises(UsageError, match="smaller than bytes"):
+    with pytest.raises(UsageError, match="is too small"):
         tasks.language([("lines", "\n".join(lines(1200)))], length=16, vocabulary=100)
 
 
@@ -300,7 +300,7 @@ def test_validation_is_a_fifth_of_each_class_whatever_the_seed(walks):
         ("1,?,3:4,5,6:up", "case 2 has a missing value"),
         ("1,NaN,3:4,5,6:up", "case 2 has a missing value"),
         ("1,2,3:4,5:up", "case 2: expected sequence of length 3"),
-        ("1,2,3:up", "case 2 has 1 channels, and those before it have 2"),
+        ("1,2,3:up", "case 2 has 1 channels, but the cases before it have 2"),
         ("1,2,3:4,x,6:up", "case 2: could not convert string to float: 'x'"),
         ("up", "case 2 has no class label, or no channel"),
         ("1,2:3,4:", "case 2 has no class label"),
@@ -315,10 +315,10 @@ def test_a_bad_case_is_told_with_its_number(walks, tmp_path, bad, said):
 def test_files_that_are_no_problem_of_classes_are_refused(walks, tmp_path):
     for cases, header, said in (
         ([case(3, "up")] * 4, "@data\n", "one label only: up"),
-        ([case(3, "up"), case(3, "up"), case(3, "down")], "@data\n", "one case only with label down"),
+        ([case(3, "up"), case(3, "up"), case(3, "down")], "@data\n", "a single case with label down"),
         ([case(3, "left"), case(3, "right")] * 3, "@data\n", "label down, which bad.ts does not have"),
-        ([case(3, "up")], "", "no line @data"),
-        ([], "@data\n", "no case below @data"),
+        ([case(3, "up")], "", "lacks a line @data"),
+        ([], "@data\n", "no cases below @data"),
         ([case(3, "up")], "@timeStamps true\n@data\n", "time stamps"),
         ([case(3, "up")], "@classLabel false\n@data\n", "no class labels"),
         ([f"1:{case(1, 'up')}", f"1:{case(1, 'down')}"] * 2, "@data\n", "3 channels and b.ts has 2"),
@@ -533,5 +533,5 @@ def test_series_of_one_name_are_told_apart_and_one_file_twice_is_refused(tmp_pat
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.ts").write_text(rows + ("" if folder == "train" else "1,1,3:a\n"))
     assert len(tasks.series(tmp_path / "train" / "x.ts", tmp_path / "test" / "x.ts").files) == 2
-    with pytest.raises(TextError, match="to train on and to test on"):
+    with pytest.raises(TextError, match="for both training and testing"):
         tasks.series(tmp_path / "train" / "x.ts", tmp_path / "train" / "x.ts")

@@ -400,7 +400,7 @@ def test_what_is_promised_of_one_more_text_is_told_apart_from_the_interval_of_th
 
 
 def test_estimate_and_promise_are_explained_where_there_are_any() -> None:
-    given = planned(estimated=None, promised=None, reasons={"promised": "the ranks were given, and none was chosen"})
+    given = planned(estimated=None, promised=None, reasons={"promised": "the ranks were given, so none was chosen"})
     for word in ("Promised", "Estimated"):
         assert word not in flowing(given)
     assert "rank: of each key head" in flowing(given)
@@ -676,7 +676,7 @@ def test_outcomes_of_the_synthetic_reports_are_records() -> None:
         (("--path", "fused"), ("keyword of the function",)),
         (("--sweep", "head"), ("no sweep 'head'", "Did you mean 'heads'?")),
         (("--save", ""), ("--save does not name a folder",)),
-        (("--layers", "3-1"), ("runs backwards",)),
+        (("--layers", "3-1"), ("reversed range",)),
         (("--text", "-", "--calibration", "-"), ("both read stdin",)),
         (("--kernel", "symmetric", "--fit"), ("no free parameter",)),
         (("--eta", "0.1"), ("attnlens.heal(eta=",)),
@@ -685,7 +685,7 @@ def test_outcomes_of_the_synthetic_reports_are_records() -> None:
         (("--heal-rank", "4"), ("attnlens.heal(rank=",)),
         (("--kernel", "rank", "--budget", "loss:1%"), ("attnlens ranks --budget",)),
         (("--kernel", "rank", "--ranks", "plan.json"), ("attnlens ranks --ranks",)),
-        (("--calibration", str(DEMO / "text.txt")), ("no effect without a fit",)),
+        (("--calibration", str(DEMO / "text.txt")), ("no effect without --fit",)),
         (("--save", str(DEMO)), ("not an empty folder",)),
     ],
 )
@@ -696,7 +696,7 @@ def test_words_that_make_no_sense_are_refused_before_torch_is_loaded(words, said
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("heal", "demo", "--kernel", "rbf", "--kernel", "linear"), ("heal takes one kernel, not 2",)),
+        (("heal", "demo", "--kernel", "rbf", "--kernel", "linear"), ("heal accepts a single kernel, not 2",)),
         (("heal", "demo", "--train", "2m"), ("--train: cannot parse '2m'",)),
         (("ranks", "demo", "--ranks", str(DEMO)), ("Is a directory",)),
         (("ranks", "demo", "--latents", "rank=8"), ("--latents: cannot parse 'rank=8'",)),

@@ -41,17 +41,17 @@ FUSED = ("falcon", "sam", "siglip", "siglip_vision_model", "siglip2_vision_model
 """Types with modules that call torch's fused attention, whose softmax nobody sees."""
 MORE = {"none": 0, "some": 1, "all": 2}
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("mra", "yoso", "rwkv"), "computes its attention by hand, without a softmax"),
+    **dict.fromkeys(("mra", "yoso", "rwkv"), "has its own attention code, without a softmax"),
     "longformer": "its softmax has the axes",
     "mamba": "has no softmax attention",
-    "mimi_decoder": "can't make up latents",
-    "sam2_video": "can't make up inference_session",
-    "gemma4_audio": "can't make up input_features",
-    "patchtst": "can't make up past_values",
+    "mimi_decoder": "cannot generate latents",
+    "sam2_video": "cannot generate inference_session",
+    "gemma4_audio": "cannot generate input_features",
+    "patchtst": "cannot generate past_values",
     "lxmert": "can't run on input_ids and attention_mask: ValueError: `visual_feats` cannot be `None`",
-    "instructblip": "can't make up qformer_input_ids",
+    "instructblip": "cannot generate qformer_input_ids",
     "xmod": "can't run on input_ids and attention_mask: ValueError: Input language unknown",
-    "inkling2_text": "gives every query a sink of its own",
+    "inkling2_text": "has a separate sink for every query",
 }
 """What is said of a type that can't be read."""
 

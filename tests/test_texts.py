@@ -188,7 +188,7 @@ def test_other_windows_of_the_same_text_are_apart_and_turns_are_disjoint() -> No
     spans = [max(part) - min(part) for part in taken]
     assert min(spans) > 40, "each part lies over the whole text"
     error = rejected(TextError, fed, model, text, tokens=4, apart_from=fed(model, text, tokens=4, sequences=60))
-    assert "no window left" in error.problem
+    assert "no windows left" in error.problem
 
 
 def test_a_very_long_text_is_read_in_blocks_spread_over_it() -> None:
@@ -228,7 +228,7 @@ def test_readable_texts_beside_a_foreign_one_do_not_let_it_in() -> None:
     allowed = fed(model, several, tokens=16, sequences=6, allow_foreign=True)
     (note,) = texts.foreign_notes(allowed.unknown)
     assert note == (
-        "The tokenizer does not know 88% of the tokens of foreign.txt: "
+        "88% of the tokens of foreign.txt are unknown to the tokenizer: "
         "the text may be in a language or domain that the model does not cover."
     )
     assert sum(allowed.unknown.values()) / 3 < 0.5, "pooled, it would pass"
@@ -405,7 +405,7 @@ def test_a_decoder_without_a_start_token_is_refused() -> None:
     t5 = families.build("t5")
     t5.config.decoder_start_token_id = t5.generation_config.decoder_start_token_id = None
     error = rejected(TextError, texts.placeholder, loaded("t5", tiny.tokenizer("t5"), t5), 9, 0)
-    assert "no start token" in error.problem
+    assert "valid start token" in error.problem
 
 
 @pytest.mark.parametrize(("name", "reads"), [("vit", False), ("bert", True), ("clip", True), ("whisper", True)])

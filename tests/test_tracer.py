@@ -73,7 +73,7 @@ def test_scores_with_a_sink_or_a_cap_are_refused_with_the_reason(name: str) -> N
     model = families.build(name)
     with torch.no_grad(), hooks.implementation(model, "eager"), trace_attention(model, unused, prove=True) as refused:
         hooks.forward(model, families.inputs(name, model))
-    why = {"gpt_oss": "its softmax has the axes", "gemma2": "its scores are no multiple of ⟨query, key⟩"}
+    why = {"gpt_oss": "its softmax has the axes", "gemma2": "its scores are not a multiple of ⟨query, key⟩"}
     assert len(refused) == 2
     assert all(reason.startswith(why[name]) for reason in refused.values())
 
@@ -270,7 +270,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     ),
     "heads mixed": (
         lambda self, q, k, x: torch.einsum("gh,bhij->bgij", self.mix, product(q, k)),
-        "its scores are no multiple of ⟨query, key⟩",
+        "its scores are not a multiple of ⟨query, key⟩",
     ),
     "a factor of the inputs": (
         lambda self, q, k, x: product(q, k) * x.mean((1, 2))[:, None, None, None],
@@ -284,7 +284,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
         lambda self, q, k, x: product(q, k) * torch.rand(TOKENS, TOKENS),
         "the factor of its scores is not the same for all pairs",
     ),
-    "a cap": (lambda self, q, k, x: 2 * torch.tanh(product(q, k) / 2), "its scores are no multiple of ⟨query, key⟩"),
+    "a cap": (lambda self, q, k, x: 2 * torch.tanh(product(q, k) / 2), "its scores are not a multiple of ⟨query, key⟩"),
     "transposed": (
         lambda self, q, k, x: product(q, k).mT.contiguous(),
         "the factor of its scores is not the same for all pairs",
@@ -333,12 +333,15 @@ def test_anything_else_is_refused_with_what_was_found(name: str) -> None:
 @pytest.mark.parametrize(
     ("weigh", "why"),
     [
+        (lambda self, weights, value: (weights * self.temperature) @ value, "its output differs from softmax(scores)"),
         (
-            lambda self, weights, value: (weights * self.temperature) @ value,
-            "its output is not that of softmax(scores)",
+            lambda self, weights, value: weights @ value + weights @ (value + 1),
+            "its attention weights are not applied to the values",
         ),
-        (lambda self, weights, value: weights @ value + weights @ (value + 1), "its attention weights do not sum up"),
-        (lambda self, weights, value: weights @ (weights @ value), "its attention weights do not sum up"),
+        (
+            lambda self, weights, value: weights @ (weights @ value),
+            "its attention weights are not applied to the values",
+        ),
     ],
 )
 def test_weights_that_are_changed_or_used_twice_are_refused(weigh: Callable[..., Tensor], why: str) -> None:
@@ -370,7 +373,7 @@ def test_in_half_precision_changed_weights_are_refused_too(dtype: torch.dtype) -
     with torch.no_grad(), trace_attention(module, unused, prove=True) as refused:
         module(x)
     (reason,) = refused.values()
-    assert reason.startswith("its output is not that of softmax(scores)")
+    assert reason.startswith("its output differs from softmax(scores)")
 
 
 def test_a_choice_among_experts_is_no_attention() -> None:
@@ -431,7 +434,7 @@ def test_heads_are_told_from_sequences_and_windows(shape, queries, keys, tokens,
     ("shape", "tokens"), [((8,), None), ((7,), (32,)), ((2, 4), (128,)), ((2, 2, 4), (999,)), ((1, 3), (3, 16))]
 )
 def test_heads_that_cannot_be_told_are_refused(shape: tuple[int, ...], tokens: tuple[int, ...] | None) -> None:
-    with pytest.raises(UnreadableError, match="its heads can't be told"):
+    with pytest.raises(UnreadableError, match="its heads can't be distinguished"):
         find_lead(shape, 16, 16 if shape != (2, 4) else 32, tokens)
 
 

@@ -265,7 +265,7 @@ def test_what_can_not_be_set_aside_is_named_and_the_run_goes_on(plan, store, com
         place.mkdir(parents=True)
         (place / "file").touch()
     assert same(run_units(NAMES, compute, plan, store).values, VALUES)
-    assert "it cannot be set aside" in caplog.messages[0]
+    assert "it cannot be renamed" in caplog.messages[0]
     assert f"{NAMES[1]} is not kept." in caplog.messages[1]
     assert (path / "file").exists()
 
@@ -294,7 +294,7 @@ def test_a_run_of_other_facts_has_another_key_and_is_reported_by_the_first_diffe
     assert other.load(NAMES[0]) is None
     run_units(NAMES[:1], compute, plan, other)
     assert caplog.messages == [
-        f"{store.folder} holds 3 finished units of a run that differs: settings.seed is 1 here and 0 there."
+        f"{store.folder} holds 3 finished units of a different run: settings.seed is 1 here and 0 there."
     ]
     caplog.clear()
     run_units(NAMES[:1], compute, NOTHING_KEPT, other)
@@ -399,7 +399,7 @@ def test_a_place_that_can_not_be_written_is_refused_before_the_work_and_the_user
 
 
 def test_a_plan_that_contradicts_itself_is_refused(tmp_path, monkeypatch):
-    refused(UsageError, WorkPlan(address="127.0.0.1:1").check, "address names a Ray cluster", "--engine ray")
+    refused(UsageError, WorkPlan(address="127.0.0.1:1").check, "address only applies to --engine ray", "--engine ray")
     refused(UsageError, partial(WorkPlan(tmp_path, jobs=2).check, ["a.txt", "-"]), "stdin")
     refused(UsageError, WorkPlan("memory://units", jobs=2).check, "memory", "--work")
     refused(UsageError, WorkPlan(tmp_path, engine="ray", address="127.0.0.1:9").check, "No Ray cluster answers")
@@ -592,7 +592,9 @@ def test_a_shard_of_which_a_unit_failed_says_so_and_what_remains(plan, store, co
     with pytest.raises(ShardFinished) as caught:
         run_units(NAMES, compute, WorkPlan(plan.work, shard=(4, 4)), store)
     assert caught.value.finished == 2, "a shard without a unit computes none"
-    with pytest.raises(ShardFinished, match=r"All 3 units are finished: run it without --shard for the report."):
+    with pytest.raises(
+        ShardFinished, match=r"All 3 units are finished: run the command without --shard to write the report."
+    ):
         run_units(NAMES, compute, WorkPlan(plan.work, shard=(1, 1)), store)
 
 

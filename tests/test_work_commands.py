@@ -567,7 +567,9 @@ def test_shards_compute_their_parts_and_the_same_command_without_one_writes_the_
         assert done.returncode == 0, done.stderr
         assert done.stdout == ""
         assert (
-            "The report is written" if remain else "units are finished: run it without --shard for the report."
+            "The report is written"
+            if remain
+            else "units are finished: run the command without --shard to write the report."
         ) in done.stderr
         assert not (tmp_path / "shard.json").exists(), "a part is not a report"
     with counted(*case.computing) as calls:
@@ -881,7 +883,7 @@ def test_what_the_work_lacks_is_said_before_the_model_is_read(demo, monkeypatch,
             for more, kind, said in (
                 ({"work": tmp_path / "file"}, OutputError, "Finished units cannot be kept in"),
                 ({"engine": "ray", "address": "127.0.0.1:9"}, UsageError, "No Ray cluster answers at 127.0.0.1:9"),
-                ({"jobs": 2, "address": "127.0.0.1:9"}, UsageError, "address names a Ray cluster"),
+                ({"jobs": 2, "address": "127.0.0.1:9"}, UsageError, "address only applies to --engine ray"),
                 ({"jobs": 2, "work": "memory://units"}, UsageError, "memory"),
             ):
                 refused(kind, lambda c=call, m=model, o=options | more: c(*m, **o), said)
@@ -890,7 +892,7 @@ def test_what_the_work_lacks_is_said_before_the_model_is_read(demo, monkeypatch,
             refused(UsageError, lambda c=call, o=options | more: c(demo, **o), "in memory", next(iter(more)))
     for more in ({"jobs": 2}, {"shard": "1/2"}, {"engine": "ray"}):
         call = lambda more=more: attnlens.swap_kernel("demo", "rbf", save=tmp_path / "m", **more)  # noqa: E731
-        refused(UsageError, call, f"--save writes the model of this process, but with --{next(iter(more))}")
+        refused(UsageError, call, f"--save writes the model of the current process, but with --{next(iter(more))}")
 
 
 def test_the_program_refuses_with_two_lines_and_exit_code_2(tmp_path):
@@ -917,4 +919,4 @@ def test_a_worker_that_finds_another_model_is_refused_by_what_differs(tmp_path):
     with pytest.MonkeyPatch.context() as patch, forkserver.workers():
         patch.setattr(assembly, "run_units", changed)
         call = lambda: attnlens.inspect(str(place), **options, jobs=2)  # noqa: E731
-        refused(ModelError, call, "A worker has other inputs than the run that it works for: model.files")
+        refused(ModelError, call, "A worker's inputs differ from those of the run: model.files")

@@ -251,7 +251,7 @@ def _match_field(report: Report, rule: Rule, name: str) -> Matched:
             f'Write "{rule.named}" = ["value {rule.condition.comparison}"].',
         )
     if not isinstance(number, bool | int | float) or abs(number) > sys.float_info.max:
-        what = "has no value" if number is None else "is no number"
+        what = "has no value" if number is None else "is not a number"
         raise _no_match(rule, f"{rule.named} {what} in this report")
     return Matched(field=float(abs(number) if absolute(rule.subject) else number))
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def _plan(report: Report) -> str:
     if report.plan is None:
-        raise UsageError("The report has no plan.", "Make one with: attnlens ranks --budget loss:1%.")
+        raise UsageError("The report has no plan.", "Create one with: attnlens ranks --budget loss:1%")
     return report.plan.to_json()
 
 

@@ -118,8 +118,8 @@ TRACED_NOTE = (
     "the softmax's argument moved as predicted for other queries and keys."
 )
 ADDED_NOTE = (
-    "The model adds to its scores what is no product of a query and a key (a position bias, content–position terms): "
-    "the shares and tokens.definite are of the products alone."
+    "The model adds terms to its scores that are not products of a query and a key (position bias, content–position "
+    "terms): the shares and tokens.definite describe only the products."
 )
 LATENT_NOTE = (
     "Latent attention (MLA): the length of a key's latent weighs its part without positions (nope) against the part "

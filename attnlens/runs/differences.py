@@ -241,7 +241,7 @@ def _ends(model: PreTrainedModel, like: Tensor) -> Int[Tensor, " ids"]:
 
 
 Name = TypeVar("Name")
-NOT_CAUSAL = "told of models that predict the next token alone"
+NOT_CAUSAL = "only defined for models that predict the next token"
 DIVERGED = "it diverged: the changed model's predictions are not finite"
 
 
@@ -426,7 +426,7 @@ class Differences:
     @property
     def _no_interval(self) -> str:
         """Reason why there is no interval."""
-        return "one text has no spread" if self.design.clustered else "one window has no spread"
+        return "a single text has no spread" if self.design.clustered else "one window has no spread"
 
     def _change(
         self,

@@ -122,7 +122,7 @@ EAGER_TOLERANCE = 1e-3
 """Relative difference of outputs above which eager attention counts as a different computation: rounding in float32
 stays well below, another mask or scale well above."""
 
-IN_FLOAT32 = "Computed in float32, whose rounding counts as error, since in float64: {}"
+IN_FLOAT32 = "Computed in float32, whose rounding counts as error, because in float64: {}"
 
 
 @public

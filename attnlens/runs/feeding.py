@@ -72,7 +72,7 @@ def guess_notes(
         if loss > guess:
             notes.append(
                 f"The model's loss on {name} is {loss:.2f} nats per token, worse than an even guess (ln {vocabulary} = "
-                f"{guess:.2f}): the text is foreign to the model, or the model is not trained."
+                f"{guess:.2f}): the text does not suit the model, or the model is untrained."
             )
     return notes
 
@@ -195,11 +195,11 @@ def _window_notes(requested: Settings, inputs: texts.Batches, loaded: loading.Lo
         )
     noun = "lines" if requested.pack is False else "windows"
     if requested.placement == "first":
-        yield f"The {noun} are the first of each text: errors hold for these {noun}, not for the texts."
+        yield f"The {noun} are the first of each text: errors apply to these {noun}, not to the whole texts."
     repeated = texts.repeated_share(loaded.tokenizer, inputs.ids)
     if repeated > texts.MOST_SHARED:
         yield (
-            f"{repeated:.0%} of the tokens stand in runs of {texts.RUN} that another of the {noun} has too: "
+            f"{repeated:.0%} of the tokens are in runs of {texts.RUN} that also occur in another of the {noun}: "
             "errors over them are too small."
         )
 

@@ -495,21 +495,21 @@ class Series:
     def _loss(self, loaded: loading.Loaded, settings: Settings) -> float | str:
         """Return the model's loss on the same text in nats per predicted token, or why it is unknown."""
         if not self.contents:
-            return "it is that of a text, and none was fed, for the weights alone were read"
+            return "it requires a text, but only weights were read"
         if task_of(loaded.model) not in ("causal", "masked"):
-            return "the model predicts no tokens of a text"
+            return "the model does not predict tokens"
         if loaded.tokenizer is None:
-            return f"it is that of a text, and nothing reads it: {loaded.tokenizer_problem}"
+            return f"it requires a text, which cannot be tokenized: {loaded.tokenizer_problem}"
         inputs = texts.batches(loaded, self.contents, self.cut)
         task = checks.task_on(loaded, inputs.batches[0].inputs)
         if task == "hidden":
-            return "the model sees the tokens that it would predict"
+            return "the model can attend to the tokens that it predicts"
         if task == "masked" and getattr(loaded.tokenizer, "mask_token_id", None) is None:
-            return "the tokenizer has no mask, behind which the model would guess"
+            return "the tokenizer has no mask token"
         if lacking := no_loss(loaded, texts.first(inputs.batches[0].inputs, 2), task):
             return lacking[1]
         loss = mean_loss(loaded.model, feed(loaded, inputs, task, settings.seed), task)
-        return "it is not a number, or the text holds nothing to predict" if loss is None else loss
+        return "it is NaN, or the text contains nothing to predict" if loss is None else loss
 
 
 def open_in_worker(

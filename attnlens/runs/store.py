@@ -191,8 +191,8 @@ class Store:
                 facts = json.loads((path / RUN).read_text())
                 reason = difference(self.facts, facts)
                 if facts.get("command") == self.facts.get("command") and reason:
-                    count = format_count(sum(file.name.endswith(SUFFIX) for file in path.iterdir()), "finished unit")
-                    LOG.warning("%s holds %s of a run that differs: %s.", path, count, clean(reason))
+                    count = counted(sum(file.name.endswith(SUFFIX) for file in path.iterdir()), "finished unit")
+                    LOG.warning("%s contains %s of a different run: %s.", path, count, clean(reason))
 
     def _stamp(self, name: str) -> str:
         return f"{key_of(self.facts)} {name}"

@@ -130,7 +130,7 @@ def _cache_bytes(size: SiteSizes, latent: LatentSizes) -> float:
 
 
 NO_CACHE = "no decoder's self-attention is swapped; what a cache keeps of another sequence's tokens is not counted"
-NEVER = "operations do not fall, however many keys a query sees"
+NEVER = "operations do not fall, regardless of the number of keys per query"
 PARTS_OF = ("fitted_on", "chosen_on", "promised_on")
 """Fields of a Plan that list the parts of the calibration text."""
 SHARED = "one module computes several sites, whose ranks differ"
@@ -220,7 +220,7 @@ def keys_to_gain(choice: Choice, by_site: Mapping[Site, SiteSizes | str]) -> tup
         return added / saved, None
     if added < 0 and saved < 0:
         keys = f"{added / saved:,.0f}"
-        return None, f"operations fall only while a query sees fewer than {keys} keys: scores cost more beyond"
+        return None, f"fewer operations only below {keys} keys per query: beyond that, scores cost more"
     return None, NEVER if added >= 0 >= saved and added > saved else None
 
 
@@ -248,7 +248,7 @@ def build_plan(
     saved = saving(choice, by_site)
     reasons = {**saved.pop("reasons"), **({} if choice.reason is None else {"mean_rank": choice.reason})}
     if choice.estimated is None:
-        reasons |= dict.fromkeys(("estimated", "promised"), "the ranks were given, and none was chosen")
+        reasons |= dict.fromkeys(("estimated", "promised"), "the ranks were given, so none was chosen")
     elif choice.promised is None:
         reasons["promised"] = DIVERGED
     (keys, never), form = keys_to_gain(choice, by_site), next(iter(choice.swaps.values())).kernel

@@ -284,7 +284,7 @@ class Budgeting:
             estimated=steps[best].rise,
             promised=Trial.of(self, promising).rise(ranks),
             steps=[steps[number] for number in sorted(steps) if number],
-            reason=None if best else "no plan tried with fewer directions stayed well within the budget",
+            reason=None if best else "none of the plans tried with fewer dimensions stayed well within the budget",
             forms=forms,
             held_out=bool(self.bases_without),
         )

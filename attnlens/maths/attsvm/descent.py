@@ -257,7 +257,7 @@ def _check(
         raise UsageError(f"lr={lr} is not a positive number.", "Give a number above 0, such as 0.1.")
     for option, value, type_ in (("loss", loss, Loss), ("normaliser", normaliser, Normaliser)):
         if value not in get_args(type_):
-            raise UsageError(f"Unknown {option} {value!r}.", f"Choose from: {', '.join(get_args(type_))}.")
+            raise UsageError(f"There is no {option} {value!r}.", f"Choose from: {', '.join(get_args(type_))}.")
     for name, tensor in [("tokens", instances.tokens), ("queries", instances.queries), *(("start", p) for p in parts)]:
         if not tensor.isfinite().all():
             raise UsageError(f"The {name} contain NaN or Inf.", "Give finite numbers.")

@@ -85,7 +85,7 @@ def find_adapter(name: str, *, offline: bool) -> AdapterFiles:
         return AdapterFiles(name, path)
     id_, _, revision = name.partition("@")
     if not id_ or looks_like_path(id_):
-        raise ModelError(f"The folder does not exist: {shortened(name)}.", SAY_FOLDER)
+        raise ModelError(f"There is no such folder: {shortened(name)}.", SAY_FOLDER)
     hub = Hub(id_, revision or None)
     folder = hub.find_cached(OFFLINE) if offline else hub.fetch(lambda names: _select_files(names, id_))
     _select_files(names_in(folder), id_)
@@ -170,7 +170,7 @@ def merge_adapter(files: AdapterFiles, model: PreTrainedModel) -> Adapted:
         _check_shared(model, changed)
         biases = {f"{path}.bias" for path in modules if getattr(model.get_submodule(path), "bias", None) is not None}
         if settings.get("bias", "none") != "none" and (lost := sorted(biases - whole.keys())):
-            problem = f"{settings_file} says that biases were trained, but {format_names(lost)} is missing."
+            problem = f"{settings_file} declares trained biases, but {format_names(lost)} is missing."
             raise ModelError(problem, SAY_AGAIN)
         parameters = {name: model.get_parameter(name) for name in whole}
 
@@ -253,7 +253,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
     if settings.get("peft_type") != "LORA":
         others = ["peft_type"]
     if others:
-        problem = f"{file} says {shorten_text(others[0])} = {format_value(settings.get(others[0]))}"
+        problem = f"{file} sets {shortened(others[0])} = {written(settings.get(others[0]))}"
         raise ModelError(f"{problem}, which attnlens does not merge (only LoRA, rsLoRA and DoRA).", SAY_MERGE)
     return settings
 

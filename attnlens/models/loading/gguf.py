@@ -195,7 +195,7 @@ def _check(path: Path, header: Header, size: int) -> None:
     count = len(header.tensors)
     for name, number in header.fields.items():
         if name.endswith(".block_count") and isinstance(number, int) and number > count:
-            raise ModelError(f"{path} says {shorten_text(name)} = {number}, but has {count} tensors.", SAY_AGAIN)
+            raise ModelError(f"{path} sets {shortened(name)} = {number}, but has {count} tensors.", SAY_AGAIN)
     blocks: dict[int, tuple[int, int]] = import_module("gguf").GGML_QUANT_SIZES
     for entry in header.tensors:
         if entry.type not in blocks or prod(entry.shape) % blocks[entry.type][0]:
@@ -401,7 +401,7 @@ class Settings:
             if expected.shape != actual.shape or not numpy.allclose(actual, expected, rtol=1e-5, atol=1e-12):
                 rope = [f"{name} = {value}" for name, value in self.fields.items() if name.startswith("rope.")]
                 settings = ", ".join([*rope, *self.factors]) or "nothing about its rotation"
-                problem = f"{self.path} says {settings}, which differs from {name} of transformers'"
+                problem = f"{self.path} sets {settings}, which differs from {name} of transformers'"
                 raise ModelError(f"{problem} {type(model).__name__}.", SAY_SAFETENSORS)
 
     def _frequencies(self, count: int, *, local: bool) -> NDArray[numpy.float64]:

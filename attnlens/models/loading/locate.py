@@ -321,7 +321,7 @@ def _hub(name: str, revision: str | None) -> Hub:
         raise UsageError(f"{name} and the revision {revision!r} contradict each other.", "Give only one of them.")
     if looks_like_path(id_):
         kind = "file" if id_.endswith((".gguf", ".safetensors")) else "folder"
-        raise ModelError(f"The {kind} does not exist: {shortened(name)}.", SAY_PATH)
+        raise ModelError(f"There is no such {kind}: {shortened(name)}.", SAY_PATH)
     return Hub(id_, revision or suffix or None)
 
 

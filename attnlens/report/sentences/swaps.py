@@ -251,7 +251,7 @@ PARAMETERS = {
 def verdict(swap: Swap) -> str:
     """State the effect of a swap after its last stage: change in loss, else KL, else cosine of hidden states."""
     if swap.diverged:
-        return "The model diverges: with this kernel its predictions are no finite numbers."
+        return "The model diverges: its predictions with this kernel are not finite."
     if swap.loss is not None:
         return " ".join(filter(None, (_loss_sentence(swap.loss, UNITS[swap.task]), perplexity(swap))))
     if swap.kl is not None and swap.top1_agreement is not None:

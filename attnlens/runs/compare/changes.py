@@ -133,7 +133,7 @@ def describe(pairing: Pairing, heads: Sequence[HeadChange], rows: Sequence[Measu
     """Return notes about the models as a whole, one sentence each."""
     beyond_rounding = {(row.layer, row.head): row.beyond_rounding for row in rows if row.measure == OWN_ROWS}
     masks = [
-        f"Layer {first.layer} sees otherwise: {first.part} in the first model, {second.part} in the second."
+        f"Layer {first.layer} has a different mask: {first.part} in the first model, {second.part} in the second."
         for first, second in pairing.sites.items()
         if first.part != second.part
     ]
@@ -150,18 +150,18 @@ def _weight_notes(pairing: Pairing) -> Iterator[str]:
     first, second = (dict(side.loaded.model.named_parameters()) for side in (pairing.first, pairing.second))
     alone = sorted(first.keys() ^ second.keys())
     if alone:
-        yield f"{format_count(len(alone), 'tensor')} of one model alone: {join_items(alone)}."
+        yield f"{counted(len(alone), 'tensor')} in only one of the models: {listed(alone)}."
     common = [name for name in first if name in second]
     different = [name for name in common if not _equal(first[name], second[name])]
     if not different:
-        yield "All weights that both models have are the same numbers."
+        yield "All weights that both models have are identical."
         return
     kinds = {name: stored_type(second[name]) for name in different}
     if not alone and all(
         _equal(first[name].to(kind).to(second[name].dtype), second[name]) for name, kind in kinds.items()
     ):
-        types = join_items(sorted({str(kind).removeprefix("torch.") for kind in kinds.values()}))
-        yield f"The second model's weights are the first one's rounded to {types}; nothing else differs."
+        types = listed(sorted({str(kind).removeprefix("torch.") for kind in kinds.values()}))
+        yield f"The second model's weights are those of the first rounded to {types}; nothing else differs."
         return
     yield f"{len(different)} of {format_count(len(common), 'tensor')} differ: {join_items(different)}."
 

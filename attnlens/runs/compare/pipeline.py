@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 
 UNPAIRED = (
-    "Not paired window by window: errors are those of two independent readings, which is too much for readings of the "
-    "same windows. Reports whose --windows-csv lies beside them are paired."
+    "Not paired by window: errors assume two independent samples, which overstates them for measurements of the "
+    "same windows. Reports are paired if their --windows-csv files are in the same folders."
 )
 UNROUNDED = (
-    "Reports hold no weights, so that rounding is not taken into account; compare the models themselves to do so."
+    "Reports contain no weights, so rounding is not taken into account; compare the models themselves to include it."
 )
 NO_ROUNDING = "a report contains no weights, so the effect of rounding is unknown"
 SAME = ("seed", "text", "noise", "windows", "length", "pack", "placement", "intervals", "select", "layers", "heads")
@@ -126,7 +126,7 @@ def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
     tests = {name: _test_measure(first, second, name) for name in first.measure_names()}
     rows = build_rows(heads, tests, fdr, NO_ROUNDING)
     dtypes = first.settings.dtype, second.settings.dtype
-    dtype_note = f"The models were run in {dtypes[0]} and {dtypes[1]}: every head differs by that rounding alone."
+    dtype_note = f"The models were run in {dtypes[0]} and {dtypes[1]}: rounding alone makes every head differ."
     return Comparison(
         base=first.model,
         paired=paired,
@@ -172,7 +172,7 @@ def _sampling_design(report: Report) -> Design:
     return Design.of(names or [""] * (report.settings.windows or 0), report.settings.intervals)
 
 
-OTHER_HEADS = "The models have other sites or heads, so that none corresponds to one: distributions alone."
+OTHER_HEADS = "The models have different sites or heads, which cannot be matched: only distributions are compared."
 
 
 def compare_distributions(first: Report, second: Report, fdr: float) -> Comparison:

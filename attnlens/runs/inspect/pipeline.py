@@ -22,7 +22,7 @@ from attnlens.runs.work import Compute, WorkPlan
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TOO_LARGE = "The weights were read from their files, layer by layer, as the model does not fit into memory here."
+TOO_LARGE = "The weights were read from their files, layer by layer, because the model does not fit into memory."
 
 
 @public

@@ -27,7 +27,7 @@ PAST_ONLY = "not identified: the model never compares a query with a later key"
 """Reason why causal heads lack a value that only a comparison of all pairs determines."""
 TWO_DOMAINS = "queries and keys belong to different tokens (cross-attention)"
 ONE_WINDOW = "one window has no spread"
-ALONE = "one window of a text has a value, or one text, whose spread nothing tells"
+ALONE = "only one window or one text has a value, so its spread is unknown"
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,8 @@ def _extreme(
 
 
 NEVER_RUN = (
-    "the model was never loaded, and so not run: each site's queries and keys were compared with those of its own "
-    "module, which had its weights alone"
+    "the model was not loaded and therefore not run: each site's queries and keys were compared with those of its own "
+    "module, which contained only its weights"
 )
 """Reason for a missing identity error of a model that is read from its files."""
 Group = Sequence[int]

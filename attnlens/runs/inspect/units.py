@@ -353,5 +353,5 @@ class UnitReader:
         if not heads:
             return []
         named = [name for name in self.loaded.nonfinite if name.startswith(site.path)]
-        reason = f"{named[0]} holds NaN or Inf" if named else "its inputs are NaN or Inf, caused by an earlier layer"
+        reason = f"{named[0]} contains NaN or Inf" if named else "its inputs are NaN or Inf, caused by an earlier layer"
         return [Skipped(site=site.name, heads=heads, measure=source, reason=reason)]

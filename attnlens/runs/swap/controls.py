@@ -163,14 +163,14 @@ def _same_size(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> ControlS
     for site, swap in swaps.items():
         state, token = state_numbers(swap.kernel, shapes[site]), shapes[site].token
         if state is not None and state < token:
-            why = f"a state of {state:,.0f} numbers holds no key and its value, which are {token}"
+            why = f"a state of {state:,.0f} numbers is too small for a key and its value, which are {token}"
             return ControlSwap("same size", {}, mean_state(swaps, shapes), why)
         windows[site] = hooks.Replacement(sink_window(state, shapes[site]) or OWN, swap.heads)
     if all(swap.kernel.filter is None for swap in windows.values()):
         site = next(iter(swaps))
         state = state_numbers(swaps[site].kernel, shapes[site])
         what = "a window of 64 with 4 first tokens" if state is None else f"a state of {state:,.0f} numbers"
-        why = f"{what} holds all {shapes[site].tokens} keys: it is the model itself"
+        why = f"{what} can store all {shapes[site].tokens} keys: the control is the model itself"
         return ControlSwap("same size", {}, mean_state(swaps, shapes), why)
     return ControlSwap("same size", windows, mean_state(windows, shapes))
 

@@ -263,16 +263,18 @@ class KernelRun:
         kernel, info = self.kernel, self.kernel.info
         if self.session.shared:
             share = f"{100 * self.session.shared:.2g} % of the evaluated tokens"
-            notes.append(f"{share} stand in the calibration text too, in runs of {texts.RUN} tokens or whole lines.")
+            notes.append(
+                f"{share} also occur in the calibration text, in runs of {texts.RUN} tokens or as whole lines."
+            )
         if self.session.options.fit and kernel.needs_fit and info.fit_reads:
-            notes.append(f"--fit changes nothing: {info.name} is fitted with it and without it.")
+            notes.append(f"--fit changes nothing: {info.name} is always fitted.")
         if not healed and kernel.needs_fit and not info.fit_reads:
             notes.append(f"The maps of {info.name} are random until `attnlens heal` trains them.")
         if not healed and kernel.near is not None and NEAR_WEIGHT not in self.fitted:
-            notes.append("γ, the weight of near keys, is 1 in every head; --fit chooses it.")
+            notes.append("γ, the weight of near keys, is 1 in every head; --fit estimates it.")
         if healed and any(control.swaps for control in self.controls):
-            but = ", but for the healed far part" if any(control.weights for control in self.controls) else ""
-            notes.append(f"Controls are of the model as it is before healing{but}.")
+            but = ", except for the healed far part" if any(control.weights for control in self.controls) else ""
+            notes.append(f"Controls are measured on the model before healing{but}.")
         missing = [control for control in self.controls if not control.swaps]
         return notes + [f"No {control.role} control: {control.reason}." for control in missing]
 

@@ -315,7 +315,7 @@ class Local:
         if kernel.info.form == "output":
             notes = [PRIMAL]
             if self.capped or self.biased or self.sinking:
-                notes.append("What the model adds to its scores (softcap, position bias, sinks) has no place in it.")
+                notes.append("Terms that the model adds to its scores (softcap, position bias, sinks) are not used.")
             if self.bounded:
                 bounds = "head_dim or the number of samples" if kernel.parameters["samples"] else "head_dim"
                 notes.append(
@@ -358,7 +358,7 @@ class Local:
                 f"sites ({_format_numbers(self.beyond)} there): all of them share one latent, as with group=all."
             )
         if kernel.signed:
-            notes.append("The kernel can be negative: rows of its attention matrix are no probabilities.")
+            notes.append("The kernel can be negative: rows of its attention matrix are not probabilities.")
         return notes
 
 

@@ -38,9 +38,9 @@ LEVEL = 0.05
 """Corrected p below which a measure counts as a predictor."""
 FEWEST_HEADS = 8
 """Minimum number of swept heads to correlate measures with their harm."""
-ONE_LAYER, ONE_WINDOW = "all heads are of one layer", "one window, or one text, has no spread"
+ONE_LAYER, ONE_WINDOW = "all heads belong to one layer", "one window, or one text, has no spread"
 TOO_FEW = "fewer than four heads have both, or the harm is the same in all of them"
-PARTIAL = "some heads have no value in each window"
+PARTIAL = "some heads lack a value in some windows"
 CONSTANT = "the same in every head"
 
 
@@ -132,7 +132,7 @@ def predicted_by(alone: Alone, measures: SweptMeasures, seed: int) -> tuple[list
     finite = ~harm.isnan()
     reliability = split_half(rises[finite].mT, alone.sizes, alone.design, seed)
     known = not math.isnan(reliability)
-    why = "fewer than two windows, or four heads with a harm, or it is the same in all"
+    why = "fewer than two windows or four heads with a value, or the harm is the same in all"
     return predictors, Prediction(
         heads=len(harm),
         diverged=int((~finite).sum()),
