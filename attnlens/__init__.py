@@ -7,7 +7,7 @@
 `inspect`, `compare`, `swap_kernel`, `find_ranks`, `heal`, `converge_synthetic`, `converge_head`,
 `converge_checkpoints`, `reproduce` and `doctor` return a `Report`; `check` checks one against rules. `read_report`
 reads a report from its file, and `read_plan` a plan of ranks. `load` loads a model for several calls, and
-`load_swapped` one that was saved with another kernel. `Lens` holds a model and offers these analyses as methods.
+`load_swapped` one that was saved with another kernel. `Lens` wraps a model and offers these analyses as methods.
 `capture` and `replaced` work on a model that is already in memory. `analyzer`, `kernel`, `MeasureInfo` and
 `KernelParameter` define measures and kernels of your own.
 

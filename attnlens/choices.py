@@ -11,7 +11,7 @@ Intervals = Literal["windows", "texts"]
 Part = Literal["encoder", "decoder", "cross", "vision", "audio", "text"]
 """Part of a model that an attention computation belongs to; several encoders are distinguished by their input."""
 Sweep = Literal["heads", "layers"]
-"""Units that are swapped one by one."""
+"""Units that are swapped individually."""
 Unit = Literal["loss", "ppl"]
 """Quantity that a budget is a share of: the loss in nats, or its exponential, the perplexity."""
 Route = Literal["auto", "eager", "fused"]
@@ -43,7 +43,7 @@ HealingGoal = Literal["teacher", "text"]
 HealingStage = Literal["transfer", "whole"]
 """Outputs that a healing compares: each site's on the original's inputs, or those of the whole models."""
 CLAIMS = "claims"
-"""Name of the papers' small experiments, beside their tables."""
+"""Name that selects the papers' small experiments instead of a table."""
 STUDIES = ("kernels", "positions", "order", "values", "dimension", "primal")
 """Tables of the papers that a study trains again, in the order in which all of them run."""
 KERNEL_TRANSFORMER = "attnlens_kernel_transformer"

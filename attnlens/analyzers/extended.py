@@ -47,7 +47,7 @@ TOKENS = (
 def of_tokens(query_key: QueryKey) -> Readings:
     """Which kernel would a head's scores be, extended to pairs that the model never compares? Not identified.
 
-    L holds s⟨q_i, k_j⟩ of all pairs of a window's tokens, also those that the mask hides; J = I − 11ᵀ/n takes out row
+    L contains s⟨q_i, k_j⟩ of all pairs of a window's tokens, including masked ones; J = I − 11ᵀ/n removes row
     means, and S and A are the symmetric and skew part of L.
     """
     if query_key.site.part == "cross":

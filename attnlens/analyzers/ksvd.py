@@ -21,7 +21,7 @@ else:
     linalg = LazyModule("attnlens.maths.linalg")
 
 SHARE = 0.9
-"""Share of a kernel's squared size that its s leading components hold at least: defines rank90, head by head."""
+"""Minimum share of a kernel's squared norm in its s leading components; defines rank90 per head."""
 NO_KERNEL = "all queries or all keys are zero"
 ONE_KEY = "all queries are zero, or all keys have one direction"
 NO_ATTENTION = (
@@ -158,9 +158,9 @@ def rank_alone(query_key: QueryKey) -> Readings:
 def of_tokens(query_key: QueryKey) -> Readings:
     """How far is a head's attention a low-rank kernel SVD (Chen et al. 2023)?
 
-    P holds the attention weights of a window, K the cosines of all its queries and keys, as in the paper: K is a model
-    of attention, and not what the head computes. Its SVD is K = H_e Σ H_rᵀ; W_e, W_r and Λ are the primal weights and
-    multipliers, e_i and r_j the projections of queries and keys. K(I − 11ᵀ/n) is K without its row-sum mode.
+    P contains the attention weights of a window, K the cosines of all its queries and keys, as in the paper: K is
+    a model of attention, not attention itself. Its SVD is K = H_e Σ H_rᵀ; W_e, W_r and Λ are the primal weights
+    and multipliers, e_i and r_j the projections of queries and keys. K(I − 11ᵀ/n) is K without its row-sum mode.
     """
     attention = linalg.attention_singular_values(query_key)
     beyond = linalg.attention_singular_values(query_key, without_row_sums=True)

@@ -76,7 +76,7 @@ class MeasureInfo:
     ends: Literal["", "largest", "both"] = ""
     """Ends of its range that are listed among the most extreme heads; empty for neither."""
     beside: str = ""
-    """Measure with the value under uniform attention, for a measure whose size says little without it."""
+    """Measure with the value under uniform attention, for measures that are hard to interpret without it."""
     matrix: str = ""
     """Matrix that it is computed from, if measures of the same name use others: `M`."""
     series: int = 0

@@ -160,7 +160,7 @@ def of_weights(query_key: QueryKey) -> Readings:
 def of_tokens(query_key: QueryKey) -> Readings:
     """How spread out is a head's attention, and which rank does it need?
 
-    P holds the attention weights of a window, a query a row, and p_ij are its entries; padding is left out. The
+    P contains the attention weights p_ij of a window, one row per query; padding is left out. The
     window's length bounds every rank, so that ranks are compared at one length only.
     """
     values = linalg.attention_singular_values(query_key)

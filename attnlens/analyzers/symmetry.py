@@ -233,7 +233,7 @@ def of_weights(query_key: QueryKey) -> Readings:
 def of_tokens(query_key: QueryKey) -> Readings:
     """What do a head's scores depend on, and which share of them is a positive definite kernel?
 
-    L holds the scores of a window's tokens before softmax and mask. Softmax ignores what depends on the query alone,
+    L contains the scores of a window's tokens before softmax and mask. Softmax ignores what depends only on the query,
     so all is measured on L less its row means: LJ with J = I − 11ᵀ/n where all pairs are seen, L = S + A with S
     symmetric and A skew; where a mask hides pairs, least-squares fits on the visible ones, R their squared residuals.
     """

@@ -57,7 +57,7 @@ def _assertion_fixture() -> Callable[..., None]:
 
 
 def _report(subject: Any, options: dict[str, Any], rules: Any = None) -> Report:
-    """Return a report as it is, read it, or inspect a model with the analyzers that the rules need."""
+    """Return a report unchanged, read it from a file, or inspect a model with the analyzers that the rules need."""
     import attnlens
     from attnlens.arguments import names_report
     from attnlens.checks.judging import options_for

@@ -173,7 +173,7 @@ class Rule:
     condition: RuleCondition
     """Required condition."""
     wanted: str
-    """Condition as it is written."""
+    """Condition as written."""
     file: str | None = None
     """File that contains the rule."""
 

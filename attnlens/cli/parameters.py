@@ -183,7 +183,7 @@ def _typer_type(field: FieldInfo) -> Any:
 
 
 def _typer_default(field: FieldInfo) -> Any:
-    """Return the default of an option for typer; None for an empty list and for what is no plain value."""
+    """Return the default of an option for typer; None for an empty list and for values that are not plain."""
     return field.default if isinstance(field.default, str | int | float) else None
 
 

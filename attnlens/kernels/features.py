@@ -87,7 +87,7 @@ def random_features(
 
 @kernel("uniform", formula="0", source="the floor of every comparison", **SUMMED, reads=False)
 def uniform(x: Tokens, scale: float, side: str) -> Float[Tensor, "batch heads tokens 1"]:
-    """Every visible key alike, φ = 1: attention is the mean of the values, whatever queries and keys say."""
+    """All visible keys are weighted equally, φ = 1: attention is the mean of the values, for any queries and keys."""
     return wide(x).new_ones(*x.shape[:-1], 1)
 
 

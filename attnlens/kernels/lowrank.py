@@ -172,7 +172,7 @@ class Grams:
 
 
 def copies(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
-    """Return, by parameter name, which query heads hold copies of one map (equal numbers); empty if no maps are shared.
+    """Return, by parameter name, the query heads with identical copies of a map; empty if no maps are shared.
 
     B is shared by all readers of a latent, A and the offset by those of a key head.
     """

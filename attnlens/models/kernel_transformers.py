@@ -444,7 +444,7 @@ class KernelTransformerForCausalLM(KernelTransformer):  # type: ignore[no-untype
 
 
 class KernelTransformerForSeq2SeqLM(KernelTransformer):  # type: ignore[no-untyped-call]
-    """Sequence-to-sequence model, as for translation."""
+    """Sequence-to-sequence model, e.g. for translation."""
 
     stacks = EncoderDecoder
 

@@ -30,7 +30,7 @@ class Breach(Record):
     value: Number | None
     """What it reads; None where it has no value any more."""
     base: Number | None = None
-    """What the baseline says, or a second computation read."""
+    """Value in the baseline, or value of a second computation."""
     p: Number | None = None
     """Two-sided p of a difference as large by chance; None where the value has no standard error."""
 
@@ -41,30 +41,30 @@ class Check(Record):
     id: str
     """What stays the same when the rule's numbers are changed: subject, aggregate, operator, filters."""
     rule: str
-    """The rule as it is written: `tokens.entropy: min > 0.05 @layers 0-3`."""
+    """The rule as written: `tokens.entropy: min > 0.05 @layers 0-3`."""
     subject: str
     """What is looked at: a measure, one of its columns, or a field of the report."""
     wanted: str
-    """What must hold: `min > 0.05`."""
+    """Condition: `min > 0.05`."""
     passed: bool
-    """Whether it holds."""
+    """True if the check passed."""
     value: Number | None = None
-    """What was compared; None where heads are compared one by one, and not together."""
+    """Value compared; None if heads are compared individually."""
     heads: Count | None = None
     """Over how many heads; None for a field of the report."""
     without: Count = 0
     """How many heads that the rule names have no value, and are left out."""
     breaches: list[Breach] = []
-    """The heads that break it, the worst first; empty where it holds or is about all heads together."""
+    """Heads that violate the rule, worst first; empty if it passed, or if it applies to all heads together."""
     file: str | None = None
-    """The file in which the rule stands; None for one that was given in the call."""
+    """File that contains the rule; None for a rule passed in the call."""
 
 
 class BaselineMeasure(Record):
     """One measure of all heads, in the order of the baseline's heads."""
 
     values: list[Number | None]
-    """Its values; None where a head has none."""
+    """Values per head; None if a head has no value."""
     errors: list[Number | None]
     """Their standard errors."""
 
@@ -73,13 +73,13 @@ class Baseline(Record):
     """What every head read when it was accepted: values and standard errors, without curves, nulls and times."""
 
     kind: Literal["attnlens baseline"] = "attnlens baseline"
-    """What tells it from a report."""
+    """Marker that distinguishes a baseline from a report."""
     schema_version: Literal["2"] = "2"
     """Version of this layout."""
     model: ModelInfo
     """Which model, with the hashes of its files."""
     settings: Settings
-    """What was asked for, and what was fed."""
+    """Options of the run, and the inputs passed to the model."""
     heads: list[HeadId]
     """Head by head, in the report's order."""
     measures: dict[str, BaselineMeasure]
@@ -134,9 +134,9 @@ class MeasureChange(Record):
     least: Number | None = None
     """The smallest change that this comparison would have named with a probability of about 80 %."""
     named: bool = False
-    """Whether q is at most the rate asked for."""
+    """True if q is at most the requested false-discovery rate."""
     reason: str | None = None
-    """Why there is no delta, or no p."""
+    """Reason why delta or p is missing."""
 
     @property
     def beyond_rounding(self) -> bool | None:
@@ -152,9 +152,9 @@ class HeadChange(HeadId):
     partner: Count
     """The head of the second model that it is compared with, at the same site."""
     relation: Relation | None = None
-    """How its form stands to the first model's; None where it can't be read."""
+    """Relation of its form to that of the first model; None if it can't be computed."""
     reason: str | None = None
-    """Why there is no relation."""
+    """Reason why the relation is missing."""
 
 
 class BlockChange(Record):
@@ -173,7 +173,7 @@ class BlockChange(Record):
     q: Number | None = None
     """The smallest false-discovery rate, over blocks, at which it is named."""
     named: bool = False
-    """Whether q is at most the rate asked for."""
+    """True if q is at most the requested false-discovery rate."""
 
 
 class Spread(Record):
@@ -199,7 +199,7 @@ class Shift(Record):
 
 
 class Comparison(Record):
-    """How a second model, whose heads the report holds, differs from a first one."""
+    """Differences of a second model, whose heads the report contains, from a first one."""
 
     base: ModelInfo
     """The first model."""

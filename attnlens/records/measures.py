@@ -111,7 +111,7 @@ class Measure(Record):
     se: Number | None = None
     """Standard error of the mean over sequences (from five texts on, over texts)."""
     se_reason: str | None = None
-    """Why there is no standard error of a value that should have one."""
+    """Reason why a value lacks its standard error."""
     n: Count | None = None
     """How many sequences (tokens.*), matrices (weights.*) or posed queries (selection.*) the value rests on."""
     null: Null | None = None
@@ -119,7 +119,7 @@ class Measure(Record):
     base: Number | None = None
     """What it reads without the adapter (weights.* of a model with one)."""
     reason: str | None = None
-    """Why there is no value."""
+    """Reason why the value is missing."""
 
     @model_validator(mode="after")
     def _value_or_reason(self) -> Measure:
@@ -141,7 +141,7 @@ class Measure(Record):
 
 
 class HeadId(Record):
-    """Which head of which site."""
+    """Site and number of a head."""
 
     site: str
     """The site's name: module path, with #ordinal where the module is called more than once."""
@@ -193,20 +193,20 @@ class Skipped(Record):
     measure: str | None = None
     """Which measure or source; None means all."""
     reason: Annotated[str, AfterValidator(_clause)]
-    """Why, as it stands behind «because»."""
+    """Reason, phrased to follow «because»."""
 
 
 class Coverage(Record):
     """What was analysed and what was not."""
 
     sites: Count
-    """Sites asked for."""
+    """Number of requested sites."""
     heads: Count
-    """Heads asked for."""
+    """Number of requested heads."""
     analysed: Count
-    """Heads of which at least one value was measured."""
+    """Number of heads with at least one value."""
     without: dict[str, Count] = {}
-    """How many of the analysed heads have no value from a source that was asked for, by source."""
+    """Number of analysed heads without a value from a requested source, by source."""
     skipped: list[Skipped] = []
     """What is missing, with reasons."""
 
@@ -244,11 +244,11 @@ class Pick(Record):
     """One posed query and what its head selects for it."""
 
     sequence: Count
-    """The sequence's number among those fed, from 0."""
+    """Index of the sequence among the inputs, from 0."""
     query: Count
     """The query's place among its sequence's tokens."""
     selected: list[Count]
-    """The places of the selected tokens: one, or those that hold the share of the weight that was asked for."""
+    """Positions of the selected tokens: one, or those that together have the requested share of the weight."""
     support: list[Count]
     """The places of the support tokens, the rivals whose constraints carry the SVM (λ > 0)."""
     weight: Number
@@ -261,7 +261,7 @@ class Sentence(Record):
     """The tokens of a sequence that a pick points at."""
 
     sequence: Count
-    """The sequence's number among those fed."""
+    """Index of the sequence among the inputs."""
     keys: list[str]
     """What is selected among, token by token."""
     queries: list[str] | None = None
@@ -287,7 +287,7 @@ class AttentionRows(HeadId):
     """What each query of one sequence attends to: its largest weights."""
 
     sequence: Count
-    """The sequence's number among those fed."""
+    """Index of the sequence among the inputs."""
     keys: list[list[Count]]
     """For each query the places of the keys with the largest weights, the largest first."""
     weights: list[list[Number]]

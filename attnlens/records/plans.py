@@ -49,21 +49,21 @@ class KeyRank(Record):
 
 
 class Rise(Record):
-    """How much a loss rises, as a share of itself: after / before − 1."""
+    """Relative rise of a loss: after / before − 1."""
 
     share: Number
-    """0.01 is 1 %."""
+    """Rise as a share; 0.01 is 1 %."""
     ci95: tuple[Number, Number] | None = None
     """95 % interval, two-sided, from pairs of sequences or of whole texts: studentised bootstrap, with fewer than eight
-    of them Student's t (Efron & Tibshirani 1993, section 12.5). None where there is nothing to tell a spread by."""
+    of them Student's t (Efron & Tibshirani 1993, section 12.5). None if the spread is unknown."""
     over: Intervals = "windows"
-    """What the interval is about: all windows of the texts named, or texts like them (from five on)."""
+    """Population of the interval: all windows of these texts, or texts like them (if there are at least five)."""
     sequences: Count
-    """From how many sequences."""
+    """Number of sequences."""
     by_text: dict[str, Number] = {}
-    """The share of each text alone, by name, where the sequences are of several."""
+    """Relative rise on each text, by name, if the sequences come from several texts."""
     ci95_by_text: dict[str, tuple[Number, Number]] = {}
-    """The interval of each of these, over the text's windows."""
+    """Interval for each text, over its windows."""
     further: Number | None = None
     """What the share of one more text like these stays below with a chance of 95 %: the one-sided prediction interval
     of the texts' own shares, taken as normal; for as much text as each has here. None where there is only one."""
@@ -114,15 +114,15 @@ class Plan(Record):
     model: ModelInfo
     """Which model the ranks were measured on."""
     settings: Settings
-    """What was asked for: the seed, the tokens, the texts with their SHA-256, the layers and heads."""
+    """Options of the run: seed, tokens, texts with their SHA-256, layers and heads."""
     kernel: str
-    """The kernel, as it is typed after --kernel."""
+    """The kernel as spelled after --kernel."""
     budget: Number = Field(gt=0)
-    """Largest rise for which the ranks were chosen, as a share of the loss, or of perplexity: 0.01 is 1 %."""
+    """Largest rise for which the ranks were chosen, as a share of the loss, or of perplexity: Rise as a share; 0.01 is 1 %."""
     unit: Unit = "loss"
     """What all rises are shares of: the loss in nats, or perplexity, its exponential."""
     form: str = ""
-    """The form of its latents, as it is typed behind `rank:`; empty: one for each key head, of rotated keys."""
+    """Form of its latents as spelled after `rank:`; empty: one latent per key head, of rotated keys."""
     forms: list[FormTried] = []
     """The forms that were compared, on the calibration text that chooses; none where the form was given."""
     held_out: bool = False

@@ -30,7 +30,7 @@ class File(Record):
 
 
 class FileInParts(Record):
-    """A weight file of which single tensors were read."""
+    """A weight file from which individual tensors were read."""
 
     name: str
     """Its name, without the folder."""
@@ -39,7 +39,7 @@ class FileInParts(Record):
     header_sha256: str
     """The SHA-256 of its header: names, types, shapes and places of its tensors."""
     stamp: str = ""
-    """What tells that it was not changed since: its time of change, or the hub's name of its content."""
+    """Version of the file: its modification time, or the hub's identifier of its content."""
 
 
 class Conventions(Record):
@@ -66,13 +66,13 @@ class AdapterInfo(Record):
     revision: str | None = None
     """Commit of an adapter from the hub."""
     base: str | None = None
-    """The model that it says it was trained over."""
+    """Base model named in its config."""
     kind: str
     """LoRA, rsLoRA, DoRA or rsDoRA."""
     rank: Count
-    """r, where no pattern says otherwise."""
+    """Default rank r, for modules without a pattern."""
     alpha: Number
-    """α, where no pattern says otherwise."""
+    """Default α, for modules without a pattern."""
     modules: Count
     """How many modules it changes by matrices of low rank."""
     replaced: list[str] = []
@@ -95,7 +95,7 @@ class ModelInfo(Record):
     files: list[File] = []
     """The weight files read."""
     files_in_parts: list[FileInParts] = []
-    """The weight files of which only the tensors that were needed were read."""
+    """Weight files from which only the required tensors were read."""
     unexpected: list[str] = []
     """Tensors in those files, or an adapter's, that the architecture has no place for; `--strict` counts them as a part
     not analysed."""
@@ -114,16 +114,16 @@ class ModelInfo(Record):
 
 
 class Text(Record):
-    """A text, or noise, that was fed."""
+    """Text or noise passed to the model."""
 
     name: str
     """File name, `stdin`, what a built-in text is, or `random pixels`; several are joined by +."""
     sha256: str
-    """SHA-256 of the text in UTF-8, or of the noise; of several texts that of their digests, one behind the other."""
+    """SHA-256 of the text in UTF-8 or of the noise; for several texts, SHA-256 of their concatenated digests."""
     windows: list[Count] = []
-    """Numbers of the windows (or lines) that were fed, counted from the text's beginning; empty for several texts."""
+    """Indices of the windows (or lines) used, counted from the beginning of the text; empty for several texts."""
     available: Count | None = None
-    """How many windows (or lines) the text has: the population that those fed stand for."""
+    """Number of windows (or lines) in the text: the population from which those used were drawn."""
 
     @classmethod
     def of(cls, texts: Sequence[Text]) -> Text:
@@ -135,7 +135,7 @@ class Text(Record):
 
 
 class Settings(Record):
-    """What was asked for, and what was fed."""
+    """Options of the run, and the inputs passed to the model."""
 
     seed: int = 0
     """Random seed."""
@@ -148,17 +148,17 @@ class Settings(Record):
     analyzers: list[str] = []
     """Which analyzers ran."""
     text: Text | None = None
-    """The text, where one was fed; several as one."""
+    """The text, if any; several texts are described as one."""
     texts: list[Text] = []
     """Each text with the numbers of its windows."""
     placement: Placement | None = None
-    """Where in each text the windows (or lines) lie; None where no text was fed."""
+    """Position of the windows (or lines) in each text; None without a text."""
     intervals: Intervals | None = None
-    """Over what standard errors and intervals are; None where no text was fed."""
+    """Population of standard errors and intervals; None without a text."""
     noise: Text | None = None
     """The random pixels or sound, where the model reads no text."""
     calibration: Text | None = None
-    """The text from which parameters were fitted or weights healed; it is no part of what was evaluated."""
+    """Text used to fit parameters or heal weights; it is not part of the evaluated input."""
     calibrations: list[Text] = []
     """Each calibration text with the numbers of its windows."""
     windows_requested: Count | None = None
@@ -169,16 +169,16 @@ class Settings(Record):
     length: Count | None = None
     """Tokens in a window; the maximum for a line (`pack` false); those that the attention saw of an image."""
     pack: bool | None = None
-    """Whether running text was cut into windows (else: one line, one sequence); None where no text was fed."""
+    """True if continuous text was cut into windows, False if each line is one sequence; None without a text."""
     layers: list[Count] | None = None
-    """Which layers were asked for; None means all."""
+    """Requested layers; None means all."""
     heads: list[Count] | None = None
-    """Which heads were asked for; None means all."""
+    """Requested heads; None means all."""
     select: str | None = None
     """Which tokens a query counts as selecting, `argmax` or `top-p:0.9`; None where selection was not looked at."""
 
     notes: list[str] = []
-    """What a reader must know of what was fed, one sentence each."""
+    """Notes on the input that a reader must know, one sentence each."""
 
     @property
     def fed(self) -> str:

@@ -135,7 +135,7 @@ class Summary(Record):
     layer_symmetry: list[Number | None] = Field([], alias="weights.layer_symmetry")
     """Symmetry of each layer's summed heads (Saponati et al. 2025); in the file it is `weights.layer_symmetry`."""
     texts: list[TextSummary] = []
-    """Each text by itself, where there are several."""
+    """Results per text, if there are several texts."""
     between_texts: dict[str, Number] = {}
     """Standard deviation of the texts' medians, measure by measure: how much one text differs from another."""
     extremes: list[Extreme] = []
@@ -145,7 +145,7 @@ class Summary(Record):
     reasons: dict[str, str] = {}
     """Why a field of this record is empty, by its name."""
     verdict: Verdict | None = None
-    """What `doctor` says of the model: `agrees` where everything was checked, and nothing differs."""
+    """Verdict of `doctor`: `agrees` if everything was checked and nothing differs."""
 
 
 class SiteCheck(Record):
@@ -218,7 +218,7 @@ class Report(Record):
     model: ModelInfo
     """Which model."""
     settings: Settings
-    """What was asked for."""
+    """Options of the run."""
     environment: Environment
     """Where it ran."""
     coverage: Coverage
@@ -242,7 +242,7 @@ class Report(Record):
     studies: list[StudyTable] = []
     """Tables of the papers, trained again (`reproduce`)."""
     windows_file: File | None = None
-    """The file of --windows-csv that was written with it, and lies beside it."""
+    """File of --windows-csv that was written with it into the same folder."""
     timings: dict[str, Number] = {}
     """Seconds by stage."""
     peak_memory_bytes: Count = 0

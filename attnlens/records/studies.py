@@ -18,13 +18,13 @@ class Curve(Record):
     steps: list[Number]
     """Where it was read: iteration, training step, dimension, factor."""
     median: list[Number | None]
-    """Median at each step; None where there is no value."""
+    """Median at each step; None if there is no value."""
     low: list[Number | None] | None = None
     """First quartile."""
     high: list[Number | None] | None = None
     """Third quartile."""
     quantity: str | None = None
-    """What it shows, with its unit, as it stands beside the axis: `KL, nats`; None where that is not known."""
+    """Quantity and unit, as on the axis label: `KL, nats`; None if unknown."""
     bounded: bool = False
     """Whether the quantity ends at 1 by its nature, as a share does, so that a linear axis shows it whole."""
     picture: str | None = None
@@ -48,7 +48,7 @@ class Trajectory(Record):
     measure: str
     """Qualified name of the measure."""
     values: list[Number | None]
-    """One a step; None where there is no value."""
+    """One value per step; None if missing."""
     se: list[Number | None] | None = None
     """Standard error of each."""
 
@@ -59,7 +59,7 @@ class Experiment(Record):
     name: str
     """Short and fixed: `local convergence`."""
     question: str
-    """What it asks, in one line."""
+    """Question that the experiment answers, in one line."""
     model: str | None = None
     """What it ran on, where that is another model than the report's: `demo`."""
     settings: dict[str, JsonValue] = {}
@@ -144,7 +144,7 @@ class StudyColumn(Record):
     repeated: Count = 0
     """Pairs left out of training because they are held out too."""
     published: str | None = None
-    """On which data, and in which measure, the paper's numbers are; None where it has none."""
+    """Data and measure of the paper's numbers; None if it has none."""
 
 
 class StudyRun(Record):
@@ -172,7 +172,7 @@ class StudyCell(Record):
     task: str
     """The column."""
     form: dict[str, JsonValue]
-    """Kernel, symmetry, positions, value function; of several that were searched, the chosen one."""
+    """Kernel, symmetry, positions, value function; if several were searched, the chosen one."""
     rate: Number
     """The learning rate that the search chose."""
     forms: Count
@@ -237,7 +237,7 @@ class StudyPair(Record):
     p_holm: Number | None
     """Corrected for all pairs of the table (Holm)."""
     agrees: bool | None = None
-    """Whether the better of the two is the paper's; None where the paper has none, or the same number for both."""
+    """True if the better of the two is the same as in the paper; None if the paper has no numbers or equal ones."""
 
 
 class StudyOrdering(Record):
@@ -258,7 +258,7 @@ class StudyOrdering(Record):
     disagree: Count
     """Pairs that are decided here, the other way."""
     undecided: Count
-    """Pairs that so many seeds can't tell."""
+    """Pairs that this number of seeds cannot distinguish."""
 
 
 class StudyTable(Record):

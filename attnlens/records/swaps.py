@@ -51,7 +51,7 @@ class Prediction(Record):
     reliability: Number | None = None
     """2r/(1 + r), r Spearman's ρ over heads of the harms on two halves of the windows; at least 0."""
     ceiling: Number | None = None
-    """√reliability: the ρ expected of a measure that told the harm but for the noise of the windows."""
+    """√reliability: the expected ρ of a measure that predicts the harm perfectly apart from noise between windows."""
     left_out: dict[str, str] = {}
     """Measures that were not compared, and why."""
     reasons: dict[str, str] = {}
@@ -104,23 +104,23 @@ class PositionChange(Record):
     tokens: int
     """How many tokens there are, over all sequences."""
     change: Change
-    """Their loss."""
+    """Change of the loss."""
 
 
 class BeyondWindow(Record):
     """How the loss changed on tokens whose evidence lies further back than a window reaches.
 
-    That are those whose pair (token before, token) stood in the sequence before, and last so that it ends more than
+    These are the tokens whose bigram (previous token, token) occurred earlier in the sequence, most recently more than
     `window` tokens back.
     """
 
     window: int
-    """Keys that the window holds, the query's own included: the kernel's own, else that of its sink-window control,
+    """Keys in the window, including that of the query: the window of the kernel, else of its sink-window control,
     else 64; of several kernels the widest of these beyond which there are enough tokens."""
     tokens: int
-    """How many such tokens there are."""
+    """Number of such tokens."""
     change: Change
-    """Their loss."""
+    """Change of the loss on these tokens."""
 
 
 class Agreement(Record):
@@ -138,7 +138,7 @@ class Agreement(Record):
     """Of each prompt, the tokens until the first that differs; `tokens` where none does, also where both texts ended
     alike before."""
     median: Number
-    """Their lower median; at `tokens` it says no more than that half of the prompts never differ."""
+    """Lower median; if it equals `tokens`, at least half of the prompts never differ."""
     quartiles: tuple[Number, Number]
     """Their lower quartiles."""
     never: int
@@ -290,7 +290,7 @@ class Healing(Record):
     """How W_Q and W_K were fine-tuned towards the original model."""
 
     steps: int
-    """Steps asked for; those done, where tokens or a time were asked for."""
+    """Requested steps, or the steps done if tokens or a time were requested."""
     best: int
     """The step whose weights were kept: the least validation distance."""
     parameters: int
@@ -304,7 +304,7 @@ class Healing(Record):
     ksvd_convention: Literal["paper", "code"] | None = None
     """How its objective J is counted: the paper's sums, or the published code's means with Λ²."""
     asked: str | None = None
-    """How much was asked for: `200 steps`, `2,000,000 tokens`, `1,800 seconds`."""
+    """Requested amount: `200 steps`, `2,000,000 tokens`, `1,800 seconds`."""
     goal: HealingGoal = "teacher"
     """What was learned: the original model's predictions, or the text."""
     rank: int | None = None
@@ -321,7 +321,7 @@ class Healing(Record):
     peak_memory_bytes: int | None = None
     """Largest memory meanwhile: resident (CPU) or allocated (GPU)."""
     control: HealingControl | None = None
-    """The original model trained equally long, where that was asked for."""
+    """The original model trained for as many steps, if requested."""
     interrupted: bool = False
     """Whether the user ended it before its time."""
     reasons: dict[str, str] = {}
@@ -362,22 +362,22 @@ class Effect(Record):
     part: Part
     """encoder, decoder or cross."""
     delta: Number | None
-    """Change of the loss, or of the distance that stands in its place (Swap.judged_by); None where it diverged."""
+    """Change of the loss, or of the distance used instead (Swap.judged_by); None if it diverged."""
     ci95: tuple[Number, Number] | None = None
     """Its 95 % interval."""
     p_value: Number | None = None
     """Two-sided, of no change, by a studentised bootstrap over windows (or texts); None for a distance."""
     significant: bool = False
-    """Whether it stands at a false discovery rate of 5 % (Benjamini & Hochberg 1995)."""
+    """True if it is significant at a false discovery rate of 5 % (Benjamini & Hochberg 1995)."""
 
 
 class Swap(Outcome):
-    """What one kernel did to the model; the outcome of its last stage stands at the top."""
+    """Effect of one kernel on the model; the top-level fields describe its last stage."""
 
     kernel: str
     """As typed, with its parameters: `rbf:gamma=0.5+window:64`."""
     formula: str
-    """log k(q, k), or the whole output where the kernel is none of queries and keys."""
+    """log k(q, k), or the whole output if the kernel is not a function of queries and keys."""
     formula_of: Literal["log k", "output"] = "log k"
     """Which of the two."""
     parameters: dict[str, Number] = {}
@@ -389,7 +389,7 @@ class Swap(Outcome):
     noise: bool = False
     """Whether the model's input is noise that attnlens made up, so that no loss means anything."""
     sites: list[SiteSwap]
-    """Where the kernel was exchanged; every site asked for, or there is no report."""
+    """Sites where the kernel was replaced: all requested sites."""
     identity_error: Number
     """Relative change of the outputs when attention is recomputed with the model's own kernel; at most 1e-5."""
     causality_error: Number | None = None
@@ -403,7 +403,7 @@ class Swap(Outcome):
     peak_memory_bytes: Pair
     """Largest memory during the evaluation's forward passes: resident (CPU) or allocated (GPU)."""
     stages: list[Stage]
-    """As swapped, then fitted, then healed, as far as was asked for."""
+    """Results after swapping, fitting and healing, as far as requested."""
     healing: Healing | None = None
     """How it was healed."""
     state: Number | None = None

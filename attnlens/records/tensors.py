@@ -50,7 +50,7 @@ class Call:
     selected: tuple[int, ...] | None = None
     """The key heads that the query heads read, where some heads were selected; None: h // group."""
     relative: bool = False
-    """Whether `bias` holds products of queries or keys with positions (DeBERTa's content–position terms)."""
+    """True if `bias` contains products of queries or keys with positions (DeBERTa's content–position terms)."""
 
     @property
     def group(self) -> int:
@@ -146,11 +146,11 @@ class Site:
     path: str
     """Dotted path of the attention module in the model."""
     ordinal: int
-    """Which call of that module within one forward pass, from 0."""
+    """Index of the call of that module within one forward pass, from 0."""
     layer: int
-    """Running number of the site in the order of execution, from 0."""
+    """Index of the site in the order of execution, from 0."""
     part: Part
-    """Self-attention that sees everything (of one of several towers: which), the past, or another sequence."""
+    """Kind of attention: bidirectional self-attention (with the tower's name), causal, or cross-attention."""
     repeated: bool = False
     """Whether the module is called more than once in a forward pass (as in ALBERT)."""
     traced: bool = False
@@ -164,9 +164,9 @@ class Site:
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """R(0) … R(positions − 1), R(0) = 1; a coordinate turns with one partner or stands still (RoPE).
+    """R(0) … R(positions − 1), R(0) = 1; each coordinate is rotated with one partner or left unchanged (RoPE).
 
-    Of a sequence R(i) R(j)ᵀ = R(i−j); of an image each place has angles of its own, and tokens without a place have 0.
+    For sequences R(i) R(j)ᵀ = R(i−j); in images each position has separate angles, tokens without a position have 0.
     x R(i) has x_a cos φ − x_b sin φ at the first coordinate a of a pair, and x_a sin φ + x_b cos φ at its second b.
     """
 

@@ -131,8 +131,8 @@ def selector(place: GatheringPlace) -> Gatherer:
     """Does a head select tokens as its max-margin SVM does, and with what margin?
 
     Margins and cosine are those of M′ = M − W_fin; W_fin, the least form with M's own score differences inside the
-    selected sets, is 0 where sets hold one token. M scores what it selects above the rest, so that margins are then
-    above 0; what is left of it in sets of several (`top-p`) need not, and they can be below.
+    selected sets, is 0 if sets contain one token. M scores what it selects above the rest, so that margins are then
+    above 0; for sets of several tokens (`top-p`) margins can be negative.
 
     Where the logits are bilinear in the module's inputs, the problem is posed on these and, under names with
     `projected_`, on queries and keys with W = s·I; elsewhere (RoPE, QK-norm, cross-attention) on queries and keys

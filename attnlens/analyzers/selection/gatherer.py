@@ -30,7 +30,7 @@ else:
     torch = LazyModule("torch")
 
 MOST_TOKENS = 4096
-"""Most tokens of text a problem draws its queries from: 32 windows of 128; the first sequences fed are used."""
+"""Maximum tokens of text from which a problem draws its queries: 32 windows of 128, the first sequences."""
 NULL_DRAWS = 8  # random heads in each head's null
 BIASED = "a position bias is added to the scores, so that the selection is not the form's alone"
 
@@ -59,7 +59,7 @@ class StoredSequence:
     """The stored part of one sequence."""
 
     sequence: int
-    """Index of the sequence among those fed."""
+    """Index of the sequence among the inputs."""
     query: Float[Tensor, "heads queries head_dim"]
     """Queries; or the module's inputs with a 1 appended, (1, n, d_model + 1)."""
     key: Float[Tensor, "kv_heads keys head_dim"]

@@ -138,7 +138,7 @@ def position_error(reason: str) -> UsageError:
 
 
 def by_whole(call: Call, kernel: Kernel) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Compute softmax(log k as its tie leaves it + bias) v over each sequence's real tokens; padded rows are zero.
+    """Compute softmax(log k after its tie + bias) v over each sequence's real tokens; padded rows are zero.
 
     Takes O(T²) memory, for one sequence of the batch at a time. Runs in float64, since means are subtracted.
     """

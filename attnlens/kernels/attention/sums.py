@@ -201,7 +201,7 @@ class FarFeatures:
 def by_hybrid(call: Call, kernel: Kernel) -> Sums:
     """Compute Σ_j w_ij v_j / Σ_j w_ij, w_ij = γ·exp(s_ij − max_near s_ij) for near keys, φ(q_i)φ(k_j) for the others.
 
-    Exact, in O(T·(w + chunk + features)) memory: a chunk of queries meets one by one the keys of the chunks that its
+    Exact, in O(T·(w + chunk + features)) memory: each chunk of queries visits in turn the chunks of keys that its
     window touches, and first tokens that are near to all; the others enter by the sum Σ_j φ(k_j) v_jᵀ. In float32 or
     better, with `smallest_kernel` added to every φ(q_i)φ(k_j) as in Kernel.log. A query that may see nothing gets zero.
     """

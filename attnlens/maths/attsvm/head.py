@@ -90,7 +90,7 @@ class Softmax:
 
 @dataclass(frozen=True)
 class Selections:
-    """Queries of several scenes, each with the tokens that its head selects."""
+    """Queries of several scenes, each with the tokens that the head selects."""
 
     scene: Int[Tensor, " queries"]
     """Index of each query's scene."""
@@ -280,8 +280,8 @@ class Nearness:
 def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Nearness | str:
     """Compare a head with the SVM of its selections; return the reason if there is no such SVM.
 
-    The scenes are those of which the queries were chosen, or others with the same scores. If sets of several tokens are
-    selected, M is compared without its finite part W_fin, the least form with M's own score differences inside the
+    The scenes are those that the queries were chosen from, or others with the same scores. If sets of several tokens
+    are selected, M is compared without its finite part W_fin, the least form with M's own score differences inside the
     sets. Trained forms tend to W_fin + R · W_mm, and only the remainder can meet the equalities.
     """
     try:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Each = Float[Tensor, " constraints"]
 
 MANY = 8
-"""Constraints per query from which products are computed query by query: with fewer, the loop takes longer."""
+"""Minimum constraints per query at which products are computed query by query; with fewer, the loop is slower."""
 LEAST, MOST = 1e-50, 1e50
 """Sizes between which λ ~ b/‖u zᵀ‖² and ‖W‖² ~ b²/‖u zᵀ‖² stay within float64."""
 PROOF = 1e-10

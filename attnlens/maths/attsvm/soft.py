@@ -1,4 +1,4 @@
-"""The soft-margin problem, which has a solution even if the hard-margin problem has none."""
+"""The soft-margin problem, which always has a solution, unlike the hard-margin problem."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Blocks:
     values: Float[Tensor, "treatments blocks"]
     """One row per treatment, one column per block; finite."""
     kinds: Sequence[int] = ()
-    """Kind of each treatment: only pairs of the same two kinds moderate each other. If empty, all are of one kind."""
+    """Kind of each treatment. A pair is only compared with pairs of the same two kinds; if empty, there is one kind."""
 
     @property
     def means(self) -> Float[Tensor, " treatments"]:

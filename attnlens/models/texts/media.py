@@ -80,16 +80,16 @@ Placeholders = tuple[tuple[Modality, int, int], ...]
 
 @dataclass(frozen=True)
 class Media:
-    """Images and sounds that a model can be fed."""
+    """Images and sounds that a model accepts."""
 
     processors: Mapping[Modality, Processor | None] = field(default_factory=dict)
-    """The checkpoint's processor of each modality that is fed; None for random numbers of the shape in the config."""
+    """The checkpoint's processor for each modality used; None for random numbers in the shape given by the config."""
     names: frozenset[str] = frozenset()
     """Keyword arguments of the forward pass for these modalities."""
     before: Placeholders = ()
     """Placeholders before each text."""
     notes: tuple[str, ...] = ()
-    """One sentence for each modality that is not fed, or not prepared by a processor."""
+    """One sentence for each modality that is not used, or not prepared by a processor."""
     alone: bool = False
     """True if each sequence needs its own pass because the patches of all images of a batch form one row."""
 
@@ -98,7 +98,7 @@ _cache: WeakKeyDictionary[PreTrainedModel, Media] = WeakKeyDictionary()
 
 
 def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
-    """Determine, once per model, which images and sounds it can be fed, by a trial pass on random ones.
+    """Determine, once per model, which images and sounds it accepts, by a trial pass on random ones.
 
     `folder` contains the processor's settings; without it, they are looked up by the name the model was loaded by. A
     modality is left out, with a note, if its tower or the model fails on it and the model also runs without it.

@@ -363,7 +363,7 @@ def without_gains(norms: Norms) -> Norms:
 
 @contextmanager
 def linear(norms: Norms) -> Iterator[None]:
-    """Let these norms keep their gain (and centring) and drop the positive scalar per token inside the `with`."""
+    """Disable the per-token scaling of these norms inside the `with`; gain and centring remain."""
 
     def answer(module: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> Tensor:
         norm, x = norms[module], inputs[0]

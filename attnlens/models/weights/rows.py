@@ -89,7 +89,7 @@ class Factors:
 
     @property
     def latent(self) -> bool:
-        """Whether one part of the keys is normalised and the other is not, so that each is a form of its own."""
+        """True if one part of the keys is normalised and the other is not, so that the parts are separate forms."""
         return len(self.groups) > 1
 
     @property

@@ -57,7 +57,7 @@ BELOW = "Not shown: 0 and what is under 1e−16 of the largest value."
 EXACT = 0.03  # half the width, in tolerances, of the line if only the published value is allowed
 FARTHEST = 3.0  # tolerances from which a figure is drawn at the edge
 MOST_ROWS = 80
-"""Largest number of figures in one picture. Of more, the farthest off are drawn, and the picture says so."""
+"""Maximum number of figures in one picture. If there are more, only those farthest off are drawn, with a note."""
 NAME = 44  # characters of a figure's name next to its row
 ACROSS, HEIGHT = 3, 1.9  # panels per row, and height of one in inches
 ACROSS_FOLLOWED, HEIGHT_FOLLOWED = 4, 1.35  # panels per row and height if heads are followed
