@@ -28,22 +28,22 @@ class Breach(Record):
     part: Part
     """encoder, decoder, cross or a tower's name."""
     value: Number | None
-    """What it reads; None where it has no value any more."""
+    """Current value; None if it no longer has one."""
     base: Number | None = None
     """Value in the baseline, or value of a second computation."""
     p: Number | None = None
-    """Two-sided p of a difference as large by chance; None where the value has no standard error."""
+    """Two-sided p of a difference as large by chance; None if the value has no standard error."""
 
 
 class Check(Record):
     """How one rule came out."""
 
     id: str
-    """What stays the same when the rule's numbers are changed: subject, aggregate, operator, filters."""
+    """Identifier that does not depend on the rule's numbers: subject, aggregate, operator, filters."""
     rule: str
     """The rule as written: `tokens.entropy: min > 0.05 @layers 0-3`."""
     subject: str
-    """What is looked at: a measure, one of its columns, or a field of the report."""
+    """Subject: a measure, one of its columns, or a field of the report."""
     wanted: str
     """Condition: `min > 0.05`."""
     passed: bool
@@ -51,9 +51,9 @@ class Check(Record):
     value: Number | None = None
     """Value compared; None if heads are compared individually."""
     heads: Count | None = None
-    """Over how many heads; None for a field of the report."""
+    """Number of heads compared; None for a field of the report."""
     without: Count = 0
-    """How many heads that the rule names have no value, and are left out."""
+    """Number of heads selected by the rule that have no value and are left out."""
     breaches: list[Breach] = []
     """Heads that violate the rule, worst first; empty if it passed, or if it applies to all heads together."""
     file: str | None = None
@@ -66,11 +66,11 @@ class BaselineMeasure(Record):
     values: list[Number | None]
     """Values per head; None if a head has no value."""
     errors: list[Number | None]
-    """Their standard errors."""
+    """Standard errors of the values."""
 
 
 class Baseline(Record):
-    """What every head read when it was accepted: values and standard errors, without curves, nulls and times."""
+    """Accepted values and standard errors of all heads, without curves, nulls and times."""
 
     kind: Literal["attnlens baseline"] = "attnlens baseline"
     """Marker that distinguishes a baseline from a report."""
@@ -116,15 +116,15 @@ class MeasureChange(Record):
     head: Count
     """The query head's number in the first model."""
     measure: str
-    """Its qualified name; `compare.…` are distances between the two heads, 0 where they are the same."""
+    """Qualified name; `compare.…` are distances between the two heads, 0 where they are the same."""
     before: Number | None = None
-    """What the first model reads; None for a distance."""
+    """Value in the first model; None for a distance."""
     after: Number | None = None
-    """What the second one reads."""
+    """Value in the second model."""
     delta: Number | None = None
     """after − before, or the distance."""
     se: Number | None = None
-    """Standard error of delta over windows (or texts); None where no window was read."""
+    """Standard error of delta over windows (or texts); None if no window was read."""
     rounding: Number | None = None
     """Root mean square of what rounding the weights to their own types alone does to delta."""
     p: Number | None = None
@@ -158,7 +158,7 @@ class HeadChange(HeadId):
 
 
 class BlockChange(Record):
-    """What one block of both models gives of the same hidden states, those that the first model's block took."""
+    """Outputs of one block of both models for the same hidden states, those of the first model."""
 
     path: str
     """The block's path in the models."""
@@ -180,7 +180,7 @@ class Spread(Record):
     """A measure over the heads of one model."""
 
     heads: Count
-    """How many have a value."""
+    """Number of heads with a value."""
     quartiles: tuple[Number, Number, Number]
     """Lower quartile, median, upper quartile."""
     median_se: Number | None = None
@@ -191,11 +191,11 @@ class Shift(Record):
     """A measure's distribution over heads in both models, where no head of one is a head of the other."""
 
     measure: str
-    """Its qualified name."""
+    """Qualified name."""
     before: Spread
-    """Of the first model."""
+    """Distribution in the first model."""
     after: Spread
-    """Of the second one."""
+    """Distribution in the second model."""
 
 
 class Comparison(Record):
@@ -204,14 +204,14 @@ class Comparison(Record):
     base: ModelInfo
     """The first model."""
     paired: bool
-    """Whether changes are paired window by window; else their errors are those of two independent readings, which is
+    """True if changes are paired window by window; else their errors are those of two independent readings, which is
     too large for readings of the same windows."""
     fdr: Number
     """At most this share of what is named may be named falsely."""
     tests: Count = 0
-    """How many rows have a p."""
+    """Number of rows with a p."""
     named: Count = 0
-    """How many rows are named."""
+    """Number of significant rows."""
     heads: list[HeadChange] = []
     """Head by head, in the order of layer and head."""
     rows: list[MeasureChange] = []
@@ -223,7 +223,7 @@ class Comparison(Record):
     outcome: Outcome | None = None
     """How predictions differ."""
     notes: list[str] = []
-    """What was found of the models as wholes, one sentence each."""
+    """Findings about the models as a whole, one sentence each."""
 
 
 def heads_with_changes(comparison: Comparison, heads: Sequence[Head]) -> list[Head]:

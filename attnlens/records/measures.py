@@ -117,7 +117,7 @@ class Measure(Record):
     null: Null | None = None
     """The same measure under the null model."""
     base: Number | None = None
-    """What it reads without the adapter (weights.* of a model with one)."""
+    """Value without the adapter (weights.* of a model with one)."""
     reason: str | None = None
     """Reason why the value is missing."""
 
@@ -184,20 +184,20 @@ def _clause(sentence: str) -> str:
 
 
 class Skipped(Record):
-    """What was not analysed, and why."""
+    """Part that was not analysed, with the reason."""
 
     site: str
     """The site's name, or a module's path."""
     heads: list[Count] = []
-    """Which heads; empty means all."""
+    """Heads; empty means all."""
     measure: str | None = None
-    """Which measure or source; None means all."""
+    """Measure or source; None means all."""
     reason: Annotated[str, AfterValidator(_clause)]
     """Reason, phrased to follow «because»."""
 
 
 class Coverage(Record):
-    """What was analysed and what was not."""
+    """Coverage of the analysis."""
 
     sites: Count
     """Number of requested sites."""
@@ -208,7 +208,7 @@ class Coverage(Record):
     without: dict[str, Count] = {}
     """Number of analysed heads without a value from a requested source, by source."""
     skipped: list[Skipped] = []
-    """What is missing, with reasons."""
+    """Omitted parts, with reasons."""
 
     @property
     def complete(self) -> bool:
@@ -263,16 +263,16 @@ class Sentence(Record):
     sequence: Count
     """Index of the sequence among the inputs."""
     keys: list[str]
-    """What is selected among, token by token."""
+    """Tokens to select from."""
     queries: list[str] | None = None
-    """What selects, where that is another sequence (cross-attention)."""
+    """Tokens that select, if they are another sequence (cross-attention)."""
 
 
 class Selection(HeadId):
     """A head's own selection problem, as it was posed and solved."""
 
     space: Space
-    """Whether it was posed on the module's inputs, or on queries and keys."""
+    """Space of the problem: the module's inputs, or queries and keys."""
     picks: list[Pick]
     """The posed queries, the most decided first."""
     best: Number
@@ -284,7 +284,7 @@ class Selection(HeadId):
 
 
 class AttentionRows(HeadId):
-    """What each query of one sequence attends to: its largest weights."""
+    """Largest attention weights of each query of one sequence."""
 
     sequence: Count
     """Index of the sequence among the inputs."""
@@ -295,7 +295,7 @@ class AttentionRows(HeadId):
     rest: list[Number]
     """For each query the sum of its other weights."""
     sentence: Sentence | None = None
-    """The tokens; None where the model reads no text, or its rows are not its tokens."""
+    """The tokens; None if the model reads no text, or its rows are not its tokens."""
 
     @model_validator(mode="after")
     def _of_one_size(self) -> AttentionRows:

@@ -22,7 +22,7 @@ class KeyRank(Record):
     site: str
     """The site's name."""
     layer: Count
-    """Its running number."""
+    """Index, from 0."""
     part: Part
     """encoder, decoder or cross."""
     kv_head: Count
@@ -30,9 +30,9 @@ class KeyRank(Record):
     heads: list[Count]
     """The query heads that read its keys; they share its basis, so that the cached key shrinks."""
     rank: Count
-    """How many numbers the latent keeps; 0 where its heads attend evenly."""
+    """Dimensions kept in the latent; 0 if its heads attend uniformly."""
     head_dim: Count
-    """Of how many: those of all its key heads."""
+    """Dimensions of all its key heads together."""
     kv_heads: list[Count] = []
     """The key heads that share the latent, where there are several; `kv_head` is the first of them."""
 
@@ -66,7 +66,7 @@ class Rise(Record):
     """Interval for each text, over its windows."""
     further: Number | None = None
     """What the share of one more text like these stays below with a chance of 95 %: the one-sided prediction interval
-    of the texts' own shares, taken as normal; for as much text as each has here. None where there is only one."""
+    of the texts' own shares, taken as normal; for as much text as each has here. None if there is only one."""
 
     @property
     def high(self) -> float:
@@ -88,7 +88,7 @@ class FormTried(Record):
     form: str
     """As it is typed behind `rank:`, as in `group=all,rotation=before,metric=attention`."""
     rise: Rise | None
-    """On the calibration text that chooses; None where the model diverged."""
+    """On the calibration text that chooses; None if the model diverged."""
 
 
 class PlanStep(Record):
@@ -99,7 +99,7 @@ class PlanStep(Record):
     predicted: Number
     """The sum of the latents' sensitivities, as a share of the loss, or of perplexity."""
     rise: Rise
-    """What was estimated, on the calibration text that chose among the steps."""
+    """Estimate on the calibration text used to choose among the steps."""
 
 
 class Plan(Record):
@@ -110,7 +110,7 @@ class Plan(Record):
     schema_version: Literal["2"] = "2"
     """Version of this layout."""
     tool: Tool
-    """What wrote it."""
+    """Program that wrote it."""
     model: ModelInfo
     """Which model the ranks were measured on."""
     settings: Settings
@@ -118,15 +118,15 @@ class Plan(Record):
     kernel: str
     """The kernel as spelled after --kernel."""
     budget: Number = Field(gt=0)
-    """Largest rise for which the ranks were chosen, as a share of the loss, or of perplexity: Rise as a share; 0.01 is 1 %."""
+    """Largest rise for which the ranks were chosen, as a share of the loss, or of perplexity: 0.01 is 1 %."""
     unit: Unit = "loss"
     """What all rises are shares of: the loss in nats, or perplexity, its exponential."""
     form: str = ""
     """Form of its latents as spelled after `rank:`; empty: one latent per key head, of rotated keys."""
     forms: list[FormTried] = []
-    """The forms that were compared, on the calibration text that chooses; none where the form was given."""
+    """Forms compared on the calibration text for choosing ranks; empty if the form was given."""
     held_out: bool = False
-    """Whether estimate and promise are of maps that were fitted without the text that they are measured on."""
+    """True if estimate and promise are of maps that were fitted without the text that they are measured on."""
     ranks: list[KeyRank] = Field(min_length=1)
     """Key head by key head, in the order of execution."""
     mean_rank: Number
@@ -134,12 +134,12 @@ class Plan(Record):
     head_dim: Number
     """Mean over query heads of what that is of."""
     estimated: Rise | None = None
-    """On the calibration text that chose the plan, and therefore biased; None where the ranks were given."""
+    """Rise on the calibration text used to choose the plan, and therefore biased; None if the ranks were given."""
     promised: Rise | None
-    """On calibration text that neither fitted nor chose; None where the model diverged there, or the ranks were given.
+    """On calibration text that neither fitted nor chose; None if the model diverged there, or the ranks were given.
     """
     measured: Rise | None
-    """On the evaluation text, which chose nothing; None where the model diverged there."""
+    """On the evaluation text, which chose nothing; None if the model diverged there."""
     healed: Rise | None = None
     """The same after healing."""
     fitted_on: list[Text] = []
@@ -164,7 +164,7 @@ class Plan(Record):
     `reasons`: from the first key on, or where nothing is cut; with one: they never fall, or only up to some number of
     keys, or that is not known."""
     reasons: dict[str, str] = {}
-    """Why a field is null, or no better, by its name."""
+    """Reason for each null or limited field, by field name."""
 
     @model_validator(mode="before")
     @classmethod

@@ -12,19 +12,19 @@ from attnlens.wording import model_name
 
 
 class Tool(Record):
-    """What wrote the report."""
+    """Program that wrote a report."""
 
     name: str = "attnlens"
     """The program."""
     version: str
-    """Its version."""
+    """Version."""
 
 
 class File(Record):
     """A file that went into the result."""
 
     name: str
-    """Its name, without the folder."""
+    """File name without the folder."""
     sha256: str
     """The SHA-256 of its content, in hex."""
 
@@ -33,9 +33,9 @@ class FileInParts(Record):
     """A weight file from which individual tensors were read."""
 
     name: str
-    """Its name, without the folder."""
+    """File name without the folder."""
     bytes: Count
-    """Its size."""
+    """Size in bytes."""
     header_sha256: str
     """The SHA-256 of its header: names, types, shapes and places of its tensors."""
     stamp: str = ""
@@ -49,9 +49,9 @@ class Conventions(Record):
     """How positions enter the scores: through the inputs if at all, as a rotation, as an added bias; or it is unknown,
     where a site whose weights can't be read hides it."""
     qk_norm: bool
-    """Whether queries and keys are normalised per token (the per-token scalar is then dropped from weights.*)."""
+    """True if queries and keys are normalised per token (the per-token scalar is then dropped from weights.*)."""
     bias: Literal["excluded", "none"]
-    """Whether query/key biases exist; they are excluded from weights.* and included in tokens.*."""
+    """True if query/key biases exist; they are excluded from weights.* and included in tokens.*."""
     scale: Literal["included"] = "included"
     """weights.* include the scale as the model applies it."""
     notes: list[str] = []
@@ -59,7 +59,7 @@ class Conventions(Record):
 
 
 class AdapterInfo(Record):
-    """Which adapter was merged into the model."""
+    """The adapter merged into the model."""
 
     id: str
     """As given: hub id or folder."""
@@ -74,7 +74,7 @@ class AdapterInfo(Record):
     alpha: Number
     """Default α, for modules without a pattern."""
     modules: Count
-    """How many modules it changes by matrices of low rank."""
+    """Number of modules changed by low-rank matrices."""
     replaced: list[str] = []
     """Parameters that it replaces whole."""
     files: list[File] = []
@@ -82,7 +82,7 @@ class AdapterInfo(Record):
 
 
 class ModelInfo(Record):
-    """Which model was read."""
+    """The analysed model."""
 
     id: str
     """As given: hub id, folder, file or `demo`."""
@@ -91,7 +91,7 @@ class ModelInfo(Record):
     architecture: str
     """The transformers class."""
     parameters: Count
-    """How many parameters it has."""
+    """Number of parameters."""
     files: list[File] = []
     """The weight files read."""
     files_in_parts: list[FileInParts] = []
@@ -100,11 +100,11 @@ class ModelInfo(Record):
     """Tensors in those files, or an adapter's, that the architecture has no place for; `--strict` counts them as a part
     not analysed."""
     quantised: str | None = None
-    """How its weights were stored as codes, which were decoded: `fp8`, `gptq` …; None where they are plain numbers."""
+    """How its weights were stored as codes, which were decoded: `fp8`, `gptq` …; None if they are plain numbers."""
     adapter: AdapterInfo | None = None
     """The adapter that was merged into its weights."""
     conventions: Conventions | None = None
-    """How its attention is put together."""
+    """Conventions of its attention."""
 
     @property
     def title(self) -> str:
@@ -144,9 +144,9 @@ class Settings(Record):
     dtype: str = "float32"
     """Type of the model's weights; measures are computed in float64."""
     source: Sources = "both"
-    """Which sources were analysed."""
+    """Analysed sources."""
     analyzers: list[str] = []
-    """Which analyzers ran."""
+    """Analyzers that ran."""
     text: Text | None = None
     """The text, if any; several texts are described as one."""
     texts: list[Text] = []
@@ -175,7 +175,7 @@ class Settings(Record):
     heads: list[Count] | None = None
     """Requested heads; None means all."""
     select: str | None = None
-    """Which tokens a query counts as selecting, `argmax` or `top-p:0.9`; None where selection was not looked at."""
+    """Which tokens a query counts as selecting, `argmax` or `top-p:0.9`; None if selection was not looked at."""
 
     notes: list[str] = []
     """Notes on the input that a reader must know, one sentence each."""

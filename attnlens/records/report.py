@@ -39,7 +39,7 @@ class Windows:
     units: Sequence[Mapping[str, str | int]]
     """What is measured in each window, as columns: `layer`, `head`, or `kernel`, `stage`."""
     values: Mapping[str, Float[Tensor, "windows units"]]
-    """By measure; NaN where there is none."""
+    """Values by measure; NaN if missing."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Windows) and all(
@@ -65,7 +65,7 @@ Verdict = Literal["agrees", "partly checked", "not checked", "differs"]
 
 
 class Environment(Record):
-    """Where it ran."""
+    """Environment of the run."""
 
     python: str
     """Version of Python."""
@@ -87,11 +87,11 @@ class Extreme(Record):
     measure: str
     """The measure in which it is extreme."""
     value: Number
-    """What it reads."""
+    """Value."""
     rank: Count
     """1 for the most extreme head at its end."""
     of: Count
-    """Of how many heads of its part."""
+    """Number of heads in its part."""
     percentile: Number
     """100 · (heads below it + ½)/heads."""
     text: str
@@ -104,13 +104,13 @@ class TextSummary(Record):
     name: str
     """The text's name."""
     sequences: Count
-    """How many of the windows are its."""
+    """Number of its windows."""
     medians: dict[str, Number] = {}
     """Median over heads of each tokens.* measure."""
     median_errors: dict[str, Number] = {}
     """Standard errors of those medians, over this text's windows."""
     reasons: dict[str, str] = {}
-    """Why a field of this record is empty, by its name."""
+    """Reason for each empty field of this record, by field name."""
 
 
 class Summary(Record):
@@ -143,20 +143,20 @@ class Summary(Record):
     identity_error: Number | None = None
     """Relative difference between the model's own outputs and those with attention recomputed by attnlens."""
     reasons: dict[str, str] = {}
-    """Why a field of this record is empty, by its name."""
+    """Reason for each empty field of this record, by field name."""
     verdict: Verdict | None = None
     """Verdict of `doctor`: `agrees` if everything was checked and nothing differs."""
 
 
 class SiteCheck(Record):
-    """Whether what attnlens reads at one site is what the model computes (`doctor`)."""
+    """Check that attnlens computes one site exactly as the model does (`doctor`)."""
 
     site: str
     """The site's name."""
     part: Part
     """encoder, decoder or cross."""
     heads: Count
-    """How many of its heads were checked."""
+    """Number of checked heads."""
     route: str
     """How its weights were read."""
     tokens_error: Number | None
@@ -164,9 +164,9 @@ class SiteCheck(Record):
     weights_error: Number | None
     """The same from the weights times the module's inputs."""
     reason: str | None = None
-    """Why an error is missing."""
+    """Reason for a missing error."""
     passed: bool
-    """Whether no error exceeds the tolerance."""
+    """True if no error exceeds the tolerance."""
     verdict: Verdict | None = None
     """The same in words: `differs` where one does, `partly checked` where one is missing, `not checked` where both are;
     None in reports of attnlens 1."""
@@ -176,9 +176,9 @@ class InspectionBody(Record):
     """Body of kind `inspection`: details of single heads, if they were requested; its measures are in `heads`."""
 
     selections: list[Selection] = []
-    """What heads select, token by token (`inspect --show selection`)."""
+    """Selected tokens per head (`inspect --show selection`)."""
     attention: list[AttentionRows] = []
-    """What the tokens of one sequence attend to, head by head (`inspect --show attention`)."""
+    """Attention of the tokens of one sequence, per head (`inspect --show attention`)."""
 
 
 class SwapBody(Swap):
@@ -191,7 +191,7 @@ class SwapBody(Swap):
 
 
 Kind = Literal["inspection", "swap", "comparison", "doctor", "experiments", "studies"]
-"""What a report is about; its body is in the field of the same name."""
+"""Kind of a report; its body is in the field of the same name."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -210,19 +210,19 @@ class Report(Record):
     schema_version: Literal["2"] = "2"
     """Version of this layout."""
     kind: Kind
-    """What it is about: the name of the field with its body."""
+    """Kind: the name of the field that contains the body."""
     tool: Tool
-    """What wrote it."""
+    """Program that wrote it."""
     command: str
     """The command that made it."""
     model: ModelInfo
-    """Which model."""
+    """The model."""
     settings: Settings
     """Options of the run."""
     environment: Environment
-    """Where it ran."""
+    """Environment of the run."""
     coverage: Coverage
-    """What was analysed and what was not."""
+    """Coverage of the analysis."""
     heads: list[Head] = []
     """Head by head, in the order of layer and head."""
     summary: Summary = Summary()
@@ -232,13 +232,13 @@ class Report(Record):
     inspection: InspectionBody = InspectionBody()
     """Details of single heads (`inspect`)."""
     swap: SwapBody | None = None
-    """What other kernels did to the model (`swap-kernel`)."""
+    """Effects of other kernels on the model (`swap-kernel`)."""
     comparison: Comparison | None = None
     """How the model differs from another one (`compare`)."""
     doctor: list[SiteCheck] = []
     """Site by site, whether what attnlens reads is what the model computes (`doctor`)."""
     experiments: list[Experiment] = []
-    """What experiments found (`converge`, `reproduce claims`)."""
+    """Results of experiments (`converge`, `reproduce claims`)."""
     studies: list[StudyTable] = []
     """Tables of the papers, trained again (`reproduce`)."""
     windows_file: File | None = None

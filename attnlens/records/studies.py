@@ -26,14 +26,14 @@ class Curve(Record):
     quantity: str | None = None
     """Quantity and unit, as on the axis label: `KL, nats`; None if unknown."""
     bounded: bool = False
-    """Whether the quantity ends at 1 by its nature, as a share does, so that a linear axis shows it whole."""
+    """True if the quantity ends at 1 by its nature, as a share does, so that a linear axis shows it whole."""
     picture: str | None = None
     """The title, after the experiment's name, of the picture whose axes it shares with others; None: it shares those of
     the experiment's other curves, and where its quantity is not known has axes of its own."""
     label: str | None = None
     """How it is written among the lines of its picture, where that is not its name: `from zero`."""
     published: bool = False
-    """Whether it is what was published, which is drawn dashed."""
+    """True if it is what was published, which is drawn dashed."""
     null_of: str | None = None
     """The name of the curve whose null it is: mean in `median`, and one sd below and above."""
 
@@ -72,20 +72,20 @@ class Experiment(Record):
     errors: dict[str, Number] = {}
     """Standard error of a figure, where it is a mean over trials."""
     reasons: dict[str, str] = {}
-    """Why a figure of `final` is None."""
+    """Reason why a figure in `final` is None."""
     published: dict[str, Number] | None = None
     """The same figures as published, where they are."""
     source: str | None = None
-    """Where they were published."""
+    """Publication."""
     tolerance: dict[str, Number] | None = None
-    """How far a figure may be from the published one."""
+    """Allowed difference between a figure and the published one."""
     bounds: dict[str, Bound] = {}
     """Whether the published figure is met within the tolerance on both sides (where not named here), or is the least or
     most that is allowed."""
     passed: bool | None = None
-    """Whether every published figure is met; None where there is none."""
+    """True if every published figure is met; None if there is none."""
     axis: str = "iteration"
-    """What the steps of its curves count."""
+    """Unit of the steps of its curves."""
     curves: dict[str, Curve] = {}
     """Curves by name."""
     trajectories: list[Trajectory] = []
@@ -124,13 +124,13 @@ class StudyColumn(Record):
     """One column: what the cells were trained on and by which measure they are compared."""
 
     name: str
-    """What it is called."""
+    """Name."""
     form: Literal["language", "translation", "classification"]
     """Next tokens, a sentence for a sentence, or a class."""
     metric: Literal["perplexity", "BLEU", "accuracy"]
     """What the paper measures: perplexity is compared by its logarithm, the loss."""
     higher_is_better: bool
-    """Whether a better model has more of it."""
+    """True if higher is better."""
     vocabulary: Count
     """Ids of its inputs; 0 for a series."""
     length: Count
@@ -151,17 +151,17 @@ class StudyRun(Record):
     """One training run of a cell, from one seed."""
 
     seed: Count
-    """Of weights, order and dropout."""
+    """Seed of weights, order and dropout."""
     scores: dict[str, Number] = {}
-    """On the test set; empty where it did not converge."""
+    """Results on the test set; empty if it did not converge."""
     steps: list[Count]
-    """Where the validation loss was read."""
+    """Steps at which the validation loss was measured."""
     losses: list[Number]
     """Validation loss there, in nats."""
     seconds: Number
-    """Of training steps."""
+    """Duration of the training steps."""
     problem: str | None = None
-    """Why it did not converge; None where it did."""
+    """Reason why it did not converge; None if it did."""
 
 
 class StudyCell(Record):
@@ -178,9 +178,9 @@ class StudyCell(Record):
     forms: Count
     """How many forms the search had to choose from, at each learning rate."""
     searched: list[tuple[Number, Number | None]]
-    """(learning rate, validation loss) of the search; None where a run did not converge."""
+    """(learning rate, validation loss) of the search; None if a run did not converge."""
     mean: Number | None
-    """Of the task's measure over the runs; of perplexity, the exponential of the mean loss. None where a run did not
+    """Of the task's measure over the runs; of perplexity, the exponential of the mean loss. None if a run did not
     converge."""
     se: Number | None
     """The mean's standard error over seeds; of perplexity, perplexity times that of the loss."""
@@ -200,11 +200,11 @@ class StudyCell(Record):
     heads: dict[str, Curve] = {}
     """Medians over heads against the training step, of the first seed's run, by measure."""
     features: str = ""
-    """Feature dimension of its kernel, one head's: `∞` where it is infinite; empty where nothing is known of it."""
+    """Feature dimension of its kernel, one head's: `∞` where it is infinite; empty if nothing is known of it."""
     published: Number | None = None
-    """What the paper reports."""
+    """Value reported by the paper."""
     published_diverged: bool = False
-    """Whether the paper reports that it did not converge."""
+    """True if the paper reports that it did not converge."""
 
     @property
     def tested_look(self) -> int:
@@ -233,7 +233,7 @@ class StudyPair(Record):
     difference: Number
     """First − second."""
     p: Number | None
-    """Two-sided, of no difference; None where runs have no spread."""
+    """Two-sided, of no difference; None if runs have no spread."""
     p_holm: Number | None
     """Corrected for all pairs of the table (Holm)."""
     agrees: bool | None = None
@@ -267,9 +267,9 @@ class StudyTable(Record):
     name: str
     """As on the command line."""
     question: str
-    """What it asks."""
+    """Question."""
     source: str
-    """Where it was published."""
+    """Publication."""
     scale: str
     """tiny, small or paper."""
     tasks: list[StudyColumn]

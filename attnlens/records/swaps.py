@@ -12,13 +12,13 @@ class Predictor(Record):
     """One measure against the harm of one kernel, over heads."""
 
     measure: str
-    """Its qualified name (`tokens.entropy`)."""
+    """Qualified name (`tokens.entropy`)."""
     rho: Number
     """Spearman's ρ of the measure with the harm, −1 to 1."""
     heads: Count
-    """How many heads have both."""
+    """Number of heads that have both."""
     left_out: Count = 0
-    """How many heads lack the measure, or diverged."""
+    """Number of heads that lack the measure or diverged."""
     heads_ci95: tuple[Number, Number] | None = None
     """95 % interval over heads: bootstrap of heads (those of a shared module together)."""
     layers_ci95: tuple[Number, Number] | None = None
@@ -30,22 +30,22 @@ class Predictor(Record):
     p_corrected: Number | None = None
     """The same corrected for all measures looked at (maxT, Westfall & Young 1993)."""
     holds: bool = False
-    """Whether p_corrected < 0.05, and the interval over layers lies on one side of 0."""
+    """True if p_corrected < 0.05, and the interval over layers lies on one side of 0."""
     values: list[Number | None] = []
     """The measure of each head, in the order of the sweep."""
     reasons: dict[str, str] = {}
-    """Why a field of this record is null, by its name."""
+    """Reason for each null field of this record, by field name."""
 
 
 class Prediction(Record):
-    """What was looked at to find what predicts the harm of one kernel."""
+    """Scope of the search for measures that predict the harm of one kernel."""
 
     heads: Count
-    """How many heads were looked at: all that were swept."""
+    """Number of heads examined: all swept heads."""
     diverged: Count = 0
-    """How many of them diverged, which have no harm."""
+    """Number of these that diverged and have no harm."""
     measures: Count
-    """How many measures were compared, for which p-values are corrected."""
+    """Number of measures compared; p-values are corrected for it."""
     permutations: Count
     """Permutations of heads behind each p-value."""
     reliability: Number | None = None
@@ -55,16 +55,16 @@ class Prediction(Record):
     left_out: dict[str, str] = {}
     """Measures that were not compared, and why."""
     reasons: dict[str, str] = {}
-    """Why a field of this record is null, by its name."""
+    """Reason for each null field of this record, by field name."""
 
 
 class Change(Record):
     """A quantity of the original model and of the changed one, paired."""
 
     before: Number
-    """Of the original model."""
+    """For the original model."""
     after: Number
-    """Of the changed one."""
+    """For the changed model."""
     delta: Number
     """after − before."""
     ci95: tuple[Number, Number] | None = None
@@ -77,7 +77,7 @@ class Pair(Record):
     before: Number | None
     """Of the original model under its own attention implementation."""
     after: Number | None
-    """Of the changed one."""
+    """For the changed model."""
 
 
 class TextChange(Record):
@@ -86,11 +86,11 @@ class TextChange(Record):
     name: str
     """The text's name."""
     sequences: int
-    """How many of the sequences are its."""
+    """Number of its sequences."""
     change: Change
     """The loss, with its interval over this text's sequences."""
     perplexity: Change | None = None
-    """exp(loss), its interval from the same draws; None where it overflows, or an older attnlens wrote
+    """exp(loss), its interval from the same draws; None if it overflows, or an older attnlens wrote
     the record."""
 
 
@@ -102,7 +102,7 @@ class PositionChange(Record):
     last: int
     """The last one."""
     tokens: int
-    """How many tokens there are, over all sequences."""
+    """Number of tokens over all sequences."""
     change: Change
     """Change of the loss."""
 
@@ -127,13 +127,13 @@ class Agreement(Record):
     """For how long two models continue the same prompts with the same tokens, each choosing its likeliest."""
 
     prompts: int
-    """How many prompts there are."""
+    """Number of prompts."""
     source: str
     """What they are: `windows` (the first halves of evaluated ones), or the name of their file."""
     prompt_tokens: int
     """Tokens of the longest prompt."""
     tokens: int
-    """How many tokens were generated at most."""
+    """Maximum number of generated tokens."""
     until: list[int]
     """Of each prompt, the tokens until the first that differs; `tokens` where none does, also where both texts ended
     alike before."""
@@ -151,20 +151,20 @@ class TextCosine(Record):
     name: str
     """The text's name."""
     sequences: int
-    """How many of the sequences are its."""
+    """Number of its sequences."""
     cosine: Number
     """Mean over its tokens."""
     ci95: tuple[Number, Number] | None = None
-    """Its 95 % interval over this text's sequences."""
+    """95 % interval over this text's sequences."""
 
 
 class Outcome(Record):
     """How a changed model's predictions and hidden states differ from the original's."""
 
     loss: Change | None = None
-    """Nats per predicted token over all sequences; None where there is nothing to predict, or it diverged."""
+    """Nats per predicted token over all sequences; None if there is nothing to predict, or it diverged."""
     loss_by_text: list[TextChange] = []
-    """The same for each text, where there are several."""
+    """The same per text, if there are several."""
     loss_by_position: list[PositionChange] = []
     """The same by place in the sequence, from the front, of causal models."""
     beyond_window: BeyondWindow | None = None
@@ -174,30 +174,30 @@ class Outcome(Record):
     kl: Number | None = None
     """KL(original ‖ changed) of the predictions, nats per predicted token."""
     kl_ci95: tuple[Number, Number] | None = None
-    """Its 95 % interval: studentised bootstrap over windows, or from five texts on over texts, as that of the loss."""
+    """95 % interval: studentised bootstrap over windows, or from five texts on over texts, as that of the loss."""
     top1_agreement: Number | None = None
     """Share of predicted tokens on which both have the same first choice."""
     hidden_cosine: Number | None = None
     """Mean cosine of the last hidden states, token by token."""
     hidden_cosine_ci95: tuple[Number, Number] | None = None
-    """Its 95 % interval, as that of KL."""
+    """95 % interval, as that of KL."""
     hidden_cosine_by_text: list[TextCosine] = []
-    """The same for each text, where there are several."""
+    """The same per text, if there are several."""
     hidden_cka: Number | None = None
     """Linear CKA of the last hidden states (Kornblith et al. 2019)."""
     agreement: Agreement | None = None
-    """For how long greedy continuations are the original's, with a key-value cache; None where nothing is generated."""
+    """For how long greedy continuations are the original's, with a key-value cache; None if nothing is generated."""
     diverged: bool = False
-    """Whether the changed model's predictions or hidden states are not finite."""
+    """True if the changed model's predictions or hidden states are not finite."""
     reasons: dict[str, str] = {}
-    """Why a field of this record is null, by its name."""
+    """Reason for each null field of this record, by field name."""
 
 
 class Stage(Outcome):
     """The changed model at one stage: as swapped, with fitted parameters, healed."""
 
     name: Literal["swapped", "fitted", "healed"]
-    """Which."""
+    """Name of the stage."""
 
 
 class Control(Outcome):
@@ -213,7 +213,7 @@ class Control(Outcome):
     healed hybrid `far part, healed`: its far kernel for all keys, with the maps and weights as trained."""
     kernel: str | None
     """As it can be typed; where sites differ the range of each number (`sink-window:4,68–80 by layer`, `4,68–all` where
-    some keep all keys); None where there is none, see `reasons`."""
+    some keep all keys); None if there is none, see `reasons`."""
     state: Number | None = None
     """Numbers that a head keeps of a whole window's tokens, mean over sites."""
 
@@ -240,7 +240,7 @@ class HealingRate(Record):
     """Of AdamW."""
     validation: Number | None
     """After a few steps at it, on text kept back: Σ over sites of ‖new − own‖² / ‖own‖² (transfer), or the distance
-    (whole); None where it is not finite."""
+    (whole); None if it is not finite."""
 
 
 class HealingTraining(Record):
@@ -255,16 +255,16 @@ class HealingTraining(Record):
     seconds: Number
     """What the steps took, without range test and checks."""
     tokens_per_second: Number | None = None
-    """tokens / seconds; None where nothing was trained."""
+    """tokens / seconds; None if nothing was trained."""
     learning_rate: Number
-    """Largest learning rate of AdamW; 0 where none that was tried led nearer, so that the stage was left out."""
+    """Largest learning rate of AdamW; 0 if none that was tried led nearer, so that the stage was left out."""
     lowered_from: Number | None = None
     """The one that the range test chose, where no check at it was nearer than the stage's start and the stage began
-    again with smaller steps; None where it was not lowered."""
+    again with smaller steps; None if it was not lowered."""
     rates: list[HealingRate] = []
     """What the range test tried, in its order."""
     stopped: bool = False
-    """Whether it ended early, as the 95 % interval of what the last checks gained contains 0, or was left out."""
+    """True if it was left out, or ended early because the 95 % interval of the last gain contained 0."""
 
 
 class HealingControl(Record):
@@ -283,7 +283,7 @@ class HealingControl(Record):
     ratio: Number
     """Perplexity of the healed model over that of the trained original."""
     ratio_ci95: tuple[Number, Number] | None = None
-    """Its 95 % interval, paired as that of the loss."""
+    """95 % interval, paired as that of the loss."""
 
 
 class Healing(Record):
@@ -294,7 +294,7 @@ class Healing(Record):
     best: int
     """The step whose weights were kept: the least validation distance."""
     parameters: int
-    """How many numbers were trained."""
+    """Number of trained parameters."""
     learning_rate: Number
     """Largest learning rate of AdamW in the last stage that trained."""
     curve: list[HealingStep]
@@ -306,9 +306,9 @@ class Healing(Record):
     asked: str | None = None
     """Requested amount: `200 steps`, `2,000,000 tokens`, `1,800 seconds`."""
     goal: HealingGoal = "teacher"
-    """What was learned: the original model's predictions, or the text."""
+    """Training target: the original model's predictions, or the text."""
     rank: int | None = None
-    """Rank of each weight's change; None where it was free."""
+    """Rank of each weight's change; None if it was free."""
     batch: int | None = None
     """Sequences of a training step."""
     tokens: int | None = None
@@ -323,9 +323,9 @@ class Healing(Record):
     control: HealingControl | None = None
     """The original model trained for as many steps, if requested."""
     interrupted: bool = False
-    """Whether the user ended it before its time."""
+    """True if the user interrupted it."""
     reasons: dict[str, str] = {}
-    """Why a field of this record is null, by its name."""
+    """Reason for each null field of this record, by field name."""
 
 
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -339,13 +339,13 @@ class SiteSwap(Record):
     site: str
     """The site's name."""
     layer: int
-    """Its running number."""
+    """Index, from 0."""
     part: Part
     """encoder, decoder or cross."""
     heads: list[int]
     """Query heads that have the new kernel."""
     path: str
-    """How it was computed: sdpa, running sums, row tiles, …"""
+    """Computation path: sdpa, running sums, row tiles, …"""
     output_error: Number | None = None
     """‖new − own‖ / ‖own‖ of the site's output on the original model's queries, keys and values."""
     off_simplex: Number | None = None
@@ -353,7 +353,7 @@ class SiteSwap(Record):
 
 
 class Effect(Record):
-    """What the swap of one head or layer alone does to the loss (`--sweep`)."""
+    """Effect on the loss of swapping a single head or layer (`--sweep`)."""
 
     layer: int
     """The site's running number."""
@@ -364,7 +364,7 @@ class Effect(Record):
     delta: Number | None
     """Change of the loss, or of the distance used instead (Swap.judged_by); None if it diverged."""
     ci95: tuple[Number, Number] | None = None
-    """Its 95 % interval."""
+    """95 % interval."""
     p_value: Number | None = None
     """Two-sided, of no change, by a studentised bootstrap over windows (or texts); None for a distance."""
     significant: bool = False
@@ -379,23 +379,23 @@ class Swap(Outcome):
     formula: str
     """log k(q, k), or the whole output if the kernel is not a function of queries and keys."""
     formula_of: Literal["log k", "output"] = "log k"
-    """Which of the two."""
+    """Quantity that `formula` describes."""
     parameters: dict[str, Number] = {}
-    """Its numbers, defaults included."""
+    """Parameters, including defaults."""
     fitted: list[str] = []
     """Parameters that were chosen per head from calibration text."""
     task: Task
     """What is predicted."""
     noise: bool = False
-    """Whether the model's input is noise that attnlens made up, so that no loss means anything."""
+    """True if the input is random noise generated by attnlens, so that losses are meaningless."""
     sites: list[SiteSwap]
     """Sites where the kernel was replaced: all requested sites."""
     identity_error: Number
     """Relative change of the outputs when attention is recomputed with the model's own kernel; at most 1e-5."""
     causality_error: Number | None = None
-    """Relative change of outputs before a position when the tokens after it change; 0 where nothing leaks."""
+    """Relative change of outputs before a position when the tokens after it change; 0 if nothing leaks."""
     mask_error: Number | None = None
-    """Relative change of outputs at real tokens when the padding's content changes; 0 where nothing leaks."""
+    """Relative change of outputs at real tokens when the padding's content changes; 0 if nothing leaks."""
     off_simplex: Number | None = None
     """Share of the attention's mass that is negative, mean over the exchanged sites."""
     tokens_per_second: Pair
@@ -405,7 +405,7 @@ class Swap(Outcome):
     stages: list[Stage]
     """Results after swapping, fitting and healing, as far as requested."""
     healing: Healing | None = None
-    """How it was healed."""
+    """Healing results."""
     state: Number | None = None
     """Numbers that a swapped head keeps of a whole window's tokens, mean over sites: m·(value_dim + 1) by running sums
     over m features, head_dim + value_dim for each key that a filter leaves in sight, or for each token without one."""
@@ -416,7 +416,7 @@ class Swap(Outcome):
     predictors: list[Predictor] = []
     """How each measure of `inspect` goes with the effects of single heads, the surest first."""
     prediction: Prediction | None = None
-    """What was looked at to find them."""
+    """Scope of the search for them."""
     notes: list[str] = []
     """What a reader must know: what a softcap, a bias, a QK-norm does to this kernel."""
 

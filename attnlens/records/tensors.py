@@ -30,7 +30,7 @@ class Call:
     allowed: Bool[Tensor, "#batch #heads queries keys"] | None = None
     """Which keys a query may see; None means all, or those up to itself where `causal`."""
     causal: bool = False
-    """Whether query i sees the keys 0 … i and `allowed` is None: nothing is written out where nothing is special."""
+    """True if query i sees the keys 0 … i and `allowed` is None: nothing is written out where nothing is special."""
     bias: Float[Tensor, "#batch #heads queries keys"] | None = None
     """What the model adds to the scores (T5's position bias)."""
     softcap: float | None = None
@@ -38,13 +38,13 @@ class Call:
     sinks: Float[Tensor, " heads"] | None = None
     """A logit per head without a value."""
     dropout: float = 0.0
-    """Dropout probability of the attention weights; 0 where the module is not in training."""
+    """Dropout probability of the attention weights; 0 if the module is not in training."""
     cross: bool = False
-    """Whether queries and keys belong to different sequences, so that no query has a place among the keys."""
+    """True if queries and keys belong to different sequences, so that no query has a place among the keys."""
     module: nn.Module | None = None
     """The attention module that asks; None outside a model."""
     traced: bool = False
-    """Whether the module computes it by hand."""
+    """True if the module computes it with its own code."""
     places: Int[Tensor, "#batch queries"] | None = None
     """The position of each query's token, where the model hands it to its attention."""
     selected: tuple[int, ...] | None = None
@@ -152,9 +152,9 @@ class Site:
     part: Part
     """Kind of attention: bidirectional self-attention (with the tower's name), causal, or cross-attention."""
     repeated: bool = False
-    """Whether the module is called more than once in a forward pass (as in ALBERT)."""
+    """True if the module is called more than once in a forward pass (as in ALBERT)."""
     traced: bool = False
-    """Whether the module computes its attention by hand, so that it is traced in a running pass."""
+    """True if the module computes attention with its own code, so that it is traced in a running pass."""
 
     @property
     def name(self) -> str:
@@ -177,7 +177,7 @@ class Rotation:
     size: int
     """head_dim."""
     by_distance: bool = True
-    """Whether R(i) R(j)ᵀ = R(i−j), so that scores depend on i − j."""
+    """True if R(i) R(j)ᵀ = R(i−j), so that scores depend on i − j."""
 
     @property
     def transposed(self) -> Rotation:
@@ -222,9 +222,9 @@ class QueryKey:
     scale: float
     """The factor that the model applies to the product (1/√head_dim, or 1 when it is folded into the queries)."""
     source: Source
-    """Whether the rows are input dimensions or tokens."""
+    """Kind of the rows: input dimensions or tokens."""
     site: Site
-    """Where in the model this is."""
+    """Position in the model."""
     heads: tuple[int, ...]
     """The query heads' numbers in the model."""
     key_of: tuple[int, ...]
@@ -240,7 +240,7 @@ class QueryKey:
     sinks: Float[Tensor, " heads"] | None = None
     """Tokens: a logit per head that takes part in the softmax and has no value (gpt-oss)."""
     value: Float[Tensor, "*batch kv_heads m value_dim"] | None = None
-    """Tokens: what the attention sums up, one for each *key* head; None where only queries and keys are known."""
+    """Tokens: what the attention sums up, one for each *key* head; None if only queries and keys are known."""
     inputs: Float[Tensor, "*batch n d_model"] | None = None
     """Tokens: what the attention module was called with, for those that declare the need (self-attention only)."""
     base: QueryKey | None = None

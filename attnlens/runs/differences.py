@@ -256,8 +256,8 @@ class Differences:
     """Mean loss of each sequence under the original, one tensor per batch."""
     after: list[Tensor] = field(default_factory=list)  # the same under the variant
     counts: list[Tensor] = field(default_factory=list)  # number of predicted tokens per sequence
-    predicting: list[Tensor] = field(default_factory=list)
-    """Whether each sequence predicts anything; sequences that don't are missing from the three lists above."""
+    kept: list[Tensor] = field(default_factory=list)
+    """True if each sequence predicts anything; sequences that don't are missing from the three lists above."""
     divergences: list[Tensor] = field(default_factory=list)  # mean KL(original ‖ variant) of each of these sequences
     agreeing: float = 0.0
     cosines: list[Tensor] = field(default_factory=list)  # mean cosine of each sequence's hidden states

@@ -82,8 +82,8 @@ class Reach:
     """The keys that each query sums over."""
 
     causal: bool
-    """Whether query i sums over the keys 0 … i; otherwise every query sums over all keys."""
-    real: Bool[Tensor, "#batch #heads keys"] | None = None
+    """True if query i sums over the keys 0 … i; otherwise every query sums over all keys."""
+    kept: Bool[Tensor, "#batch #heads keys"] | None = None
     """Which keys are not padding; None for all."""
 
 

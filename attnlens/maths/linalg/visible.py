@@ -177,7 +177,7 @@ def visible_shares(query_key: QueryKey) -> VisibleShares:
 
 
 def visible_scores(query_key: QueryKey) -> Float[Tensor, "*batch heads n m"]:
-    """Return the visible scores minus the mean of their row, 0 where the mask hides; cached in the QueryKey.
+    """Return the visible scores minus the mean of their row, 0 if the mask hides; cached in the QueryKey.
 
     Rounding is set to zero: scores that depend on the query alone give 0.
     """
@@ -260,7 +260,7 @@ def _long_sums(head: QueryKey) -> tuple[Float[Tensor, ""], Float[Tensor, " m"], 
 
 
 def _centre_scores(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m"], Float[Tensor, "*batch heads n m"]]:
-    """Return the visible scores, 0 where the mask hides, with and without the mean of their row."""
+    """Return the visible scores, 0 if the mask hides, with and without the mean of their row."""
     logits, allowed = query_key.logits, query_key.allowed
     scores = logits if allowed is None else logits.masked_fill(~allowed, 0.0)
     count = scores.shape[-1] if allowed is None else allowed.sum(-1, keepdim=True).clamp(min=1)
