@@ -303,7 +303,7 @@ def test_magnitudes_of_0_are_refused_since_no_base_is_left(tmp_path: Path) -> No
     write(tmp_path / "adapter", base, [Q.format(0), Q.format(1)], use_dora=True)
     zeros = {name: tensor * ("magnitude" not in name) for name, tensor in _tensors(tmp_path / "adapter").items()}
     stored(tmp_path / "adapter", zeros, "adapter_model.safetensors")
-    refused(ModelError, lambda: loading.load(base, adapter=tmp_path / "adapter"), "DoRA's magnitudes", Q.format(0))
+    refused(ModelError, lambda: loading.load(base, adapter=tmp_path / "adapter"), "DoRA magnitudes", Q.format(0))
 
 
 def test_without_peft_an_adapter_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -647,9 +647,9 @@ def test_operations_that_never_fall_are_told_from_those_that_always_do(demo, for
     assert falls(1e9) == (says is None and not latent.before) or latent.before
     if says is not None:
         assert reason.startswith(says)
-        assert falls(0) == ("only while" in says)
-        if "only while" in says:
-            edge = float(reason.split("fewer than ")[1].split(" keys")[0].replace(",", ""))
+        assert falls(0) == ("only below" in says)
+        if "only below" in says:
+            edge = float(reason.split("only below ")[1].split(" keys")[0].replace(",", ""))
             assert falls(edge - 1)
             assert not falls(edge + 1)
 

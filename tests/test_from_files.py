@@ -644,7 +644,7 @@ def test_the_program_leaves_a_model_in_its_files_that_does_not_fit(more: tuple[s
     report = json.loads((folder.parent / "r.json").read_text())
     assert report["model"]["files_in_parts"]
     assert report["heads"] == json.loads(attnlens.inspect(folder, **FEW, from_files=True).to_json())["heads"]
-    ended(python("-c", LITTLE, "inspect", folder), "takes 0.0 GiB of memory", "--source weights --device files")
+    ended(python("-c", LITTLE, "inspect", folder), "needs 0.0 GiB of memory", "--source weights --device files")
 
 
 def test_an_adapter_is_never_left_out_of_a_model_that_is_read_from_its_files(
@@ -658,4 +658,4 @@ def test_an_adapter_is_never_left_out_of_a_model_that_is_read_from_its_files(
     assert "does not fit into memory" in report.settings.notes[0]
     assert report.model.files == []
     assert report.model.files_in_parts != []
-    refused(TooLargeError, lambda: attnlens.inspect(folder), "takes 0.0 GiB")
+    refused(TooLargeError, lambda: attnlens.inspect(folder), "needs 0.0 GiB")
