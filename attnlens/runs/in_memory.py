@@ -144,6 +144,6 @@ def refuse_work(request: Request) -> None:
     ]
     if named:
         raise UsageError(
-            f"The model is in this process's memory, which other processes cannot access: {named[0]} would be ignored.",
+            f"The model is in memory, which other processes cannot access: {named[0]} would be ignored.",
             "Pass its name or folder, or omit the option.",
         )
