@@ -161,7 +161,7 @@ class Head(HeadId):
     measures: dict[str, Measure] = {}
     """Scalars by qualified name (`weights.symmetry`)."""
     curves: dict[str, list[Number]] = {}
-    """Curves by qualified name, one number a step."""
+    """Curves by qualified name, one number per step."""
 
     def cells(self) -> dict[str, str | int | float | None]:
         """Return a row of a sheet: site, layer, head, kv_head, part; per measure `name`, `.se`, `.z` and `.base`."""

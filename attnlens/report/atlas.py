@@ -86,8 +86,8 @@ class Subject:
     positions: str | None
     tokens: int | None
     pack: bool
-    lineages: frozenset[str] = frozenset()
-    """Lineages that the model belongs to; it is not compared with models of these, itself included."""
+    own: frozenset[str] = frozenset()
+    """Lineages of the model; models of these lineages, including itself, are excluded from the comparison."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Training:
     options: HealOptions
 
     def sequences(self, tokens: int) -> int:
-        """Return how many calibration sequences of this length to read: as many as are trained on, within bounds."""
+        """Return the number of calibration sequences of this length needed for training, within bounds."""
         amount = self.options.amount
         trained = {"steps": 0.0, "tokens": amount.number / max(1, tokens), "seconds": math.inf}[amount.unit]
         return int(min(MOST_SEQUENCES, max(LEAST_SEQUENCES, trained)))

@@ -207,7 +207,7 @@ def matrix_dual(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
 def require_finite(name: str, tensor: Float[Tensor, "*shape"]) -> None:
     """Raise UsageError for NaN and Inf, for which no singular vectors exist."""
     if not bool(tensor.isfinite().all()):
-        verb = "have" if name.endswith("s") else "has"
+        verb = "contain" if name.endswith("s") else "contains"
         raise UsageError(f"The {name} {verb} NaN or Inf.", "Leave out the heads with these queries or keys.")
 
 

@@ -75,7 +75,7 @@ RATE = 16_000
 UNPREPARED = (*FAILURES, OSError, ImportError, MemoryError, StrictDataclassError)
 """Errors of processors, whose settings come from the checkpoint."""
 Placeholders = tuple[tuple[Modality, int, int], ...]
-"""Placeholders before a text: modality, id, and how many of it."""
+"""Placeholders before a text: modality, token id and count."""
 
 
 @dataclass(frozen=True)

@@ -265,7 +265,7 @@ def site_rows(swap: Swap) -> Table:
 
 
 def sweep_rows(swap: Swap, most: int) -> Table:
-    """Build a table of the `most` most and the `most` least harmful units, or of all if there are no more."""
+    """Build a table of the most and the least harmful units, `most` of each; all units if there are fewer."""
     effects = swap.sweep
     shown: list[Effect | None] = list(effects)
     if len(effects) > 2 * most:
