@@ -32,7 +32,7 @@ def refuse_replacing(
     if origins[0] == origins[1] or files[0] == files[1]:
         return
     owner = "built in" if is_built_in(present) else f"defined by {present.__module__}"
-    raise UsageError(f"{function.__module__} defines the {what} {name!r}, which already exists: {owner}.", remedy)
+    raise UsageError(f"{function.__module__} defines the {what} {name!r}, which is already {owner}.", remedy)
 
 
 def is_built_in(function: Callable[..., object]) -> bool:

@@ -71,7 +71,7 @@ def test_more_rows_than_a_report_keeps_are_refused_before_the_work(monkeypatch, 
     with pytest.raises(UsageError, match="keeps at most 100 rows, but these heads have 512"):
         library.inspect(demo, show="attention", windows=1, length=16)
     monkeypatch.setattr(attended, "MOST_TOKENS", 8)
-    with pytest.raises(UsageError, match="at most 8 tokens, and these have 16"):
+    with pytest.raises(UsageError, match="at most 8 tokens, but these have 16"):
         library.inspect(demo, show="attention", windows=1, length=16)
 
 

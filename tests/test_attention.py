@@ -539,7 +539,7 @@ def test_what_has_no_meaning_is_refused_on_every_path() -> None:
 def test_queries_without_a_place_among_the_keys_are_refused() -> None:
     everything = torch.ones(1, 1, 30, 150, dtype=torch.bool)
     for found in (call(30, 150), call(30, 150, allowed=everything), call(150, 30)):
-        with pytest.raises(UsageError, match="place among the keys"):
+        with pytest.raises(UsageError, match="position of each query among the keys"):
             attend(found, parsed("window:9"))
 
 

@@ -161,7 +161,7 @@ def test_texts_with_a_common_formula_are_accepted(demo, tmp_path):
 
 def test_a_text_that_repeats_itself_is_refused(demo, tmp_path):
     name = of_file(tmp_path, f"{OWN[:800]}\n" * 40)
-    with pytest.raises(TextError, match="repeats itself: 100 %") as refusal:
+    with pytest.raises(TextError, match="is repetitive: 100 %") as refusal:
         fitted(demo, text=name)
     assert "--text" in refusal.value.remedy
     assert fitted(demo, of_file(tmp_path, FAR, "far.txt"), text=name).swap.loss is not None

@@ -106,14 +106,14 @@ def test_json_on_stdout_stays_whole_beside_annotations(saved, tmp_path):
         (("--baseline", "other.json"), "not a baseline"),
         (("--update-baseline", "--rule", HOLDS), "--update-baseline needs --baseline"),
         (("--update-baseline", "--baseline", "report.json"), "would replace report.json"),
-        (("--update-baseline", "--baseline", "no/where.json"), "no folder"),
+        (("--update-baseline", "--baseline", "no/where.json"), "does not exist"),
         (("--recompute", "2", "--rule", HOLDS), "--recompute needs MODEL"),
         (("demo", "--rule", HOLDS), "MODEL needs --recompute"),
         (("--rule", HOLDS, "--layers", "0"), "applies to models"),
         (("--rule", HOLDS, "--json", "report.json"), "would replace report.json, the report"),
         (("--rules", "rules.toml", "--junit", "rules.toml"), "would replace rules.toml, the rules"),
         (("--rule", HOLDS, "--junit", "x", "--markdown", "x"), "name the same file"),
-        (("--rule", HOLDS, "--junit", "no/where.xml"), "no folder"),
+        (("--rule", HOLDS, "--junit", "no/where.xml"), "does not exist"),
         (("--rule", HOLDS, "--junit", "."), "it is a folder"),
         (("--rule", HOLDS, "--relative", "-1"), "is not a valid tolerance"),
         (("--rule", HOLDS, "--fdr", "nan"), "is not a valid tolerance"),
@@ -255,7 +255,7 @@ def test_hostile_numbers_and_lengths_are_refused_or_compared(saved, tmp_path):
     rules = ["q30 > 0", "mean > 0", "median > 0", "min > 0", "share(> 0) > 0"]
     words = [word for rule in rules for word in ("--rule", f"tokens.entropy: {rule}")]
     assert attnlens("check", "r.json", *words, cwd=tmp_path).returncode == 1
-    refused(attnlens("check", "r.json", "--rule", "settings.seed: value > 0", cwd=tmp_path), "is no number")
+    refused(attnlens("check", "r.json", "--rule", "settings.seed: value > 0", cwd=tmp_path), "is not a number")
     (tmp_path / "b.json").write_text(baseline_of(library.read_report(tmp_path / "r.json")).to_json())
     for head in report["heads"]:
         head["measures"]["tokens.entropy"]["value"] *= -1

@@ -144,7 +144,9 @@ def test_a_mask_that_leaks_is_told():
     for name in ("demo", "smollm2"):
         number = len(DAMAGED[name]) - 1
         layer = DAMAGED[name][number]["mask leaks"]
-        assert any(note.startswith(f"Layer {layer} sees otherwise: decoder") for note in of_case(name, number).notes)
+        assert any(
+            note.startswith(f"Layer {layer} has a different mask: decoder") for note in of_case(name, number).notes
+        )
 
 
 def test_another_rope_base_is_named_at_every_layer():

@@ -228,7 +228,7 @@ def test_a_control_that_is_the_model_itself_is_said_to_be(demo: loading.Loaded) 
     control = by_role(swap)["same size"]
     assert control.kernel is None
     assert control.loss is None
-    assert any("a state of 4,352 numbers holds all 64 keys" in note for note in swap.notes)
+    assert any("a state of 4,352 numbers can store all 64 keys" in note for note in swap.notes)
     assert swap.reasons["beyond_window"] == "the sequences have 64 tokens, and no key is beyond a window of 64"
     swap = swap_kernel(demo, "random-features:400", **READ | {"length": 160, "path": "fused"}).swap
     assert by_role(swap)["same size"].kernel is None

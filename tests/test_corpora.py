@@ -92,7 +92,7 @@ def test_a_dataset_that_is_a_script_is_not_run(tmp_path):
     [
         (",split=dev", ("no split 'dev'; it has train, test.", "books,split=train")),
         (",column=verse", ("no column 'verse'; it has text, line.", "column=text")),
-        (",column=line", ("Row 1", "no text in 'line', but int", "column=")),
+        (",column=line", ("Row 1", "has a value of type int in 'line', not a text", "column=")),
         (",config=large", ("'large' not found", "'default'")),
         (",splt=test", ("Cannot parse", "split=S")),
         (",split=", ("Cannot parse", "split=S")),
@@ -127,7 +127,7 @@ def test_an_empty_dataset_is_no_text(folder):
 
 def test_an_output_replaces_no_file_of_a_dataset(folder, tmp_path):
     result = attnlens("inspect", "demo", *SMALL, "--text", "datasets:books", "--json", "books/test.jsonl", cwd=tmp_path)
-    refused(result, "--json would replace books/test.jsonl", "dataset which --text reads")
+    refused(result, "--json would replace books/test.jsonl", "dataset that --text reads")
 
 
 def test_no_unit_is_used_again_if_the_rows_have_changed(folder, tmp_path):

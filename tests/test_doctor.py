@@ -134,7 +134,7 @@ def test_a_model_whose_own_attention_is_another_in_float64_is_compared_in_float3
     """EoMT hands its masks to torch's attention in float32, which misreads them beside queries in float64."""
     eomt = attnlens.doctor(loaded(model_types.build("eomt")))
     assert eomt.summary.verdict != "differs"
-    assert "since in float64: recomputed attention changes the outputs by" in eomt.settings.notes[-1]
+    assert "because in float64: recomputed attention changes the outputs by" in eomt.settings.notes[-1]
 
 
 def test_a_model_that_fails_when_left_alone_is_refused(monkeypatch):

@@ -288,7 +288,7 @@ def test_a_head_with_nan_in_its_queries_is_skipped_with_the_tensors_name(tmp_pat
     loaded, read = both(place)
     [skipped] = read.coverage.skipped
     assert (skipped.site, skipped.heads, skipped.measure) == ("model.layers.1.self_attn", [1], "weights")
-    assert skipped.reason == "model.layers.1.self_attn.q_proj.weight holds NaN or Inf"
+    assert skipped.reason == "model.layers.1.self_attn.q_proj.weight contains NaN or Inf"
     values = {(head.layer, head.head): bool(head.measures) for head in read.heads}
     assert values == {(layer, head): (layer, head) != (1, 1) for layer in (0, 1) for head in range(4)}
     assert skipped in loaded.coverage.skipped

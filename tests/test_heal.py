@@ -525,7 +525,7 @@ def test_a_stage_that_no_rate_makes_better_is_left_out(demo, monkeypatch):
 def test_a_model_that_is_not_finite_is_refused_by_its_tensor(demo):
     broken = copy.deepcopy(demo.model)
     broken.transformer.h[1].attn.c_attn.weight.data[3, 4] = math.nan
-    with pytest.raises(ModelError, match=r"h\.1\.attn\.c_attn\.weight holds NaN"):
+    with pytest.raises(ModelError, match=r"h\.1\.attn\.c_attn\.weight contains NaN"):
         swap_kernel(replace(demo, model=broken), "rbf", **READ)
 
 

@@ -118,7 +118,7 @@ def test_a_text_is_not_learned_by_a_model_that_predicts_none():
     import families
     from loaded import loaded
 
-    with pytest.raises(UsageError, match="predicts no token"):
+    with pytest.raises(UsageError, match="does not predict tokens"):
         attnlens.heal(loaded(families.build("bert").bert), "rbf", train=2, learn="text", **READ)
 
 

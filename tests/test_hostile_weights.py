@@ -56,10 +56,10 @@ def test_masks_and_positions_of_old_checkpoints_are_no_codes(folder: Path) -> No
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"quant_method": "nosuch"}, ("quantised by nosuch", "GGUF")),
-        ({"bits": 4}, ("quantised by None", "GGUF")),
-        ("int8", ("quantised by int8", "GGUF")),
-        ({"quant_method": ["fp8"]}, ("quantised by ['fp8']", "GGUF")),
+        ({"quant_method": "nosuch"}, ("quantised with nosuch", "GGUF")),
+        ({"bits": 4}, ("quantised with None", "GGUF")),
+        ("int8", ("quantised with int8", "GGUF")),
+        ({"quant_method": ["fp8"]}, ("quantised with ['fp8']", "GGUF")),
         *(
             ({"quant_method": method}, (f"quantised with {method}", "GGUF"))
             for method in ("torchao", "quanto", "hqq", "aqlm", "quark", "mxfp8")
@@ -68,8 +68,8 @@ def test_masks_and_positions_of_old_checkpoints_are_no_codes(folder: Path) -> No
             ({"quant_method": method}, (f"quantised with {method}", "but none is"))
             for method in ("gptq", "awq", "bitsandbytes", "fp8")
         ),
-        ({"load_in_8bit": True}, ("quantised by bitsandbytes",)),
-        ({"load_in_4bit": True}, ("quantised by bitsandbytes",)),
+        ({"load_in_8bit": True}, ("quantised with bitsandbytes",)),
+        ({"load_in_4bit": True}, ("quantised with bitsandbytes",)),
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, ("nvfp4", "is not supported")),
         ({"quant_method": "awq", "version": "gemv"}, ("gemv", "is not supported")),
     ],

@@ -376,7 +376,7 @@ def test_models_that_can_not_take_them_are_refused(sees: Any, hears: Any, tmp_pa
     text.write_text(PROSE.text)
     refused(UsageError, "does not read image input", hears, image=[path])
     refused(UsageError, "does not read audio input", sees, audio=[path])
-    refused(UsageError, "reads pixels and no text", sees, text=[text])
+    refused(UsageError, "takes pixels but no text", sees, text=[text])
     refused(ModelError, "ViTModel has no preprocessor_config.json", loaded(families.build("vit")), image=[path])
     bare = tmp_path / "bare"
     families.build("vit").save_pretrained(bare)
@@ -387,7 +387,7 @@ def test_models_that_can_not_take_them_are_refused(sees: Any, hears: Any, tmp_pa
     refused(ModelError, "The processor for image input of .* can't be loaded", attnlens.load(bare), image=[path])
     with pytest.raises(UsageError, match="would use the same images or sounds as the evaluation"):
         attnlens.swap_kernel(sees, "rank:4", image=[path])
-    with pytest.raises(UsageError, match="source weights reads no image"):
+    with pytest.raises(UsageError, match="image would be ignored"):
         attnlens.inspect(sees, image=[path], source="weights")
 
 

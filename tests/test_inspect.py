@@ -359,9 +359,9 @@ def test_a_misspelt_source_gets_a_suggestion():
 
 @pytest.mark.parametrize("command", [attnlens.inspect, attnlens.doctor])
 def test_options_that_a_loaded_model_would_ignore_are_refused(command, demo):
-    with pytest.raises(UsageError, match="already loaded, so that device, dtype"):
+    with pytest.raises(UsageError, match="already loaded, so device, dtype"):
         command(demo, device="cpu", dtype="float64")
-    with pytest.raises(UsageError, match="A int can't name a model"):
+    with pytest.raises(UsageError, match="A value of type int is not a model name"):
         command(5)
 
 

@@ -294,7 +294,7 @@ def test_a_batch_is_what_a_tokenizer_gives_and_anything_else_is_refused(demo):
     demo.tokenizer.pad_token = demo.tokenizer.eos_token
     batch = demo.tokenizer(words, padding=True, return_tensors="pt")
     assert attnlens.capture(demo.model, batch)[0].query.shape[:2] == (2, 8)
-    with pytest.raises(UsageError, match=r"'input_ids'.* is a list and no tensor"):
+    with pytest.raises(UsageError, match=r"'input_ids'.* is a list, not a tensor"):
         attnlens.capture(demo.model, demo.tokenizer(words))
     for nothing in ({}, None, "text"):
         with pytest.raises(UsageError, match="contains no inputs"):
@@ -419,7 +419,7 @@ def test_a_pass_that_broke_off_does_not_shift_the_layers_of_the_next():
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an unknown kernel": ("rfb", {}, "Did you mean 'rbf'"),
     "no string": (3, {}, "kernel=3 is not a string"),
-    "a kernel to be fitted": ("rank:4", {}, "rank is fitted to calibration text"),
+    "a kernel to be fitted": ("rank:4", {}, "rank must be fitted to calibration text"),
     "a signed kernel": ("polynomial:degree=3", {}, "is negative somewhere"),
     "an unknown layer": ("rbf", {"layers": [7]}, "no layer 7"),
     "an unknown head": ("rbf", {"heads": [4]}, "no head 4"),
@@ -427,7 +427,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an unknown part": ("rbf", {"part": "decode"}, "Did you mean 'decoder'"),
     "an unknown option": ("rbf", {"layer": [0]}, "Did you mean 'layers'"),
     "a part that is not there": ("rbf", {"part": "decoder"}, "No sites selected"),
-    "lists for tensors": ("rbf", {"batch": {"input_ids": [[1, 2]]}}, "is a list and no tensor"),
+    "lists for tensors": ("rbf", {"batch": {"input_ids": [[1, 2]]}}, "is a list, not a tensor"),
 }
 
 
@@ -614,7 +614,7 @@ def test_no_number_depends_on_what_the_caller_has_set_in_torch(demo: Any, plain:
 
 def test_what_is_no_model_is_told_so_beside_a_tokenizer_too(demo: Any):
     wrapped = torch.nn.Sequential(demo.model)
-    with pytest.raises(UsageError, match="A Sequential can't name a model"):
+    with pytest.raises(UsageError, match="A value of type Sequential is not a model name"):
         attnlens.inspect(wrapped, tokenizer=demo.tokenizer)
     with pytest.raises(UsageError, match="already includes its tokenizer"):
         attnlens.inspect("demo", tokenizer=demo.tokenizer)

@@ -309,7 +309,7 @@ def test_foreign_code_runs_only_where_it_is_trusted(
 
     monkeypatch.setattr("builtins.input", prompt)
     error = rejected(ModelError, with_code)
-    assert "own code" in error.problem
+    assert "Python code" in error.problem
     assert "--trust-remote-code" in error.remedy
     assert not (tmp_path / "ran").exists()
     loaded = loading.load(str(with_code), trust_remote_code=True)
@@ -373,7 +373,7 @@ def test_broken_config(content: str, folder: Path) -> None:
         ({"auto_map": 5}, "auto_map = 5"),
         ({"n_head": 5}, "num_heads"),
         ({"n_positions": -5}, "-5"),
-        ({"n_positions": 16}, "transformer.wpe.weight is 32 × 24 there and 16 × 24"),
+        ({"n_positions": 16}, "transformer.wpe.weight has size 32 × 24 in the file, but 16 × 24"),
         ({"activation_function": "nope"}, "nope"),
         ({"layer_norm_epsilon": "x"}, "layer_norm_epsilon"),
     ],

@@ -177,11 +177,11 @@ def test_a_plan_that_leaves_a_key_head_out_is_refused(demo, report):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"budget": "loss:1%"}, "already contains --budget"),
-        ({"layers": [0]}, "already contains --layers"),
-        ({"heads": [0]}, "already contains --heads"),
-        ({"part": "decoder"}, "already contains --part"),
-        ({"latents": "group=1"}, "already contains --latents"),
+        ({"budget": "loss:1%"}, "already sets --budget"),
+        ({"layers": [0]}, "already sets --layers"),
+        ({"heads": [0]}, "already sets --heads"),
+        ({"part": "decoder"}, "already sets --part"),
+        ({"latents": "group=1"}, "already sets --latents"),
         ({"ranks": "none.json"}, "can't be read"),
         ({"ranks": 5}, "neither a plan nor a path"),
     ],
@@ -201,7 +201,7 @@ def test_a_plan_heals_no_kernel_but_its_own(report, kernel):
 def test_a_plan_that_contradicts_itself_is_no_plan(report, tmp_path):
     whole = json.loads(report.plan.to_json())
     wrong = {
-        "a rank of 17 in 16 directions": [*whole["ranks"][:1], whole["ranks"][1] | {"rank": 17}],
+        "rank 17 exceeds head_dim 16": [*whole["ranks"][:1], whole["ranks"][1] | {"rank": 17}],
         "a key head has two ranks": [*whole["ranks"], whole["ranks"][0]],
         "at least 1 item": [],
     }

@@ -335,7 +335,7 @@ def test_what_cannot_be_drawn_or_written_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no measures to draw"):
         views.save_pictures(report.model_copy(update={"heads": []}), tmp_path / "x.png")
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="can't be made"):
+    with pytest.raises(OutputError, match="can't be created"):
         views.save_pictures(report, tmp_path / "file" / "folder")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

@@ -208,7 +208,7 @@ def test_sampled_rows_are_evenly_spaced_among_real_tokens():
         (lambda: PrimalAttention(12, 3, 4, causal=True, samples=2), "future tokens would leak"),
         (lambda: heads_of(samples=3)(*drawn()[:2]), "needs the inputs"),
         (lambda: heads_of(samples=3)(*drawn()[:2], causal=True, rows=drawn()[2]), "not allowed under a causal mask"),
-        (lambda: heads_of().objectives(), "none yet"),
+        (lambda: heads_of().objectives(), "none has run"),
         (lambda: primal.regulariser(torch.nn.Linear(2, 2)), "no primal attention"),
     ],
 )
@@ -229,7 +229,7 @@ def test_what_makes_no_sense_is_refused(make, says):
         (lambda: PrimalHeads(2, 8, 9, samples=20), "9 .*head_dim limits their rank to 8"),
         (lambda: PrimalAttention(10, 2, 6), "6 .*head_dim limits their rank to 5"),
         (lambda: primal.build(families.build("bert"), "last", scores=500), "500 .*; head_dim limits"),
-        (lambda: primal.build(families.build("bert"), "last", scores=3, samples=2), "samples bounds their rank at 2"),
+        (lambda: primal.build(families.build("bert"), "last", scores=3, samples=2), "samples limits their rank to 2"),
     ],
 )
 def test_more_scores_than_the_rank_can_be_are_allowed_and_said(make, says):

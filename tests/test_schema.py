@@ -109,7 +109,7 @@ def test_a_hostile_file_of_version_1_is_read_or_refused(name: str, tmp_path: Pat
 
 def test_a_report_of_version_1_with_two_bodies_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(json.dumps(old("swap") | {"experiments": old("experiments")["experiments"]}))
-    with pytest.raises(UsageError, match="a report of kind swap has the field experiments"):
+    with pytest.raises(UsageError, match="a report of kind swap must not have the field experiments"):
         read_report(tmp_path / "r.json")
 
 
@@ -119,7 +119,7 @@ def test_a_report_of_version_1_with_two_bodies_is_refused(tmp_path: Path) -> Non
         ({"kind": "swap"}, "a report of kind swap needs the field swap"),
         ({"kind": "ranks"}, "kind: Input should be 'inspection'"),
         ({"kind": None}, "kind: Input should be 'inspection'"),
-        ({"swap": json.loads(several().to_json())["swap"]}, "a report of kind inspection has the field swap"),
+        ({"swap": json.loads(several().to_json())["swap"]}, "a report of kind inspection must not have the field swap"),
     ],
 )
 def test_a_report_without_the_body_of_its_kind_is_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def test_a_study_that_was_killed_ends_with_the_report_of_one_that_was_not(shrunk
 
 BAD = {
     "no table of that name": (["kernel"], "kernels"),
-    "no cell of that name": (["kernels", "--cells", "language/*", "--cells", "gauss"], "No cell is called gauss"),
+    "no cell of that name": (["kernels", "--cells", "language/*", "--cells", "gauss"], "No cell matches gauss"),
     "a file that nothing is trained on": (
         ["kernels", "--labelled", "two.tsv"],
         "None of the selected cells uses --labelled",
@@ -282,7 +282,7 @@ BAD = {
     "a report over its own data": (["kernels", "--pairs", "text.txt", "--json", "text.txt"], "which --pairs reads"),
     "one file for two tasks": (
         ["dimension", "--pairs", "two.tsv", "--labelled", "two.tsv"],
-        "Two tasks are called two.tsv",
+        "Two tasks have the same name, two.tsv",
     ),
     "no seed at all": (["kernels", "--seeds", "0"], "--seeds"),
 }

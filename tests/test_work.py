@@ -294,7 +294,7 @@ def test_a_run_of_other_facts_has_another_key_and_is_reported_by_the_first_diffe
     assert other.load(NAMES[0]) is None
     run_units(NAMES[:1], compute, plan, other)
     assert caplog.messages == [
-        f"{store.folder} contains 3 finished units of a different run: settings.seed is 1 in one and 0 in the other."
+        f"{store.folder} contains 3 finished units of a different run: settings.seed is 1 here and 0 there."
     ]
     caplog.clear()
     run_units(NAMES[:1], compute, NOTHING_KEPT, other)

@@ -44,8 +44,8 @@ def refuse_other(report: Report, baseline: Baseline) -> None:
     for field, ours, theirs in _fields(report, baseline):
         if ours != theirs:
             raise UsageError(
-                f"The baseline belongs to a different run: its {field} is {written(theirs)}, but this report has "
-                f"{written(ours)}.",
+                f"The baseline belongs to a different run: {field} is {written(theirs)} in the baseline, but "
+                f"{written(ours)} in the report.",
                 "Check a report with the baseline's settings, or accept this one with --update-baseline.",
             )
 

@@ -227,9 +227,7 @@ def difference(first: Any, second: Any, where: str = "") -> str | None:
         return difference(dict(enumerate(first)), dict(enumerate(second)), where)
     if first == second:
         return None
-    return (
-        f"{where.removeprefix('.')} is {shortened(str(first), 60)} in one and {shortened(str(second), 60)} in the other"
-    )
+    return f"{where.removeprefix('.')} is {shortened(str(first), 60)} here and {shortened(str(second), 60)} there"
 
 
 def _serialise(value: Any, stamp: str) -> bytes:

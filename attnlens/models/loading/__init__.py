@@ -272,6 +272,6 @@ def _name_of(name: object) -> str:
         arguments.path("name", name)
         return os.path.join(os.curdir, os.fspath(name))  # noqa: PTH118  # pathlib would drop the dot again
     if not isinstance(name, str):
-        problem = f"A {type(name).__name__} is not a model name."
+        problem = f"A value of type {type(name).__name__} is not a model name."
         raise UsageError(problem, "Give a hub id, a path, or what load returned.")
     return arguments.word("model", name)
