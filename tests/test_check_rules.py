@@ -282,7 +282,10 @@ def test_rules_are_those_of_the_table_whatever_its_toml(tmp_path):
         ("tokens.entropy min > 0", "lacks a colon"),
         (["x: min > 0"] * 2000, "matches nothing"),
         ("nowhere.toml", "can't be read"),
-        (functools.reduce(lambda table, _: {"a": table}, range(2000), {"b": "min > 0"}), "nested more than 50 deep"),
+        (
+            functools.reduce(lambda table, _: {"a": table}, range(2000), {"b": "min > 0"}),
+            "nested more than 50 levels deep",
+        ),
     ],
 )
 def test_rules_that_are_none_are_refused(given_, words):

@@ -82,9 +82,9 @@ def test_reports_of_the_same_words_are_the_same_bytes():
         (("--lr", "0.1"), "keyword of the function"),
         (("--experiment", "local-convergense"), "Did you mean 'local-convergence'"),
         (("--head", "3.x"), "LAYER.HEAD"),
-        (("--head", "0.1", "--layers", "1"), "--layers belongs to checkpoints"),
-        (("--checkpoints", "--trials", "3"), "--trials belongs to the synthetic experiments"),
-        (("--length", "16"), "--length belongs to a head and checkpoints"),
+        (("--head", "0.1", "--layers", "1"), "--layers is an option of checkpoints"),
+        (("--checkpoints", "--trials", "3"), "--trials is an option of the synthetic experiments"),
+        (("--length", "16"), "--length is an option of a head and checkpoints"),
         (("demo",), "needs --head, --checkpoints or --revisions"),
         (("--checkpoints", "demo", "no/such/folder"), "no/such/folder"),
         (("--revisions", "step1,step2"), "one hub model"),
@@ -100,7 +100,7 @@ def test_what_can_not_be_used_ends_with_two_lines_and_2(words, told):
 
 def test_checkpoints_of_other_shapes_are_refused_by_name(tmp_path):
     result = attnlens("converge", "--checkpoints", checkpoint(30), other_shape(tmp_path, n_head=4))
-    refused(result, "n_head is 8 in step-00030 and 4 in step-77", "Give checkpoints of the same model")
+    refused(result, "n_head is 8 in step-00030, but 4 in step-77", "Give checkpoints of the same model")
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_words_that_make_no_sense_are_refused(words, told):
         (("--head", "1.2", "--show", "everything"), "selection"),
         (("--source", "weights", "--analyzer", "selection"), "cannot be computed from source=weights"),
         (("--text", "/dev/zero"), "it is a device, not a file"),
-        (("--source", "weights", "--text", str(DEMO / "text.txt")), "reads no text"),
+        (("--source", "weights", "--text", str(DEMO / "text.txt")), "text would be ignored"),
         (("--source", "weights", "--windows-csv", "w.csv"), "no text windows are read"),
     ],
 )

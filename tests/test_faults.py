@@ -92,7 +92,7 @@ WORDS = {
     "inspect --source weight": "Did you mean 'weights'",
     "inspect --placement frist": "Did you mean 'first'",
     "list measure": "Did you mean 'measures'",
-    "inspect --json none/x.json": "no folder",
+    "inspect --json none/x.json": "does not exist",
     "inspect --json x.json/": "names no file",
     "inspect --csv -": "does not write to stdout",
     "inspect --figure -": "does not write to stdout",

@@ -244,7 +244,7 @@ def test_as_many_scores_as_the_rank_can_be_are_not_warned_of_and_more_add_none()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         enough = [heads_of(DIM), heads_of(4, samples=4), heads_of(DIM, samples=9)]
-    with pytest.warns(UserWarning, match="bounds their rank"):
+    with pytest.warns(UserWarning, match="limits their rank"):
         more = [heads_of(DIM + 3), heads_of(6, samples=4), heads_of(DIM + 2, samples=9)]
     for heads in (*enough, *more):
         q, k, x = drawn(20)
@@ -509,12 +509,12 @@ def test_a_causal_model_never_looks_ahead_and_padding_does_not_matter():
 @pytest.mark.parametrize(
     ("name", "layers", "says"),
     [
-        ("bart", "all", r"decoder\.layers\.0\.encoder_attn attends to another sequence"),
-        ("whisper", "all", r"decoder\.layers\.0\.encoder_attn attends to another sequence"),
-        ("whisper", "last", r"decoder\.layers\.1\.encoder_attn attends to another sequence"),
+        ("bart", "all", r"decoder\.layers\.0\.encoder_attn is cross-attention"),
+        ("whisper", "all", r"decoder\.layers\.0\.encoder_attn is cross-attention"),
+        ("whisper", "last", r"decoder\.layers\.1\.encoder_attn is cross-attention"),
         ("t5", "all", r"encoder\.block\.0.*adds a position bias to its scores \(as in T5\)"),
-        ("t5", [2], r"decoder\.block\.0.*adds a bias"),
-        ("t5", "last", "another sequence"),
+        ("t5", [2], r"decoder\.block\.0.*adds a position bias"),
+        ("t5", "last", "is cross-attention"),
         ("albert", "all", "more than once"),
     ],
 )

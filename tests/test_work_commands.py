@@ -904,8 +904,8 @@ def test_the_program_refuses_with_two_lines_and_exit_code_2(tmp_path):
     ended(program("inspect", "demo", "--engine", "dask"), "dask")
     ended(program("inspect", "demo", "--engine", "slurm"), "slurm")
     ended(program("swap-kernel", "demo", "--fit", "--calibration", "-", "--jobs", "2", stdin="x"), "from stdin")
-    ended(program("converge", "--shard", "1/2"), "--shard belongs to checkpoints")
-    ended(program("converge", "--head", "0.1", "--jobs", "2"), "--jobs belongs to checkpoints")
+    ended(program("converge", "--shard", "1/2"), "--shard is an option of checkpoints")
+    ended(program("converge", "--head", "0.1", "--jobs", "2"), "--jobs is an option of checkpoints")
 
 
 def test_a_worker_that_finds_another_model_is_refused_by_what_differs(tmp_path):

@@ -96,7 +96,8 @@ def _values(table: Iterable[Mapping[str, object]], rows: DatasetRows) -> Iterato
                 f"Name a column of texts, e.g. {DATASETS}{rows.name},column={next(iter(row))}",
             )
         if not isinstance(value := row[rows.column], str):
-            problem = f"Row {number} of {rows.name} has a value of type {type(value).__name__} in {rows.column!r}, not a text."
+            content = f"a value of type {type(value).__name__}"
+            problem = f"Row {number} of {rows.name} has {content} in {rows.column!r}, not a text."
             raise TextError(problem, "Name a column of texts with column=.")
         yield value
 
