@@ -352,7 +352,7 @@ FAULTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "magnitudes missing": (_said(use_dora=True), ("lora_magnitude_vector",)),
     "scale of no module": (_said(alpha_pattern={"k_proj": 9}), ("'k_proj' in alpha_pattern", "none of the adapted")),
     "rank of no module": (_said(rank_pattern={"k_proj": 2}), ("'k_proj' in rank_pattern", "remove that key")),
-    "endless settings": (_said(target_modules=["q_proj"] * 2 * 10**5), ("more than 1 MiB",)),
+    "endless settings": (_said(target_modules=["q_proj"] * 2 * 10**5), ("larger than 1 MiB",)),
     "resized vocabulary": (
         _stored(lambda t: t | {"base_model.model.lm_head.weight": torch.ones(65, 32)}),
         ("65 × 32 instead of 64 × 32", "resized vocabulary", "merge_and_unload"),

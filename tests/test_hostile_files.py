@@ -345,14 +345,14 @@ FAULTS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "config is a pipe": (_pipe("config.json"), ("config.json can't be read: it is a ",)),
     "tokenizer is a pipe": (_pipe("tokenizer.json"), ("it is a pipe",)),
     "chat template is a pipe": (_pipe("chat_template.jinja"), ("it is a pipe",)),
-    "config is too large": (_sparse("config.json"), ("more than 256 MiB",)),
-    "tokenizer is too large": (_sparse("tokenizer.json"), ("more than 256 MiB",)),
+    "config is too large": (_sparse("config.json"), ("larger than 256 MiB",)),
+    "tokenizer is too large": (_sparse("tokenizer.json"), ("larger than 256 MiB",)),
     "generation config is no map": (lambda f: _json(f, "generation_config.json", "[1]"), ("generation_config.json",)),
     "config of bytes": (lambda f: _json(f, "config.json", b"\xff\xfe\x00"), ("is not a JSON object",)),
     "config nested": (lambda f: _json(f, "config.json", f'{{"a": {DEEP}}}'), ("is not a JSON object",)),
     "config nested 200 deep": (
         lambda f: edited(f / "config.json", a=json.loads("[" * 200 + "]" * 200)),
-        ("more than 100 deep",),
+        ("more than 100 levels deep",),
     ),
     "config of 5,000 digits": (lambda f: _json(f, "config.json", f'{{"n_layer": {"9" * 5000}}}'), ("not a JSON",)),
     "config of one word": (lambda f: _json(f, "config.json", "null"), ("is not a JSON object",)),
@@ -444,7 +444,7 @@ def test_templates_of_the_hubs_cache_are_links_to_its_blobs_and_are_read(folder:
 def test_a_template_without_an_end_is_refused(folder: Path) -> None:
     with (folder / "chat_template.jinja").open("wb") as file:
         file.truncate(2**28 + 1)
-    refused(ModelError, lambda: loading.load(str(folder)), "more than 256 MiB")
+    refused(ModelError, lambda: loading.load(str(folder)), "larger than 256 MiB")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

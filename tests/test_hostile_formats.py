@@ -196,7 +196,7 @@ def _with_stdin(monkeypatch: pytest.MonkeyPatch, stream: object) -> None:
         ("pipe", "it is a pipe"),
         ("nothing", "No such file"),
         ("loop", "symbolic links"),
-        ("large", "more than 1024 MiB"),
+        ("large", "larger than 1024 MiB"),
         ("zeros", "is a binary file"),
         ("latin", "is not UTF-8"),
         ("blank", "is empty"),
@@ -212,7 +212,7 @@ def test_texts_that_can_not_be_read(name: str, words: str, tmp_path: Path, monke
     if name == "large":
         monkeypatch.setattr("attnlens.models.texts.sources.LARGEST_FILE", 100)
         Path("large").write_text("word " * 100)
-        words = "more than 0 MiB"
+        words = "larger than 0 MiB"
     refused(TextError, lambda: read_each([name]), words)
 
 

@@ -228,7 +228,7 @@ def test_what_makes_no_sense_is_refused(make, says):
         (lambda: PrimalHeads(2, 8, 6, samples=4), "6 .*the number of samples limits their rank to 4"),
         (lambda: PrimalHeads(2, 8, 9, samples=20), "9 .*head_dim limits their rank to 8"),
         (lambda: PrimalAttention(10, 2, 6), "6 .*head_dim limits their rank to 5"),
-        (lambda: primal.build(families.build("bert"), "last", scores=500), "500 .*; head_dim limits"),
+        (lambda: primal.build(families.build("bert"), "last", scores=500), "500 .*head_dim limits"),
         (lambda: primal.build(families.build("bert"), "last", scores=3, samples=2), "samples limits their rank to 2"),
     ],
 )

@@ -316,7 +316,7 @@ def test_files_that_are_no_problem_of_classes_are_refused(walks, tmp_path):
     for cases, header, said in (
         ([case(3, "up")] * 4, "@data\n", "a single label: up"),
         ([case(3, "up"), case(3, "up"), case(3, "down")], "@data\n", "a single case with label down"),
-        ([case(3, "left"), case(3, "right")] * 3, "@data\n", "label down, which bad.ts does not have"),
+        ([case(3, "left"), case(3, "right")] * 3, "@data\n", "label down, which is missing in bad.ts"),
         ([case(3, "up")], "", "lacks a line @data"),
         ([], "@data\n", "no cases below @data"),
         ([case(3, "up")], "@timeStamps true\n@data\n", "time stamps"),
@@ -353,7 +353,7 @@ def test_labels_that_can_not_be_learnt_are_refused(tmp_path):
         ("a\tx\nb\tx\n", "a single label: x"),
         ("text\tlabel\n", "no text below its header"),
         ("a\tx\nb\tx\nc\tx\nd\ty\n", "1 text.s. with label y"),
-        ("a\tx\nb\n", "line 2 without 2 columns"),
+        ("a\tx\nb\n", "line 2: expected 2 non-empty columns"),
     ):
         path.write_text(content)
         with pytest.raises(TextError, match=said):

@@ -78,7 +78,7 @@ def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> Tabbed
     if bad:
         first = ", ".join(map(str, bad[:5])) + ("…" if len(bad) > 5 else "")
         count = f"{len(bad)} lines (numbers {first})" if len(bad) > 1 else f"line {first}"
-        raise TextError(f"{path}: {count} do not have {width} non-empty columns separated by tabs.", remedy)
+        raise TextError(f"{path}: {count}: expected {width} non-empty columns separated by tabs.", remedy)
     return TabbedLines(Path(path).name, digest, rows)
 
 
