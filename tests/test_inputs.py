@@ -374,8 +374,8 @@ def test_files_that_can_not_be_read_are_refused(sees: Any, hears: Any, tmp_path:
 def test_models_that_can_not_take_them_are_refused(sees: Any, hears: Any, tmp_path: Path) -> None:
     path, text = picture(tmp_path / "a.png", 3), tmp_path / "text.txt"
     text.write_text(PROSE.text)
-    refused(UsageError, "does not read image input", hears, image=[path])
-    refused(UsageError, "does not read audio input", sees, audio=[path])
+    refused(UsageError, "does not take image input", hears, image=[path])
+    refused(UsageError, "does not take audio input", sees, audio=[path])
     refused(UsageError, "takes pixels but no text", sees, text=[text])
     refused(ModelError, "ViTModel has no preprocessor_config.json", loaded(families.build("vit")), image=[path])
     bare = tmp_path / "bare"

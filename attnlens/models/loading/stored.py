@@ -43,8 +43,8 @@ def check_loaded(
         )
         raise ModelError(f"{problem} what the codes mean.", SAY_UNQUANTISED)
     if scales := [name for name in sorted(unused) if _belongs_to_codes(name, stored)]:
-        problem = f"{where} contains {format_names(scales)}, the scales of quantised weights, but nothing in"
-        raise ModelError(f"{problem} config.json describes the quantisation.", SAY_UNQUANTISED)
+        problem = f"{where} contains {format_names(scales)}, of weights that are stored as codes, but nothing in"
+        raise ModelError(f"{problem} config.json explains the codes.", SAY_UNQUANTISED)
     refuse_mismatch(place, loading_info["mismatched_keys"])
     if place.gguf:
         if ignored := [name for name in sorted(unused) if OF_ATTENTION.search(name)]:
