@@ -71,7 +71,7 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             expected.bind(*args, **keywords)
         except TypeError as error:
             raise UsageError(f"{function.__name__}: {error}.", f"It takes {', '.join(names)}.") from None
-        if not callable(given.get("progress", print)):
+        if not callable(keywords.get("progress", print)):
             raise UsageError(
                 "progress is not a function.", "Give a function that takes (stage, steps done, total steps)."
             )
@@ -105,13 +105,13 @@ def _plain_torch() -> Iterator[None]:
         yield
 
 
-def word(what: str, given: Any) -> str:
-    """Return `given` if it is a string that can be a name or path. Raise UsageError otherwise."""
-    if not isinstance(given, str):
-        raise UsageError(f"{what}={shown(given)} is not a string.", f"Give {what} as a string.")
-    if "\0" in given or not given.strip():
-        raise UsageError(f"{what}={shown(given)} is not a name.", f"Give {what} as a non-empty string.")
-    return given
+def word(what: str, value: Any) -> str:
+    """Return `value` if it is a string that can be a name or path. Raise UsageError otherwise."""
+    if not isinstance(value, str):
+        raise UsageError(f"{what}={format_argument(value)} is not a string.", f"Give {what} as a string.")
+    if "\0" in value or not value.strip():
+        raise UsageError(f"{what}={format_argument(value)} is not a name.", f"Give {what} as a non-empty string.")
+    return value
 
 
 def path(what: str, value: Any) -> str:
@@ -119,7 +119,9 @@ def path(what: str, value: Any) -> str:
     try:
         return word(what, os.fspath(value) if isinstance(value, os.PathLike) else value)
     except TypeError:  # its __fspath__ returns neither str nor bytes
-        raise UsageError(f"{what}={shown(given)} is not a path.", f"Give {what} as a string or a path.") from None
+        raise UsageError(
+            f"{what}={format_argument(value)} is not a path.", f"Give {what} as a string or a path."
+        ) from None
 
 
 def names_report(name: str) -> bool:
@@ -147,7 +149,9 @@ def selection_share(select: object) -> float | None:
     except ValueError:
         share = math.nan
     if kind != "top-p" or not 0 < share < 1:
-        raise UsageError(f"select: cannot parse {shown(select)}.", "Give argmax, or top-p:0.9 for a share of 90 %.")
+        raise UsageError(
+            f"select: cannot parse {format_argument(select)}.", "Give argmax, or top-p:0.9 for a share of 90 %."
+        )
     return share
 
 
@@ -211,7 +215,7 @@ def dataset_rows(words: str) -> DatasetRows | None:
         or "" in fields.values()
         or set(fields) - set(DatasetRows._fields[1:])
     ):
-        raise UsageError(f"Cannot parse the dataset {shown(words)}.", SAY_DATASETS)
+        raise UsageError(f"Cannot parse the dataset {format_argument(words)}.", SAY_DATASETS)
     return DatasetRows(name, **fields)
 
 

@@ -32,7 +32,7 @@ def test_a_model_that_is_random_itself_is_named_so_and_not_misread():
     passes = iter(range(1, 100))
     bert.model.bert.embeddings.register_forward_hook(lambda _module, _args, output: output * next(passes))
     with pytest.raises(IdentityError, match="the model is not deterministic"):
-        checks.proven(bert, inputs)
+        checks.prove_identity(bert, inputs)
 
 
 def sites(given, inputs):

@@ -44,8 +44,8 @@ def refuse_other(report: Report, baseline: Baseline) -> None:
     for field, ours, theirs in _fields(report, baseline):
         if ours != theirs:
             raise UsageError(
-                f"The baseline belongs to a different run: {field} is {written(theirs)} in the baseline, but "
-                f"{written(ours)} in the report.",
+                f"The baseline belongs to a different run: {field} is {format_value(theirs)} in the baseline, but "
+                f"{format_value(ours)} in the report.",
                 "Check a report with the baseline's settings, or accept this one with --update-baseline.",
             )
 
@@ -292,7 +292,7 @@ def _unknown_subject(report: Report, rule: Rule, name: str) -> UsageError:
     return UsageError(
         f"{rule.place}{rule.spelling} matches nothing: {why}.",
         f"{hint}Choose from: "
-        f"{listed(report.measure_names(), 40) or 'no measures; use fields such as swap.loss.delta'}.",
+        f"{join_items(report.measure_names(), 40) or 'no measures; use fields such as swap.loss.delta'}.",
     )
 
 

@@ -127,7 +127,8 @@ def _comparison(text: object, words: str) -> Criterion:
     if match is None:
         raise _parse_error(
             text,
-            f"{written(words.strip())} is not a comparison; write <, <=, >, >=, == or != and a number, or in 0.4..0.9.",
+            f"{format_value(words.strip())} is not a comparison; write <, <=, >, >=, == or != and a number, or in "
+            "0.4..0.9.",
         )
     sign, bound, low, high = match.groups()
     ends = [float(number) for number in (bound, low, high) if number is not None]
@@ -161,7 +162,7 @@ def _filters(text: object, words: list[str]) -> tuple[frozenset[int] | None, fro
 
 
 def _parse_error(text: object, why: str) -> UsageError:
-    return UsageError(f"Cannot parse the rule {written(text)}: {why}", 'Write, e.g., "min > 0.05 @layers 0-3".')
+    return UsageError(f"Cannot parse the rule {format_value(text)}: {why}", 'Write, e.g., "min > 0.05 @layers 0-3".')
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ def rule(subject: str, text: object, file: str | None = None) -> Rule:
     """Build the rule. Raise UsageError, which names its file, if it is invalid."""
     if not subject.strip("| "):
         raise UsageError(
-            f"{_place(file)}the rule {written(text)} names no measure.", f"Name a measure, e.g. {EXAMPLE}."
+            f"{_place(file)}the rule {format_value(text)} names no measure.", f"Name a measure, e.g. {EXAMPLE}."
         )
     try:
         return Rule(subject.strip(), condition(text), clean(str(text)), file)
@@ -220,7 +221,7 @@ def parse_rule(text: str) -> Rule:
     subject, colon, wanted = text.partition(":") if isinstance(text, str) else ("", "", "")
     if not colon:
         raise UsageError(
-            f"The rule {written(text)} lacks a colon.", "Write, e.g., --rule 'tokens.entropy: min > 0.05'."
+            f"The rule {format_value(text)} lacks a colon.", "Write, e.g., --rule 'tokens.entropy: min > 0.05'."
         )
     return rule(subject, wanted.strip())
 
@@ -231,7 +232,7 @@ def parse_table(table: Mapping[str, Any], file: str | None = None) -> list[Rule]
     for subject, texts in _flat(table, ""):
         if not isinstance(texts, str | list | tuple) or not texts:
             raise UsageError(
-                f"{_place(file)}{clean(subject)} has no condition: {written(texts)}.", f"Write, e.g., {EXAMPLE}."
+                f"{_place(file)}{clean(subject)} has no condition: {format_value(texts)}.", f"Write, e.g., {EXAMPLE}."
             )
         rules += [rule(subject, text, file) for text in ([texts] if isinstance(texts, str) else texts)]
     if len(rules) > MOST:
@@ -288,7 +289,9 @@ def rules_of(source: object) -> list[Rule]:
     elif isinstance(source, Iterable):
         rules = [item if isinstance(item, Rule) else parse_rule(item) for item in source]
     if not rules:
-        raise UsageError(f"rules={written(given)} contains no rules.", 'Write {"tokens.entropy": ["min > 0.05"]}.')
+        raise UsageError(
+            f"rules={format_value(source)} contains no rules.", 'Write {"tokens.entropy": ["min > 0.05"]}.'
+        )
     return rules
 
 
@@ -320,5 +323,6 @@ class Tolerance:
                 continue
             if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < most:
                 raise UsageError(
-                    f"{name}={written(number)} is not a valid tolerance.", "Give a number of at least 0, such as 0.05."
+                    f"{name}={format_value(number)} is not a valid tolerance.",
+                    "Give a number of at least 0, such as 0.05.",
                 )

@@ -98,7 +98,7 @@ def interrupt(number: int, _frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def told(error: BaseException) -> int:
+def report_failure(error: BaseException) -> int:
     """Print why a command ended and return the exit code; also for a Rust panic, which is not an Exception."""
     if isinstance(error, AttnlensError):
         complain(error.problem, error.remedy)

@@ -146,7 +146,7 @@ def _select_cells(names: Sequence[str], request: StudyRequest) -> dict[str, list
     for pattern in request.cells:
         if not any(_matches(row, [pattern]) for row in rows):
             hint = "" if "classification" in forms else " Classification cells need --series or --labelled."
-            raise UsageError(f"No cell matches {pattern}.", f"Choose from: {listed(rows, 8, '; ')}.{hint}")
+            raise UsageError(f"No cell matches {pattern}.", f"Choose from: {join_items(rows, 8, '; ')}.{hint}")
     selected = {
         name: [cell for cell in cells if _matches(f"{cell.task}/{cell.name}", request.cells)]
         for name, cells in available.items()

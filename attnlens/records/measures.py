@@ -83,7 +83,8 @@ def read_record(
         first = error.errors()[0]
         if first["loc"] == ("schema_version",):
             raise UsageError(
-                f"{path} has schema_version {written(first['input'])}, but this version of attnlens reads '1' and '2'.",
+                f"{path} has schema_version {format_value(first['input'])}, but this version of attnlens reads '1' "
+                "and '2'.",
                 "Create the report again with this version, or read it with the version that wrote it.",
             ) from None
         where = ".".join(str(part) for part in first["loc"]) or "the file"

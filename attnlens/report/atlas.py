@@ -86,7 +86,7 @@ class Subject:
     positions: str | None
     tokens: int | None
     pack: bool
-    own: frozenset[str] = frozenset()
+    lineages: frozenset[str] = frozenset()
     """Lineages of the model; models of these lineages, including itself, are excluded from the comparison."""
 
 

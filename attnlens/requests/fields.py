@@ -248,7 +248,7 @@ def head(value: Any) -> tuple[int, int]:
     integers = [_integer(part) for part in several("head", parts)] if isinstance(parts, Iterable) else []
     if len(integers) != 2 or any(part is None or not 0 <= part <= LARGEST for part in integers):
         raise UsageError(
-            f"head={shown(value)} is not a valid head.", "Write LAYER.HEAD, e.g. 3.7; in Python also (3, 7)."
+            f"head={format_argument(value)} is not a valid head.", "Write LAYER.HEAD, e.g. 3.7; in Python also (3, 7)."
         )
     layer, number = (part for part in integers if part is not None)
     return layer, number
@@ -304,7 +304,7 @@ def _selection_rule(_name: str, value: object) -> object:
 
 def _device(name: str, value: object) -> object:
     if not DEVICES.fullmatch(word(name, value)):
-        raise UsageError(f"There is no device {shown(value)}.", "Choose auto, cpu, cuda, cuda:1 or mps.")
+        raise UsageError(f"There is no device {format_argument(value)}.", "Choose auto, cpu, cuda, cuda:1 or mps.")
     return value
 
 
@@ -316,7 +316,7 @@ def _budget(_name: str, value: Any) -> object:
 def _share(name: str, value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1:
         return float(value)
-    raise UsageError(f"{name}={shown(value)} is not between 0 and 1.", f"Give a share, e.g. --{name} 0.05.")
+    raise UsageError(f"{name}={format_argument(value)} is not between 0 and 1.", f"Give a share, e.g. --{name} 0.05.")
 
 
 Words = Annotated[tuple[str, ...], checks(words)]

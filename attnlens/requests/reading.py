@@ -30,15 +30,15 @@ def choose_analyzers(
     ignored, and a `show` that can't be satisfied.
     """
     posed = show == SHOWN
-    if show == ATTENTION and asked.source == "weights":
+    if show == ATTENTION and requested.source == "weights":
         raise UsageError(
             "With source=weights no text is read, so there is no attention to show.",
             "Leave out --source, or --show attention.",
         )
-    selected = registry.select_analyzers(named or [SHOWN] * posed, asked.source)
+    selected = registry.select_analyzers(named or [SHOWN] * posed, requested.source)
     if not selected:
         raise UsageError(
-            f"{', '.join(named) or show} cannot be computed from source={asked.source}.",
+            f"{', '.join(named) or show} cannot be computed from source={requested.source}.",
             "Omit --source, or choose another analyzer.",
         )
     selected += registry.select_adapter_analyzers(requested.source) if adapted else []

@@ -45,7 +45,7 @@ def _shard(name: str, value: object) -> str:
     index, slash, count = value.partition("/") if isinstance(value, str) else ("", "", "")
     known = slash and index.isdecimal() and count.isdecimal() and max(len(index), len(count)) <= len(str(MOST_JOBS))
     if not (known and 1 <= int(index) <= int(count) <= MOST_JOBS):
-        raise UsageError(f"{name}={shown(value)} is not a valid shard.", SAY_SHARD)
+        raise UsageError(f"{name}={format_argument(value)} is not a valid shard.", SAY_SHARD)
     return f"{int(index)}/{int(count)}"
 
 
@@ -73,7 +73,9 @@ def _of_environment() -> str:
 def _memory_size(name: str, value: object) -> str:
     """Return a size with its unit. Raise UsageError for others."""
     if not (isinstance(value, str) and SIZE.fullmatch(value)):
-        raise UsageError(f"{name}={shown(value)} is not a memory size.", "Give a number with a unit, e.g. 8GB or 8GiB.")
+        raise UsageError(
+            f"{name}={format_argument(value)} is not a memory size.", "Give a number with a unit, e.g. 8GB or 8GiB."
+        )
     return value
 
 

@@ -294,7 +294,8 @@ class RankOptions:
             readable = isinstance(latents, str) and LATENTS.fullmatch(latents) and "rank=" not in latents
             if latents is not None and not readable:
                 raise UsageError(
-                    f"--latents: cannot parse {shown(latents)}.", "Write, e.g., --latents group=all,rotation=before."
+                    f"--latents: cannot parse {format_argument(latents)}.",
+                    "Write, e.g., --latents group=all,rotation=before.",
                 )
             return cls(arguments.budget(getattr(request, "budget", None) or "loss:1%"), None, latents)
         for name in ("budget", "latents", "layers", "heads", "part"):
@@ -379,7 +380,8 @@ def _regulariser(kernel: Kernel, eta: Any) -> float | None:
         return ETA
     if isinstance(eta, bool) or not isinstance(eta, int | float) or not 0 <= eta <= LARGEST:  # NaN fails too
         raise UsageError(
-            f"eta must be 0 or more, not {shown(eta)}.", f"The published code uses values from 0.01 to {ETA:g}."
+            f"eta must be 0 or more, not {format_argument(eta)}.",
+            f"The published code uses values from 0.01 to {ETA:g}.",
         )
     return float(eta)
 

@@ -51,7 +51,7 @@ def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], mea
     """Raise ModelError if the measured values depend on a weight that the checkpoint lacks, so that it is random."""
     if random := random_weights(loaded, inputs, measured):
         raise ModelError(
-            f"The checkpoint of {loaded.info.id} lacks {_listed(random)}, which would be initialised at random.",
+            f"The checkpoint of {loaded.info.id} lacks {_join_reasons(random)}, which would be initialised at random.",
             "Use a complete checkpoint, or load it with the architecture that it was saved from.",
         )
 
@@ -61,7 +61,7 @@ def no_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) ->
     random = random_weights(loaded, inputs, predictions(task))
     if not random:
         return None
-    return _owner(random[0]), f"the checkpoint lacks {_listed(random)}, so the model has no loss"
+    return _owner(random[0]), f"the checkpoint lacks {_join_reasons(random)}, so the model has no loss"
 
 
 def _join_reasons(random: list[str]) -> str:

@@ -138,7 +138,7 @@ def own_continuation(
     limit = position_limit(model)  # which includes the longest prompt
     tokens = requested if limit is None else max(0, min(requested, limit - prompts.ids.shape[1]))
     notes = [f"Greedy continuations have {tokens} tokens instead of {requested}: the model's context is full."]
-    return continued(model, prompts, tokens), notes if 0 < tokens < requested else []
+    return continue_prompts(model, prompts, tokens), notes if 0 < tokens < requested else []
 
 
 def agreements(
@@ -256,8 +256,8 @@ class Differences:
     """Mean loss of each sequence under the original, one tensor per batch."""
     after: list[Tensor] = field(default_factory=list)  # the same under the variant
     counts: list[Tensor] = field(default_factory=list)  # number of predicted tokens per sequence
-    kept: list[Tensor] = field(default_factory=list)
-    """True if each sequence predicts anything; sequences that don't are missing from the three lists above."""
+    predicting: list[Tensor] = field(default_factory=list)
+    """Whether each sequence predicts anything; sequences that don't are missing from the three lists above."""
     divergences: list[Tensor] = field(default_factory=list)  # mean KL(original ‖ variant) of each of these sequences
     agreeing: float = 0.0
     cosines: list[Tensor] = field(default_factory=list)  # mean cosine of each sequence's hidden states
@@ -300,7 +300,7 @@ class Differences:
         if original.shape != new.shape:  # a model that predicts the length of its output (FastSpeech)
             raise ModelError(
                 f"With the new kernel the model's output has a different length ({len(new)} states instead of "
-                f"{len(own)}).",
+                f"{len(original)}).",
                 "Its outputs can't be compared token by token; use `attnlens inspect` to analyse its attention.",
             )
         original, new = original.double(), new.double()

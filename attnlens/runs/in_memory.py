@@ -53,13 +53,14 @@ def tensors(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Tenso
     """Return the tensors of a batch on the model's device. Raise UsageError if it is empty or has other values."""
     if not isinstance(batch, Mapping) or not batch:
         raise UsageError(
-            f"batch={shown(batch)} contains no inputs.",
+            f"batch={format_argument(batch)} contains no inputs.",
             "Pass a dict of the model's inputs, as returned by a tokenizer.",
         )
     for name, value in batch.items():
         if not isinstance(name, str):
             raise UsageError(
-                f"batch has the key {shown(name)}, which is not a name.", "Pass a dict from input names to tensors."
+                f"batch has the key {format_argument(name)}, which is not a name.",
+                "Pass a dict from input names to tensors.",
             )
         if not isinstance(value, Tensor):
             raise UsageError(
@@ -108,7 +109,8 @@ def held_model(model: object) -> loading.Loaded:
     loaded = wrap_model(model)
     if not isinstance(loaded, loading.Loaded):
         raise UsageError(
-            f"{shown(model)} is not a model in memory.", "Pass a transformers model, or the result of attnlens.load."
+            f"{format_argument(model)} is not a model in memory.",
+            "Pass a transformers model, or the result of attnlens.load.",
         )
     return loaded
 

@@ -191,7 +191,7 @@ class Store:
                 facts = json.loads((path / RUN).read_text())
                 reason = difference(self.facts, facts)
                 if facts.get("command") == self.facts.get("command") and reason:
-                    count = counted(sum(file.name.endswith(SUFFIX) for file in path.iterdir()), "finished unit")
+                    count = format_count(sum(file.name.endswith(SUFFIX) for file in path.iterdir()), "finished unit")
                     LOG.warning("%s contains %s of a different run: %s.", path, count, clean(reason))
 
     def _stamp(self, name: str) -> str:
@@ -227,7 +227,7 @@ def difference(first: Any, second: Any, where: str = "") -> str | None:
         return difference(dict(enumerate(first)), dict(enumerate(second)), where)
     if first == second:
         return None
-    return f"{where.removeprefix('.')} is {shortened(str(first), 60)} here and {shortened(str(second), 60)} there"
+    return f"{where.removeprefix('.')} is {shorten_line(str(first), 60)} here and {shorten_line(str(second), 60)} there"
 
 
 def _serialise(value: Any, stamp: str) -> bytes:

@@ -88,7 +88,7 @@ def check(
         from attnlens.wording import format_count, join_items
 
         complain(
-            f"{len(failed)} of {counted(len(judged.checks), 'rule')} failed: {listed(failed, 3)}.",
+            f"{len(failed)} of {format_count(len(judged.checks), 'rule')} failed: {join_items(failed, 3)}.",
             "The table shows the measured values; --json, --csv and --junit contain them too.",
         )
         raise typer.Exit(FAILED)

@@ -153,7 +153,7 @@ def reproduce(context: typer.Context, table: Table = CLAIMS, quick: Quick = Fals
         from attnlens.wording import join_items
 
         complain(
-            f"Results that differ from the published ones: {listed(failed, 12)}.",
+            f"Results that differ from the published ones: {join_items(failed, 12)}.",
             "The table shows the measured values; --json contains all of them.",
         )
         raise typer.Exit(FAILED)

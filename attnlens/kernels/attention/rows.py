@@ -110,10 +110,10 @@ def positions(call: Call, key_filter: KeyFilter) -> Positions:
     elif seen is None or queries > keys:
         raise position_error(f"there are {queries} queries and {keys} keys, but no mask")
     else:
-        own = keys - 1 - seen.flip(-1).int().argmax(-1)
-        if queries > 1 and bool((own == own[:, :1]).all()):
+        query = keys - 1 - seen.flip(-1).int().argmax(-1)
+        if queries > 1 and bool((query == query[:, :1]).all()):
             raise position_error(f"all {queries} queries see the same last key")
-    return Positions(own, first)
+    return Positions(query, first)
 
 
 def _has_window(call: Call, seen: Bool[Tensor, "batch queries keys"] | None) -> bool:

@@ -83,7 +83,7 @@ class Reach:
 
     causal: bool
     """True if query i sums over the keys 0 … i; otherwise every query sums over all keys."""
-    kept: Bool[Tensor, "#batch #heads keys"] | None = None
+    real: Bool[Tensor, "#batch #heads keys"] | None = None
     """Which keys are not padding; None for all."""
 
 

@@ -85,7 +85,7 @@ def find_adapter(name: str, *, offline: bool) -> AdapterFiles:
         return AdapterFiles(name, path)
     id_, _, revision = name.partition("@")
     if not id_ or looks_like_path(id_):
-        raise ModelError(f"There is no such folder: {shortened(name)}.", SAY_FOLDER)
+        raise ModelError(f"There is no such folder: {shorten_text(name)}.", SAY_FOLDER)
     hub = Hub(id_, revision or None)
     folder = hub.find_cached(OFFLINE) if offline else hub.fetch(lambda names: _select_files(names, id_))
     _select_files(names_in(folder), id_)
@@ -253,7 +253,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
     if settings.get("peft_type") != "LORA":
         others = ["peft_type"]
     if others:
-        problem = f"{file} sets {shortened(others[0])} = {written(settings.get(others[0]))}"
+        problem = f"{file} sets {shorten_text(others[0])} = {format_value(settings.get(others[0]))}"
         raise ModelError(f"{problem}, which attnlens does not merge (only LoRA, rsLoRA and DoRA).", SAY_MERGE)
     return settings
 
@@ -272,7 +272,7 @@ def _place(
         target = next((alias for alias in names_in_model(stem, model.base_model_prefix) if alias in present), stem)
         key = f"{target}.{part[2]}.default{'' if 'embedding' in part[2] else '.weight'}" if part else target
         if not stored.startswith(PREFIX) or (part is None and "lora_" in name) or key in low_rank or key in whole:
-            problem = f"{file} contains {shortened(stored)}, which is not a LoRA parameter, or contains it twice."
+            problem = f"{file} contains {shorten_text(stored)}, which is not a LoRA parameter, or contains it twice."
             raise ModelError(problem, SAY_MERGE)
         if part:
             low_rank[key] = stored
@@ -328,7 +328,7 @@ def _expand_modules(
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = {key: matches(rf"(?:.*\.)?(?:{key})", modules) for key in values.get(name, {})}
         if unused := [key for key, matched in pattern.items() if not matched]:
-            problem = f"{file} has {written(unused[0])} in {name}, which matches none of the adapted modules."
+            problem = f"{file} has {format_value(unused[0])} in {name}, which matches none of the adapted modules."
             raise ModelError(problem, "If the adapter was trained with this setting, remove that key from the file.")
         chosen = {path: values[name][key] for key in reversed(pattern) for path in pattern[key]}  # the first key counts
         by_value: dict[float, list[str]] = defaultdict(list)

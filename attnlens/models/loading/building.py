@@ -172,7 +172,7 @@ def load_config(place: Location, trust_remote_code: bool) -> PreTrainedConfig:
 
     own_models(place.config.get("model_type"))
     where = place.folder / (place.file if place.gguf else CONFIG)
-    kind = f" (model_type = {written(place.config['model_type'])})" if "model_type" in place.config else ""
+    kind = f" (model_type = {format_value(place.config['model_type'])})" if "model_type" in place.config else ""
     with foreign(f"{where}{kind} can't be read", "Check that transformers supports this model."):
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, **place.gguf}
         config: PreTrainedConfig = AutoConfig.from_pretrained(place.folder, **options)

@@ -176,22 +176,25 @@ def check_config(place: Location) -> None:
     file = place.folder / CONFIG
     for path, size in sizes(place.config):
         if size < 1:
-            raise ModelError(f"{file} sets {shortened(path)} = {written(size)}, which must be at least 1.", SAY_CORRECT)
+            raise ModelError(
+                f"{file} sets {shorten_text(path)} = {format_value(size)}, which must be at least 1.", SAY_CORRECT
+            )
     kinds = (("model_type", str, "a string"), ("architectures", list, "a list of strings"), ("auto_map", dict, "a map"))
     for name, kind, words in kinds:
         value = place.config.get(name)
         items = value if isinstance(value, list) else []
         if value is not None and (not isinstance(value, kind) or not all(isinstance(item, str) for item in items)):
-            raise ModelError(f"{file} sets {name} = {written(value)}, which must be {words}.", SAY_CORRECT)
+            raise ModelError(f"{file} sets {name} = {format_value(value)}, which must be {words}.", SAY_CORRECT)
     for path, value in fields(place.config):
         if path.endswith("partial_rotary_factor") and isinstance(value, int | float) and not 0 < value <= LARGEST_SHARE:
-            problem = f"{shortened(path)} = {written(value)}, which must be above 0 and at most {LARGEST_SHARE}"
+            problem = f"{shorten_text(path)} = {format_value(value)}, which must be above 0 and at most {LARGEST_SHARE}"
             raise ModelError(f"{file} sets {problem}.", SAY_CORRECT)
         if path.endswith(("quantization_config", "compression_config")) and value is not None:
             method = _method(value) if isinstance(value, dict) else value
             if path not in READ_SETTINGS or not isinstance(method, str) or method not in DECODED:
                 problem = (
-                    f"{file}: according to {shortened(path)}, the weights are quantised with {shortened(str(method))}"
+                    f"{file}: according to {shorten_text(path)}, the weights are quantised with "
+                    f"{shorten_text(str(method))}"
                 )
                 supported = f"supported quantised formats are GGUF, {', '.join(DECODED)}"
                 raise ModelError(f"{problem}; {supported}.", SAY_UNQUANTISED)
@@ -216,13 +219,13 @@ def method_of(place: Location) -> str | None:
     if place.form == "pickle":
         reason = "are a pickle"
     elif method == "compressed-tensors" and settings.get("format") not in COMPRESSED:
-        reason = f"are in the format {written(settings.get('format'))}, which is not supported"
+        reason = f"are in the format {format_value(settings.get('format'))}, which is not supported"
     elif method == "compressed-tensors" and (
         settings.get("transform_config") or (settings.get("sparsity_config") or {}) not in ({}, {"format": "dense"})
     ):
         reason = "are rotated or sparse, which is not supported"
     elif method == "awq" and (version != "gemm" or settings.get("bits", settings.get("w_bit", 4)) != 4):
-        reason = f"are in version {written(version)} or do not have four bits, which is not supported"
+        reason = f"are in version {format_value(version)} or do not have four bits, which is not supported"
     if reason:
         raise ModelError(f"The weights of {place.folder} are quantised with {method} and {reason}.", SAY_UNQUANTISED)
     return method
@@ -250,7 +253,7 @@ def check_counts(place: Location, tensors: int) -> None:
         most = MOST_LABELS if match[0] == "num_labels" else max(tensors, SHARED_LAYERS)
         for count in value if isinstance(value, list) else [value]:
             if isinstance(count, int | float) and count > most:
-                problem = f"{place.folder / CONFIG} sets {shortened(path)} = {written(count)}"
+                problem = f"{place.folder / CONFIG} sets {shorten_text(path)} = {format_value(count)}"
                 raise ModelError(f"{problem}, but the weight files contain {tensors} tensors.", SAY_CORRECT)
 
 

@@ -195,7 +195,7 @@ def _check(path: Path, header: Header, size: int) -> None:
     count = len(header.tensors)
     for name, number in header.fields.items():
         if name.endswith(".block_count") and isinstance(number, int) and number > count:
-            raise ModelError(f"{path} sets {shortened(name)} = {number}, but has {count} tensors.", SAY_AGAIN)
+            raise ModelError(f"{path} sets {shorten_text(name)} = {number}, but has {count} tensors.", SAY_AGAIN)
     blocks: dict[int, tuple[int, int]] = import_module("gguf").GGML_QUANT_SIZES
     for entry in header.tensors:
         if entry.type not in blocks or prod(entry.shape) % blocks[entry.type][0]:
@@ -255,7 +255,7 @@ class Settings:
 
     def refusal(self, name: str) -> ModelError:
         """Build the ModelError for a field that can't be applied."""
-        setting = f"{shortened(f'{self.header.architecture}.{name}')} = {written(self.fields[name])}"
+        setting = f"{shorten_text(f'{self.header.architecture}.{name}')} = {format_value(self.fields[name])}"
         return ModelError(
             f"{self.path} sets {setting}, which the model in transformers does not support.", SAY_SAFETENSORS
         )

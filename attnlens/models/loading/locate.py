@@ -174,7 +174,7 @@ def refuse_outside(folder: Path, path: Path) -> None:
     if folder.parent.name == "snapshots":
         homes.append(Path(os.path.realpath(folder.parent.parent)) / "blobs")  # not resolved: it must not be a link
     if not any(real.is_relative_to(home) for home in homes):
-        problem = f"{path} links to a file outside its folder, {shortened(str(real))}."
+        problem = f"{path} links to a file outside its folder, {shorten_text(str(real))}."
         raise ModelError(problem, "Replace the link by the file itself.")
 
 
@@ -251,7 +251,7 @@ def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None
     names = names_in(folder)
     if _is_adapter(names):
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") if ADAPTER_CONFIG in names else None
-        base = shortened(base) if isinstance(base, str) and base.strip() else None
+        base = shorten_text(base) if isinstance(base, str) and base.strip() else None
         problem = f"{name} contains an adapter for {base or 'an unnamed model'}, not a model."
         command = f"attnlens inspect {shlex.quote(base or 'BASE')} --adapter {shlex.quote(name)}"
         raise ModelError(problem, f"Give its base model: {command}")
@@ -321,7 +321,7 @@ def _hub(name: str, revision: str | None) -> Hub:
         raise UsageError(f"{name} and the revision {revision!r} contradict each other.", "Give only one of them.")
     if looks_like_path(id_):
         kind = "file" if id_.endswith((".gguf", ".safetensors")) else "folder"
-        raise ModelError(f"There is no such {kind}: {shortened(name)}.", SAY_PATH)
+        raise ModelError(f"There is no such {kind}: {shorten_text(name)}.", SAY_PATH)
     return Hub(id_, revision or suffix or None)
 
 

@@ -208,7 +208,7 @@ def gptq(parts: Parts, settings: Settings) -> Tensor:
         raise CodesError(
             f"sym is true, which implies zeros of {2 ** (bits - 1)}, but in the format {form} its zeros differ"
         )
-    return _transposed(codes, zeros, scale, settings, parts.get(".g_idx"))
+    return _decode_transposed(codes, zeros, scale, settings, parts.get(".g_idx"))
 
 
 def awq(parts: Parts, settings: Settings) -> Tensor:
@@ -217,7 +217,7 @@ def awq(parts: Parts, settings: Settings) -> Tensor:
     codes, zeros = (_unpack_words(part, 4).reshape(*part.shape, 8)[..., AWQ_ORDER].flatten(-2) for part in words)
     if settings.get("zero_point") is False and bool((zeros != 8).any()):
         raise CodesError("zero_point is false, which implies zeros of 8, but its zeros differ")
-    return _transposed(codes, zeros, scale, settings)
+    return _decode_transposed(codes, zeros, scale, settings)
 
 
 def _decode_transposed(

@@ -313,7 +313,7 @@ def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
     if not shape:
         raise TextError(*describe_missing_inputs(model, [name]))
     if not all(isinstance(side, int) and side > 0 for side in shape) or prod(shape) > LARGEST_INPUT:
-        sizes = " × ".join(shortened(str(side)) for side in shape)
+        sizes = " × ".join(shorten_text(str(side)) for side in shape)
         problem = f"The config requires {name} with {sizes} numbers, which attnlens does not generate."
         raise TextError(problem, "Correct the sizes in config.json.")
     return shape

@@ -141,7 +141,7 @@ def _head_pictures(shapes: Shapes) -> list[Picture]:
 
     if not shapes.readings and not shapes.curves:
         raise UsageError("The report has no measures to draw.", "Create one with: attnlens inspect MODEL --json FILE")
-    curves = {name: np.concatenate([curve for _, curve in found]) for name, found in shapes.curves.items()}
+    curves = {name: np.concatenate([curve for _, curve in parts]) for name, parts in shapes.curves.items()}
     for name, values in ({name: reading.present for name, reading in shapes.readings.items()} | curves).items():
         if np.any(np.abs(values) > FURTHEST):
             raise UsageError(

@@ -150,7 +150,7 @@ def _weight_notes(pairing: Pairing) -> Iterator[str]:
     first, second = (dict(side.loaded.model.named_parameters()) for side in (pairing.first, pairing.second))
     alone = sorted(first.keys() ^ second.keys())
     if alone:
-        yield f"{counted(len(alone), 'tensor')} in only one of the models: {listed(alone)}."
+        yield f"{format_count(len(alone), 'tensor')} in only one of the models: {join_items(alone)}."
     common = [name for name in first if name in second]
     different = [name for name in common if not _equal(first[name], second[name])]
     if not different:
@@ -160,7 +160,7 @@ def _weight_notes(pairing: Pairing) -> Iterator[str]:
     if not alone and all(
         _equal(first[name].to(kind).to(second[name].dtype), second[name]) for name, kind in kinds.items()
     ):
-        types = listed(sorted({str(kind).removeprefix("torch.") for kind in kinds.values()}))
+        types = join_items(sorted({str(kind).removeprefix("torch.") for kind in kinds.values()}))
         yield f"The second model's weights are those of the first rounded to {types}; nothing else differs."
         return
     yield f"{len(different)} of {format_count(len(common), 'tensor')} differ: {join_items(different)}."
@@ -268,8 +268,8 @@ def compare_predictions(pairing: Pairing, design: Design) -> tuple[Outcome | Non
         states = {None if each.hidden is None else each.hidden.shape[-1] for each in passes}
         if len(classes) > 1 or len(states) > 1:
             return None, [f"{OTHER_PREDICTIONS}, or hidden states of different sizes."]
-        own, new = passes
-        differences.add(own, new, batch.targets, tokens_in(batch))
+        before, after = passes
+        differences.add(before, after, batch.targets, tokens_in(batch))
     return Outcome(**differences.outcome(seed, list(dict.fromkeys(batches.parts)))), []
 
 

@@ -83,7 +83,7 @@ def mask_error(loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, s
     name = "input_ids"
     if name not in inputs or MASKS[name] not in inputs or inputs[name].shape[1] < 2:
         return NO_ROWS if MASKS[name] in inputs else "the model does not support padding"
-    pair = _padded(loaded, inputs, seed + 1, left=left), _padded(loaded, inputs, seed + 2, left=left)
+    pair = _pad_randomly(loaded, inputs, seed + 1, left=left), _pad_randomly(loaded, inputs, seed + 2, left=left)
     return _check_error(
         lambda kernel: _relative_difference(loaded, *pair, kernel),
         variant,
