@@ -46,7 +46,7 @@ def with_stores(*words, cwd):
     return python("-c", WITH_STORES, *words, "--no-progress", cwd=cwd)
 
 
-@pytest.mark.parametrize("option", ["json", "csv", "windows-csv", "html", "markdown", "png"])
+@pytest.mark.parametrize("option", ["json", "csv", "windows-csv", "html", "markdown", "figure"])
 @pytest.mark.parametrize("address", ["s3://bucket/r", "file:///tmp/r", "nonsense://r"])
 def test_an_output_at_an_address_is_refused_before_the_work(tmp_path, option, address):
     told = without_torch("inspect", "demo", f"--{option}", address, cwd=tmp_path)

@@ -173,7 +173,7 @@ def test_prompts_come_from_a_file(demo: loading.Loaded, tmp_path: Path) -> None:
     path.write_text("And God said\n\nLet there be light: and there was light.\n", encoding="utf-8")
     found = swap_kernel(demo, "exponential", prompts=str(path), generate=5, **READ).swap.agreement
     assert (found.prompts, found.source, found.until) == (2, "prompts.txt", [5, 5])
-    with pytest.raises(UsageError, match="nothing continues them"):
+    with pytest.raises(UsageError, match="prompts have no effect"):
         swap_kernel(demo, "rbf", prompts=str(path), **READ | {"generate": 0})
     with pytest.raises(UsageError, match="cannot both read stdin"):
         swap_kernel("no/such/model", "rbf", prompts="-", text="-")

@@ -84,4 +84,4 @@ def test_the_command_writes_rows_and_draws_them(tmp_path) -> None:
     assert len(read_report(tmp_path / "r.json").inspection.attention) == 8
     assert '"attention":{"0.0":{"queries":["' in (tmp_path / "r.html").read_text()
     refused(without_torch("inspect", "demo", "--show", "attention", "--source", "weights"), "weights no text is read")
-    refused(without_torch("inspect", "demo", "--show", "selection"), "none is named")
+    refused(without_torch("inspect", "demo", "--show", "selection"), "requires a single head")

@@ -117,7 +117,7 @@ def test_every_picture_that_fails_is_named_and_the_others_are_drawn(tmp_path, mo
     monkeypatch.setattr(pictures, "map_figure", breaking)
     with pytest.raises(AttnlensError, match=r"weights.symmetry\.png can't be drawn: ZeroDivisionError"):
         deliver(
-            Outputs(png=str(tmp_path / "p"), json=str(tmp_path / "a.json")), synthetic_report(2, 2, source="weights")
+            Outputs(figure=str(tmp_path / "p"), json=str(tmp_path / "a.json")), synthetic_report(2, 2, source="weights")
         )
     drawn = {path.name for path in (tmp_path / "p").iterdir()}
     assert "overview.png" in drawn
@@ -143,7 +143,7 @@ def test_an_interruption_while_a_picture_is_drawn_costs_the_pictures_alone(tmp_p
 def test_after_an_interruption_the_code_is_130_whatever_else_fails(tmp_path, capsys):
     empty = synthetic_report(2, 2).model_copy(update={"heads": []})
     with pytest.raises(typer.Exit) as stop:
-        deliver(Outputs(png=str(tmp_path / "x.png"), quiet=True), empty, interrupted=True)
+        deliver(Outputs(figure=str(tmp_path / "x.png"), quiet=True), empty, interrupted=True)
     assert stop.value.exit_code == 130
     assert "no measures" in capsys.readouterr().err
 
@@ -154,7 +154,7 @@ def test_a_full_disk_leaves_no_empty_folder_of_pictures(tmp_path, monkeypatch):
 
     monkeypatch.setattr(outputs, "write_atomically", full)
     with pytest.raises(OutputError, match="No space"):
-        deliver(Outputs(png=str(tmp_path / "p"), quiet=True), synthetic_report(2, 2, source="weights"))
+        deliver(Outputs(figure=str(tmp_path / "p"), quiet=True), synthetic_report(2, 2, source="weights"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -168,20 +168,20 @@ def test_pictures_are_counted(tmp_path):
 
 def test_pictures_of_another_run_are_told(tmp_path, capsys):
     folder = tmp_path / "all"
-    deliver(Outputs(png=str(folder)), swap_report())
+    deliver(Outputs(figure=str(folder)), swap_report())
     assert "older" not in capsys.readouterr().err
     (folder / "another.png").touch()
-    deliver(Outputs(png=str(folder)), swap_report())
+    deliver(Outputs(figure=str(folder)), swap_report())
     assert "holds 1 older picture that this run did not write." in capsys.readouterr().err
 
 
 def test_an_ending_that_is_no_picture_makes_no_folder(tmp_path):
     with pytest.raises(OutputError, match=r"\.xyz is not offered") as refusal:
-        Outputs(png=str(tmp_path / "one.xyz")).check(Inputs())
+        Outputs(figure=str(tmp_path / "one.xyz")).check(Inputs())
     assert ".png, .svg or .pdf" in refusal.value.remedy
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "run.2").mkdir()
-    Outputs(png=str(tmp_path / "run.2")).check(Inputs())
+    Outputs(figure=str(tmp_path / "run.2")).check(Inputs())
     assert not is_file(tmp_path / "run.2"), "a folder that is there is one"
 
 

@@ -462,7 +462,7 @@ def test_a_model_of_files_is_not_run(tmp_path):
     with pytest.raises(TextError, match="so it cannot run"):
         attnlens.swap_kernel(given, "rbf")
     report = attnlens.inspect(given)
-    assert report.coverage.without == {"length": 8}
+    assert report.coverage.without == {"tokens": 8}
     assert "so it cannot run" in report.coverage.sentence
     assert all(name.startswith("weights.") for head in report.heads for name in head.measures)
 

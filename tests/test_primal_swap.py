@@ -243,7 +243,7 @@ def test_too_little_calibration_text_is_refused():
     [
         ("primal:4", {"train": 1, "eta": -0.1}, "eta must be 0 or more"),
         ("primal:4", {"train": 1, "eta": math.nan}, "eta must be 0 or more"),
-        ("primal:4", {"train": 1, "eta": "x"}, "eta must be 0 or more, not 'x'"),
+        ("primal:4", {"train": 1, "eta": "x"}, "eta='x' is not a number"),
         ("primal:4", {"train": 1, "ksvd_convention": "cod"}, "'cod'"),
         ("rbf", {"train": 1, "eta": 0.1}, "eta applies to the kernel primal"),
         ("rbf", {"train": 1, "ksvd_convention": "code"}, "ksvd_convention applies to the kernel primal"),

@@ -337,7 +337,7 @@ def test_a_hostile_kernel_is_listed_as_text() -> None:
 
 
 def test_details_say_what_is_needed_to_repeat_the_run() -> None:
-    report = synthetic_report(2, 2).model_copy(update={"timings": {"length": 1.234}, "peak_memory_bytes": 3 * 2**30})
+    report = synthetic_report(2, 2).model_copy(update={"timings": {"tokens": 1.234}, "peak_memory_bytes": 3 * 2**30})
     text = views.details(report, 120)
     for fact in ("attnlens 0.1.0", "torch 2.13.0", "Linux x86_64", "sha256 000", "tokens: 1.23 s", "at most 3,072 MiB"):
         assert fact in text
